@@ -13,7 +13,15 @@ import pyarrow.parquet
 import pytest
 
 from hfjax.cli.data import DataCommand, run
-from hfjax.data import TokenSet, library, load_tokenizer, prepare, sources, write_tokens
+from hfjax.data import (
+    TokenSet,
+    library,
+    load_tokenizer,
+    prepare,
+    sources,
+    tokenizer,
+    write_tokens,
+)
 
 
 @pytest.fixture(name="refused")
@@ -53,6 +61,9 @@ def test_a_table_that_is_not_read_as_one_and_a_file_named_twice(tmp_path, refuse
 
 def test_text_that_is_not_utf8(tmp_path, refused):
     refused("in.txt", b"abc\xe4", r"in\.txt is not UTF-8: byte 3 is 0xe4\. .* --errors replace")
+    refused(
+        "in.md", "a".encode("utf-16"), r"byte 0 is 0xff\. Convert it \(iconv -f utf-16 -t utf-8"
+    )
     prepare(tmp_path / "in.txt", tmp_path / "out", errors="replace")
     data = TokenSet(tmp_path / "out")
     assert data.tokenizer.decode(data.tokens[:-1]) == "abc\N{REPLACEMENT CHARACTER}"
@@ -71,7 +82,7 @@ def test_lines_that_are_not_utf8_no_json_or_without_the_field(refused):
         b"[1]": r"in\.jsonl:2 has no field 'text': it has list",
         b"[" * 100_000: r"in\.jsonl:2 cannot be read: it is nested too deeply",
         b"9" * 5000: r"in\.jsonl:2 cannot be read: a number in it has too many digits",
-        b'{"text": null}': r"in\.jsonl:2: 'text' is NoneType, text is expected",
+        b'{"text": null}': r"in\.jsonl:2: 'text' is null, .* Take such rows out, or give them",
     }
     for line, message in faults.items():
         refused("in.jsonl", good + line, message)
@@ -84,6 +95,9 @@ def test_parquet_files_without_the_column_of_other_things_or_truncated(tmp_path,
     refused(path.name, whole, r"in\.parquet has no column 'text': it has id, body\. .* --field")
     refused(path.name, whole, r"in\.parquet: row 1: 'id' is int, text is expected", field="id")
     refused(path.name, whole[:-9], r"in\.parquet is no whole Parquet file")
+    for column in (["a", None], pyarrow.nulls(2)):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+        refused(path.name, path.read_bytes(), r"in\.parquet: row .: 'text' is null, text is expec")
     table = pyarrow.table({"text": [f"text {number} äö" for number in range(999)]})
     pyarrow.parquet.write_table(table, path, compression="snappy", use_dictionary=False)
     whole = path.read_bytes()
@@ -98,6 +112,39 @@ def test_parquet_files_without_the_column_of_other_things_or_truncated(tmp_path,
     latin = path.read_bytes().replace("text 7 äö".encode(), b"text 7 \xe4\xf6..")
     refused(path.name, latin, r"in\.parquet: row 8 is not UTF-8: byte 7 is 0xe4\. .*--errors repl")
     prepare(path, tmp_path / "out", errors="replace")
+
+
+def test_links_that_lead_to_themselves_or_nowhere(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    for name, target in (("self", "self"), ("in/up", "..")):
+        (tmp_path / name).symlink_to(target)
+    loop = r"self is not to be reached \(Too many levels of symbolic links\)"
+    for out in (tmp_path / "self", tmp_path / "self" / "out"):
+        with pytest.raises(ValueError, match=r"not to be reached .* choose another --out"):
+            prepare(tmp_path / "in", out)
+    with pytest.raises(ValueError, match=loop.replace(" is ", ": it is ")):
+        prepare(tmp_path / "self", tmp_path / "out")
+    with pytest.raises(ValueError, match=loop):
+        prepare(tmp_path / "in", tmp_path / "out", tokenizer=str(tmp_path / "self"))
+    prepare(tmp_path / "in", tmp_path / "out")
+    assert run(DataCommand((str(tmp_path / "in"),), tmp_path / "again")) == 0
+    (tmp_path / "in" / "self.txt").symlink_to("self.txt")
+    with pytest.raises(ValueError, match=r"self\.txt is not to be reached .* Take it out"):
+        prepare(tmp_path / "in", tmp_path / "third")
+
+
+def test_a_document_that_memory_does_not_hold_is_named(tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_text("a")
+
+    def full(*_: object) -> str:
+        raise MemoryError
+
+    for owner, name in ((sources.Sources, "_decode"), (tokenizer.ByteTokenizer, "encode")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(MemoryError, match=r"in\.txt: memory is full\. Memory holds a doc"):
+                prepare(tmp_path / "in.txt", tmp_path / "out")
 
 
 def test_gzip_files_that_are_truncated_or_none(refused):
@@ -130,6 +177,36 @@ def test_a_part_for_validation_that_no_document_falls_into(refused):
 def test_tokenizers_that_are_not_there_or_none(tmp_path, refused):
     refused("in.txt", b"a", "tokenizer 'bite': no such file. Give bytes, bpe", tokenizer="bite")
     refused("in.txt", b"a", "in.txt is no tokenizer of", tokenizer=str(tmp_path / "in.txt"))
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+HOSTILE: dict[str, tuple[dict, Any]] = {
+    r"in\.txt: the tokenizer cannot read this text \(Onig: .*\)\. Mend its tokenizer\.json": (
+        BPE,
+        {"type": "Split", "pattern": {"Regex": "(a|a)*$"}, "behavior": "Isolated", "invert": False},
+    ),
+    r"in\.txt: the tokenizer cannot read this text \(Unk token `c` not found": (
+        BPE | {"unk_token": "c"},
+        None,
+    ),
+    r"the tokenizer's token b has id 2147483648; ids are 0 to 16777215, and it has 2 tokens": (
+        BPE | {"vocab": {"a": 0, "b": 2**31}},
+        None,
+    ),
+    r"the tokenizer has no token\. Give the": (BPE | {"vocab": {}}, None),
+    r"t\.json is no tokenizer of the `tokenizers` library": (BPE | {"vocab": {"a": -1}}, None),
+}
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_a_tokenizer_that_the_library_fails_on_is_told_in_words(tmp_path, refused, message, capfd):
+    model, before = HOSTILE[message]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"version": "1.0", "pre_tokenizer": before, "model": model}))
+    text = b"a" * 40 + b"c"
+    refused("in.txt", text, message, tokenizer=str(path), append_end=False)
+    if "Onig" in message:
+        assert "panicked" in capfd.readouterr().err  # the library's own words
 
 
 def test_a_tokenizer_without_an_end_of_documents(tmp_path):

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -19,7 +20,17 @@ import tokenizers
 
 from hfjax.__main__ import main
 from hfjax.cli.data import DataCommand, run
-from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, tokenizer, write_tokens
+from hfjax.data import (
+    TokenSet,
+    beside,
+    load_tokenizer,
+    prepare,
+    standard_library,
+    token_writer,
+    tokenizer,
+    write_tokens,
+)
+from hfjax.run.sampling import tokens_of
 from tests.full_disk import allowed_bytes
 
 TEXTS = ["Als Gregor Samsa", "eines Morgens\naus unruhigen Träumen", "erwachte, 🪲 fand er sich"]
@@ -150,6 +161,89 @@ def test_what_a_tokenizer_would_add_to_a_sentence_is_not_added(corpus, tmp_path)
     assert load_tokenizer(path).encode(["text"])[0].tolist() == plain
 
 
+def tokenizer_of(path: Path, **model: Any) -> str:
+    """Write a tokenizer of words whose model has these fields; return its path."""
+    before = {"type": "WhitespaceSplit"}
+    write(path, json.dumps({"version": "1.0", "pre_tokenizer": before, "model": model}))
+    return str(path)
+
+
+BPE = {"type": "BPE", "merges": [["h", "e"], ["l", "l"]], "vocab": {"he": 20, "ll": 21}}
+LETTERS = {letter: i for i, letter in enumerate("helowrd")}
+
+
+def test_characters_without_a_token_are_counted_and_told(tmp_path, capsys):
+    write(tmp_path / "in.jsonl", '{"text": "hello world"}\n{"text": "hello"}\n{"text": "wwd"}\n')
+    some = {letter: i for letter, i in LETTERS.items() if letter not in "wrd"}
+    path = tokenizer_of(tmp_path / "t.json", **BPE | {"vocab": some | BPE["vocab"]})
+    made = prepare(tmp_path / "in.jsonl", tmp_path / "a", tokenizer=path, append_end=False)
+    plain = tokenizers.Tokenizer.from_file(path)
+    ids = [plain.encode(text).ids for text in ("hello world", "hello")]
+    data = TokenSet(tmp_path / "a")
+    assert (made.dropped, made.unknown, made.empty) == (6, 0, 1)  # of the third nothing is left
+    assert [data.read(*pair).tolist() for pair in ((0, 5), (5, 8))] == ids
+    with pytest.warns(RuntimeWarning, match="has no token for 3 characters of the prompt 'hey!w'"):
+        assert tokens_of("hey!w", load_tokenizer(path)) == [20]
+    again = (str(tmp_path / "in.jsonl"),)
+    assert run(DataCommand(again, tmp_path / "b", tokenizer=path, append_end=False)) == 0
+    assert "warning: 6 characters have no token in the tokenizer" in capsys.readouterr().out
+
+
+def test_bytes_without_a_token_are_counted_and_added_tokens_keep_their_ids(tmp_path):
+    """A tokenizer that was trained on some bytes only, with tokens that were added to it."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    inner.train_from_iterator(["abc á <call>"] * 9, trainer)
+    inner.add_special_tokens(["<|endoftext|>"])
+    inner.add_tokens(["<call>", "d"])
+    inner.save(str(tmp_path / "t.json"))
+    trained = load_tokenizer(tmp_path / "t.json")
+    assert isinstance(trained, tokenizer.TrainedTokenizer)
+    texts = ["abc á<call>d", "a é <call>", "ä", "<|endoftext|>"]
+    found = [tokens.tolist() for tokens in trained.encode(texts)]
+    inner.encode_special_tokens = True
+    assert found == [inner.encode(text).ids for text in texts]
+    assert trained.dropped == 1 + 1 + sum(letter not in "abc<>ld" for letter in "<|endoftext|>")
+
+
+def test_text_that_becomes_the_unknown_token_is_counted_and_told(tmp_path, capsys):
+    write(tmp_path / "in.txt", "hello big world")
+    vocab = {"[UNK]": 0, "hello": 1, "world": 2}
+    pieces = [[name, -1.0] for name in vocab]
+    for number, model in enumerate(
+        (
+            {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+            {"type": "Unigram", "vocab": pieces, "unk_id": 0},
+        )
+    ):
+        path = tokenizer_of(tmp_path / "t.json", **model)
+        out = tmp_path / str(number)
+        command = DataCommand((str(tmp_path / "in.txt"),), out, path, append_end=False)
+        assert run(command) == 0
+        told = capsys.readouterr().out
+        assert "warning: 1 of 3 tokens are the tokenizer's token for unknown text" in told
+
+
+def test_dropout_of_a_tokenizer_is_switched_off(tmp_path):
+    merges = BPE | {"vocab": LETTERS | BPE["vocab"]}
+    texts = ["hello world"] * 50
+    with_dropout = tokenizer_of(tmp_path / "a.json", **merges, dropout=0.5)
+    without = tokenizer_of(tmp_path / "b.json", **merges)
+    found, plain = (load_tokenizer(path) for path in (with_dropout, without))
+    assert all(map(np.array_equal, found.encode(texts), plain.encode(texts)))
+    found.save(tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["dropout"] is None
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.jsonl.gz"])
+def test_a_byte_order_mark_begins_a_file_and_is_no_text(tmp_path, name):
+    text = "a" if name == "in.txt" else '\n{"text": "a"}\n'
+    write(tmp_path / name, b"\xef\xbb\xbf" + text.encode())
+    prepare(tmp_path / name, tmp_path / "out")
+    assert texts_of(TokenSet(tmp_path / "out")) == ["a"]
+
+
 def test_a_text_with_fewer_pairs_than_asked_for_gives_a_smaller_vocabulary(tmp_path, capsys):
     write(tmp_path / "in.txt", "abcabc")
     command = DataCommand((str(tmp_path / "in.txt"),), tmp_path / "out", tokenizer="bpe")
@@ -248,23 +342,23 @@ def test_a_run_that_is_told_to_end_leaves_nothing(waiting, tmp_path, number, cod
 def test_a_killed_run_leaves_no_data_set_and_the_next_start_sweeps_it_but_nothing_at_work(
     waiting, tmp_path
 ):
-    (beside,) = tmp_path.glob(".out.unfinished-*")
+    (unfinished,) = tmp_path.glob(".out.unfinished-*")
     assert not (tmp_path / "out").exists()
     prepare(write(tmp_path / "in.txt", "text"), tmp_path / "out")
-    assert beside.is_dir()
+    assert unfinished.is_dir()
     waiting.kill()
     waiting.wait(60)
     assert texts_of(TokenSet(tmp_path / "out")) == ["text"]
     with pytest.raises(ValueError, match=r"is not a data set: it has no meta\.json"):
-        TokenSet(beside)
+        TokenSet(unfinished)
     prepare(tmp_path / "in.txt", tmp_path / "out", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt", "out"]
 
 
 def test_a_data_set_that_a_killed_run_was_replacing_is_put_back(tmp_path):
     prepare(write(tmp_path / "in.txt", "old"), tmp_path / "out")
-    beside = tmp_path / ".out.unfinished-0123"
-    prepare(write(tmp_path / "in.txt", "new"), beside)
+    unfinished = tmp_path / ".out.unfinished-0123"
+    prepare(write(tmp_path / "in.txt", "new"), unfinished)
     (tmp_path / "out").rename(tmp_path / ".out.unfinished-0123-old")  # and killed here
     with pytest.raises(ValueError, match="out holds a data set already"):
         prepare(tmp_path / "in.txt", tmp_path / "out")
@@ -386,12 +480,14 @@ def test_what_is_not_used_is_not_imported(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.mark.parametrize("in_one_step", [True, False])
 def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, in_one_step
 ):
-    """Each rename and the first deletion: interrupted before it, and after it."""
+    """Each rename, exchange and the first deletion: interrupted before it, and after it."""
     place, calls = tmp_path / "out", []
     rename, rmtree = Path.rename, shutil.rmtree
+    exchanged = beside.exchanged if in_one_step else lambda one, other: False
 
     def interrupted(act, moment):
         def do(*given, **more):
@@ -406,17 +502,90 @@ def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
 
         return do
 
-    lengths = {}
-    for moment in (0, *range(1, 5), *range(-4, 0)):
+    lengths, moments = {}, 4 if in_one_step else 5
+    for moment in (0, *range(1, moments), *range(1 - moments, 0)):
         with monkeypatch.context() as patch:
             write_tokens(place, [np.arange(5)], 8, overwrite=True)
             assert [path.name for path in tmp_path.iterdir()] == ["out"]  # all is swept
             calls.clear()
+            answers = interrupted(exchanged, moment) if in_one_step else exchanged
+            patch.setattr(token_writer, "exchanged", answers)
             patch.setattr(Path, "rename", interrupted(rename, moment))
             patch.setattr(shutil, "rmtree", interrupted(rmtree, moment))
             with pytest.raises(KeyboardInterrupt) if moment else nullcontext():
                 write_tokens(place, [np.arange(6)], 8, overwrite=True)
         lengths[moment] = len(TokenSet(place))
-        if abs(moment) < 4:  # not while what is left is deleted
+        if abs(moment) < moments - 1:  # not while what is left is deleted
             assert [path.name for path in tmp_path.iterdir()] == ["out"], moment
-    assert lengths == {0: 6, 1: 5, 2: 5, 3: 5, 4: 6, -1: 5, -2: 5, -3: 6, -4: 6}
+    if in_one_step:
+        assert lengths == {0: 6, 1: 5, 2: 5, 3: 6, -1: 5, -2: 6, -3: 6}
+    else:
+        assert lengths == {0: 6, 1: 5, 2: 5, 3: 5, 4: 6, -1: 5, -2: 5, -3: 6, -4: 6}
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from hfjax.data import token_writer
+
+left, exchanged = [int(sys.argv[2])], token_writer.exchanged
+
+def count(event, *_):
+    if event in ("os.rename", "os.rmdir", "exchange"):
+        left[0] -= 1
+        left[0] or os.kill(os.getpid(), signal.SIGKILL)
+
+token_writer.exchanged = lambda *given: (count("exchange"), exchanged(*given))[1]
+sys.addaudithook(count)
+token_writer.write_tokens(sys.argv[1], [np.arange(6)], 8, overwrite=True)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_replacement_leaves_a_data_set_in_its_place(tmp_path):
+    """Killed before the exchange, and before the deletion of the old data."""
+    place, lengths = tmp_path / "out", []
+    for moment in (2, 3):
+        write_tokens(place, [np.arange(5)], 8, overwrite=True)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]  # all is swept
+        command = [sys.executable, "-c", KILLED, place, str(moment)]
+        done = subprocess.run(command, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+        lengths.append(len(TokenSet(place)))
+    assert lengths == [5, 6]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_old_data_is_deleted_leaves_nothing_beside(
+    tmp_path, monkeypatch, number
+):
+    write_tokens(tmp_path / "out", [np.arange(5)], 8)
+    rmtree = shutil.rmtree
+
+    def interrupted(*given, **more):
+        signal.raise_signal(number)
+        return rmtree(*given, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        write_tokens(tmp_path / "out", [np.arange(6)], 8, overwrite=True)
+    assert len(TokenSet(tmp_path / "out")) == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_kill_left_before_the_first_file_is_swept_also_from_a_maker_at_work(
+    tmp_path, monkeypatch
+):
+    (tmp_path / ".out.new-0123").mkdir()
+    lock, locked = beside._locked, []
+
+    def sweeping(handle):
+        """Sweep as another maker does, after the first new folder and before it is locked."""
+        if not locked:
+            beside.sweep(tmp_path / "out")
+        locked.append(handle)
+        return lock(handle)
+
+    monkeypatch.setattr(beside, "_locked", sweeping)
+    write_tokens(tmp_path / "out", [np.arange(5)], 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(locked) == 2

@@ -17,8 +17,10 @@ from hfjax.cli.run import evaluate_command
 from hfjax.models.vision.all_presets import PRESETS
 from hfjax.run import Parts, Train, train
 from hfjax.run.config import Data, Log, Mesh, Model, Optimizer
+from hfjax.run.files import load, save
 from hfjax.run.optimizer import sgd
 from hfjax.run.tasks.pictures import intersection_over_union
+from hfjax.weights.tensor_files import read_header, read_rows
 from hfjax.weights.vision_files import read_vision
 
 COLOURS = {"blue": (20, 20, 160), "green": (20, 160, 20), "red": (160, 20, 20)}
@@ -85,6 +87,18 @@ def test_from_a_folder_to_scores(photos, tmp_path, capsys):
     assert "33 images" in found
     valid = [line["valid_top1"] for line in journal if "valid_top1" in line]
     assert f"top-1 {valid[-1]:.2%}" in found
+    for name in ("blue", "red"):
+        shutil.copytree(photos / "valid" / name, tmp_path / "some" / name)
+    some = [str(tmp_path / "run"), "--devices", "4", "--data", str(tmp_path / "some")]
+    assert evaluate_command(some) == 0
+    found = capsys.readouterr().out
+    assert "22 images" in found
+    assert "some has images of 2 of the 3 classes; of these it has none, and the scores" in found
+    assert found.rstrip().endswith(": green")
+    (tmp_path / "some" / "blue").rename(tmp_path / "some" / "white")
+    with pytest.raises(SystemExit):
+        evaluate_command(some)
+    assert "only the second has white" in capsys.readouterr().err
 
 
 def test_scores_are_those_of_a_plain_loop_over_all_images(photos, tmp_path):
@@ -140,11 +154,36 @@ def test_iou_of_each_class(street, tmp_path, capsys):
     assert [line.split()[0] for line in told[-2:]] == ["0", "1"]
 
 
+def test_a_dropout_of_0_is_none_and_that_of_the_auxiliary_head_is_set(street, tmp_path):
+    def rates(**model):
+        parts = Parts(of_photos(street, tmp_path, model={"preset": "deeplabv3-tiny", **model}))
+        return parts.model.shape.dropout, parts.model.shape.auxiliary_dropout
+
+    assert rates() == (0.5, 0.1)
+    assert rates(dropout=0.0) == (0.0, 0.1)
+    assert rates(dropout=0.25, auxiliary_dropout=0.0) == (0.25, 0.0)
+    with pytest.raises(ValueError, match=r"--model.auxiliary-dropout 2: a part from 0 to 1"):
+        Model(auxiliary_dropout=2)
+
+
+def test_a_dropout_of_0_in_the_file_of_an_older_run_is_that_of_its_preset(tmp_path):
+    config = of_photos("photos", tmp_path, model={"preset": "deeplabv3-tiny", "dropout": 0.0})
+    save(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml").model.dropout == 0.0
+    lines = (tmp_path / "config.yaml").read_text().splitlines()
+    old = "\n".join(line for line in lines if "auxiliary_dropout" not in line)
+    (tmp_path / "config.yaml").write_text(old)
+    assert load(tmp_path / "config.yaml").model.dropout is None
+
+
 def test_weights_in_and_out_and_a_new_head(photos, tmp_path, capsys):
     first, file = tmp_path / "first", tmp_path / "net.safetensors"
     train(of_photos(photos, first, steps=2))
     assert export_command([str(first), "--out", str(file), "--devices", "2"]) == 0
     shape = replace(PRESETS["resnet-tiny"], classes=3)
+    counters = [x for name, x in read_header(file).items() if name.endswith(".num_batches_tracked")]
+    assert counters
+    assert {read_rows(x, 0, 1).item() for x in counters} == {2}  # the steps of the run
     assert all(x is not None for x in read_vision(file, shape).values())
     more = {"preset": "resnet-tiny", "weights": file, "classes": 5}
     with pytest.raises(ValueError, match=r"(?s)other classes.*--model.new-head"):
@@ -172,6 +211,15 @@ WRONG = {
         {"model": {"preset": "resnet-tiny", "frozen_norms": True, "group_norms": True}},
         "one of the two",
     ),
+    "dropout of a ResNet": ({"model": {"preset": "resnet-tiny", "dropout": 0.1}}, "has no dropout"),
+    "an auxiliary head of a ViT": (
+        {"model": {"preset": "vit-tiny", "auxiliary_dropout": 0.1}},
+        "--model.auxiliary-dropout 0.1: vit-tiny has no auxiliary dropout. Leave it out",
+    ),
+    "dropout of one's own": (
+        {"model": {"own": "a.py:b", "dropout": 0.0}},
+        "--model.dropout is of presets, and --model.own a.py:b is none",
+    ),
     "no norms": ({"model": {"preset": "vit-tiny", "group_norms": True}}, "has no BatchNorm"),
     "a head alone": ({"model": {"preset": "resnet-tiny", "new_head": True}}, "--model.weights"),
     "frozen, of nothing": (
@@ -189,6 +237,14 @@ WRONG = {
     "a patch": (
         {"model": {"preset": "vit-tiny"}, "data": {"size": 9}},
         "does not divide by patch=2",
+    ),
+    "a misspelt preset": (
+        {"model": {"preset": "resnet5"}},
+        r"--model.preset resnet5: one of gpt-tiny.*, vit-l-16\. Did you mean resnet50\?",
+    ),
+    "a preset of text": (
+        {"model": {"preset": "gpt-tiny"}, "data": {"size": None}},
+        "--data.train .* holds images, and gpt-tiny is a model of text. Give --model.preset, one o",
     ),
     "images for text": ({"model": {"preset": "gpt-tiny"}, "data": {}}, "--data.size 16: .*images"),
 }

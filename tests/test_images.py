@@ -18,7 +18,7 @@ from hfjax.images.augment import central, colours, crop, generator
 from hfjax.images.decode import read_image, read_mask
 from hfjax.images.image_report import examined, lines
 from hfjax.images.pixels import FILL, coloured, nearest_part, resized_part
-from tests.small_images import CLASSES, photos, smooth, street
+from tests.small_images import CLASSES, photos, png, smooth, street, tiff
 
 ALL = Augment(flip=0.5, brightness=0.4, contrast=0.4, saturation=0.4)
 KINDS = pytest.mark.parametrize("kind", ["classes", "masks"])
@@ -332,6 +332,25 @@ def test_images_are_turned_as_their_exif_says(tmp_path, turn):
 def test_a_mask_keeps_the_indices_of_its_palette(folder):
     mask = read_mask(folder["masks"] / "masks" / "0.png")
     assert (mask.dtype, set(np.unique(mask).tolist())) == (np.uint8, {0, 1, 2, 3, 255})
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["png", "tif", "pgm", "plain"])
+def test_a_grey_mask_keeps_its_levels_in_any_number_of_bits(tmp_path, kind, bits):
+    """Pillow stretches the levels of fewer bits to 255."""
+    most = 2**bits - 1
+    levels = np.random.default_rng(bits).integers(0, most + 1, (9, 13, 1), np.uint8)
+    levels[0, :2, 0] = 0, most
+    head = f"{'P5' if kind == 'pgm' else 'P2'} 13 9 {most}\n".encode()
+    files = {
+        "png": lambda: png(levels, bits),
+        "tif": lambda: tiff(levels, bits),
+        "pgm": lambda: head + levels.tobytes(),
+        "plain": lambda: head + " ".join(map(str, levels.ravel())).encode(),
+    }
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(files[kind]())
+    np.testing.assert_array_equal(read_mask(path), levels[..., 0])
 
 
 # -- what a folder is ---------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hfjax.__main__ import main
 from hfjax.data import Loader, TokenSet
 from hfjax.images import Augment, ImageLoader, ImageSet, check_same_classes
 from hfjax.images.decode import pillow, read_image, read_mask
-from tests.small_images import photos, smooth, street
+from tests.small_images import photos, png, smooth, street, tiff
 from tests.token_sets import numbered
 
 
@@ -103,6 +103,13 @@ def test_names_of_classes_that_are_none(tmp_path):
     refused("classes.txt: '' is empty, no text, or comes twice", city)
     (city / "classes.txt").write_text("\n")
     refused("classes.txt: there is none. Names of classes are expected", city)
+    (city / "classes.txt").write_bytes("Straße\nHaus\na\nb\n".encode("latin1"))
+    refused("classes.txt is not UTF-8: byte 4 is 0xdf. Convert it", city)
+    (city / "classes.txt").write_bytes(b"\xef\xbb\xbfroad\r\nsky\r\na\r\nb\r\n")
+    assert ImageSet(city).classes == ["road", "sky", "a", "b"]
+    (city / "classes.txt").unlink()
+    (city / "classes.txt").symlink_to("names.txt")
+    refused("classes.txt is a link to names.txt, which is not there", city)
 
 
 def test_folders_that_lead_into_themselves_and_names_that_are_no_files(tmp_path):
@@ -200,7 +207,7 @@ def test_a_file_that_is_gone_is_not_skipped(tmp_path):
     place = photos(tmp_path / "photos", 1)
     loader = ImageLoader(place, 3, 16, broken="skip")
     (place / "cat" / "0.jpg").unlink()
-    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*cat/0.jpg"):
+    with pytest.raises(FileNotFoundError, match=r"is gone .*Put it back.*: '.*cat/0.jpg'"):
         next(loader)
 
 
@@ -215,6 +222,26 @@ def test_images_of_sixteen_bits_are_refused(tmp_path):
         Image.new(mode, (8, 8)).save(tmp_path / f"{mode}.{kind}")
         with pytest.raises(ValueError, match=rf"has mode {mode}, .*images of 8 bits are read"):
             read_image(tmp_path / f"{mode}.{kind}")
+
+
+@pytest.mark.parametrize("name", ["RGB", "RGBA", "LA", "ppm", "pgm", "plain", "tif"])
+def test_images_of_sixteen_bits_in_any_form_are_refused(tmp_path, name):
+    """Pillow reads them as of 8 bits and drops the low byte."""
+    path, pixels = tmp_path / "a.png", np.arange(200, 200 + 8 * 8 * 4).reshape(8, 8, 4)
+    netpbm = lambda head, form: f"{head} 8 8 65535\n".encode() + form(pixels[..., :3])
+    big = lambda x: x.astype(">u2").tobytes()
+    files = {
+        "RGB": lambda: png(pixels[..., :3], 16),
+        "RGBA": lambda: png(pixels, 16),
+        "LA": lambda: png(pixels[..., :2], 16),
+        "ppm": lambda: netpbm("P6", big),
+        "pgm": lambda: netpbm("P5", lambda x: big(x[..., 0])),
+        "plain": lambda: netpbm("P3", lambda x: " ".join(map(str, x.ravel())).encode()),
+        "tif": lambda: tiff(pixels[..., :3], 16),
+    }
+    path.write_bytes(files[name]())
+    with pytest.raises(ValueError, match=r"16 or 32 bits for a level: images of 8 bits are read"):
+        read_image(path)
 
 
 def test_an_image_that_would_fill_memory_is_refused_before_it_is_decoded(tmp_path):
@@ -263,6 +290,7 @@ REFUSED = {
     "epochs=0: a whole number from 1 on, or None": {"epochs": 0},
     "pad_last=True: without epochs": {"pad_last": True},
     r"mine=\[4\]: the numbers .* from 0 to 3": {"mine": [4]},
+    r"mine=\[0, 0\]: the numbers .* from 0 to 3, each once": {"mine": [0, 0]},
     "broken='ignore': one of refuse, skip": {"broken": "ignore"},
     r"a batch of 16 rows: .*photos has 15 images. Lower rows": {"rows": 16},
     r"scale=\(0.5, 2\): of classes a part of the area, at most 1": {

@@ -460,6 +460,8 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"model": Model(preset="bert-tiny")}, r"--model.preset bert-tiny: one of gpt-tiny"),
         ({"model": Model(preset="llama-tiny", dropout=0.1)}, r"a Llama has no dropout"),
         ({"model": Model(own="hfjax:init", layers=2)}, r"--model.layers is of presets"),
+        ({"model": Model(own="hfjax:init", dropout=0.0)}, r"--model.dropout is of presets"),
+        ({"model": Model(own="hfjax:init", capacity=0.0)}, r"--model.capacity is of presets"),
         ({"model": Model(preset="llama-tiny", top_k=2)}, r"--model.top-k: llama-tiny has no exp"),
         ({"data": Data(valid="nowhere")}, r"nowhere"),
         ({"optimizer": Optimizer(scale=("tokens",))}, r"scale tokens: PATTERN=FACTOR"),

@@ -30,6 +30,14 @@ def is_litter(name: str) -> bool:
     return name.startswith(".") or name.lower() in LITTER
 
 
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder; a link that leads nowhere, or to itself, is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def holds_images(folder: Path) -> bool:
     """Return whether images lie in a folder or in folders of it; large ones are sampled.
 
@@ -39,9 +47,10 @@ def holds_images(folder: Path) -> bool:
     waiting, looked = deque([folder]), 0
     while waiting and looked < FOLDERS:
         inside, looked = _beginning(waiting.popleft()), looked + 1
-        if any(is_image(entry.name) and entry.is_file() for entry in inside):
+        folders = [Path(entry.path) for entry in inside if is_folder(entry)]
+        if any(is_image(entry.name) and os.path.isfile(entry.path) for entry in inside):
             return True
-        waiting.extend(Path(entry.path) for entry in inside if entry.is_dir())
+        waiting.extend(folders)
     return False
 
 

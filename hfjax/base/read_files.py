@@ -1,5 +1,6 @@
 """What is found on disk, where anything may have happened to it: read, or refused in words."""
 
+import codecs
 import json
 import os
 import reprlib
@@ -55,6 +56,15 @@ def contents(path: Path) -> str:
     """Return the text of an ordinary file; ValueError says what is there instead."""
     check_ordinary(path)
     return path.read_text(encoding="utf-8")
+
+
+def not_utf8(name: str, wrong: UnicodeDecodeError) -> str:
+    """Return what to say of a text in another encoding."""
+    data, at = wrong.object, wrong.start
+    of = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin1"
+    return (
+        f"{name} is not UTF-8: byte {at} is 0x{data[at]:02x}. Convert it (iconv -f {of} -t utf-8)"
+    )
 
 
 def parsed(text: str) -> Any:

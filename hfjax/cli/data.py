@@ -154,11 +154,28 @@ def _summary(made: Prepared, console: Console) -> None:
         )
     if made.empty:
         console.print(f"documents without text, left out: {made.empty}.")
+    for line in _lost(made):
+        console.print(line)
     found = next(iter(made.parts.values())).vocab
     if made.asked_vocab not in (None, found):
         console.print(
             f"The text has pairs for a vocabulary of {found} only; --vocab asked for "
             f"{made.asked_vocab}."
+        )
+
+
+def _lost(made: Prepared) -> Iterator[str]:
+    """Yield what of the text a tokenizer cannot write."""
+    if made.dropped:
+        yield (
+            f"warning: {made.dropped:,} characters have no token in the tokenizer and are left out "
+            "of the data: is it the one for this text?"
+        )
+    if made.unknown:
+        total = sum(meta.tokens for meta in made.parts.values())
+        yield (
+            f"warning: {made.unknown:,} of {total:,} tokens are the tokenizer's token for unknown "
+            "text, from which that text does not come back."
         )
 
 

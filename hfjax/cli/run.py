@@ -220,7 +220,8 @@ def saved_config(given: Saved) -> Train:
 def saved_state(given: Saved, config: Train, master: bool = False) -> tuple[Parts, Restored]:
     """Return the parts of a run and its state.
 
-    Without an average, and unless master weights are asked for, only parameters are read.
+    Without an average, and unless master weights are asked for, only parameters are read; the state
+    is that of the checkpoint's step, as what is exported counts steps.
     """
     start(config)
     averages = given.average and config.optimizer.ema is not None
@@ -228,7 +229,9 @@ def saved_state(given: Saved, config: Train, master: bool = False) -> tuple[Part
     with waiting("reading the checkpoint"):
         parts = _laid_out(given, config, averages or master)
         if not (averages or master):
-            return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
+            found = hfjax.restore(place, parts.layout, given.step, parameters_only=True)
+            state = replace(found.state, step=found.state.step + found.step)
+            return parts, replace(found, state=state)
         restored = hfjax.restore(place, parts.layout, given.step)
         state = averaged(restored.state) if averages else restored.state
         return parts, replace(restored, state=state)

@@ -1,5 +1,6 @@
 """The folder in which a data set or a model is made, beside its place: swept, however that ends."""
 
+import ctypes
 import fcntl
 import os
 import secrets
@@ -14,7 +15,9 @@ from typing import NoReturn
 from hfjax.base.tables import named
 from hfjax.base.write_files import delete
 
-OLD = "-old"  # ends the name of the data set that is being replaced
+OLD = "-old"  # ends the name of a data set that is replaced in two steps
+NEW, UNFINISHED = "new-", "unfinished-"  # a folder that is empty, and one that is locked
+HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 @contextmanager
@@ -23,25 +26,53 @@ def folder_beside(place: Path) -> Iterator[Path]:
 
     So is what it replaced: moved back where nothing has taken its place.
     """
-    token = secrets.token_hex(4)
-    new, beside = _named(place, f"new-{token}"), _named(place, f"unfinished-{token}")
     with ExitStack() as at_end:
-        at_end.callback(_tidy, place, new, beside)
-        new.mkdir(parents=True)
-        handle = os.open(new, os.O_RDONLY)
+        while True:
+            token = secrets.token_hex(4)
+            new, beside = _named(place, f"{NEW}{token}"), _named(place, f"{UNFINISHED}{token}")
+            at_end.callback(_tidy, place, new, beside)
+            if (handle := _begun(new, beside)) is not None:
+                break
         at_end.callback(os.close, handle)
-        _locked(handle)  # before it has the name by which `sweep` finds it
-        new.rename(beside)
         yield beside
+
+
+def _begun(new: Path, beside: Path) -> int | None:
+    """Return the lock on a new folder `beside`; None if another maker swept `new` meanwhile."""
+    new.mkdir(parents=True)
+    try:
+        handle = os.open(new, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    _locked(handle)  # before it has the name by which `sweep` asks for the lock
+    try:
+        new.rename(beside)
+    except FileNotFoundError:
+        os.close(handle)
+        return None
+    return handle
 
 
 def _tidy(place: Path, new: Path, beside: Path) -> None:
     """Put back what was to be replaced, if it was not, and delete what is left."""
     old = old_of(beside)
-    if old.exists() and not place.exists():
-        old.rename(place)
-    for path in (new, beside, old):
-        delete(path)
+    with holding_signals():
+        if old.exists() and not place.exists():
+            old.rename(place)
+        for path in (new, beside, old):
+            delete(path)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step, so that a kill leaves both; return whether that is done.
+
+    Only Linux can, and not on every file system.
+    """
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return call(HERE, os.fsencode(one), HERE, os.fsencode(other), EXCHANGE) == 0
 
 
 def old_of(folder: Path) -> Path:
@@ -54,7 +85,10 @@ def sweep(place: Path) -> None:
 
     One that was killed while it replaced a data set may have moved that away: it is moved back.
     """
-    for path in place.parent.glob(escape(_named(place, "unfinished-").name) + "*"):
+    for path in place.parent.glob(escape(_named(place, NEW).name) + "*"):
+        with suppress(OSError):  # its maker may be at work, and makes another one
+            path.rmdir()
+    for path in place.parent.glob(escape(_named(place, UNFINISHED).name) + "*"):
         maker = path.with_name(path.name.removesuffix(OLD))
         if not _at_work(maker):
             _move_back(old_of(maker), maker, place)
@@ -106,6 +140,26 @@ def _locked(handle: int) -> bool | None:
     except OSError:  # a file system without locks, where nothing is swept
         return None
     return True
+
+
+@contextmanager
+def holding_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C wait for what must not be left half done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ours = [number for number, answer in usual.items() if callable(answer)]
+    for number in ours:
+        signal.signal(number, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, usual[number])
+        for number in held[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hfjax.data.sources import Document, Sources, find
+from hfjax.data.sources import Document, Sources, find, too_long
 from hfjax.data.token_writer import TokenWriter, check_free, unfinished
 from hfjax.data.tokenizer import (
     GROUP,
@@ -117,6 +117,8 @@ class Prepared:
     passed_over: int  # files of no known kind
     empty: int  # documents without text
     asked_vocab: int | None  # of a trained tokenizer
+    dropped: int = 0  # characters that the tokenizer has no token for
+    unknown: int = 0  # times that text became its token for what is unknown
 
 
 def prepare(
@@ -138,7 +140,9 @@ def prepare(
             `overwrite`.
 
     Returns:
-        An object that tells what was made: `out`, `parts`, `files`, `passed_over`, `empty`.
+        An object that tells what was made: `out`, `parts`, `files`, `passed_over`, `empty`; and
+        what the tokenizer cannot write: `dropped` characters, and how often text became its
+        `unknown` token.
 
     Example:
         >>> import tempfile
@@ -175,11 +179,12 @@ def make_of(
     with unfinished(recipe.out, recipe.overwrite) as folder:
         parts = _write(recipe, folder, tokenizer, end, documents)
     asked = recipe.asked_vocab if recipe.tokenizer == "bpe" else None
-    return Prepared(recipe.out, parts, len(files), passed_over, documents.empty, asked)
+    lost = tokenizer.dropped, tokenizer.unknown
+    return Prepared(recipe.out, parts, len(files), passed_over, documents.empty, asked, *lost)
 
 
 class _Counted:
-    """Documents that have text; `empty` counts the others."""
+    """Documents that have text; `empty` counts the others, and those of which no token tells."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents, self.empty = documents, 0
@@ -228,7 +233,7 @@ def _write(
     folder: Path,
     tokenizer: ByteTokenizer | TrainedTokenizer,
     end: int | None,
-    documents: Iterable[Document],
+    documents: _Counted,
 ) -> dict[str, Meta]:
     """Write all documents, each to its part; return what each part holds."""
     names = ("train", "valid") if recipe.valid else ("",)
@@ -238,26 +243,45 @@ def _write(
             stack.callback(writer.close)
         parts = split(documents, recipe.valid) if recipe.valid else ((d, 0) for d in documents)
         for group in in_groups(parts, GROUP, lambda pair: len(pair[0].text) + OBJECT):
-            coded = tokenizer.encode([document.text for document, _ in group])
+            coded = _coded(tokenizer, [document for document, _ in group])
             for (document, part), tokens in zip(group, coded, strict=True):
-                ended = _ended(tokens, tokenizer, end, document.where)
-                writers[part].add(ended, document.where, len(document.text.encode()))
+                _check_no_end(tokens, tokenizer, end, document.where)
+                if not tokens.size and end is None:
+                    documents.empty += 1
+                    continue
+                writers[part].add(tokens, document.where, _bytes_of(document.text), end)
         _check_parts(recipe, names, writers)
         sources = list(recipe.inputs)
         return {n: w.finish(tokenizer, end, sources) for n, w in zip(names, writers, strict=True)}
 
 
-def _ended(tokens: np.ndarray, tokenizer: object, end: int | None, where: str) -> np.ndarray:
-    """Return a document's tokens with the end after them."""
-    if end is None:
-        return tokens
-    if isinstance(tokenizer, ByteTokenizer) and (tokens == end).any():
-        at = int(np.argmax(tokens == end))
-        raise ValueError(
-            f"{where} contains byte 0 (at {at}), which stands for the end of a document. Is it "
-            "text? Give --no-append-end to take it as it is."
-        )
-    return np.append(tokens, np.asarray(end, tokens.dtype))
+def _coded(
+    tokenizer: ByteTokenizer | TrainedTokenizer, documents: list[Document]
+) -> list[np.ndarray]:
+    """Return the tokens of each document; a fault names where they are from."""
+    first, last = documents[0].where, documents[-1].where
+    where = first if first == last else f"{first} to {last}"
+    try:
+        return tokenizer.encode([document.text for document in documents])
+    except ValueError as wrong:
+        raise ValueError(f"{where}: {wrong}") from None
+    except MemoryError:
+        raise MemoryError(too_long(where)) from None
+
+
+def _bytes_of(text: str) -> int:
+    """Return how many bytes of UTF-8 a text is, without a copy of ASCII."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _check_no_end(tokens: np.ndarray, tokenizer: object, end: int | None, where: str) -> None:
+    """Refuse bytes of which one is the end of a document, which is 0."""
+    if end is None or not isinstance(tokenizer, ByteTokenizer) or tokens.all():
+        return
+    raise ValueError(
+        f"{where} contains byte 0 (at {int(np.argmin(tokens))}), which stands for the end of a "
+        "document. Is it text? Give --no-append-end to take it as it is."
+    )
 
 
 def _check_parts(recipe: Recipe, names: tuple[str, ...], writers: list[TokenWriter]) -> None:

@@ -193,10 +193,10 @@ def check_numbers(loader: RowLoader, least: Mapping[str, int], flags: Sequence[s
             raise ValueError(f"{name}={getattr(loader, name)!r}: True or False.")
     mine = np.arange(1) if loader.mine is None else np.asarray(loader.mine)
     whole = mine.ndim == 1 and mine.size and np.issubdtype(mine.dtype, np.integer)
-    if not whole or mine.min() < 0 or mine.max() >= loader.rows:
+    if not whole or mine.min() < 0 or mine.max() >= loader.rows or len(set(mine)) < len(mine):
         raise ValueError(
             f"mine={loader.mine}: the numbers of this process's rows, from 0 to {loader.rows - 1}, "
-            "as share(rows, process, processes) gives them."
+            "each once, as share(rows, process, processes) gives them."
         )
 
 

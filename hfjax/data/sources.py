@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hfjax.base.exits import optional
-from hfjax.base.read_files import MISSING, parsed, what_is
+from hfjax.base.read_files import MISSING, not_utf8, parsed, what_is
 from hfjax.base.tables import named
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
@@ -22,6 +22,7 @@ KNOWN = TEXT + LINES + TABLES
 REFUSED = (".json", ".csv", ".tsv", ".arrow", ".feather")  # tables, but not read as such
 READ = ("a file", "a pipe", "a folder")
 PATIENCE = 10.0  # seconds that somebody has to begin to write to a pipe
+MARK = "\ufeff"  # may begin a file of UTF-8, and is no text
 SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a pair: no character, has no UTF-8
 
 
@@ -62,16 +63,17 @@ class Sources:
 
     def _whole(self, path: Path) -> Iterator[Document]:
         with opened(path) as (file, raw):
-            data = file.read()
-            yield Document(self._decode(data, named(path)), named(path), _read(raw))
+            text = self._decode(file.read(), named(path)).removeprefix(MARK)
+            yield Document(text, named(path), _read(raw))
 
     def _lines(self, path: Path) -> Iterator[Document]:
         name = named(path)
         with opened(path) as (file, raw):
             for number, line in enumerate(file, 1):
                 where = f"{name}:{number}"
-                if line.strip():
-                    text = self._decode(line, where)
+                text = self._decode(line, where)
+                text = text.removeprefix(MARK) if number == 1 else text
+                if text.strip():
                     yield Document(self._text_of(text, where), where, _read(raw))
 
     def _rows(self, path: Path) -> Iterator[Document]:
@@ -82,6 +84,8 @@ class Sources:
             with parquet.ParquetFile(path) as table:
                 self._check_column(path, table.schema_arrow)
                 yield from self._column(path, table)
+        except MemoryError:
+            raise MemoryError(too_long(named(path))) from None
         except (pyarrow.ArrowException, OSError) as wrong:
             if getattr(wrong, "errno", None) is not None:  # of the system
                 raise
@@ -113,10 +117,7 @@ class Sources:
         try:
             return data.decode("utf-8", self.errors)
         except UnicodeDecodeError as wrong:
-            raise ValueError(
-                f"{where} is not UTF-8: byte {wrong.start} is 0x{data[wrong.start]:02x}. Convert "
-                "it (iconv -f latin1 -t utf-8), or give --errors replace."
-            ) from None
+            raise ValueError(f"{not_utf8(where, wrong)}, or give --errors replace.") from None
 
     def _text_of(self, line: str, where: str) -> str:
         try:
@@ -136,6 +137,11 @@ class Sources:
         return self._string(found[self.field], where)
 
     def _string(self, value: object, where: str) -> str:
+        if value is None:
+            raise ValueError(
+                f"{where}: {self.field!r} is null, text is expected. Take such rows out, or give "
+                "them an empty text: these are left out and counted."
+            )
         if not isinstance(value, str):
             kind = type(value).__name__
             raise ValueError(f"{where}: {self.field!r} is {kind}, text is expected.")
@@ -151,8 +157,18 @@ class Sources:
 
 def _values(column: Any) -> list[Any]:
     """Return the values of a column; texts as bytes, which may be no UTF-8."""
-    text = str(column.type) in ("string", "large_string")
+    if hasattr(column, "dictionary_decode"):
+        column = column.dictionary_decode()
+    text = str(column.type) in ("string", "large_string", "string_view")
     return column.cast("large_binary" if text else column.type).to_pylist()
+
+
+def too_long(where: str) -> str:
+    """Return what to say of a document that memory does not hold."""
+    return (
+        f"{where}: memory is full. Memory holds a document whole: split the file, or write it as "
+        "JSONL with a document in each line."
+    )
 
 
 def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Path, ...], int]:
@@ -184,7 +200,9 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
 
 def _check_kinds(files: list[Path]) -> None:
     for path in files:
-        if suffix(path) in TABLES and what_is(path) == "a pipe":
+        if (kind := what_is(path)) not in READ:
+            raise ValueError(f"{named(path)} is {kind}. Take it out.")
+        if suffix(path) in TABLES and kind == "a pipe":
             raise ValueError(f"{named(path)} is a pipe, Parquet is read from its end: give a file.")
         if suffix(path) in REFUSED:
             raise ValueError(
@@ -199,9 +217,13 @@ def _check_kinds(files: list[Path]) -> None:
 
 
 def visible(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of a folder that match a pattern, sorted, but for hidden ones."""
+    """Return the files of a folder that match a pattern, sorted, but for hidden ones.
+
+    Links that lead nowhere count as files: who wants to read one is told.
+    """
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return sorted(path for path in folder.glob(pattern) if path.is_file() and not hidden(path))
+    is_one = lambda path: path.is_file() or (path.is_symlink() and not path.exists())
+    return sorted(path for path in folder.glob(pattern) if is_one(path) and not hidden(path))
 
 
 def suffix(path: Path) -> str:
@@ -223,6 +245,8 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if zipped else raw), raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as wrong:
             raise ValueError(f"{named(path)} is no whole gzip file: {wrong}") from None
+        except MemoryError:
+            raise MemoryError(too_long(named(path))) from None
         except OSError as wrong:  # while reading, it knows no name
             raise OSError(wrong.errno, wrong.strerror, str(path)) from None
 

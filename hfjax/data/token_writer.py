@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hfjax.data.beside import folder_beside, old_of, sweep, sweeping_at_sigterm
+from hfjax.base.read_files import UNREACHED, what_is
+from hfjax.base.tables import named
+from hfjax.data.beside import exchanged, folder_beside, old_of, sweep, sweeping_at_sigterm
 from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
 from hfjax.data.tokens import (
     DOCUMENTS,
@@ -40,22 +42,27 @@ class TokenWriter:
         """The number of documents written so far."""
         return len(self._offsets) - 1
 
-    def add(self, tokens: np.ndarray, where: str = "", text: int = 0) -> None:
-        """Append a document; `text` is how many bytes it was."""
+    def add(
+        self, tokens: np.ndarray, where: str = "", text: int = 0, end: int | None = None
+    ) -> None:
+        """Append a document, and its end; `text` is how many bytes it was."""
         where = where or f"document {self.documents}"
-        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        ends = [] if end is None else [end]
+        count = tokens.size + len(ends)
+        if tokens.ndim != 1 or not count or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
                 f"{where} has shape {tokens.shape} and dtype {tokens.dtype}: a document is a flat "
                 "array of integers, at least one."
             )
-        if tokens.min() < 0 or tokens.max() >= self.vocab:
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab):
             bad = int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
             raise ValueError(
                 f"{where}: token {bad} is {tokens[bad]}, the vocabulary has {self.vocab} "
                 f"(0 … {self.vocab - 1}). Give the vocabulary of the tokenizer that made it."
             )
-        self._file.write(tokens.astype(self.dtype).tobytes())
-        self._offsets.append(self._offsets[-1] + len(tokens))
+        for part in (tokens, ends):
+            self._file.write(np.ascontiguousarray(part, self.dtype).data)  # of bytes no copy
+        self._offsets.append(self._offsets[-1] + count)
         self.text += text
 
     def finish(
@@ -135,7 +142,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 @contextmanager
 def unfinished(directory: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a folder to write to, which becomes `directory` at the end, or nothing at a fault."""
-    place = directory.resolve()
+    place = Path(os.path.realpath(directory))
     sweep(place)
     check_free(directory, overwrite)
     with sweeping_at_sigterm(), folder_beside(place) as beside:
@@ -152,6 +159,8 @@ def unfinished(directory: Path, overwrite: bool = False) -> Iterator[Path]:
 
 def check_free(directory: Path, overwrite: bool) -> None:
     """Refuse to write where something is; a data set may be written over if that is wanted."""
+    if (kind := what_is(directory)).startswith(UNREACHED):
+        raise ValueError(f"{named(directory)} is {kind}: choose another --out.")
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not is_data_set(directory):
@@ -169,10 +178,17 @@ def is_data_set(directory: Path) -> bool:
 
 
 def _replace(new: Path, place: Path, overwrite: bool) -> None:
-    """Move a folder to its place; what is there first moves beside it, if that is wanted.
+    """Move a folder to its place; what is there moves beside it, if that is wanted.
 
     `folder_beside` deletes that at the end, or moves it back, however this ends.
     """
+    if not (overwrite and place.exists() and exchanged(new, place)):
+        _replace_in_two(new, place, overwrite)
+    _to_disk(place.parent)
+
+
+def _replace_in_two(new: Path, place: Path, overwrite: bool) -> None:
+    """Move what is in a place away, if that is wanted, and then a folder to it."""
     if overwrite and place.exists():
         place.rename(old_of(new))
     try:
@@ -182,7 +198,6 @@ def _replace(new: Path, place: Path, overwrite: bool) -> None:
             what = "somebody else wrote here meanwhile"
             raise FileExistsError(wrong.errno, what, str(place)) from None
         raise
-    _to_disk(place.parent)
 
 
 def _to_disk(path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +19,14 @@ from hfjax.base.tables import named
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 FILE = "tokenizer.json"
+MEND = f"Mend its {FILE}, or give another one."
 MODEL = ("generation_config.json", "config.json")  # of a model: what says its end of a text
 KNOWN = ("bytes", FILE, "none")  # what a data set may be made by
 MADE_BY: Kind = (f"one of {', '.join(KNOWN)}", lambda x: x in KNOWN)
 PIECE = 1 << 20  # characters: where a long document may be cut to be encoded
 GROUP = 1 << 23  # characters that are encoded together
+MOST_TOKENS = 1 << 24  # the largest vocabularies have a million; the library lists ids with gaps
+NO_TOKEN = "\0no token"  # stands where a tokenizer has none: no text spells it
 LINE = re.compile(r"[\w.,;:!?)}\]]\n(?=\w)")  # the end of a line whose break is a token of its own
 
 T = TypeVar("T")
@@ -32,6 +36,7 @@ class ByteTokenizer:
     """Text as its UTF-8 bytes; byte 0, which text does not contain, ends a document."""
 
     kind, vocab, end = "bytes", 256, 0
+    dropped, unknown = 0, 0  # of any text nothing is lost
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text."""
@@ -49,7 +54,15 @@ class ByteTokenizer:
 
 
 class TrainedTokenizer:
-    """A tokenizer of the `tokenizers` library. `end` is its end of a document, if it has one."""
+    """A tokenizer of the `tokenizers` library.
+
+    Attributes:
+        inner: That of the library.
+        vocab: One more than its highest token.
+        end: Its end of a document, if it has one.
+        dropped: How many characters (or bytes of some) have had no token and were left out.
+        unknown: How often text became the token for what is unknown.
+    """
 
     kind = FILE
 
@@ -58,8 +71,12 @@ class TrainedTokenizer:
         inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text
         inner.no_truncation()  # as a folder may have them that a model was trained in
         inner.no_padding()
+        if getattr(inner.model, "dropout", None):  # of merges, drawn anew for each text
+            inner.model.dropout = None
+        self.dropped = self.unknown = 0
         tokens = inner.get_vocab(with_added_tokens=True)
-        self.vocab = max(tokens.values()) + 1  # ids may have gaps
+        self.vocab = max(tokens.values(), default=-1) + 1  # ids may have gaps
+        _check_vocab(tokens)
         names = KNOWN_ENDS if end is None else (end,)
         self.end: int | None = next((tokens[name] for name in names if name in tokens), None)
         if end is not None and self.end is None:
@@ -73,14 +90,54 @@ class TrainedTokenizer:
         parts: list[list[np.ndarray]] = [[] for _ in texts]
         pieces = ((i, piece) for i, text in enumerate(texts) for piece in self._pieces(text))
         for group in in_groups(pieces, GROUP, lambda pair: len(pair[1])):
-            found = self.inner.encode_batch_fast([x for _, x in group], add_special_tokens=False)
-            for (i, _), coded in zip(group, found, strict=True):
-                parts[i].append(np.array(coded.ids, np.int64))
+            coded = self._coded([x for _, x in group])
+            for (i, _), tokens in zip(group, coded, strict=True):
+                parts[i].append(tokens)
         return [np.concatenate(part) for part in parts]
+
+    def _coded(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of each text, and count what has none."""
+        found = _tokens_of(self._marking or self.inner, texts)
+        marks = [int((tokens == self.vocab).sum()) for tokens in found]
+        self.dropped += sum(marks)
+        some = [i for i, count in enumerate(marks) if count]
+        plain = _tokens_of(self.inner, [texts[i] for i in some])
+        for i, tokens in zip(some, plain, strict=True):
+            found[i] = tokens
+        if self.unknown_token is not None:
+            self.unknown += sum(int((tokens == self.unknown_token).sum()) for tokens in found)
+        return found
+
+    @cached_property
+    def unknown_token(self) -> int | None:
+        """The token for what is unknown, if there is one."""
+        model = json.loads(self.inner.to_str())["model"]
+        if "unk_id" in model:  # of Unigram
+            return model["unk_id"]
+        return self.inner.token_to_id(model["unk_token"]) if model.get("unk_token") else None
+
+    @cached_property
+    def _marking(self) -> Any:
+        """A tokenizer that writes token `vocab` where this one drops a character; None: it cannot.
+
+        BPE without a token for what is unknown is the one model that drops. Tokens that were added
+        keep their ids if the model has them; special ones are text here.
+        """
+        found = json.loads(self.inner.to_str())
+        model = found["model"]
+        if model["type"] != "BPE" or model["unk_token"] is not None:
+            return None
+        added = {x["content"]: x["id"] for x in found["added_tokens"] if not x["special"]}
+        model["vocab"] |= added | {NO_TOKEN: self.vocab}
+        model |= {"unk_token": NO_TOKEN, "fuse_unk": False}
+        marking = tokenizers_library().Tokenizer.from_str(json.dumps(found))
+        marking.encode_special_tokens = True
+        return marking
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens."""
-        return self.inner.decode(list(map(int, tokens)), skip_special_tokens=False)
+        with _in_words("the tokenizer cannot write these tokens", MEND):
+            return self.inner.decode(list(map(int, tokens)), skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` to a directory."""
@@ -113,6 +170,37 @@ class TrainedTokenizer:
         before = found["pre_tokenizer"] or {}
         plain = {"add_prefix_space": False, "use_regex": True, "type": "ByteLevel"}
         return found["normalizer"] is None and plain.items() <= before.items()
+
+
+def _tokens_of(inner: Any, texts: list[str]) -> list[np.ndarray]:
+    with _in_words("the tokenizer cannot read this text", MEND):
+        found = inner.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(coded.ids, np.int64) for coded in found]
+
+
+@contextmanager
+def _in_words(what: str, todo: str) -> Iterator[None]:
+    """Tell what the library raises: bare Exceptions, and panics, which are none."""
+    try:
+        yield
+    except (ValueError, MemoryError):
+        raise
+    except BaseException as wrong:
+        if not isinstance(wrong, Exception) and type(wrong).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what} ({named(str(wrong)).rstrip('.')}). {todo}") from None
+
+
+def _check_vocab(tokens: Mapping[str, int]) -> None:
+    """Refuse a tokenizer without tokens, and one with an id that no vocabulary reaches."""
+    if not tokens:
+        raise ValueError(f"the tokenizer has no token. Give the {FILE} of a trained one.")
+    name, most = max(tokens.items(), key=lambda pair: pair[1])
+    if most >= MOST_TOKENS:
+        raise ValueError(
+            f"the tokenizer's token {named(name)} has id {most}; ids are 0 to {MOST_TOKENS - 1}, "
+            f"and it has {len(tokens)} tokens. Number them one after the other in its {FILE}."
+        )
 
 
 def in_groups(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -172,17 +260,11 @@ def load_tokenizer(
             f"{FILE} (transformers' AutoTokenizer writes it: tokenizer.save_pretrained(folder))."
         )
     library = tokenizers_library()
-    try:
-        found = TrainedTokenizer(library.Tokenizer.from_file(str(path)), end)
-        return found if end is not None or path.parent != Path(source) else _of_model(found, path)
-    except ValueError:
-        raise
-    except Exception as wrong:  # the library raises bare Exceptions
-        raise ValueError(
-            f"{named(path)} is no tokenizer of the `tokenizers` library "
-            f"({named(str(wrong))}). It is "
-            "written by tokenizer.save(…), or by hfjax data --tokenizer bpe."
-        ) from None
+    written = "It is written by tokenizer.save(…), or by hfjax data --tokenizer bpe."
+    with _in_words(f"{named(path)} is no tokenizer of the `tokenizers` library", written):
+        inner = library.Tokenizer.from_file(str(path))
+    found = TrainedTokenizer(inner, end)
+    return found if end is not None or path.parent != Path(source) else _of_model(found, path)
 
 
 def ends_of(*files: Mapping[str, Any]) -> list[int]:

@@ -1,6 +1,7 @@
 """One image file decoded by Pillow: upright and RGB, or what is wrong with it, by its path."""
 
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 MOST_PIXELS = 1 << 26  # of one image, 192 MiB as RGB; Pillow warns from a third more on
 PLAIN = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
 LABELS = ("P", "L", "1")
+SIXTEEN = "16 or 32 bits for a level"
+FULL = 255  # the highest level of 8 bits
+FEWER_BITS, SIXTEEN_BITS = re.compile(r"L;([24])"), re.compile(r";16[BLN]")  # of Pillow's rawmodes
+GONE = (
+    "the image was there when the folder was opened, and is gone (broken='skip' skips none such). "
+    "Put it back, or begin anew without it"
+)
 ORIENTATION = 274  # of EXIF: how to turn what is stored
 TURNS = (
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE"),
@@ -50,6 +58,8 @@ def with_mode(path: Path, most_pixels: int = MOST_PIXELS) -> "tuple[str, Image]"
     """Return the mode in which an image is stored, and the image."""
     with _opened(path, most_pixels) as image:
         mode = image.mode
+        if _highest(image) > FULL:
+            raise ValueError(_not_of_8_bits(path, mode, SIXTEEN))
         return mode, _as_rgb(_loaded(path, image), path)
 
 
@@ -61,7 +71,25 @@ def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
                 f"{named(path)} has mode {image.mode}: a mask has one label for each pixel, 0 to "
                 "255. Write it as PNG with a palette (mode P) or in grey (mode L)."
             )
-        return np.asarray(_loaded(path, image), np.uint8)
+        most = _highest(image)
+        levels = np.asarray(_loaded(path, image), np.uint8)
+        return levels if most == FULL else np.rint(levels * (most / FULL)).astype(np.uint8)
+
+
+def _highest(image: "Image") -> int:
+    """Return the highest level of an image that is opened and not loaded: 3 of 2 bits.
+
+    Pillow stretches levels to 255, or drops the low byte of 16 bits; only how it decodes tells.
+    """
+    for decoder, _, _, how in getattr(image, "tile", []):
+        rawmode, *more = how if isinstance(how, tuple) else (how,)
+        if decoder in ("ppm", "ppm_plain") and more:
+            return more[0]
+        if found := FEWER_BITS.match(str(rawmode)):
+            return 2 ** int(found[1]) - 1
+        if SIXTEEN_BITS.search(str(rawmode)):
+            return 2**16 - 1
+    return FULL
 
 
 @contextmanager
@@ -72,6 +100,8 @@ def _opened(path: Path, most_pixels: int) -> Iterator["Image"]:
         image = library.open(path)
     except (library.DecompressionBombError, library.DecompressionBombWarning) as wrong:
         raise ValueError(_too_large(path, str(wrong), most_pixels)) from None
+    except FileNotFoundError as wrong:
+        raise FileNotFoundError(wrong.errno, GONE, str(path)) from None
     except Exception as wrong:
         raise _damaged(path, wrong) from None
     with image:
@@ -126,8 +156,12 @@ def _as_rgb(image: "Image", path: Path) -> "Image":
         return image.convert("RGBA").convert("RGB")  # the same colours, without a warning
     if image.mode in PLAIN:
         return image.convert("RGB")
-    bits = "16 or 32 bits for a level" if image.mode[0] in "IF" else "no colours of 8 bits"
-    raise ValueError(
-        f"{named(path)} has mode {image.mode}, {bits}: images of 8 bits are read. Convert it, and "
+    bits = SIXTEEN if image.mode[0] in "IF" else "no colours of 8 bits"
+    raise ValueError(_not_of_8_bits(path, image.mode, bits))
+
+
+def _not_of_8_bits(path: Path, mode: str, bits: str) -> str:
+    return (
+        f"{named(path)} has mode {mode}, {bits}: images of 8 bits are read. Convert it, and "
         "choose how its levels become 0 to 255."
     )

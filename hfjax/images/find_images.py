@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hfjax.base.image_names import is_image, is_litter
-from hfjax.base.read_files import FOLDER, MISSING, check_ordinary, contents, what_is
+from hfjax.base.image_names import is_folder, is_image, is_litter
+from hfjax.base.read_files import FOLDER, MISSING, check_ordinary, contents, not_utf8, what_is
 from hfjax.base.tables import named
 
 PARTS = {"train": ("train",), "valid": ("valid", "val")}
@@ -43,7 +43,7 @@ def images_below(folder: Path) -> Below:
         seen.add(real)
         for entry in _entries(place):
             name = prefix + entry.name
-            if entry.is_dir():
+            if is_folder(entry):
                 waiting.append((Path(entry.path), f"{name}/"))
             elif is_image(name):
                 check_ordinary(Path(entry.path))
@@ -61,12 +61,12 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def folders_in(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, sorted."""
-    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
+    return sorted(entry.name for entry in _entries(folder) if is_folder(entry))
 
 
 def lying_in(folder: Path) -> tuple[int, int]:
     """Return how many images and how many other files lie in a folder itself."""
-    files = [entry.name for entry in _entries(folder) if not entry.is_dir()]
+    files = [entry.name for entry in _entries(folder) if not is_folder(entry)]
     images = sum(map(is_image, files))
     return images, len(files) - images
 
@@ -200,10 +200,18 @@ def written_classes(directory: Path) -> list[str] | None:
     if any(directory.name in names for names in PARTS.values()):
         places.append(directory.parent)
     for place in places:
-        if (path := place / CLASSES).is_file():
-            lines = [line.strip() for line in contents(path).strip().splitlines()]
+        if os.path.lexists(path := place / CLASSES):
+            lines = [line.strip() for line in _text_of(path).strip().splitlines()]
             return checked_names(lines, named(path))
     return None
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file, without a byte order mark."""
+    try:
+        return contents(path).removeprefix("\ufeff")
+    except UnicodeDecodeError as wrong:
+        raise ValueError(f"{not_utf8(named(path), wrong)}.") from None
 
 
 def checked_names(names: Iterable[str], where: str) -> list[str]:

@@ -383,7 +383,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _counts(entry: os.DirEntry[str]) -> bool:
     """Return whether something beside the folders is a file that is not read."""
-    return entry.is_file() and not is_litter(entry.name) and entry.name != "classes.txt"
+    return os.path.isfile(entry.path) and not is_litter(entry.name) and entry.name != "classes.txt"
 
 
 def _sizes_of(found: Below, names: Sequence[str]) -> list[int]:

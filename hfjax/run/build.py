@@ -18,6 +18,7 @@ from hfjax.deepspeed.from_file import OnAnyDevices, of_file
 from hfjax.deepspeed.json_file import read
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
+from hfjax.run.chosen_model import check_preset
 from hfjax.run.config import Train, beside_pretrained
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
 from hfjax.run.pretrained_model import model_of
@@ -63,6 +64,7 @@ class Parts:
     @cached_property
     def task(self) -> TaskOfRun:
         """What the run learns from."""
+        check_preset(self.config.model)
         if of_images(self.config):
             return Pictures(self.config)
         check_no_images(self.config)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hfjax.base.keywords import nearest_of
 from hfjax.base.mean import check_loss
+from hfjax.base.tables import named
 from hfjax.models import gpt, llama, moe
 from hfjax.models.vision import all_presets
 from hfjax.run.config import Model, Train
@@ -53,14 +55,13 @@ def choose(config: Train, vocab: int) -> ModelChoice:
     given, loss = config.model, loss_of(config.model)
     if given.own is not None:
         return _own(config, vocab, loss)
-    if given.preset not in presets():
-        known = ", ".join([*presets(), *all_presets.PRESETS])
-        raise ValueError(f"--model.preset {given.preset}: one of {known}.")
+    check_preset(given)
     model, name = presets()[given.preset]
     changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
     of_experts = _of_experts(given, model)
     if model is gpt.GPT:
-        changes |= {"dropout": given.dropout, "pad_vocab_to": ROUND_TO}
+        changes |= {} if given.dropout is None else {"dropout": given.dropout}
+        changes["pad_vocab_to"] = ROUND_TO
         shape: Any = gpt.GPTConfig.preset(name, vocab=vocab, **changes)
     else:
         if given.dropout:
@@ -71,6 +72,16 @@ def choose(config: Train, vocab: int) -> ModelChoice:
         shape = replace(presets_of.PRESETS[name], **changes, **of_experts)
     init = lambda rngs: model(shape, rngs=rngs)
     return ModelChoice(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
+
+
+def check_preset(given: Model) -> None:
+    """Refuse a preset that is none, of text or images, unless another model takes its place."""
+    known = [*presets(), *all_presets.PRESETS]
+    if given.own is None and given.pretrained is None and given.preset not in known:
+        raise ValueError(
+            f"--model.preset {named(given.preset)}: one of {', '.join(known)}."
+            f"{nearest_of(given.preset, known)}"
+        )
 
 
 def loss_of(given: Model) -> Callable:
@@ -117,7 +128,7 @@ def _heads_of_keys(was: llama.LlamaConfig, changes: dict[str, Any]) -> dict[str,
 def _own(config: Train, vocab: int, loss: Callable) -> ModelChoice:
     name, length = str(config.model.own), config.model.length or 128
     of_presets = ("layers", "heads", "embed", "dropout", *OF_EXPERTS)
-    given = [n for n in of_presets if getattr(config.model, n)]
+    given = [n for n in of_presets if getattr(config.model, n) is not None]
     if given:
         raise ValueError(
             f"--model.{given[0]} is of presets, and --model.own {name} is none: say it there."

@@ -83,8 +83,10 @@ class Model:
     """Attention heads of a layer (default: the preset's)."""
     embed: int | None = None
     """Width of embeddings and layers (default: the preset's)."""
-    dropout: float = 0.0
-    """Dropout rate, from 0 to 1."""
+    dropout: float | None = None
+    """Dropout rate, from 0 to 1 (default: the preset's)."""
+    auxiliary_dropout: float | None = None
+    """Dropout rate of DeepLab's auxiliary head (default: the preset's)."""
     experts: int | None = None
     """Experts of a layer, in a preset that has experts (default: the preset's)."""
     top_k: int | None = None
@@ -105,12 +107,15 @@ class Model:
     """Label smoothing: fraction of a target spread over all classes."""
 
     def __post_init__(self):
-        at_least(self, "model.", length=1, layers=1, heads=1, embed=1, dropout=0)
+        at_least(self, "model.", length=1, layers=1, heads=1, embed=1)
+        at_least(self, "model.", dropout=0, auxiliary_dropout=0)
         at_least(self, "model.", experts=1, top_k=1, capacity=0, classes=1, smoothing=0)
         if self.smoothing >= 1:
             raise ValueError(f"--model.smoothing {self.smoothing}: a part from 0 to below 1.")
-        if self.dropout > 1:
-            raise ValueError(f"--model.dropout {self.dropout}: a part from 0 to 1 is needed.")
+        for name in ("dropout", "auxiliary_dropout"):
+            if (rate := getattr(self, name) or 0) > 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--model.{flag} {rate}: a part from 0 to 1 is needed.")
         self._check_pretrained()
 
     def _check_pretrained(self) -> None:

@@ -308,6 +308,7 @@ class Run:
             self.profile.before(number)
             self.watchdog.beat(f"step {number}")
             unread.append(self._step(batch))
+            self.speed.begin(unread[-1]["step"])
             while len(unread) > LAG:
                 self._tell(unread.popleft())
             done = number + 1

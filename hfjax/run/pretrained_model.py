@@ -45,7 +45,7 @@ def model_of(given: Model, pad: int = ROUND_TO) -> Pretrained:
 def _changes(given: Model, config: Any) -> dict[str, Any]:
     """Return what flags change of a model's shape: nothing that the weights depend on."""
     changes: dict[str, Any] = {}
-    if given.dropout:
+    if given.dropout:  # a model that has none drops nothing
         _only(config, GPTConfig, f"dropout {given.dropout}", "only a GPT has dropout")
         changes["dropout"] = given.dropout
     if given.capacity is not None:

@@ -6,6 +6,7 @@ Text: one token after the other, the whole row computed for each. Loss: each row
 import dataclasses
 import itertools
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,12 +176,26 @@ def _known(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -
                 "generate: a text is given and no tokenizer. Give tokens, or "
                 'tokenizer=hfjax.data.load_tokenizer("bytes"), or that of your data.'
             )
-        prompt = tokenizer.encode([prompt])[0].tolist()
+        prompt = tokens_of(prompt, tokenizer)
     tokens = np.asarray(list(prompt))
     if not tokens.size:
         raise ValueError("generate: the prompt has no token. Give some text.")
     _check_tokens(tokens, vocab)
     return tokens.tolist()[-(length or 0) :]
+
+
+def tokens_of(prompt: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of a text; warn if the tokenizer leaves characters of it out."""
+    before = getattr(tokenizer, "dropped", 0)
+    tokens = tokenizer.encode([prompt])[0].tolist()
+    if lost := getattr(tokenizer, "dropped", 0) - before:
+        warnings.warn(
+            f"the tokenizer has no token for {lost} characters of the prompt "
+            f"{shown(prompt)}: the model does not see them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return tokens
 
 
 def _check_tokens(tokens: np.ndarray, vocab: int | None) -> None:

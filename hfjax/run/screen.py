@@ -7,11 +7,13 @@ import math
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -60,38 +62,72 @@ class Speed:
         self._flops = parts.task.flops(parts.layout)
         self._peak = peak_flops(parts.mesh.devices.flat[0])
         self._device = parts.mesh.local_devices[0]
-        self._since: float | None = None  # None: the first step, which compiles, is not counted
+        self._waited = 0.0  # for batches, in all
+        self._running = deque[Any]()  # a result of each step that has not ended, as far as we know
+        self._ends = deque[np.ndarray]()  # when steps ended that are not counted yet
+        self._last: np.ndarray | None = None  # when the last one did
+        self._since: np.ndarray | None = None  # None: the first step, which compiles, is no measure
+        self._until = self._now()
         self._steps = 0
         self._seconds: float | None = None  # that a step took when it was last measured
-        self._waited = 0.0  # for batches
+
+    def begin(self, result: Any) -> None:
+        """A step has begun, of which this is a result."""
+        self._last = self._now() if self._last is None else self._last
+        self._running.append(result)
+
+    def notice(self) -> None:
+        """Note which steps have ended by now: those of one moment since the last one, evenly.
+
+        When their metrics are read says little: several are read at once before a validation.
+        """
+        count = 0
+        while self._running and self._running[0].is_ready():
+            self._running.popleft()
+            count += 1
+        if count:
+            now, last = self._now(), self._last
+            assert last is not None
+            self._ends.extend(last + (now - last) * (i + 1) / count for i in range(count))
+            self._last = now
+
+    def _now(self) -> np.ndarray:
+        """Return the time, and the time that steps have waited for batches so far."""
+        return np.array([time.perf_counter(), self._waited])
 
     def count(self) -> None:
-        """A step is done."""
+        """The metrics of a step are read: on one device, others may not have ended it yet."""
+        if not self._ends:
+            self._running[0].block_until_ready()
+            self.notice()
+        self._until = self._ends.popleft()
         if self._since is None:
-            self._since, self._waited = time.perf_counter(), 0.0
+            self._since = self._until
         else:
             self._steps += 1
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """What is done within is waiting for a batch."""
+        self.notice()
         began = time.perf_counter()
         yield
         self._waited += time.perf_counter() - began
+        self.notice()
 
     def pause(self) -> None:
         """What follows is no step; the next step begins a new measurement."""
-        self._since, self._steps, self._waited = None, 0, 0.0
+        self._since, self._last, self._steps = None, None, 0
 
     def look(self) -> Mapping[str, Any]:
         """Return the rate, TFLOP/s and MFU per device since the last look; {} if too little ran."""
         found: dict[str, Any] = {"memory": memory(self._device)}
         if self._since is None or not self._steps:
             return found
-        now = time.perf_counter()
-        self._seconds = (now - self._since) / self._steps
-        rate, waited = self._each / self._seconds, self._waited / (now - self._since)
-        self._since, self._steps, self._waited = now, 0, 0.0
+        time_passed, waiting_passed = map(float, self._until - self._since)
+        self._seconds = max(time_passed, SHORTEST) / self._steps
+        rate, waited = self._each / self._seconds, waiting_passed / max(time_passed, SHORTEST)
+        self._since, self._steps = self._until, 0
         flops = rate * self._flops
         found |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12, "waiting_for_data": waited}
         return found | ({"mfu": flops / self._peak} if self._peak else {})
@@ -101,6 +137,7 @@ class Speed:
         return None if self._seconds is None else self._seconds * steps
 
 
+SHORTEST = 1e-9  # seconds: what a clock may not tell apart
 WORTH_TELLING = 0.02  # of the time
 RATE = "_per_second"  # ends the name of what a device goes through in that time
 PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take minutes

@@ -202,12 +202,7 @@ class Pictures:
                     f"--model.{norm}-norms: {given.preset} has no BatchNorm. Leave it out."
                 )
             changes["norm"] = norm
-        if given.dropout:
-            if not hasattr(preset, "dropout"):
-                raise ValueError(
-                    f"--model.dropout {given.dropout}: {given.preset} has no dropout. Leave it out."
-                )
-            changes["dropout"] = given.dropout
+        changes |= _rates(given, preset)
         if isinstance(preset, vit.ViTConfig):
             changes["image"] = size
         return replace(preset, **changes)
@@ -290,14 +285,12 @@ class Pictures:
         given = self.config.data
         if given.valid is None and "valid" not in parts_of(given.train[0]):
             return None
-        known = self.images.classes
-        found = ImageSet(given.valid or given.train[0], part="valid", classes=self._asked(known))
+        known, place = self.images.classes, given.valid or given.train[0]
+        found = ImageSet(place, part="valid", classes=known if self.kind == MASKS else None)
+        if set(found.classes) < set(known):  # of folders: labels go by name, `after` tells of it
+            found = ImageSet(place, part="valid", classes=known)
         check_same_classes(self.images, found)
         return self._loader(mine, found, train=False, epochs=1, pad_last=True)
-
-    def _asked(self, known: Sequence[str]) -> Any:
-        """Return what classes a set to validate on is opened with: of folders its own are told."""
-        return known if self.kind == MASKS else None
 
     def _loader(self, mine: Callable, data: ImageSet, **fields: Any) -> ImageLoader:
         batch = self.config.batch
@@ -307,7 +300,21 @@ class Pictures:
         return made
 
     def after(self, loader: Any) -> list[str]:
-        """Return what to say after training: which images did not decode."""
+        """Return what to say after training: which images did not decode, which classes lack."""
+        return [*self._without_images(loader.images), *self._skipped(loader)]
+
+    def _without_images(self, data: ImageSet) -> list[str]:
+        """Return a line of the classes of which a set has no image."""
+        if data.kind == MASKS or not (left := set(range(len(data.classes))) - set(data.labels)):
+            return []
+        some = ", ".join(named(data.classes[i]) for i in sorted(left)[:5]) + ", …" * (len(left) > 5)
+        count = len(data.classes)
+        return [
+            f"{named(data.directory)} has images of {count - len(left)} of the {count} classes; of "
+            f"these it has none, and the scores tell nothing of them: {some}"
+        ]
+
+    def _skipped(self, loader: Any) -> list[str]:
         if not (left := loader.skipped):
             return []
         some = ", ".join(map(named, left[:5])) + ", …" * (len(left) > 5)
@@ -336,6 +343,20 @@ class Pictures:
         numbers["valid_iou"] = float(np.mean(there)) if there else 0.0
         names = [*self.images.classes, *map(str, range(len(self.images.classes), len(iou)))]
         return ImageScores(loss, count, unit, numbers, dict(zip(names, iou, strict=True)))
+
+
+def _rates(given: Model, preset: VisionConfig) -> dict[str, float]:
+    """Return the rates of dropout that are asked for, of a preset that has them."""
+    found = {}
+    for name in RATES:
+        if (rate := getattr(given, name)) is None:
+            continue
+        if hasattr(preset, name):
+            found[name] = rate
+        elif rate:  # without dropout nothing is dropped
+            flag, what = name.replace("_", "-"), name.replace("_", " ")
+            raise ValueError(f"--model.{flag} {rate}: {given.preset} has no {what}. Leave it out.")
+    return found
 
 
 COLOURS = ("brightness", "contrast", "saturation")
@@ -383,13 +404,15 @@ def _check_words(config: Train) -> None:
         raise ValueError("--model.new-head goes with --model.weights FILE: a head is new anyway.")
 
 
-OF_PRESETS = ("frozen_norms", "group_norms", "dropout")
+RATES = ("dropout", "auxiliary_dropout")
 
 
 def _check_nothing_ignored(config: Train) -> None:
     """Refuse flags of which nothing takes notice beside others."""
     given, start = config.model, config.checkpoints.start
-    if given.own is not None and (flags := [name for name in OF_PRESETS if getattr(given, name)]):
+    norms = [name for name in ("frozen_norms", "group_norms") if getattr(given, name)]
+    flags = [*norms, *(name for name in RATES if getattr(given, name) is not None)]
+    if given.own is not None and flags:
         raise ValueError(
             f"--model.{flags[0].replace('_', '-')} is of presets, and --model.own {given.own} is "
             "none: say it there."
@@ -417,7 +440,10 @@ def of_images(config: Train) -> bool:
 
 # Flags that only images take notice of: fields of Model and Data.
 OF_IMAGES: Mapping[str, tuple[str, ...]] = {
-    "model": ("weights", "new_head", "frozen_norms", "group_norms", "classes", "smoothing"),
+    "model": (
+        *("weights", "new_head", "frozen_norms", "group_norms", "classes", "smoothing"),
+        "auxiliary_dropout",
+    ),
     "data": ("size", "broken", "scale", "flip", *COLOURS),
 }
 
@@ -433,3 +459,11 @@ def check_no_images(config: Train) -> None:
                     f"{config.model.own or config.model.preset} is a model of text. Leave it out, "
                     f"or choose one of {', '.join(PRESETS)}."
                 )
+    given = config.data.train
+    if given and holds_images(Path(given[0])):
+        model = config.model.pretrained or config.model.preset
+        raise ValueError(
+            f"--data.train {named(given[0])} holds images, and {named(model)} is a model of text. "
+            f"Give --model.preset, one of {', '.join(PRESETS)}; or make a data set of text: "
+            "hfjax data."
+        )

@@ -30,6 +30,7 @@ from hfjax.run.sampling import (
     Sampling,
     generate,
     mean_of,
+    tokens_of,
 )
 from hfjax.weights.pretrained import Pretrained
 
@@ -194,7 +195,7 @@ class Texts:
     ) -> str:
         """Return a prompt and the text of `count` tokens that the model writes after it."""
         tokenizer = self.tokenizer
-        known = tokenizer.encode([prompt])[0].tolist()
+        known = tokens_of(prompt, tokenizer)
         needed = -(-(len(known) + count) // ROUND_TO) * ROUND_TO  # prompts share a program
         length = min(self.model.length, needed)
         fields: Any = {"length": length, "vocab": tokenizer.vocab, "sampling": sampling}
