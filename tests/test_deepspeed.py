@@ -331,9 +331,52 @@ def test_a_rate_is_that_of_deepspeed_in_2000_updates(name):
     kind, params = RATES[name]
     rate = setup(optimizer=ADAM, scheduler={"type": kind, "params": params}).rate
     assert rate is not None
-    found = jax.vmap(rate)(jnp.arange(2000))
+    found = jax.jit(jax.vmap(rate))(jnp.arange(2000))
     most = float(REFERENCE[name].max())
     np.testing.assert_allclose(found, REFERENCE[name], rtol=1e-6, atol=1e-6 * most)
+
+
+def stairs_of(kind, params, updates):
+    """Return on how many stairs each of some updates is, in a jitted step, as whole numbers."""
+    rate = setup(optimizer=ADAM, scheduler={"type": kind, "params": params}).rate
+    assert rate is not None
+    heights = jax.jit(jax.vmap(rate))(jnp.array(updates, jnp.int32))
+    least, most = params.get("cycle_min_lr", 1.0), params.get("cycle_max_lr", 2.0)
+    return (np.asarray(heights, np.float64) - least) / (most - least)
+
+
+@pytest.mark.parametrize("size", [3, 7, 41, 49, 237.0, 2000])
+def test_a_range_test_goes_up_with_the_first_update_of_each_stair(size):
+    names = ("min_lr", "step_size", "step_rate", "staircase")
+    params = zip((f"lr_range_test_{name}" for name in names), (1.0, size, 1.0, True), strict=True)
+    found = stairs_of("LRRangeTest", dict(params), range(2**15))
+    np.testing.assert_array_equal(found, np.arange(2**15) // size)
+
+
+def cycle(first, stairs, second=None, later=None):
+    """Return the parameters of a OneCycle from 0 to as many stairs as it has."""
+    sizes = {"first_step_size": first, "first_stair_count": stairs}
+    sizes |= {"second_step_size": second, "second_stair_count": later}
+    sizes = {f"cycle_{name}": x for name, x in sizes.items() if x is not None}
+    return {**sizes, "cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_momentum": False}
+
+
+@pytest.mark.parametrize(
+    ("first", "stairs"),
+    [(237, 5), (996, 7), (996.0, 83), (41, 41), (3, 10), (100_000, 50_000), (10**9, 10**6)],
+)
+def test_a_cycle_goes_up_and_down_with_the_first_update_of_each_stair(first, stairs):
+    """In whole numbers: also where updates * stairs have more than 32 bits."""
+    whole = int(first)
+    updates = np.unique(np.linspace(0, whole, 5000).astype(np.int64))
+    edges = -(-np.arange(1, stairs + 1, max(1, stairs // 999)) * whole // stairs)
+    updates = np.unique(np.clip([*updates, *edges, *(edges - 1)], 0, whole))
+    want = [int(n) * stairs // whole for n in updates]
+    found = stairs_of("OneCycle", cycle(first, stairs), updates)
+    np.testing.assert_array_equal(np.rint(found * stairs), want)
+    np.testing.assert_allclose(found * stairs, want, rtol=1e-6)
+    down = stairs_of("OneCycle", cycle(7, 1, first, stairs), 7 + whole - updates[:-1])
+    np.testing.assert_array_equal(np.rint(down * stairs), want[:-1])
 
 
 @pytest.mark.parametrize(
