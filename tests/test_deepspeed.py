@@ -225,7 +225,7 @@ def test_rows_are_those_of_a_device_times_microbatches_times_devices(sizes, rows
             {"scheduler": {"type": "LRRangeTest", "params": {"last_batch_iteration": -1}}},
             "last_batch_iteration +-1 +ignored because it is the default",
         ),
-        ({"my_notes": [1]}, "my_notes +.1. +ignored because DeepSpeed has no such key, and passes"),
+        ({"_comment": "x"}, "_comment +.x. +ignored because DeepSpeed has no such key, and passes"),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 1}}},
             "taken as optax.adam, decay added to gradients",
@@ -280,7 +280,7 @@ REFUSALS = [
     (zero(3, cpu_offload_param=False, offload_param={}), "false +refused because offload_param is"),
     (
         zero(3, max_live_parameters=1, stage3_max_live_parameters=2),
-        "n.max_live_parameters +1 +refused because zero_optimization.stage3_max_live_parameters is",
+        "n.max_live_parameters +1 +refused because zero_optimization.stage3_max_live_par.* is the same",
     ),
     (
         {"bfloat16": {"enabled": True}, "bf16": {}},

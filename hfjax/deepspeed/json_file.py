@@ -196,13 +196,14 @@ def _unknown(path: str, typed: str) -> str | None:
     if '"' in path:
         return f"{UNKNOWN}: nest objects"
     if (usual := usual_name(path, ())) != path:
-        return f"{usual} is there too, or its section, which is the same: keep one"
+        return f"{usual} is the same, and that or its section is there too: keep one"
     inside, _, name = typed.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in TABLE if key.startswith(f"{inside}.")}
     if ").params" in typed:
         return f"{inside} has no such key.{nearest_of(name, beside)} There are {', '.join(beside)}"
-    names = {key.rpartition(".")[2]: key for key in TABLE if "(" not in key} | beside
-    near = nearest_of(typed, TABLE)
+    keys = [key for key in TABLE if "(" not in key and "*" not in key]
+    names = {key.rpartition(".")[2]: key for key in keys} | beside
+    near = nearest_of(typed, keys)
     if not near and (last := nearest_of(name, names)):
         near = f" Did you mean {names[last.split()[-1].rstrip('?')]}?"
     if path.partition(".")[0] in SECTIONS:
@@ -217,19 +218,16 @@ def _spells_number(text: str) -> bool:
         return False
 
 
-def _json(value: Any) -> str:
+def _json(value: Any, longest: int = 60) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
         return shown(value)
-    return text if len(text) < 60 else shown(value)
+    return text if len(text) <= longest else shown(value)
 
 
 def _shown(values: dict[str, Any], path: str) -> str:
-    if path not in values:
-        return "not there"
-    text = json.dumps(values[path], default=str)
-    return text if len(text) <= 30 else shown(values[path])[:30]
+    return _json(values[path], 30)[:30] if path in values else "not there"
 
 
 def _by_table(given: Given, path: str, value: Any) -> None:
