@@ -280,7 +280,7 @@ REFUSALS = [
     (zero(3, cpu_offload_param=False, offload_param={}), "false +refused because offload_param is"),
     (
         zero(3, max_live_parameters=1, stage3_max_live_parameters=2),
-        "n.max_live_parameters +1 +refused because zero_optimization.stage3_max_live_par.* is the same",
+        "n.max_live_parameters +1 +refused because zero_optimization.stage3_max_.* is the same, and",
     ),
     (
         {"bfloat16": {"enabled": True}, "bf16": {}},
@@ -315,6 +315,10 @@ REFUSALS = [
     ),
     ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "from 0 to below 1 are exp"),
     ({"optimizer": {"type": "lamb", "params": {"betas": [1, 0]}}}, "numbers from 0 to below 1 are"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "bias_correction": False}}},
+        "bias_correction +false +refused because torch's Adam has no such parameter",
+    ),
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "true +.* a momentum above 0"),
     *(
         ({"optimizer": {"type": name, "params": {"max_grad_norm": norm}}}, rf"{norm} +{NO_NORM}")

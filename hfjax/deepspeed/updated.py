@@ -70,6 +70,9 @@ def _optimizer_params(given: Given, kind: str) -> Params | None:
         return given.refuse("optimizer.params.betas", "two numbers from 0 to below 1 are expected")
     if params.get("nesterov") and not params["momentum"]:
         return given.refuse("optimizer.params.nesterov", "it needs a momentum above 0: write that")
+    if params.get("torch_adam") and not params["bias_correction"]:
+        why = "torch's Adam has no such parameter: leave it or torch_adam out"
+        return given.refuse("optimizer.params.bias_correction", why)
     decays = "optimizer.params.weight_decay" in given.values
     if params.get("torch_adam") and not decays and not _adds_decay(kind, params):
         params["weight_decay"] = 1e-2  # torch's own default
