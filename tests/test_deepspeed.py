@@ -280,7 +280,7 @@ REFUSALS = [
     (zero(3, cpu_offload_param=False, offload_param={}), "false +refused because offload_param is"),
     (
         zero(3, max_live_parameters=1, stage3_max_live_parameters=2),
-        "n.max_live_parameters +1 +refused because zero_optimization.stage3_max_.* is the same, and",
+        "n.max_live_parameters +1 +refused because zero_optimization.stage3_max_.* is the same",
     ),
     (
         {"bfloat16": {"enabled": True}, "bf16": {}},
@@ -361,6 +361,12 @@ REFUSALS = [
 def test_what_is_not_here_is_an_error_with_what_to_write(keys, message):
     with pytest.raises(ValueError, match=message):
         setup(**keys)
+
+
+def test_a_refused_parameter_does_not_blame_the_rate_that_needs_the_optimizer():
+    params = {"lr": 1e-3, "betas": [0.9]}
+    with pytest.raises(ValueError, match=r"^the configuration: optimizer.params.betas: refused"):
+        setup(optimizer={"type": "Adam", "params": params}, scheduler={"type": "WarmupLR"})
 
 
 @pytest.mark.parametrize(

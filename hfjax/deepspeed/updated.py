@@ -65,18 +65,24 @@ def _optimizer_params(given: Given, kind: str) -> Params | None:
         near = nearest_of(kind, OPTIMIZERS.values())
         return given.refuse("optimizer.type", f"there are {known}; give others yourself.{near}")
     params = _params(given, "optimizer", kind)
-    betas = params.get("betas", (0, 0))
-    if len(betas) != 2 or not all(is_real(beta, 0, 1) and beta < 1 for beta in betas):
-        return given.refuse("optimizer.params.betas", "two numbers from 0 to below 1 are expected")
-    if params.get("nesterov") and not params["momentum"]:
-        return given.refuse("optimizer.params.nesterov", "it needs a momentum above 0: write that")
-    if params.get("torch_adam") and not params["bias_correction"]:
-        why = "torch's Adam has no such parameter: leave it or torch_adam out"
-        return given.refuse("optimizer.params.bias_correction", why)
+    _refuse_params(given, params)
     decays = "optimizer.params.weight_decay" in given.values
     if params.get("torch_adam") and not decays and not _adds_decay(kind, params):
         params["weight_decay"] = 1e-2  # torch's own default
     return params
+
+
+def _refuse_params(given: Given, params: Params) -> None:
+    """Refuse what torch refuses: betas of 1, Nesterov without momentum."""
+    path, betas = "optimizer.params.betas", params.get("betas", (0, 0))
+    if len(betas) != 2 or not all(is_real(beta, 0, 1) and beta < 1 for beta in betas):
+        given.refuse(path, "two numbers from 0 to below 1 are expected")
+        params["betas"] = TABLE[given.typed(path)].default  # to say what else is wrong
+    if params.get("nesterov") and not params["momentum"]:
+        given.refuse("optimizer.params.nesterov", "it needs a momentum above 0: write that")
+    if params.get("torch_adam") and not params["bias_correction"]:
+        why = "torch's Adam has no such parameter: leave it or torch_adam out"
+        given.refuse("optimizer.params.bias_correction", why)
 
 
 def _adds_decay(kind: str, params: Params) -> bool:
