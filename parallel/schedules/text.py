@@ -147,7 +147,7 @@ class Written:
         words = [f">{word}<" if i in mine else word for i, word in enumerate(words)]
         rest = [""] * (max(map(len, self.words)) - len(words))
         words = [*words, *rest][first:end]
-        label = f"stage {s}  …" if first else f"stage {s}"
+        label = f"stage {s}" + ("  …" if first else "   " * far)
         more = "…" if len(self.words[s]) > end else ""
         return [label, *words, *[""] * (end - first - len(words)), more]
 
