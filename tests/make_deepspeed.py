@@ -94,6 +94,7 @@ MODELS = {  # section: where its class is
     "zero_optimization": "runtime.zero.config:DeepSpeedZeroConfig",
     "fp16": "runtime.precision_config:DeepSpeedFP16Config",
     "bf16": "runtime.precision_config:DeepSpeedBF16Config",
+    "bfloat16": "runtime.precision_config:DeepSpeedBF16Config",
     "tensorboard": "monitor.config:TensorBoardConfig",
     "wandb": "monitor.config:WandbConfig",
     "comet": "monitor.config:CometConfig",
@@ -158,13 +159,13 @@ def places() -> dict[str, np.ndarray]:
 
 
 def fields(kind, prefix: str):
-    """Yield the paths of a model of pydantic, those of models in it too."""
+    """Yield the paths of a model of pydantic, by each name, those of models in it too."""
     for name, field in kind.model_fields.items():
-        path = f"{prefix}.{field.alias or name}"
         inner = [x for x in (field.annotation, *getattr(field.annotation, "__args__", ()))]
         models = [x for x in inner if hasattr(x, "model_fields")]
-        yield path
-        yield from (p for model in models for p in fields(model, path))
+        for path in {f"{prefix}.{field.alias or name}", f"{prefix}.{name}"}:
+            yield path
+            yield from (p for model in models for p in fields(model, path))
 
 
 def parameters():
@@ -173,8 +174,7 @@ def parameters():
 
     for kind in lr_schedules.VALID_LR_SCHEDULES:
         names = inspect.signature(getattr(lr_schedules, kind)).parameters
-        skipped = ("optimizer", "last_batch_iteration")
-        yield from (f"scheduler({kind}).params.{name}" for name in names if name not in skipped)
+        yield from (f"scheduler({kind}).params.{name}" for name in names if name != "optimizer")
 
 
 def of_page(text: str):

@@ -16,7 +16,7 @@ import pytest
 import hfjax
 from hfjax.__main__ import main
 from hfjax.deepspeed.key_rows import REFUSED, is_section, row_of
-from hfjax.deepspeed.known_keys import TABLE
+from hfjax.deepspeed.known_keys import TABLE, usual_name
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.precision.dtypes import LossScale, Precision
 from hfjax.run.config import Train
@@ -50,7 +50,8 @@ def zero(stage, **keys):
 
 
 def test_every_key_of_deepspeed_and_of_its_page_has_a_row():
-    missing = [key for key in KEYS if row_of(TABLE, key) is None and not is_section(TABLE, key)]
+    usual = [usual_name(key, ()) for key in KEYS]
+    missing = [key for key in usual if row_of(TABLE, key) is None and not is_section(TABLE, key)]
     assert missing == []
     assert len(KEYS) > 500
 
@@ -121,6 +122,7 @@ def test_the_table_says_what_becomes_of_each_key_of_the_example():
             (hfjax.FSDP | hfjax.HOST_OPTIMIZER).edit(memory={"moments": 0.25}),
             {"fsdp": 8},
         ),
+        (zero(3, param_persistence_threshold=7), hfjax.FSDP.edit(replicate_below=7), {"fsdp": 8}),
         (
             zero(3, stage3_param_persistence_threshold=1e4),
             hfjax.FSDP.edit(replicate_below=1e4),
@@ -158,6 +160,7 @@ def test_where_everything_lies(keys, strategy, mesh):
         ({}, {"clip": 1.0}),
         ({"gradient_clipping": 0}, {"clip": None}),
         ({"bf16": {"enabled": True}}, {"precision": "bf16", "nonfinite": "skip"}),
+        ({"bfloat16": {"enabled": True}}, {"precision": "bf16", "nonfinite": "skip"}),
         (
             {"bf16": {"enabled": True, "check_grad_overflow": False}},
             {"precision": "bf16", "nonfinite": "stop"},
@@ -211,6 +214,18 @@ def test_rows_are_those_of_a_device_times_microbatches_times_devices(sizes, rows
         ({"fp16": {"enabled": True}}, "without ZeRO DeepSpeed has no hysteresis and no stop"),
         ({}, "gradient_clipping +not there +taken as clip=1.0, DeepSpeed's default"),
         ({"optimizer": {"type": "adam"}}, "optimizer.type +.adam. +taken as optax.adamw"),
+        (zero(3, max_reuse_distance=7), "zero_optimization.max_reuse_distance +7 +ignored because"),
+        (zero(3, gather_16bit_weights_on_model_save=True), "gather_16bit.* +true +ignored because"),
+        ({"bfloat16": {"enabled": True}}, 'bfloat16.enabled +true +taken as precision="bf16"'),
+        (
+            {"tensor_parallel": {"tensor_parallel": {"tp_size": 2}}},
+            "tensor_parallel.tensor_parallel.tp_size +2 +taken as TENSOR, tensor=2",
+        ),
+        (
+            {"scheduler": {"type": "LRRangeTest", "params": {"last_batch_iteration": -1}}},
+            "last_batch_iteration +-1 +ignored because it is the default",
+        ),
+        ({"_comment": "x"}, "_comment +.x. +ignored because DeepSpeed has no such key, and passes"),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 1}}},
             "taken as optax.adam, decay added to gradients",
@@ -223,20 +238,54 @@ def test_the_table_says_when_a_key_does_nothing(keys, words):
 
 # -- what is not --------------------------------------------------------------------------
 
+NO_KEY = "refused because DeepSpeed has no such key"
+NO_NORM = 'refused because it is no parameter of an optimizer: write "gradient_clipping"'
 REFUSALS = [
-    ({"train_batchsize": 8}, r"train_batchsize: DeepSpeed has no such key. Did you mean train_b"),
-    ({"stage": 2}, r"stage: DeepSpeed has no such key. Did you mean zero_optimization.stage\?"),
-    (zero("auto"), r'zero_optimization.stage is "auto", which a Trainer fills in: write 0 \(Deep'),
+    ({"train_batchsize": 8}, f"train_batchsize +8 +{NO_KEY}, .* it. Did you mean train_batch_size"),
+    (
+        {"stage": 2},
+        rf"stage +2 +{NO_KEY}, .* Did you mean zero_optimization.stage\? If not, remove",
+    ),
+    (
+        zero(1, stag=2),
+        rf"zero_optimization.stag +2 +{NO_KEY}. Did you mean zero_optimization.stage",
+    ),
+    ({"fp16.enabled": True}, f'"fp16.enabled" +true +{NO_KEY}: nest objects'),
+    (zero("auto"), r'stage +"auto" .* it is "auto", which a Trainer fills in: write 0 \(Deep'),
     ({"gradient_clipping": "auto"}, r'"auto", which a Trainer fills in: write 1.0 \(DeepSpeed'),
-    ({"gradient_clipping": "1e-3"}, 'is "1e-3": a number is expected. Write 1e-3 without quotes'),
-    ({"gradient_clipping": -1}, "gradient_clipping is -1: a number is expected"),
-    (zero(2.5), "stage is 2.5: a whole number is expected"),
-    ({"fp16": True}, "fp16 is true: an object is expected"),
+    (
+        {"gradient_clipping": "1e-3"},
+        r'"1e-3" +refused because a number from 0 to 3.4e\+38 is expected. Write 1e-3 without quo',
+    ),
+    (
+        {"gradient_clipping": -1},
+        r"_clipping +-1 +refused because a number from 0 to 3.4e\+38 is exp",
+    ),
+    (zero(2.5), r"stage +2.5 +refused because a whole number from 0 to 1e\+18 is expected"),
+    ({"steps_per_print": 2.5}, "steps_per_print +2.5 +refused because a whole number is expected"),
+    ({"fp16": True}, "fp16 +true +refused because an object is expected"),
     (zero(4), r"stage +4 +refused because the stages are 0 \(DDP\), 1, 2 \(ZERO1, ZERO2\) and 3"),
     (zero(2, offload_param={"device": "cpu"}), "stage is 2, and offload of parameters needs stage"),
     (zero(0, offload_optimizer={"device": "cpu"}), "offload of the optimizer needs stage 1, 2"),
     (zero(3, offload_param={"device": "nvme"}), 'NVMe is not here: write "cpu"'),
     (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "a part below 1 needs stage 3"),
+    (
+        zero(3, offload_optimizer={"device": "cpu", "ratio": 1.5}),
+        "ratio +1.5 .* from 0 to 1 is exp",
+    ),
+    (
+        zero(2, cpu_offload=True, offload_optimizer={"device": "none"}),
+        "cpu_offload +true +refused because offload_optimizer is there too, which replaces it",
+    ),
+    (zero(3, cpu_offload_param=False, offload_param={}), "false +refused because offload_param is"),
+    (
+        zero(3, max_live_parameters=1, stage3_max_live_parameters=2),
+        "n.max_live_parameters +1 +refused because zero_optimization.stage3_max_.* is the same",
+    ),
+    (
+        {"bfloat16": {"enabled": True}, "bf16": {}},
+        "bfloat16.enabled +true +refused because bf16.en",
+    ),
     (zero(2, zero_quantized_gradients=True), "refused because it rounds what is sent"),
     (zero(2, mics_shard_size=2), "groups of devices need stage 3"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
@@ -258,9 +307,23 @@ REFUSALS = [
     ({"optimizer": {"type": "Admw"}}, "give others yourself. Did you mean Adam"),
     (
         {"optimizer": {"type": "SGD", "params": {"betas": [0, 1]}}},
-        r"optimizer.SGD..params has no such key. There are lr, w",
+        r"betas +.0, 1. +refused because optimizer.SGD..params has no such key. There are lr, w",
     ),
-    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "two numbers from 0 to 1 are"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+        "two numbers from 0 to below 1 a",
+    ),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, "from 0 to below 1 are exp"),
+    ({"optimizer": {"type": "lamb", "params": {"betas": [1, 0]}}}, "numbers from 0 to below 1 are"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "bias_correction": False}}},
+        "bias_correction +false +refused because torch's Adam has no such parameter",
+    ),
+    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "true +.* a momentum above 0"),
+    *(
+        ({"optimizer": {"type": name, "params": {"max_grad_norm": norm}}}, rf"{norm} +{NO_NORM}")
+        for name, norm in (("Adam", 1.0), ("Lamb", 0.0), ("SGD", 2))
+    ),
     ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad +true +refused"),
     ({"scheduler": {"type": "Warmup"}}, "there are WarmupLR, .* Did you mean WarmupLR"),
     ({"scheduler": {"type": "WarmupLR"}}, "highest rate is not in the file: write warmup_max_lr"),
@@ -278,7 +341,14 @@ REFUSALS = [
     ),
     ({"tensor_parallel": {"autotp_size": 3}}, "8 devices do not divide by 3: ddp.tensor has"),
     ({"train_batch_size": 30}, r"30 is not 3 rows \* 1 microbatches \* 8 devices .*= 24. Write"),
-    ({"train_batch_size": 0}, "train_batch_size is 0: a number from 1 on"),
+    (
+        {"train_batch_size": 0},
+        r"train_batch_size +0 +refused because a whole number from 1 to 1e.18",
+    ),
+    (
+        {"train_micro_batch_size_per_gpu": 9},
+        r"64 is not 9 rows \* 1 microbatches .* = 72. Write tra",
+    ),
     ({"gradient_accumulation_steps": 16, "train_batch_size": 64}, "is not 0 rows .* Write train"),
     (
         {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
@@ -293,6 +363,27 @@ def test_what_is_not_here_is_an_error_with_what_to_write(keys, message):
         setup(**keys)
 
 
+def test_a_refused_parameter_does_not_blame_the_rate_that_needs_the_optimizer():
+    params = {"lr": 1e-3, "betas": [0.9]}
+    with pytest.raises(ValueError, match=r"^the configuration: optimizer.params.betas: refused"):
+        setup(optimizer={"type": "Adam", "params": params}, scheduler={"type": "WarmupLR"})
+
+
+@pytest.mark.parametrize(
+    "keys", [{"stage": 2}, {"train_batch_size": 30}, {"fp16": {"enabled": True, "hysteresis": 0}}]
+)
+def test_the_error_has_a_line_for_each_key(keys):
+    """Of an unknown key, of numbers that do not fit together, of what is refused."""
+    with pytest.raises(ValueError, match="the configuration: ") as caught:
+        setup(bf16={"enabled": False}, steps_per_print=5, note_of_mine={"by": "me"}, **keys)
+    lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
+    assert any(line.startswith("train_batch_size ") for line in lines[1:])
+    assert "steps_per_print 5 ignored because it only changes what is told" in " ".join(lines)
+    mine = 'note_of_mine.by "me" ignored because DeepSpeed has no such key, and passes over it too'
+    assert mine in lines
+    assert sum("bf16.enabled false" in line for line in lines) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -300,11 +391,10 @@ def test_what_is_not_here_is_an_error_with_what_to_write(keys, message):
         ('{"steps_per_print": 1,}', "line 1: it is no JSON"),
         ('{"a": {"stage": 1, "stage": 2}}', r"the key stage is there twice, 1 and 2: keep one"),
         ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
-        ('{"fp16.enabled": true}', "fp16.enabled: DeepSpeed has no such key: nest objects"),
         ("[1]", r"an object of JSON is expected, found \[1\]"),
         ("", "line 1: it is no JSON"),
         ("[" * 100_000, "it is nested too deeply"),
-        ('{"a": ' * 950 + "1" + "}" * 950, "DeepSpeed has no such key|nested too deeply"),
+        ('{"a": ' * 950 + "1" + "}" * 950, r"(.|\n)*DeepSpeed has no such key|nested too d"),
     ],
 )
 def test_a_file_that_is_no_json_is_told(tmp_path, text, message):
@@ -331,9 +421,52 @@ def test_a_rate_is_that_of_deepspeed_in_2000_updates(name):
     kind, params = RATES[name]
     rate = setup(optimizer=ADAM, scheduler={"type": kind, "params": params}).rate
     assert rate is not None
-    found = jax.vmap(rate)(jnp.arange(2000))
+    found = jax.jit(jax.vmap(rate))(jnp.arange(2000))
     most = float(REFERENCE[name].max())
     np.testing.assert_allclose(found, REFERENCE[name], rtol=1e-6, atol=1e-6 * most)
+
+
+def stairs_of(kind, params, updates):
+    """Return on how many stairs each of some updates is, in a jitted step, as whole numbers."""
+    rate = setup(optimizer=ADAM, scheduler={"type": kind, "params": params}).rate
+    assert rate is not None
+    heights = jax.jit(jax.vmap(rate))(jnp.array(updates, jnp.int32))
+    least, most = params.get("cycle_min_lr", 1.0), params.get("cycle_max_lr", 2.0)
+    return (np.asarray(heights, np.float64) - least) / (most - least)
+
+
+@pytest.mark.parametrize("size", [3, 7, 41, 49, 237.0, 2000])
+def test_a_range_test_goes_up_with_the_first_update_of_each_stair(size):
+    names = ("min_lr", "step_size", "step_rate", "staircase")
+    params = zip((f"lr_range_test_{name}" for name in names), (1.0, size, 1.0, True), strict=True)
+    found = stairs_of("LRRangeTest", dict(params), range(2**15))
+    np.testing.assert_array_equal(found, np.arange(2**15) // size)
+
+
+def cycle(first, stairs, second=None, later=None):
+    """Return the parameters of a OneCycle from 0 to as many stairs as it has."""
+    sizes = {"first_step_size": first, "first_stair_count": stairs}
+    sizes |= {"second_step_size": second, "second_stair_count": later}
+    sizes = {f"cycle_{name}": x for name, x in sizes.items() if x is not None}
+    return {**sizes, "cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_momentum": False}
+
+
+@pytest.mark.parametrize(
+    ("first", "stairs"),
+    [(237, 5), (996, 7), (996.0, 83), (41, 41), (3, 10), (100_000, 50_000), (10**9, 10**6)],
+)
+def test_a_cycle_goes_up_and_down_with_the_first_update_of_each_stair(first, stairs):
+    """In whole numbers: also where updates * stairs have more than 32 bits."""
+    whole = int(first)
+    updates = np.unique(np.linspace(0, whole, 5000).astype(np.int64))
+    edges = -(-np.arange(1, stairs + 1, max(1, stairs // 999)) * whole // stairs)
+    updates = np.unique(np.clip([*updates, *edges, *(edges - 1)], 0, whole))
+    want = [int(n) * stairs // whole for n in updates]
+    found = stairs_of("OneCycle", cycle(first, stairs), updates)
+    np.testing.assert_array_equal(np.rint(found * stairs), want)
+    np.testing.assert_allclose(found * stairs, want, rtol=1e-6)
+    down = stairs_of("OneCycle", cycle(7, 1, first, stairs), 7 + whole - updates[:-1])
+    np.testing.assert_array_equal(np.rint(down * stairs), want[:-1])
 
 
 @pytest.mark.parametrize(
@@ -390,6 +523,18 @@ def test_lion_and_lamb_are_those_of_the_kernels_of_deepspeed():
         ratio = min(max(np.linalg.norm(x) / np.linalg.norm(moved), 0.01), 0.5)
         x = x - 0.1 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t) * ratio * moved
         np.testing.assert_allclose(found[t - 1], x, rtol=1e-5)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_without_correction_of_its_bias_is_that_of_the_kernel(decoupled):
+    given = {"lr": 0.1, "weight_decay": 0.2, "bias_correction": False, "adam_w_mode": decoupled}
+    found = walk(setup(optimizer={"type": "Adam", "params": given}).optimizer, 5)
+    x, m, v = np.array([1.0, 2.0, 3.0]), 0.0, 0.0
+    for t in range(5):
+        g = gradient(x) + (0.0 if decoupled else 0.2 * x)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        x = x - 0.1 * (m / (np.sqrt(v) + 1e-8) + (0.2 * x if decoupled else 0.0))
+        np.testing.assert_allclose(found[t], x, rtol=1e-5)
 
 
 BY_HAND = {"accumulate": 2, "clip": 1.0}

@@ -232,6 +232,39 @@ def test_a_rate_of_what_is_no_number_is_refused(fields, message):
     assert float(hfjax.rate(1.0, **whole)(9)) == 1
 
 
+WRAPPERS = {
+    "by_path: '\\*'": lambda x: hfjax.by_path({"*": x}),
+    "ema": lambda x: hfjax.ema(x, 0.9),
+    "master": hfjax.master,
+    "scaled": lambda x: hfjax.scaled(x, {"*": 2.0}),
+}
+
+
+@pytest.mark.parametrize("what", WRAPPERS)
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (1e-3, "0.001"),
+        (hfjax.rate(1e-3, decay="constant"), "the function at"),
+        (optax.adamw, "the function adamw"),
+        ("adamw", "'adamw'"),
+        ({"init": 1e-3}, "{'init': 0.001}"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_where_one_is_wrapped(what, given, found):
+    words = rf"an optax optimizer is expected, for instance optax.adamw\(1e-3\), found {found}\.$"
+    with pytest.raises(ValueError, match=f"^{what}: {words}"):
+        WRAPPERS[what](given)
+
+
+def test_groups_are_a_dictionary_of_patterns():
+    given: Any
+    for given in ([("*", optax.sgd(1.0))], None, {3: optax.sgd(1.0)}, {}):
+        with pytest.raises(ValueError, match=r"^by_path: a dictionary .* is expected, found "):
+            hfjax.by_path(given)
+
+
 @pytest.mark.parametrize("name", ["learning_rate", "b1", "b2", "eps", "weight_decay"])
 @pytest.mark.parametrize("given", [NAN, INF, -1.0, True, "3"])
 def test_adamw_of_what_is_no_number_is_refused(name, given):

@@ -1,5 +1,6 @@
 """A schedule as text: it prints, reads back; what cannot run is refused with its cell marked."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,43 @@ def test_of_a_large_grid_what_is_around_the_cell_is_shown():
     assert " ".join(lines[5].split()) == (
         "stage 5 … 5B38 5F45 5B39 5F46 >5X40< 5F47 5B41 5F48 5B42 …"
     )
+
+
+def test_a_deadlock_of_cells_far_apart_is_drawn_with_each_line_around_its_own():
+    swapped = changed(str(SCHEDULES["gpipe"](2, 9, 1)), "1F1", "here", "1B1", "1F1", "here", "1B1")
+    with pytest.raises(ValueError, match=r"^mine: deadlock, no stage can run") as caught:
+        parse_table(swapped, "mine")
+    assert str(caught.value).splitlines()[1:] == [
+        "  stage 0  …  0F7  0F8    .     .   >0B0<  0B1  0B2  0B3  0B4  …   waits for 1B0",
+        "  stage 1      .   1F0  >1B1<  1F2   1F3   1F4  1F5  1F6  1F7  …   waits for 1F1",
+    ]
+
+
+def drawn_text(number: int) -> str:
+    """Return the text of a schedule, up to three pairs of cells exchanged within their lines."""
+    rng = np.random.default_rng(number)
+    name, stages, microbatches = rng.choice(list(SCHEDULES)), rng.integers(1, 7), rng.integers(1, 9)
+    table = SCHEDULES[name](int(stages), int(microbatches), SCHEDULES[name].chunks)
+    lines = [line.split() for line in str(table).splitlines()]
+    for _ in range(rng.integers(1, 4)):
+        line = lines[rng.integers(stages)]
+        a, b = rng.choice([i for i, word in enumerate(line) if word != "."], 2)
+        line[a], line[b] = line[b], line[a]
+    return "\n".join(map(" ".join, lines))
+
+
+def test_of_300_drawn_tables_each_runs_or_is_drawn_with_what_each_stage_waits_for():
+    ran = 0
+    for number in range(300):
+        try:
+            ran += bool(check(parse_table(drawn_text(number), "mine")))
+        except ValueError as refused:
+            head, *lines = str(refused).splitlines()
+            assert head.startswith("mine: deadlock"), (number, head)
+            waits = [line for line in lines if "waits for" in line]
+            assert waits
+            assert all(re.search(r" >\S+< .* waits for \d", line) for line in waits), lines
+    assert 50 < ran < 250
 
 
 def moved(table: Table, task: tuple[int, int, int], tick: int) -> Table:

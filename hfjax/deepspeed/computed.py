@@ -109,7 +109,9 @@ def _kept(given: Given) -> dict[str, Any]:
     layers = int(given.of(path))
     remat = {"remat": "full" if layers == 1 else f"group:{layers}"} if layers else {}
     given.take(path, f"remat={remat.get('remat', 'none')!r}")
-    if given.of("activation_checkpointing.cpu_checkpointing"):
+    path = "activation_checkpointing.cpu_checkpointing"
+    if given.of(path):
+        given.take(path, 'remat="full", offload=1.0')
         return {"remat": "full", **remat, "offload": 1.0}
-    given.ignore("activation_checkpointing.cpu_checkpointing", "nothing waits on the host")
+    given.ignore(path, "nothing waits on the host")
     return remat

@@ -1,6 +1,5 @@
 """`hfjax.from_deepspeed`: what a configuration of DeepSpeed is here, and the table that says it."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from hfjax.base.read_files import shown
 from hfjax.base.tables import aligned
 from hfjax.deepspeed.computed import computed, word_of
 from hfjax.deepspeed.json_file import Given, read
-from hfjax.deepspeed.key_rows import REFUSED
 from hfjax.deepspeed.placed import Placing, batch, microbatches, placed, sizes
 from hfjax.deepspeed.updated import Updates, updates
 from hfjax.parallel.mesh import AXES, show_sizes
@@ -92,7 +90,7 @@ def from_deepspeed(
         updated.rate,
         mesh,
         rows,
-        _table(given),
+        given.table(),
         flags,
         given.file,
     )
@@ -120,20 +118,6 @@ class OnAnyDevices(NamedTuple):
 def of_file(given: Given) -> OnAnyDevices:
     """Return what is the same on any number of devices; what is refused is an error."""
     found = OnAnyDevices(placed(given), computed(given), updates(given))
-    refused = [path for path, words in given.words.items() if words.startswith(REFUSED)]
-    if refused:
-        lines = "\n".join(aligned(_table(given)))
-        raise ValueError(f"{given.file}: {', '.join(refused)}: refused, as said below.\n{lines}")
+    if given.is_refused():
+        raise given.error()
     return found
-
-
-def _table(given: Given) -> tuple[tuple[str, str, str], ...]:
-    line = lambda path, words: (path, _shown(given.values, path), words)
-    return tuple(line(path, words) for path, words in given.words.items())
-
-
-def _shown(values: dict[str, Any], path: str) -> str:
-    if path not in values:
-        return "not there"
-    text = json.dumps(values[path], default=str)
-    return text if len(text) <= 30 else shown(values[path])[:30]

@@ -8,7 +8,7 @@ from typing import Any
 
 from hfjax.base.keywords import nearest_of
 from hfjax.base.read_files import contents, shown
-from hfjax.base.tables import named
+from hfjax.base.tables import aligned, named
 from hfjax.deepspeed.key_rows import (
     IGNORED,
     REFUSED,
@@ -20,18 +20,22 @@ from hfjax.deepspeed.key_rows import (
     row_of,
     to_write,
 )
-from hfjax.deepspeed.known_keys import OPTIMIZERS, TABLE
+from hfjax.deepspeed.known_keys import OPTIMIZERS, SECTIONS, TABLE, usual_name
+
+UNKNOWN = "DeepSpeed has no such key"
 
 
 @dataclass
 class Given:
     """What a file says: {path: value}, and what becomes of each path, in words.
 
-    There are also words of what it does not say and DeepSpeed does all the same.
+    There are also words of what it does not say and DeepSpeed does all the same. Paths are those of
+    the table; `names` are other names of some, as the file has them.
     """
 
     file: str
     values: dict[str, Any]
+    names: dict[str, str]
     words: dict[str, str] = field(default_factory=dict)
 
     def of(self, path: str) -> Any:
@@ -77,6 +81,23 @@ class Given:
         if path not in self.values:
             self.words[path] = f"{TAKEN} {words}"
 
+    def table(self) -> tuple[tuple[str, str, str], ...]:
+        """Return a line for each key: its path, its value, what becomes of it."""
+        name = lambda path: named(self.names.get(path, path))
+        rows = self.words.items()
+        return tuple((name(path), _shown(self.values, path), words) for path, words in rows)
+
+    def is_refused(self) -> bool:
+        """Return whether something is."""
+        return any(words.startswith(REFUSED) for words in self.words.values())
+
+    def error(self, says: str = "") -> ValueError:
+        """Return the error that has the whole table, below what it says or what is refused."""
+        table = self.table()
+        refused = ", ".join(path for path, _, words in table if words.startswith(REFUSED))
+        says = says or f"{refused}: refused, as said below."
+        return ValueError("\n".join([f"{self.file}: {says}", *aligned(table)]))
+
     def _say(self, path: str, words: str) -> None:
         if path in self.values and not self.words.get(path, "").startswith(REFUSED):
             self.words[path] = words
@@ -90,16 +111,18 @@ def read(source: str | Path | Mapping[str, Any]) -> Given:
     if not isinstance(found, Mapping):
         raise ValueError(f"{file}: an object of JSON is expected, found {shown(found)}.")
     try:
-        given = Given(file, dict(_leaves(found)))
-    except (ValueError, RecursionError) as wrong:
-        raise ValueError(f"{file}: {wrong}") from None
-    mistakes = [
-        told for path, value in given.values.items() if (told := _wrong(given, path, value))
-    ]
-    if mistakes:
-        raise ValueError(f"{given.file}: " + "\n".join(mistakes))
-    for path, value in given.values.items():
-        _by_table(given, path, value)
+        leaves = dict(_leaves(found))
+    except RecursionError:
+        raise ValueError(f"{file}: it is nested too deeply.") from None
+    paths = {path: usual_name(path, leaves) for path in leaves}
+    values = {paths[path]: value for path, value in leaves.items()}
+    names = {usual: path for path, usual in paths.items() if path != usual}
+    given = Given(file, values, names)
+    wrong = {path: _wrong(given, path, value) for path, value in values.items()}
+    for path, why in wrong.items():
+        given.refuse(path, why) if why else _by_table(given, path, values[path])
+    if any(wrong.values()):
+        raise given.error()
     return given
 
 
@@ -138,9 +161,7 @@ def _constant(word: str) -> None:
 def _leaves(given: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every path with its value; an object without keys is a value."""
     for name, value in given.items():
-        if "." in str(name):
-            raise ValueError(f"{outer}{named(name)}: DeepSpeed has no such key: nest objects.")
-        path = f"{outer}{name}"
+        path = f'{outer}"{name}"' if "." in str(name) else f"{outer}{name}"
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{path}.")
         else:
@@ -156,29 +177,38 @@ def _wrong(given: Given, path: str, value: Any) -> str | None:
         if params and not is_section(TABLE, f"{section}{params}"):
             return None  # the type is refused
         if is_section(TABLE, typed):
-            return None if nothing else f"{path} is {_json(value)}: an object is expected."
+            return None if nothing else "an object is expected"
         return _unknown(path, typed)
     if value == "auto" and row.default != "auto":
-        return f'{path} is "auto", which a Trainer fills in: write {to_write(row)}.'
+        return f'it is "auto", which a Trainer fills in: write {to_write(row)}'
     if fits(row, value):
         return None
     quoted = isinstance(value, str) and "number" in kind_of(row) and _spells_number(value)
-    todo = f" Write {value} without quotes." if quoted else ""
-    return f"{path} is {_json(value)}: {kind_of(row)} is expected.{todo}"
+    todo = f". Write {value} without quotes" if quoted else ""
+    return f"{kind_of(row)} is expected{todo}"
 
 
-def _unknown(path: str, typed: str) -> str:
-    """Return what is said of a key that DeepSpeed does not have, with the nearest of its place."""
+def _unknown(path: str, typed: str) -> str | None:
+    """Return what is said of a key that DeepSpeed does not have, with the nearest of its place.
+
+    None: it is outside of all sections, where DeepSpeed reads no other keys, and near to none.
+    """
+    if '"' in path:
+        return f"{UNKNOWN}: nest objects"
+    if (usual := usual_name(path, ())) != path:
+        return f"{usual} is the same, and that or its section is there too: keep one"
     inside, _, name = typed.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in TABLE if key.startswith(f"{inside}.")}
     if ").params" in typed:
-        all_of = f" There are {', '.join(beside)}."
-        return f"{path}: {inside} has no such key.{nearest_of(name, beside)}{all_of}"
-    names = {key.rpartition(".")[2]: key for key in TABLE if "(" not in key} | beside
-    near = nearest_of(typed, TABLE)
+        return f"{inside} has no such key.{nearest_of(name, beside)} There are {', '.join(beside)}"
+    keys = [key for key in TABLE if "(" not in key and "*" not in key]
+    names = {key.rpartition(".")[2]: key for key in keys} | beside
+    near = nearest_of(typed, keys)
     if not near and (last := nearest_of(name, names)):
         near = f" Did you mean {names[last.split()[-1].rstrip('?')]}?"
-    return f"{path}: DeepSpeed has no such key.{near}"
+    if path.partition(".")[0] in SECTIONS:
+        return f"{UNKNOWN}.{near}"
+    return f"{UNKNOWN}, and passes over it.{near} If not, remove it" if near else None
 
 
 def _spells_number(text: str) -> bool:
@@ -188,18 +218,24 @@ def _spells_number(text: str) -> bool:
         return False
 
 
-def _json(value: Any) -> str:
+def _json(value: Any, longest: int = 60) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
         return shown(value)
-    return text if len(text) < 60 else shown(value)
+    return text if len(text) <= longest else shown(value)
+
+
+def _shown(values: dict[str, Any], path: str) -> str:
+    return _json(values[path], 30)[:30] if path in values else "not there"
 
 
 def _by_table(given: Given, path: str, value: Any) -> None:
     """Say what the table says; what is taken is said again by who takes it."""
     row = row_of(TABLE, given.typed(path))
-    if row is None or value == {}:
+    if row is None and path.partition(".")[0] not in SECTIONS:
+        given.ignore(path, f"{UNKNOWN}, and passes over it too")
+    elif row is None or value == {}:
         given.ignore(path, "nothing here takes it")
     elif row.verdict == TAKEN:
         given.take(path, row.words.format(_json(value)))

@@ -13,22 +13,29 @@ TAKEN, IGNORED, REFUSED = "taken as", "ignored because", "refused because"
 
 @dataclass(frozen=True)
 class KeyRow:
-    """A key: `default` is DeepSpeed's, or the type of a value that has none; `words` go on."""
+    """A key: `default` is DeepSpeed's, or the type of a value that has none; `words` go on.
+
+    A number that is taken is one of `range`, or, if that is None, one from 0 on.
+    """
 
     verdict: str
     default: Any
     words: str
+    range: tuple[float, float] | None = None
 
 
 Rows = dict[str, KeyRow]
+LARGEST = {int: 1e18, float: 3.4e38}  # of float32
 TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "any": object}
 
 
 def taken(section: str, keys: str) -> Rows:
     """Return rows of what is taken: `key=default key:type | as what`; `{}` stands for the value.
 
-    >>> taken("fp16", "hysteresis=2 | LossScale(hysteresis={})")
-    {'fp16.hysteresis': KeyRow(verdict='taken as', default=2, words='LossScale(hysteresis={})')}
+    A range may follow a key: `ratio=1.0@0..1`, or `steps:int@1..`, without an end.
+
+    >>> taken("step", "size=2@1..9 | {}")
+    {'step.size': KeyRow(verdict='taken as', default=2, words='{}', range=(1.0, 9.0))}
     """
     names, _, words = keys.partition(" | ")
     return _rows(TAKEN, section, names, words or "{}")
@@ -46,11 +53,15 @@ def refused(section: str, why: str, keys: str) -> Rows:
 
 def _rows(verdict: str, section: str, keys: str, words: str) -> Rows:
     found: Rows = {}
-    for key in keys.split():
+    for text in keys.split():
+        key, ranged, ends = text.partition("@")
         name, given, default = key.partition("=")
         name, _, kind = (name, "", "") if given else key.partition(":")
         path = f"{section}.{name}" if section else name
-        found[path] = KeyRow(verdict, json.loads(default) if given else TYPES[kind], words)
+        default = json.loads(default) if given else TYPES[kind]
+        least, _, most = ends.partition("..")
+        numbers = (float(least), float(most or LARGEST[int])) if ranged else None
+        found[path] = KeyRow(verdict, default, words, numbers)
     return found
 
 
@@ -78,30 +89,40 @@ def is_section(table: Iterable[str], path: str) -> bool:
 def kind_of(row: KeyRow) -> str:
     """Return in words what the value of a key has to be.
 
-    >>> [kind_of(KeyRow(TAKEN, default, "")) for default in (1.0, int, object)]
-    ['a number', 'a whole number', 'anything']
+    >>> [kind_of(KeyRow(TAKEN, default, "")) for default in (1.0, bool, object)]
+    ['a number from 0 to 3.4e+38', 'true or false', 'anything']
     """
     if row.default == "auto":
         return "anything"
-    kind = row.default if isinstance(row.default, type) else type(row.default)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    return words.get(kind, "a list" if kind is list else "anything")
+    word = words.get(_type(row), "a list" if _type(row) is list else "anything")
+    if row.verdict != TAKEN or "number" not in word:
+        return word
+    least, most = _range(row)
+    return f"{word} from {least:g} to {most:g}"
+
+
+def _type(row: KeyRow) -> type:
+    return row.default if isinstance(row.default, type) else type(row.default)
+
+
+def _range(row: KeyRow) -> tuple[float, float]:
+    """Return from where to where its numbers go; what is not taken may be any."""
+    if row.verdict != TAKEN:
+        return -1e300, 1e300
+    return row.range or (0, LARGEST[_type(row)])
 
 
 def fits(row: KeyRow, value: Any) -> bool:
     """Return whether a value is of the kind of its key; null is where nothing is the default."""
+    kind = _type(row)
+    if row.default == "auto" or kind not in (bool, int, float, str, list):
+        return True
     if value is None:
-        return row.default is None or isinstance(row.default, type) or row.verdict == IGNORED
-    number = is_real(value, -1e300, 1e300)
-    fine = row.verdict != TAKEN or row.default == -1 or (number and value >= 0)
-    holds = {
-        "true or false": isinstance(value, bool),
-        "a whole number": number and float(value).is_integer() and fine,
-        "a number": number and fine,
-        "a text": isinstance(value, str),
-        "a list": isinstance(value, list | tuple),
-    }
-    return holds.get(kind_of(row), True)
+        return isinstance(row.default, type) or row.verdict == IGNORED
+    if kind in (int, float):
+        return is_real(value, *_range(row)) and (kind is float or float(value).is_integer())
+    return isinstance(value, (list, tuple) if kind is list else kind)
 
 
 def is_default(row: KeyRow, value: object) -> bool:

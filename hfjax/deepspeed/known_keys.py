@@ -6,6 +6,9 @@ nor memory. `refused` does change them and is not here: only its default, by whi
 through. What changes numbers or memory is never ignored. `*` stands for any keys.
 """
 
+import re
+from collections.abc import Collection
+
 from hfjax.deepspeed.key_rows import ignored, joined, refused, taken
 
 # -- words that several rows share --------------------------------------------------------
@@ -19,15 +22,19 @@ DISABLED = "it only matters where the section is enabled"
 COMPRESSES = "it compresses gradients, which changes numbers: use Adam or Lamb"
 NO_COMPRESSION = "hfjax compresses no model"
 FORM = "it says which code runs, not what it computes"
+NO_NORM = 'it is no parameter of an optimizer: write "gradient_clipping", outside of the section'
 NO_FORM = "it is not here: leave it out, or give your own optimizer"
 ON_DEVICE = "the update runs on the device, part by part"
 GRADIENTS = "gradients are added in float32, and their mean is the same wherever it is divided"
 RATE = "| part of the rate"
+FROM_ZERO = "a rate begins at update 0 here, and a run that goes on counts on"
+COUNT = "@1..1e9"  # a number of updates, of int32 also where two are added
 
 # -- optimizers and schedules, by type ------------------------------------------------------
 
 # As DeepSpeed compares them, in small letters, and as the table writes them.
-OPTIMIZERS = {x.lower(): x for x in ("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon")}
+NAMES = ("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon")
+OPTIMIZERS = {x.lower(): x for x in NAMES}
 COMPRESSING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")  # refused with all that they say
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
@@ -38,9 +45,9 @@ ADAMS = [
     rows
     for of in ("optimizer(Adam).params", "optimizer(AdamW).params")
     for rows in (
-        taken(of, f"{MOMENTS} adam_w_mode=true"),
+        taken(of, f"{MOMENTS} adam_w_mode=true bias_correction=true"),
         ignored(of, FORM, f"torch_adam=false {FORMS}"),
-        refused(of, NO_FORM, "amsgrad=false bias_correction=true maximize=false"),
+        refused(of, NO_FORM, "amsgrad=false maximize=false"),
         refused(of, NO_FORM, "decoupled_weight_decay=false fp32_optimizer_states=true"),
     )
 ]
@@ -49,7 +56,6 @@ UPDATES = joined(
     taken("optimizer(Lamb).params", f"{MOMENTS} bias_correction=true eps_inside_sqrt=false"),
     taken("optimizer(Lamb).params", "max_coeff=10.0 | the greatest ratio of norms"),
     taken("optimizer(Lamb).params", "min_coeff=0.01 | the least ratio of norms"),
-    refused("optimizer(Lamb).params", "use gradient_clipping", "max_grad_norm=0.0"),
     refused("optimizer(Lamb).params", NO_FORM, "amsgrad=false"),
     taken("optimizer(Lion).params", f"{DECAYED} betas=[0.9,0.999]"),
     ignored("optimizer(Lion).params", FORM, "set_grad_none=true"),
@@ -65,8 +71,12 @@ UPDATES = joined(
     taken("optimizer(Muon).params", 'ns_method="gram" muon_lr:float adam_lr:float'),
     *(ignored(f"optimizer({name}).params", COMPRESSES, "*:any") for name in COMPRESSING),
     *(
-        taken(f"scheduler({name}).params", f'warmup_num_steps=1000 warmup_type="log" {RATE}')
+        taken(f"scheduler({name}).params", f'warmup_num_steps=1000{COUNT} warmup_type="log" {RATE}')
         for name in SCHEDULES[:3]
+    ),
+    *(
+        refused(f"scheduler({name}).params", FROM_ZERO, "last_batch_iteration=-1")
+        for name in SCHEDULES
     ),
     taken("scheduler(WarmupLR).params", f"warmup_min_lr=0.0 warmup_max_lr:float {RATE}"),
     taken("scheduler(WarmupDecayLR).params", f"warmup_min_lr=0.0 warmup_max_lr=0.001 {RATE}"),
@@ -75,8 +85,9 @@ UPDATES = joined(
     taken("scheduler(WarmupCosineLR).params", f"warmup_min_ratio=0.0 cos_min_ratio=0.0001 {RATE}"),
     taken(
         "scheduler(OneCycle).params",
-        "cycle_min_lr:float cycle_max_lr:float cycle_first_step_size=2000 "
-        "cycle_second_step_size:int cycle_first_stair_count=0 cycle_second_stair_count:int "
+        f"cycle_min_lr:float cycle_max_lr:float cycle_first_step_size=2000{COUNT} "
+        "cycle_second_step_size:int@0..1e9 "
+        "cycle_first_stair_count=0@0..1e9 cycle_second_stair_count:int@0..1e9 "
         f"decay_step_size=0 decay_lr_rate=0.0 {RATE}",
     ),
     taken("scheduler(OneCycle).params", "cycle_momentum=true"),
@@ -87,17 +98,18 @@ UPDATES = joined(
     ),
     taken(
         "scheduler(LRRangeTest).params",
-        "lr_range_test_min_lr=0.001 lr_range_test_step_size=2000 lr_range_test_step_rate=1.0 "
-        f"lr_range_test_staircase=false {RATE}",
+        f"lr_range_test_min_lr=0.001 lr_range_test_step_size=2000{COUNT} "
+        f"lr_range_test_step_rate=1.0 lr_range_test_staircase=false {RATE}",
     ),
+    *(refused(f"optimizer({name}).params", NO_NORM, "max_grad_norm:float") for name in NAMES),
 )
 
 # -- batch, types, clipping -----------------------------------------------------------------
 
 STEP = joined(
-    taken("", "train_batch_size:int | rows={}, of all devices"),
-    taken("", "train_micro_batch_size_per_gpu:int | rows of a device in a microbatch"),
-    taken("", "gradient_accumulation_steps:int | accumulate={}"),
+    taken("", "train_batch_size:int@1.. | rows={}, of all devices"),
+    taken("", "train_micro_batch_size_per_gpu:int@1.. | rows of a device in a microbatch"),
+    taken("", "gradient_accumulation_steps:int@1.. | accumulate={}"),
     taken("", "gradient_clipping=1.0 | clip={}"),
     taken("", "communication_data_type:str | the type of a reduction"),
     taken("", "optimizer.type:str | the optimizer"),
@@ -112,8 +124,8 @@ STEP = joined(
     refused("", "new parameters are always gathered", "disable_allgather=false"),
     refused("", "float32 is sent where it matters", 'seq_parallel_communication_data_type="fp32"'),
     refused("", "write hfjax.CONTEXT, docs/long_sequences.md", "sequence_parallel_size=1"),
-    taken("fp16", 'enabled=false | precision=Precision(compute="float16", scale=…)'),
-    taken("fp16", "loss_scale=0.0 | a scale that moves"),
+    taken("fp16", "enabled=false | the types of a step"),
+    taken("fp16", "loss_scale=0.0 | the scale, or 0: one that moves"),
     taken("fp16", "initial_scale_power=16 | LossScale(initial=2**{})"),
     taken("fp16", "loss_scale_window=1000 | LossScale(window={})"),
     taken("fp16", "hysteresis=2 | LossScale(hysteresis={})"),
@@ -125,15 +137,14 @@ STEP = joined(
         "parameters are stored in float32 here; hfjax.master(optimizer) stores less",
         "fp16_master_weights_and_grads=false",
     ),
-    taken("bf16", 'enabled=false | precision="bf16"'),
-    taken("bf16", 'check_grad_overflow=true | nonfinite="skip"'),
+    taken("bf16", "enabled=false | the types of a step"),
+    taken("bf16", "check_grad_overflow=true | nonfinite="),
     ignored("bf16", "it says when, not what is added", "immediate_grad_update=false"),
     refused(
         "bf16",
         "master parameters, gradients and moments are float32 here; hfjax.adamw has mu_dtype",
         "bf16_master_weights_and_grads=false bf16_optimizer_states=false",
     ),
-    refused("bfloat16", "the section is called bf16", "*=false"),
     refused("amp", "Apex's types by operation are not here: write bf16", "enabled=false"),
     ignored("amp", DISABLED, "*:any"),
     refused(
@@ -157,13 +168,17 @@ STEP = joined(
 
 PLACES = joined(
     taken("zero_optimization", "stage=0 | the strategy"),
-    taken("zero_optimization", "zero_hpz_partition_size=1 mics_shard_size=-1 | HSDP"),
+    taken(
+        "zero_optimization", "zero_hpz_partition_size=1 mics_shard_size=-1@-1.. | groups of devices"
+    ),
     taken("zero_optimization", "stage3_param_persistence_threshold=100000 | replicate_below={}"),
-    taken("zero_optimization", "cpu_offload=false | HOST_OPTIMIZER"),
-    taken("zero_optimization", "cpu_offload_param=false | HOST_PARAMETERS"),
-    taken("zero_optimization", 'offload_optimizer.device="none" | HOST_OPTIMIZER'),
-    taken("zero_optimization", 'offload_optimizer.ratio=1.0 | memory={{"moments": {}}}'),
-    taken("zero_optimization", 'offload_param.device="none" | HOST_PARAMETERS'),
+    taken("zero_optimization", "cpu_offload=false | where moments lie"),
+    taken("zero_optimization", "cpu_offload_param=false | where parameters lie"),
+    taken("zero_optimization", 'offload_optimizer.device="none" | where moments lie'),
+    taken(
+        "zero_optimization", "offload_optimizer.ratio=1.0@0..1 | the part of moments on the host"
+    ),
+    taken("zero_optimization", 'offload_param.device="none" | where parameters lie'),
     ignored(
         "zero_optimization",
         SCHEDULED,
@@ -227,7 +242,7 @@ PLACES = joined(
     ignored("", ON_DEVICE, "zero_force_ds_cpu_optimizer=true"),
     ignored("", "any optimizer of optax is taken", "zero_allow_untested_optimizer=false"),
     ignored("", NVME, "aio.*:any"),
-    taken("tensor_parallel", "autotp_size=0 tp.tp_size=1 | TENSOR"),
+    taken("tensor_parallel", "autotp_size=0 tp.tp_size=1 | how many devices split a layer"),
     refused(
         "tensor_parallel",
         "write the rules of your layers into the strategy: docs/strategies.md",
@@ -239,7 +254,7 @@ PLACES = joined(
         "preset_model:str tp_overlap_comm=false vocab_parallel_lm_head:bool dtype:any tp.*:any "
         'vocab_parallel_ce_backend="torch" keep_module_on_host=false kernel_inject=false',
     ),
-    taken("expert_parallel", "enabled=false autoep_size=1 | EXPERT"),
+    taken("expert_parallel", "enabled=false autoep_size=1 | how many devices share experts"),
     refused(
         "expert_parallel",
         "routing is the model's: give it to the model (docs/experts.md)",
@@ -248,7 +263,7 @@ PLACES = joined(
         "load_balance_coeff=null expert_tensor_parallel_size=1",
     ),
     ignored("expert_parallel", "the model's own modules say what experts are", "*:any"),
-    taken("pipeline", 'stages="auto" | PIPE'),
+    taken("pipeline", 'stages="auto" | the stages of a pipeline'),
     taken("pipeline", "activation_checkpoint_interval=0 | remat"),
     refused("pipeline", "stages are cut by Schedule(balance=…)", 'partition="best"'),
     refused("pipeline", "layers draw by their own keys", "seed_layers=false"),
@@ -256,8 +271,8 @@ PLACES = joined(
         "pipeline", "TENSOR splits what stages send", "pipe_partitioned=true grad_partitioned=true"
     ),
     ignored("", "the mesh orders the devices", "use_data_before_expert_parallelism=false"),
-    taken("activation_checkpointing", 'cpu_checkpointing=false | remat="full", offload=1.0'),
-    taken("activation_checkpointing", "partition_activations=false | SEQUENCE"),
+    taken("activation_checkpointing", "cpu_checkpointing=false | what waits on the host"),
+    taken("activation_checkpointing", "partition_activations=false | whether it is split"),
     ignored(
         "activation_checkpointing",
         "it says how, not what is computed again: that is remat=",
@@ -310,3 +325,29 @@ TOOLS = joined(
 )
 
 TABLE = joined(UPDATES, STEP, PLACES, TOOLS)
+
+# -- other names ----------------------------------------------------------------------------
+
+SECTIONS = {re.split(r"[.(]", key)[0] for key in TABLE}  # and keys that are in none
+SHORTER = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold
+max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save
+module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential""".split()
+OTHER_NAMES = {  # which DeepSpeed reads too: of a key, or of a section
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in SHORTER},
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
+    "bfloat16": "bf16",
+}
+
+
+def usual_name(path: str, others: Collection[str]) -> str:
+    """Return a path as the table has it, unless `others` have that one already.
+
+    >>> usual_name("bfloat16.enabled", ["fp16.enabled"]), usual_name("bfloat16", ["bf16.enabled"])
+    ('bf16.enabled', 'bfloat16')
+    """
+    is_in = lambda inner, outer: inner == outer or inner.startswith(f"{outer}.")
+    old = next((name for name in OTHER_NAMES if is_in(path, name)), None)
+    if old is None or any(is_in(other, OTHER_NAMES[old]) for other in others):
+        return path
+    return OTHER_NAMES[old] + path.removeprefix(old)

@@ -5,6 +5,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from hfjax.deepspeed.json_file import Given
+from hfjax.deepspeed.key_rows import is_section
 from hfjax.parallel import strategy as strategies
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import Strategy
@@ -93,7 +94,10 @@ def _group(given: Given, stage: int) -> int:
 def _offloaded(given: Given, stage: int, names: list[str]) -> dict[str, Any]:
     """Add what the host keeps to the names; return edits of the strategy."""
     for section, old, name, least, needs in OFFLOADS:
-        path, old = f"{ZERO}.{section}.device", f"{ZERO}.{old}"
+        inside, old = f"{ZERO}.{section}", f"{ZERO}.{old}"
+        path = f"{inside}.device"
+        if old in given.values and (inside in given.values or is_section(given.values, inside)):
+            given.refuse(old, f"{section} is there too, which replaces it: keep that")
         if given.of(old):
             path, device = old, "cpu"
         else:
@@ -113,9 +117,10 @@ def _offloaded(given: Given, stage: int, names: list[str]) -> dict[str, Any]:
     ratio = given.of(path)
     if "host_optimizer" not in names:
         given.ignore(path, "nothing is offloaded")
-    elif ratio > 1 or (ratio < 1 and stage != 3):
-        given.refuse(path, "a part below 1 needs stage 3" if ratio < 1 else "it is a part, 0 to 1")
+    elif ratio < 1 and stage != 3:
+        given.refuse(path, "a part below 1 needs stage 3")
     elif ratio < 1:
+        given.take(path, f'memory={{"moments": {ratio}}}')
         return {"memory": {"moments": ratio}}
     return {}
 
@@ -154,8 +159,8 @@ def sizes(given: Given, place: Placing, world: int) -> dict[str, int]:
     group = place.group or 1
     needed = place.others * math.lcm(place.expert, group)
     if world % needed:
-        raise ValueError(
-            f"{given.file}: {world} devices do not divide by {needed}: {'+'.join(place.names)} has "
+        raise given.error(
+            f"{world} devices do not divide by {needed}: {'+'.join(place.names)} has "
             f"tensor={place.tensor}, pipe={place.pipe}, expert={place.expert}, groups of {group}. "
             "Change these sizes, or the number of devices."
         )
@@ -170,20 +175,18 @@ def sizes(given: Given, place: Placing, world: int) -> dict[str, int]:
 
 def batch(given: Given, shares: int) -> tuple[int, int]:
     """Return the rows of a batch and its microbatches: rows = micro * accumulate * shares."""
-    for path in (path for path in BATCH if given.values.get(path) == 0):
-        raise ValueError(f"{given.file}: {path} is 0: a number from 1 on is expected.")
     rows, micro, times = (int(given.of(path) or 0) for path in BATCH)  # 0: it is not said
     if not rows and not micro:
-        raise ValueError(
-            f"{given.file}: neither train_batch_size nor train_micro_batch_size_per_gpu: how many "
+        raise given.error(
+            "neither train_batch_size nor train_micro_batch_size_per_gpu: how many "
             "rows a step has is not known. Write train_batch_size."
         )
-    times = times or (rows // (micro * shares) if rows and micro else 1)
+    times = times or (max(1, rows // (micro * shares)) if rows and micro else 1)
     micro = micro or rows // (times * shares)
     product = micro * times * shares
     if rows not in (0, product) or not product:
-        raise ValueError(
-            f"{given.file}: train_batch_size {rows} is not {micro} rows * {times} microbatches * "
+        raise given.error(
+            f"train_batch_size {rows} is not {micro} rows * {times} microbatches * "
             f"{shares} devices that share the batch = {product}. Write train_batch_size "
             f"{product or times * shares}, or change {' or '.join(BATCH[1:])}, or the devices."
         )

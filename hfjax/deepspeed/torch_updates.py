@@ -1,4 +1,4 @@
-"""Updates that optax has in another form: Adagrad as in torch, Lamb as in DeepSpeed's kernel."""
+"""Updates that optax has in another form: Adagrad as in torch, Lamb and Adam as in DeepSpeed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,19 +49,45 @@ def lamb(rate: Callable, given: dict[str, Any]) -> optax.GradientTransformation:
         ratio = jnp.clip(of_param / jnp.where(moves, of_update, 1.0), low, high)
         return update * jnp.where(moves, ratio, 1.0)
 
-    def init(params: Any) -> optax.ScaleByAdamState:
-        zeros = tree_utils.tree_zeros_like(params)
-        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
-
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        count = state.count + 1
-        mu = tree_utils.tree_update_moment(updates, state.mu, b1, 1)
-        nu = tree_utils.tree_update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        new = _next_moments(updates, state, b1, b2)
         step = -rate(state.count)
         if given["bias_correction"]:
-            step = step * jnp.sqrt(1 - b2**count) / (1 - b1**count)
-        moved = jax.tree.map(lambda m, v, p: m / root(v) + decay * p, mu, nu, params)
-        moved = jax.tree.map(lambda u, p: step * bounded(u, p), moved, params)
-        return moved, optax.ScaleByAdamState(count, mu, nu)
+            step = step * jnp.sqrt(1 - b2**new.count) / (1 - b1**new.count)
+        moved = jax.tree.map(lambda m, v, p: m / root(v) + decay * p, new.mu, new.nu, params)
+        return jax.tree.map(lambda u, p: step * bounded(u, p), moved, params), new
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(_no_moments, update)
+
+
+def uncorrected_adam(
+    rate: Callable, given: dict[str, Any], *, decoupled: bool
+) -> optax.GradientTransformation:
+    """Return Adam, or AdamW if it is decoupled, whose moments are not corrected for their start.
+
+    Args:
+        rate: The learning rate, by the number of updates.
+        given: The parameters of FusedAdam.
+        decoupled: Whether the decay is added to the update, not to the gradient.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new = _next_moments(updates, state, *given["betas"])
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + given["eps"]), new.mu, new.nu), new
+
+    made = optax.GradientTransformation(_no_moments, update)
+    decay = optax.add_decayed_weights(given["weight_decay"])
+    parts = [made, decay] if decoupled else [decay, made]
+    return optax.chain(*parts, optax.scale_by_learning_rate(rate))
+
+
+def _no_moments(params: Any) -> optax.ScaleByAdamState:
+    zeros = tree_utils.tree_zeros_like(params)
+    return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+
+def _next_moments(updates: Any, state: Any, b1: float, b2: float) -> optax.ScaleByAdamState:
+    """Return a state whose moments have seen one gradient more."""
+    mu = tree_utils.tree_update_moment(updates, state.mu, b1, 1)
+    nu = tree_utils.tree_update_moment_per_elem_norm(updates, state.nu, b2, 2)
+    return optax.ScaleByAdamState(state.count + 1, mu, nu)

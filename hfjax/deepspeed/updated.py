@@ -9,13 +9,12 @@ from hfjax.base.keywords import is_real, nearest_of
 from hfjax.deepspeed.json_file import Given
 from hfjax.deepspeed.known_keys import COMPRESSES, COMPRESSING, OPTIMIZERS, SCHEDULES, TABLE
 from hfjax.deepspeed.lr_schedules import schedule
-from hfjax.deepspeed.torch_updates import adagrad, lamb
+from hfjax.deepspeed.torch_updates import adagrad, lamb, uncorrected_adam
 
 Params = dict[str, Any]
 LAMB = "DeepSpeed's lamb; its norms are of arrays as stored: stacked layers share one"
 DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
-COUNTS = ("warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size")
 
 
 class InWords(str):
@@ -66,13 +65,24 @@ def _optimizer_params(given: Given, kind: str) -> Params | None:
         near = nearest_of(kind, OPTIMIZERS.values())
         return given.refuse("optimizer.type", f"there are {known}; give others yourself.{near}")
     params = _params(given, "optimizer", kind)
-    betas = params.get("betas", (0, 0))
-    if len(betas) != 2 or not all(is_real(beta, 0, 1) for beta in betas):
-        return given.refuse("optimizer.params.betas", "two numbers from 0 to 1 are expected")
+    _refuse_params(given, params)
     decays = "optimizer.params.weight_decay" in given.values
     if params.get("torch_adam") and not decays and not _adds_decay(kind, params):
         params["weight_decay"] = 1e-2  # torch's own default
     return params
+
+
+def _refuse_params(given: Given, params: Params) -> None:
+    """Refuse what torch refuses: betas of 1, Nesterov without momentum."""
+    path, betas = "optimizer.params.betas", params.get("betas", (0, 0))
+    if len(betas) != 2 or not all(is_real(beta, 0, 1) and beta < 1 for beta in betas):
+        given.refuse(path, "two numbers from 0 to below 1 are expected")
+        params["betas"] = TABLE[given.typed(path)].default  # to say what else is wrong
+    if params.get("nesterov") and not params["momentum"]:
+        given.refuse("optimizer.params.nesterov", "it needs a momentum above 0: write that")
+    if params.get("torch_adam") and not params["bias_correction"]:
+        why = "torch's Adam has no such parameter: leave it or torch_adam out"
+        given.refuse("optimizer.params.bias_correction", why)
 
 
 def _adds_decay(kind: str, params: Params) -> bool:
@@ -89,7 +99,10 @@ def _optimizer(given: Given, kind: str, params: Params, rate: Callable) -> Any:
     word, decay = _word(kind, params), params["weight_decay"]
     b1, b2 = params.get("betas", (0, 0))
     words = f"optax.{word}"
-    if word in ("adamw", "lion"):
+    if not params.get("bias_correction", True) and word != "lamb":
+        made = uncorrected_adam(rate, params, decoupled=word == "adamw")
+        words += ", without correction of the bias"
+    elif word in ("adamw", "lion"):
         eps: Params = {} if word == "lion" else {"eps": params["eps"]}
         made = getattr(optax, word)(rate, b1, b2, **eps, weight_decay=decay)
     elif word == "lamb":
@@ -124,8 +137,6 @@ def _rate(given: Given, of: Params | None, kind: str) -> Callable | None:
         return given.refuse("scheduler.type", f"there are {', '.join(SCHEDULES)}.{near}")
     params = _params(given, "scheduler", name)
     refuse = lambda key, why: given.refuse(f"scheduler.params.{key}", why)
-    for key in (key for key in COUNTS if key in params and params[key] < 1):
-        return refuse(key, "a number from 1 on is expected")
     if params.get("warmup_type", "log") not in ("log", "linear"):
         return refuse("warmup_type", "there are log and linear")
     if missing := [key for key in NEEDED if key in params and params[key] is None]:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from hfjax.base.keywords import dtype_of, is_real
 from hfjax.base.paths import Flat, Tree, flatten, matches, nest, parameter_of
+from hfjax.base.read_files import shown
 
 
 def adamw(
@@ -79,7 +80,8 @@ def by_path(
             first pattern that matches counts, so the most general comes last.
 
     Raises:
-        ValueError: At `init`: a parameter matches no pattern, or a pattern never counts.
+        ValueError: Something is no optimizer. At `init`: a parameter matches no pattern, or a
+            pattern never counts.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
@@ -89,6 +91,7 @@ def by_path(
         >>> {name: round(float(x[0]), 1) for name, x in updates["mlp"].items()}
         {'bias': -1.0, 'kernel': -0.1}
     """
+    _check_groups(optimizers)
     patterns = list(optimizers)
 
     def labels(params: Tree) -> dict:
@@ -107,6 +110,36 @@ def by_path(
         return nest(found)
 
     return optax.partition({**optimizers}, labels)
+
+
+def _check_groups(optimizers: Any) -> None:
+    words = isinstance(optimizers, Mapping) and all(isinstance(x, str) for x in optimizers)
+    if not optimizers or not words:
+        raise ValueError(
+            "by_path: a dictionary of patterns and optimizers is expected, found "
+            f'{shown(optimizers)}. Write for instance {{"*": optax.adamw(1e-3)}}.'
+        )
+    for pattern, optimizer in optimizers.items():
+        _check_optimizer(f"by_path: {pattern!r}", optimizer)
+
+
+def is_optimizer(given: object) -> bool:
+    """Return whether it can be used as an optax transformation.
+
+    >>> is_optimizer(optax.sgd(1.0)), is_optimizer({"update": 1}), is_optimizer(optax.sgd)
+    (True, False, False)
+    """
+    return callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))
+
+
+def _check_optimizer(what: str, given: object) -> None:
+    """Refuse what is no optimizer: a learning rate, or the function that makes one of it."""
+    if not is_optimizer(given):
+        name = getattr(given, "__name__", "") if callable(given) else ""
+        raise ValueError(
+            f"{what}: an optax optimizer is expected, for instance optax.adamw(1e-3), found "
+            f"{f'the function {name}' if name else shown(given)}."
+        )
 
 
 def matching(*patterns: str) -> Callable[[Any], Any]:
@@ -152,6 +185,7 @@ def scaled(
         >>> {name: float(x[0]) for name, x in updates.items()}
         {'head': -1.0, 'tokens': -0.5}
     """
+    _check_optimizer("scaled", optimizer)
     for pattern, factor in factors.items():
         if not is_real(factor, 0, float(jnp.finfo(jnp.float32).max)):
             raise ValueError(f"scaled: {pattern}={factor!r}; a finite factor of at least 0.")
@@ -266,6 +300,7 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
         >>> state.params["w"].dtype.name, state.optimizer.master["w"].dtype.name
         ('bfloat16', 'float32')
     """
+    _check_optimizer("master", optimizer)
     dtype = dtype_of("master: stored", stored)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
         raise ValueError(
@@ -366,6 +401,7 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
         >>> float(kept.average["w"])  # of 4.0, and of 0.0 after the update
         3.0
     """
+    _check_optimizer("ema", optimizer)
     if not isinstance(decay, float) or not 0 < decay < 1:
         raise ValueError(f"ema: decay={decay!r}; a number between 0 and 1, for instance 0.999.")
     inner = optax.with_extra_args_support(optimizer)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from hfjax.base.paths import nearest
+from hfjax.optimizers.transforms import is_optimizer
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.make_mesh import grid_2d
 from hfjax.parallel.mesh import (
@@ -139,7 +140,7 @@ def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -
     wanted = {
         "model_init, a function of rngs": not callable(model_init)
         or isinstance(model_init, nnx.Module),
-        "an optax optimizer": not hasattr(optimizer, "update"),
+        "an optax optimizer": not is_optimizer(optimizer),
         "a mesh of hfjax.make_mesh": not isinstance(mesh, Mesh) or mesh.axis_names != AXES,
         "a hfjax.Strategy": not isinstance(strategy, Strategy),
     }

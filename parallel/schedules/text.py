@@ -133,16 +133,21 @@ class Written:
         return [s for s in range(len(self.words)) if few or near(s)]
 
     def _shown(self, s: int, marked: Sequence[WrittenAt]) -> list[str]:
-        """Return the words of a line around its marked cell, or around those of the others."""
+        """Return the words of a line around all marked cells, or, if they are far, around its own.
+
+        All lines have as many cells: also those whose mark is near the beginning.
+        """
         cells = [place.cell for place in marked]
         mine = [place.cell for place in marked if place.line == s]
-        about = mine if mine and max(cells) - min(cells) > 2 * NEAR else cells
-        first, end = max(0, min(about) - NEAR), max(about) + NEAR + 1
+        far = max(cells) - min(cells) > 2 * NEAR
+        about = (mine or cells)[:1] if far else cells
+        first = max(0, min(about) - NEAR)
+        end = first + 2 * NEAR + 1 if far else max(about) + NEAR + 1
         words = [_short(word.strip(" .")) or "." for word in self.words[s]]
         words = [f">{word}<" if i in mine else word for i, word in enumerate(words)]
         rest = [""] * (max(map(len, self.words)) - len(words))
         words = [*words, *rest][first:end]
-        label = f"stage {s}  …" if first else f"stage {s}"
+        label = f"stage {s}" + ("  …" if first else "   " * far)
         more = "…" if len(self.words[s]) > end else ""
         return [label, *words, *[""] * (end - first - len(words)), more]
 
