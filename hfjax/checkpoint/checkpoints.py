@@ -21,11 +21,13 @@ from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
     WriterLock,
+    ask_whole,
     check_step,
     discard,
     folder_of,
     is_ours,
     make_directory,
+    read_step,
     set_aside,
     steps_in,
     sweep,
@@ -398,4 +400,5 @@ def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str,
         {'width': 8}
     """
     folder = folder_of(directory)
-    return read_record(folder / str(check_step(folder, step)))
+    place = lambda: folder / str(check_step(folder, step))
+    return read_step(step, lambda: ask_whole(place(), read_record))

@@ -8,7 +8,10 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, what_is
 from hfjax.base.tables import named
@@ -18,6 +21,9 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being writt
 ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
 SWEEPS, PAUSE = 5, 0.05  # after a save that failed: how often, and seconds between
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
+TRIES = 10  # steps that a reader chooses while a run deletes one after the other
+
+T = TypeVar("T")
 
 
 def folder_of(directory: str | os.PathLike) -> Path:
@@ -72,6 +78,52 @@ def check_step(directory: Path, step: int | None) -> int:
     if step not in steps:
         raise ValueError(f"step {step} is not in {named(directory)}. {saved}")
     return int(step)
+
+
+class DeletedError(ValueError):
+    """A step is deleted while it is read: the run that writes there keeps only some."""
+
+    def __init__(self, step: Path) -> None:
+        saved = ", ".join(map(str, steps_in(step.parent))) or "none"
+        super().__init__(
+            f"step {step.name} of {named(step.parent)} was deleted while it was read: whoever "
+            f"writes there keeps only some steps. Saved now: {saved}. Read one of these, or have "
+            "the run keep more (hfjax.Keep; --checkpoints.keep, --checkpoints.keep-every)."
+        )
+
+
+def identity(step: Path) -> list[int]:
+    """Return what tells the folder of a step from a later one of the same name; [] if none is."""
+    try:
+        found = os.stat(step)
+    except OSError:
+        return []
+    return [found.st_ino, found.st_mtime_ns]
+
+
+def ask_whole(step: Path, ask: Callable[[Path], T]) -> T:
+    """Return `ask(step)`; if the step is deleted meanwhile, raise that, not what comes of it."""
+    before = identity(step)
+    try:
+        answer = ask(step)
+    except (ValueError, OSError):
+        if before and identity(step) == before:
+            raise
+        raise DeletedError(step) from None
+    if identity(step) != before:
+        raise DeletedError(step)
+    return answer
+
+
+def read_step(step: int | None, read: Callable[[], T]) -> T:
+    """Return what `read()` says of a step, None: of the latest.
+
+    If the latest is deleted while it is read, a later one is there: it is read in its place.
+    """
+    for _ in range(TRIES - 1) if step is None else ():
+        with suppress(DeletedError):
+            return read()
+    return read()
 
 
 def _found(directory: Path) -> str:
