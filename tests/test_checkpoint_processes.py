@@ -1,7 +1,9 @@
 """Two real processes save together, fail together, and one process restores what they wrote."""
 
 import os
+import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -56,6 +58,7 @@ def work(rank, directory):
         print("refused", refusal(checkpoints.restore))
         with warnings.catch_warnings(record=True):
             print("previous", checkpoints.restore(on_damage="previous").step, checkpoints.steps())
+    print("apart", *apart(rank, directory, layout, state))
 
 
 def without_latest(rank, directory, restore):
@@ -75,6 +78,23 @@ def without_latest(rank, directory, restore):
         away.rename(directory / "3")
     multihost_utils.sync_global_devices("moved back")
     return step
+
+
+def apart(rank, directory, layout, state):
+    """Return what is said of directories that are not one."""
+    own = directory.parent / f"own{rank}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hfjax.checkpoint.directory.SEEN", 0.0)
+        yield refusal(lambda: hfjax.Checkpoints(own, layout))
+        if rank == 1:
+            own.mkdir()
+        yield refusal(lambda: hfjax.Checkpoints(own, layout))
+    with hfjax.Checkpoints(own.parent / "own0", layout) as checkpoints:  # is free again
+        checkpoints.save(state)
+    yield refusal(lambda: hfjax.restore(own, layout))
+    if rank == 1:
+        shutil.copytree(directory / "2", own / "3")
+    yield refusal(lambda: hfjax.restore(own, layout))
 
 
 def no_room(rank, directory):
@@ -138,6 +158,12 @@ def test_two_processes_save_and_fail_together_and_one_restores_it(tmp_path):
     assert "step 3 of" in others[4]
     assert "Step 2 is whole" in others[4]
     assert others[5] == "2 [2]"
+    own = rf"{tmp_path}/own"
+    lock = f"process 1: {own}1 is not the directory that process 0 writes to, {own}0 on "
+    step = f"process 1: step 3 of {own}1 is not the one that process 0 reads: "
+    said = [f"{lock}\\S+: there is no such directory\\. ", f"{lock}\\S+: it has no writer.lock\\. "]
+    said += [f"{step}there is no such step\\. ", rf"{step}it is another one \(CRC32 \w+ of its "]
+    assert re.match(".*".join(said), others[6])
     assert (directory / "3.damaged").is_dir()
     layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
     state = hfjax.restore(directory, layout).state

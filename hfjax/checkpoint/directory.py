@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, what_is
+from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, contents, what_is
 from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_link, delete, opened
 
@@ -201,6 +201,7 @@ def set_aside(directory: Path, step: int) -> str:
 
 
 NAME = "writer.lock"
+SEEN = 30.0  # seconds until all machines see what one has written to a shared disk
 _HELD: dict[str, int] = {}  # file -> descriptor
 
 
@@ -215,12 +216,14 @@ class WriterLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = _holder(descriptor)
+            holder = _holder(os.pread(descriptor, 4096, 0))
             os.close(descriptor)
             raise ValueError(_refusal(directory, holder)) from None
         _HELD[self._file] = descriptor
+        self.text = json.dumps(_me())
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(_me()).encode())
+        os.write(descriptor, self.text.encode())
+        os.fsync(descriptor)  # other machines read it
 
     def holds(self) -> bool:
         """Return whether the file is still where it was: its directory may have been moved."""
@@ -238,6 +241,36 @@ class WriterLock:
             os.close(descriptor)
 
 
+def check_locked(directory: Path, place: str, lock: str) -> None:
+    """Refuse a directory that is not the one that process 0 has locked, at `place` there."""
+    end = time.monotonic() + SEEN
+    while (found := _lock_in(directory)) != lock:
+        if time.monotonic() > end:
+            raise ValueError(
+                f"{named(directory)} is not the directory that process 0 writes to, {named(place)} "
+                f"on {named(json.loads(lock)['host'])}: {_difference(directory, found)}. Give all "
+                "processes one directory that all of them see: its whole path, on a shared disk."
+            )
+        time.sleep(PAUSE)
+        with suppress(OSError):
+            os.listdir(directory.parent)  # NFS then looks again for what was not there
+
+
+def _lock_in(directory: Path) -> str | None:
+    """Return what its writer wrote into a directory; None if there is no such file."""
+    try:
+        return contents(directory / NAME)
+    except (ValueError, OSError):
+        return None
+
+
+def _difference(directory: Path, lock: str | None) -> str:
+    """Return why a directory is another one than that which is locked."""
+    if not directory.exists():
+        return "there is no such directory"
+    return f"it has no {NAME}" if lock is None else f"{_holder(lock)} has locked it"
+
+
 def _open(file: str) -> int:
     try:
         return opened(Path(file), os.O_RDWR)
@@ -253,9 +286,9 @@ def _me() -> dict:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
-def _holder(descriptor: int) -> str:
+def _holder(lock: str | bytes) -> str:
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
+        found = json.loads(lock)
         return named(f"process {found['pid']} on {found['host']} since {found['since']}")
     except (ValueError, KeyError, TypeError):
         return "another process"

@@ -31,7 +31,7 @@ from hfjax.checkpoint.directory import (
     read_step,
     steps_in,
 )
-from hfjax.checkpoint.manifest import find_damage
+from hfjax.checkpoint.manifest import find_damage, manifest_sum
 from hfjax.checkpoint.quiet import keep_quiet
 from hfjax.checkpoint.record import check_written, read_record
 from hfjax.parallel.memory import to_device
@@ -107,6 +107,7 @@ def _read(
     chosen = agreed(lambda: read_step(step, lambda: _choose(directory, step, options)))
     path, found = directory / str(chosen["step"]), chosen["record"]
     try:
+        in_all(lambda: _check_manifest(path, chosen["manifest"]))
         state = _state(path, layout, found["arrays"], options)
     except ValueError:
         if agreed(lambda: identity(path) == chosen["identity"]):
@@ -141,7 +142,19 @@ def _choose(directory: Path, step: int | None, options: ReadOptions) -> dict:
     if not options.verify:
         ask_whole(path, _check_files)
     told = {"step": step, "identity": identity(path), "damaged": damaged}
+    told["manifest"] = manifest_sum(path)
     return told | {"record": ask_whole(path, read_record)}
+
+
+def _check_manifest(step: Path, wanted: str | None) -> None:
+    """Refuse, in another process, a step that is not the one that process 0 has chosen."""
+    if (found := manifest_sum(step)) != wanted:
+        differs = f"it is another one ({found}, there {wanted})"
+        raise ValueError(
+            f"step {step.name} of {named(step.parent)} is not the one that process 0 reads: "
+            f"{differs if step.exists() else 'there is no such step'}. Give all processes one "
+            "directory that all of them see: its whole path, on a shared disk."
+        )
 
 
 def _check_files(step: Path) -> None:

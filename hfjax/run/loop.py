@@ -195,15 +195,16 @@ class Run:
         best = "valid_loss" if keep.keep_best else None
         if best and self.parts.valid is None:
             raise ValueError("--checkpoints.keep-best needs a validation set: --data.valid DIR.")
-        self.checkpoints = enter(
-            Checkpoints(
-                directory / CHECKPOINTS,
-                self.parts.layout,
-                keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
-                config=files.plain(config),
-                timeout=int(max(config.timeout, WRITING)),
+        with waiting("opening the checkpoints in all processes"):
+            self.checkpoints = enter(
+                Checkpoints(
+                    directory / CHECKPOINTS,
+                    self.parts.layout,
+                    keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
+                    config=files.plain(config),
+                    timeout=int(max(config.timeout, WRITING)),
+                )
             )
-        )
         self._begin()
         with waiting("checking the validation"):
             self.parts.check_validation(self.state, config.log.valid_batches)
