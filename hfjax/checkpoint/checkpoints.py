@@ -7,6 +7,7 @@ A program that ends while a step is being written finishes it first, or says tha
 import atexit
 import concurrent.futures.thread  # noqa: F401  (its own exit is registered first: it runs last)
 import os
+import socket
 import sys
 import threading
 import warnings
@@ -144,7 +145,8 @@ class Checkpoints:
             raise
         ours = [step for step in self._steps() if is_ours(self.directory / str(step))]
         metrics = {str(step): _metrics(self.directory / str(step)) for step in ours}
-        return {"place": str(self.directory), "lock": self._lock.text, "metrics": metrics}
+        place = f"{self.directory} on {socket.gethostname()}"
+        return {"place": place, "lock": self._lock.text, "metrics": metrics}
 
     def _steps(self) -> list[int]:
         return steps_in(self.directory)

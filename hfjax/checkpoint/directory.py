@@ -201,6 +201,7 @@ def set_aside(directory: Path, step: int) -> str:
 
 
 NAME = "writer.lock"
+LONGEST = 4096  # bytes of it
 SEEN = 30.0  # seconds until all machines see what one has written to a shared disk
 _HELD: dict[str, int] = {}  # file -> descriptor
 
@@ -216,14 +217,14 @@ class WriterLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = _holder(os.pread(descriptor, 4096, 0))
+            holder = _holder(os.pread(descriptor, LONGEST, 0))
             os.close(descriptor)
             raise ValueError(_refusal(directory, holder)) from None
         _HELD[self._file] = descriptor
-        self.text = json.dumps(_me())
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, self.text.encode())
+        os.write(descriptor, json.dumps(_me()).encode())
         os.fsync(descriptor)  # other machines read it
+        self.text = os.pread(descriptor, LONGEST, 0).decode()
 
     def holds(self) -> bool:
         """Return whether the file is still where it was: its directory may have been moved."""
@@ -242,14 +243,14 @@ class WriterLock:
 
 
 def check_locked(directory: Path, place: str, lock: str) -> None:
-    """Refuse a directory that is not the one that process 0 has locked, at `place` there."""
+    """Refuse a directory that is not the one that process 0 has locked at a place."""
     end = time.monotonic() + SEEN
     while (found := _lock_in(directory)) != lock:
         if time.monotonic() > end:
             raise ValueError(
-                f"{named(directory)} is not the directory that process 0 writes to, {named(place)} "
-                f"on {named(json.loads(lock)['host'])}: {_difference(directory, found)}. Give all "
-                "processes one directory that all of them see: its whole path, on a shared disk."
+                f"{named(directory)} is not the directory that process 0 writes to, "
+                f"{named(place)}: {_difference(directory, found)}. Give all processes one "
+                "directory that all of them see: its whole path, on a shared disk."
             )
         time.sleep(PAUSE)
         with suppress(OSError):
