@@ -352,7 +352,8 @@ def restore(
         on_damage: "refuse" a damaged step, or "previous": pass over it to the one before, and warn.
 
     Raises:
-        ValueError: There is no such step, it is damaged, or it is of another model or optimizer.
+        ValueError: There is no such step, it is damaged or deleted meanwhile, or it is of another
+            model or optimizer.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax, tempfile
