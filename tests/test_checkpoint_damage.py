@@ -3,13 +3,17 @@
 import json
 import os
 import shutil
+import sys
 import warnings
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import hfjax
 from hfjax.checkpoint.arrays import arrays_of, raw
 from hfjax.checkpoint.manifest import find_damage
+from hfjax.checkpoint.quiet import keep_quiet
 from hfjax.checkpoint.record import read_record
 from hfjax.checkpoint.writer import room
 from tests.small_checkpoint import same, saved, small_layout, state_at
@@ -168,6 +172,19 @@ def test_unverified_arrays_that_cannot_be_read_say_so(tmp_path):
     shutil.rmtree(arrays(tmp_path / "1").parent)
     with pytest.raises(ValueError, match=r"step 1 of .* cannot be read: .* With verify=True"):
         hfjax.restore(tmp_path, layout, verify=False)
+
+
+def test_no_trace_of_what_reads_is_printed_where_it_fails(monkeypatch):
+    """Coroutines of which nobody takes the error: of the arrays after the first that fails."""
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda given: printed.append(given.exc_value))
+    keep_quiet.__wrapped__()
+    for place in ("orbax/checkpoint/serialization.py", "other.py"):
+        with pytest.raises(ValueError, match=place) as told:
+            exec(compile(f"raise ValueError({place!r})", place, "exec"))
+        error = {"exc_type": told.type, "exc_value": told.value, "exc_traceback": told.tb}
+        sys.unraisablehook(cast(Any, SimpleNamespace(**error)))
+    assert [str(error) for error in printed] == ["other.py"]
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "meta/metadata"])

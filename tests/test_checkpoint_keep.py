@@ -1,12 +1,14 @@
 """Which steps are kept: a rule that never deletes the latest, and its work on real directories."""
 
 import math
+import sys
 
 import pytest
 
 import hfjax
 from hfjax import Keep
-from tests.small_checkpoint import small_layout, state_at
+from hfjax.checkpoint.directory import discard, steps_in
+from tests.small_checkpoint import same, saved, small_layout, state_at
 
 LOSSES = {10: 5.0, 20: 1.0, 30: 4.0, 40: 2.0, 50: 3.0, 60: math.nan}
 
@@ -79,3 +81,64 @@ def test_the_best_needs_its_metric(tmp_path):
     with hfjax.Checkpoints(tmp_path, layout, keep=Keep(best="loss")) as checkpoints:
         with pytest.raises(ValueError, match="judges steps by a metric that was not given, found"):
             checkpoints.save(state_at(layout, 1), metrics={"accuracy": 1.0})
+
+
+MOMENTS = [("check_written", "before"), ("find_damage", "before"), ("find_damage", "after")]
+MOMENTS += [("_load", "before"), ("_load", "after")]
+
+
+@pytest.mark.parametrize(("moment", "when"), MOMENTS)
+def test_where_a_run_deletes_the_step_that_is_read_a_later_one_is_read(
+    tmp_path, monkeypatch, moment, when
+):
+    layout = saved(tmp_path, 1)
+    deleting(monkeypatch, tmp_path, layout, f"hfjax.checkpoint.reading.{moment}", when)
+    restored = hfjax.restore(tmp_path, layout, on_damage="previous")
+    read_by_then = (moment, when) == ("_load", "after")
+    assert restored.step == (1 if read_by_then else 2)
+    assert restored.damaged == ()
+    assert same(restored.state, state_at(layout, restored.step, restored.step))
+
+
+@pytest.mark.parametrize("moment", ["find_damage", "_load"])
+def test_a_step_that_was_asked_for_and_is_deleted_meanwhile_is_told_so(
+    tmp_path, monkeypatch, moment
+):
+    layout = saved(tmp_path, 1)
+    deleting(monkeypatch, tmp_path, layout, f"hfjax.checkpoint.reading.{moment}", "before")
+    with pytest.raises(ValueError, match=r"step 1 of \S+ was deleted while it was read: .* 2\."):
+        hfjax.restore(tmp_path, layout, 1)
+
+
+def test_what_is_recorded_of_a_step_that_is_deleted_is_that_of_a_later_one(tmp_path, monkeypatch):
+    layout = saved(tmp_path, 1)
+    place = "hfjax.checkpoint.checkpoints.read_record"
+    deleting(monkeypatch, tmp_path, layout, place, "before")
+    assert hfjax.recorded(tmp_path)["step"] == 2
+    deleting(monkeypatch, tmp_path, layout, place, "before")
+    with pytest.raises(ValueError, match=r"step 2 of \S+ was deleted while it was read: .* 3\."):
+        hfjax.recorded(tmp_path, 2)
+
+
+def deleting(monkeypatch, directory, layout, place, when):
+    """Let a run save a step and delete the one before, the first time a function is called."""
+    module, _, name = place.rpartition(".")
+    ask, left = getattr(sys.modules[module], name), [when]
+
+    def asked(*given):
+        if left == ["before"]:
+            left.pop()
+            delete_next(directory, layout)
+        answer = ask(*given)
+        if left == ["after"]:
+            left.pop()
+            delete_next(directory, layout)
+        return answer
+
+    monkeypatch.setattr(place, asked)
+
+
+def delete_next(directory, layout):
+    [step] = steps_in(directory)
+    saved(directory, step + 1, layout=layout)
+    discard(directory, [step])

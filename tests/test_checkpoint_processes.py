@@ -1,7 +1,9 @@
 """Two real processes save together, fail together, and one process restores what they wrote."""
 
 import os
+import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,9 +11,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+from jax.experimental import multihost_utils
 
 import hfjax
 from hfjax import FSDP
+from hfjax.checkpoint import reading
 from hfjax.models.gpt import next_token_loss
 from tests.small_checkpoint import same, small_layout, state_at
 from tests.small_gpt import mlp_layout, tokens
@@ -48,11 +52,49 @@ def work(rank, directory):
         restored = checkpoints.restore(2)
         print("steps", checkpoints.steps(), restored.data, restored.origin)
         print("again", float(step(restored.state, hfjax.shard_batch(layout, mine))[1]["loss"]))
+        print("without 3", without_latest(rank, directory, checkpoints.restore))
         if rank == 0:
             flip(arrays(directory / "3"))
         print("refused", refusal(checkpoints.restore))
         with warnings.catch_warnings(record=True):
             print("previous", checkpoints.restore(on_damage="previous").step, checkpoints.steps())
+    print("apart", *apart(rank, directory, layout, state))
+
+
+def without_latest(rank, directory, restore):
+    """Return the step that is restored where process 1 finds the latest deleted."""
+    read, away = reading._read_arrays, directory.parent / "away"
+
+    def deleted(path, *given):
+        if rank == 1 and path.parent.name == "3":
+            path.parent.rename(away)
+        return read(path, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_read_arrays", deleted)
+        step = restore().step
+    multihost_utils.sync_global_devices("restored")
+    if rank == 1:
+        away.rename(directory / "3")
+    multihost_utils.sync_global_devices("moved back")
+    return step
+
+
+def apart(rank, directory, layout, state):
+    """Return what is said of directories that are not one."""
+    own = directory.parent / f"own{rank}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hfjax.checkpoint.directory.SEEN", 0.0)
+        yield refusal(lambda: hfjax.Checkpoints(own, layout))
+        if rank == 1:
+            own.mkdir()
+        yield refusal(lambda: hfjax.Checkpoints(own, layout))
+    with hfjax.Checkpoints(own.parent / "own0", layout) as checkpoints:  # is free again
+        checkpoints.save(state)
+    yield refusal(lambda: hfjax.restore(own, layout))
+    if rank == 1:
+        shutil.copytree(directory / "2", own / "3")
+    yield refusal(lambda: hfjax.restore(own, layout))
 
 
 def no_room(rank, directory):
@@ -112,9 +154,16 @@ def test_two_processes_save_and_fail_together_and_one_restores_it(tmp_path):
     assert "is being written by this process itself" in others[0]
     assert others[1] == "[2, 3] {'rows': 16} FSDP on fsdp=4, processes: 2"
     assert float(others[2]) == losses[2]
-    assert "step 3 of" in others[3]
-    assert "Step 2 is whole" in others[3]
-    assert others[4] == "2 [2]"
+    assert others[3] == "3 2"
+    assert "step 3 of" in others[4]
+    assert "Step 2 is whole" in others[4]
+    assert others[5] == "2 [2]"
+    own = rf"{tmp_path}/own"
+    lock = f"process 1: {own}1 is not the directory that process 0 writes to, {own}0 on "
+    step = f"process 1: step 3 of {own}1 is not the one that process 0 reads: "
+    said = [f"{lock}\\S+: there is no such directory\\. ", f"{lock}\\S+: it has no writer.lock\\. "]
+    said += [f"{step}there is no such step\\. ", rf"{step}it is another one \(CRC32 \w+ of its "]
+    assert re.match(".*".join(said), others[6])
     assert (directory / "3.damaged").is_dir()
     layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
     state = hfjax.restore(directory, layout).state

@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_before_it_saved_begins_with_the_weights_again(pla
     config = small(place, "killed", steps=1)
     train(config)
     first = told(place / "killed", "valid_loss")
-    shutil.rmtree(place / "killed" / "checkpoints")
+    shutil.rmtree(place / "killed" / "checkpoints" / "1")
     (place / "killed" / COPY / CONFIG).write_text("{")  # it was writing this
     train(config)
     assert told(place / "killed", "valid_loss") == first

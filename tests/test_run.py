@@ -1,5 +1,6 @@
 """A run: it trains, writes what it did, stops and goes on, on other devices too."""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import copytree
@@ -105,10 +106,21 @@ def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_told_to_stop_saves_and_leaves_though_a_validation_is_due(data, tmp_path):
-    run = small(tmp_path, data, mesh=ONE, minutes=0.0, log=Log(valid_every=1))
-    stopped = train(run)
-    assert (stopped.step, stopped.reason, stopped.valid_loss) == (1, "asked", None)
-    assert hfjax.latest(tmp_path / "checkpoints") == 1
+    """It validates first when it goes on, once; however often it is stopped."""
+    log = replace(QUIET, valid_every=1)
+    config = small(tmp_path / "run", data, model=BIGRAMS, mesh=ONE, steps=3, log=log)
+    train(replace(config, out=tmp_path / "undisturbed"))
+    wanted = told(tmp_path / "undisturbed", "valid_loss")
+    assert list(wanted) == [1, 2, 3]
+    for step in (1, 2):
+        stopped = train(replace(config, minutes=0.0))
+        assert (stopped.step, stopped.reason) == (step, "asked")
+        assert list(told(tmp_path / "run", "valid_loss")) == [*wanted][: step - 1]
+        assert hfjax.latest(tmp_path / "run" / "checkpoints") == step
+    train(config)
+    assert told(tmp_path / "run", "valid_loss") == wanted
+    train(replace(config, minutes=0.0))  # complete: nothing is left
+    assert told(tmp_path / "run", "valid_loss") == wanted
 
 
 def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whole, data):
@@ -147,8 +159,10 @@ def test_other_settings_are_told_where_a_run_goes_on_and_do_not_replace_those_of
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=2)
     train(config)
     assert "settings that changed" not in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").write_text("")
     train(replace(config, precision="bf16", steps=3))
     said = capsys.readouterr().out
+    assert f"{tmp_path}/metrics.jsonl has no line of steps 0-1 (the file counts from 0)\n" in said
     assert "settings that changed: --precision bf16 (before: --precision stored)\n" in said
     written = (tmp_path / "config.yaml").read_text()
     train(replace(config, precision="fp32", steps=1))  # it has taken three
@@ -340,6 +354,63 @@ def test_a_journal_drops_the_steps_that_are_done_again(tmp_path):
         pass
     assert told(tmp_path) == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
     assert told(tmp_path, "valid_loss") == {4: 0.5}
+
+
+def test_lines_that_a_journal_drops_are_kept_beside_it(tmp_path):
+    for steps, start in ((4, 0), (2, 3), (0, 0)):
+        with Journal(tmp_path, Log(), {}, start) as journal:
+            for step in range(start, start + steps):
+                journal.write(step, loss=float(step))
+    lines = [json.loads(text) for text in (tmp_path / "metrics.dropped.jsonl").open()]
+    assert [line["step"] for line in lines] == [3, 0, 1, 2, 3, 4]
+    assert told(tmp_path) == {}
+    place = tmp_path / "metrics.dropped.jsonl"
+    assert journal.notes == [
+        f"5 lines of metrics.jsonl moved to {place}: those steps are done again"
+    ]
+
+
+def test_holes_in_a_journal_are_told_in_one_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    notes = lambda start: Journal(tmp_path, Log(), {}, start).notes
+    assert notes(0) == []
+    assert notes(9) == [f"{path} has no line of steps 0-8 (the file counts from 0)"]
+    steps = [0, 1, 1, 4, 5, 6, 8, 6, 5]
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in steps))
+    assert notes(9) == [
+        f"{path} has no line of steps 2-3, 7 and several of steps 1, 5-6 (the file counts from 0)"
+    ]
+    path.write_text("".join(f'{{"step": {step}, "loss": null}}\n' for step in range(9)))
+    assert notes(9) == []
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(0, 80, 2)))
+    assert notes(80) == [
+        f"{path} has no line of steps 1, 3, 5, 7, 9, 11 and 34 more (the file counts from 0)"
+    ]
+
+
+def test_a_run_whose_checkpoints_are_out_of_reach_does_not_begin_anew(data, tmp_path, capsys):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    disk.mkdir()
+    run.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    config = small(run, data, model=BIGRAMS, mesh=ONE, steps=2, log=UNJUDGED)
+    train(config)
+    before = (run / "metrics.jsonl").read_text()
+    disk.rename(tmp_path / "not mounted")
+    refused = rf"{run}/metrics.jsonl is of a run, .* out of reach: {run}/checkpoints is "
+    with pytest.raises(ValueError, match=rf"{refused}a link to {disk}, which is not there\."):
+        train(config)
+    disk.mkdir()  # where it is mounted
+    with pytest.raises(ValueError, match=rf"{refused}a folder without .*mv {run}/metrics"):
+        train(config)
+    (run / "checkpoints").unlink()
+    with pytest.raises(ValueError, match=rf"{refused}missing\."):
+        train(config)
+    assert (run / "metrics.jsonl").read_text() == before
+    assert not (run / "checkpoints").exists()
+    (run / "metrics.jsonl").rename(run / "metrics.old.jsonl")
+    assert train(config).step == 2  # anew, as the message says
+    assert list(told(run)) == [0, 1]
 
 
 def test_a_log_line_tells_what_there_is_to_tell():

@@ -7,6 +7,7 @@ A program that ends while a step is being written finishes it first, or says tha
 import atexit
 import concurrent.futures.thread  # noqa: F401  (its own exit is registered first: it runs last)
 import os
+import socket
 import sys
 import threading
 import warnings
@@ -21,11 +22,14 @@ from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
     WriterLock,
+    ask_whole,
+    check_locked,
     check_step,
     discard,
     folder_of,
     is_ours,
     make_directory,
+    read_step,
     set_aside,
     steps_in,
     sweep,
@@ -35,7 +39,7 @@ from hfjax.checkpoint.reading import ReadOptions, Restored, read
 from hfjax.checkpoint.record import plain, read_record, record
 from hfjax.checkpoint.writer import Writer
 from hfjax.plan.layout import Layout, State
-from hfjax.processes.agreement import agreed
+from hfjax.processes.agreement import agreed, in_all
 
 
 class Closes(Protocol):
@@ -116,16 +120,22 @@ class Checkpoints:
         finish_at_exit(self)
 
     def _begun(self) -> Writer:
-        """Take the directory; return what writes to it."""
-        metrics = {int(step): given for step, given in agreed(self._take).items()}
+        """Take the directory, which has to be one in all processes; return what writes to it."""
+        told = agreed(self._take)
+        metrics = {int(step): given for step, given in told["metrics"].items()}
+        try:
+            in_all(lambda: check_locked(self.directory, told["place"], told["lock"]))
+        except ValueError:
+            self._release()
+            raise
         return Writer(self.directory, self._keep, metrics, self._timeout, self._holds)
 
     def _holds(self) -> bool:
         """Return whether the directory is the one that process 0, which asks, has locked."""
         return self._lock is not None and self._lock.holds()
 
-    def _take(self) -> dict[str, Metrics]:
-        """Take the directory; return the metrics of the steps in it."""
+    def _take(self) -> dict[str, Any]:
+        """Take the directory; return its name and lock, and the metrics of the steps in it."""
         make_directory(self.directory)
         self._lock = WriterLock(self.directory)
         try:
@@ -134,7 +144,9 @@ class Checkpoints:
             self._release()
             raise
         ours = [step for step in self._steps() if is_ours(self.directory / str(step))]
-        return {str(step): _metrics(self.directory / str(step)) for step in ours}
+        metrics = {str(step): _metrics(self.directory / str(step)) for step in ours}
+        place = f"{self.directory} on {socket.gethostname()}"
+        return {"place": place, "lock": self._lock.text, "metrics": metrics}
 
     def _steps(self) -> list[int]:
         return steps_in(self.directory)
@@ -340,7 +352,8 @@ def restore(
         on_damage: "refuse" a damaged step, or "previous": pass over it to the one before, and warn.
 
     Raises:
-        ValueError: There is no such step, it is damaged, or it is of another model or optimizer.
+        ValueError: There is no such step, it is damaged or deleted meanwhile, or it is of another
+            model or optimizer.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax, tempfile
@@ -398,4 +411,5 @@ def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str,
         {'width': 8}
     """
     folder = folder_of(directory)
-    return read_record(folder / str(check_step(folder, step)))
+    place = lambda: folder / str(check_step(folder, step))
+    return read_step(step, lambda: ask_whole(place(), read_record))

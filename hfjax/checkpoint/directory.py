@@ -8,9 +8,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, what_is
+from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, contents, what_is
 from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_link, delete, opened
 
@@ -18,6 +21,9 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being writt
 ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
 SWEEPS, PAUSE = 5, 0.05  # after a save that failed: how often, and seconds between
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
+TRIES = 10  # steps that a reader chooses while a run deletes one after the other
+
+T = TypeVar("T")
 
 
 def folder_of(directory: str | os.PathLike) -> Path:
@@ -72,6 +78,52 @@ def check_step(directory: Path, step: int | None) -> int:
     if step not in steps:
         raise ValueError(f"step {step} is not in {named(directory)}. {saved}")
     return int(step)
+
+
+class DeletedError(ValueError):
+    """A step is deleted while it is read: the run that writes there keeps only some."""
+
+    def __init__(self, step: Path) -> None:
+        saved = ", ".join(map(str, steps_in(step.parent))) or "none"
+        super().__init__(
+            f"step {step.name} of {named(step.parent)} was deleted while it was read: whoever "
+            f"writes there keeps only some steps. Saved now: {saved}. Read one of these, or have "
+            "the run keep more (hfjax.Keep; --checkpoints.keep, --checkpoints.keep-every)."
+        )
+
+
+def identity(step: Path) -> list[int]:
+    """Return what tells the folder of a step from a later one of the same name; [] if none is."""
+    try:
+        found = os.stat(step)
+    except OSError:
+        return []
+    return [found.st_ino, found.st_mtime_ns]
+
+
+def ask_whole(step: Path, ask: Callable[[Path], T]) -> T:
+    """Return `ask(step)`; if the step is deleted meanwhile, raise that, not what comes of it."""
+    before = identity(step)
+    try:
+        answer = ask(step)
+    except (ValueError, OSError):
+        if before and identity(step) == before:
+            raise
+        raise DeletedError(step) from None
+    if identity(step) != before:
+        raise DeletedError(step)
+    return answer
+
+
+def read_step(step: int | None, read: Callable[[], T]) -> T:
+    """Return what `read()` says of a step, None: of the latest.
+
+    If the latest is deleted while it is read, a later one is there: it is read in its place.
+    """
+    for _ in range(TRIES - 1) if step is None else ():
+        with suppress(DeletedError):
+            return read()
+    return read()
 
 
 def _found(directory: Path) -> str:
@@ -149,6 +201,8 @@ def set_aside(directory: Path, step: int) -> str:
 
 
 NAME = "writer.lock"
+LONGEST = 4096  # bytes of it
+SEEN = 30.0  # seconds until all machines see what one has written to a shared disk
 _HELD: dict[str, int] = {}  # file -> descriptor
 
 
@@ -163,12 +217,14 @@ class WriterLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = _holder(descriptor)
+            holder = _holder(os.pread(descriptor, LONGEST, 0))
             os.close(descriptor)
             raise ValueError(_refusal(directory, holder)) from None
         _HELD[self._file] = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(_me()).encode())
+        os.fsync(descriptor)  # other machines read it
+        self.text = os.pread(descriptor, LONGEST, 0).decode()
 
     def holds(self) -> bool:
         """Return whether the file is still where it was: its directory may have been moved."""
@@ -186,6 +242,36 @@ class WriterLock:
             os.close(descriptor)
 
 
+def check_locked(directory: Path, place: str, lock: str) -> None:
+    """Refuse a directory that is not the one that process 0 has locked at a place."""
+    end = time.monotonic() + SEEN
+    while (found := _lock_in(directory)) != lock:
+        if time.monotonic() > end:
+            raise ValueError(
+                f"{named(directory)} is not the directory that process 0 writes to, "
+                f"{named(place)}: {_difference(directory, found)}. Give all processes one "
+                "directory that all of them see: its whole path, on a shared disk."
+            )
+        time.sleep(PAUSE)
+        with suppress(OSError):
+            os.listdir(directory.parent)  # NFS then looks again for what was not there
+
+
+def _lock_in(directory: Path) -> str | None:
+    """Return what its writer wrote into a directory; None if there is no such file."""
+    try:
+        return contents(directory / NAME)
+    except (ValueError, OSError):
+        return None
+
+
+def _difference(directory: Path, lock: str | None) -> str:
+    """Return why a directory is another one than that which is locked."""
+    if not directory.exists():
+        return "there is no such directory"
+    return f"it has no {NAME}" if lock is None else f"{_holder(lock)} has locked it"
+
+
 def _open(file: str) -> int:
     try:
         return opened(Path(file), os.O_RDWR)
@@ -201,9 +287,9 @@ def _me() -> dict:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
-def _holder(descriptor: int) -> str:
+def _holder(lock: str | bytes) -> str:
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
+        found = json.loads(lock)
         return named(f"process {found['pid']} on {found['host']} since {found['since']}")
     except (ValueError, KeyError, TypeError):
         return "another process"

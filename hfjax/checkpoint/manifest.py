@@ -37,6 +37,12 @@ def write_manifest(step: Path) -> None:
         os.fsync(file.fileno())
 
 
+def manifest_sum(step: Path) -> str | None:
+    """Return the CRC32 of a step's manifest, which tells it from other steps; None: it has none."""
+    found = _sums(step, [NAME] * (what_is(step / NAME) == ORDINARY))
+    return f"CRC32 {found[NAME][1]:08x} of its {NAME}" if found else None
+
+
 def find_damage(step: Path) -> list[str]:
     """Return what is wrong with the files of a step, each named; nothing if it is whole."""
     if what_is(step / NAME) == MISSING:

@@ -1,4 +1,4 @@
-"""What Orbax and tensorstore print of a save that fails is kept back: one error tells it."""
+"""What Orbax and tensorstore print of a failed save or read is kept back: one error tells it."""
 
 import logging
 import sys
@@ -12,13 +12,14 @@ WRITERS = ("orbax", "tensorstore")
 
 @cache
 def keep_quiet() -> None:
-    """From now on print no traces of a failed save: they are behind the error that is raised."""
+    """From now on print no traces of what fails: they are behind the error that is raised."""
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).addFilter(_is_to_be_told)
     before = sys.unraisablehook
 
     def hook(given: Any) -> None:
-        if not _is_late(given.exc_value):
+        trace = (given.exc_type, given.exc_value, given.exc_traceback)
+        if not _is_late(given.exc_value) and not _is_of_writers(*trace):
             before(given)
 
     sys.unraisablehook = hook
@@ -26,10 +27,13 @@ def keep_quiet() -> None:
 
 def _is_to_be_told(record: logging.LogRecord) -> bool:
     """Return whether a record is no error of those who write."""
-    if not record.exc_info:
-        return True
-    told = "".join(traceback.format_exception(*record.exc_info))
-    return not any(name in told for name in WRITERS)
+    return not record.exc_info or not _is_of_writers(*record.exc_info)
+
+
+def _is_of_writers(*error: Any) -> bool:
+    """Return whether an error, (type, value, traceback), passed through Orbax or tensorstore."""
+    told = "".join(traceback.format_exception(*error))
+    return any(name in told for name in WRITERS)
 
 
 def _is_late(error: BaseException | None) -> bool:

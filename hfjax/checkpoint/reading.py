@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,25 @@ from hfjax.checkpoint.arrays import (
     with_arrays,
 )
 from hfjax.checkpoint.compare import check_same
-from hfjax.checkpoint.directory import check_step, steps_in
-from hfjax.checkpoint.manifest import find_damage
+from hfjax.checkpoint.directory import (
+    DeletedError,
+    ask_whole,
+    check_step,
+    identity,
+    read_step,
+    steps_in,
+)
+from hfjax.checkpoint.manifest import find_damage, manifest_sum
+from hfjax.checkpoint.quiet import keep_quiet
 from hfjax.checkpoint.record import check_written, read_record
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.precision.dtypes import LossScale
 from hfjax.plan.layout import Layout, State
-from hfjax.processes.agreement import agreed
+from hfjax.processes.agreement import agreed, in_all
 from hfjax.update.loss_scale import fresh
 
 ON_DAMAGE = ("refuse", "previous")
+Damaged = list[tuple[int, list[str]]]  # steps that are passed over, and what is wrong with each
 
 
 @dataclass(frozen=True)
@@ -80,21 +90,37 @@ class ReadOptions:
 
 def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions) -> Restored:
     """Return the state of a step, as the layout has it, and what was written beside it."""
-    chosen = agreed(lambda: _choose(directory, step, options))
-    for number, lines in chosen["damaged"]:
+    restored, damaged = read_step(step, lambda: _read(directory, layout, step, options))
+    for number, lines in damaged:
         warnings.warn(
-            f"{_damaged(directory, number, lines)} Restored step {chosen['step']} instead.",
+            f"{_damaged(directory, number, lines)} Restored step {restored.step} instead.",
             RuntimeWarning,
             stacklevel=3,
         )
+    return restored
+
+
+def _read(
+    directory: Path, layout: Layout, step: int | None, options: ReadOptions
+) -> tuple[Restored, Damaged]:
+    """Return what is restored, and what is damaged; all processes raise `DeletedError` together."""
+    chosen = agreed(lambda: read_step(step, lambda: _choose(directory, step, options)))
     path, found = directory / str(chosen["step"]), chosen["record"]
-    return Restored(
-        state=_state(path, layout, found["arrays"], options),
+    try:
+        in_all(lambda: _check_manifest(path, chosen["manifest"]))
+        state = _state(path, layout, found["arrays"], options)
+    except ValueError:
+        if agreed(lambda: identity(path) == chosen["identity"]):
+            raise
+        raise DeletedError(path) from None
+    restored = Restored(
+        state=state,
         step=chosen["step"],
         origin=_origin(found),
         damaged=tuple(number for number, _ in chosen["damaged"]),
         **{name: found[name] for name in ("data", "config", "metrics", "versions")},
     )
+    return restored, chosen["damaged"]
 
 
 def _origin(found: dict) -> str:
@@ -104,17 +130,31 @@ def _origin(found: dict) -> str:
 def _choose(directory: Path, step: int | None, options: ReadOptions) -> dict:
     """Return which step is read, its record, and the damaged ones that are passed over."""
     step = check_step(directory, step)
-    check_written(directory / str(step))
-    damaged: list[tuple[int, list[str]]] = []
-    while options.verify and (lines := find_damage(directory / str(step))):
+    ask_whole(directory / str(step), check_written)
+    damaged: Damaged = []
+    while options.verify and (lines := ask_whole(directory / str(step), find_damage)):
         damaged.append((step, lines))
         before = [s for s in steps_in(directory) if s < step]
         if options.on_damage == "refuse" or not before:
             raise ValueError(_refusal(directory, damaged[0], before))
         step = before[-1]
+    path = directory / str(step)
     if not options.verify:
-        _check_files(directory / str(step))
-    return {"step": step, "record": read_record(directory / str(step)), "damaged": damaged}
+        ask_whole(path, _check_files)
+    told = {"step": step, "identity": identity(path), "damaged": damaged}
+    told["manifest"] = manifest_sum(path)
+    return told | {"record": ask_whole(path, read_record)}
+
+
+def _check_manifest(step: Path, wanted: str | None) -> None:
+    """Refuse, in another process, a step that is not the one that process 0 has chosen."""
+    if (found := manifest_sum(step)) != wanted:
+        differs = f"it is another one ({found}, there {wanted})"
+        raise ValueError(
+            f"step {step.name} of {named(step.parent)} is not the one that process 0 reads: "
+            f"{differs if step.exists() else 'there is no such step'}. Give all processes one "
+            "directory that all of them see: its whole path, on a shared disk."
+        )
 
 
 def _check_files(step: Path) -> None:
@@ -183,15 +223,21 @@ def _load(path: Path, wanted: dict[str, Any], where: str) -> dict[str, Any]:
         restore_args=ocp.checkpoint_utils.construct_restore_args(item),
         partial_restore=True,
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    keep_quiet()
+    found = in_all(lambda: flatten(_read_arrays(path, arguments, where)))
+    return {path: unraw(found[path], like) for path, like in wanted.items()}
+
+
+def _read_arrays(path: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """Return what Orbax reads in this process; its `Checkpointer` would wait for all others."""
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
         try:
-            found = flatten(checkpointer.restore(path, args=arguments))
+            return handler.restore(path, args=arguments)
         except Exception as error:
             raise ValueError(
                 f"{where} cannot be read: {str(error).splitlines()[0]} With verify=True a damaged "
                 "file is named."
             ) from error
-    return {path: unraw(found[path], like) for path, like in wanted.items()}
 
 
 def _order(layout: Layout) -> Any:

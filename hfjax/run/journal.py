@@ -4,12 +4,14 @@ import json
 import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.read_files import check_fields, check_ordinary, is_number, parsed, whole
+from hfjax.base.read_files import check_fields, check_ordinary, contents, is_number, parsed, whole
 from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_link, opened, replace_text
 from hfjax.processes.agreement import say
@@ -17,17 +19,26 @@ from hfjax.run.config import Log
 from hfjax.run.loss_picture import draw
 
 METRICS, PLOT = "metrics.jsonl", "loss.png"
+DROPPED = "metrics.dropped.jsonl"
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders
-WRITTEN = (METRICS, PLOT, TENSORBOARD, WANDB)
+WRITTEN = (METRICS, DROPPED, PLOT, TENSORBOARD, WANDB)
+SHOWN = 6  # stretches of steps in a message
 
 
 class Journal:
-    """A line of JSON for each step and each validation; what is not finite is null."""
+    """A line of JSON for each step and each validation; what is not finite is null.
+
+    Attributes:
+        notes: What to tell of the lines that were there.
+        validated: After which steps it has a validation.
+    """
 
     def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int) -> None:
         self.directory = directory
         check_no_link(directory / PLOT)
-        _drop(directory / METRICS, start)
+        lines, dropped = _drop(directory / METRICS, start)
+        self.notes = [*_moved(directory, dropped), *_holes(directory / METRICS, lines, start)]
+        self.validated = {line["step"] for line in lines if "valid_loss" in line}
         handle = opened(directory / METRICS, os.O_WRONLY | os.O_APPEND)
         self._file = open(handle, "a", encoding="utf-8")
         self._config, self._sinks = config, _sinks(directory, log, config)
@@ -89,13 +100,56 @@ def _line(text: bytes) -> dict[str, Any]:
     return check_fields(line, dict.fromkeys(line, ("a number or null", number)))
 
 
-def _drop(path: Path, start: int) -> None:
-    """Take out the steps that are done again: from the checkpoint on that the run goes on from."""
+def _drop(path: Path, start: int) -> tuple[list[dict], list[dict]]:
+    """Take out the steps that are done again: from the checkpoint on that the run goes on from.
+
+    Return the lines that stay, and those that are moved to a file beside it.
+    """
     lines = read(path)
-    kept = [line for line in lines if line["step"] < start or "loss" not in line]
-    kept = [line for line in kept if line["step"] <= start] if start else []
+    stays = lambda step, line: step < start or (step == start > 0 and "loss" not in line)
+    kept = [line for line in lines if stays(line["step"], line)]
+    dropped = [line for line in lines if not stays(line["step"], line)]
+    if dropped:
+        beside = path.with_name(DROPPED)
+        before = contents(beside) if os.path.lexists(beside) else ""
+        replace_text(beside, before + _text(dropped))
     if path.exists():
-        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        replace_text(path, _text(kept))
+    return kept, dropped
+
+
+def _text(lines: list[dict]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def _moved(directory: Path, dropped: list[dict]) -> list[str]:
+    """Return what is told of lines that were taken out."""
+    place = named(directory / DROPPED)
+    lines = "1 line" if len(dropped) == 1 else f"{len(dropped)} lines"
+    return [f"{lines} of {METRICS} moved to {place}: those steps are done again"] * bool(dropped)
+
+
+def _holes(path: Path, lines: list[dict], start: int) -> list[str]:
+    """Return what is told of the steps before `start` that have no line, or several."""
+    times = Counter(line["step"] for line in lines if "loss" in line)
+    missing = [step for step in range(start) if step not in times]
+    several = [step for step in range(start) if times[step] > 1]
+    found = [f"no line of steps {_stretches(missing)}"] if missing else []
+    found += [f"several of steps {_stretches(several)}"] if several else []
+    return [f"{named(path)} has {' and '.join(found)} (the file counts from 0)"] if found else []
+
+
+def _stretches(steps: list[int]) -> str:
+    """Return numbers in short.
+
+    >>> _stretches([2, 3, 4, 7])
+    '2-4, 7'
+    """
+    of_one = groupby(enumerate(steps), key=lambda at: at[1] - at[0])  # they grow together
+    runs = [[step for _, step in run] for _, run in of_one]
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:SHOWN]]
+    left = sum(map(len, runs[SHOWN:]))
+    return ", ".join(shown) + (f" and {left} more" if left else "")
 
 
 # -- other tools --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 `go_on` continues from a checkpoint, after checking that the data is the same.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,11 +17,11 @@ import jax
 
 import hfjax
 from hfjax.base.mean import EXHAUSTED, OVERFLOW
-from hfjax.base.read_files import ANYTHING, check_fields, contents, whole
+from hfjax.base.read_files import ANYTHING, FOLDER, check_fields, contents, what_is, whole
 from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_links, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
-from hfjax.checkpoint.directory import steps_in
+from hfjax.checkpoint.directory import NAME as LOCK, steps_in
 from hfjax.data.row_loader import RowLoader
 from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.wings.context.deal import work_of
@@ -31,7 +32,7 @@ from hfjax.run import files, journal, own_copy, profile
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.deepspeed_flags import FILE
-from hfjax.run.journal import Journal
+from hfjax.run.journal import METRICS, Journal
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, Speed, line, validation, waiting
@@ -58,6 +59,25 @@ def go_on(loader: RowLoader, told: Any, step: Path) -> int:
         ) from None
     loader.restore(told["data"])
     return told["skipped"]
+
+
+def check_in_reach(directory: Path) -> None:
+    """Refuse a run that has metrics, and no directory that its checkpoints were written to.
+
+    A run locks that directory before it writes metrics, and the file of the lock stays.
+    """
+    place, metrics = directory / CHECKPOINTS, directory / METRICS
+    if not os.path.lexists(metrics) or os.path.lexists(place / LOCK):
+        return
+    if (kind := what_is(place)) == FOLDER:
+        if steps_in(place):
+            return
+        kind = f"a folder without {LOCK}"
+    raise ValueError(
+        f"{named(metrics)} is of a run, and its checkpoints are out of reach: {named(place)} is "
+        f"{kind}. If they are on a disk that is not mounted, mount it. To begin anew: --out "
+        f"ANOTHER, or mv {named(metrics)} {named(metrics)}.old"
+    )
 
 
 def steps_of(given: Path) -> Path:
@@ -179,6 +199,7 @@ class Run:
         """Make or restore the state, and open what the run writes to."""
         config, directory = self.config, self.config.directory
         agreed(lambda: check_no_links(directory, WRITTEN))
+        agreed(lambda: check_in_reach(directory))
         self.screen = Screen(config.steps)
         with waiting("preparing the model and the data"):
             check_same("configuration", files.plain(config))
@@ -195,15 +216,16 @@ class Run:
         best = "valid_loss" if keep.keep_best else None
         if best and self.parts.valid is None:
             raise ValueError("--checkpoints.keep-best needs a validation set: --data.valid DIR.")
-        self.checkpoints = enter(
-            Checkpoints(
-                directory / CHECKPOINTS,
-                self.parts.layout,
-                keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
-                config=files.plain(config),
-                timeout=int(max(config.timeout, WRITING)),
+        with waiting("opening the checkpoints"):
+            self.checkpoints = enter(
+                Checkpoints(
+                    directory / CHECKPOINTS,
+                    self.parts.layout,
+                    keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
+                    config=files.plain(config),
+                    timeout=int(max(config.timeout, WRITING)),
+                )
             )
-        )
         self._begin()
         with waiting("checking the validation"):
             self.parts.check_validation(self.state, config.log.valid_batches)
@@ -216,6 +238,8 @@ class Run:
             if self.begins_with is not None:
                 own_copy.keep(self.begins_with, directory)
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
+            for words in self.journal.notes:
+                self.screen.say(words)
 
     def _find_model(self) -> None:
         """Read what the model is: of a folder, or if the run goes on of its own copy."""
@@ -294,8 +318,8 @@ class Run:
         """Run the steps that are left."""
         began, unread, done = time.monotonic(), deque[Any](), self.first
         limit = None if self.config.minutes is None else 60 * self.config.minutes
-        if self.begins_trained and self._valid_every and not stop.agreed():
-            self.validate(0)
+        if self._validation_is_left() and not stop.agreed():
+            self.validate(self.first)
         for number in range(self.first, self.config.steps):
             if stop.agreed():
                 break
@@ -350,6 +374,14 @@ class Run:
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and done % every == 0
+
+    def _validation_is_left(self) -> bool:
+        """Return whether to validate before the first step: weights of others, or after a stop."""
+        every, done = self._valid_every, self.first
+        after_stop = done > 0 and (self._due(done, every) or done == self.config.steps)
+        if not every or not (self.begins_trained or after_stop):
+            return False
+        return agreed(lambda: self.journal is None or done not in self.journal.validated)
 
     @cached_property
     def _valid_every(self) -> int:
