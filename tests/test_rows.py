@@ -351,6 +351,82 @@ def test_outputs_that_join_rows_or_have_them_elsewhere_are_those_of_one_device()
         predict(hfjax.init(layout), odd)
 
 
+class Counting(nnx.Module):
+    """Its layer is scanned over rows: it counts them, and each is divided by its number."""
+
+    def __init__(self, rngs):
+        self.map = nnx.Linear(4, 3, rngs=rngs)
+        self.seen = nnx.BatchStat(jnp.float32(2))
+
+    def __call__(self, batch):
+        def turn(model, row):
+            model.seen[...] += 1
+            return model, model.map(row) / model.seen[...]
+
+        return nnx.scan(turn, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(self, batch["x"])[1]
+
+
+def predicted(init, forward=None, batch=BATCH, devices=(1, 4)):
+    """Return what a model predicts on one device and on several."""
+    found = []
+    for n in devices:
+        mesh = hfjax.make_mesh(devices=jax.devices()[:n], data=n)
+        layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP, forward=forward)
+        found.append(np.asarray(hfjax.predict_step(layout)(hfjax.init(layout), batch)))
+    return found
+
+
+def linear(rngs):
+    return nnx.Linear(4, 3, rngs=rngs)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_scan_over_rows_that_reads_its_counter_is_that_of_one_device():
+    losses = []
+    for n in (1, 4):
+        mesh = hfjax.make_mesh(devices=jax.devices()[:n], data=n)
+        layout = hfjax.layout(Counting, optax.sgd(0.1), mesh, hfjax.DDP)
+        step = hfjax.train_step(layout, squares)
+        state, _ = step(hfjax.init(layout), BATCH)
+        state, metrics = step(state, BATCH)  # what it counts goes on
+        losses.append(float(metrics["loss"]))
+        assert ("scan  gathered, 256 B, since no rule knows it" in str(step.rows)) == (n > 1)
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    np.testing.assert_allclose(*predicted(Counting), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_sum_that_a_loop_shows_is_that_of_one_device():
+    shown = []
+
+    def forward(model, batch):
+        def turn(total, row):
+            jax.debug.callback(lambda total: shown.append(int(total)), total + row)
+            return total + row, None
+
+        return model(batch["x"]) * jax.lax.scan(turn, 0.0, batch["mask"])[0]
+
+    predicted(linear, forward, BATCH | {"mask": np.ones(16, np.float32)}, [8])
+    jax.effects_barrier()
+    assert set(shown) == set(range(1, 17))
+
+
+def test_a_callback_whose_value_is_used_in_a_loop_over_rows_is_refused():
+    number = lambda row: io_callback(lambda y: y.sum(), jax.ShapeDtypeStruct((), "float32"), row)
+    _, step = step_of(lambda o, b: jax.lax.map(number, o).mean())
+    with pytest.raises(ValueError, match="io_callback returns a value that the model uses"):
+        step.trace(BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_collective_in_a_branch_of_a_loop_over_rows_sees_one_device():
+    def branch(row):
+        return jax.lax.cond(row.sum() > 0, lambda r: jax.lax.psum(r, "data"), jnp.sin, row)
+
+    forward = lambda m, b: jax.lax.map(branch, m(b["x"]))
+    np.testing.assert_allclose(*predicted(linear, forward), rtol=1e-5)
+
+
 def test_callbacks_see_all_rows_once_and_one_whose_value_is_used_is_refused():
     seen = []
 
