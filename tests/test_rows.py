@@ -411,6 +411,45 @@ def test_a_sum_that_a_loop_shows_is_that_of_one_device():
     assert set(shown) == set(range(1, 17))
 
 
+def keys_of_rows(key):
+    """Return what draws with a key of each row, as people make them."""
+    some = lambda keys, rows: jax.vmap(lambda k, r: r * jax.random.uniform(k, (4,)))(keys, rows)
+    fold = jax.vmap(jax.random.fold_in, (None, 0))
+    twice = lambda keys: jax.vmap(jax.random.split)(keys)[:, 1]
+    return {
+        "split": lambda x: some(jax.random.split(key, len(x)), x),
+        "folded": lambda x: some(fold(key, jnp.arange(len(x))), x),
+        "by what rows hold": lambda x: some(fold(key, (x[:, 0] * 9).astype("uint32")), x),
+        "split again": lambda x: some(twice(jax.random.split(key, len(x))), x),
+        "in a loop": lambda x: jax.lax.map(
+            lambda kr: kr[1] * jax.random.uniform(kr[0]), (jax.random.split(key, len(x)), x)
+        ),
+        "for all": lambda x: x * jax.random.uniform(key, x.shape),
+    }
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.drawn
+def test_keys_of_each_row_draw_what_they_draw_on_one_device(impl):
+    draws = keys_of_rows(jax.random.key(3, impl=impl))
+    forward = lambda m, b: jnp.concatenate([draw(b["x"]) for draw in draws.values()], 1) * m["w"]
+    init = lambda rngs: {"w": jnp.ones((1, 1))}
+    one, four = (x.reshape(16, len(draws), 4) for x in predicted(init, forward))
+    for number, name in enumerate(draws):
+        np.testing.assert_allclose(four[:, number], one[:, number], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_greatest_or_least_over_rows_of_which_one_is_nan_is_nan():
+    x = np.arange(16, dtype=np.float32)[:, None] - np.full(5, 8, np.float32)
+    x[[5, 9, 0, 15], range(1, 5)] = np.nan, -np.nan, np.inf, -np.inf
+    of = lambda x: [x.max(0), x.min(0), jnp.abs(x).max(0), jax.lax.cummax(x)[-1], x[x.argmax(0), 0]]
+    forward = lambda m, b: jnp.broadcast_to(jnp.concatenate(of(b["x"] * m["w"])), (16, 25))
+    one, four = predicted(lambda rngs: {"w": jnp.ones((1, 1))}, forward, {"x": x})
+    assert np.isnan(one).any()
+    np.testing.assert_array_equal(four, one)
+
+
 def test_a_callback_whose_value_is_used_in_a_loop_over_rows_is_refused():
     number = lambda row: io_callback(lambda y: y.sum(), jax.ShapeDtypeStruct((), "float32"), row)
     _, step = step_of(lambda o, b: jax.lax.map(number, o).mean())
