@@ -260,8 +260,9 @@ class Side:
             return gather(x.astype("uint8")).astype(bool)
         if wide(x).dtype == x.dtype:
             return gather(x)
-        narrow = jax.custom_vjp(gather)  # its derivative is a sum
-        narrow.defvjp(lambda x: (gather(x), None), lambda _, dy: (self._scatter(dy, dim),))
+        narrow = jax.custom_jvp(gather)  # its derivative is a sum, of wide numbers
+        wider = lambda dx: gather(wide(dx)).astype(dx.dtype)
+        narrow.defjvp(lambda xs, dxs: (gather(*xs), wider(*dxs)))
         return narrow(x)
 
     def scattered(self, x: jax.Array, cut: Cut) -> jax.Array:
