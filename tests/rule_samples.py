@@ -642,7 +642,21 @@ def _solved(x: jax.Array, b: jax.Array) -> Any:
     )
     less = lambda v: v + v.sum(0)[None]
     back = lambda _, b: b - b.sum(0)[None] / (1 + len(b))
-    return each, lax.custom_linear_solve(less, b, back, back, symmetric=True)
+    both = lambda mv, b: (back(mv, b), b.sum())  # what a solver tells besides has no derivative
+    told = lax.custom_linear_solve(less, b, both, both, symmetric=True, has_aux=True)
+    return each, lax.custom_linear_solve(less, b, back, back, symmetric=True), told[0]
+
+
+@jax.custom_jvp
+def _solving(x: jax.Array, y: jax.Array) -> Any:
+    return jnp.sin(x) * y
+
+
+@_solving.defjvp
+def _solving_for_tangents(primals: Any, tangents: Any) -> Any:
+    (x, y), (dx, dy) = primals, tangents
+    changes = jnp.linalg.solve(lax.stop_gradient(x @ x.T + 24 * jnp.eye(len(x))), dx * y + dy)
+    return _solving(x, y), changes
 
 
 PROGRAMS = {
@@ -671,7 +685,11 @@ PROGRAMS = {
             X,
         ),
     ],
-    "custom_jvp_call": [of(_with_tangents, X, SQUARE)],
+    "custom_jvp_call": [
+        of(_with_tangents, X, SQUARE),
+        of(_solving, X, X),
+        of(lambda x: jnp.linalg.slogdet(x @ x.T + 24 * jnp.eye(24))[1], X),
+    ],
     "custom_vjp_call": [of(_with_cotangents, X, SQUARE)],
     "linear_call": [of(lambda x: _linear(jnp.eye(12) * 2, x), X), of(_linear, SQUARE, X)],
     "custom_linear_solve": [of(_solved, X, X)],

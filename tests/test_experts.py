@@ -325,6 +325,21 @@ def test_of_rows_that_devices_share_losses_and_draws_are_those_of_whole_rows():
         step.trace(batch)
 
 
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_experts_in_a_loop_over_rows_are_those_of_one_device():
+    batch, losses = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32), []
+    router = Router(balance_loss=0)
+    forward = lambda model, x: jax.lax.map(lambda row: model(row[None]).outputs[0], x)
+    for sizes in ({"data": 1}, {"data": 2}):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: sizes["data"]], **sizes)
+        layout = hfjax.layout(
+            lambda rngs: Own(rngs, router), optax.sgd(0.1), mesh, DDP, forward=forward
+        )
+        found = hfjax.predict_step(layout)(hfjax.init(layout), batch)
+        losses.append(np.asarray(found))
+    np.testing.assert_allclose(*losses, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("router", "message"),
     [

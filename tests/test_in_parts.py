@@ -12,6 +12,7 @@ from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
 from hfjax.parallel.in_parts.named_calls import own_rows
 from tests.compare_rows import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
+from tests.drawn_scans import FAULTS, judged, scans
 from tests.drawn_sides import SIDES
 from tests.generated_rows import generated, of_steps
 from tests.rules_page import table
@@ -143,6 +144,39 @@ def test_what_people_write_along_rows_holds_along_positions(turn, folds):
 def test_what_people_write_along_positions_holds_along_rows(turn):
     names = sorted(PROGRAMS)[(turn + 2) % 4 :: 4]
     check([functools.partial(named, name, "square", among=PROGRAMS) for name in names], 2)
+
+
+def test_a_loop_of_rows_carries_sums_exactly_where_no_turn_sees_one():
+    """Its turns then run on each device; else rows are gathered."""
+    seeds = range(len(FAULTS) * 4)
+    with jax.enable_x64(True):
+        for seed, (alone, against) in zip(seeds, map(judged, seeds), strict=True):
+            assert alone != bool(against), (seed, against)
+
+
+# Over rows and positions, however these are dealt, with sizes of the batch and numbers of devices.
+OVER = {"rows": ("rows", Dealt(), (8, 4, 3), 4)}
+OVER |= {name: ("positions", dealt, (3, 8, 5), 2) for name, (dealt, _, _) in ALONG.items()}
+OVER |= {"of four": ("positions", ALONG["in order"][0], (3, 8, 5), 4)}
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.drawn
+def test_loops_that_carry_sums_and_more_are_as_on_one_device(over):
+    where, dealt, sizes, n = OVER[over]
+    turn = list(OVER).index(over)
+    seeds = [turn * len(FAULTS), (turn + 1) * len(FAULTS) + 1 + turn]
+    alone = check([functools.partial(scans, seed, sizes, where) for seed in seeds], n, dealt=dealt)
+    assert len(alone) == 1  # that without a fault
+
+
+@SLOW
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_and_many_more_that_carry_sums(over, first):
+    where, dealt, sizes, n = OVER[over]
+    seeds = range(first, first + 20)
+    check([functools.partial(scans, seed, sizes, where) for seed in seeds], n, dealt=dealt)
 
 
 def test_determinants_and_solutions_of_each_row_send_nothing():

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from hfjax.parallel.in_parts import derivatives, interpreter, reductions, scope
+from hfjax.parallel.in_parts import derivatives, interpreter, programs, reductions, scope
 from hfjax.parallel.in_parts.kinds import Made, Part, Side, Sum
 from tests.compare_rows import ROWS, by_vmap, compare, parts
+from tests.drawn_scans import judged, seeds_of
 from tests.generated_rows import generated
 from tests.typical_rows import TYPICAL, named
 
@@ -166,3 +167,53 @@ def test_every_rule_that_is_spoiled_is_found():
     unreached = sorted(interpreter.RULES.keys() - programs.keys())
     print(f"{len(programs)} rules are found; no program reaches {', '.join(unreached)}")
     assert set(missed) <= NEUTRAL, missed
+
+
+# -- sums that a loop over rows carries -----------------------------------------------------------
+
+
+def keeps(name, rule):
+    """Let an operation keep the sums that it is given, by this rule."""
+    return lambda patch: patch.setitem(programs._KEEPS_SUMS, name, rule)
+
+
+def results_are_not_looked_at(patch):
+    are_sums = programs._are_sums
+    patch.setattr(programs, "_are_sums", lambda found, stays: are_sums(found[: len(stays)], stays))
+
+
+def sums_may_change_places(patch):
+    are_sums = programs._are_sums
+    patch.setattr(programs, "_are_sums", lambda found, stays: are_sums(sorted_sums(found), stays))
+
+
+def sorted_sums(found):
+    """Return marks with those of sums in the order of their numbers, as many as there are."""
+    numbers = iter(sorted(mark for mark in found if mark is not None))
+    return [mark if mark is None else next(numbers) for mark in found]
+
+
+first_of = lambda equation, marks: [next(m for m in marks if m is not None)]
+# Mistakes, and what is in the bodies that show them.
+OF_SUMS = {
+    "what reads a sum is not looked at": (
+        lambda patch: patch.setattr(programs, "MIXED", None),
+        ["read", "read inside", "in a sum"],
+    ),
+    "what a turn returns is not looked at": (results_are_not_looked_at, ["return"]),
+    "sums may change places": (sums_may_change_places, ["exchange"]),
+    "two sums are one": (keeps("add", first_of), ["mixed"]),
+    "what a sum is taken from is a sum": (keeps("sub", first_of), ["mixed"]),
+    "a sum may be rounded": (keeps("convert_element_type", first_of), ["mixed"]),
+    "a sum may be multiplied": (keeps("mul", first_of), ["mixed"]),
+    "a loop in the body runs once": (keeps("scan", programs._of_body), ["mixed"]),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_SUMS)
+def test_a_mistake_in_the_rule_of_sums_that_a_loop_carries_is_found(mistake, monkeypatch):
+    make, faults = OF_SUMS[mistake]
+    make(monkeypatch)
+    with jax.enable_x64(True):
+        for fault in faults:
+            assert any(alone and against for alone, against in map(judged, seeds_of(fault))), fault

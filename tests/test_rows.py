@@ -351,6 +351,121 @@ def test_outputs_that_join_rows_or_have_them_elsewhere_are_those_of_one_device()
         predict(hfjax.init(layout), odd)
 
 
+class Counting(nnx.Module):
+    """Its layer is scanned over rows: it counts them, and each is divided by its number."""
+
+    def __init__(self, rngs):
+        self.map = nnx.Linear(4, 3, rngs=rngs)
+        self.seen = nnx.BatchStat(jnp.float32(2))
+
+    def __call__(self, batch):
+        def turn(model, row):
+            model.seen[...] += 1
+            return model, model.map(row) / model.seen[...]
+
+        return nnx.scan(turn, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(self, batch["x"])[1]
+
+
+def predicted(init, forward=None, batch=BATCH, devices=(1, 4)):
+    """Return what a model predicts on one device and on several."""
+    found = []
+    for n in devices:
+        mesh = hfjax.make_mesh(devices=jax.devices()[:n], data=n)
+        layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP, forward=forward)
+        found.append(np.asarray(hfjax.predict_step(layout)(hfjax.init(layout), batch)))
+    return found
+
+
+def linear(rngs):
+    return nnx.Linear(4, 3, rngs=rngs)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_scan_over_rows_that_reads_its_counter_is_that_of_one_device():
+    losses = []
+    for n in (1, 4):
+        mesh = hfjax.make_mesh(devices=jax.devices()[:n], data=n)
+        layout = hfjax.layout(Counting, optax.sgd(0.1), mesh, hfjax.DDP)
+        step = hfjax.train_step(layout, squares)
+        state, _ = step(hfjax.init(layout), BATCH)
+        state, metrics = step(state, BATCH)  # what it counts goes on
+        losses.append(float(metrics["loss"]))
+        assert ("scan  gathered, 256 B, since no rule knows it" in str(step.rows)) == (n > 1)
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    np.testing.assert_allclose(*predicted(Counting), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_sum_that_a_loop_shows_is_that_of_one_device():
+    shown = []
+
+    def forward(model, batch):
+        def turn(total, row):
+            jax.debug.callback(lambda total: shown.append(int(total)), total + row)
+            return total + row, None
+
+        return model(batch["x"]) * jax.lax.scan(turn, 0.0, batch["mask"])[0]
+
+    predicted(linear, forward, BATCH | {"mask": np.ones(16, np.float32)}, [8])
+    jax.effects_barrier()
+    assert set(shown) == set(range(1, 17))
+
+
+def keys_of_rows(key):
+    """Return what draws with a key of each row, as people make them."""
+    some = lambda keys, rows: jax.vmap(lambda k, r: r * jax.random.uniform(k, (4,)))(keys, rows)
+    fold = jax.vmap(jax.random.fold_in, (None, 0))
+    twice = lambda keys: jax.vmap(jax.random.split)(keys)[:, 1]
+    return {
+        "split": lambda x: some(jax.random.split(key, len(x)), x),
+        "folded": lambda x: some(fold(key, jnp.arange(len(x))), x),
+        "by what rows hold": lambda x: some(fold(key, (x[:, 0] * 9).astype("uint32")), x),
+        "split again": lambda x: some(twice(jax.random.split(key, len(x))), x),
+        "in a loop": lambda x: jax.lax.map(
+            lambda kr: kr[1] * jax.random.uniform(kr[0]), (jax.random.split(key, len(x)), x)
+        ),
+        "for all": lambda x: x * jax.random.uniform(key, x.shape),
+    }
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.drawn
+def test_keys_of_each_row_draw_what_they_draw_on_one_device(impl):
+    draws = keys_of_rows(jax.random.key(3, impl=impl))
+    forward = lambda m, b: jnp.concatenate([draw(b["x"]) for draw in draws.values()], 1) * m["w"]
+    init = lambda rngs: {"w": jnp.ones((1, 1))}
+    one, four = (x.reshape(16, len(draws), 4) for x in predicted(init, forward))
+    for number, name in enumerate(draws):
+        np.testing.assert_allclose(four[:, number], one[:, number], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_greatest_or_least_over_rows_of_which_one_is_nan_is_nan():
+    x = np.arange(16, dtype=np.float32)[:, None] - np.full(5, 8, np.float32)
+    x[[5, 9, 0, 15], range(1, 5)] = np.nan, -np.nan, np.inf, -np.inf
+    of = lambda x: [x.max(0), x.min(0), jnp.abs(x).max(0), jax.lax.cummax(x)[-1], x[x.argmax(0), 0]]
+    forward = lambda m, b: jnp.broadcast_to(jnp.concatenate(of(b["x"] * m["w"])), (16, 25))
+    one, four = predicted(lambda rngs: {"w": jnp.ones((1, 1))}, forward, {"x": x})
+    assert np.isnan(one).any()
+    np.testing.assert_array_equal(four, one)
+
+
+def test_a_callback_whose_value_is_used_in_a_loop_over_rows_is_refused():
+    number = lambda row: io_callback(lambda y: y.sum(), jax.ShapeDtypeStruct((), "float32"), row)
+    _, step = step_of(lambda o, b: jax.lax.map(number, o).mean())
+    with pytest.raises(ValueError, match="io_callback returns a value that the model uses"):
+        step.trace(BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_a_collective_in_a_branch_of_a_loop_over_rows_sees_one_device():
+    def branch(row):
+        return jax.lax.cond(row.sum() > 0, lambda r: jax.lax.psum(r, "data"), jnp.sin, row)
+
+    forward = lambda m, b: jax.lax.map(branch, m(b["x"]))
+    np.testing.assert_allclose(*predicted(linear, forward), rtol=1e-5)
+
+
 def test_callbacks_see_all_rows_once_and_one_whose_value_is_used_is_refused():
     seen = []
 

@@ -411,6 +411,21 @@ def a_recurrence(w, x):
 
 
 @layer
+def linear_attention_as_a_recurrence(w, x):
+    """What is remembered is a sum, of which each position reads what there is with its own."""
+    d = x.shape[-1]
+    q, k, v = (jnp.swapaxes(x @ w(name, d, d), 0, 1) for name in "qkv")
+
+    def step(state, qkv):
+        q, k, v = qkv
+        state = state + jnp.einsum("bk,bv->bkv", k, v)
+        return state, jnp.einsum("bk,bkv->bv", q, state)
+
+    _, y = lax.scan(step, jnp.zeros((len(x), d, d)), (q, k, v))
+    return jnp.swapaxes(y, 0, 1)
+
+
+@layer
 def an_lstm_of_flax(w, x):
     return nnx.RNN(
         nnx.LSTMCell(x.shape[-1], 4, dtype=x.dtype, param_dtype=x.dtype, rngs=nnx.Rngs(0))

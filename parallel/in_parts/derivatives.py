@@ -6,6 +6,7 @@ returns for a value that is the same stays a sum: the gradients of devices are a
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from hfjax.parallel.autodiff.linear import is_linear
 from hfjax.parallel.autodiff.program import bind, body_of
@@ -178,8 +179,6 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Solve linear equations: those of each part by themselves, if its programs join nothing."""
     lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
-    if any(_iterates(program.jaxpr) for program in programs if program is not None):
-        return custom_vjp(scope, equation, values)  # not linear in the cotangent that it is given
     values = _given(scope, values)
     if not any(is_value(v) for v in values):
         return bind(equation, values)
@@ -200,12 +199,14 @@ def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         return [found_without_devices(scope, body(i), arrays, kinds) for i in used]
 
     kinds = list(map(kind_of, sides))
+    if any(_iterates(programs[i].jaxpr) for i in used):
+        return _solved_whole(scope, programs, held_by, sides)
     if not all(isinstance(k, Cut) for k in kinds):  # what is given whole may be found in parts
         kinds = tried(kinds)[0][0][: len(kinds)]
     found = tried(kinds)
     alone = all(kinds_found == kinds and not told for kinds_found, told in found)
     if not alone or not all(isinstance(k, Cut) for k in kinds):
-        return custom_vjp(scope, equation, values)
+        return _solved_whole(scope, programs, held_by, sides)
 
     def run(which: int) -> Any:
         def solved(arrays: Sequence[Any]) -> list[Any]:
@@ -218,6 +219,37 @@ def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     back = None if programs[3] is None else lambda _, b: run(3)(b)
     solution = lax.custom_linear_solve(run(0), arrays, lambda _, b: run(2)(b), back)
     return again(solution, kinds)
+
+
+def _solved_whole(
+    scope: Scope, programs: Sequence[Any], held_by: Sequence[Values], sides: Values
+) -> Values:
+    """Solve whole equations on every device; the cotangent that is solved for is complete.
+
+    A solver that iterates is not linear in it, so that devices may not solve for shares.
+    """
+    whole, count = [list(map(scope.whole, given)) for given in held_by], len(sides)
+    more = len(programs[2].out_avals) > count  # what a solver tells besides
+
+    def run(which: int, arrays: Sequence[Any]) -> Any:
+        found = jaxpr_as_fun(programs[which])(*whole[which], *arrays)
+        return (found[:count], found[count:]) if which > 1 and more else found
+
+    def back(_: Any, cotangents: Sequence[Any]) -> Any:
+        found = run(3, list(map(scope.side.total, cotangents)))
+        solution, *told = found if more else (found,)
+        shares = list(map(scope.side.shared, solution))
+        return (shares, *told) if more else shares
+
+    return jax.tree.leaves(
+        lax.custom_linear_solve(
+            partial(run, 0),
+            [jnp.asarray(scope.whole(v)) for v in sides],
+            lambda _, b: run(2, b),
+            None if programs[3] is None else back,
+            has_aux=more,
+        )
+    )
 
 
 def _iterates(jaxpr: Any) -> bool:

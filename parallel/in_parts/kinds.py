@@ -215,12 +215,12 @@ class Side:
         return lax.psum(wide(x), self.axes).astype(x.dtype)
 
     def greatest(self, x: jax.Array) -> jax.Array:
-        """Return the greatest over the devices."""
-        return lax.pmax(wide(x), self.axes).astype(x.dtype)
+        """Return the greatest over the devices; NaN where one has it."""
+        return _by_order(lambda x: lax.pmax(x, self.axes), wide(x), True).astype(x.dtype)
 
     def least(self, x: jax.Array) -> jax.Array:
-        """Return the least over the devices."""
-        return lax.pmin(wide(x), self.axes).astype(x.dtype)
+        """Return the least over the devices; NaN where one has it."""
+        return _by_order(lambda x: lax.pmin(x, self.axes), wide(x), False).astype(x.dtype)
 
     def stacked(self, x: jax.Array) -> jax.Array:
         """Return what all devices have, [devices, ...]."""
@@ -260,8 +260,9 @@ class Side:
             return gather(x.astype("uint8")).astype(bool)
         if wide(x).dtype == x.dtype:
             return gather(x)
-        narrow = jax.custom_vjp(gather)  # its derivative is a sum
-        narrow.defvjp(lambda x: (gather(x), None), lambda _, dy: (self._scatter(dy, dim),))
+        narrow = jax.custom_jvp(gather)  # its derivative is a sum, of wide numbers
+        wider = lambda dx: gather(wide(dx)).astype(dx.dtype)
+        narrow.defjvp(lambda xs, dxs: (gather(*xs), wider(*dxs)))
         return narrow(x)
 
     def scattered(self, x: jax.Array, cut: Cut) -> jax.Array:
@@ -335,6 +336,21 @@ class Side:
 
 def _concatenated(arrays: list[jax.Array], dim: int) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, dim)
+
+
+def _by_order(extreme: Callable, x: jax.Array, greatest: bool) -> jax.Array:
+    """Return an extreme of floating-point numbers, by whole numbers that have their order.
+
+    XLA's own on CPUs, and NCCL's, drop NaN. Here NaN is beyond all numbers.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return extreme(x)
+    whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    ends = jnp.iinfo(whole)
+    turned = lambda n: jnp.where(n < 0, n ^ ends.max, n)  # its own inverse
+    order = turned(lax.bitcast_convert_type(x, whole))
+    found = extreme(jnp.where(jnp.isnan(x), ends.max if greatest else ends.min, order))
+    return lax.bitcast_convert_type(turned(found), x.dtype)
 
 
 def wide(x: jax.Array) -> jax.Array:

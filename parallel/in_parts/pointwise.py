@@ -19,7 +19,7 @@ POINTWISE = frozenset(
     cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
     igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
     mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow
-    random_fold_in random_gamma_grad real reduce_precision reshard regularized_incomplete_beta
+    random_gamma_grad real reduce_precision reshard regularized_incomplete_beta
     rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
     zeta""".split()

@@ -10,9 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
 
-from hfjax.parallel.autodiff.program import body_of, parts_of_scan
+from hfjax.parallel.autodiff.program import (
+    PLAIN_CALLS,
+    bodies_of,
+    body_of,
+    needed,
+    parts_of_scan,
+)
 from hfjax.parallel.in_parts.kinds import (
     SAME,
     SUM,
@@ -27,7 +33,8 @@ from hfjax.parallel.in_parts.kinds import (
     kind_of,
     of_kind,
 )
-from hfjax.parallel.in_parts.scope import Join, Scope
+from hfjax.parallel.in_parts.named_calls import call_of
+from hfjax.parallel.in_parts.scope import Join, Scope, aval_of
 
 Values = Sequence[Any]
 Body = Callable[[Scope, Values], Values]
@@ -132,7 +139,9 @@ def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
         mapped = _over_rows(scope, equation, consts, first, sliced)
         if mapped is not None:
             return mapped
+        scope.known = False  # it is gathered as for any program that no rule runs in parts
         sliced = [_whole_rows(scope, v) for v in sliced]
+        scope.known = True
     scope.watch([v for v in sliced if isinstance(v, Later)])
     sliced = [_sliced(scope, v) for v in sliced]
     kinds_of_consts = list(map(kind_of, consts))
@@ -196,19 +205,15 @@ def _over_rows(
 ) -> Values | None:
     """Return what a loop over rows makes that carries sums at most: each device has its own turns.
 
-    What is carried may be added to, and is then a sum; or it stays as it is.
+    What is carried may be added to, and is then a sum that no turn sees; or it stays as it is.
     """
     cut = next(v.cut for v in sliced if isinstance(v, Part) and v.cut.dim == 0)
     split = any(isinstance(v, Part) for v in consts)
     if split or any(isinstance(v, Part) and v.cut != cut for v in sliced):
         return None
     jaxpr = equation.params["jaxpr"].jaxpr
-    carried = jaxpr.invars[len(consts) : len(consts) + len(first)]
-    stays = [v is out for v, out in zip(carried, jaxpr.outvars, strict=False)]
-    adds = [_is_added_to(jaxpr, v, out) for v, out in zip(carried, jaxpr.outvars, strict=False)]
-    if not all(map(any, zip(stays, adds, strict=True))):
-        return None
-    if _has_collectives(jaxpr, scope.side.axes):
+    adds = _running_sums(jaxpr, jaxpr.invars[len(consts) : len(consts) + len(first)])
+    if adds is None or _needs_others(jaxpr, scope.side.axes):
         return None
     here = [scope.part(scope.whole(v) if isinstance(v, Later) else v, cut) for v in sliced]
     length = equation.params["length"] // scope.side.size
@@ -218,42 +223,95 @@ def _over_rows(
     return [*last, *(Part(x, cut) for x in found[len(first) :])]
 
 
-def _is_added_to(jaxpr: Any, before: Any, after: Any) -> bool:
-    """Return whether a program adds to a value, and does nothing else with it."""
-    users = [e for e in jaxpr.eqns if any(v is before for v in e.invars)]
-    if len(users) != 1 or before in jaxpr.outvars:
-        return False
-    (user,) = users
-    if user.primitive.name == "convert_element_type":  # of a number without a dtype of its own
-        (new,) = user.outvars
-        return new.aval.dtype == before.aval.dtype and _is_added_to(jaxpr, new, after)
-    if after not in user.outvars:
-        return False
-    places = [i for i, v in enumerate(user.invars) if v is before]
-    real = jnp.issubdtype(before.aval.dtype, jnp.inexact) or before.aval.dtype.itemsize >= 4
-    if len(places) != 1 or not real or jaxpr.outvars.count(after) != 1:
-        return False
-    if user.primitive.name in ("add", "add_any"):
-        return user.outvars[0].aval.shape == before.aval.shape
-    body = body_of(user) if user.primitive.name in CALLED else None
-    if body is None or len(body[0].invars) != len(user.invars):
-        return False
-    inside, out = body[0], user.outvars.index(after)
-    return _is_added_to(inside, inside.invars[places[0]], inside.outvars[out])
+# What a value of a program is, of a sum that the program is given: nothing, if it does not follow
+# from one; the sum's number, if it is the sum and what was added to it; else it is mixed.
+Mark = int | None
+MIXED = -1
 
 
-# What runs its program once, on what enters.
-CALLED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+def _running_sums(jaxpr: Jaxpr, carried: Sequence[Any]) -> list[bool] | None:
+    """Return which of what a loop carries are sums, if all others stay and no turn sees a sum."""
+    stays = [v is out for v, out in zip(carried, jaxpr.outvars, strict=False)]
+    marks = {v: i for i, v in enumerate(carried) if not stays[i]}
+    if not all(_adds_up(v.aval.dtype) for v in marks):
+        return None
+    found = _marks(jaxpr, [marks.get(v) for v in jaxpr.invars])
+    return [not stay for stay in stays] if _are_sums(found, stays) else None
 
 
-def _has_collectives(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
+def _are_sums(found: list[Mark], stays: list[bool]) -> bool:
+    """Return whether each sum is itself again, and nothing else follows from one."""
+    wanted = [None if stay else number for number, stay in enumerate(stays)]
+    return found == [*wanted, *[None] * (len(found) - len(stays))]
+
+
+def _adds_up(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize >= 4
+
+
+def _marks(jaxpr: Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
+    """Return the marks of what a program returns, by those of what it is given."""
+    known = {v: mark for v, mark in zip(jaxpr.invars, marks, strict=True) if mark is not None}
+    read = lambda v: None if isinstance(v, Literal) else known.get(v)
+    for equation in jaxpr.eqns:
+        given = list(map(read, equation.invars))
+        if given.count(None) == len(given):
+            continue
+        if needed([equation], []):  # it shows or does something
+            return [MIXED] * len(jaxpr.outvars)
+        rule = _KEEPS_SUMS.get(equation.primitive.name)
+        found = rule(equation, given) if rule else None
+        known.update(zip(equation.outvars, found or [MIXED] * len(equation.outvars), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _added(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+    a, b = marks
+    return None if a is not None and b is not None else [b if a is None else a]
+
+
+def _less(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+    a, b = marks
+    return [a] if b is None else None
+
+
+def _of_same_dtype(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+    (before,), (after,) = equation.invars, equation.outvars
+    return marks if aval_of(before).dtype == aval_of(after).dtype else None
+
+
+def _of_body(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+    jaxpr, _ = _body(equation)
+    return _marks(jaxpr, marks) if len(jaxpr.invars) == len(marks) else None
+
+
+# Programs that run once, on what enters.
+_CALLS = (*PLAIN_CALLS, "checkpoint", "remat", "remat2")
+_KEEPS_SUMS: dict[str, Callable] = {
+    "add": _added,
+    "add_any": _added,
+    "sub": _less,
+    "convert_element_type": _of_same_dtype,  # of a number without a dtype of its own
+    **dict.fromkeys(_CALLS, _of_body),
+}
+
+
+def _needs_others(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
+    """Return whether a program has what a device may not run by itself.
+
+    It is a collective over these axes, a callback that gives a value, or a call that stands in.
+    """
     for equation in jaxpr.eqns:
         named = equation.params.get("axes", equation.params.get("axis_name", ()))
         named = named if isinstance(named, tuple | list) else (named,)
         if any(isinstance(n, str) and n in axes for n in named):
             return True
-        inside = body_of(equation)
-        if inside is not None and _has_collectives(inside[0], axes):
+        used = any(not isinstance(v, DropVar) for v in equation.outvars)
+        if equation.primitive.name == "io_callback" and used:
+            return True
+        if (call := call_of(equation)) is not None and call.stands_in:
+            return True
+        if any(_needs_others(inside, axes) for inside, _ in bodies_of(equation)):
             return True
     return False
 

@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from hfjax.parallel.in_parts.kinds import Cut, Made, Part
+from hfjax.parallel.in_parts.pointwise import pointwise
 from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
@@ -20,7 +21,8 @@ _COUNTERS = 2**32  # beyond, a counter has a high word
 def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Return bits: of keys that are split, or bits that are drawn for the part asked for."""
     (keys,), out = values, aval_of(equation.outvars[0])
-    if isinstance(keys, Part):
+    alone = is_alone(aval_of(equation.invars[0]))
+    if isinstance(keys, Part) and alone:
         return scope.parts(keys.cut, equation, [keys.x])
     ndim, whole = len(scope.shape(keys)), scope.whole(keys)
     bits, shape = equation.params["bit_width"], equation.params["shape"]
@@ -31,7 +33,7 @@ def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     counts = math.prod(shape) < _COUNTERS and is_threefry(whole)
 
     def make(scope: Scope, cut: Cut | None) -> Any:
-        if cut is not None and cut.dim < ndim:
+        if cut is not None and cut.dim < ndim and alone:
             return scope.bind(equation, [scope.part(whole, cut)])[0]
         if cut is None or not counts:
             found = scope.bind(equation, [whole])[0]
@@ -44,10 +46,18 @@ def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     return [Made(out.shape, out.dtype, make)]
 
 
+def is_alone(keys: Any) -> bool:
+    """Return whether what each of several keys draws follows from that key.
+
+    Those of rbg, and of unsafe_rbg, all draw from the first of them, in JAX too.
+    """
+    return str(keys.dtype) == "key<fry>"  # threefry2x32
+
+
 def is_threefry(key: Any) -> bool:
     """Return whether the bits of an entry are those of its number, by the configuration of JAX."""
     by_counter = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
-    return str(jax.random.key_impl(key)) == "threefry2x32" and by_counter
+    return is_alone(key) and by_counter
 
 
 def _drawn(scope: Scope, key: Any, shape: tuple, cut: Cut, bits: int) -> jax.Array:
@@ -80,6 +90,16 @@ def of_keys(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     return scope.parts(keys.cut, equation, [keys.x])
 
 
+def new_keys(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Make keys of keys, of each alone; of all at once under rbg, which draws from the first."""
+    if is_alone(aval_of(equation.invars[0])):
+        of_one = equation.primitive.name == "random_fold_in"
+        return pointwise(scope, equation, values) if of_one else of_keys(scope, equation, values)
+    found = scope.bind(equation, list(map(scope.whole, values)))
+    scope.tell("draw", found[0])
+    return found
+
+
 def wrapped(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Take the words of keys for keys: they are the last dimension."""
     (words,) = values
@@ -90,7 +110,8 @@ def wrapped(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
 
 RULES: dict[str, Callable] = {
     "random_bits": random_bits,
-    "random_split": of_keys,
+    "random_split": new_keys,
+    "random_fold_in": new_keys,
     "random_unwrap": of_keys,
     "random_clone": of_keys,
     "random_seed": of_keys,
