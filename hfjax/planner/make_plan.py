@@ -12,6 +12,7 @@ import jax
 import hfjax
 from hfjax.base.tables import aligned
 from hfjax.machines.machine import MACHINES, Machine
+from hfjax.parallel.mesh import EXPERTS
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.corrected import corrected
 from hfjax.planner.peak_memory import Peak
@@ -230,16 +231,18 @@ def part_of_memory(machine: Machine) -> float:
 
 def facts_of(scorer: Scorer) -> ModelFacts:
     """Return what a search asks of the model of a run."""
-    layout, shape = scorer.one.layout, scorer.shape
-    experts = getattr(shape, "experts", 0) or 0
+    layout, calls = scorer.one.layout, scorer.calls
+    counts = [a.shape[a.axes.index(EXPERTS)] for a in layout.arrays.values() if EXPERTS in a.axes]
+    experts = math.gcd(*counts) if calls.mixtures else 0
     model = layout.blueprint.abstract("train")
-    refuses = frozenset(getattr(type(model), "refuses", {}))
+    refuses = {*getattr(type(model), "refuses", {}), *(() if calls.attentions else ("context",))}
+    of_tokens = scorer.one.task.unit == "tokens"
     return ModelFacts(
         layers=scorer.layers if layout.blueprint.three_parts else 0,
         length=scorer.length,
         experts=experts,
-        refuses=refuses,
-        row_maps=hasattr(shape, "linear_maps") and not experts and scorer.one.task.unit == "tokens",
+        refuses=frozenset(refuses),
+        row_maps=of_tokens and not experts and bool(scorer.profile("none").linear_maps),
         in_parts=layout.blueprint.three_parts,
     )
 
@@ -405,8 +408,7 @@ def _rank(s: Scored) -> tuple[float, float, int]:
 def _row(s: Scored, best: Scored, scorer: Scorer, memory: int) -> PlanRow:
     fits = _fits(s, memory)
     tokens = s.candidate.rows * scorer.length / s.candidate.devices / s.time.total
-    needed = scorer.one.task.flops(scorer.one.layout)
-    mfu = tokens * needed / scorer.machine.peak
+    mfu = tokens * scorer.flops / scorer.machine.peak
     reason = "" if s is best else reason_of(s, best, fits, scorer.machine)
     return PlanRow(s.candidate, s.time, s.peak, fits, reason, tokens, mfu, s.compiled)
 
@@ -452,6 +454,11 @@ def _notes(scorer: Scorer, facts: ModelFacts) -> tuple[str, ...]:
         )
     elif not facts.layers:
         found.append("layers are a list of unlike ones: planned without a pipeline")
+    if scorer.length > 1 and not scorer.calls.attentions:
+        found.append(
+            "the model asks for no attention through its kernels (docs/long_sequences.md): meshes "
+            "with context are not searched"
+        )
     if scorer.config.kernels not in ("auto", "xla"):
         found.append(f"--kernels {scorer.config.kernels}: the formulas are those of --kernels auto")
     if not math.isclose(scorer.machine.reserve, 0):
