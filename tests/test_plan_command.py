@@ -275,6 +275,24 @@ def test_why_of_the_first_says_so(made):
     assert "It is the first of the plan." in answered(made, " ".join(words))
 
 
+def test_small_numbers_of_bytes_are_not_zero(made):
+    lines = "\n".join(shown_at(160, table_of(made)))
+    assert "MiB" in lines
+    assert "0.0 GiB" not in lines
+    assert " 0.000" not in answered(made, "data=8 zero=ddp")
+
+
+def test_why_that_says_all_is_scored_without_a_search(monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "make_plan", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(plan_command, "_prepare", lambda: None)
+    all_of = "fsdp=8 zero=fsdp remat=none accumulate=1"
+    assert command([*FEW, "--batch", "128", "--why", all_of]) == 0
+    lines = capsys.readouterr().out
+    assert "nothing searched, since --why says all" in lines
+    assert "It fits" in lines
+    assert "the first" not in lines
+
+
 @pytest.mark.parametrize(
     ("why", "told"),
     [

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -336,7 +337,7 @@ def test_every_row_builds_a_layout_and_a_step(preset):
     for c in candidates(64, 8, facts_of(found), H200):
         sifted.add(c)
     assert sifted.searched > 1000
-    checked = BuildCheck(found, 8)
+    checked = BuildCheck(found)
     drawn = random.Random(preset).sample(sifted.scored, 67)
     refused = {str(s.candidate): checked.refuses(s.candidate) for s in drawn}
     assert {name: why for name, why in refused.items() if why} == {}
@@ -348,6 +349,18 @@ def test_refused_pairs_are_those_of_the_table():
     assert not any(c.split_rows > 1 and c.schedule for c in found)
     assert not any(c.side("context") > 1 and c.side("row") > 1 for c in found)
     assert any(c.side("expert") > 1 and c.side("pipe") > 1 for c in found)
+
+
+def test_arrays_that_no_size_divides_are_told_with_the_sizes_next_to_it():
+    found = scorer(settings("llama-tiny", 48, embed=96, heads=8, mlp=256))
+    many, few = (found.placing(row("fsdp", 48, fsdp=n)).left_whole for n in (40, 8))
+    assert few is None
+    assert many is not None
+    assert re.fullmatch(
+        r"fsdp=40 divides no dimension of 5 arrays, whose parameters \(1.6 MiB\) every device has "
+        r"whole: 32 or 48 divide them",
+        many,
+    )
 
 
 # -- plans -----------------------------------------------------------------------------------
@@ -463,10 +476,11 @@ def test_gradients_of_one_microbatch_go_to_their_moments_at_once():
     assert once.gradients < sums.gradients
 
 
-def test_what_no_device_can_stand_in_for_is_told(monkeypatch):
-    monkeypatch.setattr("hfjax.planner.make_plan.can_compile_for_gpus", lambda: False)
-    with pytest.raises(ValueError, match=r"none of the .* there are 8 devices to stand in; set"):
-        make_plan(settings("gpt-tiny", 64), gpu="h200", count=16, vocab=256)
+def test_many_devices_are_planned_for_though_there_are_few():
+    found = scorer(settings("gpt-tiny", 100_000))
+    many = row("fsdp", 100_000, data=12_500, fsdp=8)
+    assert BuildCheck(found).refuses(many) is None
+    assert "heads" in str(BuildCheck(found).refuses(row("ddp", 100_000, data=12_500, tensor=8)))
 
 
 def test_what_does_not_compile_is_named_and_the_rest_goes_on(monkeypatch):
