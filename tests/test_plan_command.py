@@ -382,6 +382,25 @@ def test_mistakes_are_told_in_words(capsys, words, told):
     assert told in error_of(capsys, *FEW, *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--lr 0.1", "--lr: there is no such flag. Did you mean --optimizer.rate?"),
+        ("--batch-size=8", "--batch-size: there is no such flag. Did you mean --batch?"),
+        ("--mesh fsdp=8", "--mesh: there is no such flag. Give one of these, with its value: --me"),
+        ("--modle.length 3", "Did you mean --model.length?"),
+        ("--heads 2", "Did you mean --model.heads?"),
+        ("--xyzzy", "--xyzzy: there is no such flag. --help lists all flags."),
+    ],
+)
+def test_a_flag_that_is_not_there_gets_the_nearest_in_every_command(capsys, words, told):
+    for argv in ("train", "memory"):
+        with pytest.raises(SystemExit) as end:
+            hfjax_command([argv, *words.split()])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+
+
 def test_what_nothing_divides_is_told_with_what_does(capsys):
     told = error_of(capsys, *FEW, "--batch", "7", "--count", "8", "--model.layers", "1")
     assert "7 rows of 16 tokens on 8 devices: no mesh divides them." in " ".join(told.split())
