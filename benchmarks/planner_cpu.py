@@ -127,7 +127,7 @@ def settings(name: str) -> Train:
 def serve(name: str) -> None:
     """Run steps of a case, one for each line of the input; print the processor's seconds of it."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    parts = Planned(settings(name), jax.devices(), VOCAB, None)
+    parts = Planned(settings(name), jax.devices(), VOCAB)
     shape = parts.batch["tokens"]
     tokens = np.random.default_rng(0).integers(0, VOCAB, shape.shape, dtype=np.int32)
     batch = {"tokens": tokens}

@@ -252,7 +252,8 @@ def compiled(name: str) -> dict[str, Any]:
     from hfjax.planner.programs.stand_in import fused_attention
     from hfjax.target import target_devices
 
-    parts = Planned(given, target_devices("h200", given.count), given.vocab, fused_attention)
+    devices = target_devices("h200", given.count)
+    parts = Planned(given, devices, given.vocab, attention=fused_attention)
     began = time.perf_counter()
     found = asdict(estimate(name, parts))
     return found | {"seconds": round(time.perf_counter() - began, 1), "jax": jax.__version__}

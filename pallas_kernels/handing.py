@@ -3,14 +3,18 @@
 [B]atch, [S]equence, [D] embed, [V]ocabulary.
 """
 
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import jax
 
 Function = TypeVar("Function", bound=Callable)
+# JAX traces what it has traced before anew where another attention stands in.
+_STAND_IN = jax.make_user_context(None)
 
 
 @partial(
@@ -41,7 +45,23 @@ def is_causal_attention(attend: Function, window: int | None = None) -> Function
 
     With a window, a query sees itself and the `window - 1` positions before it.
     """
-    return _marked(_marked(attend, "is_causal_attention"), "window", window)
+
+    @wraps(attend)
+    def run(*operands: Any, **named: Any) -> Any:
+        stand_in = _STAND_IN.value
+        if stand_in is None:
+            return attend(*operands, **named)
+        return stand_in(*inspect.signature(attend).bind(*operands, **named).args, window=window)
+
+    return cast(Function, _marked(_marked(run, "is_causal_attention"), "window", window))
+
+
+def replaced_by(stand_in: Callable | None) -> AbstractContextManager:
+    """Return a context in which causal attention, whosever it is, is `stand_in` where it is traced.
+
+    It is called with q, k, v, documents if there are any, and `window=`. None: nothing is replaced.
+    """
+    return _STAND_IN(stand_in)
 
 
 def _marked(function: Function, mark: str, value: Any = True) -> Function:

@@ -1,7 +1,7 @@
 """From rules to PartitionSpecs: where each dimension of one array lies, and every refusal."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,6 +169,20 @@ def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -
             entries[dim] += axes
             break
     return _spec(entries)
+
+
+def sizes_near(arrays: Iterable[Array | Placed], size: int) -> list[int]:
+    """Return the sizes next to `size`, below and above, that divide a dimension of each array.
+
+    >>> sizes_near([Array("w", (32, 96, 64), ("layers", None, None))], 24 + 16)
+    [32, 48]
+    """
+    of = [[n for n, name in zip(a.shape, a.axes, strict=True) if name != STACK] for a in arrays]
+    divides = lambda size: all(any(n % size == 0 for n in dims) for dims in of)
+    most = min(map(max, of), default=0)
+    spans = range(min(size - 1, most), 1, -1), range(size + 1, most + 1)
+    near = [next(filter(divides, span), None) for span in spans]
+    return [n for n in near if n is not None]
 
 
 def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None) -> tuple[P, P, P]:

@@ -275,6 +275,24 @@ def test_why_of_the_first_says_so(made):
     assert "It is the first of the plan." in answered(made, " ".join(words))
 
 
+def test_small_numbers_of_bytes_are_not_zero(made):
+    lines = "\n".join(shown_at(160, table_of(made)))
+    assert "MiB" in lines
+    assert "0.0 GiB" not in lines
+    assert " 0.000" not in answered(made, "data=8 zero=ddp")
+
+
+def test_why_that_says_all_is_scored_without_a_search(monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "make_plan", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(plan_command, "_prepare", lambda: None)
+    all_of = "fsdp=8 zero=fsdp remat=none accumulate=1"
+    assert command([*FEW, "--batch", "128", "--why", all_of]) == 0
+    lines = capsys.readouterr().out
+    assert "nothing searched, since --why says all" in lines
+    assert "It fits" in lines
+    assert "the first" not in lines
+
+
 @pytest.mark.parametrize(
     ("why", "told"),
     [
@@ -362,6 +380,25 @@ def test_images_have_rows_and_no_tokens():
 )  # fmt: skip
 def test_mistakes_are_told_in_words(capsys, words, told):
     assert told in error_of(capsys, *FEW, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--lr 0.1", "--lr: there is no such flag. Did you mean --optimizer.rate?"),
+        ("--batch-size=8", "--batch-size: there is no such flag. Did you mean --batch?"),
+        ("--mesh fsdp=8", "--mesh: there is no such flag. Give one of these, with its value: --me"),
+        ("--modle.length 3", "Did you mean --model.length?"),
+        ("--heads 2", "Did you mean --model.heads?"),
+        ("--xyzzy", "--xyzzy: there is no such flag. --help lists all flags."),
+    ],
+)
+def test_a_flag_that_is_not_there_gets_the_nearest_in_every_command(capsys, words, told):
+    for argv in ("train", "memory"):
+        with pytest.raises(SystemExit) as end:
+            hfjax_command([argv, *words.split()])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
 
 
 def test_what_nothing_divides_is_told_with_what_does(capsys):

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from hfjax.planner.placing import ModelArrays, Sides
 from hfjax.planner.programs.compile_step import Compiled
 from hfjax.planner.programs.compiled import Failed
 from hfjax.planner.programs.read_program import Share
+from hfjax.planner.programs.stand_in import fused_attention
 from hfjax.planner.reasons import largest_loss
 from hfjax.planner.score import Scorer
 from hfjax.planner.search import candidates
@@ -203,7 +205,8 @@ def test_one_device_computes_what_the_model_needs():
     needed = found.one.task.flops(found.one.layout) * 4 * 256
     counted = found.score(Candidate((), "ddp", 4)).time.flops
     # The model's count has attention in full, the planner's the half that causal attention needs.
-    scores = 3 * 4 * found.shape.heads * 256**2 * (found.shape.embed // found.shape.heads)
+    shape = found.one.model.shape
+    scores = 3 * 4 * shape.heads * 256**2 * (shape.embed // shape.heads)
     half = found.layers * 4 * scores / 2
     backward_again = half / 3  # fused attention makes its scores again: 2.5 times forward, not 2
     assert counted == pytest.approx(needed - half + backward_again / 2, rel=0.02)
@@ -219,6 +222,111 @@ def test_experts_without_a_capacity_are_counted_block_by_block():
     assert flops[1] < flops[0] < 1.5 * flops[1]
 
 
+# -- models of one's own -----------------------------------------------------------------------
+
+OWN = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from hfjax.models.attention import causal_attention, windowed
+from hfjax.models.llama import Llama, LlamaConfig
+from hfjax.models.moe import MoEConfig, MoELlama
+
+jitted = jax.jit(causal_attention)
+
+
+def llama(vocab, length):
+    return lambda rngs: Llama(LlamaConfig.tiny(vocab=vocab, length=length), rngs=rngs)
+
+
+def local(vocab, length):
+    config = LlamaConfig.tiny(vocab=vocab, length=length, attention=windowed(32))
+    return lambda rngs: Llama(config, rngs=rngs)
+
+
+def mixtral(vocab, length):
+    return lambda rngs: MoELlama(MoEConfig.tiny(vocab=vocab, length=length), rngs=rngs)
+
+
+class Plain(nnx.Module):  # no parts, no kernels
+    def __init__(self, vocab, rngs):
+        self.tokens = nnx.Embed(vocab, 128, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(128, 128, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, batch):
+        x = self.tokens(batch["tokens"][:, :-1])
+        for layer in self.layers:
+            heads = layer(x).reshape(*x.shape[:2], 4, 32).astype("bfloat16")
+            x = x + jitted(heads, heads, heads).reshape(x.shape)
+        return self.tokens.attend(x)
+
+
+def plain(vocab, length):
+    return lambda rngs: Plain(vocab, rngs)
+"""
+PIPED = {"schedule": "1f1b", "microbatches": 4}
+ALIKE = {
+    "llama-tiny": [
+        row("ddp", 16, data=2, row=2, tensor=2),
+        row("fsdp", 16, {"accumulate": 2}, fsdp=4, context=2),
+        row("ddp", 16, {"sequence": True}, data=2, tensor=4),
+    ],
+    "mixtral-tiny": [
+        row("fsdp", 16, expert=2, tensor=2, context=2),
+        row("ddp", 16, PIPED, pipe=2, data=2, context=2),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN, encoding="utf-8")
+    return lambda name, length=64: scorer(
+        settings(own=f"{path}:{name}", length=length, preset="gpt-tiny")
+    )
+
+
+@pytest.mark.parametrize("preset", ALIKE)
+def test_a_model_of_ones_own_is_planned_as_the_same_preset(preset, own):
+    mine, known = own(preset.removesuffix("-tiny")), scorer(settings(preset))
+    assert facts_of(mine) == facts_of(known)
+    for c in ALIKE[preset]:
+        a, b = mine.score(c), known.score(c)
+        assert (a.time.parts, a.peak.parts) == (b.time.parts, b.peak.parts), str(c)
+        sent = [list(sent_by(c, s.traffic(c, s.placing(c)))) for s in (mine, known)]
+        assert sent[0] == sent[1]
+    if preset == "llama-tiny":
+        assert mine.flops == known.one.task.flops(known.one.layout)
+
+
+def test_attention_that_is_not_asked_of_the_step_is_one_call_too(own):
+    found = own("plain", 128)
+    work = found.profile("none").work("ends", Share())
+    calls = [(a.positions, a.backward) for a in work.attention]
+    assert calls == [(128, False), (128, False), (128, True), (128, True)]
+    assert found.calls.attentions == ()
+    assert "context" in facts_of(found).refuses
+    notes = planner._notes(found, facts_of(found))
+    assert any("asks for no attention through its kernels" in note for note in notes)
+
+
+def test_a_window_leaves_pairs_out(own):
+    near, far = (
+        own(name, 128).profile("none").work("layers", Share()) for name in ("local", "llama")
+    )
+    assert [a.window for a in near.attention] == [32, 32]
+    pairs = 128 * 129 / 2
+    left = [a.flops / b.flops for a, b in zip(near.attention, far.attention, strict=True)]
+    assert left == pytest.approx([(pairs - 96 * 97 / 2) / pairs] * 2)
+
+
+def test_what_was_planned_with_another_attention_runs_with_its_own(own):
+    """Though the model jits it, and JAX keeps what it has traced."""
+    found, name = own("plain").one, "hfjax_fused_attention"
+    traced = [str(replace(found, attention=x).trace().jaxpr) for x in (None, fused_attention, None)]
+    assert [name in program for program in traced] == [False, True, False]
+
+
 # -- rows that can run -----------------------------------------------------------------------
 
 
@@ -229,7 +337,7 @@ def test_every_row_builds_a_layout_and_a_step(preset):
     for c in candidates(64, 8, facts_of(found), H200):
         sifted.add(c)
     assert sifted.searched > 1000
-    checked = BuildCheck(found, 8)
+    checked = BuildCheck(found)
     drawn = random.Random(preset).sample(sifted.scored, 67)
     refused = {str(s.candidate): checked.refuses(s.candidate) for s in drawn}
     assert {name: why for name, why in refused.items() if why} == {}
@@ -241,6 +349,18 @@ def test_refused_pairs_are_those_of_the_table():
     assert not any(c.split_rows > 1 and c.schedule for c in found)
     assert not any(c.side("context") > 1 and c.side("row") > 1 for c in found)
     assert any(c.side("expert") > 1 and c.side("pipe") > 1 for c in found)
+
+
+def test_arrays_that_no_size_divides_are_told_with_the_sizes_next_to_it():
+    found = scorer(settings("llama-tiny", 48, embed=96, heads=8, mlp=256))
+    many, few = (found.placing(row("fsdp", 48, fsdp=n)).left_whole for n in (40, 8))
+    assert few is None
+    assert many is not None
+    assert re.fullmatch(
+        r"fsdp=40 divides no dimension of 5 arrays, whose parameters \(1.6 MiB\) every device has "
+        r"whole: 32 or 48 divide them",
+        many,
+    )
 
 
 # -- plans -----------------------------------------------------------------------------------
@@ -356,10 +476,11 @@ def test_gradients_of_one_microbatch_go_to_their_moments_at_once():
     assert once.gradients < sums.gradients
 
 
-def test_what_no_device_can_stand_in_for_is_told(monkeypatch):
-    monkeypatch.setattr("hfjax.planner.make_plan.can_compile_for_gpus", lambda: False)
-    with pytest.raises(ValueError, match=r"none of the .* there are 8 devices to stand in; set"):
-        make_plan(settings("gpt-tiny", 64), gpu="h200", count=16, vocab=256)
+def test_many_devices_are_planned_for_though_there_are_few():
+    found = scorer(settings("gpt-tiny", 100_000))
+    many = row("fsdp", 100_000, data=12_500, fsdp=8)
+    assert BuildCheck(found).refuses(many) is None
+    assert "heads" in str(BuildCheck(found).refuses(row("ddp", 100_000, data=12_500, tensor=8)))
 
 
 def test_what_does_not_compile_is_named_and_the_rest_goes_on(monkeypatch):

@@ -138,7 +138,10 @@ def test_two_depths_tell_what_the_whole_program_tells(name, tmp_path):
     kernels = tmp_path / "kernels"
     kernels.touch()
     at = lambda layers: Planned(
-        replace(config, model=replace(model, layers=layers)), devices, vocab, fused_attention
+        replace(config, model=replace(model, layers=layers)),
+        devices,
+        vocab,
+        attention=fused_attention,
     )
     assert layers_without_loop(at(layers)) == layers
     found, (whole, _) = of_two_depths(at, layers, kernels), program_of(at(layers), kernels)

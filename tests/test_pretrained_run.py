@@ -230,7 +230,8 @@ def test_a_folder_of_the_user_in_the_place_of_the_copy_stays(place, tmp_path):
     [
         {"preset": "llama-tiny"},
         {"own": "mine.py:make"},
-        *({name: 2} for name in ("layers", "heads", "embed", "experts", "top_k")),
+        *({name: 2} for name in ("layers", "embed", "kv_heads", "mlp", "head", "experts")),
+        *({name: 2} for name in ("heads", "top_k")),
     ],
 )
 def test_what_else_says_the_shape_is_refused_with_both_flags(fields):

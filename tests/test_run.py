@@ -17,9 +17,10 @@ from hfjax.cli.memory.alternatives import of_run
 from hfjax.cli.run import Generate
 from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
+from hfjax.models.llama import LlamaConfig
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
-from hfjax.run.chosen_model import presets
+from hfjax.run.chosen_model import choose, presets
 from hfjax.run.config import (
     CheckpointOptions as Checkpoints,
     Data,
@@ -296,6 +297,15 @@ def test_a_llama_is_a_preset_too(data, tmp_path):
     assert train(config).step == 1
 
 
+def test_flags_say_all_widths_of_a_llama():
+    flags = {"layers": 80, "heads": 64, "embed": 8192, "kv_heads": 8, "mlp": 28672}
+    of = lambda preset, **sizes: choose(Train(model=Model(preset=preset, **sizes)), 32000).shape
+    assert of("llama2-7b", **flags) == LlamaConfig(**flags)
+    assert of("llama2-7b", **flags, head=64).width == 64
+    expert = of("mixtral-tiny", mlp=96, kv_heads=2)
+    assert (expert.mlp, expert.kv_heads) == (96, 2)
+
+
 def test_a_preset_with_experts_tells_how_even_their_loads_are(data, tmp_path, capfd):
     model = replace(MODEL, preset="mixtral-tiny", experts=4, top_k=1, capacity=1.0)
     spread = {"strategy": "fsdp+expert", "mesh": Mesh(expert=2)}
@@ -534,6 +544,8 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"model": Model(own="hfjax:init", dropout=0.0)}, r"--model.dropout is of presets"),
         ({"model": Model(own="hfjax:init", capacity=0.0)}, r"--model.capacity is of presets"),
         ({"model": Model(preset="llama-tiny", top_k=2)}, r"--model.top-k: llama-tiny has no exp"),
+        ({"model": Model(kv_heads=2)}, r"--model.kv-heads: gpt-tiny is a GPT, .* llama-tiny, lla"),
+        ({"model": Model(own="hfjax:init", kv_heads=2)}, r"--model.kv-heads is of presets"),
         ({"data": Data(valid="nowhere")}, r"nowhere"),
         ({"optimizer": Optimizer(scale=("tokens",))}, r"scale tokens: PATTERN=FACTOR"),
         (

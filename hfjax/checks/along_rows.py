@@ -42,9 +42,11 @@ class AlongRows(local.InStep):
     @contextmanager
     def counted(self, times: int) -> Iterator[None]:
         """Note what a layer asks for that is traced within, for so many like it."""
-        before = len(self.calls)
+        mixtures = self.step.mixtures
+        before, mixed = len(self.calls), len(mixtures)
         yield
         self.calls[before:] = [replace(call, times=times) for call in self.calls[before:]]
+        mixtures[mixed:] *= times
 
     def attention(self, attend: Callable) -> Callable:
         """Return what notes an attention, and makes something of the shape of its result."""

@@ -38,6 +38,19 @@ def look_along_rows(
         batch: With the rows of this device.
         mode: "train" or "eval"; "predict" is "eval" here.
     """
+    noted, dims = noted_along_rows(rows, context, variables, batch, mode)
+    choice = choose(rows.settings, rows.devices, noted.calls, rows.no_ring)
+    choice.deal.check(noted.length, "a batch")
+    return replace(rows, seen=FoundAlongRows(choice, noted.length, dims))
+
+
+def noted_along_rows(
+    rows: OnSharedRows, context: StepContext, variables: Flat, batch: Any, mode: str
+) -> tuple[AlongRows, Any]:
+    """Return what a model asks for, and which dimension of each array of a batch is the sequence.
+
+    The arguments are those of `look_along_rows`.
+    """
     whole = context.blueprint.prepared(batch)
     dims = dims_of(whole, rows.settings.sequence)
     length = _length(whole, dims)
@@ -52,9 +65,7 @@ def look_along_rows(
     others = Side((*of_rows.side.axes, *rows.axes), of_rows.side.size * rows.devices)
     with recording():
         traced_whole(others, look, parameters, *shapes)
-    choice = choose(rows.settings, rows.devices, noted.calls, rows.no_ring)
-    choice.deal.check(length, "a batch")
-    return replace(rows, seen=FoundAlongRows(choice, length, dims))
+    return noted, dims
 
 
 def _length(batch: Any, dims: Any) -> int:

@@ -7,6 +7,7 @@ full stop at the end is left out.
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import re
 import textwrap
@@ -62,6 +63,7 @@ def parsed(
         config: Whether it takes --config, which `argv` has no more: `config_of` read it.
     """
     check_words(argv)
+    check_known(kind, argv, config)
     check_once(kind, argv)
     fields = {} if default is None else {"default": default}
     registry = ConstructorRegistry()
@@ -230,6 +232,78 @@ def check_once(kind: type, words: Sequence[str]) -> None:
                 f"{flag} is there twice, and only its last values would count. Give it once, "
                 f"all values behind it: {flag} ONE ANOTHER."
             )
+
+
+# What others call a flag -> its name here, as far as a command has it.
+ALIASES = {
+    **dict.fromkeys(("lr", "learning-rate", "optimizer.lr"), "optimizer.rate"),
+    **dict.fromkeys(("batch-size", "global-batch-size", "bs", "train-batch-size"), "batch"),
+    **dict.fromkeys(("max-steps", "num-steps", "train-steps", "iters"), "steps"),
+    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs"), "data.epochs"),
+    **dict.fromkeys(("seq-len", "seq-length", "max-length", "context-length"), "model.length"),
+    **dict.fromkeys(("warmup-steps", "warmup"), "optimizer.warmup"),
+    **dict.fromkeys(("wd", "weight-decay"), "optimizer.weight-decay"),
+    **dict.fromkeys(("dtype", "bf16", "fp16"), "precision"),
+    **dict.fromkeys(("gpus", "num-gpus", "nproc-per-node"), "count"),
+    **dict.fromkeys(("output-dir", "output", "o"), "out"),
+    **dict.fromkeys(("dataset", "train-data"), "data.train"),
+}
+
+
+def check_known(kind: type, words: Sequence[str], config: bool = False) -> None:
+    """Refuse a flag that a command does not have, with the nearest that it has.
+
+    Args:
+        kind: The dataclass of its flags.
+        words: The arguments.
+        config: Whether it takes --config.
+    """
+    known = [*flags_of(kind), "help", *(["config"] if config else [])]
+    for word in words:
+        if not word.startswith("--") or word == "--":
+            continue
+        name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        if name not in known:
+            raise ValueError(f"--{name}: there is no such flag.{_instead(name, known)}")
+
+
+def _instead(name: str, known: Sequence[str]) -> str:
+    """Return what to give in place of a flag that is not there."""
+    inside = [f"--{flag}" for flag in known if flag.startswith(f"{name}.")]
+    if inside:
+        return f" Give one of these, with its value: {', '.join(inside)}."
+    ends = [flag for flag in known if flag.rpartition(".")[2] == name]
+    near = [ALIASES[name]] if ALIASES.get(name) in known else ends
+    near = near or difflib.get_close_matches(name, known, n=1)
+    if not near:  # by its last part, of which a box stands before the dot
+        lasts = {flag.rpartition(".")[2]: flag for flag in reversed(known)}
+        last = difflib.get_close_matches(name.rpartition(".")[2], lasts, n=1)
+        near = [lasts[word] for word in last]
+    mean = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
+    return f"{mean} --help lists all flags."
+
+
+def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
+    """Yield the flags of a dataclass without their dashes, those that say no among them.
+
+    >>> from hfjax.run.config import Mesh
+    >>> list(flags_of(Mesh, "mesh."))[:2]
+    ['mesh.data', 'mesh.fsdp']
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        if not field.init:
+            continue
+        hint, name = hints[field.name], field.name.replace("_", "-")
+        bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if tyro.conf.Suppress in get_args(hint)[1:]:
+            continue
+        if is_dataclass(bare) and isinstance(bare, type):
+            yield from flags_of(bare, f"{prefix}{name}.")
+            continue
+        yield f"{prefix}{name}"
+        if bare is bool:
+            yield f"{prefix}no-{name}"
 
 
 def _of_several(kind: type, prefix: str = "--") -> Iterator[str]:

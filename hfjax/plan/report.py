@@ -14,8 +14,8 @@ from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.layer_costs import output_shapes
 from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_use, size_of
 from hfjax.parallel.packing import PackedLayers, packed_layers
-from hfjax.parallel.placement import Placed, entries_of, keep, pieces
-from hfjax.parallel.strategy import Strategy
+from hfjax.parallel.placement import Placed, entries_of, keep, pieces, sizes_near
+from hfjax.parallel.strategy import Axes, Strategy
 from hfjax.plan.hosted import Hosted
 from hfjax.plan.storage import Source
 
@@ -58,12 +58,19 @@ def left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str
     for column, rules in (("parameter", strategy.parameters), ("moment", strategy.moments)):
         axes = rules.get("*", ())
         for p in placed.values():
-            split = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
-            if in_use(p.mesh, axes) and not p.small and not split & set(axes):
+            if is_left_whole(p, column, axes):
+                size, over = size_of(axes, p.mesh), "+".join(in_use(p.mesh, axes))
+                near = " or ".join(map(str, sizes_near([p], size)))
                 yield (
-                    f"{p.path} {p.shape}: no free dimension divides by {size_of(axes, p.mesh)} "
-                    f"({'+'.join(in_use(p.mesh, axes))}), its {column}s stay whole"
+                    f"{p.path} {p.shape}: no free dimension divides by {size} ({over}), its "
+                    f"{column}s stay whole" + f"; by {near} one would" * bool(near)
                 )
+
+
+def is_left_whole(p: Placed, column: str, axes: Axes) -> bool:
+    """Return whether the rule `*` that names these axes could not split a large array."""
+    split = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
+    return bool(in_use(p.mesh, axes)) and not p.small and not split & set(axes)
 
 
 def table_of_stages(packed: PackedLayers) -> Iterator[str]:

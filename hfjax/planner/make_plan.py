@@ -2,16 +2,20 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
 import hfjax
-from hfjax.base.tables import aligned
+from hfjax.base.tables import aligned, human
 from hfjax.machines.machine import MACHINES, Machine
+from hfjax.parallel.mesh import AXES, EXPERTS
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.corrected import corrected
 from hfjax.planner.peak_memory import Peak
@@ -106,7 +110,7 @@ class StepPlan:
         head = ("step", "tokens/s", "MFU", "peak", "how", "why not the first")
         cells = [
             (f"{r.time.total * 1e3:.1f} ms", f"{r.tokens:,.0f}", f"{r.mfu:.1%}",
-             f"{r.peak.total / 2**30:.1f} GiB", str(r.candidate), r.reason)
+             human(r.peak.total), str(r.candidate), r.reason)
             for r in (*self.rows, *self.others)
         ]  # fmt: skip
         title = f"{self.count} x {self.machine.name}, {self.config.batch} rows in a step"
@@ -157,14 +161,12 @@ def make_plan(
         (True, 2)
     """
     began = time.perf_counter()
-    machine = gpu if isinstance(gpu, Machine) else machine_named(gpu)
-    compiles = machine.key in GPUS and can_compile_for_gpus()
-    scorer = Scorer(config, vocab, machine, machine.key if compiles else None)
-    if memory is None:
-        memory = int(part_of_memory(machine) * machine.memory)
+    empty = unsearched(config, gpu=gpu, count=count, vocab=vocab, memory=memory)
+    scorer, machine, memory = empty.scorer, empty.machine, empty.memory
+    compiles = scorer.compile_for is not None
     tell("reading the model")
     facts = facts_of(scorer)
-    checked = BuildCheck(scorer, count)
+    checked = BuildCheck(scorer)
     roomy = limit_of(memory)
     sifted = Sifted(scorer, roomy)
     for candidate in candidates(config.batch, count, facts, machine):
@@ -186,26 +188,39 @@ def make_plan(
     if not _fits(best := rows[0], memory):
         raise ValueError(
             f"nothing fits: {len(rows)} ways were compiled that should by formula, and the first "
-            f"({best.candidate}) takes {best.peak.total / 2**30:.1f} GiB of "
-            f"{memory / 2**30:.1f}. Take more devices, fewer tokens in a step, or "
-            "--device-memory a little lower, so that others are tried."
+            f"({best.candidate}) takes {human(best.peak.total)} of {human(memory)}. Take more "
+            "devices, fewer tokens in a step, or --device-memory a little lower, so that others "
+            "are tried."
         )
     faster = checked.first([s for s in others if s.time.total < best.time.total], OTHERS)
     beside = [s for s in rows if s is not best]
-    made = [_row(s, best, scorer, memory) for s in (best, *beside, *faster)]
-    return StepPlan(
+    made = [row_of(s, best, empty) for s in (best, *beside, *faster)]
+    return replace(
+        empty,
         rows=tuple(r for r in made if r.fits),
         others=tuple(r for r in made if not r.fits),
-        machine=machine,
-        memory=memory,
-        count=count,
-        config=config,
         searched=sifted.searched,
         refused=sifted.refused + checked.refused,
         seconds=time.perf_counter() - began,
-        notes=(*_notes(scorer, facts), *dropped),
-        scorer=scorer,
+        notes=(*_notes(scorer, facts), *_whole(scorer, best.candidate, count), *dropped),
     )
+
+
+def unsearched(
+    config: Train,
+    *,
+    gpu: str | Machine,
+    count: int,
+    vocab: int | None = None,
+    memory: int | None = None,
+) -> StepPlan:
+    """Return a plan of no rows, which scores whatever is asked; arguments as of `make_plan`."""
+    machine = gpu if isinstance(gpu, Machine) else machine_named(gpu)
+    compiles = machine.key in GPUS and can_compile_for_gpus()
+    scorer = Scorer(config, vocab, machine, machine.key if compiles else None)
+    if memory is None:
+        memory = int(part_of_memory(machine) * machine.memory)
+    return StepPlan((), (), machine, memory, count, config, 0, 0, 0.0, (), scorer)
 
 
 def machine_named(gpu: str) -> Machine:
@@ -230,16 +245,18 @@ def part_of_memory(machine: Machine) -> float:
 
 def facts_of(scorer: Scorer) -> ModelFacts:
     """Return what a search asks of the model of a run."""
-    layout, shape = scorer.one.layout, scorer.shape
-    experts = getattr(shape, "experts", 0) or 0
+    layout, calls = scorer.one.layout, scorer.calls
+    counts = [a.shape[a.axes.index(EXPERTS)] for a in layout.arrays.values() if EXPERTS in a.axes]
+    experts = math.gcd(*counts) if calls.mixtures else 0
     model = layout.blueprint.abstract("train")
-    refuses = frozenset(getattr(type(model), "refuses", {}))
+    refuses = {*getattr(type(model), "refuses", {}), *(() if calls.attentions else ("context",))}
+    of_tokens = scorer.one.task.unit == "tokens"
     return ModelFacts(
         layers=scorer.layers if layout.blueprint.three_parts else 0,
         length=scorer.length,
         experts=experts,
-        refuses=refuses,
-        row_maps=hasattr(shape, "linear_maps") and not experts and scorer.one.task.unit == "tokens",
+        refuses=frozenset(refuses),
+        row_maps=of_tokens and not experts and bool(scorer.profile("none").linear_maps),
         in_parts=layout.blueprint.three_parts,
     )
 
@@ -307,10 +324,13 @@ class Sifted:
 
 
 class BuildCheck:
-    """Builds the layouts and steps of candidates, to leave out what hfjax refuses."""
+    """Builds the layouts and steps of candidates, to leave out what hfjax refuses.
 
-    def __init__(self, scorer: Scorer, count: int) -> None:
-        self.scorer, self.count, self.refused = scorer, count, 0
+    One device stands for all of a mesh: nothing is compiled, and however many there are is quick.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer, self.refused = scorer, 0
         self.why: dict[Candidate, str] = {}
 
     def first(self, scored: Sequence[Scored], most: int) -> list[Scored]:
@@ -335,7 +355,7 @@ class BuildCheck:
         """Return why hfjax refuses a candidate, None if it does not."""
         one = self.scorer.one
         try:
-            mesh = hfjax.make_mesh(devices=self._devices(), **{a: n for a, n in c.sides})
+            mesh = self._mesh(c)
             layout = hfjax.layout(one.model.init, one.layout.optimizer, mesh, c.strategy)
             execution = {**one.execution, **c.execution}
             hfjax.train_step(layout, one.model.loss, **execution)
@@ -343,16 +363,14 @@ class BuildCheck:
             return str(error)
         return None
 
-    def _devices(self) -> Sequence[Any]:
-        if self.scorer.compile_for is not None:
-            return target_devices(self.scorer.compile_for, self.count)
-        devices = jax.devices()
-        if len(devices) < self.count:
-            raise ValueError(
-                f"count={self.count}: there are {len(devices)} devices to stand in; set "
-                f'jax.config.update("jax_num_cpu_devices", {self.count}) before JAX starts.'
-            )
-        return devices[: self.count]
+    def _mesh(self, c: Candidate) -> Mesh:
+        grid = np.full(tuple(c.mesh.values()), self._device)
+        return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    @cached_property
+    def _device(self) -> Any:
+        gpu = self.scorer.compile_for
+        return jax.devices()[0] if gpu is None else target_devices(gpu, 1)[0]
 
 
 def limit_of(memory: int) -> float:
@@ -402,11 +420,11 @@ def _rank(s: Scored) -> tuple[float, float, int]:
     return round(s.time.total, 7), round(s.peak.total), len(s.candidate.sides)
 
 
-def _row(s: Scored, best: Scored, scorer: Scorer, memory: int) -> PlanRow:
-    fits = _fits(s, memory)
+def row_of(s: Scored, best: Scored, plan: StepPlan) -> PlanRow:
+    """Return a candidate as a row of a plan, of which `best` is the first."""
+    scorer, fits = plan.scorer, _fits(s, plan.memory)
     tokens = s.candidate.rows * scorer.length / s.candidate.devices / s.time.total
-    needed = scorer.one.task.flops(scorer.one.layout)
-    mfu = tokens * needed / scorer.machine.peak
+    mfu = tokens * scorer.flops / scorer.machine.peak
     reason = "" if s is best else reason_of(s, best, fits, scorer.machine)
     return PlanRow(s.candidate, s.time, s.peak, fits, reason, tokens, mfu, s.compiled)
 
@@ -428,15 +446,23 @@ def _too_large(sifted: Sifted, scorer: Scorer, count: int, memory: int) -> str:
     would, room = count, limit_of(memory)
     while would < MOST_DEVICES and split / would + max(need - split / count, 0) > room:
         would *= 2
-    gib = 2**30
     more = f"About {would} devices would do" if would < MOST_DEVICES else "More devices do not help"
     return (
         f"nothing fits: the smallest of all ways on {count} x {scorer.machine.name} takes "
-        f"{need / gib:.1f} GiB of a device ({c}). A step may use {memory / gib:.1f} GiB, "
-        f"{MARGIN:.0%} of it free: {(need - room) / gib:.1f} GiB too much. {more}; or fewer "
+        f"{human(need)} of a device ({c}). A step may use {human(memory)}, {MARGIN:.0%} of it "
+        f"free: {human(need - room)} too much. {more}; or fewer "
         "tokens in a step, a shorter --model.length, a smaller model, or more of the memory "
         "(--device-memory)."
     )
+
+
+def _whole(scorer: Scorer, best: Candidate, count: int) -> Iterator[str]:
+    """Yield which arrays the best stores whole, or FSDP over all devices would."""
+    over_all = Candidate((("fsdp", count),) if count > 1 else (), "fsdp", count)
+    for words, c in (("the first: ", best), ("", over_all)):
+        if whole := scorer.placing(c).left_whole:
+            yield words + whole
+            return
 
 
 def _notes(scorer: Scorer, facts: ModelFacts) -> tuple[str, ...]:
@@ -452,11 +478,16 @@ def _notes(scorer: Scorer, facts: ModelFacts) -> tuple[str, ...]:
         )
     elif not facts.layers:
         found.append("layers are a list of unlike ones: planned without a pipeline")
+    if scorer.length > 1 and not scorer.calls.attentions:
+        found.append(
+            "the model asks for no attention through its kernels (docs/long_sequences.md): meshes "
+            "with context are not searched"
+        )
     if scorer.config.kernels not in ("auto", "xla"):
         found.append(f"--kernels {scorer.config.kernels}: the formulas are those of --kernels auto")
     if not math.isclose(scorer.machine.reserve, 0):
         found.append(
-            f"not counted: {scorer.machine.reserve / 2**30:.1f} GiB of a GPU for its context, "
-            "communication and libraries"
+            f"not counted: {human(scorer.machine.reserve)} of a GPU for its context, communication "
+            "and libraries"
         )
     return tuple(found)

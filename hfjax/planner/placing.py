@@ -15,10 +15,12 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import hfjax
+from hfjax.base.tables import human
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.mesh import AXES, SAMPLE_AXES, in_use, size_of
-from hfjax.parallel.placement import Array, Placed, columns, pieces
+from hfjax.parallel.placement import Array, Placed, columns, pieces, sizes_near
 from hfjax.parallel.strategy import Strategy
+from hfjax.plan.report import is_left_whole
 
 
 class Sides(dict[str, int]):
@@ -196,6 +198,25 @@ class ArraysPlaced:
         """Bytes of the state on the device."""
         whole = self.parameters + sum(self.moments.values()) + self.model.others
         return whole - sum(self.on_host.values())
+
+    @property
+    def left_whole(self) -> str | None:
+        """Which arrays no size of the axes of `*` divides, in words; None: there is none."""
+        rules = ("parameter", self.strategy.parameters), ("moment", self.strategy.moments)
+        for column, axes in ((column, of.get("*", ())) for column, of in rules):
+            whole = [p for p in self.placed.values() if is_left_whole(p, column, axes)]
+            if whole:
+                size, over = size_of(axes, self.sides), "+".join(in_use(self.sides, axes))
+                bytes_there = sum(
+                    self.local(p, getattr(p, column)) * p.dtype.itemsize for p in whole
+                )
+                near = " or ".join(map(str, sizes_near(whole, size)))
+                divides = f": {near} divide them" * bool(near)
+                return (
+                    f"{over}={size} divides no dimension of {len(whole)} arrays, whose {column}s "
+                    f"({human(bytes_there)}) every device has whole{divides}"
+                )
+        return None
 
     # -- what is sent of parameters and gradients -----------------------------------------
 

@@ -2,12 +2,12 @@
 
 from typing import Protocol
 
+from hfjax.base.tables import human
 from hfjax.machines.machine import Machine
 from hfjax.planner.score import Scored
 from hfjax.planner.sent import EXPERTS, GATHERS, GRID, MESSAGES, NEW, POSITIONS, SUMS, TENSOR
 from hfjax.planner.step_time import StepTime, in_a_node
 
-GIB = 2**30
 LEAST = 0.0005  # of the time of the first: a smaller difference is none
 # part of a peak -> what people call it
 HELD = {
@@ -49,7 +49,7 @@ def reason_of(s: Scored, best: Scored, fits: bool, machine: Machine) -> str:
         machine: Whose nodes they are on.
     """
     if not fits:
-        return f"{s.peak.total / GIB:.0f} GiB: {largest_held(s)}"
+        return f"{human(s.peak.total)}: {largest_held(s)}"
     name, more = largest_loss(s, best)
     total = s.time.total
     if more < LEAST * best.time.total:

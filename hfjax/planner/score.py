@@ -24,6 +24,7 @@ from hfjax.planner.candidate import Candidate, schedule_of
 from hfjax.planner.peak_memory import Peak, Running, WeightBytes, peak_of
 from hfjax.planner.placing import ArraysPlaced, ModelArrays
 from hfjax.planner.programs.compile_step import Compiled
+from hfjax.planner.programs.model_calls import ModelCalls, calls_of
 from hfjax.planner.programs.model_profile import ModelProfile, Sizes, profile_of
 from hfjax.planner.programs.planned import Planned
 from hfjax.planner.programs.read_program import Share
@@ -97,7 +98,7 @@ class Scorer:
             self.config, strategy="ddp", mesh=Mesh(), batch=1, accumulate=1, offload=None,
             remat="none", split_rows=1, reduction="flat",
         )  # fmt: skip
-        return Planned(alone, jax.devices()[:1], self.vocab, None)
+        return Planned(alone, jax.devices()[:1], self.vocab)
 
     @cached_property
     def arrays(self) -> ModelArrays:
@@ -115,10 +116,28 @@ class Scorer:
         """Positions of a row; 1 where rows have none."""
         return self.one.task.each if self.one.task.unit == "tokens" else 1
 
-    @property
-    def shape(self) -> Any:
-        """The configuration of a preset's model; None of one's own."""
-        return getattr(self.one.model, "shape", None)
+    @cached_property
+    def calls(self) -> ModelCalls:
+        """The attentions and mixtures that the model asks for, whosever it is."""
+        return calls_of(self.one)
+
+    @cached_property
+    def flops(self) -> float:
+        """What training needs for a token: of one's own model its products, and attention.
+
+        They are counted as those of presets (`run.tasks.texts.flops_per_token`).
+        """
+        task = self.one.task
+        if task.unit != "tokens" or task.model.shape is not None:
+            return task.flops(self.one.layout)
+        profile, layers = self.profile("none"), max(self.layers, 1)
+        found = 0.0
+        for part, times in (("layers", layers), ("ends", 1)):
+            work = profile.work(part, Share())
+            sides = ((p.sides(1, 1), p.times) for p in work.products)
+            found += times * sum(2 * n * math.prod(of_row) for of_row, n in sides)
+            found += times * sum(12 * a.seen for a in work.attention if not a.backward)
+        return found / self.length
 
     @cached_property
     def numbers(self) -> tuple[int, int, int]:
@@ -297,15 +316,18 @@ class Scorer:
         carried = profile.program.carried
         rows = c.rows_at_once
         found = self.piped(c) if c.schedule else None
-        shape = self.shape
+        each = max(self.layers, 1)
+        mixed = sum(times for _, times in self.calls.mixtures) / each
+        residual = carried.of_rows * rows if carried is not None else 0.0
         return Traffic(
             flows=placing.flows,
             layers=layers,
             compute=compute,
             reduce=reduce,
             stored=stored,
-            residual=carried.of_rows * rows if carried is not None else 0.0,
-            maps=len(getattr(shape, "linear_maps", range(4))),
+            residual=residual,
+            sums=len(profile.summed) + mixed,
+            summed=sum(profile.summed) * rows + mixed * residual,
             calls=self._calls(c),
             mixtures=self._mixtures(c),
             again=c.remat != "none",
@@ -313,7 +335,8 @@ class Scorer:
             forward=found.forward if found else 0,
             backward=found.backward if found else 0,
             permutes=found.permutes if found else 0,
-            linear=tuple(getattr(shape, "linear_maps", {}).items()),
+            part=layers / self.layers if self.layers else 1.0,
+            linear=profile.linear_maps,
             tokens=rows * self.length * c.side("row"),
         )
 
@@ -321,32 +344,24 @@ class Scorer:
         n = c.side("context")
         if n == 1:
             return ()
-        profile = self.profile(c.remat, fused=True)
-        rows, t = max(round(c.rows_at_once * n), 1), c.side("tensor")
-        key = rows, t
+        key = max(round(c.rows_at_once * n), 1), c.side("tensor")
         if key not in self._chosen:
-            found = [a for a in profile.work("layers", Share()).attention if not a.backward][:1]
+            rows, t = key
             self._chosen[key] = tuple(
-                AttentionCall(
-                    rows, a.positions, a.heads // t, max(a.key_heads // t, 1), a.width,
-                    a.itemsize, False, False,
-                )
-                for a in found
-            )  # fmt: skip
+                replace(a, rows=rows, heads=a.heads // t, key_heads=max(a.key_heads // t, 1))
+                for a in self.calls.attentions
+            )
         return self._chosen[key]
 
-    def _mixtures(self, c: Candidate) -> tuple[MixtureCall, ...]:
-        n, shape = c.side("expert"), self.shape
-        if n == 1 or shape is None or not hasattr(shape, "experts"):
+    def _mixtures(self, c: Candidate) -> tuple[tuple[MixtureCall, int], ...]:
+        n = c.side("expert")
+        if n == 1:
             return ()
-        rows = max(round(c.rows_at_once), 1)
-        capacity = getattr(shape, "capacity", None)
-        k, tokens = shape.top_k, self.length
-        places = None
-        if capacity:
-            places = math.ceil(capacity * tokens * k / shape.experts) * shape.experts
-        compute = self.numbers[0]
-        return (MixtureCall(n, rows, tokens, k, places, shape.embed, compute, 4),)
+        groups = lambda call: max(round(call.groups / self.calls.rows * c.rows_at_once), 1)
+        return tuple(
+            (replace(call, devices=n, groups=groups(call)), times)
+            for call, times in self.calls.mixtures
+        )
 
     def time(self, c: Candidate, placing: ArraysPlaced) -> StepTime:
         """Return the seconds of a step."""

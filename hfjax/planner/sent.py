@@ -54,15 +54,17 @@ class Traffic:
     reduce: int  # bytes of a number in which gradients are summed
     stored: int  # bytes of a stored parameter
     residual: float  # bytes of what goes from layer to layer: of a microbatch, tensor not divided
-    maps: int  # linear maps of a layer: in pairs into and out of what tensor splits
-    calls: tuple[forms.AttentionCall, ...] = ()
-    mixtures: tuple[MixtureCall, ...] = ()
+    sums: float  # of a layer over tensor, forward: what comes out of what tensor splits
+    summed: float  # bytes of all of them
+    calls: tuple[forms.AttentionCall, ...] = ()  # of all layers, as `times` says
+    mixtures: tuple[tuple[MixtureCall, int], ...] = ()  # of all layers, and of how many each is
+    part: float = 1.0  # of all layers, those of a stage
     again: bool = False  # layers compute what they send again
     chunks: int = 1  # of a stage, of which each tick runs one
     forward: int = 0  # ticks of a pipeline in which stages run forward; 0: there is none
     backward: int = 0
     permutes: int = 0  # of the pipeline's messages
-    linear: tuple[tuple[str, tuple[int, int]], ...] = ()
+    linear: tuple[tuple[int, int], ...] = ()
     tokens: float = 0.0
 
 
@@ -166,25 +168,21 @@ def _tensor(c: Candidate, t: Traffic) -> Iterator[Sent]:
         return
     if c.side("tensor") == 1:
         return
-    count = _passes(c, t) * max(t.layers, 1) * (t.maps // 2)
-    forward = count * (2 if t.again else 1)
-    axes = ("tensor",)
-    if not c.sequence:
-        for n, back in ((forward, False), (count, True)):
-            yield Sent(TENSOR, "all-reduce", axes, n * t.residual, n, backward=back)
-        return
-    for n, back in ((forward, False), (count, True)):
-        yield Sent(TENSOR, "all-gather", axes, n * t.residual, n, backward=back)
-        yield Sent(TENSOR, "reduce-scatter", axes, n * t.residual, n, backward=back)
+    runs, axes = _passes(c, t) * max(t.layers, 1), ("tensor",)
+    kinds = ("all-gather", "reduce-scatter") if c.sequence else ("all-reduce",)
+    for n, back in ((runs * (2 if t.again else 1), False), (runs, True)):
+        for kind in kinds:
+            yield Sent(TENSOR, kind, axes, n * t.summed, n * t.sums, backward=back)
 
 
 def _grid(c: Candidate, t: Traffic) -> Iterator[Sent]:
     sides = (c.side("fsdp"), c.side("row"), c.side("tensor"))
     tokens = t.tokens * c.side("fsdp")
-    numbers, _ = sent_on_grid(dict(t.linear), round(tokens), sides)
+    maps = {str(number): sizes for number, sizes in enumerate(t.linear)}
+    numbers, _ = sent_on_grid(maps, round(tokens), sides)
     count = _passes(c, t) * max(t.layers, 1)
     size = float(numbers) * t.compute * (1.5 if t.again else 1.0)
-    yield Sent(GRID, "permute", ("row", "tensor"), count * size, count * 2 * t.maps)
+    yield Sent(GRID, "permute", ("row", "tensor"), count * size, count * 2 * len(maps))
 
 
 def _positions(c: Candidate, t: Traffic) -> Iterator[Sent]:
@@ -194,7 +192,7 @@ def _positions(c: Candidate, t: Traffic) -> Iterator[Sent]:
     chosen = _form(n, t.calls)
     for call in t.calls:
         forward, backward = chosen.bytes(call)
-        count = _passes(c, t) * max(t.layers, 1) * call.times
+        count = _passes(c, t) * t.part * call.times
         again = 2 if t.again else 1
         kind = "permute" if chosen.form == "ring" else "all-to-all"
         calls = count * (n - 1 if kind == "permute" else 4)
@@ -214,11 +212,11 @@ def _experts(c: Candidate, t: Traffic) -> Iterator[Sent]:
     n = c.side("expert")
     if n == 1:
         return
-    for call in t.mixtures:
+    for call, times in t.mixtures:
         way = choose_dispatch("auto", call)
         forward, backward = call.bytes(way)
         forward += call.again(way) if t.again else 0
-        count = _passes(c, t) * max(t.layers, 1)
+        count = _passes(c, t) * t.part * times
         scale = n / (n - 1)
         for size, back in ((forward, False), (backward, True)):
             payload = size * count * scale

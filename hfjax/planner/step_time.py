@@ -105,7 +105,9 @@ def time_of_work(work: Work, rows: float, tensor: int, machine: Machine) -> Work
         here = rows / (tensor if call.split else 1)
         shape = (here, call.positions, call.heads, call.width)
         fused = FusedAttention(*shape, itemsize=call.itemsize)
-        products += call.times * (fused.backward if call.backward else fused.forward)(machine)
+        products += (
+            call.times * call.part * (fused.backward if call.backward else fused.forward)(machine)
+        )
         flops += call.flops * here
     bytes_of_rows, fixed = work.traffic
     memory = (bytes_of_rows * rows + fixed) / machine.stream + work.launches * machine.launch

@@ -45,7 +45,6 @@ class Parts:
         config: The configuration.
         devices: The devices, in place of those at hand.
         vocab: The tokens of the vocabulary, in place of those of the data.
-        attention: The attention of a model of ours, in place of its own.
         trains: Whether there is a state of an optimizer; without one only to evaluate and to write.
 
     Example:
@@ -58,7 +57,6 @@ class Parts:
     config: Train
     devices: Sequence[Any] | None = None
     vocab: int | None = None
-    attention: Callable | None = None
     trains: bool = True
 
     @cached_property
@@ -68,7 +66,7 @@ class Parts:
         if of_images(self.config):
             return Pictures(self.config)
         check_no_images(self.config)
-        return Texts(self.config, self.pretrained, self.vocab, self.attention)
+        return Texts(self.config, self.pretrained, self.vocab)
 
     @property
     def texts(self) -> Texts:

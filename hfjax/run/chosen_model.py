@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,8 @@ from hfjax.run.files import function
 
 ROUND_TO = 128  # a vocabulary that divides over the devices, and fits their matmuls
 SHAPE = ("length", "layers", "heads", "embed")
+OF_LLAMAS = ("kv_heads", "mlp", "head")
 OF_EXPERTS = ("experts", "top_k", "capacity")
-MODELS = {
-    gpt.GPTConfig: gpt.GPT,
-    llama.LlamaConfig: llama.Llama,
-    moe.MoEConfig: moe.MoELlama,
-}
 
 
 @dataclass(frozen=True)
@@ -41,14 +37,6 @@ class ModelChoice:
         """Whether the loss is none of hfjax's."""
         return self.loss not in (gpt.next_token_loss, moe.next_token_loss)
 
-    def with_attention(self, attention: Callable) -> "ModelChoice":
-        """Return a preset with another attention; a model of the user's own stays as it is."""
-        if self.shape is None:
-            return self
-        shape = replace(self.shape, attention=attention)
-        model: Any = MODELS[type(shape)]
-        return replace(self, shape=shape, init=lambda rngs: model(shape, rngs=rngs))
-
 
 def choose(config: Train, vocab: int) -> ModelChoice:
     """Return the model of a configuration for a vocabulary."""
@@ -57,9 +45,10 @@ def choose(config: Train, vocab: int) -> ModelChoice:
         return _own(config, vocab, loss)
     check_preset(given)
     model, name = presets()[given.preset]
-    changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
+    changes = _said(given, SHAPE)
     of_experts = _of_experts(given, model)
     if model is gpt.GPT:
+        _check_no_llama(given)
         changes |= {} if given.dropout is None else {"dropout": given.dropout}
         changes["pad_vocab_to"] = ROUND_TO
         shape: Any = gpt.GPTConfig.preset(name, vocab=vocab, **changes)
@@ -67,7 +56,7 @@ def choose(config: Train, vocab: int) -> ModelChoice:
         if given.dropout:
             raise ValueError(f"--model.dropout {given.dropout}: a Llama has no dropout.")
         presets_of = moe if model is moe.MoELlama else llama
-        changes |= _heads_of_keys(presets_of.PRESETS[name], changes)
+        changes |= _heads_of_keys(presets_of.PRESETS[name], changes) | _said(given, OF_LLAMAS)
         changes["vocab"] = math.ceil(vocab / ROUND_TO) * ROUND_TO
         shape = replace(presets_of.PRESETS[name], **changes, **of_experts)
     init = lambda rngs: model(shape, rngs=rngs)
@@ -108,9 +97,26 @@ def presets() -> dict[str, tuple[Any, str]]:
     }
 
 
+def _said(given: Model, names: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of these names that are given."""
+    return {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+
+
+def _check_no_llama(given: Model) -> None:
+    """Refuse what only a Llama has."""
+    if said := _said(given, OF_LLAMAS):
+        flag = next(iter(said)).replace("_", "-")
+        llamas = [name for name, (model, _) in presets().items() if model is not gpt.GPT]
+        raise ValueError(
+            f"--model.{flag}: {given.preset} is a GPT, which has no such width: its MLP is four "
+            f"times as wide as it is, its heads are embed / heads. These take it: "
+            f"{', '.join(llamas)}."
+        )
+
+
 def _of_experts(given: Any, model: Any) -> dict[str, Any]:
     """Return what is said of experts; refuse it of a model that has none."""
-    said = {name: getattr(given, name) for name in OF_EXPERTS if getattr(given, name) is not None}
+    said = _said(given, OF_EXPERTS)
     if said and model is not moe.MoELlama:
         flag = next(iter(said)).replace("_", "-")
         raise ValueError(
@@ -127,11 +133,12 @@ def _heads_of_keys(was: llama.LlamaConfig, changes: dict[str, Any]) -> dict[str,
 
 def _own(config: Train, vocab: int, loss: Callable) -> ModelChoice:
     name, length = str(config.model.own), config.model.length or 128
-    of_presets = ("layers", "heads", "embed", "dropout", *OF_EXPERTS)
-    given = [n for n in of_presets if getattr(config.model, n) is not None]
+    of_presets = (*SHAPE[1:], *OF_LLAMAS, "dropout", *OF_EXPERTS)
+    given = list(_said(config.model, of_presets))
     if given:
+        flag = given[0].replace("_", "-")
         raise ValueError(
-            f"--model.{given[0]} is of presets, and --model.own {name} is none: say it there."
+            f"--model.{flag} is of presets, and --model.own {name} is none: say it there."
         )
     make = function(name, "--model.own")
     if len(inspect.signature(make).parameters) != 2:

@@ -83,6 +83,12 @@ class Model:
     """Attention heads of a layer (default: the preset's)."""
     embed: int | None = None
     """Width of embeddings and layers (default: the preset's)."""
+    kv_heads: int | None = None
+    """Heads of keys and values, of a Llama (default: as many for each head as the preset has)."""
+    mlp: int | None = None
+    """Width of a Llama's MLP, or of an expert (default: the preset's)."""
+    head: int | None = None
+    """Width of one of a Llama's heads (default: --model.embed / --model.heads)."""
     dropout: float | None = None
     """Dropout rate, from 0 to 1 (default: the preset's)."""
     auxiliary_dropout: float | None = None
@@ -108,6 +114,7 @@ class Model:
 
     def __post_init__(self):
         at_least(self, "model.", length=1, layers=1, heads=1, embed=1)
+        at_least(self, "model.", kv_heads=1, mlp=1, head=2)
         at_least(self, "model.", dropout=0, auxiliary_dropout=0)
         at_least(self, "model.", experts=1, top_k=1, capacity=0, classes=1, smoothing=0)
         if self.smoothing >= 1:
@@ -127,7 +134,8 @@ class Model:
                     "given. Other models are stored in bfloat16 by --optimizer.master."
                 )
             return
-        for name in ("preset", "own", "layers", "heads", "embed", "experts", "top_k"):
+        of_shape = ("layers", "heads", "embed", "kv_heads", "mlp", "head", "experts", "top_k")
+        for name in ("preset", "own", *of_shape):
             if (given := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ValueError(beside_pretrained(f"--model.{name}", given, self.pretrained))
 

@@ -1,7 +1,6 @@
 """The model of `--model.pretrained`: its shape, the length of its rows, its weights."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import jax
 
 import hfjax
 from hfjax.base.tables import human, named
-from hfjax.models.attention import causal_attention
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.moe import MoEConfig
 from hfjax.parallel.execution import PipelineSchedule
@@ -67,18 +65,14 @@ def _only(config: Any, kind: type, flag: str, why: str) -> None:
         raise ValueError(f"--model.{flag}: {why}. Leave it out.")
 
 
-def choice_of(config: Train, model: Pretrained, attention: Callable | None = None) -> ModelChoice:
+def choice_of(config: Train, model: Pretrained) -> ModelChoice:
     """Return a folder's model as one to train.
 
     Args:
         config: The configuration.
         model: That of the folder.
-        attention: What takes the place of plain causal attention.
     """
     shape = model.config
-    if attention is not None and shape.attention is causal_attention:
-        shape = replace(shape, attention=attention)
-        model = replace(model, config=shape)
     length = config.model.length or min(shape.length, LONGEST)
     name, loss = name_of_model(model.folder), loss_of(config.model)
     return ModelChoice(name, model.create, loss, shape.vocab, length, shape.length, shape)

@@ -177,12 +177,14 @@ class Asked:
         spread: (mixture, tokens, routed) -> what experts make of them, on devices or here.
         loss: It may take what routers told.
         routers: Those that the loss needs, once the model is traced.
+        mixtures: What each mixture of experts is given then, as shapes: tokens, where they go.
     """
 
     place: Callable
     spread: Callable
     loss: Callable
     routers: list[bool] = field(default_factory=list, compare=False)
+    mixtures: list[Any] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ class InStep:
 
     def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
         """Return what the experts of a layer, spread over devices or not, make of tokens."""
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        self.step.mixtures.append(jax.tree.map(shape, (x_GTD, routed)))
         if mixture.tells:
             self.step.routers.append(True)
         if not is_recording():

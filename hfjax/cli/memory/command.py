@@ -139,7 +139,7 @@ def _least(given: Memory, devices: Any, memory: int | None, tell: Callable[[str]
         with said_while(f"compiling {name}"):
             offload = f"{ratio:g}" if ratio else None  # without any, layers run in no loop
             parts = _planned(replace(given, offload=offload), devices)
-            found = compiled(compile_for_gpu(parts.step.lower(parts.batch)))["peak"]
+            found = compiled(compile_for_gpu(parts.trace().lower()))["peak"]
         tell(f"{name}: peak {human(found)}")
         return found
 
@@ -188,7 +188,8 @@ def _devices(given: Memory) -> Sequence[Any] | None:
 def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
     elsewhere = devices is not None and devices[0].platform != "cpu"
     known = replace(given, offload=None) if given.offload == AUTO else given
-    return Planned(known, devices, given.vocab, fused_attention if elsewhere else None)
+    attention = fused_attention if elsewhere else None
+    return Planned(known, devices, given.vocab, attention=attention)
 
 
 def _memory(given: Memory, device: Any) -> tuple[int | None, str]:

@@ -15,7 +15,7 @@ from rich.console import Console, Group
 
 from hfjax.base.exits import carried_out, ending_in_words
 from hfjax.base.progress import said_while
-from hfjax.base.tables import bytes_of
+from hfjax.base.tables import bytes_of, human
 from hfjax.base.write_files import replace_text
 from hfjax.cli.plan.chosen_machine import (
     Constants,
@@ -43,10 +43,10 @@ from hfjax.cli.plan.plan_table import (
     write,
 )
 from hfjax.cli.plan.why_table import told, transfers
-from hfjax.cli.plan.why_words import Answer, answer, words_of
+from hfjax.cli.plan.why_words import Answer, answer, says_all, words_of
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
-from hfjax.planner.make_plan import Compiling, PlanRow, StepPlan, make_plan
+from hfjax.planner.make_plan import Compiling, PlanRow, StepPlan, make_plan, row_of, unsearched
 from hfjax.planner.measuring.calibrate import calibrate
 from hfjax.planner.programs.planned import Planned
 from hfjax.planner.score import Scored
@@ -113,8 +113,9 @@ def _tell(given: PlanSettings, default: Train, console: Console) -> None:
     words = None if given.why is None else words_of(given.why, given.count)
     constants = constants_of(given.gpu)
     check_whole_nodes(constants.machine, given.count)
-    _prepare(given)
-    made = planned(given, default, constants, _say)
+    _prepare()
+    search = words is None or not says_all(words, given.count)
+    made = planned(given, default, constants, _say, search)
     if words is not None:
         with said_while("looking for what --why says"):
             found = answer(made.plan, words, _say)
@@ -123,10 +124,9 @@ def _tell(given: PlanSettings, default: Train, console: Console) -> None:
     _write(made, console)
 
 
-def _prepare(given: PlanSettings) -> None:
-    """Set JAX up before its first use: CPUs stand in for the devices."""
+def _prepare() -> None:
+    """Set JAX up before its first use: a CPU stands in for all devices."""
     jax.config.update("jax_platforms", "cpu")
-    _have_devices(given.count)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
 
 
@@ -135,6 +135,7 @@ def planned(
     default: Train,
     constants: Constants,
     tell: Callable[[str], Any] = lambda words: None,
+    search: bool = True,
 ) -> MadePlan:
     """Return the plan of the settings.
 
@@ -143,21 +144,19 @@ def planned(
         default: The configuration that they began with: that of --config.
         constants: The GPU's.
         tell: Called with words on what goes on.
+        search: Whether anything is searched; else the plan has no rows.
     """
     one = Planned(run_of(given, default, 1), jax.devices()[:1], given.vocab)
     rows = rows_of(given, one.task.unit, one.task.each)
     config = run_of(given, default, rows)
     memory = None if given.device_memory is None else bytes_of(given.device_memory)
+    of: dict[str, Any] = {"gpu": constants.machine, "count": given.count, "vocab": given.vocab}
+    of["memory"] = memory
+    if not search:
+        return MadePlan(unsearched(config, **of), given, constants.notes)
     with said_while(f"planning for {given.count} x {constants.machine.name}"):
-        plan = make_plan(
-            config,
-            gpu=constants.machine,
-            count=given.count,
-            vocab=given.vocab,
-            memory=memory,
-            compile=Compiling(given.compile, cache=given.cache),
-            tell=tell,
-        )
+        compiling = Compiling(given.compile, cache=given.cache)
+        plan = make_plan(config, **of, compile=compiling, tell=tell)
     left = not_taken(default)
     notes = [f"searched anew, in place of what --config says: {', '.join(left)}"] if left else []
     return MadePlan(plan, given, (*constants.notes, *notes))
@@ -202,8 +201,7 @@ def _row_of(found: Answer, plan: StepPlan) -> PlanRow | None:
     if s is None:
         return None
     same = [r for r in (*plan.rows, *plan.others) if r.candidate == s.candidate]
-    made = replace(plan.best, candidate=s.candidate, time=s.time, peak=s.peak, fits=found.fits)
-    return same[0] if same else replace(made, reason="--why", compiled=None)
+    return same[0] if same else replace(row_of(s, s, plan), reason="--why")
 
 
 def as_yaml(plan: StepPlan, row: PlanRow) -> str:
@@ -211,10 +209,10 @@ def as_yaml(plan: StepPlan, row: PlanRow) -> str:
     config = files.anywhere(plan.settings(row))
     plain = lambda x: str(x) if isinstance(x, Path) else list(x) if isinstance(x, tuple) else x
     changed = {name: plain(value) for name, value in files.changed(config).items()}
-    ms, peak = 1000 * row.time.total, row.peak.total / 2**30
+    ms, peak = 1000 * row.time.total, human(row.peak.total)
     head = (
         f"# hfjax plan: {row.candidate}\n# on {plan.count} x {plan.machine.name}: {ms:,.1f} ms a "
-        f"step and {peak:.1f} GiB of a GPU are predicted\n"
+        f"step and {peak} of a GPU are predicted\n"
     )
     return head + yaml.safe_dump(nested(changed), sort_keys=False)
 

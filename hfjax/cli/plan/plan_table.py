@@ -16,7 +16,6 @@ from hfjax.base.tables import aligned, human
 from hfjax.planner.make_plan import PlanRow, StepPlan, part_of_memory
 from hfjax.target import FRACTION
 
-GIB = 2**30
 LEGEND = "mesh, strategy, schedule, microbatches x rows, remat, offload (why not the first)"
 # heading -> seconds of a step
 PARTS = {
@@ -49,6 +48,20 @@ class TimeScale:
         return f"{seconds / self.seconds:.{self.digits}f}" if seconds else "-"
 
 
+@dataclass(frozen=True)
+class ByteScale:
+    """The unit of bytes of one part of a table."""
+
+    unit: str
+    bytes: float
+
+    @classmethod
+    def of(cls, size: float) -> "ByteScale":
+        """Return that in which some bytes are easily read."""
+        units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+        return next(cls(unit, n) for unit, n in units if size >= n or n == 1)
+
+
 def heading(plan: StepPlan, given: Any) -> Iterator[str]:
     """Yield the lines above the table."""
     task, config = plan.scorer.one.task, plan.config
@@ -64,6 +77,9 @@ def heading(plan: StepPlan, given: Any) -> Iterator[str]:
         f"precision {config.precision}"
     )
     yield f"a step may use {human(plan.memory)} of a device's {human(plan.machine.memory)}"
+    if not plan.rows:
+        yield "nothing searched, since --why says all; predicted by formulas"
+        return
     refused = f", {plan.refused:,} refused" if plan.refused else ""
     compiled = sum(row.compiled is not None for row in (*plan.rows, *plan.others))
     took = f"{plan.seconds:.0f} s"
@@ -103,10 +119,11 @@ def headed(lines: Sequence[str]) -> Iterator[Text]:
 def _table(
     rows: Sequence[PlanRow], memory: int, scale: TimeScale, unit: str, ranked: bool = True
 ) -> Table:
-    columns = [*PARTS, f"{unit}/s\nper GPU", "MFU", "peak\nGiB", "margin"]
+    size = ByteScale.of(max(row.peak.total for row in rows))
+    columns = [*PARTS, f"{unit}/s\nper GPU", "MFU", f"peak\n{size.unit}", "margin"]
     columns[0] += f"\n{scale.unit}"
     above, below = zip(*(name.rpartition("\n")[::2] for name in columns), strict=True)
-    numbers = [_numbers(row, memory, scale) for row in rows]
+    numbers = [_numbers(row, memory, scale, size) for row in rows]
     lines = aligned([above, below, *numbers], range(len(columns)), gap=" ")
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("", "\n".join([LEGEND, *lines[:2]]), style="bold")
@@ -119,12 +136,12 @@ def _table(
     return table
 
 
-def _numbers(row: PlanRow, memory: int, scale: TimeScale) -> list[str]:
+def _numbers(row: PlanRow, memory: int, scale: TimeScale, size: ByteScale) -> list[str]:
     return [
         *(scale.text(part(row.time)) for part in PARTS.values()),
         f"{row.tokens:,.0f}",
         f"{row.mfu:.1%}",
-        f"{row.peak.total / GIB:.1f}" + ("" if row.compiled is None else "c"),
+        f"{row.peak.total / size.bytes:.1f}" + ("" if row.compiled is None else "c"),
         f"{1 - row.peak.total / memory:.0%}",
     ]
 

@@ -1,7 +1,6 @@
 """What --why tells: a configuration beside the first of a plan, part by part."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -9,7 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hfjax.cli.plan.plan_table import GIB, TimeScale
+from hfjax.base.tables import human
+from hfjax.cli.plan.plan_table import ByteScale, TimeScale
 from hfjax.cli.plan.why_words import Answer
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.make_plan import MARGIN, StepPlan
@@ -19,20 +19,6 @@ from hfjax.planner.sent import sent_by
 from hfjax.planner.step_time import in_a_node, seconds_of
 
 OF_STATE = {"batch": "batch", "moment": "while the peak layer or head runs"}
-
-
-@dataclass(frozen=True)
-class ByteScale:
-    """The unit of bytes of one part of a table."""
-
-    unit: str
-    bytes: float
-
-    @classmethod
-    def of(cls, size: float) -> "ByteScale":
-        """Return that in which some bytes are easily read."""
-        units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-        return next(cls(unit, n) for unit, n in units if size >= n or n == 1)
 
 
 def told(plan: StepPlan, found: Answer, said: str, words: Mapping[str, Any]) -> Group:
@@ -56,6 +42,11 @@ def _lines(plan: StepPlan, found: Answer, said: str, words: Mapping[str, Any]) -
         yield Text(found.refusal)
         return
     yield Text(f'"{said}": {_full(c)}', style="bold")
+    if not plan.rows:
+        yield Text(_verdict(plan, found.scored, found.fits))
+        yield Text()
+        yield _beside(plan, found.scored, None)
+        return
     yield Text(_whence(found, c, words, plan))
     yield Text(_verdict(plan, found.scored, found.fits))
     first = Scored(plan.best.candidate, plan.best.time, plan.best.peak)
@@ -86,13 +77,17 @@ def _whence(found: Answer, c: Candidate, words: Mapping[str, Any], plan: StepPla
 
 
 def _verdict(plan: StepPlan, s: Scored, fits: bool) -> str:
-    peak, memory = s.peak.total / GIB, plan.memory / GIB
+    peak, memory = s.peak.total, plan.memory
+    whole = plan.scorer.placing(s.candidate).left_whole
+    more = f" {whole[0].upper()}{whole[1:]}." if whole else ""
     if fits:
-        return f"It fits: {peak:.1f} of {memory:.1f} GiB, {1 - peak / memory:.0%} stay free."
+        return (
+            f"It fits: {human(peak)} of {human(memory)}, {1 - peak / memory:.0%} stay free.{more}"
+        )
     limit = (1 - MARGIN) * memory
     return (
-        f"It does not fit: {peak:.1f} GiB, and a step may use {memory:.1f} with a margin of "
-        f"{MARGIN:.0%}: {peak - limit:.1f} GiB too much, most of it {largest_held(s)}."
+        f"It does not fit: {human(peak)}, and a step may use {human(memory)} with a margin of "
+        f"{MARGIN:.0%}: {human(peak - limit)} too much, most of it {largest_held(s)}.{more}"
     )
 
 
@@ -113,11 +108,13 @@ def _loss(s: Scored, first: Scored) -> str:
 # -- part by part -------------------------------------------------------------------------
 
 
-def _beside(plan: StepPlan, s: Scored, first: Scored) -> Table:
+def _beside(plan: StepPlan, s: Scored, best: Scored | None) -> Table:
+    """Return the parts of a configuration, beside those of the best if there is one."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     for name in ("this one", "the first", "difference"):
         table.add_column(name, justify="right")
+    first = best or s
     scale = TimeScale.of(first.time.total)
     _settings(table, s, first)
     _numbers(table, f"{scale.unit} of a step", s.time.parts, first.time.parts, scale.seconds)
@@ -130,6 +127,8 @@ def _beside(plan: StepPlan, s: Scored, first: Scored) -> Table:
     mine, theirs = of(sent, "bytes"), of(first_sent, "bytes")
     size = ByteScale.of(max(sum(mine.values()), sum(theirs.values())))
     _numbers(table, f"transfers, {size.unit} that a device sends", mine, theirs, size.bytes)
+    if best is None:
+        del table.columns[2:]
     return table
 
 
@@ -170,7 +169,9 @@ def _row(
     digits: int,
     last: bool = False,
 ) -> None:
-    text = lambda x: f"{x / unit:.{digits}f}" if x else "-"
+    least = 0.5 * 10**-digits
+    number = lambda x: f"{x:.{digits}f}" if x >= least else f"<{2 * least:.{digits}f}"
+    text = lambda x: number(x / unit) if x else "-"
     more = (mine - theirs) / unit
     difference = "" if round(more, digits) == 0 else f"{more:+.{digits}f}"
     style = "bold" if last else ""

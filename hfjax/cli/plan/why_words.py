@@ -130,16 +130,31 @@ def _of(c: Candidate, name: str) -> Any:
     return getattr(c, name)
 
 
+def says_all(words: Mapping[str, Any], count: int) -> bool:
+    """Return whether words leave nothing to search: all sides, and how the rows run.
+
+    >>> says_all(words_of("fsdp=8 zero=fsdp remat=none accumulate=1", 8), 8)
+    True
+    >>> says_all(words_of("fsdp=8 zero=fsdp", 8), 8)
+    False
+    """
+    sides = math.prod(n for name, n in words.items() if name in AXES)
+    rows = "accumulate" in words or {"schedule", "microbatches"} <= words.keys()
+    return sides == count and rows and {"zero", "remat"} <= words.keys()
+
+
 def answer(plan: StepPlan, words: Mapping[str, Any], tell: Callable[[str], Any]) -> Answer:
     """Return the configuration that the words mean: the best of those searched, or a new one.
 
     Args:
-        plan: The plan, whose first it is set beside.
+        plan: The plan, whose first it is set beside; one of no rows, if nothing was searched.
         words: What `words_of` returns.
         tell: Called with words on what goes on.
     """
     limit = limit_of(plan.memory)
-    checked = BuildCheck(plan.scorer, plan.count)
+    checked = BuildCheck(plan.scorer)
+    if not plan.rows:
+        return _built(plan, words, checked, limit)
     found = sorted(
         _agreeing(plan, words), key=lambda s: (s.peak.total > limit, s.time.total, str(s.candidate))
     )

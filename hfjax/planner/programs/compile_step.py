@@ -123,7 +123,7 @@ def compile_step(
     """
     began = time.perf_counter()
     devices = target_devices(gpu, count)
-    plan = lambda config: Planned(config, devices, vocab, fused_attention)
+    plan = lambda config: Planned(config, devices, vocab, attention=fused_attention)
     at = lambda layers: plan(replace(config, model=replace(config.model, layers=layers)))
     parts = plan(config)
     layers = layers_without_loop(parts)
@@ -149,7 +149,7 @@ def layers_without_loop(parts: Planned) -> int | None:
 
 def program_of(parts: Planned, kernels: Path | None = None) -> tuple[Compiled, tuple[float, float]]:
     """Return what the program of a run's step tells, compiled as it is; and its `live_bytes`."""
-    program = _compile(parts.step.lower(parts.batch), kernels)
+    program = _compile(parts.trace().lower(), kernels)
     text, memory = program.as_text() or "", memory_of(program)
     matmuls = products(text)
     found = Compiled(

@@ -72,7 +72,7 @@ class Estimate:
 def estimate(name: str, parts: Planned) -> Estimate:
     """Return what a step takes: it is traced and compiled, nothing is allocated."""
     step = parts.step
-    traced = step.trace(parts.batch)
+    traced = parts.trace()
     moved = transfers(traced)
     return Estimate(
         name,

@@ -4,7 +4,7 @@ All that depends on a configuration is arithmetic on what is here: rows of a dev
 a layer by tensor, whether the sequence is split with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,9 +24,10 @@ from hfjax.planner.programs.program_costs import (
     costs_of,
     kept,
     plus,
+    product_of,
     total_of,
 )
-from hfjax.planner.programs.read_program import Operand, Share, StepProgram, read_step
+from hfjax.planner.programs.read_program import Operand, Operation, Share, StepProgram, read_step
 from hfjax.planner.programs.stand_in import fused_attention
 from hfjax.run.config import Mesh, Train
 from hfjax.target import can_compile_for_gpus, target_devices
@@ -119,6 +120,41 @@ class ModelProfile:
         more = [v for v in held if id(v) in whole and not v.split]
         return sum(v.of_rows * (1 - 1 / share.tensor) for v in more), 0.0
 
+    @cached_property
+    def linear_maps(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of a layer's maps, in turn into what a tensor axis splits, and out.
+
+        Those into it that follow one another (queries, keys and values; gate and up) are one.
+        """
+        found: list[tuple[int, int]] = []
+        into: list[tuple[int, int]] = []
+        for one in self._forward_products:
+            (_, _, n, k), split = product_of(one).two, one.makes[0].split
+            if one.summed and into:
+                found += [(into[0][0], sum(outputs for _, outputs in into)), (k, n)]
+                into = []
+            elif split and not one.summed:
+                into.append((k, n))
+        return tuple(found)
+
+    @cached_property
+    def summed(self) -> tuple[int, ...]:
+        """The bytes, of a row, of what a layer sums over a tensor axis forward; experts left out.
+
+        Of a model whose layers are no stack: of all layers, half of what both passes sum.
+        """
+        sums = [x.makes[0].of_rows for x in self._forward_products if x.summed]
+        return tuple(sums if self.layers else sums[: len(sums) // 2])
+
+    @property
+    def _forward_products(self) -> Iterator[Operation]:
+        """Yield products of rows with weights; where layers are no stack also those backward."""
+        for one in self.program.parts["layers" if self.layers else "before"]:
+            of_experts = any(v.experts for v in one.reads)
+            weights = sum(not v.of_rows for v in one.reads)
+            if one.name == "dot_general" and weights == 1 and not of_experts:
+                yield one
+
     def work(self, part: str, share: Share) -> Work:
         """Return what a part computes: layers, forward or backward alone of them, ends."""
         key = part, share
@@ -151,10 +187,10 @@ def profile_of(
         devices = target_devices(gpu, 1)
     traces, parts = [], None
     for rows in (2, 3):
-        parts = Planned(replace(one, batch=rows), devices, vocab, attention)
+        parts = Planned(replace(one, batch=rows), devices, vocab, attention=attention)
         execution = {**parts.execution, "unroll": 1, "schedule": None}
         step = hfjax.train_step(parts.layout, parts.model.loss, **execution)
-        traces.append(step.trace(parts.batch))
+        traces.append(parts.trace(step))
     assert parts is not None
     layout = parts.layout
     rules = TENSOR.parameters

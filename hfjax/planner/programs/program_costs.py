@@ -21,7 +21,7 @@ from hfjax.planner.programs.read_program import (
     Share,
     unique,
 )
-from hfjax.planner.programs.stand_in import BACKWARD, FORWARD
+from hfjax.planner.programs.stand_in import BACKWARD, FORWARD, WINDOW
 
 LARGE = 64  # a fusion's large operands: at least such a part of its largest
 NEAR = 60  # operations between two fusions that are made one
@@ -63,12 +63,30 @@ class FusedCall:
     split: bool
     times: float
     at: int = 0
+    window: int | None = None  # how many positions a query sees; None: all before it
+
+    @property
+    def part(self) -> float:
+        """Which part of the pairs of causal attention are in the window.
+
+        >>> FusedCall(1, 1, 4, 8, 2, False, False, 1, window=2).part  # 7 of 10
+        0.7
+        """
+        seen = min(self.window or self.positions, self.positions)
+        pairs = seen * (seen + 1) / 2 + (self.positions - seen) * seen
+        return pairs / (self.positions * (self.positions + 1) / 2)
+
+    @property
+    def seen(self) -> float:
+        """The numbers that a row of queries meets, had it no order: as models are compared."""
+        positions = min(self.window or self.positions, self.positions)
+        return self.times * self.heads * self.width * self.positions * positions
 
     @property
     def flops(self) -> float:
         """The operations on pairs of positions that causal attention needs."""
         whole = 4.0 * self.heads * self.positions**2 * self.width / 2
-        return whole * (2.5 if self.backward else 1.0) * self.times
+        return whole * self.part * (2.5 if self.backward else 1.0) * self.times
 
 
 @dataclass(eq=False)
@@ -269,11 +287,13 @@ class _Fusing:
     def _inside(self, done: Operation, at: int) -> None:
         if done.name in PRODUCTS:
             self.products.append(self._product(done, at))
+        elif done.name in (FORWARD, BACKWARD):
+            self.attention.append(_fused(done, at))
         for inner in done.inside:
             self._inside(inner, at)
 
     def _product(self, done: Operation, at: int) -> GrowingProduct:
-        return _product(done, at, id(done.reads[0]) in self.turned)
+        return product_of(done, at, id(done.reads[0]) in self.turned)
 
     def _count(self, done: Operation, kernel: Kernel, at: int) -> None:
         if done.name in PRODUCTS:
@@ -287,11 +307,7 @@ class _Fusing:
                     kernel.extra = [_whole_of(v) for v in whole]
                     self.gathered += [self._root(v) for v in whole]
         elif done.name in (FORWARD, BACKWARD):
-            q, k = done.reads[0], done.reads[1]
-            _, length, heads, width = q.two
-            back, split = done.name == BACKWARD, bool(q.split)
-            call = (heads, k.two[2], length, width, q.itemsize, back, split, done.times, at)
-            self.attention.append(FusedCall(*call))
+            self.attention.append(_fused(done, at))
 
     def _to_memory(self, value: Operand, at: int) -> None:
         """Write a value into memory, if it is made by what is fused."""
@@ -334,6 +350,15 @@ class _Fusing:
         return value
 
 
+def _fused(done: Operation, at: int) -> FusedCall:
+    q, k = done.reads[0], done.reads[1]
+    _, length, heads, width = q.two
+    back, split = done.name == BACKWARD, bool(q.split)
+    window = dict(done.params["attributes"]).get(WINDOW)
+    shape = (heads, k.two[2], length, width, q.itemsize)
+    return FusedCall(*shape, back, split, done.times, at, window and int(window))
+
+
 def _whole_of(value: Operand) -> Operand:
     return Operand(value.two, value.three, value.itemsize, value.dtype)
 
@@ -365,7 +390,8 @@ def _turns(done: Operation) -> bool:
     return len(order) > 1 and order[-1] != len(order) - 1
 
 
-def _product(done: Operation, at: int, viewed: bool) -> GrowingProduct:
+def product_of(done: Operation, at: int = 0, viewed: bool = False) -> GrowingProduct:
+    """Return an operation's product; `viewed`: its first factor is another one's transposition."""
     if done.name == "conv_general_dilated":
         return _convolution(done, at)
     (a_in, b_in), (a_batch, _) = done.params["dimension_numbers"]

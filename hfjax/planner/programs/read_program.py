@@ -223,6 +223,8 @@ class _Reader:
             turns = self._blocks(e), self._blocks(f)
             for one in _all(found):
                 one.turns = turns
+        else:  # one branch runs: which, the data says
+            _repeated(found, 1 / len(bodies[0][0]))
         return found
 
     def _blocks(self, e: JaxprEqn) -> float:
@@ -292,7 +294,7 @@ def _of_scan(e: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
     return sum(same(v, w) for v, w in zip(e.invars, body.invars, strict=True)) - carry, carry
 
 
-def _repeated(operations: list[Operation], times: int) -> list[Operation]:
+def _repeated(operations: list[Operation], times: float) -> list[Operation]:
     for one in operations:
         one.times *= times
         _repeated(one.inside, times)

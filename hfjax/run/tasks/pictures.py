@@ -37,7 +37,10 @@ from hfjax.weights.vision_rules import model_of
 CLASSES, MASKS = "classes", "masks"
 SIZES = {CLASSES: 224, MASKS: 513}  # of images, where nothing says another
 SMALL = 32  # the same for models with a stem for small images
-OF_TEXT = ("length", "layers", "heads", "embed", "experts", "top_k", "capacity", "stored")
+OF_TEXT = (
+    *("length", "layers", "heads", "embed", "kv_heads", "mlp", "head"),
+    *("experts", "top_k", "capacity", "stored"),
+)
 OF_TOKENS = ("weights", "packing")
 
 

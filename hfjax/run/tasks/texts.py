@@ -45,23 +45,19 @@ class Texts:
         config: The configuration.
         pretrained: The model of a folder, if one is given.
         vocab: The tokens of the vocabulary, in place of those of the data.
-        attention: The attention of a model of ours, in place of its own.
     """
 
     config: Train
     pretrained: Pretrained | None = None
     vocab: int | None = None
-    attention: Callable | None = None
     unit = "tokens"
 
     @cached_property
     def model(self) -> ModelChoice:
         """The model, for the vocabulary of the data; or that of a folder."""
         if self.pretrained is not None:
-            return choice_of(self.config, self.pretrained, self.attention)
-        vocab = self.vocab or max(tokens.vocab for tokens in self.tokens)
-        chosen = choose(self.config, vocab)
-        return chosen if self.attention is None else chosen.with_attention(self.attention)
+            return choice_of(self.config, self.pretrained)
+        return choose(self.config, self.vocab or max(tokens.vocab for tokens in self.tokens))
 
     @property
     def each(self) -> int:

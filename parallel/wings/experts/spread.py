@@ -30,7 +30,7 @@ class SpreadExperts:
         if self.mesh is None or mixture.here == mixture.experts:
             return mixture.whole(x_GTD, routed)
         axes = in_use(self.mesh, EXPERT_AXES)
-        call = _call(size_of(axes, self.mesh), x_GTD, routed)
+        call = mixture_call(size_of(axes, self.mesh), x_GTD, routed)
         way = self.calls.setdefault(call, choose(self.dispatch, call))
         if way == "all_to_all":
             return all_to_all(mixture, x_GTD, routed, axes)
@@ -42,7 +42,8 @@ class SpreadExperts:
         return DispatchChoice(tuple(self.calls.items()), self.dispatch) if self.calls else None
 
 
-def _call(devices: int, x_GTD: jax.Array, routed: Any) -> MixtureCall:
+def mixture_call(devices: int, x_GTD: jax.Array, routed: Any) -> MixtureCall:
+    """Return what a mixture asks for that is given these tokens on each of so many devices."""
     (groups, tokens, width), weights = x_GTD.shape, routed.weights
     at = getattr(routed, "choice_at", None)
     places = None if at is None else at.shape[1] * at.shape[2]

@@ -1,0 +1,57 @@
+"""What a model asks of a step through its modules' `kernels`: attentions, mixtures of experts.
+
+They are noted as a step notes them that shares rows (checks/along_rows.py), so that a plan counts
+the same calls, whosever the model is.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hfjax.base.paths import flatten
+from hfjax.checks.look import looked
+from hfjax.checks.look_along_rows import noted_along_rows
+from hfjax.parallel.settings import Context
+from hfjax.parallel.wings.context.forms import AttentionCall
+from hfjax.parallel.wings.context.on_shared_rows import OnSharedRows
+from hfjax.parallel.wings.experts.dispatch import MixtureCall
+from hfjax.parallel.wings.experts.spread import mixture_call
+from hfjax.planner.programs.planned import Planned
+
+
+@dataclass(frozen=True)
+class ModelCalls:
+    """The calls of all layers, for `rows` rows on one device.
+
+    Attributes:
+        rows: How many rows.
+        attentions: The attentions; `times`: of how many layers each is.
+        mixtures: The mixtures, and of how many layers each is.
+    """
+
+    rows: int = 1
+    attentions: tuple[AttentionCall, ...] = ()
+    mixtures: tuple[tuple[MixtureCall, int], ...] = ()
+
+
+def calls_of(parts: Planned) -> ModelCalls:
+    """Return what the model of a run asks for; none where rows have no positions."""
+    if parts.task.unit != "tokens":
+        return ModelCalls()
+    context = parts.step.plane.context
+    handed, rows = context.traced.kernels, parts.config.batch
+    asked = replace(handed.step, mixtures=[])
+    look = partial(noted_along_rows, OnSharedRows(asked, handed.kernels, Context()))
+    variables = flatten(parts.layout.abstract_state().variables)
+    noted, _ = looked(context, variables, parts.batch, "train", look)
+    mixtures = Counter(mixture_call(1, *given) for given in asked.mixtures)
+    return ModelCalls(rows, _joined(noted.calls), tuple(mixtures.items()))
+
+
+def _joined(calls: list[AttentionCall]) -> tuple[AttentionCall, ...]:
+    """Return equal calls as one of more layers."""
+    found: dict[AttentionCall, int] = {}
+    for call in calls:
+        one = replace(call, times=1)
+        found[one] = found.get(one, 0) + call.times
+    return tuple(replace(call, times=times) for call, times in found.items())
