@@ -207,6 +207,32 @@ def test_what_makes_no_sense_is_refused(act, message):
         act(alone())
 
 
+PLATEAU = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "asks"),
+    [
+        (PLATEAU, "'value'"),
+        (hfjax.by_path({"*/bias": optax.sgd(0.1), "*": PLATEAU}), "'value'"),
+        (hfjax.master(PLATEAU), "'value'"),
+        (optax.polyak_sgd(), "'value'"),
+        (optax.lbfgs(), "'value', 'grad', and 'value_fn'"),
+    ],
+    ids=["plateau", "a group", "master", "polyak", "lbfgs"],
+)
+def test_an_optimizer_that_asks_for_the_loss_is_refused_before_a_step(optimizer, asks):
+    with pytest.raises(ValueError, match=rf"update asks for {asks}, and a step .*Leave out"):
+        mlp_layout(DDP, ONE, optimizer)
+
+
+def test_an_optimizer_that_gives_what_another_asks_for_is_taken():
+    def update(updates, state, params=None):
+        return PLATEAU.update(updates, state, params, value=optax.tree.norm(updates))
+
+    mlp_layout(DDP, ONE, optax.GradientTransformation(PLATEAU.init, update))
+
+
 NAN, INF = float("nan"), float("inf")
 
 
