@@ -37,7 +37,7 @@ from hfjax.parallel.mesh import describe_mesh, platform_of
 from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State, begun
 from hfjax.plan.on_stages import on_stages
-from hfjax.plan.rearrange import parameters_of, stored
+from hfjax.plan.rearrange import copy_to, parameters_of, stored
 
 MOST = 8  # lines of a message about paths, of each kind
 Slices = tuple[slice, ...]
@@ -241,7 +241,7 @@ def _of_array(x: Any, like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Arr
     """Return a copy of an array on its shards; None: there is no array."""
     if isinstance(x, jax.Array):
         cast = x if x.dtype == like.dtype else to_device(x).astype(like.dtype)
-        return jax.device_put(cast, sharding, may_alias=False)
+        return copy_to(cast, sharding)
     if x is None:
         return None
     part = lambda slices: np.array(

@@ -51,7 +51,7 @@ class Execution:
     Attributes:
         accumulate: Microbatches of a step; gradients are reduced as the strategy says.
         schedule: A `hfjax.Schedule` of a pipeline; it splits each microbatch again.
-        clip: Greatest global norm of the gradient. None: it is not clipped.
+        clip: Greatest global norm of the gradient. None, or infinity: it is not clipped.
         precision: A `hfjax.Precision`, a word (stored, fp32, bf16, fp16, fp64), or by path:
             {"*": "bf16", "*norm*": "fp32"}, `hfjax.PrecisionByPath`.
         remat: What layers compute again: none, full, dots, names:…, every:k, group:k, except_last;
@@ -145,8 +145,10 @@ class Execution:
         for name, what in COUNTS.items():
             if not is_positive(given := getattr(self, name)):
                 raise ValueError(f"{name}={given!r}: a positive number of {what}.")
-        if self.clip is not None and not (is_real(self.clip, 0, math.inf) and self.clip > 0):
-            raise ValueError(f"clip={self.clip!r}: a positive norm, or None for no clipping.")
+        if (clip := self.clip) is not None:
+            if not is_real(clip, 2**-126, math.inf):  # from what float32 has in full
+                raise ValueError(f"clip={clip!r}: a positive norm, or None for no clipping.")
+            object.__setattr__(self, "clip", None if clip == math.inf else float(clip))
         unroll = self.unroll
         if not (unroll is None or isinstance(unroll, bool) or is_positive(unroll)):
             raise ValueError(

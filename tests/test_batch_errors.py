@@ -99,6 +99,32 @@ def test_a_batch_without_keys_is_refused_where_keys_are_read(batch, kind):
         trace(gpt(), batch, next_token_loss)
 
 
+def of_x(model, batch):
+    return model(batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "forward", "says"),
+    [
+        (lambda batch, y: ((y - batch["y"]) ** 2).mean(), of_x, "got idx='y'"),
+        (lambda batch, y: batch["y"].mean(), lambda m, b: [of_x(m, b)], "not str"),
+    ],
+    ids=["an array", "a list"],
+)
+def test_swapped_arguments_are_told(loss, forward, says):
+    with pytest.raises(ValueError, match=rf"is one, of x, y\. .*are the two swapped\?.*{says}"):
+        trace(made(Linear), BATCH, loss, forward=forward)
+
+
+@pytest.mark.parametrize("at", ["a", 1.0, (0, 1)], ids=str)
+@pytest.mark.parametrize("kind", [list, tuple, range])
+def test_what_python_says_of_a_list_is_not_told_of_an_embedding(kind, at):
+    table = range(3) if kind is range else kind((1, 2, 3))
+    loss = lambda outputs, batch: table[at] * outputs.mean()
+    with pytest.raises((TypeError, ValueError), match=f"{kind.__name__} indices must be integers"):
+        trace(made(Linear), BATCH, loss, forward=of_x)
+
+
 @pytest.mark.parametrize("kind", [Linear, Doubled, Flat, Two])
 def test_a_model_of_arrays_that_is_given_a_dictionary_is_told_to_select(kind):
     with pytest.raises(

@@ -129,6 +129,29 @@ def test_random_keys_go_on_and_are_new_where_only_parameters_are_wanted(tmp_path
     assert not hfjax.restore(tmp_path, still, parameters_only=True).state.variables
 
 
+def noisy(strategy, sizes):
+    """A layout whose optimizer keeps a random key."""
+    optimizer = optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(3)), optax.adam(0.1))
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
+    return hfjax.layout(lambda rngs: {"w": rngs.normal((8, 8))}, optimizer, mesh, strategy)
+
+
+def test_the_random_key_of_an_optimizer_goes_on_under_any_mesh(tmp_path):
+    loss, batch = lambda w, x: ((x @ w["w"]) ** 2).mean(), np.eye(8, dtype=np.float32)
+    run = lambda layout, state: hfjax.train_step(layout, loss)(state, batch)[0]
+    straight = noisy(DDP, {"data": 1})
+    once = run(straight, hfjax.init(straight))
+    wanted = run(straight, jax.tree.map(jnp.copy, once))
+    split = noisy(EVERYTHING, {"fsdp": 4})
+    assert "moments 144 B" in str(split)  # two of 8x8 in four, two counts, a key
+    hfjax.save(tmp_path, split, run(split, hfjax.init(split)))
+    for layout in (split, noisy(DDP, {"data": 2})):
+        state = run(layout, hfjax.restore(tmp_path, layout).state)
+        assert same(state.optimizer[0], wanted.optimizer[0])
+        np.testing.assert_allclose(state.params["w"], wanted.params["w"], rtol=1e-5, atol=1e-6)
+
+
 class Counting(Two):
     def __init__(self, rngs):
         super().__init__(rngs)

@@ -13,6 +13,7 @@ import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, PIPE, TENSOR, ZERO1, Schedule
 from hfjax.base.paths import flatten, nest
 from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.memory import to_device
 from tests.small_gpt import mlp_layout, tokens
 
 ONE = jax.devices()[:1]
@@ -226,6 +227,64 @@ def test_what_is_given_stays_the_users_own():
         state = hfjax.init(alone("FSDP"), parameters=parameters)
         hfjax.train_step(alone("FSDP"), next_token_loss)(state, tokens(rows=8))
         same(parameters, before)
+
+
+MESHES = {  # small models shard nothing unless told to
+    "one device": (DDP, {"data": 1}),
+    "DDP": (DDP, {"data": 4}),
+    "ZERO1": (ZERO1.edit(replicate_below=0), {"data": 4}),
+    "FSDP": (FSDP.edit(replicate_below=0), {"data": 2, "fsdp": 2}),
+    "HOST_PARAMETERS": (FSDP | HOST_OPTIMIZER | HOST_PARAMETERS, {"fsdp": 4}),
+}
+KEEPS = {  # what an optimizer keeps of the parameters that it begins with
+    "moments": lambda: optax.adam(0.1),
+    "master weights": lambda: hfjax.master(optax.adam(0.1), "bfloat16"),
+    "an average": lambda: hfjax.ema(optax.adam(0.1), 0.5),
+    "the parameters": lambda: optax.contrib.schedule_free_adamw(0.1),
+}
+take = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+
+
+def places_of(mesh):
+    """Where a user's array may lie: on one device, on each, or split over all of a mesh."""
+    every = lambda spec: jax.sharding.NamedSharding(mesh, spec)
+    devices = mesh.devices.flat
+    return devices[0], devices[-1], every(jax.P()), every(jax.P(mesh.axis_names))
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.drawn
+def test_an_array_that_is_given_outlives_a_state_that_is_donated_wherever_it_lay(mesh, keeps):
+    strategy, sizes = MESHES[mesh]
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    on, dtypes = hfjax.make_mesh(devices=devices, **sizes), {"w": jnp.float32, "b": jnp.bfloat16}
+    model = lambda rngs: {name: jnp.zeros((8, 8), dtype) for name, dtype in dtypes.items()}
+    layout = hfjax.layout(model, KEEPS[keeps](), on, strategy)
+    for place in places_of(on):
+        whole = {name: np.full((8, 8), 3, dtype) for name, dtype in dtypes.items()}
+        mine = jax.tree.map(lambda x, place=place: jax.device_put(x, place), whole)
+        mine = jax.tree.map(jnp.copy, mine)  # JAX's own memory, not NumPy's
+        take(to_device(hfjax.init(layout, parameters=mine)))
+        same(mine, whole)
+
+
+def test_a_module_and_a_state_that_are_given_outlive_a_state_that_is_donated():
+    layout = made("a list", strategy=DDP, sizes={"data": 4})
+    model, first = Listed(nnx.Rngs(0)), hfjax.init(layout, seed=3)
+    mine = nnx.state(model), first
+    before = hfjax.full(mine)
+    for parameters in (model, first):
+        take(hfjax.init(layout, parameters=parameters))
+        same(hfjax.full(mine), before)
+
+
+def test_a_state_on_one_device_outlives_its_copy_in_the_models_order():
+    layout, schedule = made("PIPE, a list"), Schedule("1f1b", 2)
+    state = hfjax.init(layout, 3, schedule)
+    mine = jax.tree.map(jnp.asarray, hfjax.full(state))
+    take(hfjax.canonical(layout, mine))
+    same(mine, state)
 
 
 def test_paths_and_shapes_that_do_not_fit_are_told_with_both_sides():

@@ -207,6 +207,32 @@ def test_what_makes_no_sense_is_refused(act, message):
         act(alone())
 
 
+PLATEAU = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "asks"),
+    [
+        (PLATEAU, "'value'"),
+        (hfjax.by_path({"*/bias": optax.sgd(0.1), "*": PLATEAU}), "'value'"),
+        (hfjax.master(PLATEAU), "'value'"),
+        (optax.polyak_sgd(), "'value'"),
+        (optax.lbfgs(), "'value', 'grad', and 'value_fn'"),
+    ],
+    ids=["plateau", "a group", "master", "polyak", "lbfgs"],
+)
+def test_an_optimizer_that_asks_for_the_loss_is_refused_before_a_step(optimizer, asks):
+    with pytest.raises(ValueError, match=rf"update asks for {asks}, and a step .*Leave out"):
+        mlp_layout(DDP, ONE, optimizer)
+
+
+def test_an_optimizer_that_gives_what_another_asks_for_is_taken():
+    def update(updates, state, params=None):
+        return PLATEAU.update(updates, state, params, value=optax.tree.norm(updates))
+
+    mlp_layout(DDP, ONE, optax.GradientTransformation(PLATEAU.init, update))
+
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -279,7 +305,10 @@ def test_a_factor_that_is_no_number_is_refused(given):
         hfjax.scaled(optax.sgd(1.0), {"w": given})
 
 
-@pytest.mark.parametrize(("clip", "length"), [(None, 2.0), (3.0, 2.0), (0.5, 0.5)])
+@pytest.mark.parametrize(
+    ("clip", "length"),
+    [(None, 2.0), (3.0, 2.0), (0.5, 0.5), (INF, 2.0), (1e39, 2.0), (3e38, 2.0)],
+)
 def test_a_gradient_is_shortened_where_it_is_longer_than_clip_and_nowhere_else(clip, length):
     mesh, forward = hfjax.make_mesh(data=2, devices=jax.devices()[:2]), lambda w, batch: batch @ w
     layout = hfjax.layout(lambda rngs: jnp.zeros(4), optax.sgd(1.0), mesh, DDP, forward=forward)
@@ -288,6 +317,22 @@ def test_a_gradient_is_shortened_where_it_is_longer_than_clip_and_nowhere_else(c
     assert float(metrics["grad_norm"]) == pytest.approx(2.0)
     moved = np.concatenate([np.ravel(x) for x in jax.tree.leaves(hfjax.full(state.params))])
     assert float(np.linalg.norm(moved)) == pytest.approx(length)
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, 1e-39, 1e-50, NAN, -INF, True, "1"])
+def test_a_clip_that_is_no_positive_number_of_float32_is_refused(clip):
+    with pytest.raises(ValueError, match=rf"clip={clip!r}: a positive norm, or None"):
+        hfjax.Execution(clip=clip)
+
+
+def test_an_infinite_clip_is_none_wherever_a_clip_is_refused():
+    """Of layers that are updated in the backward pass nobody knows the norm before the end."""
+    for clip in (INF, np.float32(INF)):
+        assert hfjax.Execution(clip=clip, optimizer_in_backward=True).clip is None
+    layout = mlp_layout(FSDP, {"fsdp": 2}, optax.sgd(0.1), layers=2)
+    hfjax.train_step(layout, next_token_loss, clip=INF, optimizer_in_backward=True)
+    layout = mlp_layout(PIPE, {"pipe": 2}, optax.sgd(0.1), layers=2)
+    hfjax.train_step(layout, next_token_loss, clip=INF, schedule=hfjax.Schedule("2bw", 4))
 
 
 def test_an_average_follows_the_parameters_by_its_decay():

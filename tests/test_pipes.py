@@ -231,6 +231,41 @@ def test_parameters_live_on_their_stages_and_come_back_as_the_layers_given():
     assert_close(pipe(X), plain(stack_of(layers), X))
 
 
+@jax.jit
+def one_more(tree):
+    return jax.tree.map(lambda x: x + 1, tree)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pipe_and_the_arrays_that_it_was_given_do_not_delete_each_other(stages):
+    """A program of one's own may donate both; NumPy arrays may be written to."""
+    take = jax.jit(one_more, donate_argnums=0)
+    arrays = lambda layers: [nnx.state(layer) for layer in layers]
+    layers = blocks(2)
+    before = jax.device_get(arrays(layers))
+    pipe = PipeDream(partition(layers, stages), 2, mesh=mesh(pipe=stages, data=2))
+    take(pipe.parameters)
+    jax.tree.map(np.testing.assert_array_equal, arrays(layers), before)
+
+    def is_still(wanted):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(pipe.parameters), wanted)
+
+    for give in (pipe.load, lambda new: setattr(pipe, "parameters", new)):
+        for made in (jnp.array, np.array):
+            mine = jax.tree.map(lambda x, made=made: made(np.array(x)), stack_of(blocks(2)))
+            wanted = jax.tree.map(np.array, mine)
+            give(mine)
+            new = take(pipe.parameters)
+            jax.tree.map(np.testing.assert_array_equal, mine, wanted)
+            assert_close(new, one_more(wanted))
+            give(mine)
+            if made is np.array:
+                jax.tree.map(lambda x: x.fill(7), mine)
+            else:
+                take(mine)
+            is_still(wanted)
+
+
 @pytest.mark.parametrize(
     ("kind", "remat"),
     [(GPipe, "always"), (GPipe, "except_last"), (Interleaved1F1B, "except_last")],

@@ -229,6 +229,8 @@ PIPED = {"strategy": "pipe", "mesh": Mesh(pipe=2), "model": DEEP}
         (OWN_STEP | {"mesh": ONE, "accumulate": 2}, OWN_STEP | {"accumulate": 2}),
         (SPREAD | {"kernels": "xla"}, {"split_rows": 2, "kernels": "xla"}),
         ({"mesh": ONE, "optimizer": Optimizer(clip=0.25)}, {"clip": 0.25}),
+        ({"mesh": ONE, "optimizer": Optimizer(clip=float("inf"))}, {"clip": None}),
+        ({"mesh": ONE, "optimizer": Optimizer(clip=1e39)}, {"clip": None}),
         (
             {"mesh": ONE, "optimizer": Optimizer(clip=None, in_backward=True)},
             {"clip": None, "optimizer_in_backward": True},
@@ -238,7 +240,15 @@ PIPED = {"strategy": "pipe", "mesh": Mesh(pipe=2), "model": DEEP}
             {"schedule": hfjax.Schedule("interleaved", 4, 2)},
         ),
     ],
-    ids=["a step of ones own", "parts of rows", "clip", "in backward", "pipeline"],
+    ids=[
+        "a step of ones own",
+        "parts of rows",
+        "clip",
+        "no clip",
+        "clips nothing",
+        "in backward",
+        "pipeline",
+    ],
 )
 def test_what_is_set_is_how_the_step_runs(data, tmp_path, changes, fields):
     parts, wanted = Parts(small(tmp_path, data, **changes)), hfjax.Execution(**fields)

@@ -32,7 +32,8 @@ _MEANINGS = (
     ),
 )
 _BY_KEY = r"indices must be integers or slices, not str|string indexing|__contains__.*'str'"
-_NOT_WHOLE = r"(Indexer|indices|Input type) must (have|be) (an )?integer"
+# Python says of a list that its "indices must be integers or slices, not str": no look-up of JAX.
+_NOT_WHOLE = r"(Indexer|indices|Input type) must (have|be) (an |of )?integer(?!s\b)"
 # NumPy takes a dictionary for the fields of a dtype, and says that its entries are none.
 _NO_ARRAY = r"\bdict\b|entry not a 2- or 3- tuple"
 _MORE = re.compile(r"__call__\(\) missing \d+ required positional")
@@ -68,7 +69,13 @@ def _of_batch(error: Exception, layout: Layout, batch: Any) -> str | None:
     said, keys = str(error), list(batch) if isinstance(batch, Mapping) else None
     if isinstance(error, KeyError):
         return None if keys is None else _of_key(error, keys)
-    if keys is None and re.search(_BY_KEY, said):
+    if keys is not None and re.search(_BY_KEY, said):
+        return (
+            f"what is read by key is no dictionary, and the batch is one, of "
+            f"{', '.join(map(str, keys))}. A loss is called as loss(outputs, batch), forward= as "
+            f"forward(model, batch): are the two swapped? Python says: {said[:300]}"
+        )
+    if re.search(_BY_KEY, said):
         kind = "an array" if hasattr(batch, "shape") else f"a {type(batch).__name__}"
         return (
             f"the model or the loss reads the batch by key, and this batch is {kind}. Give a "

@@ -46,7 +46,7 @@ from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy
 from hfjax.plan.layout import State, layout
 from hfjax.plan.on_stages import forward_table_of, on_stages
-from hfjax.plan.rearrange import canonical, rearrange
+from hfjax.plan.rearrange import canonical, copy_to, rearrange
 from hfjax.plan.xla_options import options_of
 
 MANY = 8  # programs of one pipe, from which on it looks like a mistake
@@ -114,7 +114,8 @@ class Pipe:
         self.mesh, self.microbatches, self.layout = mesh, microbatches, on_stages(plan, schedule)
         check_runs(self.layout, self._execution, training=True)
         self._shardings = self.layout.shardings()
-        self._variables = jax.device_put(_nested(given, nnx.Not(nnx.Param)), self._on(P()))
+        on_all = lambda x: copy_to(x, self._on(P()))
+        self._variables = jax.tree.map(on_all, _nested(given, nnx.Not(nnx.Param)))
         self._shapes = _nested(emptied(given), nnx.Param)
         self.load(_nested(given, nnx.Param))
         self.parts = replace(parts, layers=_emptied(parts.layers))
@@ -138,7 +139,7 @@ class Pipe:
     @parameters.setter
     def parameters(self, new: Any) -> None:
         check_like("parameters", new, self._parameters)
-        self._parameters = jax.device_put(new, self._shardings.params)
+        self._parameters = jax.tree.map(_moved, new, self._shardings.params)
 
     @property
     def gradients(self) -> Parameters:
@@ -181,7 +182,7 @@ class Pipe:
             0.0
         """
         check_like("load", parameters, self._shapes)
-        held = self._state(jax.tree.map(np.asarray, parameters), None)
+        held = self._state(jax.tree.map(np.array, parameters), None)  # copies
         stored = rearrange(self.layout, held).params
         self._parameters = jax.device_put(stored, self._shardings.params)
 
@@ -441,6 +442,12 @@ class Interleaved1F1B(Pipe):
 
     schedule = "interleaved"
     chunked = True
+
+
+def _moved(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Return an array where it is wanted: itself, if it lies there, otherwise a copy."""
+    there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+    return x if there else copy_to(x, sharding)
 
 
 def _nested(layers: Any, which: Any) -> Parameters:

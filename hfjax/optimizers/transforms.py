@@ -1,8 +1,10 @@
 """Optimizers put together from any of optax: by path of parameters, and with their average."""
 
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from numbers import Real
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -341,6 +343,49 @@ def check_master(optimizer: Any, params: Tree) -> None:
             "master weights. Put it outermost: hfjax.master(optax.chain(…)), "
             "hfjax.master(hfjax.ema(…)); clip with train_step(…, clip=1.0)."
         )
+
+
+def check_update(optimizer: Any, params: Tree) -> None:
+    """Refuse an optimizer whose update asks for more than gradients, its state and parameters."""
+    if not any(map(_asks, _functions(optimizer.update, set()))):
+        return  # to trace an update takes seconds
+    try:
+        jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
+    except Exception as error:  # of any other kind the step tells
+        if not (found := re.search(r"missing \d+ required keyword-only \w+: (.*)", str(error))):
+            return
+        raise ValueError(
+            f"the optimizer's update asks for {found[1]}, and a step gives it gradients, its "
+            "state and parameters. Leave out what asks (optax.contrib.reduce_on_plateau, "
+            "optax.lbfgs and others that look at the loss): a rate may follow the number of the "
+            "step, hfjax.rate(…)."
+        ) from None
+
+
+def _asks(function: FunctionType) -> bool:
+    """Return whether a function has keywords that have to be given."""
+    code, defaults = function.__code__, function.__kwdefaults__ or ()
+    return code.co_kwonlyargcount > len(defaults)
+
+
+def _functions(found: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a function and those that it keeps, as a chain keeps what it is made of."""
+    if id(found) in seen:
+        return
+    seen.add(id(found))
+    inside = list(found.values()) if isinstance(found, Mapping) else found
+    if isinstance(found, FunctionType):
+        yield found
+        inside = [cell.cell_contents for cell in found.__closure__ or () if _is_full(cell)]
+    for x in inside if isinstance(inside, list | tuple) else ():
+        yield from _functions(x, seen)
+
+
+def _is_full(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not yet
+        return False
 
 
 def from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:

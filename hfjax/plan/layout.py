@@ -18,6 +18,7 @@ from hfjax.base.tables import human
 from hfjax.optimizers.transforms import (
     WithoutRows,
     check_master,
+    check_update,
     stored_dtype,
     unwrapped,
     without,
@@ -487,6 +488,7 @@ def layout(  # noqa: PLR0913  options of one call
     made = arranged(made, source.on_each_stage(placed))
     tuple(unmatched(source, made.storage.packed is not None))  # refuses
     check_master(optimizer, nest(plan.parameters))
+    check_update(optimizer, nest(plan.parameters))
     check_matrices(optimizer, plan.parameters, arrays)
     made.hosted.check()
     if made.hosted:

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.memory import one_by_one, to_device
+from hfjax.parallel.memory import is_host_sharding, one_by_one, to_device
 from hfjax.parallel.packing import Mover, PackedLayers, packed_layers
 from hfjax.plan.check_state import check_form, check_like, check_takes, stored_form
 from hfjax.plan.layout import Layout, State
@@ -95,6 +96,16 @@ def stored(layout: Layout, params: Flat) -> Flat:
     return layout.storage.stored(params, on)
 
 
+def copy_to(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Return a copy of an array on its shards: none of their memory is that of the array.
+
+    Where the whole array goes to several devices, `jax.device_put` lets the one that has it keep
+    its memory, even with may_alias=False: who donates the result would delete the array.
+    """
+    on_device = sharding.with_memory_kind("device") if is_host_sharding(sharding) else sharding
+    return jax.device_put(jnp.copy(jax.device_put(x, on_device)), sharding)
+
+
 def parameters_of(layout: Layout, state: State) -> Flat:
     """Return the parameters of a state by path, in the model's order; its optimizer may be any."""
     plain, params = layout.as_the_model, flatten(state.params)
@@ -136,7 +147,7 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     params = nest(convert("parameter", params))
     new = replace(state, params=params, optimizer=moments, order=layout.order)
     given = set(map(id, jax.tree.leaves(state)))  # may be donated: what did not move is copied
-    own = lambda x, on: jax.device_put(x, on, may_alias=False if id(x) in given else None)
+    own = lambda x, on: copy_to(x, on) if id(x) in given else jax.device_put(x, on)
     return jax.tree.map(own, new, layout.shardings())
 
 

@@ -150,4 +150,5 @@ def _as_python(spec: P) -> str:
 
 def bytes_of_array(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh) -> int:
     """Return the bytes of one device's shard of an array."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
+    one = jax.ShapeDtypeStruct((), dtype).dtype.itemsize  # of a random key too
+    return math.prod(shape) * one // pieces(spec, mesh)

@@ -264,7 +264,7 @@ class Optimizer:
     scale: Names = ()
     """Factors on the learning rate: tokens=0.1 'layers/*=0.5' (default: none)."""
     clip: float | None = 1.0
-    """Maximum global norm of the gradient; None disables clipping."""
+    """Maximum global norm of the gradient; None disables clipping, as inf does."""
     ema: float | None = None
     """Average parameters with this decay, as 0.999, and validate the average (default: no)."""
     master: bool = False
@@ -275,6 +275,8 @@ class Optimizer:
     def __post_init__(self):
         at_least(self, "optimizer.", warmup=0, hold=0)
         at_least(self, "optimizer.", 1, momentum=0)
+        if is_real(self.clip, LARGEST, math.inf):  # no norm is greater
+            object.__setattr__(self, "clip", None)
         in_float32(self, "optimizer.", "rate", "weight_decay", "clip")
 
 
