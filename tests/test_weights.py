@@ -471,6 +471,22 @@ def test_a_file_that_is_not_as_its_header_was_read_is_named(words, tmp_path, mon
         assert re.search(words, refusal(tmp_path))
 
 
+def test_a_file_that_is_written_while_it_is_read_is_named(tmp_path, monkeypatch):
+    written(tmp_path, CONFIGS["tied"])
+    model = hfjax.pretrained(tmp_path)
+    usual = rows_of_files.fill
+
+    def fill_while_another_writes(descriptor, at, into, tensor):
+        usual(descriptor, at, into, tensor)
+        with tensor.file.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(bytes(4))
+
+    monkeypatch.setattr(rows_of_files, "fill", fill_while_another_writes)
+    with pytest.raises(ValueError, match=r"model\.safetensors was written while it was read"):
+        hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
+
+
 def denied(*_):
     raise PermissionError(13, "Permission denied")
 

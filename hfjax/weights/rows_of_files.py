@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from hfjax.base.tables import named
 from hfjax.weights.row_moves import Way
-from hfjax.weights.tensor_files import FileTensor, aligned, fill, open_to_read
+from hfjax.weights.tensor_files import FileTensor, aligned, fill, open_to_read, stamp_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class RowsOfFiles:
     writes: bool = False
     moved: dict[Path, int] = field(default_factory=dict)
     _open: dict[Path, int] = field(default_factory=dict)
+    _stamps: dict[Path, tuple[int, int]] = field(default_factory=dict)
     _failures: list[Exception] = field(default_factory=list)
 
     @cached_property
@@ -94,16 +96,20 @@ class RowsOfFiles:
         """Return the descriptor of a tensor's file, opened when it is first asked for."""
         if tensor.file not in self._open:
             opened = os.open(tensor.file, os.O_WRONLY) if self.writes else open_to_read(tensor)
-            self._open[tensor.file] = opened
+            self._open[tensor.file], self._stamps[tensor.file] = opened, stamp_of(opened)
         return self._open[tensor.file]
 
     def close(self) -> None:
-        """Close the files; those written are on the disk then."""
+        """Close the files; those written are on the disk then, and those read are as they were."""
         while self._open:
-            _, descriptor = self._open.popitem()
+            file, descriptor = self._open.popitem()
             try:
                 if self.writes:
                     os.fsync(descriptor)
+                elif stamp_of(descriptor) != self._stamps[file]:
+                    self._failures.append(
+                        ValueError(f"{named(file)} was written while it was read: read it again.")
+                    )
             finally:
                 os.close(descriptor)
 
