@@ -167,7 +167,8 @@ def test_a_dropout_of_0_is_none_and_that_of_the_auxiliary_head_is_set(street, tm
 
 
 def test_a_dropout_of_0_in_the_file_of_an_older_run_is_that_of_its_preset(tmp_path):
-    config = of_photos("photos", tmp_path, model={"preset": "deeplabv3-tiny", "dropout": 0.0})
+    model = {"preset": "deeplabv3-tiny", "dropout": 0.0}
+    config = of_photos(tmp_path / "photos", tmp_path, model=model)
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml").model.dropout == 0.0
     lines = (tmp_path / "config.yaml").read_text().splitlines()
