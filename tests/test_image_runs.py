@@ -17,7 +17,7 @@ from hfjax.cli.run import evaluate_command
 from hfjax.models.vision.all_presets import PRESETS
 from hfjax.run import Parts, Train, train
 from hfjax.run.config import Data, Log, Mesh, Model, Optimizer
-from hfjax.run.files import load, save
+from hfjax.run.files import changes, load, plain, save
 from hfjax.run.optimizer import sgd
 from hfjax.run.tasks.pictures import intersection_over_union
 from hfjax.weights.tensor_files import read_header, read_rows
@@ -167,13 +167,18 @@ def test_a_dropout_of_0_is_none_and_that_of_the_auxiliary_head_is_set(street, tm
 
 
 def test_a_dropout_of_0_in_the_file_of_an_older_run_is_that_of_its_preset(tmp_path):
-    config = of_photos("photos", tmp_path, model={"preset": "deeplabv3-tiny", "dropout": 0.0})
+    model = {"preset": "deeplabv3-tiny", "dropout": 0.0}
+    config = of_photos(tmp_path / "photos", tmp_path, model=model)
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml").model.dropout == 0.0
     lines = (tmp_path / "config.yaml").read_text().splitlines()
     old = "\n".join(line for line in lines if "auxiliary_dropout" not in line)
     (tmp_path / "config.yaml").write_text(old)
-    assert load(tmp_path / "config.yaml").model.dropout is None
+    found = load(tmp_path / "config.yaml")
+    assert found.model.dropout is None
+    recorded = plain(config)
+    del recorded["model"]["auxiliary_dropout"]
+    assert changes(found, recorded) == []
 
 
 def test_weights_in_and_out_and_a_new_head(photos, tmp_path, capsys):

@@ -229,7 +229,7 @@ def lasting(config: Train) -> Train:
 
 def differing(config: Train, other: Any) -> list[tuple[str, str]]:
     """Return the flags of what is stored that differ from those of another run: here, and there."""
-    mine, theirs = (_flat(x) for x in (plain(config), other))
+    mine, theirs = _flat(plain(config)), _recorded(other)
     stored = [flag for flag in mine if flag.startswith("model.") or flag in STORED]
     if mine["model.pretrained"] or theirs.get("model.pretrained"):  # in place of a preset
         stored.remove("model.preset")
@@ -238,10 +238,18 @@ def differing(config: Train, other: Any) -> list[tuple[str, str]]:
 
 def changes(config: Train, other: Any) -> list[str]:
     """Return the flags of how a run trains that differ from another's, each with what it was."""
-    mine, theirs = (_flat(x) for x in (plain(config), other))
+    mine, theirs = _flat(plain(config)), _recorded(other)
     flags = [flag for flag in mine if not flag.startswith(_BESIDE)]
     differ = _differing(mine, theirs, flags)
     return [f"{here} (before: {there.removeprefix('with ')})" for here, there in differ]
+
+
+def _recorded(other: Any) -> dict[str, Any]:
+    """Return the flags of what a run recorded; a dropout of 0 once was the preset's, see `load`."""
+    found = _flat(other)
+    if "model.auxiliary_dropout" not in found and found.get("model.dropout") == 0:
+        del found["model.dropout"]
+    return found
 
 
 def _differing(mine: dict, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
