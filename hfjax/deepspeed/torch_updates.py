@@ -61,23 +61,23 @@ def lamb(rate: Callable, given: dict[str, Any]) -> optax.GradientTransformation:
 
 
 def uncorrected_adam(
-    rate: Callable, given: dict[str, Any], *, decoupled: bool
+    rate: Callable, settings: dict[str, Any], *, decoupled: bool
 ) -> optax.GradientTransformation:
     """Return Adam, or AdamW if it is decoupled, whose moments are not corrected for their start.
 
     Args:
         rate: The learning rate, by the number of updates.
-        given: The parameters of FusedAdam.
+        settings: The parameters of FusedAdam.
         decoupled: Whether the decay is added to the update, not to the gradient.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        new = _next_moments(updates, state, *given["betas"])
-        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + given["eps"]), new.mu, new.nu), new
+        new = _next_moments(updates, state, *settings["betas"])
+        return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + settings["eps"]), new.mu, new.nu), new
 
-    made = optax.GradientTransformation(_no_moments, update)
-    decay = optax.add_decayed_weights(given["weight_decay"])
-    parts = [made, decay] if decoupled else [decay, made]
+    moments = optax.GradientTransformation(_no_moments, update)
+    decay = optax.add_decayed_weights(settings["weight_decay"])
+    parts = [moments, decay] if decoupled else [decay, moments]
     return optax.chain(*parts, optax.scale_by_learning_rate(rate))
 
 

@@ -125,22 +125,22 @@ def _check_groups(optimizers: Any) -> None:
         _check_optimizer(f"by_path: {pattern!r}", optimizer)
 
 
-def is_optimizer(given: object) -> bool:
+def is_optimizer(value: object) -> bool:
     """Return whether it can be used as an optax transformation.
 
     >>> is_optimizer(optax.sgd(1.0)), is_optimizer({"update": 1}), is_optimizer(optax.sgd)
     (True, False, False)
     """
-    return callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def _check_optimizer(what: str, given: object) -> None:
+def _check_optimizer(what: str, optimizer: object) -> None:
     """Refuse what is no optimizer: a learning rate, or the function that makes one of it."""
-    if not is_optimizer(given):
-        name = getattr(given, "__name__", "") if callable(given) else ""
+    if not is_optimizer(optimizer):
+        name = getattr(optimizer, "__name__", "") if callable(optimizer) else ""
         raise ValueError(
             f"{what}: an optax optimizer is expected, for instance optax.adamw(1e-3), found "
-            f"{f'the function {name}' if name else shown(given)}."
+            f"{f'the function {name}' if name else shown(optimizer)}."
         )
 
 
