@@ -300,12 +300,27 @@ def test_tags_are_coloured_for_a_terminal():
     assert tag(1, colour=True) == b"\x1b[33m[1]\x1b[0m "
 
 
-def test_processes_go_on_when_nobody_reads_the_output():
-    process = launched(["-n", 2], *sh("echo a; sleep 0.5; echo b; test -e /dev/null"))
-    assert process.stdout is not None
-    process.stdout.close()
-    process.stdout = None
-    assert finished(process)[0][0] == 0
+@pytest.mark.parametrize("errors", [False, True])
+def test_a_job_whose_output_nobody_reads_is_told_to_save_and_end(errors):
+    """Also if nobody reads its errors."""
+    process = launched(["-n", 2, "--max-restarts", 5], *sh(SAVES))
+    streams = ["stdout", "stderr"] if errors else ["stdout"]
+    for name in streams:
+        getattr(process, name).close()
+        setattr(process, name, None)
+    [(status, _, err)] = finished(process)
+    assert status == 143
+    said = "hfjax launch: standard output: Broken pipe: processes 0, 1 may take 60 s to save and"
+    assert err is None if errors else err == f"{said} end\n"
+
+
+def test_a_job_whose_errors_nobody_reads_goes_on():
+    process = launched(["-n", 2], *sh("echo a >&2; sleep 0.5; echo b >&2; echo c"))
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    status, out, _ = finished(process)[0]
+    assert (status, sorted(out.splitlines())) == (0, ["[0] c", "[1] c"])
 
 
 # -- the command -----------------------------------------------------------------------------

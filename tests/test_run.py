@@ -1,5 +1,6 @@
 """A run: it trains, writes what it did, stops and goes on, on other devices too."""
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import copytree
@@ -109,6 +110,24 @@ def test_a_run_that_is_told_to_stop_saves_and_leaves_though_a_validation_is_due(
     stopped = train(run)
     assert (stopped.step, stopped.reason, stopped.valid_loss) == (1, "asked", None)
     assert hfjax.latest(tmp_path / "checkpoints") == 1
+
+
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_goes_on_later(
+    data, tmp_path, monkeypatch, capfd
+):
+    rare = {"log": replace(UNJUDGED, every=1), "checkpoints": Checkpoints(every=100)}
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, **rare)
+    reader, writer = os.pipe()
+    write = Journal.write
+    leave = lambda me, step, **values: (step == 3 and os.close(reader), write(me, step, **values))
+    with open(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", unread)
+        patch.setattr(Journal, "write", leave)
+        stopped = train(config)
+    assert stopped.reason == "stdout"
+    assert hfjax.latest(tmp_path / "checkpoints") == stopped.step == 7
+    assert "standard output: Broken pipe: stopping after this step\n" in capfd.readouterr().err
+    assert train(config).step == 12
 
 
 def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whole, data):

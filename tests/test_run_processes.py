@@ -1,6 +1,7 @@
 """Runs in real processes: as many as you like, killed, stopped, started again; the same losses."""
 
 import os
+import pty
 import re
 import shlex
 import signal
@@ -258,6 +259,23 @@ def stopped_after(directory):
     step = hfjax.latest(directory / "checkpoints")
     assert step is not None
     return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_job_whose_terminal_is_closed_saves(shared, processes):
+    file, directory = written(shared, f"terminal{processes}", steps=5000, model=BIGRAMS)
+    own = ["launch", "-n", processes, "--devices-per-process", 1, "--", *HFJAX]
+    words = map(str, [*HFJAX, *own, "train", "--config", file])
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvpe(sys.executable, [*words], os.environ | HERE | {"JAX_PLATFORMS": "cpu"})
+    said = b""
+    while b"step   50/5000" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    assert 50 <= stopped_after(directory) < 5000
 
 
 def test_processes_with_other_settings_are_told_apart(shared):

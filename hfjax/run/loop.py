@@ -115,7 +115,7 @@ class Result(NamedTuple):
         step: The number of steps that it has taken.
         loss: Of the last step that this call did; None if it did none.
         valid_loss: The last validation's; None if there was none.
-        reason: Why it stopped early: SIGTERM, SIGINT, asked; None if it did not.
+        reason: Why it stopped early, as `Stop.reason` has it; None if it did not.
 
     Example:
         >>> from hfjax.run import Result
@@ -127,13 +127,13 @@ class Result(NamedTuple):
     step: int
     loss: float | None  # of the last step that this call did
     valid_loss: float | None
-    reason: str | None  # why it stopped early: SIGTERM, SIGINT, asked
+    reason: str | None  # why it stopped early
 
 
 def train(config: Train) -> Result:
     """Train, from the beginning or from the directory's latest checkpoint; return how it ended.
 
-    It takes SIGTERM and Ctrl-C while it runs (so: the main thread), ends the process if it hangs
+    It takes signals as `Stop` does (so: the main thread), ends the process if it hangs
     (`config.timeout`), and writes config.yaml, metrics and checkpoints to `config.directory`.
 
     Args:
