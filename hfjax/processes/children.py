@@ -209,10 +209,25 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
+    def suspended(self) -> list[int]:
+        """Return which of its processes are suspended; none where the system does not tell."""
+        return suspended(self._popen.pid)
+
     def drain(self) -> None:
         """Wait until what it wrote has been copied."""
         for lines in self._lines:
             lines.join(DRAIN)
+
+
+def suspended(group: int) -> list[int]:
+    """Return the processes of a group that a signal or a debugger has suspended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, _, own = path.read_text().rpartition(")")[2].split()[:3]
+            if state in "Tt" and int(own) == group:
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def _coloured(target: IO[str]) -> bool:

@@ -92,9 +92,17 @@ class Job:
     def _on_failure(self, child: Child, status: int, code: int) -> None:
         self.failed, self._code = True, code
         child.drain()
+        self._tell_suspended(": the others may fail for it")
         others = f"; ending {self._names}" if self.running else ""
         self.say(f"process {child.process} {_how(status)}{others}")
         self._limit(min(OWN_WORDS, self.limits.grace / 2))
+
+    def _tell_suspended(self, more: str = "") -> None:
+        """Tell which processes are suspended: of them no word comes, and no sign of life."""
+        for child in sorted(self.running, key=lambda child: child.process):
+            if pids := ", ".join(map(str, child.suspended())):
+                who = f"process {child.process} is suspended (SIGSTOP or a debugger; pid {pids})"
+                self.say(f"{who}{more}")
 
     def _on_signal(self, number: int) -> None:
         """Hand a signal on once and wait for all to save; a second Ctrl-C ends them at once."""
@@ -123,6 +131,7 @@ class Job:
             self._limit(self.limits.grace - min(OWN_WORDS, self.limits.grace / 2))
         elif not self.failed:
             self._code, self.failed = HUNG, True
+            self._tell_suspended()
             self._kill(f"not ended after {self.limits.stop:g} s")
         else:
             self._kill(f"not ended {self.limits.grace:g} s after the failure")
