@@ -384,7 +384,8 @@ def test_code_that_a_run_names_is_run_only_on_trust(
         (["train", "--out="], "--out: its value is empty"),
         (["data", "--out="], "--out: its value is empty"),
         (["train", "--steps", "0"], "--steps 0: a number from 1 on is needed"),
-        (["eval", "nowhere"], "nowhere is no run of hfjax train"),
+        (["eval", "nowhere"], "nowhere is no run of hfjax train: it has no config.yaml."),
+        (["eval", "odd"], "odd is no run of hfjax train: its config.yaml is a folder."),
     ],
 )
 def test_a_command_that_makes_no_sense_ends_with_words(
@@ -394,6 +395,7 @@ def test_a_command_that_makes_no_sense_ends_with_words(
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     Path("run.yaml").write_text("steps: none")
     Path("run.py").write_text("config = 1")
+    Path("odd/config.yaml").mkdir(parents=True)
     with pytest.raises(SystemExit, match=r"^2$"):
         main(words)
     assert message in capfd.readouterr().err
