@@ -206,8 +206,8 @@ def saved_config(given: Saved) -> Train:
     config = files.load(path)
     if (code := files.code_of(config)) and not given.trust:
         raise ValueError(
-            f"{named(path)} names Python code, {' and '.join(code)}, which would run as you. If you "
-            "wrote it or have read it, give --trust."
+            f"{named(path)} names Python code, {' and '.join(code)}, which would run as you. If "
+            "you wrote it or have read it, give --trust."
         )
     here: dict[str, Any] = {
         name: getattr(given, name) for name in ("devices", "cpu_devices", "cache")
