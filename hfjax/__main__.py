@@ -3,8 +3,9 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from hfjax.base.exits import imported, nobody_reads
+from hfjax.base.exits import carried_out, imported, nobody_reads
 from hfjax.base.keywords import nearest_of
 from hfjax.base.version import version
 
@@ -43,13 +44,31 @@ HEAD = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command given; return its exit status."""
+    _open_streams()
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    try:
+        return _run(name, rest)
+    except KeyboardInterrupt:
+        with suppress(OSError):  # nobody reads
+            print("stopped", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(130)  # a compilation that is under way would crash the ordinary exit
+    except BrokenPipeError:
+        return nobody_reads()
+
+
+def _open_streams() -> None:
+    """Open what a shell has closed (>&-): a file that is opened next would take its place."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+
+
+def _run(name: str, rest: Sequence[str]) -> int:
     if name in ("-h", "--help", "help"):
-        print(_help())
-        return 0
+        return carried_out("--help", lambda: print(_help()))
     if name == "--version":
-        print(f"hfjax {version()}")
-        return 0
+        return carried_out(name, lambda: print(f"hfjax {version()}"))
     if name not in COMMANDS:
         near = nearest_of(name, COMMANDS)
         print(f"hfjax {name}: no such command.{near}\n\n{_help()}", file=sys.stderr)
@@ -59,14 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         print(missing, file=sys.stderr)
         return 2
-    try:
-        return function(rest)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(130)  # a compilation that is under way would crash the ordinary exit
-    except BrokenPipeError:
-        return nobody_reads()
+    return function(rest)
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import optax
 import pytest
 
 import hfjax
+from hfjax.base.tables import named
 from hfjax.checkpoint.writer import Writer
 from hfjax.parallel.strategy import ZERO1
+from tests.full_disk import allowed_bytes
 from tests.small_checkpoint import saved, small_layout, state_at
 from tests.test_checkpoint import Counting
 
@@ -232,6 +235,70 @@ def test_a_directory_that_is_moved_away_is_taken_again(tmp_path, other):
             with pytest.warns(RuntimeWarning, match="moved or deleted"):
                 checkpoints.save(state_at(layout, 4))
     assert hfjax.latest(place) is None
+
+
+def test_a_directory_that_is_moved_while_a_step_is_written_is_told_and_not_made_anew(
+    tmp_path, monkeypatch
+):
+    layout, place, sealed = small_layout(), tmp_path / "runs" / "run" / "checkpoints", Writer._seal
+
+    def moved_away(writer):
+        if writer._saving[0] == 2:
+            place.parent.rename(tmp_path / "runs" / "away")
+            (place / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)  # as Orbax' threads do
+        sealed(writer)
+
+    monkeypatch.setattr(Writer, "_seal", moved_away)
+    checkpoints = hfjax.Checkpoints(place, layout)
+    checkpoints.save(state_at(layout, 1))
+    checkpoints.save(state_at(layout, 2))
+    match = (
+        r"^step 2 was not saved in \S+/checkpoints: the directory was moved or deleted while the "
+        r"step was written\. Steps saved before are where it was moved to: move it back, and start"
+    )
+    with pytest.raises(OSError, match=match):
+        checkpoints.wait()
+    checkpoints.close()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["away"]
+    assert hfjax.latest(tmp_path / "runs" / "away" / "checkpoints") == 1
+
+
+def test_a_step_that_cannot_be_deleted_is_named_and_the_new_one_is_saved(tmp_path):
+    layout, trash = small_layout(), tmp_path / ".deleted"
+    checkpoints = hfjax.Checkpoints(tmp_path, layout, keep=hfjax.Keep(latest=1))
+    checkpoints.save(state_at(layout, 1))
+    checkpoints.wait()
+    trash.write_text("no folder")
+    checkpoints.save(state_at(layout, 2))
+    match = r"^step 2 is saved in \S+, but what is no longer kept cannot be deleted: .* 1, 2\."
+    with pytest.raises(OSError, match=match):
+        checkpoints.wait()
+    trash.unlink()
+    checkpoints.save(state_at(layout, 3))
+    checkpoints.wait()
+    assert checkpoints.steps() == [3]
+    checkpoints.close()
+
+
+def test_a_directory_of_a_full_disk_is_opened(tmp_path):
+    layout = saved(tmp_path, 1)
+    with allowed_bytes(0), hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+        assert checkpoints.restore().step == 1
+
+
+@pytest.mark.parametrize("name", ["rate[0.1]", "a*", "a?", r"a\b", "a\udcff"])
+def test_a_path_under_which_a_step_could_not_be_read_again_is_refused(tmp_path, name):
+    odd = named(name[4] if len(name) > 4 else name[1])
+    match = re.escape(f"{named(name)}: checkpoints saved in a folder with {odd} in its path could")
+    with pytest.raises(ValueError, match=match):
+        saved(tmp_path / name, 1)
+    assert not (tmp_path / name).exists()
+    layout = saved(tmp_path / "well", 1)
+    (tmp_path / "well").rename(tmp_path / name)
+    if name[1] in "\\\udcff":
+        refused(tmp_path / name, match, layout)
+    else:
+        assert hfjax.restore(tmp_path / name, layout).step == 1
 
 
 def test_a_lock_outlives_a_copy_that_its_holder_makes_of_the_folder(tmp_path, other):

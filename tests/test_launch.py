@@ -1,6 +1,7 @@
 """`hfjax launch`: processes of one machine that live and end together."""
 
 import io
+import re
 import signal
 import sys
 import time
@@ -81,6 +82,30 @@ def test_the_first_failure_ends_the_others_and_gives_the_exit_code():
 def test_a_process_ended_by_a_signal_is_told_by_its_name():
     code, said = go("test $HFJAX_PROCESS = 0 && kill -KILL $$; exec sleep 60")
     assert (code, said) == (137, ["process 0 was ended by SIGKILL; ending process 1"])
+
+
+@pytest.mark.parametrize("command", ["kill -STOP $$", "sh -c 'kill -STOP $$'"])
+def test_a_suspended_process_is_named_for_whom_the_others_fail(command):
+    stop = f"test $HFJAX_PROCESS = 1 && {command}; sleep 1; exit 3"
+    code, said = go(stop, limits=Limits(grace=0.5))
+    assert code == 3
+    assert re.sub(r"pid \d+", "pid N", said[0]) == (
+        "process 1 is suspended (SIGSTOP or a debugger; pid N): the others may fail for it"
+    )
+    assert said[1] == "process 0 failed with exit code 3; ending process 1"
+
+
+def test_a_suspended_process_that_does_not_save_is_named():
+    process = launched(["-n", 1, "--stop-timeout", 0.5], *sh("echo ready; kill -STOP $$"))
+    assert line(process) == "ready"
+    process.send_signal(signal.SIGTERM)
+    [(status, _, err)] = finished(process)
+    assert status == 124
+    assert re.findall("launch: (.*)", re.sub(r"pid \d+", "pid N", err)) == [
+        "SIGTERM: process 0 may take 0.5 s to save and end",
+        "process 0 is suspended (SIGSTOP or a debugger; pid N)",
+        "not ended after 0.5 s: killing process 0",
+    ]
 
 
 def test_who_does_not_end_is_killed_after_the_grace_period():
@@ -300,12 +325,27 @@ def test_tags_are_coloured_for_a_terminal():
     assert tag(1, colour=True) == b"\x1b[33m[1]\x1b[0m "
 
 
-def test_processes_go_on_when_nobody_reads_the_output():
-    process = launched(["-n", 2], *sh("echo a; sleep 0.5; echo b; test -e /dev/null"))
-    assert process.stdout is not None
-    process.stdout.close()
-    process.stdout = None
-    assert finished(process)[0][0] == 0
+@pytest.mark.parametrize("errors", [False, True])
+def test_a_job_whose_output_nobody_reads_is_told_to_save_and_end(errors):
+    """Also if nobody reads its errors."""
+    process = launched(["-n", 2, "--max-restarts", 5], *sh(SAVES))
+    streams = ["stdout", "stderr"] if errors else ["stdout"]
+    for name in streams:
+        getattr(process, name).close()
+        setattr(process, name, None)
+    [(status, _, err)] = finished(process)
+    assert status == 143
+    said = "hfjax launch: standard output: Broken pipe: processes 0, 1 may take 60 s to save and"
+    assert err is None if errors else err == f"{said} end\n"
+
+
+def test_a_job_whose_errors_nobody_reads_goes_on():
+    process = launched(["-n", 2], *sh("echo a >&2; sleep 0.5; echo b >&2; echo c"))
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    status, out, _ = finished(process)[0]
+    assert (status, sorted(out.splitlines())) == (0, ["[0] c", "[1] c"])
 
 
 # -- the command -----------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """A run: it trains, writes what it did, stops and goes on, on other devices too."""
 
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from typing import Any, ClassVar, cast
 
 import jax
@@ -124,6 +125,24 @@ def test_a_run_that_is_told_to_stop_saves_and_leaves_though_a_validation_is_due(
     assert told(tmp_path / "run", "valid_loss") == wanted
 
 
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_goes_on_later(
+    data, tmp_path, monkeypatch, capfd
+):
+    rare = {"log": replace(UNJUDGED, every=1), "checkpoints": Checkpoints(every=100)}
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, **rare)
+    reader, writer = os.pipe()
+    write = Journal.write
+    leave = lambda me, step, **values: (step == 3 and os.close(reader), write(me, step, **values))
+    with open(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", unread)
+        patch.setattr(Journal, "write", leave)
+        stopped = train(config)
+    assert stopped.reason == "stdout"
+    assert hfjax.latest(tmp_path / "checkpoints") == stopped.step == 7
+    assert "standard output: Broken pipe: stopping after this step\n" in capfd.readouterr().err
+    assert train(config).step == 12
+
+
 def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whole, data):
     directory, result = whole
     losses = told(directory)
@@ -164,10 +183,87 @@ def test_other_settings_are_told_where_a_run_goes_on_and_do_not_replace_those_of
     train(replace(config, precision="bf16", steps=3))
     said = capsys.readouterr().out
     assert f"{tmp_path}/metrics.jsonl has no line of steps 0-1 (the file counts from 0)\n" in said
-    assert "settings that changed: --precision bf16 (before: --precision stored)\n" in said
+    told = "--steps 3 (before: --steps 2), --precision bf16 (before: --precision stored)\n"
+    assert f"settings that changed: {told}" in said
     written = (tmp_path / "config.yaml").read_text()
     train(replace(config, precision="fp32", steps=1))  # it has taken three
     assert (tmp_path / "config.yaml").read_text() == written
+
+
+def test_other_data_to_validate_on_is_told_where_a_run_goes_on(tmp_path, data, capsys):
+    copytree(data, tmp_path / "data")
+    config = small(tmp_path / "run", tmp_path / "data", model=BIGRAMS, mesh=ONE, steps=2)
+    train(config)
+    rmtree(tmp_path / "data" / "valid")
+    copytree(data / "train", tmp_path / "data" / "valid")
+    changed = "the data to validate on is not what it was: do not compare losses of validations"
+    for steps in (3, 4):
+        capsys.readouterr()
+        train(replace(config, steps=steps))
+        told = f"{changed} after step 2 with those before\n"
+        assert (told in capsys.readouterr().out) == (steps == 3)
+
+
+def test_a_start_beside_checkpoints_is_told_to_be_left(tmp_path, data, capsys, monkeypatch):
+    config = small(tmp_path / "first", data, model=BIGRAMS, mesh=ONE, steps=1)
+    train(config)
+    monkeypatch.chdir(tmp_path)
+    config = replace(config, out=Path("run"), checkpoints=Checkpoints(start="first"))
+    train(config)
+    capsys.readouterr()
+    train(replace(config, steps=2))
+    train(replace(load("run/config.yaml"), steps=3, devices=1))  # whose paths are whole
+    assert "is not read" not in capsys.readouterr().out
+    train(replace(config, steps=4, checkpoints=Checkpoints(start="another")))
+    said = "--checkpoints.start another is not read: run has checkpoints. To begin with its param"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "loss.png", "deepspeed.json"])
+def test_a_folder_in_the_place_of_a_file_of_a_run_is_named(tmp_path, data, name, capsys):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"/{name} is a folder: an ordinary file is expected\.$"):
+        train(small(tmp_path, data, model=BIGRAMS, mesh=ONE))
+    assert capsys.readouterr().out == ""
+
+
+def test_odd_characters_in_the_name_of_a_run_are_told_by_their_codes(tmp_path, data, capsys):
+    odd = tmp_path / "red\x1b\nrun $\u202e$"
+    config = small(odd, data, model=BIGRAMS, mesh=ONE, steps=1)
+    for steps in (1, 2, 2):
+        train(replace(config, steps=steps))
+    said = capsys.readouterr().out
+    name = rf"{tmp_path}/red\x1b\nrun $\u202e$"
+    for words in (
+        f"  out: {name}\n",
+        f"done: 1 steps; {name} has the checkpoints",
+        f"going on after step 1 of {name}\n",
+        f"{name} is complete: 2 steps",
+        f"--checkpoints.start {name} --out",
+    ):
+        assert words in said, words
+    assert "\x1b" not in said
+    assert (odd / "loss.png").is_file()
+    with pytest.raises(ValueError, match=r"/run\\udcff/checkpoints: .* could not be read"):
+        train(replace(config, out=tmp_path / "run\udcff"))
+
+
+def test_a_run_whose_folder_is_moved_leaves_one_that_can_be_used(
+    tmp_path, data, capsys, monkeypatch
+):
+    place, write = tmp_path / "run", Journal.write
+    config = small(place, data, model=BIGRAMS, mesh=ONE, steps=4)
+    move = lambda me, step, **values: (
+        write(me, step, **values),
+        step == 1 and "loss" in values and place.rename(tmp_path / "moved"),
+    )
+    monkeypatch.setattr(Journal, "write", move)
+    with pytest.warns(RuntimeWarning, match="/run/checkpoints was moved"):
+        train(config)
+    lost = "the checkpoints, but no metrics: it was moved or deleted while the run went on\n"
+    assert f"done: 4 steps; {place} has {lost}" in capsys.readouterr().out
+    assert load(place / "config.yaml") == load(tmp_path / "moved" / "config.yaml")
+    assert list(told(tmp_path / "moved")) == [0, 1, 2, 3]
 
 
 def test_a_run_that_stops_at_a_step_which_is_just_being_saved_has_it(tmp_path, data):
@@ -751,7 +847,8 @@ def test_files_of_a_run_that_do_not_fit_are_named(data, tmp_path, capsys):
     journal = Journal(tmp_path, Log(), {}, 0)
     journal.write(0, loss=1.0)
     with allowed_bytes(30):
-        with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: File too large"):
+        told = r"metrics.jsonl cannot be written: File too large. What was saved is whole: start"
+        with pytest.raises(OSError, match=told):
             journal.write(1, loss=1.0)
         journal.close()
     assert "loss.png is not drawn: File too large" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Runs in real processes: as many as you like, killed, stopped, started again; the same losses."""
 
 import os
+import pty
 import re
 import shlex
 import signal
@@ -260,6 +261,23 @@ def stopped_after(directory):
     return step
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_job_whose_terminal_is_closed_saves(shared, processes):
+    file, directory = written(shared, f"terminal{processes}", steps=5000, model=BIGRAMS)
+    own = ["launch", "-n", processes, "--devices-per-process", 1, "--", *HFJAX]
+    words = map(str, [*HFJAX, *own, "train", "--config", file])
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvpe(sys.executable, [*words], os.environ | HERE | {"JAX_PLATFORMS": "cpu"})
+    said = b""
+    while b"step   50/5000" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 143
+    assert 50 <= stopped_after(directory) < 5000
+
+
 def test_processes_with_other_settings_are_told_apart(shared):
     file, _ = written(shared, "differs")
     train = " ".join(map(shlex.quote, [*HFJAX, "train", "--config", str(file)]))
@@ -366,7 +384,8 @@ def test_code_that_a_run_names_is_run_only_on_trust(
         (["train", "--out="], "--out: its value is empty"),
         (["data", "--out="], "--out: its value is empty"),
         (["train", "--steps", "0"], "--steps 0: a number from 1 on is needed"),
-        (["eval", "nowhere"], "nowhere is no run of hfjax train"),
+        (["eval", "nowhere"], "nowhere is no run of hfjax train: it has no config.yaml."),
+        (["eval", "odd"], "odd is no run of hfjax train: its config.yaml is a folder."),
     ],
 )
 def test_a_command_that_makes_no_sense_ends_with_words(
@@ -376,6 +395,7 @@ def test_a_command_that_makes_no_sense_ends_with_words(
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     Path("run.yaml").write_text("steps: none")
     Path("run.py").write_text("config = 1")
+    Path("odd/config.yaml").mkdir(parents=True)
     with pytest.raises(SystemExit, match=r"^2$"):
         main(words)
     assert message in capfd.readouterr().err

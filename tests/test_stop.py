@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import threading
 
 import pytest
@@ -29,7 +30,7 @@ sys.exit(exit_code(stop.reason))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_agreed_on_at_once_in_one_process_and_handlers_come_back(number):
     before = signal.getsignal(number)
     with Stop() as stop:
@@ -56,6 +57,61 @@ def test_a_second_ctrl_c_raises_at_once_but_a_second_sigterm_does_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.agreed()
+
+
+def test_under_nohup_a_hangup_does_not_ask():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.agreed()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def unread():
+    """Return a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w")
+
+
+@pytest.mark.parametrize(
+    ("opened", "words"),
+    [(unread, "Broken pipe"), (lambda: open("/dev/full", "w"), "No space left on device")],
+)
+def test_standard_output_that_cannot_be_written_asks_to_stop(opened, words, monkeypatch, capfd):
+    with opened() as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        with Stop() as stop:
+            assert not stop.agreed()
+            print("step 1", flush=True)
+            assert stop.agreed()
+            print("step 2", flush=True)
+        assert sys.stdout is stream
+    assert (stop.reason, exit_code(stop.reason)) == ("stdout", 143)
+    said = f"standard output: {words}: stopping after this step\n"
+    assert capfd.readouterr().err == said
+
+
+def test_standard_error_that_cannot_be_written_ends_nothing(monkeypatch):
+    with unread() as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        with Stop() as stop:
+            print("words", file=sys.stderr, flush=True)
+            assert not stop.agreed()
+
+
+def test_a_reader_that_is_slow_is_no_loss(monkeypatch):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader), open(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        with Stop() as stop:
+            print("x" * 2**20, flush=True)  # more than a pipe holds
+            assert not stop.agreed()
+        os.set_blocking(writer, True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
 
 
 def test_outside_of_the_main_thread_it_is_refused():

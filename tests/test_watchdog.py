@@ -53,6 +53,18 @@ def test_without_a_beat_the_process_ends_and_tells_where_it_was():
     assert "in stuck_here" in err
 
 
+def test_a_process_that_hangs_ends_though_nobody_reads_its_errors():
+    source = f"""{WATCH}
+import os, sys
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 2)
+with Watchdog(0.5):
+    stuck_here()
+"""
+    assert finished(start(source))[0][0] == HUNG
+
+
 def test_beats_and_slow_phases_that_are_allowed_keep_it_quiet_then_the_usual_limit_holds_again():
     source = f"""{WATCH}
 with Watchdog(0.8) as w:

@@ -6,9 +6,10 @@ Training needs neither grain nor tyro, so modules that do are imported with `imp
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
+from typing import IO, Any, TextIO, cast
 
 from hfjax.base.tables import harmless
 
@@ -23,6 +24,7 @@ def ending_in_words(name: str) -> Iterator[None]:
     """Run `hfjax NAME`; what is wrong is said on standard error, and by the exit status."""
     try:
         yield
+        sys.stdout.flush()
     except BrokenPipeError:
         raise SystemExit(nobody_reads()) from None
     except WORDS as wrong:
@@ -52,8 +54,49 @@ def _told(name: str, wrong: Exception) -> int:
 
 def nobody_reads() -> int:
     """Return the exit status when the reader of standard output has seen enough."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    to_nowhere(sys.stdout)
     return FAILED
+
+
+def to_nowhere(stream: IO) -> None:
+    """Let what a stream still holds, and what follows, go nowhere: the exit would fail to write."""
+    with suppress(OSError, ValueError):  # it has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+class _Surviving:
+    """A stream; when it cannot be written, `lost` is told, and what follows goes nowhere."""
+
+    def __init__(self, stream: TextIO, lost: Callable[[OSError], Any]) -> None:
+        self._stream, self._lost = stream, lost
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except BlockingIOError:
+            return  # its reader is slow, and it does not wait: what is kept is written later
+        except OSError as error:
+            to_nowhere(self._stream)
+            self._lost(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def surviving(
+    stream: TextIO | None, lost: Callable[[OSError], Any] = lambda _: None
+) -> TextIO | None:
+    """Return a stream that raises no error when it cannot be written, but calls `lost` with it."""
+    return None if stream is None else cast("TextIO", _Surviving(stream, lost))
 
 
 def imported(module: str, what: str) -> ModuleType:

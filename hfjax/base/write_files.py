@@ -38,6 +38,13 @@ def check_no_links(folder: Path, names: tuple[str, ...]) -> None:
         check_no_link(folder / name)
 
 
+def check_ordinary_files(folder: Path, names: tuple[str, ...]) -> None:
+    """Refuse what is there under these names of a folder and no ordinary file."""
+    for name in names:
+        if os.path.lexists(folder / name):
+            check_ordinary(folder / name)
+
+
 def opened(path: Path, flags: int) -> int:
     """Return the descriptor of an ordinary file that is there or is made; of no link."""
     check_no_link(path)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from jax.typing import DTypeLike
 
 from hfjax.base.keywords import check_seconds
+from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
@@ -188,8 +189,8 @@ class Checkpoints:
         if agreed(self._holds):
             return
         warnings.warn(
-            f"{self.directory} was moved or deleted while it is written to: it is made anew. The "
-            "steps saved before are where it was moved to.",
+            f"{named(self.directory)} was moved or deleted while it is written to: it is made "
+            "anew. The steps saved before are where it was moved to.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -206,9 +207,9 @@ class Checkpoints:
         if later and not force:
             what = "is already saved" if step in later else f"comes before step {later[-1]}"
             raise ValueError(
-                f"step {step} {what} in {self.directory}. Go on from the latest step, save to "
-                "another directory, or save with force=True: it deletes the same and later steps "
-                f"first ({', '.join(map(str, later))})."
+                f"step {step} {what} in {named(self.directory)}. Go on from the latest step, "
+                "save to another directory, or save with force=True: it deletes the same and later "
+                f"steps first ({', '.join(map(str, later))})."
             )
         if later:
             agreed(lambda: discard(self.directory, later))
@@ -281,7 +282,9 @@ class Checkpoints:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise ValueError(f"the checkpoints of {self.directory} are closed. Open them again.")
+            raise ValueError(
+                f"the checkpoints of {named(self.directory)} are closed. Open them again."
+            )
 
 
 def _metrics(step: Path) -> Metrics:

@@ -20,6 +20,8 @@ from hfjax.base.write_files import check_no_link, delete, opened
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
 SWEEPS, PAUSE = 5, 0.05  # after a save that failed: how often, and seconds between
+UNREADABLE = "\\"  # in a path: TensorStore takes it for a slash
+UNWRITABLE = "*?["  # Orbax takes them for a pattern of names, and saves nothing
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
 TRIES = 10  # steps that a reader chooses while a run deletes one after the other
 
@@ -47,13 +49,26 @@ def steps_in(directory: Path) -> list[int]:
 
 def check_directory(directory: Path) -> None:
     """Refuse what is there, and no directory."""
+    _check_path(directory, UNREADABLE)
     if not (kind := what_is(directory)).startswith((FOLDER, MISSING, UNREACHED)):
         raise ValueError(f"{named(directory)} is {kind}: checkpoints are saved in a directory.")
+
+
+def _check_path(directory: Path, characters: str) -> None:
+    """Refuse a path with characters, or bytes that are no UTF-8, that mean something else."""
+    path = os.path.abspath(directory)
+    found = {c for c in path if c in characters or "\ud800" <= c <= "\udfff"}
+    if found:
+        raise ValueError(
+            f"{named(directory)}: checkpoints saved in a folder with {named(' '.join(found))} in "
+            "its path could not be read again. Rename the folder, or give another."
+        )
 
 
 def make_directory(directory: Path) -> None:
     """Make the directory if it is missing."""
     check_directory(directory)
+    _check_path(directory, UNWRITABLE)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -156,6 +171,21 @@ def sweep_behind(directory: Path) -> None:
         time.sleep(PAUSE)
 
 
+def delete_unowned(directory: Path, step: int) -> None:
+    """Delete what a write has made where a directory was before it was moved away.
+
+    A directory that another writer has taken stays as it is.
+    """
+    if os.path.lexists(directory / NAME):
+        return
+    for _ in range(SWEEPS):  # as in `sweep_behind`
+        delete(directory / f"{step}{TEMPORARY}")
+        time.sleep(PAUSE)
+    with suppress(OSError):  # not empty, or not there
+        directory.rmdir()
+        directory.parent.rmdir()
+
+
 def empty_trash(directory: Path) -> None:
     """Delete the steps that were moved out of the way."""
     for path in _trash(directory).glob("*"):
@@ -221,9 +251,10 @@ class WriterLock:
             os.close(descriptor)
             raise ValueError(_refusal(directory, holder)) from None
         _HELD[self._file] = descriptor
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(_me()).encode())
-        os.fsync(descriptor)  # other machines read it
+        with suppress(OSError):  # of a full disk: it only tells others who writes
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(_me()).encode())
+            os.fsync(descriptor)  # other machines read it
         self.text = os.pread(descriptor, LONGEST, 0).decode()
 
     def holds(self) -> bool:

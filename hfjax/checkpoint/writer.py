@@ -16,7 +16,14 @@ import orbax.checkpoint as ocp
 from hfjax.base.paths import nest
 from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import raw
-from hfjax.checkpoint.directory import TEMPORARY, TRASH, empty_trash, steps_in, sweep_behind
+from hfjax.checkpoint.directory import (
+    TEMPORARY,
+    TRASH,
+    delete_unowned,
+    empty_trash,
+    steps_in,
+    sweep_behind,
+)
 from hfjax.checkpoint.keep import Keep, Kept, Metrics
 from hfjax.checkpoint.manifest import write_manifest
 from hfjax.checkpoint.quiet import keep_quiet
@@ -29,14 +36,28 @@ LATE = ("DEADLINE_EXCEEDED", "Timed out while waiting")  # for others: what is b
 
 def failed(directory: Path, step: int, needed: int, error: BaseException) -> OSError:
     """Return the error that tells why a step is not saved, and that the others are."""
-    steps = ", ".join(map(str, steps_in(directory))) or "none"
+    saved, errors = steps_in(directory), list(_chain(error))
+    steps = ", ".join(map(str, saved)) or "none"
+    if MOVED in str(error):
+        return OSError(
+            f"step {step} was not saved in {named(directory)}: {MOVED}. Steps saved before are "
+            "where it was moved to: move it back, and start again."
+        )
+    if step in saved:
+        return OSError(
+            f"step {step} is saved in {named(directory)}, but what is no longer kept cannot be "
+            f"deleted: {_reason(errors)[1]}. Steps there: {steps}. Delete the oldest yourself, or "
+            "keep all: Keep(latest=None)."
+        )
     there = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    no_room, reason = _reason(list(_chain(error)))
-    advice = " Make room (Keep(latest=…) with fewer steps) and save again." if no_room else ""
+    no_room, reason = _reason(errors)
+    fewer = " (Keep(latest=…) with fewer steps)" * bool(saved)
+    advice = f" Make room{fewer} and save again." * no_room
+    before = f"Steps saved before are intact: {steps}" if saved else "No step was saved before"
     return OSError(
         f"step {step} was not saved in {named(directory)}: {reason}. It needs {needed} bytes, "
-        f"{free} are free. Steps saved before are intact: {steps}.{advice}"
+        f"{free} are free. {before}.{advice}"
     )
 
 
@@ -148,9 +169,13 @@ class Writer:
         """Return what to raise, after the leftovers are swept and the next save can begin."""
         assert self._saving is not None
         (step, needed), self._saving = self._saving, None
-        self.forget([step])
-        if jax.process_index() == 0 and self._holds():
-            sweep_behind(self._directory)
+        self.forget([] if step in steps_in(self._directory) else [step])
+        if jax.process_index() == 0:
+            if self._holds():
+                sweep_behind(self._directory)
+            else:
+                error = OSError(MOVED)  # whatever it looked like to Orbax
+                delete_unowned(self._directory, step)
         return failed(self._directory, step, needed, error)
 
     def forget(self, steps: list[int]) -> None:

@@ -16,7 +16,8 @@ import tyro
 
 import hfjax
 from hfjax.base.exits import ending_in_words
-from hfjax.base.tables import harmless
+from hfjax.base.read_files import MISSING, ORDINARY, what_is
+from hfjax.base.tables import harmless, named
 from hfjax.base.write_files import user_cache
 from hfjax.checkpoint import Restored
 from hfjax.cli.words import parsed
@@ -173,7 +174,7 @@ def _evaluate(given: Evaluate) -> None:
     config = replace(config, data=data, batch=given.batch or config.batch)
     parts, restored = saved_state(given, config)
     if parts.valid is None:
-        raise ValueError(f"{given.run} has no validation set. Give one: --data DIR.")
+        raise ValueError(f"{named(given.run)} has no validation set. Give one: --data DIR.")
     with waiting("compiling and evaluating"):
         parts.check_validation(restored.state, given.batches)
         found = parts.validated(restored.state, given.batches)
@@ -199,13 +200,14 @@ def generate_command(argv: Sequence[str]) -> int:
 def saved_config(given: Saved) -> Train:
     """Return the configuration of a saved run on the devices at hand."""
     path = given.run / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{given.run} is no run of hfjax train: it has no {CONFIG}.")
+    if (kind := what_is(path)) != ORDINARY:
+        found = f"it has no {CONFIG}" if kind == MISSING else f"its {CONFIG} is {kind}"
+        raise ValueError(f"{named(given.run)} is no run of hfjax train: {found}.")
     config = files.load(path)
     if (code := files.code_of(config)) and not given.trust:
         raise ValueError(
-            f"{path} names Python code, {' and '.join(code)}, which would run as you. If you wrote "
-            "it or have read it, give --trust."
+            f"{named(path)} names Python code, {' and '.join(code)}, which would run as you. If "
+            "you wrote it or have read it, give --trust."
         )
     here: dict[str, Any] = {
         name: getattr(given, name) for name in ("devices", "cpu_devices", "cache")

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
+from hfjax.base.exits import to_nowhere
 from hfjax.processes import guardian
 
 REDRAW = 1.0  # seconds between two states of a progress bar that are shown
@@ -47,9 +48,15 @@ def visible(line: bytes) -> bytes:
 class Lines(threading.Thread):
     """Copies a process's stream to ours, line by line; of a progress bar one state a second."""
 
-    def __init__(self, source: IO[bytes], target: BinaryIO, tag: bytes) -> None:
+    def __init__(
+        self,
+        source: IO[bytes],
+        target: BinaryIO,
+        tag: bytes,
+        lost: Callable[[Exception], Any] = lambda _: None,
+    ) -> None:
         super().__init__(name="hfjax output", daemon=True)
-        self.source, self.target, self.tag = source, target, tag
+        self.source, self.target, self.tag, self.lost = source, target, tag, lost
         self._rest = b""
         self._drawn = float("-inf")
         self._shown = False  # all of the line that is being drawn
@@ -86,15 +93,17 @@ class Lines(threading.Thread):
         return b""
 
     def _write(self, line: bytes) -> None:
-        """Write a line at once; go on reading when nobody reads ours any more."""
+        """Write a line at once; tell if ours cannot be written any more, and go on reading."""
         if line.startswith(GREETING):
             return
         with ONE_LINE:
             try:
                 self.target.write(self.tag + line + b"\n")
                 self.target.flush()
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                to_nowhere(self.target)
                 self.target = open(os.devnull, "wb")
+                self.lost(error)
 
 
 DRAIN = 2.0  # seconds to read what a process that ended has written
@@ -122,6 +131,16 @@ class Guardian:
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Standard output cannot be written any more: its reader has left, or its disk is full."""
+
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"standard output: {getattr(self.error, 'strerror', self.error)}"
 
 
 @dataclass(frozen=True)
@@ -160,13 +179,14 @@ class Child:
 
     def _listen(self) -> list[Lines]:
         """Start to copy both streams, tagged."""
-        to_lines = lambda source, target: Lines(
-            source, target.buffer, tag(self.process, _coloured(target))
+        to_lines = lambda source, target, *lost: Lines(
+            source, target.buffer, tag(self.process, _coloured(target)), *lost
         )
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
+        lost = lambda error: self.events.put(Lost(error))
         lines = [
-            to_lines(self._popen.stdout, sys.stdout),
+            to_lines(self._popen.stdout, sys.stdout, lost),
             to_lines(self._popen.stderr, sys.stderr),
         ]
         for one in lines:
@@ -189,10 +209,25 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
+    def suspended(self) -> list[int]:
+        """Return which of its processes are suspended; none where the system does not tell."""
+        return suspended(self._popen.pid)
+
     def drain(self) -> None:
         """Wait until what it wrote has been copied."""
         for lines in self._lines:
             lines.join(DRAIN)
+
+
+def suspended(group: int) -> list[int]:
+    """Return the processes of a group that a signal or a debugger has suspended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, _, own = path.read_text().rpartition(")")[2].split()[:3]
+            if state in "Tt" and int(own) == group:
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def _coloured(target: IO[str]) -> bool:

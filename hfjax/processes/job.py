@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hfjax.processes.children import Child, Ended
+from hfjax.processes.children import Child, Ended, Lost
 from hfjax.processes.exit_codes import HUNG, MISTAKE, resumable
 
 WAIT = 0.25  # seconds
@@ -53,6 +53,8 @@ class Job:
             event = next_event(self.events, self._deadline)
             if isinstance(event, Ended):
                 self._on_end(event.child, event.status)
+            elif isinstance(event, Lost):
+                self._stop(str(event), signal.SIGTERM)
             elif event is not None:
                 self._on_signal(event)
             elif not self.killed:
@@ -90,22 +92,37 @@ class Job:
     def _on_failure(self, child: Child, status: int, code: int) -> None:
         self.failed, self._code = True, code
         child.drain()
+        self._tell_suspended(": the others may fail for it")
         others = f"; ending {self._names}" if self.running else ""
         self.say(f"process {child.process} {_how(status)}{others}")
         self._limit(min(OWN_WORDS, self.limits.grace / 2))
+
+    def _tell_suspended(self, more: str = "") -> None:
+        """Tell which processes are suspended: of them no word comes, and no sign of life."""
+        for child in sorted(self.running, key=lambda child: child.process):
+            if pids := ", ".join(map(str, child.suspended())):
+                who = f"process {child.process} is suspended (SIGSTOP or a debugger; pid {pids})"
+                self.say(f"{who}{more}")
 
     def _on_signal(self, number: int) -> None:
         """Hand a signal on once and wait for all to save; a second Ctrl-C ends them at once."""
         if self.stopping and number == signal.SIGINT:
             self._code, self.failed = 128 + number, True
             self._kill("SIGINT again")
-        elif not self.stopping:
-            self.stopping = True
-            name, limit = signal.Signals(number).name, self.limits.stop
-            self.say(f"{name}: {self._names} may take {limit:g} s to save and end")
-            self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-            if not self.failed:
-                self._limit(limit)
+        else:
+            hand_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self._stop(signal.Signals(number).name, hand_on)
+
+    def _stop(self, why: str, number: int) -> None:
+        """Let all save and end, once, by a signal."""
+        if self.stopping:
+            return
+        self.stopping = True
+        limit = self.limits.stop
+        self.say(f"{why}: {self._names} may take {limit:g} s to save and end")
+        self._send(number)
+        if not self.failed:
+            self._limit(limit)
 
     def _too_late(self) -> None:
         if self.failed and not self.ending:
@@ -114,6 +131,7 @@ class Job:
             self._limit(self.limits.grace - min(OWN_WORDS, self.limits.grace / 2))
         elif not self.failed:
             self._code, self.failed = HUNG, True
+            self._tell_suspended()
             self._kill(f"not ended after {self.limits.stop:g} s")
         else:
             self._kill(f"not ended {self.limits.grace:g} s after the failure")
@@ -135,8 +153,8 @@ class Job:
         return f"process{'es' if len(self.running) > 1 else ''} {numbers}"
 
 
-def next_event(events: SimpleQueue, deadline: float | None) -> Ended | int | None:
-    """Return the next end of a child or signal; None if the deadline comes first.
+def next_event(events: SimpleQueue, deadline: float | None) -> Ended | Lost | int | None:
+    """Return the next end of a child, loss or signal; None if the deadline comes first.
 
     A signal that comes just before `get` starts to wait does not wake it: hence in short waits.
     """

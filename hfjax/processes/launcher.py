@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
 from hfjax.processes.children import Child, Guardian
+from hfjax.processes.exit_codes import asking
 from hfjax.processes.job import Job, Limits, next_event
 from hfjax.processes.ports import free_port
 
@@ -76,7 +77,8 @@ DEFAULT = Limits()
 
 
 def _on_stderr(words: str) -> None:
-    print(f"hfjax launch: {words}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # who reads it, or its terminal, may be gone: the job is not ended
+        print(f"hfjax launch: {words}", file=sys.stderr, flush=True)
 
 
 def launch(
@@ -129,10 +131,7 @@ def _check(command: Sequence[str], processes: int, max_restarts: int) -> None:
 @contextmanager
 def _signals_to(events: SimpleQueue) -> Iterator[None]:
     """Put signals that ask to stop into the queue, and restore their handlers at the end."""
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        numbers.append(signal.SIGHUP)
-    before = {n: signal.signal(n, lambda number, _: events.put(number)) for n in numbers}
+    before = {n: signal.signal(n, lambda number, _: events.put(number)) for n in asking()}
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,24 +20,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.processes.exit_codes import FAILED, FINISHED, INTERRUPTED, RESUMABLE
+from hfjax.base.exits import surviving
+from hfjax.processes.exit_codes import FAILED, FINISHED, INTERRUPTED, RESUMABLE, asking
 
 LAG = 2  # calls; the same in every process, so that all stop at the same one
 ASKED = "asked"
-REASONS = (None, ASKED, "SIGINT", "SIGTERM")  # the last wins where processes differ
+LOST = "stdout"
+REASONS = (None, ASKED, LOST, "SIGHUP", "SIGINT", "SIGTERM")  # the last wins where they differ
 
 
 class Stop:
     """Whether to stop, agreed on: `with Stop() as stop: for …: if stop.agreed(): save, break`.
 
-    SIGTERM, Ctrl-C and `request()` ask for it. A second Ctrl-C raises KeyboardInterrupt. It takes
-    the signals for itself while it is entered, which only the main thread may do.
+    SIGTERM, SIGHUP (but under nohup), Ctrl-C and `request()` ask for it, and so does a standard
+    output that cannot be written: its reader has left, or its disk is full. A second Ctrl-C raises
+    KeyboardInterrupt. It takes the signals and `sys.stdout` for itself while it is entered, which
+    only the main thread may do.
 
     Args:
         mesh: The devices by which processes agree. None: all.
 
     Attributes:
-        reason: Why it was agreed to stop: "SIGTERM", "SIGINT" or "asked"; None until then.
+        reason: Why it was agreed to stop: "SIGTERM", "SIGINT", "SIGHUP", "stdout" or "asked"; None
+            until then.
 
     Example:
         >>> from hfjax.processes import Stop
@@ -56,17 +61,21 @@ class Stop:
         self._asked = 0  # index into REASONS, of this process
         self._interrupted = False
         self._before: dict[int, Any] = {}
+        self._streams = ExitStack()
         self._unread: deque[jax.Array] = deque()
         self._vote = _Vote(mesh) if jax.process_count() > 1 else None
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("Stop takes signals, which Python gives to the main thread only.")
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in asking():
             self._before[number] = signal.signal(number, self._on_signal)
+        self._streams.enter_context(redirect_stdout(surviving(sys.stdout, self._on_loss)))
+        self._streams.enter_context(redirect_stderr(surviving(sys.stderr)))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._streams.close()
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
@@ -94,9 +103,16 @@ class Stop:
         if name == "SIGINT" and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= name == "SIGINT"
-        self._asked = max(self._asked, REASONS.index(name))
         again = "; again to stop at once" if name == "SIGINT" else ""
-        os.write(2, f"{name}: stopping after this step{again}\n".encode())
+        self._ask(name, f"{name}: stopping after this step{again}")
+
+    def _on_loss(self, error: OSError) -> None:
+        self._ask(LOST, f"standard output: {error.strerror}: stopping after this step")
+
+    def _ask(self, reason: str, words: str) -> None:
+        self._asked = max(self._asked, REASONS.index(reason))
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"{words}\n".encode())
 
 
 class _Vote:
@@ -155,10 +171,11 @@ def _orderly(error: BaseException) -> bool:
 
 def _tell(error: BaseException) -> int:
     """Print an error as Python would, and return its exit code."""
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
-    if isinstance(error.code, int):
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
-    print(error.code, file=sys.stderr)
-    return FAILED
+    with suppress(OSError):  # nobody reads
+        if isinstance(error, SystemExit):
+            print(error.code, file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED

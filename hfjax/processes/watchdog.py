@@ -95,9 +95,11 @@ class Watchdog:
                 self._bite(self._limit)
 
     def _bite(self, limit: float) -> None:
-        self.say(
-            f"no progress for {limit:g} s, while doing: {self._doing}. This process ends with exit "
-            f"code {HUNG}; where its threads are:"
-        )
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        leave(HUNG)
+        try:
+            self.say(
+                f"no progress for {limit:g} s, while doing: {self._doing}. This process ends with "
+                f"exit code {HUNG}; where its threads are:"
+            )
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        finally:  # also where nobody reads standard error
+            leave(HUNG)

@@ -233,15 +233,20 @@ def differing(config: Train, other: Any) -> list[tuple[str, str]]:
     stored = [flag for flag in mine if flag.startswith("model.") or flag in STORED]
     if mine["model.pretrained"] or theirs.get("model.pretrained"):  # in place of a preset
         stored.remove("model.preset")
-    return _differing(mine, theirs, stored)
+    return _differing(config, theirs, stored)
 
 
 def changes(config: Train, other: Any) -> list[str]:
     """Return the flags of how a run trains that differ from another's, each with what it was."""
-    mine, theirs = _flat(plain(config)), _recorded(other)
-    flags = [flag for flag in mine if not flag.startswith(_BESIDE)]
-    differ = _differing(mine, theirs, flags)
+    flags = [flag for flag in _flat(plain(config)) if not flag.startswith(_BESIDE)]
+    differ = _differing(config, _recorded(other), flags)
     return [f"{here} (before: {there.removeprefix('with ')})" for here, there in differ]
+
+
+def other_start(config: Train, other: Any) -> str | None:
+    """Return what --checkpoints.start names, if it is not what another configuration has there."""
+    differs = _differing(config, _flat(other), ["checkpoints.start"])
+    return config.checkpoints.start if differs else None
 
 
 def _recorded(other: Any) -> dict[str, Any]:
@@ -252,16 +257,18 @@ def _recorded(other: Any) -> dict[str, Any]:
     return found
 
 
-def _differing(mine: dict, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
+def _differing(config: Train, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the flags that differ; a path may be whole in one of both, and relative in another."""
+    mine, whole = _flat(plain(config)), _flat(plain(anywhere(config)))
     return [
         (_flag(flag, mine[flag], ""), _flag(flag, theirs[flag], "with "))
         for flag in flags
-        if flag in theirs and mine[flag] != theirs[flag]
+        if flag in theirs and theirs[flag] not in (mine[flag], whole[flag])
     ]
 
 
 # Of a run, but not of how it trains.
-_BESIDE = (*HERE, "out", "steps", "timeout", "init_timeout", "log.", "checkpoints.")
+_BESIDE = (*HERE, "out", "timeout", "init_timeout", "log.", "checkpoints.")
 
 
 def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:

@@ -21,7 +21,8 @@ from hfjax.run.loss_picture import draw
 METRICS, PLOT = "metrics.jsonl", "loss.png"
 DROPPED = "metrics.dropped.jsonl"
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders
-WRITTEN = (METRICS, DROPPED, PLOT, TENSORBOARD, WANDB)
+FILES = (METRICS, PLOT)
+WRITTEN = (*FILES, DROPPED, TENSORBOARD, WANDB)
 SHOWN = 6  # stretches of steps in a message
 
 
@@ -51,8 +52,8 @@ class Journal:
             self._file.flush()
         except OSError as full:
             raise OSError(
-                f"{named(self.directory / METRICS)} cannot be written: {full.strerror}. The latest "
-                "checkpoint is whole: make room, and start again."
+                f"{named(self.directory / METRICS)} cannot be written: {full.strerror}. What was "
+                "saved is whole: start again when it can be written."
             ) from full
         for sink in self._sinks:
             sink.write(step, values)

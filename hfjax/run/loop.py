@@ -19,7 +19,7 @@ import hfjax
 from hfjax.base.mean import EXHAUSTED, OVERFLOW
 from hfjax.base.read_files import ANYTHING, FOLDER, check_fields, contents, what_is, whole
 from hfjax.base.tables import named
-from hfjax.base.write_files import check_no_links, replace_text
+from hfjax.base.write_files import check_no_links, check_ordinary_files, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import NAME as LOCK, steps_in
 from hfjax.data.row_loader import RowLoader
@@ -55,7 +55,7 @@ def go_on(loader: RowLoader, told: Any, step: Path) -> int:
     except ValueError as wrong:
         raise ValueError(
             f"{file}: {wrong}. hfjax train cannot go on from there: begin anew with its parameters "
-            f"(--checkpoints.start {step.parent.parent} --out ANOTHER)."
+            f"(--checkpoints.start {named(step.parent.parent)} --out ANOTHER)."
         ) from None
     loader.restore(told["data"])
     return told["skipped"]
@@ -86,8 +86,8 @@ def steps_of(given: Path) -> Path:
     if found is None:
         what = "it has no checkpoint" if given.exists() else "there is no such folder"
         raise ValueError(
-            f"--checkpoints.start {given}: {what}. Give the folder of a run of hfjax train, or one "
-            "that hfjax.save wrote."
+            f"--checkpoints.start {named(given)}: {what}. Give the folder of a run of hfjax "
+            "train, or one that hfjax.save wrote."
         )
     return found
 
@@ -106,7 +106,7 @@ def restored(
 
 
 def _unfit(told: str, config: Train, steps: Path, resumes: bool) -> str:
-    folder = steps.parent if steps.name == CHECKPOINTS else steps
+    folder = named(steps.parent if steps.name == CHECKPOINTS else steps)
     parameters = f"--checkpoints.start {folder} " * ("parameters_only" in told)
     anew = f", or begin anew: {parameters}--out ANOTHER" * resumes
     differ = files.differing(config, hfjax.recorded(steps)["config"])
@@ -135,7 +135,7 @@ class Result(NamedTuple):
         step: The number of steps that it has taken.
         loss: Of the last step that this call did; None if it did none.
         valid_loss: The last validation's; None if there was none.
-        reason: Why it stopped early: SIGTERM, SIGINT, asked; None if it did not.
+        reason: Why it stopped early, as `Stop.reason` has it; None if it did not.
 
     Example:
         >>> from hfjax.run import Result
@@ -147,13 +147,13 @@ class Result(NamedTuple):
     step: int
     loss: float | None  # of the last step that this call did
     valid_loss: float | None
-    reason: str | None  # why it stopped early: SIGTERM, SIGINT, asked
+    reason: str | None  # why it stopped early
 
 
 def train(config: Train) -> Result:
     """Train, from the beginning or from the directory's latest checkpoint; return how it ended.
 
-    It takes SIGTERM and Ctrl-C while it runs (so: the main thread), ends the process if it hangs
+    It takes signals as `Stop` does (so: the main thread), ends the process if it hangs
     (`config.timeout`), and writes config.yaml, metrics and checkpoints to `config.directory`.
 
     Args:
@@ -200,6 +200,7 @@ class Run:
         config, directory = self.config, self.config.directory
         agreed(lambda: check_no_links(directory, WRITTEN))
         agreed(lambda: check_in_reach(directory))
+        agreed(lambda: check_ordinary_files(directory, (CONFIG, FILE, *journal.FILES)))
         self.screen = Screen(config.steps)
         with waiting("preparing the model and the data"):
             check_same("configuration", files.plain(config))
@@ -211,7 +212,7 @@ class Run:
         for words in self.parts.task.told():
             self.screen.say(words)
         for name, value in files.changed(config).items():
-            self.screen.say(f"  {name}: {value}")
+            self.screen.say(f"  {name}: {named(value) if isinstance(value, Path) else value}")
         keep = config.checkpoints
         best = "valid_loss" if keep.keep_best else None
         if best and self.parts.valid is None:
@@ -222,7 +223,7 @@ class Run:
                     directory / CHECKPOINTS,
                     self.parts.layout,
                     keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
-                    config=files.plain(config),
+                    config=files.plain(files.anywhere(config)),
                     timeout=int(max(config.timeout, WRITING)),
                 )
             )
@@ -234,9 +235,7 @@ class Run:
         self.journal = None
         if speaks():
             if self.first < config.steps or not (directory / CONFIG).exists():
-                self._save_config(directory)  # a complete run keeps what it was trained with
-            if self.begins_with is not None:
-                own_copy.keep(self.begins_with, directory)
+                self._save_files(directory)  # a complete run keeps what it was trained with
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
             for words in self.journal.notes:
                 self.screen.say(words)
@@ -253,20 +252,22 @@ class Run:
             self.screen.say(said)
         _ = self.parts.pretrained
 
-    def _save_config(self, directory: Path) -> None:
-        """Write what the run is made of, with its own copy of a file of DeepSpeed."""
+    def _save_files(self, directory: Path) -> None:
+        """Write what the run is made of: with copies of a file of DeepSpeed, of a model's files."""
         config = files.lasting(self.config)
         if config.deepspeed is not None:
             replace_text(directory / FILE, contents(config.deepspeed))
             config = replace(config, deepspeed=directory / FILE)
         files.save(config, directory / CONFIG)
+        if self.begins_with is not None:
+            own_copy.keep(self.begins_with, directory)
 
     def _begin(self) -> None:
         latest = self.checkpoints.latest()
         if latest is not None and self.config.checkpoints.resume == "never":
             raise ValueError(
-                f"--checkpoints.resume never: {self.config.directory} has checkpoints, the latest "
-                f"of step {latest}. Give another --out, or remove them."
+                f"--checkpoints.resume never: {named(self.config.directory)} has checkpoints, the "
+                f"latest of step {latest}. Give another --out, or remove them."
             )
         if latest is None:
             self.state = self._fresh()
@@ -275,10 +276,30 @@ class Run:
         self.state, self.first = found.state, int(found.step)
         step = self.config.directory / CHECKPOINTS / str(found.step)
         self.skipped = go_on(self.parts.data, found.data, step)
-        self.screen.say(f"going on after step {self.first} of {self.config.directory}")
+        self.screen.say(f"going on after step {self.first} of {named(self.config.directory)}")
         before = hfjax.recorded(self.config.directory / CHECKPOINTS, step=self.first)["config"]
+        for words in self._changes(before, found.data):
+            self.screen.say(words)
+
+    def _changes(self, before: Any, position: dict[str, Any]) -> Iterator[str]:
+        """Yield what is not as it was when the checkpoint was saved that this call goes on from."""
         if changes := files.changes(self.config, before):
-            self.screen.say(f"settings that changed: {', '.join(changes)}")
+            yield f"settings that changed: {', '.join(changes)}"
+        if start := files.other_start(self.config, before):
+            yield (
+                f"--checkpoints.start {named(start)} is not read: {named(self.config.directory)} "
+                "has checkpoints. To begin with its parameters: --out ANOTHER"
+            )
+        if "valid" in position and position["valid"] != self._valid_identity:
+            yield (
+                "the data to validate on is not what it was: do not compare losses of validations "
+                f"after step {self.first} with those before"
+            )
+
+    @property
+    def _valid_identity(self) -> Any:
+        """What the data to validate on is; None: there is none."""
+        return None if self.parts.valid is None else self.parts.valid.identity["data"]
 
     def _restored(self) -> hfjax.Restored:
         directory = self.config.directory
@@ -292,7 +313,7 @@ class Run:
         steps = Path(agreed(lambda: str(steps_of(Path(other)))))
         restore = partial(hfjax.restore, steps, layout, parameters_only=True)
         found = restored(restore, self.config, steps)
-        self.screen.say(f"starting with the parameters of {other}, step {found.step}")
+        self.screen.say(f"starting with the parameters of {named(other)}, step {found.step}")
         return found.state
 
     def _begun(self) -> hfjax.State:
@@ -447,9 +468,12 @@ class Run:
         self.speed.pause()
         metrics = {"valid_loss": self.valid_loss} if self.validated == done else {}
         position = {"data": self.parts.data.state(), "skipped": self.skipped}
+        position["valid"] = self._valid_identity
         with self._phase("saving a checkpoint"):
             self.checkpoints.save(self.state, data=position, metrics=metrics)
         self.saved = done
+        if speaks() and not (self.config.directory / CONFIG).exists():  # moved or deleted: anew
+            self._save_files(self.config.directory)
 
     # -- at the end -----------------------------------------------------------------------
 
@@ -478,7 +502,7 @@ class Run:
         for loader in (self.parts.data, self.parts.valid):
             for words in [] if loader is None else self.parts.task.after(loader):
                 self.screen.say(words)
-        directory = self.config.directory
+        directory = named(self.config.directory)
         if reason is not None:
             self.screen.say(f"stopped after step {done} ({reason}); start again to go on")
         elif done == self.first:
@@ -491,4 +515,7 @@ class Run:
                 "with its parameters"
             )
         else:
-            self.screen.say(f"done: {done} steps; {directory} has the checkpoints and metrics")
+            there = (self.config.directory / journal.METRICS).exists()
+            lost = "but no metrics: it was moved or deleted while the run went on"
+            what = f"the checkpoints{' and metrics' if there else f', {lost}'}"
+            self.screen.say(f"done: {done} steps; {directory} has {what}")

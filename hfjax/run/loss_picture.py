@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hfjax.base.tables import named
 from hfjax.base.write_files import replacing
 
 HARD = "\u00a0"  # a space at which no line ends
@@ -23,7 +24,7 @@ LEAST = 5
 def draw(lines: Sequence[Mapping[str, Any]], path: Path, settings: Mapping[str, Any]) -> None:
     """Draw the lines of a metrics file; without a loss in them nothing is drawn."""
     if any(line.get("loss") is not None for line in lines):
-        made = figure(lines, path.absolute().parent.name, settings)
+        made = figure(lines, named(path.absolute().parent.name), settings)
         with replacing(path) as file:
             made.savefig(file, format=path.suffix[1:], dpi=120)
 
@@ -48,11 +49,12 @@ def figure(lines: Sequence[Mapping[str, Any]], name: str, settings: Mapping[str,
 
 def _title(axes: Any, name: str, below: str) -> None:
     """Write the name of a run, and its settings below."""
-    axes.set_title(below, loc="left", y=1.0, pad=6, fontsize=8, color=INK)
+    plain: dict[str, Any] = {"color": INK, "parse_math": False}
+    axes.set_title(below, loc="left", y=1.0, pad=6, fontsize=8, **plain)
     name = name if len(name) <= MOST else f"{name[: MOST - 1]}…"
     up = 8 + 11 * len(below.splitlines())  # points
     place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(name, (0, 1), (0, up), fontsize=12, color=INK, **place)
+    axes.annotate(name, (0, 1), (0, up), fontsize=12, **plain, **place)
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
