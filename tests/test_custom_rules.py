@@ -5,6 +5,7 @@ with a seed of one, of a `Mean` total / weight is.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import hfjax
 from hfjax import Schedule
 from hfjax.models.parts import stacked
 from hfjax.parallel.strategy import (
+    CONTEXT,
     DDP,
     FSDP,
     HOST_OPTIMIZER,
@@ -87,23 +89,28 @@ def mean(outputs, batch):
     return hfjax.Mean(3 * apart.sum(), batch["weight"].sum())
 
 
+def mean_of_tokens(outputs, batch):
+    apart = jnp.square(outputs - batch["y"]).sum(axis=2) * batch["weight"]
+    return hfjax.Mean(apart.sum(), batch["weight"].sum())
+
+
 def of_outputs(outputs, batch):
     """The weight follows from the outputs."""
     weight = jax.lax.stop_gradient(jnp.abs(outputs).sum())
     return hfjax.Mean(jnp.square(outputs - batch["y"]).sum() * weight, weight)
 
 
-def batch(n=16):
+def examples(n=16):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, n, 4)).astype(np.float32)
     return {"x": x, "y": y, "weight": rng.integers(0, 5, n).astype(np.float32)}
 
 
-def loop(loss, params, batch, microbatches, scale=1.0):
+def loop(forward, loss, params, batch, microbatches, scale=1.0):
     """Return the gradient of the mean, as a loop of plain JAX has it."""
 
     def one(params, part):
-        found = loss(plain(params, part), part)
+        found = loss(forward(params, part), part)
         found = found if isinstance(found, hfjax.Mean) else hfjax.Mean(found, jnp.ones(()))
         return scale * found.total / found.weight, found.weight
 
@@ -118,16 +125,17 @@ def loop(loss, params, batch, microbatches, scale=1.0):
     return jax.tree.map(lambda g: g / weights, sums)
 
 
-def trained(model, strategy, sizes, loss, batch, forward=None, **run):
-    """Return the gradient of one step, and the parameters before it."""
+def trained(model, strategy, sizes, loss, batch, called=None, **run):
+    """Return the gradient of one step, the parameters before it, and the step."""
     mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     strategy = strategy.edit(replicate_below=0)
-    layout = hfjax.layout(model, optax.sgd(1.0, momentum=0.9), mesh, strategy, forward=forward)
+    layout = hfjax.layout(model, optax.sgd(1.0, momentum=0.9), mesh, strategy, forward=called)
     state = hfjax.init(layout)
     before = hfjax.full(hfjax.canonical(layout, state).params)
-    state, metrics = hfjax.train_step(layout, loss, **run)(state, batch)
+    step = hfjax.train_step(layout, loss, **run)
+    state, _ = step(state, batch)
     after = hfjax.full(hfjax.canonical(layout, state).params)
-    return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, after), before, metrics
+    return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, after), before, step
 
 
 CASES = {
@@ -150,19 +158,23 @@ CASES = {
 }
 
 
-def check(strategy, sizes, run, microbatches, losses, model=Stack, **more):
+def check(case, losses, model: Any = Stack, forward=plain, batch=None, **more):
+    """Yield the step with each loss, once its gradient was that of the loop."""
+    strategy, sizes, run, microbatches = case
+    batch = examples() if batch is None else batch
     for loss in losses:
         made = lambda rngs: model(rngs=rngs)
-        found, before, _ = trained(made, strategy, sizes, loss, batch(), **run, **more)
-        wanted = loop(loss, before, batch(), microbatches)
+        found, before, step = trained(made, strategy, sizes, loss, batch, **run, **more)
+        wanted = loop(forward, loss, before, batch, microbatches)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6, err_msg=loss.__name__)
+        yield step
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", CASES)
 def test_rules_see_what_they_see_in_a_loop_of_plain_jax(name):
-    check(*CASES[name], [number, mean])
+    list(check(CASES[name], [number, mean]))
 
 
 def tree(*, rngs):
@@ -179,12 +191,30 @@ def tree(*, rngs):
     ("strategy", "sizes", "accumulate"), [(DDP, {"data": 4}, 2), (FSDP, {"fsdp": 4}, 1)]
 )
 def test_so_do_those_of_a_model_that_is_called_as_it_is(strategy, sizes, accumulate):
-    run, losses = {"accumulate": accumulate}, [number, mean, of_outputs]
-    check(strategy, sizes, run, accumulate, losses, tree, forward=plain)
+    case = strategy, sizes, {"accumulate": accumulate}, accumulate
+    for step in check(case, [number, mean, of_outputs], tree, called=plain):
+        assert "a derivative that is not linear: it sees the weight of all" in str(step.rows)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulate"), [({"context": 2}, 2), ({"data": 2, "context": 2}, 1)]
+)
+def test_so_do_those_where_devices_share_sequences(sizes, accumulate):
+    def forward(p, batch):
+        x = bent("clip")(batch["x"] @ p["before"])
+        x = bent("direction of all")(x + jnp.cumsum(x, axis=1))
+        return bent("root")(x) @ p["before"].T
+
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(2, 4, 8, 4)).astype(np.float32)
+    sequences = {"x": x, "y": y, "weight": rng.integers(0, 3, (4, 8)).astype(np.float32)}
+    case = DDP | CONTEXT, sizes, {"accumulate": accumulate}, accumulate
+    only = lambda *, rngs: {"before": tree(rngs=rngs)["before"]}
+    list(check(case, [number, mean_of_tokens], only, forward, sequences, called=forward))
 
 
 def test_a_device_that_sees_its_own_rows_only_begins_with_one():
-    check(DDP, {"data": 4}, {"rows": "own"}, 4, [number])
+    list(check((DDP, {"data": 4}, {"rows": "own"}, 4), [number]))
 
 
 @pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 4}])
@@ -211,7 +241,7 @@ def test_under_a_loss_scale_they_see_so_many_times_more_as_with_deepspeed(sizes)
         lambda outputs, batch: hfjax.Mean(7 * outputs.mean(), 7.0),
     ):
         step = hfjax.train_step(layout, loss, precision=precision, accumulate=2)
-        step.check(step(hfjax.init(layout), batch())[0])
+        step.check(step(hfjax.init(layout), examples())[0])
         jax.effects_barrier()
         rows = 16 // sizes["data"]  # of a device, in a step
         assert {float(x) for g in seen for x in np.ravel(g)} == {2.0**10 / rows / 4}

@@ -327,6 +327,7 @@ def test_a_clip_that_is_no_positive_number_of_float32_is_refused(clip):
 
 def test_an_infinite_clip_is_none_wherever_a_clip_is_refused():
     """Of layers that are updated in the backward pass nobody knows the norm before the end."""
+    clip: Any
     for clip in (INF, np.float32(INF)):
         assert hfjax.Execution(clip=clip, optimizer_in_backward=True).clip is None
     layout = mlp_layout(FSDP, {"fsdp": 2}, optax.sgd(0.1), layers=2)

@@ -174,6 +174,7 @@ def test_types_have_short_words_and_no_other_is_written(folders, tmp_path):
             ValueError, match=r"dtype=.*: one of float32, bfloat16, float16, float6"
         ):
             hfjax.export(tmp_path / "out", layout, state, like=model, dtype=wrong)
+    wrong: Any
     for wrong in ("half a float", 16, [1]):
         with pytest.raises(ValueError, match=r"dtype=.*: a dtype, float32, bf16 …, is expected"):
             hfjax.export(tmp_path / "out", layout, state, like=model, dtype=wrong)
