@@ -67,7 +67,7 @@ class Scope:
         later: Makes of what is stored of a parameter the parameter, to be gathered later.
         watch: Is told which parameters a loop is to slice.
         pieces: Of a value that was concatenated along a dimension that is not split: of what.
-        makes: Of a part that a smaller one became: the same, not made yet, for another cut.
+        makes: Of a part that a smaller one became: the same, not made yet, for another cut or none.
     """
 
     side: Side
@@ -101,7 +101,9 @@ class Scope:
     def whole(self, value: Any) -> Any:
         """Return the whole of a value."""
         if isinstance(value, Part):
-            return self._once(value, "whole", lambda: self._join(value))
+            _, smaller = self.makes.get(id(value), (None, None))
+            make = smaller.make if smaller else lambda scope, cut: scope._join(value)
+            return self._once(value, "whole", lambda: make(self, None))
         if isinstance(value, Sum):
             return self._once(value, "whole", lambda: self._complete(value))
         if isinstance(value, Made):
