@@ -12,7 +12,7 @@ FOLDERS = {"hfjax": "hfjax"} | {
 }
 LIMITS = {  # module: lines
     "hfjax.parallel.engine.fetch": 1_800,
-    "hfjax.parallel.engine.gradients": 7_300,
+    "hfjax.parallel.engine.gradients": 7_310,  # a maximum over devices keeps NaN
     "hfjax.parallel.pipeline.executor": 3_200,
     "hfjax.plan.layout": 8_600,
 }

@@ -101,9 +101,7 @@ class Scope:
     def whole(self, value: Any) -> Any:
         """Return the whole of a value."""
         if isinstance(value, Part):
-            _, smaller = self.makes.get(id(value), (None, None))
-            make = smaller.make if smaller else lambda scope, cut: scope._join(value)
-            return self._once(value, "whole", lambda: make(self, None))
+            return self._once(value, "whole", lambda: self._join(value))
         if isinstance(value, Sum):
             return self._once(value, "whole", lambda: self._complete(value))
         if isinstance(value, Made):
@@ -179,6 +177,8 @@ class Scope:
         return found
 
     def _join(self, value: Part) -> jax.Array:
+        if id(value) in self.makes:
+            return self.makes[id(value)][1].make(self, None)
         found = self.side.joined(value.x, value.cut)
         self.tell("gather", found)
         return found
