@@ -131,6 +131,21 @@ def test_keys_go_around_no_ring_in_a_pipeline_of_two_kinds():
         step.lower(ROWS)
 
 
+def test_devices_that_share_rows_gather_the_keys_of_a_capped_attention_once():
+    """Not what is repeated for the queries; and advice is about an attention of one's own."""
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
+    layout = hfjax.layout(gemma2, optax.sgd(0.1), mesh, FSDP | CONTEXT)
+    run = lambda **how: hfjax.train_step(layout, next_token_loss, context=hfjax.Context(**how))
+    step = run(gather=2**20)
+    step.trace(ROWS)
+    keys = len(ROWS["tokens"]) * 32 * 2 * 8 * 4  # of 32 positions and 2 heads, in float32
+    limit = 4 * 2 * 2 * keys  # of 4 layers, of both kinds, keys and values
+    gathered = [join for join in step.positions.joins if join.how == "gather"]
+    assert sum(join.bytes * join.times for join in gathered) == limit
+    with pytest.raises(ValueError, match=r"limit of .*a function of its own .*capped is one"):
+        run(gather=limit - 1).trace(ROWS)
+
+
 def test_a_kernel_makes_no_logits_that_are_capped():
     mesh = hfjax.make_mesh(devices=jax.devices()[:1], data=1)
     layout = hfjax.layout(gemma2, optax.sgd(0.1), mesh, DDP)

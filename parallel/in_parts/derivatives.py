@@ -241,15 +241,9 @@ def _solved_whole(
         shares = list(map(scope.side.shared, solution))
         return (shares, *told) if more else shares
 
-    return jax.tree.leaves(
-        lax.custom_linear_solve(
-            partial(run, 0),
-            [jnp.asarray(scope.whole(v)) for v in sides],
-            lambda _, b: run(2, b),
-            None if programs[3] is None else back,
-            has_aux=more,
-        )
-    )
+    arrays = [jnp.asarray(scope.whole(v)) for v in sides]
+    ways = (lambda _, b: run(2, b)), None if programs[3] is None else back
+    return jax.tree.leaves(lax.custom_linear_solve(partial(run, 0), arrays, *ways, has_aux=more))
 
 
 def _iterates(jaxpr: Any) -> bool:

@@ -216,11 +216,11 @@ class Side:
 
     def greatest(self, x: jax.Array) -> jax.Array:
         """Return the greatest over the devices; NaN where one has it."""
-        return _by_order(lambda x: lax.pmax(x, self.axes), wide(x), True).astype(x.dtype)
+        return _by_order(lambda x: lax.pmax(x, self.axes), wide(x), "max").astype(x.dtype)
 
     def least(self, x: jax.Array) -> jax.Array:
         """Return the least over the devices; NaN where one has it."""
-        return _by_order(lambda x: lax.pmin(x, self.axes), wide(x), False).astype(x.dtype)
+        return _by_order(lambda x: lax.pmin(x, self.axes), wide(x), "min").astype(x.dtype)
 
     def stacked(self, x: jax.Array) -> jax.Array:
         """Return what all devices have, [devices, ...]."""
@@ -261,8 +261,7 @@ class Side:
         if wide(x).dtype == x.dtype:
             return gather(x)
         narrow = jax.custom_jvp(gather)  # its derivative is a sum, of wide numbers
-        wider = lambda dx: gather(wide(dx)).astype(dx.dtype)
-        narrow.defjvp(lambda xs, dxs: (gather(*xs), wider(*dxs)))
+        narrow.defjvp(lambda xs, dxs: (gather(*xs), gather(wide(*dxs)).astype(x.dtype)))
         return narrow(x)
 
     def scattered(self, x: jax.Array, cut: Cut) -> jax.Array:
@@ -338,19 +337,14 @@ def _concatenated(arrays: list[jax.Array], dim: int) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, dim)
 
 
-def _by_order(extreme: Callable, x: jax.Array, greatest: bool) -> jax.Array:
-    """Return an extreme of floating-point numbers, by whole numbers that have their order.
-
-    XLA's own on CPUs, and NCCL's, drop NaN. Here NaN is beyond all numbers.
-    """
+def _by_order(extreme: Callable, x: jax.Array, end: str) -> jax.Array:
+    """Return an extreme by whole numbers in the order of x; XLA's own, on CPUs, drops NaN."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extreme(x)
-    whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    ends = jnp.iinfo(whole)
-    turned = lambda n: jnp.where(n < 0, n ^ ends.max, n)  # its own inverse
-    order = turned(lax.bitcast_convert_type(x, whole))
-    found = extreme(jnp.where(jnp.isnan(x), ends.max if greatest else ends.min, order))
-    return lax.bitcast_convert_type(turned(found), x.dtype)
+    whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+    turned = lambda n: jnp.where(n < 0, n ^ whole.max, n)  # its own inverse
+    found = extreme(jnp.where(jnp.isnan(x), getattr(whole, end), turned(x.view(whole.dtype))))
+    return turned(found).view(x.dtype)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -49,8 +49,9 @@ def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
             return _picked(scope, equation, value)
         local = scope.side.local(out.shape, cut)
         (found,) = scope.parts(cut, equation, [value.x, *rest], **move.sizes(local, cut))
-        if larger:  # for another cut the smaller one is gathered
-            scope.makes[id(found)] = found, _later(equation, move, value, rest)
+        if larger or id(value) in scope.makes:  # the smaller one is gathered
+            _, smaller = scope.makes.get(id(value), (None, value))
+            scope.makes[id(found)] = found, _later(equation, move, smaller, rest)
         return [found]
     if isinstance(value, Sum) and move.linear and not scope.is_whole(value):
         return [Sum(x) for x in scope.bind(equation, [value.x, *rest])]

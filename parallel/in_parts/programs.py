@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
 
-from hfjax.parallel.autodiff.program import (
-    PLAIN_CALLS,
-    bodies_of,
-    body_of,
-    needed,
-    parts_of_scan,
-)
+from hfjax.parallel.autodiff.program import PLAIN_CALLS, bodies_of, body_of, needed, parts_of_scan
 from hfjax.parallel.in_parts.kinds import (
     SAME,
     SUM,
@@ -233,7 +227,8 @@ def _running_sums(jaxpr: Jaxpr, carried: Sequence[Any]) -> list[bool] | None:
     """Return which of what a loop carries are sums, if all others stay and no turn sees a sum."""
     stays = [v is out for v, out in zip(carried, jaxpr.outvars, strict=False)]
     marks = {v: i for i, v in enumerate(carried) if not stays[i]}
-    if not all(_adds_up(v.aval.dtype) for v in marks):
+    whole = [v for v in marks if not jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    if any(v.aval.dtype.itemsize < 4 for v in whole):
         return None
     found = _marks(jaxpr, [marks.get(v) for v in jaxpr.invars])
     return [not stay for stay in stays] if _are_sums(found, stays) else None
@@ -243,10 +238,6 @@ def _are_sums(found: list[Mark], stays: list[bool]) -> bool:
     """Return whether each sum is itself again, and nothing else follows from one."""
     wanted = [None if stay else number for number, stay in enumerate(stays)]
     return found == [*wanted, *[None] * (len(found) - len(stays))]
-
-
-def _adds_up(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize >= 4
 
 
 def _marks(jaxpr: Jaxpr, marks: Sequence[Mark]) -> list[Mark]:

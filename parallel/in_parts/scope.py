@@ -68,7 +68,7 @@ class Scope:
         later: Makes of what is stored of a parameter the parameter, to be gathered later.
         watch: Is told which parameters a loop is to slice.
         pieces: Of a value that was concatenated along a dimension that is not split: of what.
-        makes: Of a part that a smaller one became: the same, not made yet, for another cut.
+        makes: Of a part that a smaller one became: the same, not made yet, for another cut or none.
     """
 
     side: Side
@@ -178,6 +178,8 @@ class Scope:
         return found
 
     def _join(self, value: Part) -> jax.Array:
+        if id(value) in self.makes:
+            return self.makes[id(value)][1].make(self, None)
         found = self.side.joined(value.x, value.cut)
         self.tell("gather", found)
         return found

@@ -132,12 +132,14 @@ class OnSharedRows(TakesKernels):
         for join in gathers:
             key = join.line, join.operation
             lines[key] = lines.get(key, 0) + join.bytes * join.times
+        spread = any(call.own and choice.option.ulysses < self.devices for call in choice.calls)
         first = sorted(lines.items(), key=lambda item: -item[1])
         shown = "; ".join(f"{line}: {name}: {human(n)}" for (line, name), n in first[:5])
         raise ValueError(
             f"positions of a row meet outside of attention: {self.devices} devices share rows, and "
             f"gather {human(size)} in a microbatch, more than the limit of {human(limit)} "
-            f"({shown}). {INSTEAD} Or raise the limit: hfjax.Context(gather=…), in bytes."
+            f"({shown}). {OWN if spread else INSTEAD} Or raise the limit: "
+            "hfjax.Context(gather=…), in bytes."
         )
 
     # -- attention ------------------------------------------------------------------------------
@@ -241,6 +243,13 @@ INSTEAD = (
     "Let attention be asked for (self.kernels = hfjax.models.parts.plain; "
     "self.kernels.attention(attend)(q, k, v)), shift targets in a method prepare(batch) of the "
     "model, or keep positions apart; print(step.positions) shows what meets."
+)
+OWN = (
+    "The attention of this model is a function of its own (hfjax.models.attention.capped is one): "
+    "every device gathers its keys and values. Share each row between as many devices as divide "
+    'its heads, by hfjax.Context(form="ulysses"), or between fewer. What meets beside it: keep '
+    "positions apart, and shift targets in a method prepare(batch) of the model; "
+    "print(step.positions) shows what meets."
 )
 
 
