@@ -72,7 +72,7 @@ class Watch:
     def _judge(self, state: State, seen: Seen) -> None:
         """Tell of overflows that are more than the loss scale is made for; raise if it is spent."""
         self.skipped += 1
-        step, before = int(seen.step), self._overflows
+        step, before = int(seen.step) + 1, self._overflows
         before.append(step)
         while before[0] <= step - SPAN:
             before.popleft()
@@ -98,7 +98,8 @@ class Watch:
             )
 
     def _explain(self, state: State, seen: Seen) -> str:
-        told = f"loss or gradient of step {int(seen.step)} is not finite. "
+        # Counted from 1, as state.step, checkpoints and the lines of a run count.
+        told = f"loss or gradient of step {int(seen.step) + 1} is not finite. "
         if bad := self._parameters_that_are_not_finite(state):
             p = self.layout.placed[bad[0]]
             return (

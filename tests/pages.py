@@ -6,7 +6,8 @@
 - ```bash: the grammar is looked at, and the lines that begin with hfjax are run.
 - ```yaml with `# name` in its first line: a file. Other blocks show what cannot be run again.
 
-Compared is what is stable: numbers count as one another, and … stands for any lines.
+Compared is what is stable: numbers count as one another, but a loss alone on its line by three
+digits; and … stands for any lines.
 """
 
 import contextlib
@@ -159,8 +160,11 @@ def compare(printed: list[str], found: str, where: str) -> None:
 def _stable(line: str) -> str:
     """Return a line with its numbers and spaces evened out, and without a path to a folder.
 
-    A busy machine tells that it waits for data, where a page's did not.
+    Of a loss that is alone on its line three digits count. A busy machine tells that it waits for
+    data, where a page's did not.
     """
+    if re.fullmatch(r"\d+\.\d+", line):
+        return f"{float(line):.3g}"
     line = re.sub(r"waiting for data \d+%", "", line)
     line = re.sub(r"(?<![\w.])/[\w./-]*/(?=\w)", "/data/", line)
     return " ".join(NUMBER.sub("#", re.sub("─+", "─", line)).split())

@@ -386,3 +386,10 @@ def test_a_union_with_rows_of_its_own_counts_as_one_strategy():
     assert gpt_layout(own, {"fsdp": 8}).specs["tokens"] == P("fsdp")
     with pytest.raises(ValueError, match="own on data=8: own would split nothing"):
         gpt_layout(own, {"data": 8})
+
+
+def test_variables_are_told_beside_parameters():
+    model = lambda rngs: nnx.BatchNorm(8, rngs=rngs)
+    layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=2), hfjax.DDP)
+    told = "note: variables, not trained: mean float32[8], var float32[8] (2)"
+    assert told in str(layout).splitlines()

@@ -265,7 +265,7 @@ def test_an_overflow_for_good_stops_the_run_at_the_least_scale():
         pytest.warns(RuntimeWarning, match="two steps in a row overflowed float16"),
         pytest.raises(
             FloatingPointError,
-            match=r"The loss scale is the least, 64, and .*step 3 is not finite.*the first is "
+            match=r"The loss scale is the least, 64, and .*step 4 is not finite.*the first is "
             r"that of .*4 steps were skipped",
         ),
     ):
@@ -285,7 +285,7 @@ def test_many_overflows_that_are_apart_are_told_once():
             watch.check(state, lag=0)
         told += [str(w.message) for w in found]
     assert len(told) == 1
-    assert "step 100: the gradient of 51 of the last 1000 steps overflowed float16" in told[0]
+    assert "step 101: the gradient of 51 of the last 1000 steps overflowed float16" in told[0]
     assert "the first is that of before" in told[0]
 
 
@@ -302,7 +302,7 @@ def test_a_parameter_that_is_not_finite_is_named_at_once():
     broken = dict(state.params) | {"before": state.params["before"].at[0, 0].set(jnp.nan)}
     step = hfjax.train_step(layout, scaled_loss, precision=HALF)
     state, _ = step(dataclasses.replace(state, params=broken), rows(8))
-    with pytest.raises(FloatingPointError, match=r"step 0 .*1 parameters are not finite.*before"):
+    with pytest.raises(FloatingPointError, match=r"step 1 .*1 parameters are not finite.*before"):
         step.check(state)
 
 

@@ -413,7 +413,7 @@ def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optim
     step = hfjax.train_step(layout, poisoned, nonfinite="skip")
     plain = hfjax.train_step(layout, poisoned)
     state, wanted = hfjax.init(layout), hfjax.init(layout)
-    with pytest.warns(RuntimeWarning, match=r"step 1 is not finite.*look at the batch.*skipped"):
+    with pytest.warns(RuntimeWarning, match=r"step 2 is not finite.*look at the batch.*skipped"):
         state = run(step, state, (GOOD, BAD, GOOD, GOOD, GOOD))
     wanted = run(plain, wanted, [GOOD] * 4)
     jax.tree.map(np.testing.assert_array_equal, hfjax.full(state.params), hfjax.full(wanted.params))
@@ -424,7 +424,7 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run():
     layout = stack_layout(DDP, {"data": 4}, optax.sgd(0.1))
     step = hfjax.train_step(layout, poisoned, nonfinite="skip", patience=3)
     state, told = hfjax.init(layout), pytest.warns(RuntimeWarning, match="skipped")
-    with told, pytest.raises(FloatingPointError, match=r"3 in a row \(patience=3\).*step 4"):
+    with told, pytest.raises(FloatingPointError, match=r"3 in a row \(patience=3\).*step 5"):
         run(step, state, (BAD, GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD))
 
 

@@ -872,7 +872,7 @@ def test_steps_that_are_not_finite_are_never_saved_over(data, tmp_path):
         checkpoints=Checkpoints(every=2),
     )
     for _ in range(2):
-        with pytest.raises(FloatingPointError, match=r"step 1 is not finite"):
+        with pytest.raises(FloatingPointError, match=r"step 2 is not finite"):
             train(config)
     assert hfjax.latest(tmp_path / "checkpoints") is None
     assert set(told(tmp_path)) <= {0, 1}

@@ -168,7 +168,7 @@ def test_a_loss_that_is_not_finite_is_told_by_step_and_loses_nothing():
     before = hfjax.full(state.params)
     state, metrics = step(state, tokens(poison=bad))
     assert not metrics["finite"]
-    with pytest.raises(FloatingPointError, match=r"step 1 is not finite.*look at the batch"):
+    with pytest.raises(FloatingPointError, match=r"step 2 is not finite.*look at the batch"):
         step.check(state)
     jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.params))
     state, metrics = step(state, tokens(poison=good))
@@ -184,7 +184,7 @@ def test_a_parameter_that_is_not_finite_is_told_by_name_at_a_later_call():
     for number in range(3):
         state, metrics = step(state, tokens())
         assert int(metrics["step"]) == number
-    with pytest.raises(FloatingPointError, match=r"step 0 .*the first is norm/scale \(32,\): "):
+    with pytest.raises(FloatingPointError, match=r"step 1 .*the first is norm/scale \(32,\): "):
         step(state, tokens())
 
 

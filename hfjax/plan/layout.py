@@ -518,6 +518,9 @@ def begun(layout: Layout, arrays: Flat, params: Flat) -> State:
 def _notes(layout: Layout) -> Iterator[str]:
     """Yield what a strategy could not do, and what padding costs."""
     source, packed = layout.storage.source, layout.storage.packed
+    if held := layout.blueprint.variables:
+        few = ", ".join(f"{path} {x.dtype}{list(x.shape)}" for path, x in list(held.items())[:3])
+        yield f"variables, not trained: {few}{' …' * (len(held) > 3)} ({len(held)})"
     yield from unmatched(source, packed is not None)
     yield from left_whole(layout.strategy, layout.placed)
     if experts := gathered_experts(layout.placed.values()):
