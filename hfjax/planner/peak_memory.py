@@ -120,8 +120,9 @@ def _of_layers(sizes: Sizes, run: Running, gradients: float, weights: WeightByte
     else:  # each array's gradient goes when it is summed
         backward, kept = of_rows(sizes.backward) + weights.largest, layer
     held = _held(run, weights, 1)
+    zeros = gradients if run.how == "loop" else 0.0  # which the loop backward adds to
     return [
-        (sums, layers * layer, _held(run, weights, layers), head, 0.0, LOGITS),
+        (sums + zeros, layers * layer, _held(run, weights, layers), head, 0.0, LOGITS),
         (gradients + sums, kept, held, backward + waits, 0.0, LAYER),
         (gradients + sums, layer, held, around + waits, 0.0, ENDS),
     ]
