@@ -8,11 +8,12 @@
 
 The largest of the moments counts: at the head everything is kept and no gradient is there; when the
 first layer runs backward all gradients are. A program compiled for a GPU is the judge:
-benchmarks/planner_memory.py compares 28, and `SPARE` covers what XLA's placing of arrays costs.
+benchmarks/planner_memory.py compares 46, and `SPARE` covers what XLA's placing of arrays costs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 from hfjax.planner.programs.model_profile import Sizes
 from hfjax.planner.programs.program_costs import most
@@ -35,6 +36,8 @@ class WeightBytes:
     ends: float  # those around the layers, gathered, in the type of computing
     gradient_layer: float  # the gradient of one layer as it is computed, before it is scattered
     gradient_ends: float  # of what is around the layers, while each device has all of it; else 0
+    largest: float  # of the gradients of one layer, that of its largest array
+    gradient_head: float  # of `gradient_ends`, that of its largest array
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,24 @@ def _of_layers(sizes: Sizes, run: Running, gradients: float, weights: WeightByte
     layer += sizes.carried * (run.how == "unrolled")
     layer *= rows * (1 - run.offload)
     sums = gradients if run.accumulate > 1 else 0.0
-    head = most(sizes.head, rows) + AGAIN * sizes.logits * rows + weights.ends
-    backward = most(sizes.backward, rows) + sizes.around[0] * rows + weights.gradient_layer
-    around = weights.gradient_ends + weights.ends / 2
-    what = ENDS if around > backward else LAYER
+    # The head's gradient is made when those of the logits are used up: it takes their place.
+    of_rows = lambda moments: rows * max((a for a, _ in moments), default=0.0)
+    head = (of_rows if run.stacked else partial(most, rows=rows))(sizes.head)
+    head += AGAIN * sizes.logits * rows + weights.ends
+    around, waits = weights.gradient_ends + weights.ends / 2, sizes.around[0] * rows
+    if not run.stacked:  # the gradients of all layers
+        backward, kept = weights.gradient_layer + around, layer
+    elif run.how == "loop":  # it has what all layers keep until its end, and the head's gradient
+        backward = most(sizes.backward, rows) + weights.gradient_layer + weights.gradient_head
+        kept = layers * layer
+    else:  # each array's gradient goes when it is summed
+        backward, kept = of_rows(sizes.backward) + weights.largest, layer
+    held = _held(run, weights, 1)
+    zeros = gradients if run.how == "loop" else 0.0  # which the loop backward adds to
     return [
-        (sums, layers * layer, _held(run, weights, layers), head, 0.0, LOGITS),
-        (gradients + sums, layer, _held(run, weights, 1), backward + around, 0.0, what),
+        (sums + zeros, layers * layer, _held(run, weights, layers), head, 0.0, LOGITS),
+        (gradients + sums, kept, held, backward + waits, 0.0, LAYER),
+        (gradients + sums, layer, held, around + waits, 0.0, ENDS),
     ]
 
 

@@ -13,6 +13,7 @@ import jax
 
 from hfjax.machines.machine import Machine
 from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.mesh import size_of
 from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.parallel.schedules.cost import compiled_once, cost, permutes
@@ -261,7 +262,8 @@ class Scorer:
         key = id(placing)
         if key not in self._weights:
             compute, reduce, _ = self.numbers
-            elements = self.elements(placing)
+            elements, largest = self.elements(placing), self._largest(placing)
+            gathered = placing.flows.of("fsdp", False) > 0
             stored = [p for p in placing.placed.values() if p.path.startswith(LAYERS)]
             local = sum(placing.local(p, p.parameter) * p.dtype.itemsize for p in stored)
             self._weights[key] = WeightBytes(
@@ -270,7 +272,9 @@ class Scorer:
                 turned=self._turned(c, stored, placing),
                 ends=compute * elements[False],
                 gradient_layer=reduce * elements[True] / layers,
-                gradient_ends=reduce * elements[False] * (placing.flows.of("fsdp", False) > 0),
+                gradient_ends=reduce * elements[False] * gathered,
+                largest=reduce * largest[True] / layers,
+                gradient_head=reduce * largest[False] * gathered,
             )
         return self._weights[key]
 
@@ -306,6 +310,15 @@ class Scorer:
         for flow, size in placing.flows.elements.items():
             if flow.kind != "shards":
                 found[flow.layers] += size
+        return found
+
+    def _largest(self, placing: ArraysPlaced) -> dict[bool, float]:
+        """Return the elements of the largest array as it is read, of layers and of ends."""
+        found = {True: 0.0, False: 0.0}
+        for p in placing.placed.values():
+            tensor = [axis for _, axes in p.tensor_dims for axis in axes]
+            size, inside = math.prod(p.here) / size_of(tensor, p.mesh), p.path.startswith(LAYERS)
+            found[inside] = max(found[inside], size)
         return found
 
     def traffic(self, c: Candidate, placing: ArraysPlaced) -> Traffic:
