@@ -8,7 +8,7 @@
 
 The largest of the moments counts: at the head everything is kept and no gradient is there; when the
 first layer runs backward all gradients are. A program compiled for a GPU is the judge:
-benchmarks/planner_memory.py compares 46, and `SPARE` covers what XLA's placing of arrays costs.
+benchmarks/planner_memory.py compares 40, and `SPARE` covers what XLA's placing of arrays costs.
 """
 
 from collections.abc import Mapping
