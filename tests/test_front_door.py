@@ -37,7 +37,7 @@ from hfjax.run.config import (
 )
 from hfjax.run.files import plain
 from hfjax.run.loss_picture import figure, mean
-from hfjax.run.screen import Screen, Speed, line
+from hfjax.run.screen import Screen, line
 from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small, told
 from tests.workers import finished, start
 
@@ -98,18 +98,6 @@ def test_a_log_line_tells_the_time_that_is_left():
     assert line(values, 300, 3724.4).endswith("memory 1.0 GiB  1:02:05 left")
     assert line(values, 300, 0.0).endswith("memory 1.0 GiB")
     assert line(values, 300).endswith("memory 1.0 GiB")
-
-
-def test_the_time_that_is_left_is_that_of_steps_like_the_last_ones(data, tmp_path, monkeypatch):
-    speed, clock = Speed(Parts(small(tmp_path, data, model=BIGRAMS))), iter((10.0, 14.0))
-    assert speed.left(5) is None
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    for _ in range(3):
-        speed.count()
-    speed.look()
-    assert speed.left(5) == 10.0
-    speed.pause()
-    assert speed.left(3) == 6.0
 
 
 def test_the_bar_of_a_terminal_says_what_goes_on(monkeypatch):

@@ -142,3 +142,12 @@ def test_what_is_between_steps_counts_for_none(monkeypatch):
     device.speed.pause()
     device.time += 100  # a validation
     assert device.run([0.0] * 3, 2.0, drained=3) == [None, 4.0, 4.0]
+
+
+def test_the_time_that_is_left_is_that_of_steps_like_the_last_ones(monkeypatch):
+    device = Device(monkeypatch)
+    assert device.speed.left(5) is None
+    device.run([0.0] * 3, 2.0, drained=3)
+    assert device.speed.left(5) == 10.0
+    device.speed.pause()
+    assert device.speed.left(3) == 6.0

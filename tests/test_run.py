@@ -404,7 +404,7 @@ def test_a_llama_is_a_preset_too(data, tmp_path):
 
 
 def test_flags_say_all_widths_of_a_llama():
-    flags = {"layers": 80, "heads": 64, "embed": 8192, "kv_heads": 8, "mlp": 28672}
+    flags: Any = {"layers": 80, "heads": 64, "embed": 8192, "kv_heads": 8, "mlp": 28672}
     of = lambda preset, **sizes: choose(Train(model=Model(preset=preset, **sizes)), 32000).shape
     assert of("llama2-7b", **flags) == LlamaConfig(**flags)
     assert of("llama2-7b", **flags, head=64).width == 64

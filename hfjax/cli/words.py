@@ -299,7 +299,8 @@ def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
         if tyro.conf.Suppress in get_args(hint)[1:]:
             continue
         if is_dataclass(bare) and isinstance(bare, type):
-            yield from flags_of(bare, f"{prefix}{name}.")
+            alone = tyro.conf.OmitArgPrefixes in get_args(hint)[1:]
+            yield from flags_of(bare, prefix if alone else f"{prefix}{name}.")
             continue
         yield f"{prefix}{name}"
         if bare is bool:

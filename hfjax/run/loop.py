@@ -199,8 +199,8 @@ class Run:
         """Make or restore the state, and open what the run writes to."""
         config, directory = self.config, self.config.directory
         agreed(lambda: check_no_links(directory, WRITTEN))
-        agreed(lambda: check_in_reach(directory))
         agreed(lambda: check_ordinary_files(directory, (CONFIG, FILE, *journal.FILES)))
+        agreed(lambda: check_in_reach(directory))
         self.screen = Screen(config.steps)
         with waiting("preparing the model and the data"):
             check_same("configuration", files.plain(config))
