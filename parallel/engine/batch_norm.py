@@ -19,32 +19,38 @@ from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
 from hfjax.parallel.mesh import SAMPLE_AXES
 
 
-def synchronised(model: nnx.Module) -> list[str]:
-    """Let BatchNorm normalise over the rows of all devices, as one device does."""
-    count = 0
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm):
-            if type(module) is nnx.BatchNorm:
-                module.__class__ = SyncBatchNorm
-            setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
-            count += 1
-    if not count:
-        return []
-    return [
-        f"BatchNorm ({count}): normalises over the rows of all devices, as one device does "
-        "(sync_batch_norm=False: as the model is written)"
-    ]
-
-
-def on_own_rows(model: nnx.Module) -> list[str]:
-    """Let BatchNorm normalise over the rows of each device."""
-    count = 0
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm):
+def convert(model: nnx.Module, synchronised: bool) -> int:
+    """Let BatchNorm be over the rows of all devices, or of each; return how many there are."""
+    norms = [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.BatchNorm)]
+    for module in norms:
+        if not synchronised:
             module.__class__ = _on_own_rows(type(module))
-            count += 1
-    note = f"BatchNorm ({count}): normalises over the rows of each device (sync_batch_norm=False)"
-    return [note] if count else []
+            continue
+        if type(module) is nnx.BatchNorm:
+            module.__class__ = SyncBatchNorm
+        setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
+    return len(norms)
+
+
+def notes_of(count: int, synchronised: bool) -> list[str]:
+    """Return what `print(layout)` says of so many BatchNorms."""
+    where = "each device (sync_batch_norm=False)"
+    if synchronised:
+        where = "all devices, as one device does (sync_batch_norm=False: as the model is written)"
+    return [f"BatchNorm ({count}): normalises over the rows of {where}"] if count else []
+
+
+def linen_norms(found: dict[Any, Any]) -> Callable:
+    """Return an interceptor of methods that finds the BatchNorms of Linen as they are made."""
+
+    def find(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        module = context.module
+        if isinstance(module, linen.BatchNorm) and module.is_initializing():
+            root: Any = module.scope and module.scope.root
+            found[id(root), module.path] = root  # alive, so that its id stays its own
+        return call(*args, **kwargs)
+
+    return find
 
 
 ONE_ROW = (
