@@ -175,7 +175,8 @@ def test_the_layout_counts_batch_norms_of_linen_whose_modules_exist_in_calls_onl
         lambda rngs: TwoLinenNorms(rngs=rngs)
     )
     bare = lambda rngs: LinenNormed(None).init(rngs.params(), BATCH["x"], train=False)
-    for make in (linen_normed(None), bare):
+    before = linen_normed(None)(nnx.Rngs(0))
+    for make in (linen_normed(None), bare, lambda rngs: before):
         told = layout(make, sync_batch_norm=False)
         assert "BatchNorm (1): normalises over the rows of each device" in told
     assert "BatchNorm" not in layout(lambda rngs: linear(rngs))

@@ -7,13 +7,14 @@ to normalise by itself, what sees all rows runs on each device's own.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from flax import linen, nnx
 
+from hfjax.base.paths import path_of
 from hfjax.parallel.engine.fetch import devices_along
 from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
 from hfjax.parallel.mesh import SAMPLE_AXES
@@ -21,7 +22,8 @@ from hfjax.parallel.mesh import SAMPLE_AXES
 
 def convert(model: nnx.Module, synchronised: bool) -> int:
     """Let BatchNorm be over the rows of all devices, or of each; return how many there are."""
-    norms = [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.BatchNorm)]
+    modules = [module for _, module in nnx.iter_modules(model)]
+    norms = [module for module in modules if isinstance(module, nnx.BatchNorm)]
     for module in norms:
         if not synchronised:
             module.__class__ = _on_own_rows(type(module))
@@ -29,7 +31,9 @@ def convert(model: nnx.Module, synchronised: bool) -> int:
         if type(module) is nnx.BatchNorm:
             module.__class__ = SyncBatchNorm
         setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
-    return len(norms)
+    of_linen = (nnx.state(m, nnx.BatchStat) for m in modules if isinstance(m, nnx.bridge.ToNNX))
+    paths = ({path_of(keys) for keys, _ in nnx.to_flat_state(state)} for state in of_linen)
+    return len(norms) + sum(map(linen_norms, paths))
 
 
 def notes_of(count: int, synchronised: bool) -> list[str]:
@@ -40,17 +44,13 @@ def notes_of(count: int, synchronised: bool) -> list[str]:
     return [f"BatchNorm ({count}): normalises over the rows of {where}"] if count else []
 
 
-def linen_norms(found: dict[Any, Any]) -> Callable:
-    """Return an interceptor of methods that finds the BatchNorms of Linen as they are made."""
+def linen_norms(paths: Collection[str]) -> int:
+    """Return how many BatchNorms of Linen keep statistics under these paths.
 
-    def find(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-        module = context.module
-        if isinstance(module, linen.BatchNorm) and module.is_initializing():
-            root: Any = module.scope and module.scope.root
-            found[id(root), module.path] = root  # alive, so that its id stays its own
-        return call(*args, **kwargs)
-
-    return find
+    Their modules exist in calls only, and `model_init` may have called them before.
+    """
+    pairs = [(path.rpartition("/")[2], f"{path.removesuffix('mean')}var") for path in paths]
+    return sum(name == "mean" and var in paths for name, var in pairs)
 
 
 ONE_ROW = (

@@ -251,10 +251,7 @@ def blueprint(
     found: dict[str, Any] = {}
 
     def take_apart() -> Any:
-        norms: dict[Any, Any] = {}
-        with linen.intercept_methods(linen_norms(norms)):
-            model = make(0)
-        found["notes"] = notes_of(len(norms), sync_batch_norm)
+        model = make(0)
         if not isinstance(model, nnx.Module):
             return None
         as_made = nnx.split(model, nnx.Param, ...)[0]
@@ -263,7 +260,7 @@ def blueprint(
         if (hidden := in_functions(model)) and built is None:
             raise HoldsLayersError(f"{', '.join(hidden)} keep layers in functions")
         frozen = [f"not trained, since functions keep them: layers of {', '.join(hidden)}"]
-        notes = notes_of(len(norms) + convert(model, sync_batch_norm), sync_batch_norm)
+        notes = notes_of(convert(model, sync_batch_norm), sync_batch_norm)
         found["notes"] = (*notes, *(frozen if hidden else ()))
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
@@ -283,7 +280,9 @@ def blueprint(
             states = jax.eval_shape(on_one_device(take_apart))
     if states is None:
         tree = Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm, built=built)
-        return _asking(replace(tree, notes=(*found["notes"], *tree.notes)), asks)
+        norms = linen_norms([path for path in tree.parameters if path.startswith("batch_stats/")])
+        notes = notes_of(norms, sync_batch_norm)
+        return _asking(replace(tree, notes=(*notes, *tree.notes)), asks)
     where = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
     check_paths(list(map(path_of, where)))
     parameters, variables = map(_flat, states)
