@@ -153,6 +153,35 @@ def test_batch_norm_over_the_rows_of_each_device_on_request_and_the_layout_tells
     assert "BatchNorm (1): normalises over the rows of all devices" in str(plan(init)[0])
 
 
+class LinenNorms(linen.Module):
+    def setup(self):
+        self.shared, self.other = (linen.BatchNorm(use_running_average=False) for _ in range(2))
+
+    def __call__(self, x):
+        return self.other(self.shared(self.shared(x)))
+
+
+class TwoLinenNorms(nnx.Module):
+    def __init__(self, *, rngs):
+        self.first, self.second = (
+            nnx.bridge.ToNNX(LinenNorms(), rngs=rngs).lazy_init(BATCH["x"]) for _ in range(2)
+        )
+        self.third = nnx.BatchNorm(8, rngs=rngs)
+
+
+def test_the_layout_counts_batch_norms_of_linen_whose_modules_exist_in_calls_only():
+    layout = lambda make, **options: str(plan(make, **options)[0])
+    assert "BatchNorm (5): normalises over the rows of all" in layout(
+        lambda rngs: TwoLinenNorms(rngs=rngs)
+    )
+    bare = lambda rngs: LinenNormed(None).init(rngs.params(), BATCH["x"], train=False)
+    before = linen_normed(None)(nnx.Rngs(0))
+    for make in (linen_normed(None), bare, lambda rngs: before):
+        told = layout(make, sync_batch_norm=False)
+        assert "BatchNorm (1): normalises over the rows of each device" in told
+    assert "BatchNorm" not in layout(lambda rngs: linear(rngs))
+
+
 class Masked(nnx.Module):
     def __init__(self, kind, *, rngs):
         self.norm, self.up = kind(rngs), linear(rngs)

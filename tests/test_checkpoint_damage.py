@@ -1,6 +1,7 @@
 """A step whose files changed is refused by name, and the last whole one is offered."""
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -179,12 +180,32 @@ def test_no_trace_of_what_reads_is_printed_where_it_fails(monkeypatch):
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda given: printed.append(given.exc_value))
     keep_quiet.__wrapped__()
-    for place in ("orbax/checkpoint/serialization.py", "other.py"):
+    for place in ("orbax/checkpoint/serialization.py", "other.py", "orbax/train.py"):
         with pytest.raises(ValueError, match=place) as told:
             exec(compile(f"raise ValueError({place!r})", place, "exec"))
         error = {"exc_type": told.type, "exc_value": told.value, "exc_traceback": told.tb}
         sys.unraisablehook(cast(Any, SimpleNamespace(**error)))
-    assert [str(error) for error in printed] == ["other.py"]
+    assert [str(error) for error in printed] == ["other.py", "orbax/train.py"]
+
+
+def test_warnings_of_orbax_are_not_printed_and_those_of_others_are():
+    keep_quiet()
+    orbax = sys.modules["orbax.checkpoint.checkpoint_manager"].__file__
+    printed = lambda file, level: logging.getLogger("absl").filter(
+        logging.LogRecord("absl", level, file, 1, "Waiting took %f seconds", (2.0,), None)
+    )
+    assert not printed(orbax, logging.WARNING)
+    assert printed(orbax, logging.INFO), "who lowers absl's level asks for it"
+    assert printed(orbax, logging.ERROR), "it may be of a manager of the user's own"
+    for file in ("/home/me/orbax/train.py", "/home/me/tensorstore/train.py"):
+        assert printed(file, logging.WARNING)
+
+
+def test_a_save_that_waits_for_the_one_before_prints_nothing(tmp_path, monkeypatch, caplog):
+    manager = sys.modules["orbax.checkpoint.checkpoint_manager"]
+    monkeypatch.setattr(manager, "_WAIT_FOR_PREV_SAVE_WARNING_THRESHOLD_SECS", -1)
+    saved(tmp_path, 1, 2)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "meta/metadata"])

@@ -1,5 +1,10 @@
-"""Models of equinox and Haiku train under a strategy as on one device."""
+"""Models of equinox and Haiku train under a strategy as on one device.
 
+The dev extra installs both, so a missing one is an error: a test that is skipped proves nothing.
+"""
+
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +18,11 @@ BATCH = {name: RNG.normal(size=(16, 8)).astype(np.float32) for name in "xy"}
 
 
 def of_equinox():
-    eqx = pytest.importorskip("equinox")
     model = lambda rngs: eqx.nn.MLP(8, 8, 16, 2, key=rngs.params())
     return model, lambda model, batch: jax.vmap(model)(batch["x"])
 
 
 def of_haiku():
-    hk = pytest.importorskip("haiku")
     net = hk.transform(lambda x: hk.nets.MLP([16, 8])(x))
     model = lambda rngs: net.init(rngs.params(), BATCH["x"])
     return model, lambda params, batch, key: net.apply(params, key, batch["x"])

@@ -1,4 +1,8 @@
-"""What Orbax and tensorstore print of a failed save or read is kept back: one error tells it."""
+"""What Orbax and tensorstore print is kept back: of a failed save or read one error tells.
+
+Orbax writes to the logger of absl, which other libraries and the user may use: a record is Orbax'
+if a file of Orbax wrote it, or if its error came through one.
+"""
 
 import logging
 import sys
@@ -7,12 +11,13 @@ import traceback
 from functools import cache
 from typing import Any
 
-WRITERS = ("orbax", "tensorstore")
+ORBAX = "orbax/checkpoint/"  # in the path of each of its files
+WRITERS = (ORBAX, "orbax.checkpoint", "tensorstore")  # in a trace
 
 
 @cache
 def keep_quiet() -> None:
-    """From now on print no traces of what fails: they are behind the error that is raised."""
+    """From now on print no warnings, nor traces of what fails: they are behind the error raised."""
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).addFilter(_is_to_be_told)
     before = sys.unraisablehook
@@ -26,8 +31,14 @@ def keep_quiet() -> None:
 
 
 def _is_to_be_told(record: logging.LogRecord) -> bool:
-    """Return whether a record is no error of those who write."""
-    return not record.exc_info or not _is_of_writers(*record.exc_info)
+    """Return whether a record is no warning or error of those who write.
+
+    Who lowers absl's level on purpose still reads what they do. An error without a trace is told:
+    it may be that of a manager of the user's own.
+    """
+    if record.exc_info and _is_of_writers(*record.exc_info):
+        return False
+    return ORBAX not in record.pathname or record.levelno != logging.WARNING
 
 
 def _is_of_writers(*error: Any) -> bool:

@@ -7,44 +7,50 @@ to normalise by itself, what sees all rows runs on each device's own.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from flax import linen, nnx
 
+from hfjax.base.paths import path_of
 from hfjax.parallel.engine.fetch import devices_along
 from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
 from hfjax.parallel.mesh import SAMPLE_AXES
 
 
-def synchronised(model: nnx.Module) -> list[str]:
-    """Let BatchNorm normalise over the rows of all devices, as one device does."""
-    count = 0
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm):
-            if type(module) is nnx.BatchNorm:
-                module.__class__ = SyncBatchNorm
-            setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
-            count += 1
-    if not count:
-        return []
-    return [
-        f"BatchNorm ({count}): normalises over the rows of all devices, as one device does "
-        "(sync_batch_norm=False: as the model is written)"
-    ]
-
-
-def on_own_rows(model: nnx.Module) -> list[str]:
-    """Let BatchNorm normalise over the rows of each device."""
-    count = 0
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm):
+def convert(model: nnx.Module, synchronised: bool) -> int:
+    """Let BatchNorm be over the rows of all devices, or of each; return how many there are."""
+    modules = [module for _, module in nnx.iter_modules(model)]
+    norms = [module for module in modules if isinstance(module, nnx.BatchNorm)]
+    for module in norms:
+        if not synchronised:
             module.__class__ = _on_own_rows(type(module))
-            count += 1
-    note = f"BatchNorm ({count}): normalises over the rows of each device (sync_batch_norm=False)"
-    return [note] if count else []
+            continue
+        if type(module) is nnx.BatchNorm:
+            module.__class__ = SyncBatchNorm
+        setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
+    of_linen = (nnx.state(m, nnx.BatchStat) for m in modules if isinstance(m, nnx.bridge.ToNNX))
+    paths = ({path_of(keys) for keys, _ in nnx.to_flat_state(state)} for state in of_linen)
+    return len(norms) + sum(map(linen_norms, paths))
+
+
+def notes_of(count: int, synchronised: bool) -> list[str]:
+    """Return what `print(layout)` says of so many BatchNorms."""
+    where = "each device (sync_batch_norm=False)"
+    if synchronised:
+        where = "all devices, as one device does (sync_batch_norm=False: as the model is written)"
+    return [f"BatchNorm ({count}): normalises over the rows of {where}"] if count else []
+
+
+def linen_norms(paths: Collection[str]) -> int:
+    """Return how many BatchNorms of Linen keep statistics under these paths.
+
+    Their modules exist in calls only, and `model_init` may have called them before.
+    """
+    pairs = [(path.rpartition("/")[2], f"{path.removesuffix('mean')}var") for path in paths]
+    return sum(name == "mean" and var in paths for name, var in pairs)
 
 
 ONE_ROW = (

@@ -15,10 +15,11 @@ from jax import lax
 from hfjax.base.paths import Flat, Index, check_paths, natural, path_of
 from hfjax.parallel.engine.bare_trees import Tree, tree_apart
 from hfjax.parallel.engine.batch_norm import (
+    convert,
+    linen_norms,
     linen_on_own_rows,
-    on_own_rows,
+    notes_of,
     synchronise_linen,
-    synchronised,
 )
 from hfjax.parallel.engine.built import UNTRACEABLE, Built, HoldsLayersError, built_by, in_functions
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
@@ -259,7 +260,7 @@ def blueprint(
         if (hidden := in_functions(model)) and built is None:
             raise HoldsLayersError(f"{', '.join(hidden)} keep layers in functions")
         frozen = [f"not trained, since functions keep them: layers of {', '.join(hidden)}"]
-        notes = (synchronised if sync_batch_norm else on_own_rows)(model)
+        notes = notes_of(convert(model, sync_batch_norm), sync_batch_norm)
         found["notes"] = (*notes, *(frozen if hidden else ()))
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
@@ -278,8 +279,10 @@ def blueprint(
             make = built = built_by(model_init, make, why)
             states = jax.eval_shape(on_one_device(take_apart))
     if states is None:
-        made = Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm, built=built)
-        return _asking(made, asks)
+        tree = Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm, built=built)
+        norms = linen_norms([path for path in tree.parameters if path.startswith("batch_stats/")])
+        notes = notes_of(norms, sync_batch_norm)
+        return _asking(replace(tree, notes=(*notes, *tree.notes)), asks)
     where = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
     check_paths(list(map(path_of, where)))
     parameters, variables = map(_flat, states)
