@@ -15,7 +15,8 @@ from typing import Any
 from flax import linen, nnx
 
 from hfjax.parallel.engine.fetch import devices_along
-from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
+from hfjax.parallel.in_parts.named_calls import own_rows
+from hfjax.parallel.in_parts.scope import is_recording
 from hfjax.parallel.mesh import SAMPLE_AXES
 
 
