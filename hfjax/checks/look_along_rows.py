@@ -19,7 +19,6 @@ from hfjax.parallel.engine.local import Local
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.in_parts.interpreter import whole_shapes
 from hfjax.parallel.in_parts.kinds import Side
-from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.scope import traced_whole
 from hfjax.parallel.precision.by_path import PrecisionByPath
 from hfjax.parallel.wings.context.forms import ContextChoice, choose
@@ -63,8 +62,7 @@ def noted_along_rows(
     held = of_rows.of_variables(variables, context.blueprint.variables)
     shapes = whole_shapes(of_rows.side, (held, of_rows.values(whole)))
     others = Side((*of_rows.side.axes, *rows.axes), of_rows.side.size * rows.devices)
-    with recording():
-        traced_whole(others, look, parameters, *shapes)
+    traced_whole(others, look, parameters, *shapes)
     return noted, dims
 
 

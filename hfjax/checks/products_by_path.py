@@ -16,7 +16,6 @@ from hfjax.parallel.autodiff.program import bodies_of
 from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.in_parts.interpreter import whole_shapes
-from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.scope import traced_whole
 from hfjax.parallel.precision.by_path import ALL, PrecisionByPath, named
 from hfjax.parallel.precision.dtypes import Precision
@@ -93,8 +92,7 @@ def _products(
     whole = blueprint.prepared(batch)
     shapes = whole_shapes(rows.side, (held, rows.values(whole)))
     look = partial(outputs_of_a_look, seen, "train" if mode == "train" else "eval")
-    with recording():
-        traced, _ = traced_whole(rows.side, look, parameters, *shapes)
+    traced, _ = traced_whole(rows.side, look, parameters, *shapes)
     first = [
         Of(True, x.dtype if named(by_path, path) else None)
         for path, x in sorted(parameters.items())

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
+from jax.extend import source_info_util
 
 from hfjax.base.keywords import is_real, known_fields, meanings
 from hfjax.base.rounding import widened
@@ -23,6 +24,8 @@ from hfjax.models.moe.places import capacity as capacity_of, in_order, places
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
 from hfjax.models.moe.told import Told
 from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked, unnumbered
+
+source_info_util.register_exclusion(__file__)  # the line of a mixture is the user's
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
 PIECES: Any = {"stays_split": True}  # a mixture takes pieces of a parameter: those on a device

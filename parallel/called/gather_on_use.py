@@ -20,8 +20,8 @@ import jax
 from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.in_parts.interpreter import run, scope_of, whole_shapes
 from hfjax.parallel.in_parts.kinds import Later, Side, is_value
-from hfjax.parallel.in_parts.named_calls import NamedCall, is_recording, named, recording
-from hfjax.parallel.in_parts.scope import Join, Scope, traced_whole
+from hfjax.parallel.in_parts.named_calls import NamedCall, named
+from hfjax.parallel.in_parts.scope import Join, Scope, is_recording, traced_whole
 from hfjax.parallel.mesh import EXPERT_AXES
 
 ALONE = Side((), 1)
@@ -47,7 +47,7 @@ def gather_on_use(
         A tree of arrays, which all devices have whole, of `Part` and of `Sum`.
     """
     whole = {path: stored.full_shape for path, stored in parameters.items()}
-    with recording(), _alone():
+    with _alone():
         shapes = whole_shapes(side, arguments)
         traced, result = traced_whole(side, function, whole, *shapes)
     pending = {path: _Parameter(stored) for path, stored in parameters.items()}

@@ -16,7 +16,8 @@ from flax import linen, nnx
 
 from hfjax.base.paths import path_of
 from hfjax.parallel.engine.fetch import devices_along
-from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
+from hfjax.parallel.in_parts.named_calls import own_rows
+from hfjax.parallel.in_parts.scope import is_recording
 from hfjax.parallel.mesh import SAMPLE_AXES
 
 

@@ -25,7 +25,8 @@ from hfjax.parallel.engine.built import UNTRACEABLE, Built, HoldsLayersError, bu
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
 from hfjax.parallel.engine.on_rows import axes_of
-from hfjax.parallel.in_parts.named_calls import is_recording, named
+from hfjax.parallel.in_parts.named_calls import named
+from hfjax.parallel.in_parts.scope import is_recording
 from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, STACK, STAYS, on_one_device
 
 LAYERS = "layers/"
@@ -360,8 +361,14 @@ class WholeElsewhere:
         join = partial(_joined, value.ndim + self.dim)
         times = self.size // pieces.shape[self.dim]
         alike = lambda x: jnp.concatenate([x] * times, self.dim)
-        rule = lambda call, scope, body, given: [join(scope.whole(given[0]))]
-        return named(rule, alike)(value) if is_recording() else join(value)
+        rule = lambda call, scope, body, given: [call.again(scope.whole(given[0]))]
+        return named(rule, join, alike, ELSEWHERE)(value) if is_recording() else join(value)
+
+
+ELSEWHERE = (
+    "parameters of experts that are read outside of their mixture, of which each device has some. "
+    "Differentiate outside of the model: let the loss have what follows from them."
+)
 
 
 def _axes_of_experts() -> tuple[str, ...]:

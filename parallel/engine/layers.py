@@ -10,7 +10,7 @@ from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.in_parts.named_calls import is_recording
+from hfjax.parallel.in_parts.scope import is_recording
 from hfjax.parallel.remat import Remat
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import jax
+from jax.extend import source_info_util
 from jax.sharding import Mesh
 
 from hfjax.base.head import logits_of
@@ -20,11 +21,13 @@ from hfjax.parallel.engine.legs import Move, Sender
 from hfjax.parallel.engine.on_rows import OnRows
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.kinds import Side
-from hfjax.parallel.in_parts.named_calls import is_recording, like_tokens
-from hfjax.parallel.in_parts.scope import Join
+from hfjax.parallel.in_parts.named_calls import like_tokens
+from hfjax.parallel.in_parts.scope import Join, is_recording
 from hfjax.parallel.in_parts.two_sides import InnerSides
 from hfjax.parallel.mesh import row_axes, size_of
 from hfjax.parallel.strategy import Axes
+
+source_info_util.register_exclusion(__file__)  # the line of what is asked for is the user's
 
 Names = tuple[str | None, ...]  # the logical axes of an activation
 
@@ -202,10 +205,10 @@ class InStep:
             self.step.routers.append(True)
         if not is_recording():
             return self.step.spread(mixture, x_GTD, routed)
-        # Tokens travel from each device's own rows.
         here = lambda arrays: replace(mixture, arrays=arrays)
         spread = lambda arrays, x, routed: self.step.spread(here(arrays), x, routed)
-        return like_tokens(spread)(mixture.arrays, x_GTD, routed)
+        travels = mixture.here < mixture.experts  # tokens, from each device's own rows
+        return like_tokens(spread, travels)(mixture.arrays, x_GTD, routed)
 
     def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
         """Return outputs with what routers told, for a loss that takes it."""

@@ -29,6 +29,7 @@ from hfjax.parallel.in_parts.kinds import (
     kind_of,
     of_kind,
 )
+from hfjax.parallel.in_parts.named_calls import calls_in, check_whole
 from hfjax.parallel.in_parts.programs import (
     Body,
     again,
@@ -74,7 +75,7 @@ def _body(equation: JaxprEqn) -> Body:
 def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Run the function in parts, and the rule of its derivative, which is linear in tangents."""
     values = _given(scope, values)
-    if not any(is_value(v) for v in values):
+    if not any(is_value(v) for v in values) and not any(calls_in(equation)):
         return bind(equation, values)
     kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
     kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
@@ -119,7 +120,7 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     p = equation.params  # a linear call has no derivative by what it closes over
     fixed = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
     real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval) and i >= fixed]
-    if not real or scope.side.size == 1:
+    if (not real or scope.side.size == 1) and not any(calls_in(equation)):
         return bind(equation, list(map(scope.whole, values)))
     kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
     shapes = _shapes(equation.invars)
@@ -178,6 +179,7 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
 def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Solve linear equations: those of each part by themselves, if its programs join nothing."""
+    check_whole(scope, equation)
     lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
     values = _given(scope, values)
     if not any(is_value(v) for v in values):

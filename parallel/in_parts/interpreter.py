@@ -14,7 +14,7 @@ from hfjax.parallel.autodiff.program import PLAIN_CALLS, needed
 from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reductions
 from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp, linear_solve
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_value
-from hfjax.parallel.in_parts.named_calls import call_of, recording
+from hfjax.parallel.in_parts.named_calls import call_of, calls_in, check_whole
 from hfjax.parallel.in_parts.pointwise import POINTWISE, barrier, pointwise
 from hfjax.parallel.in_parts.programs import call, cond, remat, scan, while_loop
 from hfjax.parallel.in_parts.scope import Join, Scope, traced_whole
@@ -89,6 +89,10 @@ def results(scope: Scope, equation: JaxprEqn, values: Values) -> Sequence[Any]:
         return list(kept(scope, equation, values))
     special = any(is_value(v) or isinstance(v, Made | Later) for v in values)
     plain = scope.side.size == 1 or (name not in MAKING and name not in PROGRAMS)
+    if name not in PROGRAMS:
+        check_whole(scope, equation)
+    elif any(calls_in(equation)):
+        plain = False
     if plain and not special:
         return scope.bind(equation, values)
     if name not in PROGRAMS:
@@ -141,8 +145,7 @@ def in_parts(
         A tree of arrays, `Part` and `Sum`.
     """
     leaves = jax.tree.leaves(arguments, is_leaf=is_value)
-    with recording():
-        traced, result = traced_whole(side, function, *whole_shapes(side, arguments))
+    traced, result = traced_whole(side, function, *whole_shapes(side, arguments))
     scope = scope_of(side, [] if told is None else told, leaves)
     found = run(scope, traced.jaxpr, traced.consts, leaves)
     return jax.tree.unflatten(jax.tree.structure(result), list(map(scope.settled, found)))

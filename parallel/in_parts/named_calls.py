@@ -4,18 +4,18 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.errors import TraceContextError
+from jax.core import ShapedArray
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
 
-from hfjax.parallel.autodiff.program import body_of
+from hfjax.parallel.autodiff.program import bodies_of, body_of
 from hfjax.parallel.in_parts.kinds import (
     ROWS,
     Cut,
@@ -30,27 +30,11 @@ from hfjax.parallel.in_parts.kinds import (
     kind_of,
     of_kind,
 )
-from hfjax.parallel.in_parts.scope import Scope, aval_of, traced_whole
+from hfjax.parallel.in_parts.scope import Scope, is_recording, recording, traced_whole
 
 source_info_util.register_exclusion(__file__)  # the line of a named call is the user's
 
 ROWS_SIDE = Side((), 1).name
-_RECORDING: ContextVar[bool] = ContextVar("named calls are kept", default=False)
-
-
-@contextmanager
-def recording(on: bool = True) -> Iterator[None]:
-    """Keep named calls in what is traced meanwhile."""
-    before = _RECORDING.set(on)
-    try:
-        yield
-    finally:
-        _RECORDING.reset(before)
-
-
-def is_recording() -> bool:
-    """Return whether a program is being traced that will be run in parts."""
-    return _RECORDING.get()
 
 
 class CallName(str):
@@ -76,9 +60,9 @@ class NamedCall:
         again: The same, kept by name if it is called while another program is traced.
         arguments: Their form.
         results: The form of what it returned.
-        form: That of its program: operations, and the shapes of what it is given.
+        program: What was traced.
         refuses: What it is, and what to do, where its program is not that of all rows.
-        stands_in: Whether what was traced has the right shapes only.
+        stands_in: Whether what was traced has the right shapes only, and cannot run.
     """
 
     rule: Callable
@@ -86,7 +70,7 @@ class NamedCall:
     again: Callable
     arguments: Any
     results: Any
-    form: Any
+    program: ClosedJaxpr
     refuses: str = ""
     stands_in: bool = False
 
@@ -95,12 +79,12 @@ class NamedCall:
         results = len(equation.outvars) == self.results.num_leaves
         if results and len(equation.invars) > self.arguments.num_leaves:
             return "an array that the function closes over (hand it in as an argument) is in"
-        operations, shapes = _form(equation.params["jaxpr"])
-        if results and shapes != self.form[1]:
-            return "jax.vmap is around"
-        if results and operations == self.form[0]:
+        program = equation.params["jaxpr"]
+        if results and (program is self.program or str(program) == str(self.program)):
             return ""
-        return "the model differentiates, within its own program, with respect to something in"
+        pairs = zip(program.in_avals, self.program.in_avals, strict=False)
+        more = {now.ndim - before.ndim for now, before in pairs}
+        return VMAP if results and more in ({1}, {0, 1}) else GRAD
 
     def __call__(self, scope: Scope, equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the call makes of values."""
@@ -117,9 +101,63 @@ class NamedCall:
         return jax.tree.leaves(found, is_leaf=is_value)
 
 
-def _form(program: ClosedJaxpr) -> tuple[list[str], list[Any]]:
-    inputs = [aval_of(v).shape for v in program.jaxpr.invars]
-    return [equation.primitive.name for equation in program.jaxpr.eqns], inputs
+VMAP = "jax.vmap is around"
+GRAD = "the model differentiates, within its own program, with respect to something in"
+
+
+def calls_in(equation: JaxprEqn) -> Iterator[NamedCall]:
+    """Yield the named calls in the programs that an equation holds."""
+    for jaxpr, _ in bodies_of(equation):
+        for inside in jaxpr.eqns:
+            if call := call_of(inside):
+                yield call
+            yield from calls_in(inside)
+
+
+def check_whole(scope: Scope, equation: JaxprEqn) -> None:
+    """Refuse to run a program as it is written where a call in it cannot be so."""
+    for call in calls_in(equation):
+        if call.stands_in or (call.refuses and scope.side.size > 1):
+            name = equation.primitive.name
+            raise ValueError(
+                f"{scope.line}: {name}, which runs on all rows, is around {call.refuses}"
+            )
+
+
+# -- what is traced in the place of a call that cannot be traced with all rows ---------------------
+
+_stand_in = Primitive("stand_in")  # it has shapes: whoever runs it has forgotten a rule
+_stand_in.multiple_results = True
+_stand_in.def_abstract_eval(lambda *_, results, **more: list(results))
+
+
+def _standing_in(shapes: Callable, refuses: str) -> Callable:
+    """Return what gives results like those of `shapes`, to a program that is never run."""
+    line = source_info_util.summarize(source_info_util.current())
+
+    def function(*arguments: Any) -> Any:
+        found, form = jax.tree.flatten(jax.eval_shape(shapes, *arguments))
+        results = tuple(ShapedArray(x.shape, x.dtype) for x in found)
+        words = {"line": line, "refuses": refuses}
+        leaves = jax.tree.leaves(arguments)
+        return form.unflatten(_stand_in.bind(*leaves, results=results, **words))
+
+    return function
+
+
+def _refusing(why: str) -> Callable:
+    def refuse(*_: Any, line: str, refuses: str, **more: Any) -> Any:
+        raise ValueError(f"{line}: {why} {refuses}")
+
+    return refuse
+
+
+_stand_in.def_impl(_refusing("outside of a step there is"))
+ad.primitive_jvps[_stand_in] = _refusing(GRAD)
+batching.primitive_batchers[_stand_in] = _refusing(VMAP)
+mlir.register_lowering(
+    _stand_in, _refusing("a program is run as it is written (a fault of hfjax) with")
+)
 
 
 def named(
@@ -127,21 +165,22 @@ def named(
 ) -> Callable:
     """Return a function of trees of arrays that is kept by name in the program being traced.
 
-    `shapes` is traced in its place, where it cannot be traced with all rows.
+    `shapes` gives the shapes of what it returns, where it cannot be traced with all rows.
     """
 
     def run(*arguments: Any) -> Any:
+        traced = function if shapes is None else _standing_in(shapes, refuses)
         leaves, form = jax.tree.flatten(arguments)
         results: Any = None
 
         def flat(*leaves: Any) -> list[Any]:
             nonlocal results
-            found, results = jax.tree.flatten((shapes or function)(*form.unflatten(leaves)))
+            found, results = jax.tree.flatten(traced(*form.unflatten(leaves)))
             return found
 
         flat.__name__ = name = CallName("named")
         jitted = jax.jit(flat)
-        program, stands_in = _form(jitted.trace(*leaves).jaxpr), shapes is not None
+        program, stands_in = jitted.trace(*leaves).jaxpr, shapes is not None
         found = jitted(*leaves)
         call = NamedCall(rule, function, again, form, results, program, refuses, stands_in)
         name.call = call
@@ -193,12 +232,14 @@ def row_by_row(function: Callable) -> Callable:
     return _kept(function, _on_own_parts)
 
 
-def like_tokens(function: Callable) -> Callable:
+def like_tokens(function: Callable, travels: bool) -> Callable:
     """Return the same of a function of (arrays, groups of tokens, …) that returns such groups.
 
-    It need not be traced with all rows: tokens travel in it from the groups of each device.
+    Where tokens travel in it from the groups of each device, it cannot be traced with all rows.
     """
-    return _kept(function, _on_own_groups, lambda arrays, x, *more: x + 0, EXPERTS)
+    if not travels:
+        return _kept(function, _on_own_groups)
+    return _kept(function, _on_own_groups, lambda arrays, x, *more: x, EXPERTS)
 
 
 def _kept(

@@ -5,7 +5,9 @@ since what is made in one may not be used outside of it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -247,11 +249,31 @@ def bytes_of(x: Shaped) -> int:
     return math.prod(x.shape) * each
 
 
+_RECORDING: ContextVar[bool] = ContextVar("named calls are kept", default=False)
+
+
+@contextmanager
+def recording(on: bool = True) -> Iterator[None]:
+    """Keep named calls in what is traced meanwhile."""
+    before = _RECORDING.set(on)
+    try:
+        yield
+    finally:
+        _RECORDING.reset(before)
+
+
+def is_recording() -> bool:
+    """Return whether a program is being traced that will be run in parts."""
+    return _RECORDING.get()
+
+
 def traced_whole(side: Side, function: Callable, *shapes: Any) -> tuple[Any, Any]:
     """Return the program of a function of whole arrays, and the shapes of what it returns.
 
-    A collective of the user's own, over an axis along which rows are split, sees one device.
+    It keeps named calls, also in the rule of a derivative, which JAX traces late. A collective of
+    the user's own, over an axis along which rows are split, sees one device.
     """
     alone = [(axis, 1) for axis in side.axes]
     anew = lambda *arguments: function(*arguments)  # no trace of before, whose constants are gone
-    return jax.make_jaxpr(anew, axis_env=alone, return_shape=True)(*shapes)
+    with recording():
+        return jax.make_jaxpr(anew, axis_env=alone, return_shape=True)(*shapes)

@@ -14,7 +14,7 @@ from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts.named_calls import is_recording
+from hfjax.parallel.in_parts.scope import is_recording
 from hfjax.parallel.mesh import (
     PIPE_AXIS,
     SAMPLE_AXES,

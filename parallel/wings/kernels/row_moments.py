@@ -17,8 +17,8 @@ from jax.extend import source_info_util
 
 from hfjax.base.moments import moments
 from hfjax.parallel.in_parts.kinds import Part, Side, held
-from hfjax.parallel.in_parts.named_calls import NamedCall, is_recording, named
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.named_calls import NamedCall, named
+from hfjax.parallel.in_parts.scope import Scope, is_recording
 from hfjax.parallel.remat import STATISTICS
 
 source_info_util.register_exclusion(__file__)  # the line of a norm is the user's
