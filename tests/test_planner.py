@@ -6,6 +6,7 @@ import random
 import re
 from collections import defaultdict
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -19,14 +20,14 @@ from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP, PIPE, TENSOR, ZE
 from hfjax.plan.on_stages import on_stages
 from hfjax.planner import make_plan as planner
 from hfjax.planner.candidate import Candidate, schedule_of
-from hfjax.planner.make_plan import BuildCheck, Sifted, facts_of, make_plan
+from hfjax.planner.make_plan import BuildCheck, Sifted, facts_of, make_plan, ranked
 from hfjax.planner.placing import ModelArrays, Sides
 from hfjax.planner.programs.compile_step import Compiled
 from hfjax.planner.programs.compiled import Failed
 from hfjax.planner.programs.read_program import Share
 from hfjax.planner.programs.stand_in import fused_attention
 from hfjax.planner.reasons import largest_loss
-from hfjax.planner.score import Scorer
+from hfjax.planner.score import Scored, Scorer
 from hfjax.planner.search import candidates
 from hfjax.planner.sent import NEW, sent_by
 from hfjax.run.config import Model, Train
@@ -327,6 +328,21 @@ def test_what_was_planned_with_another_attention_runs_with_its_own(own):
     found, name = own("plain").one, "hfjax_fused_attention"
     traced = [str(replace(found, attention=x).trace().jaxpr) for x in (None, fused_attention, None)]
     assert [name in program for program in traced] == [False, True, False]
+
+
+# -- the order -------------------------------------------------------------------------------
+
+
+def test_lazily_ranked_candidates_are_those_that_are_all_scored_and_sorted():
+    found = scorer(settings("mixtral-tiny"))
+    sifted = Sifted(found, 2**30)
+    for c in islice(candidates(64, 8, facts_of(found), H200), 0, None, 7):
+        sifted.add(c)
+    scored = [
+        Scored(s.candidate, found.time(s.candidate, s.placing), s.peak) for s in sifted.scored
+    ]
+    assert all(s.least <= one.time.total for s, one in zip(sifted.scored, scored, strict=True))
+    assert list(ranked(sifted.scored, found)) == sorted(scored, key=planner._rank)
 
 
 # -- rows that can run -----------------------------------------------------------------------

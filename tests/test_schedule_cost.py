@@ -5,8 +5,18 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hfjax.parallel.schedules.compile import compile_table
-from hfjax.parallel.schedules.cost import bubble, cost, crossing, messages, permutes, sent, stash
+from hfjax.parallel.schedules.compile import compile_table, outline
+from hfjax.parallel.schedules.cost import (
+    bubble,
+    cost,
+    crossing,
+    messages,
+    permutes,
+    permutes_of,
+    sent,
+    starts,
+    stash,
+)
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.text import parse_table
 from hfjax.parallel.schedules.versions import weight_versions
@@ -46,6 +56,20 @@ def test_the_table_of_what_schedules_cost(name, chunks, percent, kept, late, per
     assert round(100 * bubble(schedule), 1) == percent
     assert (max(stash(schedule)), max(crossing(schedule))) == (kept, late)
     assert permutes(schedule) == permuted
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_outline_is_the_compiled_table_without_its_columns(name):
+    """The planner asks outlines: slots of rings, segments and permutes are the executor's."""
+    for stages, microbatches in ((1, 3), (2, 5), (3, 8), (4, 4), (5, 11)):
+        for chunks in (None,) if SCHEDULES[name].fixed else (1, 2, 3):
+            found = table(name, stages, microbatches, chunks)
+            whole, short = compile_table(found), outline(found)
+            assert {ring: whole.depth[ring] for ring in short.depth} == short.depth
+            assert (whole.segments, whole.links) == (short.segments, short.links)
+            assert [*permutes_of(whole)] == [*permutes_of(short)]
+            lengths = starts(found, F, B, W)[1].sum(axis=2).max(axis=1)
+            assert cost(found, F, B, W) == lengths.sum()
 
 
 # The time over that of the work itself, from how many microbatches on, under which model.

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
+from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.settings import Context
 from hfjax.parallel.strategy import Strategy
 from hfjax.planner.placing import Sides
@@ -78,9 +79,9 @@ class Candidate:
 
     def side(self, axis: str) -> int:
         """Return how many devices an axis has."""
-        return mesh_of_sides(self.sides)[axis]
+        return self.mesh[axis]
 
-    @property
+    @cached_property
     def mesh(self) -> Sides:
         """The sides of all axes."""
         return mesh_of_sides(self.sides)
@@ -100,7 +101,7 @@ class Candidate:
         """Into how many microbatches a device's rows go."""
         return self.accumulate * (self.microbatches or 1)
 
-    @property
+    @cached_property
     def rows_at_once(self) -> float:
         """Rows of a microbatch on a device; a row that devices share counts in part."""
         shared = self.side("context") * self.side("row")
@@ -122,7 +123,7 @@ class Candidate:
             )
         return ratio
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The strategies, as `--strategy` joins them."""
         return _names(self.sides, self.zero, self.sequence, self.host)
@@ -229,3 +230,9 @@ def schedule_of(name: str, microbatches: int, chunks: int | None) -> Schedule:
     fixed = SCHEDULES[name].fixed
     more: dict[str, Any] = {} if fixed or chunks is None else {"chunks": chunks}
     return Schedule(name, microbatches, **more)
+
+
+@cache
+def table_of(name: str, microbatches: int, chunks: int | None, stages: int) -> Table:
+    """Return the table of a schedule; built once, since a search asks for it first to know it."""
+    return schedule_of(name, microbatches, chunks).table(stages)

@@ -186,14 +186,14 @@ class ArraysPlaced:
             found[kept.name] += self.local(p, p.moment) * kept.itemsize
         return found
 
-    @property
+    @cached_property
     def on_host(self) -> dict[str, int]:
         """Bytes of the state that the host keeps, by what they are."""
         all_of = {"parameters": self.parameters, **self.moments}
         there = {name for name, kind in self.strategy.memory.items() if kind == "host"}
         return {name: size if name in there else 0 for name, size in all_of.items()}
 
-    @property
+    @cached_property
     def state(self) -> int:
         """Bytes of the state on the device."""
         whole = self.parameters + sum(self.moments.values()) + self.model.others
@@ -219,6 +219,11 @@ class ArraysPlaced:
         return None
 
     # -- what is sent of parameters and gradients -----------------------------------------
+
+    @cached_property
+    def gathers_layers(self) -> bool:
+        """Whether devices gather parameters of layers."""
+        return self.flows.of("fsdp", True) > 0
 
     @cached_property
     def flows(self) -> Flows:

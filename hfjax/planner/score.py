@@ -16,12 +16,13 @@ from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.mesh import size_of
 from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.precision.dtypes import precision_of
-from hfjax.parallel.schedules.cost import compiled_once, cost, permutes
+from hfjax.parallel.schedules.compile import outline
+from hfjax.parallel.schedules.cost import cost, permutes_of
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.three_parts.layers_in_turn import AT_MOST
 from hfjax.parallel.wings.context.forms import AttentionCall
 from hfjax.parallel.wings.experts.dispatch import MixtureCall
-from hfjax.planner.candidate import Candidate, schedule_of
+from hfjax.planner.candidate import Candidate, table_of
 from hfjax.planner.peak_memory import Peak, Running, WeightBytes, peak_of
 from hfjax.planner.placing import ArraysPlaced, ModelArrays
 from hfjax.planner.programs.compile_step import Compiled
@@ -30,7 +31,7 @@ from hfjax.planner.programs.model_profile import ModelProfile, Sizes, profile_of
 from hfjax.planner.programs.planned import Planned
 from hfjax.planner.programs.read_program import Share
 from hfjax.planner.programs.stand_in import fused_attention
-from hfjax.planner.sent import GRID, NEW, TENSOR, Sent, Traffic, sent_by
+from hfjax.planner.sent import GRID, NEW, TENSOR, Sent, Traffic, form_of, sent_by
 from hfjax.planner.step_time import (
     BESIDE,
     NOTHING,
@@ -70,12 +71,13 @@ class Piped:
 
 @cache
 def piped(schedule: str, microbatches: int, chunks: int | None, stages: int) -> Piped:
-    """Return what a schedule's table says; it is compiled as the executor's is."""
-    table = schedule_of(schedule, microbatches, chunks).table(stages)
-    ticks = compiled_once(table)
+    """Return what a schedule's table says of the executor's program."""
+    table = table_of(schedule, microbatches, chunks, stages)
+    ticks = outline(table)
     held, crossing = (ticks.depth[name] / table.chunks for name in ("stash", "cross"))
     runs = {kind: sum(b - a for a, b, used in ticks.segments if kind in used) for kind in "FB"}
-    return Piped(table, held, crossing, runs["F"], runs["B"], permutes(table))
+    sent = sum(count for _, _, count in permutes_of(ticks))
+    return Piped(table, held, crossing, runs["F"], runs["B"], sent)
 
 
 class Scorer:
@@ -221,7 +223,7 @@ class Scorer:
 
     def how(self, c: Candidate, placing: ArraysPlaced) -> str:
         """Return how layers run: unrolled, in turn, loop, as a step chooses for GPUs."""
-        gathers = placing.flows.of("fsdp", True) > 0
+        gathers = placing.gathers_layers
         if self.machine.platform == "cpu":
             return "loop" if c.remat != "none" or c.offload or gathers else "unrolled"
         if c.remat == "none" and not gathers:
@@ -236,14 +238,13 @@ class Scorer:
         """Return the bytes of a device at the peak."""
         stages, sizes = c.side("pipe"), self.profile(c.remat).sizes(self.share(c))
         layers = max(self.stage_layers(c), 1)
-        gathered = placing.flows.of("fsdp", True) > 0
         weights = self._weights_of(c, placing, layers)
         found = self.piped(c) if stages > 1 else None
         run = Running(
             rows=c.rows_at_once,
             layers=layers,
             how=self.how(c, placing),
-            gathered=gathered,
+            gathered=placing.gathers_layers,
             accumulate=c.accumulate,
             held=found.held if found else 0.0,
             stages=stages,
@@ -378,16 +379,34 @@ class Scorer:
 
     def time(self, c: Candidate, placing: ArraysPlaced) -> StepTime:
         """Return the seconds of a step."""
+        computing, room = self._computing(c, placing)
+        beside = Beside(*room, self.machine.beside)
+        for one in sorted(sent_by(c, self.traffic(c, placing)), key=lambda s: s.purpose):
+            taken = seconds_of(one, c.mesh, self.machine)
+            beside.add(one, taken, self._hides(one, c))
+        return replace(computing, exposed=beside.exposed, transfers=beside.total)
+
+    def least_time(self, c: Candidate, placing: ArraysPlaced) -> float:
+        """Return the seconds of a step if nothing it sends were exposed: `time` is never less.
+
+        Raises:
+            ValueError: No form of attention runs over so many devices of context.
+        """
+        if calls := self._calls(c):
+            form_of(c.side("context"), calls)
+        return self._computing(c, placing)[0].total
+
+    def _computing(
+        self, c: Candidate, placing: ArraysPlaced
+    ) -> tuple[StepTime, tuple[float, float]]:
+        """Return a step without its transfers; room to hide them, forward and backward."""
         layers = max(self.stage_layers(c), 1)
         listed = self.layers == 0
-        traffic = self.traffic(c, placing)
-        sent = list(sent_by(c, traffic))
         forward = NOTHING if listed else self.work(c, "forward").times(layers)
         backward = NOTHING if listed else self.work(c, "backward").times(layers)
         ends = self.work(c, "ends")
         copies = self._copies(c, placing, layers)
-        forward = replace(forward, memory=forward.memory + copies)
-        backward = replace(backward, memory=backward.memory + copies)
+        forward, backward = forward.with_memory(copies), backward.with_memory(copies)
         bubble = 0.0
         count = c.accumulate
         if c.pipeline is not None:
@@ -397,23 +416,19 @@ class Scorer:
             bubble = max(whole - count * (forward.total + backward.total), 0.0)
         work = (forward + backward + ends).times(count)
         sums = placing.gradients * 3 * (count - 1) if c.pipeline is None else 0.0
-        work = replace(work, memory=work.memory + sums / self.machine.stream)
+        work = work.with_memory(sums / self.machine.stream)
         work = work.times(slowest(c.devices, self.machine))
         room = BESIDE * count * forward.total, BESIDE * count * (backward.total + ends.total / 2)
-        beside = Beside(*room, self.machine.beside)
-        for one in sorted(sent, key=lambda s: s.purpose):
-            taken = seconds_of(one, c.mesh, self.machine)
-            beside.add(one, taken, self._hides(one, c))
-        return StepTime(
+        computing = StepTime(
             products=work.products,
             memory=work.memory,
-            exposed=beside.exposed,
+            exposed={},
             bubble=bubble,
             optimizer=self._optimizer(placing),
             host=self._host(c, placing, layers, count),
-            transfers=beside.total,
             flops=work.flops,
         )
+        return computing, room
 
     def _copies(self, c: Candidate, placing: ArraysPlaced, layers: int) -> float:
         """Return the seconds that a loop copies what layers keep into stacks, or out of them."""

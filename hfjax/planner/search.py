@@ -13,7 +13,7 @@ from functools import cache
 from hfjax.checks.combinations import refusals
 from hfjax.machines.machine import Machine
 from hfjax.parallel.schedules.named import SCHEDULES
-from hfjax.planner.candidate import AXES_SHOWN, Candidate, schedule_of
+from hfjax.planner.candidate import AXES_SHOWN, Candidate, table_of
 
 ZEROS = ("ddp", "zero1", "zero2", "fsdp")
 REMATS = ("none", "dots", "full")
@@ -181,7 +181,7 @@ def _staged(first: Candidate, pieces: int, model: ModelFacts) -> Iterator[Candid
 def _takes(name: str, chunks: int, microbatches: int, stages: int) -> bool:
     """Return whether a schedule takes so many microbatches on so many stages."""
     try:
-        schedule_of(name, microbatches, chunks).table(stages)
+        table_of(name, microbatches, chunks, stages)
     except ValueError:
         return False
     return True

@@ -189,7 +189,7 @@ def _positions(c: Candidate, t: Traffic) -> Iterator[Sent]:
     n = c.side("context")
     if n == 1 or not t.calls:
         return
-    chosen = _form(n, t.calls)
+    chosen = form_of(n, t.calls)
     for call in t.calls:
         forward, backward = chosen.bytes(call)
         count = _passes(c, t) * t.part * call.times
@@ -203,7 +203,7 @@ def _positions(c: Candidate, t: Traffic) -> Iterator[Sent]:
 
 
 @cache
-def _form(devices: int, calls: tuple[forms.AttentionCall, ...]) -> forms.Option:
+def form_of(devices: int, calls: tuple[forms.AttentionCall, ...]) -> forms.Option:
     """Return the form that a step takes."""
     return forms.choose(Context(), devices, calls).option
 

@@ -76,17 +76,18 @@ class WorkTime:
         """Both together."""
         return self.products + self.memory
 
+    def with_memory(self, seconds: float) -> "WorkTime":
+        """Return that with so many seconds more of memory."""
+        return WorkTime(self.products, self.memory + seconds, self.flops)
+
     def times(self, count: float) -> "WorkTime":
         """Return that of so many of it."""
         return WorkTime(self.products * count, self.memory * count, self.flops * count)
 
     def __add__(self, other: "WorkTime") -> "WorkTime":
-        pairs = zip(self._all, other._all, strict=True)
-        return WorkTime(*(a + b for a, b in pairs))
-
-    @property
-    def _all(self) -> tuple[float, float, float]:
-        return self.products, self.memory, self.flops
+        return WorkTime(
+            self.products + other.products, self.memory + other.memory, self.flops + other.flops
+        )
 
 
 NOTHING = WorkTime(0.0, 0.0, 0.0)

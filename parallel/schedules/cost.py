@@ -10,10 +10,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from hfjax.parallel.schedules.compile import WRITES, compile_table
+from hfjax.parallel.schedules.compile import WRITES, Ticks, compile_table
 from hfjax.parallel.schedules.table import Table, Task, needs
 
 compiled_once = lru_cache(maxsize=1)(compile_table)
+# Which of the slots F, B and W are busy, by the number that says so in bits.
+SLOTS = np.array([[number >> slot & 1 for slot in range(3)] for number in range(8)], bool)
 MODELS = ("lockstep", "neighbour", "free")
 
 
@@ -36,11 +38,11 @@ def cost(
     """
     if model not in MODELS:
         raise ValueError(f"model={model!r}: one of {', '.join(MODELS)}.")
-    durations = _durations(table, _each(table, forward, backward, weights))
-    if model == "free":
-        return _free(table, durations)
-    ticks = durations.sum(axis=2)
-    return _neighbour(ticks) if model == "neighbour" else float(ticks.max(axis=1).sum())
+    each = _each(table, forward, backward, weights)
+    if model == "lockstep":
+        return _lockstep(table, each)
+    durations = _durations(table, each)
+    return _free(table, durations) if model == "free" else _neighbour(durations.sum(axis=2))
 
 
 def starts(
@@ -59,6 +61,14 @@ def _durations(table: Table, each: np.ndarray) -> np.ndarray:
     if not table.branches:
         busy = np.broadcast_to(busy.any(axis=1, keepdims=True), busy.shape)
     return busy * each
+
+
+def _lockstep(table: Table, each: np.ndarray) -> float:
+    """Return the time in lockstep: ticks in which the same slots are busy take the same."""
+    longest = (SLOTS * each).sum(axis=1)
+    sets, of_ticks = table.busy_sets
+    taken = np.array([longest[list(busy)].max() for busy in sets])
+    return float(taken[of_ticks].sum())
 
 
 def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
@@ -181,12 +191,11 @@ def permutes(table: Table) -> int:
     >>> permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
     38
     """
-    return sum(count for _, _, count in _permutes(table))
+    return sum(count for _, _, count in permutes_of(compiled_once(table)))
 
 
-def _permutes(table: Table) -> Iterator[tuple[str, int, int]]:
+def permutes_of(ticks: Ticks) -> Iterator[tuple[str, int, int]]:
     """Yield kind, link and number of the permutes of a program, segment by segment."""
-    ticks = compiled_once(table)
     for start, end, _ in ticks.segments:
         for kind, link in ticks.lines:
             later = kind != "B"  # which is sent at the start of the next tick
@@ -197,7 +206,7 @@ def _permutes(table: Table) -> Iterator[tuple[str, int, int]]:
 def sent(table: Table) -> dict[tuple[int, int], int]:
     """Return how many messages one stage sends another, needed or not, in their order."""
     ticks, found = compiled_once(table), Counter()
-    for kind, link, count in _permutes(table):
+    for kind, link, count in permutes_of(ticks):
         for pair in ticks.route(kind, link):
             found[pair] += count
     return dict(sorted(found.items()))

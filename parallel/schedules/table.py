@@ -12,6 +12,7 @@ as it can.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -56,15 +57,29 @@ class Table:
         """The number of ticks."""
         return len(self.cells)
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """Whether the gradient of the weights is a task of its own."""
         return bool((self.cells[:, :, 2] >= 0).any())
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether there is any backward task."""
         return bool((self.cells[:, :, 1] >= 0).any())
+
+    @cached_property
+    def busy_sets(self) -> tuple[list[tuple[int, ...]], np.ndarray]:
+        """Which slots are busy (in bits) on stages of one tick, each such set once; that of a tick.
+
+        Without branches all stages run what one of them does.
+        """
+        bits = (self.cells >= 0) << np.arange(len(KINDS))
+        of_stages = np.bitwise_or.reduce(bits, axis=2)
+        if not self.branches:
+            of_stages = np.bitwise_or.reduce(of_stages, axis=1, keepdims=True)
+        together = np.bitwise_or.reduce(1 << of_stages, axis=1)
+        sets, of_ticks = np.unique(together, return_inverse=True)
+        return [tuple(b for b in range(8) if one >> b & 1) for one in sets.tolist()], of_ticks
 
     def tasks(self) -> Iterator[tuple[Task, int, int]]:
         """Yield every task with its tick and stage, in the order of the ticks."""
