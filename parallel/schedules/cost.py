@@ -75,9 +75,24 @@ def _durations(table: Table, each: np.ndarray) -> np.ndarray:
 def _lockstep(table: Table, each: np.ndarray) -> float:
     """Return the time in lockstep: ticks in which the same slots are busy take the same."""
     longest = (SLOTS * each).sum(axis=1)
-    sets, of_ticks = table.busy_sets
+    sets, of_ticks = _busy_sets(table)
     taken = np.array([longest[list(busy)].max() for busy in sets])
     return float(taken[of_ticks].sum())
+
+
+@lru_cache(maxsize=2048)
+def _busy_sets(table: Table) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """Return which slots are busy (in bits) on stages of one tick, each set once; that of a tick.
+
+    Without branches all stages run what one of them does.
+    """
+    bits = (table.cells >= 0) << np.arange(len(KINDS))
+    of_stages = np.bitwise_or.reduce(bits, axis=2)
+    if not table.branches:
+        of_stages = np.bitwise_or.reduce(of_stages, axis=1, keepdims=True)
+    together = np.bitwise_or.reduce(1 << of_stages, axis=1)
+    sets, of_ticks = np.unique(together, return_inverse=True)
+    return [tuple(b for b in range(8) if one >> b & 1) for one in sets.tolist()], of_ticks
 
 
 def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
