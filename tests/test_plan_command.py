@@ -19,7 +19,7 @@ from hfjax.cli.plan import chosen_machine, plan_command
 from hfjax.cli.plan.chosen_machine import Constants, constants_of
 from hfjax.cli.plan.plan_command import MadePlan, as_json, as_yaml, main as command, planned
 from hfjax.cli.plan.plan_settings import PlanSettings, of_plan, rows_of
-from hfjax.cli.plan.plan_table import heading, notes_of, shown, write
+from hfjax.cli.plan.plan_table import ByteScale, heading, notes_of, shown, write
 from hfjax.cli.plan.why_table import told, transfers
 from hfjax.cli.plan.why_words import answer, words_of
 from hfjax.machines.machine import MACHINES, Calibration, Machine
@@ -489,7 +489,8 @@ def test_rows_that_were_compiled_are_marked(made):
     plan = replace(made.plan, rows=(replace(first, compiled=object()), *others))
     lines = shown_at(200, table_of(replace(made, plan=plan)))
     assert "the first 1 compiled, in" in " ".join(lines[:3])
-    assert any(f"{first.peak.total / 2**30:.1f}c " in line for line in lines)
+    unit = ByteScale.of(max(row.peak.total for row in plan.rows)).bytes
+    assert any(f"{first.peak.total / unit:.1f}c " in line for line in lines)
     assert any("as compiled" in line for line in lines)
 
 

@@ -5,12 +5,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hfjax.parallel.schedules.compile import compile_table, outline
+from hfjax.parallel.schedules.compile import compile_table
 from hfjax.parallel.schedules.cost import (
     bubble,
     cost,
     crossing,
     messages,
+    outline,
     permutes,
     permutes_of,
     sent,

@@ -16,8 +16,7 @@ from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.mesh import size_of
 from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.precision.dtypes import precision_of
-from hfjax.parallel.schedules.compile import outline
-from hfjax.parallel.schedules.cost import cost, permutes_of
+from hfjax.parallel.schedules.cost import cost, outline, permutes_of
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.three_parts.layers_in_turn import AT_MOST
 from hfjax.parallel.wings.context.forms import AttentionCall

@@ -91,7 +91,7 @@ def compile_table(table: Table) -> Ticks:
     (((0, 3, 'F'), (3, 11, 'FB'), (11, 14, 'B')), 7)
     """
     values = list(_values(check(table)))
-    columns, segments = _work(table), _segments(table)
+    columns, segments = _work(table), segments_of(table)
     columns |= {name: np.full_like(columns["F_chunk"], -1) for name in (*WRITES, *READS)}
     lives = {ring: [value for value in values if value.ring == ring] for ring in RINGS}
     depth = {ring: _place(lives[ring], columns, table) for ring in RINGS}
@@ -101,60 +101,6 @@ def compile_table(table: Table) -> Ticks:
     for ring in RINGS:
         _fill(ring, lives[ring], columns, _runs(table, columns, segments), depth)
     return Ticks(table, columns, depth, segments, arrivals)
-
-
-def outline(table: Table) -> Ticks:
-    """Return a compiled table without its columns, of the rings only stash and cross.
-
-    This is what a prediction asks. It is a tenth of the work of `compile_table`; the table is one
-    that a schedule built, and is not checked again.
-
-    >>> from hfjax.parallel.schedules import Schedule
-    >>> outline(Schedule("1f1b", microbatches=8).table(stages=4)).depth
-    {'stash': 7, 'cross': 0}
-    """
-    forward, backward, weights = _ticks_of_tasks(table)
-    depth = {"stash": 0, "cross": 0}
-    if table.trains:
-        depth["stash"] = _slots(table, "F", forward, "B", backward)
-    if table.split:
-        depth["cross"] = _slots(table, "B", backward, "W", weights)
-    arrivals = {"F": _arriving(table, "F", forward), "B": _arriving(table, "B", backward)}
-    return Ticks(table, {}, depth, _segments(table), arrivals)
-
-
-def _ticks_of_tasks(table: Table) -> np.ndarray:
-    """Return the tick of each task: [kinds, virtual stages, microbatches]; -1: there is none."""
-    found = np.full((len(KINDS), table.virtual, table.microbatches), -1)
-    tick, stage, slot = np.nonzero(table.cells >= 0)
-    microbatch, virtual = np.divmod(table.cells[tick, stage, slot], table.virtual)
-    found[slot, virtual, microbatch] = tick
-    return found
-
-
-def _slots(table: Table, write: str, made: np.ndarray, read: str, used: np.ndarray) -> int:
-    """Return the slots of a ring that one phase writes: values alive at once.
-
-    It is one more where a stage that idles runs the phase while all of its slots are taken.
-    """
-    stage = np.broadcast_to(np.array([at for at, _ in table.homes])[:, None], made.shape)
-    change = np.zeros((table.ticks * 5 + 1, table.stages), int)
-    np.add.at(change, (made * 5 + PHASES[write], stage), 1)
-    np.add.at(change, (used * 5 + PHASES[read] + 1, stage), -1)
-    alive = change.cumsum(axis=0)
-    most, tasks = int(alive.max()), table.cells[:, :, KINDS.index(write)] >= 0
-    idle = tasks.any(axis=1, keepdims=True) & ~tasks & (not table.branches)
-    return most + bool((idle & (alive[PHASES[write] : -1 : 5] == most)).any())
-
-
-def _arriving(table: Table, kind: str, made: np.ndarray) -> dict[int, np.ndarray]:
-    """Return in which ticks messages of a kind arrive, by link."""
-    found = {hop: np.zeros(table.ticks, bool) for hop in SIDES}
-    pairs = pairwise(range(table.virtual))
-    for source, target in pairs if kind == "F" else ((b, a) for a, b in pairs):
-        if (made[source] >= 0).all():
-            found[_hop(table, source, target)][made[source] + 1] = True
-    return found
 
 
 @dataclass(frozen=True)
@@ -204,10 +150,10 @@ def _values_of_backward(table: Table, times: dict[Task, int], task: Task) -> Ite
 
 def _arrival(ring: str, table: Table, source: int, target: int, tick: int) -> Use:
     """Return the column of the link by which a message comes, one tick after it was made."""
-    return f"{ring}_{SIDES[_hop(table, source, target)]}", tick + 1
+    return f"{ring}_{SIDES[hop_of(table, source, target)]}", tick + 1
 
 
-def _hop(table: Table, source: int, target: int) -> int:
+def hop_of(table: Table, source: int, target: int) -> int:
     """Return the link from one virtual stage to another."""
     here, there = table.homes[source][0], table.homes[target][0]
     if here == there:
@@ -229,7 +175,7 @@ def _work(table: Table) -> dict[str, np.ndarray]:
     return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
-def _segments(table: Table) -> tuple[tuple[int, int, str], ...]:
+def segments_of(table: Table) -> tuple[tuple[int, int, str], ...]:
     """Return the runs of ticks that use the same kinds; with branches one run holds all."""
     used = np.any(table.cells >= 0, axis=1)
     if table.branches:

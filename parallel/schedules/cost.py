@@ -7,11 +7,20 @@ for one microbatch, `weights` is the part of `backward` that the W slot runs in 
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
-from hfjax.parallel.schedules.compile import WRITES, Ticks, compile_table
-from hfjax.parallel.schedules.table import Table, Task, needs
+from hfjax.parallel.schedules.compile import (
+    PHASES,
+    SIDES,
+    WRITES,
+    Ticks,
+    compile_table,
+    hop_of,
+    segments_of,
+)
+from hfjax.parallel.schedules.table import KINDS, Table, Task, needs
 
 compiled_once = lru_cache(maxsize=1)(compile_table)
 # Which of the slots F, B and W are busy, by the number that says so in bits.
@@ -66,9 +75,24 @@ def _durations(table: Table, each: np.ndarray) -> np.ndarray:
 def _lockstep(table: Table, each: np.ndarray) -> float:
     """Return the time in lockstep: ticks in which the same slots are busy take the same."""
     longest = (SLOTS * each).sum(axis=1)
-    sets, of_ticks = table.busy_sets
+    sets, of_ticks = _busy_sets(table)
     taken = np.array([longest[list(busy)].max() for busy in sets])
     return float(taken[of_ticks].sum())
+
+
+@lru_cache(maxsize=2048)
+def _busy_sets(table: Table) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """Return which slots are busy (in bits) on stages of one tick, each set once; that of a tick.
+
+    Without branches all stages run what one of them does.
+    """
+    bits = (table.cells >= 0) << np.arange(len(KINDS))
+    of_stages = np.bitwise_or.reduce(bits, axis=2)
+    if not table.branches:
+        of_stages = np.bitwise_or.reduce(of_stages, axis=1, keepdims=True)
+    together = np.bitwise_or.reduce(1 << of_stages, axis=1)
+    sets, of_ticks = np.unique(together, return_inverse=True)
+    return [tuple(b for b in range(8) if one >> b & 1) for one in sets.tolist()], of_ticks
 
 
 def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
@@ -210,3 +234,57 @@ def sent(table: Table) -> dict[tuple[int, int], int]:
         for pair in ticks.route(kind, link):
             found[pair] += count
     return dict(sorted(found.items()))
+
+
+def outline(table: Table) -> Ticks:
+    """Return a compiled table without its columns, of the rings only stash and cross.
+
+    This is what a prediction asks. It is a tenth of the work of `compile_table`; the table is one
+    that a schedule built, and is not checked again.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> outline(Schedule("1f1b", microbatches=8).table(stages=4)).depth
+    {'stash': 7, 'cross': 0}
+    """
+    forward, backward, weights = _ticks_of_tasks(table)
+    depth = {"stash": 0, "cross": 0}
+    if table.trains:
+        depth["stash"] = _slots(table, "F", forward, "B", backward)
+    if table.split:
+        depth["cross"] = _slots(table, "B", backward, "W", weights)
+    arrivals = {"F": _arriving(table, "F", forward), "B": _arriving(table, "B", backward)}
+    return Ticks(table, {}, depth, segments_of(table), arrivals)
+
+
+def _ticks_of_tasks(table: Table) -> np.ndarray:
+    """Return the tick of each task: [kinds, virtual stages, microbatches]; -1: there is none."""
+    found = np.full((len(KINDS), table.virtual, table.microbatches), -1)
+    tick, stage, slot = np.nonzero(table.cells >= 0)
+    microbatch, virtual = np.divmod(table.cells[tick, stage, slot], table.virtual)
+    found[slot, virtual, microbatch] = tick
+    return found
+
+
+def _slots(table: Table, write: str, made: np.ndarray, read: str, used: np.ndarray) -> int:
+    """Return the slots of a ring that one phase writes: values alive at once.
+
+    It is one more where a stage that idles runs the phase while all of its slots are taken.
+    """
+    stage = np.broadcast_to(np.array([at for at, _ in table.homes])[:, None], made.shape)
+    change = np.zeros((table.ticks * 5 + 1, table.stages), int)
+    np.add.at(change, (made * 5 + PHASES[write], stage), 1)
+    np.add.at(change, (used * 5 + PHASES[read] + 1, stage), -1)
+    alive = change.cumsum(axis=0)
+    most, tasks = int(alive.max()), table.cells[:, :, KINDS.index(write)] >= 0
+    idle = tasks.any(axis=1, keepdims=True) & ~tasks & (not table.branches)
+    return most + bool((idle & (alive[PHASES[write] : -1 : 5] == most)).any())
+
+
+def _arriving(table: Table, kind: str, made: np.ndarray) -> dict[int, np.ndarray]:
+    """Return in which ticks messages of a kind arrive, by link."""
+    found = {hop: np.zeros(table.ticks, bool) for hop in SIDES}
+    pairs = pairwise(range(table.virtual))
+    for source, target in pairs if kind == "F" else ((b, a) for a, b in pairs):
+        if (made[source] >= 0).all():
+            found[hop_of(table, source, target)][made[source] + 1] = True
+    return found

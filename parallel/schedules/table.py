@@ -67,20 +67,6 @@ class Table:
         """Whether there is any backward task."""
         return bool((self.cells[:, :, 1] >= 0).any())
 
-    @cached_property
-    def busy_sets(self) -> tuple[list[tuple[int, ...]], np.ndarray]:
-        """Which slots are busy (in bits) on stages of one tick, each such set once; that of a tick.
-
-        Without branches all stages run what one of them does.
-        """
-        bits = (self.cells >= 0) << np.arange(len(KINDS))
-        of_stages = np.bitwise_or.reduce(bits, axis=2)
-        if not self.branches:
-            of_stages = np.bitwise_or.reduce(of_stages, axis=1, keepdims=True)
-        together = np.bitwise_or.reduce(1 << of_stages, axis=1)
-        sets, of_ticks = np.unique(together, return_inverse=True)
-        return [tuple(b for b in range(8) if one >> b & 1) for one in sets.tolist()], of_ticks
-
     def tasks(self) -> Iterator[tuple[Task, int, int]]:
         """Yield every task with its tick and stage, in the order of the ticks."""
         for tick, stage, slot in np.argwhere(self.cells >= 0).tolist():
