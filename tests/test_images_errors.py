@@ -12,7 +12,7 @@ from PIL import Image
 from hfjax.__main__ import main
 from hfjax.data import Loader, TokenSet
 from hfjax.images import Augment, ImageLoader, ImageSet, check_same_classes
-from hfjax.images.decode import pillow, read_image, read_mask
+from hfjax.images.decode import PHOTOMETRIC, pillow, read_image, read_mask
 from tests.small_images import photos, png, smooth, street, tiff
 from tests.token_sets import numbered
 
@@ -383,3 +383,13 @@ def test_texts_beside_pictures_stay_text(tmp_path, capsys):
     assert main(["data", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 0
     assert "files of another kind, not read: 15" in capsys.readouterr().out
     assert len(TokenSet(tmp_path / "out")) == 23
+
+
+def test_masks_whose_labels_would_be_read_as_others_are_refused(tmp_path):
+    labels = Image.fromarray(np.arange(20, dtype=np.uint8).reshape(4, 5))
+    labels.save(tmp_path / "lossy.png", format="JPEG")
+    labels.save(tmp_path / "inverted.tif", tiffinfo={PHOTOMETRIC: 0})
+    with pytest.raises(ValueError, match=r"lossy.png is a JPEG, which changes pixels: its labels"):
+        read_mask(tmp_path / "lossy.png")
+    with pytest.raises(ValueError, match=r"inverted.tif is a TIFF in which 0 is white"):
+        read_mask(tmp_path / "inverted.tif")

@@ -482,7 +482,7 @@ def test_lines_that_a_journal_drops_are_kept_beside_it(tmp_path):
     assert told(tmp_path) == {}
     place = tmp_path / "metrics.dropped.jsonl"
     assert journal.notes == [
-        f"5 lines of metrics.jsonl moved to {place}: those steps are done again"
+        f"5 lines of metrics.jsonl moved to {place}: no checkpoint is left, so the run begins anew"
     ]
 
 

@@ -472,6 +472,22 @@ def test_a_file_that_is_not_as_its_header_was_read_is_named(words, tmp_path, mon
         assert re.search(words, refusal(tmp_path))
 
 
+def test_a_file_of_another_order_is_named_though_its_size_and_time_are_the_same(tmp_path):
+    written(tmp_path, CONFIGS["tied"])
+    model, file = hfjax.pretrained(tmp_path), tmp_path / "model.safetensors"
+    before, data = os.stat(file), file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + length])
+    one, other = [n for n in head if n.endswith(("k_proj.weight", "v_proj.weight"))][:2]
+    head[one], head[other] = head[other], head[one]  # as long: of one shape
+    text = json.dumps(head, separators=(",", ":")).encode()
+    assert len(text) <= length
+    file.write_bytes(data[:8] + text.ljust(length) + data[8 + length :])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ValueError, match="its size, time or header is another"):
+        hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
+
+
 def test_a_file_that_is_written_while_it_is_read_is_named(tmp_path, monkeypatch):
     written(tmp_path, CONFIGS["tied"])
     model = hfjax.pretrained(tmp_path)

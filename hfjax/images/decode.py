@@ -25,6 +25,7 @@ GONE = (
     "the image was there when the folder was opened, and is gone (broken='skip' skips none such). "
     "Put it back, or begin anew without it"
 )
+PHOTOMETRIC = 262  # of TIFF: 0 where 0 is white
 ORIENTATION = 274  # of EXIF: how to turn what is stored
 TURNS = (
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE"),
@@ -71,9 +72,22 @@ def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
                 f"{named(path)} has mode {image.mode}: a mask has one label for each pixel, 0 to "
                 "255. Write it as PNG with a palette (mode P) or in grey (mode L)."
             )
+        if why := _other_labels(image):
+            raise ValueError(
+                f"{named(path)} {why}: its labels would be others. Write it as PNG with a palette "
+                "(mode P) or in grey (mode L)."
+            )
         most = _highest(image)
         levels = np.asarray(_loaded(path, image), np.uint8)
         return levels if most == FULL else np.rint(levels * (most / FULL)).astype(np.uint8)
+
+
+def _other_labels(image: "Image") -> str | None:
+    """Return why the pixels of a mask are not those that were written; None: they are."""
+    if image.format in ("JPEG", "MPO"):
+        return "is a JPEG, which changes pixels"
+    inverted = image.format == "TIFF" and getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0
+    return "is a TIFF in which 0 is white, and is read inverted" if inverted else None
 
 
 def _highest(image: "Image") -> int:

@@ -38,7 +38,10 @@ class Journal:
         self.directory = directory
         check_no_link(directory / PLOT)
         lines, dropped = _drop(directory / METRICS, start)
-        self.notes = [*_moved(directory, dropped), *_holes(directory / METRICS, lines, start)]
+        self.notes = [
+            *_moved(directory, dropped, start),
+            *_holes(directory / METRICS, lines, start),
+        ]
         self.validated = {line["step"] for line in lines if "valid_loss" in line}
         handle = opened(directory / METRICS, os.O_WRONLY | os.O_APPEND)
         self._file = open(handle, "a", encoding="utf-8")
@@ -123,11 +126,12 @@ def _text(lines: list[dict]) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-def _moved(directory: Path, dropped: list[dict]) -> list[str]:
+def _moved(directory: Path, dropped: list[dict], start: int) -> list[str]:
     """Return what is told of lines that were taken out."""
+    why = "those steps are done again" if start else "no checkpoint is left, so the run begins anew"
     place = named(directory / DROPPED)
     lines = "1 line" if len(dropped) == 1 else f"{len(dropped)} lines"
-    return [f"{lines} of {METRICS} moved to {place}: those steps are done again"] * bool(dropped)
+    return [f"{lines} of {METRICS} moved to {place}: {why}"] * bool(dropped)
 
 
 def _holes(path: Path, lines: list[dict], start: int) -> list[str]:

@@ -37,7 +37,7 @@ class RowsOfFiles:
     writes: bool = False
     moved: dict[Path, int] = field(default_factory=dict)
     _open: dict[Path, int] = field(default_factory=dict)
-    _stamps: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    _stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     _failures: list[Exception] = field(default_factory=list)
 
     @cached_property
@@ -96,7 +96,9 @@ class RowsOfFiles:
         """Return the descriptor of a tensor's file, opened when it is first asked for."""
         if tensor.file not in self._open:
             opened = os.open(tensor.file, os.O_WRONLY) if self.writes else open_to_read(tensor)
-            self._open[tensor.file], self._stamps[tensor.file] = opened, stamp_of(opened)
+            self._open[tensor.file] = opened
+            if not self.writes:
+                self._stamps[tensor.file] = stamp_of(opened)
         return self._open[tensor.file]
 
     def close(self) -> None:

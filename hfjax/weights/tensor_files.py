@@ -7,6 +7,7 @@ read and written at their offsets, so that several processes can share a file.
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,7 @@ class FileTensor:
         dtype: Its type.
         shape: Its shape.
         begin: Its first byte in the file.
-        stamp: Size and time of the file when its header was read; None: it was not.
+        stamp: Size, time and header of the file when it was read; None: it was not.
     """
 
     file: Path
@@ -51,7 +52,7 @@ class FileTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     begin: int
-    stamp: tuple[int, int] | None = None
+    stamp: tuple[int, ...] | None = None
 
     @property
     def bytes(self) -> int:
@@ -72,7 +73,7 @@ class FileTensor:
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; ValueError says what is wrong with it."""
     with os.fdopen(_open(path), "rb") as file:
-        stamp = size, _ = stamp_of(file.fileno())
+        stamp = size, *_ = stamp_of(file.fileno())
         length = int.from_bytes(file.read(START), "little")
         if size < START or length > min(size - START, LONGEST):
             raise _damaged(path, f"its header has {length} bytes, the file {size}")
@@ -91,10 +92,15 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     return {name: replace(tensor, stamp=stamp) for name, tensor in tensors.items()}
 
 
-def stamp_of(descriptor: int) -> tuple[int, int]:
-    """Return by what a file is known again that nobody has written since: its size and time."""
+def stamp_of(descriptor: int) -> tuple[int, ...]:
+    """Return by what a file is known again: its size, its time, and the sum of its header.
+
+    Whoever copies a file may keep its time; where tensors lie the header says.
+    """
     status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
+    length = int.from_bytes(os.pread(descriptor, START, 0), "little")
+    header = os.pread(descriptor, START + min(length, LONGEST), 0)
+    return status.st_size, status.st_mtime_ns, zlib.crc32(header)
 
 
 def open_to_read(tensor: FileTensor) -> int:
@@ -104,8 +110,8 @@ def open_to_read(tensor: FileTensor) -> int:
         os.close(descriptor)
         raise ValueError(
             f"{named(tensor.file)} was written or replaced after its header was read, which says "
-            f"where {named(tensor.name)} lies: its size or time is another. Read the header again: "
-            "hfjax.pretrained(folder), or read_vision(file)."
+            f"where {named(tensor.name)} lies: its size, time or header is another. Read the header "
+            "again: hfjax.pretrained(folder), or read_vision(file)."
         )
     return descriptor
 

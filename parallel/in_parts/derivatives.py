@@ -181,8 +181,10 @@ def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Solve linear equations: those of each part by themselves, if its programs join nothing."""
     check_whole(scope, equation)
     lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
-    values = _given(scope, values)
-    if not any(is_value(v) for v in values):
+    values, used = _given(scope, values), [i for i in range(4) if programs[i] is not None]
+    # One that iterates is not linear in the cotangent: of what is whole it would be given a share.
+    iterates = scope.side.size > 1 and any(_iterates(programs[i].jaxpr) for i in used)
+    if not iterates and not any(is_value(v) for v in values):
         return bind(equation, values)
     sizes = [lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve]
     ends = np.cumsum(sizes).tolist()
@@ -194,14 +196,12 @@ def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         given = held_by[which]
         return lambda inner, b: inner.run(inner, program.jaxpr, program.consts, [*given, *b])
 
-    used = [i for i in range(4) if programs[i] is not None]
-
     def tried(kinds: Sequence[Kind]) -> list[Any]:
         arrays = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(sides, kinds, strict=True)]
         return [found_without_devices(scope, body(i), arrays, kinds) for i in used]
 
     kinds = list(map(kind_of, sides))
-    if any(_iterates(programs[i].jaxpr) for i in used):
+    if iterates:
         return _solved_whole(scope, programs, held_by, sides)
     if not all(isinstance(k, Cut) for k in kinds):  # what is given whole may be found in parts
         kinds = tried(kinds)[0][0][: len(kinds)]
