@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 import hfjax
 from hfjax.models.attention import causal_attention
@@ -188,7 +189,7 @@ def solved(f):
 def of_one_batch(f):
     def run(state, x):
         g = jax.custom_batching.custom_vmap(f)
-        g.def_vmap(lambda *_: None)
+        g.def_vmap(lambda *_: ((), ()))
         return g(state, x)
 
     return run
@@ -244,4 +245,4 @@ def test_what_stands_in_for_a_call_never_runs():
     with recording():
         traced = jax.make_jaxpr(alike)((), jnp.ones(4))
     with pytest.raises(ValueError, match=r"a program is run as it is written .* a mixture of exp"):
-        jax.jit(jax.extend.core.jaxpr_as_fun(traced))(jnp.ones(4))
+        jax.jit(jaxpr_as_fun(traced))(jnp.ones(4))

@@ -110,8 +110,8 @@ def open_to_read(tensor: FileTensor) -> int:
         os.close(descriptor)
         raise ValueError(
             f"{named(tensor.file)} was written or replaced after its header was read, which says "
-            f"where {named(tensor.name)} lies: its size, time or header is another. Read the header "
-            "again: hfjax.pretrained(folder), or read_vision(file)."
+            f"where {named(tensor.name)} lies: its size, time or header is another. Read the "
+            "header again: hfjax.pretrained(folder), or read_vision(file)."
         )
     return descriptor
 
