@@ -29,17 +29,22 @@ def go(script, processes=2, restarts=0, limits=QUICK, **more):
     return launch(sh(script), processes, restarts, limits=limits, say=said.append, **more), said
 
 
-def ended(pid):
-    """Wait until a process is no more, or only waits for its parent to hear of it."""
+def reaches(pid, states):
+    """Wait until a process is in one of these states of /proc; Z stands for one that is gone."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
+            state = "Z"
+        if state in states:
             return True
         time.sleep(0.1)
     return False
+
+
+def ended(pid):
+    """Wait until a process is no more, or only waits for its parent to hear of it."""
+    return reaches(pid, "Z")
 
 
 def test_each_process_is_told_who_it_is(capfd):
@@ -96,8 +101,8 @@ def test_a_suspended_process_is_named_for_whom_the_others_fail(command):
 
 
 def test_a_suspended_process_that_does_not_save_is_named():
-    process = launched(["-n", 1, "--stop-timeout", 0.5], *sh("echo ready; kill -STOP $$"))
-    assert line(process) == "ready"
+    process = launched(["-n", 1, "--stop-timeout", 0.5], *sh("echo $$; kill -STOP $$"))
+    assert reaches(line(process), "T")
     process.send_signal(signal.SIGTERM)
     [(status, _, err)] = finished(process)
     assert status == 124
