@@ -15,18 +15,19 @@ from rich.console import Console
 
 import hfjax
 from hfjax.__main__ import main as hfjax_command
+from hfjax.cli.draw_timeline import svg
 from hfjax.cli.plan import chosen_machine, plan_command
 from hfjax.cli.plan.chosen_machine import Constants, constants_of
 from hfjax.cli.plan.plan_command import MadePlan, as_json, as_yaml, main as command, planned
 from hfjax.cli.plan.plan_settings import PlanSettings, of_plan, rows_of
 from hfjax.cli.plan.plan_table import ByteScale, heading, notes_of, shown, write
+from hfjax.cli.plan.timeline import timeline
 from hfjax.cli.plan.why_table import told, transfers
 from hfjax.cli.plan.why_words import answer, words_of
 from hfjax.machines.machine import MACHINES, Calibration, Machine
 from hfjax.planner.make_plan import PlanRow
 from hfjax.planner.measuring.calibrate import calibrate
 from hfjax.planner.score import Scored
-from hfjax.planner.timeline import timeline
 from hfjax.run import files
 from hfjax.run.config import Model, Train
 from tests.small_run import BIGRAMS
@@ -204,35 +205,24 @@ PICTURED = [
 @pytest.mark.parametrize("why", PICTURED)
 def test_a_picture_is_valid_and_adds_up_to_the_step(made, why):
     row = row_of(made, why)
-    tree = ElementTree.fromstring(timeline(made.plan, row))
-    texts = ["".join(e.itertext()) for e in tree.iter() if e.tag.endswith("text")]
-    end = texts.index("the step")
-    begin = next(n for n, text in enumerate(texts) if text in ("forward", "embedding, head, loss")
-                 and texts[n + 1].endswith(" ms"))  # fmt: skip
-    listed = [float(t.removesuffix(" ms").replace(",", "")) for t in texts[begin + 1 : end : 3]]
+    picture = timeline(made.plan, row)
+    listed = [re.search(r": ([\d.,]+) ms, ([\d.]+)%$", words) for words, *_ in picture.legend]
+    ms = [float(found[1].replace(",", "")) for found in listed]
+    end = next(n for n, (words, *_) in enumerate(picture.legend) if words.startswith("the step"))
     total = 1000 * row.time.total
-    assert sum(listed) == pytest.approx(total, abs=0.006 * len(listed))
-    assert texts[end + 2] == "100.0%"
-    assert float(texts[end + 1].removesuffix(" ms")) == pytest.approx(total, abs=0.006)
+    assert sum(ms[:end]) == pytest.approx(total, abs=0.006 * end)
+    assert listed[end][2] == "100.0"
+    assert ms[end] == pytest.approx(total, abs=0.006)
+    assert picture.end == pytest.approx(total, rel=1e-6)
+    assert ElementTree.fromstring(svg(picture)) is not None
 
 
 @pytest.mark.parametrize("why", PICTURED)
-def test_texts_of_a_line_do_not_overlap_and_boxes_are_inside(made, why):
-    row = row_of(made, why)
-    tree = ElementTree.fromstring(timeline(made.plan, row))
-    wide = float(tree.get("width", 0))
-    lines: dict[float, list[tuple[float, float]]] = {}
-    for e in tree.iter():
-        if e.tag.endswith("text"):
-            x, size = float(e.get("x", 0)), 6.2 * len(e.text or "")
-            left = {"end": x - size, "middle": x - size / 2}.get(e.get("text-anchor", ""), x)
-            lines.setdefault(float(e.get("y", 0)), []).append((left, left + size))
-        if e.tag.endswith("path"):
-            for x, more in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", e.get("d", "")):
-                assert float(x) + float(more) <= wide
-    for spans in lines.values():
-        spans.sort()
-        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+def test_boxes_of_a_line_do_not_overlap(made, why):
+    spans = [s for s in timeline(made.plan, row_of(made, why)).spans if s.kind != "waiting"]
+    for line in {s.line for s in spans}:
+        there = sorted((s.start, s.end) for s in spans if s.line == line)
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(there))
 
 
 # --- why ------------------------------------------------------------------------------------------
@@ -370,7 +360,7 @@ def test_images_have_rows_and_no_tokens():
         (["--gpu", "none.toml"], "there is no such file"),
         (["--count", "12"], "--count 8 or 16 would do, or up to 8 in one node"),
         (["--out", "plan.json"], "it is a .yaml file"),
-        (["--picture", "plan.png"], "the picture is an .svg file"),
+        (["--picture", "plan.jpg"], "plan.jpg: a picture is an .svg or a .png file"),
         (["--why", "wide=3"], "no axis or setting 'wide'"),
         (["--device-memory", "much"], "a size is expected"),
         (["--model.preset", "gpt-none"], "--model.preset gpt-none: one of"),

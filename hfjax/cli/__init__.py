@@ -1,5 +1,5 @@
 """The commands of hfjax: one file for each, and what several of them use.
 
 `run` has train, eval and generate, `in_and_out` import and export; then `launch`, `data`,
-`schedule` (drawn by `schedule_picture`), `kernels` and `demo`. `words` reads command lines.
+`schedule`, `kernels` and `demo`. `words` reads command lines, `draw_timeline` draws boxes in time.
 """

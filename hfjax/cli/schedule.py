@@ -1,16 +1,18 @@
 """`hfjax schedule`: a schedule in the terminal, what it costs, and files of it."""
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table as Rows
 from rich.text import Text
 
 from hfjax.base.exits import carried_out
 from hfjax.base.tables import aligned
-from hfjax.cli import schedule_picture
+from hfjax.cli.draw_timeline import BARS, LEFT, LETTER, WIDTH, Span, Timeline, write
 from hfjax.parallel.schedules.cost import (
     MODELS,
     bubble,
@@ -19,15 +21,26 @@ from hfjax.parallel.schedules.cost import (
     messages,
     permutes,
     sent,
+    starts,
     stash,
 )
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
-from hfjax.parallel.schedules.table import Table
+from hfjax.parallel.schedules.table import KINDS, Table, needs
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 MARGIN = 10  # columns before the first tick
 STAGES, MICROBATCHES = 4, 16  # where nothing is said
 MOST = 8  # blocks of a grid that a terminal shows
+MOST_ROWS = 20  # of a picture
+# of a picture: what is drawn -> what it is called, and its colour
+MASKED = "masked"
+DRAWN = {
+    "F": ("forward", "#8db4e8"),
+    "B": ("backward", "#86c98f"),
+    "I": ("backward (input)", "#79cfc0"),
+    "W": ("weights", "#f2bc6b"),
+    MASKED: ("masked: computed, thrown away", "#e6e6e6"),
+}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +60,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--backward", **time, default=2.0, help=f"time of a backward pass on a stage {shown}")
     part = f"part of --backward that is for the gradients of weights {shown}"
     add("--weights", **time, default=1.0, help=part)
-    add("--plot", **path, help="draw the schedule to scale, x.svg or x.png (default: none)")
-    add("--trace", **path, help="write a trace for ui.perfetto.dev (default: none)")
+    drawn = "draw it to scale, x.svg or x.png, or x.json for ui.perfetto.dev (default: none)"
+    add("--picture", **path, help=drawn)
     add("--csv", **path, help="write the schedule, to edit and read with --from (default: none)")
 
 
@@ -84,7 +97,7 @@ def _say(given: argparse.Namespace) -> str:
 
 def _list(given: argparse.Namespace, console: Console) -> None:
     """Print a line for every schedule."""
-    for option in ("chunks", "plot", "trace", "csv"):
+    for option in ("chunks", "picture", "csv"):
         if getattr(given, option) is not None:
             raise ValueError(f"--{option} is for one schedule: name one of {', '.join(SCHEDULES)}.")
     stages, microbatches = _sizes(given)
@@ -143,7 +156,7 @@ def _show(table: Table, given: argparse.Namespace, console: Console) -> None:
             console.print(_grid(table, first, end))
         elif number == middle[0]:
             last = blocks[middle[-1]][1] - 1
-            console.print(f"  ticks {first} to {last}: --csv or --plot has them all\n")
+            console.print(f"  ticks {first} to {last}: --csv or --picture has them all\n")
     _print_costs(table, given, console)
 
 
@@ -211,12 +224,55 @@ def _print_messages(table: Table, console: Console) -> None:
 
 def _write(table: Table, given: argparse.Namespace) -> None:
     """Write the files asked for."""
-    drawn = list(schedule_picture.boxes(table, *_times(given)))
-    if given.plot is not None:
-        schedule_picture.write(table, given.plot, drawn)
-    if given.trace is not None:
-        given.trace.write_text(schedule_picture.trace(table, drawn), encoding="utf-8")
+    picture = drawn(table, *_times(given))  # also checks the times
+    if given.picture is not None:
+        write(given.picture, picture)
     if given.csv is not None:
         rows = ([table.text(t, s) for t in range(table.ticks)] for s in range(table.stages))
         lines = (",".join("" if cell == "." else cell for cell in row) for row in rows)
         given.csv.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def drawn(table: Table, forward: float, backward: float, weights: float) -> Timeline:
+    """Return a schedule to scale: a box for each slot that takes time, as it runs, in lockstep.
+
+    Masked ones are grey: the stage computes, as all stages do in a tick without branches, and what
+    it computes is thrown away. The later a chunk, the longer the bar below it.
+    """
+    begins, widths = starts(table, forward, backward, weights)
+    tasks = {(tick, stage, task.kind): task for task, tick, stage in table.tasks()}
+    letters, spans, of_task = "FIW" if table.split else "FBW", [], {}
+    for tick, stage, slot in np.argwhere(widths > 0).tolist():
+        task = tasks.get((tick, stage, KINDS[slot]))
+        kind = letters[slot] if task else MASKED
+        depth = table.homes[task.virtual][1] / max(table.chunks - 1, 1) if task else 0.0
+        label, name = (str(task.microbatch), task._replace(kind=kind)) if task else ("", MASKED)
+        when = float(begins[tick, stage, slot]), float(widths[tick, stage, slot])
+        look = label, f"{name}, tick {tick}", 1 - 0.4 * depth, depth
+        spans.append(Span(kind, stage, *when, *look))
+        if task:
+            of_task[task] = spans[-1]
+    read = [(need, task) for task in of_task for need, _ in needs(task, table.virtual)]
+    pairs = [(of_task[need], of_task[task]) for need, task in read if need in of_task]
+    counts = {"stage": table.stages, "microbatch": table.microbatches, "chunk": table.chunks}
+    told = [_several(n, name) for name, n in counts.items() if n > 1 or name != "chunk"]
+    waste = bubble(table, forward, backward, weights)
+    legend = [(*DRAWN[kind], 1.0) for kind in DRAWN if kind in {span.kind for span in spans}]
+    legend += [("number: the microbatch", "none", 1.0)]
+    legend += [("bar: the later the chunk, the longer", BARS, 1.0)] * (table.chunks > 1)
+    # Labels are to fit in the narrowest boxes.
+    room = LETTER * max(len(span.label) for span in spans) / min(span.width for span in spans)
+    rows = math.ceil(max(span.end for span in spans) * room / (WIDTH - LEFT))
+    return Timeline(
+        f"{table.name}: {', '.join(told)}, bubble {waste:.1%}",
+        [f"stage {stage}" for stage in range(table.stages)],
+        spans,
+        {kind: colour for kind, (_, colour) in DRAWN.items()},
+        legend,
+        rows=min(rows, MOST_ROWS),
+        messages=[pair for pair in pairs if pair[0].line != pair[1].line],
+    )
+
+
+def _several(count: int, name: str) -> str:
+    return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")

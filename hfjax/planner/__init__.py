@@ -2,6 +2,6 @@
 
 `make_plan` scores what `search` yields and says why others lose (`reasons`); `candidate` is one way
 to run a step. `score` asks `step_time` for its seconds and `peak_memory` for its bytes, with what
-`sent` counts of transfers and `placing` of arrays. The best are compiled, and `corrected` by that;
-`timeline` draws one. `programs` has what is traced, read and compiled, `measuring` what is timed.
+`sent` counts of transfers and `placing` of arrays. The best are compiled, and `corrected` by that.
+`programs` has what is traced, read and compiled, `measuring` what is timed.
 """

@@ -17,6 +17,7 @@ from hfjax.base.exits import carried_out, ending_in_words
 from hfjax.base.progress import said_while
 from hfjax.base.tables import bytes_of, human
 from hfjax.base.write_files import replace_text
+from hfjax.cli import draw_timeline
 from hfjax.cli.plan.chosen_machine import (
     Constants,
     check_whole_nodes,
@@ -42,6 +43,7 @@ from hfjax.cli.plan.plan_table import (
     shown,
     write,
 )
+from hfjax.cli.plan.timeline import timeline
 from hfjax.cli.plan.why_table import told, transfers
 from hfjax.cli.plan.why_words import Answer, answer, says_all, words_of
 from hfjax.cli.run import config_of
@@ -50,7 +52,6 @@ from hfjax.planner.make_plan import Compiling, PlanRow, StepPlan, make_plan, row
 from hfjax.planner.measuring.calibrate import calibrate
 from hfjax.planner.programs.planned import Planned
 from hfjax.planner.score import Scored
-from hfjax.planner.timeline import timeline
 from hfjax.run import files
 from hfjax.run.build import check_used
 from hfjax.run.config import Train
@@ -183,7 +184,7 @@ def _write(made: MadePlan, console: Console) -> None:
     if given.json is not None:
         replace_text(given.json, json.dumps(as_json(made), indent=1))
     if given.picture is not None and row is not None:
-        replace_text(given.picture, timeline(plan, row))
+        draw_timeline.write(given.picture, timeline(plan, row))
         console.print(f"{given.picture} is drawn.")
     if given.out is None and row is not None:
         words = "--out plan.yaml writes it for hfjax train --config plan.yaml."

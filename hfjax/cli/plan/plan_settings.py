@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hfjax.base.tables import bytes_of
+from hfjax.cli.draw_timeline import check_ending
 from hfjax.planner.make_plan import KEEP
 from hfjax.run import files
 from hfjax.run.config import (
@@ -68,7 +69,7 @@ class PlanSettings(Train):
     json: Path | None = None
     """File to write all numbers to (default: none)."""
     picture: Path | None = None
-    """Draw a step of the best layout, or of --why, an .svg file (default: none)."""
+    """Draw a step of the best layout or --why; x.svg, x.png, x.json (Perfetto) (default: none)."""
     calibrate: Literal["here"] | None = None
     """Measure this machine's constants for --gpu here, and stop (default: none)."""
 
@@ -109,8 +110,8 @@ class PlanSettings(Train):
                 f"--out {self.out}: it is a .yaml file, for hfjax train --config; the directory of "
                 "the run is said to hfjax train."
             )
-        if self.picture is not None and self.picture.suffix != ".svg":
-            raise ValueError(f"--picture {self.picture}: the picture is an .svg file.")
+        if self.picture is not None:
+            check_ending(self.picture)
 
     def _check_memory(self, size: int) -> None:
         """Refuse what no GPU has: bytes of a number without its unit, or far too many."""

@@ -1,0 +1,185 @@
+"""Boxes on lines over time: a picture (SVG, PNG), or a trace for ui.perfetto.dev (JSON).
+
+A long picture is cut, where no box is, into rows below each other.
+"""
+
+import io
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hfjax.base.write_files import replacing
+
+ENDINGS = (".svg", ".png", ".json")
+WIDTH, LINE, ROW, TOP, ENTRY = 1000, 26, 44, 40, 18  # points: the picture, a line, its time, …
+LEFT, LETTER = 100, 6.8  # points: names of lines and margins, a character
+INK, BARS = "#282828", "#6e6e6e"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A box.
+
+    Attributes:
+        kind: What its colour means.
+        line: Which line, from above.
+        start: When it begins, in milliseconds.
+        width: How long it is.
+        label: What is written in it, if there is room.
+        name: What a trace calls it, and an SVG below the pointer.
+        alpha: How dark it is.
+        bar: Which part of its lower edge is marked.
+    """
+
+    kind: str
+    line: int
+    start: float
+    width: float
+    label: str = ""
+    name: str = ""
+    alpha: float = 1.0
+    bar: float = 0.0
+
+    @property
+    def end(self) -> float:
+        """When it ends."""
+        return self.start + self.width
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What is drawn.
+
+    Attributes:
+        title: What stands above.
+        lines: The names of the lines.
+        spans: The boxes; later ones cover earlier ones.
+        colours: Those of the kinds.
+        legend: Words, and their colour and how dark it is.
+        unit: What the time is counted in.
+        rows: How many rows the picture is to have.
+        messages: Boxes and those that read what they make.
+    """
+
+    title: str
+    lines: Sequence[str]
+    spans: Sequence[Span]
+    colours: Mapping[str, str]
+    legend: Sequence[tuple[str, str, float]]
+    unit: str = "time"
+    rows: int = 1
+    messages: Sequence[tuple[Span, Span]] = field(default=(), repr=False)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last box ends."""
+        return max(span.end for span in self.spans)
+
+    @cached_property
+    def parts(self) -> list[tuple[float, float]]:
+        """When each row begins and ends: where no box is cut, of like lengths."""
+        cuts, last = [0.0], 0.0  # where every box before has ended
+        for start, end in sorted((span.start, span.end) for span in self.spans):
+            if start > last - 1e-9:
+                cuts.append(start)
+            last = max(last, end)
+        even = [n * self.end / self.rows for n in range(1, self.rows)]
+        near = (min(cuts, key=lambda cut: abs(cut - at)) for at in even)
+        return [*itertools.pairwise([*dict.fromkeys([0.0, *near]), self.end])]
+
+
+def write(path: Path, of: Timeline) -> None:
+    """Write a picture or a trace, as the ending of the path says."""
+    check_ending(path)
+    with replacing(path) as file:
+        if path.suffix == ".json":
+            file.write(trace(of).encode())
+        elif path.suffix == ".svg":
+            file.write(svg(of).encode())
+        else:
+            figure(of).savefig(file, format="png", dpi=144)
+
+
+def check_ending(path: Path) -> None:
+    """Refuse a path that does not say what is to be written."""
+    if path.suffix not in ENDINGS:
+        raise ValueError(
+            f"{path}: a picture is an .svg or a .png file; a .json file is a trace for "
+            "ui.perfetto.dev."
+        )
+
+
+def svg(of: Timeline) -> str:
+    """Return the picture as SVG; below the pointer a box tells its name."""
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hfjax"}):  # the same each time
+        figure(of).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return re.sub(r'<g id="tip (.*?)">', r"<g><title>\1</title>", text.getvalue())
+
+
+def figure(of: Timeline) -> Any:
+    """Return the picture, without pyplot."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    parts, columns = (
+        of.parts,
+        max(int(WIDTH / LETTER / (6 + max(len(x) for x, *_ in of.legend))), 1),
+    )
+    high = TOP + len(parts) * (LINE * len(of.lines) + ROW) + ENTRY * (1 + len(of.legend) // columns)
+    drawn = Figure((WIDTH / 72, high / 72), dpi=72, layout="constrained")
+    rows = drawn.subplots(len(parts), squeeze=False)[:, 0]
+    longest = max(end - begin for begin, end in parts)
+    for axes, (begin, end) in zip(rows, parts, strict=True):
+        axes.set_xlim(begin, begin + longest)
+        axes.set_ylim(len(of.lines), 0)
+        axes.set_yticks([n + 0.5 for n in range(len(of.lines))], of.lines)
+        axes.tick_params(length=0, colors=INK, labelsize=11)
+        axes.spines[:].set_visible(False)
+        _boxes(axes, [s for s in of.spans if begin - 1e-9 <= s.start < end - 1e-9], of, longest)
+    rows[0].set_title(of.title, loc="left", fontsize=13, color=INK)
+    rows[-1].set_xlabel(of.unit, color=INK)
+    entries = [Patch(color=colour, alpha=alpha, label=text) for text, colour, alpha in of.legend]
+    place: Any = {"loc": "outside lower left", "ncols": columns, "frameon": False}
+    drawn.legend(handles=entries, fontsize=11, labelcolor=INK, **place)
+    return drawn
+
+
+def _boxes(axes: Any, spans: Sequence[Span], of: Timeline, longest: float) -> None:
+    """Draw the boxes of a row, each with its label, if there is room."""
+    from matplotlib.patches import Rectangle
+
+    unit = longest / (WIDTH - LEFT)  # of a point
+    for s in spans:
+        place, wide = (s.start, s.line + 0.04), max(s.width - unit, s.width / 2)  # an edge to see
+        look: Any = {"facecolor": of.colours[s.kind], "alpha": s.alpha}
+        axes.add_patch(Rectangle(place, wide, 0.92, gid=f"tip {s.name or s.kind}", **look))
+        if s.bar:
+            axes.add_patch(Rectangle((s.start, s.line + 0.84), wide * s.bar, 0.12, color=BARS))
+        if s.label and LETTER * len(s.label) * unit <= wide:
+            middle = s.start + wide / 2, s.line + 0.5
+            axes.text(*middle, s.label, ha="center", va="center", fontsize=11, color=INK)
+
+
+def trace(of: Timeline) -> str:
+    """Return the boxes as a Chrome trace; an arrow for each message."""
+    event = lambda kind, line, time, **more: dict(
+        ph=kind, pid=0, tid=line, ts=round(1000 * time), **more
+    )
+    named = enumerate(of.lines)
+    events = [event("M", n, 0, name="thread_name", args={"name": name}) for n, name in named]
+    for s in of.spans:
+        told = {"name": s.name or s.kind, "cat": s.kind, "dur": round(1000 * s.width)}
+        events.append(event("X", s.line, s.start, **told))
+    for number, (sent, used) in enumerate(of.messages):
+        arrow = {"name": "message", "cat": "message", "id": number}
+        events.append(event("s", sent.line, sent.start + 0.99 * sent.width, **arrow))
+        events.append(event("f", used.line, used.start, bp="e", **arrow))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
