@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from hfjax.machines.machine import CONSTANTS, OF_PROCESSORS, Machine
+from hfjax.machines.machine import CONSTANTS, Machine
 from hfjax.planner.measuring.calibrate import calibrate, of_cpu, of_gpu
 from hfjax.planner.measuring.stopwatch import Stopwatch
 
@@ -34,8 +34,6 @@ def test_file_is_written_and_loads(written):
 
 def test_every_constant_says_where_it_is_from(written):
     _, machine, _ = written
-    assert machine.processor is not None
-    assert set(machine.processor.sources) == set(OF_PROCESSORS)
     for name in ("flops", "flops_fp32", "stream", "launch", "start_up", "inside"):
         assert machine.source(name).startswith("measured: hfjax plan --calibrate here, 20")
     for name in ("tile", "sms", "between", "host_link", "attention_forward_64"):
@@ -54,8 +52,6 @@ def test_guards(written):
 
 def test_one_device_sends_nothing():
     machine = of_cpu(Stopwatch(jax.devices()[:1], True, **BRIEF), quick=True)
-    assert machine.processor is not None
-    assert machine.source("inside") == machine.processor.sources["gathered"]
     assert machine.source("inside").startswith("assumed: ")
     assert machine.inside == machine.stream
 
@@ -64,7 +60,6 @@ def test_path_of_gpus_runs_here():
     """By the clock, with the attention that this device has."""
     machine = of_gpu(Stopwatch(jax.devices()[:2], False, **BRIEF), quick=True)
     assert machine.platform == "gpu"
-    assert machine.processor is None
     for name in ("flops", "inside", "inside_hop", "attention_backward_128", "launch"):
         assert machine.source(name).startswith("measured: ")
         assert getattr(machine, name) > 0
@@ -76,12 +71,3 @@ def test_path_of_gpus_runs_here():
 def test_refuses_other_devices(tmp_path):
     with pytest.raises(ValueError, match=r"'tpu'. Allowed: gpu, cpu"):
         calibrate(tmp_path / "x", devices=[SimpleNamespace(platform="tpu")])
-
-
-def test_processor_of_a_file_is_checked(written, tmp_path):
-    path, _, _ = written
-    lines = path.read_text(encoding="utf-8").splitlines()
-    wrong = tmp_path / "wrong.toml"
-    wrong.write_text("\n".join(x for x in lines if not x.startswith("turned")), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"wrong.toml: processor: .* turned, .* are needed"):
-        Machine.load(wrong)

@@ -143,7 +143,8 @@ def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
     assert sorted(tips) == sorted(f"{task}, tick {t}" for task, t, _ in table.tasks())
     wide = {}
     for tip, box in zip(tips, boxes, strict=True):
-        corners = box.find(f"{SVG}path").attrib["d"].split("\n")
+        (path_of,) = box.findall(f"{SVG}path")
+        corners = path_of.attrib["d"].split("\n")
         across = [float(corner.split()[1]) for corner in corners if corner[0] in "ML"]
         wide[tip[1]] = max(across) - min(across)
     assert wide["B"] == pytest.approx(2 * wide["F"], rel=0.05)

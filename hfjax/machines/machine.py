@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 Number = int | float
 Value = Number | tuple[int, int]
@@ -25,19 +25,6 @@ class Calibration:
     device: str  # its `device_kind`
     jax: str  # version
     date: str  # 2026-11-26
-
-
-@dataclass(frozen=True)
-class Processor:
-    """What only CPUs need: rates of processor time, of one core."""
-
-    cached: Annotated[float, "read and written by a copy that stays in the cache, bytes a second"]
-    fresh: Annotated[float, "of memory that a step touches for the first time, bytes a second"]
-    turned: Annotated[float, "of a factor that a product turns, read and written, bytes a second"]
-    transposed: Annotated[float, "of an array whose dimensions change places, bytes a second"]
-    gathered: Annotated[float, "that a device sends where all gather, bytes a second"]
-
-    sources: Mapping[str, str] = field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,6 @@ class Machine:
 
     sources: Mapping[str, str] = field(hash=False)
     calibrated: Calibration | None = None
-    processor: Processor | None = None  # of CPUs
 
     @property
     def device_kind(self) -> str:
@@ -142,15 +128,11 @@ class Machine:
 TEXTS = ("key", "name", "platform", "compute_capability")
 
 
-def _constants(of: type) -> dict[str, tuple[Any, str]]:
-    """Return the type and the meaning of each constant of a class."""
-    hints = get_type_hints(of, include_extras=True).items()
-    told = {name: one for name, one in hints if get_origin(one) is Annotated}
-    return {name: (one.__origin__, one.__metadata__[0]) for name, one in told.items()}
-
-
-CONSTANTS = _constants(Machine)
-OF_PROCESSORS = _constants(Processor)
+CONSTANTS = {  # name -> type and meaning
+    name: get_args(hint)
+    for name, hint in get_type_hints(Machine, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 CALIBRATED = tuple(one.name for one in fields(Calibration))
 MAY_BE_NOTHING = {"reserve", "beside", "spread"}
 
@@ -167,27 +149,13 @@ class _Reader:
 
     def machine(self) -> Machine:
         """Return what the file says, checked."""
-        allowed = {*TEXTS, "kinds", *CONSTANTS, "calibrated", "processor"}
+        allowed = {*TEXTS, "kinds", *CONSTANTS, "calibrated"}
         if unknown := [key for key in self._found if key not in allowed]:
             self._refuse(unknown[0], f"unknown. Allowed: {', '.join(sorted(allowed))}")
         given: dict[str, Any] = {name: self._text(name, self._found.get(name)) for name in TEXTS}
-        found = self._found
-        given |= {name: self._constant(name, found, *of) for name, of in CONSTANTS.items()}
-        given["sources"] = {name: self._source(name, found) for name in CONSTANTS}
-        given["processor"] = self._processor()
+        given |= {name: self._constant(name, *of) for name, of in CONSTANTS.items()}
+        given["sources"] = {name: self._source(name) for name in CONSTANTS}
         return Machine(kinds=self._kinds(), calibrated=self._calibrated(), **given)
-
-    def _processor(self) -> Processor | None:
-        """Return what only CPUs have, if the file says it."""
-        found = self._found.get("processor")
-        if found is None:
-            return None
-        if not isinstance(found, dict) or set(found) != {*OF_PROCESSORS}:
-            names = ", ".join(OF_PROCESSORS)
-            self._refuse("processor", f"{found!r}: {names} are needed, no others")
-        given = {name: self._constant(name, found, *of) for name, of in OF_PROCESSORS.items()}
-        sources = {name: self._source(name, found) for name in OF_PROCESSORS}
-        return Processor(sources=sources, **given)  # type: ignore[arg-type]
 
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise ValueError(f"{self._path}: {key}: {why}.")
@@ -197,8 +165,8 @@ class _Reader:
             return found
         self._refuse(key, f"{_given(found)}: a text is needed")
 
-    def _source(self, name: str, constants: Mapping[str, Any]) -> str:
-        found = constants[name]["source"]
+    def _source(self, name: str) -> str:
+        found = self._found[name]["source"]
         if isinstance(found, str) and found.strip():
             return found
         self._refuse(
@@ -212,9 +180,9 @@ class _Reader:
             return tuple(found)
         self._refuse("kinds", f'{_given(found)}: a list of texts is needed, as in ["H100", "H800"]')
 
-    def _constant(self, name: str, constants: Mapping[str, Any], kind: object, about: str) -> Value:
+    def _constant(self, name: str, kind: object, about: str) -> Value:
         """Return the value of a constant."""
-        found = constants.get(name)
+        found = self._found.get(name)
         if not isinstance(found, dict) or set(found) != {"value", "source"}:
             needed = f'{{ value = ..., source = "..." }} is needed ({about})'
             self._refuse(name, f"{_given(found)}: {needed}")
@@ -228,7 +196,7 @@ class _Reader:
 
     def _number(self, name: str, value: object, whole: bool) -> Number:
         """Return a number that is allowed."""
-        _, about = (CONSTANTS | OF_PROCESSORS)[name]
+        about = CONSTANTS[name][1]
         wrong = isinstance(value, bool) or (whole and not isinstance(value, int))
         if wrong or not isinstance(value, int | float):
             kind = "a whole number" if whole else "a number"
@@ -258,22 +226,13 @@ def _spell(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _spelt(of: Machine | Processor, constants: Mapping[str, tuple[Any, str]]) -> list[str]:
-    """Return the lines of constants."""
-    lines = []
-    for name, (_, about) in constants.items():
-        value, source = _spell(getattr(of, name)), _spell(of.sources[name])
-        lines += ["", f"# {about}", f"{name} = {{ value = {value}, source = {source} }}"]
-    return lines
-
-
 def _text(machine: Machine) -> str:
     """Return the file of a machine."""
     lines = [f"{name} = {_spell(getattr(machine, name))}" for name in TEXTS]
     lines += [f"kinds = {_spell(machine.kinds)}"]
-    lines += _spelt(machine, CONSTANTS)
-    if machine.processor is not None:
-        lines += ["", "[processor]", *_spelt(machine.processor, OF_PROCESSORS)]
+    for name, (_, about) in CONSTANTS.items():
+        value, source = _spell(getattr(machine, name)), _spell(machine.sources[name])
+        lines += ["", f"# {about}", f"{name} = {{ value = {value}, source = {source} }}"]
     if machine.calibrated is not None:
         lines += ["", "[calibrated]"]
         lines += [f"{name} = {_spell(getattr(machine.calibrated, name))}" for name in CALIBRATED]

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from hfjax.machines.machine import CONSTANTS, MACHINES, Calibration, Machine, Processor, machine_of
+from hfjax.machines.machine import CONSTANTS, MACHINES, Calibration, Machine, machine_of
 from hfjax.planner.measuring import microbenchmarks as measure
 from hfjax.planner.measuring.stopwatch import Stopwatch
 
@@ -132,17 +132,11 @@ def of_cpu(watch: Stopwatch, tell: Tell = lambda words: None, quick: bool = Fals
     found: Found = measure.memory(watch, quick)
     tell("launches and products")
     found |= measure.launches(watch, quick) | measure.products(watch, quick, found["cached"])
-    found |= measure.turning(watch, quick)
     more: Found = {"inside": found["stream"], "inside_start": found["launch"]}
-    more["gathered"] = found["stream"]
-    seen = _here()
     sent = "assumed: as a copy and a launch; there is one device to measure on"
     if len(watch.devices) > 1:
         tell("transfers")
-        more, sent = measure.transfers(watch, quick), seen
-    of = {name: _short(found.pop(name)) for name in ("cached", "fresh", "turned", "transposed")}
-    by = dict.fromkeys(of, seen) | {"gathered": sent}
-    processor = Processor(**of, gathered=_short(more["gathered"]), sources=by)
+        more, sent = measure.transfers(watch, quick), _here()
     alike = "assumed: a CPU has none; as"
     rate, flops, stream = found["flops_fp32"], found["flops"], found["stream"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(watch.devices)
@@ -194,7 +188,7 @@ def of_cpu(watch: Stopwatch, tell: Tell = lambda words: None, quick: bool = Fals
     }
     kind = watch.one.device_kind
     texts = {"key": "cpu", "name": kind, "platform": "cpu", "compute_capability": "none"}
-    return replace(_machine(texts, kind, given, told, found), processor=processor)
+    return _machine(texts, kind, given, told, found)
 
 
 LEAST_HOP = 1e-9

@@ -20,7 +20,6 @@ from hfjax.planner.measuring.stopwatch import Stopwatch
 
 Found = dict[str, float]
 SMALL = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 256, 256))  # m, n, k
-TURNED = ((1024, 256, 512), (256, 1024, 512), (256, 256, 512), (768, 256, 256))
 CHAIN = 32  # small products or sums that follow each other in one program
 LEAST = 1e-8  # seconds: less is not seen
 
@@ -32,24 +31,15 @@ def _drawn(watch: Stopwatch, *shape: int, dtype: Any = jnp.float32, seed: int = 
 
 
 def memory(watch: Stopwatch, quick: bool) -> Found:
-    """Return rates of memory: of a large copy, of one in the cache, of memory that is new."""
+    """Return rates of memory: of a large copy; of a CPU also of one that stays in the cache."""
     large, small = (
         (2**16, 2**14) if quick else (2**24, 2**18) if watch.processor else (2**29, 2**20)
     )
-    turn = lambda x: -x
     x = jax.device_put(np.ones(large, np.float32), watch.one)
-    new = watch.seconds(turn, x)
-    if not watch.processor:
-        return {"stream": 2 * x.nbytes / new}
-    there = watch.seconds(turn, x, in_place=True)
+    rate = lambda x: 2 * x.nbytes / watch.seconds(lambda x: -x, x, in_place=watch.processor)
+    found = {"stream": rate(x)}
     del x
-    near = _drawn(watch, small)
-    cached = watch.seconds(turn, near, in_place=True)
-    return {
-        "stream": 2 * 4 * large / there,
-        "cached": 2 * near.nbytes / cached,
-        "fresh": 4 * large / max(new - there, LEAST),
-    }
+    return found | ({"cached": rate(_drawn(watch, small))} if watch.processor else {})
 
 
 def launches(watch: Stopwatch, quick: bool) -> Found:
@@ -101,18 +91,6 @@ def _of_product(watch: Stopwatch, m: int, n: int, k: int) -> float:
     return watch.seconds(each, b, *several) / len(several)
 
 
-def turning(watch: Stopwatch, quick: bool) -> Found:
-    """Return the rates at which CPUs turn a factor whose rows a product sums over, and an array."""
-    moved, more = 0, 0.0
-    for m, n, k in TURNED[: 1 if quick else None]:
-        a, turned, b = _drawn(watch, m, k), _drawn(watch, k, m), _drawn(watch, k, n)
-        moved += 2 * a.nbytes
-        more += watch.seconds(lambda a, b: a.T @ b, turned, b) - watch.seconds(jnp.dot, a, b)
-    x = _drawn(watch, *((2, 8, 8) if quick else (8, 64, 256)))
-    seconds = watch.seconds(lambda x: x.swapaxes(1, 2) + 1, x)
-    return {"turned": moved / max(more, LEAST), "transposed": 2 * x.nbytes / seconds}
-
-
 def attention(watch: Stopwatch, quick: bool, stream: float) -> Found:
     """Return rates and passes of fused attention, from two lengths of as many tokens each."""
     lengths = (16, 32) if quick else (1024, 4096)
@@ -152,7 +130,7 @@ def _attention(watch: Stopwatch, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def transfers(watch: Stopwatch, quick: bool) -> Found:
-    """Return start, hop and rate of collectives over all devices; of a CPU also that of gathers.
+    """Return start, hop and rate of collectives over all devices; of a CPU no hop.
 
     A CPU's are the processor's seconds of one device: all devices' together, divided.
     """
@@ -172,9 +150,9 @@ def transfers(watch: Stopwatch, quick: bool) -> Found:
     permute, gather = took["permute", small][0], took["all-gather", small][0]
     hop = max((gather - permute) / max(count - 2, 1), LEAST)
     if watch.processor:
-        gathered = per_second.pop("all-gather")
-        found = {"inside_start": statistics.median(starts), "gathered": gathered}
-        return found | {"inside": statistics.mean(per_second.values())}
+        del per_second["all-gather"]
+        inside = statistics.mean(per_second.values())
+        return {"inside_start": statistics.median(starts), "inside": inside}
     found = {"inside": statistics.median(per_second.values())}
     return found | {"inside_hop": hop, "inside_start": max(permute - hop, LEAST)}
 
