@@ -5,19 +5,17 @@ for a table of the code (`CHOICES`); "(default: …)" at the end says what no va
 full stop at the end is left out.
 """
 
-import ast
 import dataclasses
 import difflib
 import inspect
 import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro._docstrings import get_field_docstring
 from tyro.constructors import (
     ConstructorRegistry,
     StructConstructorSpec,
@@ -92,12 +90,11 @@ def _spelled(info: StructTypeInfo, takes_config: type | None) -> StructConstruct
     kind, given = info.type, info.default
     if not (is_dataclass(kind) and kind.__module__.startswith("hfjax.")):
         return None
-    hints, texts = get_type_hints(kind, include_extras=True), _texts(kind)
-    found = []
+    hints, found = get_type_hints(kind, include_extras=True), []
     for field in sorted(_fields(kind), key=lambda field: _place(field.name, hints[field.name])):
         usual = _usual(field)
         value = getattr(given, field.name) if isinstance(given, kind) else usual
-        hint, text = hints[field.name], texts.get(field.name, "")
+        hint, text = hints[field.name], get_field_docstring(kind, field.name, ()) or ""
         if _is_box(hint):
             found.append(StructFieldSpec(field.name, hint, value, text or None))
         else:
@@ -185,26 +182,6 @@ def _usual(field: dataclasses.Field) -> Any:
     return tyro.MISSING if made is dataclasses.MISSING else made()
 
 
-@cache
-def _texts(kind: type) -> Mapping[str, str]:
-    """Return what is written below each field of a class and of those it inherits from."""
-    found: dict[str, str] = {}
-    for owner in reversed(kind.__mro__):
-        if is_dataclass(owner):
-            found |= _written_below(owner)
-    return found
-
-
-def _written_below(owner: type) -> dict[str, str]:
-    body: Any = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-    found = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
-
-
 # -- what is refused ----------------------------------------------------------------------
 
 
@@ -226,8 +203,9 @@ def check_words(words: Sequence[str]) -> None:
 def check_once(kind: type, words: Sequence[str]) -> None:
     """Refuse a flag of several values that is there twice: only the last ones would count."""
     flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-    for flag in _of_several(kind):
-        if flags.count(flag) > 1:
+    for name, hint, marks in _typed(kind):
+        several = any(get_origin(option) is tuple for option in (hint, *get_args(hint)))
+        if several and not marks and flags.count(flag := f"--{name}") > 1:
             raise ValueError(
                 f"{flag} is there twice, and only its last values would count. Give it once, "
                 f"all values behind it: {flag} ONE ANOTHER."
@@ -290,32 +268,23 @@ def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
     >>> list(flags_of(Mesh, "mesh."))[:2]
     ['mesh.data', 'mesh.fsdp']
     """
+    for name, hint, _ in _typed(kind, prefix):
+        yield name
+        if hint is bool:
+            head, dot, last = name.rpartition(".")
+            yield f"{head}{dot}no-{last}"
+
+
+def _typed(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    """Yield each flag of a dataclass, without its dashes, its type and its marks."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        if not field.init:
-            continue
         hint, name = hints[field.name], field.name.replace("_", "-")
-        bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if tyro.conf.Suppress in get_args(hint)[1:]:
+        bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if not field.init or tyro.conf.Suppress in marks:
             continue
         if is_dataclass(bare) and isinstance(bare, type):
-            alone = tyro.conf.OmitArgPrefixes in get_args(hint)[1:]
-            yield from flags_of(bare, prefix if alone else f"{prefix}{name}.")
-            continue
-        yield f"{prefix}{name}"
-        if bare is bool:
-            yield f"{prefix}no-{name}"
-
-
-def _of_several(kind: type, prefix: str = "--") -> Iterator[str]:
-    """Yield the flags of a dataclass that take several values, but may be there only once."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        flag = f"{prefix}{name.replace('_', '-')}"
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _of_several(hint, f"{flag}.")
-        elif get_origin(hint) is not Annotated and _is_tuple(hint):
-            yield flag
-
-
-def _is_tuple(hint: object) -> bool:
-    return any(get_origin(option) is tuple for option in (hint, *get_args(hint)))
+            alone = tyro.conf.OmitArgPrefixes in marks
+            yield from _typed(bare, prefix if alone else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", bare, marks
