@@ -80,11 +80,15 @@ def human(n: float) -> str:
     >>> human(3 * 2**20)
     '3.0 MiB'
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
+    unit, size = unit_of(n)
+    return f"{n / size:.{int(size > 1)}f} {unit}"
+
+
+def unit_of(n: float) -> tuple[str, int]:
+    """Return the unit in which a number of bytes is written, and its bytes."""
+    names = ("TiB", "GiB", "MiB", "KiB", "B")
+    units = ((name, 2 ** (40 - 10 * k)) for k, name in enumerate(names))
+    return next((unit for unit in units if n >= unit[1]), ("B", 1))
 
 
 def harmless(text: str) -> str:
