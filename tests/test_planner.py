@@ -509,7 +509,7 @@ def test_what_does_not_compile_is_named_and_the_rest_goes_on(monkeypatch):
 
     def compiling(settings, *_, **limits):
         asked.append(limits["limit"])
-        return Failed("took more than 7 s") if len(asked) == 1 else Compiled(1e9, 0, 0, 0, 0, 0, ())
+        return Failed("took more than 7 s") if len(asked) == 1 else Compiled(1e9, 0, 0, 0, ())
 
     monkeypatch.setattr(planner, "compile_candidate", compiling)
     given = planner.Compiling(2, 7.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -31,8 +31,9 @@ class LaunchCommand:
     """Seconds after one process fails until the others are killed."""
     stop_timeout: float = 60.0
     """Seconds for all to save and end after SIGTERM or Ctrl-C."""
-    command: tyro.conf.Suppress[tuple[str, ...]] = ()
+    command: tuple[str, ...] = ()
     """What to run, after the launcher's own flags or after --."""
+    hidden: ClassVar[tuple[str, ...]] = ("command",)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -161,7 +162,12 @@ def _fields(kind: Any) -> list[dataclasses.Field]:
     of = lambda field: next(
         number for number, owner in enumerate(kind.__mro__) if field.name in owner.__annotations__
     )
-    return sorted((field for field in dataclasses.fields(kind) if field.init), key=of)
+    return sorted(filter(partial(_is_flag, kind), dataclasses.fields(kind)), key=of)
+
+
+def _is_flag(kind: Any, field: dataclasses.Field) -> bool:
+    """Return whether a field is a flag: its class may hide others."""
+    return field.init and field.name not in getattr(kind, "hidden", ())
 
 
 def _place(name: str, hint: Any) -> tuple[int, int]:
@@ -278,11 +284,9 @@ def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
 def _typed(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[Any]]]:
     """Yield each flag of a dataclass, without its dashes, its type and its marks."""
     hints = get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
+    for field in filter(partial(_is_flag, kind), dataclasses.fields(kind)):
         hint, name = hints[field.name], field.name.replace("_", "-")
         bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if not field.init or tyro.conf.Suppress in marks:
-            continue
         if is_dataclass(bare) and isinstance(bare, type):
             alone = tyro.conf.OmitArgPrefixes in marks
             yield from _typed(bare, prefix if alone else f"{prefix}{name}.")

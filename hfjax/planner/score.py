@@ -5,6 +5,7 @@ machine. All that is slow is kept by what it depends on, so that a candidate cos
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -87,7 +88,7 @@ class Scorer:
     ) -> None:
         self.config, self.vocab, self.machine = config, vocab, machine
         self.compile_for = compile_for  # the GPU, where something here compiles for it
-        self._profiles: dict[tuple[str, bool], ModelProfile] = {}
+        self._profiles: dict[str, ModelProfile] = {}
         self._placed: dict[Any, ArraysPlaced] = {}
         self._work: dict[Any, WorkTime] = {}
         self._weights: dict[Any, WeightBytes] = {}
@@ -153,18 +154,14 @@ class Scorer:
 
     # -- what is kept by what it depends on --------------------------------------------------
 
-    def profile(self, remat: str, fused: bool | None = None) -> ModelProfile:
-        """Return the model's programs under a kind of recomputation.
-
-        `fused`: whether attention is one call, as on GPUs. None: as the machine has it.
-        """
-        fused = self.machine.platform != "cpu" if fused is None else fused
-        if (remat, fused) not in self._profiles:
+    def profile(self, remat: str) -> ModelProfile:
+        """Return the model's programs under a kind of recomputation."""
+        if remat not in self._profiles:
             config = replace(self.config, remat=remat, pipeline=type(self.config.pipeline)())
-            attention = fused_attention if fused else None
+            attention = None if self.machine.platform == "cpu" else fused_attention
             found = profile_of(config, self.vocab, self.compile_for, attention)
-            self._profiles[remat, fused] = found
-        return self._profiles[remat, fused]
+            self._profiles[remat] = found
+        return self._profiles[remat]
 
     def placing(self, c: Candidate) -> ArraysPlaced:
         """Return where the arrays lie.
@@ -380,10 +377,14 @@ class Scorer:
         """Return the seconds of a step."""
         computing, room = self._computing(c, placing)
         beside = Beside(*room, self.machine.beside)
-        for one in sorted(sent_by(c, self.traffic(c, placing)), key=lambda s: s.purpose):
-            taken = seconds_of(one, c.mesh, self.machine)
+        for one, taken in sorted(self.transfers(c, placing), key=lambda pair: pair[0].purpose):
             beside.add(one, taken, self._hides(one, c))
         return replace(computing, exposed=beside.exposed, transfers=beside.total)
+
+    def transfers(self, c: Candidate, placing: ArraysPlaced) -> Iterator[tuple[Sent, float]]:
+        """Yield what a step sends, and the seconds that it takes."""
+        for one in sent_by(c, self.traffic(c, placing)):
+            yield one, seconds_of(one, c.mesh, self.machine)
 
     def least_time(self, c: Candidate, placing: ArraysPlaced) -> float:
         """Return the seconds of a step if nothing it sends were exposed: `time` is never less.
@@ -425,7 +426,6 @@ class Scorer:
             bubble=bubble,
             optimizer=self._optimizer(placing),
             host=self._host(c, placing, layers, count),
-            flops=work.flops,
         )
         return computing, room
 

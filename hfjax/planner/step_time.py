@@ -42,7 +42,6 @@ class StepTime:
     optimizer: float
     host: float
     transfers: float = 0.0  # of all of them, hidden or not
-    flops: float = 0.0  # of products and attention, on one device
 
     @property
     def parts(self) -> dict[str, float]:
@@ -69,7 +68,6 @@ class WorkTime:
 
     products: float
     memory: float
-    flops: float
 
     @property
     def total(self) -> float:
@@ -78,30 +76,27 @@ class WorkTime:
 
     def with_memory(self, seconds: float) -> "WorkTime":
         """Return that with so many seconds more of memory."""
-        return WorkTime(self.products, self.memory + seconds, self.flops)
+        return WorkTime(self.products, self.memory + seconds)
 
     def times(self, count: float) -> "WorkTime":
         """Return that of so many of it."""
-        return WorkTime(self.products * count, self.memory * count, self.flops * count)
+        return WorkTime(self.products * count, self.memory * count)
 
     def __add__(self, other: "WorkTime") -> "WorkTime":
-        return WorkTime(
-            self.products + other.products, self.memory + other.memory, self.flops + other.flops
-        )
+        return WorkTime(self.products + other.products, self.memory + other.memory)
 
 
-NOTHING = WorkTime(0.0, 0.0, 0.0)
+NOTHING = WorkTime(0.0, 0.0)
 
 
 def time_of_work(work: Work, rows: float, tensor: int, machine: Machine) -> WorkTime:
     """Return how long a part takes with so many rows, of which a row may be a part."""
-    products = flops = 0.0
+    products = 0.0
     for p in work.products:
         batch, m, n, k = (max(round(x), 1) for x in p.sides(rows, tensor))
         itemsize = jnp.dtype(p.dtype).itemsize
         one = Matmul(batch, m, n, k, itemsize * batch * (m * k + k * n + m * n))
         products += p.times * seconds(one, ProductModel.reached(machine, float32=itemsize > 2))
-        flops += p.times * 2.0 * batch * m * n * k
     for call in work.attention:
         here = rows / (tensor if call.split else 1)
         shape = (here, call.positions, call.heads, call.width)
@@ -109,10 +104,9 @@ def time_of_work(work: Work, rows: float, tensor: int, machine: Machine) -> Work
         products += (
             call.times * call.part * (fused.backward if call.backward else fused.forward)(machine)
         )
-        flops += call.flops * here
     bytes_of_rows, fixed = work.traffic
     memory = (bytes_of_rows * rows + fixed) / machine.stream + work.launches * machine.launch
-    return WorkTime(products, memory, flops)
+    return WorkTime(products, memory)
 
 
 # -- transfers ----------------------------------------------------------------------------

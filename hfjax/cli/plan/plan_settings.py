@@ -3,24 +3,15 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, ClassVar, Literal
 
 from hfjax.base.tables import bytes_of
 from hfjax.cli.draw_timeline import check_ending
 from hfjax.planner.make_plan import KEEP
 from hfjax.run import files
-from hfjax.run.config import (
-    ContextOptions,
-    Mesh,
-    PipelineOptions,
-    Train,
-    at_least,
-    beside_pretrained,
-)
+from hfjax.run.config import Train, at_least, beside_pretrained
 
 # What is searched, and by which word --why says it.
 SEARCHED = {
@@ -73,20 +64,7 @@ class PlanSettings(Train):
     calibrate: Literal["here"] | None = None
     """Measure this machine's constants for --gpu here, and stop (default: none)."""
 
-    strategy: Annotated[str, tyro.conf.Suppress] = "ddp"
-    accumulate: Annotated[int, tyro.conf.Suppress] = 1
-    remat: Annotated[str, tyro.conf.Suppress] = "none"
-    offload: Annotated[str | None, tyro.conf.Suppress] = None
-    split_rows: Annotated[int, tyro.conf.Suppress] = 1
-    reduction: Annotated[Literal["flat", "hierarchical"], tyro.conf.Suppress] = "flat"
-    mesh: Annotated[Mesh, tyro.conf.Suppress] = field(default_factory=Mesh)
-    context: Annotated[ContextOptions, tyro.conf.Suppress] = field(default_factory=ContextOptions)
-    pipeline: Annotated[PipelineOptions, tyro.conf.Suppress] = field(
-        default_factory=PipelineOptions
-    )
-    deepspeed: Annotated[Path | None, tyro.conf.Suppress] = None
-    devices: Annotated[int | None, tyro.conf.Suppress] = None
-    cpu_devices: Annotated[int | None, tyro.conf.Suppress] = None
+    hidden: ClassVar[tuple[str, ...]] = (*SEARCHED, *COUNTED, "deepspeed")
 
     def __post_init__(self):
         super().__post_init__()

@@ -15,8 +15,7 @@ from hfjax.cli.draw_timeline import Span, Timeline
 from hfjax.parallel.schedules.cost import cost, starts
 from hfjax.parallel.schedules.table import KINDS
 from hfjax.planner.make_plan import PlanRow, StepPlan
-from hfjax.planner.sent import NEW, SUMS, sent_by
-from hfjax.planner.step_time import seconds_of
+from hfjax.planner.sent import NEW, SUMS
 
 DRAWN, MANY = 3, 8  # microbatches drawn one by one where there are more than so many
 PALE = 0.3  # how dark transfers are beside which products run
@@ -103,8 +102,7 @@ class _Step:
         scorer, c = self.plan.scorer, self.c
         found: dict[tuple[str, bool], float] = {}
         whole: dict[str, float] = {}
-        for one in sent_by(c, scorer.traffic(c, scorer.placing(c))):
-            taken = seconds_of(one, c.mesh, self.plan.machine)
+        for one, taken in scorer.transfers(c, scorer.placing(c)):
             key = one.purpose, one.backward
             found[key] = found.get(key, 0.0) + taken
             whole[one.purpose] = whole.get(one.purpose, 0.0) + taken

@@ -15,8 +15,7 @@ from hfjax.planner.candidate import Candidate
 from hfjax.planner.make_plan import MARGIN, StepPlan
 from hfjax.planner.reasons import HELD, LEAST, largest_held, largest_loss
 from hfjax.planner.score import Scored
-from hfjax.planner.sent import sent_by
-from hfjax.planner.step_time import in_a_node, seconds_of
+from hfjax.planner.step_time import in_a_node
 
 OF_STATE = {"batch": "batch", "moment": "while the peak layer or head runs"}
 
@@ -182,10 +181,10 @@ def transfers(plan: StepPlan, s: Scored) -> dict[str, dict[str, float]]:
     """Return seconds and bytes of what a step sends: by purpose, in a node or across nodes."""
     scorer, c = plan.scorer, s.candidate
     found: dict[str, dict[str, float]] = {}
-    for one in sent_by(c, scorer.traffic(c, scorer.placing(c))):
+    for one, seconds in scorer.transfers(c, scorer.placing(c)):
         inside, _ = in_a_node(one.axes, c.mesh, plan.machine.per_node)
         where = "in a node" if inside else "across nodes"
         here = found.setdefault(f"{one.purpose}, {where}", {"seconds": 0.0, "bytes": 0.0})
-        here["seconds"] += seconds_of(one, c.mesh, plan.machine)
+        here["seconds"] += seconds
         here["bytes"] += one.moved(c.mesh)
     return found

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 
-from hfjax.analysis.flights import Flight, flights, products
+from hfjax.analysis.flights import Flight, flights
 from hfjax.parallel.engine.gradients import AutodiffPlane
 from hfjax.parallel.three_parts.layers_in_turn import unroll
 from hfjax.planner.programs.estimate import compiled as memory_of
@@ -63,8 +63,6 @@ class Compiled:
         arguments: Bytes of the state and the batch.
         temporaries: Bytes of all that comes and goes.
         host: Bytes in the host's memory.
-        products: FLOP of all matmuls; attention is none of them.
-        product_bytes: Bytes that they read and write.
         transfers: The collectives, as they are scheduled. Calls that XLA joined otherwise at the
             two depths are told by their mean.
         seconds: How long it took to compile.
@@ -75,38 +73,9 @@ class Compiled:
     arguments: float
     temporaries: float
     host: float
-    products: float
-    product_bytes: float
     transfers: tuple[CompiledTransfer, ...]
     seconds: float = 0.0
     depths: tuple[int, ...] = ()
-
-    @property
-    def whole(self) -> bool:
-        """Whether the program was compiled as it is, with all its layers."""
-        return not self.depths
-
-    @property
-    def sent(self) -> dict[tuple[str, str], float]:
-        """Payload bytes by kind of collective and axes."""
-        return self._totals(lambda t: t.bytes)
-
-    @property
-    def calls(self) -> dict[tuple[str, str], float]:
-        """How many collectives run, by kind and axes."""
-        return self._totals(lambda t: 1.0)
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of transfers beside which no matmul runs, by the model of `flights`."""
-        return sum((t.seconds - t.covered) * t.count for t in self.transfers)
-
-    def _totals(self, of: Callable[[CompiledTransfer], float]) -> dict[tuple[str, str], float]:
-        found: dict[tuple[str, str], float] = {}
-        for t in self.transfers:
-            key = t.kind, t.axes
-            found[key] = found.get(key, 0.0) + of(t) * t.count
-        return found
 
 
 def compile_step(
@@ -150,18 +119,15 @@ def layers_without_loop(parts: Planned) -> int | None:
 def program_of(parts: Planned, kernels: Path | None = None) -> tuple[Compiled, tuple[float, float]]:
     """Return what the program of a run's step tells, compiled as it is; and its `live_bytes`."""
     program = _compile(parts.trace().lower(), kernels)
-    text, memory = program.as_text() or "", memory_of(program)
-    matmuls = products(text)
+    memory = memory_of(program)
     found = Compiled(
         peak=memory["peak"],
         arguments=memory["arguments"],
         temporaries=memory["temporaries"],
         host=memory["host_compiled"],
-        products=sum(p.flops * p.count for p in matmuls),
-        product_bytes=sum(p.bytes * p.count for p in matmuls),
         transfers=_transfers(flights(program)),
     )
-    return found, live_bytes(text)
+    return found, live_bytes(program.as_text() or "")
 
 
 def _compile(lowered: jax.stages.Lowered, kernels: Path | None) -> jax.stages.Compiled:
@@ -207,7 +173,7 @@ def at_depth(
 ) -> Compiled:
     """Return what a program of so many layers tells, of which two others have `depths`.
 
-    >>> program = lambda peak: Compiled(peak, 0, 0, 0, 0, 0, ())
+    >>> program = lambda peak: Compiled(peak, 0, 0, 0, ())
     >>> at_depth(24, program(16.0), program(22.0)).peak
     34.0
     """

@@ -81,12 +81,6 @@ class FusedCall:
         positions = min(self.window or self.positions, self.positions)
         return self.times * self.heads * self.width * self.positions * positions
 
-    @property
-    def flops(self) -> float:
-        """The operations on pairs of positions that causal attention needs."""
-        whole = 4.0 * self.heads * self.positions**2 * self.width / 2
-        return whole * self.part * (2.5 if self.backward else 1.0) * self.times
-
 
 @dataclass(eq=False)
 class Kernel:
