@@ -16,7 +16,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from hfjax.machines.machine import MACHINES, Machine
-from hfjax.planner.candidate import AXES_SHOWN, Candidate
+from hfjax.parallel.mesh import AXES
+from hfjax.planner.candidate import Candidate
 from hfjax.planner.score import Scored, Scorer
 from hfjax.run.config import Model, Train
 from hfjax.target import can_compile_for_gpus
@@ -60,7 +61,7 @@ class Real:
 
 def row(zero: str, rows: int, how: dict[str, Any] | None = None, **sides: int) -> Candidate:
     """Return a candidate: what is split, rows of a step, how they run, sides of the mesh."""
-    pairs = tuple((axis, sides[axis]) for axis in AXES_SHOWN if sides.get(axis, 1) > 1)
+    pairs = tuple((axis, sides[axis]) for axis in AXES if sides.get(axis, 1) > 1)
     return Candidate(pairs, zero, rows, **(how or {}))
 
 

@@ -206,7 +206,14 @@ def test_the_parts_of_a_step_are_its_sum_and_those_of_a_peak_too(small):
 def test_one_device_computes_what_the_model_needs():
     found = scorer(settings("gpt-tiny", length=256, rows=4))
     needed = found.one.task.flops(found.one.layout) * 4 * 256
-    counted = found.score(Candidate((), "ddp", 4)).time.flops
+    parts = {"forward": found.layers, "backward": found.layers, "ends": 1}
+    counted = 0.0
+    for part, times in parts.items():
+        work = found.profile("none").work(part, Share())
+        counted += times * sum(2 * math.prod(p.sides(4, 1)) * p.times for p in work.products)
+        for call in work.attention:  # of scores that causal attention needs
+            pairs = call.times * call.heads * call.positions**2 / 2
+            counted += times * 4 * 4 * pairs * call.width * (2.5 if call.backward else 1)
     # The model's count has attention in full, the planner's the half that causal attention needs.
     shape = found.one.model.shape
     scores = 3 * 4 * shape.heads * 256**2 * (shape.embed // shape.heads)
@@ -319,7 +326,7 @@ def test_a_window_leaves_pairs_out(own):
     )
     assert [a.window for a in near.attention] == [32, 32]
     pairs = 128 * 129 / 2
-    left = [a.flops / b.flops for a, b in zip(near.attention, far.attention, strict=True)]
+    left = [a.part / b.part for a, b in zip(near.attention, far.attention, strict=True)]
     assert left == pytest.approx([(pairs - 96 * 97 / 2) / pairs] * 2)
 
 
@@ -435,7 +442,7 @@ def test_losers_lose_by_their_largest_part():
     assert best.reason == ""
     assert found.best.tokens * best.time.total * 8 == pytest.approx(64 * 256)
     for one in found.rows[1:]:
-        part, more = largest_loss(one, best)
+        part, more = largest_loss(*(Scored(r.candidate, r.time, r.peak) for r in (one, best)))
         assert more == max(
             one.time.parts.get(name, 0) - best.time.parts.get(name, 0)
             for name in one.time.parts.keys() | best.time.parts.keys()

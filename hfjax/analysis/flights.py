@@ -31,6 +31,7 @@ import jax
 from hfjax.analysis import collectives as traffic, hlo
 from hfjax.analysis.collectives import Collective
 from hfjax.analysis.hlo import Transfer
+from hfjax.base.tables import counted
 from hfjax.machines.machine import H200, Machine
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
@@ -188,7 +189,7 @@ class _Walk:
         if name not in self.counted:
             lines = self.module.computations[name]
             found = (self._products_of(made, op, lines) for made, op in self._ops(lines))
-            self.counted[name] = _together(p for several in found for p in several)
+            self.counted[name] = counted(p for several in found for p in several)
         return self.counted[name]
 
     def _products_of(self, name: str, op: hlo._Op, lines: dict[str, str]) -> list[Matmul]:
@@ -219,15 +220,6 @@ def _cover(airborne: dict[str, Flight], flops: float, speed: float) -> None:
 def _is_synchronous(op: hlo._Op) -> bool:
     config = op.attributes.get("backend_config", "")
     return not op.opcode.endswith("-start") or '"is_sync":true' in config
-
-
-def _together(found: Iterable[Matmul]) -> list[Matmul]:
-    """Return products of which no two have the same shape."""
-    counts: dict[Matmul, int] = {}
-    for p in found:
-        once = replace(p, count=1)
-        counts[once] = counts.get(once, 0) + p.count
-    return [replace(once, count=count) for once, count in counts.items()]
 
 
 def _dot(op: hlo._Op, lines: dict[str, str], result: str) -> Matmul:

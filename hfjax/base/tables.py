@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,12 +30,15 @@ class Rows(Generic[Row]):
 
 def merged(found: Iterable[Any]) -> tuple[Any, ...]:
     """Return rows (with fields `bytes` and `count`) with equal ones merged, most bytes first."""
-    counts: dict[Any, int] = {}
+    return tuple(sorted(counted(found), key=lambda row: -row.bytes * row.count))
+
+
+def counted(found: Iterable[Any], field: str = "count") -> list[Any]:
+    """Return rows, equal ones as one of their sum; `field` says how many of it a row is."""
+    counts: Counter[Any] = Counter()
     for row in found:
-        of_one = dataclasses.replace(row, count=0)
-        counts[of_one] = counts.get(of_one, 0) + row.count
-    rows = [dataclasses.replace(row, count=n) for row, n in counts.items()]
-    return tuple(sorted(rows, key=lambda row: -row.bytes * row.count))
+        counts[dataclasses.replace(row, **{field: 0})] += getattr(row, field)
+    return [dataclasses.replace(row, **{field: n}) for row, n in counts.items()]
 
 
 def aligned(

@@ -69,12 +69,7 @@ def command(argv: Sequence[str]) -> int:
     """Run `hfjax schedule` with these arguments; return the exit status."""
     parser = argparse.ArgumentParser("hfjax schedule", description="Show a schedule and its cost.")
     arguments(parser)
-    return main(parser.parse_args(argv))
-
-
-def main(given: argparse.Namespace) -> int:
-    """Show what was asked for; return the exit status."""
-    console = Console(highlight=False, soft_wrap=True)
+    given, console = parser.parse_args(argv), Console(highlight=False, soft_wrap=True)
     listed = given.name is None and given.own is None
     act = _list if listed else _draw
     return carried_out("schedule", lambda: act(given, console))

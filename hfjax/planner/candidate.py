@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from hfjax.parallel.activation_offload import Offload
+from hfjax.parallel.mesh import AXES
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.settings import Context
@@ -14,8 +15,6 @@ from hfjax.parallel.strategy import Strategy
 from hfjax.planner.placing import Sides
 from hfjax.run.build import PLANES, sizes_of, strategy_of
 from hfjax.run.config import Mesh, PipelineOptions, Train
-
-AXES_SHOWN = ("pipe", "data", "fsdp", "expert", "context", "row", "tensor")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Candidate:
         zero = next((n for n in names if n in PLANES), "ddp")
         piped = sizes["pipe"] > 1
         return cls(
-            tuple((axis, sizes[axis]) for axis in AXES_SHOWN if sizes[axis] > 1),
+            tuple((axis, sizes[axis]) for axis in AXES if sizes[axis] > 1),
             {"hsdp": "fsdp", "zero3": "fsdp"}.get(zero, zero),
             config.batch,
             "sequence" in names,

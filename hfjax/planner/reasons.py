@@ -1,12 +1,11 @@
 """Why a candidate loses, in a phrase: the largest part by which it does."""
 
-from typing import Protocol
-
 from hfjax.base.tables import human
 from hfjax.machines.machine import Machine
 from hfjax.planner.score import Scored
+from hfjax.planner.search import REMATS
 from hfjax.planner.sent import EXPERTS, GATHERS, GRID, MESSAGES, NEW, POSITIONS, SUMS, TENSOR
-from hfjax.planner.step_time import StepTime, in_a_node
+from hfjax.planner.step_time import in_a_node
 
 LEAST = 0.0005  # of the time of the first: a smaller difference is none
 # part of a peak -> what people call it
@@ -28,15 +27,6 @@ AXES_OF = {
     MESSAGES: ("pipe",),
     GRID: ("row", "tensor"),
 }
-
-
-class HasTime(Protocol):
-    """A candidate, or a row of a plan."""
-
-    @property
-    def time(self) -> StepTime:
-        """Its seconds."""
-        ...
 
 
 def reason_of(s: Scored, best: Scored, fits: bool, machine: Machine) -> str:
@@ -80,7 +70,7 @@ def largest_held(s: Scored) -> str:
     return s.peak.what if name == "moment" else HELD[name]
 
 
-def largest_loss(s: HasTime, best: HasTime) -> tuple[str, float]:
+def largest_loss(s: Scored, best: Scored) -> tuple[str, float]:
     """Return the part of the time by which a candidate loses most, and its seconds."""
     mine, theirs = s.time.parts, best.time.parts
     names = mine.keys() | theirs.keys()
@@ -90,8 +80,7 @@ def largest_loss(s: HasTime, best: HasTime) -> tuple[str, float]:
 
 
 def _again(s: Scored, best: Scored) -> bool:
-    order = ("none", "dots", "full")
-    return order.index(s.candidate.remat) > order.index(best.candidate.remat)
+    return REMATS.index(s.candidate.remat) > REMATS.index(best.candidate.remat)
 
 
 def _where(purpose: str, s: Scored, machine: Machine) -> str:

@@ -13,7 +13,7 @@ from functools import cache
 from hfjax.checks.combinations import refusals
 from hfjax.machines.machine import Machine
 from hfjax.parallel.schedules.named import SCHEDULES
-from hfjax.planner.candidate import AXES_SHOWN, Candidate, table_of
+from hfjax.planner.candidate import Candidate, table_of
 
 ZEROS = ("ddp", "zero1", "zero2", "fsdp")
 REMATS = ("none", "dots", "full")
@@ -76,8 +76,10 @@ def all_sides(count: int, model: ModelFacts, machine: Machine) -> Iterator[dict[
                 for pipe in _stages(rest // expert, model):
                     left = rest // expert // pipe
                     for fsdp in _divisors(left):
-                        sizes = (pipe, left // fsdp, fsdp, expert, context, row, tensor)
-                        yield dict(zip(AXES_SHOWN, sizes, strict=True))
+                        yield {
+                            **{"pipe": pipe, "data": left // fsdp, "fsdp": fsdp, "expert": expert},
+                            **{"context": context, "row": row, "tensor": tensor},
+                        }
 
 
 def _grids(count: int, model: ModelFacts, machine: Machine) -> Iterator[tuple[int, int]]:

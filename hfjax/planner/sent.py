@@ -36,9 +36,7 @@ class Sent:
 
     def moved(self, sides: Sides) -> float:
         """Return the bytes that a device sends."""
-        n = 1
-        for axis in self.axes:
-            n *= sides[axis]
+        n = math.prod(sides[axis] for axis in self.axes)
         if self.kind == "permute":
             return self.payload
         return self.payload * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)

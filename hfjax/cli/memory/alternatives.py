@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Literal
 
 from hfjax.base.tables import bytes_of
 from hfjax.parallel.activation_offload import Offload
+from hfjax.planner.search import OFFLOADS, REMATS
 from hfjax.run import files
 from hfjax.run.config import Train, at_least, beside_pretrained
 from hfjax.run.yaml_text import parsed
 
 AUTO = "auto"  # the least offload that fits
-REMATS = ("none", "dots", "full")
-RATIOS = ("0.5", "1")
 ON_HOST = "host_optimizer"
 
 
@@ -74,7 +73,7 @@ def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
         plain = replace(given, offload=None) if given.offload else given
         remats = [f"remat={remat}" for remat in REMATS if remat != given.remat or given.offload]
         yield from ((words, changed(plain, words)) for words in remats)
-        ratios = [ratio for ratio in RATIOS if _offload(ratio) != _offload(given.offload)]
+        ratios = [ratio for ratio in OFFLOADS if _offload(ratio) != _offload(given.offload)]
         for ratio in ratios:
             beside = replace(given, offload=ratio)
             yield _name(beside), beside

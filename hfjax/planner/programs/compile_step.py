@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 
 from hfjax.analysis.flights import Flight, flights
+from hfjax.base.tables import counted
 from hfjax.parallel.engine.gradients import AutodiffPlane
 from hfjax.parallel.three_parts.layers_in_turn import unroll
 from hfjax.planner.programs.estimate import compiled as memory_of
@@ -141,13 +142,12 @@ def _compile(lowered: jax.stages.Lowered, kernels: Path | None) -> jax.stages.Co
 
 def _transfers(found: Iterable[Flight]) -> tuple[CompiledTransfer, ...]:
     """Return flights as plain rows, equal ones together."""
-    counts: dict[CompiledTransfer, float] = {}
+    rows = []
     for f in found:
-        covered, alone = _rounded(f.seconds * f.covered), f.synchronous
-        axes, flops = "+".join(f.axes), _rounded(f.flops)
-        row = CompiledTransfer(f.kind, axes, f.bytes, 0, _rounded(f.seconds), covered, flops, alone)
-        counts[row] = counts.get(row, 0) + f.count
-    return tuple(replace(row, count=count) for row, count in counts.items())
+        covered, axes = _rounded(f.seconds * f.covered), "+".join(f.axes)
+        told = _rounded(f.seconds), covered, _rounded(f.flops), f.synchronous
+        rows.append(CompiledTransfer(f.kind, axes, f.bytes, f.count, *told))
+    return tuple(counted(rows))
 
 
 def _rounded(number: float) -> float:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -39,7 +38,6 @@ NOT_OF_PROGRAM = (
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 LARGEST = 256 * 2**20  # bytes of compiled kernels that are kept
-LOOK = 0.05  # seconds between two looks at a process
 
 
 @dataclass(frozen=True)
@@ -125,16 +123,13 @@ def _answer(asked: str, limit: float) -> str | Failed:
 
 def _ended(process: subprocess.Popen, asked: str, limit: float) -> int | None:
     """Ask a process and wait for its end; None: it is not reached within the limit."""
-    end = time.monotonic() + limit
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has died already
         process.stdin.write(asked.encode() + b"\n")
         process.stdin.flush()
-    while process.poll() is None:
-        if time.monotonic() > end:
-            return None
-        time.sleep(LOOK)
-    return process.returncode
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(limit)
+    return None
 
 
 def _kill(process: subprocess.Popen) -> None:

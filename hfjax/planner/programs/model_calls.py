@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hfjax.base.paths import flatten
+from hfjax.base.tables import counted
 from hfjax.checks.look import looked
 from hfjax.checks.look_along_rows import noted_along_rows
 from hfjax.parallel.settings import Context
@@ -45,13 +46,4 @@ def calls_of(parts: Planned) -> ModelCalls:
     variables = flatten(parts.layout.abstract_state().variables)
     noted, _ = looked(context, variables, parts.batch, "train", look)
     mixtures = Counter(mixture_call(1, *given) for given in asked.mixtures)
-    return ModelCalls(rows, _joined(noted.calls), tuple(mixtures.items()))
-
-
-def _joined(calls: list[AttentionCall]) -> tuple[AttentionCall, ...]:
-    """Return equal calls as one of more layers."""
-    found: dict[AttentionCall, int] = {}
-    for call in calls:
-        one = replace(call, times=1)
-        found[one] = found.get(one, 0) + call.times
-    return tuple(replace(call, times=times) for call, times in found.items())
+    return ModelCalls(rows, tuple(counted(noted.calls, "times")), tuple(mixtures.items()))
