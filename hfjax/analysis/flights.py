@@ -35,7 +35,6 @@ from hfjax.base.tables import counted
 from hfjax.machines.machine import H200, Machine
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
-_CALLS = ("calls", "to_apply", "called_computations")
 _READ = re.compile(r" (?:while|call|conditional|fusion|custom-call|dot)\(|-start\(|-done\(")
 _READ_SYNC = re.compile(rf" (?:{'|'.join(hlo.KINDS)})\(")
 
@@ -112,9 +111,7 @@ def _scheduled(text: str) -> tuple[hlo._Module, str]:
             f"not a scheduled module: {header[:80]!r}. Give the text of a program compiled for a "
             "GPU (a CPU program has no schedule): hfjax.target.target_devices gives the devices."
         )
-    computations, entry = hlo._computations(text)
-    devices = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-    return hlo._Module(computations, math.prod(map(int, devices))), entry
+    return hlo._read(text)
 
 
 class _Walk:
@@ -155,7 +152,7 @@ class _Walk:
         if op.opcode == "while":
             yield from self.walk(op.calls(["body"])[0], times * self._trips(op))
         elif op.opcode == "call":
-            yield from (f for called in op.calls(_CALLS) for f in self.walk(called, times))
+            yield from (f for called in op.calls(hlo._CALLS) for f in self.walk(called, times))
         elif op.opcode == "conditional":
             branches = [list(self.walk(b, times)) for b in op.calls(hlo._BRANCHES)]
             yield from max(branches, key=lambda found: sum(f.total for f in found), default=[])
@@ -205,7 +202,7 @@ class _Walk:
         if op.opcode == "conditional":
             branches = map(self.products, op.calls(hlo._BRANCHES))
             return max(branches, key=lambda b: sum(p.flops * p.count for p in b), default=[])
-        return [p for called in op.calls(_CALLS) for p in self.products(called)]
+        return [p for called in op.calls(hlo._CALLS) for p in self.products(called)]
 
 
 def _cover(airborne: dict[str, Flight], flops: float, speed: float) -> None:

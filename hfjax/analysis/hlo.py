@@ -119,11 +119,17 @@ _WORTH_PARSING = (*_CONTROL, *(f" {name}{tail}(" for name in KINDS for tail in (
 
 def transfers(text: str) -> list[Transfer]:
     """Returns every collective that one call of this HLO module performs, as device groups."""
+    module, entry = _read(text)
+    return module.walk(entry)
+
+
+def _read(text: str) -> tuple["_Module", str]:
+    """Returns the module of a text and its entry's name."""
     computations, entry = _computations(text)
     # `num_partitions=8` and `replica_count=1` stand in the first line, when they are not 1.
     header = text.split("\n", 1)[0]
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-    return _Module(computations, math.prod(map(int, sizes))).walk(entry)
+    return _Module(computations, math.prod(map(int, sizes))), entry
 
 
 def _computations(text: str) -> tuple[dict[str, dict[str, str]], str]:

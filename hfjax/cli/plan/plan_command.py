@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console, Group
 
 from hfjax.base.exits import carried_out, ending_in_words
+from hfjax.base.paths import nest
 from hfjax.base.progress import said_while
 from hfjax.base.tables import bytes_of, human
 from hfjax.base.write_files import replace_text
@@ -29,7 +30,6 @@ from hfjax.cli.plan.plan_settings import (
     PlanSettings,
     check_no_deepspeed,
     check_searched,
-    nested,
     not_taken,
     of_plan,
     rows_of,
@@ -209,13 +209,13 @@ def as_yaml(plan: StepPlan, row: PlanRow) -> str:
     """Return the settings of a row as `hfjax train --config` takes them: what is not usual."""
     config = files.anywhere(plan.settings(row))
     plain = lambda x: str(x) if isinstance(x, Path) else list(x) if isinstance(x, tuple) else x
-    changed = {name: plain(value) for name, value in files.changed(config).items()}
+    changed = {name.replace(".", "/"): plain(x) for name, x in files.changed(config).items()}
     ms, peak = 1000 * row.time.total, human(row.peak.total)
     head = (
         f"# hfjax plan: {row.candidate}\n# on {plan.count} x {plan.machine.name}: {ms:,.1f} ms a "
         f"step and {peak} of a GPU are predicted\n"
     )
-    return head + yaml.safe_dump(nested(changed), sort_keys=False)
+    return head + yaml.safe_dump(nest(changed), sort_keys=False)
 
 
 def as_json(made: MadePlan) -> dict[str, Any]:

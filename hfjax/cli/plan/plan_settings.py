@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from hfjax.base.tables import bytes_of
 from hfjax.cli.draw_timeline import check_ending
@@ -189,15 +189,3 @@ def rows_of(given: PlanSettings, unit: str, each: int) -> int:
         f"--tokens-per-step {given.tokens_per_step}: {tokens:,} tokens are no whole rows of {each} "
         f"(--model.length). The nearest that are: {' and '.join([*low, said(rows + 1)])}."
     )
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"mesh": {"fsdp": 8}} of {"mesh.fsdp": 8}."""
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        *outer, last = name.split(".")
-        place = found
-        for part in outer:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return found
