@@ -8,9 +8,11 @@ is compiled. Each case writes a row to results/ahead_of_time.md, in place of tha
 """
 
 import argparse
+import datetime
 import fnmatch
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -28,7 +30,6 @@ from jax import lax
 
 import hfjax
 from benchmarks.moved_bytes import Program
-from benchmarks.result_rows import put
 from hfjax import CONTEXT, DDP, EXPERT, FSDP, HSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Schedule
 from hfjax.analysis.flights import flights, products
 from hfjax.analysis.product_time import ProductModel, seconds
@@ -394,6 +395,17 @@ def _of_kind(told: Counter, kind: str) -> str:
     return f"{count:g} {kind} {size / 2**20:.1f} MiB {hidden / (size or 1):.0%}"
 
 
+def write(row: tuple[str, ...]) -> None:
+    """Put a row into the results, in place of that of its jax and case; notes below them stay."""
+    old = RESULTS.read_text() if RESULTS.exists() else ""
+    kept = (tuple(re.split(r" \| ", line[2:-2])) for line in old.splitlines() if line[:2] == "| ")
+    table = {r[:2]: r for r in (*kept, row) if r[0] not in (COLUMNS[0], "---")}
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(table[key] for key in sorted(table))]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    notes = old[old.index("\n## ") :] if "\n## " in old else ""
+    RESULTS.write_text(f"{HEAD.format(date=datetime.date.today())}\n{text}\n{notes}")
+
+
 def main() -> None:
     """Compile what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -407,7 +419,7 @@ def main() -> None:
     for name in chosen:
         row = (jax.__version__, name, *cells(measured(CASES[name])))
         print(" | ".join(row), flush=True)
-        put(RESULTS, HEAD, COLUMNS, row)
+        write(row)
 
 
 if __name__ == "__main__":
