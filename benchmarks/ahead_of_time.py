@@ -200,7 +200,10 @@ CASES: dict[str, Case] = {
     ),
     **each({"8B": Case("8B", FSDP, {"fsdp": 8}, 1, 4096, {}, LEAN)}, LOOP),
     **each({"8B, 80 layers": Case("8B", FSDP, {"fsdp": 8}, 1, 4096, {}, LEAN | LAYERS80)}, LOOP),
-    **each({"medium, fsdp tensor": Case("medium", *FSDP_TENSOR, 8, 1024, {}, LEAN)}, LOOP),
+    **each(
+        {"medium, fsdp tensor": Case("medium", *FSDP_TENSOR, 8, 1024, {}, LEAN)},
+        {"in a loop": {"unroll": 1}, "in no loop": {"unroll": True} | PRESETS["overlap_two"]},
+    ),
     # New parameters, gathered; activations do not cover it.
     "zero1": Case("medium", ZERO1, {"data": 8}, 1, 1024, FULL),
     "zero2": Case("medium", ZERO2, {"data": 8}, 1, 1024, FULL),
