@@ -148,8 +148,8 @@ def hfjax_runner(config: GPTConfig | MoEConfig, name: str) -> Runner:
     """Return hfjax's program, as a user writes it."""
     strategy, sizes, execution = STRATEGIES.get(name, SPREAD)
     routed = isinstance(config, MoEConfig)
-    model = lambda rngs: MoELlama(config, rngs=rngs) if routed else GPT(config, rngs=rngs)
-    optimizer = optax.adamw(RATE, weight_decay=DECAY)
+    module: Callable[..., Any] = MoELlama if routed else GPT
+    model, optimizer = lambda rngs: module(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = hfjax.layout(model, optimizer, hfjax.make_mesh(devices=devices, **sizes), strategy)
     loss = routed_loss if routed else next_token_loss

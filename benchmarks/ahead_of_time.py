@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -291,6 +291,9 @@ CASES: dict[str, Case] = {
 # -- what a program tells -----------------------------------------------------------------
 
 
+Numbers = defaultdict[Any, float]  # 0 of what is not there
+
+
 def lowered(case: Case, config: Mapping[str, Any]) -> jax.stages.Lowered:
     """Return the step of a case, of a model that has `config` otherwise."""
     model, devices = MODELS[case.model], target_devices("h200", math.prod(case.mesh.values()))
@@ -313,12 +316,12 @@ def batch_of(case: Case, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {"tokens": jax.ShapeDtypeStruct((rows, case.length + 1), "int32")}
 
 
-def numbers(case: Case, **config: Any) -> Counter:
+def numbers(case: Case, **config: Any) -> Numbers:
     """Return what is counted in a program; each kind of transfer has a count, bytes and hidden."""
     length = {} if case.model == "DeepLab" else {"length": case.length}
     begun = time.process_time()
     program = lowered(case, {**length, **case.config, **config}).compile()
-    told = Counter(compiled=time.process_time() - begun)
+    told = Numbers(float, compiled=time.process_time() - begun)
     memory = program.memory_analysis()
     assert memory is not None  # XLA's GPU compiler always tells
     told["state"], told["temporaries"] = memory.argument_size_in_bytes, memory.temp_size_in_bytes
@@ -338,12 +341,12 @@ def numbers(case: Case, **config: Any) -> Counter:
     return told
 
 
-def measured(case: Case) -> Counter:
+def measured(case: Case) -> Numbers:
     """Return the numbers of a step, or of one layer: of two steps the difference by layer."""
     told = numbers(case)
     if case.fewer:
         less, layers = numbers(case, layers=case.fewer), case.config["layers"] - case.fewer
-        told = Counter({name: (told[name] - less[name]) / layers for name in told})
+        told = Numbers(float, {name: (told[name] - less[name]) / layers for name in told})
     return told
 
 
@@ -374,7 +377,7 @@ float32, clipped; numbers are those of one device and one step, or of one layer 
 """
 
 
-def cells(told: Counter) -> tuple[str, ...]:
+def cells(told: Numbers) -> tuple[str, ...]:
     """Return what the table shows of these numbers."""
     kinds = {key[0] for key in told if isinstance(key, tuple)}
     kinds = sorted(kinds, key=lambda kind: (-told[kind, "bytes"], kind))
@@ -392,7 +395,7 @@ def cells(told: Counter) -> tuple[str, ...]:
     )
 
 
-def _of_kind(told: Counter, kind: str) -> str:
+def _of_kind(told: Numbers, kind: str) -> str:
     """Return how often a kind is sent, its bytes, and the part of them that is hidden."""
     count, size, hidden = (told[kind, what] for what in ("count", "bytes", "hidden"))
     return f"{count:g} {kind} {size / 2**20:.1f} MiB {hidden / (size or 1):.0%}"

@@ -1,11 +1,9 @@
 """The table of steps that are compiled for H200s: its cases, and what is told of a program."""
 
-from collections import Counter
-
 import pytest
 
 from benchmarks import ahead_of_time
-from benchmarks.ahead_of_time import CASES, COLUMNS, MODELS, cells, measured
+from benchmarks.ahead_of_time import CASES, COLUMNS, MODELS, Numbers, cells, measured
 
 GATHER = "all-gather fsdp"
 TOLD = {
@@ -22,7 +20,7 @@ def test_cases_are_of_models_that_are_there_and_of_eight_devices_or_more():
 
 
 def test_a_row_shows_what_a_program_tells():
-    row = ("0.12", "fsdp", *cells(Counter(TOLD)))
+    row = ("0.12", "fsdp", *cells(Numbers(float, TOLD)))
     assert len(row) == len(COLUMNS)
     assert row[2:9] == (
         *("1.00 GiB", "2.00 GiB", "3.00 GiB", "5 GB", "50.0%", "75.0%", "1.00 of 4.00 ms"),
@@ -31,7 +29,9 @@ def test_a_row_shows_what_a_program_tells():
 
 
 def test_a_row_of_one_layer_is_the_difference_of_two_programs(monkeypatch):
-    of = lambda case, layers=6: Counter({name: value * layers for name, value in TOLD.items()})
+    of = lambda case, layers=6: Numbers(
+        float, {name: value * layers for name, value in TOLD.items()}
+    )
     monkeypatch.setattr(ahead_of_time, "numbers", of)
     assert measured(CASES["tensor, layer of 70B, whole"]) == TOLD
     assert measured(CASES["tensor, medium, whole"])["state"] == 6 * TOLD["state"]
