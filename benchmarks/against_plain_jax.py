@@ -1,4 +1,6 @@
-"""hfjax beside plain JAX (plain_jax.py) and, asked for, eager torch: same model, weights and batch.
+"""hfjax beside plain JAX (plain_jax.py, of mixtures plain_moe.py) and, asked for, eager torch.
+
+All have the same model, weights and batch.
 
 Both are compiled and warmed up, then take single steps in turn. Steps during which other processes
 used the cores are dropped, and the ratio is the median over the pairs that are left.
@@ -25,13 +27,19 @@ import numpy as np
 import optax
 
 import hfjax
+from benchmarks import plain_moe
 from benchmarks.plain_jax import SPLITS, Program
 from hfjax.base.paths import flatten
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.moe import MoEConfig, MoELlama, Router, next_token_loss as routed_loss
 
 RESULT = Path(__file__).parent / "results" / "against_plain_jax.md"
 FULL = GPTConfig(vocab=8192, length=256, layers=8, heads=8, embed=384)
 SMALL = GPTConfig(vocab=512, length=64, layers=2, heads=8, embed=64)
+_SHAPE = {"vocab": 256, "layers": 4, "heads": 8, "kv_heads": 8, "mlp": 512}
+_ROUTING = {"experts": 8, "top_k": 2, "capacity": 1.0, "router": Router(balance_loss=0.01)}
+MIXTURE = MoEConfig(length=256, embed=256, **_SHAPE, **_ROUTING)
+SMALL_MIXTURE = MoEConfig(length=64, embed=64, **_SHAPE, **_ROUTING)
 OVERHEAD = GPTConfig.tiny(layers=2, embed=32, length=8)
 ROWS, RATE, DECAY, WARM = 8, 1e-3, 1e-4, 3
 COMPARED = 5  # first losses; later ones drift apart by rounding
@@ -45,6 +53,8 @@ STRATEGIES: dict[str, tuple[hfjax.Strategy, dict[str, Any], dict[str, Any]]] = {
     "TENSOR": (hfjax.TENSOR, {"data": 2, "tensor": 4}, {}),
     "TENSOR|SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}, {}),
 }
+EXPERT = "EXPERT, a mixture"
+SPREAD = (hfjax.DDP | hfjax.EXPERT, {"expert": 8}, {"dispatch": "all_to_all"})
 NAMES = {  # of a layer: hfjax's path, plain_jax's key
     "attention/qkv/kernel": "qkv",
     "attention/qkv/bias": "qkv_bias",
@@ -128,19 +138,22 @@ def in_turn(runners: list[Runner], rounds: int) -> tuple[list[list[Timed]], list
 # -- the programs -------------------------------------------------------------------------
 
 
-def batch_of(config: GPTConfig) -> dict[str, np.ndarray]:
+def batch_of(config: GPTConfig | MoEConfig) -> dict[str, np.ndarray]:
     """Return the one batch of every program."""
     draw = np.random.default_rng(0)
     return {"tokens": draw.integers(0, config.vocab, (ROWS, config.length + 1), np.int32)}
 
 
-def hfjax_runner(config: GPTConfig, name: str) -> Runner:
+def hfjax_runner(config: GPTConfig | MoEConfig, name: str) -> Runner:
     """Return hfjax's program, as a user writes it."""
-    strategy, sizes, execution = STRATEGIES[name]
-    model, optimizer = lambda rngs: GPT(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
+    strategy, sizes, execution = STRATEGIES.get(name, SPREAD)
+    routed = isinstance(config, MoEConfig)
+    module: Callable[..., Any] = MoELlama if routed else GPT
+    model, optimizer = lambda rngs: module(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = hfjax.layout(model, optimizer, hfjax.make_mesh(devices=devices, **sizes), strategy)
-    step = hfjax.train_step(layout, next_token_loss, clip=1.0, **execution)
+    loss = routed_loss if routed else next_token_loss
+    step = hfjax.train_step(layout, loss, clip=1.0, **execution)
 
     def run(state, batch):
         state, metrics = step(state, batch)
@@ -150,17 +163,24 @@ def hfjax_runner(config: GPTConfig, name: str) -> Runner:
     return Runner("hfjax", run, hfjax.init(layout), batch).measure(lambda: step.lower(batch))
 
 
-def plain_runner(config: GPTConfig, name: str, weights: Any) -> Runner:
+def plain_runner(config: GPTConfig | MoEConfig, name: str, weights: Any) -> Runner:
     """Return plain JAX's program, started from these weights."""
-    program = Program(SPLITS[name.split(",")[0]], optax.adamw(RATE, weight_decay=DECAY))
+    optimizer = optax.adamw(RATE, weight_decay=DECAY)
+    if isinstance(config, MoEConfig):
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+        program = plain_moe.Program(config, clipped)
+    else:
+        program = Program(SPLITS[name.split(",")[0]], optimizer)
     tokens = jax.device_put(batch_of(config)["tokens"], program.batch)
     state = program.place(weights)
     step = program.step(state)
     return Runner("plain", step, state, tokens).measure(lambda: step.lower(state, tokens))  # pyright: ignore
 
 
-def plain_weights(params: Any, layers: int) -> dict[str, Any]:
-    """Return hfjax's parameters as plain_jax has them: a list of layers."""
+def plain_weights(config: GPTConfig | MoEConfig, params: Any) -> dict[str, Any]:
+    """Return hfjax's parameters as plain JAX has them: a list of layers."""
+    if isinstance(config, MoEConfig):
+        return plain_moe.weights_of(params, config.layers)
     flat = {path: np.asarray(x) for path, x in flatten(params).items()}
 
     def norm(path: str, index: Any = ...) -> dict[str, np.ndarray]:
@@ -171,16 +191,16 @@ def plain_weights(params: Any, layers: int) -> dict[str, Any]:
         return own | {part: norm(f"layers/{part}", i) for part in ("norm1", "norm2")}
 
     whole = {name: flat[name] for name in ("tokens", "positions")}
-    return whole | {"norm": norm("norm"), "layers": [layer(i) for i in range(layers)]}
+    return whole | {"norm": norm("norm"), "layers": [layer(i) for i in range(config.layers)]}
 
 
 # -- the table ----------------------------------------------------------------------------
 
 
-def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]:
+def compare(config: GPTConfig | MoEConfig, name: str, rounds: int, torch: bool) -> list[str]:
     """Return the row of one configuration, and torch's line if it is asked for."""
     hf = hfjax_runner(config, name)
-    weights = plain_weights(hf.state.params, config.layers)
+    weights = plain_weights(config, hf.state.params)
     runners = [plain_runner(config, name, weights), hf]
     seen, quiet = in_turn(runners, rounds)
     difference = check_same(runners)
@@ -189,7 +209,7 @@ def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]
     return [row, _beside_torch(config, hf, weights, rounds)] if torch else [row]
 
 
-def _beside_torch(config: GPTConfig, hf: Runner, weights: Any, rounds: int) -> str:
+def _beside_torch(config: GPTConfig | MoEConfig, hf: Runner, weights: Any, rounds: int) -> str:
     """Return torch's line; apart from the others, for its threads go on spinning."""
     from benchmarks.torch_gpt import torch_step
 
@@ -283,8 +303,9 @@ pairs during which no other process used the cores: the times are theirs (all pa
 quiet). "CPU time" is the ratio of processor seconds over all pairs. Plain JAX is \
 benchmarks/plain_jax.py: no toolkit, layers unrolled, and no guard against a step that is not \
 finite (hfjax has one). Compile is from Python to program; temp is the compiler's count of \
-temporary bytes per device. Fake devices share the cores: they tell work, bytes and overhead, not \
-scaling. Below 3 % is noise."""
+temporary bytes per device. The mixture (plain_moe.py) is a Llama of 4 layers, embed 256, 8 \
+experts of 512, top_k 2, vocab 256. Fake devices share the cores: they tell work, bytes and \
+overhead, not scaling. Below 3 % is noise."""
 
 
 def report(config: GPTConfig, rows: list[str], torch: list[str], overhead: float) -> str:
@@ -326,11 +347,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model; writes no result")
     parser.add_argument("--torch", action="store_true", help="eager torch beside one device")
     given = parser.parse_args()
-    config, rounds = (SMALL, 4) if given.quick else (FULL, 10)
+    config, mixture, rounds = (SMALL, SMALL_MIXTURE, 4) if given.quick else (FULL, MIXTURE, 10)
     overhead = overhead_us()
     rows, torch = [], []
-    for name in STRATEGIES:
-        row, *line = compare(config, name, rounds, given.torch and name == "one device")
+    for name in (*STRATEGIES, EXPERT):
+        shape = mixture if name == EXPERT else config
+        row, *line = compare(shape, name, rounds, given.torch and name == "one device")
         print(row, flush=True)
         rows.append(row)
         torch += line

@@ -57,7 +57,6 @@ SECTIONS: Mapping[str, Section] = {
     "tests": Section("gpu_tests", 210, 160),
     "flash_block": Section("attention", 120, 90),
     "cross_entropy": Section("loss", 50, 30),
-    "casts": Section("wires", 45, 25),
     "products": Section("products", 50, 30),
     "124M-16": Section("training:small 16", 120, 60),
     "medium-16": Section("training:medium 16", 130, 65),

@@ -10,7 +10,7 @@ of these. A change of type computes.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -264,9 +264,3 @@ def elements(types: str) -> int:
     """Return the number of elements of the largest of some arrays."""
     of = lambda dims: math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
     return max((of(dims) for _, dims in _ARRAYS.findall(types)), default=0)
-
-
-def most(moved: Moved, count: int = 8) -> Iterator[str]:
-    """Yield what moves most, a line each."""
-    for name, bytes_ in sorted(moved.by.items(), key=lambda item: -item[1])[:count]:
-        yield f"{bytes_ / 1e9:8.2f} GB  {name}"

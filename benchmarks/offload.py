@@ -4,7 +4,6 @@ GPT-2 medium on long rows in bfloat16 on one device. Steps of all programs are t
 state; the peak of each comes from a process of its own. Writes results/offload.md and .json.
 
     python -m benchmarks.offload [--rows N] [--steps N]    on a GPU
-    python -m benchmarks.offload --compiled [--rows N]     memory alone, compiled for an H200
     python -m benchmarks.offload --smoke                   tiny, on a CPU, nothing is written
 """
 
@@ -23,8 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-if "--compiled" in sys.argv or "--smoke" in sys.argv:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is compiled for is not here
+if "--smoke" in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ import hfjax
 from hfjax.models.attention import causal_attention
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.memory import on_host
-from hfjax.target import can_compile_for_gpus, how_to_install, target_devices
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -58,16 +56,13 @@ class Setting:
     rows: int = ROWS
     length: int = LENGTH
     tiny: bool = False
-    compiled: bool = False  # for an H200 that is not here
 
     @cached_property
     def layout(self) -> hfjax.Layout:
         """Everything on one device."""
-        attention = _recomputed() if self.compiled else causal_attention
-        shape = {"pad_vocab_to": 128, "attention": attention, "length": self.length}
+        shape = {"pad_vocab_to": 128, "attention": causal_attention, "length": self.length}
         config = GPTConfig.preset("medium", **(shape | (TINY if self.tiny else {})))
-        devices = target_devices("h200", 1) if self.compiled else jax.devices()[:1]
-        mesh = hfjax.make_mesh(devices=devices, data=1)
+        mesh = hfjax.make_mesh(devices=jax.devices()[:1], data=1)
         init = lambda rngs: GPT(config, rngs=rngs)
         return hfjax.layout(init, optax.adamw(1e-4), mesh, hfjax.DDP)
 
@@ -84,21 +79,13 @@ class Setting:
         return {"tokens": tokens.astype(np.int32)}
 
 
-def _recomputed() -> Callable:
-    """Return attention as it is compiled without cuDNN; a GPU's machine need not have its needs."""
-    from hfjax.pallas_kernels.handing import is_causal_attention
-    from hfjax.planner.programs.stand_in import fused_attention
-
-    return is_causal_attention(fused_attention)
-
-
 @dataclass(frozen=True)
 class Row:
-    """What was seen of a case; None: not measured."""
+    """What was seen of a case."""
 
     case: str
-    seconds: float | None  # the median step
-    peak: int | None  # bytes in use on the device, at most
+    seconds: float  # the median step
+    peak: int | None  # bytes in use on the device, at most; None: nothing tells
     compiled: int  # the same, as the compiler tells
     host: int  # bytes of what is kept on the host
     to_host: int  # sent in a step
@@ -107,20 +94,20 @@ class Row:
     @property
     def rates(self) -> tuple[float, float] | None:
         """Bytes a second to the host and back, over the whole step."""
-        if self.seconds is None or not self.to_host:
+        if not self.to_host:
             return None
         return self.to_host / self.seconds, self.to_device / self.seconds
 
 
-def planned(setting: Setting, case: str) -> Row:
-    """Return what the compiled program of a case takes."""
+def row_of(setting: Setting, case: str, seconds: float, peak: int | None) -> Row:
+    """Return what was measured of a case, and what its compiled program takes."""
     traced = setting.step(case).trace(setting.batch)
     moved = hfjax.transfers(traced)
     memory: Any = traced.lower().compile().memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    compiled = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    compiled += memory.output_size_in_bytes - memory.alias_size_in_bytes
     host = memory.host_temp_size_in_bytes
-    return Row(case, None, None, peak, host, moved.to_host, moved.to_device)
+    return Row(case, seconds, peak, compiled, host, moved.to_host, moved.to_device)
 
 
 # -- on a device --------------------------------------------------------------------------
@@ -200,22 +187,15 @@ def speed(rates: tuple[float, float] | None) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows in markdown; columns that nobody measured are left out."""
-    timed = any(row.seconds is not None for row in rows)
+    """Return the rows in markdown."""
     base = next(row for row in rows if row.case == "remat full")
-    lines = [["program", "peak as compiled", "on the host", "to host", "to device"]]
-    if timed:
-        lines[0] += ["step", "of remat full", "peak in use", "GB/s to / from host"]
+    head = ["program", "peak as compiled", "on the host", "to host", "to device"]
+    head += ["step", "of remat full", "peak in use", "GB/s to / from host"]
+    lines = [head, ["---"] * len(head)]
     for row in rows:
-        sizes = (row.compiled, row.host, row.to_host, row.to_device)
-        cells = [row.case, *map(size, sizes)]
-        if timed:
-            assert row.seconds is not None
-            assert base.seconds is not None
-            parts = f"{row.seconds * 1e3:.1f} ms", f"{row.seconds / base.seconds:.1%}"
-            cells += [*parts, size(row.peak), speed(row.rates)]
-        lines.append(cells)
-    lines.insert(1, ["---"] * len(lines[0]))
+        sizes = map(size, (row.compiled, row.host, row.to_host, row.to_device))
+        parts = f"{row.seconds * 1e3:.1f} ms", f"{row.seconds / base.seconds:.1%}"
+        lines.append([row.case, *sizes, *parts, size(row.peak), speed(row.rates)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -223,8 +203,6 @@ def goals(rows: Sequence[Row], plain: tuple[float, float]) -> Iterable[str]:
     """Yield a line for each goal: reached or not."""
     of = {row.case: row for row in rows}
     whole, full = of["offload 1"], of["remat full"]
-    assert whole.seconds is not None
-    assert full.seconds is not None
     faster = full.seconds / whole.seconds
     yield line(faster >= FASTER, f"offload 1 is {faster:.2f} x remat full (goal {FASTER} x)")
     both = sum(whole.rates or (0.0,))
@@ -239,35 +217,13 @@ def line(reached: bool, told: str) -> str:
     return f"- {'reached' if reached else 'MISSED'}: {told}"
 
 
-def heading(what: str, setting: Setting, device: str) -> str:
-    words = " ".join(sys.argv[1:])
+def heading(setting: Setting, device: str) -> str:
+    words = " ".join(["python -m benchmarks.offload", *sys.argv[1:]])
     return (
-        f"# {what}\n\n`python -m benchmarks.offload {words}`".rstrip("` ")
-        + f"`, {date.today()}, jax {jax.__version__}, Python {platform.python_version()}, "
-        f"{device}. GPT-2 medium, {setting.rows} rows x {setting.length} tokens, bfloat16, "
-        "parameters and AdamW's moments in float32.\n"
+        f"# Offload beside remat\n\n`{words}`, {date.today()}, jax {jax.__version__}, Python "
+        f"{platform.python_version()}, {device}. GPT-2 medium, {setting.rows} rows x "
+        f"{setting.length} tokens, bfloat16, parameters and AdamW's moments in float32.\n"
     )
-
-
-COMPILED = """
-- *offload r*: the part r of what layers keep waits on the host (remat none).
-- *Peak as compiled* is of the whole step: state, temporaries, what is not in the place of an
-  argument. Nothing ran.
-- Attention keeps queries, keys and values and computes its scores again, as cuDNN's does, which
-  cannot be compiled without cuDNN."""
-
-
-def compiled(given: argparse.Namespace) -> None:
-    """Write the memory of all cases, compiled for an H200."""
-    if not can_compile_for_gpus():
-        print(f"skipped: it needs {how_to_install()}")
-        return
-    setting, rows = Setting(given.rows, given.length, compiled=True), []
-    for case in CASES:
-        rows.append(planned(setting, case))
-        print(rows[-1], flush=True)
-    page = [heading("Memory of offload, compiled for an H200", setting, "no GPU"), table(rows)]
-    (RESULTS / "offload_memory.md").write_text("\n".join([*page, COMPILED, ""]))
 
 
 def smoke() -> str:
@@ -280,13 +236,7 @@ def smoke() -> str:
 def measured(setting: Setting, peaks: dict[str, int | None], steps: int) -> list[Row]:
     """Return a row for each case, timed."""
     seconds = in_turn(setting, steps)
-    rows = []
-    for case in CASES:
-        fields = asdict(planned(setting, case))
-        rows.append(
-            Row(**(fields | {"seconds": statistics.median(seconds[case]), "peak": peaks[case]}))
-        )
-    return rows
+    return [row_of(setting, case, statistics.median(seconds[case]), peaks[case]) for case in CASES]
 
 
 def main() -> None:
@@ -294,14 +244,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--compiled", action="store_true", help="memory alone, for an H200")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU")
     parser.add_argument("--peak-of", choices=[*CASES], help="of one case: print its peak bytes")
     given = parser.parse_args()
     setting = Setting(given.rows, given.length)
-    if given.compiled:
-        compiled(given)
-    elif given.smoke:
+    if given.smoke:
         print(smoke())
     elif given.peak_of:
         print(json.dumps(peak_of(setting, given.peak_of)))
@@ -315,7 +262,7 @@ def run(given: argparse.Namespace, setting: Setting) -> None:
     rows, plain = measured(setting, peaks, given.steps), copied(setting, COPIED)
     told = list(goals(rows, plain))
     device = jax.devices()[0].device_kind
-    page = [heading("Offload beside remat", setting, device), table(rows), "", *told, ""]
+    page = [heading(setting, device), table(rows), "", *told, ""]
     print("\n".join(page))
     (RESULTS / "offload.md").write_text("\n".join(page))
     found = {"rows": [asdict(row) for row in rows], "plain copies": plain, "device": device}

@@ -343,36 +343,30 @@ def scored(name: str, scorers: dict[Any, Any]) -> Any:
 
 
 def table() -> str:
-    """Return the peaks of programs, and what formulas say: ours and, where known, others'."""
+    """Return the peaks of programs, and what the formula says."""
     programs = json.loads(RESULTS.read_text(encoding="utf-8"))
-    rivals = json.loads(RIVALS.read_text(encoding="utf-8")) if RIVALS.exists() else {}
     lines, scorers = [], {}
     for name in (name for name in ALL if name in programs):
         real = programs[name]["peak"]
-        off = lambda size, real=real: "-" if not size else f"{size / real - 1:+.0%}"
         ours = scored(name, scorers).peak.total
-        others = [off(rivals.get(name, {}).get(rival)) for rival in ("megatron", "deepspeed")]
         preset, count, flags = ALL[name]
         words = " ".join(f"{k.split('.')[-1]}={v}" for k, v in flags.items())
         mark = " *" * (name in HELD_OUT) + " +" * (name in SHAPED) + " **" * (name in TWELVE)
         cells = [f"{name}{mark}", f"{count} x {preset}", words]
-        cells += [f"{real / GIB:.2f}", f"{ours / GIB:.2f}", f"{ours / real - 1:+.1%}", *others]
+        cells += [f"{real / GIB:.2f}", f"{ours / GIB:.2f}", f"{ours / real - 1:+.1%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*HEAD, *lines, "", *NOTES]) + "\n"
 
 
 GIB = 2**30
-RIVALS = RESULTS.with_name("planner_rivals.json")
 HEAD = (
     "# Peaks by formula, and of compiled programs",
     "",
     "`python -m benchmarks.planner_memory --compile`, then `python -m benchmarks.planner_memory`.",
-    "GiB of one H200, bfloat16; programs compiled ahead of time, jax 0.10.2. Megatron-LM's",
-    "`report_theoretical_memory` and DeepSpeed's `estimate_zero*_model_states_mem_needs` are their",
-    "own code (`python -m benchmarks.planner_rivals`); each leaves out what it does not know.",
+    "GiB of one H200, bfloat16; programs compiled ahead of time, jax 0.10.2.",
     "",
-    "| case | GPUs, model | how | program | formula | off | Megatron-LM | DeepSpeed |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| case | GPUs, model | how | program | formula | off |",
+    "| --- | --- | --- | --- | --- | --- |",
 )
 NOTES = (
     "The first twenty were chosen before the formula was written. Those with * came after it. At",

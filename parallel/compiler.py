@@ -1,6 +1,6 @@
 """What XLA is told when it compiles a step for a GPU: named sets of options, each one measured.
 
-Measured by `python -m benchmarks.overlap` (its table: benchmarks/results/overlap.md), which
+Measured by `python -m benchmarks.ahead_of_time` (benchmarks/results/ahead_of_time.md), which
 compiles GPT-2 medium for 8 H200s and counts the collective bytes that run under a matmul.
 """
 
@@ -72,7 +72,7 @@ def options_of_cpus(devices: int) -> dict[str, Any]:
 def best_preset(gathered: bool, tensor: bool, split_rows: bool = False) -> str:
     """Return what was measured best where parameters are gathered, or split over tensor.
 
-    Or where layers run on parts of the rows (benchmarks/results/tensor_overlap.md).
+    Or where layers run on parts of the rows (benchmarks/results/ahead_of_time.md: halves).
 
     >>> best_preset(gathered=True, tensor=False), best_preset(gathered=False, tensor=False)
     ('overlap_two', 'default')

@@ -28,7 +28,7 @@ from tests.kernels import lowered
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["ceilings", "cross_entropy"]
-KERNELS = ["attention", "loss", "products", "wires"]  # sections that measure them
+KERNELS = ["attention", "loss", "products"]  # sections that measure them
 
 
 def rows_of(capsys):

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import hfjax
-from benchmarks.loops import lean
+from benchmarks.ahead_of_time import lean
 from benchmarks.moved_bytes import Program, elements, size
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import OPTIMIZED, h200s

@@ -10,10 +10,11 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
 
 from benchmarks.gpu_sections.cases import Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
-from benchmarks.gpu_sections.wires import AXIS, alone
 from hfjax.machines.machine import MACHINES
 from hfjax.pallas_kernels.ring.all_gather_matmul import (
     all_gather_matmul,
@@ -28,6 +29,7 @@ from hfjax.pallas_kernels.ring.peers import VirtualRing
 from hfjax.pallas_kernels.ring.scatter import matmul_scatter
 from hfjax.pallas_kernels.ring.tiles import Tuning
 
+AXIS = "tensor"
 SIDE, TINY = 8192, 64
 RANKS, ROWS, WIDE = 4, 1024, 4096  # virtual: of each rank x [ROWS, WIDE], w [WIDE, WIDE]
 PROCESSORS = MACHINES["h100"].sms
@@ -65,7 +67,7 @@ def cases(smoke: bool) -> Iterator[Case]:
 def _alone(kernel: str, smoke: bool) -> Iterator[Case]:
     ours, plain = PRODUCTS[kernel]
     side = TINY if smoke else SIDE
-    of = lambda product, *more: alone(lambda x, w: product(x, w, AXIS, *more), inputs=2)
+    of = lambda product, *more: _on_one(lambda x, w: product(x, w, AXIS, *more))
     candidates = {"reference": of(plain)}
     if not smoke:
         found = tunings(Tuning(), *TUNINGS)
@@ -82,6 +84,13 @@ def _alone(kernel: str, smoke: bool) -> Iterator[Case]:
         goals=(Goal("ratio", 0.9),),
         notes={"ring": 1},
     )
+
+
+def _on_one(product: Callable) -> Callable:
+    """Return a product of a ring, run on a ring of this one device."""
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    specs = {"in_specs": (P(AXIS), P(AXIS)), "out_specs": P(AXIS)}
+    return jax.shard_map(product, mesh=mesh, check_vma=False, **specs)
 
 
 def _virtual(kernel: str, smoke: bool) -> Iterator[Case]:

@@ -26,10 +26,6 @@ def task_of(asked: Asked) -> Task:
     from hfjax.models.vision.image_losses import classification_loss, segmentation_loss
     from hfjax.weights.vision_rules import model_of
 
-    if asked.tries:
-        from benchmarks.image_tries import take
-
-        take(asked.tries)
     config = shape_of(asked)
     mesh = hfjax.make_mesh(devices=jax.devices()[:1], data=1)
     sgd = optax.sgd(RATE, momentum=MOMENTUM)

@@ -34,7 +34,6 @@ class Asked:
     attention: str = "cudnn"
     tiny: bool = False
     images: bool = False  # what the model reads; else tokens
-    tries: tuple[str, ...] = ()  # parts of a model of images, by their names in image_tries.py
 
     def config(self) -> Any:
         """Return the shape of a model of tokens."""

@@ -223,7 +223,7 @@ def able(setting: Setting) -> list[str]:
     """Return the programs that can run here: torch may not be there, nor a field."""
     from hfjax.parallel.execution import Execution
 
-    known = {f.name for f in dataclasses.fields(Execution)} | {"attention", "gathered", "tries"}
+    known = {f.name for f in dataclasses.fields(Execution)} | {"attention", "gathered"}
     torch = all(find_spec(name) is not None for name in setting.rivals)
     can = lambda name, given: torch if name.startswith(TORCH) else given.keys() <= known
     return [name for name, given in setting.programs.items() if can(name, given)]

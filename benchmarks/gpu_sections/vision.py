@@ -34,8 +34,7 @@ class ImageSetting(Setting):
         which = "torch" if program.startswith(TORCH) else "hfjax"
         rows, side = (4, SIDE) if tiny else (self.rows, self.length)
         execution = dict(self.programs[program])
-        tries = execution.pop("tries", ())
-        return Asked(which, self.preset, rows, side, execution, "", tiny, images=True, tries=tries)
+        return Asked(which, self.preset, rows, side, execution, "", tiny, images=True)
 
     def numbers(self, ms: float, asked: Asked, told: Mapping[str, Any]) -> dict[str, float]:
         """Return what a row has of a step that took so long, by what its worker told.
@@ -49,11 +48,9 @@ class ImageSetting(Setting):
 RESNET: Programs = {
     **BOTH,
     "hfjax, nothing checked": {"nonfinite": "apply"},
-    "hfjax, moments in one pass": {"tries": ("moments",)},
 }
 DEEPLAB: Programs = {
     **BOTH,
-    "hfjax, XLA's gradients of dilated kernels": {"tries": ("dilated",)},
     "hfjax, remat full": {"remat": "full"},
 }
 IMAGES: Mapping[str, Sequence[ImageSetting]] = {

@@ -44,7 +44,7 @@ from hfjax.planner.step_time import (
 )
 from hfjax.run.config import Mesh, Train
 
-HALVES = 0.5  # of tensor's transfers that split rows hide: benchmarks/results/tensor_overlap.md
+HALVES = 0.5  # of tensor's transfers that split rows hide: benchmarks/results/ahead_of_time.md
 
 
 @dataclass(frozen=True)

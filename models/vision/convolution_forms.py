@@ -2,8 +2,7 @@
 
 On GPUs that is one call of XLA's convolution (`dilated_gradient`: of a dilated one the kernel's
 gradient is another). On CPUs XLA's is quick in itself and slow in some
-shapes, for which `quickest` names another form (benchmarks/results/convolution_forms.md has the
-times):
+shapes, for which `quickest` names another form:
 
 - `joined`: XLA computes the gradient of a grouped kernel in a plain loop. Here groups are joined
   until they have `WIDTH` channels, each a dense convolution whose kernel is zero between groups:

@@ -23,8 +23,8 @@ def unroll(run: LayerOptions, count: int) -> int | bool:
 
     A loop copies each layer's parameters out of their stack and what it keeps into another: GPT-2
     takes 50 % longer with it on an H100, and 10 % on a CPU. Outside of a loop XLA:CPU merges what
-    is made again with what it was made from. For GPUs layers are tied: benchmarks/results/loops.md
-    has the numbers.
+    is made again with what it was made from. For GPUs layers are tied:
+    benchmarks/results/ahead_of_time.md has the numbers.
     """
     if run.execution.unroll is not None:
         return run.execution.unroll

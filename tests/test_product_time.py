@@ -1,20 +1,19 @@
-"""The study of two half-batches per layer: its model of products (test_split_rows.py: training)."""
+"""The model of how long products take by which schedules are compared."""
 
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import tensor_overlap
-from benchmarks.tensor_overlap import BASE, MACHINES, MODEL
 from hfjax.analysis.flights import Matmul
-from hfjax.analysis.product_time import seconds
+from hfjax.analysis.product_time import ProductModel, seconds
+from hfjax.machines.machine import H200
 
 
 def product(m, n, k, batch=1, size=0):
     return Matmul(batch, m, n, k, size)
 
 
-BARE = replace(BASE, start_up=0.0)
+BARE = replace(ProductModel.scheduled(H200), start_up=0.0)
 FLOPS, MEMORY, SMS = 500e12, 4_800_000_000_000, 132
 WAVE = 2 * 128 * 256 * SMS / FLOPS  # seconds of a wave of tiles with an inner dimension of 1
 
@@ -33,7 +32,7 @@ WAVE = 2 * 128 * 256 * SMS / FLOPS  # seconds of a wave of tiles with an inner d
 )
 def test_seconds_of_a_product(p, expected):
     assert seconds(p, BARE) == pytest.approx(expected)
-    assert seconds(p, replace(BASE, start_up=3e-6)) == pytest.approx(expected + 3e-6)
+    assert seconds(p, replace(BARE, start_up=3e-6)) == pytest.approx(expected + 3e-6)
 
 
 def test_a_tile_too_many_costs_a_whole_wave_unless_the_inner_dimension_is_long():
@@ -45,15 +44,3 @@ def test_a_tile_too_many_costs_a_whole_wave_unless_the_inner_dimension_is_long()
     long, sums = 1 << 20, 2 * 4 * 16 * 128 * (SMS + 1) * 256 / MEMORY
     p = product(128 * (SMS + 1), 256, long)
     assert seconds(p, BARE) == pytest.approx(17 / 16 * long * WAVE + sums)
-
-
-def test_gains_compare_the_best_on_each_side():
-    cost = lambda exposed, busy: {
-        f"{name}: {part}": value
-        for name in MACHINES
-        for part, value in (("exposed", exposed), ("products", busy))
-    }
-    measured = {"default": cost(5, 7), "overlap": cost(3, 7), "halves": cost(1, 8)}
-    measured["halves, merged"] = cost(4, 7)
-    assert tensor_overlap.gains(measured) == ("+10.0%",) * len(MACHINES)
-    assert tensor_overlap.together(measured["overlap"], MODEL) == 10
