@@ -141,6 +141,12 @@ def test_what_a_machine_is_called_is_checked_too(tmp_path, line, message):
         Machine.load(tmp_path / "mine.toml")
 
 
+def test_rates_of_a_processor_that_older_versions_measured_are_passed_over(tmp_path):
+    before = (FOLDER / "h100.toml").read_text() + "\n[processor]\nflops = 3e10\n"
+    (tmp_path / "before.toml").write_text(before)
+    assert Machine.load(tmp_path / "before.toml").sms == MACHINES["h100"].sms
+
+
 def test_nothing_may_be_left_out_of_account(tmp_path):
     replace(H200, reserve=0).write(tmp_path / "mine.toml")
     assert Machine.load(tmp_path / "mine.toml").reserve == 0

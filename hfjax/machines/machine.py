@@ -150,7 +150,8 @@ class _Reader:
     def machine(self) -> Machine:
         """Return what the file says, checked."""
         allowed = {*TEXTS, "kinds", *CONSTANTS, "calibrated"}
-        if unknown := [key for key in self._found if key not in allowed]:
+        measured_before = {"processor"}  # of CPUs, in files that older versions wrote
+        if unknown := [key for key in self._found if key not in allowed | measured_before]:
             self._refuse(unknown[0], f"unknown. Allowed: {', '.join(sorted(allowed))}")
         given: dict[str, Any] = {name: self._text(name, self._found.get(name)) for name in TEXTS}
         given |= {name: self._constant(name, *of) for name, of in CONSTANTS.items()}
