@@ -53,6 +53,10 @@ STRATEGIES: dict[str, tuple[hfjax.Strategy, dict[str, Any], dict[str, Any]]] = {
     "TENSOR": (hfjax.TENSOR, {"data": 2, "tensor": 4}, {}),
     "TENSOR|SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}, {}),
 }
+MODELS: dict[type, tuple[Any, Any]] = {
+    GPTConfig: (GPT, next_token_loss),
+    MoEConfig: (MoELlama, routed_loss),
+}
 EXPERT = "EXPERT, a mixture"
 SPREAD = (hfjax.DDP | hfjax.EXPERT, {"expert": 8}, {"dispatch": "all_to_all"})
 NAMES = {  # of a layer: hfjax's path, plain_jax's key
@@ -147,12 +151,10 @@ def batch_of(config: GPTConfig | MoEConfig) -> dict[str, np.ndarray]:
 def hfjax_runner(config: GPTConfig | MoEConfig, name: str) -> Runner:
     """Return hfjax's program, as a user writes it."""
     strategy, sizes, execution = STRATEGIES.get(name, SPREAD)
-    routed = isinstance(config, MoEConfig)
-    module: Callable[..., Any] = MoELlama if routed else GPT
+    module, loss = MODELS[type(config)]
     model, optimizer = lambda rngs: module(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = hfjax.layout(model, optimizer, hfjax.make_mesh(devices=devices, **sizes), strategy)
-    loss = routed_loss if routed else next_token_loss
     step = hfjax.train_step(layout, loss, clip=1.0, **execution)
 
     def run(state, batch):

@@ -374,7 +374,7 @@ float32, clipped; numbers are those of one device and one step, or of one layer 
   cross nodes (InfiniBand); one transfer at a time (hfjax/analysis/flights.py): a model, no clock.
 - **products**: all matmuls one after another, by the model of hfjax/analysis/product_time.py.
 - **compiled in**: seconds of processors for lowering and compiling in this process.
-- **collectives**: count, kind, axes, bytes and what of them is hidden; most bytes first.
+- **collectives**: transfers (what XLA joins is one), kind, axes, bytes and what of them is hidden.
 """
 
 
