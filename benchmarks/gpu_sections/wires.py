@@ -1,4 +1,4 @@
-"""Collectives with the cast fused, on a ring of one GPU, and quantisation: the memory's part.
+"""Collectives with the cast fused, on a ring of one GPU: the memory's part.
 
 On one GPU nothing travels: what is seen is that the cast runs at the speed of a copy.
 """
@@ -15,25 +15,16 @@ from benchmarks.gpu_sections.cases import FP32, Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
 from hfjax.pallas_kernels.collectives.casting import Tuning, tuned
 from hfjax.pallas_kernels.collectives.reference import all_gather, reduce_scatter
-from hfjax.pallas_kernels.compressed.quantize import (
-    Tuning as Rows,
-    compress,
-    quantize,
-    reference as reference_quantize,
-    reference_compress,
-)
 
 ROWS, TINY, WIDTH = 2**15, 8, 4096
 AXIS = "tensor"
 GOALS = (Goal("of_ceiling", 0.85),)
 TUNINGS = ({"elements": 2048}, {"elements": 8192}, {"stages": 2}, {"stages": 4}, {"blocks": 264})
-TILES = ({"tile": 8}, {"stages": 2}, {"stages": 4}, {"tile": 8, "stages": 4})
 
 
 def run(reporter: Reporter) -> None:
-    """Measure the collectives, then the quantisation."""
-    run_cases(reporter, collectives)
-    run_cases(reporter, quantised)
+    """Measure the collectives."""
+    run_cases(reporter, cases)
 
 
 def alone(function: Callable, inputs: int = 1) -> Callable:
@@ -44,12 +35,6 @@ def alone(function: Callable, inputs: int = 1) -> Callable:
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """Yield all cases."""
-    yield from collectives(smoke)
-    yield from quantised(smoke)
-
-
-def collectives(smoke: bool) -> Iterator[Case]:
     """Yield a case for each collective."""
     size = _elements(smoke)
     both = (("all_gather", 2, all_gather), ("reduce_scatter", 4, reduce_scatter))
@@ -62,7 +47,7 @@ def collectives(smoke: bool) -> Iterator[Case]:
         yield Case(
             name,
             f"ring of 1, float32, {jnp.bfloat16.__name__} on the wire, {size / 2**20:g}Mi",
-            operands=partial(_operands, smoke, 1),
+            operands=partial(_operands, smoke),
             candidates=candidates,
             rivals={"XLA": reference},
             oracle=reference,
@@ -78,44 +63,9 @@ def _of(collective: Callable) -> Callable:
     return alone(lambda x: collective(x, AXIS, jnp.bfloat16))
 
 
-def quantised(smoke: bool) -> Iterator[Case]:
-    """Yield a case for each code, without and with the error of earlier rounds."""
-    once = ("quantize", 1, quantize, reference_quantize)
-    again = ("compress", 2, compress, reference_compress)
-    for how in ("int8", "fp8"):
-        yield _coded(how, *once, smoke)
-        yield _coded(how, *again, smoke)
-
-
-def _coded(how: str, name: str, count: int, kernel: Callable, plain: Callable, smoke: bool) -> Case:
-    size = _elements(smoke)
-    reference = lambda *operands: plain(*operands, how)
-    candidates: dict[str, Callable] = {"reference": reference}
-    if not smoke:
-        make = lambda t: lambda *x: kernel(*x, how, tuning=t)
-        found = tunings(Rows(), *TILES)
-        candidates = {text: make(tuning) for text, tuning in found.items()}
-    return Case(
-        name,
-        f"{how}, float32, {size / 2**20:g}Mi",
-        operands=partial(_operands, smoke, count),
-        candidates=candidates,
-        rivals={"XLA": reference},
-        oracle=reference,
-        flops=0.0,
-        bytes=(4 + 1 + 4 / 256 + 8 * (count - 1)) * size,
-        allowed=1e-2,  # a value may be rounded to its other neighbour
-        goals=GOALS,
-    )
-
-
 def _elements(smoke: bool) -> int:
     return (TINY if smoke else ROWS) * WIDTH
 
 
-def _operands(smoke: bool, count: int, seed: int) -> tuple:
-    keys = jax.random.split(jax.random.key(seed), count)
-    shape = (TINY if smoke else ROWS, WIDTH)
-    scales = (1.0, 0.01)
-    pairs = zip(keys, scales, strict=False)
-    return tuple(scale * jax.random.normal(key, shape) for key, scale in pairs)
+def _operands(smoke: bool, seed: int) -> tuple:
+    return (jax.random.normal(jax.random.key(seed), (TINY if smoke else ROWS, WIDTH)),)
