@@ -1,22 +1,17 @@
-"""Constants of the devices at hand: measured, written, guarded; and work, by counting.
+"""Constants of the devices at hand: measured, written, guarded.
 
 No test looks at a time: sizes are tiny, and others use the cores too.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from hfjax.machines.machine import CONSTANTS, OF_PROCESSORS, Machine, Processor
-from hfjax.planner.candidate import Candidate
+from hfjax.machines.machine import CONSTANTS, OF_PROCESSORS, Machine
 from hfjax.planner.measuring.calibrate import calibrate, of_cpu, of_gpu
 from hfjax.planner.measuring.stopwatch import Stopwatch
-from hfjax.planner.measuring.work import idle_slots_compute, work
-from hfjax.planner.score import Scorer
-from hfjax.run.config import Model, Train
 
 BRIEF = {"block": 0.001, "rounds": 1}
 
@@ -90,85 +85,3 @@ def test_processor_of_a_file_is_checked(written, tmp_path):
     wrong.write_text("\n".join(x for x in lines if not x.startswith("turned")), encoding="utf-8")
     with pytest.raises(ValueError, match=r"wrong.toml: processor: .* turned, .* are needed"):
         Machine.load(wrong)
-
-
-# -- work, by counting -----------------------------------------------------------------------
-
-LAYERS, WIDTH, HEADS, LENGTH, ROWS, VOCAB = 4, 32, 2, 16, 8, 128
-MUCH = 1e30
-
-
-@pytest.fixture(scope="module")
-def counting(written) -> Machine:
-    """Return a machine whose seconds are 1e9 operations of products: all else takes none."""
-    _, machine, _ = written
-    assert machine.processor is not None
-    none = Processor(**dict.fromkeys(OF_PROCESSORS, MUCH), sources=machine.processor.sources)
-    rates = dict.fromkeys(("stream", "inside"), MUCH)
-    starts = dict.fromkeys(("start_up", "launch", "inside_start"), 1 / MUCH)
-    return replace(machine, processor=none, flops_fp32=1e9, **rates, **starts)
-
-
-def scorer(machine: Machine, **more) -> Scorer:
-    model = Model("gpt-tiny", layers=LAYERS, embed=WIDTH, heads=HEADS, length=LENGTH)
-    return Scorer(Train(model=model, batch=ROWS, **more), VOCAB, machine, None)
-
-
-def operations() -> tuple[float, float]:
-    """Return the operations of layers and of the head, of all rows: forward, then twice that.
-
-    Attention is in four blocks of queries: 5/8 of the scores.
-    """
-    tokens = ROWS * LENGTH
-    scores = 2 * 2 * ROWS * LENGTH**2 * 5 / 8 * WIDTH
-    layer = 2 * tokens * 12 * WIDTH**2 + scores
-    return 3 * LAYERS * layer, 3 * 2 * tokens * WIDTH * VOCAB
-
-
-def test_work_counts_operations_of_all_devices(counting):
-    layers, head = operations()
-    of = scorer(counting)
-    for sides in (("data", 4),), (("data", 2), ("tensor", 2)):
-        found = work(of, Candidate(sides, "ddp", ROWS))
-        assert found.products == pytest.approx((layers + head) / 1e9, rel=1e-6)
-        assert found.total == pytest.approx(found.products, rel=1e-6)
-
-
-def test_work_of_idle_slots(counting):
-    """Idle slots are skipped, but where layers send: there all ticks that have a slot count."""
-    layers, head = operations()
-    of, how = scorer(counting), {"schedule": "1f1b", "microbatches": 4}
-    skips = Candidate((("pipe", 2), ("data", 2)), "ddp", ROWS, **how)
-    computes = Candidate((("pipe", 2), ("tensor", 2)), "ddp", ROWS, **how)
-    assert not idle_slots_compute(skips)
-    assert idle_slots_compute(computes)
-    assert work(of, skips).products == pytest.approx((layers + head) / 1e9, rel=1e-6)
-    # five ticks run forward slots and as many backward ones, for four microbatches
-    expected = (5 / 4 * layers + head) / 1e9
-    assert work(of, computes).products == pytest.approx(expected, rel=1e-6)
-
-
-def test_work_counts_bytes_of_transfers(counting):
-    """The sums of gradients of DDP: each device sends all but a part of them twice."""
-    sending = replace(counting, inside=1e9)
-    found = work(scorer(sending), Candidate((("data", 4),), "ddp", ROWS))
-    elements = sum(a.layer_size * (a.shape[0] if a.path.startswith("layers") else 1)
-                   for a in scorer(sending).arrays.arrays)  # fmt: skip
-    assert found.transfers == pytest.approx(4 * 2 * 3 / 4 * 4 * elements / 1e9, rel=1e-6)
-
-
-def test_recomputing_takes_less_new_memory(counting):
-    assert counting.processor is not None
-    clearing = replace(counting, processor=replace(counting.processor, fresh=1e9))
-    of = scorer(clearing)
-    kept, again = (
-        work(of, Candidate((("data", 4),), "ddp", ROWS, remat=remat)) for remat in ("none", "full")
-    )
-    assert again.fresh < kept.fresh
-    assert again.products > kept.products
-
-
-def test_work_is_of_cpus(counting):
-    gpu = replace(counting, processor=None)
-    with pytest.raises(ValueError, match="calibrate wrote"):
-        work(scorer(gpu), Candidate((("data", 4),), "ddp", ROWS))

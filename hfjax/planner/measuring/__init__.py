@@ -1,5 +1,5 @@
-"""Constants of the devices at hand, and what steps take of the processors of a CPU.
+"""Constants of the devices at hand.
 
 `calibrate` writes a file of constants; `microbenchmarks` are what it times, with the clocks of
-`stopwatch`. `work` predicts the processor's seconds of a step, which fake devices share.
+`stopwatch`.
 """

@@ -40,7 +40,6 @@ class GrowingProduct:
     divided: int | None  # the side that a tensor axis divides; None: each device has all
     times: float
     at: int = 0
-    turned: bool = False  # its first factor is summed over a side that is not its last one
 
     def sides(self, rows: float, tensor: int) -> tuple[float, float, float, float]:
         """Return batch, m, n and k of so many rows on one of `tensor` devices."""
@@ -232,7 +231,6 @@ class _Fusing:
         self.operations, self.results, self.border = operations, results, border
         self.maker: dict[int, Operation] = {}
         self.same: dict[int, Operand] = {}  # a view -> what it looks at
-        self.turned: set[int] = set()  # views whose last dimension is another one's
         self.there: set[int] = set()  # in memory
         self.kernels: list[Kernel] = []
         self.products: list[GrowingProduct] = []
@@ -258,8 +256,6 @@ class _Fusing:
             for a, b in zip(done.reads, done.makes, strict=False):
                 if _bytes(a) == _bytes(b):
                     self.same[id(b)] = self._root(a)
-                    if (id(a) in self.turned) != _turns(done):
-                        self.turned.add(id(b))
                 else:
                     self.maker[id(b)] = done
             return
@@ -286,18 +282,15 @@ class _Fusing:
 
     def _inside(self, done: Operation, at: int) -> None:
         if done.name in PRODUCTS:
-            self.products.append(self._product(done, at))
+            self.products.append(product_of(done, at))
         elif done.name in (FORWARD, BACKWARD):
             self.attention.append(_fused(done, at))
         for inner in done.inside:
             self._inside(inner, at)
 
-    def _product(self, done: Operation, at: int) -> GrowingProduct:
-        return product_of(done, at, id(done.reads[0]) in self.turned)
-
     def _count(self, done: Operation, kernel: Kernel, at: int) -> None:
         if done.name in PRODUCTS:
-            self.products.append(self._product(done, at))
+            self.products.append(product_of(done, at))
             self.made += done.makes
             if done.summed:  # the whole result, before its parts are summed and scattered
                 kernel.extra = [_whole_of(v) for v in done.makes]
@@ -384,14 +377,8 @@ def _joined(kernels: list[Kernel], border: int) -> list[Kernel]:
     return found
 
 
-def _turns(done: Operation) -> bool:
-    """Return whether a view has another last dimension than what it looks at."""
-    order = done.params["permutation"] if done.name == "transpose" else (0,)
-    return len(order) > 1 and order[-1] != len(order) - 1
-
-
-def product_of(done: Operation, at: int = 0, viewed: bool = False) -> GrowingProduct:
-    """Return an operation's product; `viewed`: its first factor is another one's transposition."""
+def product_of(done: Operation, at: int = 0) -> GrowingProduct:
+    """Return an operation's product."""
     if done.name == "conv_general_dilated":
         return _convolution(done, at)
     (a_in, b_in), (a_batch, _) = done.params["dimension_numbers"]
@@ -411,10 +398,9 @@ def product_of(done: Operation, at: int = 0, viewed: bool = False) -> GrowingPro
         divided = 1
     elif b.split:
         divided = 2
-    turned = (max(a_in, default=0) < len(a.two) - 1) != viewed
     two, three = sides(a.two, b.two), sides(a.three, b.three)
     two, three = _each_turn(two, done.turns[0]), _each_turn(three, done.turns[1])
-    return GrowingProduct(two, three, a.dtype, divided, done.times, at, turned)
+    return GrowingProduct(two, three, a.dtype, divided, done.times, at)
 
 
 def _each_turn(sides: Sides, turns: float) -> Sides:
