@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.models.vision import convolution_forms
+from hfjax.models.vision import convolutions
 from hfjax.parallel.wings.kernels import row_moments
 
 Moments = tuple[jax.Array, jax.Array]
@@ -52,7 +52,7 @@ in_one_pass.defvjp(_forward, _backward)
 
 TRIES: dict[str, tuple[Any, str, Callable]] = {
     "moments": (row_moments, "moments", in_one_pass),
-    "dilated": (convolution_forms, "on_a_gpu", convolution_forms.as_one),
+    "dilated": (convolutions, "dilated", lambda whole, plain, rate, x, kernel: whole(x, kernel)),
 }
 
 
