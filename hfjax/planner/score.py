@@ -87,7 +87,7 @@ class Scorer:
     ) -> None:
         self.config, self.vocab, self.machine = config, vocab, machine
         self.compile_for = compile_for  # the GPU, where something here compiles for it
-        self._profiles: dict[tuple[str, bool], ModelProfile] = {}
+        self._profiles: dict[str, ModelProfile] = {}
         self._placed: dict[Any, ArraysPlaced] = {}
         self._work: dict[Any, WorkTime] = {}
         self._weights: dict[Any, WeightBytes] = {}
@@ -153,18 +153,17 @@ class Scorer:
 
     # -- what is kept by what it depends on --------------------------------------------------
 
-    def profile(self, remat: str, fused: bool | None = None) -> ModelProfile:
+    def profile(self, remat: str) -> ModelProfile:
         """Return the model's programs under a kind of recomputation.
 
-        `fused`: whether attention is one call, as on GPUs. None: as the machine has it.
+        Attention is one call, as on GPUs, unless the machine is a CPU.
         """
-        fused = self.machine.platform != "cpu" if fused is None else fused
-        if (remat, fused) not in self._profiles:
+        if remat not in self._profiles:
             config = replace(self.config, remat=remat, pipeline=type(self.config.pipeline)())
-            attention = fused_attention if fused else None
+            attention = fused_attention if self.machine.platform != "cpu" else None
             found = profile_of(config, self.vocab, self.compile_for, attention)
-            self._profiles[remat, fused] = found
-        return self._profiles[remat, fused]
+            self._profiles[remat] = found
+        return self._profiles[remat]
 
     def placing(self, c: Candidate) -> ArraysPlaced:
         """Return where the arrays lie.
