@@ -5,6 +5,7 @@
 
 from functools import partial, reduce
 from itertools import permutations
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +199,7 @@ def test_gradients_flow_through_the_state(small_blocks):
     mask, places = case[5:]
 
     def visited(q, k, v):
-        state = None
+        state: Any = None
         for b in blocks_of_keys(case, 2):
             state = flash.reference(q, k[:, b], v[:, b], state, mask, places_of(places, b))
         return flash.finish(state)
