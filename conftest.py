@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 ON_GPU = os.environ.get("HFJAX_TEST_GPU") == "1"
@@ -79,6 +80,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 collect_ignore = [] if find_spec("torch") else ["tests/pretrained/make_fixtures.py"]
 collect_ignore += [] if find_spec("torchvision") else ["tests/make_vision.py"]
+# Examples that set the devices of their process would set those of all tests.
+sets_devices = lambda path: "jax_num_cpu_devices" in path.read_text(encoding="utf-8")
+collect_ignore += [str(path) for path in Path("examples").glob("*.py") if sets_devices(path)]
 if jax.__version_info__ < (0, 11, 2):  # what they add to is not there yet
     collect_ignore += ["tests/interpreter.py", "tests/interpreter_memory.py"]
 

@@ -1,6 +1,6 @@
 """Bytes through the busiest link, against the number of devices: why all-reduce won.
 
-Six ways to train with many devices, each as its paper describes it (parallel/wings/baselines),
+Six ways to train with many devices, each as its paper describes it (examples/baselines),
 are lowered for as many devices as the table says, and counted. Nothing runs, so a laptop will do:
 
     python examples/why_all_reduce.py
@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from hfjax.analysis.links import Links, links
+from baselines.data_parallel import data_parallel_step
+from baselines.halving_doubling import halving_doubling_all_reduce
+from baselines.links import Links, links
+from baselines.parameter_server import parameter_server_step
+from baselines.pieces import in_pieces
+from baselines.ring import ring_all_reduce
+from baselines.training import Step, all_reduce_step
+from baselines.two_level import two_level_all_reduce
 from hfjax.base.tables import aligned, human
-from hfjax.parallel.wings.baselines.data_parallel import data_parallel_step
-from hfjax.parallel.wings.baselines.halving_doubling import halving_doubling_all_reduce
-from hfjax.parallel.wings.baselines.parameter_server import parameter_server_step
-from hfjax.parallel.wings.baselines.pieces import in_pieces
-from hfjax.parallel.wings.baselines.ring import ring_all_reduce
-from hfjax.parallel.wings.baselines.training import Step, all_reduce_step
-from hfjax.parallel.wings.baselines.two_level import two_level_all_reduce
 
 DEVICES, NODE, ROWS = (2, 4, 8, 16, 32, 64), 8, 8  # in all; in a node; of a device
 KERNEL = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)  # 128 MiB: all that is trained

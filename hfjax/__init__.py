@@ -73,7 +73,6 @@ __all__ = [
     "Transfers",
     "adamw",
     "averaged",
-    "balance_experts",
     "best_grid",
     "by_path",
     "canonical",

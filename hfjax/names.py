@@ -57,7 +57,6 @@ from hfjax.parallel.strategy import (
     ZERO3 as ZERO3,
     Strategy as Strategy,
 )
-from hfjax.parallel.wings.experts.balance import balance_experts as balance_experts
 from hfjax.parallel.wings.grid.costs import best_grid as best_grid
 from hfjax.plan.layout import Layout as Layout, State as State, layout as layout
 from hfjax.plan.rearrange import canonical as canonical

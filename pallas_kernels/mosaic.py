@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from hfjax.base.varying import alike, varying
@@ -24,19 +23,17 @@ SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units 
 interpreter: Any = None  # tests put an interpreter here: kernels then run without a GPU
 
 
-def kernel(
-    body: Callable, out: Any, scratch: Any = (), equal_along: tuple[str, ...] = (), **launch: Any
-) -> Callable:
+def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callable:
     """Return a function that runs `body(*inputs, *outputs, *scratch)` on refs.
 
     `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads. Where
-    the inputs differ between devices, so do the outputs, but `equal_along` some axes of the mesh.
+    the inputs differ between devices, so do the outputs.
     """
     run = plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
 
     def marked(*inputs: jax.Array):
         # shard_map takes what a kernel returns for equal on all devices.
-        axes = frozenset[str]().union(*map(varying, inputs)) - set(equal_along)
+        axes = frozenset[str]().union(*map(varying, inputs))
         return jax.tree.map(partial(alike, axes=axes), run(*inputs))
 
     return marked
@@ -55,15 +52,6 @@ def tiled(dtype: DTypeLike, columns: int | None = None) -> tuple:
     size = jnp.dtype(dtype).itemsize
     columns = columns or SWIZZLE // size
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * size))
-
-
-def root(x: jax.Array) -> jax.Array:
-    """Return the square root of what is not negative."""
-    if jax.__version_info__ >= (0, 11):
-        return jnp.sqrt(x)
-    # Mosaic GPU has no square root on jax 0.10.2, but its inverse; zero and infinity have none.
-    inverse = lax.rsqrt(x)
-    return jnp.where((x > 0) & (x < jnp.inf), x * inverse, x)
 
 
 def load(ref: Part, layout: Any) -> jax.Array:

@@ -8,6 +8,3 @@ stage), `memory` (of the host). How: `execution`, `settings`, `remat`, `activati
 `layerwise`, on top of `in_parts` (programs on a device's rows), `schedules` and `autodiff`; what is
 special lies in `wings`, which none of them imports.
 """
-
-# Pages showed `hfjax.parallel.baselines` and `hfjax.parallel.context` before they lay in `wings`.
-__path__ = [*__path__, f"{__path__[0]}/wings"]

@@ -1,7 +1,6 @@
 """Settings of a step as values: what they may be. Nothing here does what they say."""
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +20,6 @@ KERNELS: Mapping[str, str] = {  # what each does in a training step
     "matmul_reduce_scatter": "the way out of a tensor-parallel layer",
     "all_gather": "parameters, cast while they are sent",
     "reduce_scatter": "gradients, cast while they are sent",
-}
-
-GONE = {  # kernels that were there once: naming one changes nothing but for this word
-    "adamw_shard": "hfjax.adamw runs what XLA makes of optax.adamw, which was as fast",
 }
 
 
@@ -118,16 +113,13 @@ class Wanted:
             return given
         words = dict(given) if isinstance(given, Mapping) else {"*": given}
         for name, word in words.items():
-            if name != "*" and name not in KERNELS.keys() | GONE.keys():
+            if name != "*" and name not in KERNELS:
                 raise ValueError(f"kernels: {name!r} is none of them: {', '.join(KERNELS)}, or *.")
             if not isinstance(word, str) or word not in KERNEL_WORDS:
                 raise ValueError(
                     f"kernels={word!r}: one of {', '.join(KERNEL_WORDS)}, or one of them for each "
                     'kernel, for instance {"flash_block": "pallas", "*": "auto"}.'
                 )
-        for name in words.keys() & GONE.keys():
-            warnings.warn(f"kernels: there is no {name} any more: {GONE[name]}.", stacklevel=2)
-            del words[name]
         rest = words.pop("*", "auto")
         return cls(tuple(sorted(words.items())), rest)
 

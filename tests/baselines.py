@@ -12,15 +12,15 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from hfjax.analysis.links import Links, links
+from baselines.data_parallel import data_parallel_step
+from baselines.halving_doubling import halving_doubling_all_reduce
+from baselines.links import Links, links
+from baselines.parameter_server import parameter_server_step
+from baselines.pieces import in_pieces
+from baselines.ring import ring_all_reduce
+from baselines.training import Step, all_reduce_step
+from baselines.two_level import two_level_all_reduce
 from hfjax.parallel.strategy import DDP
-from hfjax.parallel.wings.baselines.data_parallel import data_parallel_step
-from hfjax.parallel.wings.baselines.halving_doubling import halving_doubling_all_reduce
-from hfjax.parallel.wings.baselines.parameter_server import parameter_server_step
-from hfjax.parallel.wings.baselines.pieces import in_pieces
-from hfjax.parallel.wings.baselines.ring import ring_all_reduce
-from hfjax.parallel.wings.baselines.training import Step, all_reduce_step
-from hfjax.parallel.wings.baselines.two_level import two_level_all_reduce
 from hfjax.testing import Case, Trained, recorded_gradients
 
 NODE, DEVICE = "node", "device"

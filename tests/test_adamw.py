@@ -81,10 +81,3 @@ def test_hfjax_train_makes_it():
     moved = mine.update(still, mine.init(params), params)[0]["up"]
     assert (moved["bias"] == 0).all()
     np.testing.assert_allclose(moved["kernel"], -1e-3 * 0.2, rtol=1e-6)
-
-
-def test_the_kernel_of_it_that_there_was_is_told_to_be_gone_and_the_step_trains():
-    with pytest.warns(UserWarning, match=r"there is no adamw_shard any more: hfjax.adamw runs"):
-        step = hfjax.train_step(layout_of(), squares, kernels={"adamw_shard": "pallas"})
-    assert "adamw_shard" not in str(step.kernels)
-    assert step(hfjax.init(layout_of()), batch())[1]["finite"]

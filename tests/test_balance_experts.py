@@ -1,19 +1,17 @@
 """Which experts get a second copy, and where each copy lies."""
 
+import subprocess
+import sys
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
-import hfjax
+import balance_experts as example
+from balance_experts import balance_experts
+from tests.workers import ROOT, environment
 
-# The example of EPLB's README: two layers, 12 experts in 4 groups, 2 nodes of 4 devices.
-LOADS = np.array(
-    [
-        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-    ]
-)
+LOADS = np.array(example.LOADS)
 EXAMPLE = {"replicas": 16, "groups": 4, "nodes": 2, "devices": 8}
 # What it prints; the other arrays follow from it, but for the order of an expert's copies.
 PUBLISHED = [
@@ -23,7 +21,7 @@ PUBLISHED = [
 
 
 def test_the_published_example():
-    found = hfjax.balance_experts(LOADS, **EXAMPLE)
+    found = balance_experts(LOADS, **EXAMPLE)
     assert found.placement.tolist() == PUBLISHED
     for layer, placement in enumerate(PUBLISHED):
         places = [[i for i, e in enumerate(placement) if e == expert] for expert in range(12)]
@@ -32,20 +30,29 @@ def test_the_published_example():
         assert np.sort(found.replicas[layer]).tolist() == padded
 
 
+def test_the_example_prints_what_each_device_has_to_do():
+    run = [sys.executable, "examples/balance_experts.py"]
+    told = subprocess.run(run, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    lines = told.stdout.splitlines()
+    assert told.returncode == 0, told.stderr
+    assert lines[:2] == ["layer 0", "  device 0: experts [5, 6], load 121.5"]
+    assert lines[9:11] == ["layer 1", "  device 0: experts [7, 10], load 173"]
+
+
 def test_one_copy_on_each_device_leaves_experts_in_their_order():
-    found = hfjax.balance_experts([range(8)], replicas=8, groups=1, nodes=1, devices=8)
+    found = balance_experts([range(8)], replicas=8, groups=1, nodes=1, devices=8)
     assert found.placement.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert found.replicas.tolist() == [[[expert] for expert in range(8)]]
 
 
 def test_the_copies_of_an_expert_are_in_the_order_in_which_they_were_added():
-    found = hfjax.balance_experts([[6, 1, 1, 2]], replicas=6, groups=1, nodes=1, devices=2)
+    found = balance_experts([[6, 1, 1, 2]], replicas=6, groups=1, nodes=1, devices=2)
     assert found.replicas.tolist() == [[[0, 1, 4], [2, -1, -1], [5, -1, -1], [3, -1, -1]]]
 
 
 def test_a_number_of_nodes_that_does_not_divide_the_groups_ignores_both():
-    one = hfjax.balance_experts(LOADS, replicas=16, groups=1, nodes=1, devices=8)
-    two = hfjax.balance_experts(LOADS, replicas=16, groups=3, nodes=2, devices=8)
+    one = balance_experts(LOADS, replicas=16, groups=1, nodes=1, devices=8)
+    two = balance_experts(LOADS, replicas=16, groups=3, nodes=2, devices=8)
     for field in fields(one):
         np.testing.assert_array_equal(getattr(one, field.name), getattr(two, field.name))
 
@@ -74,7 +81,7 @@ CASES = [  # experts, replicas, groups, nodes, devices
 @pytest.mark.parametrize(("experts", "replicas", "groups", "nodes", "devices"), CASES)
 def test_the_laws_of_a_placement(experts, replicas, groups, nodes, devices):
     loads = uneven(np.random.default_rng(experts), 3, experts)
-    found = hfjax.balance_experts(loads, replicas, groups, nodes, devices)
+    found = balance_experts(loads, replicas, groups, nodes, devices)
     assert found.placement.shape == (3, replicas)
     assert (found.counts >= 1).all()
     assert (found.counts.sum(-1) == replicas).all()
@@ -95,7 +102,7 @@ def test_the_laws_of_a_placement(experts, replicas, groups, nodes, devices):
 @pytest.mark.parametrize(("experts", "replicas", "groups", "nodes", "devices"), CASES)
 def test_uneven_loads_become_more_even(experts, replicas, groups, nodes, devices):
     loads = uneven(np.random.default_rng(experts), 5, experts)
-    found = hfjax.balance_experts(loads, replicas, groups, nodes, devices)
+    found = balance_experts(loads, replicas, groups, nodes, devices)
     after = of_devices(loads, found, devices)
     neighbours = np.array_split(np.arange(experts), devices)
     before = np.stack([loads[:, there].sum(-1) for there in neighbours], -1)
@@ -108,7 +115,7 @@ def test_a_further_copy_goes_where_the_load_of_a_copy_is_highest():
     rng = np.random.default_rng(0)
     for copies in range(8, 40, 4):
         loads = uneven(rng, 1, 8)
-        found = hfjax.balance_experts(loads, copies, groups=1, nodes=1, devices=4)
+        found = balance_experts(loads, copies, groups=1, nodes=1, devices=4)
         copied = found.counts > 1
         highest = (loads / found.counts).max()
         assert (highest <= (loads / (found.counts - copied))[copied] * (1 + 1e-6)).all()
@@ -133,10 +140,10 @@ def test_a_further_copy_goes_where_the_load_of_a_copy_is_highest():
 )
 def test_what_cannot_be_balanced_is_told(loads, given, message):
     with pytest.raises(ValueError, match=message):
-        hfjax.balance_experts(loads, **{**EXAMPLE, **given})
+        balance_experts(loads, **{**EXAMPLE, **given})
 
 
 def test_loads_that_are_no_numbers_are_refused():
     for loads in ([["6", "1"]], [[True, False]], [[6, None]]):
         with pytest.raises(ValueError, match=r"loads=…\) of .*: numbers are expected"):
-            hfjax.balance_experts(loads, replicas=2, groups=1, nodes=1, devices=1)
+            balance_experts(loads, replicas=2, groups=1, nodes=1, devices=1)

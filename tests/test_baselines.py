@@ -1,7 +1,7 @@
 """The baselines train as one device does, and send what their formula says over each link."""
 
-import runpy
-from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -12,10 +12,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import hfjax
-from hfjax.analysis.links import links
-from hfjax.parallel.wings.baselines.halving_doubling import halving_doubling_all_reduce
-from hfjax.parallel.wings.baselines.parameter_server import check_servers, parameter_server_step
-from hfjax.parallel.wings.baselines.ring import ring_all_reduce
+from baselines.halving_doubling import halving_doubling_all_reduce
+from baselines.links import links
+from baselines.parameter_server import check_servers, parameter_server_step
+from baselines.ring import ring_all_reduce
 from hfjax.testing import assert_same_run
 from tests.baselines import (
     DEVICE,
@@ -32,8 +32,8 @@ from tests.baselines import (
     ring,
     two_level,
 )
+from tests.workers import ROOT, environment
 
-ROOT = Path(__file__).parents[1]
 BASELINES = {
     **{f"DataParallel on {n}": data_parallel(n) for n in (2, 3, 4, 8)},
     **{
@@ -152,9 +152,11 @@ def test_any_array_is_added_its_last_piece_filled_up(all_reduce):
     assert found.busiest() == 2 * 7 * 4 * 3  # ceil(21 / 8) numbers a piece
 
 
-def test_the_example_prints_the_tables_of_the_page(capsys):
-    runpy.run_path(str(ROOT / "examples/why_all_reduce.py"), run_name="__main__")
-    table = capsys.readouterr().out.split("\n\nA master")[0]
+def test_the_example_prints_the_tables_of_the_page():
+    run = [sys.executable, "examples/why_all_reduce.py"]
+    told = subprocess.run(run, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    table = told.stdout.split("\n\nA master")[0]
     page = (ROOT / "docs/appendix_tensor_grids.md").read_text(encoding="utf-8")
     assert f"```\n{table}\n```" in page
 

@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter and all_reduce with the cast fused: kernels and their plain forms."""
+"""all_gather and reduce_scatter with the cast fused: kernels and their plain forms."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ from tests.kernels import (  # noqa: F401
 from tests.rings import EVERY_DAY, LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
 
 SMALL = room.Tuning(elements=1024, stages=2, blocks=2)
-GATHER, SCATTER, REDUCE = room.tuned(SMALL)
+GATHER, SCATTER = room.tuned(SMALL)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 # Of 24 columns: 8 elements a row of a tile, 128 rows a tile, so 3 tiles of which the last is cut.
@@ -106,38 +106,13 @@ def test_a_device_adds_its_own_rows_unrounded_and_then_the_others_by_rank():
 
 def test_a_ring_of_one_rounds_nothing_that_it_need_not_send():
     mesh, x = mesh_of(1), gaussian(3, (8, 24))
-    for f in (plain.reduce_scatter, plain.all_reduce):
-        np.testing.assert_array_equal(on_devices(lambda x, f=f: f(x, "first"), mesh, x), x)
+    np.testing.assert_array_equal(
+        on_devices(lambda x: plain.reduce_scatter(x, "first"), mesh, x), x
+    )
     pull = jax.grad(
         lambda x: (mapped(lambda x: plain.reduce_scatter(x, "first"), mesh)(x) * x).sum()
     )
     np.testing.assert_array_equal(pull(x), 2 * x)
-
-
-@pytest.mark.parametrize(("sizes", "axis"), RINGS, ids=str)
-def test_the_sum_over_all_is_the_same_bits_on_every_device(sizes, axis):
-    mesh = mesh_of(*sizes)
-    x = gaussian(4, (mesh.size * 4, 6))
-    reduce = lambda x: plain.all_reduce(x, axis)
-    total = np.asarray(on_devices(reduce, mesh, x, check=True)).reshape(*sizes, 4, 6)
-    total = np.moveaxis(total, mesh.axis_names.index(axis), 0)
-    np.testing.assert_array_equal(total, np.broadcast_to(total[:1], total.shape))
-    exact = on_devices(lambda x: lax.psum(x, axis), mesh, x)
-    assert (
-        relative(
-            total,
-            np.moveaxis(np.asarray(exact).reshape(*sizes, 4, 6), mesh.axis_names.index(axis), 0),
-        )
-        < 1e-2
-    )
-
-
-def test_the_sum_over_all_is_known_to_be_equal_on_all():
-    mesh, x = mesh_of(4), gaussian(5, (16, 4))
-    total = on_devices(
-        lambda x: plain.all_reduce(x, "first", F32), mesh, x, check=True, out=P(None)
-    )
-    np.testing.assert_allclose(total, x.reshape(4, 4, 4).sum(axis=0), atol=1e-5)
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
@@ -166,17 +141,6 @@ def test_cotangents_are_added_in_float32():
     np.testing.assert_array_equal(found, 8 * (1 + 2**-7))
 
 
-@pytest.mark.parametrize(("check", "out"), [(True, P(None)), (False, P("first"))], ids=str)
-def test_a_sum_over_all_pulls_back_as_psum_does(check, out):
-    mesh, x = mesh_of(4), gaussian(8, (16, 4))
-
-    def pulled(f):
-        run = mapped(lambda x: f(x, "first"), mesh, check, out)
-        return jax.jit(jax.grad(lambda x: (run(x) ** 3).sum()))(x)
-
-    assert relative(pulled(partial(plain.all_reduce, wire=F32)), pulled(lax.psum)) < 1e-6
-
-
 @pytest.mark.parametrize("wire", [BF16, F16, F32], ids=["bfloat16", "float16", "float32"])
 def test_the_plain_forms_send_what_the_docstring_says(wire):
     mesh, size = mesh_of(2, 4), 4
@@ -185,15 +149,12 @@ def test_the_plain_forms_send_what_the_docstring_says(wire):
     text = lambda f: jax.jit(mapped(lambda x: f(x, "second", wire), mesh)).lower(x).as_text()
     assert bytes_sent(text(plain.all_gather), size) == (size - 1) * n * w
     assert bytes_sent(text(plain.reduce_scatter), size) == (size - 1) * n // size * w
-    assert bytes_sent(text(plain.all_reduce), size) == 2 * (size - 1) * n // size * w
 
 
 def test_the_plain_forms_refuse_rows_that_cannot_be_shared():
     mesh = mesh_of(4)
     with pytest.raises(ValueError, match=r"x \(3, 2\) over 'first' of size 4: the rows must be"):
         on_devices(lambda x: plain.reduce_scatter(x, "first"), mesh, jnp.zeros((12, 2)))
-    with pytest.raises(ValueError, match=r"x \(3, 2\) has 6 elements, which 4 devices .*psum"):
-        on_devices(lambda x: plain.all_reduce(x, "first"), mesh, jnp.zeros((12, 2)))
 
 
 # -- the kernels, interpreted ---------------------------------------------------------------
@@ -226,14 +187,6 @@ def test_the_kernels_give_the_bits_on_longer_rings(interpreted_ring, sizes, axis
 )
 def test_the_kernels_take_every_dtype(interpreted_ring, dtype, wire):  # noqa: F811
     equal_on((2,), "first", rows_for(mesh_of(2), "first", dtype=dtype, each=1), wire)
-
-
-def test_the_sum_over_all_is_the_two_kernels(interpreted_ring):  # noqa: F811
-    mesh, x = mesh_of(2), gaussian(9, (4, 64))
-    found, expected = (
-        on_devices(lambda x, f=f: f(x, "first", BF16), mesh, x) for f in (REDUCE, plain.all_reduce)
-    )
-    np.testing.assert_array_equal(found, expected)
 
 
 def test_gradients_of_the_kernels_are_those_of_the_plain_forms(interpreted_ring):  # noqa: F811
@@ -308,7 +261,7 @@ def test_a_lost_wait_or_signal_is_seen(f, lost, said):
         ("all_gather", (8, 8), F32, "a", 2, jnp.int8, "float32, bfloat16 or float16"),
         ("reduce_scatter", (9, 8), F32, "a", 2, BF16, "the rows must be a multiple of 2"),
         ("reduce_scatter", (8, 3), F32, "a", 4, BF16, "so x one of 32. Pad x"),
-        ("all_reduce", (9, 3), F32, "a", 2, BF16, "a piece must be a multiple of 8 elements"),
+        ("all_gather", (9, 3), F32, "a", 2, BF16, "a piece must be a multiple of 8 elements"),
     ],
     ids=str,
 )
@@ -324,8 +277,8 @@ def test_refusals_say_what_is_allowed(what, shape, dtype, axis, size, wire, said
 def test_gpus_of_another_process_are_not_reached(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     x = jax.ShapeDtypeStruct((8, 8), F32)
-    assert "of their own process" in str(room.refuses("all_reduce", x, "a", 2))
-    assert room.refuses("all_reduce", x, "a", 1) is None
+    assert "of their own process" in str(room.refuses("all_gather", x, "a", 2))
+    assert room.refuses("all_gather", x, "a", 1) is None
 
 
 def test_what_is_refused_raises():
@@ -338,20 +291,11 @@ def test_what_is_refused_raises():
 @pytest.mark.drawn
 def test_the_kernels_and_their_gradients_lower_for_cuda(sizes, axis, check):
     mesh = mesh_of(*sizes)
-    for f in (room.all_gather, room.reduce_scatter, room.all_reduce):
+    for f in (room.all_gather, room.reduce_scatter):
         run = mapped(lambda x, f=f: f(x, axis), mesh, check)
         pull = jax.grad(lambda x, run=run: (run(x).astype(F32) ** 2).sum())
         assert lowered(run, jnp.zeros((256, 64))).count("mosaic_gpu") >= 1
         lowered(pull, jnp.zeros((256, 64)))
-
-
-def test_a_sum_over_all_by_kernels_is_known_to_be_equal_on_all():
-    mesh = mesh_of(2, 4)
-    rows, rest = P(("first", "second")), P("first")
-    run = jax.shard_map(
-        lambda x: room.all_reduce(x, "second"), mesh=mesh, in_specs=rows, out_specs=rest
-    )
-    lowered(run, jnp.zeros((64, 64)))
 
 
 def test_virtual_ranks_lower_for_cuda():

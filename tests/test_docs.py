@@ -144,7 +144,6 @@ SMALL = {  # what is too long for a test, and what stands for it
 ELSEWHERE = {  # commands that are not run here, and where they are
     "hfjax demo": "test_the_demo_ends_with_the_table_of_the_page",
     "--out to-evaluate": "docs/pretrained.md exports a run",
-    "torch_to_safetensors": "it needs torch: tests/test_vision_live.py",
     "--offload auto": "below: it needs what compiles for GPUs",
     "train.py trouble": "a process is killed: tests/test_run_processes.py",
     "--max-restarts 3 -- python train.py": "Ctrl-C: tests/test_run_processes.py",

@@ -5,6 +5,7 @@
 
 from functools import partial, reduce
 from itertools import permutations
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def places_of(places, keys):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.drawn
-def test_blocks_of_keys_in_any_order_and_merged_are_one_block(small_blocks, count):
+def test_blocks_of_keys_in_any_order_are_one_block(small_blocks, count):
     case = CASES["documents elsewhere"]
     (q, k, v), _ = jax.device_get(operands(case))
     mask, places = case[5:]
@@ -164,13 +165,10 @@ def test_blocks_of_keys_in_any_order_and_merged_are_one_block(small_blocks, coun
     keys = blocks_of_keys(case, count)
     block = jax.jit(flash.reference, static_argnums=4)
     one = lambda b, state=None: block(q, k[:, b], v[:, b], state, mask, places_of(places, b))
-    finish, merge = jax.jit(flash.finish), jax.jit(flash.merge)
-    states = [one(b) for b in keys]
+    finish = jax.jit(flash.finish)
     for order in list(permutations(range(count)))[::5]:
         visited = reduce(lambda state, i: one(keys[i], state), order, None)
-        merged = reduce(merge, [states[i] for i in order])
-        for state in (visited, merged):
-            assert_near(finish(state), expected, 1e-5)
+        assert_near(finish(visited), expected, 1e-5)
 
 
 def assert_near_pair(found, expected, bound):
@@ -195,19 +193,18 @@ def test_gradients_of_blocks_add_up_to_those_of_the_whole(small_blocks):
     assert_near_pair((dq, dk, dv), expected[2:], 1e-5)
 
 
-def test_gradients_flow_through_merged_attention(small_blocks):
+def test_gradients_flow_through_the_state(small_blocks):
     case = CASES["a later block, seen in part"]
     inputs, cotangents = operands(case)
     mask, places = case[5:]
 
-    def merged(q, k, v):
-        parts = [
-            flash.reference(q, k[:, b], v[:, b], None, mask, places_of(places, b))
-            for b in blocks_of_keys(case, 2)
-        ]
-        return flash.finish(flash.merge(*parts))
+    def visited(q, k, v):
+        state: Any = None
+        for b in blocks_of_keys(case, 2):
+            state = flash.reference(q, k[:, b], v[:, b], state, mask, places_of(places, b))
+        return flash.finish(state)
 
-    found = _with_gradients(merged, inputs, cotangents)
+    found = _with_gradients(visited, inputs, cotangents)
     assert_near(found, exact(case, inputs, cotangents), 1e-5)
 
 

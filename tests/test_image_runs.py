@@ -271,7 +271,7 @@ def test_no_data_is_told(tmp_path):
 
 def test_a_pickle_is_never_opened(photos, tmp_path):
     model = {"preset": "resnet-tiny", "weights": tmp_path / "net.pth"}
-    with pytest.raises(ValueError, match=r"never opened.*torch_to_safetensors"):
+    with pytest.raises(ValueError, match=r"never opened.*safetensors\.torch\.save_file"):
         train(of_photos(photos, tmp_path / "run", model=model))
 
 

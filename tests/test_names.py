@@ -1,8 +1,11 @@
 """Names at the front door: what can be reached, and what is said of a name that is not there."""
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 from dataclasses import fields
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -47,6 +50,22 @@ def test_parts_of_hfjax_are_there_once_they_are_asked_for():
     for name, near in {"FDSP": "FSDP", "fsdp": "FSDP", "train_stp": "train_step"}.items():
         with pytest.raises(AttributeError, match=rf"'{name}'\. Did you mean {near}\?"):
             getattr(hfjax, name)
+
+
+def packages():
+    """Return the names of hfjax and of all packages in it."""
+    walked = pkgutil.walk_packages(hfjax.__path__, "hfjax.")
+    return ["hfjax", *(found.name for found in walked if found.ispkg)]
+
+
+@pytest.mark.parametrize("package", packages())
+def test_no_module_has_the_name_of_something_its_package_has(package):
+    """Whoever imports such a module by its name would be given the other thing, or it the other."""
+    found = importlib.import_module(package)
+    exported = set(getattr(found, "__all__", []))
+    exported |= {name for name, value in vars(found).items() if not isinstance(value, ModuleType)}
+    modules = {inside.name for inside in pkgutil.iter_modules(found.__path__)}
+    assert sorted(exported & modules) == []
 
 
 def test_the_version_is_that_of_the_project(capsys, monkeypatch):

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec as P
 
 from hfjax.pallas_kernels.mosaic import kernel
-from hfjax.pallas_kernels.ring.peers import MeshRing, VirtualRing, ahead, meet
+from hfjax.pallas_kernels.ring.peers import MeshRing, VirtualRing, ahead
 from tests.kernels import interpreted_ring, lowered, needs_interpreter  # noqa: F401
 
 CELLS, BLOCKS = 256, 2
@@ -34,7 +34,9 @@ def pull(ring, x_ref, out_ref):
     part = part_of_block()
     taken = ring.semaphores(1)
     ring.mine(out_ref)[part] = ring.peer(x_ref, ahead(ring, ring.size - 1))[part]
-    meet(ring, taken, 0, BLOCKS)
+    for rank in range(ring.size):
+        ring.signal(taken, 0, jnp.int32(rank))
+    ring.wait(taken, 0, ring.size * BLOCKS)
 
 
 def part_of_block():

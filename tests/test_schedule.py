@@ -170,9 +170,3 @@ def test_any_order_of_any_user_compiles_and_replays(seed):
     again = Schedule.from_text(str(table), branches=table.branches).table(table.stages)
     assert (again.homes, again.branches) == (table.homes, table.branches)
     np.testing.assert_array_equal(again.cells, table.cells)
-
-
-@pytest.mark.parametrize("old", ["1f1b-half", "interleaved-half"])
-def test_a_schedule_that_got_a_better_name_is_found_by_its_old_one(old):
-    new = old.replace("half", "published")
-    assert Schedule(old, microbatches=4) == Schedule(new, microbatches=4)

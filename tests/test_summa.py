@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from hfjax.analysis.links import links
-from hfjax.parallel.wings.baselines.summa import summa_linear
-from hfjax.parallel.wings.baselines.tesseract import tesseract_linear
+from baselines.links import links
+from baselines.summa import summa_linear
+from baselines.tesseract import tesseract_linear
 from hfjax.parallel.wings.grid.costs import sent_by_summa
 from tests.workers import finished, start
 
@@ -76,7 +76,8 @@ def test_a_linear_map_and_an_mlp_with_gradients_equal_one_device_in_float64(dept
 
 
 NINE = """
-import json, jax
+import json, sys, jax
+sys.path.insert(0, "examples")
 jax.config.update("jax_enable_x64", True)
 from tests.test_summa import differences
 print(json.dumps(differences(1, 3)))

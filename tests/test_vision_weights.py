@@ -15,7 +15,6 @@ from hfjax.base.paths import flatten
 from hfjax.models.vision import deeplab, regnet, resnet, vit
 from hfjax.models.vision.resnet import ResNetConfig
 from hfjax.models.vision.vision_config import VisionConfig
-from hfjax.weights import torch_to_safetensors
 from hfjax.weights.tensor_files import read_header, read_rows
 from hfjax.weights.vision_files import read_vision, with_weights, write_vision
 from hfjax.weights.vision_rules import COUNTER, model_of, shapes_of, vision_table
@@ -179,7 +178,7 @@ def test_weights_of_another_depth_have_no_new_head_either(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.pth", "model.pt", "model.bin", "model.ckpt"])
 def test_a_pickle_is_never_opened(name, tmp_path):
-    words = r"is a pickle, .*never opened.*hfjax.weights.torch_to_safetensors model\.\w+ model.safe"
+    words = rf"is a pickle, .*never opened.*save_file\(torch.load\('{name}', .*'model.safetensors'"
     with pytest.raises(ValueError, match=words):
         read_vision(tmp_path / name, TINY)  # which is not even there
 
@@ -199,26 +198,3 @@ def test_statistics_of_a_model_that_has_none_are_refused(tmp_path):
     weights = read_vision(file_of(tmp_path / "a.safetensors", TINY), TINY)
     with pytest.raises(ValueError, match=r"norm1?/mean is neither .*another shape or norm"):
         with_weights(layout_of(replace(TINY, norm="group")), weights)
-
-
-class Tensor:
-    """What torch_to_safetensors asks of a tensor."""
-
-    def element_size(self):
-        return 4
-
-
-@pytest.mark.parametrize("around", [lambda x: x, lambda x: {"epoch": 3, "model": x}])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_the_script_finds_the_tensors_of_a_checkpoint(around, prefix):
-    names = ["conv1.weight", "fc.bias"]
-    held = around({prefix + name: Tensor() for name in names})
-    assert list(torch_to_safetensors.tensors_of(held)) == names
-
-
-def test_the_script_says_what_it_expects(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match=r"a state_dict is expected.*holds list"):
-        torch_to_safetensors.tensors_of([1])
-    monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(SystemExit, match="torch is not installed here"):
-        torch_to_safetensors.main([str(tmp_path / "a.pth"), str(tmp_path / "b.safetensors")])

@@ -43,7 +43,6 @@ API = {  # page: (its title, {heading: public names, module:name})
                 *("hfjax:Offload", "hfjax:offload", "hfjax:Schedule", "hfjax:Context"),
             ],
             "Rows that meet": ["hfjax:own_rows", "hfjax:gather_rows"],
-            "Experts": ["hfjax:balance_experts"],
         },
     ),
     "api_models": (

@@ -155,10 +155,13 @@ class Scorer:
     # -- what is kept by what it depends on --------------------------------------------------
 
     def profile(self, remat: str) -> ModelProfile:
-        """Return the model's programs under a kind of recomputation."""
+        """Return the model's programs under a kind of recomputation.
+
+        Attention is one call, as on GPUs, unless the machine is a CPU.
+        """
         if remat not in self._profiles:
             config = replace(self.config, remat=remat, pipeline=type(self.config.pipeline)())
-            attention = None if self.machine.platform == "cpu" else fused_attention
+            attention = fused_attention if self.machine.platform != "cpu" else None
             found = profile_of(config, self.vocab, self.compile_for, attention)
             self._profiles[remat] = found
         return self._profiles[remat]

@@ -7,5 +7,5 @@ out, `row_moves` brings them to where a layout has them, `stream_in` and `write_
 whole model. `pretrained` has what users call.
 
 Models of images are one file with torchvision's names: `vision_rules` says which tensor lies where,
-`vision_files` reads and writes it, and `torch_to_safetensors` makes one of a .pth where torch is.
+`vision_files` reads and writes it.
 """

@@ -95,8 +95,7 @@ def read_vision(
     `with_weights` makes a state of it.
 
     Args:
-        file: Of safetensors, with torchvision's names. `python -m
-            hfjax.weights.torch_to_safetensors` makes one of a model.pth.
+        file: Of safetensors, with torchvision's names; `safetensors.torch.save_file` writes one.
         config: The shape of the model.
         new_head: Whether what has the classes as a dimension is left out: None, from the seed. A
             model that segments may then begin from a ResNet that classifies, too.
@@ -147,8 +146,8 @@ def _refuse_pickles(path: Path) -> None:
     if any(path.match(pattern) for pattern in PICKLES):
         raise ValueError(
             f"{named(path)} is a pickle, which runs code when it is read: it is never opened. "
-            f"Where torch is: python -m hfjax.weights.torch_to_safetensors {named(path.name)} "
-            f"{named(path.with_suffix('.safetensors').name)}, and give that."
+            f"Where torch is: safetensors.torch.save_file(torch.load({named(path.name)!r}, "
+            f"weights_only=True), {named(path.with_suffix('.safetensors').name)!r}); give that."
         )
     check_ordinary(path)
 

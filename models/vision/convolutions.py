@@ -1,6 +1,7 @@
 """Convolutions, pooling and resizing of images [B, H, W, C], as torch computes them."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.parts import Draw
-from hfjax.models.vision.convolution_forms import convolve
+from hfjax.models.vision.dilated_gradient import dilated
 from hfjax.models.vision.norms import norm_after
 from hfjax.models.vision.vision_config import ConvNetConfig
 
@@ -29,6 +30,35 @@ def by_inputs(inputs: int) -> Draw:
     """Return what draws numbers evenly within 1 / sqrt(inputs): how torch's layers begin."""
     bound = 1 / math.sqrt(inputs)
     return lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def convolve(
+    x: jax.Array, kernel: jax.Array, stride: int = 1, dilation: int = 1, groups: int = 1
+) -> jax.Array:
+    """Return a convolution of images [B, H, W, in], padded so that a stride of 1 keeps the size.
+
+    Where it is dilated the kernel's gradient has another form than XLA's (`dilated`).
+
+    >>> convolve(jnp.ones((1, 3, 3, 2)), jnp.ones((3, 3, 2, 1)))[0, :, :, 0].tolist()
+    [[8.0, 12.0, 8.0], [12.0, 18.0, 12.0], [8.0, 12.0, 8.0]]
+    """
+    sides = kernel.shape[:2]
+
+    def of_xla(x: jax.Array, kernel: jax.Array, dilation: int) -> jax.Array:
+        return lax.conv_general_dilated(
+            x,
+            kernel,
+            (stride, stride),
+            [(n, n) for n in (dilation * (k - 1) // 2 for k in sides)],
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    if dilation > 1 and stride == 1 and groups == 1 and all(n % 2 for n in sides):
+        whole, plain = (partial(of_xla, dilation=n) for n in (dilation, 1))
+        return dilated(whole, plain, dilation, x, kernel)
+    return of_xla(x, kernel, dilation)
 
 
 class Conv(nnx.Module):
@@ -69,10 +99,8 @@ class Conv(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the convolution of images [B, H, W, in], named conv for remat."""
         kernel = jnp.asarray(self.kernel[...])
-        around = [(n, n) for n in (self.dilation * (k - 1) // 2 for k in kernel.shape[:2])]
         groups = x.shape[-1] // kernel.shape[2]
-        x_here = x.astype(kernel.dtype)
-        y = convolve(x_here, kernel, self.stride, around, self.dilation, groups)
+        y = convolve(x.astype(kernel.dtype), kernel, self.stride, self.dilation, groups)
         y = checkpoint_name(y, "conv")
         if self.bias is not None:
             y = y + self.bias[...].reshape(1, 1, 1, -1)

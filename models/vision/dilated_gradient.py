@@ -1,4 +1,4 @@
-"""A dilated convolution on GPUs whose kernel's gradient is that of a plain one.
+"""A dilated convolution whose kernel's gradient is that of a plain one.
 
 XLA asks cuDNN for the gradient of a dilated kernel as a forward convolution whose window is as
 large as the image. Here every so manieth row and column is an image of its own (zeros fill them

@@ -1,8 +1,8 @@
-"""One block of attention with its state in and out: what ring attention merges, and what a model
-uses when one block is all there is (FlashAttention, Dao et al., 2022; -3, Shah et al., 2024).
+"""One block of attention with its state in and out: a ring goes on with the state, a model that has
+one block finishes it (FlashAttention, Dao et al., 2022; -3, Shah et al., 2024).
 
-`flash_block` visits one block of keys, `merge` joins states and `finish` turns a state into the
-attention and its lse; `flash_block_backward` gives one block's gradients from the final lse.
+`flash_block` visits one block of keys and `finish` turns a state into the attention and its lse;
+`flash_block_backward` gives one block's gradients from the final lse.
 `attention` and `attend` are one block, finished, with a gradient. All need a Hopper GPU and
 half-precision operands; `reference…` of the same signature runs anywhere, in any precision.
 
@@ -44,7 +44,6 @@ __all__ = [
     "finish",
     "flash_block",
     "flash_block_backward",
-    "merge",
     "reference",
     "reference_attend",
     "reference_attention",
@@ -92,18 +91,6 @@ def reference(
     """
     del tuning
     return flash_reference.block(q_BSHD, k_BTGD, v_BTGD, state, mask, places)
-
-
-def merge(one: State, other: State) -> State:
-    """Return the state of queries that saw the keys of both, which have none in common."""
-    m = jax.lax.stop_gradient(jnp.maximum(one.m, other.m))
-    base = jnp.where(m > -jnp.inf, m, 0.0)
-    o, l = jnp.zeros_like(one.o), jnp.zeros_like(one.l)
-    for part in (one, other):
-        weight = jnp.exp(jax.lax.stop_gradient(part.m) - base)
-        o += part.o * weight.swapaxes(1, 2)[..., None]
-        l += part.l * weight
-    return State(o, m, l)
 
 
 def finish(state: State) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce that cast while they send and add in float32.
+"""All-gather and reduce-scatter that cast while they send and add in float32.
 
 `casting` has the functions, `kernel` their bodies, `reference` the same in plain JAX, `stream` how
 arrays pass through shared memory.

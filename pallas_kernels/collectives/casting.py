@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter and all_reduce with the cast fused into the sending.
+"""all_gather and reduce_scatter with the cast fused into the sending.
 
 What travels is `wire` (bfloat16 unless asked otherwise), what is added is float32: an owner adds
 its own rows, never rounded, and then those of the other ranks, the lowest rank first. So the same
@@ -8,9 +8,6 @@ transpose, cotangents travel and add up the same way.
 The kernels are for the GPUs of one host, which reach each other's memory: each rank stores every
 piece straight into its owner's memory, one hop, and no cast copy is ever in memory. Across hosts
 it is `collectives_reference`, which sends the same bytes.
-
-`all_reduce` is the two, one after the other, not one kernel: a launch costs a barrier of a few
-microseconds, where 2 * (S - 1) / S of a gradient takes hundreds, and either half is of use alone.
 
 The floor on S ranks, x of n elements of b bytes, w bytes on the wire:
                       a link carries, each way     the memory of a device moves
@@ -49,7 +46,7 @@ def refuses(
 ) -> str | None:
     """Return why the kernel of `what` cannot take `x` over an axis of that size, or None.
 
-    `what` is "all_gather", "reduce_scatter" or "all_reduce".
+    `what` is "all_gather" or "reduce_scatter".
     """
     given = f"{what} of x {x.shape} {x.dtype} over {axis!r} of size {size}, sent as {wire}"
     if not isinstance(axis, str):
@@ -81,22 +78,19 @@ def _ring(what: str, x: jax.Array, axis: Axis, wire: DTypeLike) -> MeshRing:
 
 
 def tuned(tuning: Tuning) -> tuple:
-    """Return `all_gather`, `reduce_scatter` and `all_reduce` with a tuning."""
+    """Return `all_gather` and `reduce_scatter` with a tuning."""
 
-    def whole(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
+    def gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
         ring = _ring("all_gather", x, axis, wire)
         found = kernel.gather(ring, x.reshape(-1), wire, tuning)
         return found.reshape(ring.size * x.shape[0], *x.shape[1:])
-
-    def gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
-        return plain.differing(whole(x, axis, wire), axis)
 
     def scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
         ring = _ring("reduce_scatter", x, axis, wire)
         total = kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
         return total.reshape(x.shape[0] // ring.size, *x.shape[1:])
 
-    return plain.family(gather, scatter, whole)
+    return plain.family(gather, scatter)
 
 
 _tuned = tuned(Tuning())
@@ -110,8 +104,3 @@ def all_gather(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.
 def reduce_scatter(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
     return _tuned[1](x, axis, wire)
-
-
-def all_reduce(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Return the sum over the axis in the dtype of `x`, the same bits on all its devices."""
-    return _tuned[2](x, axis, wire)

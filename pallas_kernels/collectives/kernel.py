@@ -23,7 +23,7 @@ from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.collectives import stream
 from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles
 from hfjax.pallas_kernels.mosaic import Ref
-from hfjax.pallas_kernels.ring.peers import MeshRing, Ring, ahead
+from hfjax.pallas_kernels.ring.peers import Ring, ahead
 
 
 def load(ref: Ref, dtype: DTypeLike) -> jax.Array:
@@ -47,20 +47,12 @@ def tell(ring: Ring, arrived: Any) -> None:
         ring.wait(arrived, block, ring.size - 1)
 
 
-def axes(ring: Ring) -> tuple[str, ...]:
-    """Return the axis of the mesh that the ring goes along."""
-    return (ring.axis,) if isinstance(ring, MeshRing) else ()
-
-
-def launch(
-    body: Callable, ring: Ring, tiles: Tiles, out: list, scratch: list, equal_along: tuple = ()
-) -> Callable:
+def launch(body: Callable, ring: Ring, tiles: Tiles, out: list, scratch: list) -> Callable:
     """Return a function of the arrays that runs `body` on every rank and block of the ring."""
     return mosaic.kernel(
         body,
         [jax.ShapeDtypeStruct((*ring.ranks, *shape), dtype) for shape, dtype in out],
         [plgpu.SMEM((SLOTS, *shape), dtype) for shape, dtype in scratch],
-        equal_along,
         grid=(*ring.ranks, tiles.blocks),
         grid_names=(*ring.rank_names, "block"),
         compiler_params=mosaic.by_hand(),
@@ -92,8 +84,7 @@ def gather(ring: Ring, x: jax.Array, wire: DTypeLike, tuning: Any) -> jax.Array:
     body = partial(_send_to_all, ring=ring, tiles=tiles, stages=tuning.stages)
     out = [((ring.size, tiles.whole, columns), wire)]
     scratch = [((tiles.tile, columns), wire)]
-    run = launch(body, ring, tiles, out, scratch, axes(ring))
-    (whole,) = run(x.reshape(*ring.ranks, rows, columns))
+    (whole,) = launch(body, ring, tiles, out, scratch)(x.reshape(*ring.ranks, rows, columns))
     return whole[..., :rows, :].reshape(*ring.ranks, ring.size, x.shape[-1])
 
 

@@ -84,47 +84,8 @@ def _pull(
     return (cotangent.astype(like.dtype),)
 
 
-def _is_equal(x: jax.Array, axis: Axis) -> bool:
-    """Return whether shard_map knows that `x` is equal on all devices of the axis."""
-    return bool(varying(lax.axis_index(axis)) - varying(x))
-
-
-def flat(x: jax.Array, axis: Axis) -> jax.Array:
-    """Return all of `x` as one row of elements, which the devices of the axis share evenly."""
-    size = lax.axis_size(axis)
-    if x.size % size:
-        raise ValueError(
-            f"x {x.shape} has {x.size} elements, which {size} devices along {axis!r} cannot share "
-            "evenly. Reduce it with lax.psum, or pad it."
-        )
-    return x.reshape(-1)
-
-
-def _reduces(scatter: Callable, whole: Callable) -> Callable:
-    """Return the sum as a differentiable function: as with psum, a cotangent is summed in turn."""
-
-    @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-    def reduce(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
-        if lax.axis_size(axis) == 1:
-            return x
-        total = scatter(flat(x, axis), axis, wire)
-        return whole(total, axis, wire).astype(x.dtype).reshape(x.shape)
-
-    def backward(axis: Axis, wire: DTypeLike, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        equal = _is_equal(cotangent, axis)
-        return (differing(cotangent, axis) if equal else reduce(cotangent, axis, wire),)
-
-    reduce.defvjp(lambda x, axis, wire: (reduce(x, axis, wire), None), backward)
-    return reduce
-
-
-def _whole(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
-    # Said to be equal on all devices, as the result of psum is.
-    return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True, to="invarying")
-
-
-def family(gather: Callable, scatter: Callable, whole: Callable) -> tuple[Callable, ...]:
-    """Return `all_gather`, `reduce_scatter` and `all_reduce`, differentiable, of (x, axis, wire).
+def family(gather: Callable, scatter: Callable) -> tuple[Callable, ...]:
+    """Return `all_gather` and `reduce_scatter`, differentiable, of (x, axis, wire).
 
     The cotangent of a gather goes through the scatter and the other way round.
     """
@@ -135,11 +96,10 @@ def family(gather: Callable, scatter: Callable, whole: Callable) -> tuple[Callab
         return function
 
     functions = differentiable(gather, scatter), differentiable(scatter, gather)
-    functions = (*functions, _reduces(scatter, whole))
     return tuple(lambda x, axis, wire, f=f: f(differing(x, axis), axis, wire) for f in functions)
 
 
-_family = family(_gather, _scatter, _whole)
+_family = family(_gather, _scatter)
 
 
 def all_gather(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
@@ -150,8 +110,3 @@ def all_gather(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.
 def reduce_scatter(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
     return _family[1](x, axis, wire)
-
-
-def all_reduce(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Return the sum over the axis in the dtype of `x`, the same bits on all its devices."""
-    return _family[2](x, axis, wire)

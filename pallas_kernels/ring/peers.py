@@ -116,13 +116,6 @@ def ahead(ring: Ring, steps: Index) -> jax.Array:
     return lax.rem(ring.rank() + steps, jnp.int32(ring.size))
 
 
-def meet(ring: Ring, semaphores: Any, index: Index, blocks: int) -> None:
-    """Wait until each of the `blocks` blocks of every rank is here; one warpgroup of each calls."""
-    for rank in range(ring.size):
-        ring.signal(semaphores, index, jnp.int32(rank))
-    ring.wait(semaphores, index, ring.size * blocks)
-
-
 def unreachable(size: int, blocks: int) -> str | None:
     """Return why a ring of `size` ranks with so many blocks each cannot run here, or None."""
     processors = current_platform.processors()

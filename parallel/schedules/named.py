@@ -65,8 +65,6 @@ SCHEDULES: dict[str, Builder] = {
     "forward": Builder(_forward, fixed=False),
 }
 
-ALIASES = {"1f1b-half": "1f1b-published", "interleaved-half": "interleaved-published"}  # old names
-
 
 @known_fields
 @dataclass(frozen=True)
@@ -118,7 +116,6 @@ class Schedule:
             return
         if not isinstance(self.name, str):
             raise ValueError(f"name={self.name!r}: one of {', '.join(SCHEDULES)}.")
-        object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
         if self.name not in SCHEDULES:
             raise ValueError(
                 f"no schedule {self.name!r}. Schedules: {', '.join(SCHEDULES)}; "

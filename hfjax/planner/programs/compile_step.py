@@ -168,16 +168,14 @@ def of_two_depths(
     return replace(found, temporaries=temporaries, peak=peak, depths=DEPTHS)
 
 
-def at_depth(
-    layers: int, few: Compiled, more: Compiled, depths: tuple[int, int] = DEPTHS
-) -> Compiled:
-    """Return what a program of so many layers tells, of which two others have `depths`.
+def at_depth(layers: int, few: Compiled, more: Compiled) -> Compiled:
+    """Return what a program of so many layers tells, of which two others have `DEPTHS`.
 
     >>> program = lambda peak: Compiled(peak, 0, 0, 0, ())
     >>> at_depth(24, program(16.0), program(22.0)).peak
     34.0
     """
-    further = (layers - depths[1]) / (depths[1] - depths[0])
+    further = (layers - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
     line = lambda a, b: b + (b - a) * further
     numbers = [f.name for f in fields(Compiled) if f.name not in ("transfers", "depths")]
     values = {name: line(getattr(few, name), getattr(more, name)) for name in numbers}

@@ -1,5 +1,4 @@
-"""Experts on several devices: how tokens get to them, what that sends, who holds which copy.
+"""Experts on several devices: how tokens get to them, and what that sends.
 
-`dispatch` chooses the way, `token_exchange` goes it, `spread` is what mixtures are handed,
-`balance` says which experts get a second copy.
+`dispatch` chooses the way, `token_exchange` goes it, `spread` is what mixtures are handed.
 """

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from hfjax.parallel.wings.baselines.training import Step, Tree
+from baselines.training import Step, Tree
 
 
 def scatter(x: jax.Array, axis: str) -> jax.Array:

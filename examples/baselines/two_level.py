@@ -14,8 +14,8 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-from hfjax.parallel.wings.baselines.pieces import in_pieces, joined
-from hfjax.parallel.wings.baselines.ring import (
+from baselines.pieces import in_pieces, joined
+from baselines.ring import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,

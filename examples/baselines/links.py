@@ -19,7 +19,7 @@ class Links:
 
     Example:
         >>> import hfjax, jax, jax.numpy as jnp
-        >>> from hfjax.analysis.links import links
+        >>> from baselines.links import links
         >>> from jax.sharding import PartitionSpec as P
         >>> send = jax.shard_map(lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 2)]),
         ...     mesh=hfjax.make_mesh(data=8), in_specs=P("data"), out_specs=P("data"))
@@ -73,7 +73,7 @@ def links(program: jax.stages.Lowered) -> Links:
         raise ValueError(
             f"the program has {', '.join(others)} beside permutes: which links those take is not "
             "in the program. Count them with hfjax.collectives, or write them with "
-            "jax.lax.ppermute (hfjax.parallel.wings.baselines has some)."
+            "jax.lax.ppermute (examples/baselines has some)."
         )
     between: Counter[tuple[int, int]] = Counter()
     for transfer in found:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.parallel.wings.baselines.pieces import in_pieces, joined
+from baselines.pieces import in_pieces, joined
 
 
 def halving_doubling_all_reduce(x: jax.Array, axis: str) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.parallel.wings.baselines.pieces import in_pieces, joined
+from baselines.pieces import in_pieces, joined
 
 
 def _to_the_right(axis: str) -> list[tuple[int, int]]:
@@ -49,7 +49,7 @@ def ring_all_reduce(x: jax.Array, axis: str) -> jax.Array:
     Example:
         >>> import hfjax, jax, jax.numpy as jnp
         >>> from jax.sharding import PartitionSpec as P
-        >>> from hfjax.parallel.wings.baselines.ring import ring_all_reduce
+        >>> from baselines.ring import ring_all_reduce
         >>> add = jax.shard_map(lambda x: ring_all_reduce(x, "data"), in_specs=P("data"),
         ...                     out_specs=P("data"), mesh=hfjax.make_mesh(data=8))
         >>> jax.jit(add)(jnp.arange(8)).tolist()

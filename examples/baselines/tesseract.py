@@ -12,8 +12,8 @@ from functools import partial
 
 import jax
 
-from hfjax.parallel.wings.baselines.ring import ring_all_reduce
-from hfjax.parallel.wings.baselines.summa import summa_linear
+from baselines.ring import ring_all_reduce
+from baselines.summa import summa_linear
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -18,8 +18,8 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from hfjax.parallel.wings.baselines.pieces import in_pieces
-from hfjax.parallel.wings.baselines.training import Step, Tree
+from baselines.pieces import in_pieces
+from baselines.training import Step, Tree
 
 
 def check_servers(servers: int, devices: int) -> None:

@@ -1,9 +1,18 @@
-"""Which experts get a second copy, and on which device each copy lies (EPLB, in plain numpy)."""
+"""Which experts get a second copy, and on which device each copy lies (EPLB, in plain numpy).
+
+python examples/balance_experts.py
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+LOADS = [  # the example of EPLB's README: two layers of 12 experts
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+DEVICES = 8
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,7 @@ def balance_experts(
         experts].
 
     Example:
-        >>> import hfjax
-        >>> found = hfjax.balance_experts([[6, 1, 1, 2]], replicas=6, groups=1, nodes=1, devices=2)
+        >>> found = balance_experts([[6, 1, 1, 2]], replicas=6, groups=1, nodes=1, devices=2)
         >>> found.placement  # loads of 2 + 2 + 1 on each device
         array([[0, 0, 1, 3, 0, 2]])
         >>> found.counts
@@ -154,3 +162,17 @@ def _check_counts(experts: int, **counts: int) -> None:
             f"every expert needs a copy, and every device the same number. Take {least}, or "
             f"another multiple of {devices} that is at least {experts}."
         )
+
+
+def main() -> None:
+    found = balance_experts(LOADS, replicas=16, groups=4, nodes=2, devices=DEVICES)
+    shares = np.take_along_axis(LOADS / found.counts, found.placement, 1)
+    for layer, (placement, share) in enumerate(zip(found.placement, shares, strict=True)):
+        print(f"layer {layer}")
+        of_devices = zip(*(x.reshape(DEVICES, -1) for x in (placement, share)), strict=True)
+        for device, (experts, loads) in enumerate(of_devices):
+            print(f"  device {device}: experts {experts.tolist()}, load {loads.sum():g}")
+
+
+if __name__ == "__main__":
+    main()
