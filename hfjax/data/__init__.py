@@ -1,7 +1,7 @@
 """Token files on disk and the rows that a run reads from them. Knows no mesh and no model.
 
 Making a data set: `recipe`, from `sources` (or `library`: Python's own source) by `tokenizer`,
-written by `token_writer` in the folder of `beside`. Reading one: `tokens`, cut into `rows`, in the
+written by `token_writer`. Reading one: `tokens`, cut into `rows`, in the
 order of `stream`, as the batches of `loader`; `row_loader` is what it shares with that of images.
 """
 

@@ -13,10 +13,10 @@ import jax
 import yaml
 from rich.console import Console, Group
 
+from hfjax.base.atomic import replace_text
 from hfjax.base.exits import carried_out, ending_in_words
 from hfjax.base.progress import said_while
 from hfjax.base.tables import bytes_of, human
-from hfjax.base.write_files import replace_text
 from hfjax.cli.plan.chosen_machine import (
     Constants,
     check_whole_nodes,
