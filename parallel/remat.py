@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from hfjax.base.keywords import is_whole
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 
 WHAT = ("none", "dots", "full", "except_last")
@@ -56,7 +55,7 @@ class Remat:
             raise _unknown(self.what)
         for field in ("every", "group"):
             value = getattr(self, field)
-            if not is_whole(value):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"remat {field}={value!r}: a positive number of layers.")
         if self.unit > 1 and (self.what != "full" or min(self.every, self.group) > 1):
             raise ValueError(

@@ -15,8 +15,6 @@ from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
-from hfjax.base.tables import named
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Kind = TypeVar("Kind", bound=type)
@@ -36,7 +34,7 @@ def nearest_of(name: str, known: Iterable[str], words: str = " Did you mean {}?"
     ' Did you mean accumulate?'
     """
     near = closest(name, known)
-    return words.format(named(near)) if near else ""
+    return words.format(near) if near else ""
 
 
 def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:

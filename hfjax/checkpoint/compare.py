@@ -103,7 +103,7 @@ def _nearest(path: str, known: Described, others: Described) -> str:
     """Return the path that may have been meant: of the same part, and without a partner."""
     part = path.split("/")[0]
     single = [p for p in known if p.startswith(part) and p not in others]
-    return nearest_of(path, single, NEAREST)
+    return named(nearest_of(path, single, NEAREST))
 
 
 def _castable(found: list | None, wanted: list | None) -> bool:

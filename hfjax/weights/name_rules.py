@@ -187,7 +187,7 @@ def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list
     return few(
         [
             f"{piece.name} {_shape(piece.rule.shape)} (our {piece.path}) is missing"
-            f"{nearest_of(piece.name, left[:1000], NEAREST)}"
+            f"{named(nearest_of(piece.name, left[:1000], NEAREST))}"
             for piece in lost
         ]
     )
@@ -219,7 +219,7 @@ def _over(over: Sequence[FileTensor], pieces: Sequence[PlacedTensor]) -> list[st
     return few(
         [
             f"{named(t.name)} {_shape(t.shape)} is no tensor of this model"
-            f"{nearest_of(t.name, known[:1000], NEAREST)}"
+            f"{named(nearest_of(t.name, known[:1000], NEAREST))}"
             for t in over
         ]
     )
