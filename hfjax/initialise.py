@@ -4,9 +4,8 @@ Given parameters are put on their shards one array at a time, as the model has t
 where a pipeline stores them, and the optimizer starts from them.
 """
 
-import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,9 +18,9 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import known_keywords
+from hfjax.base.keywords import NEAREST, known_keywords, nearest_of
 from hfjax.base.paths import Flat, Index, flatten, nest
-from hfjax.base.tables import human
+from hfjax.base.tables import few, human
 from hfjax.checks.combinations import check
 from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.engine.built import holding
@@ -39,7 +38,6 @@ from hfjax.plan.layout import Layout, State, begun
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import copy_to, parameters_of, stored
 
-MOST = 8  # lines of a message about paths, of each kind
 Slices = tuple[slice, ...]
 
 
@@ -328,20 +326,20 @@ def _check(given: Flat, wanted: Mapping[str, Any]) -> None:
 
 def _missing(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
     lines = [
-        f"{path} {like.shape} is missing{_near(path, given.keys() - wanted.keys())}"
+        f"{path} {like.shape} is missing{nearest_of(path, given.keys() - wanted.keys(), NEAREST)}"
         for path, like in wanted.items()
         if path not in given
     ]
-    yield from _few(lines)
+    yield from few(lines)
 
 
 def _unknown(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
     lines = [
-        f"{path} {_shown(x)} is no parameter of the model{_near(path, wanted)}"
+        f"{path} {_shown(x)} is no parameter of the model{nearest_of(path, wanted, NEAREST)}"
         for path, x in given.items()
         if path not in wanted
     ]
-    yield from _few(lines)
+    yield from few(lines)
 
 
 def _other(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
@@ -352,17 +350,7 @@ def _other(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
         for path, x, like in both
         if not fits(x, like)
     ]
-    yield from _few(lines)
-
-
-def _few(lines: list[str]) -> list[str]:
-    more = len(lines) - MOST
-    return lines if more <= 0 else [*lines[:MOST], f"… and {more} more"]
-
-
-def _near(path: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(path, known, n=1)
-    return f" (nearest: {found[0]})" if found else ""
+    yield from few(lines)
 
 
 def _real(x: Any) -> bool:

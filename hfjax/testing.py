@@ -15,11 +15,11 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.base.errors import module_of
 from hfjax.base.mean import Mean, as_mean, metrics_of
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.progress import said_while
 from hfjax.batches import full
+from hfjax.checks.jax_errors import module_of
 from hfjax.initialise import init
 from hfjax.parallel.called.called_model import called
 from hfjax.parallel.engine.keys import is_random, keys_for

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from hfjax.base.keywords import is_positive, is_real, known_fields
+from hfjax.base.keywords import is_real, is_whole, known_fields
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
 from hfjax.parallel.precision.dtypes import Precision, precision_of
@@ -143,14 +143,14 @@ class Execution:
 
     def _check_numbers(self) -> None:
         for name, what in COUNTS.items():
-            if not is_positive(given := getattr(self, name)):
+            if not is_whole(given := getattr(self, name)):
                 raise ValueError(f"{name}={given!r}: a positive number of {what}.")
         if (clip := self.clip) is not None:
             if not is_real(clip, 2**-126, math.inf):  # from what float32 has in full
                 raise ValueError(f"clip={clip!r}: a positive norm, or None for no clipping.")
             object.__setattr__(self, "clip", None if clip == math.inf else float(clip))
         unroll = self.unroll
-        if not (unroll is None or isinstance(unroll, bool) or is_positive(unroll)):
+        if not (unroll is None or isinstance(unroll, bool) or is_whole(unroll)):
             raise ValueError(
                 f"unroll={unroll!r}: a positive number of layers, true (all of them), or None."
             )

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from hfjax.base.keywords import is_whole
 from hfjax.base.read_files import shown
 from hfjax.parallel.mesh import AXES, COLUMN_AXIS, ROW_AXIS, show_sizes
 
@@ -123,8 +124,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
 
 def _is_size(size: Any) -> bool:
     """Whether it is the size of an axis: a positive integer, or -1 for what is left."""
-    whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-    return whole and bool(size >= 1 or size == -1)
+    return is_whole(size) or is_whole(size, -1, -1)
 
 
 def _infer(shape: dict[str, int], n_devices: int) -> dict[str, int]:

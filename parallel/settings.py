@@ -69,7 +69,7 @@ class Context:
                     "or None: the array has no sequence."
                 )
         u = self.ulysses
-        if u is not None and (not isinstance(u, int) or isinstance(u, bool) or u < 1):
+        if u is not None and not is_whole(u):
             raise ValueError(
                 f"Context(ulysses={u!r}): how many devices exchange heads, at least 1."
             )

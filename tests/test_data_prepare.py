@@ -19,14 +19,13 @@ import pytest
 import tokenizers
 
 from hfjax.__main__ import main
+from hfjax.base import atomic
 from hfjax.cli.data import DataCommand, run
 from hfjax.data import (
     TokenSet,
-    beside,
     load_tokenizer,
     prepare,
     standard_library,
-    token_writer,
     tokenizer,
     write_tokens,
 )
@@ -322,9 +321,9 @@ def fixture_waiting(tmp_path):
         pipe.write('{"text": "a"}\n')
         pipe.flush()
         until = time.monotonic() + 60
-        while not list(tmp_path.glob(".out.*/tokens.bin")) and time.monotonic() < until:
+        while not list(tmp_path.glob(".out.*/*/tokens.bin")) and time.monotonic() < until:
             time.sleep(0.02)
-        assert list(tmp_path.glob(".out.*/tokens.bin"))
+        assert list(tmp_path.glob(".out.*/*/tokens.bin"))
         yield started
         if started.poll() is None:
             started.kill()
@@ -358,8 +357,8 @@ def test_a_killed_run_leaves_no_data_set_and_the_next_start_sweeps_it_but_nothin
 def test_a_data_set_that_a_killed_run_was_replacing_is_put_back(tmp_path):
     prepare(write(tmp_path / "in.txt", "old"), tmp_path / "out")
     unfinished = tmp_path / ".out.unfinished-0123"
-    prepare(write(tmp_path / "in.txt", "new"), unfinished)
-    (tmp_path / "out").rename(tmp_path / ".out.unfinished-0123-old")  # and killed here
+    prepare(write(tmp_path / "in.txt", "new"), unfinished / atomic.NEW)
+    (tmp_path / "out").rename(unfinished / atomic.OLD)  # and killed here
     with pytest.raises(ValueError, match="out holds a data set already"):
         prepare(tmp_path / "in.txt", tmp_path / "out")
     assert texts_of(TokenSet(tmp_path / "out")) == ["old"]
@@ -487,7 +486,7 @@ def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
     """Each rename, exchange and the first deletion: interrupted before it, and after it."""
     place, calls = tmp_path / "out", []
     rename, rmtree = Path.rename, shutil.rmtree
-    exchanged = beside.exchanged if in_one_step else lambda one, other: False
+    exchanged = atomic.exchanged if in_one_step else lambda one, other: False
 
     def interrupted(act, moment):
         def do(*given, **more):
@@ -502,14 +501,14 @@ def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
 
         return do
 
-    lengths, moments = {}, 4 if in_one_step else 5
+    lengths, moments = {}, 3 if in_one_step else 4
     for moment in (0, *range(1, moments), *range(1 - moments, 0)):
         with monkeypatch.context() as patch:
             write_tokens(place, [np.arange(5)], 8, overwrite=True)
             assert [path.name for path in tmp_path.iterdir()] == ["out"]  # all is swept
             calls.clear()
             answers = interrupted(exchanged, moment) if in_one_step else exchanged
-            patch.setattr(token_writer, "exchanged", answers)
+            patch.setattr(atomic, "exchanged", answers)
             patch.setattr(Path, "rename", interrupted(rename, moment))
             patch.setattr(shutil, "rmtree", interrupted(rmtree, moment))
             with pytest.raises(KeyboardInterrupt) if moment else nullcontext():
@@ -518,33 +517,34 @@ def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
         if abs(moment) < moments - 1:  # not while what is left is deleted
             assert [path.name for path in tmp_path.iterdir()] == ["out"], moment
     if in_one_step:
-        assert lengths == {0: 6, 1: 5, 2: 5, 3: 6, -1: 5, -2: 6, -3: 6}
+        assert lengths == {0: 6, 1: 5, 2: 6, -1: 6, -2: 6}
     else:
-        assert lengths == {0: 6, 1: 5, 2: 5, 3: 5, 4: 6, -1: 5, -2: 5, -3: 6, -4: 6}
+        assert lengths == {0: 6, 1: 5, 2: 5, 3: 6, -1: 5, -2: 6, -3: 6}
 
 
 KILLED = """
 import os, signal, sys
 import numpy as np
-from hfjax.data import token_writer
+from hfjax.base import atomic
+from hfjax.data import write_tokens
 
-left, exchanged = [int(sys.argv[2])], token_writer.exchanged
+left, exchanged = [int(sys.argv[2])], atomic.exchanged
 
 def count(event, *_):
     if event in ("os.rename", "os.rmdir", "exchange"):
         left[0] -= 1
         left[0] or os.kill(os.getpid(), signal.SIGKILL)
 
-token_writer.exchanged = lambda *given: (count("exchange"), exchanged(*given))[1]
+atomic.exchanged = lambda *given: (count("exchange"), exchanged(*given))[1]
 sys.addaudithook(count)
-token_writer.write_tokens(sys.argv[1], [np.arange(6)], 8, overwrite=True)
+write_tokens(sys.argv[1], [np.arange(6)], 8, overwrite=True)
 """
 
 
 def test_a_kill_at_any_moment_of_a_replacement_leaves_a_data_set_in_its_place(tmp_path):
     """Killed before the exchange, and before the deletion of the old data."""
     place, lengths = tmp_path / "out", []
-    for moment in (2, 3):
+    for moment in (1, 2):
         write_tokens(place, [np.arange(5)], 8, overwrite=True)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]  # all is swept
         command = [sys.executable, "-c", KILLED, place, str(moment)]
@@ -575,17 +575,19 @@ def test_a_signal_while_the_old_data_is_deleted_leaves_nothing_beside(
 def test_what_a_kill_left_before_the_first_file_is_swept_also_from_a_maker_at_work(
     tmp_path, monkeypatch
 ):
-    (tmp_path / ".out.new-0123").mkdir()
-    lock, locked = beside._locked, []
+    (tmp_path / ".out.unfinished-0123").mkdir()
+    usual, locked = atomic._locked, []
 
-    def sweeping(handle):
+    def sweeping(folder):
         """Sweep as another maker does, after the first new folder and before it is locked."""
-        if not locked:
-            beside.sweep(tmp_path / "out")
-        locked.append(handle)
-        return lock(handle)
+        locked.append(folder)
+        if len(locked) == 2:  # the first is that of the kill
+            atomic.sweep(tmp_path / "out")
+        return usual(folder)
 
-    monkeypatch.setattr(beside, "_locked", sweeping)
+    monkeypatch.setattr(atomic, "_locked", sweeping)
     write_tokens(tmp_path / "out", [np.arange(5)], 8)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert len(locked) == 2
+    first, swept, again, last = locked
+    assert first.name == ".out.unfinished-0123"
+    assert swept == again != last

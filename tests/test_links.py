@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hfjax
-from hfjax.base.write_files import replace_text, replacing
+from hfjax.base.atomic import replace_text, replacing
 from hfjax.data import TokenSet, write_tokens
 from hfjax.run.config import Log
 from hfjax.run.journal import Journal
@@ -118,10 +118,10 @@ def test_a_run_refuses_links_before_it_prepares_anything(tmp_path, mine):
 
 def test_a_file_that_is_replaced_goes_through_no_link_and_waits_for_no_pipe(tmp_path, mine):
     path = tmp_path / "some.txt"
-    (tmp_path / ".some.txt.new-1").symlink_to(mine.file)
-    (tmp_path / ".some.txt.new-2").mkdir()
-    os.mkfifo(tmp_path / ".some.txt.new-3")
-    (left := tmp_path / ".some.txt.new-4").write_text("left by a kill")
+    (tmp_path / ".some.txt.unfinished-1").symlink_to(mine.file)
+    (tmp_path / ".some.txt.unfinished-2").mkdir()
+    os.mkfifo(tmp_path / ".some.txt.unfinished-3")
+    (left := tmp_path / ".some.txt.unfinished-4").write_text("left by a kill")
     replace_text(path, "text")
     assert path.read_text() == "text"
     assert not left.exists()
@@ -150,20 +150,6 @@ def test_of_two_files_that_are_written_at_the_same_time_each_is_whole(locks, tmp
 
 def no_locks(*_):
     raise OSError(errno.ENOLCK, "No locks available")
-
-
-def test_a_new_file_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    usual, swept = fcntl.flock, []
-
-    def sweep_first(file, how):
-        if not swept:
-            swept.append(os.unlink(file.name))
-        return usual(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", sweep_first)
-    replace_text(tmp_path / "some.txt", "text")
-    assert (tmp_path / "some.txt").read_text() == "text"
-    assert swept == [None]
 
 
 def test_a_journal_writes_through_no_link(tmp_path, mine, capsys):

@@ -11,24 +11,30 @@ import textwrap
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Kind = TypeVar("Kind", bound=type)
+NEAREST = " (nearest: {})"
 SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def nearest_of(name: str, known: Iterable[str]) -> str:
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the name that is most like one that is not there; an empty one if none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+
+
+def nearest_of(name: str, known: Iterable[str], words: str = " Did you mean {}?") -> str:
     """Return a question after the name that is most like one that is not there.
 
     >>> nearest_of("acumulate", ["clip", "accumulate"])
     ' Did you mean accumulate?'
     """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    near = closest(name, known)
+    return words.format(near) if near else ""
 
 
 def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -89,12 +95,7 @@ def dtype_of(what: str, given: Any) -> np.dtype:
         raise ValueError(f"{what}={given!r}: a dtype, float32, bf16 …, is expected.") from None
 
 
-def is_positive(value: object) -> bool:
-    """Return whether a value is a whole number from 1 on; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def is_whole(value: object, least: int, most: float = math.inf) -> bool:
+def is_whole(value: object, least: int = 1, most: float = math.inf) -> TypeGuard[int]:
     """Return whether a value is a whole number within bounds; true and false are none.
 
     >>> is_whole(3, 1), is_whole(1.5, 1), is_whole(True, 1), is_whole(0, 1)

@@ -6,6 +6,7 @@ import os
 import reprlib
 import stat
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -24,6 +25,7 @@ KINDS = {
 }
 ORDINARY, FOLDER = KINDS[stat.S_IFREG], KINDS[stat.S_IFDIR]
 MISSING, UNREACHED = "missing", "not to be reached"
+CHUNK = 1 << 22  # bytes that are read at once
 
 
 def what_is(path: Path) -> str:
@@ -56,6 +58,16 @@ def contents(path: Path) -> str:
     """Return the text of an ordinary file; ValueError says what is there instead."""
     check_ordinary(path)
     return path.read_text(encoding="utf-8")
+
+
+def crc32(path: Path) -> int:
+    """Return the CRC32 of an ordinary file."""
+    check_ordinary(path)
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 def not_utf8(name: str, wrong: UnicodeDecodeError) -> str:

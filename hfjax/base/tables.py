@@ -58,6 +58,16 @@ def aligned(
     return [gap.join(fill(cells)).rstrip() for cells in lines]
 
 
+def few(lines: list[str], most: int = 8) -> list[str]:
+    """Return the first lines of many, and how many more there are.
+
+    >>> few(["a", "b", "c"], most=2)
+    ['a', 'b', '… and 1 more']
+    """
+    more = len(lines) - most
+    return lines if more <= 0 else [*lines[:most], f"… and {more} more"]
+
+
 UNITS = {
     **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
     **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},

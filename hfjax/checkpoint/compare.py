@@ -3,7 +3,6 @@
 `arrays_to_save` checks a state before it is saved.
 """
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hfjax.base.tables import named
+from hfjax.base.keywords import NEAREST, nearest_of
+from hfjax.base.tables import few, named
 from hfjax.checkpoint.arrays import KEY, Described, arrays_of
 from hfjax.plan.check_state import check_is_state
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import canonical
-
-SHOWN = 8  # differences in a message
 
 
 def check_same(saved: Described, wanted: Described, dtype: DTypeLike, where: str) -> None:
@@ -39,7 +37,7 @@ def differences(found: Described, wanted: Described, cast: str | None, there: st
         *_unlike(found, wanted, cast, there),
         *_extra(found, wanted, there),
     ]
-    return lines[:SHOWN] + ([f"… and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])
+    return few(lines)
 
 
 def _dtype_name(dtype: DTypeLike, wanted: Described) -> str | None:
@@ -105,8 +103,7 @@ def _nearest(path: str, known: Described, others: Described) -> str:
     """Return the path that may have been meant: of the same part, and without a partner."""
     part = path.split("/")[0]
     single = [p for p in known if p.startswith(part) and p not in others]
-    near = difflib.get_close_matches(path, single, n=1)
-    return f" (nearest: {named(near[0])})" if near else ""
+    return named(nearest_of(path, single, NEAREST))
 
 
 def _castable(found: list | None, wanted: list | None) -> bool:

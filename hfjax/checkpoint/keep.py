@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hfjax.base.keywords import is_whole
+
 Metrics = Mapping[str, float]
 
 
@@ -36,7 +38,7 @@ class Keep:
         for name in ("latest", "every", "bests"):
             value = getattr(self, name)
             missing = value is None and name != "bests"
-            if not missing and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if not missing and not is_whole(value):
                 raise ValueError(f"Keep({name}={value!r}): a positive whole number is expected.")
 
         if not (self.best is None or (isinstance(self.best, str) and self.best)):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import zlib
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from hfjax.base.read_files import (
     TEXT,
     check_fields,
     contents,
+    crc32,
     object_of,
     parsed,
     what_is,
@@ -24,7 +24,6 @@ from hfjax.checkpoint.record import FILE, FORMAT, check_format
 
 NAME = "manifest.json"
 LATER = {NAME, *ENDS}  # written after it; never read
-CHUNK = 1 << 22
 KINDS = {"format": whole(1), "files": object_of("texts", TEXT[1])}
 
 
@@ -96,8 +95,4 @@ def _sums(step: Path, names: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _sum(path: Path) -> tuple[int, int]:
-    size = crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return size, crc
+    return path.stat().st_size, crc32(path)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.base.errors import module_of
 from hfjax.parallel.engine.bare_trees import Tree
 from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.step_context import rows_of
@@ -164,3 +163,18 @@ def _as_many_rows(blueprint: Blueprint, batch: Any) -> dict[str, tuple[int, ...]
     rows = rows_of(batch)
     known = {path: x for path, x in blueprint.variables.items() if not blueprint.of_rows(path)}
     return {path: tuple(x.shape) for path, x in known.items() if x.shape[:1] == (rows,)}
+
+
+def module_of(error: Exception) -> str:
+    """Return the name of the module whose line raised an error.
+
+    >>> try:
+    ...     int("a")
+    ... except ValueError as error:
+    ...     module_of(error).startswith("jax")
+    False
+    """
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))

@@ -6,7 +6,6 @@ full stop at the end is left out.
 """
 
 import dataclasses
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from tyro.constructors import (
 )
 
 from hfjax.base.exits import imported
+from hfjax.base.keywords import closest
 
 # What stands for {name} in a text: the keys of a table, or what a function returns.
 CHOICES = {
@@ -258,11 +258,9 @@ def _instead(name: str, known: Sequence[str]) -> str:
         return f" Give one of these, with its value: {', '.join(inside)}."
     ends = [flag for flag in known if flag.rpartition(".")[2] == name]
     near = [ALIASES[name]] if ALIASES.get(name) in known else ends
-    near = near or difflib.get_close_matches(name, known, n=1)
-    if not near:  # by its last part, of which a box stands before the dot
-        lasts = {flag.rpartition(".")[2]: flag for flag in reversed(known)}
-        last = difflib.get_close_matches(name.rpartition(".")[2], lasts, n=1)
-        near = [lasts[word] for word in last]
+    lasts = {flag.rpartition(".")[2]: flag for flag in reversed(known)}  # without their box
+    last = closest(name.rpartition(".")[2], lasts)
+    near = near or [word for word in (closest(name, known) or lasts.get(last),) if word]
     mean = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
     return f"{mean} --help lists all flags."
 

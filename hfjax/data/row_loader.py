@@ -129,7 +129,7 @@ class RowLoader(ABC):
             True
         """
         rows = state.get("rows") if isinstance(state, Mapping) else None
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
+        if not is_whole(rows, 0):
             raise ValueError(f"restore({state!r}): what `loader.state()` returned is expected.")
         for name, here in self.identity.items():
             if state.get(name) != here:

@@ -1,6 +1,5 @@
-"""Write a data set: beside its place, and moved there when it is whole."""
+"""Write a data set, which appears when it is whole."""
 
-import errno
 import os
 from array import array
 from collections.abc import Iterable, Iterator
@@ -9,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hfjax.base.atomic import atomic_directory, sweep, sweeping_at_sigterm
 from hfjax.base.read_files import UNREACHED, what_is
 from hfjax.base.tables import named
-from hfjax.data.beside import exchanged, folder_beside, old_of, sweep, sweeping_at_sigterm
 from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
 from hfjax.data.tokens import (
     DOCUMENTS,
@@ -87,8 +86,6 @@ class TokenWriter:
             samples={path.name: sampled(path) for path in files if path.stat().st_size > SMALL},
         )
         meta.save(self.directory)
-        for path in self.directory.iterdir():
-            _to_disk(path)
         return meta
 
     def close(self) -> None:
@@ -145,16 +142,16 @@ def unfinished(directory: Path, overwrite: bool = False) -> Iterator[Path]:
     place = Path(os.path.realpath(directory))
     sweep(place)
     check_free(directory, overwrite)
-    with sweeping_at_sigterm(), folder_beside(place) as beside:
-        try:
-            yield beside
-            _replace(beside, place, overwrite)
-        except OSError as wrong:
-            ours = wrong.filename is None or str(wrong.filename).startswith(str(beside))
-            if not ours or wrong.errno is None:
-                raise
-            what = f"{os.strerror(wrong.errno)}; nothing is left of what was written"
-            raise OSError(wrong.errno, what, str(directory)) from None
+    hidden = str(place.with_name(f".{place.name}."))  # where it is made
+    try:
+        with sweeping_at_sigterm(), atomic_directory(place, replace=overwrite) as folder:
+            yield folder
+    except OSError as wrong:
+        ours = wrong.filename is None or str(wrong.filename).startswith(hidden)
+        if not ours or wrong.errno is None:
+            raise
+        what = f"{os.strerror(wrong.errno)}; nothing is left of what was written"
+        raise OSError(wrong.errno, what, str(directory)) from None
 
 
 def check_free(directory: Path, overwrite: bool) -> None:
@@ -175,34 +172,3 @@ def check_free(directory: Path, overwrite: bool) -> None:
 def is_data_set(directory: Path) -> bool:
     """Return whether a directory is a data set, or one split in train and valid."""
     return any((directory / name / META).is_file() for name in ("", *SPLITS))
-
-
-def _replace(new: Path, place: Path, overwrite: bool) -> None:
-    """Move a folder to its place; what is there moves beside it, if that is wanted.
-
-    `folder_beside` deletes that at the end, or moves it back, however this ends.
-    """
-    if not (overwrite and place.exists() and exchanged(new, place)):
-        _replace_in_two(new, place, overwrite)
-    _to_disk(place.parent)
-
-
-def _replace_in_two(new: Path, place: Path, overwrite: bool) -> None:
-    """Move what is in a place away, if that is wanted, and then a folder to it."""
-    if overwrite and place.exists():
-        place.rename(old_of(new))
-    try:
-        new.rename(place)
-    except OSError as wrong:
-        if wrong.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            what = "somebody else wrote here meanwhile"
-            raise FileExistsError(wrong.errno, what, str(place)) from None
-        raise
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

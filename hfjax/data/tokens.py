@@ -18,6 +18,7 @@ from hfjax.base.read_files import (
     check_fields,
     check_ordinary,
     contents,
+    crc32,
     object_of,
     parsed,
     whole,
@@ -355,16 +356,6 @@ def sampled(path: Path) -> int:
         for i in range(SAMPLES):
             file.seek(last * i // (SAMPLES - 1))
             value = zlib.crc32(file.read(SAMPLE), value)
-    return value
-
-
-def crc32(path: Path) -> int:
-    """Return the CRC32 of a file."""
-    check_ordinary(path)
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            value = zlib.crc32(chunk, value)
     return value
 
 

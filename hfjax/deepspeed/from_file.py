@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from hfjax.base.keywords import is_positive
+from hfjax.base.keywords import is_whole
 from hfjax.base.read_files import shown
 from hfjax.base.tables import aligned
 from hfjax.deepspeed.computed import computed, word_of
@@ -70,7 +70,7 @@ def from_deepspeed(
         ('DDP', {'data': 8}, 32, {'accumulate': 1, 'clip': 0.5})
     """
     world = jax.device_count() if world is None else world
-    if not is_positive(world):
+    if not is_whole(world):
         raise ValueError(f"from_deepspeed: world={shown(world)}: a number of devices is expected.")
     given = read(source)
     here = of_file(given)

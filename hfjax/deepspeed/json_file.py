@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.keywords import nearest_of
+from hfjax.base.keywords import closest, nearest_of
 from hfjax.base.read_files import contents, shown
 from hfjax.base.tables import aligned, named
 from hfjax.deepspeed.key_rows import (
@@ -204,8 +204,8 @@ def _unknown(path: str, typed: str) -> str | None:
     keys = [key for key in TABLE if "(" not in key and "*" not in key]
     names = {key.rpartition(".")[2]: key for key in keys} | beside
     near = nearest_of(typed, keys)
-    if not near and (last := nearest_of(name, names)):
-        near = f" Did you mean {names[last.split()[-1].rstrip('?')]}?"
+    if not near and (last := closest(name, names)):
+        near = f" Did you mean {names[last]}?"
     if path.partition(".")[0] in SECTIONS:
         return f"{UNKNOWN}.{near}"
     return f"{UNKNOWN}, and passes over it.{near} If not, remove it" if near else None

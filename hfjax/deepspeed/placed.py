@@ -4,6 +4,7 @@ import math
 from functools import reduce
 from typing import Any, NamedTuple
 
+from hfjax.base.keywords import is_whole
 from hfjax.deepspeed.json_file import Given
 from hfjax.deepspeed.key_rows import is_section
 from hfjax.parallel import strategy as strategies
@@ -130,7 +131,7 @@ def _stages(given: Given, stage: int) -> int:
     if stages == "auto":
         given.ignore(path, "it is no number: PIPE and make_mesh(pipe=…) say it here")
         return 1
-    if type(stages) is not int or stages < 1:
+    if not is_whole(stages):
         given.refuse(path, "a whole number from 1 on is expected")
         return 1
     if stages > 1 and stage > 1:

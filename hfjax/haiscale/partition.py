@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from hfjax.base.keywords import is_whole
 from hfjax.base.paths import path_of
 from hfjax.base.tables import aligned
 from hfjax.parallel.arrangement import balanced, counts
@@ -83,7 +84,7 @@ def partition(
         (2, 2, 1, 1)
     """
     for name, given in (("stages", stages), ("chunks", chunks)):
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        if not is_whole(given):
             raise ValueError(f"{name}={given!r}: a positive whole number is expected.")
     found = layers_of(layers)
     unit = "flops" if balance == "flops" else "bytes"

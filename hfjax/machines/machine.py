@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
+from hfjax.base.atomic import replace_text
+
 Number = int | float
 Value = Number | tuple[int, int]
 
@@ -107,7 +109,7 @@ class Machine:
 
     def write(self, path: str | Path) -> None:
         """Write a file that `load` reads again."""
-        Path(path).write_text(_text(self), encoding="utf-8")
+        replace_text(Path(path), _text(self))
 
     def check_calibrated_for(self, device_kind: str, jax_version: str) -> None:
         """Check that constants that were measured are those of this device and this jax.

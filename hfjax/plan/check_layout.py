@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from hfjax.base.keywords import is_whole
 from hfjax.base.paths import nearest
 from hfjax.optimizers.transforms import is_optimizer
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
@@ -65,7 +66,7 @@ def first_layers(paths: set[str], first: Any, plan: Blueprint) -> set[str]:
             'themselves: layout.freeze("layers/*", first=2), of a model in three parts.'
         )
     count = plan.number_of_layers
-    if not isinstance(first, int) or isinstance(first, bool) or not 0 < first < count:
+    if not is_whole(first, 1, count - 1):
         raise ValueError(
             f"freeze(…, first={first!r}): a number of layers from 1 to {count - 1} is expected; to "
             f"freeze all {count}, leave first away."

@@ -15,7 +15,7 @@ from jax._src import distributed, xla_bridge
 
 from hfjax.base.keywords import check_seconds
 from hfjax.processes.environment import Settings, settings
-from hfjax.processes.guest import Guest, connection, words
+from hfjax.processes.guest import SILENCE, Guest, connection, words
 from hfjax.processes.meeting import LINGER, Meeting
 from hfjax.processes.ports import listener
 from hfjax.processes.spoken import hello, spoken
@@ -49,24 +49,12 @@ def _host(settings: Settings, timeout: float) -> threading.Thread:
     return thread
 
 
-def _within(seconds: float) -> Callable[[], float]:
-    """Return what tells the seconds left, and raises TimeoutError where there are none."""
-    end = time.monotonic() + seconds
-
-    def left() -> float:
-        if (found := end - time.monotonic()) <= 0:
-            raise TimeoutError("no end of what is said")
-        return found
-
-    return left
-
-
 def _who_has_the_port(settings: Settings, error: OSError) -> str:
     """Return why process 0 cannot listen: there is another process 0, or another program."""
     try:
         with connection(settings, 1.0) as met:
             met.sendall(spoken(hello(0, settings.processes, settings.run)))
-            answer = words(met, _within(2.0), settings.processes)
+            answer = words(met, time.monotonic() + SILENCE, settings.processes)
             told = next((word for word in answer if "refused" in word), {})
     except OSError:
         told = {}

@@ -52,7 +52,7 @@ class Guest:
         """Return the word that ends the meeting; None: come again."""
         with connection(self.settings, min(SILENCE, self.left)) as met:
             met.sendall(self._hello)
-            for word in words(met, self._patience, self.settings.processes):
+            for word in words(met, self.deadline, self.settings.processes):
                 if "missing" not in word:
                     return word
                 self.missing, self.reason = word["missing"], None
@@ -61,12 +61,6 @@ class Guest:
                     return {"late": self.missing, "seconds": self.timeout}
         self.reason = "whoever answered has left, or is another program"
         return None
-
-    def _patience(self) -> float:
-        """Return the seconds to wait for a word; TimeoutError when the time is over."""
-        if self.late:
-            raise TimeoutError("no end of what is said")
-        return min(SILENCE, self.left)
 
     def _obey(self, end: dict[str, Any]) -> None:
         """Go on, or raise."""
@@ -133,13 +127,13 @@ def connection(settings: Settings, timeout: float) -> socket.socket:
     return socket.create_connection(settings.address, timeout=timeout)
 
 
-def words(
-    met: socket.socket, patience: Callable[[], float], processes: int
-) -> Iterator[dict[str, Any]]:
+def words(met: socket.socket, deadline: float, processes: int) -> Iterator[dict[str, Any]]:
     """Yield what the meeting says, until it ends or turns out to be something else."""
     heard = b""
     while len(heard) < LONGEST + 12 * processes:  # the longest names all who are missing
-        met.settimeout(patience())
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("no end of what is said")
+        met.settimeout(min(SILENCE, left))
         said = met.recv(LONGEST)
         *lines, heard = (heard + said).split(b"\n")
         for line in lines:

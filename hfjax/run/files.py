@@ -15,9 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from hfjax.base.atomic import replace_text
 from hfjax.base.read_files import MISSING, contents, is_number, shown, what_is
 from hfjax.base.tables import named
-from hfjax.base.write_files import replace_text
 from hfjax.parallel.activation_offload import several
 from hfjax.run.config import Train
 from hfjax.run.yaml_text import Lined, parsed

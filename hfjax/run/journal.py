@@ -11,9 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hfjax.base.atomic import replace_text
 from hfjax.base.read_files import check_fields, check_ordinary, contents, is_number, parsed, whole
 from hfjax.base.tables import named
-from hfjax.base.write_files import check_no_link, opened, replace_text
+from hfjax.base.write_files import check_no_link, opened
 from hfjax.processes.agreement import say
 from hfjax.run.config import Log
 from hfjax.run.loss_picture import draw

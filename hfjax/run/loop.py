@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 
 import hfjax
+from hfjax.base.atomic import replace_text
 from hfjax.base.mean import EXHAUSTED, OVERFLOW
 from hfjax.base.read_files import ANYTHING, FOLDER, check_fields, contents, what_is, whole
 from hfjax.base.tables import named
-from hfjax.base.write_files import check_no_links, check_ordinary_files, replace_text
+from hfjax.base.write_files import check_no_links, check_ordinary_files
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import NAME as LOCK, steps_in
 from hfjax.data.row_loader import RowLoader

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hfjax.base.atomic import replacing
 from hfjax.base.tables import named
-from hfjax.base.write_files import replacing
 
 HARD = "\u00a0"  # a space at which no line ends
 INK, LOSS, VALID, RATE = "#333333", "#2f6db5", "#c0392b", "#8a8a8a"

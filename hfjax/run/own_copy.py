@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hfjax.base.atomic import atomic_directory
 from hfjax.base.read_files import (
     MISSING,
     ORDINARY,
@@ -25,9 +26,7 @@ from hfjax.base.read_files import (
     whole,
 )
 from hfjax.base.tables import named
-from hfjax.base.write_files import delete
 from hfjax.checkpoint.directory import steps_in
-from hfjax.data.beside import folder_beside, sweep
 from hfjax.processes.agreement import agreed
 from hfjax.run.config import Train
 from hfjax.weights.model_folder import CONFIG, ModelFolder, companions, read_folder, read_object
@@ -47,14 +46,12 @@ KINDS: Mapping[str, Kind] = {
 def keep(folder: ModelFolder, directory: Path) -> None:
     """Write a run's own copy of what a model's folder says."""
     check_ours(directory)
-    sweep(own := directory / COPY)
+    own = directory / COPY
     try:
-        with folder_beside(own) as new:
+        with atomic_directory(own, replace=True) as new:
             for path in (folder.path / CONFIG, *companions(folder.path)):
                 shutil.copyfile(path, new / path.name)
             (new / TENSORS).write_text(json.dumps(_told(folder), indent=1) + "\n")
-            delete(own)
-            os.rename(new, own)
     except OSError as wrong:
         raise OSError(wrong.errno, wrong.strerror, str(own)) from None
 

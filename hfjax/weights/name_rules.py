@@ -5,17 +5,16 @@ where the result lies (`along`, `start`). So every element has one place, and th
 same table read from right to left.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
-from hfjax.base.tables import aligned as in_columns, named
+from hfjax.base.keywords import NEAREST, nearest_of
+from hfjax.base.tables import aligned as in_columns, few, named
 from hfjax.weights.tensor_files import KNOWN_TYPES, FileTensor
 
-MOST = 8  # lines of a message, of each kind
 Shape = tuple[int, ...]
 
 
@@ -185,10 +184,10 @@ def misfits(pieces: Sequence[PlacedTensor], over: Sequence[FileTensor]) -> list[
 def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:
     lost = [piece for piece in pieces if piece.tensor is None]
     left = [tensor.name for tensor in over]
-    return _few(
+    return few(
         [
             f"{piece.name} {_shape(piece.rule.shape)} (our {piece.path}) is missing"
-            f"{_near(piece.name, left)}"
+            f"{named(nearest_of(piece.name, left[:1000], NEAREST))}"
             for piece in lost
         ]
     )
@@ -196,7 +195,7 @@ def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list
 
 def _misshapen(pieces: Iterable[PlacedTensor]) -> list[str]:
     both = [(p, t) for p in pieces for t in (p.tensor, p.twin) if t is not None]
-    return _few(
+    return few(
         [
             f"{named(t.name)} is {t.dtype}{_shape(t.shape)}, {_shape(p.rule.shape)} of "
             f"{', '.join(KNOWN_TYPES[:-1])} or {KNOWN_TYPES[-1]} is expected (our {p.path})"
@@ -217,22 +216,13 @@ def _of_two_types(pieces: Iterable[PlacedTensor]) -> list[str]:
 
 def _over(over: Sequence[FileTensor], pieces: Sequence[PlacedTensor]) -> list[str]:
     known = [piece.name for piece in pieces if piece.tensor is None]
-    return _few(
+    return few(
         [
-            f"{named(t.name)} {_shape(t.shape)} is no tensor of this model{_near(t.name, known)}"
+            f"{named(t.name)} {_shape(t.shape)} is no tensor of this model"
+            f"{named(nearest_of(t.name, known[:1000], NEAREST))}"
             for t in over
         ]
     )
-
-
-def _few(lines: list[str]) -> list[str]:
-    more = len(lines) - MOST
-    return lines if more <= 0 else [*lines[:MOST], f"… and {more} more"]
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known[:1000], n=1)
-    return f" (nearest: {named(near[0])})" if near else ""
 
 
 def _shape(shape: Shape) -> str:

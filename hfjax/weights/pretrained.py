@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from hfjax.base.keywords import check_keywords, dtype_of, is_whole, known_keywords
 from hfjax.base.paths import Flat
-from hfjax.base.tables import bytes_of, human, named
+from hfjax.base.tables import bytes_of, few, human, named
 from hfjax.data.tokenizer import load_tokenizer
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import LlamaConfig, LocalLayers
@@ -275,10 +275,9 @@ def _check_like(model: Pretrained, layout: Layout) -> None:
     if not lines and isinstance(made, GPTConfig | LlamaConfig):
         lines = differences(made, config_of(model.folder.config))
     if lines:
-        more = [f"… and {len(lines) - 8} more"] * (len(lines) > 8)
         raise ValueError(
             f"the state is not of the model {named(model.folder.path)}:\n  "
-            + "\n  ".join([*lines[:8], *more])
+            + "\n  ".join(few(lines))
             + "\nIts config.json would describe another model. Give the folder of the model that "
             "it began as, and change nothing of that: like=FOLDER."
         )

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from hfjax.base.atomic import replacing
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.read_files import check_ordinary
 from hfjax.base.tables import named
-from hfjax.base.write_files import replacing
 from hfjax.batches import full
 from hfjax.initialise import init
 from hfjax.models.vision.deeplab import DeepLabConfig

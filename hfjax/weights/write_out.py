@@ -20,11 +20,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.base.atomic import atomic_directory, check_alone
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.read_files import what_is
 from hfjax.base.tables import human, named
 from hfjax.base.write_files import opened
-from hfjax.data.beside import check_alone, folder_beside, sweep
 from hfjax.optimizers.transforms import in_full
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.placement import entries_of
@@ -67,7 +67,7 @@ def write_out(
     with ExitStack() as at_end:
         new = target.parent / agreed(lambda: _begin(target, files, at_end))
         written = in_all(lambda: _written(new, layout, state, pieces, files))
-        agreed(lambda: _finish(target, new, files, folder, dtype))
+        agreed(lambda: _finish(target, new, files, folder, dtype, at_end))
     return written
 
 
@@ -114,15 +114,14 @@ def check_free_to_write(target: Path) -> None:
 
 
 def _begin(target: Path, files: Mapping[str, Kinds], at_end: ExitStack) -> str:
-    """Return the name of the folder until it is whole, in which files have their whole size.
+    """Return where the folder is until it is whole, in which files have their whole size.
 
     A disk without room says so now. The folder is nobody else's, and gone at the end if it was not
     moved.
     """
     check_free_to_write(target)
     try:
-        sweep(target)
-        new = at_end.enter_context(folder_beside(target))
+        new = at_end.enter_context(atomic_directory(target))
         for name, kinds in files.items():
             header, size = header_of(kinds)
             descriptor = opened(new / name, os.O_WRONLY)
@@ -136,7 +135,7 @@ def _begin(target: Path, files: Mapping[str, Kinds], at_end: ExitStack) -> str:
         raise ValueError(
             f"{named(target)} cannot be written ({wrong.strerror}): it needs {human(total)}."
         ) from None
-    return new.name
+    return str(new.relative_to(target.parent))
 
 
 def _written(
@@ -296,20 +295,16 @@ def _finish(
     files: Mapping[str, Kinds],
     folder: ModelFolder,
     dtype: np.dtype | None,
+    at_end: ExitStack,
 ) -> None:
-    """Write what goes along, the index, and the configuration; then give the folder its name."""
+    """Write what goes along, the index and the configuration; then move the folder to its place."""
     try:
         for path in companions(folder.path):  # of a hub's cache they are links
             shutil.copyfile(path, new / path.name)
         if len(files) > 1:
             _json(new / INDEX, _index(files))
         _json(new / CONFIG, _config(folder.config, dtype))
-        descriptor = os.open(new, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(new, target)
+        at_end.close()
     except OSError as wrong:
         if os.path.lexists(target):
             raise ValueError(
@@ -337,5 +332,3 @@ def _json(path: Path, value: Any) -> None:
     with path.open("x") as file:
         json.dump(value, file, indent=2)
         file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend import source_info_util
 
-from hfjax.base.keywords import is_real, known_fields, meanings
+from hfjax.base.keywords import is_real, is_whole, known_fields, meanings
 from hfjax.base.rounding import widened
 from hfjax.models.llama import MLP
 from hfjax.models.moe.losses import balance, spread, z_losses
@@ -139,8 +139,7 @@ class Mixing:
         least = {"top_k": 1, "min_capacity": 0, "group": 1, "block": 1, "shared": 0}
         for name, low in least.items():
             number = getattr(self, name)
-            whole = isinstance(number, int) and not isinstance(number, bool) and number >= low
-            if not whole and (name, number) != ("group", None):
+            if not is_whole(number, low) and (name, number) != ("group", None):
                 raise ValueError(
                     f"{name}={number!r} of a mixture: a whole number, at least {low}."
                     f"{' None: a row.' * (name == 'group')}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from hfjax.base.keywords import check_sizes, is_real
+from hfjax.base.keywords import check_sizes, is_real, is_whole
 
 # Mesh axes over which models of images are not split, and what to do: hfjax.layout refuses them.
 OF_IMAGES: Mapping[str, str] = {
@@ -101,8 +101,7 @@ class ConvNetConfig(VisionConfig):
 
 def check_tuple(what: str, name: str, given: Any, count: int | None = None) -> None:
     """Refuse what is no tuple of positive whole numbers, of so many if a count is given."""
-    whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0
-    fits = isinstance(given, tuple) and len(given) > 0 and all(map(whole, given))
+    fits = isinstance(given, tuple) and len(given) > 0 and all(map(is_whole, given))
     if not fits or len(given) != (count or len(given)):
         many = "whole numbers" if count is None else f"{count} whole numbers"
         raise ValueError(

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from hfjax.base.keywords import is_whole
 from hfjax.base.paths import Tree
 from hfjax.parallel.activation_offload import Offload, Offloaded, Share, Tensor, share
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
@@ -63,10 +64,7 @@ def offload(
 
 def _numbers(weights: Any) -> tuple[int, ...]:
     numbers = (weights,) if isinstance(weights, int) else weights
-    good = isinstance(numbers, list | tuple) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers
-    )
-    if not good:
+    if not isinstance(numbers, list | tuple) or not all(is_whole(n, 0) for n in numbers):
         raise ValueError(
             f"offload(block, weights={weights!r}): numbers of arguments from 0 on are expected, "
             "for instance 0, (0, 2), or () where there are no weights."

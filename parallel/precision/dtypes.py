@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from hfjax.base.keywords import dtype_of, is_positive, is_real, known_fields
+from hfjax.base.keywords import dtype_of, is_real, is_whole, known_fields
 
 WIDE = ("float32", "float64", "bfloat16")
 
@@ -56,10 +56,10 @@ class LossScale:
                 f"loss scale initial={self.initial:g}: it lies outside of minimum="
                 f"{self.minimum:g} and maximum={self.maximum:g}. Choose it between them."
             )
-        if not (self.window is None or is_positive(self.window)):
+        if not (self.window is None or is_whole(self.window)):
             what = "a positive number of steps, or None for a scale that is fixed."
             raise ValueError(f"loss scale window={self.window!r}: {what}")
-        if not is_positive(self.hysteresis):
+        if not is_whole(self.hysteresis):
             raise ValueError(f"loss scale hysteresis={self.hysteresis!r}: at least 1 overflow.")
         if max(self.window or 1, self.hysteresis) >= 2**31:
             raise ValueError("loss scale: window and hysteresis are less than 2^31.")

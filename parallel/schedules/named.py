@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hfjax.base.keywords import is_positive, known_fields
+from hfjax.base.keywords import is_whole, known_fields
 from hfjax.parallel.schedules import builders
 from hfjax.parallel.schedules.table import Homes, Table, check, check_homes, lane_of, lay_out
 from hfjax.parallel.schedules.text import parse_table
@@ -121,7 +121,7 @@ class Schedule:
                 f"no schedule {self.name!r}. Schedules: {', '.join(SCHEDULES)}; "
                 "a table of your own: Schedule.from_text, Schedule.from_csv."
             )
-        if not is_positive(self.microbatches):
+        if not is_whole(self.microbatches):
             raise ValueError(
                 f"microbatches={self.microbatches!r}: a positive number of microbatches."
             )
@@ -157,7 +157,7 @@ class Schedule:
             0F0 0F1 .   .   0B0 0B1
             .   1F0 1F1 1B0 1B1 .
         """
-        if not is_positive(stages):
+        if not is_whole(stages):
             raise ValueError(f"stages={stages!r}: a positive number of stages.")
         table = self.own or SCHEDULES[self.name](stages, self.microbatches, self.chunks or 1)
         if table.stages != stages:
@@ -254,7 +254,7 @@ class Schedule:
 
 def _check_balance(balance: object) -> None:
     if balance in BALANCES or (
-        isinstance(balance, tuple) and balance and all(map(is_positive, balance))
+        isinstance(balance, tuple) and balance and all(map(is_whole, balance))
     ):
         return
     raise ValueError(
@@ -273,7 +273,7 @@ def _check_every(schedule: Schedule) -> None:
             f"{given}: only 2bw updates after a number of microbatches that you choose. Leave it "
             'away, or use Schedule("2bw", …).'
         )
-    if not is_positive(schedule.every) or schedule.every < 2:
+    if not is_whole(schedule.every) or schedule.every < 2:
         raise ValueError(
             f"{given}: a number of microbatches, at least 2. To update after each of them: "
             'Schedule("pipedream", …).'
@@ -281,7 +281,7 @@ def _check_every(schedule: Schedule) -> None:
 
 
 def _check_chunks(name: str, builder: Builder, chunks: object) -> None:
-    if not is_positive(chunks):
+    if not is_whole(chunks):
         raise ValueError(f"chunks={chunks!r}: a positive number of chunks.")
     if builder.fixed and chunks != builder.chunks:
         others = ", ".join(other for other, b in SCHEDULES.items() if not b.fixed)

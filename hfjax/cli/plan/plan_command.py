@@ -13,11 +13,11 @@ import jax
 import yaml
 from rich.console import Console, Group
 
+from hfjax.base.atomic import replace_text
 from hfjax.base.exits import carried_out, ending_in_words
 from hfjax.base.paths import nest
 from hfjax.base.progress import said_while
 from hfjax.base.tables import bytes_of, human
-from hfjax.base.write_files import replace_text
 from hfjax.cli import draw_timeline
 from hfjax.cli.plan.chosen_machine import (
     Constants,

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import hfjax
+from hfjax.base.atomic import replacing
 from hfjax.base.version import version
-from hfjax.base.write_files import replacing, user_cache
+from hfjax.base.write_files import user_cache
 from hfjax.planner.programs.compile_step import Compiled, CompiledTransfer
 from hfjax.run import files
 from hfjax.run.config import Train

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from hfjax.base.keywords import is_whole
 from hfjax.base.tables import aligned, human
 
 
@@ -211,7 +212,7 @@ def _check(config: object, devices: object, tokens: object, itemsize: object) ->
             "object that has `linear_maps` and `heads` as they have."
         )
     for name, value in (("devices", devices), ("tokens", tokens), ("itemsize", itemsize)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_whole(value):
             raise ValueError(f"{name}={value!r}: a positive integer is expected.")
 
 

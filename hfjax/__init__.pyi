@@ -1,5 +1,11 @@
-"""The names of hfjax, imported when the first of them is asked for: with them comes JAX."""
-
+from hfjax import (
+    checkpoint as checkpoint,
+    data as data,
+    images as images,
+    models as models,
+    run as run,
+    testing as testing,
+)
 from hfjax.analysis.collectives import Collectives as Collectives, collectives as collectives
 from hfjax.analysis.least_offload import least_offload as least_offload
 from hfjax.analysis.stashes import stashes as stashes
@@ -9,6 +15,15 @@ from hfjax.batches import (
     full as full,
     rows_of_process as rows_of_process,
     shard_batch as shard_batch,
+)
+from hfjax.checkpoint import (
+    Checkpoints as Checkpoints,
+    Keep as Keep,
+    Restored as Restored,
+    latest as latest,
+    recorded as recorded,
+    restore as restore,
+    save as save,
 )
 from hfjax.deepspeed.from_file import from_deepspeed as from_deepspeed
 from hfjax.evaluate import eval_step as eval_step, predict_step as predict_step
@@ -60,6 +75,11 @@ from hfjax.parallel.strategy import (
 from hfjax.parallel.wings.grid.costs import best_grid as best_grid
 from hfjax.plan.layout import Layout as Layout, State as State, layout as layout
 from hfjax.plan.rearrange import canonical as canonical
+from hfjax.planner.make_plan import make_plan as make_plan
 from hfjax.processes.distributed import init_distributed as init_distributed
+from hfjax.run.sampling import generate as generate
 from hfjax.target import target_devices as target_devices
 from hfjax.train import module as module, train_step as train_step
+from hfjax.weights.pretrained import export as export, pretrained as pretrained
+
+__version__: str
