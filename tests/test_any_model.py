@@ -198,7 +198,7 @@ MASKED = {
 
 
 @pytest.mark.parametrize("kind", MASKED)
-@pytest.mark.drawn
+@pytest.mark.short("nnx")
 def test_batch_norm_with_a_mask_is_over_the_rows_of_all_devices_that_count(kind):
     def forward(model, batch):
         more = {"mutable": ["batch_stats"]} if kind == "linen" else {}
@@ -324,7 +324,7 @@ def linen_named(rngs):
 
 
 @pytest.mark.parametrize("init", [named, linen_named])
-@pytest.mark.drawn
+@pytest.mark.short("named")
 def test_names_that_a_model_has_for_its_axes_are_the_logical_axes_of_strategies(init):
     layout = hfjax.layout(
         init, optax.sgd(0.1), hfjax.make_mesh(data=4, tensor=2), TENSOR, forward=on_x
@@ -543,7 +543,7 @@ class Remembers(nnx.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-once")
 def test_a_variable_with_a_row_for_each_row_of_the_batch_is_split_as_the_batch_is(agree, options):
     init = lambda rngs: Remembers(rngs=rngs, axes=("batch", None))
     agree(init, **options)
@@ -755,7 +755,7 @@ def closes_over(model, batch):
 
 
 @pytest.mark.parametrize("what", ["a raw key", "a constant"])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-a raw key")
 def test_random_numbers_that_each_step_draws_alike_are_those_of_one_device(agree, what):
     raw = what == "a raw key"
     agree((lambda rngs: RawKey(rngs=rngs)) if raw else linear, forward=on_x if raw else closes_over)

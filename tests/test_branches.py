@@ -113,7 +113,7 @@ def test_the_error_names_the_line():
 
 
 @pytest.mark.parametrize("model", [Placed, Shifts])
-@pytest.mark.drawn
+@pytest.mark.short("Placed")
 def test_arrays_put_together_and_layers_without_branches_train_as_one_device(model):
     strategy = (PIPE | TENSOR).edit(replicate_below=0)
     execution = {"schedule": Schedule("1f1b", 2), "accumulate": 2}

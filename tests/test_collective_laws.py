@@ -89,7 +89,7 @@ def test_zero2_scatters_in_every_microbatch(accumulate):
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.drawn
+@pytest.mark.short("2-full")
 def test_fsdp_gathers_each_layer_twice_and_scatters_it_once_per_microbatch(accumulate, remat):
     layout, program = lowered(FSDP, {"fsdp": 4}, accumulate=accumulate, remat=remat)
     found = hfjax.collectives(program)
@@ -101,7 +101,7 @@ def test_fsdp_gathers_each_layer_twice_and_scatters_it_once_per_microbatch(accum
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
-@pytest.mark.drawn
+@pytest.mark.short("full")
 def test_parameters_kept_after_the_forward_pass_are_gathered_once(remat):
     options = {"remat": remat, "reshard_after_forward": False}
     layout, program = lowered(FSDP, {"fsdp": 4}, **options)
@@ -162,7 +162,7 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
         pytest.param(ZERO2 | TENSOR, marks=SLOW),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("strategy1")
 def test_no_parameter_split_by_tensor_is_ever_gathered_over_it(strategy):
     layout, program = lowered(strategy, {"fsdp": 2, "tensor": 2}, model=gpt)
     split = [p for p in layout.placed.values() if "tensor" in p.parameter]

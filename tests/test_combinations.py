@@ -254,7 +254,7 @@ def drawn() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("pair", drawn(), ids=" with ".join)
-@pytest.mark.drawn
+@pytest.mark.short("accumulate with optimizer not element by element")
 def test_features_go_together_in_a_model_without_attention_too(pair):
     assert_trains(pair, "no attention")
 

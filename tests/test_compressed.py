@@ -43,7 +43,7 @@ def close(found, expected, bound=2e-6):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("sizes", "axis"), RINGS + LONG[:1], ids=str)
-@pytest.mark.drawn
+@pytest.mark.short("(1,)-first-int8", "(8,)-first-fp8")
 def test_rows_are_summed_and_gathered_within_what_8_bits_keep(sizes, axis, how):
     mesh = mesh_of(*sizes)
     x, error = pair((mesh.size * mesh.shape[axis] * 3, 100))  # 300 elements: a short last block
@@ -72,7 +72,7 @@ def reduced_over(mesh, how, reduce=plain.compressed_all_reduce):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.drawn
+@pytest.mark.short("1-int8", "4-fp8")
 def test_what_was_applied_and_what_is_owed_are_the_true_gradients(size, how):
     step = reduced_over(mesh_of(size), how)
     shape = (size * 12, 50)
@@ -279,7 +279,7 @@ def test_what_is_refused_raises():
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.drawn
+@pytest.mark.short("int8")
 def test_the_kernels_lower_for_cuda(how):
     for sizes, axis, check in (((8,), "first", True), ((2, 4), "first", False)):
         mesh, (x, error) = mesh_of(*sizes), pair((512, 256))

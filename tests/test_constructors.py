@@ -69,7 +69,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.drawn
+@pytest.mark.short("keeps a layer")
 def test_a_model_that_cannot_be_traced_trains_as_on_one_device(name):
     init, run = MODELS[name]
     assert_strategies_agree(init, loss, BATCH, FOUR, steps=2, forward=run)

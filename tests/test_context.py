@@ -158,7 +158,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.drawn
+@pytest.mark.short("documents")
 def test_rows_on_several_devices_train_as_on_one(name, alone):
     model, batch, strategy, sizes, execution = CASES[name]
     if 3 in sizes.values():
@@ -246,7 +246,7 @@ def test_each_form_sends_the_bytes_of_its_formula_and_auto_takes_the_least_and_t
 
 
 @pytest.mark.parametrize("form", ["ring", "ulysses"])
-@pytest.mark.drawn
+@pytest.mark.short("ring")
 def test_beside_a_tensor_axis_only_heads_of_a_shard_are_sent(form):
     """A shard has one head of keys: that is sent twice, however many the model has."""
     u, shard = 2 if form == "ulysses" else 1, {"heads": 4, "groups": 1, "width": 8}

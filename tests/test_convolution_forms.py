@@ -63,7 +63,7 @@ def fitting(kernel, groups):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn
+@pytest.mark.short("one place", "dilated beyond the image", "nothing comes out")
 def test_each_form_has_the_values_and_gradients_of_xla(name):
     images, kernel, *how = CASES[name]
     with jax.enable_x64(True):
@@ -82,7 +82,7 @@ def test_each_form_has_the_values_and_gradients_of_xla(name):
 
 
 @pytest.mark.parametrize("name", ["groups", "depthwise", "dilated", "strided, odd and even"])
-@pytest.mark.drawn
+@pytest.mark.short("dilated")
 def test_second_derivatives_and_vmap_are_those_of_xla(name):
     images, kernel, *how = CASES[name]
     with jax.enable_x64(True):

@@ -32,7 +32,7 @@ def packed(rows=16):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.drawn
+@pytest.mark.short("gpt")
 def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
     model = MODELS[name](nnx.Rngs(0))
     batch = packed(4)
@@ -48,7 +48,7 @@ def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
 
 
 @pytest.mark.parametrize("length", [24, 25])
-@pytest.mark.drawn
+@pytest.mark.short("24")
 def test_both_ways_to_attend_inside_documents_agree(length):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 4, length, 2, 8))
     documents = jnp.sort(jax.random.randint(jax.random.key(1), (4, length), 0, 4))
@@ -83,7 +83,7 @@ def losses_of_one():
         ),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("strategy1-mesh1-execution1")
 def test_rows_of_documents_train_as_on_one_device(strategy, mesh, execution):
     many = gpt_layout(
         strategy, mesh, optax.adamw(1e-2), jax.devices()[: int(np.prod([*mesh.values()]))]

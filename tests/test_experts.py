@@ -186,7 +186,7 @@ MARKED = [pytest.param(c, marks=[] if c in DAILY else pytest.mark.slow) for c in
 
 
 @pytest.mark.parametrize("case", MARKED)
-@pytest.mark.drawn(2)
+@pytest.mark.short("1F1B")
 def test_training_equals_one_device(alone, case):
     name, batch, strategy, sizes, execution = CASES[case]
     with jax.enable_x64(True):

@@ -452,7 +452,7 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])
-@pytest.mark.drawn
+@pytest.mark.short("eval")
 def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
     data, tmp_path, made, command, capsys
 ):

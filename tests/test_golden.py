@@ -14,7 +14,7 @@ DAILY = ("FSDP+TENSOR", "pipe zb-v", "called as it is", "context", "experts gath
     "name",
     [pytest.param(n, marks=[] if n in DAILY else pytest.mark.slow) for n in golden.cases()],
 )
-@pytest.mark.drawn
+@pytest.mark.short("context")
 def test_a_step_does_what_it_did(name):
     wanted = KNOWN["cases"][name]
     golden.same(wanted, golden.told(golden.cases()[name]), KNOWN["here"])

@@ -75,7 +75,7 @@ def agree(model, cases, given=None, loss=next_token_loss, **options):
         pytest.param(llama(), SIDES, {}, id="llama, all sides", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("llama, documents")
 def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every, more):
     cases = {str(sides): of_sides(*sides) for sides in every}
     agree(model, cases, tokens() | more, accumulate=2, clip=0.5)
@@ -97,7 +97,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", [*list(BESIDE)[:3], pytest.param("data", marks=pytest.mark.slow)])
-@pytest.mark.drawn
+@pytest.mark.short("1F1B")
 def test_a_grid_goes_beside_data_zero_and_stages(name):
     cases = {name: BESIDE[name]}
     agree(small_gpt.mlps(dropout=0.1), cases, small_gpt.tokens(), accumulate=2)
@@ -202,7 +202,7 @@ def agrees(sides, sent):
 
 
 @pytest.mark.parametrize("sides", HERE)
-@pytest.mark.drawn
+@pytest.mark.short("1,3,2")
 def test_activations_and_weights_send_exactly_what_the_general_formula_says(sides):
     agrees(sides, grid_bytes.sent(tuple(map(int, sides.split(",")))))
 

@@ -64,7 +64,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("case", "in_backward"), TRAINED)
-@pytest.mark.drawn
+@pytest.mark.short("FSDP, remat, ordinary")
 def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     strategy, sizes, execution = CASES[case]
     layout = partial(stack_layout, sizes=sizes, optimizer=ADAMW, layers=LAYERS)
@@ -172,7 +172,7 @@ def sizes_of(layout):
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["DDP", "FSDP"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.drawn
+@pytest.mark.short("full-DDP")
 def test_each_layer_comes_twice_in_a_step_and_one_more(strategy, remat):
     """The last layer stays for its backward pass; the first comes once more, for nothing."""
     sizes = {"data": 2} if strategy is DDP else {"fsdp": 2}
@@ -293,7 +293,7 @@ IN_BACKWARD = (FSDP, {"optimizer_in_backward": True})
     ],
     ids=["on the host", "in backward", "a GPT on the host", "a GPT in backward"],
 )
-@pytest.mark.drawn
+@pytest.mark.short("on the host")
 def test_documents_travel_beside_the_activations_of_layers(of, strategy, options):
     losses = []
     for chosen, execution in ((FSDP, {}), (strategy, options)):

@@ -180,7 +180,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "execution"), MESHES)
-@pytest.mark.drawn
+@pytest.mark.short("strategy0-sizes0-execution0")
 def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, sizes, execution):
     host = share(0.5) if strategy == DDP else HOST
     layout, of = stack_layout, {}

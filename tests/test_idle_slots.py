@@ -59,7 +59,7 @@ NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "v", "zb", "v-zb", "1f1b-
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.drawn
+@pytest.mark.short("gpipe", "zb-v")
 def test_branches_change_no_loss_and_no_parameter(name):
     assert_equal(name, stack(dropout=0.1))
 
@@ -81,7 +81,7 @@ CASES: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn
+@pytest.mark.short("fewer microbatches than stages", "stages that update by themselves")
 def test_branches_change_nothing_beside_other_features(name):
     changes, schedule = CASES[name]
     layers = {"layers": changes.pop("layers")} if "layers" in changes else {}
@@ -197,7 +197,7 @@ class Told(Stack):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v", "zb-h1"])
-@pytest.mark.drawn
+@pytest.mark.short("v")
 def test_a_layer_runs_once_for_each_microbatch_and_nowhere_else(name):
     """Neither in slots without a task nor where storage is only padded."""
     layers, microbatches, ran = 5, 8, {}
@@ -221,7 +221,7 @@ def lowered(schedule, strategy=PIPE, sizes=None, **execution):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "v"])
-@pytest.mark.drawn
+@pytest.mark.short("interleaved")
 def test_branches_send_as_many_messages_and_none_of_them_in_a_branch(name):
     counts = []
     for branches in (False, True):

@@ -119,7 +119,7 @@ LIKE_OTHERS = ("FSDP", "ema", "a list")  # FSDP+TENSOR; master; PIPE, a list
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_OTHERS)) for n in CASES]
 )
-@pytest.mark.drawn
+@pytest.mark.short("PIPE, a list")
 def test_given_parameters_make_the_state_that_the_seed_makes_of_the_same_ones(name):
     layout, schedule = made(name), CASES[name][2]
     wanted = hfjax.init(layout, seed=3, schedule=schedule)
@@ -140,7 +140,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name n
 
 
 @pytest.mark.parametrize("name", [*DAILY, *OTHERS])
-@pytest.mark.drawn
+@pytest.mark.short("PIPE, a list")
 def test_a_step_from_given_parameters_is_that_of_one_device(name):
     loss, batch = loss_of(name)
     found = []
@@ -198,7 +198,7 @@ def test_the_tree_may_be_that_of_a_state_or_a_module_in_numpy_or_jax_of_another_
 @pytest.mark.parametrize(
     "name", ["FSDP", "a list", "PIPE, a list", "PIPE, padded", "PIPE, interleaved"]
 )
-@pytest.mark.drawn
+@pytest.mark.short("PIPE, a list")
 def test_a_state_may_be_given_wherever_its_layers_lie(name):
     layout, schedule = made(name), CASES[name][2]
     state = hfjax.init(layout, schedule=schedule, seed=3)
@@ -254,7 +254,9 @@ def places_of(mesh):
 
 @pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.drawn
+@pytest.mark.short(
+    "one device-moments", "DDP-an average", "FSDP-master weights", "HOST_PARAMETERS-the parameters"
+)
 def test_an_array_that_is_given_outlives_a_state_that_is_donated_wherever_it_lay(mesh, keeps):
     strategy, sizes = MESHES[mesh]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]

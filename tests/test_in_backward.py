@@ -84,7 +84,7 @@ QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP")
 def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(name):
     of = "mlps" if "TENSOR" in name else "stack"
     strategy, sizes = strategies(8)[name]
@@ -110,7 +110,7 @@ GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1),
     ],
     ids=["bf16, remat", "kept gathered", "an average, by path", "frozen, unrolled"],
 )
-@pytest.mark.drawn
+@pytest.mark.short("an average, by path")
 def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
     layout = stack_layout(HSDP, sizes, optimizer, LAYERS)
     layout = layout.freeze(*frozen) if frozen else layout

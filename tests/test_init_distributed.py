@@ -438,7 +438,7 @@ def of_jax(process, port):
     }
 
 
-@pytest.mark.drawn
+@pytest.mark.short("open_mpi-Open MPI")
 @pytest.mark.parametrize(
     ("variables_of", "source"),
     [

@@ -143,7 +143,7 @@ def test_where_no_ring_can_go_round_a_product_is_xlas(sizes, schedule, why):
 
 
 @pytest.mark.parametrize("form", ["xla", "reference"])
-@pytest.mark.drawn
+@pytest.mark.short("xla")
 def test_tokens_of_any_integer_type_and_negative_ones_that_are_no_targets(form):
     layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
     batch = tokens()

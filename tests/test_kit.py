@@ -65,7 +65,7 @@ def test_a_variable_that_is_another_on_a_mesh_is_seen_and_named_with_both_values
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.drawn
+@pytest.mark.short("a running maximum")
 def test_what_a_variable_keeps_of_all_rows_is_what_one_device_keeps(kept):
     model = lambda rngs: Counts(rngs, KEPT[kept])
     assert_strategies_agree(model, squares, BATCH, DDP, steps=2)
@@ -154,7 +154,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.drawn
+@pytest.mark.short("a tree")
 def test_one_device_is_compared_with_plain_jax_whatever_the_model_is(name):
     model, options, execution = MODELS[name]
     case = Case(model, squares, BATCH, optax.adam(1e-2), 3, options, execution)

@@ -103,7 +103,7 @@ SELDOM = [
 @pytest.mark.parametrize(
     ("model", "name"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)]
 )
-@pytest.mark.drawn(2)
+@pytest.mark.short("gemma3-TENSOR+SEQUENCE")
 def test_layers_of_two_kinds_train_as_on_one_device(model, name):
     cases = {name: (CASES | MORE)[name]}
     assert_strategies_agree(model, next_token_loss, ROWS, cases, steps=1)

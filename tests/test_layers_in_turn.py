@@ -31,7 +31,7 @@ RUNS = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.short("stack-kept-FSDP", "list-kept-FSDP", "list-gathered once-ZERO2")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("listed", [False, True], ids=["stack", "list"])
@@ -52,7 +52,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.short("full-FSDP | CONTEXT")
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("remat", ["none", "full", "names:mlp_up"])
 def test_also_of_a_gpt(name, remat):

@@ -66,7 +66,7 @@ def test_an_array_that_no_dimension_divides_stays_whole():
         (ZERO2 | TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}, (2, 8, 8)),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("strategy0-sizes0-counts0", "strategy7-sizes7-counts7")
 def test_bytes_of_each_zero_stage_are_those_of_the_formula(strategy, sizes, counts):
     """A stage divides the matrices of a column by its devices."""
     layout = mlp_layout(strategy.edit(**ALL), sizes)
@@ -368,7 +368,7 @@ def test_a_strategy_that_would_split_nothing_is_refused_with_a_mesh_that_it_spli
 
 
 @pytest.mark.parametrize("strategy", [FSDP, ZERO1, PIPE, TENSOR | SEQUENCE | FSDP])
-@pytest.mark.drawn
+@pytest.mark.short("strategy2")
 def test_on_one_device_a_strategy_that_splits_nothing_warns_and_runs(strategy):
     with pytest.warns(UserWarning, match=r"on one device: .* would split nothing: every array is"):
         layout = mlp_layout(strategy, {}, devices=jax.devices()[:1])

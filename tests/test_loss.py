@@ -40,7 +40,7 @@ def test_weights_unequal_between_devices_give_the_global_mean():
 @pytest.mark.parametrize(
     ("sizes", "strategy"), [({"data": 2}, DDP), ({"row": 2, "tensor": 2}, hfjax.GRID)]
 )
-@pytest.mark.drawn
+@pytest.mark.short("sizes0-strategy0")
 def test_tokens_of_few_bits_have_the_loss_of_the_same_numbers(sizes, strategy):
     config = dataclasses.replace(GPTConfig.tiny(), vocab=256, layers=1)
     mesh = hfjax.make_mesh(**sizes)
@@ -103,7 +103,7 @@ KEY = jax.random.key(3)
 
 
 @pytest.mark.parametrize("what", ROWS_MEET)
-@pytest.mark.drawn
+@pytest.mark.short("a masked mean", "noise")
 def test_what_joins_rows_is_as_on_one_device(what):
     case = {"FSDP": CASES["FSDP"]}
     assert_strategies_agree(linear, ROWS_MEET[what], BATCH, case, steps=2)

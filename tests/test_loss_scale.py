@@ -125,7 +125,7 @@ def in_float32():
     return losses
 
 
-@pytest.mark.drawn
+@pytest.mark.short("one device", "own rows")
 @pytest.mark.parametrize("name", MESHES)
 def test_scales_and_skips_are_those_of_one_device(name, in_float32):
     strategy, sizes, run = MESHES[name]
@@ -146,7 +146,7 @@ def test_scales_and_skips_are_those_of_one_device(name, in_float32):
         pytest.param(HOST_OPTIMIZER | FSDP, {"fsdp": 4}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("strategy0-sizes0")
 def test_a_language_model_trains_as_in_float32(strategy, sizes):
     layout = gpt_layout(strategy, sizes)
     found = {}

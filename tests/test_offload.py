@@ -82,7 +82,7 @@ LONG = (
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
 )
-@pytest.mark.drawn
+@pytest.mark.short("one device, in a scan")
 def test_training_is_bit_equal_to_no_offload(case):
     strategy, sizes, options = CASES[case]
     wanted = trained(strategy, sizes, **options)
@@ -107,7 +107,7 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize("case", IN_ORDER)
-@pytest.mark.drawn(2)
+@pytest.mark.short("ZB-V, bfloat16")
 def test_where_slots_of_a_pipeline_run_in_order_training_is_that_of_one_device(case):
     strategy, sizes, loss, name, options = IN_ORDER[case]
 
@@ -236,7 +236,7 @@ def gpt_trained(remat, offload=None):
     ],
     ids=["full", "none", "a GPT, full", "a GPT, none"],
 )
-@pytest.mark.drawn
+@pytest.mark.short("full")
 def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(run, names, remat):
     wanted, found = run(remat), run(remat, Offload(names=names))
     assert_bit_equal(found[0], wanted[0])

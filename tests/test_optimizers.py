@@ -72,7 +72,7 @@ def grouped_alone():
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "execution"), MESHES)
-@pytest.mark.drawn
+@pytest.mark.short("strategy3-mesh3-execution3")
 def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strategy, mesh, execution):
     wanted, losses = grouped_alone()
     layout, state, found = mlps_after(strategy, mesh, **execution)

@@ -40,7 +40,7 @@ PREDICTED = [name for name in CASES if name not in ("PIPE, padded", "ema", "mast
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-@pytest.mark.drawn
+@pytest.mark.short("PIPE, a list")
 def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
     layout, schedule, batch = made(name), CASES[name][2], loss_of(name)[1]
     state = hfjax.init(layout, schedule=schedule, parameters=given(name))
@@ -69,7 +69,7 @@ def test_forward_takes_the_place_of_the_layouts_own():
 
 
 @pytest.mark.parametrize("name", ["FSDP", "PIPE, interleaved"])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP")
 def test_any_number_of_rows_is_predicted(name):
     layout, schedule = made(name), CASES[name][2]
     state = hfjax.init(layout, schedule=schedule, parameters=given(name))
@@ -121,7 +121,7 @@ WITH_TEXT = ("FSDP+TENSOR", "PIPE, interleaved", "HOST_PARAMETERS")
 
 
 @pytest.mark.parametrize("name", WITH_TEXT)
-@pytest.mark.drawn
+@pytest.mark.short("PIPE, interleaved")
 def test_text_is_that_of_one_device(name):
     layout, one = made(name), hfjax.init(alone(name), parameters=given(name))
     state = hfjax.init(layout, schedule=CASES[name][2], parameters=given(name))

@@ -98,14 +98,14 @@ class Smooth(Learner):
 
 
 @pytest.mark.parametrize("kind", [Learner, Penalised, Smooth])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-Penalised")
 def test_gradients_through_what_a_model_does_with_its_parameters_equal_plain_jax(cases, kind):
     """The kit compares with plain `jax.grad` of the whole, so second-order gradients too."""
     assert_strategies_agree(lambda rngs: kind(rngs=rngs), squares, BATCH, cases, forward=on_x)
 
 
 @pytest.mark.parametrize("kind", [Learner, Penalised])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-Learner")
 def test_an_evaluation_and_frozen_parameters_see_whole_parameters_too(cases, kind):
     found = []
     for strategy, sizes in ((DDP, {"data": 1}), *cases.values()):
@@ -144,7 +144,7 @@ class Scanned(nnx.Module):
 
 
 @pytest.mark.parametrize("layers", [4, 5])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-4")
 def test_a_stack_of_layers_trains_whether_or_not_its_dimension_is_split(cases, layers):
     """FSDP splits the dimension of 4 layers by 4, and then gathers the stack before the scan."""
     init = lambda rngs: Scanned(layers, rngs=rngs)

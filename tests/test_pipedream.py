@@ -105,7 +105,7 @@ LONG = (
 @pytest.mark.parametrize(
     "name", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
 )
-@pytest.mark.drawn
+@pytest.mark.short("pipedream that keeps the last microbatch")
 def test_a_call_is_what_the_simulator_does_event_by_event(name):
     case, execution = CASES[name]
     with jax.enable_x64(True):

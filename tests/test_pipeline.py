@@ -48,7 +48,7 @@ MORE["all other rows"] = [
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(m, marks=SLOW) for m in MORE)])
-@pytest.mark.drawn
+@pytest.mark.short("several chunks a stage")
 def test_a_schedule_equals_one_device(family):
     cases = {
         f"{name}, {stages} stages, {microbatches} microbatches": (
@@ -103,7 +103,7 @@ SHORT = ("ZeRO-2", "ZeRO-3", "tensor", "tensor, sequence")
 
 
 @pytest.mark.parametrize("name", [m if m in SHORT else pytest.param(m, marks=SLOW) for m in MESHES])
-@pytest.mark.drawn
+@pytest.mark.short("tensor")
 def test_a_pipeline_beside_other_axes_equals_one_device(name):
     strategy, sizes, schedule = MESHES[name]
     fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}

@@ -115,7 +115,7 @@ PIPES = {
         pytest.param("one stage", marks=SLOW),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("PipeDream beside data")
 def test_a_pipe_trains_as_plain_jax_does(name):
     kind, chunks, sizes = PIPES[name]
     layers = blocks(5)  # an even split is not possible
@@ -270,7 +270,7 @@ def test_a_pipe_and_the_arrays_that_it_was_given_do_not_delete_each_other(stages
     ("kind", "remat"),
     [(GPipe, "always"), (GPipe, "except_last"), (Interleaved1F1B, "except_last")],
 )
-@pytest.mark.drawn
+@pytest.mark.short("GPipe-except_last")
 def test_what_is_recomputed_changes_no_gradient(kind, remat):
     parts = partition(blocks(5), 2, chunks=2 if kind.chunked else 1)
     pipe = kind(parts, 3, mesh=mesh(pipe=2), remat=remat)

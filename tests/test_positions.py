@@ -147,7 +147,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.drawn
+@pytest.mark.short("zigzag")
 def test_positions_may_meet(mesh):
     sizes, given = MESHES[mesh]
     given = given if "order" in str(given) else {}
@@ -374,7 +374,7 @@ OFTEN = ("slopes", "heads of keys in turn", "of few heads, by its equations")
 @pytest.mark.parametrize(
     "what", [pytest.param(w, marks=() if w in OFTEN else pytest.mark.slow) for w in ATTENTIONS]
 )
-@pytest.mark.drawn
+@pytest.mark.short("heads of keys in turn")
 def test_an_attention_of_ones_own_is_run_on_its_heads(what):
     """Under Ulysses each device runs it on some of its heads; without, on its queries."""
     attend, heads, groups, sizes, batch = ATTENTIONS[what]
@@ -438,7 +438,7 @@ class OtherShapes(Attending):
 
 
 @pytest.mark.parametrize("context", ["auto", "ring", "ulysses"])
-@pytest.mark.drawn
+@pytest.mark.short("ring")
 def test_attentions_of_other_shapes_are_run_by_their_equations(context):
     model = lambda rngs: OtherShapes(alike, 4, 4, rngs)
     how = {"loss": mean_square, "context": context, "close": FLOAT32}
@@ -546,7 +546,7 @@ class Tells(nnx.Module):
 
 
 @pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 2, "pipe": 2}])
-@pytest.mark.drawn
+@pytest.mark.short("sizes0")
 def test_layers_hand_on_sums_of_whole_rows(sizes):
     with jax.enable_x64(True):
         found = [

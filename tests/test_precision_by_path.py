@@ -54,7 +54,7 @@ def losses(layout, precision, steps=3, **run):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("where", MESHES)
-@pytest.mark.drawn(2)
+@pytest.mark.short("a pipeline-norms")
 def test_a_mapping_trains_as_on_one_device(name, where):
     strategy, sizes, run = MESHES[where]
     found, _ = losses(gpt_layout(strategy.edit(replicate_below=0), sizes), CASES[name], **run)
@@ -132,7 +132,7 @@ def test_one_float16_entry_puts_the_step_under_the_scale():
 
 
 @pytest.mark.parametrize("pattern", ["*router*", "*norm*", "*each*", "tokens"])
-@pytest.mark.drawn
+@pytest.mark.short("*each*")
 def test_a_mixture_takes_a_mapping(pattern):
     model = lambda rngs: MoELlama(CONFIG, rngs=rngs)
     layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)

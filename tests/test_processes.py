@@ -148,7 +148,7 @@ def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(t
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.drawn(2)
+@pytest.mark.short("positions")
 def test_two_processes_with_their_own_rows_stages_positions_or_parts_of_layers_train_as_one(
     told_by_two, case
 ):

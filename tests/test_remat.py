@@ -105,7 +105,7 @@ def trained(remat, strategy, sizes):
         pytest.param("names:mlp_up", DDP, ("data", 2), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("group:4-strategy1-sizes1")
 def test_gradients_are_those_of_no_remat(remat, strategy, sizes):
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     plain = trained("none", DDP, ("data", 2))
@@ -145,7 +145,7 @@ class Counting(nnx.Module):
 
 
 @pytest.mark.parametrize("remat", ["every:2", "group:2"])
-@pytest.mark.drawn
+@pytest.mark.short("every:2")
 def test_layers_of_a_list_go_together_and_keep_their_statistics(remat):
     mesh, batch = (
         hfjax.make_mesh(data=1),

@@ -578,7 +578,7 @@ def greedy(parts, state, prompt, count):
 
 
 @pytest.mark.parametrize("length", [3, 40])
-@pytest.mark.drawn
+@pytest.mark.short("3")
 def test_the_likeliest_text_is_the_same_on_many_devices_and_from_the_host(whole, data, length):
     directory, _ = whole
     prompt = list(b"the mesh of the tensor axis is a row of data")[:length]

@@ -44,7 +44,7 @@ def agree(model, given, cases):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn
+@pytest.mark.short("FSDP|TENSOR, remat")
 def test_it_trains_as_one_device_masks_and_microbatches_too(name):
     agree(small_gpt.mlps(dropout=0.1), tokens(), {name: CASES[name]})
 

@@ -54,7 +54,7 @@ def model(name, **changes):
     return model_of(replace(PRESETS[name], **dropped, **changes))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.short("resnet-tiny-DDP", "deeplabv3-tiny-DDP, dots")
 @pytest.mark.parametrize("strategy", ROWS)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_loss_gradients_and_statistics_are_those_of_one_device(name, strategy):
@@ -64,7 +64,7 @@ def test_loss_gradients_and_statistics_are_those_of_one_device(name, strategy):
     assert max(found.values()) < 1e-9
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.short("regnet-tiny")
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_statistics_are_those_of_each_microbatch_in_order(name):
     """Two microbatches: those of one device, after which running statistics were mixed twice."""
@@ -132,7 +132,7 @@ def norms_of(init):
     return Counter(norm.num_features for norm in found)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.short("regnet-tiny-full")
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_one_message_forward_and_one_backward_for_each_norm(name, remat):

@@ -124,10 +124,12 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("cases", [GRID, CUBE], ids=["grid", "cube"])
-@pytest.mark.drawn
-def test_what_needs_the_whole_stream_or_inside_is_as_on_one_device(cases, draw):
-    blocks = [layers_of(stream=function) for function in draw(IN_THE_STREAM).values()]
-    blocks += [layers_of(inside=function) for function in draw(INSIDE).values()]
+@pytest.mark.short("grid")
+def test_what_needs_the_whole_stream_or_inside_is_as_on_one_device(cases, short_cases):
+    stream = short_cases(IN_THE_STREAM, "a norm", "pairs", "sorting")
+    inside = short_cases(INSIDE, "softmax", "along the sequence")
+    blocks = [layers_of(stream=function) for function in stream.values()]
+    blocks += [layers_of(inside=function) for function in inside.values()]
     agree(lambda rngs: Model(*blocks, rngs=rngs), cases)
 
 
@@ -217,9 +219,10 @@ class Convolving(nnx.Module):
         return x + self.conv(x)
 
 
-def test_modules_of_every_kind_train_as_on_one_device(draw):
+def test_modules_of_every_kind_train_as_on_one_device(short_cases):
     kinds = [Twice, MeanInside, DropsRoutes, Positions, Bare, Sideways, Norm, WithNormedHeads]
-    blocks = draw({kind.__name__: kind for kind in kinds}).values()
+    named = {kind.__name__: kind for kind in kinds}
+    blocks = short_cases(named, "Twice", "Sideways", "WithNormedHeads").values()
     agree(lambda rngs: Model(*blocks, Convolving, rngs=rngs), CUBE)
 
 
@@ -277,7 +280,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.drawn
+@pytest.mark.short("longer")
 def test_linear_maps_may_be_given_other_rows(shape):
     """Also where as many rows as positions lie on devices, of several places."""
     length, cases = SHAPES[shape]
@@ -309,7 +312,7 @@ def test_a_head_may_be_given_other_rows():
 
 
 @pytest.mark.parametrize("more", [{"fsdp": 2}, {"data": 2}])
-@pytest.mark.drawn
+@pytest.mark.short("more0")
 def test_a_model_that_sees_its_own_rows_does_so_on_a_grid(more):
     told = []
     plain_one, on_grid = (hfjax.DDP, hfjax.GRID) if "data" in more else (hfjax.FSDP, BOTH)
