@@ -103,6 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if mark := item.get_closest_marker("short"):
             test, _, case = item.nodeid.removesuffix("]").partition("[")
             families.setdefault(test, (mark.args, set()))[1].add(case)
+            item.own_markers = [m for m in item.own_markers if m.name != "slow"]
             if case not in mark.args:
                 item.add_marker("slow")
     if any("::" in arg for arg in config.args):

@@ -57,6 +57,7 @@ MORE = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [pytest.param(DAILY, id="daily"), MORE])
 def test_baselines_train_as_one_device_does_in_float64(names):
     with jax.enable_x64(True):
@@ -152,6 +153,7 @@ def test_any_array_is_added_its_last_piece_filled_up(all_reduce):
     assert found.busiest() == 2 * 7 * 4 * 3  # ceil(21 / 8) numbers a piece
 
 
+@pytest.mark.slow
 def test_the_example_prints_the_tables_of_the_page(capsys):
     runpy.run_path(str(ROOT / "examples/why_all_reduce.py"), run_name="__main__")
     table = capsys.readouterr().out.split("\n\nA master")[0]

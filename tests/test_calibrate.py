@@ -148,6 +148,7 @@ def test_work_of_idle_slots(counting):
     assert work(of, computes).products == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_work_counts_bytes_of_transfers(counting):
     """The sums of gradients of DDP: each device sends all but a part of them twice."""
     sending = replace(counting, inside=1e9)

@@ -112,6 +112,7 @@ def test_a_window_ends_the_ring_where_nothing_more_is_seen(window):
         assert sent == hops + (2 * hops if hops else 0)  # keys forward; keys, gradients backward
 
 
+@pytest.mark.slow
 def test_tokens_of_documents_of_their_own_attend_to_themselves():
     """Every row has documents of one token: nothing of another device is seen."""
     with jax.enable_x64(True):

@@ -62,8 +62,8 @@ def fitting(kernel, groups):
     return ["joined", "each"] if kernel[2] == 1 and kernel[3] == groups else ["joined"]
 
 
+@pytest.mark.short("depthwise, each twice")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.short("one place", "dilated beyond the image", "nothing comes out")
 def test_each_form_has_the_values_and_gradients_of_xla(name):
     images, kernel, *how = CASES[name]
     with jax.enable_x64(True):
@@ -214,6 +214,7 @@ def test_in_a_step_on_eight_devices_each_works_on_its_rows(monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
 
 
+@pytest.mark.short("size0-3", "size1-12", "size1-3", "size0-12")
 @pytest.mark.parametrize("rate", [2, 3, 12])
 @pytest.mark.parametrize("size", [(9, 9), (8, 13)])
 def test_on_a_gpu_the_gradient_of_a_dilated_kernel_is_that_of_a_plain_one(rate, size):

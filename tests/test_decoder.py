@@ -110,7 +110,7 @@ def cases():
                 yield pytest.param(family, name, id=f"{family}-{name}")
 
 
-@pytest.mark.short("gemma2-FSDP", "mistral-FSDP", "qwen3_moe-EXPERT")
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), list(cases()))
 def test_under_every_strategy_losses_and_gradients_are_those_of_transformers(
     family, name, tmp_path

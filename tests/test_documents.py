@@ -31,8 +31,8 @@ def packed(rows=16):
     return tokens(rows, documents=documents, mask=same.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.short("gpt")
 def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
     model = MODELS[name](nnx.Rngs(0))
     batch = packed(4)
@@ -71,6 +71,7 @@ def losses_of_one():
     return losses(gpt_layout(DDP, {"data": 1}, optax.adamw(1e-2), jax.devices()[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "execution"),
     [
@@ -83,7 +84,6 @@ def losses_of_one():
         ),
     ],
 )
-@pytest.mark.short("strategy1-mesh1-execution1")
 def test_rows_of_documents_train_as_on_one_device(strategy, mesh, execution):
     many = gpt_layout(
         strategy, mesh, optax.adamw(1e-2), jax.devices()[: int(np.prod([*mesh.values()]))]

@@ -49,12 +49,12 @@ GROUPS = [
 ]
 
 
+@pytest.mark.short("mlps-8-FSDP TENSOR TENSOR+SEQUENCE")
 @pytest.mark.parametrize(
     ("model", "devices", "names"),
     GROUPS,
     ids=lambda x: " ".join(x) if isinstance(x, list) else getattr(x, "__name__", x),
 )
-@pytest.mark.short("mlps-8-FSDP TENSOR TENSOR+SEQUENCE")
 def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clipping(
     model, devices, names
 ):
@@ -116,6 +116,7 @@ IN_TWO_LEVELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -107,8 +107,8 @@ BESIDE = [  # every axis with one way, every way with one axis
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beside", "way"), BESIDE)
-@pytest.mark.short("tensor-all_to_all")
 def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     config, execution = WAYS[way]
     sizes, strategy, groups, tokens, places = {"expert": 4}, DDP | EXPERT, 4, LENGTH, PLACES
@@ -126,6 +126,7 @@ def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     assert sent_by(step, rows_of(16)) == wanted
 
 
+@pytest.mark.slow
 def test_arrays_of_experts_are_gathered_along_fsdp_only_and_others_along_expert_as_well():
     step = plan(CONFIG, {"fsdp": 2, "expert": 4}, FSDP | EXPERT, dispatch="all_to_all")
     found = hfjax.collectives(step.lower(rows_of(16)))
@@ -158,6 +159,7 @@ def test_on_16_and_64_devices_the_formulas_hold_as_well():
     assert printed(FAR) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "wanted"),
     [(2, "gather"), (4, "all_to_all"), pytest.param(8, "all_to_all", marks=SLOW)],
@@ -223,8 +225,8 @@ PRODUCTS = [  # recomputed on one device every day, and not recomputed on eight
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "n", "remat"), PRODUCTS)
-@pytest.mark.short("all_to_all-1-full")
 def test_experts_multiply_their_places_and_no_more(way, n, remat):
     step = plan(CONFIG, {"expert": n}, dispatch=way, remat=remat)
     found = flops_of_experts(step.trace(rows_of(16)).jaxpr.jaxpr)

@@ -107,6 +107,7 @@ def test_the_design_names_every_folder():
 MOST = {"arguments": 15, "results": 6}  # of functions, without a type or of Any, in 1,000 lines
 
 
+@pytest.mark.slow
 def test_no_more_arguments_without_a_type():
     bare = lambda hint: hint is None or ast.unparse(hint) == "Any"
     found, lines = dict.fromkeys(MOST, 0), 0

@@ -191,6 +191,7 @@ def test_names_for_an_unknown_path_or_of_the_wrong_length_are_refused():
         hfjax.layout(bare, optax.sgd(0.1), one, DDP, axes={"w": ("embed",)})
 
 
+@pytest.mark.slow
 def test_moments_finer_than_gradients_come_on_top_of_them():
     finer = Strategy("finer", gradients={"*": "fsdp"}, moments={"*": ("fsdp", "data")})
     layout = mlp_layout(finer, {"data": 2, "fsdp": 4})
@@ -200,6 +201,7 @@ def test_moments_finer_than_gradients_come_on_top_of_them():
     step(hfjax.init(layout), tokens())
 
 
+@pytest.mark.slow
 def test_one_dimension_over_fsdp_and_tensor_keeps_its_order():
     layout = mlp_layout(FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, optax.sgd(0.1))
     both = {

@@ -41,9 +41,9 @@ def activation(rows):
     return 4 * rows * ROWS * WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8])
-@pytest.mark.short("8-2")
 def test_one_activation_goes_up_and_one_gradient_down_in_every_tick(stages, microbatches):
     _, program = lowered(PIPE, {"pipe": stages}, Schedule("1f1b", microbatches))
     found = hfjax.collectives(program)
@@ -114,6 +114,7 @@ def test_large_gradients_of_layers_are_summed_in_the_last_tick_each_by_itself(na
     assert not any(row.shape in {p.shape for p in large} for row in rows)
 
 
+@pytest.mark.slow
 def test_zero1_scatters_once_a_step_whatever_the_number_of_microbatches():
     sizes = {"pipe": 2, "data": 2}
     few = hfjax.collectives(lowered(PIPE | ZERO1, sizes, Schedule("interleaved", 2, 2))[1])
@@ -141,16 +142,16 @@ def test_zero3_gathers_a_layer_in_both_slots_of_a_tick_or_once_a_step_if_kept(ke
     assert {row.kind for row in found if row.where} <= {"permute", "all-gather", "reduce-scatter"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
-@pytest.mark.short("1f1b")
 def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
     step = lambda m: lowered(PIPE, {"pipe": 2}, Schedule(schedule, m), rows=2 * m)[1]
     lines = [step(m).as_text().count("\n") for m in (4, 8, 32)]
     assert len(set(lines)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.short("1f1b")
 def test_no_message_of_a_compiled_program_lies_in_a_branch(name):
     strategy, sizes = PIPE | TENSOR | SEQUENCE, {"pipe": 2, "data": 2, "tensor": 2}
     _, program = lowered(strategy, sizes, Schedule(name, 4))

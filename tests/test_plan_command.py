@@ -90,6 +90,7 @@ def error_of(capsys, *words: str) -> str:
 # --- the table ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_rows_are_ranked_and_their_parts_add_up(made):
     times = [row.time.total for row in made.plan.rows]
     assert times == sorted(times)
@@ -216,6 +217,7 @@ def test_a_picture_is_valid_and_adds_up_to_the_step(made, why):
     assert float(texts[end + 1].removesuffix(" ms")) == pytest.approx(total, abs=0.006)
 
 
+@pytest.mark.short("zero=zero1 accumulate=2", "data=8 accumulate=16")
 @pytest.mark.parametrize("why", PICTURED)
 def test_texts_of_a_line_do_not_overlap_and_boxes_are_inside(made, why):
     row = row_of(made, why)

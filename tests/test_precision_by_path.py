@@ -52,9 +52,9 @@ def losses(layout, precision, steps=3, **run):
     return found, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("where", MESHES)
-@pytest.mark.short("a pipeline-norms")
 def test_a_mapping_trains_as_on_one_device(name, where):
     strategy, sizes, run = MESHES[where]
     found, _ = losses(gpt_layout(strategy.edit(replicate_below=0), sizes), CASES[name], **run)
@@ -62,6 +62,7 @@ def test_a_mapping_trains_as_on_one_device(name, where):
     np.testing.assert_allclose(found, wanted, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_only_what_is_named_is_computed_otherwise():
     layout = gpt_layout(DDP, {"data": 1})
     count = lambda precision: products(
@@ -77,6 +78,7 @@ def test_only_what_is_named_is_computed_otherwise():
     assert count(CASES["MLPs"]) == {"bf16": 6, "f32": wide["f32"] - 6}
 
 
+@pytest.mark.slow
 def test_float32_norms_are_those_that_are_cast_by_hand():
     """In bfloat16 a norm multiplies by a rounded scale; by path it does not."""
     layout = gpt_layout(DDP, {"data": 1})
@@ -99,6 +101,7 @@ def test_float32_norms_are_those_that_are_cast_by_hand():
     np.testing.assert_allclose(float(metrics["loss"]), float(wanted), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_path_is_gathered_and_reduced_in_its_own_type():
     layout = gpt_layout(FSDP.edit(replicate_below=0), {"fsdp": 4})
 
@@ -126,6 +129,7 @@ def test_the_table_of_a_step_shows_the_types():
     assert by_path["tokens"].split() == ["bfloat16", "bfloat16", "float32"]
 
 
+@pytest.mark.slow
 def test_one_float16_entry_puts_the_step_under_the_scale():
     _, step = losses(gpt_layout(DDP, {"data": 1}), CASES["float16"], 1)
     assert step.execution.precision.scale == hfjax.LossScale()

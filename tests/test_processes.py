@@ -126,6 +126,7 @@ def told_by(processes, devices, cases):
     return [out for out, _ in told]
 
 
+@pytest.mark.slow
 def test_two_processes_are_asked_for_their_own_parts_of_given_parameters(told_by_two):
     lines = [re.findall(r"given (.*)", out)[0].split() for out in told_by_two]
     assert lines == [["4096.0", "4096.0", *rows] for rows in (["0", "16"], ["32", "48"])]

@@ -70,18 +70,21 @@ def test_full_keeps_what_enters_each_layer():
     assert kept("full") == LAYERS * CARRY
 
 
+@pytest.mark.slow
 def test_by_name_it_also_keeps_what_is_named():
     wide = 4 * CARRY  # an MLP is four times as wide
     assert kept("names:mlp_up") == LAYERS * (CARRY + wide)
     assert kept("names:qkv,mlp_up") == LAYERS * (CARRY + 3 * CARRY + wide)
 
 
+@pytest.mark.slow
 def test_of_two_layers_one_keeps_all_and_the_other_what_enters_it():
     """It also keeps nothing of its weights; the layer that keeps all makes its views again."""
     assert 3 * CARRY < kept("every:2") <= (kept("full") + kept("none")) / 2
     assert not any(k.shape[0] != ROWS for k in waiting("every:2"))
 
 
+@pytest.mark.slow
 def test_of_a_group_only_what_enters_it_is_kept():
     assert kept("group:2") == 3 * CARRY
     assert kept("group:3") == 2 * CARRY
@@ -210,6 +213,7 @@ def test_names_are_those_of_the_trace_that_asks_for_them():
     step.trace(tokens(ROWS, LENGTH))  # JAX kept it: nothing is traced
 
 
+@pytest.mark.slow
 def test_the_report_of_what_is_offloaded_is_of_the_last_trace():
     both, short = (gpt_step("none", model=by_length, offload=0.5) for _ in range(2))
     both.trace(tokens(ROWS, LENGTH))

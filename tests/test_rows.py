@@ -54,7 +54,7 @@ def test_a_loss_that_joins_rows_trains_a_model_in_three_parts_as_one_device_does
     assert_strategies_agree(mlps(), loss, tokens(mask=MASK), case, steps=2, accumulate=2)
 
 
-@pytest.mark.short("contrastive-gpipe")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("loss", [masked, contrastive])
 def test_a_loss_that_joins_rows_trains_in_a_pipeline_with_the_microbatches_of_one_device(
@@ -161,14 +161,15 @@ class Masks(nnx.Module):
         return self.drop(self.map(batch["x"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Averages, Counts, Masks])
-@pytest.mark.short("Counts")
 def test_what_only_microbatches_have_is_that_of_one_device(model):
     """Nothing joins rows by itself."""
     case = {"DDP": (hfjax.DDP, {"data": 2})}
     assert_strategies_agree(model, squares, BATCH, case, steps=1, accumulate=2)
 
 
+@pytest.mark.slow
 def test_a_key_for_the_microbatch_draws_the_number_of_one_device():
     init, scaled = lambda rngs: nnx.Linear(4, 3, rngs=rngs), jax.random.uniform
     forward = lambda model, batch, key: model(batch["x"]) * scaled(key)
@@ -251,8 +252,8 @@ def squares(outputs, batch):
     return (outputs**2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
-@pytest.mark.short("once")
 def test_a_model_that_joins_rows_writes_to_its_variables_what_one_device_writes(options):
     assert_strategies_agree(Joins, squares, BATCH, FOUR, steps=3, **options)
 
@@ -380,6 +381,7 @@ def linear(rngs):
     return nnx.Linear(4, 3, rngs=rngs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
 def test_a_scan_over_rows_that_reads_its_counter_is_that_of_one_device():
     losses = []

@@ -234,6 +234,7 @@ def test_the_chunks_of_a_stage_are_told_apart_without_colour(tmp_path):
         assert bar.sum() == pytest.approx(box.chunk / 3 * (right - left), abs=zoom), box
 
 
+@pytest.mark.slow
 def test_a_long_picture_is_cut_between_ticks_into_lines_below_each_other(tmp_path):
     short, long = (Schedule("zb-v", count).table(4) for count in (2, 64))
     assert len(png(short, tmp_path / "x.png")[0].lines) == 1

@@ -83,6 +83,7 @@ print(json.dumps(differences(1, 3)))
 """
 
 
+@pytest.mark.slow
 def test_nine_devices_equal_one_in_float64():
     [(status, told, trouble)] = finished(start(NINE, JAX_NUM_CPU_DEVICES="9"))
     assert status == 0, trouble

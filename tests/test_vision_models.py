@@ -138,7 +138,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.short("regnet")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_split_models_train_as_one_device_trains_them(name):
     """Seventeen positions do not divide; DeepLab hands on features, and drops some of them."""

@@ -29,7 +29,7 @@ TINY = ResNetConfig.preset("resnet-tiny")
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
 
 
-@pytest.mark.short("resnet-tiny", "regnet-y-400mf", "regnet-y-128gf", "vit-l-16")
+@pytest.mark.short("deeplabv3-tiny")
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_tensor_of_a_file_has_one_place_and_each_place_a_tensor(name):
     table = vision_table(PRESETS[name])
@@ -129,6 +129,7 @@ def test_a_file_that_was_replaced_after_its_header_was_read_is_not_read(tmp_path
             read()
 
 
+@pytest.mark.slow
 def test_a_new_head_keeps_the_rest(tmp_path):
     file = file_of(tmp_path / "a.safetensors", replace(config := TINY, classes=7))
     layout = layout_of(config)

@@ -139,7 +139,7 @@ def test_a_state_stored_for_a_schedule_goes_in_and_out(folders, tmp_path):
     assert_same_bits(tmp_path / "out", folders / "llama")
 
 
-@pytest.mark.short("tied-float32", "mixtral-float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.dtype("float32"), BF16, np.dtype("float16")], ids=str)
 @pytest.mark.parametrize("name", ["tied", "llama", "mixtral"])
 def test_in_and_out_is_bit_for_bit_in_every_type(name, dtype, tmp_path):
@@ -157,6 +157,7 @@ def test_in_and_out_is_bit_for_bit_in_every_type(name, dtype, tmp_path):
         assert index["metadata"]["total_size"] == model.bytes
 
 
+@pytest.mark.slow
 def test_types_can_be_chosen(folders, tmp_path):
     model = hfjax.pretrained(folders / "llama", stored="bf16")
     layout = layout_of(model)
@@ -191,6 +192,7 @@ def test_types_have_short_words_and_no_other_is_written(folders, tmp_path):
         assert found.config["dtype"] == kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
 def test_float64_goes_in_and_out_where_devices_have_no_such_type(x64, tmp_path):
     """Numbers are those of float32, in which parameters are stored."""

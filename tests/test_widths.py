@@ -219,6 +219,7 @@ class Convolving(nnx.Module):
         return x + self.conv(x)
 
 
+@pytest.mark.slow
 def test_modules_of_every_kind_train_as_on_one_device(short_cases):
     kinds = [Twice, MeanInside, DropsRoutes, Positions, Bare, Sideways, Norm, WithNormedHeads]
     named = {kind.__name__: kind for kind in kinds}
@@ -279,8 +280,8 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.short("longer")
 def test_linear_maps_may_be_given_other_rows(shape):
     """Also where as many rows as positions lie on devices, of several places."""
     length, cases = SHAPES[shape]
@@ -307,12 +308,13 @@ def by_logits(logits, batch):
     return hfjax.Mean(losses.sum(), jnp.asarray(losses.size, losses.dtype))
 
 
+@pytest.mark.slow
 def test_a_head_may_be_given_other_rows():
     agree(lambda rngs: HeadOfOthers(CONFIG, rngs=rngs), CUBE, by_logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"fsdp": 2}, {"data": 2}])
-@pytest.mark.short("more0")
 def test_a_model_that_sees_its_own_rows_does_so_on_a_grid(more):
     told = []
     plain_one, on_grid = (hfjax.DDP, hfjax.GRID) if "data" in more else (hfjax.FSDP, BOTH)
@@ -340,6 +342,7 @@ class BareTable(GPT):
         return super().embed(batch) + self.kernels.lookup(self.more[...], tokens) + found
 
 
+@pytest.mark.slow
 def test_tables_without_names_are_looked_up():
     agree(lambda rngs: BareTable(rngs=rngs))
 
@@ -384,6 +387,7 @@ class OfRules(Layer):
         return super().__call__(x) + 0.1 * jnp.tanh(x @ kernel)
 
 
+@pytest.mark.slow
 def test_rules_of_derivatives_see_whole_widths():
     rules = (straight, centred)
     blocks = [layers_of(stream=rule) for rule in rules] + [layers_of(inside=rule) for rule in rules]
@@ -414,6 +418,7 @@ def test_logits_of_the_models_own_are_those_of_one_device():
     agree(lambda rngs: Head(of_each_head, rngs=rngs))
 
 
+@pytest.mark.slow
 def test_no_kernel_takes_the_place_of_logits_of_the_models_own():
     """On any mesh: the model's own logits are made."""
     told = {}
@@ -438,6 +443,7 @@ class OwnHead(GPT):
         return self.unembed(self.norm(jax.nn.softmax(stream)))
 
 
+@pytest.mark.slow
 def test_a_head_may_be_a_linear_map():
     agree(lambda rngs: OwnHead(rngs=rngs))
 
@@ -462,6 +468,7 @@ class TellsApart(nnx.Module):
         return x + self.down(self.kernels.attention(by_head)(q, k, v))
 
 
+@pytest.mark.slow
 def test_an_attention_may_tell_heads_apart():
     agree(lambda rngs: Model(TellsApart, rngs=rngs))
 
@@ -495,6 +502,7 @@ def every_output(model, batch):
     }
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_one_device():
     found = []
     for strategy, sizes in ((hfjax.DDP, {"data": 1}), (BOTH, {"fsdp": 2, "row": 2, "tensor": 2})):
@@ -504,6 +512,7 @@ def test_outputs_are_those_of_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
 
 
+@pytest.mark.slow
 def test_noise_from_keys_of_rows_and_of_the_step_is_that_of_one_device():
     def noisy(model, batch, key, row_keys):
         x = model.embed(batch)
@@ -533,6 +542,7 @@ class Counts(Layer):
         return super().__call__(x - self.seen[...])
 
 
+@pytest.mark.slow
 def test_statistics_that_a_model_writes_are_those_of_one_device():
     agree(lambda rngs: Model(Counts, Counts, rngs=rngs), CUBE, steps=2)
 
