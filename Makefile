@@ -5,15 +5,19 @@ PYTHON := python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all wheels test-cuda gpu lint docs
+.PHONY: demo test test-all pages wheels test-cuda gpu lint docs
 demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 	$(PY) -m hfjax demo
 
-test: $(VENV)/ok  ## the standard suite: each law, with cases drawn by the commit
-	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" --draw 6
+# BUDGET=--budget fails where a file of tests has become dearer; BUDGET=--budget=accept accepts it.
+test: $(VENV)/ok  ## the standard suite: each law once
+	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(BUDGET)
 
-test-all: $(VENV)/ok  ## with the long matrix: every strategy in float64
+test-all: $(VENV)/ok  ## all cases of each law: hours
 	$(PY) -m pytest -q -n 2 --dist worksteal
+
+pages: $(VENV)/ok  ## the commands and programs of all pages but those of `make test`
+	$(PY) -m pytest -q -n 2 --dist worksteal -m slow -k "not demo" tests/test_docs.py
 
 wheels: $(VENV)/cuda/ok  ## install the wheels that compile for CUDA (no GPU is needed)
 

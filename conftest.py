@@ -5,14 +5,11 @@ HFJAX_TEST_GPU=1 leaves the platform and the compiler alone: for tests marked gp
 
 import functools
 import gc
-import hashlib
-import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,51 +85,43 @@ if jax.__version_info__ < (0, 11, 2):  # what they add to is not there yet
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--draw 6: of the cases of a test marked drawn, one in six runs; one in twelve of drawn(2)."""
-    words = "of each test marked drawn, run one case in so many (at least one), by the commit"
-    parser.addoption("--draw", type=int, default=1, help=words)
+    """--budget, or --budget=accept, or --budget=all: see tests/budget.py."""
+    words = "fail where a file of tests compiles, traces or starts more than tests/budget.json says"
+    parser.addoption(
+        "--budget", nargs="?", const="check", choices=["check", "all", "accept"], help=words
+    )
 
 
-def drawn(config: pytest.Config, names: list[str], times: int = 1) -> set[str]:
-    """Return the names that run: some, others with each commit; all without --draw."""
-    one_in: int = config.getoption("--draw") or 1
-    if one_in == 1:
-        return set(names)
-    rank = lambda name: hashlib.sha256(f"{commit(config.rootpath)}{name}".encode()).digest()
-    return set(sorted(names, key=rank)[: math.ceil(len(names) / (one_in * times))])
+def pytest_configure(config: pytest.Config) -> None:
+    """Count what each file of tests costs."""
+    from tests.budget import Budget
+
+    config.pluginmanager.register(Budget(config.getoption("--budget")))
 
 
-@functools.cache
-def commit(root: os.PathLike[str]) -> str:
-    """Return the name of the commit that is checked out; nothing where git knows of none."""
-    head = ["git", "-C", str(root), "rev-parse", "HEAD"]
-    return subprocess.run(head, capture_output=True, check=False).stdout.decode()
-
-
-@pytest.hookimpl(trylast=True)  # after -m has taken its own
+@pytest.hookimpl(tryfirst=True)  # before -m takes its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked drawn, keep some."""
-    families: dict[tuple[str, int], list[str]] = {}
+    """Of a test marked short(cases) mark the other cases slow."""
+    families: dict[str, tuple[tuple[str, ...], set[str]]] = {}
     for item in items:
-        if mark := item.get_closest_marker("drawn"):
-            times = mark.args[0] if mark.args else 1
-            families.setdefault((item.nodeid.split("[")[0], times), []).append(item.nodeid)
-    every = {name for family in families.values() for name in family}
-    kept = {n for (_, times), names in families.items() for n in drawn(config, names, times)}
-    left_out = {item for item in items if item.nodeid in every - kept}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+        if mark := item.get_closest_marker("short"):
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            families.setdefault(test, (mark.args, set()))[1].add(case)
+            item.own_markers = [m for m in item.own_markers if m.name != "slow"]
+            if case not in mark.args:
+                item.add_marker("slow")
+    if any("::" in arg for arg in config.args):
+        return  # only some cases are collected
+    for test, (chosen, cases) in families.items():
+        if unknown := set(chosen) - cases:
+            raise pytest.UsageError(f"{test}: short{tuple(unknown)}: it has the cases {cases}")
 
 
 @pytest.fixture
-def draw(request: pytest.FixtureRequest) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what keeps some of the cases of a test that runs them all, as if it were drawn."""
-
-    def some(cases: Mapping[str, Any]) -> dict[str, Any]:
-        kept = drawn(request.config, [f"{request.node.nodeid} {name}" for name in cases])
-        return {k: case for k, case in cases.items() if f"{request.node.nodeid} {k}" in kept}
-
-    return some
+def short_cases(request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
+    """Return what keeps the named cases of a test that runs them together, in `make test`."""
+    short = "not slow" in request.config.option.markexpr
+    return lambda cases, *names: {k: v for k, v in cases.items() if k in names or not short}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -82,6 +82,7 @@ class Backbone(nnx.Module):
         return self.free(self.still(self.frozen(self.up(x))))
 
 
+@pytest.mark.slow
 def test_a_step_keeps_the_mode_in_which_each_part_was_built_and_evaluation_switches_all(agree):
     init = lambda rngs: Backbone(rngs=rngs)
     agree(init)
@@ -128,6 +129,7 @@ def with_mode(model, batch, train):
     return model(batch["x"], train=train, mutable=["batch_stats"] if train else False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis_name", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in ("batch", "data"))]
 )
@@ -169,6 +171,7 @@ class TwoLinenNorms(nnx.Module):
         self.third = nnx.BatchNorm(8, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_the_layout_counts_batch_norms_of_linen_whose_modules_exist_in_calls_only():
     layout = lambda make, **options: str(plan(make, **options)[0])
     assert "BatchNorm (5): normalises over the rows of all" in layout(
@@ -198,7 +201,7 @@ MASKED = {
 
 
 @pytest.mark.parametrize("kind", MASKED)
-@pytest.mark.drawn
+@pytest.mark.short("nnx")
 def test_batch_norm_with_a_mask_is_over_the_rows_of_all_devices_that_count(kind):
     def forward(model, batch):
         more = {"mutable": ["batch_stats"]} if kind == "linen" else {}
@@ -324,7 +327,7 @@ def linen_named(rngs):
 
 
 @pytest.mark.parametrize("init", [named, linen_named])
-@pytest.mark.drawn
+@pytest.mark.short("named")
 def test_names_that_a_model_has_for_its_axes_are_the_logical_axes_of_strategies(init):
     layout = hfjax.layout(
         init, optax.sgd(0.1), hfjax.make_mesh(data=4, tensor=2), TENSOR, forward=on_x
@@ -391,6 +394,7 @@ class Layered(nnx.Module):
         return x[:, -1]
 
 
+@pytest.mark.slow
 def test_loops_that_begin_with_constants_need_no_edit(agree):
     agree(by_scan, lambda outputs, batch: squares(outputs, batch), forward=run_scan)
 
@@ -398,6 +402,7 @@ def test_loops_that_begin_with_constants_need_no_edit(agree):
 LONG = (linen.LSTMCell, linen.GRUCell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [linen.SimpleCell, *(pytest.param(x, marks=pytest.mark.slow) for x in LONG)],
@@ -411,6 +416,7 @@ PIPED = {"1F1B": (hfjax.PIPE | DDP, {"pipe": 2}, {"schedule": hfjax.Schedule("1f
 BY_MESH = {"HSDP": (SPLIT, {"data": 2, "fsdp": 2})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "cases"),
     [
@@ -437,6 +443,7 @@ class Dropped(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_dropout_of_flax_works_in_the_layers_of_a_pipeline():
     mesh = hfjax.make_mesh(devices=jax.devices()[:2], pipe=2)
     init = lambda rngs: Dropped(0.5, rngs=rngs)
@@ -471,11 +478,13 @@ def with_key(model, batch, key):
     return model(batch["x"]) * 0 + noise
 
 
+@pytest.mark.slow
 def test_forward_may_ask_for_a_key_of_each_row_and_every_mesh_draws_the_same(agree):
     agree(linear, forward=with_row_keys)
     agree(linear, forward=with_row_keys, accumulate=2)
 
 
+@pytest.mark.slow
 def test_forward_may_ask_for_a_key_whose_masks_are_those_of_one_device(agree):
     agree(linear, forward=with_key)
     agree(linear, forward=with_key, accumulate=2)
@@ -543,7 +552,7 @@ class Remembers(nnx.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-once")
 def test_a_variable_with_a_row_for_each_row_of_the_batch_is_split_as_the_batch_is(agree, options):
     init = lambda rngs: Remembers(rngs=rngs, axes=("batch", None))
     agree(init, **options)
@@ -755,7 +764,7 @@ def closes_over(model, batch):
 
 
 @pytest.mark.parametrize("what", ["a raw key", "a constant"])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-a raw key")
 def test_random_numbers_that_each_step_draws_alike_are_those_of_one_device(agree, what):
     raw = what == "a raw key"
     agree((lambda rngs: RawKey(rngs=rngs)) if raw else linear, forward=on_x if raw else closes_over)
@@ -786,6 +795,7 @@ class TwoStacks(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_stacks_of_unlike_depths_are_updated_to_their_last_layer():
     cases = {
         strategy.name: (strategy.edit(replicate_below=0), {"data": 2, "fsdp": 2})

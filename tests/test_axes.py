@@ -47,6 +47,7 @@ def trained(folder: Path, *cases: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_new_axis_of_each_meaning_needs_one_line_in_MEANING(tmp_path):  # noqa: N802
     assert "pretend_rows" not in AXES  # else it is none that only a copy knows
     found = trained(tmp_path, *DAILY)

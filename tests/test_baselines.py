@@ -57,6 +57,7 @@ MORE = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [pytest.param(DAILY, id="daily"), MORE])
 def test_baselines_train_as_one_device_does_in_float64(names):
     with jax.enable_x64(True):
@@ -78,7 +79,7 @@ def each_sends(found, n):
 
 
 @pytest.mark.parametrize("n", MANY)
-@pytest.mark.drawn
+@pytest.mark.short("2", "24")
 def test_the_master_of_data_parallel_sends_the_parameters_to_each_other_device(n):
     found, others = data_parallel(n).links(), n - 1
     master = others * P_ + others * (X + Y) // n
@@ -91,7 +92,7 @@ def test_the_master_of_data_parallel_sends_the_parameters_to_each_other_device(n
 @pytest.mark.parametrize(
     ("n", "servers"), [(2, 1), (3, 1), (4, 1), (4, 2), (8, 2), (8, 4), (16, 4)]
 )
-@pytest.mark.drawn
+@pytest.mark.short("2-1", "16-4")
 def test_a_server_sends_its_shard_to_each_worker_and_hears_from_each(n, servers):
     found, workers = parameter_server(n, servers).links(), n - servers
     of_server = workers * P_ // servers
@@ -102,7 +103,7 @@ def test_a_server_sends_its_shard_to_each_worker_and_hears_from_each(n, servers)
 
 
 @pytest.mark.parametrize("n", MANY)
-@pytest.mark.drawn
+@pytest.mark.short("2", "24")
 def test_in_a_ring_every_link_carries_less_than_twice_the_gradient(n):
     found = ring(n).links()
     assert each_sends(found, n) == [2 * (n - 1) * P_ // n] * n
@@ -113,7 +114,7 @@ def test_in_a_ring_every_link_carries_less_than_twice_the_gradient(n):
 
 
 @pytest.mark.parametrize("n", MANY)
-@pytest.mark.drawn
+@pytest.mark.short("2", "24")
 def test_halving_and_doubling_sends_as_little_in_logarithmic_steps(n):
     found, core = halving_doubling(n).links(), 2 ** int(np.log2(n))
     pair = [P_, P_ + 2 * (core - 1) * P_ // core]
@@ -124,7 +125,7 @@ def test_halving_and_doubling_sends_as_little_in_logarithmic_steps(n):
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (2, 4), (4, 2), (3, 4), (2, 8), (4, 8)])
-@pytest.mark.drawn
+@pytest.mark.short("3-4")
 def test_of_two_levels_only_the_sum_of_a_node_leaves_it(nodes, devices):
     found, n = two_level(nodes, devices).links(), nodes * devices
     inside = 2 * (devices - 1) * P_ // devices
@@ -152,6 +153,7 @@ def test_any_array_is_added_its_last_piece_filled_up(all_reduce):
     assert found.busiest() == 2 * 7 * 4 * 3  # ceil(21 / 8) numbers a piece
 
 
+@pytest.mark.slow
 def test_the_example_prints_the_tables_of_the_page():
     run = [sys.executable, "examples/why_all_reduce.py"]
     told = subprocess.run(run, cwd=ROOT, env=environment(), capture_output=True, text=True)

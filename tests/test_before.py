@@ -97,6 +97,7 @@ def test_what_lies_beside_the_arrays_of_an_old_checkpoint_is_read(checkpoint):
         assert int(checkpoints.restore().state.step) == 2
 
 
+@pytest.mark.slow
 def test_only_the_parameters_of_an_old_checkpoint_are_taken(checkpoint):
     made = layout(hfjax.DDP, data=2)
     found = hfjax.restore(checkpoint, made, parameters_only=True)
@@ -123,6 +124,7 @@ def test_a_changed_bit_in_an_old_checkpoint_is_noticed(checkpoint):
         hfjax.restore(checkpoint, layout(hfjax.DDP, data=2))
 
 
+@pytest.mark.slow
 def test_an_old_run_goes_on_with_the_losses_of_one_that_was_left_alone(command):
     old = metrics_of(Path("run"), "loss")
     assert list(old) == [str(number) for number in range(STOPS)]
@@ -165,6 +167,7 @@ DECODERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DECODERS)
 def test_checkpoints_of_the_decoders_before_they_were_one_go_on(case, tmp_path):
     name, strategy, sizes = DECODERS[case]

@@ -59,6 +59,7 @@ def test_a_permute_in_a_branch_is_refused_with_what_to_do(model, schedule, op):
         step(hfjax.init(layout), rows())
 
 
+@pytest.mark.slow
 def test_a_batch_of_other_keys_is_another_program():
     def loss(outputs, batch):
         y = batch["z"] if "z" in batch else batch["y"]
@@ -112,8 +113,8 @@ def test_the_error_names_the_line():
         jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Placed, Shifts])
-@pytest.mark.drawn
 def test_arrays_put_together_and_layers_without_branches_train_as_one_device(model):
     strategy = (PIPE | TENSOR).edit(replicate_below=0)
     execution = {"schedule": Schedule("1f1b", 2), "accumulate": 2}

@@ -119,6 +119,7 @@ def test_parameters_only_reads_no_moments_from_the_disk(tmp_path):
     assert 3 * size <= everything
 
 
+@pytest.mark.slow
 def test_random_keys_go_on_and_are_new_where_only_parameters_are_wanted(tmp_path):
     layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
     hfjax.save(tmp_path, layout, state := hfjax.init(layout, seed=4))
@@ -137,6 +138,7 @@ def noisy(strategy, sizes):
     return hfjax.layout(lambda rngs: {"w": rngs.normal((8, 8))}, optimizer, mesh, strategy)
 
 
+@pytest.mark.slow
 def test_the_random_key_of_an_optimizer_goes_on_under_any_mesh(tmp_path):
     loss, batch = lambda w, x: ((x @ w["w"]) ** 2).mean(), np.eye(8, dtype=np.float32)
     run = lambda layout, state: hfjax.train_step(layout, loss)(state, batch)[0]
@@ -180,6 +182,7 @@ def test_another_dtype_is_cast_where_it_is_asked_for(tmp_path, parameters_only):
     assert {str(x.dtype) for x in jax.tree.leaves(back.params)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
     layout, schedule = mlp_layout(PIPE, {"pipe": 2}, layers=3), Schedule("1f1b", 2)
     state = hfjax.init(layout, schedule=schedule)
@@ -191,6 +194,7 @@ def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
     assert same(restored.params, hfjax.canonical(layout, state).params)
 
 
+@pytest.mark.slow
 def test_packed_rows_of_unlike_layers_are_saved_as_the_models_own_arrays(tmp_path):
     two = hfjax.layout(mlp, optax.adam(1e-3), hfjax.make_mesh(pipe=2), PIPE)
     state = hfjax.init(two, schedule=Schedule("1f1b", 2))

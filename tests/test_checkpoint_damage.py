@@ -217,6 +217,7 @@ def test_a_step_in_a_later_format_asks_for_a_later_hfjax(tmp_path, file):
         hfjax.restore(tmp_path, layout, verify=file == "manifest.json")
 
 
+@pytest.mark.slow
 def test_the_room_that_a_step_needs_is_that_of_all_its_files(tmp_path):
     for number, layout in enumerate((small_layout(), small_layout(wide=8192, sizes={"fsdp": 8}))):
         layout = saved(tmp_path / str(number), 1, layout=layout)

@@ -44,6 +44,7 @@ def test_deleting_step_by_step_keeps_what_the_rule_keeps_of_all():
     assert list(there) == kept(keep)
 
 
+@pytest.mark.slow
 def test_steps_are_deleted_on_disk_also_by_a_run_that_goes_on(tmp_path):
     layout, keep = small_layout(), Keep(latest=1, best="loss")
     for steps in ([1, 2, 3], [4, 5]):

@@ -86,6 +86,7 @@ def test_the_script_asks_slurm_for_what_its_first_lines_say():
     assert text.index("\n#SBATCH") < text.index("\nsource")  # SLURM stops reading at a command
 
 
+@pytest.mark.slow
 def test_two_tasks_of_the_script_join_and_train(place):
     [(status, out, err)] = finished(submitted(place), limit=300)
     assert status == 0, err
@@ -140,6 +141,7 @@ def test_the_pods_are_as_many_as_processes_and_the_first_is_the_coordinator():
     assert port.isdecimal()
 
 
+@pytest.mark.slow
 def test_two_pods_join_and_train(place):
     _, _, container = manifest()
     [name, *arguments] = container["command"]

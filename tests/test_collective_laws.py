@@ -59,6 +59,7 @@ def test_hierarchical_reduction_scatters_in_the_node_adds_across_and_gathers():
     assert found.total("all-reduce", ("data", "fsdp")) == SUMS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
     options = {"accumulate": accumulate, "unroll": 1}
@@ -76,6 +77,7 @@ def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
     assert compiled.total("all-gather") == 4 * large
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero2_scatters_in_every_microbatch(accumulate):
     layout, program = lowered(ZERO2, {"data": 4}, accumulate=accumulate)
@@ -89,7 +91,7 @@ def test_zero2_scatters_in_every_microbatch(accumulate):
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.drawn
+@pytest.mark.short("2-full")
 def test_fsdp_gathers_each_layer_twice_and_scatters_it_once_per_microbatch(accumulate, remat):
     layout, program = lowered(FSDP, {"fsdp": 4}, accumulate=accumulate, remat=remat)
     found = hfjax.collectives(program)
@@ -101,7 +103,7 @@ def test_fsdp_gathers_each_layer_twice_and_scatters_it_once_per_microbatch(accum
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
-@pytest.mark.drawn
+@pytest.mark.short("full")
 def test_parameters_kept_after_the_forward_pass_are_gathered_once(remat):
     options = {"remat": remat, "reshard_after_forward": False}
     layout, program = lowered(FSDP, {"fsdp": 4}, **options)
@@ -125,6 +127,7 @@ def test_hsdp_adds_only_shards_across_nodes_once_a_step():
     assert found.total("all-reduce", ("data", "fsdp")) == 4 * elements(layout, split=False) + SUMS
 
 
+@pytest.mark.slow
 def test_bfloat16_arithmetic_gathers_bfloat16_and_reduces_float32():
     _, program = lowered(FSDP, {"fsdp": 4}, precision="bf16")
     rows = list(hfjax.collectives(program))
@@ -142,6 +145,7 @@ def test_gather_and_reduction_dtypes_are_entries_of_their_own():
     assert {row.dtype for row in rows if row.kind == "reduce-scatter"} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_beside_a_tensor_axis_only_tensor_shards_move():
     layout, program = lowered(FSDP | TENSOR, {"fsdp": 2, "tensor": 2})
     found, large = hfjax.collectives(program), elements(layout, split=True)
@@ -162,7 +166,7 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
         pytest.param(ZERO2 | TENSOR, marks=SLOW),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("strategy1")
 def test_no_parameter_split_by_tensor_is_ever_gathered_over_it(strategy):
     layout, program = lowered(strategy, {"fsdp": 2, "tensor": 2}, model=gpt)
     split = [p for p in layout.placed.values() if "tensor" in p.parameter]
@@ -182,6 +186,7 @@ def test_tensor_parallel_layers_add_four_activations_a_layer():
     assert {row.kind for row in found if "tensor" in row.axes} == {"all-reduce"}
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_moves_by_itself_is_counted():
     muon, adam = (
         hfjax.collectives(lowered(FSDP, {"fsdp": 4}, optimizer)[1].compile())

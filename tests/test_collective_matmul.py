@@ -77,7 +77,7 @@ def gradients(function, x, w, dy):
 
 @pytest.mark.parametrize(("size", "checked"), [(1, True), (2, False), (3, True), (8, True)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.drawn
+@pytest.mark.short("gather-1-True", "scatter-8-True")
 def test_the_reference_is_the_product_with_its_gradients(kind, size, checked):
     x, w = operands((6 * size, 5 * size, 7 * size), jnp.float32)
     f = mapped(KINDS[kind].reference, kind, mesh_of(size), check_vma=checked)
@@ -230,7 +230,7 @@ def test_a_bug_planted_in_a_kernel_is_seen(kind, bug, said):
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.drawn
+@pytest.mark.short("scatter-True")
 def test_kernels_and_their_gradients_lower_for_cuda(kind, checked):
     x, w = operands((8 * 128, 8 * 128, 8 * 128), jnp.bfloat16)
     f = mapped(KERNELS[kind], kind, mesh_of(8), check_vma=checked)

@@ -253,8 +253,8 @@ def drawn() -> list[tuple[str, str]]:
     return found[12:14]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", drawn(), ids=" with ".join)
-@pytest.mark.drawn
 def test_features_go_together_in_a_model_without_attention_too(pair):
     assert_trains(pair, "no attention")
 

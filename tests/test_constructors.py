@@ -68,13 +68,14 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.drawn
 def test_a_model_that_cannot_be_traced_trains_as_on_one_device(name):
     init, run = MODELS[name]
     assert_strategies_agree(init, loss, BATCH, FOUR, steps=2, forward=run)
 
 
+@pytest.mark.slow
 def test_a_generator_of_its_own_is_drawn_from_once():
     init = lambda rngs: DrawsFromADefault()
     assert_strategies_agree(init, loss, BATCH, FOUR, steps=2, forward=forward)

@@ -157,8 +157,8 @@ SOME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.drawn
 def test_rows_on_several_devices_train_as_on_one(name, alone):
     model, batch, strategy, sizes, execution = CASES[name]
     if 3 in sizes.values():
@@ -245,8 +245,8 @@ def test_each_form_sends_the_bytes_of_its_formula_and_auto_takes_the_least_and_t
     assert shown.count("chosen") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["ring", "ulysses"])
-@pytest.mark.drawn
 def test_beside_a_tensor_axis_only_heads_of_a_shard_are_sent(form):
     """A shard has one head of keys: that is sent twice, however many the model has."""
     u, shard = 2 if form == "ulysses" else 1, {"heads": 4, "groups": 1, "width": 8}
@@ -295,6 +295,7 @@ def test_repeated_heads_of_keys_are_said():
     assert "heads of keys are sent 2 times" in str(step.context)
 
 
+@pytest.mark.slow
 def test_gradients_of_keys_travel_in_float32_and_what_is_recomputed_travels_again():
     half = plan(4, "ring", precision="bf16")
     once = expected("ring", 4, 1, 8, 2, 8, tokens=32, layers=2, size=2)
@@ -350,6 +351,7 @@ def test_groups_that_do_not_divide_the_devices_are_refused():
         plan(4, Context("ulysses", 2)).lower(ROWS)
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_keeps_no_array_as_large_as_the_scores(monkeypatch):
     monkeypatch.setattr("hfjax.pallas_kernels.attention.reference.BLOCK", 4)
     traced = plan(4, "ring", remat="full", length=128).trace({"tokens": np.zeros((1, 129), int)})

@@ -84,7 +84,7 @@ def apart(found, wanted):
 @pytest.mark.parametrize(
     "devices", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 6, 7))]
 )
-@pytest.mark.drawn
+@pytest.mark.short("3-ring")
 def test_any_number_of_devices_attends_as_one(devices, gathers):
     with jax.enable_x64(True):
         x = operands(4 * devices)  # two positions in each chunk
@@ -100,7 +100,7 @@ def test_one_position_on_each_device():
 
 
 @pytest.mark.parametrize("window", [1, 2, 9, 16])
-@pytest.mark.drawn
+@pytest.mark.short("9")
 def test_a_window_ends_the_ring_where_nothing_more_is_seen(window):
     with jax.enable_x64(True):
         deal, x = Deal(4, "contiguous"), operands(32)
@@ -112,6 +112,7 @@ def test_a_window_ends_the_ring_where_nothing_more_is_seen(window):
         assert sent == hops + (2 * hops if hops else 0)  # keys forward; keys, gradients backward
 
 
+@pytest.mark.slow
 def test_tokens_of_documents_of_their_own_attend_to_themselves():
     """Every row has documents of one token: nothing of another device is seen."""
     with jax.enable_x64(True):
@@ -121,7 +122,7 @@ def test_tokens_of_documents_of_their_own_attend_to_themselves():
 
 
 @pytest.mark.parametrize("gathers", [False, True], ids=["ring", "allgather"])
-@pytest.mark.drawn
+@pytest.mark.short("ring")
 def test_where_neighbours_exchange_heads_documents_are_those_of_all_of_a_group(gathers):
     with jax.enable_x64(True):
         x, documents = operands(16), np.array(B * [[0] * 3 + [1] * 6 + [2] * 7], np.int32)

@@ -180,7 +180,7 @@ MESHES = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("sizes", "axis"), MESHES.values(), ids=MESHES)
-@pytest.mark.drawn
+@pytest.mark.short("1-True", "both of 2 x 4-False")
 def test_a_vocabulary_split_over_devices_is_one_vocabulary(sizes, axis, check_vma):
     case = Case.of(64, 96, 8, vocab=75)  # the last of 8 devices has only padding
     fields = {"vocab": 75, "tuning": Tuning(parts=2, least=4), "check_vma": check_vma}

@@ -171,7 +171,7 @@ def check(case, losses, model: Any = Stack, forward=plain, batch=None, **more):
         yield step
 
 
-@pytest.mark.drawn
+@pytest.mark.short("one device", "zero bubble")
 @pytest.mark.parametrize("name", CASES)
 def test_rules_see_what_they_see_in_a_loop_of_plain_jax(name):
     list(check(CASES[name], [number, mean]))
@@ -187,6 +187,7 @@ def tree(*, rngs):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes", "accumulate"), [(DDP, {"data": 4}, 2), (FSDP, {"fsdp": 4}, 1)]
 )
@@ -196,6 +197,7 @@ def test_so_do_those_of_a_model_that_is_called_as_it_is(strategy, sizes, accumul
         assert "a derivative that is not linear: it sees the weight of all" in str(step.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "accumulate"), [({"context": 2}, 2), ({"data": 2, "context": 2}, 1)]
 )

@@ -165,6 +165,7 @@ for packing in ("stream", "documents"):
 """
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits(data, capsys):
     """Here without threads, in another process with three."""
     place = f"place, threads = {str(data.directory)!r}, "

@@ -398,6 +398,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
 # -- the standard library, and the command ------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_made_once_also_by_several_processes(tmp_path, monkeypatch):
     code = "import sys; from hfjax.data import standard_library; print(standard_library())"
     here = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}

@@ -78,7 +78,7 @@ def of_gradients(family: str, gradients: dict[str, np.ndarray]) -> dict[str, flo
     return {"gradients": apart(joined(found), joined(wanted)), "one gradient": worst}
 
 
-@pytest.mark.drawn
+@pytest.mark.short("gemma2", "qwen3_moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradients_are_those_of_transformers(family, tmp_path):
     model, wanted = pretrained_of(family, tmp_path / "in"), expected(family)
@@ -110,7 +110,7 @@ def cases():
                 yield pytest.param(family, name, id=f"{family}-{name}")
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), list(cases()))
 def test_under_every_strategy_losses_and_gradients_are_those_of_transformers(
     family, name, tmp_path

@@ -540,8 +540,8 @@ def test_adam_without_correction_of_its_bias_is_that_of_the_kernel(decoupled):
 BY_HAND = {"accumulate": 2, "clip": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.drawn
 def test_the_example_trains_as_what_is_written_by_hand(section):
     """ZeRO-2, the optimizer on the host, Adam(0.8, 0.999), WarmupLR, clipping."""
     made = hfjax.from_deepspeed(example(**section), world=4)

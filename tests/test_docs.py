@@ -209,7 +209,7 @@ FILES = {  # what a page's commands read of yours: texts, images, models' folder
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.drawn(2)
+@pytest.mark.short("README.md", "docs/install.md", "docs/tutorial.md", "docs/quickstart.md")
 def test_what_a_page_says_can_be_done(page, tmp_path, monkeypatch):
     if page == "docs/ahead_of_time.md":
         h200s()

@@ -31,8 +31,8 @@ def packed(rows=16):
     return tokens(rows, documents=documents, mask=same.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.drawn
 def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
     model = MODELS[name](nnx.Rngs(0))
     batch = packed(4)
@@ -48,7 +48,7 @@ def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
 
 
 @pytest.mark.parametrize("length", [24, 25])
-@pytest.mark.drawn
+@pytest.mark.short("24")
 def test_both_ways_to_attend_inside_documents_agree(length):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 4, length, 2, 8))
     documents = jnp.sort(jax.random.randint(jax.random.key(1), (4, length), 0, 4))
@@ -71,6 +71,7 @@ def losses_of_one():
     return losses(gpt_layout(DDP, {"data": 1}, optax.adamw(1e-2), jax.devices()[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "execution"),
     [
@@ -83,7 +84,6 @@ def losses_of_one():
         ),
     ],
 )
-@pytest.mark.drawn
 def test_rows_of_documents_train_as_on_one_device(strategy, mesh, execution):
     many = gpt_layout(
         strategy, mesh, optax.adamw(1e-2), jax.devices()[: int(np.prod([*mesh.values()]))]

@@ -49,12 +49,12 @@ GROUPS = [
 ]
 
 
+@pytest.mark.short("mlps-8-FSDP TENSOR TENSOR+SEQUENCE")
 @pytest.mark.parametrize(
     ("model", "devices", "names"),
     GROUPS,
     ids=lambda x: " ".join(x) if isinstance(x, list) else getattr(x, "__name__", x),
 )
-@pytest.mark.drawn
 def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clipping(
     model, devices, names
 ):
@@ -100,7 +100,7 @@ def test_in_float64_parameters_agree_to_the_last_digits(name):
     ],
     ids=["full", "dots, unrolled", "kept", "a policy"],
 )
-@pytest.mark.drawn
+@pytest.mark.short("dots, unrolled")
 def test_no_option_of_the_layers_changes_the_result(options):
     chosen = cases(8, ["HSDP"])
     assert_strategies_agree(
@@ -116,6 +116,7 @@ IN_TWO_LEVELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -186,7 +186,7 @@ MARKED = [pytest.param(c, marks=[] if c in DAILY else pytest.mark.slow) for c in
 
 
 @pytest.mark.parametrize("case", MARKED)
-@pytest.mark.drawn(2)
+@pytest.mark.short("1F1B")
 def test_training_equals_one_device(alone, case):
     name, batch, strategy, sizes, execution = CASES[case]
     with jax.enable_x64(True):
@@ -214,6 +214,7 @@ def layout_of(config, strategy, optimizer=None, **sizes):
     return hfjax.layout(model, optimizer or optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_equal_one_device_and_nothing_is_random():
     alone = layout_of(MODELS["drawn"], DDP, data=1)
     split = layout_of(MODELS["drawn"], FSDP | EXPERT, expert=4, fsdp=2)
@@ -251,6 +252,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["E+Z1", pytest.param("one device", marks=pytest.mark.slow)])
 def test_a_state_goes_on_under_another_mesh_of_experts(tmp_path, begun, where):
     strategy, sizes = ELSEWHERE[where]
@@ -325,6 +327,7 @@ def test_of_rows_that_devices_share_losses_and_draws_are_those_of_whole_rows():
         step.trace(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
 def test_experts_in_a_loop_over_rows_are_those_of_one_device():
     batch, losses = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32), []

@@ -77,7 +77,7 @@ def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0)
 
 @pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=SLOW) for n in (2, 8))])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.drawn
+@pytest.mark.short("gather-4")
 def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
     config, execution = WAYS[way]
     step, sent = lowered(n, config, **execution)
@@ -87,7 +87,7 @@ def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.drawn
+@pytest.mark.short("gather")
 def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again(way):
     config, execution = WAYS[way]
     step = plan(config, {"expert": 4}, remat="full", precision="bf16", **execution)
@@ -107,8 +107,8 @@ BESIDE = [  # every axis with one way, every way with one axis
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beside", "way"), BESIDE)
-@pytest.mark.drawn
 def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     config, execution = WAYS[way]
     sizes, strategy, groups, tokens, places = {"expert": 4}, DDP | EXPERT, 4, LENGTH, PLACES
@@ -126,6 +126,7 @@ def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     assert sent_by(step, rows_of(16)) == wanted
 
 
+@pytest.mark.slow
 def test_arrays_of_experts_are_gathered_along_fsdp_only_and_others_along_expert_as_well():
     step = plan(CONFIG, {"fsdp": 2, "expert": 4}, FSDP | EXPERT, dispatch="all_to_all")
     found = hfjax.collectives(step.lower(rows_of(16)))
@@ -158,6 +159,7 @@ def test_on_16_and_64_devices_the_formulas_hold_as_well():
     assert printed(FAR) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "wanted"),
     [(2, "gather"), (4, "all_to_all"), pytest.param(8, "all_to_all", marks=SLOW)],
@@ -223,8 +225,8 @@ PRODUCTS = [  # recomputed on one device every day, and not recomputed on eight
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "n", "remat"), PRODUCTS)
-@pytest.mark.drawn
 def test_experts_multiply_their_places_and_no_more(way, n, remat):
     step = plan(CONFIG, {"expert": n}, dispatch=way, remat=remat)
     found = flops_of_experts(step.trace(rows_of(16)).jaxpr.jaxpr)
@@ -275,7 +277,7 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("size", [1, 7, *(pytest.param(n, marks=SLOW) for n in (4, 128))])
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.drawn
+@pytest.mark.short("even-1", "some to none-1", "three choices-7")
 def test_blocks_are_as_many_as_choices_need_and_hold_each_choice_once(routing, size):
     experts = ROUTINGS[routing]
     most = -(-experts.size // size) + EXPERTS
@@ -315,7 +317,7 @@ def densely(arrays, x, experts, weights):
 
 @pytest.mark.parametrize("size", [4, *(pytest.param(n, marks=SLOW) for n in (7, 128))])
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.drawn
+@pytest.mark.short("even-4", "three choices-4")
 def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, size):
     experts = ROUTINGS[routing]
     with jax.enable_x64(True):

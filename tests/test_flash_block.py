@@ -114,7 +114,7 @@ RARE = ("window both ways", "two heads share keys", "documents, everything", "be
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in RARE)) for x in CASES]
 )
-@pytest.mark.drawn
+@pytest.mark.short("everything", "one query, one key")
 def test_the_reference_and_its_gradients_are_those_of_dense_attention(small_blocks, name):
     case = CASES[name]
     inputs, cotangents = operands(case)
@@ -156,7 +156,7 @@ def places_of(places, keys):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.drawn
+@pytest.mark.short("3")
 def test_blocks_of_keys_in_any_order_are_one_block(small_blocks, count):
     case = CASES["documents elsewhere"]
     (q, k, v), _ = jax.device_get(operands(case))
@@ -224,7 +224,7 @@ def test_the_reference_agrees_with_jaxs_own():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn
+@pytest.mark.short("everything", "documents", "one query, one key")
 def test_tiles_that_are_not_visited_hold_nothing_and_whole_ones_hold_all(name):
     length, keys, *_, mask, places = CASES[name]
     tilings = (Tiles(length, keys, 32, 16), Tiles(length, keys, 16, 48))
@@ -366,7 +366,7 @@ def _gradient(q, k, v, mask=CAUSAL, places=None, tuning=flash.TUNING):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.drawn
+@pytest.mark.short("128-bfloat16")
 def test_the_kernels_lower_for_cuda(dtype, width):
     given = shapes(dtype, 500, width, 4, 2, 700)
     text = lowered(_gradient, *given)

@@ -67,6 +67,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr("hfjax.run.screen.said_while", at_once)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
     train(small(tmp_path, data, model=BIGRAMS, steps=6, mesh=ONE))
     out, err = capsys.readouterr()
@@ -80,6 +81,7 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
         assert what not in out
 
 
+@pytest.mark.short("generate-compiling and writ")
 @pytest.mark.parametrize(
     ("command", "doing"), [("eval", "compiling and evaluating"), ("generate", "compiling and writ")]
 )
@@ -112,6 +114,7 @@ def test_the_bar_of_a_terminal_says_what_goes_on(monkeypatch):
         assert says() == "step"
 
 
+@pytest.mark.slow
 def test_memory_tells_each_peak_as_soon_as_it_is_known(capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
     flags = "--gpu here --vocab 64 --model.layers 1 --model.embed 32 --model.heads 2"
@@ -145,6 +148,7 @@ def test_every_command_ends_in_one_style(raised, status, capsys):
     assert capsys.readouterr().err == "hfjax train: no\n"
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_the_parameters_that_save_wrote(run, tmp_path, capsys):
     layout = Parts(run).layout
     hfjax.save(tmp_path / "saved", layout, hfjax.init(layout, seed=3))
@@ -429,6 +433,7 @@ def test_a_file_that_asks_for_simulated_devices_where_gpus_are_is_a_warning(
     assert given[0].cpu_devices == {"None": None, "4": 4}.get("".join(more[1:]), 8)
 
 
+@pytest.mark.slow
 def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     told = set()
@@ -452,7 +457,7 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])
-@pytest.mark.drawn
+@pytest.mark.short("eval")
 def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
     data, tmp_path, made, command, capsys
 ):
@@ -483,6 +488,7 @@ def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
     assert len(told) == 1
 
 
+@pytest.mark.slow
 def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_else(
     data, tmp_path, made, monkeypatch
 ):
@@ -534,6 +540,7 @@ except ValueError as wrong:
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_the_program_joined_itself_is_taken_and_its_numbers_checked():
     port = free_port()
     ends = finished(*(start(JOINED, process, port) for process in (0, 1)))

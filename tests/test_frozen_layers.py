@@ -54,7 +54,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FROZEN if name 
 
 
 @pytest.mark.parametrize("name", [*DAILY, *OTHERS])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP")
 def test_the_first_layers_stay_bit_by_bit_and_all_else_trains_as_on_one_device(name):
     strategy, sizes, schedule, optimizer, run = FROZEN[name]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]

@@ -10,11 +10,28 @@ KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
 DAILY = ("FSDP+TENSOR", "pipe zb-v", "called as it is", "context", "experts gathered", "grid")
 
 
+@pytest.mark.short(
+    "FSDP+TENSOR",
+    "HSDP",
+    "ZERO2",
+    "pipe zb-v",
+    "pipe interleaved",
+    "pipedream",
+    "in backward",
+    "optimizer on the host",
+    "remat and offload",
+    "called, ZERO2",
+    "context, Ulysses",
+    "experts",
+    "grid",
+    "unlike layers",
+    "eval_step, pipe",
+    "haiscale",
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in DAILY else pytest.mark.slow) for n in golden.cases()],
 )
-@pytest.mark.drawn
 def test_a_step_does_what_it_did(name):
     wanted = KNOWN["cases"][name]
     golden.same(wanted, golden.told(golden.cases()[name]), KNOWN["here"])

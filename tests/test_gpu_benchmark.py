@@ -73,6 +73,7 @@ def assert_complete(found, page, names):
 # -- the whole command --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_a_cpu_writes_what_its_sections_found(tmp_path):
     found, page = smoke(tmp_path, "--only", *QUICK)
     assert_complete(found, page, QUICK)
@@ -279,6 +280,7 @@ def test_operations_of_a_step_are_those_of_the_parameters_and_of_attention():
     assert setting.flops(124_475_904) == 16 * 1024 * per_token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

@@ -65,6 +65,7 @@ def agree(model, cases, given=None, loss=next_token_loss, **options):
     assert max(found.values()) < 1e-9, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "every", "more"),
     [
@@ -75,7 +76,6 @@ def agree(model, cases, given=None, loss=next_token_loss, **options):
         pytest.param(llama(), SIDES, {}, id="llama, all sides", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.drawn
 def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every, more):
     cases = {str(sides): of_sides(*sides) for sides in every}
     agree(model, cases, tokens() | more, accumulate=2, clip=0.5)
@@ -96,13 +96,14 @@ BESIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*list(BESIDE)[:3], pytest.param("data", marks=pytest.mark.slow)])
-@pytest.mark.drawn
 def test_a_grid_goes_beside_data_zero_and_stages(name):
     cases = {name: BESIDE[name]}
     agree(small_gpt.mlps(dropout=0.1), cases, small_gpt.tokens(), accumulate=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [gpt(dropout=0.1), llama()], ids=["gpt", "llama"])
 def test_as_many_rows_as_positions_stay_where_they_are(model):
     """What is made for positions along tensor is no part of the rows, though sizes are alike."""
@@ -129,6 +130,7 @@ def test_documents_and_losses_of_logits_are_as_on_one_device(model):
     agree(model, {"grid": of_sides(2, 2, 2)}, tokens() | DOCUMENTS, by_logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -201,8 +203,8 @@ def agrees(sides, sent):
     assert {axis: sent[axis] for axis in wanted} == pytest.approx(wanted, rel=1e-12), sides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sides", HERE)
-@pytest.mark.drawn
 def test_activations_and_weights_send_exactly_what_the_general_formula_says(sides):
     agrees(sides, grid_bytes.sent(tuple(map(int, sides.split(",")))))
 
@@ -224,6 +226,7 @@ def test_16_27_and_64_devices_send_what_the_general_formula_says():
         agrees(sides, sent)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_sends_the_same():
     lowered = step((2, 2, 2), unroll=1).lower(batch())
     written, compiled = hfjax.collectives(lowered), hfjax.collectives(lowered.compile())
@@ -390,6 +393,7 @@ class WithNormedHeads(nnx.Module):
         return x + self.down(self.norm(self.up(x)))
 
 
+@pytest.mark.slow
 def test_a_norm_of_heads_is_of_each_device_alone_and_a_loss_of_logits_that_of_one_device():
     model = lambda rngs: Unlike(WithNormedHeads, rngs=rngs)
     agree(model, {"grid": of_sides(1, 2, 2)}, loss=by_logits, steps=1)
@@ -400,6 +404,7 @@ def by_head(q, k, v):
     return v * jnp.arange(v.shape[2])[None, None, :, None]
 
 
+@pytest.mark.slow
 def test_attention_that_tells_heads_apart_is_that_of_one_device():
     agree(gpt(attention=by_head), {"grid": of_sides(1, 2, 2)}, steps=1)
 

@@ -63,8 +63,8 @@ TRAINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "in_backward"), TRAINED)
-@pytest.mark.drawn
 def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     strategy, sizes, execution = CASES[case]
     layout = partial(stack_layout, sizes=sizes, optimizer=ADAMW, layers=LAYERS)
@@ -89,6 +89,7 @@ def test_a_list_of_layers_is_fetched_one_by_one(in_backward):
     assert_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_the_optimizer_on_the_host_too_is_streamed_by_the_layer_that_is_updated():
     far = FSDP | HOST_PARAMETERS | HOST_OPTIMIZER
     layout = lambda strategy: stack_layout(strategy, {"fsdp": 2}, ADAMW)
@@ -170,9 +171,9 @@ def sizes_of(layout):
     return layers // LAYERS, sum(size(p) for p in layout.placed.values()) - layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["DDP", "FSDP"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.drawn
 def test_each_layer_comes_twice_in_a_step_and_one_more(strategy, remat):
     """The last layer stays for its backward pass; the first comes once more, for nothing."""
     sizes = {"data": 2} if strategy is DDP else {"fsdp": 2}
@@ -283,6 +284,7 @@ def of_stack(strategy):
 IN_BACKWARD = (FSDP, {"optimizer_in_backward": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "strategy", "options"),
     [
@@ -293,7 +295,6 @@ IN_BACKWARD = (FSDP, {"optimizer_in_backward": True})
     ],
     ids=["on the host", "in backward", "a GPT on the host", "a GPT in backward"],
 )
-@pytest.mark.drawn
 def test_documents_travel_beside_the_activations_of_layers(of, strategy, options):
     losses = []
     for chosen, execution in ((FSDP, {}), (strategy, options)):

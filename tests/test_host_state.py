@@ -180,7 +180,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "execution"), MESHES)
-@pytest.mark.drawn
+@pytest.mark.short("strategy0-sizes0-execution0")
 def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, sizes, execution):
     host = share(0.5) if strategy == DDP else HOST
     layout, of = stack_layout, {}
@@ -207,6 +207,7 @@ OPTIMIZERS = {
 RARE = ("lamb, whole arrays", "a norm of all gradients")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in OPTIMIZERS]
 )
@@ -288,6 +289,7 @@ def rounded(state, masters):
     return all(x.tobytes() == params[path].tobytes() for path, x in of.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param(ZERO1, marks=pytest.mark.slow), ZERO1 | HOST])
 def test_parameters_are_their_master_weights_rounded_after_every_step(strategy):
     optimizer = hfjax.master(hfjax.ema(grouped(), 0.5))
@@ -328,6 +330,7 @@ def test_small_updates_that_bfloat16_would_lose_add_up_in_the_master_weights():
     assert moved(born.optimizer.master, state.optimizer.master)
 
 
+@pytest.mark.slow
 def test_master_weights_of_frozen_parameters_are_not_kept():
     layout = stack_layout(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
     layout = layout.freeze("before")
@@ -370,6 +373,7 @@ def test_a_state_is_restored_into_the_memory_that_the_layout_says(tmp_path, save
     assert same(state, found)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path):
     layout = stack_layout(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
     step = hfjax.train_step(layout, squared)

@@ -107,6 +107,7 @@ def test_the_design_names_every_folder():
 MOST = {"arguments": 15, "results": 6}  # of functions, without a type or of Any, in 1,000 lines
 
 
+@pytest.mark.slow
 def test_no_more_arguments_without_a_type():
     bare = lambda hint: hint is None or ast.unparse(hint) == "Any"
     found, lines = dict.fromkeys(MOST, 0), 0
@@ -152,13 +153,3 @@ def test_the_walk_names_what_is_there():
     assert len(re.findall(r"(?m)^\d+\. ", walk)) <= 15
     for name, path in re.findall(r"\[`(\w+)`\]\(\.\./([\w/.]+)\)", walk):
         assert re.search(rf"(?m)^ *(def|class) {name}\b", (ROOT / path).read_text()), (name, path)
-
-
-def test_of_the_cases_within_a_test_some_are_drawn_and_keep_their_order(draw, request, monkeypatch):
-    cases = {name: name.upper() for name in "abcdefg"}
-    monkeypatch.setattr(request.config.option, "draw", 1)
-    assert draw(cases) == cases
-    monkeypatch.setattr(request.config.option, "draw", 3)
-    assert len(kept := draw(cases)) == 3
-    assert list(kept) == [name for name in cases if name in kept]
-    assert draw(cases) == kept == {name: cases[name] for name in kept}

@@ -58,8 +58,8 @@ def assert_equal(name, model, microbatches=4, **changes):
 NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "v", "zb", "v-zb", "1f1b-published", "zb-v")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.drawn
 def test_branches_change_no_loss_and_no_parameter(name):
     assert_equal(name, stack(dropout=0.1))
 
@@ -80,8 +80,8 @@ CASES: dict[str, tuple] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn
 def test_branches_change_nothing_beside_other_features(name):
     changes, schedule = CASES[name]
     layers = {"layers": changes.pop("layers")} if "layers" in changes else {}
@@ -127,6 +127,7 @@ class NumberedLayers(Layers):
         return super().__call__(x + number.astype(x.dtype)), 1 - number
 
 
+@pytest.mark.slow
 def test_whole_numbers_beside_activations_share_their_permutes():
     """zb-v: their gradients, of which there are none, arrive as zeros of the same form."""
     assert_equal("zb-v", Numbered)
@@ -151,6 +152,7 @@ class Unlike(Stack):
         self.layers = nnx.List([wide, jnp.tanh, narrow, ReadingAScale(rngs)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "v"])
 def test_chunks_of_unlike_work_and_layers_without_parameters(name):
     assert_equal(name, Unlike)
@@ -197,7 +199,7 @@ class Told(Stack):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v", "zb-h1"])
-@pytest.mark.drawn
+@pytest.mark.short("v")
 def test_a_layer_runs_once_for_each_microbatch_and_nowhere_else(name):
     """Neither in slots without a task nor where storage is only padded."""
     layers, microbatches, ran = 5, 8, {}
@@ -220,8 +222,8 @@ def lowered(schedule, strategy=PIPE, sizes=None, **execution):
     return step.lower(tokens())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "v"])
-@pytest.mark.drawn
 def test_branches_send_as_many_messages_and_none_of_them_in_a_branch(name):
     counts = []
     for branches in (False, True):
@@ -232,6 +234,7 @@ def test_branches_send_as_many_messages_and_none_of_them_in_a_branch(name):
     assert counts[0] == counts[1] == permutes(Schedule(name, 8).table(4))
 
 
+@pytest.mark.slow
 def test_what_is_gathered_stays_outside_of_branches_unless_most_slots_are_idle():
     """A gather in a branch is not started early, and there are few idle slots under 1f1b."""
     given = {"strategy": PIPE | FSDP, "sizes": {"pipe": 2, "fsdp": 2}}
@@ -257,6 +260,7 @@ def branches_of(monkeypatch, schedule, strategy, sizes):
     return seen[-1] is not None
 
 
+@pytest.mark.slow
 def test_auto_is_on_where_no_collective_of_a_layer_can_wait(monkeypatch):
     of = partial(branches_of, monkeypatch)
     free, published = Schedule("1f1b", 4), Schedule("1f1b-published", 4)

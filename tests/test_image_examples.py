@@ -12,6 +12,7 @@ def main(name):
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
+@pytest.mark.slow
 def test_the_example_of_digits_splits_kernels_and_equals_one_device(capsys):
     accuracy, apart = main("digits")(epochs=1)
     assert accuracy > 0.5
@@ -22,6 +23,7 @@ def test_the_example_of_digits_splits_kernels_and_equals_one_device(capsys):
     assert printed.count("gathered, 2.0 KiB  3 times") == 1
 
 
+@pytest.mark.slow
 def test_the_example_of_shapes_scores_what_it_has_not_seen_and_draws_it(tmp_path, capsys):
     assert main("shapes")(steps=2, out=tmp_path / "shapes.png") < 0.3
     assert (tmp_path / "shapes.png").read_bytes().startswith(b"\x89PNG")

@@ -101,6 +101,7 @@ def test_from_a_folder_to_scores(photos, tmp_path, capsys):
     assert "only the second has white" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_a_plain_loop_over_all_images(photos, tmp_path):
     """The last batch is filled up: rows that do not count."""
     parts = Parts(of_photos(photos, tmp_path))
@@ -121,6 +122,7 @@ def test_scores_are_those_of_a_plain_loop_over_all_images(photos, tmp_path):
     assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(photos, tmp_path):
     alike = {"optimizer": Optimizer(decay="constant", warmup=0)}
     train(of_photos(photos, tmp_path / "whole", steps=8, **alike))

@@ -113,6 +113,7 @@ print(zlib.crc32(b"".join(b[k].tobytes() for b in islice(loader, 5) for k in sor
 """
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits(folder, capsys):
     place = f"place, threads = {str(folder['classes'])!r}, "
     there = [sys.executable, "-c", f"{place}2\n{RUN}"]

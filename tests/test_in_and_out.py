@@ -116,10 +116,10 @@ def loss_of(name):
 LIKE_OTHERS = ("FSDP", "ema", "a list")  # FSDP+TENSOR; master; PIPE, a list
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_OTHERS)) for n in CASES]
 )
-@pytest.mark.drawn
 def test_given_parameters_make_the_state_that_the_seed_makes_of_the_same_ones(name):
     layout, schedule = made(name), CASES[name][2]
     wanted = hfjax.init(layout, seed=3, schedule=schedule)
@@ -139,8 +139,8 @@ DAILY = ("FSDP+TENSOR", "PIPE, a list", "HOST_PARAMETERS")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in DAILY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DAILY, *OTHERS])
-@pytest.mark.drawn
 def test_a_step_from_given_parameters_is_that_of_one_device(name):
     loss, batch = loss_of(name)
     found = []
@@ -184,6 +184,7 @@ def test_none_says_that_the_seed_gives_a_parameter(name):
         same(hfjax.canonical(layout, state).params, nest(wanted))
 
 
+@pytest.mark.slow
 def test_the_tree_may_be_that_of_a_state_or_a_module_in_numpy_or_jax_of_another_float_dtype():
     layout = made("FSDP")
     wanted = hfjax.init(alone("FSDP"), seed=3)
@@ -195,10 +196,10 @@ def test_the_tree_may_be_that_of_a_state_or_a_module_in_numpy_or_jax_of_another_
         assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["FSDP", "a list", "PIPE, a list", "PIPE, padded", "PIPE, interleaved"]
 )
-@pytest.mark.drawn
 def test_a_state_may_be_given_wherever_its_layers_lie(name):
     layout, schedule = made(name), CASES[name][2]
     state = hfjax.init(layout, schedule=schedule, seed=3)
@@ -218,6 +219,7 @@ def test_parameters_as_a_pipeline_stores_them_are_told_what_to_give(name):
         hfjax.init(alone(name), parameters=hfjax.full(state.params))
 
 
+@pytest.mark.slow
 def test_what_is_given_stays_the_users_own():
     """A step donates its state; the arrays that it was made of are none of it."""
     mine = jax.tree.map(jnp.array, hfjax.init(alone("FSDP"), seed=3).params)
@@ -254,7 +256,9 @@ def places_of(mesh):
 
 @pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.drawn
+@pytest.mark.short(
+    "one device-moments", "DDP-an average", "FSDP-master weights", "HOST_PARAMETERS-the parameters"
+)
 def test_an_array_that_is_given_outlives_a_state_that_is_donated_wherever_it_lay(mesh, keeps):
     strategy, sizes = MESHES[mesh]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
@@ -279,6 +283,7 @@ def test_a_module_and_a_state_that_are_given_outlive_a_state_that_is_donated():
         same(hfjax.full(mine), before)
 
 
+@pytest.mark.slow
 def test_a_state_on_one_device_outlives_its_copy_in_the_models_order():
     layout, schedule = made("PIPE, a list"), Schedule("1f1b", 2)
     state = hfjax.init(layout, 3, schedule)

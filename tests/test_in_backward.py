@@ -84,7 +84,7 @@ QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP")
 def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(name):
     of = "mlps" if "TENSOR" in name else "stack"
     strategy, sizes = strategies(8)[name]
@@ -94,6 +94,7 @@ def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(name):
 GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1), "*": ADAMW})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "frozen", "sizes", "execution"),
     [
@@ -110,7 +111,6 @@ GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1),
     ],
     ids=["bf16, remat", "kept gathered", "an average, by path", "frozen, unrolled"],
 )
-@pytest.mark.drawn
 def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
     layout = stack_layout(HSDP, sizes, optimizer, LAYERS)
     layout = layout.freeze(*frozen) if frozen else layout
@@ -120,6 +120,7 @@ def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
     assert_same(found, wanted, 2e-3 if "precision" in execution else 1e-5)
 
 
+@pytest.mark.slow
 def test_a_reduction_in_two_levels_goes_layer_by_layer():
     layout, loss = stack_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, LAYERS), (squared, rows())
     more = {"reduction": "hierarchical", **IN_BACKWARD}
@@ -178,6 +179,7 @@ class OfExperts(Stack):
         self.layers = stacked(2, Mixed, rngs)
 
 
+@pytest.mark.slow
 def test_the_norm_of_gradients_is_that_of_the_experts_of_all_devices():
     mesh, strategy = hfjax.make_mesh(devices=jax.devices()[:2], expert=2), DDP | hfjax.EXPERT
     layout = hfjax.layout(OfExperts, optax.sgd(0.1), mesh, strategy)
@@ -212,6 +214,7 @@ def squares(layout):
     )
 
 
+@pytest.mark.slow
 def test_ddp_reduces_each_gradient_once_and_those_of_a_layer_in_its_turn():
     layout, program = lowered(DDP, {"data": 4})
     found = hfjax.collectives(program)
@@ -454,6 +457,7 @@ class Average(NamedTuple):
     master: Any
 
 
+@pytest.mark.slow
 def test_a_field_of_an_optimizer_that_is_called_master_is_no_master_weight():
     def update(updates, state, params=None):
         mixed = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.master, updates)

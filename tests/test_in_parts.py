@@ -57,7 +57,7 @@ def of_block(first, n, record_property, count=BLOCK, make=generated, **how):
 
 
 @pytest.mark.parametrize(("first", "n"), blocks(0, FAST, (2, 4), SHORT))
-@pytest.mark.drawn(4)
+@pytest.mark.short("150 on 4")
 def test_programs_drawn_from_seeds_are_as_on_one_device(first, n, record_property):
     """More than half gather nothing."""
     assert len(of_block(first, n, record_property, SHORT)) >= ALONE[first // SHORT]
@@ -69,8 +69,8 @@ def test_and_many_more_programs(first, n, record_property):
     of_block(first, n, record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(FAST, FAST + 40, 10))
-@pytest.mark.drawn
 def test_rows_in_two_pieces_each_are_as_on_one_device(first):
     check([functools.partial(generated, first + i) for i in range(10)], 2, dealt=FOLDED)
 
@@ -91,8 +91,8 @@ def of_side(side, first, n, record_property, count=BLOCK):
     return of_block(first, n, record_property, count, make, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.drawn(2)
 def test_programs_along_other_sides_are_as_on_one_device(side, record_property):
     """Of those along one side at least half gather nothing."""
     without = [of_side(side, FEW * n, n, record_property, FEW) for n in (2, 3, 4)]
@@ -117,9 +117,9 @@ ALONG = {
 ORDERS = [pytest.param(name, marks=() if name == "zigzag" else SLOW) for name in ALONG]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("first", range(8))
-@pytest.mark.drawn(2)
 def test_what_people_write_along_positions_is_as_on_one_device(order, first, record_property):
     dealt, sizes, n = ALONG[order]
     names = sorted(PROGRAMS)[first::8]
@@ -131,15 +131,16 @@ def test_what_people_write_along_positions_is_as_on_one_device(order, first, rec
 TYPICAL_TURNS = [pytest.param(turn, marks=() if turn == 0 else SLOW) for turn in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", TYPICAL_TURNS)
 @pytest.mark.parametrize("folds", [True, False])
-@pytest.mark.drawn
 def test_what_people_write_along_rows_holds_along_positions(turn, folds):
     names = sorted(TYPICAL.keys() - ON_MESHES_ONLY)[turn + 4 * folds :: 8]
     dealt = Dealt(POSITIONS, folds, "positions")
     check([functools.partial(named, name, "plain", seed=turn) for name in names], 2, dealt=dealt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", TYPICAL_TURNS)
 def test_what_people_write_along_positions_holds_along_rows(turn):
     names = sorted(PROGRAMS)[(turn + 2) % 4 :: 4]
@@ -161,7 +162,7 @@ OVER |= {"of four": ("positions", ALONG["in order"][0], (3, 8, 5), 4)}
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.drawn
+@pytest.mark.short("square")
 def test_loops_that_carry_sums_and_more_are_as_on_one_device(over):
     where, dealt, sizes, n = OVER[over]
     turn = list(OVER).index(over)
@@ -185,9 +186,9 @@ def test_determinants_and_solutions_of_each_row_send_nothing():
     assert len(check(programs, 2)) == len(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(8))
 @pytest.mark.parametrize("folds", [True, False])
-@pytest.mark.drawn(4)
 def test_rows_and_positions_are_split_at_once(turn, folds):
     dealt = Dealt(POSITIONS, folds, "positions")
     along = [functools.partial(named, n, "square", 0, PROGRAMS) for n in sorted(PROGRAMS)]
@@ -203,7 +204,7 @@ TURNS = [pytest.param(turn, marks=[] if turn == 0 else SLOW) for turn in range(l
 
 @pytest.mark.parametrize("which", range(len(SETS)), ids=[f"{s} on {n}" for s, n in SETS])
 @pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.drawn(2)
+@pytest.mark.short("0-plain on 4")
 def test_what_people_write_is_as_on_one_device(which, turn, record_property):
     """Each turn runs every program once; all turns run it with all sizes and devices."""
     sizes, n = SETS[which]
@@ -250,11 +251,17 @@ def looping(seed, sizes=None):
 
 
 @pytest.mark.parametrize("name", ON_MESHES)
-@pytest.mark.drawn
+@pytest.mark.short(
+    "ragged_products_of_experts",
+    "clip_contrastive",
+    "microbatches_with_a_sum_of_gradients",
+    "worst_group",
+)
 def test_loops_and_branches_on_real_devices(name):
     check([lambda: named(name, "more")], 8, devices=by_shard_map)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [4, pytest.param(8, marks=SLOW)])
 def test_loops_and_branches_drawn_from_seeds_on_real_devices(n):
     programs = [functools.partial(looping, 1000 * n + i) for i in range(10)]
@@ -274,7 +281,7 @@ ON_MESH_SIDES = ["positions", "zigzag", pytest.param("widths", marks=SLOW)]
 
 @pytest.mark.parametrize("side", ON_MESH_SIDES)
 @pytest.mark.parametrize("first", TENS)
-@pytest.mark.drawn
+@pytest.mark.short("0-positions")
 def test_loops_and_branches_along_other_sides_on_real_devices(side, first):
     make = functools.partial(SIDES[side].program, n=4, make=looping)
     programs = [functools.partial(make, first + i) for i in range(10)]
@@ -316,8 +323,8 @@ def rows_of(x, n, dim=0):
     return Part(jnp.stack(jnp.split(jnp.asarray(x), n, dim)), Cut(dim))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.drawn
 def test_the_whole_of_a_result_is_the_whole_on_every_device(n):
     x = np.random.default_rng(0).normal(size=(3, 8, 5)).astype(np.float32)
 

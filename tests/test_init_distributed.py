@@ -438,7 +438,7 @@ def of_jax(process, port):
     }
 
 
-@pytest.mark.drawn
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables_of", "source"),
     [
@@ -457,6 +457,7 @@ def test_two_processes_join_by_the_variables_of(variables_of, source):
         assert ("the first speaks" in out) == (process == 0)
 
 
+@pytest.mark.slow
 def test_two_processes_join_by_variables_of_hfjax_and_sigterm_still_ends_them():
     port = free_port()
     wait = f"{JOIN}time.sleep(60)"

@@ -72,6 +72,7 @@ def test_the_references_train_as_plain_jax_does():
     np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_sent_in_bfloat16_are_added_in_float32():
     layout = mlp_layout(hfjax.FSDP, {"fsdp": 8})
     _, (_, exact) = trained(layout, tokens(), kernels="xla")
@@ -142,8 +143,8 @@ def test_where_no_ring_can_go_round_a_product_is_xlas(sizes, schedule, why):
         assert all(why in choice.why for choice in step.kernels.choices[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["xla", "reference"])
-@pytest.mark.drawn
 def test_tokens_of_any_integer_type_and_negative_ones_that_are_no_targets(form):
     layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
     batch = tokens()

@@ -54,6 +54,7 @@ def on_own_rows(keep):
     return lambda seen, x: hfjax.own_rows(keep)(seen, x)
 
 
+@pytest.mark.short("a running maximum", "a count of rows")
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_variable_that_is_another_on_a_mesh_is_seen_and_named_with_both_values(kept):
     model = lambda rngs: Counts(rngs, on_own_rows(KEPT[kept]))
@@ -65,7 +66,7 @@ def test_a_variable_that_is_another_on_a_mesh_is_seen_and_named_with_both_values
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.drawn
+@pytest.mark.short("a running maximum")
 def test_what_a_variable_keeps_of_all_rows_is_what_one_device_keeps(kept):
     model = lambda rngs: Counts(rngs, KEPT[kept])
     assert_strategies_agree(model, squares, BATCH, DDP, steps=2)
@@ -105,6 +106,7 @@ def largest(most):
     return loss
 
 
+@pytest.mark.slow
 def test_a_metric_of_own_rows_is_seen_and_one_of_all_rows_agrees():
     model = lambda rngs: Counts(rngs, lambda seen, x: seen)
     assert_strategies_agree(model, largest(jnp.max), BATCH, DDP, steps=1)
@@ -153,8 +155,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.drawn
 def test_one_device_is_compared_with_plain_jax_whatever_the_model_is(name):
     model, options, execution = MODELS[name]
     case = Case(model, squares, BATCH, optax.adam(1e-2), 3, options, execution)

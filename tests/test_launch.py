@@ -289,6 +289,7 @@ def test_no_fake_devices_are_refused():
         device_variables(2, fake=0)
 
 
+@pytest.mark.slow
 def test_the_fake_devices_are_what_jax_sees():
     script = "import jax; print(jax.device_count())"
     run = launched(["-n", 1, "--devices-per-process", 3], sys.executable, "-c", script)

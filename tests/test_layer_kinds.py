@@ -100,10 +100,10 @@ SELDOM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)]
 )
-@pytest.mark.drawn(2)
 def test_layers_of_two_kinds_train_as_on_one_device(model, name):
     cases = {name: (CASES | MORE)[name]}
     assert_strategies_agree(model, next_token_loss, ROWS, cases, steps=1)
@@ -115,6 +115,7 @@ def layout_of(strategy, **sizes):
     return hfjax.layout(gemma3, optax.sgd(0.1), mesh, split(strategy))
 
 
+@pytest.mark.slow
 def test_kinds_are_saved_and_restored_under_another_cut(tmp_path):
     before, after = layout_of(FSDP, fsdp=2), layout_of(PIPE, pipe=2)
     hfjax.save(tmp_path, before, hfjax.init(before))
@@ -146,6 +147,7 @@ def test_devices_that_share_rows_gather_the_keys_of_a_capped_attention_once():
         run(gather=limit - 1).trace(ROWS)
 
 
+@pytest.mark.slow
 def test_a_kernel_makes_no_logits_that_are_capped():
     mesh = hfjax.make_mesh(devices=jax.devices()[:1], data=1)
     layout = hfjax.layout(gemma2, optax.sgd(0.1), mesh, DDP)

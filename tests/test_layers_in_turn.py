@@ -31,7 +31,7 @@ RUNS = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("listed", [False, True], ids=["stack", "list"])
@@ -52,7 +52,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("remat", ["none", "full", "names:mlp_up"])
 def test_also_of_a_gpt(name, remat):
@@ -90,6 +90,7 @@ def test_layers_of_a_list_may_be_anything(remat):
     assert_strategies_agree(Unlike, loss, BATCH, cases, steps=2, **execution)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_layer_has_no_neighbours(count):
     case = {"FSDP": STRATEGIES["FSDP"]}
@@ -105,6 +106,7 @@ def steps(plan, batch, **execution):
     return step, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(
     "frozen", [("layers/mlp/*",), ("layers/*",), ("tokens*", "layers/attention/*")]
@@ -116,6 +118,7 @@ def test_frozen_parameters_have_no_gradient(remat, frozen):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("precision", ["stored", "bf16"])
 def test_a_loop_sends_the_same(remat, precision):
@@ -135,6 +138,7 @@ def test_a_loop_sends_the_same(remat, precision):
     assert sent[0] == sent[1]
 
 
+@pytest.mark.slow
 def test_a_number_that_does_not_divide_the_layers_is_taken_as_it_is():
     plan, batch = gpt_layout(hfjax.FSDP, {"fsdp": 8}, layers=3), tokens()
     _, wanted = steps(plan, batch, unroll=1)

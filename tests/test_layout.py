@@ -66,7 +66,7 @@ def test_an_array_that_no_dimension_divides_stays_whole():
         (ZERO2 | TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}, (2, 8, 8)),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("strategy0-sizes0-counts0", "strategy7-sizes7-counts7")
 def test_bytes_of_each_zero_stage_are_those_of_the_formula(strategy, sizes, counts):
     """A stage divides the matrices of a column by its devices."""
     layout = mlp_layout(strategy.edit(**ALL), sizes)
@@ -191,6 +191,7 @@ def test_names_for_an_unknown_path_or_of_the_wrong_length_are_refused():
         hfjax.layout(bare, optax.sgd(0.1), one, DDP, axes={"w": ("embed",)})
 
 
+@pytest.mark.slow
 def test_moments_finer_than_gradients_come_on_top_of_them():
     finer = Strategy("finer", gradients={"*": "fsdp"}, moments={"*": ("fsdp", "data")})
     layout = mlp_layout(finer, {"data": 2, "fsdp": 4})
@@ -200,6 +201,7 @@ def test_moments_finer_than_gradients_come_on_top_of_them():
     step(hfjax.init(layout), tokens())
 
 
+@pytest.mark.slow
 def test_one_dimension_over_fsdp_and_tensor_keeps_its_order():
     layout = mlp_layout(FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, optax.sgd(0.1))
     both = {
@@ -368,7 +370,7 @@ def test_a_strategy_that_would_split_nothing_is_refused_with_a_mesh_that_it_spli
 
 
 @pytest.mark.parametrize("strategy", [FSDP, ZERO1, PIPE, TENSOR | SEQUENCE | FSDP])
-@pytest.mark.drawn
+@pytest.mark.short("strategy2")
 def test_on_one_device_a_strategy_that_splits_nothing_warns_and_runs(strategy):
     with pytest.warns(UserWarning, match=r"on one device: .* would split nothing: every array is"):
         layout = mlp_layout(strategy, {}, devices=jax.devices()[:1])

@@ -35,6 +35,7 @@ def plan(strategy, sizes, devices=None, **changes):
     return hfjax.layout(llama(**changes), optax.sgd(0.1), mesh, strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_strategies_equal_one_device(tied):
     names, known = ("HSDP+TENSOR+SEQUENCE",), strategies(8)
@@ -184,6 +185,7 @@ def test_tensor_splits_kv_heads_mlp_and_vocabulary():
     assert split == wanted | {"tokens": 0, "unembed/kernel": 1}
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_add_four_activations_a_layer_and_move_nothing_else():
     layout = plan(TENSOR, {"data": 2, "tensor": 4})
     found = hfjax.collectives(hfjax.train_step(layout, next_token_loss).lower(tokens()).compile())

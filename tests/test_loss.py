@@ -29,6 +29,7 @@ def test_masked_tokens_weigh_nothing_wherever_they_lie():
     assert_strategies_agree(table, loss, batch, CASES, accumulate=2, clip=0.05)
 
 
+@pytest.mark.slow
 def test_weights_unequal_between_devices_give_the_global_mean():
     def loss(params, batch):
         rows = ((batch["x"] @ params["w"]) ** 2).sum(-1)
@@ -37,10 +38,10 @@ def test_weights_unequal_between_devices_give_the_global_mean():
     assert_strategies_agree(linear, loss, BATCH, CASES, accumulate=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "strategy"), [({"data": 2}, DDP), ({"row": 2, "tensor": 2}, hfjax.GRID)]
 )
-@pytest.mark.drawn
 def test_tokens_of_few_bits_have_the_loss_of_the_same_numbers(sizes, strategy):
     config = dataclasses.replace(GPTConfig.tiny(), vocab=256, layers=1)
     mesh = hfjax.make_mesh(**sizes)
@@ -55,6 +56,7 @@ def test_tokens_of_few_bits_have_the_loss_of_the_same_numbers(sizes, strategy):
     assert np.isfinite(losses.pop())
 
 
+@pytest.mark.slow
 def test_a_loss_that_mixes_rows_sees_all_of_them_and_may_say_so():
     def contrastive(params, batch):
         mine = batch["x"] @ params["w"]
@@ -102,8 +104,8 @@ ROWS_MEET = {
 KEY = jax.random.key(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ROWS_MEET)
-@pytest.mark.drawn
 def test_what_joins_rows_is_as_on_one_device(what):
     case = {"FSDP": CASES["FSDP"]}
     assert_strategies_agree(linear, ROWS_MEET[what], BATCH, case, steps=2)

@@ -125,7 +125,7 @@ def in_float32():
     return losses
 
 
-@pytest.mark.drawn
+@pytest.mark.short("one device", "own rows")
 @pytest.mark.parametrize("name", MESHES)
 def test_scales_and_skips_are_those_of_one_device(name, in_float32):
     strategy, sizes, run = MESHES[name]
@@ -138,6 +138,7 @@ def test_scales_and_skips_are_those_of_one_device(name, in_float32):
     assert int(optax.tree.get(state.optimizer, "count")) == 10  # nor does a schedule of rates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
     [
@@ -146,7 +147,6 @@ def test_scales_and_skips_are_those_of_one_device(name, in_float32):
         pytest.param(HOST_OPTIMIZER | FSDP, {"fsdp": 4}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.drawn
 def test_a_language_model_trains_as_in_float32(strategy, sizes):
     layout = gpt_layout(strategy, sizes)
     found = {}
@@ -192,6 +192,7 @@ def test_dtypes_have_short_words_wherever_one_is_given():
         hfjax.master(optax.sgd(0.1), "half a float")
 
 
+@pytest.mark.slow
 def test_a_scale_is_saved_and_goes_on_under_another_mesh(tmp_path):
     (_, scales, _), state = trained(stack_layout(FSDP, {"fsdp": 4}), 7)
     hfjax.save(tmp_path, stack_layout(FSDP, {"fsdp": 4}), state)

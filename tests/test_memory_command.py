@@ -77,6 +77,7 @@ def compared():
     return report(replace(OF_MLPS, remat="full", compare=beside))
 
 
+@pytest.mark.slow
 def test_the_state_is_told_as_the_layout_has_it(compared):
     told = Planned(OF_MLPS, vocab=64).layout.bytes_per_device()
     for e in compared.estimates:
@@ -111,6 +112,7 @@ def test_updated_in_the_backward_pass_a_layer_and_the_ends_have_gradients_at_onc
     assert small.layers is None
 
 
+@pytest.mark.slow
 def test_the_state_on_the_host_is_told_apart():
     beside = ("strategy=fsdp+host_optimizer+host_parameters,optimizer.master=true",)
     here, there = estimates(replace(OF_MLPS, compare=beside)).values()
@@ -126,11 +128,13 @@ def test_peak_is_arguments_and_temporaries(compared):
         assert e.platform == "cpu"
 
 
+@pytest.mark.slow
 def test_microbatches_keep_as_much_as_one_of_them():
     whole, split = estimates(replace(OF_MLPS, remat="full", compare=("accumulate=2",))).values()
     assert whole.layers == 2 * split.layers
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_pipeline_keep_all_slots_of_their_rings():
     """1F1B on two stages keeps three microbatches; each has one layer's input for two layers."""
     deep = Model(own=f"{ROOT}/tests/small_model.py:deep", length=LENGTH)
@@ -151,6 +155,7 @@ def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded():
     assert there.to_host % (there.host_stashes // 3) == 0  # slots of three microbatches
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_no_gradients():
     frozen = replace(OF_MLPS, strategy="ddp", optimizer=Optimizer(frozen=("layers/*",)))
     (e,) = estimates(frozen).values()
@@ -223,6 +228,7 @@ def test_a_label_of_the_picture_is_never_on_the_line_of_the_limit():
     assert memory_picture._above(500, None, top) == 500
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
     flags = (
         "--model.layers 2 --model.embed 32 --model.heads 2 --vocab 64 --cpu-devices 2 --gpu here"
@@ -419,6 +425,7 @@ def test_for_an_h200_the_least_offload_that_fits_is_found_by_compiling():
 # --- the benchmark --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_offload_runs_and_judges_its_goals(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     offload = importlib.import_module("benchmarks.offload")

@@ -255,7 +255,7 @@ MARKED = [
 
 
 @pytest.mark.parametrize("name", MARKED)
-@pytest.mark.drawn(2)
+@pytest.mark.short("top-1, random token selection", "top-1 of rows without a sequence", "z-loss")
 def test_a_layer_equals_its_numpy_retelling_and_so_does_its_gradient(name):
     case, along = CASES[name], RNG.normal(size=CASES[name].shape)
     x = X.reshape(case.shape)

@@ -37,6 +37,7 @@ def layout_of(model, strategy, **sizes):
     return hfjax.layout(model, optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
 
 
+@pytest.mark.slow
 def test_in_bfloat16_every_layer_chooses_as_on_one_device():
     config = MoEConfig(**SHAPE, mlp=16, min_capacity=1)
     loads: list[Any] = []
@@ -94,6 +95,7 @@ def squares(routed, batch):
 BATCH = {name: RNG.normal(size=(16, 8)).astype(np.float32) for name in "xy"}
 
 
+@pytest.mark.slow
 def test_each_bias_moves_by_the_load_of_its_own_mixture_whatever_the_names():
     found = []
     for names in (("first", "second"), ("second", "first"), ("of9", "of10")):

@@ -78,6 +78,7 @@ def moved(bias, metrics):
     return [updated_bias(*pair, rate=0.125, recentred=False) for pair in pairs]
 
 
+@pytest.mark.slow
 def test_a_bias_moves_by_the_loads_of_a_step_whatever_the_optimizer_decays(tmp_path):
     """Microbatches, recomputed layers and devices count each token once."""
     layout = laid_out(BIASED, FSDP | EXPERT, expert=2, fsdp=2)
@@ -105,6 +106,7 @@ def test_a_bias_moves_by_the_loads_of_a_step_whatever_the_optimizer_decays(tmp_p
     np.testing.assert_array_equal(bias_of(restored), bias_of(state))
 
 
+@pytest.mark.slow
 def test_pyramids_train_and_tell_of_as_many_experts_as_each_layer_has():
     """A token goes to both experts of the first layer, and to three of the second."""
     config = MoEConfig(**SHAPE, experts=(2, 8), top_k=3, min_capacity=1)
@@ -146,6 +148,7 @@ def still():
     return layout, hfjax.train_step(layout, next_token_loss)
 
 
+@pytest.mark.slow
 def test_experts_may_have_an_optimizer_of_their_own(still):
     layout, step = still
     state = hfjax.init(layout)

@@ -168,7 +168,7 @@ def check_equal(one, many):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(a).max() + 1e-6)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.short("own rows-custom_vjp in scan")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_in_a_program_is_that_of_one_device(call, program):

@@ -143,7 +143,7 @@ def test_true_is_no_number():
 
 
 @pytest.mark.parametrize(("strategy", "sizes"), [(FSDP, {"fsdp": 4}), (ZERO1, {"data": 4})])
-@pytest.mark.drawn
+@pytest.mark.short("strategy0-sizes0")
 def test_a_state_of_another_layout_is_told_with_both(strategy, sizes):
     state, batch = hfjax.init(small(strategy, sizes)), tokens(rows=8)
     message = (

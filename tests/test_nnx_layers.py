@@ -117,7 +117,7 @@ LIKE_OTHERS = {  # name -> the layer that holds it, or works as it does, and tra
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_OTHERS else n for n in LAYERS]
 )
-@pytest.mark.drawn(2)
+@pytest.mark.short("BatchNorm", "WeightNorm")
 def test_a_layer_of_flax_trains_as_on_one_device(name):
     init = lambda rngs: Around(*LAYERS[name], rngs=rngs)
     optimizer = optax.sgd(0.1, momentum=0.9)

@@ -82,7 +82,7 @@ LONG = (
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
 )
-@pytest.mark.drawn
+@pytest.mark.short("one device, in a scan")
 def test_training_is_bit_equal_to_no_offload(case):
     strategy, sizes, options = CASES[case]
     wanted = trained(strategy, sizes, **options)
@@ -106,8 +106,8 @@ IN_ORDER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_ORDER)
-@pytest.mark.drawn(2)
 def test_where_slots_of_a_pipeline_run_in_order_training_is_that_of_one_device(case):
     strategy, sizes, loss, name, options = IN_ORDER[case]
 
@@ -163,6 +163,7 @@ def test_beside_a_tensor_axis_only_whole_tensors_go():
     assert abs(report.moved - 0.3 * report.total) <= largest
 
 
+@pytest.mark.slow
 def test_weights_are_never_kept_for_the_backward_pass_whatever_their_form():
     """Not the stored ones, nor gathered, cast, reshaped or transposed ones."""
     layout = gpt_layout(FSDP, {"fsdp": 2}, optax.sgd(1e-3), embed=48, length=20)
@@ -226,6 +227,7 @@ def gpt_trained(remat, offload=None):
     return trained(FSDP, {"fsdp": 2}, offload, model=gpt, remat=remat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "names", "remat"),
     [
@@ -236,7 +238,6 @@ def gpt_trained(remat, offload=None):
     ],
     ids=["full", "none", "a GPT, full", "a GPT, none"],
 )
-@pytest.mark.drawn
 def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(run, names, remat):
     wanted, found = run(remat), run(remat, Offload(names=names))
     assert_bit_equal(found[0], wanted[0])
@@ -495,6 +496,7 @@ class OfNormed(nnx.Module):
     head = embed
 
 
+@pytest.mark.slow
 def test_layers_that_normalise_over_all_devices_offload_too():
     mesh, x = hfjax.make_mesh(data=2, fsdp=2), np.random.default_rng(0).normal(size=(8, 8))
     layout = hfjax.layout(OfNormed, optax.sgd(0.1), mesh, hfjax.DDP)

@@ -211,7 +211,9 @@ def verdict(layout, check):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.drawn
+@pytest.mark.short(
+    "sgd", "rprop", "at times", "lamb", "zero NaNs", "sizes at first", "powers", "a print"
+)
 def test_what_an_optimizer_may_do_is_read_from_its_program(name):
     optimizer, wanted = OPTIMIZERS[name]
     found = [verdict(make(optimizer), check) for make, check in CHECKS]

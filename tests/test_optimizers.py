@@ -71,8 +71,8 @@ def grouped_alone():
     return mlps_after(DDP, ONE)[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "mesh", "execution"), MESHES)
-@pytest.mark.drawn
 def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strategy, mesh, execution):
     wanted, losses = grouped_alone()
     layout, state, found = mlps_after(strategy, mesh, **execution)
@@ -87,6 +87,7 @@ def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strateg
     )
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm():
     frozen = ("layers/*", "positions")
     still = mlp_layout(DDP, {"data": 8}).freeze(*frozen)
@@ -106,6 +107,7 @@ def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm()
     assert "none" in str(still)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_step_by_step_is_frozen_together():
     def norm(layout):
         return after(layout, steps=1)[1][0][1]
@@ -116,6 +118,7 @@ def test_what_is_frozen_step_by_step_is_frozen_together():
     assert norm(alone()) > wanted
 
 
+@pytest.mark.slow
 def test_averages_of_groups_are_put_together():
     groups = {"before": hfjax.ema(optax.sgd(0.1), 0.5), "*": hfjax.ema(optax.sgd(0.1), 0.5)}
     several, _ = after(alone(hfjax.by_path(groups)))
@@ -408,6 +411,7 @@ BAD = rows(poison=np.full(8, np.inf, np.float32))
 GOOD = rows(poison=np.zeros(8, np.float32))
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optimizer():
     layout = stack_layout(ZERO1, {"data": 4}, optax.adam(1e-3))
     step = hfjax.train_step(layout, poisoned, nonfinite="skip")
@@ -498,6 +502,7 @@ def test_muon_that_leaves_fused_kernels_to_adam_is_refused():
         hfjax.layout(Fused, optax.contrib.muon(1e-3), hfjax.make_mesh(data=1), DDP)
 
 
+@pytest.mark.slow
 def test_muon_that_is_told_the_matrices_of_a_stack_trains_each_of_them_alone():
     def moved(optimizer):
         layout = mlp_layout(DDP, ONE, optimizer)
@@ -531,6 +536,7 @@ def by_plain_optax(model, optimizer, batch, steps):
     return flatten(params)
 
 
+@pytest.mark.slow
 def test_muon_that_is_told_its_matrices_trains_as_plain_optax_on_one_device():
     muon, wanted = partial(optax.contrib.muon, hfjax.rate(0.01, warmup=2, decay="constant")), {}
     for told in (of_stacks, None):

@@ -28,6 +28,7 @@ def of_haiku():
     return model, lambda params, batch, key: net.apply(params, key, batch["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [of_equinox, of_haiku])
 def test_a_model_of_another_library_trains_as_on_one_device(make):
     (model, forward), runs = make(), []

@@ -40,7 +40,7 @@ PREDICTED = [name for name in CASES if name not in ("PIPE, padded", "ema", "mast
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-@pytest.mark.drawn
+@pytest.mark.short("PIPE, a list")
 def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
     layout, schedule, batch = made(name), CASES[name][2], loss_of(name)[1]
     state = hfjax.init(layout, schedule=schedule, parameters=given(name))
@@ -57,6 +57,7 @@ def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
     same(own(batch), of_model)
 
 
+@pytest.mark.slow
 def test_forward_takes_the_place_of_the_layouts_own():
     layout, batch = made("FSDP"), loss_of("FSDP")[1]
     state = hfjax.init(layout, parameters=given("FSDP"))
@@ -69,7 +70,7 @@ def test_forward_takes_the_place_of_the_layouts_own():
 
 
 @pytest.mark.parametrize("name", ["FSDP", "PIPE, interleaved"])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP")
 def test_any_number_of_rows_is_predicted(name):
     layout, schedule = made(name), CASES[name][2]
     state = hfjax.init(layout, schedule=schedule, parameters=given(name))
@@ -120,8 +121,8 @@ def test_what_cannot_be_predicted_is_refused(predict, message):
 WITH_TEXT = ("FSDP+TENSOR", "PIPE, interleaved", "HOST_PARAMETERS")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_TEXT)
-@pytest.mark.drawn
 def test_text_is_that_of_one_device(name):
     layout, one = made(name), hfjax.init(alone(name), parameters=given(name))
     state = hfjax.init(layout, schedule=CASES[name][2], parameters=given(name))
@@ -200,6 +201,7 @@ def told_of(model):
     return {keys: x.get_metadata() | {"eager_sharding": None} for keys, x in flat}
 
 
+@pytest.mark.slow
 def test_a_module_is_like_ones_own_and_has_no_hooks_of_which_flax_warns():
     mesh = hfjax.make_mesh(fsdp=4, devices=jax.devices()[:4])
     for model_init in (Listed, mixture):

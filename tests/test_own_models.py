@@ -143,6 +143,7 @@ class Unlike(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "name"),
     [
@@ -168,6 +169,7 @@ class Tracked(Unlike):
         self.out = nnx.Linear(8, 8, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_a_listed_layer_writes_its_statistics_under_remat():
     mesh, init = hfjax.make_mesh(data=8), lambda rngs: Tracked(rngs=rngs)
     layout = hfjax.layout(init, optax.sgd(0.1), mesh, DDP)
@@ -202,6 +204,7 @@ STACK_NAMES = {
 }
 
 
+@pytest.mark.slow
 def test_a_stack_under_the_users_own_scan_with_the_name_of_the_stacked_dimension(cases):
     init = lambda rngs: Scanned(rngs=rngs)
     assert_strategies_agree(init, squares, BATCH, cases, forward=on_x, axes=STACK_NAMES)
@@ -213,6 +216,7 @@ class LinenPerceptron(linen.Module):
         return linen.Dense(8)(linen.relu(linen.Dense(16)(x)))
 
 
+@pytest.mark.slow
 def test_a_linen_module_through_flax_bridge(cases):
     def init(rngs):
         return nnx.bridge.ToNNX(LinenPerceptron(), rngs=rngs).lazy_init(BATCH["x"])
@@ -220,6 +224,7 @@ def test_a_linen_module_through_flax_bridge(cases):
     assert_strategies_agree(init, squares, BATCH, cases, forward=on_x)
 
 
+@pytest.mark.slow
 def test_a_bare_pytree_is_a_model_whose_loss_is_given_the_tree(cases):
     def init(rngs):
         return {
@@ -244,6 +249,7 @@ class Transposed(nnx.Module):
         return (x @ self.w.T + x @ self.w[:, ::-1] + x * self.w.sum()) @ self.w.get_value()
 
 
+@pytest.mark.slow
 def test_a_parameter_is_whole_by_whatever_way_it_is_read(cases):
     assert_strategies_agree(lambda rngs: Transposed(rngs=rngs), squares, BATCH, cases, forward=on_x)
 
@@ -253,6 +259,7 @@ class Pair(NamedTuple):
     bias: Any
 
 
+@pytest.mark.slow
 def test_a_tree_keeps_the_order_of_its_own_leaves(cases):
     """Names sort otherwise than the leaves of a named tuple, or of a list of more than ten."""
 
@@ -284,6 +291,7 @@ class Lookalike(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_a_model_that_only_looks_like_three_parts_is_called_as_it_is(cases):
     init = lambda rngs: Lookalike(rngs=rngs)
     assert_strategies_agree(init, squares, BATCH, cases, forward=on_x)
@@ -305,6 +313,7 @@ class Chain(nnx.Module):
         return self.head(self.layers(self.embed(batch)))
 
 
+@pytest.mark.slow
 def test_a_sequential_with_functions_runs_layer_by_layer(cases):
     assert_strategies_agree(lambda rngs: Chain(rngs=rngs), squares, BATCH, cases)
 
@@ -315,6 +324,7 @@ class Rematted(Perceptron):
         return super().__call__(x)
 
 
+@pytest.mark.slow
 def test_two_steps_of_one_model_with_cached_inner_traces():
     layout = hfjax.layout(
         lambda rngs: Rematted(rngs=rngs),

@@ -97,15 +97,15 @@ class Smooth(Learner):
         return self.answer(x) + jnp.concatenate(squared, 1).sum(1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Learner, Penalised, Smooth])
-@pytest.mark.drawn
 def test_gradients_through_what_a_model_does_with_its_parameters_equal_plain_jax(cases, kind):
     """The kit compares with plain `jax.grad` of the whole, so second-order gradients too."""
     assert_strategies_agree(lambda rngs: kind(rngs=rngs), squares, BATCH, cases, forward=on_x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Learner, Penalised])
-@pytest.mark.drawn
 def test_an_evaluation_and_frozen_parameters_see_whole_parameters_too(cases, kind):
     found = []
     for strategy, sizes in ((DDP, {"data": 1}), *cases.values()):
@@ -122,6 +122,7 @@ def test_an_evaluation_and_frozen_parameters_see_whole_parameters_too(cases, kin
     assert found[0][0] != found[0][1]
 
 
+@pytest.mark.slow
 def test_an_inner_loss_over_all_rows_is_that_of_one_device_where_there_is_one():
     one = {"one": (DDP, {"data": 1})}
     assert_strategies_agree(lambda rngs: ByNnxGrad(rngs=rngs), squares, BATCH, one, forward=on_x)
@@ -144,7 +145,7 @@ class Scanned(nnx.Module):
 
 
 @pytest.mark.parametrize("layers", [4, 5])
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-4")
 def test_a_stack_of_layers_trains_whether_or_not_its_dimension_is_split(cases, layers):
     """FSDP splits the dimension of 4 layers by 4, and then gathers the stack before the scan."""
     init = lambda rngs: Scanned(layers, rngs=rngs)
@@ -194,6 +195,7 @@ def test_a_weight_that_a_loop_reads_is_gathered_once():
     assert counts == {"all-gather": 4, "reduce-scatter": 4}
 
 
+@pytest.mark.slow
 def test_a_branch_on_data_reads_what_was_gathered_before_it(cases):
     class Branching(Learner):
         def __call__(self, x):
@@ -205,6 +207,7 @@ def test_a_branch_on_data_reads_what_was_gathered_before_it(cases):
     assert_strategies_agree(lambda rngs: Branching(rngs=rngs), squares, BATCH, cases, forward=on_x)
 
 
+@pytest.mark.slow
 def test_parameters_that_the_loss_reads_nowhere_are_named_all_at_once():
     class Idle(Learner):
         def __init__(self, *, rngs):
@@ -246,6 +249,7 @@ class Wrapped(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_block_that_keeps_activations_on_the_host_gathers_again_in_its_backward_pass(cases):
     init = lambda rngs: Wrapped(rngs=rngs)
     assert_strategies_agree(init, squares, BATCH, cases, forward=on_x, steps=2)

@@ -105,13 +105,14 @@ LONG = (
 @pytest.mark.parametrize(
     "name", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
 )
-@pytest.mark.drawn
+@pytest.mark.short("pipedream that keeps the last microbatch")
 def test_a_call_is_what_the_simulator_does_event_by_event(name):
     case, execution = CASES[name]
     with jax.enable_x64(True):
         assert_simulated(case, **execution)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_both_ends_read_is_updated_once_with_both_gradients():
     with jax.enable_x64(True):
         assert_simulated((Schedule("pipedream", 3), ADAM, 2, 1), Tied)
@@ -137,6 +138,7 @@ def taken(step, calls, batch):
     return state
 
 
+@pytest.mark.slow
 def test_one_group_is_the_step_that_waits():
     """With every=microbatches, 2bw has one update in a call, as any other schedule."""
     half = ("1f1b-published", "2bw")
@@ -150,6 +152,7 @@ def test_one_group_is_the_step_that_waits():
     assert jax.tree.structure(alone) == jax.tree.structure(waits)  # a checkpoint serves both
 
 
+@pytest.mark.slow
 def test_with_a_tensor_axis_it_is_the_same_step():
     results = []
     for strategy, sizes in ((PIPE | DDP, {}), (PIPE | DDP | TENSOR, {"tensor": 2})):
@@ -168,6 +171,7 @@ def marking():
     return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
 
+@pytest.mark.slow
 def test_a_count_advances_with_every_update_and_the_ends_take_it_as_the_call_began():
     layout = plan(optax.chain(optax.scale(0.0), marking()), 2)
     step = hfjax.train_step(layout, weighted, schedule=Schedule("pipedream", 3))

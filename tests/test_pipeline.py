@@ -48,7 +48,7 @@ MORE["all other rows"] = [
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(m, marks=SLOW) for m in MORE)])
-@pytest.mark.drawn
+@pytest.mark.short("several chunks a stage")
 def test_a_schedule_equals_one_device(family):
     cases = {
         f"{name}, {stages} stages, {microbatches} microbatches": (
@@ -102,8 +102,8 @@ MESHES = {
 SHORT = ("ZeRO-2", "ZeRO-3", "tensor", "tensor, sequence")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [m if m in SHORT else pytest.param(m, marks=SLOW) for m in MESHES])
-@pytest.mark.drawn
 def test_a_pipeline_beside_other_axes_equals_one_device(name):
     strategy, sizes, schedule = MESHES[name]
     fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}
@@ -129,6 +129,7 @@ LAST_TICKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [1, pytest.param(True, marks=SLOW)])
 def test_gradients_summed_in_the_last_tick_are_those_of_one_device(unroll):
     cases = {
@@ -180,6 +181,7 @@ def with_balance(outputs, batch):
     return Mean(errors.mean(-1).sum() + 0.1 * rows * balance, rows, metrics={"balance": balance})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["zb", *(pytest.param(name, marks=SLOW) for name in ("1f1b", "zb-h1"))]
 )
@@ -202,11 +204,13 @@ def losses_of(model, loss, batch, strategy, sizes, fields):
     return found
 
 
+@pytest.mark.slow
 def test_ten_layers_on_four_stages_train_ten_layers():
     case = {"10 on 4": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}
     assert_strategies_agree(stack(layers=10), weighted, rows(), case, steps=2, unroll=1)
 
 
+@pytest.mark.slow
 def test_a_balance_by_hand_is_followed():
     schedule = Schedule("1f1b", 4, balance=(2, 1))
     case = {"2 and 1": (PIPE, {"pipe": 2}, {"schedule": schedule})}

@@ -154,6 +154,7 @@ def test_a_users_table_is_for_its_own_number_of_stages_and_runs_there():
     assert_strategies_agree(stack(layers=3), weighted, rows(), case, steps=2)
 
 
+@pytest.mark.slow
 def test_the_ends_of_a_model_may_be_split_over_the_stages():
     strategy = PIPE.edit(parameters={"vocab": "pipe"})
     case = {"ends": (strategy, {"pipe": 2}, {"schedule": FOUR})}

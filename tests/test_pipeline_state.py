@@ -48,6 +48,7 @@ def six_on_four():
     return layout, trained(layout, FOUR)[0]
 
 
+@pytest.mark.slow
 def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule():
     layout, state = six_on_four()
     path = "layers/up"
@@ -90,6 +91,7 @@ def test_empty_places_stay_zero():
             assert not np.asarray(x)[[5, 7]].any(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, layers):
     layout = stack_layout(PIPE, {"pipe": 2}, layers=layers)
@@ -107,6 +109,7 @@ def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, 
     assert continued(four, back, FOUR) == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_saved_in_stages_tells_the_order_of_its_layers(tmp_path):
     layout = stack_layout(PIPE, {"pipe": 2}, layers=4)
     schedule = Schedule("interleaved", 4, 2)
@@ -134,6 +137,7 @@ def evaluated_on_one_device():
     return float(hfjax.eval_step(one, weighted)(hfjax.init(one), rows())["loss"])
 
 
+@pytest.mark.slow
 def test_what_is_compiled_for_a_layout_dies_with_it():
     layout, schedule = stack_layout(PIPE, {"pipe": 2}, layers=4), Schedule("interleaved", 4, 2)
     step = hfjax.train_step(layout, weighted, schedule=schedule)
@@ -162,6 +166,7 @@ def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
     np.testing.assert_array_equal(kernel(moved), kernel(state)[::-1])
 
 
+@pytest.mark.slow
 def test_adafactors_factored_moments_follow_their_layers():
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
     layout = stack_layout(PIPE, {"pipe": 2}, optimizer, layers=4)

@@ -41,9 +41,9 @@ def activation(rows):
     return 4 * rows * ROWS * WIDTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8])
-@pytest.mark.drawn
 def test_one_activation_goes_up_and_one_gradient_down_in_every_tick(stages, microbatches):
     _, program = lowered(PIPE, {"pipe": stages}, Schedule("1f1b", microbatches))
     found = hfjax.collectives(program)
@@ -69,7 +69,7 @@ OWN = Schedule.from_text("0F0 0F1 0F2 0B0 0B1 0B2 \n 1F0 1B0 1F1 1F2 1B1 1B2")
 
 
 @pytest.mark.parametrize("name", ["own", *SCHEDULES])
-@pytest.mark.drawn
+@pytest.mark.short("own", "zb-h1", "forward")
 def test_a_schedule_reports_the_permutes_that_its_program_has(name):
     """Loops multiplied out; those needed are fewer, since a tick sends whatever it has to say."""
     schedule = OWN if name == "own" else Schedule(name, 8)
@@ -91,7 +91,7 @@ def test_a_schedule_reports_the_permutes_that_its_program_has(name):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v", "zb", "zb-h1"])
-@pytest.mark.drawn(2)
+@pytest.mark.short("v")
 def test_gradients_are_reduced_once_a_step_whatever_the_number_of_microbatches(name):
     for microbatches in (2, 6):
         schedule = Schedule(name, microbatches)
@@ -102,7 +102,7 @@ def test_gradients_are_reduced_once_a_step_whatever_the_number_of_microbatches(n
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb"])
-@pytest.mark.drawn(2)
+@pytest.mark.short("interleaved")
 def test_large_gradients_of_layers_are_summed_in_the_last_tick_each_by_itself(name):
     """What a tick adds to as soon as it is there, and the other chunk; small ones go together."""
     schedule, sizes = Schedule(name, 4), {"pipe": 2, "data": 2}
@@ -114,6 +114,7 @@ def test_large_gradients_of_layers_are_summed_in_the_last_tick_each_by_itself(na
     assert not any(row.shape in {p.shape for p in large} for row in rows)
 
 
+@pytest.mark.slow
 def test_zero1_scatters_once_a_step_whatever_the_number_of_microbatches():
     sizes = {"pipe": 2, "data": 2}
     few = hfjax.collectives(lowered(PIPE | ZERO1, sizes, Schedule("interleaved", 2, 2))[1])
@@ -141,16 +142,16 @@ def test_zero3_gathers_a_layer_in_both_slots_of_a_tick_or_once_a_step_if_kept(ke
     assert {row.kind for row in found if row.where} <= {"permute", "all-gather", "reduce-scatter"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
-@pytest.mark.drawn
 def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
     step = lambda m: lowered(PIPE, {"pipe": 2}, Schedule(schedule, m), rows=2 * m)[1]
     lines = [step(m).as_text().count("\n") for m in (4, 8, 32)]
     assert len(set(lines)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.drawn
 def test_no_message_of_a_compiled_program_lies_in_a_branch(name):
     strategy, sizes = PIPE | TENSOR | SEQUENCE, {"pipe": 2, "data": 2, "tensor": 2}
     _, program = lowered(strategy, sizes, Schedule(name, 4))

@@ -105,6 +105,7 @@ PIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -115,7 +116,6 @@ PIPES = {
         pytest.param("one stage", marks=SLOW),
     ],
 )
-@pytest.mark.drawn
 def test_a_pipe_trains_as_plain_jax_does(name):
     kind, chunks, sizes = PIPES[name]
     layers = blocks(5)  # an even split is not possible
@@ -187,6 +187,7 @@ def test_evaluation_runs_forward_only_and_without_dropout():
     assert not np.allclose(first, second)  # another mask in every call
 
 
+@pytest.mark.slow
 def test_a_program_compiles_once_for_a_shape_and_gradients_add_up_if_asked():
     traced = []
 
@@ -266,11 +267,11 @@ def test_a_pipe_and_the_arrays_that_it_was_given_do_not_delete_each_other(stages
             is_still(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "remat"),
     [(GPipe, "always"), (GPipe, "except_last"), (Interleaved1F1B, "except_last")],
 )
-@pytest.mark.drawn
 def test_what_is_recomputed_changes_no_gradient(kind, remat):
     parts = partition(blocks(5), 2, chunks=2 if kind.chunked else 1)
     pipe = kind(parts, 3, mesh=mesh(pipe=2), remat=remat)
@@ -308,6 +309,7 @@ def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
     assert_close(pipe.canonical(pipe.gradients), gradients)
 
 
+@pytest.mark.slow
 def test_stages_that_update_by_themselves_keep_the_last_microbatch_too():
     schedule, after = hfjax.Schedule("2bw", 4), []
     layout = stack_layout(PIPE, {"pipe": 2}, optax.sgd(0.1), layers=2)
@@ -318,6 +320,7 @@ def test_stages_that_update_by_themselves_keep_the_last_microbatch_too():
     assert_close(*after)
 
 
+@pytest.mark.slow
 def test_what_is_kept_costs_memory():
     rngs = nnx.Rngs(0)
     parts = partition([Block(rngs=rngs, width=256) for _ in range(2)], 1)

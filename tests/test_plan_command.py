@@ -91,6 +91,7 @@ def error_of(capsys, *words: str) -> str:
 # --- the table ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_rows_are_ranked_and_their_parts_add_up(made):
     times = [row.time.total for row in made.plan.rows]
     assert times == sorted(times)
@@ -217,6 +218,7 @@ def test_a_picture_is_valid_and_adds_up_to_the_step(made, why):
     assert ElementTree.fromstring(svg(picture)) is not None
 
 
+@pytest.mark.short("zero=zero1 accumulate=2", "data=8 accumulate=16")
 @pytest.mark.parametrize("why", PICTURED)
 def test_boxes_of_a_line_do_not_overlap(made, why):
     spans = [s for s in timeline(made.plan, row_of(made, why)).spans if s.kind != "waiting"]

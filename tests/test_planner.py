@@ -67,6 +67,7 @@ def _sides(draw):
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bytes_without_devices_are_those_of_the_layout(preset):
     draw, one = random.Random(preset), scorer(settings(preset)).one
@@ -138,6 +139,7 @@ def small():
     return scorer(settings(embed=256, heads=8, rows=16))
 
 
+@pytest.mark.short("zero2")
 @pytest.mark.parametrize("name", SENT)
 def test_the_formulas_send_what_the_program_sends(name, small):
     c, one = SENT[name], small.one
@@ -203,6 +205,7 @@ def test_the_parts_of_a_step_are_its_sum_and_those_of_a_peak_too(small):
         assert min(found.time.parts.values()) >= 0
 
 
+@pytest.mark.slow
 def test_one_device_computes_what_the_model_needs():
     found = scorer(settings("gpt-tiny", length=256, rows=4))
     needed = found.one.task.flops(found.one.layout) * 4 * 256
@@ -222,6 +225,7 @@ def test_one_device_computes_what_the_model_needs():
     assert counted == pytest.approx(needed - half + backward_again / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_experts_without_a_capacity_are_counted_block_by_block():
     """As many products as with a capacity that all choices fill, and forward once more."""
     flops = []
@@ -320,6 +324,7 @@ def test_attention_that_is_not_asked_of_the_step_is_one_call_too(own):
     assert any("asks for no attention through its kernels" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_a_window_leaves_pairs_out(own):
     near, far = (
         own(name, 128).profile("none").work("layers", Share()) for name in ("local", "llama")
@@ -330,6 +335,7 @@ def test_a_window_leaves_pairs_out(own):
     assert left == pytest.approx([(pairs - 96 * 97 / 2) / pairs] * 2)
 
 
+@pytest.mark.slow
 def test_what_was_planned_with_another_attention_runs_with_its_own(own):
     """Though the model jits it, and JAX keeps what it has traced."""
     found, name = own("plain").one, "hfjax_fused_attention"
@@ -340,6 +346,7 @@ def test_what_was_planned_with_another_attention_runs_with_its_own(own):
 # -- the order -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lazily_ranked_candidates_are_those_that_are_all_scored_and_sorted():
     found = scorer(settings("mixtral-tiny"))
     sifted = Sifted(found, 2**30)
@@ -355,6 +362,7 @@ def test_lazily_ranked_candidates_are_those_that_are_all_scored_and_sorted():
 # -- rows that can run -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_row_builds_a_layout_and_a_step(preset):
     found = scorer(settings(preset))
@@ -436,6 +444,7 @@ def test_fewer_tokens_in_a_step_take_fewer_microbatches_or_less_data(plan, as_is
     assert after.pieces < before.pieces or after.replicas < before.replicas
 
 
+@pytest.mark.slow
 def test_losers_lose_by_their_largest_part():
     found = make_plan(settings("gpt-small", 64, 256), gpu="h200", count=8, vocab=50257)
     best = found.rows[0]
@@ -475,6 +484,7 @@ def test_a_gpu_without_constants_is_named():
 # -- what an adversarial reader found ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_float32_keeps_scores_as_its_attention_does():
     half, full = (
         scorer(replace(settings("gpt-small", 8, 1024), precision=name), 50304)
@@ -486,6 +496,7 @@ def test_float32_keeps_scores_as_its_attention_does():
     assert full > 2 * half + scores * 0.9
 
 
+@pytest.mark.slow
 def test_any_number_of_few_rows_is_tried():
     found = scorer(settings("gpt-tiny", 24))
     tried = {
@@ -494,6 +505,7 @@ def test_any_number_of_few_rows_is_tried():
     assert {1, 3} <= tried
 
 
+@pytest.mark.slow
 def test_gradients_of_one_microbatch_go_to_their_moments_at_once():
     found = scorer(settings("llama-tiny", 16, embed=256, heads=8))
     once = found.score(row("zero1", 16, data=8)).peak
@@ -501,6 +513,7 @@ def test_gradients_of_one_microbatch_go_to_their_moments_at_once():
     assert once.gradients < sums.gradients
 
 
+@pytest.mark.slow
 def test_many_devices_are_planned_for_though_there_are_few():
     found = scorer(settings("gpt-tiny", 100_000))
     many = row("fsdp", 100_000, data=12_500, fsdp=8)

@@ -190,6 +190,7 @@ def test_a_candidate_whose_compilation_dies_is_named_with_the_reason(monkeypatch
     assert compile_candidate(TINY, vocab=256, cache=tmp_path) == Failed("died: it told 'no result'")
 
 
+@pytest.mark.slow
 def test_settings_that_cannot_be_are_said_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "can_compile_for_gpus", lambda: True)
     wrong = replace(TINY, strategy="fsdp+zero1")

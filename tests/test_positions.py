@@ -147,7 +147,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.drawn
+@pytest.mark.short("zigzag")
 def test_positions_may_meet(mesh):
     sizes, given = MESHES[mesh]
     given = given if "order" in str(given) else {}
@@ -264,6 +264,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_one_device():
     """From constant keys, keys of rows, and a key of the step."""
 
@@ -374,7 +375,7 @@ OFTEN = ("slopes", "heads of keys in turn", "of few heads, by its equations")
 @pytest.mark.parametrize(
     "what", [pytest.param(w, marks=() if w in OFTEN else pytest.mark.slow) for w in ATTENTIONS]
 )
-@pytest.mark.drawn
+@pytest.mark.short("heads of keys in turn")
 def test_an_attention_of_ones_own_is_run_on_its_heads(what):
     """Under Ulysses each device runs it on some of its heads; without, on its queries."""
     attend, heads, groups, sizes, batch = ATTENTIONS[what]
@@ -411,12 +412,14 @@ def gated_by_head(x, q, k, v):
     return dot_product(q * jax.nn.sigmoid(x.reshape(*x.shape[:2], -1, 4)), k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [gated, pytest.param(gated_by_head, marks=pytest.mark.slow)])
 def test_an_attention_may_close_over_positions(attend):
     model = lambda rngs: Closing(attend, 4, 4, rngs)
     same_as_one_device(model, {"context": 2}, SIXTEEN, loss=mean_square, close=FLOAT32)
 
 
+@pytest.mark.slow
 def test_an_attention_of_ones_own_goes_around_no_ring():
     given = attending(with_temperature), {"context": 4}
     same_as_one_device(*given, loss=mean_square, context="ring", close=FLOAT32)
@@ -438,7 +441,7 @@ class OtherShapes(Attending):
 
 
 @pytest.mark.parametrize("context", ["auto", "ring", "ulysses"])
-@pytest.mark.drawn
+@pytest.mark.short("ring")
 def test_attentions_of_other_shapes_are_run_by_their_equations(context):
     model = lambda rngs: OtherShapes(alike, 4, 4, rngs)
     how = {"loss": mean_square, "context": context, "close": FLOAT32}
@@ -456,6 +459,7 @@ class Crossed(Attending):
         return attend(x, x[:, :5], x[:, :5]) + attend(x, keys, keys)
 
 
+@pytest.mark.slow
 def test_attention_to_other_positions_than_the_rows_is_run_by_its_equations():
     model = lambda rngs: Crossed(alike, 4, 4, rngs)
     same_as_one_device(model, {"context": 2}, SIXTEEN, loss=mean_square, close=FLOAT32)
@@ -545,8 +549,8 @@ class Tells(nnx.Module):
         return stream["x"] + stream["told"][:, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 2, "pipe": 2}])
-@pytest.mark.drawn
 def test_layers_hand_on_sums_of_whole_rows(sizes):
     with jax.enable_x64(True):
         found = [

@@ -12,6 +12,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, ZERO1, PrecisionByPath, Schedule
+from hfjax.base.paths import flatten
 from hfjax.models import moe
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.moe import MoELlama
@@ -52,9 +53,9 @@ def losses(layout, precision, steps=3, **run):
     return found, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("where", MESHES)
-@pytest.mark.drawn(2)
 def test_a_mapping_trains_as_on_one_device(name, where):
     strategy, sizes, run = MESHES[where]
     found, _ = losses(gpt_layout(strategy.edit(replicate_below=0), sizes), CASES[name], **run)
@@ -62,6 +63,7 @@ def test_a_mapping_trains_as_on_one_device(name, where):
     np.testing.assert_allclose(found, wanted, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_only_what_is_named_is_computed_otherwise():
     layout = gpt_layout(DDP, {"data": 1})
     count = lambda precision: products(
@@ -77,6 +79,7 @@ def test_only_what_is_named_is_computed_otherwise():
     assert count(CASES["MLPs"]) == {"bf16": 6, "f32": wide["f32"] - 6}
 
 
+@pytest.mark.slow
 def test_float32_norms_are_those_that_are_cast_by_hand():
     """In bfloat16 a norm multiplies by a rounded scale; by path it does not."""
     layout = gpt_layout(DDP, {"data": 1})
@@ -85,7 +88,7 @@ def test_float32_norms_are_those_that_are_cast_by_hand():
     def by_hand(params, batch):
         cast = lambda path, x: x if "norm" in jax.tree_util.keystr(path) else x.astype("bfloat16")
         cast = jax.tree_util.tree_map_with_path(cast, params)
-        model = layout.blueprint.merge(hfjax.base.paths.flatten(cast), {}, "train")
+        model = layout.blueprint.merge(flatten(cast), {}, "train")
         x = model.embed(batch)
         for i in range(layout.blueprint.number_of_layers):
             graph, arrays = nnx.split(model.layers)
@@ -99,6 +102,7 @@ def test_float32_norms_are_those_that_are_cast_by_hand():
     np.testing.assert_allclose(float(metrics["loss"]), float(wanted), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_path_is_gathered_and_reduced_in_its_own_type():
     layout = gpt_layout(FSDP.edit(replicate_below=0), {"fsdp": 4})
 
@@ -126,13 +130,14 @@ def test_the_table_of_a_step_shows_the_types():
     assert by_path["tokens"].split() == ["bfloat16", "bfloat16", "float32"]
 
 
+@pytest.mark.slow
 def test_one_float16_entry_puts_the_step_under_the_scale():
     _, step = losses(gpt_layout(DDP, {"data": 1}), CASES["float16"], 1)
     assert step.execution.precision.scale == hfjax.LossScale()
 
 
 @pytest.mark.parametrize("pattern", ["*router*", "*norm*", "*each*", "tokens"])
-@pytest.mark.drawn
+@pytest.mark.short("*each*")
 def test_a_mixture_takes_a_mapping(pattern):
     model = lambda rngs: MoELlama(CONFIG, rngs=rngs)
     layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)

@@ -84,6 +84,7 @@ def said_by(words: list[Any], capsys: Any, status: int = 2) -> str:
 # -- training ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_and_says_what_it_has_read(place, capsys):
     config = small(place, "begins", steps=1, strategy="fsdp", mesh=Mesh(fsdp=2))
     train(config)

@@ -126,6 +126,7 @@ def told_by(processes, devices, cases):
     return [out for out, _ in told]
 
 
+@pytest.mark.slow
 def test_two_processes_are_asked_for_their_own_parts_of_given_parameters(told_by_two):
     lines = [re.findall(r"given (.*)", out)[0].split() for out in told_by_two]
     assert lines == [["4096.0", "4096.0", *rows] for rows in (["0", "16"], ["32", "48"])]
@@ -148,7 +149,7 @@ def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(t
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.drawn(2)
+@pytest.mark.short("positions")
 def test_two_processes_with_their_own_rows_stages_positions_or_parts_of_layers_train_as_one(
     told_by_two, case
 ):

@@ -70,18 +70,21 @@ def test_full_keeps_what_enters_each_layer():
     assert kept("full") == LAYERS * CARRY
 
 
+@pytest.mark.slow
 def test_by_name_it_also_keeps_what_is_named():
     wide = 4 * CARRY  # an MLP is four times as wide
     assert kept("names:mlp_up") == LAYERS * (CARRY + wide)
     assert kept("names:qkv,mlp_up") == LAYERS * (CARRY + 3 * CARRY + wide)
 
 
+@pytest.mark.slow
 def test_of_two_layers_one_keeps_all_and_the_other_what_enters_it():
     """It also keeps nothing of its weights; the layer that keeps all makes its views again."""
     assert 3 * CARRY < kept("every:2") <= (kept("full") + kept("none")) / 2
     assert not any(k.shape[0] != ROWS for k in waiting("every:2"))
 
 
+@pytest.mark.slow
 def test_of_a_group_only_what_enters_it_is_kept():
     assert kept("group:2") == 3 * CARRY
     assert kept("group:3") == 2 * CARRY
@@ -105,7 +108,7 @@ def trained(remat, strategy, sizes):
         pytest.param("names:mlp_up", DDP, ("data", 2), marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("group:4-strategy1-sizes1")
 def test_gradients_are_those_of_no_remat(remat, strategy, sizes):
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     plain = trained("none", DDP, ("data", 2))
@@ -145,7 +148,7 @@ class Counting(nnx.Module):
 
 
 @pytest.mark.parametrize("remat", ["every:2", "group:2"])
-@pytest.mark.drawn
+@pytest.mark.short("every:2")
 def test_layers_of_a_list_go_together_and_keep_their_statistics(remat):
     mesh, batch = (
         hfjax.make_mesh(data=1),
@@ -210,6 +213,7 @@ def test_names_are_those_of_the_trace_that_asks_for_them():
     step.trace(tokens(ROWS, LENGTH))  # JAX kept it: nothing is traced
 
 
+@pytest.mark.slow
 def test_the_report_of_what_is_offloaded_is_of_the_last_trace():
     both, short = (gpt_step("none", model=by_length, offload=0.5) for _ in range(2))
     both.trace(tokens(ROWS, LENGTH))

@@ -46,7 +46,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.short("contrastive-ZERO2")
 @pytest.mark.parametrize("strategy", SPLIT)
 @pytest.mark.parametrize("loss", [masked, contrastive])
 def test_a_loss_that_joins_rows_trains_a_model_in_three_parts_as_one_device_does(strategy, loss):
@@ -54,7 +54,7 @@ def test_a_loss_that_joins_rows_trains_a_model_in_three_parts_as_one_device_does
     assert_strategies_agree(mlps(), loss, tokens(mask=MASK), case, steps=2, accumulate=2)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("loss", [masked, contrastive])
 def test_a_loss_that_joins_rows_trains_in_a_pipeline_with_the_microbatches_of_one_device(
@@ -90,7 +90,7 @@ BY_NUMBER = {
 
 
 @pytest.mark.parametrize("what", BY_NUMBER)
-@pytest.mark.drawn
+@pytest.mark.short("numbers")
 def test_rows_have_the_number_that_they_have_in_a_microbatch_of_one_device(what):
     loss = lambda o, b: ((o * BY_NUMBER[what](o) - 1) ** 2).mean()
     init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
@@ -161,14 +161,15 @@ class Masks(nnx.Module):
         return self.drop(self.map(batch["x"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Averages, Counts, Masks])
-@pytest.mark.drawn
 def test_what_only_microbatches_have_is_that_of_one_device(model):
     """Nothing joins rows by itself."""
     case = {"DDP": (hfjax.DDP, {"data": 2})}
     assert_strategies_agree(model, squares, BATCH, case, steps=1, accumulate=2)
 
 
+@pytest.mark.slow
 def test_a_key_for_the_microbatch_draws_the_number_of_one_device():
     init, scaled = lambda rngs: nnx.Linear(4, 3, rngs=rngs), jax.random.uniform
     forward = lambda model, batch, key: model(batch["x"]) * scaled(key)
@@ -251,8 +252,8 @@ def squares(outputs, batch):
     return (outputs**2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
-@pytest.mark.drawn
 def test_a_model_that_joins_rows_writes_to_its_variables_what_one_device_writes(options):
     assert_strategies_agree(Joins, squares, BATCH, FOUR, steps=3, **options)
 
@@ -380,6 +381,7 @@ def linear(rngs):
     return nnx.Linear(4, 3, rngs=rngs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
 def test_a_scan_over_rows_that_reads_its_counter_is_that_of_one_device():
     losses = []
@@ -429,7 +431,7 @@ def keys_of_rows(key):
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-@pytest.mark.drawn
+@pytest.mark.short("rbg")
 def test_keys_of_each_row_draw_what_they_draw_on_one_device(impl):
     draws = keys_of_rows(jax.random.key(3, impl=impl))
     forward = lambda m, b: jnp.concatenate([draw(b["x"]) for draw in draws.values()], 1) * m["w"]

@@ -98,7 +98,7 @@ RUNS = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("listed", [False, True], ids=["stack", "list"])
@@ -109,7 +109,7 @@ def test_rows_meet_anywhere_in_a_model_as_on_one_device(strategy, run, listed):
     assert_strategies_agree(init, loss, BATCH, case, steps=2, **execution)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [False, True], ids=["stack", "list"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_also_where_layers_are_fetched_from_the_host_one_by_one(listed, accumulate):
@@ -192,8 +192,8 @@ def pooled_loss(outputs, batch):
     return ((outputs["x"] - batch["y"].mean(0, keepdims=True)) ** 2).mean() + outputs["added"] ** 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
-@pytest.mark.drawn
 def test_what_is_linear_in_rows_is_handed_on_as_on_one_device(schedule):
     how = {"schedule": hfjax.Schedule(schedule, 2)} if schedule else {"accumulate": 2}
     sizes = {"pipe": 2, "data": 2} if schedule else {"data": 2}
@@ -213,7 +213,7 @@ PIPES = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPES)
 @pytest.mark.parametrize("listed", [False, True], ids=["stack", "list"])
 def test_in_a_pipeline_microbatches_are_those_of_one_device(name, listed):
@@ -223,8 +223,8 @@ def test_in_a_pipeline_microbatches_are_those_of_one_device(name, listed):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
-@pytest.mark.drawn
 def test_also_where_stages_update_by_themselves(name):
     init, schedule = model(layers=4, rate=0.3), hfjax.Schedule(name, microbatches=4)
     found = trained(init, hfjax.PIPE, {"pipe": 2, "data": 2}, schedule=schedule)
@@ -248,7 +248,7 @@ EVALUATED = {
 }
 
 
-@pytest.mark.drawn
+@pytest.mark.short("FSDP-list")
 @pytest.mark.parametrize("listed", [False, True], ids=["stack", "list"])
 @pytest.mark.parametrize("strategy", EVALUATED)
 def test_evaluations_and_outputs_are_those_of_one_device(listed, strategy):

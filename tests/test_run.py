@@ -89,6 +89,7 @@ class Heard(Watchdog):
         return super().allow(seconds, doing)
 
 
+@pytest.mark.slow
 def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
     monkeypatch.setattr(Heard, "events", [])
     monkeypatch.setattr("hfjax.run.loop.Watchdog", Heard)
@@ -107,6 +108,7 @@ def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
         assert silence not in told
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_saves_and_leaves_though_a_validation_is_due(data, tmp_path):
     """It validates first when it goes on, once; however often it is stopped."""
     log = replace(QUIET, valid_every=1)
@@ -125,6 +127,7 @@ def test_a_run_that_is_told_to_stop_saves_and_leaves_though_a_validation_is_due(
     assert told(tmp_path / "run", "valid_loss") == wanted
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_saves_and_goes_on_later(
     data, tmp_path, monkeypatch, capfd
 ):
@@ -143,6 +146,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_goes_on_later(
     assert train(config).step == 12
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whole, data):
     directory, result = whole
     losses = told(directory)
@@ -173,6 +177,7 @@ def test_a_run_that_is_complete_does_nothing_more(whole, data, capsys):
     )
 
 
+@pytest.mark.slow
 def test_other_settings_are_told_where_a_run_goes_on_and_do_not_replace_those_of_a_complete_one(
     tmp_path, data, capsys
 ):
@@ -266,6 +271,7 @@ def test_a_run_whose_folder_is_moved_leaves_one_that_can_be_used(
     assert list(told(tmp_path / "moved")) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_at_a_step_which_is_just_being_saved_has_it(tmp_path, data):
     every = Checkpoints(every=1)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, checkpoints=every, minutes=0.0)
@@ -301,6 +307,7 @@ def test_a_run_goes_on_under_another_strategy(whole, begun, data, tmp_path, stra
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_whose_whole_state_lies_on_the_host_updates_layer_by_layer(data, tmp_path):
     given = {"optimizer": Optimizer(rate=1e-2, clip=None), "steps": 3, "mesh": ONE}
     given["log"] = UNJUDGED
@@ -353,6 +360,7 @@ def test_what_is_set_is_how_the_step_runs(data, tmp_path, changes, fields):
         assert getattr(found, name) == getattr(wanted, name), name
 
 
+@pytest.mark.slow
 def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(whole, data, tmp_path):
     pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("1f1b", 2), "log": UNJUDGED}
     piped = small(tmp_path, data, strategy="pipe", **pipeline)
@@ -362,6 +370,7 @@ def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(whole, data, tmp_pat
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_documents_an_average_and_the_best_checkpoint(data, tmp_path):
     config = small(
         tmp_path,
@@ -396,6 +405,7 @@ def test_a_run_of_ones_own_model_loss_and_optimizer(data, tmp_path):
     assert result.state.params["table"].shape == (256, 256)
 
 
+@pytest.mark.slow
 def test_a_llama_is_a_preset_too(data, tmp_path):
     model = replace(MODEL, preset="llama-tiny")
     config = small(tmp_path, data, steps=1, model=model, mesh=ONE, log=UNJUDGED)
@@ -436,6 +446,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
     assert result.step == 12
 
 
+@pytest.mark.slow
 def test_the_data_ends_and_so_does_the_run(data, tmp_path, capsys):
     once = Data(train=(str(data),), epochs=1)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=500, data=once)
@@ -541,6 +552,7 @@ def test_a_log_line_tells_what_there_is_to_tell():
 # -- evaluation and text ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_mean_over_every_row_whatever_the_batch(whole, data):
     directory, _ = whole
     losses = []
@@ -577,8 +589,8 @@ def greedy(parts, state, prompt, count):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [3, 40])
-@pytest.mark.drawn
 def test_the_likeliest_text_is_the_same_on_many_devices_and_from_the_host(whole, data, length):
     directory, _ = whole
     prompt = list(b"the mesh of the tensor axis is a row of data")[:length]
@@ -878,6 +890,7 @@ def test_steps_that_are_not_finite_are_never_saved_over(data, tmp_path):
     assert set(told(tmp_path)) <= {0, 1}
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_no_updates_for_the_learning_rate(data, tmp_path):
     (tmp_path / "own.py").write_text(
         "import jax.numpy as jnp, hfjax\n"
@@ -945,6 +958,7 @@ def test_other_tokenizers_are_not_mixed(data, tmp_path):
         train(small(tmp_path / "run", data, data=other))
 
 
+@pytest.mark.slow
 def test_a_configuration_is_saved_to_be_read_from_any_folder(data, tmp_path, monkeypatch):
     monkeypatch.chdir(data.parent)
     train(small(tmp_path, Path("data"), model=BIGRAMS, steps=1, mesh=ONE))
@@ -958,6 +972,7 @@ def test_the_page_names_every_field_of_a_step_and_every_preset():
     assert not [name for name in presets() if f"`{name}`" not in page]
 
 
+@pytest.mark.slow
 def test_what_belongs_to_a_machine_or_to_one_start_is_not_saved(data, tmp_path):
     keep = Checkpoints(every=5, resume="never")
     here = {"devices": 1, "cpu_devices": 8, "cache": tmp_path / "cache"}

@@ -165,6 +165,7 @@ def test_the_lines_of_the_readme_work_one_after_the_other_in_processes_of_one_de
     np.testing.assert_allclose(twos, ones, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process(shared, tmp_path):
     """It loses no step, compiles no step again, and has the losses of one process all along.
 

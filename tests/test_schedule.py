@@ -163,7 +163,7 @@ def own_table(seed: int) -> Table:
 
 
 @pytest.mark.parametrize("seed", range(150))
-@pytest.mark.drawn
+@pytest.mark.short(*map(str, range(20)))
 def test_any_order_of_any_user_compiles_and_replays(seed):
     table = check(own_table(seed))
     assert set(Replay(compile_table(table)).run().values()) == {1}

@@ -247,7 +247,7 @@ def test_a_trace_has_the_tasks_of_each_stage_and_an_arrow_per_message(run, tmp_p
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.drawn(2)
+@pytest.mark.short("gpipe", "forward")
 def test_every_table_can_be_drawn(tmp_path, name):
     table = SCHEDULES[name](2, 3, SCHEDULES[name].chunks)
     picture = drawn(table, 1, 2, 1)

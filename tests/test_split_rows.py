@@ -43,12 +43,13 @@ def agree(model, given, cases):
     assert max(found.values()) < 1e-9, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.drawn
 def test_it_trains_as_one_device_masks_and_microbatches_too(name):
     agree(small_gpt.mlps(dropout=0.1), tokens(), {name: CASES[name]})
 
 
+@pytest.mark.slow
 def test_rows_that_devices_share_are_cut_where_the_width_is_a_multiple_of_them_too():
     """8 rows on a device, of positions that two devices share, and a width of 32."""
     case = hfjax.DDP | hfjax.CONTEXT, {"data": 2, "context": 2}, TWO
@@ -81,6 +82,7 @@ def in_parts(split_rows):
     return lowered(split_rows, tokens())
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_and_gradients_scattered_once():
     found = [hfjax.collectives(in_parts(n)) for n in (1, 2, 4)]
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -89,6 +91,7 @@ def test_parameters_are_gathered_and_gradients_scattered_once():
     assert found[0].total("all-gather", "fsdp") > 0
 
 
+@pytest.mark.slow
 def test_the_collectives_over_tensor_are_as_many_bytes_of_smaller_parts():
     """The partitioner's own: gradients of biases in the stream come in parts, too."""
     one, two = (hfjax.collectives(in_parts(n).compile()) for n in (1, 2))

@@ -39,7 +39,7 @@ def batches(steps):
 
 
 @pytest.mark.parametrize("name", ["DDP", pytest.param("ZERO1", marks=SLOW), "FSDP"])
-@pytest.mark.drawn
+@pytest.mark.short("DDP")
 def test_steps_in_a_scan_of_ones_own_are_those_of_a_loop(name):
     layout, state = plan(*CASES[name])
     step, evaluate, many = (
@@ -152,7 +152,7 @@ def put(state, layout):
         for host in (False, True)
     ],
 )
-@pytest.mark.drawn
+@pytest.mark.short("DDP-False")
 def test_parameters_put_into_a_state_are_those_that_train_also_with_master_weights(name, host):
     strategy, sizes = CASES[name]
     strategy = strategy | hfjax.HOST_OPTIMIZER if host else strategy
@@ -167,7 +167,7 @@ def test_parameters_put_into_a_state_are_those_that_train_also_with_master_weigh
 
 
 @pytest.mark.parametrize("strategy", [FSDP, FSDP | hfjax.HOST_OPTIMIZER], ids=["device", "host"])
-@pytest.mark.drawn
+@pytest.mark.short("device")
 def test_parameters_put_into_a_state_are_those_that_train_in_a_program_too(strategy):
     optimizer = hfjax.master(hfjax.ema(optax.sgd(0.0), 0.9))
     layout, state = plan(strategy.edit(replicate_below=0), {"fsdp": 4}, optimizer)

@@ -137,7 +137,7 @@ def asked_three_times():
 
 
 @pytest.mark.parametrize(("reason", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("asked", 75)])
-@pytest.mark.drawn
+@pytest.mark.short("SIGINT-130")
 def test_asked_in_one_process_both_stop_at_the_same_step(asked_three_times, reason, code):
     assert resumable(code)
     told = re.findall(rf"\[(.)\] stopped at step (\d+) {reason} (\d+)", asked_three_times)

@@ -84,6 +84,7 @@ print(json.dumps(differences(1, 3)))
 """
 
 
+@pytest.mark.slow
 def test_nine_devices_equal_one_in_float64():
     [(status, told, trouble)] = finished(start(NINE, JAX_NUM_CPU_DEVICES="9"))
     assert status == 0, trouble
@@ -106,7 +107,7 @@ def lowered(function, weights, depth, side, gradients):
 
 @pytest.mark.parametrize(("depth", "side"), SQUARES)
 @pytest.mark.parametrize(("function", "weights"), [(one_map, (UP,)), (mlp, (UP, DOWN))])
-@pytest.mark.drawn
+@pytest.mark.short("one_map-weights0-1-2", "mlp-weights1-2-3")
 def test_each_device_sends_what_the_formula_says(function, weights, depth, side):
     maps = dict(list(MAPS.items())[: len(weights)])
     activations = sum(T * k for k, _ in maps.values())

@@ -27,6 +27,7 @@ except MemoryError as error:
 """
 
 
+@pytest.mark.slow
 def test_where_making_a_state_fails_it_is_told_what_it_needs():
     run = [sys.executable, "-c", PROGRAM]
     told = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -21,6 +21,7 @@ def ddp():
     return layout, hfjax.train_step(layout, next_token_loss)
 
 
+@pytest.mark.slow
 def test_the_state_given_is_donated_and_counts_its_steps(ddp):
     layout, step = ddp
     first = hfjax.init(layout)
@@ -31,6 +32,7 @@ def test_the_state_given_is_donated_and_counts_its_steps(ddp):
         step(first, tokens())
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_parameters_on_every_mesh():
     alone = mlp_layout(DDP, {"data": 1}, devices=jax.devices()[:1])
     one = hfjax.init(alone, seed=3)
@@ -119,6 +121,7 @@ def test_a_module_and_a_run_refuse_the_same_rates_of_dropout(rate):
     assert [Model(dropout=rate).dropout for rate in (0.0, 1.0)] == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_the_same_on_every_mesh_bit_by_bit():
     def loss(outputs, batch):
         return hfjax.Mean(outputs.sum(), outputs.size, {"kept": (outputs != 0).mean()})
@@ -157,6 +160,7 @@ def test_full_returns_whole_arrays_in_host_memory():
     assert whole["layers"]["mlp"]["up"]["kernel"].shape == (2, 32, 128)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_told_by_step_and_loses_nothing():
     layout = mlp_layout(ZERO1, {"data": 4}, optax.adamw(1e-3))
     poisoned = lambda logits, batch: (
@@ -188,6 +192,7 @@ def test_a_parameter_that_is_not_finite_is_told_by_name_at_a_later_call():
         step(state, tokens())
 
 
+@pytest.mark.slow
 def test_a_float32_model_stays_float32_under_bfloat16_arithmetic():
     layout = mlp_layout(FSDP, {"fsdp": 4})
     wide, narrow = (
@@ -211,6 +216,7 @@ def test_an_unknown_keyword_of_train_step_is_refused():
         hfjax.train_step(mlp_layout(DDP, {"data": 8}), next_token_loss, microbatch=2)
 
 
+@pytest.mark.slow
 def test_the_model_alone_computes_what_the_step_computes():
     model = mlps()(nnx.Rngs(jax.random.key(0)))
     model.eval()

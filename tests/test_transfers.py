@@ -198,8 +198,8 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", STEPS)
-@pytest.mark.drawn
 def test_a_step_fetches_and_returns_a_devices_own_part_of_the_moments(case):
     strategy, sizes, execution = STEPS[case]
     layout = gpt_layout(strategy | HOST_OPTIMIZER, sizes, optax.adamw(1e-3))

@@ -108,6 +108,7 @@ def whole(names):
     return {name: (CASES[name][0].edit(replicate_below=0), *CASES[name][1:]) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "names"),
     [(short_resnet, ["1f1b"]), pytest.param(resnet, list(CASES), marks=pytest.mark.slow)],
@@ -128,6 +129,7 @@ def test_dense_layers_equal_one_device(init, names):
     assert_strategies_agree(init, squares, ROWS, chosen, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "beside", [jnp.sin, pytest.param(partial(Dropout, 0.2), marks=pytest.mark.slow)]
 )
@@ -151,6 +153,7 @@ class Masked(nnx.Module):
         return jnp.where(mask[:, None], self.dropout(self.up(x)), x), mask, turn + 1
 
 
+@pytest.mark.slow
 def test_masks_and_whole_numbers_go_from_stage_to_stage_and_dropout_is_that_of_one_device():
     def init(rngs):
         before = lambda x: (x, x[:, 0] > 0, jnp.zeros((len(x),), jnp.int32))
@@ -175,6 +178,7 @@ def equal(stack):
     return init
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "remat"),
     [("pipedream", "except_last"), pytest.param("2bw", "none", marks=pytest.mark.slow)],
@@ -246,6 +250,7 @@ def test_packing_gives_back_what_was_packed():
         jax.tree.map(np.testing.assert_array_equal, found, tree)
 
 
+@pytest.mark.slow
 def test_a_canonical_state_is_that_of_one_device_and_goes_on_under_any_layout(tmp_path):
     piped, other = layout({"pipe": 4}, init=short), layout({"fsdp": 2}, FSDP, init=short)
     steps = [
@@ -270,6 +275,7 @@ def test_a_canonical_state_is_that_of_one_device_and_goes_on_under_any_layout(tm
     assert not any(x.is_deleted() for x in jax.tree.leaves(saved))  # a step took only its own
 
 
+@pytest.mark.slow
 def test_an_evaluation_runs_forward_only_and_from_any_packing():
     plan = layout({"pipe": 2}, init=short)
     schedule = Schedule("interleaved", 2)
@@ -295,6 +301,7 @@ def test_no_collective_lies_in_a_branch_and_a_row_is_gathered_once_a_pass():
 # -- balance ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_are_dealt_by_number_by_parameters_by_work_or_by_hand():
     shapes = jax.ShapeDtypeStruct((1000, 8), jnp.float32)
     batch = {"x": shapes, "y": jax.ShapeDtypeStruct((1000, 5), jnp.float32)}

@@ -84,7 +84,7 @@ def of_names(case: str, kind: str, config, arrays) -> dict[str, float]:
     return {n: float(abs(told(n, found[n]) - wanted(n)) / size(found[n])) for n in kept}
 
 
-@pytest.mark.drawn
+@pytest.mark.short("basic", "vit")
 @pytest.mark.parametrize("case", CONFIGS)
 def test_logits_loss_gradients_and_three_steps_are_those_of_torchvision(case, tmp_path):
     config, errors = CONFIGS[case], {}
@@ -138,7 +138,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.drawn
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_split_models_train_as_one_device_trains_them(name):
     """Seventeen positions do not divide; DeepLab hands on features, and drops some of them."""

@@ -54,7 +54,7 @@ def model(name, **changes):
     return model_of(replace(PRESETS[name], **dropped, **changes))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ROWS)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_loss_gradients_and_statistics_are_those_of_one_device(name, strategy):
@@ -64,7 +64,7 @@ def test_loss_gradients_and_statistics_are_those_of_one_device(name, strategy):
     assert max(found.values()) < 1e-9
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_statistics_are_those_of_each_microbatch_in_order(name):
     """Two microbatches: those of one device, after which running statistics were mixed twice."""
@@ -74,6 +74,7 @@ def test_statistics_are_those_of_each_microbatch_in_order(name):
         assert_strategies_agree(*given, steps=2, accumulate=2)
 
 
+@pytest.mark.slow
 def test_two_microbatches_mix_running_statistics_twice():
     batch, mesh = images("resnet-tiny"), hfjax.make_mesh(data=8)
     layout = hfjax.layout(model("resnet-tiny"), optax.sgd(0.0), mesh, hfjax.DDP)
@@ -89,6 +90,7 @@ def test_two_microbatches_mix_running_statistics_twice():
         np.testing.assert_allclose(got[...], wanted[...], rtol=2e-4, atol=1e-5, err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet-tiny", "deeplabv3-tiny"])
 def test_in_bfloat16_as_on_one_device_in_bfloat16(name):
     """Statistics are float32 there too; activations round, so the law is a looser one."""
@@ -109,12 +111,14 @@ def test_in_bfloat16_as_on_one_device_in_bfloat16(name):
     np.testing.assert_allclose(means[1:], means[:1] * 2, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", SHARED)
 def test_a_vit_takes_tensor_sequence_and_pipe(strategy):
     case = {strategy: SHARED[strategy]}
     assert_strategies_agree(model("vit-tiny"), classification_loss, images("vit"), case, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["group", "frozen"])
 def test_without_running_statistics_a_resnet_pipelines(norm):
     case = {"PIPE": SHARED["PIPE"]}
@@ -132,7 +136,7 @@ def norms_of(init):
     return Counter(norm.num_features for norm in found)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_one_message_forward_and_one_backward_for_each_norm(name, remat):
@@ -154,6 +158,7 @@ def test_one_message_forward_and_one_backward_for_each_norm(name, remat):
     )
 
 
+@pytest.mark.slow
 def test_the_norms_are_what_is_told_of_rows_that_meet():
     layout = hfjax.layout(model("resnet-tiny"), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
     step = hfjax.train_step(layout, classification_loss)
@@ -210,6 +215,13 @@ WRONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.short(
+    "resnet-tiny-TENSOR",
+    "resnet-tiny-SEQUENCE",
+    "resnet-tiny-GRID",
+    "resnet-tiny-CONTEXT",
+    "regnet-tiny-CONTEXT",
+)
 @pytest.mark.parametrize("strategy", WRONG)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_refuse_what_does_not_split_them(name, strategy):
@@ -253,6 +265,7 @@ def test_a_batch_that_devices_do_not_divide_is_refused():
         step(hfjax.init(layout), images("resnet-tiny", rows=12))
 
 
+@pytest.mark.slow
 def test_tokens_are_no_images_and_images_no_tokens():
     from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 

@@ -28,7 +28,7 @@ TINY = ResNetConfig.preset("resnet-tiny")
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
 
 
-@pytest.mark.drawn
+@pytest.mark.short("deeplabv3-tiny")
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_tensor_of_a_file_has_one_place_and_each_place_a_tensor(name):
     table = vision_table(PRESETS[name])
@@ -61,7 +61,7 @@ def layout_of(config, strategy=hfjax.DDP, **sizes) -> hfjax.Layout:
     return hfjax.layout(model_of(config), optax.adam(1e-3), mesh, strategy)
 
 
-@pytest.mark.drawn
+@pytest.mark.short("float32-basic", "bfloat16-vit")
 @pytest.mark.parametrize("case", ["basic", "frozen", "group", "regnet", "deeplab", "vit"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_file_comes_out_of_split_devices_bit_for_bit(case, dtype, tmp_path):
@@ -128,6 +128,7 @@ def test_a_file_that_was_replaced_after_its_header_was_read_is_not_read(tmp_path
             read()
 
 
+@pytest.mark.slow
 def test_a_new_head_keeps_the_rest(tmp_path):
     file = file_of(tmp_path / "a.safetensors", replace(config := TINY, classes=7))
     layout = layout_of(config)

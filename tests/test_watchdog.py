@@ -123,6 +123,7 @@ def test_a_stopped_process_trips_the_watchdog_of_the_other_and_is_killed():
     assert "not ended 1 s after the failure: killing process 1" in err
 
 
+@pytest.mark.slow
 def test_without_a_watchdog_the_heartbeat_ends_the_run():
     run = launched(["-n", 2, "--grace", 1], *peers(watchdog=None, heartbeat=3))
     [(status, out, _)] = finished(run)
@@ -130,6 +131,7 @@ def test_without_a_watchdog_the_heartbeat_ends_the_run():
     assert time.time() - float(out.split("[1] now ")[1].split()[0]) < 20
 
 
+@pytest.mark.slow
 def test_when_a_process_dies_the_other_does_not_wait_for_it_at_the_exit():
     run = launched(["-n", 2, "--grace", 20], *peers(signal="SIGKILL"))
     [(status, out, err)] = finished(run)
@@ -139,6 +141,7 @@ def test_when_a_process_dies_the_other_does_not_wait_for_it_at_the_exit():
     assert "killing" not in err
 
 
+@pytest.mark.slow
 def test_a_process_without_a_launcher_tells_of_its_dead_peer_and_leaves():
     port, source = free_port(), peers(signal="SIGKILL")[-1]
     where = {"HFJAX_COORDINATOR": f"localhost:{port}", "HFJAX_PROCESSES": "2"}

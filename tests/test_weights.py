@@ -59,7 +59,7 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.drawn
+@pytest.mark.short("gpt2", "qwen3_moe")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_element_of_every_file_has_one_place(name, folders):
     model = hfjax.pretrained(folders / name, **PADDED)
@@ -70,7 +70,13 @@ def test_every_element_of_every_file_has_one_place(name, folders):
     assert (np.sort(numbers)[padding:] == 1 + np.arange(numbers.size - padding)).all()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.short(
+    "FSDP-gpt2-1073741824",
+    "HSDP-mixtral-1073741824",
+    "PIPE-qwen3-1073741824",
+    "FSDP|EXPERT-llama-1024",
+    "HOST-qwen3_moe-1024",
+)
 @pytest.mark.parametrize("most", [1 << 30, 1 << 10])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "DDP"])
@@ -133,7 +139,7 @@ def test_a_state_stored_for_a_schedule_goes_in_and_out(folders, tmp_path):
     assert_same_bits(tmp_path / "out", folders / "llama")
 
 
-@pytest.mark.drawn
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.dtype("float32"), BF16, np.dtype("float16")], ids=str)
 @pytest.mark.parametrize("name", ["tied", "llama", "mixtral"])
 def test_in_and_out_is_bit_for_bit_in_every_type(name, dtype, tmp_path):
@@ -151,6 +157,7 @@ def test_in_and_out_is_bit_for_bit_in_every_type(name, dtype, tmp_path):
         assert index["metadata"]["total_size"] == model.bytes
 
 
+@pytest.mark.slow
 def test_types_can_be_chosen(folders, tmp_path):
     model = hfjax.pretrained(folders / "llama", stored="bf16")
     layout = layout_of(model)
@@ -185,6 +192,7 @@ def test_types_have_short_words_and_no_other_is_written(folders, tmp_path):
         assert found.config["dtype"] == kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True])
 def test_float64_goes_in_and_out_where_devices_have_no_such_type(x64, tmp_path):
     """Numbers are those of float32, in which parameters are stored."""

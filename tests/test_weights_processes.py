@@ -120,6 +120,7 @@ def told_by(processes, root):
     return [[json.loads(x) for x in out.splitlines() if x[:1] == "{"] for _, out, _ in told]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_read_and_write_a_model_together(processes, tmp_path):
     tensors = written(tmp_path / "in", CONFIGS["llama"], drawn(BF16), files=2)

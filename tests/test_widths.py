@@ -124,10 +124,12 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("cases", [GRID, CUBE], ids=["grid", "cube"])
-@pytest.mark.drawn
-def test_what_needs_the_whole_stream_or_inside_is_as_on_one_device(cases, draw):
-    blocks = [layers_of(stream=function) for function in draw(IN_THE_STREAM).values()]
-    blocks += [layers_of(inside=function) for function in draw(INSIDE).values()]
+@pytest.mark.short("grid")
+def test_what_needs_the_whole_stream_or_inside_is_as_on_one_device(cases, short_cases):
+    stream = short_cases(IN_THE_STREAM, "a norm", "pairs", "sorting")
+    inside = short_cases(INSIDE, "softmax", "along the sequence")
+    blocks = [layers_of(stream=function) for function in stream.values()]
+    blocks += [layers_of(inside=function) for function in inside.values()]
     agree(lambda rngs: Model(*blocks, rngs=rngs), cases)
 
 
@@ -217,9 +219,11 @@ class Convolving(nnx.Module):
         return x + self.conv(x)
 
 
-def test_modules_of_every_kind_train_as_on_one_device(draw):
+@pytest.mark.slow
+def test_modules_of_every_kind_train_as_on_one_device(short_cases):
     kinds = [Twice, MeanInside, DropsRoutes, Positions, Bare, Sideways, Norm, WithNormedHeads]
-    blocks = draw({kind.__name__: kind for kind in kinds}).values()
+    named = {kind.__name__: kind for kind in kinds}
+    blocks = short_cases(named, "Twice", "Sideways", "WithNormedHeads").values()
     agree(lambda rngs: Model(*blocks, Convolving, rngs=rngs), CUBE)
 
 
@@ -276,8 +280,8 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.drawn
 def test_linear_maps_may_be_given_other_rows(shape):
     """Also where as many rows as positions lie on devices, of several places."""
     length, cases = SHAPES[shape]
@@ -304,12 +308,13 @@ def by_logits(logits, batch):
     return hfjax.Mean(losses.sum(), jnp.asarray(losses.size, losses.dtype))
 
 
+@pytest.mark.slow
 def test_a_head_may_be_given_other_rows():
     agree(lambda rngs: HeadOfOthers(CONFIG, rngs=rngs), CUBE, by_logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"fsdp": 2}, {"data": 2}])
-@pytest.mark.drawn
 def test_a_model_that_sees_its_own_rows_does_so_on_a_grid(more):
     told = []
     plain_one, on_grid = (hfjax.DDP, hfjax.GRID) if "data" in more else (hfjax.FSDP, BOTH)
@@ -337,6 +342,7 @@ class BareTable(GPT):
         return super().embed(batch) + self.kernels.lookup(self.more[...], tokens) + found
 
 
+@pytest.mark.slow
 def test_tables_without_names_are_looked_up():
     agree(lambda rngs: BareTable(rngs=rngs))
 
@@ -381,6 +387,7 @@ class OfRules(Layer):
         return super().__call__(x) + 0.1 * jnp.tanh(x @ kernel)
 
 
+@pytest.mark.slow
 def test_rules_of_derivatives_see_whole_widths():
     rules = (straight, centred)
     blocks = [layers_of(stream=rule) for rule in rules] + [layers_of(inside=rule) for rule in rules]
@@ -411,6 +418,7 @@ def test_logits_of_the_models_own_are_those_of_one_device():
     agree(lambda rngs: Head(of_each_head, rngs=rngs))
 
 
+@pytest.mark.slow
 def test_no_kernel_takes_the_place_of_logits_of_the_models_own():
     """On any mesh: the model's own logits are made."""
     told = {}
@@ -435,6 +443,7 @@ class OwnHead(GPT):
         return self.unembed(self.norm(jax.nn.softmax(stream)))
 
 
+@pytest.mark.slow
 def test_a_head_may_be_a_linear_map():
     agree(lambda rngs: OwnHead(rngs=rngs))
 
@@ -459,6 +468,7 @@ class TellsApart(nnx.Module):
         return x + self.down(self.kernels.attention(by_head)(q, k, v))
 
 
+@pytest.mark.slow
 def test_an_attention_may_tell_heads_apart():
     agree(lambda rngs: Model(TellsApart, rngs=rngs))
 
@@ -492,6 +502,7 @@ def every_output(model, batch):
     }
 
 
+@pytest.mark.slow
 def test_outputs_are_those_of_one_device():
     found = []
     for strategy, sizes in ((hfjax.DDP, {"data": 1}), (BOTH, {"fsdp": 2, "row": 2, "tensor": 2})):
@@ -501,6 +512,7 @@ def test_outputs_are_those_of_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
 
 
+@pytest.mark.slow
 def test_noise_from_keys_of_rows_and_of_the_step_is_that_of_one_device():
     def noisy(model, batch, key, row_keys):
         x = model.embed(batch)
@@ -530,6 +542,7 @@ class Counts(Layer):
         return super().__call__(x - self.seen[...])
 
 
+@pytest.mark.slow
 def test_statistics_that_a_model_writes_are_those_of_one_device():
     agree(lambda rngs: Model(Counts, Counts, rngs=rngs), CUBE, steps=2)
 

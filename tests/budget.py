@@ -1,0 +1,137 @@
+"""What each file of tests costs, beside the table of what it may cost (tests/budget.json).
+
+`pytest --budget` counts, by file: programs that are traced, lowered and compiled (those of eager
+operations, and of functions that JAX and hfjax keep jitted, are not counted: an earlier file may
+have paid for them) and processes that are started. Counts are exact, whatever the machine does. A
+file that counts more than the table fails the run; `pytest --budget=accept` writes the table anew.
+Processor seconds are printed by file: their sum may be 1.25 times the table's.
+"""
+
+import json
+import resource
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+from jax.extend.core import Primitive
+
+TABLE = Path(__file__).with_name("budget.json")
+EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "traced",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowered",
+    "/jax/core/compile/backend_compile_duration": "compiled",
+}
+STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork")
+SLACK = 1.25  # of processor seconds: machines differ
+
+
+class Budget:
+    """Counts of one process, by file of tests; those of all workers where they end."""
+
+    def __init__(self, mode: str | None):
+        self.mode, self.file = mode, ""
+        self.programs: dict[str, Counter[tuple[str, str]]] = {}
+        self.counts: dict[str, Counter[str]] = {}
+        self.seconds: Counter[str] = Counter()
+        self.errors: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(self._on_program)
+        sys.addaudithook(self._on_start)
+
+    def _on_program(self, event: str, duration: float, **about: Any) -> None:
+        if self.file and (kind := EVENTS.get(event)):
+            name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
+            self.programs.setdefault(self.file, Counter())[kind, name] += 1
+
+    def _on_start(self, event: str, arguments: tuple) -> None:
+        if self.file and event in STARTS:
+            self.counts.setdefault(self.file, Counter())["processes"] += 1
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Count what a test and its fixtures do as its file's."""
+        self.file, before = item.nodeid.split("::")[0], _processor_seconds()
+        try:
+            return (yield)
+        finally:
+            self.seconds[self.file] += _processor_seconds() - before
+            self.file = ""
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A worker hands over its counts; the one process of a session adds its own."""
+        shared = shared_names()
+        for file, programs in self.programs.items():
+            steps = {name for kind, name in programs if kind == "lowered"} - shared
+            for (kind, name), count in programs.items():
+                if name in steps:
+                    self.counts.setdefault(file, Counter())[kind] += count
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["budget"] = [{k: dict(v) for k, v in self.counts.items()}, dict(self.seconds)]
+        elif self.mode and self.seconds:
+            session.exitstatus = self.judge() or session.exitstatus
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add a worker's counts."""
+        counts, seconds = getattr(node, "workeroutput", {}).get("budget", [{}, {}])
+        for file, count in counts.items():
+            self.counts.setdefault(file, Counter()).update(count)
+        self.seconds.update(seconds)
+
+    def judge(self) -> int:
+        """Compare with the table, or write it."""
+        counts = {file: dict(sorted(self.counts.get(file, {}).items())) for file in self.seconds}
+        if self.mode == "accept":
+            table = {"seconds": round(sum(self.seconds.values())), "files": counts}
+            TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+            return 0
+        table = json.loads(TABLE.read_text())
+        self.errors = list(grown(counts, table["files"]))
+        total, most = sum(self.seconds.values()), SLACK * table["seconds"]
+        if total > most:
+            self.errors.append(f"{total:.0f} processor seconds: at most {most:.0f} are allowed")
+        return int(bool(self.errors))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the dearest files, and those that have grown."""
+        if not self.mode or not self.seconds:
+            return
+        total = sum(self.seconds.values())
+        terminalreporter.section(f"{total:.0f} processor seconds")
+        for file, seconds in self.seconds.most_common(None if self.mode == "all" else 25):
+            counts = ", ".join(f"{v} {k}" for k, v in sorted(self.counts.get(file, {}).items()))
+            terminalreporter.line(f"{seconds:7.1f} s  {file}: {counts}")
+        for error in self.errors:
+            terminalreporter.line(f"budget: {error}", red=True)
+        if self.errors:
+            words = (
+                "make it cheaper, mark cases `short`, or accept: make test BUDGET=--budget=accept"
+            )
+            terminalreporter.line(f"budget: {words}")
+
+
+def grown(counts: dict[str, dict[str, int]], table: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Yield a sentence for each count of a file that is above the table's."""
+    for file, found in sorted(counts.items()):
+        for kind, count in found.items():
+            if count > (most := table.get(file, {}).get(kind, 0)):
+                yield f"{file}: {count} {kind}, {most} in tests/budget.json"
+
+
+def _processor_seconds() -> float:
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def shared_names() -> set[str]:
+    """Return the names of what stays jitted for a process: primitives, functions of modules."""
+    jitted = type(jax.jit(lambda: None))
+    modules = [m for name, m in [*sys.modules.items()] if not name.startswith("tests")]
+    values = [x for m in modules if isinstance(m, ModuleType) for x in [*vars(m).values()]]
+    primitives = {x.name for x in values if isinstance(x, Primitive)}
+    return primitives | {x.__name__ for x in values if isinstance(x, jitted)}
