@@ -4,9 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
+
 from hfjax.base.keywords import is_positive, is_real, known_fields
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
+from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.precision.dtypes import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
@@ -41,6 +45,13 @@ class PipelineSchedule(Protocol):
     def versions(self, stages: int) -> Versions | None:
         """Return which version of the weights each task uses; None: one."""
         ...
+
+
+def guard(nonfinite: str, finite: Any, new: Any, old: Any) -> Any:
+    """Return the new arrays; where a step is not finite the old ones, unless it is applied."""
+    if nonfinite == "apply":
+        return new
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
 
 @known_fields
@@ -115,7 +126,7 @@ class Execution:
                 f"schedule={self.schedule!r}: a hfjax.Schedule is expected, for instance "
                 'hfjax.Schedule("1f1b", microbatches=8).'
             )
-        object.__setattr__(self, "precision", precision_of(self.precision))
+        object.__setattr__(self, "precision", precision_of(by_path(self.precision)))
         remat = Remat.of(self.remat)
         object.__setattr__(self, "remat", remat)
         if remat.what == "except_last" and self.schedule is None:

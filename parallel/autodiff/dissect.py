@@ -228,6 +228,11 @@ def arrays_of(gradients: Any, like: Any) -> Any:
     return jax.tree.map(zeros, gradients, like)
 
 
+def zeros_like(shapes: Any) -> Any:
+    """Return zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+
 def check_same(x: Any, y: Any) -> None:
     """Refuse a stacked layer that hands on something else than it is given."""
     shape = lambda tree: [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(tree)]

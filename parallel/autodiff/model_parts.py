@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
+from hfjax.parallel.autodiff.dissect import arrays_of, cotangents
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,21 @@ class ModelParts:
     divisor: Callable = lambda m: 1.0
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
 
-    def cotangent(self, total: jax.Array, divisor: Any) -> jax.Array:
-        """Return the cotangent with which the backward pass of a microbatch begins."""
-        return cotangent(total, self.seed, divisor)
+    def embed_pass(self, m: Index) -> tuple[Any, Callable]:
+        """Return what enters the first layer; its gradient -> that of what lies outside."""
+        x, pullback = jax.vjp(lambda outside: self.first(outside, m), self.outside)
+        return x, lambda dx: pullback(cotangents(dx))[0]
+
+    def head_pass(self, y: Any, m: Index, tell: Callable) -> tuple[Any, Flat, Any, Any]:
+        """Return the gradients of what enters the head and of what lies outside; `tell(aux)`.
+
+        That is what is told, and by what the total is divided.
+        """
+        last = lambda outside, y: self.last(outside, y, m)
+        total, pullback, aux = jax.vjp(last, self.outside, y, has_aux=True)
+        told, divisor = tell(aux)
+        gradients, dy = pullback(cotangent(total, self.seed, divisor))
+        return arrays_of(dy, y), gradients, told, divisor
 
 
 def cotangent(total: jax.Array, seed: Any, divisor: Any) -> jax.Array:
