@@ -301,7 +301,8 @@ class Pipeline:
         def run(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             known = lambda told: (told, self.model.divisor(m))
             dy, gradients, told, divisor = self.model.head_pass(y, m, known)
-            return tell(told, aux), _add(outside, gradients, divisor), dy
+            outside = _add(outside, gradients, divisor)
+            return tell(told, aux), outside, dy
 
         def skip(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             return aux, outside, self.queue("dy").get(state["dy"], 0, at.positive("H_dy"))
