@@ -21,6 +21,8 @@ from hfjax.parallel.engine.forward_asks import asked_by
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.scope import Join
+from hfjax.parallel.precision.by_path import by_path
+from hfjax.parallel.precision.dtypes import Precision
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.check_state import check_alive, check_form, check_layout, is_traced
 from hfjax.plan.layout import Layout, State
@@ -167,7 +169,8 @@ def _staged(
     """Return the layout on the stages of a schedule, that, and how a forward pass runs, if so."""
     layout = on_stages(layout, schedule)
     forward = None if schedule is None else Schedule("forward", branches=schedule.branches)
-    run = Execution(schedule=forward, **execution)
+    precision = by_path(execution.pop("precision", Precision()))
+    run = Execution(schedule=forward, precision=precision, **execution)
     check_runs(layout, run)
     return layout, schedule, run
 

@@ -31,8 +31,8 @@ from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.parallel.precision.by_path import DtypesByPath
-from hfjax.parallel.precision.dtypes import LossScale
+from hfjax.parallel.precision.by_path import DtypesByPath, by_path
+from hfjax.parallel.precision.dtypes import LossScale, Precision
 from hfjax.parallel.three_parts.layers_in_turn import told
 from hfjax.parallel.wings.context.forms import ContextChoice
 from hfjax.plan.check_state import (
@@ -82,7 +82,8 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
     """
     check_keywords("train_step", execution, [f.name for f in fields(Execution)])
-    return TrainStep(layout, loss, Execution(**execution))
+    precision = by_path(execution.pop("precision", Precision()))
+    return TrainStep(layout, loss, Execution(precision=precision, **execution))
 
 
 train_step.__doc__ = (train_step.__doc__ or "").replace(

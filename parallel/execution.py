@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from hfjax.base.keywords import is_positive, is_real, known_fields
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
-from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.precision.dtypes import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
@@ -126,7 +125,7 @@ class Execution:
                 f"schedule={self.schedule!r}: a hfjax.Schedule is expected, for instance "
                 'hfjax.Schedule("1f1b", microbatches=8).'
             )
-        object.__setattr__(self, "precision", precision_of(by_path(self.precision)))
+        object.__setattr__(self, "precision", precision_of(self.precision))
         remat = Remat.of(self.remat)
         object.__setattr__(self, "remat", remat)
         if remat.what == "except_last" and self.schedule is None:

@@ -176,3 +176,10 @@ def test_any_order_of_any_user_compiles_and_replays(seed):
 def test_a_schedule_that_got_a_better_name_is_found_by_its_old_one(old):
     new = old.replace("half", "published")
     assert Schedule(old, microbatches=4) == Schedule(new, microbatches=4)
+
+
+def test_a_table_is_built_once_and_nobody_can_change_it():
+    table = Schedule("zb-v", 8).table(4)
+    assert Schedule("zb-v", 8).table(4) is table
+    with pytest.raises(ValueError, match="read-only"):
+        table.cells[0] = -1

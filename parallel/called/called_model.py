@@ -18,12 +18,7 @@ class CalledAsItIs:
     context: StepContext
 
     def run(
-        self,
-        stored: dict[str, Stored],
-        variables: Flat,
-        batch: Any,
-        mode: str,
-        wanted: str = "loss",
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
     ) -> tuple[Any, Flat]:
         """Return the loss, or the outputs, as values, and the variables after it."""
         context = self.context
@@ -31,7 +26,7 @@ class CalledAsItIs:
         def call(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
             model = context.blueprint.merge(parameters, variables, mode)
             outputs = called(context.forward, model, variables, context.inputs(batch), mode)
-            value = outputs if wanted == "outputs" else context.mean_of_rows(outputs, batch)
+            value = outputs if wants == "outputs" else context.mean_of_rows(outputs, batch)
             return value, variables | context.blueprint.variables_of(model)
 
         rows, templates = context.traced.rows, context.blueprint.variables

@@ -95,7 +95,6 @@ class Plane(ABC):
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed) -> tuple:
-
             def run(dealt: bool, weighed: bool) -> Pass:
                 context.traced.begin(context.placed, 1.0 if seed is None else seed)
                 context.traced.weighed = weighed
@@ -235,12 +234,7 @@ class Forward(Protocol):
     """What runs a model forward on the rows of a microbatch, before JAX differentiates it."""
 
     def run(
-        self,
-        stored: dict[str, Stored],
-        variables: Flat,
-        batch: Any,
-        mode: str,
-        wanted: str = "loss",
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
     ) -> tuple[Any, Flat]:
         """Return the loss, or the outputs, as values, and the variables after it."""
         ...

@@ -6,6 +6,7 @@ chosen when a step is built.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -102,13 +103,8 @@ def gather(
     x: jax.Array, gathers: tuple[Leg, ...], gather_dtype: DTypeLike, tensor_dims: Dims
 ) -> jax.Array:
     """Return the array whole along one dimension after the other, in the dtype that is sent."""
-
-    def run(x: jax.Array) -> jax.Array:
-        for leg in gathers:
-            x = _gather_along(x, leg, gather_dtype)
-        return x
-
-    return on_tensor_shards(run, tensor_dims, x.ndim)(x) if gathers else x
+    move = partial(_gather_along, gather_dtype=gather_dtype)
+    return _one_by_one(move, x, gathers, tensor_dims)
 
 
 def gather_from_moments(p: Placed, x: jax.Array) -> jax.Array:
@@ -119,13 +115,12 @@ def gather_from_moments(p: Placed, x: jax.Array) -> jax.Array:
 
 def scatter(x: jax.Array, scatters: tuple[Leg, ...], tensor_dims: Dims) -> jax.Array:
     """Return this device's shard of the sum over devices, one dimension after the other."""
+    return _one_by_one(_scatter_along, x, scatters, tensor_dims)
 
-    def run(x: jax.Array) -> jax.Array:
-        for leg in scatters:
-            x = _scatter_along(x, leg)
-        return x
 
-    return on_tensor_shards(run, tensor_dims, x.ndim)(x) if scatters else x
+def _one_by_one(move: Callable, x: jax.Array, steps: tuple[Leg, ...], tensor_dims: Dims) -> Any:
+    run = lambda x: reduce(move, steps, x)
+    return on_tensor_shards(run, tensor_dims, x.ndim)(x) if steps else x
 
 
 def _gather_along(x: jax.Array, leg: Leg, gather_dtype: DTypeLike) -> jax.Array:

@@ -14,14 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.legs import (
-    Choose,
-    Movement,
-    by_xla,
-    legs,
-    on_tensor_shards,
-    scatter,
-)
+from hfjax.parallel.engine.legs import Choose, Movement, by_xla, legs, on_tensor_shards, scatter
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.placement import Dims, Placed, entries_of, keep
 from hfjax.parallel.precision.dtypes import Precision

@@ -314,7 +314,7 @@ class StepContext:
 
     def gather_once(self, parameters: Flat) -> Flat:
         """Return the parameters, some of them gathered for the whole step."""
-        move = lambda path: replace(self.movement(self.placed[path], False), read=_ignore)
+        move = lambda p: replace(self.movement(self.placed[p], False), read=lambda _: None)
         fetch = lambda path, x: Stored(x, None, move(path)).fetch()
         now = self.gathered_for_step
         return {path: fetch(path, x) if path in now else x for path, x in parameters.items()}
@@ -333,13 +333,10 @@ class StepContext:
 
     def reduce_outside(self, gradients: Flat) -> Flat:
         """Return the gradients of what lies outside the layers, where they accumulate."""
-
-        def reduce(p: Placed, gradient: jax.Array) -> jax.Array:
-            wide = jnp.promote_types(p.dtype, jnp.float32)
-            return reduce_gradient(self.movement(p), gradient, wide)
-
-        pairs = ((self.placed[path], gradient) for path, gradient in gradients.items())
-        return {p.path: reduce(p, gradient) for p, gradient in pairs if not p.frozen}
+        wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
+        pairs = ((self.placed[path], g) for path, g in gradients.items())
+        trained = [(p, g) for p, g in pairs if not p.frozen]
+        return {p.path: reduce_gradient(self.movement(p), g, wide(p)) for p, g in trained}
 
     def pin(self, gradients: Flat) -> Flat:
         """Keep the tensor axes of accumulated gradients where the parameters have them."""
@@ -392,10 +389,6 @@ class StepContext:
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def _ignore(path: str) -> None:
-    """Take no note of a parameter that is read."""
 
 
 def gathered_once(

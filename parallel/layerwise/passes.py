@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.paths import Flat, Index
-from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
-from hfjax.parallel.autodiff.model_parts import ModelParts
+from hfjax.parallel.autodiff.dissect import Dissected
+from hfjax.parallel.autodiff.model_parts import ModelParts, arrays_of, cotangents
 from hfjax.parallel.memory import is_on_host
 
 Carry = Any  # what changes layer by layer

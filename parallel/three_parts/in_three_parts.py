@@ -20,12 +20,7 @@ class InThreeParts:
     context: StepContext
 
     def run(
-        self,
-        stored: dict[str, Stored],
-        variables: Flat,
-        batch: Any,
-        mode: str,
-        wanted: str = "loss",
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
     ) -> tuple[Any, Flat]:
         """Return the loss, or the outputs, as values, and the variables after it."""
         context, options = self.context, self.context.options
@@ -45,5 +40,5 @@ class InThreeParts:
         variables = variables | context.blueprint.variables_of(model)
         x = x.whole() if isinstance(x, RowParts) else x
         outputs, variables = ends.run("head", outside, variables, x)
-        value = outputs if wanted == "outputs" else context.mean(outputs, batch)
+        value = outputs if wants == "outputs" else context.mean(outputs, batch)
         return value, variables
