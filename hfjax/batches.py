@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.keywords import is_whole
-from hfjax.base.paths import Tree
+from hfjax.base.paths import Tree, is_key
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, sides
 from hfjax.parallel.placement import batch_devices, row_shares
@@ -97,9 +97,7 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
             f"rows_of_process: rows={rows!r}; a whole number, at least 1, is expected."
         )
     check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
-    split = NamedSharding(layout.mesh, P(batch_axes(layout.mesh))).addressable_devices_indices_map(
-        (rows,)
-    )
+    split = batch_sharding(layout.mesh).addressable_devices_indices_map((rows,))
     numbers = np.arange(rows)
     return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
 
@@ -232,7 +230,7 @@ def full(params: Tree) -> Any:
 
 
 def _whole(x: jax.Array) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # NumPy has no such type
+    if is_key(x):
         data = _whole(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.is_fully_addressable:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfjax import compose
-from hfjax.base.keywords import known_keywords
+from hfjax.base.keywords import check_keywords
 from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Flat, Tree, flatten
 from hfjax.batches import check_batch, missing_rows, on_devices
@@ -22,6 +22,7 @@ from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.scope import Join
 from hfjax.parallel.precision.by_path import by_path
+from hfjax.parallel.precision.dtypes import Precision
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.check_state import check_alive, check_form, check_layout, is_traced
 from hfjax.plan.layout import Layout, State
@@ -30,18 +31,10 @@ from hfjax.plan.rearrange import rearrange
 from hfjax.plan.xla_options import options_of
 
 Metrics = dict[str, jax.Array]
+FIELDS = ("precision", "schedule", "compiler_options", "kernels", "context")  # of `Execution`
 
 
-@known_keywords
-def eval_step(
-    layout: Layout,
-    loss: Callable,
-    precision: Any = "stored",
-    schedule: Schedule | None = None,
-    compiler_options: Any = "auto",
-    kernels: Any = "auto",
-    context: Any = "auto",
-) -> Callable:
+def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
 
     A pipeline runs forward only.
@@ -49,13 +42,9 @@ def eval_step(
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
         loss: Function of (outputs, batch), as `train_step` takes it.
-        precision: A `hfjax.Precision`, a word (stored, fp32, bf16, fp16, fp64), or
-            {pattern of paths: one of them}.
-        schedule: The schedule of the training step. A state whose layers are stored otherwise is
-            rearranged in each call.
-        compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
-        kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
-        context: As in `hfjax.Execution`: a `hfjax.Context`, or the name of a form.
+        execution: Fields of `hfjax.Execution` as keywords: precision, compiler_options, kernels,
+            context; schedule (that of the training step: a state whose layers are stored otherwise
+            is rearranged in each call).
 
     Returns:
         A function whose metrics are loss, weight, and those of the loss by name.
@@ -70,10 +59,9 @@ def eval_step(
         >>> float(metrics["loss"]), float(metrics["weight"])  # a plain mean weighs each row by 1
         (0.0, 16.0)
     """
+    check_keywords("eval_step", execution, ("layout", "loss", *FIELDS))
     check_given(layout, loss)
-    layout = on_stages(layout, schedule)
-    given = {"compiler_options": compiler_options, "kernels": kernels, "context": context}
-    run = _execution(layout, schedule, {"precision": by_path(precision), **given})
+    layout, schedule, run = _staged(layout, **execution)
 
     def evaluate(params: Tree, variables: Flat, batch: Any) -> Metrics:
         made_of = compose.ingredients(layout, loss, run, forward_table_of(layout, schedule, batch))
@@ -86,16 +74,7 @@ def eval_step(
     return _step(layout, evaluate, options_of(layout, run))
 
 
-@known_keywords
-def predict_step(
-    layout: Layout,
-    forward: Callable | None = None,
-    precision: Any = "stored",
-    schedule: Schedule | None = None,
-    compiler_options: Any = "auto",
-    kernels: Any = "auto",
-    context: Any = "auto",
-) -> Callable:
+def predict_step(layout: Layout, forward: Callable | None = None, **execution: Any) -> Callable:
     """Return (state, batch) -> outputs of the model, jitted: nothing is random or donated.
 
     They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays.
@@ -108,13 +87,9 @@ def predict_step(
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
         forward: Function of (model, batch) that returns the outputs. None: that of the layout.
-        precision: A `hfjax.Precision`, a word (stored, fp32, bf16, fp16, fp64), or
-            {pattern of paths: one of them}.
-        schedule: The schedule of the training step. A state whose layers are stored otherwise is
-            rearranged in each call.
-        compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
-        kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
-        context: As in `hfjax.Execution`: a `hfjax.Context`, or the name of a form.
+        execution: Fields of `hfjax.Execution` as keywords: precision, compiler_options, kernels,
+            context; schedule (that of the training step: a state whose layers are stored otherwise
+            is rearranged in each call).
 
     Example:
         >>> import hfjax, numpy as np, optax
@@ -129,11 +104,11 @@ def predict_step(
         >>> sorted(named(hfjax.init(layout), np.ones((16, 8), np.float32)))
         ['x', 'y']
     """
+    check_keywords("predict_step", execution, ("layout", "forward", *FIELDS))
     check_layout(layout)
     asked_by(forward)  # refuses
-    layout = on_stages(layout if forward is None else replace(layout, forward=forward), schedule)
-    given = {"compiler_options": compiler_options, "kernels": kernels, "context": context}
-    run = _execution(layout, schedule, {"precision": by_path(precision), **given})
+    layout = layout if forward is None else replace(layout, forward=forward)
+    layout, schedule, run = _staged(layout, **execution)
 
     joins: list[Join] = []  # what joins rows, once it is traced
 
@@ -188,12 +163,16 @@ def _no_loss(outputs: Any, batch: Any) -> Mean:
     return Mean(jnp.zeros(()), jnp.ones(()))
 
 
-def _execution(layout: Layout, schedule: Schedule | None, given: dict[str, Any]) -> Execution:
-    """Return how a forward pass runs, if it does."""
+def _staged(
+    layout: Layout, schedule: Schedule | None = None, **execution: Any
+) -> tuple[Layout, Schedule | None, Execution]:
+    """Return the layout on the stages of a schedule, that, and how a forward pass runs, if so."""
+    layout = on_stages(layout, schedule)
     forward = None if schedule is None else Schedule("forward", branches=schedule.branches)
-    run = Execution(**given, schedule=forward)
+    precision = by_path(execution.pop("precision", Precision()))
+    run = Execution(schedule=forward, precision=precision, **execution)
     check_runs(layout, run)
-    return run
+    return layout, schedule, run
 
 
 def _step(layout: Layout, run: Callable, options: dict[str, Any] | None) -> Callable:

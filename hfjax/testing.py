@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean, as_mean, metrics_of
-from hfjax.base.paths import Flat, flatten, nest
+from hfjax.base.paths import Flat, flatten, is_key, nest
 from hfjax.base.progress import said_while
 from hfjax.batches import full
 from hfjax.checks.jax_errors import module_of
@@ -255,13 +255,9 @@ class _PlainStep:
         return {path: g * jnp.minimum(1, clip / norm) for path, g in gradients.items()}
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _variables_of(variables: Flat, number: int) -> dict[str, np.ndarray]:
     """Return variables in host memory after a step, by path and step, but for random keys."""
-    held = full({path: x for path, x in variables.items() if not _is_key(x)})
+    held = full({path: x for path, x in variables.items() if not is_key(x)})
     return {f"{path} after step {number}": x for path, x in held.items()}
 
 

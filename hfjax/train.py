@@ -27,7 +27,7 @@ from hfjax.checks.jax_errors import calling
 from hfjax.checks.look_along_rows import choice_along_rows, look
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
-from hfjax.parallel.execution import Execution
+from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
@@ -47,7 +47,7 @@ from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import rearrange
 from hfjax.update.given_parameters import Follow
 from hfjax.update.loss_scale import after_step, fresh, within
-from hfjax.update.update import Held, Update, placed_as_moments
+from hfjax.update.update import Held, Update, constrain
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -120,20 +120,21 @@ class TrainStep:
         self._made_of, self._update, options = compose.training(layout, loss, execution)
         self.layout, self.execution = layout, execution = self._made_of.layout, execution
         self._loss_scale = execution.precision.scale
-        scale = NamedSharding(layout.mesh, P()) if self._loss_scale else None
+        self._whole = NamedSharding(layout.mesh, P())
+        scale = self._whole if self._loss_scale else None
         self._shardings = replace(layout.shardings(), order=None, scale=scale)
         self._batch = batch_sharding(layout.mesh)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         self._follow = Follow(layout.state_shapes.optimizer)
-        program = self._program(donate_argnums=0, compiler_options=options)
+        program = self._program(self._step, donate_argnums=0, compiler_options=options)
         self._jitted = checked(program, layout.mesh)
 
-    def _program(self, **options: Any) -> jax.stages.Wrapped:
-        here = NamedSharding(self.layout.mesh, P())
+    def _program(self, step: Callable, *more: NamedSharding, **options: Any) -> jax.stages.Wrapped:
+        """Return a step jitted; `more` says where what it is given beside state and batch lies."""
         return jax.jit(
-            self._step,
-            in_shardings=(self._shardings, self._batch),
-            out_shardings=(of_results(self._shardings), here, here),
+            step,
+            in_shardings=(self._shardings, self._batch, *more),
+            out_shardings=(of_results(self._shardings), self._whole, self._whole),
             **options,
         )
 
@@ -185,17 +186,13 @@ class TrainStep:
         It cannot be looked at while it is traced. A state that another schedule has arranged counts
         as one that is not finite: its loss is NaN, and it stays as it is.
         """
-        wanted, here = self.layout.order, NamedSharding(self.layout.mesh, P())
+        wanted = self.layout.order
 
         def step(state: State, batch: Any, order: Any) -> tuple:
             same = True if wanted is None else (order == wanted).all()
             return self._step(self._follow.within(state), batch, same)
 
-        return jax.jit(
-            step,
-            in_shardings=(self._shardings, self._batch, here),
-            out_shardings=(of_results(self._shardings), here, here),
-        )
+        return self._program(step, self._whole)
 
     def _with_scale(self, state: State) -> State:
         """Return the state with the loss scale that this step needs, or without one."""
@@ -212,8 +209,7 @@ class TrainStep:
                 UserWarning,
                 stacklevel=4,
             )
-        here = NamedSharding(self.layout.mesh, P())
-        put = lambda x: jnp.asarray(x) if is_traced(state) else jax.device_put(x, here)
+        put = lambda x: jnp.asarray(x) if is_traced(state) else jax.device_put(x, self._whole)
         return replace(state, scale=jax.tree.map(put, fresh(settings)))
 
     def _check_memory(self, state: State) -> None:
@@ -232,11 +228,7 @@ class TrainStep:
     def _order(self) -> jax.Array | None:
         """The order in which this step stores layers, on the devices that it runs on."""
         order = self.layout.order
-        return (
-            jax.device_put(order, NamedSharding(self.layout.mesh, P()))
-            if order is not None
-            else None
-        )
+        return None if order is None else jax.device_put(order, self._whole)
 
     def _in_order(self, state: State) -> State:
         """Return the state as this step stores layers (rearranged if it came otherwise)."""
@@ -391,13 +383,13 @@ class TrainStep:
             scale, told = after_step(settings, state.scale, metrics["loss"], metrics["finite"])
             metrics |= told
         if not self.layout.hosted.parameters:
-            params = placed_as_moments(params, self.layout.placed)
+            params = constrain(params, self.layout.placed)
         held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})
         new = found.update(held, metrics["finite"])
         variables |= new.variables
         changed, metrics = self.layout.blueprint.after_step(variables, metrics)
-        keep = metrics["finite"] | (self.execution.nonfinite == "apply")
-        variables |= {p: jnp.where(keep, x, variables[p]) for p, x in changed.items()}
+        old = {path: variables[path] for path in changed}
+        variables |= guard(self.execution.nonfinite, metrics["finite"], changed, old)
         params = nest(new.parameters)
         after = State(state.step + 1, params, new.optimizer, nest(variables), scale=scale)
         return after, metrics, found.squares

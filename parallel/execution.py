@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
+
 from hfjax.base.keywords import is_real, is_whole, known_fields
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
@@ -41,6 +44,13 @@ class PipelineSchedule(Protocol):
     def versions(self, stages: int) -> Versions | None:
         """Return which version of the weights each task uses; None: one."""
         ...
+
+
+def guard(nonfinite: str, finite: Any, new: Any, old: Any) -> Any:
+    """Return the new arrays; where a step is not finite the old ones, unless it is applied."""
+    if nonfinite == "apply":
+        return new
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
 
 @known_fields

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.base.paths import Flat, Index, Tree
+from hfjax.base.paths import Flat, Index, Tree, is_key
 from hfjax.base.varying import alike
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import piece
@@ -171,7 +171,7 @@ class PackedLayers:
 
 
 def _name(array: Any) -> str:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         raise ValueError(
             f"layers of a list hand on a random key {array.dtype}{list(array.shape)}: in a "
             "pipeline that travels in a buffer of numbers. Hand on jax.random.key_data(key), and "

@@ -68,6 +68,17 @@ class Placed:
         moved = [(dim, tuple(axis for axis in axes if moves(dim, axis))) for dim, axes in dims]
         return tuple((dim, axes) for dim, axes in moved if axes)
 
+    def split_axes(self, *columns: str) -> set[str]:
+        """Return the axes of the `split_dims` of these columns."""
+        return {axis for column in columns for _, axes in self.split_dims(column) for axis in axes}
+
+    def moment_only_dims(self, column: str) -> Dims:
+        """Return the dimensions that moments split over axes over which a column splits none."""
+        done = self.split_axes(column)
+        dims = self.split_dims("moment")
+        rest = [(dim, tuple(axis for axis in axes if axis not in done)) for dim, axes in dims]
+        return tuple((dim, axes) for dim, axes in rest if axes)
+
     @property
     def stays(self) -> Axes:
         """The axes over which the parameter stays split: nothing gathers it, or sums over them."""

@@ -134,4 +134,4 @@ def shared_names() -> set[str]:
     modules = [m for name, m in [*sys.modules.items()] if not name.startswith("tests")]
     values = [x for m in modules if isinstance(m, ModuleType) for x in [*vars(m).values()]]
     primitives = {x.name for x in values if isinstance(x, Primitive)}
-    return primitives | {x.__name__ for x in values if isinstance(x, jitted)}
+    return primitives | {str(getattr(x, "__name__", "")) for x in values if isinstance(x, jitted)}

@@ -439,8 +439,10 @@ def mutants_of(table: str) -> Iterator[Mutant]:
     lines = map(str.strip, table.strip().splitlines())
     for head, change in zip(lines, lines, strict=True):
         place, _, why = head.partition(": ")
-        before, old, new, after = CHANGE.fullmatch(change).groups()
-        yield Mutant(*place.split(), why, before + old + after, before + new + after)
+        (name, path), found = place.split(), CHANGE.fullmatch(change)
+        assert found, change
+        before, old, new, after = found.groups()
+        yield Mutant(name, path, why, before + old + after, before + new + after)
 
 
 MUTANTS = tuple(mutants_of(TABLE))

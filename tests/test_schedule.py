@@ -170,3 +170,10 @@ def test_any_order_of_any_user_compiles_and_replays(seed):
     again = Schedule.from_text(str(table), branches=table.branches).table(table.stages)
     assert (again.homes, again.branches) == (table.homes, table.branches)
     np.testing.assert_array_equal(again.cells, table.cells)
+
+
+def test_a_table_is_built_once_and_nobody_can_change_it():
+    table = Schedule("zb-v", 8).table(4)
+    assert Schedule("zb-v", 8).table(4) is table
+    with pytest.raises(ValueError, match="read-only"):
+        table.cells[0] = -1

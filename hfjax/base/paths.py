@@ -7,11 +7,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Tree = Any  # a pytree: arrays in dictionaries, lists, tuples, modules
 Index = int | jax.Array  # a number that a program may compute
 Shaped = jax.Array | jax.ShapeDtypeStruct  # an array, or what says its shape and dtype
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
+
+
+def is_key(x: Any) -> bool:
+    """Return whether what has a dtype, or says it, holds random keys: NumPy has no such type."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def path_of(keys: Iterable[Any]) -> str:

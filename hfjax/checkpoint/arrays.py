@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from hfjax.base.paths import is_key
 from hfjax.plan.layout import State
 
 Described = dict[str, list]  # path -> [dtype, shape]
@@ -43,7 +43,7 @@ def of_the_model(described: Described) -> Described:
 
 def raw(array: Any) -> Any:
     """Return an array, or its shape, that can be written: of a random key, its data."""
-    if not _is_key(array):
+    if not is_key(array):
         return array
     if isinstance(array, jax.Array):
         return jax.random.key_data(array)
@@ -53,15 +53,11 @@ def raw(array: Any) -> Any:
 
 def unraw(array: Any, like: Any) -> Any:
     """Return an array that was read as what it was before it was written."""
-    return jax.random.wrap_key_data(array, impl=_impl(like)) if _is_key(like) else array
+    return jax.random.wrap_key_data(array, impl=_impl(like)) if is_key(like) else array
 
 
 def _path(keys: tuple) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _impl(leaf: Any) -> Any:

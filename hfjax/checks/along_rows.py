@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 
+from hfjax.parallel.autodiff.dissect import zeros_like
 from hfjax.parallel.engine import local
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 from hfjax.parallel.wings.context.forms import AttentionCall
@@ -69,7 +69,7 @@ class AlongRows(local.InStep):
                 value_width=None if v.shape[3] == q.shape[3] else v.shape[3],
             )
             self.calls.append(call)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
+        return zeros_like(found)
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product as it is."""

@@ -5,17 +5,22 @@ What is traced so is not run: `look_along_rows.py` looks which attentions it ask
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.called.called_model import called
 from hfjax.parallel.engine.blueprint import is_list, items_of, raw
 from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.step_context import StepContext, rows_of
+from hfjax.parallel.in_parts.interpreter import whole_shapes
+from hfjax.parallel.in_parts.kinds import Side
+from hfjax.parallel.in_parts.scope import traced_whole
 from hfjax.parallel.three_parts.ends import entering
 
 
@@ -55,9 +60,28 @@ def outputs_of_a_look(
     return model.head(x)
 
 
-def computed_shapes(context: StepContext, precision: Any = None) -> Flat:
+def traced_look(
+    context: StepContext,
+    variables: Flat,
+    batch: Any,
+    mode: str,
+    side: Side,
+    times: Callable[[int], AbstractContextManager] = nullcontext,
+) -> ClosedJaxpr:
+    """Return the program of a look at a model that sees the whole rows of the devices of a side.
+
+    The arguments are those of `outputs_of_a_look`; `mode` may be "predict", which is "eval" here.
+    """
+    rows, mode = context.traced.rows, "train" if mode == "train" else "eval"
+    held = rows.of_variables(variables, context.blueprint.variables)
+    shapes = whole_shapes(rows.side, (held, rows.values(batch)))
+    look = partial(outputs_of_a_look, context, mode, times=times)
+    return traced_whole(side, look, computed_shapes(context), *shapes)[0]
+
+
+def computed_shapes(context: StepContext) -> Flat:
     """Return the parameters of a model, as shapes, in the dtypes in which a step computes."""
-    at = (precision or context.execution.precision).at
+    at = context.execution.precision.at
     held = {path: raw(x) for path, x in context.blueprint.parameters.items()}
     compute = {path: at(path).of(x.dtype).compute for path, x in held.items()}
     return {path: jax.ShapeDtypeStruct(x.shape, compute[path]) for path, x in held.items()}

@@ -11,15 +11,13 @@ import jax
 
 from hfjax.base.paths import Flat
 from hfjax.checks.along_rows import AlongRows
-from hfjax.checks.look import computed_shapes, looked, outputs_of_a_look
+from hfjax.checks.look import looked, traced_look
 from hfjax.checks.products_by_path import check_products
 from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.local import Local
 from hfjax.parallel.engine.step_context import StepContext
-from hfjax.parallel.in_parts.interpreter import whole_shapes
 from hfjax.parallel.in_parts.kinds import Side
-from hfjax.parallel.in_parts.scope import traced_whole
 from hfjax.parallel.precision.by_path import PrecisionByPath
 from hfjax.parallel.wings.context.forms import ContextChoice, choose
 from hfjax.parallel.wings.context.on_shared_rows import FoundAlongRows, OnSharedRows, dims_of
@@ -54,15 +52,9 @@ def noted_along_rows(
     dims = dims_of(whole, rows.settings.sequence)
     length = _length(whole, dims)
     noted = AlongRows(rows.step, rows, length, context.side.size)
-    parameters = computed_shapes(context)
-    seen = replace(context, blueprint=context.blueprint.equipped(noted))
-    mode = "train" if mode == "train" else "eval"
-    look = partial(outputs_of_a_look, seen, mode, times=noted.counted)
-    of_rows = context.traced.rows
-    held = of_rows.of_variables(variables, context.blueprint.variables)
-    shapes = whole_shapes(of_rows.side, (held, of_rows.values(whole)))
-    others = Side((*of_rows.side.axes, *rows.axes), of_rows.side.size * rows.devices)
-    traced_whole(others, look, parameters, *shapes)
+    seen, side = replace(context, blueprint=context.blueprint.equipped(noted)), context.side
+    others = Side((*side.axes, *rows.axes), side.size * rows.devices)
+    traced_look(seen, variables, whole, mode, others, noted.counted)
     return noted, dims
 
 

@@ -11,12 +11,10 @@ from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
-from hfjax.checks.look import computed_shapes, outputs_of_a_look
+from hfjax.checks.look import computed_shapes, traced_look
 from hfjax.parallel.autodiff.program import bodies_of
 from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.step_context import StepContext
-from hfjax.parallel.in_parts.interpreter import whole_shapes
-from hfjax.parallel.in_parts.scope import traced_whole
 from hfjax.parallel.precision.by_path import ALL, PrecisionByPath, named
 from hfjax.parallel.precision.dtypes import Precision
 
@@ -85,17 +83,12 @@ def _products(
     precision: Precision | PrecisionByPath,
 ) -> list[Product]:
     """Return the products of a model whose parameters have these dtypes, as they are written."""
-    rows, blueprint = context.traced.rows, context.blueprint
     seen = replace(context, execution=replace(context.execution, precision=precision))
-    parameters = computed_shapes(context, precision)
-    held = rows.of_variables(variables, blueprint.variables)
-    whole = blueprint.prepared(batch)
-    shapes = whole_shapes(rows.side, (held, rows.values(whole)))
-    look = partial(outputs_of_a_look, seen, "train" if mode == "train" else "eval")
-    traced, _ = traced_whole(rows.side, look, parameters, *shapes)
+    whole = context.blueprint.prepared(batch)
+    traced = traced_look(seen, variables, whole, mode, context.side)
     first = [
         Of(True, x.dtype if named(by_path, path) else None)
-        for path, x in sorted(parameters.items())
+        for path, x in sorted(computed_shapes(seen).items())
     ]
     known = dict(zip(traced.jaxpr.invars, first, strict=False))
     return list(_walk(traced.jaxpr, known))

@@ -247,5 +247,4 @@ class ArraysPlaced:
 
     def _in_order(self, p: Placed, column: str, over: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes of rows over which a column splits what is moved."""
-        axes = {axis for _, several in p.split_dims(column) for axis in several}
-        return tuple(axis for axis in over if axis in axes)
+        return tuple(axis for axis in over if axis in p.split_axes(column))

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from hfjax.base.paths import Flat, flatten
 from hfjax.parallel.engine.gradients import StepInputs
+from hfjax.parallel.engine.reduce import mean_gradients
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.pipeline.plane import PipelinePlane
@@ -58,7 +58,7 @@ class AsynchronousUpdate(Update):
         kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
         held = StepInputs(flatten(state.params), flatten(state.variables), *kept)
         new, squares, ends, mean = self.stages.train(held, batch, state.step, self._apply)
-        gradients = {path: self._mean(path, g, mean.weight) for path, g in ends.items()}
+        gradients = mean_gradients(ends, 1 / mean.weight, self.layout.working_dtypes)
         norm = jnp.sqrt(squares + optax.tree.norm(gradients, squared=True))
 
         def changed(held: Held) -> Held:
@@ -84,7 +84,3 @@ class AsynchronousUpdate(Update):
         kept = mine | counts | self.parts.of(optimizer, NUMBER)
         ends, new = self.parts.apply(gradients, kept, {path: params[path] for path in gradients})
         return ends, {name: new[name] for name in mine}
-
-    def _mean(self, path: str, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-        scaled = gradient * (1 / weight).astype(gradient.dtype)
-        return scaled.astype(self.layout.placed[path].dtype)

@@ -7,13 +7,11 @@ there. The first dimension of a stack is that of its layers, which nothing but s
 
 from functools import partial
 
-import jax
 from jax import lax
 
 from hfjax.base.paths import Flat, Index
-from hfjax.parallel.engine.legs import by_xla, gather, legs, on_tensor_shards
+from hfjax.parallel.engine.legs import gather_from_moments
 from hfjax.parallel.engine.step_context import StepContext
-from hfjax.parallel.placement import Dims, Placed
 
 
 def gathered(context: StepContext, new: Flat, old: Flat) -> Flat:
@@ -21,14 +19,18 @@ def gathered(context: StepContext, new: Flat, old: Flat) -> Flat:
 
     Those outside of stacks stay as they are, for XLA's partitioner to gather.
     """
-    placed = {path: p for path, p in context.placed.items() if p.stacked and _split_further(p)}
+    placed = {
+        path: p
+        for path, p in context.placed.items()
+        if p.stacked and p.moment_only_dims("parameter")
+    }
     if not placed:
         return new
 
     def device(new: Flat, old: Flat) -> Flat:
         def layer(i: Index, stacks: Flat) -> Flat:
             here = {path: lax.dynamic_index_in_dim(new[path], i, 0, False) for path in stacks}
-            whole = {path: _whole(placed[path], x) for path, x in here.items()}
+            whole = {path: gather_from_moments(placed[path], x) for path, x in here.items()}
             put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
             return {path: put(stacks[path], x) for path, x in whole.items()}
 
@@ -44,22 +46,3 @@ def gathered(context: StepContext, new: Flat, old: Flat) -> Flat:
     run = context.shard_map(device, (moments, parameters), parameters)
     of = lambda flat: {path: flat[path] for path in placed}
     return new | run(of(new), of(old))
-
-
-def _split_further(p: Placed) -> Dims:
-    """Return the dimensions that moments split over axes over which their parameter is whole."""
-    done = {axis for _, axes in p.split_dims("parameter") for axis in axes}
-    moments = p.split_dims("moment")
-    rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in moments]
-    return tuple((dim, axes) for dim, axes in rest if axes)
-
-
-def _whole(p: Placed, x: jax.Array) -> jax.Array:
-    """Return a layer as it is stored."""
-
-    def run(x: jax.Array) -> jax.Array:
-        for leg in legs("all_gather", _split_further(p), x, x.dtype, p.mesh, by_xla):
-            x = gather(x, leg, x.dtype)
-        return x
-
-    return on_tensor_shards(run, p.tensor_dims, x.ndim)(x)

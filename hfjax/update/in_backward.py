@@ -7,19 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding
 from jax.tree_util import GetAttrKey
 
 from hfjax.base.paths import Flat, flatten
 from hfjax.optimizers.transforms import Mastered
 from hfjax.parallel.engine.gradients import StepInputs
+from hfjax.parallel.execution import guard
 from hfjax.parallel.layerwise.planes import LayerUpdatePlane
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.plan.hosted import MASTER
 from hfjax.plan.layout import State
 from hfjax.update.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.update.update import Found, Held, Update
+from hfjax.update.update import Found, Held, Update, constrain
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,24 +90,13 @@ class InBackwardUpdate(Update):
     def _ends(self, gradients: Flat, params: Flat, optimizer: Any, finite: Any) -> tuple:
         """Return the ends and what the optimizer keeps of them, and counts, after their update."""
         stored = self.parts.of(optimizer, ENDS, COUNT, NUMBER)
-        held = {path: params[path] for path in gradients}
-        before = self._place(to_device(held)), to_device(stored)
-        after = self._updated(self._place(gradients), before[1], before[0])
-        if self.layers.guards:
-            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        new = self._place(after[0], "parameter" if self._far else "moment")
+        held, placed = {path: params[path] for path in gradients}, self.layout.placed
+        before = constrain(to_device(held), placed), to_device(stored)
+        after = self._updated(constrain(gradients, placed), before[1], before[0])
+        after = guard(self.plane.context.execution.nonfinite, finite, after, before)
+        column = "parameter" if self.layout.hosted.parameters else "moment"
+        new = constrain(after[0], placed, column)
         back = lambda old, x: to_host(x) if is_on_host(old) else x
         return {n: back(held[n], x) for n, x in new.items()}, {
             n: back(stored[n], x) for n, x in after[1].items()
         }
-
-    @property
-    def _far(self) -> bool:
-        """Whether parameters lie on the host."""
-        return self.layout.hosted.parameters
-
-    def _place(self, arrays: Flat, column: str = "moment") -> Flat:
-        """Return arrays of the ends' parameters, each where its moments lie."""
-        layout = self.layout
-        on = lambda path: NamedSharding(layout.mesh, getattr(layout.placed[path], column))
-        return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}

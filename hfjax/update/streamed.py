@@ -7,8 +7,8 @@ goes back before the next part comes.
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,12 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.base.paths import Flat, Index, flatten, nest
 from hfjax.optimizers.transforms import from_master
 from hfjax.parallel.autodiff.program import Piece, piece, variables
+from hfjax.parallel.engine.reduce import mean_gradients
+from hfjax.parallel.execution import guard
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import Placed, entries_of
 from hfjax.plan.layout import State
 from hfjax.update.optimizer_parts import OptimizerParts
-from hfjax.update.update import Found, Gradients, Held, Update, scaled, select
+from hfjax.update.update import Found, Gradients, Held, Update
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name
 Arrays = dict[Key, Any]
@@ -52,15 +54,13 @@ class StreamedUpdate(Update):
         nothing can be selected.
         """
         gradients = Gradients.of(self.plane, state, batch)
-        always = self.plane.context.execution.nonfinite == "apply"
         working = self.layout.working_dtypes
-        scale = lambda summed: scaled(summed, gradients.scale(), working)
+        scale = lambda summed: mean_gradients(summed, gradients.scale(), working)
+        keep = partial(guard, self.plane.context.execution.nonfinite)
 
         def update(held: Held, finite: jax.Array) -> Held:
-            run = _Run(self, scale, None if always else finite)
-            new = self._updated(run, gradients.summed, held)
-            written = gradients.variables
-            return Held(*new, written if always else select(finite, written, held.variables))
+            new = self._updated(_Run(self, scale, keep, finite), gradients.summed, held)
+            return Held(*new, keep(finite, gradients.variables, held.variables))
 
         return gradients.found(update)
 
@@ -236,7 +236,8 @@ class _Run:
 
     streamed: StreamedUpdate
     scale: Callable  # divides summed gradients by the weight of the loss, and clips them
-    keep: jax.Array | None  # where it is false (a step that is not finite) nothing changes
+    keep: Callable  # (finite, new, old) -> what there is after the step
+    finite: jax.Array  # whether the step is
 
     def part(self, part: _Part, old: Arrays) -> Arrays:
         """Return what a part becomes."""
@@ -251,19 +252,18 @@ class _Run:
         fixed = {key: x for key, x in old.items() if key not in carried}
         home = lambda key: P(*self._home(key)) if key in carried or key[0] == GRADIENT else P()
         specs = [{key: home(key) for key in flat} for flat in (carried, fixed)]
-        keep = () if self.keep is None else (self.keep,)
 
-        def device(carried: Arrays, fixed: Arrays, *keep: jax.Array) -> Arrays:
-            run = _Run(self.streamed, self.scale, keep[0] if keep else None)
+        def device(carried: Arrays, fixed: Arrays, finite: jax.Array) -> Arrays:
+            run = replace(self, finite=finite)
             here = len(next(iter(carried.values())))
             body = lambda i, stacks: run._row(part, stacks, fixed, i)
             return lax.fori_loop(0, here, body, carried)
 
         mesh = self.streamed.layout.mesh
         # The program was traced elsewhere, without marks of what differs between stages.
-        places = {"in_specs": (*specs, *(P() for _ in keep)), "out_specs": specs[0]}
+        places = {"in_specs": (*specs, P()), "out_specs": specs[0]}
         run = jax.shard_map(device, mesh=mesh, axis_names={PIPE_AXIS}, check_vma=False, **places)
-        return run(carried, fixed, *keep)
+        return run(carried, fixed, self.finite)
 
     def _home(self, key: Key) -> tuple:
         p = self.streamed.owner(key)
@@ -284,8 +284,7 @@ class _Run:
         there |= _named(GRADIENT, self.scale(gradients))
         new = part.compute(there)
         for key in keys:
-            if self.keep is not None:
-                new[key] = jnp.where(self.keep, new[key], there[key])
+            new[key] = self.keep(self.finite, new[key], there[key])
             if is_on_host(old[key]):
                 new[key] = to_host(self._own_place(key, new[key]))
         return new

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, flatten
 from hfjax.parallel.engine.gradients import Plane
-from hfjax.parallel.execution import Execution
+from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.placement import Placed
 from hfjax.plan.layout import Layout, State
@@ -95,14 +95,9 @@ class Gradients(NamedTuple):
         return Found(self.mean, self.norm, self.variables, self.squares, update)
 
 
-def scaled(gradients: Flat, scale: jax.Array, working: Mapping[str, Any]) -> Flat:
-    """Return gradients times a factor, each in the dtype in which its parameter is updated."""
-    return {p: (g * scale.astype(g.dtype)).astype(working[p]) for p, g in gradients.items()}
-
-
-def placed_as_moments(arrays: Flat, placed: Mapping[str, Placed]) -> Flat:
-    """Return arrays of parameters, each where its moments lie."""
-    on = lambda path: NamedSharding(placed[path].mesh, placed[path].moment)
+def constrain(arrays: Flat, placed: Mapping[str, Placed], column: str = "moment") -> Flat:
+    """Return arrays of parameters, each placed as a column says: where its moments lie."""
+    on = lambda path: NamedSharding(placed[path].mesh, getattr(placed[path], column))
     return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
 
 
@@ -114,13 +109,7 @@ def unless_nonfinite(
     A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for the
     host, a selection nothing.
     """
-    if execution.nonfinite == "apply":
-        return update(held)
-    if platform_of(next(iter(placed.values())).mesh) == "cpu":
+    on_cpu = platform_of(next(iter(placed.values())).mesh) == "cpu"
+    if on_cpu and execution.nonfinite != "apply":
         return lax.cond(finite, update, lambda held: held, held)
-    return select(finite, update(held), held)
-
-
-def select(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new arrays if the step is finite, the old ones if it is not."""
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+    return guard(execution.nonfinite, finite, update(held), held)

@@ -8,6 +8,7 @@ import optax
 
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.optimizers.transforms import from_master
+from hfjax.parallel.engine.reduce import mean_gradients
 from hfjax.plan.layout import State
 from hfjax.update.gathered import gathered
 from hfjax.update.update import (
@@ -15,8 +16,7 @@ from hfjax.update.update import (
     Gradients,
     Held,
     Update,
-    placed_as_moments,
-    scaled,
+    constrain,
     unless_nonfinite,
 )
 
@@ -30,7 +30,7 @@ class WholeUpdate(Update):
         gradients = Gradients.of(self.plane, state, batch)
 
         def new(held: Held) -> Held:
-            given = scaled(gradients.summed, gradients.scale(), self.layout.working_dtypes)
+            given = mean_gradients(gradients.summed, gradients.scale(), self.layout.working_dtypes)
             return Held(*self._updated(given, held), gradients.variables)
 
         context, placed = self.plane.context, self.layout.placed
@@ -46,7 +46,7 @@ class WholeUpdate(Update):
         """Return parameters and the optimizer's state, on each device its part."""
         params, placed = held.parameters, self.layout.placed
         gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
-        given = nest(placed_as_moments(gradients, placed)), held.optimizer, nest(params)
+        given = nest(constrain(gradients, placed)), held.optimizer, nest(params)
         updates, optimizer = self.layout.optimizer.update(*given)
         updated = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
-        return placed_as_moments(from_master(updated, optimizer), placed), optimizer
+        return constrain(from_master(updated, optimizer), placed), optimizer

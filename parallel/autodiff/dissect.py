@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal, Var
 
 from hfjax.parallel.activation_offload import Tensor
+from hfjax.parallel.autodiff.model_parts import arrays_of, cotangents
 from hfjax.parallel.autodiff.program import (
     Piece,
     Residuals,
@@ -215,17 +215,9 @@ class _Redo:
         return frozenset([i]).union(*(part for part in parts if part is not None))
 
 
-def cotangents(dy: Any) -> Any:
-    """Return gradients as a pullback takes them: those of whole numbers and masks are none."""
-    inexact = lambda a: jnp.issubdtype(a.dtype, jnp.inexact)
-    return jax.tree.map(lambda a: a if inexact(a) else np.zeros(a.shape, jax.dtypes.float0), dy)
-
-
-def arrays_of(gradients: Any, like: Any) -> Any:
-    """Return gradients as arrays like these: zeros where a pullback gave none."""
-    none = lambda g: g.dtype == jax.dtypes.float0
-    zeros = lambda g, a: jnp.zeros(a.shape, a.dtype) if none(g) else g
-    return jax.tree.map(zeros, gradients, like)
+def zeros_like(shapes: Any) -> Any:
+    """Return zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
 
 def check_same(x: Any, y: Any) -> None:

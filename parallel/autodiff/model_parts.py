@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,31 @@ class ModelParts:
     divisor: Callable = lambda m: 1.0
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
 
-    def cotangent(self, total: jax.Array, divisor: Any) -> jax.Array:
-        """Return the cotangent with which the backward pass of a microbatch begins."""
-        return cotangent(total, self.seed, divisor)
+    def embed_pass(self, m: Index) -> tuple[Any, Callable]:
+        """Return what enters the first layer; its gradient -> that of what lies outside."""
+        x, pullback = jax.vjp(lambda outside: self.first(outside, m), self.outside)
+        return x, lambda dx: pullback(cotangents(dx))[0]
+
+    def head_pass(self, y: Any, m: Index, tell: Callable) -> tuple[Any, Flat, Any, Any]:
+        """Return the gradients of y and of what lies outside; `tell(aux)`: (told, divisor)."""
+        last = lambda outside, y: self.last(outside, y, m)
+        total, pullback, aux = jax.vjp(last, self.outside, y, has_aux=True)
+        told, divisor = tell(aux)
+        gradients, dy = pullback(cotangent(total, self.seed, divisor))
+        return arrays_of(dy, y), gradients, told, divisor
+
+
+def cotangents(dy: Any) -> Any:
+    """Return gradients as a pullback takes them: those of whole numbers and masks are none."""
+    inexact = lambda a: jnp.issubdtype(a.dtype, jnp.inexact)
+    return jax.tree.map(lambda a: a if inexact(a) else np.zeros(a.shape, jax.dtypes.float0), dy)
+
+
+def arrays_of(gradients: Any, like: Any) -> Any:
+    """Return gradients as arrays like these: zeros where a pullback gave none."""
+    none = lambda g: g.dtype == jax.dtypes.float0
+    zeros = lambda g, a: jnp.zeros(a.shape, a.dtype) if none(g) else g
+    return jax.tree.map(zeros, gradients, like)
 
 
 def cotangent(total: jax.Array, seed: Any, divisor: Any) -> jax.Array:

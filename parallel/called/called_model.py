@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.called.gather_on_use import gather_on_use
 from hfjax.parallel.engine.fetch import Stored
@@ -18,31 +17,22 @@ class CalledAsItIs:
 
     context: StepContext
 
-    def loss(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
-    ) -> tuple[Mean, Flat]:
-        """Return the loss, as values, and the variables after it."""
-        return self._told(stored, variables, batch, mode, self.context.mean_of_rows)
-
-    def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
-        return self._told(stored, variables, batch, "eval", lambda outputs, batch: outputs)[0]
-
-    def _told(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
+    def run(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
     ) -> tuple[Any, Flat]:
-        """Return what `tell(outputs, batch)` makes of all rows, as values, and the variables."""
+        """Return the loss, or the outputs, as values, and the variables after it."""
         context = self.context
 
-        def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
+        def call(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
             model = context.blueprint.merge(parameters, variables, mode)
             outputs = called(context.forward, model, variables, context.inputs(batch), mode)
-            return tell(outputs, batch), variables | context.blueprint.variables_of(model)
+            value = outputs if wants == "outputs" else context.mean_of_rows(outputs, batch)
+            return value, variables | context.blueprint.variables_of(model)
 
         rows, templates = context.traced.rows, context.blueprint.variables
         given, told = rows.of_variables(variables, templates), rows.telling("the model")
         side, with_rows = context.side, rows.values(batch)
-        whole, parameters = rows.within("the model", run), context.blueprint.parameters
+        whole, parameters = rows.within("the model", call), context.blueprint.parameters
         here = lambda held, *more: whole(rows.of_parameters(held, parameters), *more)
         found, changed = gather_on_use(here, stored, given, with_rows, side=side, told=told)
         return found, rows.written(given, changed, "the model")

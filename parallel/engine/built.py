@@ -17,6 +17,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
+from hfjax.base.paths import is_key
 from hfjax.base.tables import human
 
 _GIVEN: ContextVar[Sequence[Any] | None] = ContextVar("arrays of a built model", default=None)
@@ -52,7 +53,7 @@ class Built:
                 f"for real, on the CPU: {type(error).__name__}: {_first_line(error)}"
             ) from error
         self._graph, self._form, leaves = _apart(model)
-        self._is_key = [_is_key(x) for x in leaves]
+        self._is_key = [is_key(x) for x in leaves]
         self._first = list(map(_on_host, leaves))
         self._last = 0, self._first  # a seed, and what was built for it
         size = human(sum(x.nbytes for x in self._first))
@@ -76,7 +77,7 @@ class Built:
             given = self.arrays(seed)
         arrays = map(jnp.asarray, self._first if given is None else given)
         pairs = zip(arrays, self._is_key, strict=True)
-        leaves = [jax.random.wrap_key_data(x) if is_key else x for x, is_key in pairs]
+        leaves = [jax.random.wrap_key_data(x) if keyed else x for x, keyed in pairs]
         model = jax.tree.unflatten(self._form, leaves)
         return model if self._graph is None else nnx.merge(self._graph, model)
 
@@ -127,12 +128,8 @@ def _apart(model: Any) -> tuple[Any, Any, list[Any]]:
     return graph, form, leaves
 
 
-def _is_key(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _on_host(x: jax.Array) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def _first_line(error: Exception) -> str:

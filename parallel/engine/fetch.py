@@ -5,7 +5,6 @@ goes to. The model gets the whole parameter in the compute dtype. Each gather an
 `Leg`, whose form, XLA's collective or a kernel's, is chosen when the step is built.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -14,31 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from hfjax.base.paths import Index, Tree
-from hfjax.parallel.engine.legs import Leg, gather, on_tensor_shards
+from hfjax.parallel.engine.legs import Movement, gather
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.placement import Dims
-from hfjax.parallel.strategy import Axes
-
-
-@dataclass(frozen=True)
-class Movement:
-    """How one parameter moves. Dimensions count from the end, so a scanned layer fits as well."""
-
-    path: str
-    shape: tuple[int, ...]
-    gathers: tuple[Leg, ...]  # when it is read
-    scatters: tuple[Leg, ...]  # of its gradient
-    # Axes to sum its gradient over at once, layer by layer, under the rest of the backward pass.
-    psum_at_once: Axes
-    tensor_dims: Dims  # what the partitioner keeps split
-    compute_dtype: Any
-    gather_dtype: Any
-    reduce_dtype: Any
-    read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["movement"])
@@ -115,15 +94,8 @@ def refuse_elsewhere(variable: nnx.Variable, value: Any) -> Any:
 
 
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
-    def run(x: jax.Array) -> jax.Array:
-        for leg in move.gathers:
-            x = gather(x, leg, move.gather_dtype)
-        return x
-
-    stored = to_device(value)
-    if move.gathers:
-        stored = on_tensor_shards(run, move.tensor_dims, value.ndim)(stored)
-    return stored.astype(move.compute_dtype)
+    whole = gather(to_device(value), move.gathers, move.gather_dtype, move.tensor_dims)
+    return whole.astype(move.compute_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -136,13 +108,7 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array) -> tuple[jax.Arr
 
 
 def _backward(move: Movement, like: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
-    return None, reduced(move, cotangent, like.dtype)
-
-
-def reduced(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return what is added to a gradient of this dtype, of the cotangent of a whole parameter."""
-    moves = move.scatters, move.psum_at_once, move.tensor_dims
-    return reduce_gradient(cotangent, *moves, move.reduce_dtype, dtype)
+    return None, reduce_gradient(move, cotangent, like.dtype)
 
 
 _fetch.defvjp(_forward, _backward)

@@ -95,7 +95,6 @@ class Plane(ABC):
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed) -> tuple:
-
             def run(dealt: bool, weighed: bool) -> Pass:
                 context.traced.begin(context.placed, 1.0 if seed is None else seed)
                 context.traced.weighed = weighed
@@ -116,8 +115,7 @@ class Plane(ABC):
         moments = context.specs("moment")
         gradient_specs = {path: moments[path] for path in context.trained}
         out_specs = (gradient_specs, self.loss_specs, P(), P(context.rows))
-        held = context.variable_specs(variables)
-        in_specs = (context.specs("parameter"), held, context.batch_spec, P(), P())
+        in_specs = (*context.in_specs(variables), P(), P())
         run = context.shard_map(device, in_specs, out_specs)
         gradients, mean, changed, of_rows = run(parameters, variables, batch, step, seed)
         return gradients, mean, changed | of_rows
@@ -132,9 +130,7 @@ class Plane(ABC):
             context.check_gathers()
             return self.loss_over_devices(found)
 
-        held = context.variable_specs(variables)
-        in_specs = (context.specs("parameter"), held, context.batch_spec)
-        run = context.shard_map(device, in_specs, self.loss_specs)
+        run = context.shard_map(device, context.in_specs(variables), self.loss_specs)
         return run(parameters, variables, batch)
 
     def predict(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
@@ -152,12 +148,10 @@ class Plane(ABC):
             context.check_gathers()
             return [x.x if isinstance(x, Part) else x for x in values]
 
-        held, rows = context.variable_specs(variables), context.rows
-        in_specs = (context.specs("parameter"), held, context.batch_spec)
-        given = parameters, variables, batch
+        in_specs, given = context.in_specs(variables), (parameters, variables, batch)
         # On shapes first: which outputs have rows, and where.
         jax.eval_shape(context.shard_map(device, in_specs, P()), *given)
-        place = lambda kind: P(*[None] * kind.dim, rows) if isinstance(kind, Cut) else P()
+        place = lambda kind: P(*[None] * kind.dim, context.rows) if isinstance(kind, Cut) else P()
         specs = list(map(place, known[1]))
         found = context.shard_map(device, in_specs, specs)(*given)
         whole = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec))
@@ -239,19 +233,33 @@ def check_traced(context: StepContext, mean: Mean) -> None:
 class Forward(Protocol):
     """What runs a model forward on the rows of a microbatch, before JAX differentiates it."""
 
-    def loss(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
-    ) -> tuple[Mean, Flat]:
-        """Return the loss, as values, and the variables after it."""
+    def run(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
+    ) -> tuple[Any, Flat]:
+        """Return the loss, or the outputs, as values, and the variables after it."""
         ...
 
-    def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
-        ...
+
+class LoopPlane(Plane):
+    """A plane that runs one microbatch after the other, each on all devices."""
+
+    def loss_over_devices(self, mean: Mean) -> Mean:
+        """Return the mean over the rows of all devices."""
+        return self.context.over_devices(mean)
+
+    @property
+    def loss_specs(self) -> P:
+        """Every device has the mean."""
+        return P()
+
+    @property
+    def pieces(self) -> int:
+        """In how many microbatches a step splits its rows."""
+        return self.context.execution.accumulate
 
 
 @dataclass(frozen=True)
-class AutodiffPlane(Plane):
+class AutodiffPlane(LoopPlane):
     """A plane whose gradients JAX derives, of a model in three parts or called as it is."""
 
     model: Forward
@@ -263,7 +271,7 @@ class AutodiffPlane(Plane):
         def forward(statistics: Flat, batch, number: Index, slots: Flat) -> tuple:
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
-            mean, changed = self.model.loss(stored, variables, batch, "train")
+            mean, changed = self.model.run(stored, variables, batch, "train")
             new = (path for path, old in statistics.items() if changed[path] is not old)
             context.traced.written.update(new)
             mine = context.share(mean)
@@ -281,22 +289,9 @@ class AutodiffPlane(Plane):
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return this device's share of the loss."""
         stored = self.context.stored(parameters, None)
-        return self.context.share(self.model.loss(stored, variables, batch, "eval")[0])
+        return self.context.share(self.model.run(stored, variables, batch, "eval")[0])
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
-        return self.model.outputs(self.context.stored(parameters, None), variables, batch)
-
-    def loss_over_devices(self, mean: Mean) -> Mean:
-        """Return the mean over the rows of all devices."""
-        return self.context.over_devices(mean)
-
-    @property
-    def loss_specs(self) -> P:
-        """Every device has the mean."""
-        return P()
-
-    @property
-    def pieces(self) -> int:
-        """In how many microbatches a step splits its rows."""
-        return self.context.execution.accumulate
+        stored = self.context.stored(parameters, None)
+        return self.model.run(stored, variables, batch, "eval", "outputs")[0]

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
-from hfjax.base.paths import Flat, Index
+from hfjax.base.paths import Flat, Index, is_key
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.on_rows import per_row
 from hfjax.parallel.mesh import row_axes, size_of
@@ -69,11 +68,7 @@ def variables_of(variables: Flat, layer: Index | None) -> Flat:
 
 def is_random(variable: object) -> bool:
     """Return whether a variable is the state of a random generator: any typed key is."""
-    return isinstance(variable, nnx.RngState) or _is_key(variable) or per_row(variable)
-
-
-def _is_key(variable: Any) -> bool:
-    return jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
+    return isinstance(variable, nnx.RngState) or is_key(variable) or per_row(variable)
 
 
 def keys_for(
@@ -88,7 +83,7 @@ def keys_for(
 
     A key that is not one for each row is that of the row `drawn` (None: the first).
     """
-    if not (per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
+    if not (per_row(variable) or isinstance(variable, nnx.RngKey) or is_key(variable)):
         return key
     if not per_row(variable):
         return _fold(_fold(key, step), first_row if drawn is None else drawn)

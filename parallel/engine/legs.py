@@ -4,7 +4,9 @@ A sender takes the place of XLA's collective for single arrays (a kernel, or its
 chosen when a step is built.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,8 +15,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
-from hfjax.parallel.mesh import size_of
-from hfjax.parallel.placement import Dims
+from hfjax.base.paths import Flat
+from hfjax.parallel.mesh import partitioned, size_of
+from hfjax.parallel.placement import Dims, Placed, auto_part
 from hfjax.parallel.strategy import Axes
 
 
@@ -79,7 +82,48 @@ def legs(
     return tuple(found)
 
 
-def gather(x: jax.Array, leg: Leg, gather_dtype: DTypeLike) -> jax.Array:
+@dataclass(frozen=True)
+class Movement:
+    """How one parameter moves. Dimensions count from the end, so a scanned layer fits as well."""
+
+    path: str
+    shape: tuple[int, ...]
+    gathers: tuple[Leg, ...]  # when it is read
+    scatters: tuple[Leg, ...]  # of its gradient
+    # Axes to sum its gradient over at once, layer by layer, under the rest of the backward pass.
+    psum_at_once: Axes
+    tensor_dims: Dims  # what the partitioner keeps split
+    compute_dtype: Any
+    gather_dtype: Any
+    reduce_dtype: Any
+    read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
+
+
+def gather(
+    x: jax.Array, gathers: tuple[Leg, ...], gather_dtype: DTypeLike, tensor_dims: Dims
+) -> jax.Array:
+    """Return the array whole along one dimension after the other, in the dtype that is sent."""
+    move = partial(_gather_along, gather_dtype=gather_dtype)
+    return _one_by_one(move, x, gathers, tensor_dims)
+
+
+def gather_from_moments(p: Placed, x: jax.Array) -> jax.Array:
+    """Return a parameter, or a layer of it, as it is stored, from the pieces of its moments."""
+    gathers = legs("all_gather", p.moment_only_dims("parameter"), x, x.dtype, p.mesh, by_xla)
+    return gather(x, gathers, x.dtype, p.tensor_dims)
+
+
+def scatter(x: jax.Array, scatters: tuple[Leg, ...], tensor_dims: Dims) -> jax.Array:
+    """Return this device's shard of the sum over devices, one dimension after the other."""
+    return _one_by_one(_scatter_along, x, scatters, tensor_dims)
+
+
+def _one_by_one(move: Callable, x: jax.Array, steps: tuple[Leg, ...], tensor_dims: Dims) -> Any:
+    run = lambda x: reduce(move, steps, x)
+    return on_tensor_shards(run, tensor_dims, x.ndim)(x) if steps else x
+
+
+def _gather_along(x: jax.Array, leg: Leg, gather_dtype: DTypeLike) -> jax.Array:
     """Return the array whole along a dimension, in the dtype in which it is sent."""
     dim, sender = x.ndim + leg.dim, leg.sender
     if sender is None:
@@ -87,7 +131,7 @@ def gather(x: jax.Array, leg: Leg, gather_dtype: DTypeLike) -> jax.Array:
     return _along(dim, x, lambda rows: sender.all_gather(rows, leg.axes, gather_dtype))
 
 
-def scatter(x: jax.Array, leg: Leg) -> jax.Array:
+def _scatter_along(x: jax.Array, leg: Leg) -> jax.Array:
     """Return this device's part of the sum along a dimension; it is sent in the array's dtype."""
     dim, sender = x.ndim + leg.dim, leg.sender
     if sender is None:
@@ -101,6 +145,13 @@ def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
 
 
 # -- beside a tensor axis -------------------------------------------------------------------------
+
+
+def pin_tensor_axes(arrays: Flat, placed: Mapping[str, Placed], column: str) -> Flat:
+    """Keep the tensor axes of arrays, by name, where a column of `placed` has them."""
+    pin = lambda x, p: lax.with_sharding_constraint(x, auto_part(getattr(p, column)))
+    split = lambda p: partitioned(p.mesh)
+    return {n: pin(x, placed[n]) if split(placed[n]) else x for n, x in arrays.items()}
 
 
 def mapped(function: Callable, axes: Iterable[str], in_specs: Any, out_specs: Any) -> Callable:

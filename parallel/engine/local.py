@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import jax
+from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import Mesh
 
@@ -24,7 +25,7 @@ from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import like_tokens
 from hfjax.parallel.in_parts.scope import Join, is_recording
 from hfjax.parallel.in_parts.two_sides import InnerSides
-from hfjax.parallel.mesh import row_axes, size_of
+from hfjax.parallel.mesh import SAMPLE_AXES, in_use, row_axes, size_of
 from hfjax.parallel.strategy import Axes
 
 source_info_util.register_exclusion(__file__)  # the line of what is asked for is the user's
@@ -126,6 +127,12 @@ def no_names(self: Local) -> Mapping[str, str]:
 
 def none_joined(self: Local, joins: Sequence[Join], sent: int) -> None:
     """Check nothing: no positions are elsewhere."""
+
+
+def sum_over_samples(self: Any, x: jax.Array) -> jax.Array:
+    """Return sums of rows and positions, added over all devices of its mesh that have others."""
+    axes = in_use(self.mesh, SAMPLE_AXES)
+    return lax.psum(x, axes) if axes else x
 
 
 def whole_batch(self: Local, prepared: Callable, batch: Any) -> Any:

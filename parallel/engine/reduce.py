@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs, on_tensor_shards, scatter
+from hfjax.parallel.engine.legs import Choose, Movement, by_xla, legs, on_tensor_shards, scatter
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.placement import Dims, Placed, entries_of, keep
 from hfjax.parallel.precision.dtypes import Precision
@@ -26,33 +26,21 @@ def one_scatter_per_axis(dims: Dims) -> Dims:
     return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
 
 
-def reduce_gradient(
-    gradient: jax.Array,
-    scatters: tuple[Leg, ...],
-    psum_at_once: Axes,
-    tensor_dims: Dims,
-    reduce_dtype: DTypeLike,
-    dtype: DTypeLike,
-) -> jax.Array:
-    """Return a gradient in the shape and dtype in which it is accumulated.
+def reduce_gradient(move: Movement, gradient: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the gradient of a whole parameter in the shape and dtype in which it accumulates.
 
     It is scattered, or summed over `psum_at_once`, or neither; `reduce_dtype` is what is sent and
     added in, if anything is.
     """
-    gradient = gradient.astype(reduce_dtype if scatters or psum_at_once else dtype)
-    gradient = scattered(gradient, scatters, tensor_dims)
-    return (lax.psum(gradient, psum_at_once) if psum_at_once else gradient).astype(dtype)
+    sent, axes = move.scatters or move.psum_at_once, move.psum_at_once
+    gradient = gradient.astype(move.reduce_dtype if sent else dtype)
+    gradient = scatter(gradient, move.scatters, move.tensor_dims)
+    return (lax.psum(gradient, axes) if axes else gradient).astype(dtype)
 
 
-def scattered(gradient: jax.Array, scatters: tuple[Leg, ...], tensor_dims: Dims) -> jax.Array:
-    """Return this device's shard of the sum of the gradients, one dimension after the other."""
-
-    def run(gradient: jax.Array) -> jax.Array:
-        for leg in scatters:
-            gradient = scatter(gradient, leg)
-        return gradient
-
-    return on_tensor_shards(run, tensor_dims, gradient.ndim)(gradient) if scatters else gradient
+def mean_gradients(gradients: Flat, scale: jax.Array, dtypes: Mapping[str, DTypeLike]) -> Flat:
+    """Return the gradients of a mean from those of a total: times a scale, in these dtypes."""
+    return {p: (g * scale.astype(g.dtype)).astype(dtypes[p]) for p, g in gradients.items()}
 
 
 @dataclass(frozen=True)
@@ -86,16 +74,12 @@ class Reduction:
 
     def _scatter(self, p: Placed, gradient: jax.Array) -> tuple[jax.Array, Axes]:
         """Scatter what the moments are split by and the gradient is not; return axes to sum."""
-        done = {axis for _, axes in p.split_dims("gradient") for axis in axes}
-        moments = p.split_dims("moment")
-        rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in moments]
-        todo = tuple((dim, axes) for dim, axes in rest if axes)
+        todo = p.moment_only_dims("gradient")
         todo = one_scatter_per_axis(todo) if self.hierarchical else todo
         choose = by_xla if p.tensor_dims else self.choose
         scatters = legs("reduce_scatter", todo, gradient, gradient.dtype, p.mesh, choose)
-        gradient = scattered(gradient, scatters, p.tensor_dims)
-        done |= {axis for _, axes in todo for axis in axes} | set(p.stays)
-        done |= set(self.psum_at_once.get(p.path, ()))
+        gradient = scatter(gradient, scatters, p.tensor_dims)
+        done = p.split_axes("gradient", "moment").union(p.stays, self.psum_at_once.get(p.path, ()))
         return gradient, tuple(axis for axis in self.axes if axis not in done)
 
 

@@ -21,11 +21,11 @@ from jax.typing import DTypeLike
 from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.engine.fetch import Movement, Stored
+from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.layers import LayerOptions
-from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs
+from hfjax.parallel.engine.legs import Choose, Leg, Movement, by_xla, legs, pin_tensor_axes
 from hfjax.parallel.engine.local import Traced
-from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
+from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis, reduce_gradient
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.joins import check_gathers
 from hfjax.parallel.in_parts.kinds import Side
@@ -42,7 +42,7 @@ from hfjax.parallel.mesh import (
     sides,
     size_of,
 )
-from hfjax.parallel.placement import Placed, auto_part
+from hfjax.parallel.placement import Placed
 from hfjax.parallel.precision.dtypes import Dtypes
 from hfjax.parallel.strategy import Axes
 
@@ -134,6 +134,10 @@ class StepContext:
     def batch_spec(self) -> P:
         """How a batch is split: devices of an axis of the sequence are given the same rows."""
         return P(self.rows)
+
+    def in_specs(self, variables: Flat) -> tuple[dict[str, P], dict[str, P], P]:
+        """Return how parameters, variables and a batch are split."""
+        return self.specs("parameter"), self.variable_specs(variables), self.batch_spec
 
     def variable_specs(self, variables: Flat) -> dict[str, P]:
         """Return how variables are split: those with a row for each row of the batch are."""
@@ -310,7 +314,7 @@ class StepContext:
 
     def gather_once(self, parameters: Flat) -> Flat:
         """Return the parameters, some of them gathered for the whole step."""
-        move = lambda path: replace(self.movement(self.placed[path], False), read=_ignore)
+        move = lambda p: replace(self.movement(self.placed[p], False), read=lambda _: None)
         fetch = lambda path, x: Stored(x, None, move(path)).fetch()
         now = self.gathered_for_step
         return {path: fetch(path, x) if path in now else x for path, x in parameters.items()}
@@ -327,12 +331,16 @@ class StepContext:
 
         return self.pin({path: zeros(self.placed[path]) for path in self.trained})
 
+    def reduce_outside(self, gradients: Flat) -> Flat:
+        """Return the gradients of what lies outside the layers, where they accumulate."""
+        wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
+        pairs = ((self.placed[path], g) for path, g in gradients.items())
+        trained = [(p, g) for p, g in pairs if not p.frozen]
+        return {p.path: reduce_gradient(self.movement(p), g, wide(p)) for p, g in trained}
+
     def pin(self, gradients: Flat) -> Flat:
         """Keep the tensor axes of accumulated gradients where the parameters have them."""
-        if not partitioned(self.mesh):
-            return gradients
-        pin = lax.with_sharding_constraint
-        return {p: pin(g, auto_part(self.placed[p].gradient)) for p, g in gradients.items()}
+        return pin_tensor_axes(gradients, self.placed, "gradient")
 
     @property
     def reduction(self) -> Reduction:
@@ -359,9 +367,8 @@ class StepContext:
 
     def summed_over(self, p: Placed) -> Axes:
         """Return the axes over which a gradient is summed, and not split."""
-        dims = (*p.split_dims("gradient"), *p.split_dims("moment"))
-        split = {axis for _, axes in dims for axis in axes}
-        return tuple(axis for axis in self.axes if axis not in split.union(p.stays))
+        split = p.split_axes("gradient", "moment").union(p.stays)
+        return tuple(axis for axis in self.axes if axis not in split)
 
     # -- after a trace ------------------------------------------------------------------------
 
@@ -382,10 +389,6 @@ class StepContext:
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def _ignore(path: str) -> None:
-    """Take no note of a parameter that is read."""
 
 
 def gathered_once(

@@ -11,11 +11,12 @@ from jax import lax
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
-from hfjax.parallel.engine.legs import on_tensor_shards
+from hfjax.parallel.engine.legs import gather_from_moments, on_tensor_shards, pin_tensor_axes
 from hfjax.parallel.engine.reduce import Reduction
+from hfjax.parallel.execution import guard
 from hfjax.parallel.memory import is_on_host, to_device, to_host
-from hfjax.parallel.mesh import partitioned, size_of
-from hfjax.parallel.placement import Dims, Placed, auto_part
+from hfjax.parallel.mesh import size_of
+from hfjax.parallel.placement import Placed
 
 
 class Carry(NamedTuple):
@@ -36,7 +37,7 @@ class LayerUpdate(ABC):
     apply: Callable  # (gradients, moments, parameters) -> (parameters, moments)
     belongs: Mapping[str, str]  # name of what the optimizer keeps -> path
     own_losses: int  # of how many devices each has a loss of its own
-    guards: bool  # a layer stays as it is if its gradient is not finite, or one before was not
+    nonfinite: str  # unless "apply": a layer stays if its gradient, or one before, is not finite
 
     @abstractmethod
     def one(self) -> Mapping[str, Placed]:
@@ -60,7 +61,7 @@ class LayerUpdate(ABC):
         `stored` are its parameters on the device; what lies on the host passes through it.
         """
         of = self.one()
-        summed = self.reduction(self._pinned("gradient", self.rows(gradients), of), of)
+        summed = self.reduction(pin_tensor_axes(self.rows(gradients), of, "gradient"), of)
         gradients = averaged(summed, self.own_losses)
         squares = _squares(gradients, of)
         loss = mean.total / mean.weight
@@ -68,19 +69,11 @@ class LayerUpdate(ABC):
         parameters, moments = self.take(carry, i, list(gradients), stored)
         before = {path: _piece(of[path], x) for path, x in parameters.items()}, moments
         after = self.apply(gradients, moments, before[0])
-        if self.guards:
-            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        stored = {path: _together(of[path], x) for path, x in after[0].items()}
-        new = self._pinned("parameter", stored, of), self._pinned("moment", after[1], of)
+        after = guard(self.nonfinite, finite, after, before)
+        stored = {path: gather_from_moments(of[path], x) for path, x in after[0].items()}
+        owner = {name: of[self.belongs[name]] for name in after[1]}
+        new = pin_tensor_axes(stored, of, "parameter"), pin_tensor_axes(after[1], owner, "moment")
         return self.put(carry, i, Carry(*new, {p: x[None] for p, x in squares.items()}, finite))
-
-    def _pinned(self, column: str, arrays: Flat, placed: Mapping[str, Placed]) -> Flat:
-        """Keep tensor axes where a column has them."""
-        if not any(partitioned(p.mesh) for p in self.placed.values()):
-            return arrays
-        of = lambda name: placed[self.belongs.get(name, name)]
-        pin = lambda name, x: lax.with_sharding_constraint(x, auto_part(getattr(of(name), column)))
-        return {name: pin(name, x) for name, x in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
     groups: dict[tuple, Flat] = {}
     for path, square in squares.items():
         p = placed[path]
-        axes = {axis for _, axes in p.split_dims("moment") for axis in axes}.union(p.stays)
+        axes = p.split_axes("moment").union(p.stays)
         groups.setdefault(tuple(sorted(axes)), {})[path] = square
     for axes, group in groups.items():
         if axes:
@@ -160,32 +153,15 @@ def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
     return squares
 
 
-def _further(p: Placed) -> Dims:
-    """Return the dimensions that moments split and parameters do not, from the end."""
-    done = {axis for _, axes in p.split_dims("parameter") for axis in axes}
-    rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split_dims("moment")]
-    return tuple((dim, axes) for dim, axes in rest if axes)
-
-
 def _piece(p: Placed, x: jax.Array) -> jax.Array:
     """Return this device's piece of a parameter, as its moments are split."""
+    dims = p.moment_only_dims("parameter")
 
     def cut(x):
-        for dim, axes in _further(p):
+        for dim, axes in dims:
             length = x.shape[dim] // size_of(axes, p.mesh)
             start = lax.axis_index(axes) * length
             x = lax.dynamic_slice_in_dim(x, start, length, x.ndim + dim)
         return x
 
-    return on_tensor_shards(cut, p.tensor_dims, x.ndim)(x) if _further(p) else x
-
-
-def _together(p: Placed, x: jax.Array) -> jax.Array:
-    """Return the parameter as it is stored, from the pieces of all devices."""
-
-    def gather(x):
-        for dim, axes in reversed(_further(p)):
-            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True, to="invarying")
-        return x
-
-    return on_tensor_shards(gather, p.tensor_dims, x.ndim)(x) if _further(p) else x
+    return on_tensor_shards(cut, p.tensor_dims, x.ndim)(x) if dims else x

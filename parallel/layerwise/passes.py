@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.paths import Flat, Index
-from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
-from hfjax.parallel.autodiff.model_parts import ModelParts
+from hfjax.parallel.autodiff.dissect import Dissected
+from hfjax.parallel.autodiff.model_parts import ModelParts, arrays_of, cotangents
 from hfjax.parallel.memory import is_on_host
 
 Carry = Any  # what changes layer by layer
@@ -45,13 +45,11 @@ class StackedPasses:
         The head tells the Mean before the first backward pass; `told(Mean)` is (what is told,
         divisor), and gradients are those of total / divisor.
         """
-        enter = lambda outside: self.model.first(outside, self._zero)
-        x, leave = jax.vjp(enter, self.model.outside)
+        x, leave = self.model.embed_pass(self._zero)
         (y, fetched), stashes = self._forward(carry, x)
-        dy, of_head, aux = heads_pass(self.model, y, self._zero, told)
+        dy, of_head, aux, _ = self.model.head_pass(y, self._zero, told)
         dx, carry = self._backward(carry, stashes, (dy, fetched), aux)
-        (of_embed,) = leave(cotangents(dx))
-        return carry, jax.tree.map(jnp.add, of_head, of_embed), aux
+        return carry, jax.tree.map(jnp.add, of_head, leave(dx)), aux
 
     def evaluate(self, carry: Carry) -> Any:
         """Return what the head tells, without a backward pass."""
@@ -104,15 +102,6 @@ class StackedPasses:
         return last[0], carry
 
 
-def heads_pass(model: ModelParts, y: Any, number: Index, told: Callable) -> tuple[Any, Any, Any]:
-    """Return the gradients of what enters the head and of what is outside the layers; the told."""
-    last = lambda outside, y: model.last(outside, y, number)
-    total, pullback, mean = jax.vjp(last, model.outside, y, has_aux=True)
-    aux, divisor = told(mean)
-    gradients, dy = pullback(model.cotangent(total, divisor))
-    return arrays_of(dy, y), gradients, aux
-
-
 def _arrived(here: Flat, coming: Flat) -> tuple[Flat, Flat]:
     """Return both; what uses the first waits for the second, or XLA would fetch that last."""
     mine, coming = lax.optimization_barrier(({path: here[path] for path in coming}, coming))
@@ -132,19 +121,18 @@ class ListedPasses:
     def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
         """Return what changed, the gradients outside the layers, and what is told."""
         number = jnp.int32(0)
-        x, leave = jax.vjp(lambda outside: self.model.first(outside, number), self.model.outside)
+        x, leave = self.model.embed_pass(number)
         pullbacks = []
         for i, slots in enumerate(self.slots):
             inside, run = x, lambda slots, x, i=i: self._layer(i, carry, slots, x)
             x, pullback = jax.vjp(run, slots, x)
             pullbacks.append((pullback, inside))
-        dx, of_head, aux = heads_pass(self.model, x, number, told)
+        dx, of_head, aux, _ = self.model.head_pass(x, number, told)
         for i, (pullback, inside) in reversed(list(enumerate(pullbacks))):
             gradients, dx = pullback(cotangents(dx))
             carry = self.after(carry, i, self.stored(carry, i), gradients, aux)
             dx, _ = lax.optimization_barrier((arrays_of(dx, inside), carry))  # updated before
-        (of_embed,) = leave(cotangents(dx))
-        return carry, jax.tree.map(jnp.add, of_head, of_embed), aux
+        return carry, jax.tree.map(jnp.add, of_head, leave(dx)), aux
 
     def evaluate(self, carry: Carry) -> Any:
         """Return what the head tells, without a backward pass."""

@@ -20,10 +20,9 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
-from hfjax.parallel.engine.gradients import Pass, Plane, StepInputs, check_traced
+from hfjax.parallel.engine.gradients import LoopPlane, Pass, StepInputs, check_traced
 from hfjax.parallel.engine.keys import keys_here, variables_of
 from hfjax.parallel.engine.layers import offload_residuals
-from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.layerwise.one_layer import (
     Carry,
@@ -38,7 +37,7 @@ from hfjax.parallel.three_parts.placed_model import IN_A_LOOP, PlacedModel
 
 
 @dataclass(frozen=True)
-class LayerwisePlane(Plane):
+class LayerwisePlane(LoopPlane):
     """A plane that runs a model in three parts layer by layer."""
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
@@ -53,7 +52,7 @@ class LayerwisePlane(Plane):
             through = self.passes(placed, lambda sums: placed.parameters, self._collect)
             told = lambda mean: (mean, context.divisor(mean.weight))
             sums, outside, mean = through.run(sums, told)
-            found = sums | self.reduced(outside, placed)
+            found = sums | context.reduce_outside(outside)
             gradients = context.pin({path: found[path] for path in context.trained})
             return Pass(gradients, mean, statistics, context.divisor(mean.weight))
 
@@ -71,20 +70,6 @@ class LayerwisePlane(Plane):
         of = lambda m, i: variables_of(variables, i)
         placed = replace(self.placed(parameters, of, batch, "eval"), wanted=wanted)
         return self.passes(placed, lambda own: placed.parameters, self._collect).evaluate({})
-
-    def loss_over_devices(self, mean: Mean) -> Mean:
-        """Return the mean over the rows of all devices."""
-        return self.context.over_devices(mean)
-
-    @property
-    def loss_specs(self) -> P:
-        """Every device has the mean."""
-        return P()
-
-    @property
-    def pieces(self) -> int:
-        """In how many microbatches a step splits its rows."""
-        return self.context.execution.accumulate
 
     @property
     def layers(self) -> int:
@@ -114,18 +99,6 @@ class LayerwisePlane(Plane):
             keeping=self._keeping,
             seed=context.traced.seed,
         )
-
-    def reduced(self, outside: Flat, placed: PlacedModel) -> Flat:
-        """Return the gradients outside the layers where they accumulate."""
-        of = self.context.placed
-
-        def reduce(path: str, gradient: jax.Array) -> jax.Array:
-            move, wide = placed.movements[path], jnp.promote_types(of[path].dtype, jnp.float32)
-            scatters, psum_at_once, dims = move.scatters, move.psum_at_once, move.tensor_dims
-            return reduce_gradient(gradient, scatters, psum_at_once, dims, move.reduce_dtype, wide)
-
-        trained = {path: g for path, g in outside.items() if not of[path].frozen}
-        return self.context.pin({path: reduce(path, g) for path, g in trained.items()})
 
     def passes(
         self, placed: PlacedModel, stored: Callable, after: Callable
@@ -224,7 +197,8 @@ class LayerUpdatePlane:
             through = self.plane.passes(placed, stored, update)
             carry, outside, mean = through.run(self._carry(held), self._told)
             check_traced(context, mean)
-            gradients = update.reduction(self.plane.reduced(outside, placed), context.placed)
+            gradients = context.pin(context.reduce_outside(outside))
+            gradients = update.reduction(gradients, context.placed)
             gradients = averaged(gradients, context.own_losses)
             new = StepInputs(carry.parameters, {}, carry.moments, {})
             return new, carry.squares, carry.finite, gradients, mean
@@ -241,11 +215,6 @@ class LayerUpdatePlane:
     def _told(self, mean: Mean) -> tuple[Mean, jax.Array]:
         """Return the Mean of all devices, and the divisor."""
         return self.plane.context.over_devices(mean), self.plane.context.divisor(mean.weight)
-
-    @property
-    def guards(self) -> bool:
-        """Whether a layer keeps its parameters if its gradient is not finite."""
-        return self.plane.context.execution.nonfinite != "apply"
 
     @property
     def _of_layers(self) -> list[str]:
@@ -272,7 +241,7 @@ class LayerUpdatePlane:
             apply=lambda gradients, moments, old: apply(gradients, moments, held.counts, old),
             belongs=belongs,
             own_losses=context.own_losses,
-            guards=self.guards,
+            nonfinite=context.execution.nonfinite,
         )
 
     def _carry(self, held: StepInputs) -> Carry:

@@ -21,7 +21,7 @@ from jax import lax
 
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.activation_offload import Share, of_part
-from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
+from hfjax.parallel.autodiff.dissect import Dissected, zeros_like
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.autodiff.program import packed
 from hfjax.parallel.mesh import PIPE_AXIS
@@ -71,8 +71,7 @@ class Pipeline:
     @cached_property
     def _x(self) -> Any:
         """Zeros like what goes from layer to layer."""
-        shape = jax.eval_shape(self.model.first, self.model.outside, jnp.int32(0))
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
+        return zeros_like(jax.eval_shape(self.model.first, self.model.outside, jnp.int32(0)))
 
     @cached_property
     def chunks(self) -> Slots:
@@ -300,12 +299,10 @@ class Pipeline:
             return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
 
         def run(aux, outside: Flat) -> tuple[Any, Flat, Any]:
-            last = lambda outside, y: self.model.last(outside, y, m)
-            total, pullback, told = jax.vjp(last, self.model.outside, y, has_aux=True)
-            divisor = self.model.divisor(m)
-            gradients, dy = pullback(self.model.cotangent(total, divisor))
+            known = lambda told: (told, self.model.divisor(m))
+            dy, gradients, told, divisor = self.model.head_pass(y, m, known)
             outside = _add(outside, gradients, divisor)
-            return tell(told, aux), outside, arrays_of(dy, y)
+            return tell(told, aux), outside, dy
 
         def skip(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             return aux, outside, self.queue("dy").get(state["dy"], 0, at.positive("H_dy"))
@@ -387,7 +384,7 @@ class Pipeline:
 
     @property
     def _no_gradients(self) -> Flat:
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.model.slots)
+        return zeros_like(self.model.slots)
 
     def _take(self, rings: State, name: str, unit: Index, at: StageTick, kind: str) -> Any:
         return self._rings[name].get(rings[name], unit, at.positive(f"{kind}_{name}"))
@@ -414,9 +411,8 @@ class Pipeline:
         """On the first stage: the gradient of what came before the layers."""
 
         def run(outside: Flat) -> Flat:
-            first = lambda outside: self.model.first(outside, m)
-            _, pullback = jax.vjp(first, self.model.outside)
-            return _add(outside, pullback(cotangents(dx))[0], self.model.divisor(m))
+            _, leave = self.model.embed_pass(m)
+            return _add(outside, leave(dx), self.model.divisor(m))
 
         return state | {
             "outside": at.branch("first_backward", run, lambda outside: outside, state["outside"])

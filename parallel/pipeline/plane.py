@@ -22,7 +22,6 @@ from hfjax.parallel.autodiff.program import bytes_of, piece
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.gradients import Pass, Plane
 from hfjax.parallel.engine.keys import variables_of
-from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use, partitioned
 from hfjax.parallel.pipeline.executor import Pipeline
@@ -65,10 +64,7 @@ class PipelinePlane(Plane):
         def run(statistics: Flat, batch, number: Index) -> Pass:
             model = self.training(parameters, statistics, batch, keys, number)
             gradients, outside, told = self._run(model, rows_of(batch))
-            trained = {p: g for p, g in outside.items() if not context.placed[p].frozen}
-            found = gradients | {
-                path: self.outside_scattered(path, g) for path, g in trained.items()
-            }
+            found = gradients | context.reduce_outside(outside)
             gradients = context.pin({path: found[path] for path in context.trained})
             return Pass(gradients, told, statistics)
 
@@ -258,13 +254,6 @@ class PipelinePlane(Plane):
         return gradients | {p: add(p, gradients[p], axes) for p, axes in large.items()}
 
     # -- between stages -------------------------------------------------------------------------
-
-    def outside_scattered(self, path: str, gradient: jax.Array) -> jax.Array:
-        """Return a gradient of embed or head, of all microbatches, where it accumulates."""
-        p = self.context.placed[path]
-        move, wide = self.context.movement(p), jnp.promote_types(p.dtype, jnp.float32)
-        gradient = gradient.astype(move.reduce_dtype)
-        return scattered(gradient, move.scatters, move.tensor_dims).astype(wide)
 
     def _from_last_stage(self, outputs: Any) -> Any:
         """Return on every stage what is zero on all but the last.

@@ -8,12 +8,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.paths import Flat, Index
-from hfjax.parallel.autodiff.dissect import Dissected
+from hfjax.parallel.autodiff.dissect import Dissected, zeros_like
 from hfjax.parallel.pipeline.rings import Slots
 from hfjax.parallel.pipeline.tick import StageTick
 
@@ -75,8 +73,7 @@ class ExceptLast(UnitPasses):
 
         def keep(kept) -> tuple:
             y, values, _ = self.keeping.forward(known, x)
-            zeros = lambda like: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-            nothing = zeros(self.passes.stash), zeros(self.passes.late)
+            nothing = zeros_like((self.passes.stash, self.passes.late))
             return (y, *nothing), self.chunks.put(kept, unit, at.positive("F_chunk"), values)
 
         again = lambda kept: (self.passes.forward(known, x), kept)

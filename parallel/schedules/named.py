@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from hfjax.base.keywords import is_whole, known_fields
@@ -31,14 +32,14 @@ class Builder:
         return (self.build.__doc__ or "").partition("\n")[0]
 
 
-def forward_table(homes: Homes, microbatches: int, name: str = "forward") -> Table:
+def forward_table(homes: Homes, microbatches: int) -> Table:
     """Return the table of an evaluation: forwards only, the deepest chunk of a stage first."""
     stages = 1 + max(stage for stage, _ in homes)
-    check_homes(homes, stages, name)
+    check_homes(homes, stages, "forward")
     lanes = [[] for _ in range(stages)]
     for g in reversed(range(len(homes))):
         lanes[homes[g][0]].append(lane_of("F", [(g, m) for m in range(microbatches)]))
-    return lay_out(name, homes, lanes)
+    return lay_out("forward", homes, lanes)
 
 
 def _forward(stages: int, microbatches: int, chunks: int) -> Table:
@@ -159,7 +160,7 @@ class Schedule:
         """
         if not is_whole(stages):
             raise ValueError(f"stages={stages!r}: a positive number of stages.")
-        table = self.own or SCHEDULES[self.name](stages, self.microbatches, self.chunks or 1)
+        table = self.own or _built(self.name, stages, self.microbatches, self.chunks or 1)
         if table.stages != stages:
             raise ValueError(
                 f"{self.name} is a table for {table.stages} stages, the mesh has {stages}. "
@@ -250,6 +251,14 @@ class Schedule:
         except OSError as wrong:
             raise ValueError(f"{path} cannot be read: {wrong.strerror}.") from None
         return cls.from_text(text, name=path.stem, balance=balance, branches=branches)
+
+
+@cache
+def _built(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """Return the table of a schedule by name; many ask for it, so nobody may change it."""
+    table = SCHEDULES[name](stages, microbatches, chunks)
+    table.cells.flags.writeable = False
+    return table
 
 
 def _check_balance(balance: object) -> None:

@@ -1,11 +1,9 @@
 """A model in three parts, run forward whole: JAX differentiates it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import Stored, fetched
@@ -21,20 +19,10 @@ class InThreeParts:
 
     context: StepContext
 
-    def loss(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
-    ) -> tuple[Mean, Flat]:
-        """Return the loss, as values, and the variables after it."""
-        return self._told(stored, variables, batch, mode, self.context.mean)
-
-    def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
-        return self._told(stored, variables, batch, "eval", lambda outputs, batch: outputs)[0]
-
-    def _told(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
+    def run(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
     ) -> tuple[Any, Flat]:
-        """Return what `tell(outputs, batch)` makes of the rows here, and the variables."""
+        """Return the loss, or the outputs, as values, and the variables after it."""
         context, options = self.context, self.context.options
         in_layers = {p: x for p, x in stored.items() if p.startswith(LAYERS)}
         outside = fetched({path: x for path, x in stored.items() if path not in in_layers})
@@ -52,4 +40,5 @@ class InThreeParts:
         variables = variables | context.blueprint.variables_of(model)
         x = x.whole() if isinstance(x, RowParts) else x
         outputs, variables = ends.run("head", outside, variables, x)
-        return tell(outputs, batch), variables
+        value = outputs if wants == "outputs" else context.mean(outputs, batch)
+        return value, variables

@@ -12,8 +12,9 @@ from jax import lax
 
 from hfjax.parallel.autodiff.in_turn import Turn, in_turn
 from hfjax.parallel.compiler import GPU
-from hfjax.parallel.engine.fetch import Stored, reduced
+from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.layers import LayerOptions
+from hfjax.parallel.engine.reduce import reduce_gradient
 
 AT_MOST = 40  # layers in no loop: 32 take up to 2.6 times as long to compile, 80 five times
 
@@ -106,7 +107,7 @@ class InTurn:
 
     def _reduced(self, cotangents: Sequence[Any]) -> list[jax.Array]:
         triples = zip(self._moves, cotangents, self._dtypes, strict=True)
-        return [reduced(*triple) for triple in triples]
+        return [reduce_gradient(*triple) for triple in triples]
 
 
 def run_in_turn(turns: Sequence[InTurn], parameters: Sequence[Any], *given: Any) -> Any:

@@ -20,8 +20,9 @@ from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
-from hfjax.parallel.engine.fetch import Movement, Stored
+from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.keys import is_random
+from hfjax.parallel.engine.legs import Movement
 from hfjax.parallel.engine.on_rows import Kinds, OnRows
 from hfjax.parallel.three_parts.ends import Ends
 from hfjax.parallel.three_parts.run_layers import layer_function

@@ -17,6 +17,7 @@ from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.gradients import StepInputs, check_traced
 from hfjax.parallel.engine.keys import keys_here
+from hfjax.parallel.engine.reduce import mean_gradients
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
@@ -54,8 +55,7 @@ class AsynchronousPlane:
 
             layers, (moments, counts), *rest = self.plane.of_one_device(run)
             squares, outside, means = rest
-            outside = {path: self.plane.outside_scattered(path, g) for path, g in outside.items()}
-            outside = context.reduction(outside, context.placed)
+            outside = context.reduction(context.reduce_outside(outside), context.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = StepInputs(layers, {}, moments, jax.tree.map(agreed, counts))
             check_traced(context, means)
@@ -110,8 +110,7 @@ class AsynchronousPlane:
         summed = context.reduction(gradients, context.placed)
         weight = lax.psum(weight, context.samples) if context.samples else weight
         scale = jnp.where(weight == 0, 0, 1 / weight)
-        mean = lambda path, g: (g * scale.astype(g.dtype)).astype(context.placed[path].dtype)
-        return {path: mean(path, g) for path, g in summed.items()}
+        return mean_gradients(summed, scale, {p: x.dtype for p, x in context.placed.items()})
 
 
 def weighed(model: ModelParts) -> ModelParts:

@@ -14,7 +14,7 @@ from typing import Any, final
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from hfjax.base.tables import human
 from hfjax.pallas_kernels.attention.mask import Mask
@@ -25,7 +25,7 @@ from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Join, Scope
 from hfjax.parallel.in_parts.two_sides import InnerSides
-from hfjax.parallel.mesh import SAMPLE_AXES, SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
+from hfjax.parallel.mesh import SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.settings import Context
 from hfjax.parallel.wings.context.deal import Deal
 from hfjax.parallel.wings.context.forms import ContextChoice
@@ -72,11 +72,6 @@ class OnSharedRows(TakesKernels):
     seen: FoundAlongRows | None = None
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh."""
-        return self.kernels.mesh
-
-    @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes whose devices share a row."""
         return in_use(self.mesh, SEQUENCE_AXES)
@@ -108,10 +103,6 @@ class OnSharedRows(TakesKernels):
     def run_length(self, length: int) -> int:
         """Return how many positions of a row follow each other on one device."""
         return self.deal.run(length) if length == self.found.length else length
-
-    def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Return sums of rows and positions, added over all devices that have others."""
-        return jax.lax.psum(x, in_use(self.mesh, SAMPLE_AXES))
 
     def dealt(self, prepared: Callable, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""

@@ -35,7 +35,7 @@ from hfjax.parallel.engine import local
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Scope
-from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use, row_axes, size_of
+from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, row_axes, size_of
 from hfjax.parallel.strategy import Axes
 from hfjax.parallel.wings.kernels import row_moments
 
@@ -60,7 +60,7 @@ class OnGrid(local.InStep):
     splits: Mapping[str, Axes]
     without_logits: bool = False
     own_rows: bool = False
-    moments = row_moments.of_rows
+    moments, sum_over_batch = row_moments.of_rows, local.sum_over_samples
 
     def inner_sides(self) -> tuple[Side, ...]:
         """Return the devices along tensor, and those along row."""
@@ -191,13 +191,15 @@ class OnGrid(local.InStep):
             return Projection(x_BSD, kernel_VD, losses)
         return self._logits(vocab, x_BSD, kernel_VD)
 
-    def _logits(self, vocab: int, x_BSD: jax.Array, kernel_VD: jax.Array) -> jax.Array:
-        """Return logits; those that pad the vocabulary are masked."""
+    def _logits(
+        self, vocab: int, x_BSD: jax.Array, kernel_VD: jax.Array, first: Any = 0, shards: int = 1
+    ) -> jax.Array:
+        """Return logits, the first of this number; those that pad the vocabulary are masked."""
         flat = lambda x, kernel: (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], -1)
         logits = self.matmul(None, ("embed", "vocab"), flat)(x_BSD, kernel_VD.T)
-        if vocab == kernel_VD.shape[0]:
+        if vocab == kernel_VD.shape[0] * shards:
             return logits
-        numbers = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
+        numbers = first + lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
         return jnp.where(numbers < vocab, logits, jnp.finfo(logits.dtype).min)
 
     def _losses(
@@ -216,21 +218,12 @@ class OnGrid(local.InStep):
         here, count = kernel.x.shape[0], kernel.x.shape[0] * scope.side.size
         first = lax.axis_index(COLUMN_AXIS) * here
         whole = self._whole(scope, x, Cut(SEQUENCE))
-        flat = lambda x, kernel: (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], -1)
-        logits = self.matmul(None, ("embed", "vocab"), flat)(whole, kernel.x.T)
-        if vocab < count:
-            numbers = first + lax.broadcasted_iota("int32", (1, 1, here), 2)
-            logits = jnp.where(numbers < vocab, logits, jnp.finfo(logits.dtype).min)
+        logits = self._logits(vocab, whole, kernel.x, first, scope.side.size)
         greatest, total = (
             partial(lax.pmax, axis_name=COLUMN_AXIS),
             partial(lax.psum, axis_name=COLUMN_AXIS),
         )
         return _cross_entropy(logits, scope.whole(targets), greatest, total, first, count)
-
-    def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Return sums of rows, added over all devices that have others."""
-        axes = in_use(self.mesh, SAMPLE_AXES)
-        return lax.psum(x, axes) if axes else x
 
     run_length, dealt = local.all_here, local.whole_batch
     check_positions, sender = local.none_joined, local.by_xla

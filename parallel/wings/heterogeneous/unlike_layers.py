@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Flat, Index, Tree
-from hfjax.parallel.autodiff.dissect import Dissected, dissect
+from hfjax.base.paths import Flat, Index
+from hfjax.parallel.autodiff.dissect import Dissected, dissect, zeros_like
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import Layer
 from hfjax.parallel.engine.fetch import at_hand
@@ -151,7 +151,7 @@ class HeterogeneousModel:
         m = jnp.int32(0)
         shapes = [jax.eval_shape(self.placed.first, self.placed.outside, m)]
         for g in range(len(self._parts)):
-            parameters, x = self._zeros(self._compute(g)), self._zeros(shapes[-1])
+            parameters, x = zeros_like(self._compute(g)), zeros_like(shapes[-1])
             shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
         return Packing(shapes)
 
@@ -172,7 +172,7 @@ class HeterogeneousModel:
             y = self._run(g, known, slots, self._between.unpack(g, x))
             return self._between.pack(g + 1, y)
 
-        parameters = self._zeros(self._compute(g))
+        parameters = zeros_like(self._compute(g))
         return dissect(run, (parameters, m), parameters, x, split)
 
     def _run(self, g: int, known: tuple, slots: Flat, x: Any) -> Any:
@@ -200,6 +200,3 @@ class HeterogeneousModel:
             path: jax.ShapeDtypeStruct(a.shape, compute(a))
             for path, a in self.packed.packing.trees[g].items()
         }
-
-    def _zeros(self, tree: Tree) -> Any:
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

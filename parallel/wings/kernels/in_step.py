@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, final
 
 import jax
-from jax import lax
 from jax.sharding import Mesh
 
 from hfjax.base.tables import aligned
@@ -17,7 +16,6 @@ from hfjax.parallel.engine import local
 from hfjax.parallel.in_parts.scope import is_recording
 from hfjax.parallel.mesh import (
     PIPE_AXIS,
-    SAMPLE_AXES,
     SEQUENCE_AXES,
     TENSOR_AXES,
     in_use,
@@ -203,7 +201,12 @@ class TakesKernels(local.InStep):
     """What those have in common that take kernels where they are handed to them."""
 
     kernels: Kernels
-    moments = row_moments.of_rows
+    moments, sum_over_batch = row_moments.of_rows, local.sum_over_samples
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.kernels.mesh
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map; it may go around the ring of the tensor axis."""
@@ -233,11 +236,6 @@ class WithKernels(TakesKernels):
             return attend
         by_position = partial(local.by_position, attend)
         return lambda *given, **named: self.kernels.attend(attend, *by_position(given, named)[0])
-
-    def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Return sums of rows, added over all devices that have others."""
-        axes = in_use(self.kernels.mesh, SAMPLE_AXES)
-        return lax.psum(x, axes) if axes else x
 
     run_length, dealt, lookup = local.all_here, local.whole_batch, local.rows_of_table
     inner_sides, named_sides = local.no_sides, local.no_names

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
 from hfjax.base.moments import moments
+from hfjax.parallel.engine.fetch import devices_along
 from hfjax.parallel.in_parts.kinds import Part, Side, held
 from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Scope, is_recording
@@ -35,21 +35,13 @@ def of_rows(
     those of the rows along `axes`, if it asks for any.
     """
     here = x.size // x.shape[-1]
-    along = tuple(axis for axis in axes or () if _bound(axis) > 1)
-    side = Side(along, math.prod(map(_bound, along)))
+    along = tuple(axis for axis in axes or () if devices_along(axis) > 1)
+    side = Side(along, math.prod(map(devices_along, along)))
     if along:
         mean, variance = joined(side, x)
     else:
         mean, variance = named(_in_parts, moments)(x) if is_recording() else moments(x)
     return mean, variance, here * side.size
-
-
-def _bound(axis: str) -> int:
-    """Return the devices along an axis: 1 where it is not bound."""
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        return 1
 
 
 def _in_parts(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> list[jax.Array]:
