@@ -37,12 +37,12 @@ class Budget:
         self.mode, self.file = mode, ""
         self.programs: dict[str, Counter[tuple[str, str]]] = {}
         self.counts: dict[str, Counter[str]] = {}
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
         self.errors: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(self._on_program)
         sys.addaudithook(self._on_start)
 
-    def _on_program(self, event: str, duration: float, **about: Any) -> None:
+    def _on_program(self, event: str, duration_secs: float, **about: Any) -> None:
         if self.file and (kind := EVENTS.get(event)):
             name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
             self.programs.setdefault(self.file, Counter())[kind, name] += 1
@@ -58,7 +58,8 @@ class Budget:
         try:
             return (yield)
         finally:
-            self.seconds[self.file] += _processor_seconds() - before
+            spent = _processor_seconds() - before
+            self.seconds[self.file] = self.seconds.get(self.file, 0.0) + spent
             self.file = ""
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -81,7 +82,8 @@ class Budget:
         counts, seconds = getattr(node, "workeroutput", {}).get("budget", [{}, {}])
         for file, count in counts.items():
             self.counts.setdefault(file, Counter()).update(count)
-        self.seconds.update(seconds)
+        for file, spent in seconds.items():
+            self.seconds[file] = self.seconds.get(file, 0.0) + spent
 
     def judge(self) -> int:
         """Compare with the table, or write it."""
@@ -103,7 +105,8 @@ class Budget:
             return
         total = sum(self.seconds.values())
         terminalreporter.section(f"{total:.0f} processor seconds")
-        for file, seconds in self.seconds.most_common(None if self.mode == "all" else 25):
+        dearest = sorted(self.seconds.items(), key=lambda item: -item[1])
+        for file, seconds in dearest[: None if self.mode == "all" else 25]:
             counts = ", ".join(f"{v} {k}" for k, v in sorted(self.counts.get(file, {}).items()))
             terminalreporter.line(f"{seconds:7.1f} s  {file}: {counts}")
         for error in self.errors:
