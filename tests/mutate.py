@@ -1,6 +1,6 @@
 """Mutants of product code, and what runs a test suite against them: which faults does it find?
 
-    python -m tests.mutate [--names A B …] [--jobs 1] [--select "--draw 6"] [--out FILE] [--dry]
+    python -m tests.mutate [--names A B …] [--jobs 1] [--jobs 2] [--out FILE] [--dry]
 
 For each mutant the tree is copied and changed; then one pytest runs the files that import what
 changed, the closest first, until a test fails. What FILE has already is not run again.
@@ -55,9 +55,11 @@ class Imports:
         self.paths = {module_of(path): path for path in files if path.endswith(".py")}
         self.texts = {name: (root / path).read_text() for name, path in self.paths.items()}
         trees = {name: ast.parse(text) for name, text in self.texts.items()}
-        lazy = (n for n, path in self.paths.items() if path.endswith(("__init__.py", "/names.py")))
-        self.served = {name: dict(imported(trees[name])) for name in lazy}
-        self.served["hfjax"] |= self.served["hfjax.names"]
+        inits = (n for n, path in self.paths.items() if path.endswith("__init__.py"))
+        self.served = {name: dict(imported(trees[name])) for name in inits}
+        for stub in (path for path in files if path.endswith("__init__.pyi")):
+            names = imported(ast.parse((root / stub).read_text()))
+            self.served[module_of(stub.removesuffix("i"))] |= dict(names)
         self.users: dict[str | None, set[str]] = {}
         for name, tree in trees.items():
             if not self.paths[name].endswith("__init__.py"):
@@ -270,8 +272,8 @@ piece_by_the_first_axis parallel/layerwise/one_layer.py: of two axes only one sa
   start = lax.axis_index(axes{{ ~> [:1]}}) * length
 fetches_the_same_layer_again parallel/layerwise/passes.py: backward runs with the layer behind
   coming = self.far(carry, jnp.maximum(i{{ - 1 ~> }}, 0))
-skipped_layer_is_updated parallel/layerwise/planes.py: nonfinite="skip" keeps no layer as it is
-  return self.plane.context.execution.nonfinite {{!= "apply" ~> == "stop"}}
+skipped_layer_is_updated parallel/layerwise/one_layer.py: nonfinite="skip" keeps no layer as it is
+  after = guard({{self.nonfinite ~> "apply"}}, finite, after, before)
 parts_of_rows_share_keys parallel/three_parts/row_parts.py: both parts of the rows drop the same
   return {{jax.random.fold_in(value, number) ~> value}}
 sums_over_a_part_of_the_rows parallel/three_parts/row_parts.py: layers that add rows pass
@@ -283,7 +285,7 @@ last_group_begins_early parallel/three_parts/run_layers.py: the layers left over
 writes_of_layers_lost parallel/three_parts/in_three_parts.py: what layers write is not handed on
   variables = variables{{ | context.blueprint.variables_of(model) ~> }}
 embedding_not_weighed parallel/pipeline/executor.py: its gradient stays that of the mean
-  return _add(outside, pullback(cotangents(dx))[0], {{self.model.divisor(m) ~> 1.0}})
+  return _add(outside, leave(dx), {{self.model.divisor(m) ~> 1.0}})
 idle_slots_add_gradients parallel/pipeline/executor.py: what a stage computes while it idles counts
   real = None{{ if self._either or at.facts.always(kind) else at.active(kind) ~> }}
 w_reads_the_slot_of_b parallel/pipeline/executor.py: the weights of another microbatch
@@ -325,7 +327,7 @@ window_ends_a_hop_early parallel/wings/context/deal.py: keys at the edge of a wi
 ring_goes_round_the_other_way parallel/wings/context/ring_attention.py: keys count as another's
   return (self.me {{- ~> +}} hop) % self.deal.ring
 padding_masked_on_one_device parallel/wings/grid/on_grid.py: columns are numbered from 0 on each
-  numbers = {{first +  ~> }}lax.broadcasted_iota("int32", (1, 1, here), 2)
+  numbers = {{first +  ~> }}lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
 variance_within_devices parallel/wings/kernels/row_moments.py: how means differ is left out
   variance = {{(variances + jnp.square(means - mean[None])) ~> variances}}.mean(0)
 dx_of_own_vocabulary parallel/wings/kernels/on_tensor_shards.py: parts of dx are not added
@@ -348,8 +350,8 @@ first_array_is_compared hfjax/plan/same_rows.py: processes may give other masks 
   if sums{{ != wanted ~> [0] != wanted[0]}}:
 stages_take_a_split_dimension hfjax/plan/storage.py: fsdp no longer splits what pipe splits
   free = [dim for dim in dims if {{not entries[dim] and  ~> }}shape[dim] % size == 0]
-sum_of_the_last_chunk hfjax/checkpoint/manifest.py: damage in the first 4 MiB of a file is not seen
-  size, crc = size + len(chunk), zlib.crc32(chunk{{, crc ~> }})
+sum_of_the_last_chunk hfjax/base/read_files.py: damage in the first 4 MiB of a file is not seen
+  value = zlib.crc32(chunk{{, value ~> }})
 keys_of_the_default_kind hfjax/checkpoint/arrays.py: random keys come back as another generator's
   return jax.random.wrap_key_data(array{{, impl=_impl(like) ~> }}) if
 no_second_try hfjax/checkpoint/directory.py: a step that is deleted meanwhile ends the reading
