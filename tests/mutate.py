@@ -327,7 +327,7 @@ window_ends_a_hop_early parallel/wings/context/deal.py: keys at the edge of a wi
 ring_goes_round_the_other_way parallel/wings/context/ring_attention.py: keys count as another's
   return (self.me {{- ~> +}} hop) % self.deal.ring
 padding_masked_on_one_device parallel/wings/grid/on_grid.py: columns are numbered from 0 on each
-  numbers = {{first +  ~> }}lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
+  logits = self._logits(vocab, whole, kernel.x, {{first ~> 0}}, scope.side.size)
 variance_within_devices parallel/wings/kernels/row_moments.py: how means differ is left out
   variance = {{(variances + jnp.square(means - mean[None])) ~> variances}}.mean(0)
 dx_of_own_vocabulary parallel/wings/kernels/on_tensor_shards.py: parts of dx are not added
