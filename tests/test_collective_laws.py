@@ -162,8 +162,8 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
     [
         TENSOR | SEQUENCE,
         FSDP | TENSOR,
-        pytest.param(TENSOR, marks=SLOW),
-        pytest.param(ZERO2 | TENSOR, marks=SLOW),
+        TENSOR,
+        ZERO2 | TENSOR,
     ],
 )
 @pytest.mark.short("strategy1")

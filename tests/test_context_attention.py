@@ -81,9 +81,7 @@ def apart(found, wanted):
 
 
 @pytest.mark.parametrize("gathers", [False, True], ids=["ring", "allgather"])
-@pytest.mark.parametrize(
-    "devices", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 6, 7))]
-)
+@pytest.mark.parametrize("devices", [1, 3, 2, 5, 6, 7])
 @pytest.mark.short("3-ring")
 def test_any_number_of_devices_attends_as_one(devices, gathers):
     with jax.enable_x64(True):

@@ -33,19 +33,13 @@ def cases(devices, names):
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
-# Every day strategies train MLPs on 8 devices. All train a whole GPT otherwise: what splits most
-# does so every day in test_kernels_in_steps, and a Llama in test_llama.
 BOTH = ["FSDP+TENSOR", "ZERO1+TENSOR+SEQUENCE", "HSDP+TENSOR+SEQUENCE", "ZERO2+TENSOR"]
 GROUPS = [
     (mlps, 8, ["DDP", "ZERO1", "ZERO2"]),
     (mlps, 8, ["FSDP", "TENSOR", "TENSOR+SEQUENCE"]),
     (mlps, 8, ["HSDP", "ZERO2 on two axes"]),
-    pytest.param(mlps, 8, BOTH, marks=pytest.mark.slow),  # one does in float64, every day
-    *(
-        pytest.param(gpt, devices, names, marks=pytest.mark.slow)
-        for devices in (2, 4, 8)
-        for names in groups(devices)
-    ),
+    (mlps, 8, BOTH),
+    *((gpt, devices, names) for devices in (2, 4, 8) for names in groups(devices)),
 ]
 
 
@@ -91,12 +85,10 @@ def test_in_float64_parameters_agree_to_the_last_digits(name):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
+        {"remat": "full"},
         {"remat": "dots", "unroll": True},
         {"reshard_after_forward": False},
-        pytest.param(
-            {"remat": jax.checkpoint_policies.everything_saveable}, marks=pytest.mark.slow
-        ),
+        {"remat": jax.checkpoint_policies.everything_saveable},
     ],
     ids=["full", "dots, unrolled", "kept", "a policy"],
 )

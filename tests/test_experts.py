@@ -180,12 +180,7 @@ CASES = {
 }  # fmt: skip
 
 
-# Experts with tensor, and unlike layers, train every day in test_moe_training.
-DAILY = ("E 8", "E 2, tokens travel", "1F1B", "dropless", "over the batch")
-MARKED = [pytest.param(c, marks=[] if c in DAILY else pytest.mark.slow) for c in CASES]
-
-
-@pytest.mark.parametrize("case", MARKED)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.short("1F1B")
 def test_training_equals_one_device(alone, case):
     name, batch, strategy, sizes, execution = CASES[case]

@@ -75,7 +75,7 @@ def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0)
     return (n - 1) * groups * ((1 + again) * there + back + (x + x + weights))
 
 
-@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=SLOW) for n in (2, 8))])
+@pytest.mark.parametrize("n", [4, 2, 8])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.short("gather-4")
 def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
@@ -275,7 +275,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 7, *(pytest.param(n, marks=SLOW) for n in (4, 128))])
+@pytest.mark.parametrize("size", [1, 7, 4, 128])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.short("even-1", "some to none-1", "three choices-7")
 def test_blocks_are_as_many_as_choices_need_and_hold_each_choice_once(routing, size):
@@ -315,7 +315,7 @@ def densely(arrays, x, experts, weights):
     return jnp.einsum("tke,etd->td", chosen, of_each)
 
 
-@pytest.mark.parametrize("size", [4, *(pytest.param(n, marks=SLOW) for n in (7, 128))])
+@pytest.mark.parametrize("size", [4, 7, 128])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.short("even-4", "three choices-4")
 def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, size):

@@ -108,12 +108,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK", 32)
 
 
-RARE = ("window both ways", "two heads share keys", "documents, everything", "beyond the window")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in RARE)) for x in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.short("everything", "one query, one key")
 def test_the_reference_and_its_gradients_are_those_of_dense_attention(small_blocks, name):
     case = CASES[name]

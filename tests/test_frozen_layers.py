@@ -49,11 +49,7 @@ def trained(layout, schedule=None, steps=2, **run):
     return first, hfjax.full(hfjax.canonical(layout, state))
 
 
-DAILY = ("FSDP", "PIPE, interleaved")
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FROZEN if name not in DAILY]
-
-
-@pytest.mark.parametrize("name", [*DAILY, *OTHERS])
+@pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.short("FSDP")
 def test_the_first_layers_stay_bit_by_bit_and_all_else_trains_as_on_one_device(name):
     strategy, sizes, schedule, optimizer, run = FROZEN[name]

@@ -7,7 +7,6 @@ import pytest
 from tests import golden
 
 KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
-DAILY = ("FSDP+TENSOR", "pipe zb-v", "called as it is", "context", "experts gathered", "grid")
 
 
 @pytest.mark.short(
@@ -28,10 +27,7 @@ DAILY = ("FSDP+TENSOR", "pipe zb-v", "called as it is", "context", "experts gath
     "eval_step, pipe",
     "haiscale",
 )
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in DAILY else pytest.mark.slow) for n in golden.cases()],
-)
+@pytest.mark.parametrize("name", golden.cases())
 def test_a_step_does_what_it_did(name):
     wanted = KNOWN["cases"][name]
     golden.same(wanted, golden.told(golden.cases()[name]), KNOWN["here"])

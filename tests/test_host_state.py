@@ -167,15 +167,10 @@ def test_parameters_on_the_host_are_stored_there():
 
 MESHES = [
     (DDP, ONE, {}),
-    pytest.param(ZERO1, {"data": 4}, {"nonfinite": "skip"}, marks=pytest.mark.slow),
+    (ZERO1, {"data": 4}, {"nonfinite": "skip"}),
     (ZERO2 | TENSOR, {"data": 2, "tensor": 2}, {"accumulate": 2, "clip": 0.5}),
-    pytest.param(
-        *(hfjax.HSDP, {"data": 2, "fsdp": 2}, {"nonfinite": "apply"}), marks=pytest.mark.slow
-    ),
-    pytest.param(
-        *(PIPE | FSDP, {"pipe": 2, "fsdp": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
-        marks=pytest.mark.slow,
-    ),
+    (hfjax.HSDP, {"data": 2, "fsdp": 2}, {"nonfinite": "apply"}),
+    (PIPE | FSDP, {"pipe": 2, "fsdp": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
 ]
 
 

@@ -79,11 +79,10 @@ def ordinary(of):
     return trained(DDP, {"data": 1}, of)
 
 
-SLOW = ("DDP", "ZERO2 on two axes", "ZERO2+TENSOR")
-QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
+EVERY = ("DDP", "ZERO1", "FSDP", "ZERO2 on two axes", "ZERO2+TENSOR", "HSDP+TENSOR+SEQUENCE")
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.short("FSDP")
 def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(name):
     of = "mlps" if "TENSOR" in name else "stack"

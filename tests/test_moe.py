@@ -247,14 +247,7 @@ def ran(moe: Any, x: np.ndarray, along: np.ndarray) -> tuple:
     return {"x": of_x} | flatten(nnx.to_pure_dict(of_parameters)), found
 
 
-# What another case shows as well: both kinds of noise alone, a factor of capacity for top-1.
-LIKE_OTHERS = ("top-1, both", "top-2, few places", "top-k, few places")
-MARKED = [
-    pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in CASES
-]
-
-
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.short("top-1, random token selection", "top-1 of rows without a sequence", "z-loss")
 def test_a_layer_equals_its_numpy_retelling_and_so_does_its_gradient(name):
     case, along = CASES[name], RNG.normal(size=CASES[name].shape)

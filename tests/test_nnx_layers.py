@@ -106,17 +106,7 @@ def squares(outputs, batch):
     return jnp.mean((outputs - batch["x"]) ** 2)
 
 
-LIKE_OTHERS = {  # name -> the layer that holds it, or works as it does, and trains every day
-    **dict.fromkeys(("GRUCell", "LSTMCell", "OptimizedLSTMCell"), "Bidirectional"),
-    **dict.fromkeys(("RNN", "SimpleCell"), "Bidirectional"),
-    **{"ConvTranspose": "Conv", "Dict": "List", "InstanceNorm": "GroupNorm"},
-    **{"LinearGeneral": "Einsum", "LoRALinear": "LoRA", "RMSNorm": "LayerNorm"},
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_OTHERS else n for n in LAYERS]
-)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.short("BatchNorm", "WeightNorm")
 def test_a_layer_of_flax_trains_as_on_one_device(name):
     init = lambda rngs: Around(*LAYERS[name], rngs=rngs)

@@ -65,23 +65,7 @@ CASES = {
 }
 
 
-LONG = (
-    "FSDP, full remat",  # layers that name tensors do it every day
-    "one device, unrolled",
-    "FSDP in bfloat16",
-    "FSDP, two microbatches",
-    "DDP, dots",
-    "every other layer",
-    "PipeDream",
-    "1F1B",
-    "ZB-H1, which branches",
-    "zero bubble in a scan",
-)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.short("one device, in a scan")
 def test_training_is_bit_equal_to_no_offload(case):
     strategy, sizes, options = CASES[case]

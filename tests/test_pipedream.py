@@ -96,15 +96,7 @@ CASES = {
 }
 
 
-LONG = (
-    *("pipedream on one stage", "pipedream with layers that do not divide"),
-    *("2bw, fewer microbatches than stages", "2bw in larger groups, recomputed"),
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.short("pipedream that keeps the last microbatch")
 def test_a_call_is_what_the_simulator_does_event_by_event(name):
     case, execution = CASES[name]

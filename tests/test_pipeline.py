@@ -47,7 +47,7 @@ MORE["all other rows"] = [
 ]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(m, marks=SLOW) for m in MORE)])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 @pytest.mark.short("several chunks a stage")
 def test_a_schedule_equals_one_device(family):
     cases = {

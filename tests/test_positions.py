@@ -369,12 +369,9 @@ ATTENTIONS = {
     "of few heads, by its equations": (alibi, 2, 2, {"context": 4}, TOKENS),
     "groups of fewer heads, by its equations": (alike, 4, 2, {"context": 4}, TOKENS),
 }
-OFTEN = ("slopes", "heads of keys in turn", "of few heads, by its equations")
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(w, marks=() if w in OFTEN else pytest.mark.slow) for w in ATTENTIONS]
-)
+@pytest.mark.parametrize("what", ATTENTIONS)
 @pytest.mark.short("heads of keys in turn")
 def test_an_attention_of_ones_own_is_run_on_its_heads(what):
     """Under Ulysses each device runs it on some of its heads; without, on its queries."""

@@ -103,9 +103,9 @@ def trained(remat, strategy, sizes):
         ("every:4", FSDP, ("fsdp", 4)),
         ("group:4", DDP, ("data", 2)),
         ("names:mlp_up", FSDP, ("fsdp", 4)),
-        pytest.param("every:4", DDP, ("data", 2), marks=pytest.mark.slow),
-        pytest.param("group:4", FSDP, ("fsdp", 4), marks=pytest.mark.slow),
-        pytest.param("names:mlp_up", DDP, ("data", 2), marks=pytest.mark.slow),
+        ("every:4", DDP, ("data", 2)),
+        ("group:4", FSDP, ("fsdp", 4)),
+        ("names:mlp_up", DDP, ("data", 2)),
     ],
 )
 @pytest.mark.short("group:4-strategy1-sizes1")

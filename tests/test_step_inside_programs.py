@@ -21,9 +21,6 @@ CASES = {
 }
 
 
-SLOW, DAILY = pytest.mark.slow, [("DDP", False), ("FSDP", True)]
-
-
 def linear(rngs):
     return nnx.Linear(8, 8, rngs=rngs)
 
@@ -38,7 +35,7 @@ def batches(steps):
     return jax.tree.map(lambda x: np.stack([x * (i + 1) for i in range(steps)]), BATCH)
 
 
-@pytest.mark.parametrize("name", ["DDP", pytest.param("ZERO1", marks=SLOW), "FSDP"])
+@pytest.mark.parametrize("name", ["DDP", "ZERO1", "FSDP"])
 @pytest.mark.short("DDP")
 def test_steps_in_a_scan_of_ones_own_are_those_of_a_loop(name):
     layout, state = plan(*CASES[name])
@@ -146,11 +143,7 @@ def put(state, layout):
 
 @pytest.mark.parametrize(
     ("name", "host"),
-    [
-        pytest.param(name, host, marks=[] if (name, host) in DAILY else SLOW)
-        for name in CASES
-        for host in (False, True)
-    ],
+    [(name, host) for name in CASES for host in (False, True)],
 )
 @pytest.mark.short("DDP-False")
 def test_parameters_put_into_a_state_are_those_that_train_also_with_master_weights(name, host):
