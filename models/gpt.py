@@ -1,8 +1,7 @@
 """GPT-2 in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from hfjax.models.parts import (
     LayerNorm,
     Linear,
     Stream,
+    added,
     anywhere,
     plain,
     residual_scale,
@@ -28,12 +28,13 @@ from hfjax.models.parts import (
     with_documents,
     without_documents,
 )
+from hfjax.models.presets import TextPresets
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "next_token_loss"]
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(TextPresets):
     """The shape of a GPT.
 
     Attributes:
@@ -75,46 +76,10 @@ class GPTConfig:
             )
 
     @property
-    def padded_vocab(self) -> int:
-        """The number of rows of the embedding."""
-        return math.ceil(self.vocab / self.pad_vocab_to) * self.pad_vocab_to
-
-    @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
         """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
         d = self.embed
         return {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
-
-    @classmethod
-    def preset(cls, name: str, **changes) -> "GPTConfig":
-        """Return a named shape, some fields changed.
-
-        Args:
-            name: tiny, small (124M), medium, large, xl or gpt3-175b.
-            changes: Fields by name.
-
-        Example:
-            >>> from hfjax.models.gpt import GPTConfig
-            >>> GPTConfig.preset("medium", pad_vocab_to=128).padded_vocab
-            50304
-        """
-        if name not in PRESETS:
-            raise ValueError(f"GPT preset {name!r}: one of {', '.join(PRESETS)}.")
-        return replace(PRESETS[name], **changes)
-
-    @classmethod
-    def tiny(cls, **changes) -> "GPTConfig":
-        """Return the shape of a byte-level model that trains on a laptop.
-
-        Args:
-            changes: Fields by name.
-
-        Example:
-            >>> from hfjax.models.gpt import GPTConfig
-            >>> GPTConfig.tiny(layers=2).layers
-            2
-        """
-        return cls.preset("tiny", **changes)
 
 
 PRESETS: Mapping[str, GPTConfig] = {
@@ -125,6 +90,8 @@ PRESETS: Mapping[str, GPTConfig] = {
     "xl": GPTConfig(layers=48, heads=25, embed=1600),
     "gpt3-175b": GPTConfig(length=2048, layers=96, heads=96, embed=12288),
 }
+
+GPTConfig.known = PRESETS
 
 
 class Attention(nnx.Module):
@@ -180,13 +147,9 @@ class Block(nnx.Module):
     def __call__(self, stream: Stream) -> Any:
         x_BSD, documents = without_documents(stream)
         attention = partial(self.attention, documents_BS=documents)
-        x = self._add(x_BSD, attention, self.norm1, self.dropout1)
-        return with_documents(self._add(x, self.mlp, self.norm2, self.dropout2), documents)
-
-    def _add(self, x: jax.Array, part: Callable, norm: LayerNorm, dropout: Dropout) -> jax.Array:
-        """The norm and the dropout work on the sequence as the residual stream is split."""
-        normed = norm(self.place(x, STREAM))
-        return x + dropout(self.place(part(normed), STREAM))
+        x = added(self.place, x_BSD, attention, self.norm1, self.dropout1)
+        x = added(self.place, x, self.mlp, self.norm2, self.dropout2)
+        return with_documents(x, documents)
 
 
 class GPT(nnx.Module):

@@ -3,12 +3,11 @@
 One decoder: what Llama, Qwen, Mistral and Gemma differ in are fields of its configuration.
 """
 
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from hfjax.models.parts import (
     Linear,
     RMSNorm,
     Stream,
+    added,
     anywhere,
     plain,
     residual_scale,
@@ -33,6 +33,7 @@ from hfjax.models.parts import (
     with_documents,
     without_documents,
 )
+from hfjax.models.presets import TextPresets
 from hfjax.models.rope import EitherRope, Rope
 
 ACTIVATIONS: Mapping[str, Callable] = {
@@ -81,7 +82,7 @@ class LocalLayers:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(TextPresets):
     """The shape of a Llama.
 
     Attributes:
@@ -138,7 +139,6 @@ class LlamaConfig:
     logit_cap: float | None = None
     local: LocalLayers | None = None  # layers of another kind
     pad_vocab_to: int = 1
-    known: ClassVar[Mapping[str, Any]]  # the named shapes
 
     def __post_init__(self) -> None:
         what = type(self).__name__
@@ -170,48 +170,11 @@ class LlamaConfig:
         return self.embed // self.heads if self.head is None else self.head
 
     @property
-    def padded_vocab(self) -> int:
-        """The number of rows of the embedding."""
-        return math.ceil(self.vocab / self.pad_vocab_to) * self.pad_vocab_to
-
-    @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
         """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
         d, qkv = self.embed, (self.heads + 2 * self.kv_heads) * self.width
         out, gate_up, down = (self.heads * self.width, d), (d, 2 * self.mlp), (self.mlp, d)
         return {"qkv": (d, qkv), "out": out, "gate_up": gate_up, "down": down}
-
-    @classmethod
-    def preset(cls, name: str, **changes) -> Self:
-        """Return a named shape, some fields changed.
-
-        Args:
-            name: tiny, llama2-7b, llama3-8b, llama3-70b or llama3-405b.
-            changes: Fields by name.
-
-        Example:
-            >>> from hfjax.models.llama import LlamaConfig
-            >>> LlamaConfig.preset("llama3-8b", layers=16).kv_heads
-            8
-        """
-        if name not in cls.known:
-            model = cls.__name__.removesuffix("Config")
-            raise ValueError(f"{model} preset {name!r}: one of {', '.join(cls.known)}.")
-        return replace(cls.known[name], **changes)
-
-    @classmethod
-    def tiny(cls, **changes) -> Self:
-        """Return the shape of a byte-level model that trains on a laptop.
-
-        Args:
-            changes: Fields by name.
-
-        Example:
-            >>> from hfjax.models.llama import LlamaConfig
-            >>> LlamaConfig.tiny(layers=2).layers
-            2
-        """
-        return cls.preset(next(iter(cls.known)), **changes)
 
 
 ROPE = "hfjax.models.rope.Rope"
@@ -356,14 +319,9 @@ class Block(nnx.Module):
     def __call__(self, stream: Stream) -> Any:
         x_BSD, documents = without_documents(stream)
         attention = partial(self.attention, documents_BS=documents)
-        x = self._add(x_BSD, attention, self.norm1, self.norm1_after)
-        return with_documents(self._add(x, self.mlp, self.norm2, self.norm2_after), documents)
-
-    def _add(self, x: jax.Array, part: Callable, norm: RMSNorm, after: RMSNorm | None) -> jax.Array:
-        """The norms work on the sequence as the residual stream is split."""
-        normed = norm(self.place(x, STREAM))
-        made = self.place(part(normed), STREAM)
-        return x + (made if after is None else after(made))
+        x = added(self.place, x_BSD, attention, self.norm1, self.norm1_after)
+        x = added(self.place, x, self.mlp, self.norm2, self.norm2_after)
+        return with_documents(x, documents)
 
 
 class Llama(nnx.Module):

@@ -367,11 +367,16 @@ class Dropout(nnx.Module):
 MOST_LAYERS = 100_000  # each has random numbers of its own, which are counted before they are made
 
 
+def added(place: Callable, x: jax.Array, part: Callable, norm: Callable, after: Any) -> jax.Array:
+    """Return x and what a part of a layer makes of it; norms see it split as the stream is."""
+    made = place(part(norm(place(x, STREAM))), STREAM)
+    return x + (made if after is None else after(made))
+
+
 def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
     """Return one module whose arrays stack `count` layers along a new first dimension.
 
-    That is how a model in three parts holds equal layers: they compile once, and can be split
-    over pipe.
+    So a model in three parts holds equal layers: they compile once, and can be split over pipe.
 
     Args:
         count: How many layers.

@@ -47,8 +47,7 @@ def test_the_numbers_are_those_that_the_log_the_commands_and_the_benchmarks_had(
         assert (gpu.device_kind, gpu.platform) == (gpu.name, "gpu")
         assert (gpu.compute_capability, gpu.sms, gpu.per_node) == ("9.0", 132, 8)
     assert (H200.inside, H200.between, H200.scheduled_flops) == (360e9, 40e9, 500e12)
-    was = ProductModel(500e12, 4_800_000_000_000, 132, 3e-6, (128, 256))
-    assert ProductModel.scheduled(H200) == was
+    assert (H200.bandwidth, H200.start_up, H200.tile) == (4_800_000_000_000, 3e-6, (128, 256))
 
 
 def test_every_file_is_named_by_its_key_and_no_device_is_two_machines():

@@ -26,14 +26,6 @@ class ProductModel:
     sms: int
     start_up: float  # seconds, of each product
     tile: tuple[int, int]
-    whole_waves: bool = True
-    beside: float = 0.0  # seconds that products lose for each second that transfers run beside them
-
-    @classmethod
-    def scheduled(cls, machine: Machine) -> "ProductModel":
-        """Return the model by which schedules are compared: `scheduled_flops`, the data sheet."""
-        flops, memory = machine.scheduled_flops, machine.bandwidth
-        return cls(flops, memory, machine.sms, machine.start_up, machine.tile)
 
     @classmethod
     def reached(cls, machine: Machine, float32: bool = False) -> "ProductModel":
@@ -51,8 +43,7 @@ def _in_parts(p: Matmul, parts: int, on: ProductModel) -> float:
     """Return how long a product takes whose inner dimension is cut into so many parts."""
     high, wide = on.tile
     along = lambda a, b: math.ceil(p.m / a) * math.ceil(p.n / b)
-    waves = p.batch * parts * min(along(high, wide), along(wide, high)) / on.sms
-    waves = math.ceil(waves) if on.whole_waves else max(waves, 1.0)
+    waves = math.ceil(p.batch * parts * min(along(high, wide), along(wide, high)) / on.sms)
     one_wave = 2 * high * wide * math.ceil(p.k / parts) * on.sms / on.flops
     partial_sums = 0 if parts == 1 else 2 * 4 * parts * p.batch * p.m * p.n
     return max(waves * one_wave, p.bytes / on.memory) + partial_sums / on.memory

@@ -55,7 +55,7 @@ def stashes(traced: jax.stages.Traced) -> tuple[Stashed, ...] | None:
         [((16, 8), 512)]
     """
     for jaxpr in _regions(traced.jaxpr.jaxpr):
-        backward = [_is_backward(equation) for equation in jaxpr.eqns]
+        backward = [BACKWARD in str(equation.source_info.name_stack) for equation in jaxpr.eqns]
         if any(backward):
             return _kept(jaxpr, backward)
     return None
@@ -67,10 +67,6 @@ def _regions(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         for body, _ in bodies_of(equation):
             yield from _regions(body)
-
-
-def _is_backward(equation: JaxprEqn) -> bool:
-    return BACKWARD in str(equation.source_info.name_stack)
 
 
 def _kept(jaxpr: Jaxpr, backward: list[bool]) -> tuple[Stashed, ...]:

@@ -236,7 +236,7 @@ class OptimizerProgram:
         total = _COMBINES.get(name, "")
         if total and any(v.totals for v in given):
             pairs = zip(given, equation.invars, strict=True)
-            parts = [v for v, x in pairs if not _adds_nothing(x)]
+            parts = [v for v, x in pairs if not (isinstance(x, Literal) and x.val == 0)]
             fits = all(v.totals[0] == total if v.totals else v.of for v in parts)
             return self._totalled(total, parts) if fits else None
         if name in _TOTALS and kinds == {ROW + name}:
@@ -365,10 +365,6 @@ def _place(keys: tuple, leaf: Any, shapes: Mapping[str, tuple]) -> tuple[str, st
 
 def _wide(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _adds_nothing(x: Any) -> bool:
-    return isinstance(x, Literal) and x.val == 0
 
 
 def _in_pairs(equation: JaxprEqn) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from jax._src import distributed
+
+from hfjax.processes.exchange import exchanged
 
 SHOWN = 6  # differences in a message
 
@@ -40,14 +41,10 @@ def check_same(what: str, value: object) -> None:
 
 def _of_all(value: Any) -> list[Any] | None:
     """Return a value of JSON of each process; None: all are equal."""
-    mine = json.dumps(value, sort_keys=True).encode()
-    found = _gathered(np.array([zlib.crc32(mine), len(mine)], np.uint32))
-    if (found[:, 0] == found[0, 0]).all():
+    mine, everybody = json.dumps(value, sort_keys=True), range(jax.process_count())
+    if len({*exchanged(everybody, zlib.crc32(mine.encode())).values()}) == 1:
         return None
-    text = np.zeros(found[:, 1].max(), np.uint8)
-    text[: len(mine)] = np.frombuffer(mine, np.uint8)
-    pairs = zip(_gathered(text), found[:, 1], strict=True)
-    return [json.loads(bytes(row[:size])) for row, size in pairs]
+    return list(map(json.loads, exchanged(everybody, mine).values()))
 
 
 def in_all(ask: Callable[[], T]) -> T:
@@ -96,13 +93,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _gathered(mine: np.ndarray) -> np.ndarray:
-    """Return the arrays of all processes, one in a row."""
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, *mine.shape)
-
-
 def agreed(ask: Callable[[], Any]) -> Any:
     """Return what `ask()` returns on process 0; all processes raise the ValueError it raises.
 
@@ -110,13 +100,8 @@ def agreed(ask: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return ask()
-    from jax.experimental import multihost_utils
-
-    told = json.dumps(_outcome(ask)).encode() if jax.process_index() == 0 else b""
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(told))))
-    text = np.zeros(size, np.uint8)
-    text[: len(told)] = np.frombuffer(told, np.uint8)
-    outcome = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(text))))
+    mine = _outcome(ask) if jax.process_index() == 0 else None
+    outcome = exchanged(range(jax.process_count()), mine)[0]
     if "refusal" in outcome:
         raise ValueError(outcome["refusal"])
     return outcome["value"]

@@ -180,7 +180,10 @@ class Child:
     def _listen(self) -> list[Lines]:
         """Start to copy both streams, tagged."""
         to_lines = lambda source, target, *lost: Lines(
-            source, target.buffer, tag(self.process, _coloured(target)), *lost
+            source,
+            target.buffer,
+            tag(self.process, target.isatty() and "NO_COLOR" not in os.environ),
+            *lost,
         )
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
@@ -228,7 +231,3 @@ def suspended(group: int) -> list[int]:
             if state in "Tt" and int(own) == group:
                 found.append(int(path.parent.name))
     return sorted(found)
-
-
-def _coloured(target: IO[str]) -> bool:
-    return target.isatty() and "NO_COLOR" not in os.environ

@@ -20,7 +20,7 @@ def exchanged(processes: Sequence[int], mine: Any) -> dict[int, Any]:
 
     Args:
         processes: Their numbers, in order; this process is one of them.
-        mine: Anything that JSON has, of a few hundred bytes.
+        mine: Anything that JSON has, of a few kilobytes.
     """
     me, first = jax.process_index(), processes[0]
     everybody = f"hfjax/exchange/{'-'.join(map(str, processes))}"

@@ -279,21 +279,17 @@ class _Run:
 
     def _new(self, part: _Part, old: Arrays, keys: Sequence[Key]) -> Arrays:
         """Return new arrays, each in the memory where the old one is."""
-        there = {key: self._moment_place(key, to_device(x)) for key, x in old.items()}
+        there = {key: self._place(key, to_device(x), "moment") for key, x in old.items()}
         gradients = {key[1]: x for key, x in there.items() if key[0] == GRADIENT}
         there |= _named(GRADIENT, self.scale(gradients))
         new = part.compute(there)
         for key in keys:
             new[key] = self.keep(self.finite, new[key], there[key])
             if is_on_host(old[key]):
-                new[key] = to_host(self._own_place(key, new[key]))
+                new[key] = to_host(
+                    self._place(key, new[key], "parameter" if key[0] == PARAMETER else "moment")
+                )
         return new
-
-    def _moment_place(self, key: Key, x: jax.Array) -> jax.Array:
-        return self._place(key, x, "moment")
-
-    def _own_place(self, key: Key, x: jax.Array) -> jax.Array:
-        return self._place(key, x, "parameter" if key[0] == PARAMETER else "moment")
 
     def _place(self, key: Key, x: jax.Array, column: str) -> jax.Array:
         """Return an array, or a row of it, split over devices as a column says."""

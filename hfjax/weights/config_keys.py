@@ -88,26 +88,24 @@ def _activation(of: ConfigValues, name: str = "hidden_act") -> dict[str, str]:
 
 def llama_shape(of: ConfigValues) -> LlamaConfig:
     """Return the shape of a Llama 2 or 3."""
-    known = {**_decoder(of), **_activation(of)}
-    return LlamaConfig(**known, rotary=_rotary(of))
+    return LlamaConfig(**_decoder(of), **_activation(of), rotary=_rotary(of))
 
 
 def mistral_shape(of: ConfigValues) -> LlamaConfig:
     """Return the shape of a Mistral."""
-    known = {**_decoder(of), **_activation(of)}
-    return LlamaConfig(**known, **_one_kind(of, of.maybe_whole("sliding_window")))
+    return LlamaConfig(
+        **_decoder(of), **_activation(of), **_one_kind(of, of.maybe_whole("sliding_window"))
+    )
 
 
 def qwen2_shape(of: ConfigValues) -> LlamaConfig:
     """Return the shape of a Qwen2."""
-    known = {**_decoder(of), **_activation(of)}
-    return LlamaConfig(**known, **_qwen_layers(of), qkv_bias=True)
+    return LlamaConfig(**_decoder(of), **_activation(of), **_qwen_layers(of), qkv_bias=True)
 
 
 def qwen3_shape(of: ConfigValues) -> LlamaConfig:
     """Return the shape of a Qwen3."""
-    known = {**_decoder(of), **_activation(of)}
-    return LlamaConfig(**known, **_qwen_layers(of), qk_norm=True)
+    return LlamaConfig(**_decoder(of), **_activation(of), **_qwen_layers(of), qk_norm=True)
 
 
 def _qwen_layers(of: ConfigValues) -> dict[str, Any]:

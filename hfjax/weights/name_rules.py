@@ -131,7 +131,11 @@ class RuleTable:
         pieces = [self._with_tensors(piece, tensors, cut) for piece in self.pieces()]
         check_covers(pieces, shapes)
         used = {t.name for piece in pieces for t in (piece.tensor, piece.twin) if t is not None}
-        over = [t for name, t in tensors.items() if name not in used and not self._ignores(name)]
+        over = [
+            t
+            for name, t in tensors.items()
+            if name not in used and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
+        ]
         if lines := misfits(pieces, over):
             raise ValueError(
                 "the tensors of the files are not those of the model that config.json describes:"
@@ -145,9 +149,6 @@ class RuleTable:
     ) -> PlacedTensor:
         at = lambda name: None if name is None else tensors.get(name[cut:], tensors.get(name))
         return replace(piece, tensor=at(piece.name), twin=at(piece.rule.twin))
-
-    def _ignores(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
 def check_covers(pieces: Sequence[PlacedTensor], shapes: Mapping[str, Shape]) -> None:

@@ -29,7 +29,7 @@ from hfjax.models.moe.told import Routed, Told, after_step
 from hfjax.models.parts import (
     STREAM,
     WHOLE,
-    RMSNorm,
+    added,
     anywhere,
     plain,
     residual_scale,
@@ -150,17 +150,15 @@ class Block(nnx.Module):
 
     def __call__(self, stream: Stream) -> Stream:
         x, documents, told = stream
-        normed = self.norm1(self.place(x, STREAM))
-        x = self._add(x, self.attention(normed, documents), self.norm1_after)
-        normed = self.norm2(self.place(x, STREAM))
+        attention = partial(self.attention, documents_BS=documents)
+        x = added(self.place, x, attention, self.norm1, self.norm1_after)
         if isinstance(self.mlp, MLP):
-            return Stream(self._add(x, self.mlp(normed), self.norm2_after), documents, told)
+            x = added(self.place, x, self.mlp, self.norm2, self.norm2_after)
+            return Stream(x, documents, told)
+        normed = self.norm2(self.place(x, STREAM))
         y, told = self.mlp(self.place(normed, WHOLE, STREAM), told)
-        return Stream(self._add(x, y, self.norm2_after), documents, told)
-
-    def _add(self, x: jax.Array, y: jax.Array, after: RMSNorm | None) -> jax.Array:
-        y = self.place(y, STREAM)
-        return x + (y if after is None else after(y))
+        y, after = self.place(y, STREAM), self.norm2_after
+        return Stream(x + (y if after is None else after(y)), documents, told)
 
 
 class MoELlama(nnx.Module):

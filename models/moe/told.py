@@ -130,7 +130,7 @@ def after_step(
     for name in (DROPPED, ENTROPY):
         told[f"{name}_mean"] = metrics[name].mean()
     mixture = lambda path: natural(path.removesuffix(BIAS))
-    paths = sorted((path for path in variables if _is_bias(path)), key=mixture)
+    paths = sorted((path for path in variables if path.rsplit("/", 1)[-1] == BIAS), key=mixture)
     changed, first = {}, 0
     for path in paths if rate else ():
         bias = variables[path]
@@ -154,7 +154,3 @@ def _towards_mean(load: jax.Array) -> jax.Array:
     """Return 1 where experts had less than the mean, -1 where more; rounded shares may be equal."""
     mean = load.mean(-1, keepdims=True)
     return jnp.where(jnp.abs(mean - load) > 1e-6 * mean, jnp.sign(mean - load), 0)
-
-
-def _is_bias(path: str) -> bool:
-    return path.rsplit("/", 1)[-1] == BIAS

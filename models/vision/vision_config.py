@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any
 
 from hfjax.base.keywords import check_sizes, is_real, is_whole
+from hfjax.models.presets import Presets
 
 # Mesh axes over which models of images are not split, and what to do: hfjax.layout refuses them.
 OF_IMAGES: Mapping[str, str] = {
@@ -21,7 +22,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(Presets):
     """What every model of images has.
 
     Attributes:
@@ -33,7 +34,6 @@ class VisionConfig:
     classes: int = 1000
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
-    known: ClassVar[Mapping[str, Any]] = {}  # the named shapes
 
     def __post_init__(self) -> None:
         what = type(self).__name__
@@ -48,24 +48,6 @@ class VisionConfig:
                     "of red, green and blue. Those of ImageNet are "
                     f"{MEAN if name == 'mean' else STD}."
                 )
-
-    @classmethod
-    def preset(cls, name: str, **changes) -> Self:
-        """Return a named shape, some fields changed.
-
-        Args:
-            name: One of the PRESETS of the model's file.
-            changes: Fields by name.
-
-        Example:
-            >>> from hfjax.models.vision.resnet import ResNetConfig
-            >>> ResNetConfig.preset("resnet50", classes=37).depths
-            (3, 4, 6, 3)
-        """
-        if name not in cls.known:
-            model = cls.__name__.removesuffix("Config")
-            raise ValueError(f"{model} preset {name!r}: one of {', '.join(cls.known)}.")
-        return replace(cls.known[name], **changes)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hfjax.models.parts import (
     Dropout,
     LayerNorm,
     Linear,
+    added,
     anywhere,
     plain,
     run_stacked,
@@ -184,13 +185,8 @@ class Block(nnx.Module):
         self.place = anywhere
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x = self._add(x_BSD, self.attention, self.norm1, self.dropout1)
-        return self._add(x, self.mlp, self.norm2, self.dropout2)
-
-    def _add(self, x: jax.Array, part: Callable, norm: LayerNorm, dropout: Dropout) -> jax.Array:
-        """The norm and the dropout work on the sequence as the residual stream is split."""
-        normed = norm(self.place(x, STREAM))
-        return x + dropout(self.place(part(normed), STREAM))
+        x = added(self.place, x_BSD, self.attention, self.norm1, self.dropout1)
+        return added(self.place, x, self.mlp, self.norm2, self.dropout2)
 
 
 class ViT(nnx.Module):

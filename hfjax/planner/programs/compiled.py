@@ -76,7 +76,7 @@ def compile_candidate(
             f"compiling for a {gpu} needs the wheels that compile for CUDA (no GPU): "
             f"{how_to_install()}"
         )
-    folder = _folder(cache)
+    folder = (user_cache() if cache is None else cache) / "plans"
     asked = {"settings": _settings(config), "gpu": gpu, "count": count, "vocab": vocab}
     place = folder / f"{_key(asked)}.json" if _is_known(config, vocab) else None
     if place is not None and (found := _read(place)) is not None:
@@ -150,10 +150,6 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 # -- what is kept -------------------------------------------------------------------------
-
-
-def _folder(given: Path | None) -> Path:
-    return (user_cache() if given is None else given) / "plans"
 
 
 def _settings(config: Train) -> dict[str, Any]:
