@@ -58,3 +58,16 @@ def load(ref: Part, layout: Any) -> jax.Array:
     """Return what a ref (of device memory, too) holds, laid out over registers as told."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def by_row() -> Any:
+    """Return the layout of one number for each row of such sums."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def padded(x: jax.Array, axis: int, multiple: int, **how) -> jax.Array:
+    """Return x with an axis grown to a multiple (x itself where it is one)."""
+    more = -x.shape[axis] % multiple
+    if not more:
+        return x
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **how)

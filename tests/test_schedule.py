@@ -10,7 +10,7 @@ import pytest
 
 from hfjax.parallel.schedules.builders import vee
 from hfjax.parallel.schedules.compile import WRITES, compile_table
-from hfjax.parallel.schedules.named import SCHEDULES, Schedule, forward_table
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table, forward_table
 from hfjax.parallel.schedules.table import Table, Task, check, lay_out, needs
 from tests.replay import Replay
 
@@ -32,7 +32,7 @@ KINDS_OF_TABLES = [
 @cache
 def tables(name: str, chunks: int, sizes: tuple[tuple[int, int], ...]) -> list[Table]:
     """Return the tables of a schedule for sizes: (stages, microbatches)."""
-    return [SCHEDULES[name](s, m, chunks) for s, m in sizes]
+    return [build_table(name, s, m, chunks) for s, m in sizes]
 
 
 def every_task(kinds: str, virtual: int, microbatches: int) -> list[Task]:
@@ -72,7 +72,7 @@ def test_a_replay_of_the_compiled_ticks_reads_what_was_written_for_it(name, chun
 )
 def test_the_replay_finds_a_wrong_slot(column):
     """The test of the test: any one slot that a task uses, moved, is found."""
-    ticks = compile_table(SCHEDULES["zb-h1"](3, 6, 1))
+    ticks = compile_table(build_table("zb-h1", 3, 6, 1))
     task_of = {"x": "F", "H": "F"}.get(column[0], column[0])
     works = ticks.columns[f"{task_of}_microbatch"] >= 0
     if column == "x_left":
@@ -89,18 +89,18 @@ def test_the_replay_finds_a_wrong_slot(column):
 
 def test_a_ring_has_as_many_slots_as_values_live_at_once_and_one_for_junk_if_need_be():
     for stages, microbatches in product(range(1, 9), MICROBATCHES):
-        depth = compile_table(SCHEDULES["1f1b"](stages, microbatches, 1)).depth
+        depth = compile_table(build_table("1f1b", stages, microbatches, 1)).depth
         kept = min(microbatches, 2 * stages - 1)
         assert depth["stash"] in (kept, kept + 1)
         assert depth["x"] == (stages > 1)
-    one = compile_table(SCHEDULES["1f1b"](1, 8, 1))
+    one = compile_table(build_table("1f1b", 1, 8, 1))
     assert one.depth == {"x": 0, "dy": 1, "stash": 1, "late": 0, "cross": 0}
     assert one.links == {"F": (), "B": ()}
 
 
 def test_writes_never_lack_a_slot_and_links_are_those_in_use():
     for name, chunks in KINDS_OF_TABLES:
-        ticks = compile_table(SCHEDULES[name](4, 6, chunks))
+        ticks = compile_table(build_table(name, 4, 6, chunks))
         homes, branches = [stage for stage, _ in ticks.table.homes], ticks.table.branches
         steps = {(b - a + 1) % 4 - 1 for a, b in pairwise(homes)}  # after the last comes the first
         assert set(ticks.links["F"]) == steps
@@ -110,7 +110,7 @@ def test_writes_never_lack_a_slot_and_links_are_those_in_use():
             for column in ("F_stash", "H_dy") if "F" in kinds and ticks.table.trains else ():
                 runs = ticks.columns["F_microbatch"][first:end] >= 0
                 assert (ticks.columns[column][first:end] >= 0)[runs | (not branches)].all()
-    two = compile_table(SCHEDULES["v"](2, 6, 2))
+    two = compile_table(build_table("v", 2, 6, 2))
     assert two.links == {"F": (0, 1), "B": (0, -1)}  # left and right are the same stage
 
 
@@ -120,19 +120,19 @@ def test_forward_and_backward_share_permutes_where_a_stage_makes_one_message_a_t
     assert shared == {"zb-v"}
     assert sum(link != 0 for _, link in compiled_on_four("zb-v", 2).lines) == 2
     assert sum(link != 0 for _, link in compiled_on_four("dualpipe-v", 2).lines) == 4
-    never = replace(SCHEDULES["zb-v"](4, 8, 2), branches=False)
+    never = replace(build_table("zb-v", 4, 8, 2), branches=False)
     assert not compile_table(never).shared
 
 
 def compiled_on_four(name, chunks):
-    return compile_table(SCHEDULES[name](4, 8, chunks))
+    return compile_table(build_table(name, 4, 8, chunks))
 
 
 def test_segments_cover_the_ticks_with_the_kinds_that_they_use():
-    table = SCHEDULES["zb"](4, 16, 1)
+    table = build_table("zb", 4, 16, 1)
     segments = compile_table(table).segments
     assert segments == ((0, 3, "F"), (3, 6, "FB"), (6, 19, "FBW"), (19, 22, "BW"))
-    assert compile_table(SCHEDULES["zb-h1"](4, 16, 1)).segments == ((0, 51, "FBW"),)
+    assert compile_table(build_table("zb-h1", 4, 16, 1)).segments == ((0, 51, "FBW"),)
 
 
 @pytest.mark.parametrize("homes", [vee(4), ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))])

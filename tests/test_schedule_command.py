@@ -13,7 +13,7 @@ from rich.console import Console
 from hfjax.__main__ import main
 from hfjax.cli import draw_timeline, schedule as timetable
 from hfjax.cli.schedule import drawn
-from hfjax.parallel.schedules.named import SCHEDULES, Schedule
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table
 from hfjax.parallel.schedules.text import parse_table
 
 COMMAND = (sys.executable, "-m", "hfjax", "schedule")
@@ -91,7 +91,7 @@ def test_a_wide_grid_is_cut_into_blocks_of_ticks(run):
 
 
 def test_a_terminal_gets_colours_and_only_the_ends_of_a_long_grid(capsys):
-    table = SCHEDULES["1f1b-published"](4, 64, 1)
+    table = build_table("1f1b-published", 4, 64, 1)
     given = timetable.argparse.Namespace(forward=1, backward=2, weights=1)
     terminal = Console(force_terminal=True, width=80, color_system="standard", soft_wrap=True)
     timetable._show(table, given, terminal)
@@ -139,7 +139,7 @@ def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
         g for g in ElementTree.parse(path).iter(f"{SVG}g") if g.find(f"{SVG}title") is not None
     ]
     tips = [str(box.findtext(f"{SVG}title")) for box in boxes]
-    table = SCHEDULES["1f1b-published"](3, 4, 1)
+    table = build_table("1f1b-published", 3, 4, 1)
     assert sorted(tips) == sorted(f"{task}, tick {t}" for task, t, _ in table.tasks())
     wide = {}
     for tip, box in zip(tips, boxes, strict=True):
@@ -249,7 +249,7 @@ def test_a_trace_has_the_tasks_of_each_stage_and_an_arrow_per_message(run, tmp_p
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.short("gpipe", "forward")
 def test_every_table_can_be_drawn(tmp_path, name):
-    table = SCHEDULES[name](2, 3, SCHEDULES[name].chunks)
+    table = build_table(name, 2, 3, SCHEDULES[name].chunks)
     picture = drawn(table, 1, 2, 1)
     tasks = [span.name.split(",")[0].replace("I", "B") for span in picture.spans if span.label]
     assert sorted(tasks) == sorted(map(str, table.times()))

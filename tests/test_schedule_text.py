@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hfjax.parallel.schedules.builders import vee
-from hfjax.parallel.schedules.named import SCHEDULES, Schedule, forward_table
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table, forward_table
 from hfjax.parallel.schedules.table import Table, check
 from hfjax.parallel.schedules.text import parse_table
 
@@ -18,7 +18,7 @@ ONE_F_ONE_B = """
 
 
 def test_the_grid_of_1f1b_is_the_one_of_the_paper():
-    assert str(SCHEDULES["1f1b-published"](3, 4, 1)).splitlines() == [
+    assert str(build_table("1f1b-published", 3, 4, 1)).splitlines() == [
         "0F0 0F1 0F2 .   .   0B0 0F3 0B1 .   0B2 .   0B3",
         ".   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 .   1B3 .",
         ".   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 .   .",
@@ -28,7 +28,7 @@ def test_the_grid_of_1f1b_is_the_one_of_the_paper():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_prints_and_reads_back(name):
     for stages, microbatches in ((1, 3), (2, 2), (3, 7), (4, 8)):
-        table = SCHEDULES[name](stages, microbatches, SCHEDULES[name].chunks)
+        table = build_table(name, stages, microbatches, SCHEDULES[name].chunks)
         again = parse_table(str(table), name, table.branches)
         assert (again.homes, again.name) == (table.homes, name)
         np.testing.assert_array_equal(again.cells, table.cells)
@@ -61,21 +61,21 @@ def test_a_csv_has_a_row_per_stage_with_nothing_where_it_is_idle(tmp_path):
 
 
 def test_a_placement_is_read_from_the_lines():
-    assert parse_table(str(SCHEDULES["zb-v"](3, 5, 2))).homes == vee(3)
+    assert parse_table(str(build_table("zb-v", 3, 5, 2))).homes == vee(3)
     assert parse_table("0F0 1F0 1B0 0B0").homes == ((0, 0), (0, 1))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_text_runs_with_branches_only_if_they_save_time(name):
     """Which is what the schedules by name do."""
-    table = SCHEDULES[name](3, 8, SCHEDULES[name].chunks)
+    table = build_table(name, 3, 8, SCHEDULES[name].chunks)
     assert parse_table(str(table)).branches == table.branches
     assert parse_table(str(table), branches=True).branches
     assert not Schedule.from_text(str(table), branches=False).table(3).branches
 
 
 NO_CELL = r"is no cell. Write tasks .* or . for idle\.\n"
-WHOLE, HALVES = (str(SCHEDULES[name](3, 4, 1)) for name in ("1f1b-published", "zb-h1"))
+WHOLE, HALVES = (str(build_table(name, 3, 4, 1)) for name in ("1f1b-published", "zb-h1"))
 
 
 def changed(text: str, *words: str) -> str:
@@ -175,7 +175,7 @@ def test_an_order_that_lines_alone_allow_runs():
 
 
 def test_of_a_large_grid_what_is_around_the_cell_is_shown():
-    large = changed(str(SCHEDULES["1f1b-published"](12, 64, 1)), "5B40", "5X40")
+    large = changed(str(build_table("1f1b-published", 12, 64, 1)), "5B40", "5X40")
     with pytest.raises(ValueError, match=">5X40< is no cell") as caught:
         parse_table(large)
     lines = str(caught.value).splitlines()[1:]
@@ -186,7 +186,9 @@ def test_of_a_large_grid_what_is_around_the_cell_is_shown():
 
 
 def test_a_deadlock_of_cells_far_apart_is_drawn_with_each_line_around_its_own():
-    swapped = changed(str(SCHEDULES["gpipe"](2, 9, 1)), "1F1", "here", "1B1", "1F1", "here", "1B1")
+    swapped = changed(
+        str(build_table("gpipe", 2, 9, 1)), "1F1", "here", "1B1", "1F1", "here", "1B1"
+    )
     with pytest.raises(ValueError, match=r"^mine: deadlock, no stage can run") as caught:
         parse_table(swapped, "mine")
     assert str(caught.value).splitlines()[1:] == [
@@ -199,7 +201,7 @@ def drawn_text(number: int) -> str:
     """Return the text of a schedule, up to three pairs of cells exchanged within their lines."""
     rng = np.random.default_rng(number)
     name, stages, microbatches = rng.choice(list(SCHEDULES)), rng.integers(1, 7), rng.integers(1, 9)
-    table = SCHEDULES[name](int(stages), int(microbatches), SCHEDULES[name].chunks)
+    table = build_table(name, int(stages), int(microbatches), SCHEDULES[name].chunks)
     lines = [line.split() for line in str(table).splitlines()]
     for _ in range(rng.integers(1, 4)):
         line = lines[rng.integers(stages)]
@@ -232,7 +234,7 @@ def moved(table: Table, task: tuple[int, int, int], tick: int) -> Table:
 
 
 def test_a_faulty_cell_is_marked_in_the_grid_around_it():
-    table = SCHEDULES["1f1b-published"](3, 2, 1)
+    table = build_table("1f1b-published", 3, 2, 1)
     wrong = moved(table, (1, 1, 1), 3)
     with pytest.raises(ValueError, match="1B0 in tick 3 needs 2B0, which runs in tick 3") as caught:
         check(wrong)
@@ -247,7 +249,7 @@ def test_a_faulty_cell_is_marked_in_the_grid_around_it():
 
 
 def test_tables_made_by_hand_are_checked():
-    table = SCHEDULES["1f1b"](2, 2, 1)
+    table = build_table("1f1b", 2, 2, 1)
     edit: Any
     for edit, message, cell in (
         (lambda cells: cells[:, ::-1], "0F0 is on stage 1, virtual stage 0 on 0. Move it", "0F0"),
@@ -264,7 +266,7 @@ def test_tables_made_by_hand_are_checked():
 
 
 def test_a_backward_whose_weights_wait_is_called_by_the_name_that_the_grid_has():
-    table = SCHEDULES["zb-h1"](3, 4, 1)
+    table = build_table("zb-h1", 3, 4, 1)
     wrong = moved(table, (1, 1, 1), 3)  # B of microbatch 0
     with pytest.raises(ValueError, match=r"1I0 in tick 3 needs 2I0, which (.|\n)*>1I0<"):
         check(wrong)

@@ -5,6 +5,7 @@ kernel makes its own: 7 products a tile where 5 would do with sums in device mem
 bits every time. Shapes as in `flash_parts`.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.attention.keys import (
     Keys,
     Rows,
-    each_tile_of_queries,
+    launch_over_queries,
     shared_keys,
     shared_rows,
 )
@@ -27,14 +28,12 @@ from hfjax.pallas_kernels.attention.parts import (
     Plan,
     across,
     added,
-    by_row,
     filled,
-    launch,
     slot_of,
     sums,
     write,
 )
-from hfjax.pallas_kernels.mosaic import Ref, load
+from hfjax.pallas_kernels.mosaic import by_row, load
 
 
 class Inputs(NamedTuple):
@@ -62,29 +61,23 @@ class Shared(NamedTuple):
 
 def queries(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> jax.Array:
     """Return dq."""
-    cut, shape = plan.cut, plan.shape
-    grid = {"batch": shape.batch, "head": shape.heads, "tile": inputs.visits.shape[1]}
-    rows, rows_here = shared_rows(plan), plgpu.Barrier(num_arrivals=2, num_barriers=cut.consumers)
+    rows = shared_rows(plan)
+    rows_here = plgpu.Barrier(num_arrivals=2, num_barriers=plan.cut.consumers)
     scratch = Shared(shared_keys(plan), rows, rows, rows_here)
-    dq = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
-
-    def body(inputs: Inputs, outputs: tuple, shared: Shared) -> None:
-        multiply = lambda mine: _multiply(mine, inputs, outputs[0], shared)
-        each_tile_of_queries(plan, inputs, shared, multiply)
-
-    return launch(plan, "flash_backward_queries", body, grid, inputs, (dq,), scratch)[0]
+    dq = (jax.ShapeDtypeStruct(inputs.q.shape, dtype),)
+    return launch_over_queries(plan, "flash_backward_queries", _multiply, inputs, dq, scratch)[0]
 
 
-def _multiply(mine: Rows, inputs: Inputs, dq_ref: Ref, shared: Shared) -> None:
+def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
     thread = mine.thread
     here = shared.rows_here.at[thread]
     plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
     plgpu.copy_gmem_to_smem(mine.of(inputs.do), shared.do.at[thread], here)
     lse, delta = (load(mine.per_row(x), by_row()) for x in (inputs.lse, inputs.delta))
     plgpu.barrier_wait(here)
-    step = lambda i, dq, partly: _step(mine, shared, (lse, delta), i, dq, partly)
+    step = partial(_step, mine, shared, (lse, delta))
     dq = mine.visited(step, filled((ROWS, mine.plan.shape.width), 0.0))
-    write(mine.of(dq_ref), dq * mine.plan.scale, shared.q.at[thread])
+    write(mine.of(outputs[0]), dq * mine.plan.scale, shared.q.at[thread])
     plgpu.wait_smem_to_gmem(0)
 
 

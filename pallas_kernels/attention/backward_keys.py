@@ -16,18 +16,20 @@ from jax.typing import DTypeLike
 from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.backward import Inputs
-from hfjax.pallas_kernels.attention.keys import shared_rows
+from hfjax.pallas_kernels.attention.keys import (
+    documents_of,
+    same_document,
+    shared_rows,
+)
 from hfjax.pallas_kernels.attention.parts import (
     LOG2E,
     ROWS,
     Plan,
     Visit,
-    across,
     again,
     both_added,
     by_column,
     by_roles,
-    by_row,
     down,
     drain,
     filled,
@@ -89,12 +91,9 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
 
     def multiply(thread: jax.Array) -> None:
         first = tile * plan.cut.rows + thread * ROWS
-        rows = (batch, pl.ds(first, ROWS))
-        documents = None
-        if plan.documents:
-            documents = load(inputs.key_documents.at[rows], by_row())
+        documents = documents_of(plan, inputs.key_documents, batch, first)
         mine = _Mine(plan, visit, shared, thread, first, documents)
-        _multiply(mine, inputs, outputs, (*rows, group))
+        _multiply(mine, inputs, outputs, (batch, pl.ds(first, ROWS), group))
 
     by_roles(plan, multiply, lambda: _feed(plan, inputs, shared, visit, (batch, group)))
 
@@ -137,10 +136,7 @@ class _Mine(NamedTuple):
     def masked(self, s: jax.Array, step: Index, slot: Index) -> jax.Array:
         """Return what scores begin with, -inf where the query (column) does not see the key."""
         query = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
-        same = None
-        if self.plan.documents:
-            of_queries = load(self.shared.documents.at[slot], by_column())
-            same = across(self.documents, s.shape) == down(of_queries, s.shape)
+        same = same_document(self.documents, self.shared.documents, lambda: slot, s.shape)
         key = numbers(s.shape, 0, self.first)
         return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
 

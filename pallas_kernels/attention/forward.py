@@ -5,6 +5,7 @@ see, whole ones first. With two warpgroups one multiplies while the other takes 
 Shapes as in `flash_parts`.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.attention.keys import (
     Keys,
     Rows,
-    each_tile_of_queries,
+    launch_over_queries,
     shared_keys,
     shared_rows,
 )
@@ -29,15 +30,13 @@ from hfjax.pallas_kernels.attention.parts import (
     across,
     added,
     again,
-    by_row,
     filled,
-    launch,
     matrix,
     slot_of,
     sums,
     write,
 )
-from hfjax.pallas_kernels.mosaic import Part, load
+from hfjax.pallas_kernels.mosaic import Part, by_row, load
 
 FLOOR = -1e30  # a maximum below every score: exponentials of what is masked are then plain zeros
 
@@ -67,17 +66,10 @@ class Shared(NamedTuple):
 
 def run(plan: Plan, inputs: Inputs, outputs: tuple) -> tuple[jax.Array, ...]:
     """Return (out, lse) or, where three outputs are asked for, the new state (o, m, l)."""
-    cut, shape = plan.cut, plan.shape
-    grid = {"batch": shape.batch, "head": shape.heads, "tile": inputs.visits.shape[1]}
-    q_here = plgpu.Barrier(num_barriers=cut.consumers)
-    turn = plgpu.Barrier(num_arrivals=cut.consumers)
+    q_here = plgpu.Barrier(num_barriers=plan.cut.consumers)
+    turn = plgpu.Barrier(num_arrivals=plan.cut.consumers)
     scratch = Shared(shared_keys(plan), shared_rows(plan), q_here, turn)
-
-    def body(inputs: Inputs, outputs: tuple, shared: Shared) -> None:
-        multiply = lambda mine: _multiply(mine, inputs, outputs, shared)
-        each_tile_of_queries(plan, inputs, shared, multiply)
-
-    return launch(plan, "flash_forward", body, grid, inputs, outputs, scratch)
+    return launch_over_queries(plan, "flash_forward", _multiply, inputs, outputs, scratch)
 
 
 def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
@@ -89,7 +81,7 @@ def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> Non
     turns = mine.plan.cut.consumers == 2
     if turns:  # the second warpgroup is half a step behind
         pl.when(thread == 1)(lambda: _take_turns(shared))
-    state = mine.visited(lambda i, x, partly: _step(mine, shared, i, x, partly), state)
+    state = mine.visited(partial(_step, mine, shared), state)
     if turns:
         pl.when(thread == 0)(lambda: _take_turns(shared))
     if len(outputs) == 3:

@@ -17,15 +17,15 @@ from hfjax.pallas_kernels.attention.parts import (
     across,
     by_column,
     by_roles,
-    by_row,
     down,
     drain,
+    launch,
     numbers,
     read_visit,
     seen,
     slot_of,
 )
-from hfjax.pallas_kernels.mosaic import Part, Ref, load
+from hfjax.pallas_kernels.mosaic import Part, Ref, by_row, load
 
 
 class Keys(NamedTuple):
@@ -81,6 +81,23 @@ def feed_keys(plan: Plan, inputs: Any, keys: Keys, visit: Visit, place: tuple[An
     drain(visit.steps, plan.cut.stages, keys.k_free, keys.v_free)
 
 
+def documents_of(plan: Plan, documents_BS: Ref, batch: Index, first: Index) -> jax.Array | None:
+    """Return the documents of a warpgroup's rows, in registers, where there are any."""
+    if not plan.documents:
+        return None
+    return load(documents_BS.at[batch, pl.ds(first, ROWS)], by_row())
+
+
+def same_document(
+    documents: jax.Array | None, others: Ref, slot: Callable, shape: tuple[int, ...]
+) -> jax.Array | None:
+    """Return which rows lie in the same document as which of the others, those in a slot."""
+    if documents is None:
+        return None
+    columns = load(others.at[slot()], by_column())
+    return across(documents, shape) == down(columns, shape)
+
+
 class Rows(NamedTuple):
     """One warpgroup's rows of queries, and what they visit."""
 
@@ -103,10 +120,8 @@ class Rows(NamedTuple):
     def masked(self, s: jax.Array, step: Index, keys: Keys) -> jax.Array:
         """Return scores, -inf where the query does not see the key."""
         key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
-        same = None
-        if self.plan.documents:
-            of_keys = load(keys.documents.at[slot_of(step, self.plan.cut.stages)], by_column())
-            same = across(self.documents, s.shape) == down(of_keys, s.shape)
+        slot = lambda: slot_of(step, self.plan.cut.stages)
+        same = same_document(self.documents, keys.documents, slot, s.shape)
         query = numbers(s.shape, 0, self.first)
         return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
 
@@ -122,20 +137,27 @@ class Rows(NamedTuple):
         return state
 
 
-def each_tile_of_queries(plan: Plan, inputs: Any, shared: Any, multiply: Callable) -> None:
-    """Run `multiply(rows)` on each consumer's rows of this block's tile, and feed it keys."""
-    batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
-    if plan.mask.causal:  # the longest first: what is left at the end is short
-        tile = inputs.visits.shape[1] - 1 - tile
-    visit = read_visit(inputs.visits, batch, tile)
+def launch_over_queries(
+    plan: Plan, name: str, multiply: Callable, inputs: Any, outputs: tuple, scratch: Any
+) -> Any:
+    """Run `multiply(rows, inputs, outputs, scratch)` on each consumer's rows of queries, fed."""
+    shape = plan.shape
+    grid = {"batch": shape.batch, "head": shape.heads, "tile": inputs.visits.shape[1]}
 
-    def consume(thread: jax.Array) -> None:
-        first = tile * plan.cut.rows + thread * ROWS
-        documents = None
-        if plan.documents:
-            of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
-            documents = load(of_rows, by_row())
-        multiply(Rows(plan, visit, thread, first, batch, head, documents))
+    def body(inputs: Any, outputs: tuple, shared: Any) -> None:
+        batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
+        if plan.mask.causal:  # the longest first: what is left at the end is short
+            tile = inputs.visits.shape[1] - 1 - tile
+        visit = read_visit(inputs.visits, batch, tile)
 
-    group = lax.div(head, jnp.int32(plan.shape.shared))
-    by_roles(plan, consume, lambda: feed_keys(plan, inputs, shared.keys, visit, (batch, group)))
+        def consume(thread: jax.Array) -> None:
+            first = tile * plan.cut.rows + thread * ROWS
+            documents = documents_of(plan, inputs.query_documents, batch, first)
+            rows = Rows(plan, visit, thread, first, batch, head, documents)
+            multiply(rows, inputs, outputs, shared)
+
+        group = lax.div(head, jnp.int32(shape.shared))
+        feed = lambda: feed_keys(plan, inputs, shared.keys, visit, (batch, group))
+        by_roles(plan, consume, feed)
+
+    return launch(plan, name, body, grid, inputs, outputs, scratch)

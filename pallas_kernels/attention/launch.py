@@ -21,12 +21,12 @@ from hfjax.pallas_kernels.attention.mask import (
     Mask,
     Places,
     Tiles,
-    padded,
     visits_of_keys,
     visits_of_queries,
 )
 from hfjax.pallas_kernels.attention.parts import LOG2E, Plan, Shape, Tile
 from hfjax.pallas_kernels.attention.reference import Final, State
+from hfjax.pallas_kernels.mosaic import padded
 
 HALF = (jnp.bfloat16, jnp.float16)
 WIDTHS = (64, 128)
@@ -105,34 +105,27 @@ def whole(
     operands: tuple, mask: Mask, places: Places, tuning: Tuning
 ) -> tuple[jax.Array, jax.Array]:
     """Return (attention in the dtype of the queries, lse) over one block of keys."""
-    cut = tuning.forward_of(operands[0], places)
-    plan, inputs, queries = _forward(operands, None, mask, places, cut)
-    rows = _rows(plan)
-    out = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype)
-    out, lse = flash_forward.run(plan, inputs, (out, rows))
-    return out[:, :queries], lse[:, :, :queries]
+    out, lse = _forward(operands, None, mask, places, tuning, operands[0].dtype)
+    return out, lse
 
 
 def block(
     operands: tuple, state: State | None, mask: Mask, places: Places, tuning: Tuning
 ) -> State:
     """Return the state after one more block of keys."""
-    cut = tuning.forward_of(operands[0], places)
-    plan, inputs, queries = _forward(operands, state, mask, places, cut)
-    rows = _rows(plan)
-    o = jax.ShapeDtypeStruct(inputs.q.shape, jnp.float32)
-    o, m, l = flash_forward.run(plan, inputs, (o, rows, rows))
-    return State(o[:, :queries], m[:, :, :queries], l[:, :, :queries])
+    return State(*_forward(operands, state, mask, places, tuning, None))
 
 
-def _rows(plan: Plan) -> jax.ShapeDtypeStruct:
-    shape = plan.shape
-    return jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.queries), jnp.float32)
-
-
-def _forward(operands: tuple, state: State | None, mask: Mask, places: Places, cut: Tile) -> tuple:
-    """Return (plan, inputs in whole tiles, number of queries)."""
-    q, k, v = operands
+def _forward(
+    operands: tuple,
+    state: State | None,
+    mask: Mask,
+    places: Places,
+    tuning: Tuning,
+    dtype: DTypeLike | None,
+) -> list[jax.Array]:
+    """Return the attention in a dtype and its lse; without a dtype the state: o, m and l."""
+    (q, k, v), cut = operands, tuning.forward_of(operands[0], places)
     visits = visits_of_queries(mask, places, Tiles(q.shape[1], k.shape[1], cut.rows, cut.tile))
     queries, keys = cut.rows, cut.tile
     documents = _padded_documents(places, queries, keys)
@@ -143,7 +136,11 @@ def _forward(operands: tuple, state: State | None, mask: Mask, places: Places, c
         m = padded(m, 2, queries, constant_values=-jnp.inf)
         past = padded(o, 1, queries), m, padded(l, 2, queries)
     inputs = flash_forward.Inputs(*grown, visits, *documents, *past)
-    return _plan(mask, operands, inputs, cut), inputs, q.shape[1]
+    plan = _plan(mask, operands, inputs, cut)
+    out = jax.ShapeDtypeStruct(inputs.q.shape, dtype or jnp.float32)
+    rows = jax.ShapeDtypeStruct((*q.shape[::2], plan.shape.queries), jnp.float32)
+    o, *rows = flash_forward.run(plan, inputs, (out, *[rows] * (1 if dtype else 2)))
+    return [o[:, : q.shape[1]], *(x[:, :, : q.shape[1]] for x in rows)]
 
 
 def _padded_documents(places: Places, queries: int, keys: int) -> tuple[Any, Any]:

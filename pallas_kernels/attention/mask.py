@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfjax.pallas_kernels.mosaic import padded
+
 FAR = 2**29  # farther apart than any two positions
 
 
@@ -84,14 +86,6 @@ def visible(
         return near, None
     of_query, of_key = places.query_documents[:, query], places.key_documents[:, key]
     return near, of_query[:, :, None] == of_key[:, None, :]
-
-
-def padded(x: jax.Array, axis: int, multiple: int, **how) -> jax.Array:
-    """Return x with an axis grown to a multiple (x itself where it is one)."""
-    more = -x.shape[axis] % multiple
-    if not more:
-        return x
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **how)
 
 
 def _ends(documents: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:

@@ -237,11 +237,6 @@ def matrix() -> Any:
     return plgpu.Layout.WGMMA
 
 
-def by_row() -> Any:
-    """Return the layout of one number for each row of such sums."""
-    return matrix().reduce(1)
-
-
 def by_column() -> Any:
     """Return the layout of one number for each column of such sums."""
     return matrix().reduce(0)

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from hfjax.base.varying import together, zeros
-from hfjax.pallas_kernels.attention.mask import Mask, Places, Tiles, padded, tiles_seen, visible
+from hfjax.pallas_kernels.attention.mask import Mask, Places, Tiles, tiles_seen, visible
+from hfjax.pallas_kernels.mosaic import padded
 
 BLOCK = 512  # queries and keys
 

@@ -16,6 +16,7 @@ The floor on S ranks, x of n elements of b bytes, w bytes on the wire:
 One of these bounds it, the link on NVLink (450 GB/s each way against 4800 on an H200).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -77,7 +78,7 @@ def _ring(what: str, x: jax.Array, axis: Axis, wire: DTypeLike) -> MeshRing:
     return MeshRing(axis, size)
 
 
-def tuned(tuning: Tuning) -> tuple:
+def tuned(tuning: Tuning) -> list[Callable]:
     """Return `all_gather` and `reduce_scatter` with a tuning."""
 
     def gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
@@ -93,14 +94,4 @@ def tuned(tuning: Tuning) -> tuple:
     return plain.family(gather, scatter)
 
 
-_tuned = tuned(Tuning())
-
-
-def all_gather(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Return the rows of all devices along the axis, in `wire` (inside `jax.shard_map`)."""
-    return _tuned[0](x, axis, wire)
-
-
-def reduce_scatter(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
-    return _tuned[1](x, axis, wire)
+all_gather, reduce_scatter = tuned(Tuning())

@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -24,56 +23,28 @@ def differing(x: jax.Array, axis: Axis) -> jax.Array:
     return alike(x, varying(lax.axis_index(axis)))
 
 
-def sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype in which contributions are added: float32, or wider where they are."""
-    return jnp.promote_types(dtype, jnp.float32)
+def _gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
+    return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True)
 
 
-def split_rows(x: jax.Array, axis: Axis) -> jax.Array:
-    """Return `x` with its rows grouped by the device along the axis that owns them."""
+def _scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
     size = lax.axis_size(axis)
     if x.ndim == 0 or x.shape[0] % size:
         raise ValueError(
             f"x {x.shape} over {axis!r} of size {size}: the rows must be a multiple of that size. "
             "Pad the rows, or reduce over another axis."
         )
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
-
-
-def own_piece(pieces: jax.Array, axis: Axis) -> jax.Array:
-    """Return the piece that this device owns."""
-    return lax.dynamic_index_in_dim(pieces, lax.axis_index(axis), keepdims=False)
-
-
-def exchange(pieces: jax.Array, axis: Axis) -> jax.Array:
-    """Return what every device held for this one, in the order of their ranks."""
-    return lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0)
-
-
-def add_others(own: jax.Array, received: Callable[[int], jax.Array], axis: Axis) -> jax.Array:
-    """Return `own` plus `received(rank)` of every other rank, the lowest rank first."""
+    pieces = x.reshape(size, x.shape[0] // size, *x.shape[1:])  # by the device that owns them
+    total = lax.dynamic_index_in_dim(pieces, lax.axis_index(axis), keepdims=False)
+    total = total.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if size == 1:
+        return total
+    received = lax.all_to_all(pieces.astype(wire), axis, split_axis=0, concat_axis=0)
     rank = lax.axis_index(axis)
-    for other in range(lax.axis_size(axis)):
+    for other in range(size):  # the lowest rank first
         # A select, not a product: what stands in the own place is not read, it may be NaN.
-        own = own + jnp.where(other == rank, 0, received(other).astype(own.dtype))
-    return own
-
-
-def _gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
-    return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True)
-
-
-def _scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
-    pieces = split_rows(x, axis)
-    own = own_piece(pieces, axis).astype(sum_dtype(x.dtype))
-    if lax.axis_size(axis) == 1:
-        return own
-    received = exchange(pieces.astype(wire), axis)
-    return add_others(own, lambda rank: received[rank], axis)
-
-
-def _like(x: jax.Array) -> jax.Array:
-    return jnp.zeros((0,), x.dtype)
+        total = total + jnp.where(other == rank, 0, received[other].astype(total.dtype))
+    return total
 
 
 def _pull(
@@ -84,29 +55,21 @@ def _pull(
     return (cotangent.astype(like.dtype),)
 
 
-def family(gather: Callable, scatter: Callable) -> tuple[Callable, ...]:
-    """Return `all_gather` and `reduce_scatter`, differentiable, of (x, axis, wire).
+def family(gather: Callable, scatter: Callable) -> list[Callable]:
+    """Return `all_gather` and `reduce_scatter`, differentiable, of (x, axis, wire=bfloat16).
 
-    The cotangent of a gather goes through the scatter and the other way round.
+    The first returns the rows of all devices along the axis, in `wire`, the second this device's
+    rows of the sum over the axis, in float32; both inside `jax.shard_map`. The cotangent of a
+    gather goes through the scatter and the other way round.
     """
 
     def differentiable(move: Callable, back: Callable) -> Callable:
         function = jax.custom_vjp(move, nondiff_argnums=(1, 2))
-        function.defvjp(lambda x, *how: (move(x, *how), _like(x)), partial(_pull, back))
-        return function
+        forward = lambda x, *how: (move(x, *how), jnp.zeros((0,), x.dtype))
+        function.defvjp(forward, partial(_pull, back))
+        return lambda x, axis, wire=jnp.bfloat16: function(differing(x, axis), axis, wire)
 
-    functions = differentiable(gather, scatter), differentiable(scatter, gather)
-    return tuple(lambda x, axis, wire, f=f: f(differing(x, axis), axis, wire) for f in functions)
-
-
-_family = family(_gather, _scatter)
+    return [differentiable(gather, scatter), differentiable(scatter, gather)]
 
 
-def all_gather(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Return the rows of all devices along the axis, in `wire` (inside `jax.shard_map`)."""
-    return _family[0](x, axis, wire)
-
-
-def reduce_scatter(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
-    return _family[1](x, axis, wire)
+all_gather, reduce_scatter = family(_gather, _scatter)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from hfjax.base.paths import Index
 from hfjax.base.varying import zeros
+from hfjax.pallas_kernels.mosaic import padded
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the maximum of nothing: finite, so that no inf - inf appears
@@ -85,9 +86,7 @@ class Columns:
 
 def in_parts(w_VD: jax.Array, parts: int) -> jax.Array:
     """Return w as [C, P, D], padded with zeros where it does not split evenly."""
-    beyond = -w_VD.shape[0] % (parts * EVEN)
-    w = jnp.pad(w_VD, ((0, beyond), (0, 0))) if beyond else w_VD
-    return w.reshape(-1, parts, w.shape[1])
+    return padded(w_VD, 0, parts * EVEN).reshape(-1, parts, w_VD.shape[1])
 
 
 def take(a_CPD: jax.Array, part: Index) -> jax.Array:

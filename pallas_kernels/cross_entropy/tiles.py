@@ -24,16 +24,10 @@ from hfjax.pallas_kernels.cross_entropy.walk import (
     Work,
     best_lanes,
     launch,
-    padded,
 )
-from hfjax.pallas_kernels.mosaic import load, tiled
+from hfjax.pallas_kernels.mosaic import by_row, load, padded, tiled
 
 STORE = 64  # columns that are stored at once: 128 bytes
-
-
-def by_row() -> Any:
-    """Return the layout in registers of one number for each row of a tile of logits."""
-    return plgpu.Layout.WGMMA.reduce(1)
 
 
 def _within(logits: jax.Array, limit: jax.Array, otherwise: float) -> jax.Array:
@@ -123,7 +117,7 @@ def probabilities(
     places = 2 - tuning.columns // STORE % 2  # two in turn, where a tile ends on the second
     staged = plgpu.SMEM((WORKERS, places, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
     run = launch(_probabilities, out, [staged], walk, tuning)
-    more = [padded(row, TILE) for row in (logsumexp * LOG2E, labels)]
+    more = [padded(row, 0, TILE) for row in (logsumexp * LOG2E, labels)]
     return run(jnp.stack(numbers), x_ND, w_CPD, *more)[: x_ND.shape[0]]
 
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.cross_entropy.logits import EVEN, Tuning
-from hfjax.pallas_kernels.mosaic import Part, kernel, tiled
+from hfjax.pallas_kernels.mosaic import Part, kernel, padded, tiled
 
 ROWS = 64  # of one warpgroup: what one wgmma takes
 WORKERS = 2  # warpgroups that multiply; one more copies
@@ -135,15 +135,9 @@ def launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )
-        return run(numbers, padded(x, EVEN), w, *more)
+        return run(numbers, padded(x, 0, EVEN), w, *more)
 
     return launched
-
-
-def padded(rows: jax.Array, multiple: int) -> jax.Array:
-    """Return an array with rows of zeros behind, up to a multiple."""
-    beyond = -rows.shape[0] % multiple
-    return jnp.pad(rows, ((0, beyond), *[(0, 0)] * (rows.ndim - 1))) if beyond else rows
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,7 @@ class _Gather:
             self.landed_before = ring.peer(landed[0], self.before)
             self.arrived = ring.semaphores((ring.size - 1) * self.tiles.rows)
 
-    def copies(self) -> None:
-        self.stages.settle(self.tiles.walk(self._copy, jnp.int32(0)))
-
-    def _copy(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
+    def copy(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
 
         def of_mine() -> jax.Array:

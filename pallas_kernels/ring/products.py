@@ -8,7 +8,6 @@ by w transposed, which is a copy of w: 2 K N numbers of traffic beside the produ
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,13 +38,7 @@ class Pair(NamedTuple):
 def pair(gather: Callable, scatter: Callable) -> Pair:
     """Return differentiable products of two implementations."""
 
-    @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def gathered(x: jax.Array, w: jax.Array, axis: str, tuning: Tuning):
-        return gather(x, w, axis, tuning)
-
-    @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def scattered(x: jax.Array, w: jax.Array, axis: str, tuning: Tuning):
-        return scatter(x, w, axis, tuning)
+    gathered, scattered = (jax.custom_vjp(f, nondiff_argnums=(2, 3)) for f in (gather, scatter))
 
     def of_gathered(
         axis: str, tuning: Tuning, saved: tuple, dy: jax.Array

@@ -62,10 +62,7 @@ class _Scatter:
             self.elsewhere = [ring.peer(landed[0], ahead(ring, s + 1)) for s in range(self.last)]
             self.arrived = ring.semaphores(self.tiles.each_step)
 
-    def copies(self) -> None:
-        self.stages.settle(self.tiles.walk(self._copy, jnp.int32(0)))
-
-    def _copy(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
+    def copy(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
         rows_of_owner = self.x.at[ahead(self.ring, step + 1)]
         end = copy_operands(self.stages, rows_of_owner, self.w, (row, column), begin)

@@ -245,7 +245,7 @@ def launch(
         @pl.when(warpgroup == CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
-            work.copies()
+            stages.settle(work.tiles.walk(work.copy, jnp.int32(0)))
 
         @pl.when(warpgroup < CONSUMERS)
         def _() -> None:

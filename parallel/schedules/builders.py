@@ -9,13 +9,13 @@ holds the first and the last chunk, so the loss is computed where the model begi
 """
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 from hfjax.parallel.schedules.table import (
     Cell,
     Homes,
     Lane,
-    Order,
     Table,
     Task,
     lane_of,
@@ -47,84 +47,41 @@ def _rounds(microbatches: int, stages: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(edges)]
 
 
-def _looped(stage: int, stages: int, chunks: int, rounds: list[range]) -> tuple[Order, Order]:
-    """Return the forward and backward orders of a stage: round by round, chunk by chunk."""
+def _looped(stages: int, chunks: int, rounds: list[range]) -> list[list[Lane]]:
+    """Return the forward and backward lanes of each stage: round by round, chunk by chunk."""
     forward = [(c, m) for turn in rounds for c in range(chunks) for m in turn]
     backward = [(chunks - 1 - c, m) for c, m in forward]
-    place = lambda order: [(c * stages + stage, m) for c, m in order]
-    return place(forward), place(backward)
+    kinds = (("F", forward), ("B", backward))
+    place = lambda order, stage: [(c * stages + stage, m) for c, m in order]
+    return [[lane_of(kind, place(order, s)) for kind, order in kinds] for s in range(stages)]
 
 
-def _combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """Forward and backward slots side by side; both in rounds (Megatron-LM's interleaved order)."""
-    rounds = _rounds(microbatches, stages)
-    orders = [_looped(stage, stages, chunks, rounds) for stage in range(stages)]
-    lanes = [[lane_of("F", forward), lane_of("B", backward)] for forward, backward in orders]
+    lanes = _looped(stages, chunks, _rounds(microbatches, stages))
     return lay_out(name, loop(stages, chunks), lanes)
 
 
-def gpipe(stages: int, microbatches: int, chunks: int) -> Table:
-    """All forwards, then all backwards (Huang et al. 2019)."""
-    return _all_then_all("gpipe", stages, microbatches, chunks)
+def all_then_all(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """All forwards, then all backwards."""
+    lanes = _looped(stages, chunks, [range(microbatches)])
+    return lay_out(name, loop(stages, chunks), [[[*forward, *back]] for forward, back in lanes])
 
 
-def looped_bfs(stages: int, microbatches: int, chunks: int) -> Table:
-    """gpipe with more chunks, breadth first (Lamy-Poirier 2023)."""
-    return _all_then_all("looped-bfs", stages, microbatches, chunks)
+def zero_bubble(build: Callable, name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """A combined schedule with a weights slot in every tick."""
+    return with_weights(build(name, stages, microbatches, chunks))
 
 
-def _all_then_all(name: str, stages: int, microbatches: int, chunks: int) -> Table:
-    lanes = []
-    for stage in range(stages):
-        forward, backward = _looped(stage, stages, chunks, [range(microbatches)])
-        lanes.append([[*lane_of("F", forward), *lane_of("B", backward)]])
-    return lay_out(name, loop(stages, chunks), lanes)
-
-
-def one_f_one_b(stages: int, microbatches: int, chunks: int) -> Table:
-    """A forward and a backward in every tick (1F1B, combined)."""
-    return _combined("1f1b", stages, microbatches, chunks)
-
-
-def interleaved(stages: int, microbatches: int, chunks: int) -> Table:
-    """1f1b with more chunks: the bubble divided by them (Narayanan et al. 2021)."""
-    return _combined("interleaved", stages, microbatches, chunks)
-
-
-def zero_bubble(stages: int, microbatches: int, chunks: int) -> Table:
-    """1f1b or interleaved with a weights slot in every tick (after Qi et al. 2023)."""
-    return with_weights(_combined("zb", stages, microbatches, chunks), "zb")
-
-
-def one_f_one_b_published(stages: int, microbatches: int, chunks: int) -> Table:
-    """A forward or a backward in a tick: the memory of 1F1B (PipeDream-flush)."""
-    return _alternating("1f1b-published", stages, microbatches, chunks)
-
-
-def pipedream(stages: int, microbatches: int, chunks: int) -> Table:
-    """Stages update after every backward, without a flush: stale weights (Narayanan 2019)."""
-    return _alternating("pipedream", stages, microbatches, chunks)
-
-
-def two_versions(stages: int, microbatches: int, chunks: int) -> Table:
-    """Updates by groups of microbatches, one group late, without a flush (PipeDream-2BW, 2021)."""
-    return _alternating("2bw", stages, microbatches, chunks)
-
-
-def interleaved_published(stages: int, microbatches: int, chunks: int) -> Table:
-    """A forward or a backward in a tick, interleaved as in Megatron-LM."""
-    return _alternating("interleaved-published", stages, microbatches, chunks)
-
-
-def _alternating(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def alternating(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """A forward or a backward in a tick, in turn once enough forwards have run."""
     rounds = _rounds(microbatches, stages)
     lanes = []
-    for stage in range(stages):
-        forward, backward = _looped(stage, stages, chunks, rounds)
+    for stage, (forward, backward) in enumerate(_looped(stages, chunks, rounds)):
         ahead = stages - 1 - stage
         if chunks > 1:
             ahead = 2 * ahead + (chunks - 1) * max(map(len, rounds))
-        lanes.append([_alternate(lane_of("F", forward), lane_of("B", backward), ahead)])
+        lanes.append([_alternate(forward, backward, ahead)])
     return lay_out(name, loop(stages, chunks), lanes, branches=True)
 
 
@@ -136,18 +93,11 @@ def _alternate(forward: Lane, backward: Lane, ahead: int) -> Lane:
     return [*forward[:ahead], *steady, *backward[len(forward) - ahead :]]
 
 
-def zb_h1(stages: int, microbatches: int, chunks: int) -> Table:
-    """Zero bubble, the stash of 1F1B; what W needs of B is kept besides (Qi et al. 2023)."""
-    lanes = [[_delayed_weights(s, microbatches, stages - 1 - s, s)] for s in range(stages)]
-    return lay_out("zb-h1", loop(stages, chunks), lanes, branches=True)
-
-
-def zb_h2(stages: int, microbatches: int, chunks: int) -> Table:
-    """zb-h1 with twice that stash: no stage rests once it has begun."""
-    lanes = [
-        [_delayed_weights(s, microbatches, 2 * (stages - 1 - s), 2 * s)] for s in range(stages)
-    ]
-    return lay_out("zb-h2", loop(stages, chunks), lanes, branches=True)
+def zb_h(times: int, name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """Zero bubble of one chunk a stage, with `times` the stash of 1F1B."""
+    delay = lambda s: _delayed_weights(s, microbatches, times * (stages - 1 - s), times * s)
+    lanes = [[delay(stage)] for stage in range(stages)]
+    return lay_out(name, loop(stages, chunks), lanes, branches=True)
 
 
 def _delayed_weights(stage: int, microbatches: int, ahead: int, behind: int) -> Lane:
@@ -170,8 +120,8 @@ def vee(stages: int) -> Homes:
     return (*((s, 0) for s in range(stages)), *((s, 1) for s in reversed(range(stages))))
 
 
-def v_combined(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """1f1b on a V: about half its memory."""
+def v_combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """Forward and backward slots side by side, on a V."""
     last = 2 * stages - 1
     lanes = []
     for mine in ((stage, last - stage) for stage in range(stages)):
@@ -179,12 +129,7 @@ def v_combined(stages: int, microbatches: int, chunks: int = 2) -> Table:
         forward = sorted(order, key=lambda task: 2 * task[1] + task[0])
         backward = sorted(order, key=lambda task: 2 * task[1] - task[0])
         lanes.append([lane_of("F", forward), lane_of("B", backward)])
-    return lay_out("v", vee(stages), lanes)
-
-
-def v_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """v with a weights slot in every tick."""
-    return with_weights(v_combined(stages, microbatches), "v-zb")
+    return lay_out(name, vee(stages), lanes)
 
 
 class _Line:
@@ -196,9 +141,13 @@ class _Line:
         self.late: list[int] = []  # chunks whose weights wait, the oldest first
         self.cells: list[Cell] = []
 
-    def run(self, *works: str) -> None:
-        """Add one cell, e.g. `run("F0", "B1")`; I is a B whose weights wait, W the oldest."""
-        self.cells.append(tuple(task for work in works for task in self._tasks(work)))
+    def add(self, times: int, *cells: str) -> None:
+        """Add cells several times, e.g. `add(2, "F0+B1", "W")`.
+
+        I is a B whose weights wait, W the weights that wait longest.
+        """
+        for cell in cells * times:
+            self.cells.append(tuple(task for work in cell.split("+") for task in self._tasks(work)))
 
     def _tasks(self, work: str) -> list[Task]:
         if work == "W":
@@ -216,81 +165,46 @@ class _Line:
 
     def first(self, microbatches: int) -> Lane:
         """Return the weights that wait at the end, and no task of later microbatches."""
-        while self.late:
-            self.run("W")
+        self.add(len(self.late), "W")
         kept = (tuple(t for t in cell if t.microbatch < microbatches) for cell in self.cells)
         return [cell for cell in kept if cell]
 
 
-def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """Zero bubble on a V; what W needs of B is kept besides (Qi et al. 2024)."""
-    lanes = [[_zb_v(stage, stages, microbatches)] for stage in range(stages)]
-    return lay_out("zb-v", vee(stages), lanes, branches=True)
+def on_v(write: Callable, name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """A schedule on a V of which `write` writes the line of each stage."""
+    lanes = [[write(stage, stages, microbatches)] for stage in range(stages)]
+    return lay_out(name, vee(stages), lanes, branches=True)
 
 
-def _zb_v(stage: int, stages: int, microbatches: int) -> Lane:
+def zb_v(stage: int, stages: int, microbatches: int) -> Lane:
+    """Return a stage of zero bubble on a V."""
     written = max(microbatches, 2 * stages - 1)  # fewer do not fill the V: write them, drop them
     line, below = _Line(stage, stages), stages - 1 - stage
-    for _ in range(2 * below + 1):
-        line.run("F0")
-    for _ in range(stage):
-        line.run("F1")
-        line.run("F0")
-    for _ in range(below + 1):
-        for work in ("F1", "I1", "W"):
-            line.run(work)
+    line.add(2 * below + 1, "F0")
+    line.add(stage, "F1", "F0")
+    line.add(below + 1, "F1", "I1", "W")
     for step in range(written - stages):
         forward = ("F0",) if step < written - 2 * below - 1 - stage else ()
-        for work in (*forward, "I0", "W", "F1", "I1", "W"):
-            line.run(work)
-    for _ in range(stage):
-        line.run("I0")
-        line.run("I1")
-    for _ in range(below + 1):
-        line.run("I0")
-        line.run("W")
+        line.add(1, *forward, "I0", "W", "F1", "I1", "W")
+    line.add(stage, "I0", "I1")
+    line.add(below + 1, "I0", "W")
     return line.first(microbatches)
 
 
-def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """Forward and backward of two microbatches in one tick (DeepSeek's DualPipeV)."""
-    lanes = [[_dualpipe_v(stage, stages, microbatches)] for stage in range(stages)]
-    return lay_out("dualpipe-v", vee(stages), lanes, branches=True)
-
-
-def _dualpipe_v(stage: int, stages: int, microbatches: int) -> Lane:
+def dualpipe_v(stage: int, stages: int, microbatches: int) -> Lane:
     """Return the eight steps of dualpipev.py; under two microbatches a stage the first of those."""
     written = max(microbatches, 2 * stages)
     line, below = _Line(stage, stages), stages - 1 - stage
-    _fill(line, stage, below)
+    line.add(2 * below, "F0")  # 1
+    line.add(stage + 1, "F0", "F1")  # 2
+    line.add(below, "I1", "W", "F1")  # 3
     for step in range(written - 2 * stages + stage + 1):  # 4, the main one: overlapped pairs
         apart = step == 0 and below == 0
-        for cell in (("F0",), ("B1",)) if apart else (("F0", "B1"),):
-            line.run(*cell)
-        line.run("F1", "B0")
-    for _ in range(below):  # 5
-        line.run("B1")
-        line.run("F1", "B0")
-    _drain(line, stage, below)
-    return line.first(microbatches)
-
-
-def _fill(line: _Line, stage: int, below: int) -> None:
-    for _ in range(2 * below):  # 1
-        line.run("F0")
-    for _ in range(stage + 1):  # 2
-        line.run("F0")
-        line.run("F1")
-    for _ in range(below):  # 3
-        for work in ("I1", "W", "F1"):
-            line.run(work)
-
-
-def _drain(line: _Line, stage: int, below: int) -> None:
+        line.add(1, *(("F0", "B1") if apart else ("F0+B1",)), "F1+B0")
+    line.add(below, "B1", "F1+B0")  # 5
+    half = (stage + 1) // 2
     for step in range(stage + 1):  # 6: from the middle on, weights wait
-        half = (stage + 1) // 2
-        line.run("I1" if step > half or (step == half and stage % 2) else "B1")
-        line.run("I0" if step >= half else "B0")
-    for _ in range(below):  # 7; step 8, the weights left, is what `first` adds
-        line.run("W")
-        line.run("I0")
+        late = step > half or (step == half and stage % 2)
+        line.add(1, "I1" if late else "B1", "I0" if step >= half else "B0")
+    line.add(below, "W", "I0")  # 7; step 8, the weights left, is what `first` adds
+    return line.first(microbatches)

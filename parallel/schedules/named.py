@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from hfjax.base.keywords import is_whole, known_fields
@@ -16,20 +16,13 @@ BALANCES = ("even", "parameters", "flops")
 
 @dataclass(frozen=True)
 class Builder:
-    """A function of stages, microbatches and chunks that returns a table; what it can build."""
+    """What builds a table, from its name, stages, microbatches and chunks; what it can build."""
 
-    build: Callable[[int, int, int], Table]
+    build: Callable[[str, int, int, int], Table]
+    about: str
     chunks: int = 1  # how many it takes when none are named
     fixed: bool = True  # False: any number of chunks
     every: Callable[[int], int] | None = None  # asynchronous: stages -> microbatches of an update
-
-    def __call__(self, stages: int, microbatches: int, chunks: int) -> Table:
-        return self.build(stages, microbatches, chunks)
-
-    @property
-    def about(self) -> str:
-        """The first line of the function's docstring."""
-        return (self.build.__doc__ or "").partition("\n")[0]
 
 
 def forward_table(homes: Homes, microbatches: int) -> Table:
@@ -42,28 +35,76 @@ def forward_table(homes: Homes, microbatches: int) -> Table:
     return lay_out("forward", homes, lanes)
 
 
-def _forward(stages: int, microbatches: int, chunks: int) -> Table:
-    """Forwards only, for an evaluation."""
+def _forward(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     return forward_table(builders.loop(stages, chunks), microbatches)
 
 
 SCHEDULES: dict[str, Builder] = {
-    "gpipe": Builder(builders.gpipe),
-    "1f1b": Builder(builders.one_f_one_b),
-    "1f1b-published": Builder(builders.one_f_one_b_published),
-    "interleaved": Builder(builders.interleaved, chunks=2, fixed=False),
-    "interleaved-published": Builder(builders.interleaved_published, chunks=2, fixed=False),
-    "looped-bfs": Builder(builders.looped_bfs, chunks=2, fixed=False),
-    "zb": Builder(builders.zero_bubble, fixed=False),
-    "zb-h1": Builder(builders.zb_h1),
-    "zb-h2": Builder(builders.zb_h2),
-    "zb-v": Builder(builders.zb_v, chunks=2),
-    "v": Builder(builders.v_combined, chunks=2),
-    "v-zb": Builder(builders.v_zero_bubble, chunks=2),
-    "dualpipe-v": Builder(builders.dualpipe_v, chunks=2),
-    "pipedream": Builder(builders.pipedream, every=lambda stages: 1),
-    "2bw": Builder(builders.two_versions, every=lambda stages: max(stages, 2)),
-    "forward": Builder(_forward, fixed=False),
+    "gpipe": Builder(
+        builders.all_then_all, "All forwards, then all backwards (Huang et al. 2019)."
+    ),
+    "1f1b": Builder(builders.combined, "A forward and a backward in every tick (1F1B, combined)."),
+    "1f1b-published": Builder(
+        builders.alternating,
+        "A forward or a backward in a tick: the memory of 1F1B (PipeDream-flush).",
+    ),
+    "interleaved": Builder(
+        builders.combined,
+        "1f1b with more chunks: the bubble divided by them (Narayanan et al. 2021).",
+        chunks=2,
+        fixed=False,
+    ),
+    "interleaved-published": Builder(
+        builders.alternating,
+        "A forward or a backward in a tick, interleaved as in Megatron-LM.",
+        chunks=2,
+        fixed=False,
+    ),
+    "looped-bfs": Builder(
+        builders.all_then_all,
+        "gpipe with more chunks, breadth first (Lamy-Poirier 2023).",
+        chunks=2,
+        fixed=False,
+    ),
+    "zb": Builder(
+        partial(builders.zero_bubble, builders.combined),
+        "1f1b or interleaved with a weights slot in every tick (after Qi et al. 2023).",
+        fixed=False,
+    ),
+    "zb-h1": Builder(
+        partial(builders.zb_h, 1),
+        "Zero bubble, the stash of 1F1B; what W needs of B is kept besides (Qi et al. 2023).",
+    ),
+    "zb-h2": Builder(
+        partial(builders.zb_h, 2), "zb-h1 with twice that stash: no stage rests once it has begun."
+    ),
+    "zb-v": Builder(
+        partial(builders.on_v, builders.zb_v),
+        "Zero bubble on a V; what W needs of B is kept besides (Qi et al. 2024).",
+        chunks=2,
+    ),
+    "v": Builder(builders.v_combined, "1f1b on a V: about half its memory.", chunks=2),
+    "v-zb": Builder(
+        partial(builders.zero_bubble, builders.v_combined),
+        "v with a weights slot in every tick.",
+        chunks=2,
+    ),
+    "dualpipe-v": Builder(
+        partial(builders.on_v, builders.dualpipe_v),
+        "Forward and backward of two microbatches in one tick (DeepSeek's DualPipeV).",
+        chunks=2,
+    ),
+    "pipedream": Builder(
+        builders.alternating,
+        "Stages update after every backward, without a flush: stale weights (Narayanan 2019).",
+        every=lambda stages: 1,
+    ),
+    "2bw": Builder(
+        builders.alternating,
+        "Updates by groups of microbatches, one group late, without a flush (PipeDream-2BW, 2021).",
+        every=lambda stages: max(stages, 2),
+    ),
+    "forward": Builder(_forward, "Forwards only, for an evaluation.", fixed=False),
 }
 
 
@@ -160,7 +201,7 @@ class Schedule:
         """
         if not is_whole(stages):
             raise ValueError(f"stages={stages!r}: a positive number of stages.")
-        table = self.own or _built(self.name, stages, self.microbatches, self.chunks or 1)
+        table = self.own or build_table(self.name, stages, self.microbatches, self.chunks or 1)
         if table.stages != stages:
             raise ValueError(
                 f"{self.name} is a table for {table.stages} stages, the mesh has {stages}. "
@@ -254,9 +295,9 @@ class Schedule:
 
 
 @cache
-def _built(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_table(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """Return the table of a schedule by name; many ask for it, so nobody may change it."""
-    table = SCHEDULES[name](stages, microbatches, chunks)
+    table = SCHEDULES[name].build(name, stages, microbatches, chunks)
     table.cells.flags.writeable = False
     return table
 

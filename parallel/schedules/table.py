@@ -307,7 +307,7 @@ def _deadlock(name: str, queues, tick: int, done: dict[Task, int], virtual: int)
     return DeadlockError(f"{name}: deadlock in tick {tick}: {'; '.join(lines)}.", waits)
 
 
-def with_weights(table: Table, name: str) -> Table:
+def with_weights(table: Table) -> Table:
     """Return the table with a weights slot, in as few ticks as there are backwards on a stage.
 
     The weights of the k-th backward of all stages share one tick: the first in which all of them
@@ -325,4 +325,4 @@ def with_weights(table: Table, name: str) -> Table:
     cells[: table.ticks] = table.cells
     cells[ticks, :, 2] = np.stack([column[column >= 0] for column in columns], axis=1)
     apart = (cells[:, :, 2] != cells[:, :, 1]).any()
-    return replace(table, name=name, cells=cells if apart else table.cells)
+    return replace(table, cells=cells if apart else table.cells)
