@@ -82,7 +82,7 @@ def _decoder(of: ConfigValues) -> dict[str, Any]:
     }
 
 
-def _activation(of: ConfigValues, name: str = "hidden_act") -> dict[str, str]:
+def _activation(of: ConfigValues, name: str = "hidden_act") -> dict[str, Any]:
     return {"activation": of.word(name, ACTIVATIONS)}
 
 
