@@ -336,7 +336,8 @@ def numbers(case: Case, **config: Any) -> Numbers:
         told[kind, "hidden"] += flight.hidden
         told["seconds"] += flight.seconds * flight.count
         told["exposed"] += flight.exposed
-    model = ProductModel.scheduled(H200)
+    of = H200  # by its data sheet
+    model = ProductModel(of.scheduled_flops, of.bandwidth, of.sms, of.start_up, of.tile)
     matmuls = products(program.as_text() or "")
     told["products"] = math.fsum(seconds(p, model) * p.count for p in matmuls)
     return told
