@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from hfjax.base.varying import alike, varying
@@ -58,6 +59,15 @@ def load(ref: Part, layout: Any) -> jax.Array:
     """Return what a ref (of device memory, too) holds, laid out over registers as told."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def role(mine: jax.Array, registers: int, action: Any, run: Callable[[], None]) -> None:
+    """Run something in the warpgroups whose part it is, with as many registers."""
+
+    @pl.when(mine)
+    def _() -> None:
+        plgpu.set_max_registers(registers, action=action)
+        run()
 
 
 def by_row() -> Any:

@@ -119,7 +119,6 @@ class Execution:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        self._check_flags()
         if self.schedule is not None and not isinstance(self.schedule, PipelineSchedule):
             raise ValueError(
                 f"schedule={self.schedule!r}: a hfjax.Schedule is expected, for instance "
@@ -164,8 +163,6 @@ class Execution:
             raise ValueError(
                 f"unroll={unroll!r}: a positive number of layers, true (all of them), or None."
             )
-
-    def _check_flags(self) -> None:
         for name in ("optimizer_in_backward", "reshard_after_forward"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ValueError(f"{name}={given!r}: true or false.")

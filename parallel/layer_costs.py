@@ -91,15 +91,11 @@ def _equation(equation: Any) -> int:
         return 2 * equation.outvars[0].aval.size * (kernel.size // outputs)
     inner = [_flops(jaxpr) for jaxpr in _inside(params)]
     if not inner:
-        return 0 if name in _MOVES else sum(v.aval.size for v in equation.outvars if _counts(v))
+        made = (v.aval for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
+        return 0 if name in _MOVES else sum(x.size for x in made)  # what arithmetic made
     if name == "cond":
         return max(inner)
     return sum(inner) * params.get("length", 1)
-
-
-def _counts(value: Any) -> bool:
-    """Return whether arithmetic made this value."""
-    return jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 
 def _inside(params: dict[str, Any]) -> Iterator[Jaxpr]:

@@ -52,7 +52,14 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     if given is None:
         check_processes(mesh)
     if needed < len(devices):
-        _warn_of_idle(shape, needed, len(devices))
+        idle = len(devices) - needed
+        warnings.warn(
+            f"mesh {show_sizes(shape)} takes {needed} of {len(devices)} devices: {idle} stay idle. "
+            "Let an axis take what is left with -1 (data=-1), or, if it is meant, give the mesh "
+            f"its devices: make_mesh(devices=jax.devices()[:{needed}], …).",
+            UserWarning,
+            stacklevel=2,
+        )
     return mesh
 
 
@@ -97,16 +104,6 @@ def _without(mesh: Mesh, *out: str) -> str:
     processes = f"process{'es' * (len(out) > 1)} {', '.join(out)}"
     shape = show_sizes(dict(mesh.shape))
     return f"mesh {shape} has no device of {processes} of {jax.process_count()}"
-
-
-def _warn_of_idle(shape: dict[str, int], needed: int, found: int) -> None:
-    warnings.warn(
-        f"mesh {show_sizes(shape)} takes {needed} of {found} devices: {found - needed} stay idle. "
-        "Let an axis take what is left with -1 (data=-1), or, if it is meant, give the mesh its "
-        f"devices: make_mesh(devices=jax.devices()[:{needed}], …).",
-        UserWarning,
-        stacklevel=3,
-    )
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:

@@ -208,10 +208,8 @@ class OnStages(PackedLayers):
                 rows.append(lax.switch(stage, branches, seed))
             return {path: jnp.stack([row[path] for row in rows]) for path in self.shapes}
 
-        return self._on_devices(device, P(), P(PIPE_AXIS))(seed)
-
-    def _on_devices(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        return jax.shard_map(device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        specs: dict[str, Any] = {"in_specs": P(), "out_specs": P(PIPE_AXIS)}
+        return jax.shard_map(device, mesh=self.mesh, **specs)(seed)
 
 
 @dataclass(frozen=True, eq=False)

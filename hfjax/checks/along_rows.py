@@ -12,6 +12,7 @@ import jax
 
 from hfjax.parallel.autodiff.dissect import zeros_like
 from hfjax.parallel.engine import local
+from hfjax.parallel.engine.legs import by_xla
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 from hfjax.parallel.wings.context.forms import AttentionCall
 from hfjax.parallel.wings.context.on_shared_rows import (
@@ -83,4 +84,4 @@ class AlongRows(local.InStep):
     outputs, run_length = local.made_logits, local.all_here
     inner_sides, named_sides = local.no_sides, local.no_names
     check_positions, dealt = local.none_joined, local.whole_batch
-    lookup, sender = local.rows_of_table, local.by_xla
+    lookup, sender = local.rows_of_table, staticmethod(by_xla)

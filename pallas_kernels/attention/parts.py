@@ -162,15 +162,9 @@ def by_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], Non
     """Run `multiply(number)` in the warpgroups that multiply and `feed()` in the last one."""
     thread, consumers = lax.axis_index("thread"), plan.cut.consumers
 
-    @pl.when(thread < consumers)
-    def _multiply() -> None:
-        plgpu.set_max_registers(registers(consumers), action="increase")
-        multiply(thread)
-
-    @pl.when(thread == consumers)
-    def _feed() -> None:
-        plgpu.set_max_registers(FEEDER_REGISTERS, action="decrease")
-        feed()
+    more = registers(consumers)
+    mosaic.role(thread < consumers, more, "increase", lambda: multiply(thread))
+    mosaic.role(thread == consumers, FEEDER_REGISTERS, "decrease", feed)
 
 
 def slot_of(step: Index, stages: int) -> jax.Array:

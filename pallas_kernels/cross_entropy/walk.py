@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.cross_entropy.logits import EVEN, Tuning
-from hfjax.pallas_kernels.mosaic import Part, kernel, padded, tiled
+from hfjax.pallas_kernels.mosaic import Part, kernel, padded, role, tiled
 
 ROWS = 64  # of one warpgroup: what one wgmma takes
 WORKERS = 2  # warpgroups that multiply; one more copies
@@ -103,16 +103,12 @@ def launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -
         ring = Ring(x, w, x_ring, w_ring, full, free, walk, tuning)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup < WORKERS)
-        def _multiply() -> None:
-            plgpu.set_max_registers(232, action="increase")
+        def multiply() -> None:
             ring.multiply(work(numbers, refs, warpgroup), warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(warpgroup == WORKERS)
-        def _copy() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            ring.fill(numbers[0])
+        role(warpgroup < WORKERS, 232, "increase", multiply)
+        role(warpgroup == WORKERS, 40, "decrease", lambda: ring.fill(numbers[0]))
 
     def launched(numbers: jax.Array, x: jax.Array, w: jax.Array, *more: jax.Array):
         ring = [

@@ -88,9 +88,7 @@ class _Gather:
                 plgpu.copy_smem_to_gmem(self.stages.a.at[place], there)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-        def all_read() -> None:
-            when_passing(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-
+        all_read = lambda: when_passing(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
         chunks = multiply(self.stages, self.depths, begin, pass_on, all_read)
         self._store(chunks, step, row, column)
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from hfjax.base.paths import Index, Shaped
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.mosaic import Ref, kernel, tiled
+from hfjax.pallas_kernels.mosaic import Ref, kernel, role, tiled
 from hfjax.pallas_kernels.ring.peers import Ring
 
 CONSUMERS = 2  # warpgroups that multiply; the third one copies
@@ -242,16 +242,13 @@ def launch(
         work = body(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
-            stages.settle(work.tiles.walk(work.copy, jnp.int32(0)))
-
-        @pl.when(warpgroup < CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        def consume() -> None:
             work.consumes()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        copy = lambda: stages.settle(work.tiles.walk(work.copy, jnp.int32(0)))
+        role(warpgroup == CONSUMERS, COPIER_REGISTERS, "decrease", copy)
+        role(warpgroup < CONSUMERS, CONSUMER_REGISTERS, "increase", consume)
 
     whole.__name__ = name
     return kernel(

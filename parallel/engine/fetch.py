@@ -50,9 +50,13 @@ def at_hand(path: str, value: jax.Array, slot: jax.Array | None = None) -> Store
     return Stored(value, slot, still)
 
 
+def is_stored(x: object) -> bool:
+    """Return whether this is a parameter as it is stored."""
+    return isinstance(x, Stored)
+
+
 def fetched(tree: Tree) -> Any:
     """Return a tree with whole parameters in place of stored ones."""
-    is_stored = lambda x: isinstance(x, Stored)
     return jax.tree.map(lambda x: x.fetch() if is_stored(x) else x, tree, is_leaf=is_stored)
 
 

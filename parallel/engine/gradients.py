@@ -25,7 +25,6 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.autodiff.model_parts import cotangent, mean_of
 from hfjax.parallel.engine.fetch import Stored
-from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.in_parts.kinds import Cut, Part, is_value, kind_of
 from hfjax.parallel.in_parts.microbatches import deal_rows
@@ -98,8 +97,7 @@ class Plane(ABC):
             def run(dealt: bool, weighed: bool) -> Pass:
                 context.traced.begin(context.placed, 1.0 if seed is None else seed)
                 context.traced.weighed = weighed
-                known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
-                keys, statistics = keys_here(known, *of, step, context.sees_all_rows, dealt)
+                keys, statistics = context.keys(variables, rows_of(batch), step, dealt)
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
                 return self._accumulate(microbatch, statistics, batch, dealt)
 

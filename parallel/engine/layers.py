@@ -7,7 +7,7 @@ import jax
 
 from hfjax.parallel.activation_offload import Share, Tensor, share
 from hfjax.parallel.autodiff.saved import Choose, kept
-from hfjax.parallel.engine.fetch import Stored
+from hfjax.parallel.engine.fetch import is_stored
 from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.scope import is_recording
@@ -22,7 +22,6 @@ def offload_residuals(function: Callable, choose: Choose, barrier: bool = True) 
     """
 
     def apply(parameters, variables, x):
-        is_stored = lambda leaf: isinstance(leaf, Stored)
         leaves, form = jax.tree.flatten(parameters, is_leaf=is_stored)
         weights = [p.slot if is_stored(p) else p for p in leaves]
         values = [replace(p, slot=None) if is_stored(p) else None for p in leaves]

@@ -171,5 +171,4 @@ def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
     at = {ndim + dim: axes for dim, axes in split}
     spec = P(*(at.get(dim) for dim in range(ndim)))
     names = {axis for axes in at.values() for axis in axes}
-    specs: dict[str, Any] = {"in_specs": spec, "out_specs": spec}
-    return jax.shard_map(move, axis_names=names, check_vma=False, **specs)
+    return mapped(move, names, spec, spec)

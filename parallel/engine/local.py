@@ -150,11 +150,6 @@ def rows_of_table(self: Local, table_VD: jax.Array, tokens_BS: jax.Array) -> jax
     return table_VD[tokens_BS]
 
 
-def by_xla(self: Local, move: Move) -> Sender | None:
-    """Return None: XLA moves parameters and gradients."""
-    return None
-
-
 def made_logits(
     self: "InStep",
     x_BSD: jax.Array,

@@ -22,6 +22,7 @@ from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Stored
+from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Choose, Leg, Movement, by_xla, legs, pin_tensor_axes
 from hfjax.parallel.engine.local import Traced
@@ -178,6 +179,13 @@ class StepContext:
         dtype = self.execution.precision.compute
         cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
         return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)
+
+    def keys(
+        self, variables: Flat, rows: int, step: jax.Array, dealt: bool = False
+    ) -> tuple[Callable, Flat]:
+        """Return `keys_here` of these variables, for so many rows of a device."""
+        of = self.blueprint.variables, self.mesh, variables, rows, step
+        return keys_here(*of, self.sees_all_rows, dealt)
 
     def dealt(self, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""

@@ -21,7 +21,7 @@ from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
 from hfjax.parallel.engine.gradients import LoopPlane, Pass, StepInputs, check_traced
-from hfjax.parallel.engine.keys import keys_here, variables_of
+from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.layerwise.one_layer import (
@@ -224,9 +224,7 @@ class LayerUpdatePlane:
     def _of_step(self, held: StepInputs, batch: Any, step: jax.Array) -> PlacedModel:
         """Return the model in three parts, on the rows of this device."""
         context, rows = self.plane.context, rows_of(batch)
-        known = context.blueprint.variables
-        of = known, context.mesh, held.variables, rows, step
-        keys, statistics = keys_here(*of, context.sees_all_rows)
+        keys, statistics = context.keys(held.variables, rows, step)
         batch = context.dealt(batch)
         parameters = context.gather_once(held.parameters)
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}

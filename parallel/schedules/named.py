@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hfjax.base.keywords import is_whole, known_fields
 from hfjax.parallel.schedules import builders
-from hfjax.parallel.schedules.table import Homes, Table, check, check_homes, lane_of, lay_out
+from hfjax.parallel.schedules.table import Homes, Table, check, homes_fault, lane_of, lay_out
 from hfjax.parallel.schedules.text import parse_table
 from hfjax.parallel.schedules.versions import Versions, weight_versions
 
@@ -28,7 +28,8 @@ class Builder:
 def forward_table(homes: Homes, microbatches: int) -> Table:
     """Return the table of an evaluation: forwards only, the deepest chunk of a stage first."""
     stages = 1 + max(stage for stage, _ in homes)
-    check_homes(homes, stages, "forward")
+    if wrong := homes_fault(homes, stages):
+        raise ValueError(f"forward: {wrong[0]}")
     lanes = [[] for _ in range(stages)]
     for g in reversed(range(len(homes))):
         lanes[homes[g][0]].append(lane_of("F", [(g, m) for m in range(microbatches)]))
@@ -154,7 +155,14 @@ class Schedule:
         if self.own is not None and not isinstance(self.own, Table):
             raise ValueError(f"own={self.own!r}: a Table is expected; text: Schedule.from_text(…).")
         if self.own is not None:
-            self._take_own(self.own)
+            check(self.own)
+            for field in ("name", "microbatches", "chunks"):
+                given, found = getattr(self, field), getattr(self.own, field)
+                if given not in (getattr(Schedule, field), found):
+                    raise ValueError(
+                        f"{field}={given!r}, the table has {found!r}. Leave {field} away."
+                    )
+                object.__setattr__(self, field, found)
             return
         if not isinstance(self.name, str):
             raise ValueError(f"name={self.name!r}: one of {', '.join(SCHEDULES)}.")
@@ -171,14 +179,6 @@ class Schedule:
         if self.chunks is None:
             object.__setattr__(self, "chunks", builder.chunks)
         _check_chunks(self.name, builder, self.chunks)
-
-    def _take_own(self, own: Table) -> None:
-        check(own)
-        for field in ("name", "microbatches", "chunks"):
-            given, found = getattr(self, field), getattr(own, field)
-            if given not in (getattr(Schedule, field), found):
-                raise ValueError(f"{field}={given!r}, the table has {found!r}. Leave {field} away.")
-            object.__setattr__(self, field, found)
 
     def __str__(self) -> str:
         """Return the grid of a table of your own; what a name means depends on the stages."""

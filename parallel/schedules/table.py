@@ -129,12 +129,6 @@ def check(table: Table) -> Table:
     return table
 
 
-def check_homes(homes: Homes, stages: int, name: str) -> None:
-    """Refuse a placement with unequal stages, or with model neighbours on distant stages."""
-    if wrong := homes_fault(homes, stages):
-        raise ValueError(f"{name}: {wrong[0]}")
-
-
 def homes_fault(homes: Homes, stages: int) -> tuple[str, int] | None:
     """Return what is wrong with a placement, and a virtual stage that shows it; None: nothing."""
     lie = [[g for g, (at, _) in enumerate(homes) if at == stage] for stage in range(stages)]

@@ -41,8 +41,10 @@ def weight_versions(table: Table, every: int = 1) -> Versions:
     >>> weight_versions(table).slots, weight_versions(table, every=4).slots
     (4, 2)
     """
-    _check(table, every)
-    uses = _uses(table, every)
+    numbers = np.where(table.cells < 0, -1, table.cells // table.virtual)
+    forward, backward = numbers[:, :, 0], numbers[:, :, 1]
+    _check(table, forward, backward, every)
+    uses = _uses(forward, backward, every)
     stages = range(table.stages)
     slots = [_colour({kind: use[:, s] for kind, use in uses.items()}) for s in stages]
     rings = [np.array([*slot, -1], np.int32) for slot in slots]  # version -1 -> slot -1
@@ -55,22 +57,17 @@ def weight_versions(table: Table, every: int = 1) -> Versions:
     return Versions(columns, 1 + max(map(max, slots)), final, tuple(stale.tolist()))
 
 
-def _uses(table: Table, every: int) -> dict[str, np.ndarray]:
+def _uses(forward: np.ndarray, backward: np.ndarray, every: int) -> dict[str, np.ndarray]:
     """Return the columns as versions, 0, 1, 2 ..., not yet as slots."""
-    forward, backward = (_microbatches(table.cells[:, :, slot], table) for slot in (0, 1))
     updates, latest = _updates(backward, every)
     by_forward = latest if every == 1 else np.maximum(forward // every - 1, 0)
     by_forward = np.where(forward < 0, -1, by_forward)
     by_backward = np.full_like(by_forward, -1)
-    for stage in range(table.stages):
+    for stage in range(forward.shape[1]):
         of = dict(zip(forward[:, stage], by_forward[:, stage], strict=True)) | {-1: -1}
         by_backward[:, stage] = [of[m] for m in backward[:, stage]]
     made = np.where(updates, latest + 1, -1)
     return {"F": by_forward, "B": by_backward, "L": latest, "U": made}
-
-
-def _microbatches(cells: np.ndarray, table: Table) -> np.ndarray:
-    return np.where(cells < 0, -1, cells // table.virtual)
 
 
 def _colour(uses: dict[str, np.ndarray]) -> list[int]:
@@ -99,8 +96,7 @@ def _ready(forward: np.ndarray, backward: np.ndarray, every: int) -> bool:
     return every == 1 or bool((forward // every - 1 <= latest).all())
 
 
-def _check(table: Table, every: int) -> None:
-    forward, backward = (_microbatches(table.cells[:, :, slot], table) for slot in (0, 1))
+def _check(table: Table, forward: np.ndarray, backward: np.ndarray, every: int) -> None:
     ordered = all((np.diff(column[column >= 0]) > 0).all() for column in backward.T)
     if table.chunks > 1 or table.split or not table.trains or not ordered:
         raise ValueError(

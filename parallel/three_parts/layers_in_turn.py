@@ -12,7 +12,7 @@ from jax import lax
 
 from hfjax.parallel.autodiff.in_turn import Turn, in_turn
 from hfjax.parallel.compiler import GPU
-from hfjax.parallel.engine.fetch import Stored
+from hfjax.parallel.engine.fetch import Stored, is_stored
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.reduce import reduce_gradient
 
@@ -77,7 +77,7 @@ class InTurn:
     """
 
     def __init__(self, layer: Callable, parameters: Any, run: LayerOptions) -> None:
-        leaves, self._form = jax.tree.flatten(parameters, is_leaf=_is_stored)
+        leaves, self._form = jax.tree.flatten(parameters, is_leaf=is_stored)
         self._trained = [p.slot is not None for p in leaves]
         self._dtypes = [p.slot.dtype for p in leaves if p.slot is not None]
         self._moves = [p.movement for p in leaves if p.slot is not None]
@@ -121,7 +121,3 @@ def apart(stacks: Any) -> list[Any]:
     leaves, form = jax.tree.flatten(stacks)
     rows = [[a[0] for a in lax.split(x, (1,) * len(x))] for x in leaves]
     return [form.unflatten(row) for row in zip(*rows, strict=True)]
-
-
-def _is_stored(x: object) -> bool:
-    return isinstance(x, Stored)

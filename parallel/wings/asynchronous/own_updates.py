@@ -16,7 +16,6 @@ from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.gradients import StepInputs, check_traced
-from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.reduce import mean_gradients
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
@@ -67,20 +66,15 @@ class AsynchronousPlane:
         in_specs = (given, context.batch_spec, P())
         out_specs = (at_home, P(), P(), P())
         new, squares, *rest = context.shard_map(device, in_specs, out_specs)(held, batch, step)
-        return new, squares / self._updates_per_call, *rest
-
-    @property
-    def _updates_per_call(self) -> int:
-        return int((self.versions.columns["U_version"][:, 0] >= 0).sum())
+        updates = int((self.versions.columns["U_version"][:, 0] >= 0).sum())
+        return new, squares / updates, *rest
 
     def _stage(
         self, held: StepInputs, batch: Any, step: jax.Array, apply: Callable, dealt: bool
     ) -> tuple:
         """Return what one stage has after the last tick; `dealt`: of one device's microbatches."""
         context, ticks = self.plane.context, self.plane.ticks
-        known, rows = context.blueprint.variables, rows_of(batch)
-        of = known, context.mesh, held.variables, rows, step
-        keys, statistics = keys_here(*of, context.sees_all_rows, dealt)
+        keys, statistics = context.keys(held.variables, rows_of(batch), step, dealt)
         batch = context.dealt(self.plane.dealt(batch) if dealt else batch)
         model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0))
         columns = ticks.columns | self.versions.columns

@@ -263,11 +263,8 @@ def is_attention(operands: Sequence[Any], results: Sequence[Any], length: int) -
     """Return whether shapes are those of attention of whole rows: of q, k, v [B, S, H, D]."""
     of_heads = all(len(x.shape) == 4 for x in (*operands[:3], *results))
     whole_rows = all(len(x.shape) > 1 and x.shape[1] == length for x in (*operands, *results))
-    return of_heads and whole_rows and len(results) == 1 and _heads(results) == _heads(operands)
-
-
-def _heads(arrays: Sequence[Any]) -> int:
-    return arrays[0].shape[2]
+    one = of_heads and whole_rows and len(results) == 1
+    return one and results[0].shape[2] == operands[0].shape[2]
 
 
 def dims_of(batch: Any, given: Mapping[str, int | None] | None = None) -> Any:

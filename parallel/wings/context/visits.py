@@ -10,7 +10,6 @@ chunk, and skips at run time what no query sees.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,9 +154,7 @@ class AnyMask(Visit):
                 places = self._places(x.shape[1], me, source, i, j)
                 part = self.block(x, y, State(*part), self.mask, places)
             parts[i] = part
-        return State(
-            *(_whole(x, d) for x, d in zip(zip(*parts, strict=True), (1, 2, 2), strict=True))
-        )
+        return State(*map(jnp.concatenate, zip(*parts, strict=True), (1, 2, 2)))
 
     def backward(
         self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
@@ -171,7 +168,7 @@ class AnyMask(Visit):
                 places = self._places(x.shape[1], me, source, i, j)
                 more = self.block.backward(x, y, Final(*finals[i]), self.mask, places)
                 dq[i], dkv[j] = dq[i] + more[0], dkv[j] + more[1]
-        return _whole(dq, 1), _whole(dkv, 2)
+        return jnp.concatenate(dq, axis=1), jnp.concatenate(dkv, axis=2)
 
     @property
     def _count(self) -> int:
@@ -193,7 +190,3 @@ class AnyMask(Visit):
 def _parts(rows: State | Final, count: int, dims: tuple[int, ...]) -> list[Any]:
     pairs = zip(rows, dims, strict=True)
     return list(zip(*(jnp.split(x, count, axis=dim) for x, dim in pairs), strict=True))
-
-
-def _whole(parts: Iterable[jax.Array], dim: int) -> jax.Array:
-    return jnp.concatenate(list(parts), axis=dim)

@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 from hfjax.base.head import countable
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
+from hfjax.parallel.engine.legs import by_xla
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Scope
@@ -226,7 +227,7 @@ class OnGrid(local.InStep):
         return _cross_entropy(logits, scope.whole(targets), greatest, total, first, count)
 
     run_length, dealt = local.all_here, local.whole_batch
-    check_positions, sender = local.none_joined, local.by_xla
+    check_positions, sender = local.none_joined, staticmethod(by_xla)
 
 
 def _cross_entropy(
