@@ -35,7 +35,8 @@ class Budget:
 
     def __init__(self, mode: str | None):
         self.mode, self.file = mode, ""
-        self.programs: dict[str, Counter[tuple[str, str]]] = {}
+        self.programs: dict[str, Counter[str]] = {}  # {file: {"compiled step": number}}
+        self.shared: set[str] = set()
         self.counts: dict[str, Counter[str]] = {}
         self.seconds: dict[str, float] = {}
         self.errors: list[str] = []
@@ -45,7 +46,7 @@ class Budget:
     def _on_program(self, event: str, duration_secs: float, **about: Any) -> None:
         if self.file and (kind := EVENTS.get(event)):
             name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
-            self.programs.setdefault(self.file, Counter())[kind, name] += 1
+            self.programs.setdefault(self.file, Counter())[f"{kind} {name}"] += 1
 
     def _on_start(self, event: str, arguments: tuple) -> None:
         if self.file and event in STARTS:
@@ -63,27 +64,39 @@ class Budget:
             self.file = ""
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A worker hands over its counts; the one process of a session adds its own."""
-        shared = shared_names()
-        for file, programs in self.programs.items():
-            steps = {name for kind, name in programs if kind == "lowered"} - shared
-            for (kind, name), count in programs.items():
-                if name in steps:
-                    self.counts.setdefault(file, Counter())[kind] += count
+        """A worker hands over what it saw; the one process of a session, or its head, judges."""
+        self.shared |= shared_names()
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["budget"] = [{k: dict(v) for k, v in self.counts.items()}, dict(self.seconds)]
+            programs, counts = ({k: dict(v) for k, v in x.items()} for x in self._seen)
+            output["budget"] = [programs, counts, dict(self.seconds), [*self.shared]]
         elif self.mode and self.seconds:
+            self._count()
             session.exitstatus = self.judge() or session.exitstatus
+
+    @property
+    def _seen(self) -> tuple[dict[str, Counter[str]], dict[str, Counter[str]]]:
+        return self.programs, self.counts
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Add a worker's counts."""
-        counts, seconds = getattr(node, "workeroutput", {}).get("budget", [{}, {}])
-        for file, count in counts.items():
-            self.counts.setdefault(file, Counter()).update(count)
+        """Add what a worker saw."""
+        *seen, seconds, shared = getattr(node, "workeroutput", {}).get("budget", [{}, {}, {}, []])
+        for ours, theirs in zip(self._seen, seen, strict=True):
+            for file, count in theirs.items():
+                ours.setdefault(file, Counter()).update(count)
         for file, spent in seconds.items():
             self.seconds[file] = self.seconds.get(file, 0.0) + spent
+        self.shared |= {*shared}
+
+    def _count(self) -> None:
+        """Count the programs of each file but those whose names are shared in some worker."""
+        for file, programs in self.programs.items():
+            steps = {key.partition(" ")[2] for key in programs if key.startswith("lowered ")}
+            for key, count in programs.items():
+                kind, _, name = key.partition(" ")
+                if name in steps - self.shared:
+                    self.counts.setdefault(file, Counter())[kind] += count
 
     def judge(self) -> int:
         """Compare with the table, or write it."""
