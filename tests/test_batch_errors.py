@@ -203,7 +203,6 @@ def test_tokens_that_no_model_of_language_reads_are_refused_in_words(tokens, sai
         hfjax.eval_step(layout, next_token_loss)(hfjax.init(layout), {"tokens": tokens})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [None, {}, [], {"tokens": None}, {"tokens": 3}, "text"])
 def test_what_is_no_batch_is_refused_in_words(batch):
     with pytest.raises(ValueError, match="a batch is a pytree of arrays"):

@@ -59,7 +59,6 @@ def test_hierarchical_reduction_scatters_in_the_node_adds_across_and_gathers():
     assert found.total("all-reduce", ("data", "fsdp")) == SUMS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
     options = {"accumulate": accumulate, "unroll": 1}
@@ -77,7 +76,6 @@ def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
     assert compiled.total("all-gather") == 4 * large
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero2_scatters_in_every_microbatch(accumulate):
     layout, program = lowered(ZERO2, {"data": 4}, accumulate=accumulate)
@@ -127,7 +125,6 @@ def test_hsdp_adds_only_shards_across_nodes_once_a_step():
     assert found.total("all-reduce", ("data", "fsdp")) == 4 * elements(layout, split=False) + SUMS
 
 
-@pytest.mark.slow
 def test_bfloat16_arithmetic_gathers_bfloat16_and_reduces_float32():
     _, program = lowered(FSDP, {"fsdp": 4}, precision="bf16")
     rows = list(hfjax.collectives(program))
@@ -145,7 +142,6 @@ def test_gather_and_reduction_dtypes_are_entries_of_their_own():
     assert {row.dtype for row in rows if row.kind == "reduce-scatter"} == {"bfloat16"}
 
 
-@pytest.mark.slow
 def test_beside_a_tensor_axis_only_tensor_shards_move():
     layout, program = lowered(FSDP | TENSOR, {"fsdp": 2, "tensor": 2})
     found, large = hfjax.collectives(program), elements(layout, split=True)
@@ -186,7 +182,6 @@ def test_tensor_parallel_layers_add_four_activations_a_layer():
     assert {row.kind for row in found if "tensor" in row.axes} == {"all-reduce"}
 
 
-@pytest.mark.slow
 def test_what_an_optimizer_moves_by_itself_is_counted():
     muon, adam = (
         hfjax.collectives(lowered(FSDP, {"fsdp": 4}, optimizer)[1].compile())

@@ -245,7 +245,7 @@ def test_each_form_sends_the_bytes_of_its_formula_and_auto_takes_the_least_and_t
     assert shown.count("chosen") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.short("ring")
 @pytest.mark.parametrize("form", ["ring", "ulysses"])
 def test_beside_a_tensor_axis_only_heads_of_a_shard_are_sent(form):
     """A shard has one head of keys: that is sent twice, however many the model has."""

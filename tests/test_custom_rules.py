@@ -187,7 +187,7 @@ def tree(*, rngs):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.short("strategy0-sizes0-2")
 @pytest.mark.parametrize(
     ("strategy", "sizes", "accumulate"), [(DDP, {"data": 4}, 2), (FSDP, {"fsdp": 4}, 1)]
 )

@@ -107,7 +107,7 @@ BESIDE = [  # every axis with one way, every way with one axis
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.short("data-all_to_all")
 @pytest.mark.parametrize(("beside", "way"), BESIDE)
 def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     config, execution = WAYS[way]
@@ -126,7 +126,6 @@ def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     assert sent_by(step, rows_of(16)) == wanted
 
 
-@pytest.mark.slow
 def test_arrays_of_experts_are_gathered_along_fsdp_only_and_others_along_expert_as_well():
     step = plan(CONFIG, {"fsdp": 2, "expert": 4}, FSDP | EXPERT, dispatch="all_to_all")
     found = hfjax.collectives(step.lower(rows_of(16)))

@@ -203,7 +203,7 @@ def agrees(sides, sent):
     assert {axis: sent[axis] for axis in wanted} == pytest.approx(wanted, rel=1e-12), sides
 
 
-@pytest.mark.slow
+@pytest.mark.short("1,2,2")
 @pytest.mark.parametrize("sides", HERE)
 def test_activations_and_weights_send_exactly_what_the_general_formula_says(sides):
     agrees(sides, grid_bytes.sent(tuple(map(int, sides.split(",")))))

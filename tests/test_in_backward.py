@@ -213,7 +213,6 @@ def squares(layout):
     )
 
 
-@pytest.mark.slow
 def test_ddp_reduces_each_gradient_once_and_those_of_a_layer_in_its_turn():
     layout, program = lowered(DDP, {"data": 4})
     found = hfjax.collectives(program)

@@ -29,7 +29,6 @@ def temporaries(layers, **execution):
     return memory.temp_size_in_bytes - layout.bytes_per_device()["gradients"]
 
 
-@pytest.mark.slow
 def test_with_remat_fsdp_holds_one_or_two_gathered_layers_and_a_carry_per_layer():
     short, deep = temporaries(4, remat="full"), temporaries(32, remat="full")
     per_layer = (deep - short) / 28

@@ -114,7 +114,6 @@ def test_large_gradients_of_layers_are_summed_in_the_last_tick_each_by_itself(na
     assert not any(row.shape in {p.shape for p in large} for row in rows)
 
 
-@pytest.mark.slow
 def test_zero1_scatters_once_a_step_whatever_the_number_of_microbatches():
     sizes = {"pipe": 2, "data": 2}
     few = hfjax.collectives(lowered(PIPE | ZERO1, sizes, Schedule("interleaved", 2, 2))[1])
@@ -150,7 +149,7 @@ def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
     assert len(set(lines)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.short("1f1b")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_no_message_of_a_compiled_program_lies_in_a_branch(name):
     strategy, sizes = PIPE | TENSOR | SEQUENCE, {"pipe": 2, "data": 2, "tensor": 2}

@@ -139,7 +139,7 @@ def small():
     return scorer(settings(embed=256, heads=8, rows=16))
 
 
-@pytest.mark.short("zero2")
+@pytest.mark.short("zero2, two levels")
 @pytest.mark.parametrize("name", SENT)
 def test_the_formulas_send_what_the_program_sends(name, small):
     c, one = SENT[name], small.one

@@ -82,7 +82,6 @@ def in_parts(split_rows):
     return lowered(split_rows, tokens())
 
 
-@pytest.mark.slow
 def test_parameters_are_gathered_and_gradients_scattered_once():
     found = [hfjax.collectives(in_parts(n)) for n in (1, 2, 4)]
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -91,7 +90,6 @@ def test_parameters_are_gathered_and_gradients_scattered_once():
     assert found[0].total("all-gather", "fsdp") > 0
 
 
-@pytest.mark.slow
 def test_the_collectives_over_tensor_are_as_many_bytes_of_smaller_parts():
     """The partitioner's own: gradients of biases in the stream come in parts, too."""
     one, two = (hfjax.collectives(in_parts(n).compile()) for n in (1, 2))
