@@ -180,9 +180,7 @@ class StepContext:
         cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
         return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)
 
-    def keys(
-        self, variables: Flat, rows: int, step: jax.Array, dealt: bool = False
-    ) -> tuple[Callable, Flat]:
+    def keys(self, variables: Flat, rows: int, step: jax.Array, dealt: bool = False) -> tuple:
         """Return `keys_here` of these variables, for so many rows of a device."""
         of = self.blueprint.variables, self.mesh, variables, rows, step
         return keys_here(*of, self.sees_all_rows, dealt)
