@@ -12,7 +12,7 @@ FOLDERS = {"hfjax": "hfjax"} | {
 }
 LIMITS = {  # module: lines
     "hfjax.parallel.engine.fetch": 1_800,
-    "hfjax.parallel.engine.gradients": 7_570,
+    "hfjax.parallel.engine.gradients": 7_550,
     "hfjax.parallel.pipeline.executor": 3_300,
     "hfjax.plan.layout": 8_600,
 }
