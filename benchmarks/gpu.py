@@ -55,9 +55,10 @@ class Section:
 SECTIONS: Mapping[str, Section] = {
     "ceilings": Section("ceilings", 40, 15),
     "tests": Section("gpu_tests", 210, 160),
-    "flash_block": Section("attention", 120, 90),
-    "cross_entropy": Section("loss", 50, 30),
-    "products": Section("products", 50, 30),
+    "flash_block": Section("attention", 160, 120),
+    "cross_entropy": Section("loss", 80, 40),
+    "products": Section("products", 70, 40),
+    "experts": Section("experts", 150, 100),
     "124M-16": Section("training:small 16", 120, 60),
     "medium-16": Section("training:medium 16", 130, 65),
     "124M-32": Section("training:small 32", 130, 65),

@@ -8,6 +8,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.gpu_sections.rows import Reporter
 TESTS = Path(__file__).parents[2] / "tests"
 MARK = "mark.gpu"
 BESIDE = 8  # files at once: most of a test is its compilation
+WORKERS = 3  # of each file, where pytest-xdist is installed
 SHOWN = 300  # characters of a failure
 OPTIONS = (
     "-v",
@@ -52,16 +54,17 @@ def tested(path: Path, end: float, smoke: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         given = [sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={report}", str(path)]
-        given += ["--collect-only"] if smoke else []
-        tail = _ran(given, seconds)
-        if smoke or not report.exists():
-            said = " ".join(tail[-SHOWN:].split())
-            return row | {"status": "ok" if smoke and tail.endswith("(exit 0)") else said}
-        return row | counted(report.read_text())
+        given += ["--collect-only"] if smoke else ["-n", str(WORKERS)] if find_spec("xdist") else []
+        said = _ran(given, seconds)
+        if report.exists() and not smoke:
+            return row | counted(report.read_text())
+        tail = " ".join(said[-SHOWN:].split())
+        passed = {} if smoke else {"passed": said.count("PASSED")}
+        return row | passed | {"status": "ok" if smoke and tail.endswith("(exit 0)") else tail}
 
 
 def _ran(command: Sequence[str], seconds: float) -> str:
-    """Run pytest and return the end of what it printed, or how it ended."""
+    """Run pytest and return what it printed and how it ended."""
     settings = {"HFJAX_TEST_GPU": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     out, both = subprocess.PIPE, subprocess.STDOUT
     try:
@@ -71,9 +74,9 @@ def _ran(command: Sequence[str], seconds: float) -> str:
     except subprocess.TimeoutExpired as late:
         said = late.stdout or b""
         text = said.decode(errors="replace") if isinstance(said, bytes) else said
-        return f"{text[-SHOWN:]} (ended after {seconds:.0f} s)"
+        return f"{text} (ended after {seconds:.0f} s)"
     print(done.stdout, file=sys.stderr)
-    return f"{done.stdout[-SHOWN:]} (exit {done.returncode})"
+    return f"{done.stdout} (exit {done.returncode})"
 
 
 def counted(report: str) -> dict[str, Any]:
