@@ -33,7 +33,7 @@ if not ON_GPU:
 if "PYTEST_XDIST_WORKER" not in os.environ:
     programs = tempfile.TemporaryDirectory(prefix="hfjax-programs-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 gc.set_threshold(20_000)  # traces make many objects and little garbage: a tenth of the time

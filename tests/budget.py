@@ -146,7 +146,7 @@ def _processor_seconds() -> float:
 
 def shared_names() -> set[str]:
     """Return the names of what stays jitted for a process: primitives, functions of modules."""
-    jitted = type(jax.jit(lambda: None))
+    jitted = type(jax.jit(lambda: None)), jax.numpy.ufunc
     modules = [m for name, m in [*sys.modules.items()] if not name.startswith("tests")]
     values = [x for m in modules if isinstance(m, ModuleType) for x in [*vars(m).values()]]
     primitives = {x.name for x in values if isinstance(x, Primitive)}

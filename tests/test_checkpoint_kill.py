@@ -91,6 +91,7 @@ def kill_again_and_again(tmp_path, kills, steps, longest):
     return done, interrupted
 
 
+@pytest.mark.slow
 def test_two_kills_lose_nothing(tmp_path):
     kill_again_and_again(tmp_path, kills=2, steps=12, longest=1.5)
 

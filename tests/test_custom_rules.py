@@ -171,7 +171,7 @@ def check(case, losses, model: Any = Stack, forward=plain, batch=None, **more):
         yield step
 
 
-@pytest.mark.short("one device", "zero bubble")
+@pytest.mark.short("zero bubble")
 @pytest.mark.parametrize("name", CASES)
 def test_rules_see_what_they_see_in_a_loop_of_plain_jax(name):
     list(check(CASES[name], [number, mean]))

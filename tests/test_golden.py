@@ -11,18 +11,10 @@ KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
 
 @pytest.mark.short(
     "FSDP+TENSOR",
-    "HSDP",
-    "ZERO2",
-    "pipe zb-v",
-    "pipe interleaved",
-    "pipedream",
     "in backward",
-    "optimizer on the host",
     "remat and offload",
     "called, ZERO2",
     "context, Ulysses",
-    "experts",
-    "grid",
     "unlike layers",
     "eval_step, pipe",
     "haiscale",

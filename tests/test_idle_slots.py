@@ -222,6 +222,7 @@ def lowered(schedule, strategy=PIPE, sizes=None, **execution):
     return step.lower(tokens())
 
 
+@pytest.mark.short("1f1b", "interleaved")
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "v"])
 def test_branches_send_as_many_messages_and_none_of_them_in_a_branch(name):
     counts = []

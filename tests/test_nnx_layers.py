@@ -107,7 +107,7 @@ def squares(outputs, batch):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.short("BatchNorm", "WeightNorm")
+@pytest.mark.short("WeightNorm")
 def test_a_layer_of_flax_trains_as_on_one_device(name):
     init = lambda rngs: Around(*LAYERS[name], rngs=rngs)
     optimizer = optax.sgd(0.1, momentum=0.9)

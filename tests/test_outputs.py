@@ -1,5 +1,6 @@
 """Outputs and text of a model are those of one device, under any strategy and schedule."""
 
+import functools
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -154,6 +155,12 @@ def test_each_of_several_prompts_gets_what_it_gets_by_itself():
     assert hfjax.generate is hfjax.run.generate
 
 
+@functools.cache
+def begun(name):
+    layout = alone(name)
+    return layout, hfjax.init(layout)
+
+
 @pytest.mark.parametrize(
     ("call", "message", "kind"),
     [
@@ -175,8 +182,7 @@ def test_each_of_several_prompts_gets_what_it_gets_by_itself():
     ],
 )
 def test_what_cannot_be_written_is_refused(call, message, kind):
-    layout = alone("FSDP")
-    state = hfjax.init(layout)
+    layout, state = begun("FSDP")
     with pytest.raises(kind, match=message):
         call(lambda *given, **fields: hfjax.generate(layout, state, *given, **fields))
 

@@ -101,9 +101,9 @@ def losses(rows, strategy, sizes, schedule):
 
 @pytest.fixture(scope="module")
 def told_by_two(request):
-    """What two processes print that train the cases which were drawn."""
-    drawn = [case for case in CASES if any(f"[{case}]" in x.name for x in request.session.items)]
-    return told_by(2, 2, drawn)
+    """What two processes print that train the cases which are run."""
+    names = [x.name for x in request.session.items if x.path == request.path]
+    return told_by(2, 2, [case for case in CASES if any(f"[{case}]" in x for x in names)])
 
 
 def told_by(processes, devices, cases):
@@ -149,7 +149,7 @@ def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(t
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.short("positions")
+@pytest.mark.short("rows")
 def test_two_processes_with_their_own_rows_stages_positions_or_parts_of_layers_train_as_one(
     told_by_two, case
 ):

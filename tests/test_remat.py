@@ -178,6 +178,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.short(*[*LOOPS][::3])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_names_that_no_layer_gives_are_refused(loop):
     strategy, sizes, fields = LOOPS[loop]

@@ -27,6 +27,7 @@ MODELS: Any = {
 }
 
 
+@pytest.mark.short("vit", "deeplab")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_in_three_parts_is_the_model_and_any_size_goes_through_convolutions(name):
     model, config = MODELS[name]

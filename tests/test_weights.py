@@ -70,13 +70,7 @@ def test_every_element_of_every_file_has_one_place(name, folders):
     assert (np.sort(numbers)[padding:] == 1 + np.arange(numbers.size - padding)).all()
 
 
-@pytest.mark.short(
-    "FSDP-gpt2-1073741824",
-    "HSDP-mixtral-1073741824",
-    "PIPE-qwen3-1073741824",
-    "FSDP|EXPERT-llama-1024",
-    "HOST-qwen3_moe-1024",
-)
+@pytest.mark.short("HSDP-mixtral-1073741824", "PIPE-qwen3-1073741824", "HOST-qwen3_moe-1024")
 @pytest.mark.parametrize("most", [1 << 30, 1 << 10])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "DDP"])

@@ -286,13 +286,17 @@ class Layout:
             >>> float(state.params["w"].sum())
             512.0
         """
-        arrays = self.blueprint.create(seed)
+        return self._begun(self.blueprint.create(seed), seed)
+
+    def _begun(self, arrays: Flat, seed: Any) -> "State":
         stored = self.storage.created(arrays, seed)
         return begun(self, arrays, {path: stored[path] for path in self.placed})
 
     @cached_property
     def state_shapes(self) -> "State":
-        return jax.eval_shape(self.create, 0)
+        arrays = {**self.blueprint.parameters, **self.blueprint.variables}
+        shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()}
+        return jax.eval_shape(self._begun, shapes, 0)
 
     def _state_specs(self) -> "State":
         shapes = self.state_shapes
