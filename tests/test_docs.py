@@ -145,6 +145,7 @@ ELSEWHERE = {  # commands that are not run here, and where they are
     "hfjax demo": "test_the_demo_ends_with_the_table_of_the_page",
     "--out to-evaluate": "docs/pretrained.md exports a run",
     "--offload auto": "below: it needs what compiles for GPUs",
+    "-- hfjax train --config runs/fsdp/config.yaml": "tests/test_run_processes.py",
     "train.py trouble": "a process is killed: tests/test_run_processes.py",
     "--max-restarts 3 -- python train.py": "Ctrl-C: tests/test_run_processes.py",
 }

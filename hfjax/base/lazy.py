@@ -27,7 +27,9 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     def get(name: str) -> Any:
         """Return a public name, its module imported only now: JAX and grain take their time."""
         if (module := source.get(name)) is None:
-            near = nearest_of(name, source) or nearest_of(name.upper(), source)
+            near = ""
+            if not name.startswith("_"):  # what tools probe for
+                near = nearest_of(name, source) or nearest_of(name.upper(), source)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{near}")
         if module == package:
             return imported(f"{package}.{name}", f"{package}.{name}")
