@@ -11,7 +11,6 @@ KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
 
 @pytest.mark.short(
     "FSDP+TENSOR",
-    "in backward",
     "called, ZERO2",
     "unlike layers",
     "eval_step, pipe",

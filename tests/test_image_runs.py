@@ -133,10 +133,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(photos, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-6)
 
 
-def test_iou_of_each_class(street, tmp_path, capsys):
-    config = of_photos(street, tmp_path / "run", model={"preset": "deeplabv3-tiny"}, batch=4)
-    train(config)
-    parts = Parts(config)
+def test_iou_of_each_class(street, tmp_path):
+    parts = Parts(of_photos(street, tmp_path, model={"preset": "deeplabv3-tiny"}, batch=4))
     state = hfjax.init(parts.layout)
     module = hfjax.module(parts.layout, state)
     module.eval()
@@ -149,6 +147,11 @@ def test_iou_of_each_class(street, tmp_path, capsys):
             np.add.at(counts, (truth[kept], guess[kept]), 1)
     found: Any = parts.validated(state)
     assert list(found.iou.values()) == intersection_over_union(counts)
+
+
+@pytest.mark.slow
+def test_iou_of_each_class_is_shown(street, tmp_path, capsys):
+    train(of_photos(street, tmp_path / "run", model={"preset": "deeplabv3-tiny"}, batch=4))
     capsys.readouterr()
     assert evaluate_command([str(tmp_path / "run"), "--devices", "1"]) == 0
     told = capsys.readouterr().out.splitlines()

@@ -459,6 +459,7 @@ def test_here_without_constants_says_how_to_measure_them_and_names_gpus(tmp_path
         constants_of("here")
 
 
+@pytest.mark.slow
 def test_what_is_calibrated_here_is_planned_with(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(plan_command, "calibrate", partial(calibrate, quick=True))

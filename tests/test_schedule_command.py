@@ -170,7 +170,7 @@ def test_the_halves_of_a_backward_are_drawn_by_their_names(run, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.short("interleaved-8-32-2", "v-2-2-None")
+@pytest.mark.short("1f1b-2-4-None", "v-2-2-None")
 def test_nothing_that_is_written_in_a_picture_is_cut_off_or_overlaps(
     name, stages, microbatches, chunks
 ):

@@ -56,7 +56,7 @@ def test_rows_that_devices_share_are_cut_where_the_width_is_a_multiple_of_them_t
     agree(small_gpt.gpt(dropout=0.1), tokens(), {"CONTEXT": case})
 
 
-@pytest.mark.short("sizes0")
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"row": 2, "tensor": 2}, {"data": 2, "row": 2, "tensor": 2}])
 def test_a_grid_deals_the_rows_of_each_part(sizes):
     """Parts of as many rows as there are positions, and masks of both."""
