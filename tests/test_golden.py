@@ -12,6 +12,7 @@ KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
 @pytest.mark.short(
     "FSDP+TENSOR",
     "called, ZERO2",
+    "context, Ulysses",
     "unlike layers",
     "eval_step, pipe",
     "haiscale",

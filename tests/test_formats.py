@@ -1,0 +1,124 @@
+"""Each format that hfjax left on disk before its names were changed is read, and goes on.
+
+The files in tests/formats, and the losses, are of the commit that added them: see make_formats.py.
+"""
+
+import json
+import re
+import zipfile
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from hfjax import DDP, FSDP, TENSOR, Schedule
+from hfjax.__main__ import main
+from hfjax.machines.machine import Machine
+from hfjax.run import load
+from hfjax.weights.model_folder import read_folder
+from tests.make_formats import CHECKPOINTS, HERE, RUNS, layout_of, metrics_of, two_steps
+
+EXPECTED = json.loads((HERE / "expected.json").read_text(encoding="utf-8"))
+OTHERS = {  # another strategy that each checkpoint is restored under
+    "plain": (FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, {}),
+    "ema": (FSDP, {"fsdp": 2}, {}),
+    "master": (FSDP, {"fsdp": 4}, {}),
+    "fp16": (DDP, {"data": 2}, {"precision": "fp16"}),
+    "pipe": (FSDP, {"fsdp": 4}, {}),
+    "packed": (DDP, {"data": 2}, {}),
+    "experts": (DDP, {"data": 2}, {}),
+}
+
+
+@pytest.fixture
+def unpacked(tmp_path, monkeypatch):
+    """Return what unpacks archives into the folder in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+
+    def unpack(*names):
+        for name in names:
+            with zipfile.ZipFile(HERE / f"{name}.zip") as archive:
+                archive.extractall(tmp_path)
+        return tmp_path
+
+    return unpack
+
+
+def goes_on(name, folder, strategy, sizes, fields):
+    """Return the losses of the two steps after a checkpoint."""
+    case = CHECKPOINTS[name]
+    layout = layout_of(case, strategy, sizes)
+    found = hfjax.restore(folder / name, layout)
+    assert (found.step, int(found.state.step)) == (2, 2)
+    assert found.data == {"rows": 16}
+    return two_steps(case, layout, found.state, 2, **fields)[0]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.short("packed")
+def test_a_checkpoint_goes_on_bit_for_bit(name, unpacked):
+    case = CHECKPOINTS[name]
+    found = goes_on(name, unpacked(name), case.strategy, case.sizes, case.fields)
+    np.testing.assert_allclose(found, EXPECTED["checkpoints"][name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.short("pipe")
+def test_a_checkpoint_goes_on_under_another_strategy(name, unpacked):
+    found = goes_on(name, unpacked(name), *OTHERS[name])
+    rtol = 1e-3 if name == "fp16" else 1e-5
+    np.testing.assert_allclose(found, EXPECTED["checkpoints"][name], rtol=rtol)
+
+
+def same_words(told, wanted):
+    """Refuse other words than were told then; of numbers the last digits may differ."""
+    number = re.compile(r"\d+\.\d+")
+    assert number.sub("#", told) == number.sub("#", wanted)
+    both = [[float(x) for x in number.findall(text)] for text in (told, wanted)]
+    np.testing.assert_allclose(*both, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_on_with_the_losses_of_one_that_was_left_alone(name, unpacked, capsys):
+    place = unpacked(name, "inputs")
+    words = ["--minutes", "None", "--devices", str(RUNS[name][1])]
+    assert main(["train", "--config", f"{name}/config.yaml", *words]) == 0
+    for metric, wanted in EXPECTED["runs"][name].items():
+        if metric != "eval":
+            found = metrics_of(place / name, metric)
+            assert list(found) == list(wanted)
+            np.testing.assert_allclose([*found.values()], [*wanted.values()], rtol=1e-5)
+    capsys.readouterr()
+    assert main(["eval", name, "--devices", "1"]) == 0
+    same_words(capsys.readouterr().out, EXPECTED["runs"][name]["eval"])
+
+
+def test_configurations_are_read(unpacked):
+    place = unpacked("settings")
+    one, two, planned = (load(place / name) for name in ("run.yaml", "run.py", "plan.yaml"))
+    assert (one.steps, one.batch, one.accumulate, one.precision) == (2000, 64, 4, "bf16")
+    assert (one.mesh.tensor, one.mesh.fsdp, one.optimizer.clip) == (2, 4, 1.0)
+    assert (two.pipeline.name, two.pipeline.chunks, two.model.layers) == ("interleaved", 2, 4)
+    assert (planned.batch, planned.model.preset) == (64, "gpt-tiny")
+
+
+def test_a_table_a_calibration_and_a_data_set_are_read(unpacked, capsys):
+    place = unpacked("settings", "inputs")
+    text = (place / "schedule.txt").read_text(encoding="utf-8")
+    assert str(Schedule.from_text(text).table(2)) == text
+    assert Machine.load(place / "here.toml").platform == "cpu"
+    assert main(["data", "--show", "text", "--verify"]) == 0
+    assert "train: every CRC32 is right" in capsys.readouterr().out
+
+
+def test_an_export_is_read(unpacked):
+    folder = read_folder(unpacked("export") / "export")
+    assert folder.config["model_type"] == "llama"
+    model = hfjax.pretrained("export")
+    layout = hfjax.layout(model.create, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    state = hfjax.init(layout, parameters=model.weights)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(hfjax.full(state.params)))
