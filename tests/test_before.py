@@ -124,7 +124,6 @@ def test_a_changed_bit_in_an_old_checkpoint_is_noticed(checkpoint):
         hfjax.restore(checkpoint, layout(hfjax.DDP, data=2))
 
 
-@pytest.mark.slow
 def test_an_old_run_goes_on_with_the_losses_of_one_that_was_left_alone(command):
     old = metrics_of(Path("run"), "loss")
     assert list(old) == [str(number) for number in range(STOPS)]

@@ -169,7 +169,6 @@ class Tracked(Unlike):
         self.out = nnx.Linear(8, 8, rngs=rngs)
 
 
-@pytest.mark.slow
 def test_a_listed_layer_writes_its_statistics_under_remat():
     mesh, init = hfjax.make_mesh(data=8), lambda rngs: Tracked(rngs=rngs)
     layout = hfjax.layout(init, optax.sgd(0.1), mesh, DDP)

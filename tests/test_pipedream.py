@@ -104,7 +104,6 @@ def test_a_call_is_what_the_simulator_does_event_by_event(name):
         assert_simulated(case, **execution)
 
 
-@pytest.mark.slow
 def test_a_parameter_that_both_ends_read_is_updated_once_with_both_gradients():
     with jax.enable_x64(True):
         assert_simulated((Schedule("pipedream", 3), ADAM, 2, 1), Tied)

@@ -101,11 +101,10 @@ MESHES = {
         "zb",
     ),
 }
-SHORT = ("ZeRO-2", "ZeRO-3", "tensor", "tensor, sequence")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [m if m in SHORT else pytest.param(m, marks=SLOW) for m in MESHES])
+@pytest.mark.short("ZeRO-3")
+@pytest.mark.parametrize("name", MESHES)
 def test_a_pipeline_beside_other_axes_equals_one_device(name):
     strategy, sizes, schedule = MESHES[name]
     fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}
@@ -131,15 +130,14 @@ LAST_TICKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.short("other chunks, too-1")
 @pytest.mark.parametrize("unroll", [1, pytest.param(True, marks=SLOW)])
-def test_gradients_summed_in_the_last_tick_are_those_of_one_device(unroll):
-    cases = {
-        name: (strategy.edit(replicate_below=0), sizes, {"schedule": schedule})
-        for name, (strategy, sizes, schedule) in LAST_TICKS.items()
-    }
+@pytest.mark.parametrize("name", LAST_TICKS)
+def test_gradients_summed_in_the_last_tick_are_those_of_one_device(name, unroll):
+    strategy, sizes, schedule = LAST_TICKS[name]
+    case = {name: (strategy.edit(replicate_below=0), sizes, {"schedule": schedule})}
     given = partial(Tied, dropout=0.1), weighted, rows()
-    assert_strategies_agree(*given, cases, steps=2, unroll=unroll, clip=0.5)
+    assert_strategies_agree(*given, case, steps=2, unroll=unroll, clip=0.5)
 
 
 class Gated(nnx.Module):
