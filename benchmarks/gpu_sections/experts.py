@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,7 @@ def _products(smoke: bool) -> Iterator[Case]:
             )
 
 
-def _tile(tile: tuple) -> dict[str, int]:
+def _tile(tile: tuple) -> dict[str, Any]:
     names = ("block_m", "block_n", "block_k", "max_concurrent_steps", "grid_block_n")
     return dict(zip(names, tile, strict=True))
 
