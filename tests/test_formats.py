@@ -106,6 +106,13 @@ def test_configurations_are_read(unpacked):
     assert (planned.batch, planned.model.preset) == (64, "gpt-tiny")
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_a_run_whose_schedule_had_another_name_is_read(name, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"mesh: {{pipe: 2}}\npipeline: {{name: {name}-half}}\n")
+    assert load(path).pipeline.name == f"{name}-published"
+
+
 def test_a_table_a_calibration_and_a_data_set_are_read(unpacked, capsys):
     place = unpacked("settings", "inputs")
     text = (place / "schedule.txt").read_text(encoding="utf-8")
