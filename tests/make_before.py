@@ -53,9 +53,11 @@ def batch(number: int) -> dict[str, np.ndarray]:
     return {"tokens": (mixed % SHAPE["vocab"]).astype(np.int32)}
 
 
-def going_on(made: hfjax.Layout, state: hfjax.State, first: int) -> tuple[list[float], hfjax.State]:
+def going_on(
+    made: hfjax.Layout, state: hfjax.State, first: int, loss: Any = next_token_loss, **fields: Any
+) -> tuple[list[float], hfjax.State]:
     """Return the losses of two steps with the batches from a number on, and the state then."""
-    step, losses = hfjax.train_step(made, next_token_loss, clip=1.0), []
+    step, losses = hfjax.train_step(made, loss, clip=1.0, **fields), []
     for number in (first, first + 1):
         state, metrics = step(state, batch(number))
         losses.append(float(metrics["loss"]))
@@ -99,16 +101,20 @@ def metrics_of(run: Path, name: str) -> dict[str, float]:
     return dict(found)
 
 
-def write_run(place: Path) -> dict[str, Any]:
-    """Make a data set, and a run of it that is stopped; return what one left alone told."""
-    texts = place / "texts"
+def write_texts(texts: Path) -> None:
+    """Write forty short texts into a new folder."""
     texts.mkdir()
     words = ["tensor", "pipe", "data", "mesh", "step", "loss", "axis", "row"]
     for number in range(40):
         mixed = [words[(number * n + n * n + number) % 8] for n in range(8 + number % 5)]
         (texts / f"{number:02}.txt").write_text(" ".join(mixed) + "\n", encoding="utf-8")
+
+
+def write_run(place: Path) -> dict[str, Any]:
+    """Make a data set, and a run of it that is stopped; return what one left alone told."""
+    write_texts(place / "texts")
     command("data", "texts", "--out", "text", "--valid", "0.2", within=place)
-    shutil.rmtree(texts)
+    shutil.rmtree(place / "texts")
     command(*TRAIN, within=place)  # left alone
     told: dict[str, Any] = {
         name: metrics_of(place / "run", name) for name in ("loss", "valid_loss")
@@ -119,11 +125,11 @@ def write_run(place: Path) -> dict[str, Any]:
         command(*TRAIN, "--minutes", "0", within=place, code=75)
     told["eval when stopped"] = command("eval", "run", "--cpu-devices", "2", within=place)
     (place / "run" / "loss.png").unlink()  # nothing reads it
-    _make_relative(place / "run" / "config.yaml", place)
+    make_relative(place / "run" / "config.yaml", place)
     return told
 
 
-def _make_relative(config: Path, place: Path) -> None:
+def make_relative(config: Path, place: Path) -> None:
     """Let a configuration name files from where it is used: the fixture lies anywhere."""
     text = config.read_text(encoding="utf-8")
     config.write_text(text.replace(f"{place}/", ""), encoding="utf-8")

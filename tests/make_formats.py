@@ -12,12 +12,10 @@ checkout of the commit that added this file makes all of it anew:
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,8 @@ from hfjax import DDP, EXPERT, FSDP, PIPE, Schedule
 from hfjax.models import moe
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.planner.measuring.calibrate import calibrate
+from tests.golden import here
+from tests.make_before import command, going_on, make_relative, metrics_of, write_texts
 from tests.small_folder import LLAMA, small_folder
 from tests.small_images import photos
 
@@ -42,6 +42,7 @@ MIXTURE: dict[str, Any] = {
     **{"mlp": 8, "experts": 4, "min_capacity": 1},
 }
 SMALL = "--model.length 16 --model.layers 2 --model.heads 2 --model.embed 8".split()
+STOPS = 2  # how often a run is stopped
 OFTEN = "--log.every 1 --log.valid-every 2 --log.sample 0 --checkpoints.keep 1".split()
 
 
@@ -102,47 +103,25 @@ def layout_of(case: Saved, strategy: hfjax.Strategy, sizes: dict[str, int]) -> h
     return hfjax.layout(case.model, case.optimizer(), mesh, strategy)
 
 
-def batch(number: int) -> dict[str, np.ndarray]:
-    """Return the rows of a step: the same everywhere, drawn by no generator."""
-    row, column = np.indices((8, GPT_OF["length"] + 1))
-    mixed = (row + 3) * (column + 5) * (number + 7) + column**2
-    return {"tokens": (mixed % GPT_OF["vocab"]).astype(np.int32)}
+def checksum(layout: hfjax.Layout, state: hfjax.State) -> int:
+    """Return the CRC32 of all arrays of a state, layers in the order of the model."""
+    found = 0
+    for x in jax.tree.leaves(hfjax.canonical(layout, state)):
+        x = jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        found = zlib.crc32(np.asarray(x).tobytes(), found)
+    return found
 
 
-def two_steps(
-    case: Saved, layout: hfjax.Layout, state: hfjax.State, first: int, **fields: Any
-) -> tuple[list[float], hfjax.State]:
-    """Return the losses of two steps with the batches from a number on, and the state then."""
-    step = hfjax.train_step(layout, case.loss, clip=1.0, **fields)
-    losses = []
-    for number in (first, first + 1):
-        state, metrics = step(state, batch(number))
-        losses.append(float(metrics["loss"]))
-    return losses, state
-
-
-def write_checkpoint(place: Path, case: Saved) -> list[float]:
-    """Save a state after two steps; return the losses of the next two."""
+def write_checkpoint(place: Path, case: Saved) -> dict[str, Any]:
+    """Save a state after two steps; return its checksum and the losses of the next two."""
     layout = layout_of(case, case.strategy, case.sizes)
     state = hfjax.init(layout, 3, case.fields.get("schedule"))
-    _, state = two_steps(case, layout, state, 0, **case.fields)
+    _, state = going_on(layout, state, 0, case.loss, **case.fields)
     with hfjax.Checkpoints(place, layout, config={"rate": 1e-2}) as checkpoints:
         checkpoints.save(state, data={"rows": 16}, metrics={"loss": 2.5})
-    return two_steps(case, layout, state, 2, **case.fields)[0]
-
-
-def command(*words: str, within: Path, code: int = 0) -> str:
-    """Run `hfjax` within a folder; return what it said. Refuses another exit code."""
-    path = f"{HERE.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "hfjax", *words],
-        cwd=within,
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-    return done.stdout
+    found = checksum(layout, state)
+    losses = going_on(layout, state, 2, case.loss, **case.fields)[0]
+    return {"crc32": found, "losses": losses}
 
 
 TEXT = ["--data.train", "text", *SMALL, *OFTEN, "--steps", "6", "--batch", "8"]
@@ -160,47 +139,32 @@ RUNS = {  # the flags of `hfjax train`, and how many devices
 }
 
 
-def metrics_of(run: Path, name: str) -> dict[str, float]:
-    """Return {step: value} as a run wrote it; each step must be there once."""
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").open(encoding="utf-8")]
-    found = [(str(line["step"]), line[name]) for line in lines if name in line]
-    assert len(dict(found)) == len(found)
-    return dict(found)
-
-
 def write_inputs(place: Path) -> None:
     """Write texts, data sets of them, images, and the folder of a model."""
-    texts = place / "texts"
-    texts.mkdir()
-    words = ["tensor", "pipe", "data", "mesh", "step", "loss", "axis", "row"]
-    for number in range(40):
-        mixed = [words[(number * n + n * n + number) % 8] for n in range(8 + number % 5)]
-        (texts / f"{number:02}.txt").write_text(" ".join(mixed) + "\n", encoding="utf-8")
+    write_texts(place / "texts")
     small_folder(place / "llama", LLAMA)
     command("data", "texts", "--out", "text", "--valid", "0.2", within=place)
     own = ("--tokenizer", "llama")
     command("data", "texts", "--out", "own", "--valid", "0.2", *own, within=place)
     for part, each in (("train", 4), ("valid", 2)):
         photos(place / "photos" / part, each, ("cat", "dog"))
-    shutil.rmtree(texts)
+    shutil.rmtree(place / "texts")
 
 
 def write_runs(place: Path) -> dict[str, Any]:
-    """Make the runs; return what those that were left alone told, and the last loss of each."""
+    """Make the runs, all but the first stopped; return what those that were left alone told."""
     told: dict[str, Any] = {}
     for name, (flags, devices) in RUNS.items():
         words = ["train", "--out", name, *flags, "--cpu-devices", str(devices)]
         command(*words, within=place)
         told[name] = {x: metrics_of(place / name, x) for x in ("loss", "valid_loss")}
+        told[name]["eval"] = command("eval", name, within=place)
+        if name == "pretrained":
+            command("export", name, "--out", "export", within=place)
         if name != "finished":
-            told[name]["eval"] = command("eval", name, within=place)
-            if name == "pretrained":
-                command("export", name, "--out", "export", within=place)
             shutil.rmtree(place / name)
-            command(*words, "--minutes", "0", within=place, code=75)
-            command(*words, "--minutes", "0", within=place, code=75)
-        else:
-            told[name]["eval"] = command("eval", name, within=place)
+            for _ in range(STOPS):
+                command(*words, "--minutes", "0", within=place, code=75)
     return told
 
 
@@ -261,12 +225,10 @@ def pack(folder: Path, names: list[str], to: Path) -> None:
 
 def main() -> None:
     """Write tests/formats anew."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
     HERE.mkdir(exist_ok=True)
-    expected: dict[str, Any] = {"jax": jax.__version__, "checkpoints": {}}
+    expected: dict[str, Any] = {"here": here(), "checkpoints": {}}
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
+        place = Path(folder).resolve()
         for name, case in CHECKPOINTS.items():
             print(name, flush=True)
             expected["checkpoints"][name] = write_checkpoint(place / name, case)
@@ -278,8 +240,7 @@ def main() -> None:
         write_settings(place)
         for name in RUNS:
             (place / name / "loss.png").unlink(missing_ok=True)  # nothing reads it
-            config = place / name / "config.yaml"  # names files from where it is used
-            config.write_text(config.read_text(encoding="utf-8").replace(f"{place}/", ""))
+            make_relative(place / name / "config.yaml", place)
             pack(place, [name], HERE / f"{name}.zip")
         pack(place, ["text", "own", "photos", "llama"], HERE / "inputs.zip")
         pack(place, ["export"], HERE / "export.zip")
@@ -290,4 +251,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    import conftest  # noqa: F401  (the devices and the compiler of the tests)
+
     main()

@@ -73,23 +73,23 @@ def made(kind):
 OF_TOKENS = gpt()
 
 
+@cache
 def laid_out(init, **options):
     return hfjax.layout(init, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP, **options)
 
 
 @cache
-def of_tokens():
-    """Return a step that trains on tokens, and one that evaluates them, with a state."""
-    layout = laid_out(OF_TOKENS)
-    steps = hfjax.train_step(layout, next_token_loss), hfjax.eval_step(layout, next_token_loss)
-    return (*steps, hfjax.predict_step(layout), hfjax.init(layout))
+def train_step(init, loss, **options):
+    return hfjax.train_step(laid_out(init, **options), loss)
+
+
+@cache
+def state_of_tokens():
+    return hfjax.init(laid_out(OF_TOKENS))
 
 
 def trace(init, batch, loss=squares, **options):
-    if init is OF_TOKENS and loss is next_token_loss and not options:
-        of_tokens()[0].lower(batch)
-    else:
-        hfjax.train_step(laid_out(init, **options), loss).lower(batch)
+    train_step(init, loss, **options).lower(batch)
 
 
 @pytest.mark.parametrize(
@@ -216,19 +216,19 @@ def test_a_loss_that_returns_something_else_is_refused(loss, message):
 def test_tokens_that_no_model_of_language_reads_are_refused_in_words(tokens, said):
     with pytest.raises(ValueError, match=said):
         trace(OF_TOKENS, {"tokens": tokens}, next_token_loss)
-    _, evaluate, _, state = of_tokens()
+    evaluate = hfjax.eval_step(laid_out(OF_TOKENS), next_token_loss)
     with pytest.raises(ValueError, match=said):
-        evaluate(state, {"tokens": tokens})
+        evaluate(state_of_tokens(), {"tokens": tokens})
 
 
 @pytest.mark.parametrize("batch", [None, {}, [], {"tokens": None}, {"tokens": 3}, "text"])
 def test_what_is_no_batch_is_refused_in_words(batch):
     with pytest.raises(ValueError, match="a batch is a pytree of arrays"):
         trace(OF_TOKENS, batch, next_token_loss)
-    _, *steps, state = of_tokens()
-    for step in steps:
+    layout = laid_out(OF_TOKENS)
+    for step in (hfjax.eval_step(layout, next_token_loss), hfjax.predict_step(layout)):
         with pytest.raises(ValueError, match="a batch is a pytree of arrays"):
-            step(state, batch)
+            step(state_of_tokens(), batch)
 
 
 @pytest.mark.parametrize(

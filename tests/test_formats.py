@@ -4,7 +4,6 @@ The files in tests/formats, and the losses, are of the commit that added them: s
 """
 
 import json
-import re
 import zipfile
 
 import jax
@@ -18,7 +17,10 @@ from hfjax.__main__ import main
 from hfjax.machines.machine import Machine
 from hfjax.run import load
 from hfjax.weights.model_folder import read_folder
-from tests.make_formats import CHECKPOINTS, HERE, RUNS, layout_of, metrics_of, two_steps
+from tests.golden import here
+from tests.make_before import going_on, metrics_of
+from tests.make_formats import CHECKPOINTS, HERE, RUNS, STOPS, checksum, layout_of
+from tests.test_before import close, same_words
 
 EXPECTED = json.loads((HERE / "expected.json").read_text(encoding="utf-8"))
 OTHERS = {  # another strategy that each checkpoint is restored under
@@ -47,38 +49,50 @@ def unpacked(tmp_path, monkeypatch):
     return unpack
 
 
-def goes_on(name, folder, strategy, sizes, fields):
-    """Return the losses of the two steps after a checkpoint."""
-    case = CHECKPOINTS[name]
-    layout = layout_of(case, strategy, sizes)
+def restored(name, folder, strategy, sizes):
+    """Return a layout, and the state of a checkpoint under it."""
+    layout = layout_of(CHECKPOINTS[name], strategy, sizes)
     found = hfjax.restore(folder / name, layout)
     assert (found.step, int(found.state.step)) == (2, 2)
     assert found.data == {"rows": 16}
-    return two_steps(case, layout, found.state, 2, **fields)[0]
+    return layout, found.state
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_is_read_bit_for_bit(name, unpacked):
+    case = CHECKPOINTS[name]
+    found = restored(name, unpacked(name), case.strategy, case.sizes)
+    assert checksum(*found) == EXPECTED["checkpoints"][name]["crc32"]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.short("packed")
 def test_a_checkpoint_goes_on_bit_for_bit(name, unpacked):
-    case = CHECKPOINTS[name]
-    found = goes_on(name, unpacked(name), case.strategy, case.sizes, case.fields)
-    np.testing.assert_allclose(found, EXPECTED["checkpoints"][name], rtol=1e-6)
+    case, wanted = CHECKPOINTS[name], EXPECTED["checkpoints"][name]["losses"]
+    layout, state = restored(name, unpacked(name), case.strategy, case.sizes)
+    found, _ = going_on(layout, state, 2, case.loss, **case.fields)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert found == wanted or here() != EXPECTED["here"]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.short("pipe")
 def test_a_checkpoint_goes_on_under_another_strategy(name, unpacked):
-    found = goes_on(name, unpacked(name), *OTHERS[name])
+    strategy, sizes, fields = OTHERS[name]
+    layout, state = restored(name, unpacked(name), strategy, sizes)
+    found, _ = going_on(layout, state, 2, CHECKPOINTS[name].loss, **fields)
     rtol = 1e-3 if name == "fp16" else 1e-5
-    np.testing.assert_allclose(found, EXPECTED["checkpoints"][name], rtol=rtol)
+    np.testing.assert_allclose(found, EXPECTED["checkpoints"][name]["losses"], rtol=rtol)
 
 
-def same_words(told, wanted):
-    """Refuse other words than were told then; of numbers the last digits may differ."""
-    number = re.compile(r"\d+\.\d+")
-    assert number.sub("#", told) == number.sub("#", wanted)
-    both = [[float(x) for x in number.findall(text)] for text in (told, wanted)]
-    np.testing.assert_allclose(*both, rtol=1e-3)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_read(name, unpacked):
+    place = unpacked(name, "inputs")
+    config, steps = load(place / name / "config.yaml"), EXPECTED["runs"][name]["loss"]
+    last = hfjax.latest(place / name / "checkpoints")
+    assert last == (config.steps if name == "finished" else STOPS)
+    found = metrics_of(place / name, "loss")
+    assert list(found.items()) == list(steps.items())[:last]
 
 
 @pytest.mark.slow
@@ -91,7 +105,7 @@ def test_a_run_goes_on_with_the_losses_of_one_that_was_left_alone(name, unpacked
         if metric != "eval":
             found = metrics_of(place / name, metric)
             assert list(found) == list(wanted)
-            np.testing.assert_allclose([*found.values()], [*wanted.values()], rtol=1e-5)
+            close([*found.values()], [*wanted.values()])
     capsys.readouterr()
     assert main(["eval", name, "--devices", "1"]) == 0
     same_words(capsys.readouterr().out, EXPECTED["runs"][name]["eval"])

@@ -22,7 +22,7 @@ from tests.typical_rows import SIZES, TYPICAL, named
 SLOW = pytest.mark.slow
 AT_ONCE = 10  # programs of one compilation
 BLOCK, SHORT = 100, 30  # programs of one test; of `make test`
-FAST, ALL = 300, 5_300  # seeds of few programs, and of all
+FAST, ALL = 300, 5_300  # seeds of the short blocks, and of all
 # Programs of each short block that gather nothing, at least.
 ALONE = [int(count) for count in "14 18 17 19 19 16 17 16 17 18".split()]
 

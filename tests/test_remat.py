@@ -178,7 +178,6 @@ LOOPS = {
 }
 
 
-@pytest.mark.short(*[*LOOPS][::3])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_names_that_no_layer_gives_are_refused(loop):
     strategy, sizes, fields = LOOPS[loop]

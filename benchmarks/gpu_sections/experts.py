@@ -1,8 +1,8 @@
 """Experts without a capacity: a layer, and products over ragged groups, beside dense ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,7 @@ def run(reporter: Reporter) -> None:
 def _layers(smoke: bool) -> Iterator[Case]:
     for name, size in ({"tiny": TINY} if smoke else SIZES).items():
         flops = 18.0 * size.tokens * size.top_k * size.embed * size.mlp
-        rivals = {"dense": partial(_with_gradients, _dense)}
-        if size.experts * flops < 1e15:
-            rivals["lax.ragged_dot"] = partial(_with_gradients, _ragged)
+        rivals = {"dense": _dense, "lax.ragged_dot": _ragged}
         yield Case(
             "experts",
             f"{name}, forward and backward",
@@ -54,7 +52,7 @@ def _layers(smoke: bool) -> Iterator[Case]:
                 f"loop over blocks of {rows}": partial(_with_gradients, partial(_loop, rows))
                 for rows in BLOCKS
             },
-            rivals=rivals,
+            rivals={name: partial(_with_gradients, layer) for name, layer in rivals.items()},
             oracle=None,
             flops=flops,
             bytes=0.0,
@@ -110,56 +108,63 @@ def _ragged(x, up, down, weights, experts) -> jax.Array:
     return jnp.zeros_like(x).at[order // top_k].add(made)
 
 
-def _products(smoke: bool) -> Iterator[Case]:
-    """Yield JAX's own kernels beside a dense product of as many operations."""
-    del smoke
+class Product(NamedTuple):
+    """One of the products of a layer and of its gradients."""
+
+    operands: tuple[tuple[int, ...], tuple[int, ...]]  # their shapes
+    ragged: Callable  # JAX's kernel
+    dense: Callable
+    tiles: Sequence[tuple[int, ...]]
+
+
+def _products_of(size: Size) -> dict[str, Product]:
+    """Return the products of the first matrix: JAX's own kernels, and dense ones as large."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
+    rows, wide = size.tokens * size.top_k, 2 * size.mlp
+    x, dy, w = (rows, size.embed), (rows, wide), (size.experts, size.embed, wide)
+    backward = partial(ragged_dot, transpose_rhs=True)
+    return {
+        "x w": Product((x, w), ragged_dot, lambda x, w: x @ w[0], TILES),
+        "dy w^T": Product((dy, w), backward, lambda dy, w: dy @ w[0].T, TILES),
+        "x^T dy": Product((x, dy), transposed_ragged_dot, lambda x, dy: x.T @ dy, TILES_DW),
+    }
+
+
+def _products(smoke: bool) -> Iterator[Case]:
+    del smoke
     for name, size in SIZES.items():
-        rows, wide = size.tokens * size.top_k, 2 * size.mlp
-        shapes = {
-            "x w": ((rows, size.embed), (size.experts, size.embed, wide)),
-            "dy w^T": ((rows, wide), (size.experts, size.embed, wide)),
-            "x^T dy": ((rows, size.embed), (rows, wide)),
-        }
-        for product, (one, two) in shapes.items():
-            if product == "x^T dy":
-                call = lambda tile, x, dy, sizes: transposed_ragged_dot(
-                    x.T, dy, group_sizes=sizes, **_tile(tile)
-                )
-                dense = lambda x, dy, sizes: x.T @ dy + sizes[0].astype(x.dtype)
-            elif product == "x w":
-                call = lambda tile, x, w, sizes: ragged_dot(x, w, group_sizes=sizes, **_tile(tile))
-                dense = lambda x, w, sizes: x @ w[0] + sizes[0].astype(x.dtype)
-            else:
-                call = lambda tile, dy, w, sizes: ragged_dot(
-                    dy, w, group_sizes=sizes, transpose_rhs=True, **_tile(tile)
-                )
-                dense = lambda dy, w, sizes: dy @ w[0].T + sizes[0].astype(dy.dtype)
-            tiles = TILES_DW if product == "x^T dy" else TILES
+        for product, (operands, ragged, dense, tiles) in _products_of(size).items():
             yield Case(
                 "JAX's ragged product",
                 f"{name}, {product}",
-                operands=partial(_groups, size, one, two),
-                candidates={"x".join(map(str, tile)): partial(call, tile) for tile in tiles},
-                rivals={"dense": dense},
+                operands=partial(_groups, size, operands),
+                candidates={
+                    "x".join(map(str, tile)): partial(_of_groups, ragged, tile) for tile in tiles
+                },
+                rivals={"dense": partial(_of_one, dense)},
                 oracle=None,
-                flops=2.0 * rows * size.embed * wide,
+                flops=2.0 * size.tokens * size.top_k * size.embed * 2 * size.mlp,
                 bytes=0.0,
                 rotate=False,
                 shape=size._asdict(),
             )
 
 
-def _tile(tile: tuple) -> dict[str, Any]:
+def _of_groups(ragged: Callable, tile: tuple[int, ...], one, two, sizes) -> jax.Array:
     names = ("block_m", "block_n", "block_k", "max_concurrent_steps", "grid_block_n")
-    return dict(zip(names, tile, strict=True))
+    return ragged(one, two, group_sizes=sizes, **dict(zip(names, tile, strict=True)))
 
 
-def _groups(size: Size, one: tuple, two: tuple, seed: int) -> tuple:
+def _of_one(dense: Callable, one, two, sizes) -> jax.Array:
+    """Return a dense product; `sizes` take part in it, so that all programs have one signature."""
+    return dense(one, two) + sizes[0].astype(one.dtype)
+
+
+def _groups(size: Size, shapes: tuple, seed: int) -> tuple:
     key = partial(jax.random.fold_in, jax.random.key(seed))
     chosen = jax.random.randint(key(2), (size.tokens * size.top_k,), 0, size.experts)
     sizes = jnp.bincount(chosen, length=size.experts).astype(jnp.int32)
     normal = lambda number, shape: jax.random.normal(key(number), shape, jnp.bfloat16)
-    return normal(0, one), normal(1, two), sizes
+    return normal(0, shapes[0]), normal(1, shapes[1]), sizes

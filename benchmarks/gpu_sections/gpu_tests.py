@@ -54,7 +54,10 @@ def tested(path: Path, end: float, smoke: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         given = [sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={report}", str(path)]
-        given += ["--collect-only"] if smoke else ["-n", str(WORKERS)] if find_spec("xdist") else []
+        if smoke:
+            given += ["--collect-only"]
+        elif find_spec("xdist"):
+            given += ["-n", str(WORKERS)]
         said = _ran(given, seconds)
         if report.exists() and not smoke:
             return row | counted(report.read_text())

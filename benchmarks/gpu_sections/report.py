@@ -35,7 +35,10 @@ def page(found: Mapping[str, Any]) -> str:
     rates = _Rates(sheet(device.get("kind", "")), measured)
     parts = [
         "# On one GPU\n",
-        *[f"`{command}`" for command in found["command"].split("; ")],
+        "```",
+        *[line for command in found["command"].split("; ") for line in _wrapped(command)],
+        "```",
+        "",
         *wrap(f"{found['date']}, {_device(device)}.", 100),
         *wrap(", ".join(f"{k} {v}" for k, v in found["versions"].items() if v) + ".", 100),
         "",
@@ -68,6 +71,17 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
     """Return a table in markdown, and an empty line."""
     cells = [columns, ["---"] * len(columns), *lines]
     return [*(f"| {' | '.join(line)} |" for line in cells), ""]
+
+
+def _wrapped(command: str) -> list[str]:
+    """Return a command in lines that a shell joins.
+
+    >>> print(*_wrapped("gpu --only" + " variants" * 10), sep="\\n")
+    gpu --only variants variants variants variants variants variants variants variants variants \\
+        variants
+    """
+    *lines, last = wrap(command, 96, subsequent_indent="    ", break_on_hyphens=False)
+    return [*(f"{line} \\" for line in lines), last]
 
 
 def _device(row: Row) -> str:

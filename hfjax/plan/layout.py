@@ -286,9 +286,9 @@ class Layout:
             >>> float(state.params["w"].sum())
             512.0
         """
-        return self._begun(self.blueprint.create(seed), seed)
+        return self._first_state(self.blueprint.create(seed), seed)
 
-    def _begun(self, arrays: Flat, seed: Any) -> "State":
+    def _first_state(self, arrays: Flat, seed: Any) -> "State":
         stored = self.storage.created(arrays, seed)
         return begun(self, arrays, {path: stored[path] for path in self.placed})
 
@@ -296,7 +296,7 @@ class Layout:
     def state_shapes(self) -> "State":
         arrays = {**self.blueprint.parameters, **self.blueprint.variables}
         shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()}
-        return jax.eval_shape(self._begun, shapes, 0)
+        return jax.eval_shape(self._first_state, shapes, 0)
 
     def _state_specs(self) -> "State":
         shapes = self.state_shapes

@@ -70,7 +70,7 @@ def load(path: str | Path) -> Train:
             stacklevel=2,
         )
     _without_dropout(given)
-    _with_names_of_today(given)
+    _rename_schedule(given)
     return read(Train, {} if given is None else given, named(path))
 
 
@@ -83,8 +83,8 @@ def _without_dropout(given: Any) -> None:
         del model["dropout"]
 
 
-def _with_names_of_today(given: Any) -> None:
-    """Give a schedule the name that it has now: until November 2026 two had another one."""
+def _rename_schedule(given: Any) -> None:
+    """Replace the names that two schedules had until November 2026."""
     pipeline = given.get("pipeline") if isinstance(given, dict) else None
     if isinstance(pipeline, dict) and pipeline.get("name") in ("1f1b-half", "interleaved-half"):
         pipeline["name"] = pipeline["name"].replace("half", "published")
