@@ -25,7 +25,7 @@ wheels: $(VENV)/cuda/ok  ## install the wheels that compile for CUDA (no GPU is 
 $(VENV)/cuda/ok: $(VENV)/ok
 	rm -rf $(VENV)/cuda
 	python3 -m pip --python $(VENV) install --quiet --no-deps --target $(VENV)/cuda \
-	  $$($(PY) -c "from hfjax.target import wheels; print(*wheels())")
+	  $$($(PY) -c "from hfjax.analysis.targets import wheels; print(*wheels())")
 	touch $@
 
 test-cuda: wheels  ## run what reads programs compiled for GPUs

@@ -29,9 +29,9 @@ import optax
 import hfjax
 from benchmarks import plain_moe
 from benchmarks.plain_jax import SPLITS, Program
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.moe import MoEConfig, MoELlama, Router, next_token_loss as routed_loss
+from hfjax.utils.paths import flatten
 
 RESULT = Path(__file__).parent / "results" / "against_plain_jax.md"
 FULL = GPTConfig(vocab=8192, length=256, layers=8, heads=8, embed=384)

@@ -31,18 +31,18 @@ from jax import lax
 import hfjax
 from benchmarks.moved_bytes import Program
 from hfjax import CONTEXT, DDP, EXPERT, FSDP, HSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Schedule
-from hfjax.analysis.flights import flights, products
-from hfjax.analysis.product_time import ProductModel, seconds
-from hfjax.machines.machine import H200
+from hfjax.analysis.matmul_time import ProductModel, seconds
+from hfjax.analysis.overlap import flights, products
+from hfjax.analysis.targets import can_compile_for_gpus, how_to_install, target_devices
+from hfjax.hardware.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.models.loss import next_token_loss
 from hfjax.models.moe import MoEConfig, MoELlama, next_token_loss as routed_loss
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig
-from hfjax.models.vision.image_losses import segmentation_loss
-from hfjax.parallel.placement import batch_devices
-from hfjax.target import can_compile_for_gpus, how_to_install, target_devices
+from hfjax.models.vision.losses import segmentation_loss
+from hfjax.parallel.param_specs import batch_devices
 from hfjax.weights.families import config_of
 
 # -- attention ----------------------------------------------------------------------------
@@ -181,7 +181,7 @@ TENSOR4 = (TENSOR | SEQUENCE, {"data": 2, "tensor": 4})
 FSDP_TENSOR = (FSDP | TENSOR | SEQUENCE, {"fsdp": 2, "tensor": 4})
 PIPE_TENSOR = (PIPE | TENSOR | SEQUENCE, {"pipe": 4, "tensor": 2})
 CASES: dict[str, Case] = {
-    # Presets of parallel/compiler.py: what they hide.
+    # Presets of parallel/compiler_options.py: what they hide.
     **each(
         {
             "ddp": Case("medium", DDP, {"data": 8}, 8, 1024),
@@ -372,8 +372,8 @@ float32, clipped; numbers are those of one device and one step, or of one layer 
   **covered**: share of the modelled time of transfers for which these matmuls last; **exposed**:
   the rest of it. {H200.scheduled_flops / 1e12:.0f} TFLOP/s; a device sends
   {H200.inside / 1e9:.0f} GB/s (NVLink), {H200.between / 1e9:.0f} GB/s where groups of a collective
-  cross nodes (InfiniBand); one transfer at a time (hfjax/analysis/flights.py): a model, no clock.
-- **products**: all matmuls one after another, by the model of hfjax/analysis/product_time.py.
+  cross nodes (InfiniBand); one transfer at a time (hfjax/analysis/overlap.py): a model, no clock.
+- **products**: all matmuls one after another, by the model of hfjax/analysis/matmul_time.py.
 - **compiled in**: seconds of processors for lowering and compiling in this process.
 - **collectives**: transfers (what XLA joins is one), kind, axes, bytes and what of them is hidden.
 """

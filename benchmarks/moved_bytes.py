@@ -16,7 +16,7 @@ from functools import cached_property
 
 import jax
 
-from hfjax.analysis import collectives as traffic, hlo
+from hfjax.analysis import count_collectives as traffic, hlo
 from hfjax.analysis.hlo import Transfer
 
 MOVES = {"slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "copy", "transpose"}

@@ -33,7 +33,7 @@ import optax
 import hfjax
 from hfjax.models.attention import causal_attention
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.parallel.memory import on_host
+from hfjax.parallel.offload.host_memory import on_host
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)

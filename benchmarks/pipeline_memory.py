@@ -24,8 +24,8 @@ from flax import nnx
 import hfjax
 from benchmarks import gpipe_autodiff
 from benchmarks.gpipe_autodiff import Shape
-from hfjax.base.paths import flatten
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
+from hfjax.utils.paths import flatten
 
 RESULT = Path(__file__).parent / "results" / "pipeline_memory.md"
 SHAPE, STAGES, MICROBATCHES = Shape(), 4, 16

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.plain_jax import _attend, _cross_entropy
-from hfjax.base.paths import flatten
 from hfjax.models.moe import MoEConfig
+from hfjax.utils.paths import flatten
 
 AXIS = "expert"
 NAMES = {  # of a layer: hfjax's path, the key here

@@ -274,11 +274,11 @@ ALL = CASES | HELD_OUT | SHAPED | TWELVE
 
 def memory_of(name: str) -> Any:
     """Return the settings of a case, as `hfjax memory` has them."""
-    from hfjax.cli.memory.alternatives import Memory
-    from hfjax.run import files
+    from hfjax.cli.memory.settings import Memory
+    from hfjax.trainer import config_io
 
     preset, count, flags = ALL[name]
-    plain = files.plain(Memory(gpu="h200", count=count, precision="bf16"))
+    plain = config_io.plain(Memory(gpu="h200", count=count, precision="bf16"))
     given = {"model.preset": preset, "vocab": VOCAB.get(preset), **flags}
     for flag, value in given.items():
         *outer, last = flag.split(".")
@@ -286,7 +286,7 @@ def memory_of(name: str) -> Any:
         for part in outer:
             place = place[part]
         place[last] = value
-    return files.read(Memory, plain, name)
+    return config_io.read(Memory, plain, name)
 
 
 def compiled(name: str) -> dict[str, Any]:
@@ -295,10 +295,10 @@ def compiled(name: str) -> dict[str, Any]:
 
     given = memory_of(name)
     jax.config.update("jax_num_cpu_devices", given.count)
+    from hfjax.analysis.targets import target_devices
     from hfjax.planner.programs.estimate import estimate
-    from hfjax.planner.programs.planned import Planned
-    from hfjax.planner.programs.stand_in import fused_attention
-    from hfjax.target import target_devices
+    from hfjax.planner.programs.placeholder_attention import fused_attention
+    from hfjax.planner.programs.planned_run import Planned
 
     devices = target_devices("h200", given.count)
     parts = Planned(given, devices, given.vocab, attention=fused_attention)
@@ -330,7 +330,7 @@ def compile_all(names: list[str], limit: float) -> None:
 
 def scored(name: str, scorers: dict[Any, Any]) -> Any:
     """Return what the formula says of a case; `scorers` keeps what cases share."""
-    from hfjax.machines.machine import MACHINES
+    from hfjax.hardware.machine import MACHINES
     from hfjax.planner.candidate import Candidate
     from hfjax.planner.score import Scorer
 

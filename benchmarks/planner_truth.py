@@ -15,12 +15,12 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from hfjax.machines.machine import MACHINES, Machine
+from hfjax.analysis.targets import can_compile_for_gpus
+from hfjax.hardware.machine import MACHINES, Machine
 from hfjax.parallel.mesh import AXES
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.score import Scored, Scorer
-from hfjax.run.config import Model, Train
-from hfjax.target import can_compile_for_gpus
+from hfjax.trainer.config import Model, Train
 
 RESULTS = Path(__file__).parent / "results" / "planner_truth.md"
 H100, H200 = MACHINES["h100"], MACHINES["h200"]

@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 import hfjax
-from hfjax.weights.stream_in import WeightStream
+from hfjax.weights.load import WeightStream
 from hfjax.weights.tensor_files import header_of
 
 RESULTS = Path(__file__).parent / "results"

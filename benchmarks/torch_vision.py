@@ -1,7 +1,7 @@
 """torchvision's models of images in training: torch.compile, channels last, bfloat16 by autocast.
 
 They have hfjax's first weights, read hfjax's batches of bytes, and have SGD and the losses of
-`hfjax.models.vision.image_losses`.
+`hfjax.models.vision.losses`.
 """
 
 # pyright: reportMissingImports=false
@@ -19,7 +19,7 @@ from torchvision.models.segmentation import deeplabv3
 
 from benchmarks.torch_compiled import Program, chosen_device
 from hfjax.models.vision.deeplab import DeepLabConfig
-from hfjax.models.vision.image_losses import AUXILIARY, IGNORED
+from hfjax.models.vision.losses import AUXILIARY, IGNORED
 from hfjax.models.vision.regnet import RegNetConfig
 from hfjax.models.vision.resnet import ResNetConfig
 from hfjax.weights.vision_rules import vision_table

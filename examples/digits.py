@@ -20,7 +20,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
-from hfjax.models.vision.image_losses import classification_loss  # noqa: E402
+from hfjax.models.vision.losses import classification_loss  # noqa: E402
 from hfjax.models.vision.resnet import ResNet, ResNetConfig  # noqa: E402
 
 ROWS, HELD_OUT, COMPARED = 64, 360, 10

@@ -21,10 +21,10 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
-from hfjax.base.tables import aligned  # noqa: E402
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig  # noqa: E402
-from hfjax.models.vision.image_losses import counts_of, scored, segmentation_loss  # noqa: E402
-from hfjax.run.tasks.pictures import intersection_over_union  # noqa: E402
+from hfjax.models.vision.losses import counts_of, scored, segmentation_loss  # noqa: E402
+from hfjax.trainer.tasks.images import intersection_over_union  # noqa: E402
+from hfjax.utils.tables import aligned  # noqa: E402
 
 CLASSES = ("background", "circle", "square", "triangle")
 COLOURS = ("#dddddd", "#4477aa", "#ee6677", "#228833")

@@ -21,7 +21,7 @@ from baselines.pieces import in_pieces
 from baselines.ring import ring_all_reduce
 from baselines.training import Step, all_reduce_step
 from baselines.two_level import two_level_all_reduce
-from hfjax.base.tables import aligned, human
+from hfjax.utils.tables import aligned, human
 
 DEVICES, NODE, ROWS = (2, 4, 8, 16, 32, 64), 8, 8  # in all; in a node; of a device
 KERNEL = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)  # 128 MiB: all that is trained

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from hfjax.base.exits import carried_out, imported, nobody_reads
-from hfjax.base.keywords import nearest_of
-from hfjax.base.version import version
+from hfjax.utils.command_errors import carried_out, imported, nobody_reads
+from hfjax.utils.keywords import nearest_of
+from hfjax.utils.version import version
 
 COMMANDS = {  # name: what it does, and the function that takes its arguments
     "demo": (
@@ -20,12 +20,12 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
     "data": ("make a data set of text, or show what one holds", "hfjax.cli.data:main"),
     "import": (
         "show what a Hugging Face model's folder holds",
-        "hfjax.cli.in_and_out:import_command",
+        "hfjax.cli.model_files:import_command",
     ),
-    "export": ("write a run's model for Hugging Face", "hfjax.cli.in_and_out:export_command"),
+    "export": ("write a run's model for Hugging Face", "hfjax.cli.model_files:export_command"),
     "launch": ("start several processes on this machine", "hfjax.cli.launch:main"),
     "memory": ("estimate a training step's memory", "hfjax.cli.memory.command:main"),
-    "plan": ("find the fastest layout that fits your GPUs", "hfjax.cli.plan.plan_command:main"),
+    "plan": ("find the fastest layout that fits your GPUs", "hfjax.cli.plan.command:main"),
     "schedule": ("show a pipeline schedule and its cost", "hfjax.cli.schedule:command"),
     "kernels": ("show which form each fused kernel takes, and why", "hfjax.cli.kernels:command"),
 }

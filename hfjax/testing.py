@@ -15,14 +15,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.base.mean import Mean, as_mean, metrics_of
-from hfjax.base.paths import Flat, flatten, is_key, nest
-from hfjax.base.progress import said_while
-from hfjax.batches import full
 from hfjax.checks.jax_errors import module_of
-from hfjax.initialise import init
-from hfjax.parallel.called.called_model import called
-from hfjax.parallel.engine.keys import is_random, keys_for
+from hfjax.distributed.consensus import speaks
+from hfjax.parallel.engine.example_keys import is_random, keys_for
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import EXPERTS, describe_mesh
 from hfjax.parallel.schedules.named import Schedule
@@ -40,10 +35,15 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
-from hfjax.plan.layout import Layout, layout
-from hfjax.plan.rearrange import canonical
-from hfjax.processes.agreement import speaks
-from hfjax.train import train_step
+from hfjax.parallel.whole_model.model import called
+from hfjax.sharding.layout import Layout, layout
+from hfjax.sharding.reorder_layers import canonical
+from hfjax.step.batches import full
+from hfjax.step.init_state import init
+from hfjax.step.train_step import train_step
+from hfjax.utils.mean import Mean, as_mean, metrics_of
+from hfjax.utils.paths import Flat, flatten, is_key, nest
+from hfjax.utils.progress import said_while
 
 Sizes = Mapping[str, int]
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from hfjax.base.keywords import is_real, is_whole
 from hfjax.models.rope import EitherRope, Rope
 from hfjax.pallas_kernels import current_platform
-from hfjax.pallas_kernels.handing import is_causal_attention
+from hfjax.pallas_kernels.capabilities import is_causal_attention
+from hfjax.utils.keywords import is_real, is_whole
 
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped
 MISSING = (

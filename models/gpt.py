@@ -9,10 +9,8 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from hfjax.base.keywords import check_sizes, is_real
 from hfjax.models.attention import causal_attention
-from hfjax.models.loss import next_token_loss, next_tokens
-from hfjax.models.parts import (
+from hfjax.models.layers import (
     STREAM,
     WHOLE,
     Dropout,
@@ -28,7 +26,9 @@ from hfjax.models.parts import (
     with_documents,
     without_documents,
 )
-from hfjax.models.presets import TextPresets
+from hfjax.models.loss import next_token_loss, next_tokens
+from hfjax.models.model_config import TextPresets
+from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "next_token_loss"]
 

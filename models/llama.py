@@ -14,11 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from hfjax.base.head import logits_of as product_of
-from hfjax.base.keywords import check_sizes, is_real, is_whole
 from hfjax.models.attention import causal_attention, rotate
-from hfjax.models.loss import next_tokens
-from hfjax.models.parts import (
+from hfjax.models.layers import (
     STREAM,
     WHOLE,
     Linear,
@@ -33,8 +30,11 @@ from hfjax.models.parts import (
     with_documents,
     without_documents,
 )
-from hfjax.models.presets import TextPresets
+from hfjax.models.loss import next_tokens
+from hfjax.models.model_config import TextPresets
 from hfjax.models.rope import EitherRope, Rope
+from hfjax.utils.head import logits_of as product_of
+from hfjax.utils.keywords import check_sizes, is_real, is_whole
 
 ACTIVATIONS: Mapping[str, Callable] = {
     "silu": jax.nn.silu,

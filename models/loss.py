@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.head import countable
-from hfjax.base.mean import Mean
-from hfjax.models.parts import position_in_document
-from hfjax.pallas_kernels.handing import Projection, takes_projection
+from hfjax.models.layers import position_in_document
+from hfjax.pallas_kernels.capabilities import Projection, takes_projection
+from hfjax.utils.head import countable
+from hfjax.utils.mean import Mean
 
 
 def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import is_real
+from hfjax.utils.keywords import is_real
 
 KINDS = ("default", "linear", "llama3", "yarn")
 ABOVE_ZERO = {"base": 0, "factor": 0, "original": 1, "low": 0, "high": 0, "fast": 0, "slow": 0}

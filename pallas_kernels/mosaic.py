@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from hfjax.base.varying import alike, varying
 from hfjax.pallas_kernels import plgpu
+from hfjax.utils.vma import alike, varying
 
 if TYPE_CHECKING:
     from jax.experimental.hijax import TransformedRef

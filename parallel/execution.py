@@ -7,14 +7,14 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from hfjax.base.keywords import is_real, is_whole, known_fields
-from hfjax.parallel.activation_offload import Offload
-from hfjax.parallel.compiler import check_options
+from hfjax.parallel.compiler_options import check_options
+from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.precision.dtypes import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.schedules.versions import Versions
 from hfjax.parallel.settings import Context, Wanted, check_dispatch, context_of
+from hfjax.utils.keywords import is_real, is_whole, known_fields
 
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")

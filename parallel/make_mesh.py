@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from hfjax.base.keywords import is_whole
-from hfjax.base.read_files import shown
 from hfjax.parallel.mesh import AXES, COLUMN_AXIS, ROW_AXIS, show_sizes
+from hfjax.utils.keywords import is_whole
+from hfjax.utils.read_files import shown
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:

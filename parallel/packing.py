@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.base.paths import Flat, Index, Tree, is_key
-from hfjax.base.varying import alike
-from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.autodiff.program import piece
-from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
+from hfjax.parallel.adapters.model_template import LAYERS, Blueprint
+from hfjax.parallel.jaxprs.program import piece
+from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.param_specs import batch_devices
+from hfjax.utils.paths import Flat, Index, Tree, is_key
+from hfjax.utils.vma import alike
 
 PACKED = "layers/packed_"  # path of a stored array, before the name of its dtype
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfjax.base.keywords import is_whole, known_fields
+from hfjax.utils.keywords import is_whole, known_fields
 
 CONTEXT_FORMS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("auto", "zigzag", "contiguous")

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from hfjax.base.keywords import check_keywords, is_real, known_fields
-from hfjax.parallel.memory import memory_rules, show_memory
 from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, ROW_AXIS, SAMPLE_AXES, SEQUENCE_AXES
+from hfjax.parallel.offload.host_memory import memory_rules, show_memory
+from hfjax.utils.keywords import check_keywords, is_real, known_fields
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rules = Mapping[str, Axes]
@@ -222,7 +222,7 @@ FSDP = ZERO3 = Strategy(
 # node), then shards are all-reduced over data (across nodes), once per step.
 HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
-# Weights are split over both sides of a grid, and so is what flows: wings/grid/on_grid.py.
+# Weights are split over both sides of a grid, and so is what flows: tensor_grid/ops.py.
 GRID = Strategy(
     "GRID",
     parameters={**_MEGATRON, "embed": ROW_AXIS},

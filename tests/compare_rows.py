@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.in_parts.interpreter import in_parts
-from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
-from hfjax.parallel.in_parts.two_sides import Along, InnerSides
+from hfjax.parallel.spmd.interpreter import in_parts
+from hfjax.parallel.spmd.nested import Along, InnerSides
+from hfjax.parallel.spmd.placements import Cut, Part, Side, Sum
 from tests.generated_rows import CUTS, Program
 
 ONE_AXIS = ("rows",)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import Mean
-from hfjax.models.parts import Dropout, run_stacked, stacked
+from hfjax.models.layers import Dropout, run_stacked, stacked
 
 
 def fixed(*shape):
@@ -22,7 +22,7 @@ def fixed(*shape):
 
 
 class Layers(nnx.Module):
-    """What `hfjax.models.parts.stacked` makes of so many layers; called with the arrays of one.
+    """What `hfjax.models.layers.stacked` makes of so many layers; called with the arrays of one.
 
     A layer of zeros changes what enters it, and has a gradient: empty places that run are seen.
     """

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from hfjax.parallel.autodiff.program import parts_of_scan
-from hfjax.parallel.in_parts import programs
+from hfjax.parallel.jaxprs.program import parts_of_scan
+from hfjax.parallel.spmd.rules import control_flow
 from tests.generated_rows import Program, Sizes, coarse, make_batch, tame
 
 
@@ -170,7 +170,7 @@ def judged(seed: int) -> tuple[bool, list[str]]:
     (loop,) = jax.make_jaxpr(scan.run)(scan.weights, np.ones((4, 2, 3))).eqns
     body = loop.params["jaxpr"]
     consts, carried = parts_of_scan(loop)
-    alone = programs._running_sums(body.jaxpr, body.jaxpr.invars[consts : consts + carried])
+    alone = control_flow._running_sums(body.jaxpr, body.jaxpr.invars[consts : consts + carried])
     rng = np.random.default_rng([seed, 8])
     number = lambda v: rng.normal(size=v.aval.shape) if v.aval.dtype == np.float64 else np.int32(5)
     given = list(map(number, body.jaxpr.invars))

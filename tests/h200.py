@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfjax.target import can_compile_for_gpus, target_devices
+from hfjax.analysis.targets import can_compile_for_gpus, target_devices
 
 # conftest.py asks for quick, unoptimised CPU programs; a GPU program is read as it would run.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

@@ -11,9 +11,9 @@ import time
 from functools import partial
 
 from hfjax.cli import run
-from hfjax.processes import Watchdog
-from hfjax.processes.distributed import init_distributed
-from hfjax.run import loop
+from hfjax.distributed import Watchdog
+from hfjax.distributed.init import init_distributed
+from hfjax.trainer import train_loop
 
 HANGS, SLOW = 75, 90  # steps
 
@@ -29,7 +29,7 @@ class Hanging(Watchdog):
 
 
 if __name__ == "__main__":
-    loop.Watchdog = Hanging
+    train_loop.Watchdog = Hanging
     # What ends a process that hangs is its peer's watchdog, and never JAX's own.
     run.init_distributed = partial(init_distributed, heartbeat=600)
     sys.exit(run.train_command(sys.argv[1:]))

@@ -29,7 +29,7 @@ import hfjax
 from hfjax import DDP, EXPERT, FSDP, PIPE, Schedule
 from hfjax.models import moe
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.planner.measuring.calibrate import calibrate
+from hfjax.planner.calibration.calibrate import calibrate
 from tests.golden import here
 from tests.make_before import command, going_on, make_relative, metrics_of, write_texts
 from tests.small_folder import LLAMA, small_folder
@@ -185,8 +185,8 @@ checkpoints: {every: 100, keep: 3}
 log: {every: 10, valid_every: 50, valid_batches: 2, sample: 0}
 minutes: 30
 """
-IN_PYTHON = """from hfjax.run import Train
-from hfjax.run.config import Mesh, Model, Optimizer, PipelineOptions
+IN_PYTHON = """from hfjax.trainer import Train
+from hfjax.trainer.config import Mesh, Model, Optimizer, PipelineOptions
 
 config = Train(
     steps=10,

@@ -19,7 +19,7 @@ from jax import lax
 import hfjax
 from hfjax import DDP, FSDP, PIPE, ZERO2, Schedule, Strategy
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
 from tests.small_gpt import MLPs
 
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17), np.int32)}

@@ -4,7 +4,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 
-from hfjax.parallel.in_parts.interpreter import RULES
+from hfjax.parallel.spmd.interpreter import RULES
 
 
 def table() -> str:

@@ -8,7 +8,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import GPT, MLP, GPTConfig
-from hfjax.models.parts import STREAM, Dropout, anywhere, stacked
+from hfjax.models.layers import STREAM, Dropout, anywhere, stacked
 
 SHAPE = {"length": 24, "layers": 2, "embed": 32, "vocab": 64}
 

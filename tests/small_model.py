@@ -5,7 +5,7 @@ import numpy as np
 from flax import nnx
 
 from hfjax.models.gpt import GPTConfig
-from hfjax.models.parts import stacked, with_documents, without_documents
+from hfjax.models.layers import stacked, with_documents, without_documents
 from tests.small_gpt import MLPs, OnlyMLP
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hfjax.data import prepare
-from hfjax.run.config import CheckpointOptions, Data, Log, Mesh, Model, Optimizer, Train
+from hfjax.trainer.config import CheckpointOptions, Data, Log, Mesh, Model, Optimizer, Train
 
 MODEL = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=32)
 # The next token from this one alone: for what no model can change.

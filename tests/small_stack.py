@@ -11,7 +11,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import Mean
-from hfjax.models.parts import Dropout, LayerNorm, stacked
+from hfjax.models.layers import Dropout, LayerNorm, stacked
 
 
 class Bent(nnx.Module):

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.run.config import Optimizer, Train
-from hfjax.run.optimizer import optimizer_of
+from hfjax.trainer.config import Optimizer, Train
+from hfjax.trainer.optimizer import optimizer_of
 
 RATE = optax.linear_schedule(1e-2, 1e-3, 4)
 HOW: dict[str, Any] = {"eps": 1e-4, "weight_decay": 0.1, "mask": hfjax.matching("*/kernel")}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.checks import check_step
 from hfjax.parallel.mesh import AXES, BATCH_AXES, MEANING, TENSOR_AXES, Axis, stays_split
-from hfjax.plan import check_layout
+from hfjax.sharding import check_layout
 from tests import pretend_axes
 
 BEFORE, AFTER = '    "data": Axis(rows=True),\n', '    "tensor": Axis(partitioner=True),\n'

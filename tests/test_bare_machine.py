@@ -31,7 +31,7 @@ state, metrics = step(hfjax.init(layout), {"tokens": np.zeros((2, 9), np.int32)}
 step.check(state)
 print("trained")
 
-for code in ("from hfjax.data import Loader", "from hfjax.run import train"):
+for code in ("from hfjax.data import Loader", "from hfjax.trainer import train"):
     try:
         exec(code)
     except ModuleNotFoundError as missing:
@@ -53,7 +53,7 @@ def test_a_model_trains_without_grain_tyro_tokenizers_and_pyarrow_and_what_needs
     assert done.stdout.splitlines() == [
         "trained",
         f"hfjax.data.Loader needs the package grain{absent}",
-        f"hfjax.run.train needs the package grain{absent}",
+        f"hfjax.trainer.train needs the package grain{absent}",
     ], done.stderr
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"hfjax train needs the package tyro{says.format('tyro')}"]

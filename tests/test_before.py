@@ -14,7 +14,7 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
-from hfjax.run import load
+from hfjax.trainer import load
 from tests.make_before import SHAPE, STEPS, STOPS, going_on, judged, layout, metrics_of
 from tests.make_before_decoder import layout_of, losses
 

@@ -8,9 +8,9 @@ from flax import nnx
 
 import hfjax
 from hfjax import PIPE, TENSOR, Schedule
-from hfjax.haiscale.partition import partition
-from hfjax.haiscale.pipe import GPipe
-from hfjax.models.parts import anywhere
+from hfjax.compat.haiscale.partition import partition
+from hfjax.compat.haiscale.pipe import GPipe
+from hfjax.models.layers import anywhere
 from hfjax.testing import assert_strategies_agree
 from tests.constant_stack import Stack, Tied, fixed, rows, weighted
 

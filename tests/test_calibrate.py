@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from hfjax.machines.machine import CONSTANTS, Machine
-from hfjax.planner.measuring.calibrate import calibrate, of_cpu, of_gpu
-from hfjax.planner.measuring.stopwatch import Stopwatch
+from hfjax.hardware.machine import CONSTANTS, Machine
+from hfjax.planner.calibration.calibrate import calibrate, of_cpu, of_gpu
+from hfjax.planner.calibration.stopwatch import Stopwatch
 
 BRIEF = {"block": 0.001, "rounds": 1}
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import TENSOR, ZERO1
+from hfjax.utils.paths import flatten
 from tests.small_checkpoint import EVERYTHING, Two, same, saved, small_layout, state_at
 from tests.small_gpt import mlp_layout, tokens
 from tests.test_unlike_layers import ROWS, mlp, squares

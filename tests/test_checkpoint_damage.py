@@ -14,8 +14,8 @@ import pytest
 import hfjax
 from hfjax.checkpoint.arrays import arrays_of, raw
 from hfjax.checkpoint.manifest import find_damage
-from hfjax.checkpoint.quiet import keep_quiet
-from hfjax.checkpoint.record import read_record
+from hfjax.checkpoint.metadata import read_record
+from hfjax.checkpoint.orbax_logging import keep_quiet
 from hfjax.checkpoint.writer import room
 from tests.small_checkpoint import same, saved, small_layout, state_at
 

@@ -16,9 +16,9 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.base.tables import named
 from hfjax.checkpoint.writer import Writer
 from hfjax.parallel.strategy import ZERO1
+from hfjax.utils.tables import named
 from tests.full_disk import allowed_bytes
 from tests.small_checkpoint import saved, small_layout, state_at
 from tests.test_checkpoint import Counting

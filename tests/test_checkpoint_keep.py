@@ -93,7 +93,7 @@ def test_where_a_run_deletes_the_step_that_is_read_a_later_one_is_read(
     tmp_path, monkeypatch, moment, when
 ):
     layout = saved(tmp_path, 1)
-    deleting(monkeypatch, tmp_path, layout, f"hfjax.checkpoint.reading.{moment}", when)
+    deleting(monkeypatch, tmp_path, layout, f"hfjax.checkpoint.restoring.{moment}", when)
     restored = hfjax.restore(tmp_path, layout, on_damage="previous")
     read_by_then = (moment, when) == ("_load", "after")
     assert restored.step == (1 if read_by_then else 2)
@@ -106,7 +106,7 @@ def test_a_step_that_was_asked_for_and_is_deleted_meanwhile_is_told_so(
     tmp_path, monkeypatch, moment
 ):
     layout = saved(tmp_path, 1)
-    deleting(monkeypatch, tmp_path, layout, f"hfjax.checkpoint.reading.{moment}", "before")
+    deleting(monkeypatch, tmp_path, layout, f"hfjax.checkpoint.restoring.{moment}", "before")
     with pytest.raises(ValueError, match=r"step 1 of \S+ was deleted while it was read: .* 2\."):
         hfjax.restore(tmp_path, layout, 1)
 

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 import hfjax
 from hfjax import FSDP
-from hfjax.checkpoint import reading
+from hfjax.checkpoint import restoring
 from hfjax.models.gpt import next_token_loss
 from tests.small_checkpoint import same, small_layout, state_at
 from tests.small_gpt import mlp_layout, tokens
@@ -63,7 +63,7 @@ def work(rank, directory):
 
 def without_latest(rank, directory, restore):
     """Return the step that is restored where process 1 finds the latest deleted."""
-    read, away = reading._read_arrays, directory.parent / "away"
+    read, away = restoring._read_arrays, directory.parent / "away"
 
     def deleted(path, *given):
         if rank == 1 and path.parent.name == "3":
@@ -71,7 +71,7 @@ def without_latest(rank, directory, restore):
         return read(path, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_read_arrays", deleted)
+        patch.setattr(restoring, "_read_arrays", deleted)
         step = restore().step
     multihost_utils.sync_global_devices("restored")
     if rank == 1:

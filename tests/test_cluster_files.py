@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfjax.processes.environment import OURS
-from hfjax.processes.ports import free_port
+from hfjax.distributed.environment import OURS
+from hfjax.distributed.ports import free_port
 from tests.workers import environment, finished
 
 ROOT = Path(__file__).parents[1]

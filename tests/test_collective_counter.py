@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax.analysis import hlo
-from hfjax.analysis.collectives import Collective, Collectives, collectives
+from hfjax.analysis.count_collectives import Collective, Collectives, collectives
 from tests.h200 import h200s
 
 NAMES = ("data", "fsdp", "tensor")

@@ -32,8 +32,8 @@ from hfjax.checks.features import (
     lineage,
 )
 from hfjax.models.gpt import GPT, MLP, Block, GPTConfig, next_token_loss
+from hfjax.models.layers import stacked
 from hfjax.models.moe import MoE, Router
-from hfjax.models.parts import stacked
 from tests.small_gpt import OnlyMLP, tokens
 
 CONFIG = GPTConfig.tiny(vocab=64, length=8, layers=2, embed=16, heads=2, dropout=0.1)

@@ -13,8 +13,8 @@ from hfjax import CONTEXT, DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Context, Sc
 from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.parallel.autodiff.program import bodies_of
-from hfjax.parallel.wings.context.forms import ContextChoice
+from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
+from hfjax.parallel.jaxprs.program import bodies_of
 from tests.many_devices import printed
 
 LENGTH = 32

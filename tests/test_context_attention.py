@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.models.attention import causal_attention, windowed
 from hfjax.pallas_kernels.attention.mask import Mask
+from hfjax.parallel.extensions.context_parallel.ring_attention import Travel
+from hfjax.parallel.extensions.context_parallel.ring_block import AnyMask, AttendedBlock, Balanced
+from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal, max_over_mean, work
+from hfjax.parallel.extensions.context_parallel.ulysses import Exchange
 from hfjax.parallel.mesh import AXES
-from hfjax.parallel.wings.context.deal import Deal, max_over_mean, work
-from hfjax.parallel.wings.context.ring_attention import Travel
-from hfjax.parallel.wings.context.ulysses import Exchange
-from hfjax.parallel.wings.context.visits import AnyMask, AttendedBlock, Balanced
 
 B, H, G, D = 2, 4, 2, 8
 

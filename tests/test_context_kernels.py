@@ -9,7 +9,7 @@ import pytest
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.parallel.wings.context.deal import Deal
+from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
 from tests.h200 import h200s
 from tests.kernels import interpreted_ring, relative  # noqa: F401
 from tests.test_context_attention import across, on_one_device

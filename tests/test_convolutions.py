@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import hfjax
+from hfjax.analysis.targets import GPUS
 from hfjax.models.vision.convolutions import convolve
-from hfjax.target import GPUS
 
 # images, kernel, stride, dilation, groups
 CASES = {

@@ -16,7 +16,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import Schedule
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,

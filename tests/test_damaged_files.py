@@ -18,21 +18,21 @@ import pytest
 
 import hfjax
 from hfjax.checkpoint.manifest import find_damage
-from hfjax.checkpoint.record import read_record
+from hfjax.checkpoint.metadata import read_record
 from hfjax.cli.data import DataCommand, run
 from hfjax.data import (
     Loader,
     TokenSet,
+    documents,
     load_tokenizer,
     prepare,
-    sources,
+    token_dataset,
     token_writer,
-    tokens,
     write_tokens,
 )
-from hfjax.run import load
-from hfjax.run.config import Log
-from hfjax.run.journal import Journal
+from hfjax.trainer import load
+from hfjax.trainer.config import Log
+from hfjax.trainer.metrics_file import Journal
 from tests.small_checkpoint import saved, small_layout
 
 DEEP = "[" * 100_000
@@ -66,7 +66,7 @@ def fixture_no_stall(monkeypatch):
     def ended(*_: object) -> None:
         raise AssertionError("it stalls")
 
-    monkeypatch.setattr(sources, "PATIENCE", 0.05)
+    monkeypatch.setattr(documents, "PATIENCE", 0.05)
     before = signal.signal(signal.SIGALRM, ended)
     signal.alarm(60)
     yield
@@ -333,7 +333,7 @@ def test_ends_of_documents_that_are_no_ends(tmp_path):
         with pytest.raises(ValueError, match=r"documents\.npy: CRC32 \w+, written was"):
             Loader(tmp_path / "made", 1, 2)
         whole = json.loads(meta.read_text())
-        whole["crc32"][path.name] = tokens.crc32(path)
+        whole["crc32"][path.name] = token_dataset.crc32(path)
         meta.write_text(json.dumps(whole))
         with pytest.raises(ValueError, match=told):
             Loader(tmp_path / "made", 1, 2)
@@ -360,10 +360,10 @@ def test_a_bit_that_changes_in_a_small_data_set_is_found_by_the_next_loader(made
 
 def test_of_a_large_data_set_samples_are_compared(tmp_path, monkeypatch):
     """Two thirds of this one are in samples: every third block is not."""
-    for module in (tokens, token_writer):
+    for module in (token_dataset, token_writer):
         monkeypatch.setattr(module, "SMALL", 1 << 12)
-    monkeypatch.setattr(tokens, "SAMPLE", 100)
-    monkeypatch.setattr(tokens, "SAMPLES", 11)
+    monkeypatch.setattr(token_dataset, "SAMPLE", 100)
+    monkeypatch.setattr(token_dataset, "SAMPLES", 11)
     made = write_tokens(tmp_path / "made", [np.arange(1600) % 256], 300).directory
     assert set(json.loads((made / "meta.json").read_text())["samples"]) == set()
     made = write_tokens(tmp_path / "large", [np.arange(3000) % 256], 300).directory

@@ -15,10 +15,10 @@ import pytest
 from hfjax.cli.data import DataCommand, run
 from hfjax.data import (
     TokenSet,
-    library,
+    documents,
     load_tokenizer,
     prepare,
-    sources,
+    stdlib_corpus,
     tokenizer,
     write_tokens,
 )
@@ -140,7 +140,7 @@ def test_a_document_that_memory_does_not_hold_is_named(tmp_path, monkeypatch):
     def full(*_: object) -> str:
         raise MemoryError
 
-    for owner, name in ((sources.Sources, "_decode"), (tokenizer.ByteTokenizer, "encode")):
+    for owner, name in ((documents.Sources, "_decode"), (tokenizer.ByteTokenizer, "encode")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             with pytest.raises(MemoryError, match=r"in\.txt: memory is full\. Memory holds a doc"):
@@ -240,7 +240,7 @@ def test_pipes_that_are_not_read_twice_or_backwards_or_that_nobody_writes_to(tmp
     )
     for name, message, options in cases:
         os.mkfifo(tmp_path / name)
-        monkeypatch.setattr(sources, "PATIENCE", 0.1)
+        monkeypatch.setattr(documents, "PATIENCE", 0.1)
         with pytest.raises(ValueError, match=message):
             prepare(tmp_path / name, tmp_path / "out", **options)
     with pytest.raises(ValueError, match=r"/dev/null: it is a device\. Name files and folders"):
@@ -282,7 +282,7 @@ def test_tokens_that_a_byte_tokenizer_does_not_have():
 
 def test_a_python_without_its_sources(tmp_path):
     with pytest.raises(ValueError, match=r"has no \.py files: this Python comes without"):
-        library.library_files(tmp_path)
+        stdlib_corpus.library_files(tmp_path)
 
 
 # -- data sets on disk --------------------------------------------------------------------

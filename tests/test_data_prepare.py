@@ -19,7 +19,6 @@ import pytest
 import tokenizers
 
 from hfjax.__main__ import main
-from hfjax.base import atomic
 from hfjax.cli.data import DataCommand, run
 from hfjax.data import (
     TokenSet,
@@ -29,7 +28,8 @@ from hfjax.data import (
     tokenizer,
     write_tokens,
 )
-from hfjax.run.sampling import tokens_of
+from hfjax.trainer.sampling import tokens_of
+from hfjax.utils import atomic
 from tests.full_disk import allowed_bytes
 
 TEXTS = ["Als Gregor Samsa", "eines Morgens\naus unruhigen Träumen", "erwachte, 🪲 fand er sich"]
@@ -526,7 +526,7 @@ def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
 KILLED = """
 import os, signal, sys
 import numpy as np
-from hfjax.base import atomic
+from hfjax.utils import atomic
 from hfjax.data import write_tokens
 
 left, exchanged = [int(sys.argv[2])], atomic.exchanged

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hfjax.data.rows import DocumentRows, StreamRows, best_fit, pack, pieces
+from hfjax.data.examples import DocumentRows, StreamRows, best_fit, pack, pieces
 from tests.token_sets import numbered
 
 SIZES = [1, 2, 9, 30, 4, 8, 1, 17, 3, 25]  # 100 tokens

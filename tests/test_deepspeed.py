@@ -15,12 +15,12 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
-from hfjax.deepspeed.key_rows import REFUSED, is_section, row_of
-from hfjax.deepspeed.known_keys import TABLE, usual_name
+from hfjax.compat.deepspeed.key_entries import REFUSED, is_section, row_of
+from hfjax.compat.deepspeed.known_keys import TABLE, usual_name
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.precision.dtypes import LossScale, Precision
-from hfjax.run.config import Train
-from hfjax.run.deepspeed_flags import with_file
+from hfjax.trainer.config import Train
+from hfjax.trainer.deepspeed_flags import with_file
 from tests.make_deepspeed import LR, RATES, TORCH, gradient
 from tests.small_gpt import mlps, tokens
 

@@ -8,15 +8,15 @@ from functools import reduce
 
 import pytest
 
-PUBLIC = ("hfjax", "hfjax.data", "hfjax.images", "hfjax.run", "hfjax.processes")
+PUBLIC = ("hfjax", "hfjax.data", "hfjax.data.images", "hfjax.trainer", "hfjax.distributed")
 MORE = """
 hfjax.testing:assert_strategies_agree
 hfjax.testing:strategies
-hfjax.train:TrainStep
-hfjax.models.parts:stacked
-hfjax.models.parts:Dropout
-hfjax.models.parts:Anywhere
-hfjax.models.parts:Plain
+hfjax.step.train_step:TrainStep
+hfjax.models.layers:stacked
+hfjax.models.layers:Dropout
+hfjax.models.layers:Anywhere
+hfjax.models.layers:Plain
 hfjax.models.gpt:GPTConfig
 hfjax.models.llama:LlamaConfig
 """.split()
@@ -31,7 +31,7 @@ ARGUMENTS = {  # whose arguments need no list, and why
     "hfjax:Remat.check": ENGINE,
     "hfjax:Remat.policy": ENGINE,
     "hfjax:Transfers": "hfjax.transfers makes it; the class says what its two fields are",
-    "hfjax.run:Train": FIELDS + ", and its docstring is what `hfjax train --help` shows",
+    "hfjax.trainer:Train": FIELDS + ", and its docstring is what `hfjax train --help` shows",
 }
 WITH_A_RUN = "it needs a trained run: docs/training.md shows one"
 HANDED = "the model's own layers call it: hfjax/models/gpt.py"
@@ -40,22 +40,22 @@ EXAMPLES = {  # what has no example, and why
     "hfjax:Layout.working_dtype": ENGINE,
     "hfjax:Remat.check": ENGINE,
     "hfjax:Remat.policy": ENGINE,
-    "hfjax.run:Parts.check_validation": WITH_A_RUN,
-    "hfjax.run:Parts.validated": WITH_A_RUN,
-    "hfjax.run:Parts.written": WITH_A_RUN,
-    "hfjax.run:Train": "its docstring is what `hfjax train --help` shows; `train` has an example",
-    "hfjax.models.parts:Anywhere.axes": HANDED,
-    "hfjax.models.parts:Plain.matmul": HANDED,
-    "hfjax.models.parts:Plain.outputs": HANDED,
-    "hfjax.models.parts:Plain.experts": HANDED,
-    "hfjax.models.parts:Plain.sum_over_batch": HANDED,
-    "hfjax.models.parts:Plain.told": HANDED,
+    "hfjax.trainer:Parts.check_validation": WITH_A_RUN,
+    "hfjax.trainer:Parts.validated": WITH_A_RUN,
+    "hfjax.trainer:Parts.written": WITH_A_RUN,
+    "hfjax.trainer:Train": "its docstring is what `hfjax train --help` shows; `train` has one",
+    "hfjax.models.layers:Anywhere.axes": HANDED,
+    "hfjax.models.layers:Plain.matmul": HANDED,
+    "hfjax.models.layers:Plain.outputs": HANDED,
+    "hfjax.models.layers:Plain.experts": HANDED,
+    "hfjax.models.layers:Plain.sum_over_batch": HANDED,
+    "hfjax.models.layers:Plain.told": HANDED,
 }
 SKIPPED = {  # whose example does not run here, and why
     "hfjax:target_devices": "it needs the wheels that compile for CUDA; tests/test_target.py",
     "hfjax:export": "it needs a model's folder; docs/pretrained.md has one that is run",
     "hfjax:pretrained": "it needs a model's folder; docs/pretrained.md has one that is run",
-    "hfjax.run:train": "a run takes ten seconds; docs/training.md has one that is run",
+    "hfjax.trainer:train": "a run takes ten seconds; docs/training.md has one that is run",
 }
 
 

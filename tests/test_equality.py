@@ -12,7 +12,7 @@ from flax import nnx
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.strategy import DDP, FSDP, ZERO1
-from hfjax.plan.check_layout import check_splits
+from hfjax.sharding.check_layout import check_splits
 from hfjax.testing import assert_strategies_agree, strategies
 from tests.small_gpt import gpt, mlps, tokens
 

@@ -12,11 +12,11 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, EXPERT, FSDP, TENSOR
-from hfjax.base.paths import flatten
-from hfjax.base.tables import human
 from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, next_token_loss
-from hfjax.models.moe.blocks import in_blocks, planned
-from hfjax.parallel.autodiff.program import bodies_of
+from hfjax.models.moe.grouped import in_blocks, planned
+from hfjax.parallel.jaxprs.program import bodies_of
+from hfjax.utils.paths import flatten
+from hfjax.utils.tables import human
 from tests.many_devices import printed
 
 SLOW = pytest.mark.slow
@@ -67,7 +67,7 @@ def choice_of(step):
 
 
 def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0):
-    """The formulas of wings/experts/dispatch.py, told again: one layer, both directions."""
+    """The formulas of expert_parallel/dispatch_kinds.py, told again: one layer, both directions."""
     if way == "all_to_all":
         return (2 + again) * 2 * (n - 1) * groups * places * WIDTH * size // n
     x, numbers, weights = tokens * WIDTH * size, 4 * tokens * k, 4 * tokens * k

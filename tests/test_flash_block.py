@@ -15,8 +15,8 @@ from jax.sharding import SingleDeviceSharding
 
 from hfjax.pallas_kernels.attention import block as flash, reference
 from hfjax.pallas_kernels.attention.block import Mask, Places, Tuning
+from hfjax.pallas_kernels.attention.common import Tile, Visit
 from hfjax.pallas_kernels.attention.mask import Tiles, visible, visits_of_keys, visits_of_queries
-from hfjax.pallas_kernels.attention.parts import Tile, Visit
 from tests import kernels
 from tests.h200 import h200s
 from tests.kernels import assert_fits, figures, gaussian, lowered, relative

@@ -14,8 +14,8 @@ import pytest
 import hfjax
 from hfjax import DDP, FSDP, TENSOR, Schedule
 from hfjax.__main__ import main
-from hfjax.machines.machine import Machine
-from hfjax.run import load
+from hfjax.hardware.machine import Machine
+from hfjax.trainer import load
 from hfjax.weights.model_folder import read_folder
 from tests.golden import here
 from tests.make_before import going_on, metrics_of

@@ -17,27 +17,27 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import hfjax
 from hfjax.__main__ import main
-from hfjax.base.exits import carried_out, ending_in_words
-from hfjax.base.progress import said_while
-from hfjax.base.tables import harmless
-from hfjax.checkpoint import reading
+from hfjax.checkpoint import restoring
 from hfjax.cli.launch import split
-from hfjax.processes import distributed
-from hfjax.processes.distributed import Cluster, init_distributed
-from hfjax.processes.ports import free_port
-from hfjax.run import Parts, Train, train
-from hfjax.run.build import check_used, mesh_of, strategy_of
-from hfjax.run.chosen_model import choose
-from hfjax.run.config import (
+from hfjax.distributed import init
+from hfjax.distributed.init import Cluster, init_distributed
+from hfjax.distributed.ports import free_port
+from hfjax.trainer import Parts, Train, train
+from hfjax.trainer.build import check_used, mesh_of, strategy_of
+from hfjax.trainer.config import (
     CheckpointOptions as Checkpoints,
     Mesh,
     Model,
     Optimizer,
     PipelineOptions as Pipeline,
 )
-from hfjax.run.files import plain
-from hfjax.run.loss_picture import figure, mean
-from hfjax.run.screen import Screen, line
+from hfjax.trainer.config_io import plain
+from hfjax.trainer.console import Screen, line
+from hfjax.trainer.loss_plot import figure, mean
+from hfjax.trainer.model import choose
+from hfjax.utils.command_errors import carried_out, ending_in_words
+from hfjax.utils.progress import said_while
+from hfjax.utils.tables import harmless
 from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small, told
 from tests.workers import finished, start
 
@@ -64,7 +64,7 @@ def run(tmp_path_factory, data):
 def impatient(monkeypatch):
     """What takes long is said at once."""
     at_once = partial(said_while, first=0.0, every=0.05)
-    monkeypatch.setattr("hfjax.run.screen.said_while", at_once)
+    monkeypatch.setattr("hfjax.trainer.console.said_while", at_once)
 
 
 @pytest.mark.slow
@@ -497,9 +497,9 @@ def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_el
     config = small(tmp_path / "run", data, steps=1, log=log, model=wide, strategy="fsdp")
     train(config)
     read = []
-    load = reading._load
+    load = restoring._load
     spy = lambda path, wanted, where: read.extend(wanted) or load(path, wanted, where)
-    monkeypatch.setattr(reading, "_load", spy)
+    monkeypatch.setattr(restoring, "_load", spy)
     assert main(["eval", str(config.out), "--batches", "1"]) == 0
     assert {path.partition("/")[0] for path in read} == {"params"}  # of a GPT without dropout
     params = jax.tree.leaves(made[-1][1].params)
@@ -552,7 +552,7 @@ def test_a_run_that_the_program_joined_itself_is_taken_and_its_numbers_checked()
 
 
 def test_joining_again_under_another_number_is_refused(monkeypatch):
-    monkeypatch.setattr(distributed, "_joined", Cluster(0, 1, None, "one process"))
+    monkeypatch.setattr(init, "_joined", Cluster(0, 1, None, "one process"))
     assert init_distributed(processes=1, process=0).processes == 1
     with pytest.raises(ValueError, match=r"process=1\): .* as process 0 of 1 \(one process\)"):
         init_distributed(process=1)

@@ -9,8 +9,8 @@ import pytest
 
 import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, PIPE, ZERO1, Schedule
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
+from hfjax.utils.paths import flatten
 from tests.small_gpt import mlp_layout, tokens
 from tests.test_in_and_out import INTERLEAVED, ONE, ROWS, adam, alone, made, same, squares
 

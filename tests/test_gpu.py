@@ -14,11 +14,11 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.parallel.autodiff.check_host_loops import check_host_loops
-from hfjax.parallel.compiler import options_of_host
+from hfjax.parallel.compiler_options import options_of_host
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.offload.check_host_loops import check_host_loops
+from hfjax.utils.paths import flatten
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.layers import Linear, RMSNorm, stacked
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.models.parts import Linear, RMSNorm, stacked
 from hfjax.testing import assert_strategies_agree
 from tests import grid_bytes, small_gpt
 from tests.grid_bytes import LAYERS, LENGTH, ROWS, VOCAB, WIDE, WIDTH, batch, layout, step

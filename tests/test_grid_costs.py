@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama, LlamaConfig
+from hfjax.parallel.extensions.tensor_grid.costs import sent_by_summa, sent_on_grid
 from hfjax.parallel.strategy import DDP
-from hfjax.parallel.wings.grid.costs import sent_by_summa, sent_on_grid
 
 LLAMA_70B = LlamaConfig.preset("llama3-70b")
 GPT_175B = GPTConfig.preset("gpt3-175b")

@@ -7,17 +7,17 @@ import pytest
 import hfjax
 from docs.site.flags import Flag, help_of
 from hfjax.__main__ import COMMANDS, main
-from hfjax.cli.words import BOXES, CHOICES, LEFT_OUT, RARE, choices
-from hfjax.machines.machine import MACHINES
-from hfjax.models.vision.all_presets import PRESETS
+from hfjax.analysis.targets import GPUS
+from hfjax.cli.arguments import BOXES, CHOICES, LEFT_OUT, RARE, choices
+from hfjax.hardware.machine import MACHINES
+from hfjax.models.vision.preset_table import PRESETS
 from hfjax.parallel.precision.dtypes import PRECISIONS
 from hfjax.parallel.remat import WHAT
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.parallel.settings import CONTEXT_FORMS, CONTEXT_ORDERS, DISPATCH, KERNEL_WORDS
 from hfjax.planner.make_plan import KEEP
-from hfjax.run.build import PLANES, STRATEGIES
-from hfjax.run.chosen_model import presets
-from hfjax.target import GPUS
+from hfjax.trainer.build import PLANES, STRATEGIES
+from hfjax.trainer.model import presets
 
 LIMIT = 90  # characters of a line, its default included; the words of a table apart
 TAKE_CONFIG = ("train", "memory", "plan")

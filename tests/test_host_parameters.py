@@ -14,7 +14,7 @@ import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, ZERO1
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 from tests.small_stack import Bent, Stack, rows, squared, stack_layout

@@ -10,11 +10,11 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.base.paths import flatten
-from hfjax.initialise import creation
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import Strategy
+from hfjax.step.init_state import creation
 from hfjax.testing import _check_placement
+from hfjax.utils.paths import flatten
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_checkpoint import EVERYTHING, same, small_layout, state_at
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
@@ -148,7 +148,7 @@ def test_a_column_that_would_keep_nothing_on_the_host_is_refused():
 
 
 def test_devices_without_memory_of_the_host_are_refused(monkeypatch):
-    monkeypatch.setattr("hfjax.parallel.memory._kinds", lambda mesh: ["device"])
+    monkeypatch.setattr("hfjax.parallel.offload.host_memory._kinds", lambda mesh: ["device"])
     with pytest.raises(ValueError, match="these devices have no pinned_host memory"):
         stack_layout(DDP | HOST, ONE)
 

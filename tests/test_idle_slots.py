@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax import CONTEXT, DDP, FSDP, GRID, PIPE, TENSOR, ZERO2, Schedule
 from hfjax.analysis import hlo
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
 from hfjax.parallel.mesh import TENSOR_AXES
-from hfjax.parallel.pipeline.plane import PipelinePlane
+from hfjax.parallel.pipeline.engine import PipelinePlane
 from hfjax.parallel.schedules.cost import permutes
+from hfjax.utils.paths import flatten
 from tests.constant_stack import Layers, Stack, rows, stack, weighted
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, mlp_layout, tokens

@@ -12,12 +12,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.vision.image_losses import (
-    classification_loss,
-    counts_of,
-    scored,
-    segmentation_loss,
-)
+from hfjax.models.vision.losses import classification_loss, counts_of, scored, segmentation_loss
 
 RNG = np.random.default_rng(0)
 

@@ -12,14 +12,14 @@ import pytest
 from PIL import Image
 
 import hfjax
-from hfjax.cli.in_and_out import export_command
+from hfjax.cli.model_files import export_command
 from hfjax.cli.run import evaluate_command
-from hfjax.models.vision.all_presets import PRESETS
-from hfjax.run import Parts, Train, train
-from hfjax.run.config import Data, Log, Mesh, Model, Optimizer
-from hfjax.run.files import changes, load, plain, save
-from hfjax.run.optimizer import sgd
-from hfjax.run.tasks.pictures import intersection_over_union
+from hfjax.models.vision.preset_table import PRESETS
+from hfjax.trainer import Parts, Train, train
+from hfjax.trainer.config import Data, Log, Mesh, Model, Optimizer
+from hfjax.trainer.config_io import changes, load, plain, save
+from hfjax.trainer.optimizer import sgd
+from hfjax.trainer.tasks.images import intersection_over_union
 from hfjax.weights.tensor_files import read_header, read_rows
 from hfjax.weights.vision_files import read_vision
 

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
 from hfjax.data import share
-from hfjax.images import Augment, ImageLoader, ImageSet, parts_of
-from hfjax.images.augment import central, colours, crop, generator
-from hfjax.images.decode import read_image, read_mask
-from hfjax.images.image_report import examined, lines
-from hfjax.images.pixels import FILL, coloured, nearest_part, resized_part
+from hfjax.data.images import Augment, ImageLoader, ImageSet, parts_of
+from hfjax.data.images.augment import central, colours, crop, generator
+from hfjax.data.images.decode import read_image, read_mask
+from hfjax.data.images.pixels import FILL, coloured, nearest_part, resized_part
+from hfjax.data.images.report import examined, lines
 from tests.small_images import CLASSES, photos, png, smooth, street, tiff
 
 ALL = Augment(flip=0.5, brightness=0.4, contrast=0.4, saturation=0.4)
@@ -107,7 +107,7 @@ def test_what_is_drawn_is_that_of_every_version_and_machine():
 RUN = """
 import zlib
 from itertools import islice
-from hfjax.images import ImageLoader
+from hfjax.data.images import ImageLoader
 loader = ImageLoader(place, 4, 16, threads=threads)
 print(zlib.crc32(b"".join(b[k].tobytes() for b in islice(loader, 5) for k in sorted(b))))
 """

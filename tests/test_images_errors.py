@@ -11,8 +11,8 @@ from PIL import Image
 
 from hfjax.__main__ import main
 from hfjax.data import Loader, TokenSet
-from hfjax.images import Augment, ImageLoader, ImageSet, check_same_classes
-from hfjax.images.decode import PHOTOMETRIC, pillow, read_image, read_mask
+from hfjax.data.images import Augment, ImageLoader, ImageSet, check_same_classes
+from hfjax.data.images.decode import PHOTOMETRIC, pillow, read_image, read_mask
 from tests.small_images import photos, png, smooth, street, tiff
 from tests.token_sets import numbered
 
@@ -67,7 +67,7 @@ def test_tokens_where_images_are_expected_and_images_where_tokens_are(tmp_path):
     numbered(tmp_path / "split" / "train", [9])
     refused("split is a data set of tokens", tmp_path / "split")
     photos(tmp_path / "photos" / "train")
-    message = "photos holds images, not tokens: hfjax.images.ImageSet opens it, and hfjax data"
+    message = "photos holds images, not tokens: hfjax.data.images.ImageSet opens it, and hfjax data"
     for opened in (TokenSet, lambda place: Loader(place, 4, 8)):
         with pytest.raises(ValueError, match=message):
             opened(tmp_path / "photos")

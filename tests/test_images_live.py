@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hfjax.images import Augment, ImageLoader, ImageSet
-from hfjax.images.augment import central, crop, generator
-from hfjax.images.pixels import coloured, nearest_part, resized_crop
+from hfjax.data.images import Augment, ImageLoader, ImageSet
+from hfjax.data.images.augment import central, crop, generator
+from hfjax.data.images.pixels import coloured, nearest_part, resized_crop
 from tests.small_images import photos, sides, smooth
 
 torch = pytest.importorskip("torch")

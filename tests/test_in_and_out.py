@@ -11,9 +11,9 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, PIPE, TENSOR, ZERO1, Schedule
-from hfjax.base.paths import flatten, nest
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.memory import to_device
+from hfjax.parallel.offload.host_memory import to_device
+from hfjax.utils.paths import flatten, nest
 from tests.small_gpt import mlp_layout, tokens
 
 ONE = jax.devices()[:1]

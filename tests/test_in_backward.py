@@ -18,8 +18,8 @@ import hfjax
 from hfjax import DDP, FSDP, HSDP, ZERO1, ZERO2, Mean, Schedule
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.layers import stacked
 from hfjax.models.moe import MoE, Router
-from hfjax.models.parts import stacked
 from hfjax.testing import strategies
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import mlp_layout, tokens

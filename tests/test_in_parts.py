@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.parallel.in_parts.interpreter import in_parts
-from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
-from hfjax.parallel.in_parts.named_calls import own_rows
+from hfjax.parallel.spmd.interpreter import in_parts
+from hfjax.parallel.spmd.placements import Cut, Part, Side, Sum
+from hfjax.parallel.spmd.rule_calls import own_rows
 from tests.compare_rows import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
 from tests.drawn_scans import FAULTS, judged, scans
 from tests.drawn_sides import SIDES

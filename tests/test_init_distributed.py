@@ -13,12 +13,12 @@ import jax
 import pytest
 from jax._src.clusters import ClusterEnv
 
-from hfjax.processes import distributed
-from hfjax.processes.distributed import Cluster, init_distributed, preflight
-from hfjax.processes.environment import ALONE, Settings, settings
-from hfjax.processes.meeting import Meeting, problem
-from hfjax.processes.ports import free_port, listener
-from hfjax.processes.spoken import hello, hello_in, spoken, word_in
+from hfjax.distributed import init
+from hfjax.distributed.environment import ALONE, Settings, settings
+from hfjax.distributed.init import Cluster, init_distributed, preflight
+from hfjax.distributed.ports import free_port, listener
+from hfjax.distributed.rendezvous import Meeting, problem
+from hfjax.distributed.wire_format import hello, hello_in, spoken, word_in
 from tests.workers import finished, line, start
 
 TORCHRUN = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
@@ -141,7 +141,7 @@ def test_a_process_takes_all_gpus_of_a_node_that_is_its_own(
 ):
     """What JAX is given: None, where it detects nothing more, are all; else it takes one."""
     variables(given)
-    monkeypatch.setattr(distributed, "preflight", lambda *_: 60.0)
+    monkeypatch.setattr(init, "preflight", lambda *_: 60.0)
     passed, told = [], []
 
     def initialize(*them, local_device_ids, cluster_detection_method, **_):
@@ -152,8 +152,8 @@ def test_a_process_takes_all_gpus_of_a_node_that_is_its_own(
         passed.append(detect(*them, local_device_ids, cluster_detection_method, 1)[3])
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(distributed.xla_bridge, "backends_are_initialized", lambda: False)
-    distributed._join(settings(), 60, 10, told.append)
+    monkeypatch.setattr(init.xla_bridge, "backends_are_initialized", lambda: False)
+    init._join(settings(), 60, 10, told.append)
     assert passed == [None if gpus == "all" else [int(gpus)]]
     assert told == said
 
@@ -246,7 +246,7 @@ def test_all_go_on_when_all_are_here():
 
 
 def test_every_process_tells_in_time_who_is_missing(monkeypatch):
-    monkeypatch.setattr("hfjax.processes.guest.TELL_EVERY", 0.5)
+    monkeypatch.setattr("hfjax.distributed.rendezvous_client.TELL_EVERY", 0.5)
     began = time.monotonic()
     ends, said = meet(1.6, 0, 2, of=4)
     assert time.monotonic() - began < 10
@@ -257,7 +257,7 @@ def test_every_process_tells_in_time_who_is_missing(monkeypatch):
 
 
 def test_a_process_that_cannot_reach_the_coordinator_says_so(monkeypatch):
-    monkeypatch.setattr("hfjax.processes.guest.TELL_EVERY", 0.5)
+    monkeypatch.setattr("hfjax.distributed.rendezvous_client.TELL_EVERY", 0.5)
     port = free_port()
     [end], said = meet(1.6, 1, of=2, port=port)
     there = f"the coordinator at localhost:{port}"
@@ -268,7 +268,7 @@ def test_a_process_that_cannot_reach_the_coordinator_says_so(monkeypatch):
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 0, 1)])
 def test_two_processes_of_one_number_are_refused_in_all(numbers, monkeypatch):
-    monkeypatch.setattr("hfjax.processes.meeting.LINGER", 0.5)
+    monkeypatch.setattr("hfjax.distributed.rendezvous.LINGER", 0.5)
     ends, _ = meet(20, *numbers, of=3)
     assert len(ends) == 3
     for end in ends:
@@ -334,7 +334,7 @@ def test_what_the_meeting_does_not_say_is_nothing(word):
 
 
 def test_a_meeting_outlives_whatever_is_sent_to_it(monkeypatch):
-    monkeypatch.setattr("hfjax.processes.meeting.STRANGERS", 8)
+    monkeypatch.setattr("hfjax.distributed.rendezvous.STRANGERS", 8)
     port, ends = free_port(), []
     held = Meeting(listener(port), 2, 20, "ours")
     thread = threading.Thread(target=held.run)
@@ -388,11 +388,11 @@ def test_the_run_is_known_by_its_launcher_or_slurm_job(variables, monkeypatch):
 # -- with JAX --------------------------------------------------------------------------------
 
 JOIN = """
-import hfjax.processes.distributed as d
+import hfjax.distributed.init as d
 joined = d.init_distributed()
 assert d.init_distributed() is joined
 import jax, time
-from hfjax.processes.agreement import say
+from hfjax.distributed.consensus import say
 say("the first speaks")
 print("joined", joined.process, joined.processes, jax.device_count(), joined.source)
 """
@@ -475,13 +475,13 @@ def test_two_processes_join_by_variables_of_hfjax_and_sigterm_still_ends_them():
 
 
 def test_without_settings_it_is_one_process_and_nothing_is_started(variables, monkeypatch):
-    monkeypatch.setattr(distributed, "_joined", None)
+    monkeypatch.setattr(init, "_joined", None)
     assert init_distributed() == Cluster(0, 1, None, "one process")
     assert not jax.distributed.is_initialized()
 
 
 def test_it_must_come_before_the_first_computation(monkeypatch):
-    monkeypatch.setattr(distributed, "_joined", None)
+    monkeypatch.setattr(init, "_joined", None)
     jax.devices()
     with pytest.raises(ValueError, match=r"process 0 of 2, but JAX has already started .* Call"):
         init_distributed("localhost:1", 2, 0)

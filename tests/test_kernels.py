@@ -7,13 +7,13 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
+from hfjax.analysis.targets import GPUS
 from hfjax.cli import kernels
 from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.extensions.kernel_dispatch import choose_kernel as kernel_choice
+from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import choose
+from hfjax.parallel.extensions.kernel_dispatch.ops import Kernels
 from hfjax.parallel.settings import KERNELS, Wanted
-from hfjax.parallel.wings.kernels import measured as kernel_choice
-from hfjax.parallel.wings.kernels.in_step import Kernels
-from hfjax.parallel.wings.kernels.measured import choose
-from hfjax.target import GPUS
 from tests.small_gpt import gpt_layout
 
 H200 = GPUS["h200"]

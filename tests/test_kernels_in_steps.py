@@ -8,11 +8,11 @@ import optax
 import pytest
 
 import hfjax
+from hfjax.analysis.targets import GPUS
 from hfjax.models import attention
 from hfjax.models.gpt import next_token_loss
-from hfjax.run.sampling import generate
-from hfjax.target import GPUS
 from hfjax.testing import assert_strategies_agree, strategies
+from hfjax.trainer.sampling import generate
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlp_layout, tokens
 

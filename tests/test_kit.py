@@ -13,8 +13,8 @@ from flax import linen, nnx
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
+from hfjax.models.layers import Dropout
 from hfjax.models.moe import MoEConfig, MoELlama
-from hfjax.models.parts import Dropout
 from hfjax.testing import Case, assert_strategies_agree, default_cases, strategies
 from tests.small_gpt import gpt, mlps, tokens
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hfjax.cli.launch import LaunchCommand, main, run, split
-from hfjax.processes import children as output
-from hfjax.processes.children import Lines, tag, visible
-from hfjax.processes.job import Limits
-from hfjax.processes.launcher import device_variables, launch, visible_gpus
+from hfjax.distributed import child_processes as output
+from hfjax.distributed.child_processes import Lines, tag, visible
+from hfjax.distributed.job import Limits
+from hfjax.distributed.launcher import device_variables, launch, visible_gpus
 from tests.workers import LIMIT, finished, launched, line, start
 
 QUICK = Limits(grace=1, stop=5, backoff=0.1)

@@ -11,7 +11,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.three_parts.layers_in_turn import told
+from hfjax.parallel.layer_stack.ordered_layers import told
 from hfjax.testing import assert_strategies_agree
 from tests.small_gpt import gpt, gpt_layout, tokens
 from tests.test_rows_in_three_parts import BATCH, loss, model

@@ -10,9 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hfjax
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import GPT, next_token_loss
-from hfjax.parallel.placement import Array, check_spec, pieces, place
+from hfjax.parallel.param_specs import Array, check_spec, pieces, place
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,
@@ -25,6 +24,7 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
+from hfjax.utils.paths import flatten
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)

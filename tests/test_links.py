@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import hfjax
-from hfjax.base.atomic import replace_text, replacing
 from hfjax.data import TokenSet, write_tokens
-from hfjax.run.config import Log
-from hfjax.run.journal import Journal
-from hfjax.run.loop import Run
+from hfjax.trainer.config import Log
+from hfjax.trainer.metrics_file import Journal
+from hfjax.trainer.train_loop import Run
+from hfjax.utils.atomic import replace_text, replacing
 from tests.small_checkpoint import saved, small_layout, state_at
 from tests.small_run import small
 

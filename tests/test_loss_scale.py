@@ -24,11 +24,11 @@ from hfjax import (
     Precision,
     Schedule,
 )
-from hfjax.base.mean import OVERFLOW, SCALE
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from hfjax.update.loss_scale import fresh, judged
-from hfjax.watch import Watch
+from hfjax.optimizer_step.loss_scale import fresh, judged
+from hfjax.step.nonfinite import Watch
+from hfjax.utils.mean import OVERFLOW, SCALE
+from hfjax.utils.paths import flatten
 from tests.deepspeed_scaler import Simulated
 from tests.small_gpt import gpt_layout, tokens
 from tests.small_stack import rows, squared, stack_layout

@@ -8,20 +8,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-import hfjax.machines
-from hfjax.analysis.product_time import FusedAttention, ProductModel
-from hfjax.machines.machine import (
-    CONSTANTS,
-    H200,
-    MACHINES,
-    Calibration,
-    Machine,
-    machine_of,
-)
-from hfjax.run.screen import peak_flops
-from hfjax.target import GPUS
+import hfjax.hardware
+from hfjax.analysis.matmul_time import FusedAttention, ProductModel
+from hfjax.analysis.targets import GPUS
+from hfjax.hardware.machine import CONSTANTS, H200, MACHINES, Calibration, Machine, machine_of
+from hfjax.trainer.console import peak_flops
 
-FOLDER = Path(hfjax.machines.__file__).parent
+FOLDER = Path(hfjax.hardware.__file__).parent
 PEAKS = {  # of the log's MFU, before there were files
     "H200": 989e12,
     "H100": 989e12,

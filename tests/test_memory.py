@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, ZERO1, ZERO2
+from hfjax.utils.paths import flatten
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import mlp_layout
 

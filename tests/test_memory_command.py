@@ -16,16 +16,16 @@ import pytest
 from jax import lax
 from rich.console import Console
 
-from hfjax.analysis.least_offload import least_offload
-from hfjax.analysis.stashes import stashes
-from hfjax.base.tables import bytes_of
-from hfjax.cli.memory import command as memory_command, picture as memory_picture
-from hfjax.cli.memory.alternatives import Memory, alternatives, changed
+from hfjax.analysis.residuals import stashes
+from hfjax.analysis.search_offload import least_offload
+from hfjax.analysis.targets import GPUS, can_compile_for_gpus
+from hfjax.cli.memory import command as memory_command, plot as memory_picture
 from hfjax.cli.memory.command import main as command, report
-from hfjax.cli.memory.memory_table import table
-from hfjax.planner.programs.planned import Planned
-from hfjax.run.config import Data, Mesh, Model, Optimizer, PipelineOptions
-from hfjax.target import GPUS, can_compile_for_gpus
+from hfjax.cli.memory.settings import Memory, alternatives, changed
+from hfjax.cli.memory.table import table
+from hfjax.planner.programs.planned_run import Planned
+from hfjax.trainer.config import Data, Mesh, Model, Optimizer, PipelineOptions
+from hfjax.utils.tables import bytes_of
 from tests.h200 import h200s
 from tests.small_run import STACK, corpus
 

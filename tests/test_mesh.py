@@ -6,8 +6,8 @@ from jax.sharding import AxisType
 
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import AXES
-from hfjax.run.build import mesh_of
-from hfjax.run.config import Mesh, Train
+from hfjax.trainer.build import mesh_of
+from hfjax.trainer.config import Mesh, Train
 
 
 def test_all_axes_exist_in_order_and_size_one_is_off():

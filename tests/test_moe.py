@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hfjax.base.paths import flatten
+from hfjax.models.layers import Plain
 from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, Told, after_step, over_batch
-from hfjax.models.moe.mixture import Choices
+from hfjax.models.moe.experts import Choices
 from hfjax.models.moe.router import Drawn
-from hfjax.models.parts import Plain
+from hfjax.utils.paths import flatten
 from tests import moe_reference as reference
 from tests.moe_reference import Routing
 from tests.test_context import doubled

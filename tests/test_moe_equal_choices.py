@@ -11,8 +11,6 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, EXPERT, FSDP
-from hfjax.base.paths import flatten
-from hfjax.base.rounding import widened
 from hfjax.models.moe import (
     MoE,
     MoEConfig,
@@ -25,6 +23,8 @@ from hfjax.models.moe import (
     takes_routing,
     with_routing,
 )
+from hfjax.utils.paths import flatten
+from hfjax.utils.rounding import widened
 
 RNG = np.random.default_rng(0)
 TOKENS = {"tokens": RNG.integers(0, 64, (16, 17), np.int32)}

@@ -12,7 +12,6 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, EXPERT, FSDP, HOST_OPTIMIZER, PIPE, TENSOR, ZERO2, Schedule
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.loss import next_token_loss as of_tokens
 from hfjax.models.moe import (
@@ -28,6 +27,7 @@ from hfjax.models.moe import (
     with_routing,
 )
 from hfjax.testing import assert_strategies_agree
+from hfjax.utils.paths import flatten
 from tests.moe_reference import updated_bias
 
 RNG = np.random.default_rng(0)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from hfjax.parallel.in_parts import derivatives, interpreter, programs, reductions, scope
-from hfjax.parallel.in_parts.kinds import Made, Part, Side, Sum
+from hfjax.parallel.spmd import interpreter, partition_context
+from hfjax.parallel.spmd.placements import Made, Part, Side, Sum
+from hfjax.parallel.spmd.rules import control_flow, custom_derivatives, reductions
 from tests.compare_rows import ROWS, by_vmap, compare, parts
 from tests.drawn_scans import judged, seeds_of
 from tests.generated_rows import generated
@@ -35,11 +36,11 @@ def not_divided(patch):
 
 
 def not_completed(patch):
-    patch.setattr(scope.Scope, "_complete", lambda self, value: value.x)
+    patch.setattr(partition_context.Scope, "_complete", lambda self, value: value.x)
 
 
 def cotangents_are_the_same(patch):
-    patch.setattr(derivatives, "dual", lambda kind: kind)
+    patch.setattr(custom_derivatives, "dual", lambda kind: kind)
 
 
 def rows_are_numbered_anew(patch):
@@ -174,17 +175,21 @@ def test_every_rule_that_is_spoiled_is_found():
 
 def keeps(name, rule):
     """Let an operation keep the sums that it is given, by this rule."""
-    return lambda patch: patch.setitem(programs._KEEPS_SUMS, name, rule)
+    return lambda patch: patch.setitem(control_flow._KEEPS_SUMS, name, rule)
 
 
 def results_are_not_looked_at(patch):
-    are_sums = programs._are_sums
-    patch.setattr(programs, "_are_sums", lambda found, stays: are_sums(found[: len(stays)], stays))
+    are_sums = control_flow._are_sums
+    patch.setattr(
+        control_flow, "_are_sums", lambda found, stays: are_sums(found[: len(stays)], stays)
+    )
 
 
 def sums_may_change_places(patch):
-    are_sums = programs._are_sums
-    patch.setattr(programs, "_are_sums", lambda found, stays: are_sums(sorted_sums(found), stays))
+    are_sums = control_flow._are_sums
+    patch.setattr(
+        control_flow, "_are_sums", lambda found, stays: are_sums(sorted_sums(found), stays)
+    )
 
 
 def sorted_sums(found):
@@ -197,7 +202,7 @@ first_of = lambda equation, marks: [next(m for m in marks if m is not None)]
 # Mistakes, and what is in the bodies that show them.
 OF_SUMS = {
     "what reads a sum is not looked at": (
-        lambda patch: patch.setattr(programs, "MIXED", None),
+        lambda patch: patch.setattr(control_flow, "MIXED", None),
         ["read", "read inside", "in a sum"],
     ),
     "what a turn returns is not looked at": (results_are_not_looked_at, ["return"]),
@@ -206,7 +211,7 @@ OF_SUMS = {
     "what a sum is taken from is a sum": (keeps("sub", first_of), ["mixed"]),
     "a sum may be rounded": (keeps("convert_element_type", first_of), ["mixed"]),
     "a sum may be multiplied": (keeps("mul", first_of), ["mixed"]),
-    "a loop in the body runs once": (keeps("scan", programs._of_body), ["mixed"]),
+    "a loop in the body runs once": (keeps("scan", control_flow._of_body), ["mixed"]),
 }
 
 

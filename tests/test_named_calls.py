@@ -16,10 +16,10 @@ from jax.extend.core import jaxpr_as_fun
 
 import hfjax
 from hfjax.models.attention import causal_attention
+from hfjax.models.layers import plain
 from hfjax.models.moe import MoE, Router
-from hfjax.models.parts import plain
-from hfjax.parallel.in_parts.named_calls import like_tokens
-from hfjax.parallel.in_parts.scope import recording
+from hfjax.parallel.spmd.partition_context import recording
+from hfjax.parallel.spmd.rule_calls import like_tokens
 from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP
 
 

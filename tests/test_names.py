@@ -29,7 +29,7 @@ def told(source):
 
 
 def test_parts_of_hfjax_are_there_once_they_are_asked_for():
-    later = ["hfjax.checkpoint", "hfjax.data", "hfjax.models", "hfjax.run", "hfjax.testing"]
+    later = ["hfjax.checkpoint", "hfjax.data", "hfjax.models", "hfjax.trainer", "hfjax.testing"]
     heavy = ["grain", "tyro", "orbax", "jax.experimental.mosaic", *later]
     bare = "import hfjax, hfjax.__main__, hfjax.cli.launch, sys; print('jax' in sys.modules)"
     assert told(bare) == ["False"]
@@ -40,7 +40,7 @@ def test_parts_of_hfjax_are_there_once_they_are_asked_for():
         "print(hfjax.testing.strategies.__name__, hfjax.data.Loader.__name__)\n"
         "print(all(name in dir(hfjax) and getattr(hfjax, name) for name in hfjax.__all__))\n"
         "import hfjax.models.gpt\n"
-        "print(hfjax.models.gpt.GPT.__name__, hfjax.run.generate is hfjax.generate)\n"
+        "print(hfjax.models.gpt.GPT.__name__, hfjax.trainer.generate is hfjax.generate)\n"
         "from hfjax import *\n"
         "print(generate.__name__)\n"
     )
@@ -76,7 +76,7 @@ def test_the_version_is_that_of_the_project(capsys, monkeypatch):
     def missing(name):
         raise version.PackageNotFoundError(name)
 
-    from hfjax.base import version
+    from hfjax.utils import version
 
     monkeypatch.setattr(version, "installed", missing)
     assert version.version() == hfjax.__version__

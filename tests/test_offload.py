@@ -13,9 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
+from hfjax.models.layers import stacked
 from hfjax.models.loss import token_losses
-from hfjax.models.parts import stacked
-from hfjax.parallel.activation_offload import Tensor, ToHost, of_part, share
+from hfjax.parallel.jaxprs.program import Tensor
+from hfjax.parallel.offload.activations import ToHost, of_part, share
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlp_layout, mlps, tokens
@@ -307,7 +308,7 @@ def test_a_module_keeps_its_gradients_statistics_and_flags():
 
 
 def test_a_wrapped_block_inside_a_model_trains_as_without():
-    from hfjax.models.parts import LayerNorm
+    from hfjax.models.layers import LayerNorm
 
     class Model(nnx.Module):
         def __init__(self, wrap, rngs):
@@ -400,7 +401,7 @@ def test_a_block_that_keeps_nothing_is_refused():
 
 
 def test_devices_without_host_memory_are_refused(monkeypatch):
-    monkeypatch.setattr("hfjax.parallel.memory._kinds", lambda mesh: ["device"])
+    monkeypatch.setattr("hfjax.parallel.offload.host_memory._kinds", lambda mesh: ["device"])
     with pytest.raises(ValueError, match="no pinned_host memory"):
         step_of(offload=Offload(ratio=0.5))
 

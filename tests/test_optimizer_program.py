@@ -18,7 +18,7 @@ from hfjax.checks.optimizers import (
     warn_of_mixed_experts,
 )
 from hfjax.models.moe import MoELlama
-from hfjax.plan.on_stages import on_stages
+from hfjax.sharding.stage_assignment import on_stages
 from tests.small_stack import Stack, of_stacks, stack_layout
 from tests.test_experts import CONFIG
 from tests.test_unlike_layers import short

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.parts import run_stacked
+from hfjax.models.layers import run_stacked
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2
+from hfjax.utils.paths import flatten
 from tests.small_gpt import mlp_layout, tokens
 from tests.small_stack import Stack, of_stacks, rows, squared, stack_layout
 

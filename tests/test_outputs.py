@@ -152,7 +152,7 @@ def test_each_of_several_prompts_gets_what_it_gets_by_itself():
         assert hfjax.generate(layout, state, prompt, 6, seed=5 + i, **fields) == together[i]
     assert isinstance(together[1], str)
     assert len(together[1]) == 6
-    assert hfjax.generate is hfjax.run.generate
+    assert hfjax.generate is hfjax.trainer.generate
 
 
 @functools.cache

@@ -10,14 +10,14 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.analysis import flights as schedule
-from hfjax.machines.machine import H200
+from hfjax.analysis import overlap as schedule
+from hfjax.hardware.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.parallel.compiler import PRESETS, compiler_options, options_of_cpus
+from hfjax.parallel.compiler_options import PRESETS, compiler_options, options_of_cpus
 from hfjax.parallel.execution import Execution
-from hfjax.plan import xla_options
-from hfjax.plan.xla_options import options_of
+from hfjax.sharding import xla_options
+from hfjax.sharding.xla_options import options_of
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 

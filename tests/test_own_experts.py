@@ -11,8 +11,8 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, EXPERT, FSDP, PIPE, ZERO1, ZERO2, Schedule
+from hfjax.models.layers import run_stacked, stacked
 from hfjax.models.moe import MoE, Router
-from hfjax.models.parts import run_stacked, stacked
 from hfjax.testing import assert_strategies_agree
 
 EXPERTS, WIDTH = 4, 8

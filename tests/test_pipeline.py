@@ -12,7 +12,7 @@ from flax import nnx
 import hfjax
 from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Mean, Schedule
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.parts import run_stacked
+from hfjax.models.layers import run_stacked
 from hfjax.parallel.schedules.named import SCHEDULES, build_table
 from hfjax.testing import assert_strategies_agree
 from tests.constant_stack import Stack, Tied, fixed, rows, stack, stack_layout, weighted

@@ -15,7 +15,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
-from hfjax.base.paths import flatten
+from hfjax.utils.paths import flatten
 from tests.constant_stack import rows, stack_layout, weighted
 
 STAGES = {"pipe": 4}
@@ -155,7 +155,7 @@ def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
     state, evaluate = hfjax.init(layout), hfjax.eval_step(layout, weighted)
     equal = np.array_equal
     look = lambda a, b: looked.append(b) or equal(a, b)
-    monkeypatch.setattr("hfjax.plan.rearrange.np.array_equal", look)
+    monkeypatch.setattr("hfjax.sharding.reorder_layers.np.array_equal", look)
     for _ in range(3):
         evaluate(state, rows())
     assert len(looked) == 1

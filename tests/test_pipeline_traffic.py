@@ -11,12 +11,12 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Schedule
-from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.parts import stacked
-from hfjax.parallel.pipeline.plane import waiting
+from hfjax.models.layers import stacked
+from hfjax.parallel.pipeline.engine import waiting
 from hfjax.parallel.schedules.cost import messages, permutes
 from hfjax.parallel.schedules.named import SCHEDULES
+from hfjax.utils.paths import flatten
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 

@@ -13,8 +13,8 @@ from flax import nnx
 
 import hfjax
 from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
-from hfjax.models.parts import Dropout, stacked
-from hfjax.parallel.three_parts.placed_model import PlacedModel
+from hfjax.models.layers import Dropout, stacked
+from hfjax.parallel.layer_stack.sharded_model import PlacedModel
 from tests.constant_stack import rows, stack_layout, weighted as of_rows
 
 RNG = np.random.default_rng(0)

@@ -16,20 +16,20 @@ from rich.console import Console
 import hfjax
 from hfjax.__main__ import main as hfjax_command
 from hfjax.cli.draw_timeline import svg
-from hfjax.cli.plan import chosen_machine, plan_command
-from hfjax.cli.plan.chosen_machine import Constants, constants_of
-from hfjax.cli.plan.plan_command import MadePlan, as_json, as_yaml, main as command, planned
-from hfjax.cli.plan.plan_settings import PlanSettings, of_plan, rows_of
-from hfjax.cli.plan.plan_table import ByteScale, heading, notes_of, shown, write
+from hfjax.cli.plan import command as plan_command, hardware
+from hfjax.cli.plan.command import MadePlan, as_json, as_yaml, main as command, planned
+from hfjax.cli.plan.compare import answer, words_of
+from hfjax.cli.plan.compare_table import told, transfers
+from hfjax.cli.plan.hardware import Constants, constants_of
+from hfjax.cli.plan.settings import PlanSettings, of_plan, rows_of
+from hfjax.cli.plan.table import ByteScale, heading, notes_of, shown, write
 from hfjax.cli.plan.timeline import timeline
-from hfjax.cli.plan.why_table import told, transfers
-from hfjax.cli.plan.why_words import answer, words_of
-from hfjax.machines.machine import MACHINES, Calibration, Machine
+from hfjax.hardware.machine import MACHINES, Calibration, Machine
+from hfjax.planner.calibration.calibrate import calibrate
 from hfjax.planner.make_plan import PlanRow
-from hfjax.planner.measuring.calibrate import calibrate
 from hfjax.planner.score import Scored
-from hfjax.run import files
-from hfjax.run.config import Model, Train
+from hfjax.trainer import config_io
+from hfjax.trainer.config import Model, Train
 from tests.small_run import BIGRAMS
 
 LENGTH = 16
@@ -155,7 +155,7 @@ def test_the_vocabulary_and_float32_are_told_where_nobody_said_them(made):
 def test_the_file_has_what_differs_and_train_reads_it(made, tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(as_yaml(made.plan, made.plan.best))
-    assert files.load(path) == files.anywhere(made.plan.settings())
+    assert config_io.load(path) == config_io.anywhere(made.plan.settings())
     assert "seed" not in path.read_text()
     assert "optimizer" not in path.read_text()
 
@@ -409,7 +409,7 @@ def test_a_model_that_fits_nowhere_is_told_with_what_would_do(capsys):
 def test_a_file_says_what_is_run_and_its_layout_is_searched_anew(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("steps: 7\nstrategy: fsdp\nmesh: {fsdp: 8}\nremat: full\n")
-    default = files.load(path)
+    default = config_io.load(path)
     given = of_plan(default)
     assert (given.steps, given.strategy, given.remat) == (7, "ddp", "none")
     assert plan_command.not_taken(default) == ["strategy", "remat", "mesh.fsdp"]
@@ -441,9 +441,9 @@ def test_constants_measured_with_another_jax_are_told(tmp_path):
 
 def test_here_takes_what_was_measured_here_and_refuses_what_was_not(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(chosen_machine, "device_here", lambda: "NVIDIA H200")
+    monkeypatch.setattr(hardware, "device_here", lambda: "NVIDIA H200")
     assert "none were measured" in constants_of("here").notes[0]
-    place = chosen_machine.place_of("NVIDIA H200")
+    place = hardware.place_of("NVIDIA H200")
     place.parent.mkdir(parents=True)
     place.write_text(measured(tmp_path, "NVIDIA H200", "0.0.1").read_text())
     with pytest.raises(ValueError, match=r"was calibrated on NVIDIA H200 with jax 0\.0\.1"):
@@ -454,7 +454,7 @@ def test_here_takes_what_was_measured_here_and_refuses_what_was_not(tmp_path, mo
 
 def test_here_without_constants_says_how_to_measure_them_and_names_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(chosen_machine, "device_here", lambda: "cpu")
+    monkeypatch.setattr(hardware, "device_here", lambda: "cpu")
     with pytest.raises(ValueError, match=r"no constants of cpu\. Measure them .*name a GPU: a100"):
         constants_of("here")
 
@@ -465,7 +465,7 @@ def test_what_is_calibrated_here_is_planned_with(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(plan_command, "calibrate", partial(calibrate, quick=True))
     assert command(["--calibrate", "here"]) == 0
     assert "hfjax plan --gpu here takes it" in capsys.readouterr().out
-    monkeypatch.setattr(chosen_machine, "device_here", lambda: "cpu")
+    monkeypatch.setattr(hardware, "device_here", lambda: "cpu")
     machine = constants_of("here").machine
     assert machine == Machine.load(tmp_path / "hfjax/machines/cpu.toml")
     assert (machine.platform, machine.per_node) == ("cpu", jax.device_count())
@@ -499,11 +499,11 @@ def test_the_command_says_how_many_are_compiled(monkeypatch, made):
 
 
 def test_without_a_compiler_the_heading_says_formulas_and_why(made, monkeypatch):
-    monkeypatch.setattr(chosen_machine, "can_compile_for_gpus", lambda: False)
+    monkeypatch.setattr(hardware, "can_compile_for_gpus", lambda: False)
     asked_for = replace(made, given=replace(GIVEN, compile=4))
     head = " ".join(heading(made.plan, asked_for))
     assert "predicted by formulas (nothing here compiles for CUDA: pip install" in head
-    assert chosen_machine.why_not_compiled("a100") == "hfjax compiles for h100 and h200"
+    assert hardware.why_not_compiled("a100") == "hfjax compiles for h100 and h200"
 
 
 # --- models and Python ----------------------------------------------------------------------------

@@ -15,22 +15,22 @@ import pytest
 
 import hfjax
 from benchmarks import planner_memory, planner_truth
-from hfjax.machines.machine import MACHINES
+from hfjax.hardware.machine import MACHINES
 from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP, PIPE, TENSOR, ZERO1, ZERO2
-from hfjax.plan.on_stages import on_stages
 from hfjax.planner import make_plan as planner
 from hfjax.planner.candidate import Candidate, schedule_of
+from hfjax.planner.comm_model import NEW, sent_by
+from hfjax.planner.explain import largest_loss
 from hfjax.planner.make_plan import BuildCheck, Sifted, facts_of, make_plan, ranked
-from hfjax.planner.placing import ModelArrays, Sides
+from hfjax.planner.memory_model import ModelArrays, Sides
+from hfjax.planner.programs.compile_candidates import Failed
 from hfjax.planner.programs.compile_step import Compiled
-from hfjax.planner.programs.compiled import Failed
+from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.read_program import Share
-from hfjax.planner.programs.stand_in import fused_attention
-from hfjax.planner.reasons import largest_loss
 from hfjax.planner.score import Scored, Scorer
 from hfjax.planner.search import candidates
-from hfjax.planner.sent import NEW, sent_by
-from hfjax.run.config import Model, Train
+from hfjax.sharding.stage_assignment import on_stages
+from hfjax.trainer.config import Model, Train
 
 H200 = MACHINES["h200"]
 GIB = 2**30

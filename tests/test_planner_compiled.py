@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hfjax.planner.programs import compiled as planner
+from hfjax.planner.programs import compile_candidates as planner
+from hfjax.planner.programs.compile_candidates import Failed, compile_candidate
 from hfjax.planner.programs.compile_step import (
     DEPTHS,
     Compiled,
@@ -19,11 +20,10 @@ from hfjax.planner.programs.compile_step import (
     of_two_depths,
     program_of,
 )
-from hfjax.planner.programs.compiled import Failed, compile_candidate
 from hfjax.planner.programs.live_bytes import live_bytes
-from hfjax.planner.programs.planned import Planned
-from hfjax.planner.programs.stand_in import fused_attention
-from hfjax.run.config import Mesh, Model, Train
+from hfjax.planner.programs.placeholder_attention import fused_attention
+from hfjax.planner.programs.planned_run import Planned
+from hfjax.trainer.config import Mesh, Model, Train
 from tests.h200 import h200s
 
 TINY = Train(model=Model(preset="gpt-tiny"), batch=8, precision="bf16", strategy="fsdp")

@@ -17,8 +17,8 @@ from flax import nnx
 import hfjax
 from hfjax import CONTEXT, DDP, PIPE, TENSOR, Schedule
 from hfjax.models.attention import causal_attention
+from hfjax.models.layers import Dropout, plain, stacked
 from hfjax.models.loss import next_tokens
-from hfjax.models.parts import Dropout, plain, stacked
 from tests.test_context import apart, doubled, variables_in
 
 RNG = np.random.default_rng(0)

@@ -12,11 +12,11 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, ZERO1, PrecisionByPath, Schedule
-from hfjax.base.paths import flatten
 from hfjax.models import moe
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.moe import MoELlama
 from hfjax.parallel.precision.by_path import by_path
+from hfjax.utils.paths import flatten
 from tests.small_gpt import gpt_layout, tokens
 from tests.test_experts import CONFIG
 from tests.test_unlike_layers import short

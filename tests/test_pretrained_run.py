@@ -12,15 +12,15 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
-from hfjax.cli.memory.alternatives import of_run
+from hfjax.cli.memory.settings import of_run
 from hfjax.cli.run import Saved, saved_config, saved_state
-from hfjax.data import TokenSet, library, load_tokenizer, prepare, standard_library
-from hfjax.run import Parts, Train, files, load, train
-from hfjax.run.build import check_used
-from hfjax.run.config import CheckpointOptions as Checkpoints, Data, Mesh, Model
-from hfjax.run.own_copy import COPY, TENSORS, keep, read_copy
-from hfjax.run.pretrained_model import told_of_rows
-from hfjax.run.tasks.texts import flops_per_token
+from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, stdlib_corpus
+from hfjax.trainer import Parts, Train, config_io, load, train
+from hfjax.trainer.build import check_used
+from hfjax.trainer.config import CheckpointOptions as Checkpoints, Data, Mesh, Model
+from hfjax.trainer.pretrained_model import told_of_rows
+from hfjax.trainer.source_snapshot import COPY, TENSORS, keep, read_copy
+from hfjax.trainer.tasks.text import flops_per_token
 from hfjax.weights.model_folder import CONFIG, read_folder
 from hfjax.weights.tensor_files import read_rows
 from tests.small_folder import END, GPT2, LLAMA, VOCAB, small_folder
@@ -327,7 +327,7 @@ def test_without_data_the_library_is_read_by_the_tokenizer_of_the_model(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     few = tuple(sorted((place / "bytes" / "texts").iterdir()))
-    monkeypatch.setattr(library, "library_files", lambda root: few)
+    monkeypatch.setattr(stdlib_corpus, "library_files", lambda root: few)
     parts = Parts(small(place, "library", data=Data()))
     tokens = parts.tokens[0]
     assert tokens.meta.end == END
@@ -416,7 +416,7 @@ def test_a_run_of_a_preset_is_exported_only_like_a_model(place, tmp_path, capsys
     run = tmp_path / "run"
     run.mkdir()
     model = Model(preset="llama-tiny", embed=32, layers=2, heads=2, length=16)
-    files.save(small_gpt(run, place / "data", model=model, devices=None), run / "config.yaml")
+    config_io.save(small_gpt(run, place / "data", model=model, devices=None), run / "config.yaml")
     words = ["export", run, "--devices", 1, "--out", tmp_path / "out"]
     said = said_by(words, capsys)
     assert "began from no model's folder (--model.preset llama-tiny), which would say" in said

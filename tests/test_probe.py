@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import hfjax
-from hfjax import compose
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.activation_offload import ToHost
-from hfjax.parallel.autodiff import check_host_loops
-from hfjax.parallel.autodiff.saved import kept
-from hfjax.parallel.compiler import options_of_host
+from hfjax.parallel.compiler_options import options_of_host
+from hfjax.parallel.offload import check_host_loops
+from hfjax.parallel.offload.activations import ToHost
+from hfjax.parallel.offload.host_residuals import kept
+from hfjax.step import build
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout
 
@@ -59,7 +59,7 @@ def test_a_check_within_a_trace_runs_at_once(asked):
 @pytest.mark.parametrize("options", [{"offload": 0.5}, {"offload": "dots"}])
 def test_a_step_that_uses_the_host_asks_first(options, monkeypatch):
     asked = []
-    monkeypatch.setattr(compose, "check_host_loops", lambda mesh, given: asked.append(given))
+    monkeypatch.setattr(build, "check_host_loops", lambda mesh, given: asked.append(given))
     layout = gpt_layout(hfjax.DDP, {"data": 1})
     hfjax.train_step(layout, next_token_loss)
     assert asked == []

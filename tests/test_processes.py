@@ -14,8 +14,8 @@ import hfjax
 from hfjax import CONTEXT, DDP, GRID, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, SEQUENCE, TENSOR
-from hfjax.run import Parts, Train
-from hfjax.run.config import Mesh
+from hfjax.trainer import Parts, Train
+from hfjax.trainer.config import Mesh
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 FSDP_TENSOR = ((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2}, None)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from hfjax.analysis.flights import Matmul
-from hfjax.analysis.product_time import ProductModel, seconds
-from hfjax.machines.machine import H200
+from hfjax.analysis.matmul_time import ProductModel, seconds
+from hfjax.analysis.overlap import Matmul
+from hfjax.hardware.machine import H200
 
 
 def product(m, n, k, batch=1, size=0):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hfjax.base.progress import said_while
-from hfjax.run import screen
+from hfjax.trainer import console
+from hfjax.utils.progress import said_while
 
 
 class Terminal(io.StringIO):
@@ -79,14 +79,14 @@ class Device:
 
     def __init__(self, monkeypatch):
         self.time, self.free = 0.0, 0.0
-        monkeypatch.setattr(screen, "time", SimpleNamespace(perf_counter=lambda: self.time))
+        monkeypatch.setattr(console, "time", SimpleNamespace(perf_counter=lambda: self.time))
         device = SimpleNamespace(platform="cpu", device_kind="cpu")
         mesh = SimpleNamespace(
             size=1, local_devices=[device], devices=SimpleNamespace(flat=[device])
         )
         task = SimpleNamespace(unit="images", each=1, flops=lambda layout: 1.0)
         config = SimpleNamespace(batch=8)
-        self.speed = screen.Speed(
+        self.speed = console.Speed(
             SimpleNamespace(task=task, mesh=mesh, config=config, layout=None)  # pyright: ignore
         )
 

@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
 from hfjax import DDP, FSDP, HOST_PARAMETERS, PIPE, Schedule
-from hfjax.analysis.stashes import stashes
+from hfjax.analysis.residuals import stashes
 from hfjax.models.gpt import GPTConfig, next_token_loss
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
 from tests.small_gpt import SHAPE, MLPs, OnlyMLP, gpt, gpt_layout, mlps, tokens
 
 Remat = hfjax.Remat

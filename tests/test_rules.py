@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.parallel.autodiff.program import bodies_of
-from hfjax.parallel.in_parts.interpreter import RULES, in_parts
-from hfjax.parallel.in_parts.kinds import (
+from hfjax.parallel.jaxprs.program import bodies_of
+from hfjax.parallel.spmd.interpreter import RULES, in_parts
+from hfjax.parallel.spmd.placements import (
     ROWS,
     SAME,
     SUM,
@@ -30,7 +30,7 @@ from hfjax.parallel.in_parts.kinds import (
     kind_of,
     of_kind,
 )
-from hfjax.parallel.in_parts.outside import COLLECTIVES
+from hfjax.parallel.spmd.rules.user_collectives import COLLECTIVES
 from tests.compare_rows import differences, in_pieces
 from tests.rule_samples import AXIS, NO_ROWS, SAMPLES, UNKNOWN, Sample, on_grid
 

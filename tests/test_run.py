@@ -14,15 +14,14 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.cli.memory.alternatives import of_run
+from hfjax.cli.arguments import parsed
+from hfjax.cli.memory.settings import of_run
 from hfjax.cli.run import Generate
-from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
+from hfjax.distributed.watchdog import Watchdog
 from hfjax.models.llama import LlamaConfig
-from hfjax.processes.watchdog import Watchdog
-from hfjax.run import Parts, Train, evaluate, generate, load, train
-from hfjax.run.chosen_model import choose, presets
-from hfjax.run.config import (
+from hfjax.trainer import Parts, Train, evaluate, generate, load, train
+from hfjax.trainer.config import (
     CheckpointOptions as Checkpoints,
     Data,
     Log,
@@ -31,11 +30,12 @@ from hfjax.run.config import (
     Optimizer,
     PipelineOptions as Pipeline,
 )
-from hfjax.run.journal import Journal, read
-from hfjax.run.loop import Run, go_on
-from hfjax.run.profile import Profile
-from hfjax.run.sampling import Sampling
-from hfjax.run.screen import line
+from hfjax.trainer.console import line
+from hfjax.trainer.metrics_file import Journal, read
+from hfjax.trainer.model import choose, presets
+from hfjax.trainer.profile import Profile
+from hfjax.trainer.sampling import Sampling
+from hfjax.trainer.train_loop import Run, go_on
 from tests.full_disk import allowed_bytes
 from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small as small_gpt, told
 
@@ -92,7 +92,7 @@ class Heard(Watchdog):
 @pytest.mark.slow
 def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
     monkeypatch.setattr(Heard, "events", [])
-    monkeypatch.setattr("hfjax.run.loop.Watchdog", Heard)
+    monkeypatch.setattr("hfjax.trainer.train_loop.Watchdog", Heard)
     read = Loader.__next__
     monkeypatch.setattr(Loader, "__next__", lambda me: Heard.events.append("batch") or read(me))
     tell = Run._tell
@@ -728,8 +728,8 @@ def test_another_seed_or_model_does_not_go_on(whole, data):
         ("a.yaml", 'out: "\\ud800"', r"a.yaml:1: out='\\ud800': a path is expected"),
         ("a.py", "f(", r"a.py: '\(' was never closed"),
         ("a.py", "from os import nope", r"a.py: cannot import name 'nope'"),
-        ("a.py", "from hfjax.run import Train\nconfig = Train(stepz=3)", r"a.py: .*stepz"),
-        ("a.py", "x = 1", r"a.py: it must define `config`, a hfjax.run.Train; found None"),
+        ("a.py", "from hfjax.trainer import Train\nconfig = Train(stepz=3)", r"a.py: .*stepz"),
+        ("a.py", "x = 1", r"a.py: it must define `config`, a hfjax.trainer.Train; found None"),
         (None, "", r"b.yaml: there is no such file"),
     ],
 )
@@ -743,7 +743,7 @@ def test_a_configuration_file_that_says_nonsense_is_refused(tmp_path, name, text
 def test_a_configuration_comes_from_yaml_or_python(tmp_path):
     (tmp_path / "a.yaml").write_text("steps: 7.0\noptimizer:\n  rate: 3e-4\n  frozen: tokens\n")
     (tmp_path / "a.py").write_text(
-        "from hfjax.run import Train\nfrom hfjax.run.config import Optimizer\n"
+        "from hfjax.trainer import Train\nfrom hfjax.trainer.config import Optimizer\n"
         "config = Train(steps=7, optimizer=Optimizer(rate=3e-4, frozen=('tokens',)))\n"
     )
     wanted = Train(steps=7, optimizer=Optimizer(rate=3e-4, frozen=("tokens",)))

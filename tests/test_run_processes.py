@@ -17,10 +17,17 @@ import pytest
 import hfjax
 from hfjax.__main__ import main
 from hfjax.cli.run import start
-from hfjax.run import files, train
-from hfjax.run.build import STRATEGIES
-from hfjax.run.config import CheckpointOptions as Checkpoints, Log, Mesh, Model, Optimizer, Train
-from hfjax.run.loop import LAG
+from hfjax.trainer import config_io, train
+from hfjax.trainer.build import STRATEGIES
+from hfjax.trainer.config import (
+    CheckpointOptions as Checkpoints,
+    Log,
+    Mesh,
+    Model,
+    Optimizer,
+    Train,
+)
+from hfjax.trainer.train_loop import LAG
 from tests import hanging_train
 from tests.hanging_train import HANGS, SLOW
 from tests.small_run import BIGRAMS, corpus, small, told
@@ -44,7 +51,7 @@ def written(shared, name, **changes):
     directory, data = shared
     fields = {"strategy": "fsdp", "log": QUIET, "cache": directory / "programs", "timeout": 120.0}
     config = small(directory / name, data, **(fields | changes))
-    files.save(config, directory / f"{name}.yaml")
+    config_io.save(config, directory / f"{name}.yaml")
     return directory / f"{name}.yaml", directory / name
 
 
@@ -156,7 +163,7 @@ def test_the_lines_of_the_readme_work_one_after_the_other_in_processes_of_one_de
     first[first.index("bf16")] = "fp32"  # to compare the losses
     model = ["--model.length", 16, "--model.layers", 1, "--model.heads", 2, "--model.embed", 32]
     ended(started(*first, *model, "--steps", 3, "--log.sample", 0, **HERE))
-    assert files.load("runs/fsdp/config.yaml").cpu_devices is None  # it is of that start
+    assert config_io.load("runs/fsdp/config.yaml").cpu_devices is None  # it is of that start
     at = second.index("--") + 1
     assert second[at] == "hfjax"
     out = ended(started(*second[:at], *HFJAX, *second[at + 1 :], **HERE))
@@ -173,7 +180,9 @@ def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process
     """
     changes = {"model": BIGRAMS, "steps": LONG, "timeout": 6.0, "cache": None}
     file, directory = written(shared, "job", checkpoints=Checkpoints(every=30), **changes)
-    config = replace(files.load(file), mesh=Mesh(fsdp=2), devices=2, log=replace(QUIET, every=0))
+    config = replace(
+        config_io.load(file), mesh=Mesh(fsdp=2), devices=2, log=replace(QUIET, every=0)
+    )
     result = train(replace(config, out=tmp_path, checkpoints=Checkpoints(every=0)))
     assert result.state.params["table"].addressable_data(0).shape == (128, 256)  # split in two
     alone = told(tmp_path)
@@ -364,7 +373,7 @@ def test_code_that_a_run_names_is_run_only_on_trust(
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     Path("stranger.py").write_text("raise SystemExit('it ran')")
     Path("run").mkdir()
-    files.save(Train(cpu_devices=1, **fields), Path("run/config.yaml"))
+    config_io.save(Train(cpu_devices=1, **fields), Path("run/config.yaml"))
     with pytest.raises(SystemExit, match="2"):
         main([command, "run"])
     told = capfd.readouterr().err

@@ -13,7 +13,7 @@ from docs.site.stage import SECTIONS
 from tests.test_docstrings import MORE, PUBLIC
 
 ROOT = Path(__file__).parents[1]
-SAME = {"hfjax.run:generate": "hfjax:generate"}  # one function, by two names
+SAME = {"hfjax.trainer:generate": "hfjax:generate"}  # one function, by two names
 
 
 def listed():

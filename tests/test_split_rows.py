@@ -12,7 +12,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
 from hfjax.testing import assert_strategies_agree
 from tests import small_gpt
 

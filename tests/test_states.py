@@ -102,7 +102,7 @@ def test_an_optimizer_of_another_kind_is_named_where_layers_are_rearranged():
 
 
 def test_a_state_is_looked_at_once_for_each_form(monkeypatch):
-    from hfjax.plan import check_state
+    from hfjax.sharding import check_state
 
     looked, compare = [], check_state.apart
     monkeypatch.setattr(check_state, "apart", lambda *of: looked.append(of) or compare(*of))

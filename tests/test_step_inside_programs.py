@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.parts import stacked
+from hfjax.models.layers import stacked
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, ZERO1
 from tests.test_parameters_as_data import BATCH, on_x, squares
 

@@ -8,15 +8,15 @@ import threading
 
 import pytest
 
-from hfjax.processes.exit_codes import exit_code, resumable
-from hfjax.processes.stop import Stop
+from hfjax.distributed.exit_codes import exit_code, resumable
+from hfjax.distributed.stop import Stop
 from tests.workers import finished, launched, python
 
 LOOP = """
 import os, signal, sys, time
-from hfjax.processes.exit_codes import exit_code
-from hfjax.processes.distributed import init_distributed
-from hfjax.processes.stop import Stop
+from hfjax.distributed.exit_codes import exit_code
+from hfjax.distributed.init import init_distributed
+from hfjax.distributed.stop import Stop
 me = init_distributed().process
 for what in ("request", signal.SIGINT, signal.SIGTERM):
     with Stop() as stop:
@@ -151,8 +151,8 @@ def test_exit_codes_say_how_a_run_ended():
 
 STEPS = """
 import sys
-from hfjax.processes.distributed import init_distributed
-from hfjax.processes.stop import Stop
+from hfjax.distributed.init import init_distributed
+from hfjax.distributed.stop import Stop
 me = init_distributed().process
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P

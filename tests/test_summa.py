@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 from baselines.links import links
 from baselines.summa import summa_linear
 from baselines.tesseract import tesseract_linear
-from hfjax.parallel.wings.grid.costs import sent_by_summa
+from hfjax.parallel.extensions.tensor_grid.costs import sent_by_summa
 from tests.workers import finished, start
 
 AXES = ("depth", "row", "column")

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import hfjax
-from hfjax import target
+from hfjax.analysis import targets
 from tests.h200 import h200s
 from tests.workers import environment
 
@@ -19,7 +19,7 @@ def test_an_unknown_gpu_names_the_known_ones():
 
 
 def test_without_the_wheels_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(target, "can_compile_for_gpus", lambda: False)
+    monkeypatch.setattr(targets, "can_compile_for_gpus", lambda: False)
     with pytest.raises(
         ValueError, match=r"install --no-deps --target .*/cuda jax-cuda1[23]-plugin=="
     ):
@@ -30,13 +30,13 @@ def test_what_compiles_for_cuda_is_installed_aside_and_only_seen_when_it_is_aske
     tmp_path, monkeypatch
 ):
     assert "--target $(VENV)/cuda" in (Path(__file__).parents[1] / "Makefile").read_text()
-    monkeypatch.setattr(target, "_installed", lambda: False)
-    monkeypatch.setattr(target, "ASIDE", tmp_path)
-    assert not target.can_compile_for_gpus()
+    monkeypatch.setattr(targets, "_installed", lambda: False)
+    monkeypatch.setattr(targets, "ASIDE", tmp_path)
+    assert not targets.can_compile_for_gpus()
     (tmp_path / "jax_cuda13_plugin").mkdir()
-    assert target.can_compile_for_gpus()
+    assert targets.can_compile_for_gpus()
     assert str(tmp_path) not in sys.path
-    assert f"pip install --no-deps --target {tmp_path} jax-cuda" in target.how_to_install()
+    assert f"pip install --no-deps --target {tmp_path} jax-cuda" in targets.how_to_install()
 
 
 LATE = """

@@ -9,9 +9,9 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.parts import Dropout
+from hfjax.models.layers import Dropout
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1
-from hfjax.run.config import Model
+from hfjax.trainer.config import Model
 from tests.small_gpt import mlp_layout, mlps, tokens
 
 

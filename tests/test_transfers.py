@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, PIPE, TENSOR
+from hfjax.analysis.count_transfers import HostTransfer, Transfers, transfers
 from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST
-from hfjax.analysis.transfers import HostTransfer, Transfers, transfers
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.memory import is_host_sharding, on_host
+from hfjax.parallel.offload.host_memory import is_host_sharding, on_host
 from tests.small_gpt import gpt_layout, tokens
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

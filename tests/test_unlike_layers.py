@@ -13,7 +13,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, Schedule
-from hfjax.models.parts import Dropout
+from hfjax.models.layers import Dropout
 from hfjax.parallel.layer_costs import flop_costs, parameter_costs
 from hfjax.parallel.packing import Packing
 from hfjax.testing import assert_strategies_agree

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.base.paths import path_of
 from hfjax.models.vision import deeplab, regnet, resnet, vit
-from hfjax.models.vision.image_losses import classification_loss, segmentation_loss
+from hfjax.models.vision.losses import classification_loss, segmentation_loss
+from hfjax.utils.paths import path_of
 from hfjax.weights.tensor_files import read_header
 from hfjax.weights.vision_files import named_tensors, read_vision, with_weights, write_vision
 from hfjax.weights.vision_rules import COUNTER, shapes_of, vision_table

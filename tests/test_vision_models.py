@@ -12,7 +12,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.vision.deeplab import DeepLabConfig
-from hfjax.models.vision.image_losses import classification_loss, segmentation_loss
+from hfjax.models.vision.losses import classification_loss, segmentation_loss
 from hfjax.models.vision.regnet import RegNetConfig
 from hfjax.models.vision.resnet import ResNetConfig
 from hfjax.models.vision.vit import ViTConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hfjax.models.parts import plain, run_listed, run_stacked
+from hfjax.models.layers import plain, run_listed, run_stacked
 from hfjax.models.vision.convolutions import Conv, max_pool, resized
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig
 from hfjax.models.vision.image_input import pixels_of

@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.parts import run_stacked, stacked
-from hfjax.models.vision.all_presets import PRESETS
-from hfjax.models.vision.image_losses import classification_loss, segmentation_loss
+from hfjax.models.layers import run_stacked, stacked
+from hfjax.models.vision.losses import classification_loss, segmentation_loss
 from hfjax.models.vision.norms import BatchNorm
+from hfjax.models.vision.preset_table import PRESETS
 from hfjax.testing import assert_strategies_agree
 from hfjax.weights.vision_rules import model_of
 

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.base.paths import flatten
 from hfjax.models.vision import deeplab, regnet, resnet, vit
 from hfjax.models.vision.resnet import ResNetConfig
 from hfjax.models.vision.vision_config import VisionConfig
+from hfjax.utils.paths import flatten
 from hfjax.weights.tensor_files import read_header, read_rows
 from hfjax.weights.vision_files import read_vision, with_weights, write_vision
 from hfjax.weights.vision_rules import COUNTER, model_of, shapes_of, vision_table

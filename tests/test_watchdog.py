@@ -5,24 +5,24 @@ import time
 
 import pytest
 
-from hfjax.processes.exit_codes import FAILED, HUNG, TERMINATED
-from hfjax.processes.ports import free_port
-from hfjax.processes.watchdog import Watchdog
+from hfjax.distributed.exit_codes import FAILED, HUNG, TERMINATED
+from hfjax.distributed.ports import free_port
+from hfjax.distributed.watchdog import Watchdog
 from tests.workers import finished, launched, line, python, start
 
 WATCH = """
 import time
-from hfjax.processes.ports import free_port
-from hfjax.processes.watchdog import Watchdog
+from hfjax.distributed.ports import free_port
+from hfjax.distributed.watchdog import Watchdog
 def stuck_here():
     time.sleep(60)
 """
 PEERS = """
 import os, signal, sys, time
-from hfjax.processes.distributed import init_distributed
-from hfjax.processes.stop import leaving
-from hfjax.processes.ports import free_port
-from hfjax.processes.watchdog import Watchdog
+from hfjax.distributed.init import init_distributed
+from hfjax.distributed.stop import leaving
+from hfjax.distributed.ports import free_port
+from hfjax.distributed.watchdog import Watchdog
 me = init_distributed(heartbeat=HEARTBEAT).process
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -161,8 +161,8 @@ def test_a_process_without_a_launcher_tells_of_its_dead_peer_and_leaves():
 )
 def test_an_error_ends_a_process_of_several_at_once_with_its_own_exit_code(ending, code, told):
     source = f"""
-from hfjax.processes.distributed import init_distributed
-from hfjax.processes.stop import leaving
+from hfjax.distributed.init import init_distributed
+from hfjax.distributed.stop import leaving
 import sys, time
 me = init_distributed().process
 with leaving():

@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import hfjax
-from hfjax.plan.rearrange import parameters_of
-from hfjax.run import own_copy
-from hfjax.weights import rows_of_files, stream_in, write_out
-from hfjax.weights.rows_of_files import _put
+from hfjax.sharding.reorder_layers import parameters_of
+from hfjax.trainer import source_snapshot
+from hfjax.weights import file_rows, load, save
+from hfjax.weights.file_rows import _put
 from hfjax.weights.tensor_files import FileTensor, open_to_read, read_rows
 from tests.model_folders import BF16, CONFIGS, drawn, write_file, written
 
@@ -77,7 +77,7 @@ def test_every_element_of_every_file_has_one_place(name, folders):
 def test_any_layout_takes_the_same_and_gives_it_back(
     layout, name, most, folders, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(stream_in, "AT_ONCE", most)  # whole stacks at once, or a layer at a time
+    monkeypatch.setattr(load, "AT_ONCE", most)  # whole stacks at once, or a layer at a time
     if "EXPERT" in layout and name not in WITH_EXPERTS:
         layout = "FSDP|TENSOR"  # EXPERT is for mixtures
     model = hfjax.pretrained(folders / name, **PADDED)
@@ -214,7 +214,7 @@ def test_the_programs_are_one_for_each_shape(tmp_path):
     written(tmp_path / "in", CONFIGS["llama"] | {"num_hidden_layers": 6})
     model = hfjax.pretrained(tmp_path / "in")
     layout = layout_of(model)
-    stream = stream_in.WeightStream(layout, model.pieces)
+    stream = load.WeightStream(layout, model.pieces)
     programs = {id(stream._mover(group)) for group in stream.groups}
     assert len(programs) < len(layout.arrays) + 1
 
@@ -277,7 +277,7 @@ def test_what_would_go_along_and_is_a_link_to_nothing_is_refused_before_anything
         lambda: hfjax.pretrained(folder),
         lambda: model.has_tokenizer,
         lambda: hfjax.export(tmp_path / "out", layout, state, like=model),
-        lambda: own_copy.keep(model.folder, tmp_path / "run"),
+        lambda: source_snapshot.keep(model.folder, tmp_path / "run"),
     ):
         with pytest.raises(ValueError, match=words):
             ask()
@@ -443,7 +443,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, monkeypatch):
         os.truncate(tensor.file, 5000)
         return found
 
-    monkeypatch.setattr(rows_of_files, "open_to_read", open_then_cut)
+    monkeypatch.setattr(file_rows, "open_to_read", open_then_cut)
     with pytest.raises(ValueError, match=r"model\.safetensors ends within model\."):
         hfjax.init(layout_of(model), parameters=model.weights)
 
@@ -493,7 +493,7 @@ def test_a_file_of_another_order_is_named_though_its_size_and_time_are_the_same(
 def test_a_file_that_is_written_while_it_is_read_is_named(tmp_path, monkeypatch):
     written(tmp_path, CONFIGS["tied"])
     model = hfjax.pretrained(tmp_path)
-    usual = rows_of_files.fill
+    usual = file_rows.fill
 
     def fill_while_another_writes(descriptor, at, into, tensor):
         usual(descriptor, at, into, tensor)
@@ -501,7 +501,7 @@ def test_a_file_that_is_written_while_it_is_read_is_named(tmp_path, monkeypatch)
             file.seek(-4, os.SEEK_END)
             file.write(bytes(4))
 
-    monkeypatch.setattr(rows_of_files, "fill", fill_while_another_writes)
+    monkeypatch.setattr(file_rows, "fill", fill_while_another_writes)
     with pytest.raises(ValueError, match=r"model\.safetensors was written while it was read"):
         hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
 
@@ -575,7 +575,7 @@ def test_of_two_exports_into_one_folder_one_is_whole_and_the_other_says_so(
     layout = layout_of(model, "DDP")
     first = hfjax.init(layout, parameters=model.weights)
     second = replace(first, params=jax.tree.map(lambda x: x / 2, first.params))
-    usual, told = write_out._written, []
+    usual, told = save._written, []
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
 
@@ -590,7 +590,7 @@ def test_of_two_exports_into_one_folder_one_is_whole_and_the_other_says_so(
         except ValueError as error:
             return str(error)
 
-    monkeypatch.setattr(write_out, "_written", write_while_another_begins)
+    monkeypatch.setattr(save, "_written", write_while_another_begins)
     told.append(export(first))
     refused = "out is being written by another process" if locks else "out was written by another"
     assert refused in told[0 if locks else 1]

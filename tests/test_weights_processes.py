@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.weights import stream_in
+from hfjax.weights import load
 from tests.model_folders import BF16, CONFIGS, drawn, written
 from tests.test_weights import PADDED, assert_same_bits
 from tests.workers import finished, start
@@ -56,8 +56,8 @@ def work(root, rank):
     """What each process does; it prints a line of JSON for each case."""
     root = Path(root)
     say = lambda **words: print(json.dumps(words), flush=True)
-    for most in (stream_in.AT_ONCE, 4096):
-        stream_in.AT_ONCE = most
+    for most in (load.AT_ONCE, 4096):
+        load.AT_ONCE = most
         model = hfjax.pretrained(root / "in", **PADDED)
         for case in CASES:
             weights, layout = model.weights, layout_of(model, case)

@@ -14,7 +14,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.parts import Dropout, Linear, RMSNorm, plain, stacked
+from hfjax.models.layers import Dropout, Linear, RMSNorm, plain, stacked
 from hfjax.testing import assert_strategies_agree
 
 CONFIG = GPTConfig.tiny(vocab=24, length=12, layers=2, embed=24, heads=12)

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hfjax.machines.machine import machine_of
+from hfjax.hardware.machine import machine_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PACKAGES += ("torch", "torchvision", "triton")  # of rivals

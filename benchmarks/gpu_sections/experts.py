@@ -10,7 +10,7 @@ from jax import lax
 
 from benchmarks.gpu_sections.cases import Case, Goal, run_cases
 from benchmarks.gpu_sections.rows import Reporter
-from hfjax.models.moe.blocks import in_blocks
+from hfjax.models.moe.grouped import in_blocks
 
 
 class Size(NamedTuple):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from benchmarks.gpu_sections.cases import Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
-from hfjax.machines.machine import MACHINES
+from hfjax.hardware.machine import MACHINES
 from hfjax.pallas_kernels.ring.all_gather_matmul import (
     all_gather_matmul,
     reference as reference_gather,

@@ -23,7 +23,7 @@ def task_of(asked: Asked) -> Task:
     import optax
 
     import hfjax
-    from hfjax.models.vision.image_losses import classification_loss, segmentation_loss
+    from hfjax.models.vision.losses import classification_loss, segmentation_loss
     from hfjax.weights.vision_rules import model_of
 
     config = shape_of(asked)
@@ -48,7 +48,7 @@ def task_of(asked: Asked) -> Task:
 
 def shape_of(asked: Asked) -> Any:
     """Return the shape of the model."""
-    from hfjax.models.vision.all_presets import PRESETS
+    from hfjax.models.vision.preset_table import PRESETS
 
     config: Any = PRESETS[asked.preset]
     if segments(config):

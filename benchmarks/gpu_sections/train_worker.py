@@ -228,7 +228,7 @@ def _torch(asked: Asked) -> Ready:
 
     jax.config.update("jax_platforms", "cpu")  # the same first weights, drawn on the host
     import hfjax
-    from hfjax.base.paths import flatten
+    from hfjax.utils.paths import flatten
 
     task = _task(asked)
     drawn = task.weights or (lambda: flatten(hfjax.init(task.layout).params))

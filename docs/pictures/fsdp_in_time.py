@@ -24,9 +24,9 @@ import jax
 import optax
 
 import hfjax
-from hfjax.analysis import flights
-from hfjax.analysis.product_time import ProductModel, seconds
-from hfjax.machines.machine import H200
+from hfjax.analysis import overlap
+from hfjax.analysis.matmul_time import ProductModel, seconds
+from hfjax.hardware.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 
@@ -77,8 +77,8 @@ class Run:
 
     def __post_init__(self) -> None:
         """Run the entry, in the order in which it is enqueued."""
-        module, entry = flights._scheduled(self.text)
-        self.walk = flights._Walk(module, [{"fsdp": GPUS}], H200)
+        module, entry = overlap._scheduled(self.text)
+        self.walk = overlap._Walk(module, [{"fsdp": GPUS}], H200)
         self.lines = module.computations[entry]
         self.now, self.layer, self.scattered = 0.0, 0, 0
         self.gathers = iter([*_gathered()])
@@ -93,7 +93,7 @@ class Run:
         if missing := [*self.gathers]:
             raise ValueError(f"not gathered: {missing}; the names of the layers would be wrong")
 
-    def _send(self, flight: flights.Flight) -> Span:
+    def _send(self, flight: overlap.Flight) -> Span:
         free = max([self.now, *(one.end for one in self.sent[-1:])])
         if flight.kind == "all-gather":
             label = next(self.gathers)
@@ -102,7 +102,7 @@ class Run:
         self.sent.append(Span(flight.kind, label, free, free + flight.seconds))
         return self.sent[-1]
 
-    def _scattered(self, flight: flights.Flight) -> str:
+    def _scattered(self, flight: overlap.Flight) -> str:
         """Return the layer whose gradients are sent: the last one first, with the embedding."""
         if flight.kind != "reduce-scatter":
             return ""

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from hfjax.parallel.wings.context.deal import Deal
+from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
 
 HERE = Path(__file__).parent
 INK = "#1f2328"

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.version import version as _version
+from hfjax.utils.version import version as _version
 
 project, author, version = "hfjax", "the authors of hfjax", _version()
 release = version

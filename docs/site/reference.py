@@ -34,7 +34,7 @@ API = {  # page: (its title, {heading: public names, module:name})
                 *("hfjax:canonical", "hfjax:module"),
             ],
             "Steps": [
-                *("hfjax:train_step", "hfjax.train:TrainStep", "hfjax:eval_step"),
+                *("hfjax:train_step", "hfjax.step.train_step:TrainStep", "hfjax:eval_step"),
                 *("hfjax:predict_step", "hfjax:Mean", "hfjax:Execution"),
             ],
             "Batches": ["hfjax:shard_batch", "hfjax:rows_of_process"],
@@ -61,8 +61,8 @@ API = {  # page: (its title, {heading: public names, module:name})
                 "hfjax.models.moe:with_routing",
             ],
             "Parts of models": [
-                *("hfjax.models.parts:stacked", "hfjax.models.parts:Dropout"),
-                *("hfjax.models.parts:Anywhere", "hfjax.models.parts:Plain"),
+                *("hfjax.models.layers:stacked", "hfjax.models.layers:Dropout"),
+                *("hfjax.models.layers:Anywhere", "hfjax.models.layers:Plain"),
             ],
             "Images": [
                 *("hfjax.models.vision.resnet:ResNet", "hfjax.models.vision.resnet:ResNetConfig"),
@@ -82,8 +82,13 @@ API = {  # page: (its title, {heading: public names, module:name})
         "API: runs, data, checkpoints",
         {
             "A run": [
-                *("hfjax.run:Train", "hfjax.run:train", "hfjax.run:Result", "hfjax.run:load"),
-                *("hfjax.run:Parts", "hfjax.run:evaluate", "hfjax:generate"),
+                *(
+                    "hfjax.trainer:Train",
+                    "hfjax.trainer:train",
+                    "hfjax.trainer:Result",
+                    "hfjax.trainer:load",
+                ),
+                *("hfjax.trainer:Parts", "hfjax.trainer:evaluate", "hfjax:generate"),
             ],
             "Text": [
                 *("hfjax.data:Loader", "hfjax.data:TokenSet", "hfjax.data:prepare"),
@@ -91,17 +96,25 @@ API = {  # page: (its title, {heading: public names, module:name})
                 "hfjax.data:standard_library",
             ],
             "Images": [
-                *("hfjax.images:ImageSet", "hfjax.images:ImageLoader", "hfjax.images:Augment"),
-                *("hfjax.images:parts_of", "hfjax.images:check_same_classes"),
+                *(
+                    "hfjax.data.images:ImageSet",
+                    "hfjax.data.images:ImageLoader",
+                    "hfjax.data.images:Augment",
+                ),
+                *("hfjax.data.images:parts_of", "hfjax.data.images:check_same_classes"),
             ],
             "Checkpoints": [
                 *("hfjax:save", "hfjax:restore", "hfjax:latest", "hfjax:recorded"),
                 *("hfjax:Checkpoints", "hfjax:Keep", "hfjax:Restored"),
             ],
             "Processes": [
-                *("hfjax:init_distributed", "hfjax.processes:Stop", "hfjax.processes:Watchdog"),
-                *("hfjax.processes:leaving", "hfjax.processes:exit_code"),
-                *("hfjax.processes:check_same", "hfjax.processes:say", "hfjax.processes:speaks"),
+                *("hfjax:init_distributed", "hfjax.distributed:Stop", "hfjax.distributed:Watchdog"),
+                *("hfjax.distributed:leaving", "hfjax.distributed:exit_code"),
+                *(
+                    "hfjax.distributed:check_same",
+                    "hfjax.distributed:say",
+                    "hfjax.distributed:speaks",
+                ),
             ],
         },
     ),
@@ -176,7 +189,7 @@ def _flags() -> str:
     parts = [
         "# Commands and flags",
         "What `hfjax COMMAND --help` prints. A flag `--model.preset` is `preset` of `model` in a "
-        "YAML file for `--config`, and in `hfjax.run.Train`.",
+        "YAML file for `--config`, and in `hfjax.trainer.Train`.",
     ]
     for command, (what, _) in COMMANDS.items():
         shown = [flag for flag in help_of(command)[1] if flag.name not in ("-h", "-h,")]
@@ -188,8 +201,8 @@ def _flags() -> str:
 
 
 def _presets() -> str:
-    from hfjax.models.vision.all_presets import PRESETS as IMAGES
-    from hfjax.run.chosen_model import presets
+    from hfjax.models.vision.preset_table import PRESETS as IMAGES
+    from hfjax.trainer.model import presets
 
     text = []
     for name, (kind, size) in presets().items():
@@ -250,7 +263,7 @@ def _combines() -> str:
 
 
 def _exit_codes() -> str:
-    from hfjax.processes import exit_codes
+    from hfjax.distributed import exit_codes
 
     codes = {getattr(exit_codes, name): what for name, what in EXIT_CODES.items()}
     again = lambda code: "yes" if exit_codes.resumable(code) else "no"
@@ -278,7 +291,7 @@ EXIT_CODES = {
 
 
 def _versions() -> str:
-    from hfjax.machines.machine import MACHINES
+    from hfjax.hardware.machine import MACHINES
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = [("Python", project["requires-python"]), *map(_bound, project["dependencies"])]

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
 from hfjax.analysis import hlo
-from hfjax.parallel.autodiff.program import bodies_of, parts_of_scan
+from hfjax.parallel.jaxprs.program import bodies_of, parts_of_scan
 
 TO_HOST, TO_DEVICE = "to host", "to device"
 HOST = jax.memory.Space.Host

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from hfjax.base.paths import is_key
-from hfjax.plan.layout import State
+from hfjax.sharding.layout import State
+from hfjax.utils.paths import is_key
 
 Described = dict[str, list]  # path -> [dtype, shape]
 KEY = "key<"  # begins the dtype of a random key

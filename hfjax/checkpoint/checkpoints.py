@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import check_seconds
-from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
@@ -35,12 +33,14 @@ from hfjax.checkpoint.directory import (
     steps_in,
     sweep,
 )
-from hfjax.checkpoint.keep import Keep, Metrics
-from hfjax.checkpoint.reading import ReadOptions, Restored, read
-from hfjax.checkpoint.record import plain, read_record, record
+from hfjax.checkpoint.metadata import plain, read_record, record
+from hfjax.checkpoint.restoring import ReadOptions, Restored, read
+from hfjax.checkpoint.retention import Keep, Metrics
 from hfjax.checkpoint.writer import Writer
-from hfjax.plan.layout import Layout, State
-from hfjax.processes.agreement import agreed, in_all
+from hfjax.distributed.consensus import agreed, in_all
+from hfjax.sharding.layout import Layout, State
+from hfjax.utils.keywords import check_seconds
+from hfjax.utils.tables import named
 
 
 class Closes(Protocol):

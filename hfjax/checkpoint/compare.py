@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import NEAREST, nearest_of
-from hfjax.base.tables import few, named
 from hfjax.checkpoint.arrays import KEY, Described, arrays_of
-from hfjax.plan.check_state import check_is_state
-from hfjax.plan.layout import Layout, State
-from hfjax.plan.rearrange import canonical
+from hfjax.sharding.check_state import check_is_state
+from hfjax.sharding.layout import Layout, State
+from hfjax.sharding.reorder_layers import canonical
+from hfjax.utils.keywords import NEAREST, nearest_of
+from hfjax.utils.tables import few, named
 
 
 def check_same(saved: Described, wanted: Described, dtype: DTypeLike, where: str) -> None:

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, contents, what_is
-from hfjax.base.tables import named
-from hfjax.base.write_files import check_no_link, delete, opened
+from hfjax.utils.read_files import FOLDER, MISSING, UNREACHED, contents, what_is
+from hfjax.utils.tables import named
+from hfjax.utils.write_files import check_no_link, delete, opened
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end

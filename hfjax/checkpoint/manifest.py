@@ -6,7 +6,9 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hfjax.base.read_files import (
+from hfjax.checkpoint.directory import ENDS
+from hfjax.checkpoint.metadata import FILE, FORMAT, check_format
+from hfjax.utils.read_files import (
     MISSING,
     ORDINARY,
     TEXT,
@@ -18,9 +20,7 @@ from hfjax.base.read_files import (
     what_is,
     whole,
 )
-from hfjax.base.tables import named
-from hfjax.checkpoint.directory import ENDS
-from hfjax.checkpoint.record import FILE, FORMAT, check_format
+from hfjax.utils.tables import named
 
 NAME = "manifest.json"
 LATER = {NAME, *ENDS}  # written after it; never read

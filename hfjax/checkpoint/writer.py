@@ -13,8 +13,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from hfjax.base.paths import nest
-from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import raw
 from hfjax.checkpoint.directory import (
     TEMPORARY,
@@ -24,9 +22,11 @@ from hfjax.checkpoint.directory import (
     steps_in,
     sweep_behind,
 )
-from hfjax.checkpoint.keep import Keep, Kept, Metrics
 from hfjax.checkpoint.manifest import write_manifest
-from hfjax.checkpoint.quiet import keep_quiet
+from hfjax.checkpoint.orbax_logging import keep_quiet
+from hfjax.checkpoint.retention import Keep, Kept, Metrics
+from hfjax.utils.paths import nest
+from hfjax.utils.tables import named
 
 NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 OF_ARRAY, OF_DEVICE = 1500, 32  # bytes beside an array, and more of them for each device

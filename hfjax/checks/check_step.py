@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from hfjax.base.mean import check_loss
-from hfjax.base.paths import matches
 from hfjax.checks.combinations import check
 from hfjax.optimizers.transforms import stored_dtype
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.memory import check_has_host_memory
+from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import check_kernels
 from hfjax.parallel.mesh import (
     AXES,
     EXPERT_AXES,
@@ -24,11 +22,13 @@ from hfjax.parallel.mesh import (
     in_use,
     sides,
 )
+from hfjax.parallel.offload.host_memory import check_has_host_memory
 from hfjax.parallel.precision.by_path import PrecisionByPath, named
-from hfjax.parallel.wings.kernels.measured import check_kernels
-from hfjax.plan.check_layout import check_on_grid, warn_of_gathered_experts
-from hfjax.plan.check_state import is_traced
-from hfjax.plan.layout import Layout, State
+from hfjax.sharding.check_layout import check_on_grid, warn_of_gathered_experts
+from hfjax.sharding.check_state import is_traced
+from hfjax.sharding.layout import Layout, State
+from hfjax.utils.mean import check_loss
+from hfjax.utils.paths import matches
 
 
 def check_given(layout: object, loss: object) -> None:

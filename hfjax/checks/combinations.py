@@ -19,13 +19,13 @@ from hfjax.checks.features import (
     as_written,
     lineage,
 )
-from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.layer_stack.batch_split import NO_STATISTICS_OF_PARTS, SOME_ROWS
+from hfjax.parallel.layer_stack.sharded_model import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
 from hfjax.parallel.mesh import platform_of
-from hfjax.parallel.three_parts.placed_model import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
-from hfjax.parallel.three_parts.row_parts import NO_STATISTICS_OF_PARTS, SOME_ROWS
-from hfjax.plan.check_layout import PACKED_TOGETHER
-from hfjax.plan.layout import Layout
+from hfjax.sharding.check_layout import PACKED_TOGETHER
+from hfjax.sharding.layout import Layout
 
 
 def _everywhere(layout: Layout, execution: Execution) -> bool:
@@ -308,7 +308,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     ("kernels", "GRID"): Refusal(
         "linear maps, attention and the loss are written for a grid "
-        "(parallel/wings/grid/on_grid.py), and no kernel has a part in them",
+        "(parallel/extensions/tensor_grid/ops.py), and no kernel has a part in them",
         "Leave kernels out.",
     ),
     ("CONTEXT", "GRID"): Refusal(

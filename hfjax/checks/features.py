@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
-from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
     EXPERT_AXES,
@@ -40,7 +40,7 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
-from hfjax.plan.layout import Layout
+from hfjax.sharding.layout import Layout
 
 AsWritten = Callable[[Layout, Execution], str | None]
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.parallel.engine.bare_trees import Tree
-from hfjax.parallel.engine.blueprint import Blueprint
+from hfjax.parallel.adapters.model_template import Blueprint
+from hfjax.parallel.adapters.pytrees import Tree
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import BATCH_AXES
-from hfjax.plan.layout import Layout
+from hfjax.sharding.layout import Layout
 
 _ROWS = str(BATCH_AXES).replace("'", '"')
 # What an error of JAX says -> what it means here.

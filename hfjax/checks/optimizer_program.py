@@ -18,8 +18,7 @@ import optax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from hfjax.base.paths import Flat, flatten, nest, parameter_of
-from hfjax.checks.at_zero import (
+from hfjax.checks.padding import (
     NUMBER,
     AtZero,
     Moved,
@@ -28,11 +27,12 @@ from hfjax.checks.at_zero import (
     moved_unless,
     other_choices,
 )
-from hfjax.parallel.autodiff.program import Piece, bodies_of, evaluated, inlined, piece
-from hfjax.parallel.in_parts.interpreter import run, scope_of
-from hfjax.parallel.in_parts.kinds import Cut, Part, Side
-from hfjax.parallel.in_parts.pointwise import POINTWISE
-from hfjax.parallel.in_parts.scope import Join, aval_of
+from hfjax.parallel.jaxprs.program import Piece, bodies_of, evaluated, inlined, piece
+from hfjax.parallel.spmd.interpreter import run, scope_of
+from hfjax.parallel.spmd.partition_context import Join, aval_of
+from hfjax.parallel.spmd.placements import Cut, Part, Side
+from hfjax.parallel.spmd.rules.pointwise import POINTWISE
+from hfjax.utils.paths import Flat, flatten, nest, parameter_of
 
 Entries = frozenset[str]  # of what parameters, or parts of them
 NONE: Entries = frozenset()

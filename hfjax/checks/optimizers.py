@@ -13,19 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.base.paths import Flat, nest
 from hfjax.checks.combinations import error_of
 from hfjax.checks.features import NOT_ELEMENT_BY_ELEMENT
 from hfjax.checks.optimizer_program import NONE, Entries, OptimizerProgram, Terms
+from hfjax.optimizer_step.optimizer_parts import COUNT, NUMBER, OptimizerParts
 from hfjax.optimizers.transforms import WithoutRows, unwrapped
-from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import EXPERTS
 from hfjax.parallel.packing import PackedLayers
-from hfjax.plan.layout import Layout
-from hfjax.plan.optimizer_state import converted, reformed
-from hfjax.plan.storage import Stacked
-from hfjax.update.optimizer_parts import COUNT, NUMBER, OptimizerParts
+from hfjax.sharding.layout import Layout
+from hfjax.sharding.optimizer_state import converted, reformed
+from hfjax.sharding.storage import Stacked
+from hfjax.utils.paths import Flat, nest
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The commands of hfjax: one file for each, and what several of them use.
 
-`run` has train, eval and generate, `in_and_out` import and export; then `launch`, `data`,
-`schedule`, `kernels` and `demo`. `words` reads command lines, `draw_timeline` draws boxes in time.
+`run` has train, eval and generate, `model_files` import and export; then `launch`, `data`,
+`schedule`, `kernels` and `demo`. `arguments` reads command lines, `draw_timeline` draws boxes in
+time.
 """

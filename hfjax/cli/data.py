@@ -10,16 +10,16 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hfjax.base.exits import FAILED, carried_out, ending_in_words
-from hfjax.base.image_names import holds_images
-from hfjax.base.tables import aligned, harmless, human, named
-from hfjax.cli.words import parsed
-from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
-from hfjax.data.sources import KNOWN, suffix, visible
-from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
-from hfjax.images import ImageSet, check_same_classes, parts_of
-from hfjax.images.find_images import CLASSES
-from hfjax.images.image_report import examined, lines
+from hfjax.cli.arguments import parsed
+from hfjax.data.build_dataset import Prepared, Progress as Tell, Recipe, make
+from hfjax.data.documents import KNOWN, suffix, visible
+from hfjax.data.images import ImageSet, check_same_classes, parts_of
+from hfjax.data.images.find_images import CLASSES
+from hfjax.data.images.report import examined, lines
+from hfjax.data.token_dataset import META, SPLITS, Meta, TokenSet
+from hfjax.utils.command_errors import FAILED, carried_out, ending_in_words
+from hfjax.utils.image_names import holds_images
+from hfjax.utils.tables import aligned, harmless, human, named
 
 SHOWN = 400  # tokens that are decoded
 
@@ -123,7 +123,7 @@ def _tell_images(command: DataCommand, console: Console) -> int:
         raise ValueError(
             f"--out {named(command.out)}: {named(place)} holds images, which are read as they lie, "
             f"so nothing is written. Leave --out away to see what is in it; give the folder itself "
-            "to hfjax.images.ImageLoader."
+            "to hfjax.data.images.ImageLoader."
         )
     if len(command.inputs) > 1:
         raise ValueError("of folders of images give one at a time.")

@@ -15,10 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import hfjax
-from hfjax.base.tables import human
 from hfjax.data import Loader, standard_library
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.mesh import describe_mesh
+from hfjax.utils.tables import human
 
 CONFIG = GPTConfig.tiny()
 ROWS, STEPS = 16, 10

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.atomic import replacing
+from hfjax.utils.atomic import replacing
 
 ENDINGS = (".svg", ".png", ".json")
 WIDTH, LINE, ROW, TOP, ENTRY = 1000, 26, 44, 40, 18  # points: the picture, a line, its time, …

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from hfjax.base.exits import carried_out
-from hfjax.base.tables import aligned
+from hfjax.analysis.targets import GPUS
+from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import choose, measured
 from hfjax.parallel.settings import KERNEL_WORDS, KERNELS, Wanted
-from hfjax.parallel.wings.kernels.measured import choose, measured
-from hfjax.target import GPUS
+from hfjax.utils.command_errors import carried_out
+from hfjax.utils.tables import aligned
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from hfjax.base.exits import carried_out
-from hfjax.cli.words import parsed
-from hfjax.processes.job import Limits
-from hfjax.processes.launcher import launch
+from hfjax.cli.arguments import parsed
+from hfjax.distributed.job import Limits
+from hfjax.distributed.launcher import launch
+from hfjax.utils.command_errors import carried_out
 
 
 @dataclass(frozen=True)

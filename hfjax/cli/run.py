@@ -15,27 +15,27 @@ import jax
 import tyro
 
 import hfjax
-from hfjax.base.exits import ending_in_words
-from hfjax.base.read_files import MISSING, ORDINARY, what_is
-from hfjax.base.tables import harmless, named
-from hfjax.base.write_files import user_cache
 from hfjax.checkpoint import Restored
-from hfjax.cli.words import parsed
+from hfjax.cli.arguments import parsed
+from hfjax.distributed.consensus import say, speaks
+from hfjax.distributed.exit_codes import exit_code
+from hfjax.distributed.init import Cluster, init_distributed
+from hfjax.distributed.launcher import visible_gpus
+from hfjax.distributed.stop import leaving
 from hfjax.optimizers.transforms import averaged
-from hfjax.parallel.placement import row_shares
-from hfjax.processes.agreement import say, speaks
-from hfjax.processes.distributed import Cluster, init_distributed
-from hfjax.processes.exit_codes import exit_code
-from hfjax.processes.launcher import visible_gpus
-from hfjax.processes.stop import leaving
-from hfjax.run import files
-from hfjax.run.build import Parts, check_used, mesh_of, whole, without_optimizer
-from hfjax.run.config import Mesh, Train, at_least
-from hfjax.run.deepspeed_flags import FILE, with_file
-from hfjax.run.loop import CHECKPOINTS, CONFIG, train
-from hfjax.run.own_copy import COPY
-from hfjax.run.sampling import Sampling
-from hfjax.run.screen import validation, waiting
+from hfjax.parallel.param_specs import row_shares
+from hfjax.trainer import config_io
+from hfjax.trainer.build import Parts, check_used, mesh_of, whole, without_optimizer
+from hfjax.trainer.config import Mesh, Train, at_least
+from hfjax.trainer.console import validation, waiting
+from hfjax.trainer.deepspeed_flags import FILE, with_file
+from hfjax.trainer.sampling import Sampling
+from hfjax.trainer.source_snapshot import COPY
+from hfjax.trainer.train_loop import CHECKPOINTS, CONFIG, train
+from hfjax.utils.command_errors import ending_in_words
+from hfjax.utils.read_files import MISSING, ORDINARY, what_is
+from hfjax.utils.tables import harmless, named
+from hfjax.utils.write_files import user_cache
 
 
 def start(config: Train) -> Cluster:
@@ -105,7 +105,7 @@ def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
             left = rest[:at] + rest[at + (1 if equals else 2) :]
             if any(word.partition("=")[0] == name for word in left):
                 raise ValueError("--config is there twice: give one file.")
-            return files.load(path), left
+            return config_io.load(path), left
     return Train(), rest
 
 
@@ -203,8 +203,8 @@ def saved_config(given: Saved) -> Train:
     if (kind := what_is(path)) != ORDINARY:
         found = f"it has no {CONFIG}" if kind == MISSING else f"its {CONFIG} is {kind}"
         raise ValueError(f"{named(given.run)} is no run of hfjax train: {found}.")
-    config = files.load(path)
-    if (code := files.code_of(config)) and not given.trust:
+    config = config_io.load(path)
+    if (code := config_io.code_of(config)) and not given.trust:
         raise ValueError(
             f"{named(path)} names Python code, {' and '.join(code)}, which would run as you. If "
             "you wrote it or have read it, give --trust."

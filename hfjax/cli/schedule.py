@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.table import Table as Rows
 from rich.text import Text
 
-from hfjax.base.exits import carried_out
-from hfjax.base.tables import aligned
 from hfjax.cli.draw_timeline import BARS, LEFT, LETTER, WIDTH, Span, Timeline, write
 from hfjax.parallel.schedules.cost import (
     MODELS,
@@ -26,6 +24,8 @@ from hfjax.parallel.schedules.cost import (
 )
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.table import KINDS, Table, needs
+from hfjax.utils.command_errors import carried_out
+from hfjax.utils.tables import aligned
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 MARGIN = 10  # columns before the first tick

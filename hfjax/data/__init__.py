@@ -1,10 +1,11 @@
-"""Token files on disk and the rows that a run reads from them. Knows no mesh and no model.
+"""Data sets on disk and the examples that a run reads from them. Knows no mesh and no model.
 
-Making a data set: `recipe`, from `sources` (or `library`: Python's own source) by `tokenizer`,
-written by `token_writer`. Reading one: `tokens`, cut into `rows`, in the
-order of `stream`, as the batches of `loader`; `row_loader` is what it shares with that of images.
+Making a token data set: `build_dataset`, from `documents` (or `stdlib_corpus`: Python's own source)
+by `tokenizer`, written by `token_writer`. Reading one: `token_dataset`, cut into `examples`, in the
+order of `sampler`, as the batches of `token_loader`; `indexed_loader` is what it shares with the
+loader of `images`.
 """
 
-from hfjax.base.lazy import lazy_names
+from hfjax.utils.lazy_import import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hfjax.base.atomic import atomic_directory, sweep, sweeping_at_sigterm
-from hfjax.base.read_files import UNREACHED, what_is
-from hfjax.base.tables import named
-from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
-from hfjax.data.tokens import (
+from hfjax.data.token_dataset import (
     DOCUMENTS,
     META,
     SMALL,
@@ -24,6 +20,10 @@ from hfjax.data.tokens import (
     dtype_for,
     sampled,
 )
+from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
+from hfjax.utils.atomic import atomic_directory, sweep, sweeping_at_sigterm
+from hfjax.utils.read_files import UNREACHED, what_is
+from hfjax.utils.tables import named
 
 
 class TokenWriter:

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hfjax.base.exits import optional
-from hfjax.base.read_files import MISSING, Kind, check_fields, contents, parsed, what_is
-from hfjax.base.tables import named
+from hfjax.utils.command_errors import optional
+from hfjax.utils.read_files import MISSING, Kind, check_fields, contents, parsed, what_is
+from hfjax.utils.tables import named
 
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hfjax.base.keywords import is_real, is_whole
-from hfjax.base.paths import Index
+from hfjax.utils.keywords import is_real, is_whole
+from hfjax.utils.paths import Index
 
 Rate = Callable[[Any], Any]
 DECAYS = ("cosine", "linear", "constant")

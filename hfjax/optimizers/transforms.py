@@ -13,9 +13,9 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import dtype_of, is_real
-from hfjax.base.paths import Flat, Tree, flatten, matches, nest, parameter_of
-from hfjax.base.read_files import shown
+from hfjax.utils.keywords import dtype_of, is_real
+from hfjax.utils.paths import Flat, Tree, flatten, matches, nest, parameter_of
+from hfjax.utils.read_files import shown
 
 
 def adamw(

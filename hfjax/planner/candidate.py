@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.mesh import AXES
+from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.settings import Context
 from hfjax.parallel.strategy import Strategy
-from hfjax.planner.placing import Sides
-from hfjax.run.build import PLANES, sizes_of, strategy_of
-from hfjax.run.config import Mesh, PipelineOptions, Train
+from hfjax.planner.memory_model import Sides
+from hfjax.trainer.build import PLANES, sizes_of, strategy_of
+from hfjax.trainer.config import Mesh, PipelineOptions, Train
 
 
 @dataclass(frozen=True)

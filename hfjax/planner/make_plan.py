@@ -15,21 +15,21 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import hfjax
-from hfjax.base.tables import aligned, human
-from hfjax.machines.machine import MACHINES, Machine
+from hfjax.analysis.targets import GPUS, can_compile_for_gpus, fraction_taken, target_devices
+from hfjax.hardware.machine import MACHINES, Machine
 from hfjax.parallel.mesh import AXES, EXPERTS
 from hfjax.planner.candidate import Candidate
-from hfjax.planner.corrected import corrected
+from hfjax.planner.corrections import corrected
+from hfjax.planner.explain import reason_of
+from hfjax.planner.memory_model import ArraysPlaced
 from hfjax.planner.peak_memory import Peak
-from hfjax.planner.placing import ArraysPlaced
+from hfjax.planner.programs.compile_candidates import Failed, compile_candidate
 from hfjax.planner.programs.compile_step import Compiled
-from hfjax.planner.programs.compiled import Failed, compile_candidate
-from hfjax.planner.reasons import reason_of
 from hfjax.planner.score import Scored, Scorer
 from hfjax.planner.search import ModelFacts, candidates, with_host
 from hfjax.planner.step_time import StepTime
-from hfjax.run.config import Train
-from hfjax.target import GPUS, can_compile_for_gpus, fraction_taken, target_devices
+from hfjax.trainer.config import Train
+from hfjax.utils.tables import aligned, human
 
 KEEP = 20  # rows that are checked and kept
 MARGIN = 0.05  # of the memory that stays free where a formula says that a step fits
@@ -156,7 +156,7 @@ def make_plan(
 
     Example:
         >>> import hfjax
-        >>> from hfjax.run.config import Model, Train
+        >>> from hfjax.trainer.config import Model, Train
         >>> config = Train(batch=16, precision="bf16", model=Model(preset="gpt-tiny"))
         >>> plan = hfjax.make_plan(config, gpu="h200", count=2, vocab=256)
         >>> plan.best.fits, plan.best.candidate.devices

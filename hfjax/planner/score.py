@@ -12,26 +12,26 @@ from typing import Any
 
 import jax
 
-from hfjax.machines.machine import Machine
-from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.hardware.machine import Machine
+from hfjax.parallel.adapters.model_template import LAYERS
+from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
+from hfjax.parallel.extensions.expert_parallel.dispatch_kinds import MixtureCall
+from hfjax.parallel.layer_stack.ordered_layers import AT_MOST
 from hfjax.parallel.mesh import size_of
 from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.parallel.schedules.cost import cost, outline, permutes_of
 from hfjax.parallel.schedules.table import Table
-from hfjax.parallel.three_parts.layers_in_turn import AT_MOST
-from hfjax.parallel.wings.context.forms import AttentionCall
-from hfjax.parallel.wings.experts.dispatch import MixtureCall
 from hfjax.planner.candidate import Candidate, table_of
+from hfjax.planner.comm_model import GRID, NEW, TENSOR, Sent, Traffic, form_of, sent_by
+from hfjax.planner.memory_model import ArraysPlaced, ModelArrays
 from hfjax.planner.peak_memory import Peak, Running, WeightBytes, peak_of
-from hfjax.planner.placing import ArraysPlaced, ModelArrays
 from hfjax.planner.programs.compile_step import Compiled
 from hfjax.planner.programs.model_calls import ModelCalls, calls_of
 from hfjax.planner.programs.model_profile import ModelProfile, Sizes, profile_of
-from hfjax.planner.programs.planned import Planned
+from hfjax.planner.programs.placeholder_attention import fused_attention
+from hfjax.planner.programs.planned_run import Planned
 from hfjax.planner.programs.read_program import Share
-from hfjax.planner.programs.stand_in import fused_attention
-from hfjax.planner.sent import GRID, NEW, TENSOR, Sent, Traffic, form_of, sent_by
 from hfjax.planner.step_time import (
     BESIDE,
     NOTHING,
@@ -42,7 +42,7 @@ from hfjax.planner.step_time import (
     slowest,
     time_of_work,
 )
-from hfjax.run.config import Mesh, Train
+from hfjax.trainer.config import Mesh, Train
 
 HALVES = 0.5  # of tensor's transfers that split rows hide: benchmarks/results/ahead_of_time.md
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hfjax.checks.combinations import refusals
-from hfjax.machines.machine import Machine
+from hfjax.hardware.machine import Machine
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.planner.candidate import Candidate, table_of
 

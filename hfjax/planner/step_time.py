@@ -19,13 +19,13 @@ from functools import cache
 
 import jax.numpy as jnp
 
-from hfjax.analysis.flights import Matmul
-from hfjax.analysis.product_time import FusedAttention, ProductModel, seconds
-from hfjax.machines.machine import Machine
+from hfjax.analysis.matmul_time import FusedAttention, ProductModel, seconds
+from hfjax.analysis.overlap import Matmul
+from hfjax.hardware.machine import Machine
 from hfjax.parallel.mesh import AXES
-from hfjax.planner.placing import Sides
+from hfjax.planner.comm_model import Sent
+from hfjax.planner.memory_model import Sides
 from hfjax.planner.programs.model_profile import Work
-from hfjax.planner.sent import Sent
 
 LONGEST = 64  # hops of a ring: beyond that trees take its place
 BESIDE = 0.9  # of the time of products for which a transfer can run beside them
@@ -155,7 +155,7 @@ def seconds_of(one: Sent, sides: Sides, machine: Machine) -> float:
 def slowest(devices: int, machine: Machine) -> float:
     """Return by how much the slowest of so many devices is slower than the mean.
 
-    >>> from hfjax.machines.machine import MACHINES
+    >>> from hfjax.hardware.machine import MACHINES
     >>> slowest(1, MACHINES["h100"])
     1.0
     """

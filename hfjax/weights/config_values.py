@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hfjax.base.keywords import is_real, is_whole
+from hfjax.utils.keywords import is_real, is_whole
 
 
 @dataclass(frozen=True)

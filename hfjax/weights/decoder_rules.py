@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hfjax.weights.name_rules import Rule, RuleTable, as_it_is, turned
+from hfjax.weights.tensor_rules import Rule, RuleTable, as_it_is, turned
 
 LAYER = "model.layers.{layer}."
 OURS = "layers/"

@@ -14,8 +14,8 @@ from hfjax.models.moe.moe_llama import MoELlama
 from hfjax.weights import config_keys as keys
 from hfjax.weights.config_values import ConfigValues
 from hfjax.weights.decoder_rules import OF_MIXTRAL, OF_QWEN, decoder_table, gpt_table
-from hfjax.weights.name_rules import RuleTable
 from hfjax.weights.tensor_files import KNOWN_TYPES
+from hfjax.weights.tensor_rules import RuleTable
 
 
 class Family(NamedTuple):

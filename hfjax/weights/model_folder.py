@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.read_files import (
+from hfjax.utils.read_files import (
     FOLDER,
     MISSING,
     ORDINARY,
@@ -21,7 +21,7 @@ from hfjax.base.read_files import (
     parsed,
     what_is,
 )
-from hfjax.base.tables import named
+from hfjax.utils.tables import named
 from hfjax.weights.tensor_files import FileTensor, read_header
 
 CONFIG, WHOLE = "config.json", "model.safetensors"

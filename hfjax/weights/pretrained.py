@@ -13,23 +13,23 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import check_keywords, dtype_of, is_whole, known_keywords
-from hfjax.base.paths import Flat
-from hfjax.base.tables import bytes_of, few, human, named
 from hfjax.data.tokenizer import load_tokenizer
+from hfjax.distributed.consensus import check_same, in_all
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import LlamaConfig, LocalLayers
 from hfjax.models.moe.layer import Mixing
 from hfjax.models.moe.moe_llama import MoEConfig
-from hfjax.plan.check_state import check_layout
-from hfjax.plan.layout import Layout, State
-from hfjax.processes.agreement import check_same, in_all
+from hfjax.sharding.check_state import check_layout
+from hfjax.sharding.layout import Layout, State
+from hfjax.utils.keywords import check_keywords, dtype_of, is_whole, known_keywords
+from hfjax.utils.paths import Flat
+from hfjax.utils.tables import bytes_of, few, human, named
 from hfjax.weights.families import FAMILIES, Family, config_of
+from hfjax.weights.load import WeightStream
 from hfjax.weights.model_folder import TOKENIZER, ModelFolder, has_file, read_folder
-from hfjax.weights.name_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
-from hfjax.weights.stream_in import WeightStream
+from hfjax.weights.save import write_out
 from hfjax.weights.tensor_files import KNOWN_TYPES
-from hfjax.weights.write_out import write_out
+from hfjax.weights.tensor_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
 
 STORED = ("float32", "bfloat16")
 COUNTED = ("num_hidden_layers", "n_layer", "num_experts", "num_local_experts")

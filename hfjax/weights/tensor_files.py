@@ -16,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hfjax.base.read_files import check_ordinary, shown
-from hfjax.base.tables import named
+from hfjax.utils.read_files import check_ordinary, shown
+from hfjax.utils.tables import named
 
 DTYPES: Mapping[str, np.dtype] = {
     **{"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16)},

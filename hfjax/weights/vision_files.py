@@ -16,20 +16,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from hfjax.base.atomic import replacing
-from hfjax.base.paths import Flat, flatten, nest
-from hfjax.base.read_files import check_ordinary
-from hfjax.base.tables import named
-from hfjax.batches import full
-from hfjax.initialise import init
+from hfjax.distributed.consensus import agreed, in_all
 from hfjax.models.vision.deeplab import DeepLabConfig
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
 from hfjax.parallel.execution import PipelineSchedule
-from hfjax.plan.layout import Layout, State
-from hfjax.processes.agreement import agreed, in_all
+from hfjax.sharding.layout import Layout, State
+from hfjax.step.batches import full
+from hfjax.step.init_state import init
+from hfjax.utils.atomic import replacing
+from hfjax.utils.paths import Flat, flatten, nest
+from hfjax.utils.read_files import check_ordinary
+from hfjax.utils.tables import named
+from hfjax.weights.load import by_path
 from hfjax.weights.model_folder import PICKLES
-from hfjax.weights.name_rules import PlacedTensor, Shape, check_covers, misfits
-from hfjax.weights.stream_in import by_path
+from hfjax.weights.save import in_full_precision
 from hfjax.weights.tensor_files import (
     FileTensor,
     header_of,
@@ -37,8 +37,8 @@ from hfjax.weights.tensor_files import (
     read_header,
     read_rows,
 )
+from hfjax.weights.tensor_rules import PlacedTensor, Shape, check_covers, misfits
 from hfjax.weights.vision_rules import COUNTER, HEADS, shapes_of, vision_table
-from hfjax.weights.write_out import in_full_precision
 
 VARIANCE, BACKBONE = "running_var", "backbone."
 NEW_HEAD = "--model.new-head (read_vision(…, new_head=True))"

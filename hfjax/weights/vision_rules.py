@@ -10,13 +10,13 @@ from typing import Any
 
 from flax import nnx
 
-from hfjax.base.paths import path_of
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig
 from hfjax.models.vision.regnet import RegNet, RegNetConfig
 from hfjax.models.vision.resnet import ResNet, ResNetConfig
 from hfjax.models.vision.vision_config import VisionConfig
 from hfjax.models.vision.vit import ViT, ViTConfig
-from hfjax.weights.name_rules import Rule, RuleTable, Shape, as_it_is, turned
+from hfjax.utils.paths import path_of
+from hfjax.weights.tensor_rules import Rule, RuleTable, Shape, as_it_is, turned
 
 COUNTER = "num_batches_tracked"
 HEADS = ("fc", "classifier/outer", "auxiliary/outer")  # what has the classes as a dimension

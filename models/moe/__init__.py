@@ -1,15 +1,15 @@
 """Mixtures of experts: who chooses whom, the layer, and a Llama whose MLPs are mixtures.
 
-`layer` is the layer, `router` chooses, `places` says which tokens an expert takes, `mixture` and
-`blocks` what experts make of them, with a capacity and without. `losses` are those of routers,
-which `told` carries to `routed_loss`; `moe_llama` is the model.
+`layer` is the layer, `router` chooses, `slots` says which tokens an expert takes, `experts` and
+`grouped` what experts make of them, with a capacity and without. `losses` are those of routers,
+which `metrics` carries to `routed_loss`; `moe_llama` is the model.
 """
 
 from hfjax.models.moe.layer import MoE
+from hfjax.models.moe.metrics import Routed, Told, after_step
 from hfjax.models.moe.moe_llama import PRESETS, MoEConfig, MoELlama
 from hfjax.models.moe.routed_loss import next_token_loss, over_batch, takes_routing, with_routing
 from hfjax.models.moe.router import Router
-from hfjax.models.moe.told import Routed, Told, after_step
 
 __all__ = [
     "PRESETS",

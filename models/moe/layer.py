@@ -15,15 +15,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend import source_info_util
 
-from hfjax.base.keywords import is_real, is_whole, known_fields, meanings
-from hfjax.base.rounding import widened
+from hfjax.models.layers import Linear, RowKey, anywhere, plain, project, stacked, unnumbered
 from hfjax.models.llama import MLP
+from hfjax.models.moe.experts import Choices, Mixture
 from hfjax.models.moe.losses import balance, spread, z_losses
-from hfjax.models.moe.mixture import Choices, Mixture
-from hfjax.models.moe.places import capacity as capacity_of, in_order, places
+from hfjax.models.moe.metrics import Told
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
-from hfjax.models.moe.told import Told
-from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked, unnumbered
+from hfjax.models.moe.slots import capacity as capacity_of, in_order, places
+from hfjax.utils.keywords import is_real, is_whole, known_fields, meanings
+from hfjax.utils.rounding import widened
 
 source_info_util.register_exclusion(__file__)  # the line of a mixture is the user's
 

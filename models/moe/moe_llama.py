@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hfjax.base.keywords import is_whole
+from hfjax.models.layers import (
+    STREAM,
+    WHOLE,
+    added,
+    anywhere,
+    plain,
+    residual_scale,
+    run_stacked,
+    stacked,
+)
 from hfjax.models.llama import (
     MLP,
     Attention,
@@ -23,20 +32,11 @@ from hfjax.models.llama import (
 )
 from hfjax.models.loss import next_tokens
 from hfjax.models.moe.layer import Mixing, MoE
+from hfjax.models.moe.metrics import Routed, Told, after_step
 from hfjax.models.moe.routed_loss import over_batch
 from hfjax.models.moe.router import Router
-from hfjax.models.moe.told import Routed, Told, after_step
-from hfjax.models.parts import (
-    STREAM,
-    WHOLE,
-    added,
-    anywhere,
-    plain,
-    residual_scale,
-    run_stacked,
-    stacked,
-)
 from hfjax.models.rope import Rope
+from hfjax.utils.keywords import is_whole
 
 
 class Stream(NamedTuple):

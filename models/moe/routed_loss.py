@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.base.mean import ENTROPY, Mean
+from hfjax.models.layers import plain
 from hfjax.models.loss import next_token_loss as of_tokens, token_losses
 from hfjax.models.moe.losses import balance
+from hfjax.models.moe.metrics import DROPPED, LOAD, Routed, Told
 from hfjax.models.moe.router import Router
-from hfjax.models.moe.told import DROPPED, LOAD, Routed, Told
-from hfjax.models.parts import plain
-from hfjax.pallas_kernels.handing import Projection, takes_projection
+from hfjax.pallas_kernels.capabilities import Projection, takes_projection
+from hfjax.utils.mean import ENTROPY, Mean
 
 
 def takes_routing(loss: Callable) -> Callable:
@@ -53,7 +53,7 @@ def with_routing(losses: jax.Array, weights: jax.Array | np.ndarray, routed: Rou
             'a router balances over the batch (Router(balance_over="batch"), as "mixtral" and '
             '"qwen3" do), and nothing has added that loss. Where the model has all that was told: '
             "told = hfjax.models.moe.over_batch(told, router, self.kernels), with self.kernels = "
-            'hfjax.models.parts.plain; or take balance_over="group".'
+            'hfjax.models.layers.plain; or take balance_over="group".'
         )
     total, weight = (losses * weights).sum(), weights.sum()
     added = (told.loss.reshape(losses.shape) * weights).sum()

@@ -1,7 +1,7 @@
 """How tokens choose experts. [T]okens, [E]xperts, [k] choices of a token.
 
 Everything here concerns one token by itself; what tokens of a group have to do with each other,
-places in an expert's capacity and losses of balance, is in `places.py` and `losses.py`.
+places in an expert's capacity and losses of balance, is in `slots.py` and `losses.py`.
 """
 
 import sys
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.keywords import is_real, is_whole
+from hfjax.utils.keywords import is_real, is_whole
 
 SCORES = ("softmax", "sigmoid")
 NORMALISE = ("none", "chosen", "kept")

@@ -10,8 +10,8 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from hfjax.models.parts import Draw
-from hfjax.models.vision.dilated_gradient import dilated
+from hfjax.models.layers import Draw
+from hfjax.models.vision.dilated_convolution import dilated
 from hfjax.models.vision.norms import norm_after
 from hfjax.models.vision.vision_config import ConvNetConfig
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hfjax.base.keywords import check_sizes, is_real
-from hfjax.models.parts import Dropout, run_listed
+from hfjax.models.layers import Dropout, run_listed
 from hfjax.models.vision.convolutions import (
     Conv,
     ConvNorm,
@@ -26,6 +25,7 @@ from hfjax.models.vision.resnet import (
     blocks_of,
 )
 from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, check_tuple
+from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "DeepLab", "DeepLabConfig"]
 

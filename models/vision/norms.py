@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from hfjax.models.parts import plain
+from hfjax.models.layers import plain
 from hfjax.models.vision.vision_config import ConvNetConfig
 
 CHANNELS = ("channel_out",)

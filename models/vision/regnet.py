@@ -12,11 +12,11 @@ from typing import ClassVar, NamedTuple
 import jax
 from flax import nnx
 
-from hfjax.base.keywords import check_sizes, is_real
-from hfjax.models.parts import Linear, run_listed
+from hfjax.models.layers import Linear, run_listed
 from hfjax.models.vision.convolutions import Conv, ConvNorm, mean_of_positions
 from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, ConvNetConfig
+from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "RegNet", "RegNetConfig"]
 

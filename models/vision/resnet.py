@@ -12,8 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from flax import nnx
 
-from hfjax.base.keywords import is_whole
-from hfjax.models.parts import Linear, run_listed
+from hfjax.models.layers import Linear, run_listed
 from hfjax.models.vision.convolutions import (
     Conv,
     ConvNorm,
@@ -24,6 +23,7 @@ from hfjax.models.vision.convolutions import (
 from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.norms import norm_after
 from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, ConvNetConfig, check_tuple
+from hfjax.utils.keywords import is_whole
 
 __all__ = ["PRESETS", "ResNet", "ResNetConfig"]
 

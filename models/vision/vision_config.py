@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hfjax.base.keywords import check_sizes, is_real, is_whole
-from hfjax.models.presets import Presets
+from hfjax.models.model_config import Presets
+from hfjax.utils.keywords import check_sizes, is_real, is_whole
 
 # Mesh axes over which models of images are not split, and what to do: hfjax.layout refuses them.
 OF_IMAGES: Mapping[str, str] = {

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from hfjax.base.keywords import check_sizes, is_real
-from hfjax.models.parts import (
+from hfjax.models.layers import (
     STREAM,
     WHOLE,
     Draw,
@@ -31,6 +30,7 @@ from hfjax.models.parts import (
 from hfjax.models.vision.convolutions import by_inputs
 from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.vision_config import OF_IMAGES, VisionConfig
+from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "ViT", "ViTConfig", "full_attention"]
 

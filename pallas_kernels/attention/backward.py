@@ -13,16 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.attention.keys import (
-    Keys,
-    Rows,
-    launch_over_queries,
-    shared_keys,
-    shared_rows,
-)
-from hfjax.pallas_kernels.attention.parts import (
+from hfjax.pallas_kernels.attention.common import (
     LOG2E,
     ROWS,
     Plan,
@@ -33,7 +25,15 @@ from hfjax.pallas_kernels.attention.parts import (
     sums,
     write,
 )
+from hfjax.pallas_kernels.attention.keys import (
+    Keys,
+    Rows,
+    launch_over_queries,
+    shared_keys,
+    shared_rows,
+)
 from hfjax.pallas_kernels.mosaic import by_row, load
+from hfjax.utils.paths import Index
 
 
 class Inputs(NamedTuple):

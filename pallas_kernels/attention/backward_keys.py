@@ -13,15 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.backward import Inputs
-from hfjax.pallas_kernels.attention.keys import (
-    documents_of,
-    same_document,
-    shared_rows,
-)
-from hfjax.pallas_kernels.attention.parts import (
+from hfjax.pallas_kernels.attention.common import (
     LOG2E,
     ROWS,
     Plan,
@@ -40,7 +34,13 @@ from hfjax.pallas_kernels.attention.parts import (
     slot_of,
     write,
 )
+from hfjax.pallas_kernels.attention.keys import (
+    documents_of,
+    same_document,
+    shared_rows,
+)
 from hfjax.pallas_kernels.mosaic import load
+from hfjax.utils.paths import Index
 
 
 class Shared(NamedTuple):

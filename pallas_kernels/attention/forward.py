@@ -13,16 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.attention.keys import (
-    Keys,
-    Rows,
-    launch_over_queries,
-    shared_keys,
-    shared_rows,
-)
-from hfjax.pallas_kernels.attention.parts import (
+from hfjax.pallas_kernels.attention.common import (
     LN2,
     LOG2E,
     ROWS,
@@ -36,7 +28,15 @@ from hfjax.pallas_kernels.attention.parts import (
     sums,
     write,
 )
+from hfjax.pallas_kernels.attention.keys import (
+    Keys,
+    Rows,
+    launch_over_queries,
+    shared_keys,
+    shared_rows,
+)
 from hfjax.pallas_kernels.mosaic import Part, by_row, load
+from hfjax.utils.paths import Index
 
 FLOOR = -1e30  # a maximum below every score: exponentials of what is masked are then plain zeros
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic, plgpu
-from hfjax.pallas_kernels.attention.parts import (
+from hfjax.pallas_kernels.attention.common import (
     ROWS,
     Plan,
     Visit,
@@ -26,6 +25,7 @@ from hfjax.pallas_kernels.attention.parts import (
     slot_of,
 )
 from hfjax.pallas_kernels.mosaic import Part, Ref, by_row, load
+from hfjax.utils.paths import Index
 
 
 class Keys(NamedTuple):

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels.attention import (
     backward,
     backward_keys,
     forward as flash_forward,
 )
+from hfjax.pallas_kernels.attention.common import LOG2E, Plan, Shape, Tile
 from hfjax.pallas_kernels.attention.mask import (
     Mask,
     Places,
@@ -24,9 +24,9 @@ from hfjax.pallas_kernels.attention.mask import (
     visits_of_keys,
     visits_of_queries,
 )
-from hfjax.pallas_kernels.attention.parts import LOG2E, Plan, Shape, Tile
 from hfjax.pallas_kernels.attention.reference import Final, State
 from hfjax.pallas_kernels.mosaic import padded
+from hfjax.utils.paths import Shaped
 
 HALF = (jnp.bfloat16, jnp.float16)
 WIDTHS = (64, 128)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hfjax.base.varying import together, zeros
 from hfjax.pallas_kernels.attention.mask import Mask, Places, Tiles, tiles_seen, visible
 from hfjax.pallas_kernels.mosaic import padded
+from hfjax.utils.vma import together, zeros
 
 BLOCK = 512  # queries and keys
 

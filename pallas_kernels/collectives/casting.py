@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels.collectives import kernel, reference as plain
 from hfjax.pallas_kernels.collectives.reference import Axis
 from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable
+from hfjax.utils.paths import Shaped
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 LARGEST = 8  # GPUs of a host that reach each other's memory

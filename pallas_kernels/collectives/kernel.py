@@ -18,12 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.collectives import stream
 from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles
 from hfjax.pallas_kernels.mosaic import Ref
 from hfjax.pallas_kernels.ring.peers import Ring, ahead
+from hfjax.utils.paths import Index
 
 
 def load(ref: Ref, dtype: DTypeLike) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.base.varying import alike, varying
+from hfjax.utils.vma import alike, varying
 
 Axis = str | tuple[str, ...]
 

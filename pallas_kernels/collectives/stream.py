@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.mosaic import Ref
+from hfjax.utils.paths import Index
 
 COLUMNS = 256  # the most elements of a side of one copy
 SLOTS = 2  # tiles on their way out

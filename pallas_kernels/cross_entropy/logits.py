@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Index
-from hfjax.base.varying import zeros
 from hfjax.pallas_kernels.mosaic import padded
+from hfjax.utils.paths import Index
+from hfjax.utils.vma import zeros
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the maximum of nothing: finite, so that no inf - inf appears

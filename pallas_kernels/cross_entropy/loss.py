@@ -38,10 +38,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Shaped
-from hfjax.base.varying import alike, varying, zeros
 from hfjax.pallas_kernels.cross_entropy import logits, tiles
 from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning, product, take, wide
+from hfjax.utils.paths import Shaped
+from hfjax.utils.vma import alike, varying, zeros
 
 __all__ = ["Tuning", "cross_entropy", "reference", "refuses"]
 

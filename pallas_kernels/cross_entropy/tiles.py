@@ -1,4 +1,4 @@
-"""What is made of tiles of logits while they are in registers (`walk.py`).
+"""What is made of tiles of logits while they are in registers (`tile_loop.py`).
 
 `statistics`: the maximum and the sum of exponentials of each row. `probabilities`: softmax - onehot
 of a part of the vocabulary.
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.cross_entropy.logits import EVEN, LOG2E, LOWEST, Columns, Tuning, in_parts
-from hfjax.pallas_kernels.cross_entropy.walk import (
+from hfjax.pallas_kernels.cross_entropy.tile_loop import (
     ROWS,
     TILE,
     WORKERS,

@@ -17,9 +17,9 @@ The gradient: ring_gradients.py.
 import jax
 from jax import lax
 
-from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels.ring.products import by_jax, by_kernel, check, refusal
 from hfjax.pallas_kernels.ring.tiles import USUAL, Tuning
+from hfjax.utils.paths import Shaped
 
 
 def all_gather_matmul(

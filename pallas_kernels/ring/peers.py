@@ -31,9 +31,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from hfjax.base.paths import Index
 from hfjax.pallas_kernels import current_platform, plgpu
 from hfjax.pallas_kernels.mosaic import Part, Ref
+from hfjax.utils.paths import Index
 
 MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from hfjax.base.paths import Shaped
-from hfjax.base.varying import varying
 from hfjax.pallas_kernels.ring import reference as ring_reference
 from hfjax.pallas_kernels.ring.gather import gather_matmul
 from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable
 from hfjax.pallas_kernels.ring.reference import gathered_gradient
 from hfjax.pallas_kernels.ring.scatter import matmul_scatter
 from hfjax.pallas_kernels.ring.tiles import Tuning
+from hfjax.utils.paths import Shaped
+from hfjax.utils.vma import varying
 
 
 class Pair(NamedTuple):

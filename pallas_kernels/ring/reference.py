@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Index
+from hfjax.utils.paths import Index
 
 
 def shards(x: jax.Array, axis: str) -> Iterator[tuple]:

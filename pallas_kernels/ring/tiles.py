@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from hfjax.base.paths import Index, Shaped
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.mosaic import Ref, kernel, role, tiled
 from hfjax.pallas_kernels.ring.peers import Ring
+from hfjax.utils.paths import Index, Shaped
 
 CONSUMERS = 2  # warpgroups that multiply; the third one copies
 HALF = 64  # rows of a tile that one of them multiplies

@@ -18,18 +18,14 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
-from hfjax.base.mean import Mean, as_mean
-from hfjax.base.paths import Flat, Tree
-from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.engine.fetch import Stored
-from hfjax.parallel.engine.keys import keys_here
-from hfjax.parallel.engine.layers import LayerOptions
-from hfjax.parallel.engine.legs import Choose, Leg, Movement, by_xla, legs, pin_tensor_axes
-from hfjax.parallel.engine.local import Traced
-from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis, reduce_gradient
+from hfjax.parallel.adapters.model_template import LAYERS, Blueprint
+from hfjax.parallel.engine.comm_plan import Choose, Leg, Movement, by_xla, legs, pin_tensor_axes
+from hfjax.parallel.engine.example_keys import keys_here
+from hfjax.parallel.engine.layer_remat import LayerOptions
+from hfjax.parallel.engine.model_ops import Traced
+from hfjax.parallel.engine.reduce_gradients import Reduction, one_scatter_per_axis, reduce_gradient
+from hfjax.parallel.engine.unshard import Stored
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.in_parts.joins import check_gathers
-from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.mesh import (
     AXES,
     PIPE_AXIS,
@@ -43,9 +39,13 @@ from hfjax.parallel.mesh import (
     sides,
     size_of,
 )
-from hfjax.parallel.placement import Placed
+from hfjax.parallel.param_specs import Placed
 from hfjax.parallel.precision.dtypes import Dtypes
+from hfjax.parallel.spmd.placements import Side
+from hfjax.parallel.spmd.report import check_gathers
 from hfjax.parallel.strategy import Axes
+from hfjax.utils.mean import Mean, as_mean
+from hfjax.utils.paths import Flat, Tree
 
 
 @dataclass(frozen=True)

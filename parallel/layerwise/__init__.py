@@ -1,5 +1,5 @@
 """hfjax's own loop over layers, written out in place of the derivative of a scan.
 
 Parameters come from the host layer by layer, and a layer may be updated as soon as its gradient is
-there. `planes` are the data planes, `passes` the loop, `one_layer` the update of a layer.
+there. `engines` compute gradients so, `passes` is the loop, `layer_update` the update of a layer.
 """

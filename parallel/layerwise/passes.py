@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Flat, Index
-from hfjax.parallel.autodiff.dissect import Dissected
-from hfjax.parallel.autodiff.model_parts import ModelParts, arrays_of, cotangents
-from hfjax.parallel.memory import is_on_host
+from hfjax.parallel.jaxprs.split_backward import Dissected
+from hfjax.parallel.jaxprs.stage_fns import ModelParts, arrays_of, cotangents
+from hfjax.parallel.offload.host_memory import is_on_host
+from hfjax.utils.paths import Flat, Index
 
 Carry = Any  # what changes layer by layer
 

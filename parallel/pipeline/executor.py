@@ -19,17 +19,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Flat, Index
-from hfjax.parallel.activation_offload import Share, of_part
-from hfjax.parallel.autodiff.dissect import Dissected, zeros_like
-from hfjax.parallel.autodiff.model_parts import ModelParts
-from hfjax.parallel.autodiff.program import packed
+from hfjax.parallel.jaxprs.program import packed
+from hfjax.parallel.jaxprs.split_backward import Dissected, zeros_like
+from hfjax.parallel.jaxprs.stage_fns import ModelParts
 from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.pipeline.recompute import EveryMicrobatch, ExceptLast, UnitPasses
-from hfjax.parallel.pipeline.rings import Ring, Slots, StageLinks
+from hfjax.parallel.offload.activations import Share, of_part
+from hfjax.parallel.pipeline.activation_checkpointing import EveryMicrobatch, ExceptLast, UnitPasses
+from hfjax.parallel.pipeline.stage_params import FixedWeights, Weights
+from hfjax.parallel.pipeline.stash_buffers import Ring, Slots, StageLinks
 from hfjax.parallel.pipeline.tick import OUTSIDE, SegmentFacts, StageTick, State
-from hfjax.parallel.pipeline.weights import FixedWeights, Weights
 from hfjax.parallel.schedules.compile import SIDES, Ticks
+from hfjax.utils.paths import Flat, Index
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hfjax.parallel.memory import to_device
+from hfjax.parallel.offload.host_memory import to_device
 from hfjax.parallel.schedules.compile import Ticks
 
 State = dict[str, Any]  # what a stage holds from tick to tick

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hfjax.base.tables import aligned
 from hfjax.parallel.precision.dtypes import Dtypes, LossScale, Precision, precision_of
+from hfjax.utils.tables import aligned
 
 ALL = "*"
 

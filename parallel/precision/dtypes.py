@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from hfjax.base.keywords import dtype_of, is_real, is_whole, known_fields
+from hfjax.utils.keywords import dtype_of, is_real, is_whole, known_fields
 
 WIDE = ("float32", "float64", "bfloat16")
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from hfjax.base.keywords import is_whole, known_fields
 from hfjax.parallel.schedules import builders
 from hfjax.parallel.schedules.table import Homes, Table, check, homes_fault, lane_of, lay_out
 from hfjax.parallel.schedules.text import parse_table
 from hfjax.parallel.schedules.versions import Versions, weight_versions
+from hfjax.utils.keywords import is_whole, known_fields
 
 BALANCES = ("even", "parameters", "flops")
 
@@ -118,7 +118,7 @@ class Schedule:
     microbatches; "1f1b-published" is the order of the papers, one task a tick, with at most S.
 
     Under pipedream and 2bw stages update their layers on the way, and the rest of the model once
-    at the end: `hfjax.update.asynchronous` says when, and from which gradients.
+    at the end: `hfjax.optimizer_step.async_pipeline` says when, and from which gradients.
 
     Attributes:
         name: gpipe, 1f1b, 1f1b-published, interleaved, interleaved-published, looped-bfs, zb,

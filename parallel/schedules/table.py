@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hfjax.base.tables import aligned
+from hfjax.utils.tables import aligned
 
 KINDS = "FBW"  # forward; backward with respect to the input, or all of it; weights
 Homes = tuple[tuple[int, int], ...]

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hfjax.base.tables import aligned
 from hfjax.parallel.schedules.cost import cost
 from hfjax.parallel.schedules.table import (
     KINDS,
@@ -36,6 +35,7 @@ from hfjax.parallel.schedules.table import (
     lay_out,
     needs,
 )
+from hfjax.utils.tables import aligned
 
 _TASK = re.compile(r"([0-9]{1,5})([FBIW])([0-9]{1,5})")  # \d would be any script's digits
 NEAR = 4  # cells shown on each side of a marked one, and lines where there are many

@@ -1,5 +1,4 @@
 """`hfjax memory`: what a training step would take, compiled before it runs.
 
-`command` is the command, `alternatives` its settings; `memory_table` and `picture` show what the
-planner's estimates tell.
+`command` is the command, `settings` what it takes; `table` and `plot` show the planner's estimates.
 """

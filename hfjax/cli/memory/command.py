@@ -10,22 +10,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from hfjax.analysis.least_offload import Least, least_offload
-from hfjax.base.exits import FAILED, carried_out, ending_in_words
-from hfjax.base.progress import said_while
-from hfjax.base.tables import bytes_of, human
-from hfjax.cli.memory import picture
-from hfjax.cli.memory.alternatives import AUTO, Memory, alternatives, of_run
-from hfjax.cli.memory.memory_table import Report, table
-from hfjax.cli.run import config_of
-from hfjax.cli.words import parsed
-from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
-from hfjax.planner.programs.estimate import compiled, estimate
-from hfjax.planner.programs.planned import Planned, compile_for_gpu
-from hfjax.planner.programs.stand_in import fused_attention
-from hfjax.run.build import check_used
-from hfjax.run.deepspeed_flags import with_file
-from hfjax.target import (
+from hfjax.analysis.search_offload import Least, least_offload
+from hfjax.analysis.targets import (
     FRACTION,
     GPUS,
     can_compile_for_gpus,
@@ -33,6 +19,20 @@ from hfjax.target import (
     how_to_install,
     target_devices,
 )
+from hfjax.cli.arguments import parsed
+from hfjax.cli.memory import plot
+from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
+from hfjax.cli.memory.table import Report, table
+from hfjax.cli.run import config_of
+from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
+from hfjax.planner.programs.estimate import compiled, estimate
+from hfjax.planner.programs.placeholder_attention import fused_attention
+from hfjax.planner.programs.planned_run import Planned, compile_for_gpu
+from hfjax.trainer.build import check_used
+from hfjax.trainer.deepspeed_flags import with_file
+from hfjax.utils.command_errors import FAILED, carried_out, ending_in_words
+from hfjax.utils.progress import said_while
+from hfjax.utils.tables import bytes_of, human
 
 WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
 
@@ -70,7 +70,7 @@ def _tell(given: Memory, console: Console) -> int | None:
     if given.json is not None:
         given.json.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     if given.out is not None:
-        picture.draw(found, given.out)
+        plot.draw(found, given.out)
         console.print(f"{given.out} is drawn.")
     if found.missed is None:
         return None

@@ -1,6 +1,6 @@
 """`hfjax plan`: which layout of all is fastest and fits, how fast, and why the others are not.
 
-`plan_command` is the command, `plan_settings` its settings, `chosen_machine` the constants it takes
-and where measured ones lie; `plan_table` shows the plan, `why_words` finds the one configuration of
---why, `why_table` sets it beside the first, `timeline` is a step of one to scale.
+`command` is the command, `settings` what it takes, `hardware` the constants of the GPU and where
+measured ones lie; `table` shows the plan, `compare` finds the one configuration of --why,
+`compare_table` sets it beside the first, `timeline` is a step of one to scale.
 """

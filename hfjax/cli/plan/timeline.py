@@ -14,8 +14,8 @@ import numpy as np
 from hfjax.cli.draw_timeline import Span, Timeline
 from hfjax.parallel.schedules.cost import cost, starts
 from hfjax.parallel.schedules.table import KINDS
+from hfjax.planner.comm_model import NEW, SUMS
 from hfjax.planner.make_plan import PlanRow, StepPlan
-from hfjax.planner.sent import NEW, SUMS
 
 DRAWN, MANY = 3, 8  # microbatches drawn one by one where there are more than so many
 PALE = 0.3  # how dark transfers are beside which products run

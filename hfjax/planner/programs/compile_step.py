@@ -21,17 +21,17 @@ from pathlib import Path
 
 import jax
 
-from hfjax.analysis.flights import Flight, flights
-from hfjax.base.tables import counted
-from hfjax.parallel.engine.gradients import AutodiffPlane
-from hfjax.parallel.three_parts.layers_in_turn import unroll
+from hfjax.analysis.overlap import Flight, flights
+from hfjax.analysis.targets import target_devices
+from hfjax.parallel.engine.gradient_engine import AutodiffPlane
+from hfjax.parallel.layer_stack.ordered_layers import unroll
 from hfjax.planner.programs.estimate import compiled as memory_of
 from hfjax.planner.programs.live_bytes import at_layers, live_bytes
-from hfjax.planner.programs.planned import Planned, compile_for_gpu
-from hfjax.planner.programs.stand_in import fused_attention
-from hfjax.run import files
-from hfjax.run.config import Train
-from hfjax.target import target_devices
+from hfjax.planner.programs.placeholder_attention import fused_attention
+from hfjax.planner.programs.planned_run import Planned, compile_for_gpu
+from hfjax.trainer import config_io
+from hfjax.trainer.config import Train
+from hfjax.utils.tables import counted
 
 # Four layers and less are scheduled in a way of their own, and DDP's sums of gradients are joined
 # across layers: two and four told 5 % too much of the peak of llama3-8b, four and eight 3 % too
@@ -49,7 +49,7 @@ class CompiledTransfer:
     axes: str  # joined by +
     bytes: float  # payload of one call on one device
     count: float
-    seconds: float  # that one call takes, modelled (hfjax.analysis.flights)
+    seconds: float  # that one call takes, modelled (hfjax.analysis.overlap)
     covered: float  # of those seconds
     flops: float  # of matmuls while one call is under way, also those that cover another call
     synchronous: bool  # nothing runs beside it
@@ -237,7 +237,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # what it compiles for is not here
     kernels = given["kernels"] and Path(given["kernels"])
     try:
-        config = files.read(Train, given["settings"], "settings")
+        config = config_io.read(Train, given["settings"], "settings")
         found = compile_step(config, given["gpu"], given["count"], given["vocab"], kernels)
     except Exception as wrong:  # of the settings, the model or the compiler
         print(f"{type(wrong).__name__}: {' '.join(str(wrong).split())}", file=sys.stderr)

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 
-from hfjax.analysis.stashes import stashes
-from hfjax.analysis.transfers import transfers
-from hfjax.base.paths import flatten
-from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.layerwise.planes import LayerwisePlane
-from hfjax.parallel.memory import KIND
+from hfjax.analysis.count_transfers import transfers
+from hfjax.analysis.residuals import stashes
+from hfjax.parallel.adapters.model_template import LAYERS
+from hfjax.parallel.layerwise.engines import LayerwisePlane
 from hfjax.parallel.mesh import platform_of
-from hfjax.parallel.pipeline.plane import PipelinePlane, waiting
-from hfjax.planner.programs.planned import Planned, compile_for_gpu
+from hfjax.parallel.offload.host_memory import KIND
+from hfjax.parallel.pipeline.engine import PipelinePlane, waiting
+from hfjax.planner.programs.planned_run import Planned, compile_for_gpu
+from hfjax.utils.paths import flatten
 
 STATE = ("parameters", "moments", "master")
 

@@ -1,6 +1,6 @@
 """What a model asks of a step through its modules' `kernels`: attentions, mixtures of experts.
 
-They are noted as a step notes them that shares rows (checks/along_rows.py), so that a plan counts
+They are noted as a step notes them that shares rows (checks/probe_ops.py), so that a plan counts
 the same calls, whosever the model is.
 """
 
@@ -8,16 +8,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hfjax.base.paths import flatten
-from hfjax.base.tables import counted
-from hfjax.checks.look import looked
-from hfjax.checks.look_along_rows import noted_along_rows
+from hfjax.checks.probe import looked
+from hfjax.checks.probe_model import noted_along_rows
+from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
+from hfjax.parallel.extensions.context_parallel.ops import OnSharedRows
+from hfjax.parallel.extensions.expert_parallel.dispatch_kinds import MixtureCall
+from hfjax.parallel.extensions.expert_parallel.expert_dispatch import mixture_call
 from hfjax.parallel.settings import Context
-from hfjax.parallel.wings.context.forms import AttentionCall
-from hfjax.parallel.wings.context.on_shared_rows import OnSharedRows
-from hfjax.parallel.wings.experts.dispatch import MixtureCall
-from hfjax.parallel.wings.experts.spread import mixture_call
-from hfjax.planner.programs.planned import Planned
+from hfjax.planner.programs.planned_run import Planned
+from hfjax.utils.paths import flatten
+from hfjax.utils.tables import counted
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 
 import hfjax
+from hfjax.analysis.targets import can_compile_for_gpus, target_devices
 from hfjax.parallel.mesh import EXPERTS
 from hfjax.parallel.strategy import TENSOR
-from hfjax.planner.programs.planned import Planned
+from hfjax.planner.programs.placeholder_attention import fused_attention
+from hfjax.planner.programs.planned_run import Planned
 from hfjax.planner.programs.program_costs import (
     Bytes,
     Costs,
@@ -28,9 +30,7 @@ from hfjax.planner.programs.program_costs import (
     total_of,
 )
 from hfjax.planner.programs.read_program import Operand, Operation, Share, StepProgram, read_step
-from hfjax.planner.programs.stand_in import fused_attention
-from hfjax.run.config import Mesh, Train
-from hfjax.target import can_compile_for_gpus, target_devices
+from hfjax.trainer.config import Mesh, Train
 
 
 @dataclass(frozen=True)

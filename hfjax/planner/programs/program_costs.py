@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hfjax.planner.programs.placeholder_attention import BACKWARD, FORWARD, WINDOW
 from hfjax.planner.programs.read_program import (
     ALONE,
     PRODUCTS,
@@ -21,7 +22,6 @@ from hfjax.planner.programs.read_program import (
     Share,
     unique,
 )
-from hfjax.planner.programs.stand_in import BACKWARD, FORWARD, WINDOW
 
 LARGE = 64  # a fusion's large operands: at least such a part of its largest
 NEAR = 60  # operations between two fusions that are made one

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from hfjax.planner.programs.stand_in import BACKWARD, FORWARD
+from hfjax.planner.programs.placeholder_attention import BACKWARD, FORWARD
 
 Dims = frozenset[int]
 WHOLE: Dims = frozenset()

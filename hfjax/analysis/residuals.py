@@ -1,0 +1,111 @@
+"""What a step keeps from its forward pass for its backward pass, read from the trace.
+
+Where the two passes meet, all that the one computed and the other reads is kept: a trace tells
+them apart by the names that `jax.grad` leaves. A loop over layers hands on stacks, a row a layer.
+It is what the program says: XLA may fuse, share or compute again what lies outside of loops.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from hfjax.analysis.memory_copies import lies_on_host
+from hfjax.parallel.jaxprs.program import bodies_of, variables
+
+BACKWARD = "transpose("
+
+
+@dataclasses.dataclass(frozen=True)
+class Stashed:
+    """`count` arrays that wait for the backward pass, per device: a row for each layer, or one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int  # of one of them
+    count: int
+    layers: bool  # whether a loop over layers hands it on
+    host: bool  # whether it waits there
+
+    @property
+    def total(self) -> int:
+        """The bytes of all of them."""
+        return self.bytes * self.count
+
+
+def stashes(traced: jax.stages.Traced) -> tuple[Stashed, ...] | None:
+    """Return what is kept, most bytes first; None if the trace has no backward pass by jax.grad.
+
+    Of a step with several microbatches it is that of one: they follow one another in a loop.
+
+    Args:
+        traced: `jax.jit(f).trace(…)`; of a step, `step.trace(batch)`.
+
+    Returns:
+        Rows with `dtype`, `shape`, `bytes` of one, `count`, `layers` (whether a loop over layers
+        hands it on), `host` (whether it waits there) and `total` bytes.
+
+    Example:
+        >>> import hfjax, jax, jax.numpy as jnp
+        >>> loss = lambda w, x: jnp.sin(x @ w).sum()
+        >>> traced = jax.jit(jax.grad(loss)).trace(jnp.ones((4, 8)), jnp.ones((16, 4)))
+        >>> [(kept.shape, kept.total) for kept in hfjax.stashes(traced)]
+        [((16, 8), 512)]
+    """
+    for jaxpr in _regions(traced.jaxpr.jaxpr):
+        backward = [BACKWARD in str(equation.source_info.name_stack) for equation in jaxpr.eqns]
+        if any(backward):
+            return _kept(jaxpr, backward)
+    return None
+
+
+def _regions(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield a program and those within it, outer ones first."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for body, _ in bodies_of(equation):
+            yield from _regions(body)
+
+
+def _kept(jaxpr: Jaxpr, backward: list[bool]) -> tuple[Stashed, ...]:
+    """Return what equations before the first of the backward pass hand on to it."""
+    first = backward.index(True)
+    made = _made_of_inputs(jaxpr, first)
+    read: dict[Var, None] = {}
+    for equation, after in zip(jaxpr.eqns[first:], backward[first:], strict=True):
+        if after:
+            read |= dict.fromkeys(v for v in variables(equation.invars) if v in made)
+    return tuple(sorted((_row(v, made[v]) for v in read), key=lambda kept: -kept.total))
+
+
+def _made_of_inputs(jaxpr: Jaxpr, first: int) -> dict[Var, Any]:
+    """Return variable -> its equation for what the first equations make.
+
+    Constants wait nowhere, and an input in another shape is that input.
+    """
+    known, views, made = set(jaxpr.invars), set(jaxpr.invars), {}
+    for equation in jaxpr.eqns[:first]:
+        used = variables(equation.invars)
+        if not known.intersection(used):
+            continue
+        known.update(equation.outvars)
+        if equation.primitive.name == "reshape" and views.issuperset(used):
+            views.update(equation.outvars)
+        else:
+            made |= dict.fromkeys(equation.outvars, equation)
+    return made
+
+
+def _row(value: Var, equation: JaxprEqn) -> Stashed:
+    aval: Any = value.aval
+    shape, count = tuple(aval.shape), 1
+    if equation.primitive.name == "scan":
+        number = equation.outvars.index(value)
+        inner = equation.params["jaxpr"].jaxpr.outvars[number].aval
+        if len(shape) > len(inner.shape):
+            count, *rest = shape
+            shape = tuple(rest)
+    size = aval.size * aval.dtype.itemsize // count
+    return Stashed(aval.dtype.name, shape, size, count, count > 1, lies_on_host(value))

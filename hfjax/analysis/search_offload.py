@@ -1,0 +1,76 @@
+"""The least offload that fits a memory: bisection over compiled programs."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hfjax.utils.keywords import is_real, is_whole
+
+STEPS = 16  # the ratios that are tried are 0/16, 1/16, …, 16/16
+
+
+@dataclass(frozen=True)
+class Least:
+    """What was found: the ratio, None if none fits, and the peak of every ratio that was built."""
+
+    ratio: float | None
+    memory: int
+    peaks: Mapping[float, int]
+
+    @property
+    def monotone(self) -> bool:
+        """Whether more offload never took more memory, as far as was looked."""
+        peaks = [self.peaks[ratio] for ratio in sorted(self.peaks)]
+        return peaks == sorted(peaks, reverse=True)
+
+
+def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS) -> Least:
+    """Return the least offload that fits: a ratio on the grid of 1/steps; the one below does not.
+
+    That more offload takes less memory is not taken for granted: the next ratio but one below is
+    built as well, and where that fits the search goes on below it.
+
+    Args:
+        build: Function of a ratio from 0 to 1 that returns the peak bytes of the program compiled
+            with it. It is called once for a ratio.
+        memory: The bytes that the peak has to fit.
+        steps: How fine the grid is: 0, 1/steps, 2/steps … 1.
+
+    Returns:
+        An object with `ratio` (None if none fits), `memory`, and `peaks` by ratio.
+
+    Example:
+        >>> import hfjax
+        >>> found = hfjax.least_offload(lambda ratio: round(100 - 60 * ratio), memory=70)
+        >>> found.ratio, found.peaks[0.5]
+        (0.5, 70)
+    """
+    if not is_whole(steps, 1) or not is_real(memory, 0, math.inf):
+        raise ValueError(
+            f"least_offload: memory={memory!r}, steps={steps!r}: a number of bytes, at least 0, "
+            "and a whole number of steps of the grid, at least 1, are expected."
+        )
+    peaks: dict[float, int] = {}
+
+    def fits(step: int) -> bool:
+        ratio = step / steps
+        if ratio not in peaks:
+            peaks[ratio] = build(ratio)
+        return peaks[ratio] <= memory
+
+    if fits(0):
+        return Least(0.0, memory, peaks)
+    if not fits(steps):
+        return Least(None, memory, peaks)
+    found = _least(fits, 0, steps)
+    while found > 2 and fits(found - 2):
+        found = _least(fits, 0, found - 2)
+    return Least(found / steps, memory, peaks)
+
+
+def _least(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return a step that fits, the one below it not; `low` does not fit, `high` does."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

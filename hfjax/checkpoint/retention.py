@@ -1,0 +1,108 @@
+"""Which steps are kept: the latest, one now and then, the best."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hfjax.utils.keywords import is_whole
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The steps to keep; a step is deleted when none of these wants it.
+
+    Attributes:
+        latest: So many of the last ones. None: all.
+        every: The first step at or after each multiple of it. None: no such step.
+        best: The name of a metric: the `bests` steps where it is lowest. None: no such step.
+        bests: How many of the best.
+        highest: Whether the best are those where it is highest.
+
+    Example:
+        >>> import hfjax
+        >>> keep = hfjax.Keep(latest=2, every=100)
+        >>> keep.kept({90: {}, 100: {}, 180: {}, 210: {}, 220: {}, 230: {}})
+        [100, 210, 220, 230]
+    """
+
+    latest: int | None = 3
+    every: int | None = None
+    best: str | None = None
+    bests: int = 1
+    highest: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("latest", "every", "bests"):
+            value = getattr(self, name)
+            missing = value is None and name != "bests"
+            if not missing and not is_whole(value):
+                raise ValueError(f"Keep({name}={value!r}): a positive whole number is expected.")
+
+        if not (self.best is None or (isinstance(self.best, str) and self.best)):
+            raise ValueError(f"Keep(best={self.best!r}): the name of a metric, or None: no best.")
+        if not isinstance(self.highest, bool):
+            raise ValueError(f"Keep(highest={self.highest!r}): true or false.")
+
+    def kept(self, metrics: Mapping[int, Metrics]) -> list[int]:
+        """Return those of the saved steps that are kept, in ascending order.
+
+        Args:
+            metrics: {step: its metrics} of all saved steps. A step without the metric by which
+                steps are judged is none of the best.
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.Keep(latest=1, best="loss").kept({1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {}})
+            [2, 3]
+        """
+        steps = sorted(metrics)
+        latest = steps if self.latest is None else steps[-self.latest :]
+        return sorted({*latest, *self._spaced(steps), *self._best(metrics)})
+
+    def check(self, metrics: Metrics) -> None:
+        """Refuse metrics that lack the one by which steps are judged.
+
+        Args:
+            metrics: {name: number} of a step that is about to be saved.
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.Keep(best="loss").check({"loss": 1.0})
+        """
+        if self.best is not None and self.best not in metrics:
+            raise ValueError(
+                f"Keep(best={self.best!r}) judges steps by a metric that was not given, found "
+                f"{sorted(metrics) or 'none'}. Give save(…, metrics={{{self.best!r}: …}})."
+            )
+
+    def _spaced(self, steps: list[int]) -> list[int]:
+        if self.every is None:
+            return []
+        numbers = [step // self.every for step in steps]
+        before = [0, *numbers]
+        return [step for step, n, last in zip(steps, numbers, before, strict=False) if n > last]
+
+    def _best(self, metrics: Mapping[int, Metrics]) -> list[int]:
+        if self.best is None:
+            return []
+        sign = -1 if self.highest else 1
+        found = {step: sign * m.get(self.best, math.nan) for step, m in metrics.items()}
+        ranked = sorted((value, step) for step, value in found.items() if not math.isnan(value))
+        return [step for _, step in ranked[: self.bests]]
+
+
+class Kept:
+    """Orbax's preservation policy that asks a `Keep`."""
+
+    def __init__(self, keep: Keep, metrics: Mapping[int, Metrics]) -> None:
+        self._keep, self._metrics = keep, metrics
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Return, step by step, whether it is kept; what hfjax has not written always is."""
+        steps = [info.step for info in checkpoints]
+        ours = {step: self._metrics[step] for step in steps if step in self._metrics}
+        kept = self._keep.kept(ours)
+        return [step in kept or step not in ours for step in steps]

@@ -1,0 +1,292 @@
+"""The words of a command line, and what --help says of them.
+
+The help of a flag is the text below its field, with three rules (`_flag`): a name in braces stands
+for a table of the code (`CHOICES`); "(default: …)" at the end says what no value means; and the
+full stop at the end is left out.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro._docstrings import get_field_docstring
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from hfjax.utils.command_errors import imported
+from hfjax.utils.keywords import closest
+
+# What stands for {name} in a text: the keys of a table, or what a function returns.
+CHOICES = {
+    "strategies": "hfjax.trainer.build:STRATEGIES",
+    "schedules": "hfjax.parallel.schedules.named:SCHEDULES",
+    "presets": "hfjax.trainer.model:presets",
+    "image_presets": "hfjax.models.vision.preset_table:PRESETS",
+    "precisions": "hfjax.parallel.precision.dtypes:PRECISIONS",
+    "remats": "hfjax.parallel.remat:WHAT",
+    "gpus": "hfjax.hardware.machine:MACHINES",
+}
+LEFT_OUT = {"schedules": ("forward",)}  # a run refuses it: it has no backward passes
+
+# Flags that few need, behind the others of their box in this order; then boxes, in theirs.
+RARE = (
+    *("own", "loss", "deepspeed", "devices", "cpu_devices", "profile", "minutes", "cache"),
+    *("timeout", "init_timeout", "nonfinite", "reduction", "split_rows", "dispatch"),
+    *("experts", "top_k", "capacity", "expert", "row"),
+)
+BOXES = ("sampling", "model", "data", "optimizer", "checkpoints", "log", "mesh", "pipeline")
+CONFIG = "Take settings from a .yaml file, or from `config` of a .py file (default: none)"
+NO_VALUE = re.compile(r"\s*\(default: (?P<what>.*)\)$", re.DOTALL)
+
+
+def parsed(
+    kind: type, argv: Sequence[str], command: str, default: Any = None, config: bool = False
+) -> Any:
+    """Return what the arguments of `hfjax COMMAND` say.
+
+    Args:
+        kind: The dataclass of its flags.
+        argv: The arguments.
+        command: Its name.
+        default: What holds where no flag says otherwise.
+        config: Whether it takes --config, which `argv` has no more: `config_of` read it.
+    """
+    check_words(argv)
+    check_known(kind, argv, config)
+    check_once(kind, argv)
+    fields = {} if default is None else {"default": default}
+    registry = ConstructorRegistry()
+    registry.struct_rule(lambda info: _spelled(info, kind if config else None))
+    with registry:
+        return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
+
+
+# -- what --help says ---------------------------------------------------------------------
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the words of a table of the code.
+
+    >>> choices("remats")
+    ('none', 'dots', 'full', 'except_last')
+    """
+    module, _, attribute = CHOICES[name].partition(":")
+    table = getattr(imported(module, "hfjax"), attribute)
+    words: Any = table() if callable(table) else table
+    return tuple(word for word in words if word not in LEFT_OUT.get(name, ()))
+
+
+def _spelled(info: StructTypeInfo, takes_config: type | None) -> StructConstructorSpec | None:
+    """Return the flags of a dataclass, in order and with their help."""
+    kind, given = info.type, info.default
+    if not (is_dataclass(kind) and kind.__module__.startswith("hfjax.")):
+        return None
+    hints, found = get_type_hints(kind, include_extras=True), []
+    for field in sorted(_fields(kind), key=lambda field: _place(field.name, hints[field.name])):
+        usual = _usual(field)
+        value = getattr(given, field.name) if isinstance(given, kind) else usual
+        hint, text = hints[field.name], get_field_docstring(kind, field.name, ()) or ""
+        if _is_box(hint):
+            found.append(StructFieldSpec(field.name, hint, value, text or None))
+        else:
+            found.append(StructFieldSpec(field.name, _flag(hint, text, usual), value))
+    if kind is not takes_config:
+        return StructConstructorSpec(kind, tuple(found))
+    config: Any = _flag(Path | None, CONFIG, None)
+
+    def made(config: Any, **given: Any) -> Any:
+        return kind(**given)
+
+    made.__doc__ = inspect.getdoc(kind)  # --help begins with it
+    return StructConstructorSpec(made, (StructFieldSpec("config", config, None), *found))
+
+
+def _flag(hint: Any, text: str, usual: Any) -> Any:
+    """Return the type of a flag together with its help.
+
+    Args:
+        hint: The type.
+        text: What is written below its field.
+        usual: Its default: None is not shown as a value if it is that.
+    """
+    text = text.removesuffix(".")
+    empty = NO_VALUE.search(text)
+    what = empty["what"] if empty else "none"
+    text = NO_VALUE.sub("", text)
+    for name in re.findall(r"\{(\w+)\}", text):
+        text = text.replace(f"{{{name}}}", ", ".join(choices(name)))
+    shown: Callable[[str], str] = lambda value: (
+        f"(default: {what if value in ('None', '') else value})"
+    )
+    said: Any = tyro.conf.arg(
+        help=text or None, help_behavior_hint=shown, metavar=_metavar(hint, usual)
+    )
+    return Annotated[hint, said]
+
+
+def _metavar(hint: Any, usual: Any) -> str | None:
+    """Return how the value of an optional flag is written; None: of another flag."""
+    bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    kinds = [kind for kind in get_args(bare) if kind is not type(None)]
+    if len(kinds) != 1 or type(None) not in get_args(bare):
+        return None
+    return _value(kinds[0]) if usual is None else f"{_value(kinds[0])}|None"
+
+
+def _value(kind: Any) -> str:
+    """Return how a value of a type is written, as tyro writes it.
+
+    >>> _value(int), _value(tuple[str, ...]), _value(tuple[float, float])
+    ('INT', '[STR [STR ...]]', 'FLOAT FLOAT')
+    """
+    of = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(of)}}}"
+    if get_origin(kind) is not tuple:
+        return kind.__name__.upper()
+    return f"[{_value(of[0])} [{_value(of[0])} ...]]" if ... in of else " ".join(map(_value, of))
+
+
+def _fields(kind: Any) -> list[dataclasses.Field]:
+    """Return the fields of a dataclass: those of the class itself before inherited ones."""
+    of = lambda field: next(
+        number for number, owner in enumerate(kind.__mro__) if field.name in owner.__annotations__
+    )
+    return sorted(filter(partial(_is_flag, kind), dataclasses.fields(kind)), key=of)
+
+
+def _is_flag(kind: Any, field: dataclasses.Field) -> bool:
+    """Return whether a field is a flag: its class may hide others."""
+    return field.init and field.name not in getattr(kind, "hidden", ())
+
+
+def _place(name: str, hint: Any) -> tuple[int, int]:
+    """Return where a flag, or a box of flags, stands."""
+    if _is_box(hint):
+        return 2, BOXES.index(name) if name in BOXES else len(BOXES)
+    return (1, RARE.index(name)) if name in RARE else (0, 0)
+
+
+def _is_box(hint: Any) -> bool:
+    return is_dataclass(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+
+
+def _usual(field: dataclasses.Field) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    made = field.default_factory
+    return tyro.MISSING if made is dataclasses.MISSING else made()
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse a flag with an empty value: an empty path would be the folder at hand.
+
+    >>> check_words(["--steps", "3", "--out="])
+    Traceback (most recent call last):
+    ValueError: --out: its value is empty. Give one, or leave the flag out.
+    """
+    for before, word in zip(["an argument", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if not word or (name.startswith("--") and equals and not value):
+            raise ValueError(
+                f"{name or before}: its value is empty. Give one, or leave the flag out."
+            )
+
+
+def check_once(kind: type, words: Sequence[str]) -> None:
+    """Refuse a flag of several values that is there twice: only the last ones would count."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    for name, hint, marks in _typed(kind):
+        several = any(get_origin(option) is tuple for option in (hint, *get_args(hint)))
+        if several and not marks and flags.count(flag := f"--{name}") > 1:
+            raise ValueError(
+                f"{flag} is there twice, and only its last values would count. Give it once, "
+                f"all values behind it: {flag} ONE ANOTHER."
+            )
+
+
+# What others call a flag -> its name here, as far as a command has it.
+ALIASES = {
+    **dict.fromkeys(("lr", "learning-rate", "optimizer.lr"), "optimizer.rate"),
+    **dict.fromkeys(("batch-size", "global-batch-size", "bs", "train-batch-size"), "batch"),
+    **dict.fromkeys(("max-steps", "num-steps", "train-steps", "iters"), "steps"),
+    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs"), "data.epochs"),
+    **dict.fromkeys(("seq-len", "seq-length", "max-length", "context-length"), "model.length"),
+    **dict.fromkeys(("warmup-steps", "warmup"), "optimizer.warmup"),
+    **dict.fromkeys(("wd", "weight-decay"), "optimizer.weight-decay"),
+    **dict.fromkeys(("dtype", "bf16", "fp16"), "precision"),
+    **dict.fromkeys(("gpus", "num-gpus", "nproc-per-node"), "count"),
+    **dict.fromkeys(("output-dir", "output", "o"), "out"),
+    **dict.fromkeys(("dataset", "train-data"), "data.train"),
+}
+
+
+def check_known(kind: type, words: Sequence[str], config: bool = False) -> None:
+    """Refuse a flag that a command does not have, with the nearest that it has.
+
+    Args:
+        kind: The dataclass of its flags.
+        words: The arguments.
+        config: Whether it takes --config.
+    """
+    known = [*flags_of(kind), "help", *(["config"] if config else [])]
+    for word in words:
+        if not word.startswith("--") or word == "--":
+            continue
+        name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        if name not in known:
+            raise ValueError(f"--{name}: there is no such flag.{_instead(name, known)}")
+
+
+def _instead(name: str, known: Sequence[str]) -> str:
+    """Return what to give in place of a flag that is not there."""
+    inside = [f"--{flag}" for flag in known if flag.startswith(f"{name}.")]
+    if inside:
+        return f" Give one of these, with its value: {', '.join(inside)}."
+    ends = [flag for flag in known if flag.rpartition(".")[2] == name]
+    near = [ALIASES[name]] if ALIASES.get(name) in known else ends
+    lasts = {flag.rpartition(".")[2]: flag for flag in reversed(known)}  # without their box
+    last = closest(name.rpartition(".")[2], lasts)
+    near = near or [word for word in (closest(name, known) or lasts.get(last),) if word]
+    mean = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
+    return f"{mean} --help lists all flags."
+
+
+def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
+    """Yield the flags of a dataclass without their dashes, those that say no among them.
+
+    >>> from hfjax.trainer.config import Mesh
+    >>> list(flags_of(Mesh, "mesh."))[:2]
+    ['mesh.data', 'mesh.fsdp']
+    """
+    for name, hint, _ in _typed(kind, prefix):
+        yield name
+        if hint is bool:
+            head, dot, last = name.rpartition(".")
+            yield f"{head}{dot}no-{last}"
+
+
+def _typed(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    """Yield each flag of a dataclass, without its dashes, its type and its marks."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in filter(partial(_is_flag, kind), dataclasses.fields(kind)):
+        hint, name = hints[field.name], field.name.replace("_", "-")
+        bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if is_dataclass(bare) and isinstance(bare, type):
+            alone = tyro.conf.OmitArgPrefixes in marks
+            yield from _typed(bare, prefix if alone else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", bare, marks

@@ -1,0 +1,100 @@
+"""The table of `hfjax memory`: a column for each alternative."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from hfjax.planner.programs.estimate import Estimate
+from hfjax.utils.tables import human
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `hfjax memory` tells: an estimate for each alternative, the one chosen first."""
+
+    title: str
+    estimates: tuple[Estimate, ...]
+    refused: dict[str, str]  # alternative -> why it cannot be
+    memory: int | None  # of a device
+    device: str  # whose memory that is
+    notes: tuple[str, ...]
+    missed: str | None = None  # what was asked for and cannot be: no offload fits
+
+
+# section -> rows: what is told, and the field of an Estimate (a * leaves out rows that are all 0)
+ROWS: dict[str, dict[str, str]] = {
+    "from the layout": {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "moments": "moments",
+        "master weights": "master*",
+    },
+    "from the trace": {
+        "kept by layers": "layers",
+        "kept around the layers": "ends",
+        "messages between stages": "messages*",
+    },
+    "from the compiler": {
+        "arguments": "arguments",
+        "temporaries": "temporaries",
+        "peak": "peak",
+    },
+    "on the host, per device": {
+        "parameters ": "host_parameters*",
+        "moments ": "host_moments*",
+        "master weights ": "host_master*",
+        "stashes": "host_stashes*",
+        "as compiled": "host_compiled*",
+    },
+    "sent in a step": {"to the host": "to_host*", "from the host": "to_device*"},
+}
+
+
+def table(report: Report) -> Group:
+    """Return the table, its title above and what was refused below."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    shown.add_column("bytes per device", no_wrap=True)
+    for number, found in enumerate(report.estimates):
+        style = "bold" if number == 0 else ""
+        shown.add_column(found.heading, justify="right", style=style, no_wrap=True)
+    for section, rows in ROWS.items():
+        _add_section(shown, section, rows, report)
+    if report.memory is not None:
+        _add_verdict(shown, report.memory, report)
+    lines: list[Any] = [Text(report.title, style="bold"), Text(), shown]
+    refused = [Text(f"{name}: {why}", style="red") for name, why in report.refused.items()]
+    return Group(*lines, *refused)
+
+
+def _add_section(shown: Table, section: str, rows: dict[str, str], report: Report) -> None:
+    columns = report.estimates
+    kept = {
+        what: name.rstrip("*")
+        for what, name in rows.items()
+        if not name.endswith("*") or any(getattr(e, name[:-1]) for e in columns)
+    }
+    if not kept:
+        return
+    shown.add_row(Text(section, style="italic cyan"))
+    for number, (what, name) in enumerate(kept.items()):
+        cells = [_cell(e, name) for e in columns]
+        shown.add_row(f"  {what}", *cells, end_section=number == len(kept) - 1)
+
+
+def _cell(found: Estimate, name: str) -> str:
+    size = getattr(found, name)
+    return "?" if size is None else human(size)
+
+
+def _add_verdict(shown: Table, memory: int, report: Report) -> None:
+    """Add how much of the device's memory the peak is."""
+    cells = []
+    for found in report.estimates:
+        part = found.peak / memory
+        colour = "green" if part < 0.9 else "yellow" if part <= 1 else "red"
+        cells.append(Text(f"{part:.1%}", style=colour))
+    shown.add_row(f"peak of {human(memory)}", *cells)

@@ -1,0 +1,114 @@
+"""Which constants a plan takes: of a GPU by name, of a file, or measured on this machine."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from hfjax.analysis.targets import GPUS, can_compile_for_gpus, how_to_install
+from hfjax.hardware.machine import MACHINES, Machine, machine_of
+from hfjax.planner.make_plan import machine_named
+from hfjax.utils.write_files import user_cache
+
+ASK = "import jax; print('kind', jax.devices()[0].device_kind, sep='|')"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of a plan, and what to bear in mind of them."""
+
+    machine: Machine
+    notes: tuple[str, ...] = ()
+
+
+def constants_of(gpu: str) -> Constants:
+    """Return the constants that --gpu asks for.
+
+    Raises:
+        ValueError: There are none, or they were measured on another device.
+    """
+    if gpu == "here":
+        return _here()
+    if gpu.endswith(".toml"):
+        return _of_file(Path(gpu))
+    return Constants(machine_named(gpu))
+
+
+def check_whole_nodes(machine: Machine, count: int) -> None:
+    """Refuse a number of GPUs that leaves a node in part."""
+    node = machine.per_node
+    if count > node and count % node:
+        low = count // node * node
+        raise ValueError(
+            f"--count {count}: {machine.name} stand in nodes of {node}, and meshes take whole "
+            f"nodes. --count {low} or {low + node} would do, or up to {node} in one node."
+        )
+
+
+def why_not_compiled(gpu: str) -> str | None:
+    """Return why no program is compiled for a GPU; None: it can be."""
+    if gpu not in GPUS:
+        return f"hfjax compiles for {' and '.join(GPUS)}"
+    if not can_compile_for_gpus():
+        return f"nothing here compiles for CUDA: {how_to_install()}"
+    return None
+
+
+def place_of(device_kind: str) -> Path:
+    """Return where the constants measured on a kind of device are kept."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
+    return user_cache() / "machines" / f"{name}.toml"
+
+
+def device_here() -> str:
+    """Return the kind of this machine's first device; another process asks JAX."""
+    asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+    _, _, kind = asked.stdout.strip().rpartition("\n")[2].partition("|")
+    if asked.returncode or not kind:
+        last = asked.stderr.strip().splitlines()[-1:] or [f"exit status {asked.returncode}"]
+        raise ValueError(f"--gpu here: JAX tells of no device ({last[0]}).")
+    return kind
+
+
+def _here() -> Constants:
+    kind = device_here()
+    place = place_of(kind)
+    if place.is_file():
+        machine = Machine.load(place)
+        machine.check_calibrated_for(kind, jax.__version__)
+        return Constants(machine)
+    if (known := machine_of(kind)) is not None:
+        note = (
+            f"constants of {known.key} as hfjax has them: none were measured on this {kind} "
+            "(hfjax plan --calibrate here)"
+        )
+        return Constants(known, (note,))
+    raise ValueError(
+        f"--gpu here: there are no constants of {kind}. Measure them (hfjax plan --calibrate "
+        f"here), or name a GPU: {', '.join(MACHINES)}."
+    )
+
+
+def _of_file(path: Path) -> Constants:
+    if not path.is_file():
+        raise ValueError(f"--gpu {path}: there is no such file. Known: {', '.join(MACHINES)}.")
+    machine = Machine.load(path)
+    measured = machine.calibrated
+    if measured is None:
+        return Constants(machine)
+    if not any(word in measured.device for word in machine.kinds):
+        raise ValueError(
+            f"--gpu {path}: measured on {measured.device}, and the file says that it is of "
+            f"{' or '.join(machine.kinds)}. Give the file of that GPU, or calibrate again on it: "
+            "hfjax plan --calibrate here."
+        )
+    if measured.jax == jax.__version__:
+        return Constants(machine)
+    note = (
+        f"{path}: measured with jax {measured.jax} ({measured.date}), and this is jax "
+        f"{jax.__version__}. hfjax plan --calibrate here measures again"
+    )
+    return Constants(machine, (note,))

@@ -1,0 +1,177 @@
+"""The table of `hfjax plan`: the ways to run a step, the fastest first, two lines for each.
+
+The first line says how it runs and why it is not the first, the second has the numbers: a terminal
+of 80 columns has room for them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from hfjax.analysis.targets import FRACTION
+from hfjax.planner.make_plan import PlanRow, StepPlan, part_of_memory
+from hfjax.utils.tables import aligned, human
+
+LEGEND = "mesh, strategy, schedule, microbatches x rows, remat, offload (why not the first)"
+# heading -> seconds of a step
+PARTS = {
+    "step": lambda time: time.total,
+    "products": lambda time: time.products,
+    "memory\nbound": lambda time: time.memory,
+    "exposed\ntransf.": lambda time: time.all_exposed,
+    "bubble": lambda time: time.bubble,
+    "optim.\n+ host": lambda time: time.optimizer + time.host,
+}
+
+
+@dataclass(frozen=True)
+class TimeScale:
+    """The unit of times of one table."""
+
+    unit: str
+    seconds: float
+    digits: int
+
+    @classmethod
+    def of(cls, seconds: float) -> "TimeScale":
+        """Return that in which some seconds are easily read."""
+        if seconds >= 1:
+            return cls("s", 1.0, 3)
+        return cls("ms", 1e-3, 1 if seconds >= 0.01 else 3)
+
+    def text(self, seconds: float) -> str:
+        """Return a time without its unit; - for none."""
+        return f"{seconds / self.seconds:.{self.digits}f}" if seconds else "-"
+
+
+@dataclass(frozen=True)
+class ByteScale:
+    """The unit of bytes of one part of a table."""
+
+    unit: str
+    bytes: float
+
+    @classmethod
+    def of(cls, size: float) -> "ByteScale":
+        """Return that in which some bytes are easily read."""
+        units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+        return next(cls(unit, n) for unit, n in units if size >= n or n == 1)
+
+
+def heading(plan: StepPlan, given: Any) -> Iterator[str]:
+    """Yield the lines above the table."""
+    task, config = plan.scorer.one.task, plan.config
+    rows = f"{config.batch:,} {task.rows()}"
+    if task.unit == "tokens":
+        rows = f"{config.batch * plan.scorer.length:,} tokens in a step ({rows})"
+    else:
+        rows += " in a step"
+    nodes = -(-plan.count // plan.machine.per_node)
+    of_nodes = f" ({nodes} nodes)" if nodes > 1 else ""
+    yield (
+        f"{task.model.name} on {plan.count} x {plan.machine.name}{of_nodes}, {rows}, "
+        f"precision {config.precision}"
+    )
+    yield f"a step may use {human(plan.memory)} of a device's {human(plan.machine.memory)}"
+    if not plan.rows:
+        yield "nothing searched, since --why says all; predicted by formulas"
+        return
+    refused = f", {plan.refused:,} refused" if plan.refused else ""
+    compiled = sum(row.compiled is not None for row in (*plan.rows, *plan.others))
+    took = f"{plan.seconds:.0f} s"
+    if compiled:
+        yield f"{plan.searched:,} ways searched{refused}, the first {compiled} compiled, in {took}"
+        return
+    why = f" ({given.why_not})" if given.compile and given.why_not else ""
+    yield f"{plan.searched:,} ways searched in {took}{refused}; predicted by formulas{why}"
+
+
+def shown(plan: StepPlan, most: int, lines: Sequence[str], notes: Sequence[str]) -> Group:
+    """Return the table, its heading above, and below what is only nearly better."""
+    rows = plan.rows[:most]
+    scale = TimeScale.of(plan.best.time.total)
+    unit = plan.scorer.one.task.unit
+    parts: list[Any] = [*headed(lines), Text(), _table(rows, plan.memory, scale, unit)]
+    faster = [r for r in plan.others if r.time.total < plan.best.time.total][:most]
+    if faster:
+        parts += [Text("\nwould be faster, but does not fit:", style="bold"), Text()]
+        parts.append(_table(faster, plan.memory, scale, unit, ranked=False))
+    return Group(*parts, *noted(notes))
+
+
+def noted(notes: Sequence[str]) -> Iterator[Text]:
+    """Yield the lines below a table."""
+    yield Text()
+    for note in notes:
+        yield Text(f"* {note}", style="dim")
+
+
+def headed(lines: Sequence[str]) -> Iterator[Text]:
+    """Yield the lines above a table."""
+    for number, line in enumerate(lines):
+        yield Text(line, style="" if number else "bold")
+
+
+def _table(
+    rows: Sequence[PlanRow], memory: int, scale: TimeScale, unit: str, ranked: bool = True
+) -> Table:
+    size = ByteScale.of(max(row.peak.total for row in rows))
+    columns = [*PARTS, f"{unit}/s\nper GPU", "MFU", f"peak\n{size.unit}", "margin"]
+    columns[0] += f"\n{scale.unit}"
+    above, below = zip(*(name.rpartition("\n")[::2] for name in columns), strict=True)
+    numbers = [_numbers(row, memory, scale, size) for row in rows]
+    lines = aligned([above, below, *numbers], range(len(columns)), gap=" ")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("", "\n".join([LEGEND, *lines[:2]]), style="bold")
+    for n, (row, line) in enumerate(zip(rows, lines[2:], strict=True), 1):
+        text = Text(str(row.candidate), style="bold" if ranked and n == 1 else "")
+        text.append(f" ({row.reason})" if row.reason else "", style="dim")
+        text.append(f"\n{line}")
+        text.stylize(_colour(1 - row.peak.total / memory), len(text) - len(line.split()[-1]))
+        table.add_row(f"{n:>2}" if ranked else "  ", text)
+    return table
+
+
+def _numbers(row: PlanRow, memory: int, scale: TimeScale, size: ByteScale) -> list[str]:
+    return [
+        *(scale.text(part(row.time)) for part in PARTS.values()),
+        f"{row.tokens:,.0f}",
+        f"{row.mfu:.1%}",
+        f"{row.peak.total / size.bytes:.1f}" + ("" if row.compiled is None else "c"),
+        f"{1 - row.peak.total / memory:.0%}",
+    ]
+
+
+def _colour(margin: float) -> str:
+    return "green" if margin > 0.1 else "yellow" if margin >= 0 else "red"
+
+
+def write(console: Console, group: Group) -> None:
+    """Print a table; nothing breaks lines that are piped."""
+    if not console.is_terminal:
+        console.width = 10_000
+    console.print(group)
+
+
+def notes_of(plan: StepPlan, given: Any) -> Iterator[str]:
+    """Yield what to bear in mind."""
+    if given.device_memory is None and (part := part_of_memory(plan.machine)) < 1:
+        yield (
+            f"JAX takes {part:.0%} of a GPU's memory; {FRACTION}=0.95, here and where it runs, "
+            "takes more"
+        )
+    task = plan.scorer.one.task
+    if task.unit == "tokens" and given.vocab is None and given.model.pretrained is None:
+        yield f"the vocabulary is that of the data, {task.model.vocab:,}; --vocab says another one"
+    if plan.machine.platform == "gpu" and plan.scorer.numbers[0] >= 4:
+        yield (
+            f"products are in float32, as --precision {given.precision} says; --precision bf16 "
+            "takes about half of the time"
+        )
+    if any(row.compiled is not None for row in plan.rows):
+        yield "c: peak and exposed transfers as compiled; the others by formula"
+    yield from plan.notes

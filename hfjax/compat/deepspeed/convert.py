@@ -1,0 +1,123 @@
+"""`hfjax.from_deepspeed`: what a configuration of DeepSpeed is here, and the table that says it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from hfjax.compat.deepspeed.compute import computed, word_of
+from hfjax.compat.deepspeed.config_file import Given, read
+from hfjax.compat.deepspeed.optimizer import Updates, updates
+from hfjax.compat.deepspeed.parallelism import Placing, batch, microbatches, placed, sizes
+from hfjax.parallel.mesh import AXES, show_sizes
+from hfjax.parallel.strategy import Strategy
+from hfjax.utils.keywords import is_whole
+from hfjax.utils.read_files import shown
+from hfjax.utils.tables import aligned
+
+
+@dataclass(frozen=True)
+class DeepSpeedSetup:
+    """What a configuration of DeepSpeed is here; `hfjax.from_deepspeed` makes it.
+
+    Attributes:
+        strategy: Where everything lies.
+        execution: Arguments of `hfjax.train_step`.
+        optimizer: An optax transformation. None: the file has none, give your own.
+        rate: The learning rate, by the number of updates. None: the file has none.
+        mesh: Arguments of `hfjax.make_mesh`.
+        rows: Rows of a batch, of all devices together.
+        table: A line for each key: its path, its value, what becomes of it.
+        flags: What the flags of `hfjax train` would say.
+    """
+
+    strategy: Strategy
+    execution: dict[str, Any]
+    optimizer: Any
+    rate: Callable | None
+    mesh: dict[str, int]
+    rows: int
+    table: tuple[tuple[str, str, str], ...] = field(repr=False)
+    flags: dict[str, Any] = field(repr=False)
+    file: str = field(repr=False)
+
+    def __str__(self) -> str:
+        times = self.execution["accumulate"]
+        head = f"{self.file}: {self.strategy.name} on {show_sizes(self.mesh)}, {self.rows} rows"
+        head += f" in {times} microbatches" * (times > 1)
+        return "\n".join([head, *aligned([("key", "value", "what becomes of it"), *self.table])])
+
+
+def from_deepspeed(
+    source: str | Path | Mapping[str, Any], world: int | None = None
+) -> DeepSpeedSetup:
+    """Return what a configuration of DeepSpeed is here; print it for what becomes of each key.
+
+    Args:
+        source: The file, ds_config.json, or what is in it, as a dict.
+        world: The number of devices. None: those at hand.
+
+    Raises:
+        ValueError: A key is unknown, its value is none that it may have, or what it asks for is not
+            here: the message has the table.
+
+    Example:
+        >>> import hfjax
+        >>> setup = hfjax.from_deepspeed({"train_batch_size": 32, "gradient_clipping": 0.5}, 8)
+        >>> setup.strategy.name, setup.mesh, setup.rows, setup.execution
+        ('DDP', {'data': 8}, 32, {'accumulate': 1, 'clip': 0.5})
+    """
+    world = jax.device_count() if world is None else world
+    if not is_whole(world):
+        raise ValueError(f"from_deepspeed: world={shown(world)}: a number of devices is expected.")
+    given = read(source)
+    here = of_file(given)
+    place = here.place
+    mesh = sizes(given, place, world)
+    rows, count = batch(given, world // place.others)
+    times = microbatches(place, count)
+    flags = {**here.flags, "batch": rows, "accumulate": times["accumulate"]}
+    flags |= {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
+    if "schedule" in times:
+        flags |= {"pipeline.name": "1f1b", "pipeline.microbatches": count}
+    updated = here.updates
+    return DeepSpeedSetup(
+        place.strategy,
+        {**times, **here.execution},
+        updated.optimizer,
+        updated.rate,
+        mesh,
+        rows,
+        given.table(),
+        flags,
+        given.file,
+    )
+
+
+class OnAnyDevices(NamedTuple):
+    """What a file says that is the same on any number of devices."""
+
+    place: Placing
+    execution: dict[str, Any]
+    updates: Updates
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What the flags of `hfjax train` would say."""
+        fields = self.execution
+        found = {"strategy": "+".join(self.place.names), "optimizer.clip": fields["clip"]}
+        found |= {name: fields[name] for name in ("remat", "nonfinite") if name in fields}
+        if "offload" in fields:
+            found["offload"] = f"{fields['offload']:g}"
+        of_optimizer = {f"optimizer.{name}": x for name, x in self.updates.flags.items()}
+        return {**found, "precision": word_of(fields), **of_optimizer}
+
+
+def of_file(given: Given) -> OnAnyDevices:
+    """Return what is the same on any number of devices; what is refused is an error."""
+    found = OnAnyDevices(placed(given), computed(given), updates(given))
+    if given.is_refused():
+        raise given.error()
+    return found

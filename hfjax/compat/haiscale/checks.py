@@ -1,0 +1,176 @@
+"""What a pipe refuses before anything runs: each with what was given and what to do."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from hfjax.compat.haiscale.partition import Partition
+from hfjax.parallel.mesh import AXES, PIPE_AXIS, SEQUENCE_AXES, describe_mesh, in_use
+from hfjax.parallel.precision.dtypes import precision_of
+from hfjax.utils.paths import Tree, flatten
+
+REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
+OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")
+
+
+def check_parts(kind: type, chunked: bool, parts: object) -> None:
+    """Refuse a partition that this class does not run."""
+    if not isinstance(parts, Partition):
+        raise ValueError(
+            f"{kind.__name__} takes a partition, found {type(parts).__name__}. Make one: "
+            f"{kind.__name__}(hfjax.partition(layers, stages=4), microbatches=8)."
+        )
+    if chunked and parts.chunks == 1:
+        raise ValueError(
+            f"{kind.__name__} runs several parts of the model on each stage, the partition has "
+            "one. Use partition(…, chunks=2), or PipeDream."
+        )
+    if not chunked and parts.chunks > 1:
+        raise ValueError(
+            f"{kind.__name__} runs one part of the model on each stage, the partition has "
+            f"chunks={parts.chunks}. Use Interleaved1F1B, or leave chunks away."
+        )
+
+
+def check_options(microbatches: int | None, remat: str, options: Mapping[str, Any]) -> int:
+    """Return the number of microbatches; refuse what is no option of a pipe."""
+    if "chunks" in options:
+        raise ValueError(
+            f"chunks={options['chunks']!r}: what haiscale calls the chunks of a batch are "
+            "microbatches here: microbatches=8. Chunks of the model go to partition(…, chunks=2)."
+        )
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise ValueError(
+            f"{', '.join(unknown)}: no option of a pipe. Options: mesh, strategy, remat, "
+            f"{', '.join(OPTIONS)}. Clipping and the like belong to the optax optimizer."
+        )
+    if precision_of(options.get("precision", "stored")).scale:
+        raise ValueError(
+            "a pipe hands its gradients to you, and keeps no loss scale for float16: use "
+            'precision="bf16", or hfjax.train_step with hfjax.PIPE.'
+        )
+    if remat not in REMAT:
+        raise ValueError(f"remat={remat!r}: one of {', '.join(REMAT)}.")
+    if microbatches is None:
+        raise ValueError("microbatches is missing: into how many a batch is split, for instance 8.")
+    return microbatches
+
+
+def check_mesh(mesh: Any, parts: Partition) -> Mesh:
+    """Return the mesh, if it has the stages of the partition."""
+    if not isinstance(mesh, Mesh) or mesh.axis_names != AXES:
+        raise ValueError(
+            f"mesh is {mesh!r}: a mesh of hfjax.make_mesh is expected, for instance "
+            f"hfjax.make_mesh(pipe={parts.stages}, data=2)."
+        )
+    if shared := in_use(mesh, SEQUENCE_AXES):
+        raise ValueError(
+            f"mesh {describe_mesh(mesh)}: a pipe takes whole rows, and devices along "
+            f"{', '.join(shared)} would share them. Use data in its place, or hfjax.train_step "
+            "with a schedule and hfjax.PIPE | hfjax.CONTEXT."
+        )
+    if mesh.shape[PIPE_AXIS] != parts.stages:
+        raise ValueError(
+            f"mesh {describe_mesh(mesh)} has {mesh.shape[PIPE_AXIS]} stages (pipe), the partition "
+            f"{parts.stages}. Use make_mesh(pipe={parts.stages}, …), or partition for "
+            f"stages={mesh.shape[PIPE_AXIS]}."
+        )
+    return mesh
+
+
+def check_like(what: str, new: object, old: Mapping[str, Any]) -> None:
+    """Refuse parameters of another form than those that are there."""
+    if not isinstance(new, Mapping):
+        raise ValueError(f"{what}: a dictionary is expected, found {type(new).__name__}.")
+    found, wanted = _forms(new), _forms(old)
+    for path in [*wanted, *found]:
+        given, expected = found.get(path, "nothing"), wanted.get(path, "nothing")
+        if given != expected:
+            raise ValueError(
+                f"{what}: {path} is {given}, expected is {expected}. Give what "
+                "optax.apply_updates(pipe.parameters, updates) returns, or pipe.load(…) what "
+                "pipe.canonical() returned."
+            )
+
+
+def _forms(tree: Mapping[str, Any]) -> dict[str, str]:
+    return {p: f"{jnp.dtype(x.dtype).name} {tuple(x.shape)}" for p, x in flatten(tree).items()}
+
+
+def check_batch(x: Any, labels: Any, criterion: Any) -> dict[str, Any]:
+    """Return x and labels as a batch of the engine, if they go with each other."""
+    _check_labels(labels)
+    _check_criterion(criterion, labels)
+    _check_rows(x, labels)
+    return {"x": x, "labels": tuple(labels)}
+
+
+@contextmanager
+def fitting(batch: Any) -> Iterator[None]:
+    """Run what calls layers and criterion: where shapes do not fit, tell what they were given."""
+    try:
+        yield
+    except TypeError as error:
+        shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
+        raise ValueError(
+            f"the layers or the criterion cannot take x {shapes['x']} with labels "
+            f"{shapes['labels']}: x is what enters the first layer, and the criterion is given the "
+            f"outputs and the labels. JAX says: {str(error)[:300]}"
+        ) from error
+
+
+def _check_labels(labels: object) -> None:
+    if not isinstance(labels, tuple | list):
+        raise ValueError(
+            f"labels is {type(labels).__name__}: a tuple is expected, what the criterion takes "
+            "after the outputs. For one label: labels=(y,)."
+        )
+
+
+def _check_criterion(criterion: object, labels: tuple) -> None:
+    if not callable(criterion):
+        raise ValueError(
+            f"criterion is {type(criterion).__name__}: a function (outputs, *labels) -> mean is "
+            "expected."
+        )
+    try:
+        signature = inspect.signature(criterion)
+    except (TypeError, ValueError):  # of some compiled functions
+        return
+    try:
+        signature.bind(None, *labels)
+    except TypeError as error:
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        raise ValueError(
+            f"criterion {name}{signature} is called as criterion(outputs, *labels) with "
+            f"{len(labels)} labels: {error}. Give as many labels as it takes after the outputs."
+        ) from None
+
+
+def _check_rows(x: Any, labels: tuple) -> None:
+    """Refuse labels that do not have a row for each row of x."""
+    rows = _rows(x, "x")
+    if not rows or not all(rows):
+        raise ValueError("x has no rows: give an array with at least one.")
+    counts = [("x", n) for n in rows]
+    counts += [(f"labels[{i}]", n) for i, y in enumerate(labels) for n in _rows(y, f"labels[{i}]")]
+    for name, count in counts:
+        if count != rows[0]:
+            raise ValueError(
+                f"{name} has {count} rows, x has {rows[0]}. Give one row of each label for each "
+                "row of x."
+            )
+
+
+def _rows(tree: Tree, name: str) -> list[int]:
+    for leaf in jax.tree.leaves(tree):
+        if not getattr(leaf, "shape", ()):
+            raise ValueError(
+                f"{name} holds {leaf!r}: arrays with a row for each example are expected."
+            )
+    return [leaf.shape[0] for leaf in jax.tree.leaves(tree)]

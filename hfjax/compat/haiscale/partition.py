@@ -1,0 +1,216 @@
+"""Partition a model's layers over pipeline stages, so that the most expensive stage is cheapest.
+
+Equal layers of the list become one module of stacked arrays.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from hfjax.parallel.adapters.model_template import is_list, items_of
+from hfjax.parallel.layer_costs import flop_costs, parameter_costs
+from hfjax.parallel.layer_order import balanced, counts
+from hfjax.utils.keywords import is_whole
+from hfjax.utils.paths import path_of
+from hfjax.utils.tables import aligned
+
+BALANCES = ("parameters", "flops")  # a schedule has "even" too
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Which layers each stage gets; prints as a table. `hfjax.partition` makes one.
+
+    Part g of the model is on stage g % stages, its chunk g // stages.
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+        >>> print(hfjax.partition(layers, stages=2))
+        4 layers on 2 stages
+          part  stage  chunk  layers  bytes  share
+             0      0      0     0-1    160  50.0%
+             1      1      0     2-3    160  50.0%
+    """
+
+    layers: Any  # a tuple of modules, or one module that stacks them
+    stages: int
+    chunks: int  # parts on each stage
+    counts: tuple[int, ...]  # layers of each part, in the model's order
+    costs: tuple[float, ...]  # of each layer
+    unit: str  # of the costs: bytes (of parameters) or flops
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+    __repr__ = __str__
+
+
+def partition(
+    layers: Any,
+    stages: int,
+    balance: str | Sequence[int] = "parameters",
+    *,
+    chunks: int = 1,
+    example: Any = None,
+) -> Partition:
+    """Return the layers dealt to `stages` stages, `chunks` parts of the model on each.
+
+    Args:
+        layers: A list of modules or functions, nnx.Sequential, nnx.List, or one module of stacked
+            arrays (`hfjax.models.layers.stacked`).
+        stages: The size of the mesh's pipe axis.
+        balance: By what the parts are made even, "parameters" or "flops"; or how many layers each
+            part has, in the model's order.
+        chunks: Parts of the model on each stage; above 1 for `Interleaved1F1B`.
+        example: What enters the first layer, or its shape; "flops" needs it.
+
+    Raises:
+        ValueError: There are fewer layers than parts, or layers share a parameter.
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
+        >>> hfjax.partition(layers, stages=4).counts
+        (2, 2, 1, 1)
+    """
+    for name, given in (("stages", stages), ("chunks", chunks)):
+        if not is_whole(given):
+            raise ValueError(f"{name}={given!r}: a positive whole number is expected.")
+    found = layers_of(layers)
+    unit = "flops" if balance == "flops" else "bytes"
+    give = "what enters the first layer, partition(…, example=x)"
+    costs = parameter_costs(found) if unit == "bytes" else flop_costs(found, example, give)
+    numbers = _numbers(balance, costs, stages * chunks)
+    kept = tuple(found) if is_list(layers) else layers
+    return Partition(kept, stages, chunks, tuple(numbers), tuple(costs), unit)
+
+
+def _numbers(balance: str | Sequence[int], costs: Sequence[float], parts: int) -> list[int]:
+    """Return the number of layers of each part."""
+    even = counts(len(costs), parts)
+    if isinstance(balance, str) and balance in BALANCES:
+        return even if len(set(costs)) == 1 else balanced(costs, parts)
+    try:
+        given = [] if isinstance(balance, str) else [operator.index(n) for n in balance]
+    except TypeError:
+        given = []
+    if not given:
+        raise ValueError(
+            f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
+            f"part in the model's order, e.g. {even}."
+        )
+    return counts(len(costs), parts, given)
+
+
+def _table(parts: Partition) -> Iterator[str]:
+    chunks = f" x {parts.chunks} chunks" if parts.chunks > 1 else ""
+    yield f"{len(parts.costs)} layers on {parts.stages} stages{chunks}"
+    ends = np.cumsum(parts.counts)
+    sums = [sum(parts.costs[end - n : end]) for n, end in zip(parts.counts, ends, strict=True)]
+    rows = [("part", "stage", "chunk", "layers", parts.unit, "share")]
+    for g, (n, end, cost) in enumerate(zip(parts.counts, ends, sums, strict=True)):
+        which = f"{end - n}" if n == 1 else f"{end - n}-{end - 1}"
+        place = (str(g), str(g % parts.stages), str(g // parts.stages))
+        rows.append((*place, which, f"{cost:,.0f}", f"{cost / max(sum(sums), 1):.1%}"))
+    yield from (f"  {line}" for line in aligned(rows, others=str.rjust))
+
+
+class Chain(nnx.Module):
+    """Layers as a model in three parts: nothing comes before them or after them."""
+
+    def __init__(self, layers: Any) -> None:
+        self.layers = layers
+
+    def embed(self, batch: Any) -> Any:
+        """Return what enters the first layer."""
+        return batch["x"]
+
+    def head(self, x: Any) -> Any:
+        """Return the outputs: what leaves the last layer."""
+        return x
+
+
+def layers_of(layers: Any) -> list[Any]:
+    """Return layers one by one: of a list, or the shapes of those that one module stacks."""
+    if is_list(layers):
+        return _check_list(list(items_of(layers)))
+    if not isinstance(layers, nnx.Module):
+        raise ValueError(
+            f"layers is {type(layers).__name__}: a list of modules, nnx.Sequential, nnx.List, or "
+            "one module of stacked arrays (hfjax.models.layers.stacked) is expected."
+        )
+    graph, state = nnx.split(layers)
+    rows = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(state)}
+    if len(rows) != 1 or 0 in rows:
+        raise ValueError(
+            f"layers is one {type(layers).__name__}, whose arrays have {sorted(rows)} rows: in a "
+            "module of stacked layers all arrays have one row for each layer. Make it with "
+            "hfjax.models.layers.stacked(count, create, rngs), or give a list of modules."
+        )
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    return [nnx.merge(graph, row)] * rows.pop()
+
+
+def _check_list(layers: list[Any]) -> list[Any]:
+    owner: dict[int, int] = {}
+    for i, layer in enumerate(layers):
+        if not callable(layer) or isinstance(layer, type):
+            raise ValueError(f"layer {i} is {layer!r}: a module or a function of x is expected.")
+        modules = isinstance(layer, nnx.Module)
+        for _, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)) if modules else ():
+            first = owner.setdefault(id(variable), i)
+            if first != i:
+                raise ValueError(
+                    f"layers {first} and {i} share a parameter of shape {variable.shape}. On "
+                    "stages each layer has its own: make a module for each, for instance "
+                    "[Block(rngs=rngs) for _ in range(8)], not [block] * 8."
+                )
+    return layers
+
+
+def stack(layers: Sequence[Any]) -> Any:
+    """Return equal layers as one module of stacked arrays, others as nnx.List."""
+    if not all(isinstance(layer, nnx.Module) for layer in layers):
+        return nnx.List(layers)
+    graphs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
+    shape = lambda state: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+    if any(g != graphs[0] for g in graphs) or any(shape(s) != shape(states[0]) for s in states):
+        return nnx.List(layers)
+    return nnx.merge(graphs[0], jax.tree.map(lambda *rows: jnp.stack(rows), *states))
+
+
+def model_init(layers: Any) -> Callable:
+    """Return rngs -> the chain of layers with zeros for values: it holds on to no array."""
+    graph, state = nnx.split(Chain(layers))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    zeros = lambda x: lax.full(x.shape, 0, x.dtype)
+    return lambda rngs: nnx.merge(graph, jax.tree.map(zeros, shapes))
+
+
+def refilled(layer: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of the layer with these parameters, by path."""
+    if not isinstance(layer, nnx.Module):
+        return layer
+    graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
+    flat = nnx.to_flat_state(parameters)
+    new = [(keys, p.replace(values[path_of(keys)])) for keys, p in flat]
+    return nnx.merge(graph, nnx.from_flat_state(new), rest)
+
+
+def emptied(layer: Any) -> Any:
+    """Return a copy of the layer with shapes in place of its parameters."""
+    if not isinstance(layer, nnx.Module):
+        return layer
+    graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return nnx.merge(graph, jax.tree.map(shape, parameters), rest)

@@ -1,0 +1,484 @@
+"""A pipeline as an object: `forward_backward` leaves gradients, any optax optimizer applies them.
+
+After haiscale's GPipe, PipeDream and Interleaved1F1B:
+
+pipe = PipeDream(partition(layers, stages=4), microbatches=8)
+state = optimizer.init(pipe.parameters)
+losses, _ = pipe.forward_backward(x, criterion=squares, labels=(y,))
+updates, state = optimizer.update(pipe.gradients, state, pipe.parameters)
+pipe.parameters = optax.apply_updates(pipe.parameters, updates)
+"""
+
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.checks.check_step import check_runs, is_traced
+from hfjax.checks.deadlock import checked
+from hfjax.compat.haiscale.checks import (
+    REMAT,
+    check_batch,
+    check_like,
+    check_mesh,
+    check_options,
+    check_parts,
+    fitting,
+)
+from hfjax.compat.haiscale.partition import Partition, emptied, model_init, refilled, stack
+from hfjax.parallel.adapters.model_template import LAYERS
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.make_mesh import make_mesh
+from hfjax.parallel.mesh import batch_axes, describe_mesh
+from hfjax.parallel.remat import Remat
+from hfjax.parallel.schedules.named import Schedule
+from hfjax.parallel.strategy import DDP, PIPE, Strategy
+from hfjax.sharding.layout import State, layout
+from hfjax.sharding.reorder_layers import canonical, copy_to, rearrange
+from hfjax.sharding.stage_assignment import forward_table_of, on_stages
+from hfjax.sharding.xla_options import options_of
+from hfjax.step.batches import check_batch as check_rows, full, shard_batch
+from hfjax.step.build import data_plane, ingredients
+from hfjax.utils.mean import Mean, as_mean
+from hfjax.utils.paths import flatten, nest, path_of
+
+MANY = 8  # programs of one pipe, from which on it looks like a mistake
+NEW_CRITERIA = (
+    f"this pipe has compiled for {MANY} criteria already. A function that is made anew for every "
+    "call is compiled anew: define the criterion once, outside of the loop, and give it what "
+    "changes as labels."
+)
+Parameters = dict[str, Any]  # {"layers": {…}}, each array on its stages
+
+
+class _Jitted(NamedTuple):
+    """A program by itself, and as a part of one of the user's, whose options count."""
+
+    alone: Any
+    within: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self.within if is_traced(arguments) else self.alone)(*arguments)
+
+    def lower(self, *arguments: Any) -> Any:
+        """Return the program by itself, lowered."""
+        return self.alone.lower(*arguments)
+
+
+class Pipe:
+    """Layers on the stages of a mesh, and a schedule of microbatches: see the subclasses."""
+
+    schedule: ClassVar[str]
+    chunked: ClassVar[bool] = False  # several parts of the model on each stage
+
+    def __init__(
+        self,
+        parts: Partition,
+        microbatches: int | None = None,
+        *,
+        mesh: Mesh | None = None,
+        strategy: Strategy | None = None,
+        remat: str = "never",
+        **options: Any,
+    ) -> None:
+        """Put the layers of a partition on the stages of a mesh.
+
+        Args:
+            parts: Which layers each stage gets, as `hfjax.partition` returns it.
+            microbatches: Into how many a batch is split; it has to be given.
+            mesh: A mesh whose pipe axis has as many stages as the partition. None: the devices that
+                are left split the rows (data).
+            strategy: Where everything lies; it has to split layers over pipe. None: `hfjax.PIPE`;
+                `hfjax.DDP` where one stage has all layers.
+            remat: In which microbatches layers are computed again for the backward pass: "never",
+                "except_last" or "always".
+            options: Fields of `Execution`: precision, reduction, reshard_after_forward, unroll,
+                compiler_options.
+        """
+        check_parts(type(self), self.chunked, parts)
+        microbatches = check_options(microbatches, remat, options)
+        mesh = make_mesh(pipe=parts.stages, data=-1) if mesh is None else check_mesh(mesh, parts)
+        schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
+        given = stack(parts.layers) if isinstance(parts.layers, tuple) else parts.layers
+        strategy = strategy or (PIPE if parts.stages > 1 else DDP)
+        plan = layout(model_init(given), optax.identity(), mesh, strategy)
+        self._schedule = schedule
+        self._execution = Execution(schedule=schedule, remat=Remat(REMAT[remat]), **options)
+        self.mesh, self.microbatches, self.layout = mesh, microbatches, on_stages(plan, schedule)
+        check_runs(self.layout, self._execution, training=True)
+        self._shardings = self.layout.shardings()
+        on_all = lambda x: copy_to(x, self._on(P()))
+        self._variables = jax.tree.map(on_all, _nested(given, nnx.Not(nnx.Param)))
+        self._shapes = _nested(emptied(given), nnx.Param)
+        self.load(_nested(given, nnx.Param))
+        self.parts = replace(parts, layers=_emptied(parts.layers))
+        self.metrics: dict[str, jax.Array] = {}  # of the last forward_backward, over all rows
+        self._gradients: Parameters | None = None
+        self._calls = 0
+        self._programs: dict[Any, Callable] = {}
+
+    # -- parameters and gradients -------------------------------------------------------------
+
+    @property
+    def parameters(self) -> Parameters:
+        """The parameters, each on its stage: an optax optimizer takes them and gives them back.
+
+        Arrays have a row for each layer, in the order in which the stages store them (`canonical`
+        has the model's order). Layers that differ are packed, a row for each part: their optimizer
+        has to work element by element (adam, sgd …; not LAMB, nor a mask by path).
+        """
+        return self._parameters
+
+    @parameters.setter
+    def parameters(self, new: Any) -> None:
+        check_like("parameters", new, self._parameters)
+        self._parameters = jax.tree.map(_moved, new, self._shardings.params)
+
+    @property
+    def gradients(self) -> Parameters:
+        """The gradients of the mean over all rows, in the form of the parameters."""
+        if self._gradients is None:
+            raise ValueError("there are no gradients yet: call forward_backward first.")
+        return self._gradients
+
+    def canonical(self, tree: Parameters | None = None) -> Parameters:
+        """Return the parameters, or gradients, in the model's order: what to save.
+
+        Args:
+            tree: What has the form of `parameters`, for instance `gradients`. None: the parameters.
+
+        Example:
+            >>> import hfjax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> pipe.canonical()["layers"]["kernel"].shape
+            (4, 4, 4)
+        """
+        given = self._parameters if tree is None else tree
+        check_like("canonical", given, self._parameters)
+        return canonical(self.layout, self._state(given, self.layout.order)).params
+
+    def load(self, parameters: Parameters) -> None:
+        """Take parameters in the model's order, as `canonical` gives them.
+
+        Args:
+            parameters: {"layers": {…}}, with the paths, shapes and dtypes of the layers' own.
+
+        Example:
+            >>> import hfjax, jax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> pipe.load(jax.tree.map(lambda x: 0 * x, pipe.canonical()))
+            >>> float(pipe.layers()[0].kernel[...].sum())
+            0.0
+        """
+        check_like("load", parameters, self._shapes)
+        held = self._state(jax.tree.map(np.array, parameters), None)  # copies
+        stored = rearrange(self.layout, held).params
+        self._parameters = jax.device_put(stored, self._shardings.params)
+
+    def layers(self) -> Any:
+        """Return the layers in the form in which they were given, with the parameters of now.
+
+        They are whole, in host memory. `load` has an example.
+        """
+        values = flatten(full(self.canonical())["layers"])
+        given = self.parts.layers
+        if not isinstance(given, tuple):
+            return refilled(given, values)
+        if self.layout.blueprint.stacked:
+            row = lambda i: {path: rows[i] for path, rows in values.items()}
+        else:
+            row = lambda i: {p.partition("/")[2]: x for p, x in values.items() if _first(p) == i}
+        return [refilled(layer, row(i)) for i, layer in enumerate(given)]
+
+    def _state(self, parameters: Parameters, order: Any) -> State:
+        return State(np.int32(0), parameters, optax.EmptyState(), self._variables, order)
+
+    # -- running ------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        x: Any,
+        *,
+        criterion: Callable,
+        labels: tuple = (),
+        return_outputs: bool = False,
+        accumulate: bool = False,
+    ) -> tuple[jax.Array, Any]:
+        """Run the schedule; return (loss of each microbatch, outputs or None).
+
+        Gradients of the mean over all rows are in `gradients` afterwards. Microbatch m is the m-th
+        one of all devices that hold rows; the loss of one that weighs nothing is NaN, and it adds
+        nothing to the gradients.
+
+        Args:
+            x: What enters the first layer, with a row for each example.
+            criterion: Function of (outputs, *labels) that returns the mean over its rows, or
+                `hfjax.Mean`. Define it once: a new function is compiled anew.
+            labels: A tuple of what the criterion takes after the outputs, row by row.
+            return_outputs: Whether to return what leaves the last layer, too.
+            accumulate: Whether to add gradients to those that are there.
+
+        Example:
+            >>> import hfjax, numpy as np, optax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> squares = lambda outputs, y: ((outputs - y) ** 2).mean()
+            >>> x = y = np.ones((8, 4), np.float32)
+            >>> losses, _ = pipe.forward_backward(x, criterion=squares, labels=(y,))
+            >>> optimizer = optax.sgd(0.1)
+            >>> state = optimizer.init(pipe.parameters)
+            >>> updates, state = optimizer.update(pipe.gradients, state, pipe.parameters)
+            >>> pipe.parameters = optax.apply_updates(pipe.parameters, updates)
+            >>> losses.shape
+            (4,)
+        """
+        batch = self._batch(x, labels, criterion, self.microbatches)
+        wanted = "outputs" if return_outputs else "losses"
+        run = self._program(criterion, wanted, self._training)
+        step = np.int32(self._calls)
+        gradients, losses, outputs, self.metrics = run(
+            self._parameters, self._variables, batch, step
+        )
+        add = accumulate and self._gradients is not None
+        self._gradients = jax.tree.map(jnp.add, self._gradients, gradients) if add else gradients
+        self._calls += 1
+        return losses, outputs
+
+    def lower(
+        self, x: Any, *, criterion: Callable, labels: tuple = (), return_outputs: bool = False
+    ) -> jax.stages.Lowered:
+        """Return the program of forward_backward for arrays or shapes, without running it.
+
+        Args:
+            x: What enters the first layer, or its shapes.
+            criterion: As `forward_backward` takes it.
+            labels: As `forward_backward` takes it, or their shapes.
+            return_outputs: Whether the program returns what leaves the last layer, too.
+
+        Example:
+            >>> import hfjax, jax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
+            >>> lowered = pipe.lower(x, criterion=lambda outputs: (outputs**2).mean())
+            >>> hfjax.collectives(lowered).count("permute", "pipe") > 0
+            True
+        """
+        batch = check_batch(x, labels, criterion)
+        check_rows(self.layout, batch, self.microbatches)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows)
+        batch = jax.tree.map(shape, batch)
+        wanted = "outputs" if return_outputs else "losses"
+        run = self._program(criterion, wanted, self._training)
+        return run.lower(self._parameters, self._variables, batch, np.int32(0))
+
+    def forward(self, x: Any) -> Any:
+        """Return the outputs, forward only: nothing is random, nothing is kept.
+
+        Args:
+            x: What enters the first layer, with a row for each example.
+
+        Example:
+            >>> import hfjax, numpy as np
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> pipe.forward(np.ones((8, 4), np.float32)).shape
+            (8, 4)
+        """
+        batch = self._batch(x, (), _no_loss, 1)
+        run = self._program(_no_loss, "outputs", self._evaluating)
+        return run(self._parameters, self._variables, batch)
+
+    __call__ = forward
+
+    def evaluate(self, x: Any, *, criterion: Callable, labels: tuple = ()) -> dict[str, jax.Array]:
+        """Return the loss (and metrics of the criterion) as means over all rows, forward only.
+
+        Args:
+            x: What enters the first layer, with a row for each example.
+            criterion: As `forward_backward` takes it.
+            labels: As `forward_backward` takes it.
+
+        Example:
+            >>> import hfjax, numpy as np
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> x = np.zeros((8, 4), np.float32)
+            >>> float(pipe.evaluate(x, criterion=lambda outputs: (outputs**2).mean())["loss"])
+            0.0
+        """
+        batch = self._batch(x, labels, criterion, 1)
+        run = self._program(criterion, None, self._evaluating)
+        return run(self._parameters, self._variables, batch)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.microbatches} microbatches, {describe_mesh(self.mesh)}, "
+            f"{len(self.parts.costs)} layers: {list(self.parts.counts)})"
+        )
+
+    # -- programs -----------------------------------------------------------------------------
+
+    def _program(self, criterion: Callable, wanted: str | None, build: Callable) -> Any:
+        """Return the jitted function for a criterion; it compiles once for each shape."""
+        name = criterion if isinstance(criterion, Hashable) else id(criterion)
+        key = (build.__name__, name, wanted)
+        if key not in self._programs:
+            if len(self._programs) == MANY:
+                warnings.warn(NEW_CRITERIA, stacklevel=3)
+            self._programs[key] = build(criterion, wanted)
+        return self._programs[key]
+
+    def _training(self, criterion: Callable, wanted: str) -> Callable:
+        table = self._schedule.table(self.parts.stages)
+        plane = data_plane(ingredients(self.layout, _loss(criterion), self._execution, table))
+        plane = replace(plane, wanted=wanted)
+
+        def run(
+            parameters: Parameters, variables: Parameters, batch, step: jax.Array
+        ) -> tuple[Parameters, jax.Array, Any, dict[str, jax.Array]]:
+            flat = (flatten(parameters), flatten(variables))
+            with fitting(batch):
+                gradients, told, _ = plane.gradients(*flat, batch, step)
+            mean = jax.tree.map(lambda x: x.sum(0), told.means)
+            scale = lambda path, g: (g / mean.weight).astype(self.layout.placed[path].dtype)
+            scaled = nest({path: scale(path, g) for path, g in gradients.items()})
+            return scaled, told.means.total / told.means.weight, told.outputs, _metrics(mean)
+
+        moments = {path: self._on(p.moment) for path, p in self.layout.placed.items()}
+        return self._jit(run, (nest(moments), self._on(P()), self._rows, self._on(P())))
+
+    def _evaluating(self, criterion: Callable, wanted: str | None) -> Callable:
+        ran = self._execution
+        plain = Execution(precision=ran.precision, compiler_options=ran.compiler_options)
+
+        def run(parameters: Parameters, variables: Parameters, batch):
+            loss = _loss(criterion)
+            table = forward_table_of(self.layout, self._schedule, batch)
+            plane = data_plane(ingredients(self.layout, loss, plain, table))
+            plane = replace(plane, wanted=wanted)
+            with fitting(batch):
+                told = plane.evaluate(flatten(parameters), flatten(variables), batch)
+            return _metrics(told) if wanted is None else told.outputs
+
+        return self._jit(run, self._on(P()) if wanted is None else self._rows)
+
+    def _jit(self, run: Callable, out_shardings: Any) -> Callable:
+        options = options_of(self.layout, self._execution)
+        within = jax.jit(run, out_shardings=out_shardings)
+        alone = jax.jit(run, out_shardings=out_shardings, compiler_options=options)
+        return _Jitted(checked(alone, self.mesh), within)
+
+    def _on(self, spec: P) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    @property
+    def _rows(self) -> NamedSharding:
+        return self._on(P(batch_axes(self.mesh)))
+
+    # -- batches ------------------------------------------------------------------------------
+
+    def _batch(self, x: Any, labels: tuple, criterion: Callable, microbatches: int) -> Any:
+        """Return x and labels on their devices, after checking that they fit."""
+        batch = check_batch(x, labels, criterion)
+        return shard_batch(self.layout, batch, microbatches)
+
+
+class GPipe(Pipe):
+    """All forwards, then all backwards (Huang et al. 2019).
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+        >>> hfjax.GPipe(hfjax.partition(layers, stages=4), microbatches=8, remat="always")
+        GPipe(8 microbatches, pipe=4 x data=2, 4 layers: [1, 1, 1, 1])
+    """
+
+    schedule = "gpipe"
+
+
+class PipeDream(Pipe):
+    """One forward, one backward, and a flush at the end of each batch (1F1B), as haiscale's.
+
+    The PipeDream whose stages update without a flush is the schedule "pipedream" of `train_step`.
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+        >>> hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=8)
+        PipeDream(8 microbatches, pipe=4 x data=2, 4 layers: [1, 1, 1, 1])
+    """
+
+    schedule = "1f1b"
+
+
+class Interleaved1F1B(Pipe):
+    """1F1B with several parts of the model on each stage (Narayanan et al. 2021).
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(8)]
+        >>> hfjax.Interleaved1F1B(hfjax.partition(layers, stages=4, chunks=2), microbatches=8)
+        Interleaved1F1B(8 microbatches, pipe=4 x data=2, 8 layers: [1, 1, 1, 1, 1, 1, 1, 1])
+    """
+
+    schedule = "interleaved"
+    chunked = True
+
+
+def _moved(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Return an array where it is wanted: itself, if it lies there, otherwise a copy."""
+    there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+    return x if there else copy_to(x, sharding)
+
+
+def _nested(layers: Any, which: Any) -> Parameters:
+    """Return the arrays of the layers under their paths in the model."""
+    flat = nnx.to_flat_state(nnx.state(layers, which))
+    paths = {LAYERS + path_of(keys): v.get_raw_value() for keys, v in flat}
+    return nest(paths)
+
+
+def _emptied(layers: Any) -> Any:
+    return tuple(map(emptied, layers)) if isinstance(layers, tuple) else emptied(layers)
+
+
+def _first(path: str) -> int:
+    return int(path.partition("/")[0])
+
+
+def _loss(criterion: Callable) -> Callable:
+    """Return the criterion as the engine calls it."""
+
+    def loss(outputs, batch):
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        return as_mean(criterion(outputs, *batch["labels"]), rows, "what the criterion returns")
+
+    return loss
+
+
+def _no_loss(outputs: Any) -> Mean:
+    return Mean(jnp.zeros(()), jnp.ones(()))
+
+
+def _metrics(mean: Mean) -> dict[str, jax.Array]:
+    own = {name: m.total / m.weight for name, m in mean.metrics.items()}
+    return {"loss": mean.total / mean.weight, **own}

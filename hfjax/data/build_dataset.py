@@ -1,0 +1,296 @@
+"""From documents to a data set: tokenizer, split, and tokens written as they come.
+
+Which documents are for validation is a function of their number, so the same each time.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hfjax.data.documents import Document, Sources, find, too_long
+from hfjax.data.token_dataset import Meta
+from hfjax.data.token_writer import TokenWriter, check_free, unfinished
+from hfjax.data.tokenizer import (
+    GROUP,
+    KNOWN_ENDS,
+    ByteTokenizer,
+    TrainedTokenizer,
+    in_groups,
+    load_tokenizer,
+    train_bpe,
+)
+
+
+def split(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:
+    """Yield each document with 1 if it is for validation: one of every 1 / valid, drawn by number.
+
+    Of a single document the last part is.
+    """
+    waiting = iter(documents)
+    first, second = next(waiting, None), next(waiting, None)
+    if first is not None and second is None:
+        yield from _halves(first, valid)
+        return
+    for number, document in enumerate(d for d in (first, second) if d is not None):
+        yield document, is_valid(number, valid)
+    for number, document in enumerate(waiting, 2):
+        yield document, is_valid(number, valid)
+
+
+def _halves(document: Document, valid: float) -> Iterator[tuple[Document, int]]:
+    cut = math.ceil(len(document.text) * (1 - valid))
+    for part, text in enumerate((document.text[:cut], document.text[cut:])):
+        if text:
+            yield Document(text, document.where, document.read), part
+
+
+def is_valid(number: int, valid: float) -> bool:
+    """Return whether a document is for validation: of each 1 / valid in a row, one drawn by chance.
+
+    >>> [sum(is_valid(number, 0.1) for number in range(n)) for n in (10, 20, 1000)]
+    [1, 2, 100]
+    >>> sum(is_valid(number, 0.3) for number in range(1000))
+    299
+    """
+    stratum = math.floor(number * valid)
+    drawn = (math.floor((s + _chance(s)) / valid) for s in (stratum, stratum + 1))
+    return number in drawn
+
+
+def _chance(number: int) -> float:
+    """Return a number in [0, 1) that is the same on every machine."""
+    return float(np.random.SeedSequence(number).generate_state(1)[0]) / 2**32
+
+
+OBJECT = 256  # characters that the memory of an empty document would hold
+
+Progress = Callable[[str, int, int], None]  # what is done, bytes read, bytes in all
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to make a data set of, and how."""
+
+    inputs: tuple[str, ...]
+    out: Path
+    tokenizer: str = "bytes"  # or bpe, or where one is
+    vocab: int | None = None  # of bpe: 8192
+    valid: float = 0.0  # the part of the documents that is for validation
+    field: str = "text"  # of JSONL, or the column of Parquet
+    pattern: str | None = None  # the files of a folder that are read
+    append_end: bool = True  # a token after each document
+    end_token: str | None = None  # its name in a tokenizer.json
+    errors: str = "strict"  # or replace: of UTF-8
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.valid <= 0.5:
+            raise ValueError(f"--valid {self.valid:g}: a part of the documents, from 0 to 0.5.")
+        if self.errors not in ("strict", "replace"):
+            raise ValueError(f"--errors {self.errors}: strict or replace.")
+        if self.vocab is not None and self.tokenizer != "bpe":
+            raise ValueError(
+                f"--vocab {self.vocab}: for --tokenizer bpe; {self.tokenizer} has a vocabulary."
+            )
+        if self.end_token is not None and (self.tokenizer in ("bytes", "bpe")):
+            raise ValueError(
+                f"--end-token {self.end_token}: for a tokenizer.json; {self.tokenizer} has its own."
+            )
+
+    @property
+    def asked_vocab(self) -> int:
+        """The size of a trained vocabulary."""
+        return 8192 if self.vocab is None else self.vocab
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was made: the description of each part ("" if it is not split), and what was left."""
+
+    out: Path
+    parts: dict[str, Meta]
+    files: int
+    passed_over: int  # files of no known kind
+    empty: int  # documents without text
+    asked_vocab: int | None  # of a trained tokenizer
+    dropped: int = 0  # characters that the tokenizer has no token for
+    unknown: int = 0  # times that text became its token for what is unknown
+
+
+def prepare(
+    inputs: Iterable[str | Path] | str | Path,
+    out: str | Path,
+    progress: Progress | None = None,
+    **options,
+) -> Prepared:
+    """Make a data set of text, JSONL and Parquet files; it appears at `out` when it is whole.
+
+    Args:
+        inputs: A file or a folder, or several.
+        out: The directory to make. It must not be there yet, or be empty.
+        progress: What is called with (what is done, bytes read, bytes in all).
+        options: `tokenizer` ("bytes", "bpe", the path of a tokenizer.json, or a model's folder),
+            `vocab` (of bpe), `valid` (the part of the documents for validation: the data set then
+            has the parts `train` and `valid`), `field` (of JSONL and Parquet), `pattern` (of the
+            files of a folder), `append_end`, `end_token`, `errors` (strict or replace, of UTF-8),
+            `overwrite`.
+
+    Returns:
+        An object that tells what was made: `out`, `parts`, `files`, `passed_over`, `empty`; and
+        what the tokenizer cannot write: `dropped` characters, and how often text became its
+        `unknown` token.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from hfjax.data import prepare
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> text = Path(folder.name, "once.txt")
+        >>> _ = text.write_text("Once upon a time")
+        >>> prepare(text, Path(folder.name, "once")).parts[""].tokens  # bytes, and the end
+        17
+    """
+    several = [inputs] if isinstance(inputs, str | Path) else inputs
+    return make(Recipe(tuple(map(str, several)), Path(out), **options), progress)
+
+
+def make(recipe: Recipe, progress: Progress | None = None) -> Prepared:
+    """Make the data set of a recipe."""
+    check_free(recipe.out, recipe.overwrite)
+    return make_of(recipe, *find(recipe.inputs, recipe.pattern), progress=progress)
+
+
+def make_of(
+    recipe: Recipe,
+    files: tuple[Path, ...],
+    passed_over: int = 0,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Make the data set of a recipe of these files."""
+    sources = Sources(files, recipe.field, recipe.errors)
+    tell = progress or (lambda what, read, total: None)
+    tokenizer = _tokenizer(recipe, sources, tell)
+    end = _end(recipe, tokenizer)
+    documents = _Counted(_told(sources, "writing tokens", tell))
+    with unfinished(recipe.out, recipe.overwrite) as folder:
+        parts = _write(recipe, folder, tokenizer, end, documents)
+    asked = recipe.asked_vocab if recipe.tokenizer == "bpe" else None
+    lost = tokenizer.dropped, tokenizer.unknown
+    return Prepared(recipe.out, parts, len(files), passed_over, documents.empty, asked, *lost)
+
+
+class _Counted:
+    """Documents that have text; `empty` counts the others, and those of which no token tells."""
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        self._documents, self.empty = documents, 0
+
+    def __iter__(self) -> Iterator[Document]:
+        for document in self._documents:
+            if document.text:
+                yield document
+            else:
+                self.empty += 1
+
+
+def _told(sources: Sources, what: str, tell: Progress) -> Iterator[Document]:
+    total = sources.size
+    for document in sources:
+        tell(what, document.read, total)
+        yield document
+
+
+def _tokenizer(
+    recipe: Recipe, sources: Sources, tell: Progress
+) -> ByteTokenizer | TrainedTokenizer:
+    if recipe.tokenizer == "bpe":
+        pipes = [path for path in sources.files if not path.is_file()]
+        if pipes:
+            raise ValueError(
+                f"{pipes[0]} is a pipe, but bpe reads the text twice: give a file, or a tokenizer "
+                "that is trained."
+            )
+        texts = (document.text for document in _told(sources, "training the tokenizer", tell))
+        return train_bpe(texts, recipe.asked_vocab)
+    return load_tokenizer(recipe.tokenizer, recipe.end_token)
+
+
+def _end(recipe: Recipe, tokenizer: ByteTokenizer | TrainedTokenizer) -> int | None:
+    if recipe.append_end and tokenizer.end is None:
+        raise ValueError(
+            f"{recipe.tokenizer}: none of {', '.join(KNOWN_ENDS)} is in it, so the end of "
+            "a document has no token. Name it with --end-token, or give --no-append-end."
+        )
+    return tokenizer.end if recipe.append_end else None
+
+
+def _write(
+    recipe: Recipe,
+    folder: Path,
+    tokenizer: ByteTokenizer | TrainedTokenizer,
+    end: int | None,
+    documents: _Counted,
+) -> dict[str, Meta]:
+    """Write all documents, each to its part; return what each part holds."""
+    names = ("train", "valid") if recipe.valid else ("",)
+    with ExitStack() as stack:
+        writers = [TokenWriter(folder / name, tokenizer.vocab) for name in names]
+        for writer in writers:
+            stack.callback(writer.close)
+        parts = split(documents, recipe.valid) if recipe.valid else ((d, 0) for d in documents)
+        for group in in_groups(parts, GROUP, lambda pair: len(pair[0].text) + OBJECT):
+            coded = _coded(tokenizer, [document for document, _ in group])
+            for (document, part), tokens in zip(group, coded, strict=True):
+                _check_no_end(tokens, tokenizer, end, document.where)
+                if not tokens.size and end is None:
+                    documents.empty += 1
+                    continue
+                writers[part].add(tokens, document.where, _bytes_of(document.text), end)
+        _check_parts(recipe, names, writers)
+        sources = list(recipe.inputs)
+        return {n: w.finish(tokenizer, end, sources) for n, w in zip(names, writers, strict=True)}
+
+
+def _coded(
+    tokenizer: ByteTokenizer | TrainedTokenizer, documents: list[Document]
+) -> list[np.ndarray]:
+    """Return the tokens of each document; a fault names where they are from."""
+    first, last = documents[0].where, documents[-1].where
+    where = first if first == last else f"{first} to {last}"
+    try:
+        return tokenizer.encode([document.text for document in documents])
+    except ValueError as wrong:
+        raise ValueError(f"{where}: {wrong}") from None
+    except MemoryError:
+        raise MemoryError(too_long(where)) from None
+
+
+def _bytes_of(text: str) -> int:
+    """Return how many bytes of UTF-8 a text is, without a copy of ASCII."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _check_no_end(tokens: np.ndarray, tokenizer: object, end: int | None, where: str) -> None:
+    """Refuse bytes of which one is the end of a document, which is 0."""
+    if end is None or not isinstance(tokenizer, ByteTokenizer) or tokens.all():
+        return
+    raise ValueError(
+        f"{where} contains byte 0 (at {int(np.argmin(tokens))}), which stands for the end of a "
+        "document. Is it text? Give --no-append-end to take it as it is."
+    )
+
+
+def _check_parts(recipe: Recipe, names: tuple[str, ...], writers: list[TokenWriter]) -> None:
+    total = sum(writer.documents for writer in writers)
+    if not total:
+        raise ValueError(f"{', '.join(recipe.inputs)}: no text in it. Nothing was written.")
+    for name, writer in zip(names, writers, strict=True):
+        if not writer.documents:
+            raise ValueError(
+                f"--valid {recipe.valid:g} of {total} documents leaves none to {name}. Give more "
+                "documents or another part."
+            )

@@ -1,0 +1,398 @@
+"""A folder of images opened: which classes it has, and each image with its label or its mask."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from hfjax.data.images.decode import (
+    MOST_PIXELS,
+    DamagedImageError,
+    allow,
+    pillow,
+    read_image,
+    read_mask,
+)
+from hfjax.data.images.find_images import (
+    IMAGES,
+    MASKS,
+    Below,
+    checked_names,
+    class_folders,
+    has_masks,
+    images_below,
+    paired,
+    part_of,
+    written_classes,
+)
+from hfjax.data.images.pixels import IGNORED
+from hfjax.utils.image_names import is_litter
+from hfjax.utils.keywords import is_whole
+from hfjax.utils.tables import named
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SHOWN = 5  # names in a message
+TOGETHER = 1024  # images that wait for threads
+
+T = TypeVar("T")
+
+
+class ImageSet:
+    """A folder of images opened: `set[i]` is an image and its label, or its mask of labels.
+
+    Folders of classes (`photos/cat/1.jpg`): their names, sorted, are labels 0, 1, …. Or images and
+    masks (`street/images/1.jpg`, `street/masks/1.png`): a mask's levels or palette indices are the
+    labels, 255 does not count, and `street/classes.txt` may name them, one a line.
+
+    Args:
+        directory: The folder; of one that is split into train/ and valid/ (or val/), say which.
+        part: train or valid; a folder that is not split is taken as it is.
+        classes: Names of the classes in the order of labels, such as those of a training set: then
+            a class may have no folder here. Of masks also their number. None: as found; of masks
+            that nobody names, all are read for the largest label.
+        most_pixels: A larger image is refused before it is decoded.
+
+    Raises:
+        ValueError: It is no such folder; the message says what is there and what is expected.
+
+    Attributes:
+        directory: The folder that is read.
+        kind: "classes" or "masks".
+        classes: Names, in the order of labels.
+        names: The images, relative to the folder, in the order of rows.
+        labels: The label of each image; none of a set with masks.
+        masks: The names of the masks; none of a set of classes.
+        sizes: Bytes of these files, then of their masks.
+        passed_over: How many other files there are.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from hfjax.data.images import ImageSet
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> for name in ("cat", "dog"):
+        ...     Path(folder.name, name).mkdir()
+        ...     Image.new("RGB", (40, 30)).save(Path(folder.name, name, "1.png"))
+        >>> data = ImageSet(folder.name)
+        >>> data.kind, data.classes, len(data)
+        ('classes', ['cat', 'dog'], 2)
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        part: str | None = None,
+        classes: int | Sequence[str] | None = None,
+        most_pixels: int = MOST_PIXELS,
+    ) -> None:
+        if not is_whole(most_pixels, 1):
+            raise ValueError(f"most_pixels={most_pixels!r}: a whole number from 1 on.")
+        pillow()
+        allow(most_pixels)
+        self.most_pixels = most_pixels
+        self.directory = part_of(Path(directory), part)
+        self.kind = "masks" if has_masks(self.directory) else "classes"
+        open_it = self._with_masks if self.kind == "masks" else self._by_class
+        open_it(classes)
+
+    # -- by class -------------------------------------------------------------------------
+
+    def _by_class(self, classes: int | Sequence[str] | None) -> None:
+        folders = class_folders(self.directory)
+        if isinstance(classes, int):
+            raise ValueError(
+                f"classes={classes}: {named(self.directory)} has folders of classes; give names."
+            )
+        self.classes = folders if classes is None else checked_names(classes, "classes")
+        self._check_folders(folders)
+        found = [images_below(self.directory / name) for name in folders]
+        for name, images in zip(folders, found, strict=True):
+            if not images.names:
+                raise ValueError(
+                    f"class {named(name)} has no image: {named(self.directory / name)} holds "
+                    f"{images.others} other files. Add images, or remove the folder."
+                )
+        self.names = [f"{f}/{x}" for f, i in zip(folders, found, strict=True) for x in i.names]
+        self.sizes = [size for images in found for size in images.sizes]
+        numbers = [self.classes.index(name) for name in folders]
+        self.labels = np.repeat(np.array(numbers, np.int32), [len(i.names) for i in found])
+        beside = sum(1 for entry in os.scandir(self.directory) if _counts(entry))
+        self.passed_over = beside + sum(images.others for images in found)
+        self.masks: list[str] = []
+
+    def _check_folders(self, folders: list[str]) -> None:
+        if strange := [name for name in folders if name not in self.classes]:
+            raise ValueError(
+                f"{named(self.directory)} has folders of classes that are not among the "
+                f"{len(self.classes)} asked for: {_some(strange)}. Remove them, or name them."
+            )
+
+    # -- with masks -----------------------------------------------------------------------
+
+    def _with_masks(self, classes: int | Sequence[str] | None) -> None:
+        images = images_below(self.directory / IMAGES)
+        masks = images_below(self.directory / MASKS)
+        if not images.names:
+            raise ValueError(
+                f"{named(self.directory / IMAGES)} holds no image ({images.others} other files)."
+            )
+        self.names = images.names
+        self.masks = paired(self.directory, images, masks)
+        self.sizes = images.sizes + _sizes_of(masks, self.masks)
+        self.labels = np.zeros(0, np.int32)
+        beside = sum(1 for entry in os.scandir(self.directory) if _counts(entry))
+        spare = len(masks.names) - len(self.masks)
+        self.passed_over = beside + images.others + masks.others + spare
+        self.classes = self._names_of_labels(classes)
+
+    def _names_of_labels(self, classes: int | Sequence[str] | None) -> list[str]:
+        if classes is None:
+            classes = written_classes(self.directory) or self._largest_label() + 1
+        if not isinstance(classes, int):
+            classes = checked_names(classes, "classes")
+        count = classes if isinstance(classes, int) else len(classes)
+        if not is_whole(count, 1, IGNORED):
+            raise ValueError(f"classes={count!r}: masks have 1 to {IGNORED} classes.")
+        return classes if isinstance(classes, list) else list(map(str, range(count)))
+
+    def _largest_label(self) -> int:
+        largest = max(self.each(self._largest_of))
+        if largest < 0:
+            raise ValueError(
+                f"{named(self.directory / MASKS)}: every label is {IGNORED}, which does not count. "
+                "Labels of classes are 0, 1, …: give other masks."
+            )
+        return largest
+
+    def _largest_of(self, index: int) -> int:
+        """Return the largest label of a mask; -1 if there is none, or the file is damaged."""
+        try:
+            mask = self.mask(index)
+        except DamagedImageError:  # said when its row is read
+            return -1
+        counted = mask[mask != IGNORED]
+        return int(counted.max()) if counted.size else -1
+
+    # -- what is in it --------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"ImageSet({self})"
+
+    def __str__(self) -> str:
+        what = "with masks of" if self.kind == "masks" else "of"
+        return f"{named(self.directory)}: {len(self)} images {what} {len(self.classes)} classes"
+
+    def __getitem__(self, index: int) -> "tuple[Image, np.ndarray]":
+        image = read_image(self.path(index), self.most_pixels)
+        if self.kind == "classes":
+            return image, self.labels[index]
+        mask = self.mask(index)
+        self.check_mask(index, image, mask)
+        return image, mask
+
+    def path(self, index: int) -> Path:
+        """Return the file of an image.
+
+        Args:
+            index: Its number, from 0 on.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from PIL import Image
+            >>> from hfjax.data.images import ImageSet
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> Path(folder.name, "cat").mkdir()
+            >>> Image.new("RGB", (40, 30)).save(Path(folder.name, "cat", "1.png"))
+            >>> ImageSet(folder.name).path(0).name
+            '1.png'
+        """
+        below = IMAGES if self.kind == "masks" else "."
+        return self.directory / below / self.names[index]
+
+    def mask(self, index: int) -> np.ndarray:
+        """Return the labels of the mask of an image, uint8 [height, width].
+
+        Args:
+            index: The number of the image, from 0 on.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from PIL import Image
+            >>> from hfjax.data.images import ImageSet
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> for name, mode in (("images", "RGB"), ("masks", "L")):
+            ...     Path(folder.name, name).mkdir()
+            ...     Image.new(mode, (40, 30)).save(Path(folder.name, name, "1.png"))
+            >>> ImageSet(folder.name).mask(0).shape
+            (30, 40)
+        """
+        return read_mask(self.directory / MASKS / self.masks[index], self.most_pixels)
+
+    def check_mask(self, index: int, image: "Image", mask: np.ndarray) -> None:
+        """Refuse a mask of another size than its image, and one with labels beyond the classes.
+
+        Args:
+            index: The number of the image, for the message.
+            image: The image.
+            mask: Its labels, uint8.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from PIL import Image
+            >>> from hfjax.data.images import ImageSet
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> for name, mode in (("images", "RGB"), ("masks", "L")):
+            ...     Path(folder.name, name).mkdir()
+            ...     Image.new(mode, (40, 30)).save(Path(folder.name, name, "1.png"))
+            >>> data = ImageSet(folder.name)
+            >>> data.check_mask(0, *data[0])
+        """
+        path = named(self.directory / MASKS / self.masks[index])
+        if mask.shape != (image.height, image.width):
+            raise ValueError(
+                f"{path} has {mask.shape[1]} x {mask.shape[0]} pixels, its image "
+                f"{image.width} x {image.height} (turned as its EXIF says). Make them alike."
+            )
+        if told := self.beyond(mask):
+            raise ValueError(
+                f"{path} has labels beyond the {len(self.classes)} classes: {told}. Labels are 0 "
+                f"to {len(self.classes) - 1}, and {IGNORED} for what does not count; `hfjax data "
+                f"{named(self.directory)}` names all such masks."
+            )
+
+    def beyond(self, mask: np.ndarray) -> str:
+        """Return which labels of a mask are no classes, and of how many pixels; "" if none.
+
+        Args:
+            mask: Labels, uint8.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import numpy as np
+            >>> from PIL import Image
+            >>> from hfjax.data.images import ImageSet
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> for name, mode in (("images", "RGB"), ("masks", "L")):
+            ...     Path(folder.name, name).mkdir()
+            ...     Image.new(mode, (40, 30)).save(Path(folder.name, name, "1.png"))
+            >>> ImageSet(folder.name, classes=2).beyond(np.array([[0, 1], [7, 255]], np.uint8))
+            '7 (1 pixels)'
+        """
+        if (mask + np.uint8(1)).max(initial=0) <= len(self.classes):  # 255 becomes 0
+            return ""
+        high = mask[(mask >= len(self.classes)) & (mask != IGNORED)]
+        labels, counts = np.unique(high, return_counts=True)
+        told = [f"{label} ({n} pixels)" for label, n in zip(labels, counts, strict=True)]
+        return ", ".join(told[:SHOWN]) + (f" and {len(told) - SHOWN} more" * (len(told) > SHOWN))
+
+    def each(self, read: Callable[[int], T]) -> Iterator[T]:
+        """Yield what is read of each image, in order, by as many threads as there are cores.
+
+        Args:
+            read: A function of the number of an image.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from PIL import Image
+            >>> from hfjax.data.images import ImageSet
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> Path(folder.name, "cat").mkdir()
+            >>> Image.new("RGB", (40, 30)).save(Path(folder.name, "cat", "1.png"))
+            >>> data = ImageSet(folder.name)
+            >>> list(data.each(lambda index: data[index][0].size))
+            [(40, 30)]
+        """
+        with ThreadPoolExecutor(cores()) as pool:
+            for start in range(0, len(self), TOGETHER):
+                yield from pool.map(read, range(start, min(start + TOGETHER, len(self))))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of names and sizes of all files, and of the classes."""
+        found = hashlib.sha256()
+        names = [*self.names, *self.masks]
+        lines = [f"{name}\0{size}" for name, size in zip(names, self.sizes, strict=True)]
+        for text in (self.kind, *self.classes, *lines):
+            found.update(text.encode("utf-8", "surrogateescape") + b"\n")
+        return found.hexdigest()[:16]
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    mine = getattr(os, "sched_getaffinity", None)
+    return len(mine(0)) if mine else os.cpu_count() or 1
+
+
+def check_same_classes(train: ImageSet, valid: ImageSet) -> None:
+    """Refuse a set to validate on whose labels do not mean the classes of the training set.
+
+    Masks to validate on may lack the last classes: their labels are numbers already.
+
+    Args:
+        train: The set that a model is trained on.
+        valid: The set that it is validated on.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from hfjax.data.images import ImageSet, check_same_classes
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> for name in ("train/cat", "train/dog", "valid/cat"):
+        ...     Path(folder.name, name).mkdir(parents=True)
+        ...     Image.new("RGB", (40, 30)).save(Path(folder.name, name, "1.png"))
+        >>> train = ImageSet(folder.name, "train")
+        >>> check_same_classes(train, ImageSet(folder.name, "valid", classes=train.classes))
+        >>> check_same_classes(train, ImageSet(folder.name, "valid"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: ...train has 2 classes and ...valid 1; only the first has dog. ...
+    """
+    if train.kind != valid.kind:
+        raise ValueError(
+            f"{named(train.directory)} is a set of {train.kind}, {named(valid.directory)} one of "
+            f"{valid.kind}: give two of one kind."
+        )
+    named_alike = train.classes[: len(valid.classes)] == valid.classes
+    if train.classes == valid.classes or (train.kind == "masks" and named_alike):
+        return
+    more = [name for name in valid.classes if name not in train.classes]
+    fewer = [name for name in train.classes if name not in valid.classes]
+    told = [f"only the first has {_some(fewer)}"] if fewer else []
+    told += [f"only the second has {_some(more)}"] if more else []
+    raise ValueError(
+        f"{named(train.directory)} has {len(train.classes)} classes and {named(valid.directory)} "
+        f"{len(valid.classes)}; {' and '.join(told) or 'their order is another one'}. Labels "
+        "would not mean the same: move folders or lines of classes.txt so that both are alike, or "
+        "open the second as ImageSet(…, classes=train.classes)."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(named, names[:SHOWN])) + more
+
+
+def _counts(entry: os.DirEntry[str]) -> bool:
+    """Return whether something beside the folders is a file that is not read."""
+    return os.path.isfile(entry.path) and not is_litter(entry.name) and entry.name != "classes.txt"
+
+
+def _sizes_of(found: Below, names: Sequence[str]) -> list[int]:
+    sizes = dict(zip(found.names, found.sizes, strict=True))
+    return [sizes[name] for name in names]

@@ -1,0 +1,182 @@
+"""Batches of images: the same on any number of processes, threads and restarts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from hfjax.data.images.augment import Augment
+from hfjax.data.images.dataset import ImageSet, cores
+from hfjax.data.images.examples import ImageRows
+from hfjax.data.indexed_loader import RowLoader, check_epochs, check_numbers
+from hfjax.data.sampler import order
+from hfjax.utils.keywords import known_fields
+from hfjax.utils.tables import named
+
+BROKEN = ("refuse", "skip")
+MOST_THREADS = 16  # more wait for each other
+BEYOND = 256 / 224  # of the shorter side over what is cut out, when evaluated
+
+
+@known_fields
+@dataclass(eq=False)
+class ImageLoader(RowLoader):
+    """An iterator over batches {"image": uint8 [rows, size, size, 3], "label": int32 […]}.
+
+    Labels are [rows], or [rows, size, size] of a set with masks. Images and their order are a
+    function of the files, size, augment, resize, shuffle and seed: not of processes, threads or
+    batch size. With `pad_last` there is also "mask", float32 [rows].
+
+    Attributes:
+        data: A set of images or its directory; of one with parts, train or valid as `train` says.
+        rows: Rows of the global batch.
+        size: Height and width of all images in pixels.
+        train: Whether images are cut and changed at random (`augment`), and shuffled. If not: of
+            classes the shorter side becomes `resize` and the middle is cut out; of masks all of the
+            image is scaled to fit, and filled up to the right and below.
+        seed: Of the shuffle, and of what is drawn.
+        epochs: How often to go over the data. None: without end.
+        mine: The numbers of the rows that this process gives (`hfjax.data.share`). None: all.
+        pad_last: Whether the last batch is filled up with rows of mask 0, not dropped.
+        augment: How images of training are changed. None: `Augment()`.
+        resize: The shorter side when classes are evaluated. None: size * 256 / 224, rounded.
+        shuffle: Whether each epoch has an order of its own. None: as `train`.
+        broken: refuse, or skip: in place of an image that does not decode the next one that does;
+            `skipped` names those met.
+        threads: How many decode; 0: none beside the caller. None: one for each core, at most 16.
+        prefetch: Batches that wait, at least as many as threads. None: two more.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from hfjax.data.images import ImageLoader
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> for name in ("cat", "dog"):
+        ...     Path(folder.name, name).mkdir()
+        ...     Image.new("RGB", (40, 30)).save(Path(folder.name, name, "1.png"))
+        >>> loader = ImageLoader(folder.name, rows=2, size=16, train=False, epochs=1)
+        >>> batch = next(loader)
+        >>> batch["image"].shape, batch["label"].tolist(), len(loader)
+        ((2, 16, 16, 3), [0, 1], 1)
+    """
+
+    data: ImageSet | str | Path
+    rows: int
+    size: int
+    train: bool = True
+    seed: int = 0
+    epochs: int | None = None  # None: no end
+    mine: Sequence[int] | np.ndarray | None = None
+    pad_last: bool = False  # the last batch is filled up with rows of mask 0, not dropped
+    augment: Augment | None = None
+    resize: int | None = None
+    shuffle: bool | None = None
+    broken: str = "refuse"  # or skip
+    threads: int | None = None
+    prefetch: int | None = None  # batches that wait
+
+    def __post_init__(self) -> None:
+        options = ("threads", "prefetch", "resize", "shuffle")
+        given = [name for name in options if getattr(self, name) is not None]
+        least = {"rows": 1, "size": 1, "seed": 0, "threads": 0, "prefetch": self._threads}
+        least |= {"resize": self.size}
+        optional = {k: n for k, n in least.items() if k not in options or k in given}
+        flags = ("train", "pad_last", *(name for name in ("shuffle",) if name in given))
+        check_numbers(self, optional, flags)
+        check_epochs(self)
+        if self.broken not in BROKEN:
+            raise ValueError(f"broken={self.broken!r}: one of {', '.join(BROKEN)}.")
+        if self.rows > self.rows_per_epoch and not self.pad_last:
+            raise ValueError(
+                f"a batch of {self.rows} rows: {named(self.images.directory)} has "
+                f"{self.rows_per_epoch} images. Lower rows, or give more images."
+            )
+        self._source  # noqa: B018  what is wrong with augment is said now
+
+    @cached_property
+    def images(self) -> ImageSet:
+        """The set that is read."""
+        if isinstance(self.data, ImageSet):
+            return self.data
+        if not isinstance(self.data, str | Path):
+            kind = type(self.data).__name__
+            raise ValueError(
+                f"data is a {kind}: a folder of images, or an ImageSet of one, is expected. Tokens "
+                "are read by hfjax.data.Loader."
+            )
+        return ImageSet(self.data, part="train" if self.train else "valid")
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """The number of images."""
+        return len(self.images)
+
+    @property
+    def skipped(self) -> list[str]:
+        """The images that did not decode so far, relative to the directory: of broken="skip"."""
+        return sorted(self._rows.skipped)
+
+    def check(self, classes: int) -> None:
+        """Refuse a model with fewer classes than the data.
+
+        Args:
+            classes: The model's number of classes.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from PIL import Image
+            >>> from hfjax.data.images import ImageLoader
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> Path(folder.name, "cat").mkdir()
+            >>> Image.new("RGB", (40, 30)).save(Path(folder.name, "cat", "1.png"))
+            >>> ImageLoader(folder.name, rows=1, size=16).check(classes=10)
+        """
+        if classes < (here := len(self.images.classes)):
+            raise ValueError(
+                f"{named(self.images.directory)} has {here} classes, the model {classes}. Give the "
+                f"model {here}, or leave images out."
+            )
+
+    # -- what it reads --------------------------------------------------------------------
+
+    @property
+    def _threads(self) -> int:
+        return min(cores(), MOST_THREADS) if self.threads is None else self.threads
+
+    @property
+    def _shuffles(self) -> bool:
+        return self.train if self.shuffle is None else self.shuffle
+
+    @cached_property
+    def _rows(self) -> ImageRows:
+        augment = (self.augment or Augment()).of_kind(self.images.kind) if self.train else None
+        resize = round(self.size * BEYOND) if self.resize is None else self.resize
+        skip = self.broken == "skip"
+        return ImageRows(self.images, self.size, self.seed, augment, resize, skip, self.pad_last)
+
+    def _function_of(self) -> dict[str, Any]:
+        made, data = self._rows, self.images
+        return {
+            "size": self.size,
+            "augment": None if made.augment is None else made.augment.told(),
+            "resize": made.resize if data.kind == "classes" and not self.train else None,
+            "shuffle": self._shuffles,
+            "seed": self.seed,
+            "data": {"kind": data.kind, "images": len(data), "files": data.fingerprint},
+        }
+
+    def _order(self, epochs: int | None) -> grain.MapDataset[int]:
+        return order([len(self.images)], [1.0], self.seed, self._shuffles, epochs)
+
+    def _reader(self) -> ImageRows:
+        return self._rows
+
+    def _read_options(self) -> grain.ReadOptions:
+        waiting = self._threads + 2 if self.prefetch is None else self.prefetch
+        return grain.ReadOptions(self._threads, waiting)

@@ -1,0 +1,70 @@
+"""The text that every machine has: the source of Python's own standard library."""
+
+import hashlib
+import platform
+import sysconfig
+from pathlib import Path
+
+from hfjax.data.build_dataset import Recipe, make_of
+from hfjax.data.token_writer import is_data_set
+from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer
+from hfjax.utils.write_files import user_cache
+
+# Tests, what is not of the library, and tables of codes.
+SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"}
+SKIPPED |= {"site-packages", "dist-packages"}
+VALID = 0.05
+
+
+def standard_library(directory: str | Path | None = None, tokenizer: str | Path = "bytes") -> Path:
+    """Return a data set of this Python's standard library: made once, in bytes in a second.
+
+    It has two parts, `train` and `valid`.
+
+    Args:
+        directory: Where it is made, or was made. None: the user's cache.
+        tokenizer: As `hfjax.data.load_tokenizer` takes it.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from hfjax.data import TokenSet, standard_library
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> place = standard_library(Path(folder.name, "library"))
+        >>> len(TokenSet(place / "train")) > len(TokenSet(place / "valid")) > 100_000
+        True
+    """
+    name = f"standard-library-{platform.python_version()}{_suffix(tokenizer)}"
+    place = user_cache() / name if directory is None else Path(directory)
+    if is_data_set(place):
+        return place
+    source = f"Python {platform.python_version()} standard library"
+    recipe = Recipe((source,), place, str(tokenizer), valid=VALID)
+    place.absolute().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        make_of(recipe, library_files(Path(sysconfig.get_path("stdlib"))))
+    except (FileExistsError, ValueError):  # another process of this run was first
+        if not is_data_set(place):
+            raise
+    return place
+
+
+def _suffix(tokenizer: str | Path) -> str:
+    """Return what tells data sets of different tokenizers apart in the cache."""
+    found = load_tokenizer(tokenizer)
+    if isinstance(found, ByteTokenizer):
+        return ""
+    told = f"{found.end} {found.inner.to_str()}"
+    return f"-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def library_files(root: Path) -> tuple[Path, ...]:
+    """Return the sources below the folder of a standard library, in order."""
+    kept = lambda path: not SKIPPED & set(path.relative_to(root).parts)
+    files = tuple(path for path in sorted(root.rglob("*.py")) if kept(path))
+    if not files:
+        raise ValueError(
+            f"{root} has no .py files: this Python comes without its sources. Make a data set of "
+            "text of your own: hfjax data … --out DIR"
+        )
+    return files

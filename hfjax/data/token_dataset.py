@@ -1,0 +1,394 @@
+"""A data set on disk: `tokens.bin`, `documents.npy` and `meta.json` in a directory."""
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hfjax.data.tokenizer import (
+    FILE as TOKENIZER,
+    MADE_BY,
+    ByteTokenizer,
+    TrainedTokenizer,
+    load_tokenizer,
+)
+from hfjax.utils.image_names import holds_images
+from hfjax.utils.read_files import (
+    TEXT,
+    check_fields,
+    check_ordinary,
+    contents,
+    crc32,
+    object_of,
+    parsed,
+    whole,
+)
+from hfjax.utils.tables import named
+
+FORMAT = 1
+TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
+SPLITS = ("train", "valid")
+CHUNK = 1 << 24  # bytes or tokens looked at together
+SMALL = 1 << 26  # bytes of a file that is read whole each time: a fraction of a second
+SAMPLES, SAMPLE = 256, 1 << 14  # of a larger one so many blocks of so many bytes
+
+_is_sum = lambda x: type(x) is int and 0 <= x < 1 << 32
+KINDS = {
+    "vocab": ("a number of tokens", lambda x: type(x) is int and 1 <= x <= 1 << 32),
+    "dtype": TEXT,
+    "tokens": whole(1),
+    "documents": whole(1),
+    "text": whole(0),
+    "end": ("a token or null", lambda x: x is None or (type(x) is int and x >= 0)),
+    "tokenizer": MADE_BY,
+    "sources": ("a list of texts", lambda x: isinstance(x, list) and all(map(TEXT[1], x))),
+    "crc32": object_of("sums of 32 bits", _is_sum),
+}
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a data set holds. `end` is the token after each document; `text` counts bytes."""
+
+    vocab: int
+    dtype: str
+    tokens: int
+    documents: int
+    text: int
+    end: int | None
+    tokenizer: str
+    sources: list[str] = field(default_factory=list)
+    crc32: dict[str, int] = field(default_factory=dict)
+    samples: dict[str, int] = field(default_factory=dict)  # CRC32 of samples, of large files
+    format: int = FORMAT
+
+    def save(self, directory: Path) -> None:
+        """Write it to a directory: the last file of a data set."""
+        (directory / META).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> "Meta":
+        """Return that of a directory, or say what the directory is instead."""
+        path = directory / META
+        if not os.path.lexists(path):
+            raise ValueError(_no_data_set(directory))
+        try:
+            found = check_fields(parsed(contents(path)), {"format": whole(0)})
+            if found["format"] == FORMAT:
+                return cls._of(found)
+        except (ValueError, TypeError) as wrong:
+            names = ", ".join(f.name for f in fields(cls))
+            why = named(str(wrong).rstrip("."))
+            raise ValueError(
+                f"{named(path)} is damaged ({why}): a JSON object of {names} is expected. Make "
+                "the data set again: hfjax data … --overwrite"
+            ) from None
+        raise ValueError(
+            f"{path}: format {found['format']}, this hfjax reads format {FORMAT}. Make the data "
+            "set again with this hfjax, or read it with the one that made it."
+        )
+
+    @classmethod
+    def _of(cls, found: dict[str, Any]) -> "Meta":
+        """Return that of an object of JSON; earlier ones have no samples."""
+        check_fields({"samples": {}, **found}, KINDS | {"samples": KINDS["crc32"]})
+        meta = cls(**found)
+        _check_dtype(meta)
+        if meta.end is not None and meta.end >= meta.vocab:
+            raise ValueError(f"end is {meta.end}, beyond a vocabulary of {meta.vocab}")
+        for name in (TOKENS, DOCUMENTS):
+            if name not in meta.crc32:
+                raise ValueError(f"crc32 has no {name}")
+        for name in (*meta.crc32, *meta.samples):
+            if Path(name).name != name:
+                raise ValueError(f"crc32 is of {name!r}, which is no name of a file")
+        return meta
+
+
+class TokenSet:
+    """A data set opened: `tokens` and `documents` (offsets) are memory-mapped, not read.
+
+    Args:
+        directory: What `write_tokens`, `prepare` or `hfjax data` made; of one that is split, its
+            part `train` or `valid`.
+
+    Raises:
+        ValueError: It is no data set, or its files do not go with each other.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> from hfjax.data import TokenSet, write_tokens
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = write_tokens(folder.name, [np.arange(3), np.arange(5)], vocab=64)
+        >>> tokens = TokenSet(folder.name)
+        >>> len(tokens), tokens.documents.tolist(), tokens.vocab
+        (8, [0, 3, 8], 64)
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.meta = Meta.load(self.directory)
+        self._check_size()
+        dtype = dtype_for(self.vocab)
+        with open(self.directory / TOKENS, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tokens = np.frombuffer(self._map, dtype)
+        self.documents = self._offsets()
+        self._of_documents = str(self.directory / DOCUMENTS)
+
+    def __reduce__(self) -> tuple:
+        """Open it again where a copy is made, in this process or another one."""
+        return TokenSet, (self.directory,)
+
+    @property
+    def vocab(self) -> int:
+        """The number of different tokens that may occur."""
+        return self.meta.vocab
+
+    @cached_property
+    def tokenizer(self) -> "ByteTokenizer | TrainedTokenizer":
+        """The tokenizer that made it."""
+        return load_tokenizer(self.directory)
+
+    def __len__(self) -> int:
+        return self.meta.tokens
+
+    def __repr__(self) -> str:
+        meta = self.meta
+        return (
+            f"TokenSet({str(self.directory)!r}: {meta.tokens} tokens, {meta.documents} documents, "
+            f"vocabulary {meta.vocab})"
+        )
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens [start, stop) of the file; refuse one that was cut.
+
+        Rows are read so: what is gone of a memory map ends the process without a word.
+
+        Args:
+            start: The position of the first token.
+            stop: The position after the last one.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(9)], vocab=64).read(3, 6).tolist()
+            [3, 4, 5]
+        """
+        if self._map.size() < len(self._map):  # of the file now, and when it was opened
+            self._was_cut(TOKENS, len(self._map))
+        return self.tokens[start:stop]
+
+    def check_documents(self) -> None:
+        """Refuse a file of documents that was cut since it was opened, before it is looked at.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(3)], vocab=64).check_documents()
+        """
+        if os.stat(self._of_documents).st_size < self.documents.nbytes:
+            self._was_cut(DOCUMENTS, self.documents.nbytes)
+
+    def _was_cut(self, name: str, size: int) -> NoReturn:
+        path = self.directory / name
+        raise ValueError(
+            f"{named(path)} was cut while it is read: {path.stat().st_size} bytes, it had {size}. "
+            "Copy it again, or make the data set again; then start again."
+        )
+
+    def verify(self) -> None:
+        """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(3)], vocab=64).verify()
+        """
+        for name in self.meta.crc32:
+            self._compare(name, crc32, self.meta.crc32)
+        for start in range(0, len(self), CHUNK):
+            self.check_vocab(self.read(start, start + CHUNK), start)
+        for start in range(0, self.meta.documents, CHUNK):
+            self._check_ends(self.documents[start : start + CHUNK + 1])
+
+    def check(self) -> None:
+        """Refuse files that changed since they were written: small ones are read, others sampled.
+
+        A large file whose samples are not written down is one of an earlier hfjax. `Loader` does
+        this.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(3)], vocab=64).check()
+        """
+        files = [self.directory / name for name in self.meta.crc32]
+        if all(_size(path) <= SMALL for path in files):
+            self.verify()
+            return
+        for path in files:
+            if path.name in self.meta.samples:
+                self._compare(path.name, sampled, self.meta.samples)
+            elif _size(path) <= SMALL:
+                self._compare(path.name, crc32, self.meta.crc32)
+
+    def _compare(self, name: str, of: Callable[[Path], int], written: dict[str, int]) -> None:
+        found = of(self.directory / name)
+        if found != written[name]:
+            raise ValueError(
+                f"{named(self.directory / name)}: CRC32 {found:08x}, written was "
+                f"{written[name]:08x}: the file changed. Copy it again, or make the data set again."
+            )
+
+    def _check_ends(self, offsets: np.ndarray) -> None:
+        """Refuse documents that do not follow one another, or do not end as it is written."""
+        if (np.diff(offsets) <= 0).any() or offsets[-1] > len(self):
+            raise ValueError(
+                f"{self.directory / DOCUMENTS}: documents do not follow one another. Copy it "
+                "again, or make the data set again."
+            )
+        end, found = self.meta.end, self.tokens[offsets[1:] - 1]
+        if end is not None and (wrong := np.flatnonzero(found != end)).size:
+            raise ValueError(
+                f"{self.directory / META}: end is {end}, but the document that ends at token "
+                f"{offsets[wrong[0] + 1]} ends with {found[wrong[0]]}. Make the data set again."
+            )
+
+    def check_vocab(self, tokens: np.ndarray, start: int) -> None:
+        """Refuse tokens of which one lies beyond the vocabulary.
+
+        Args:
+            tokens: Some of the set's tokens.
+            start: The position of the first of them, for the message.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> data = write_tokens(folder.name, [np.arange(3)], vocab=64)
+            >>> data.check_vocab(data.tokens[1:], start=1)
+        """
+        if len(tokens) and tokens.max() >= self.vocab:
+            where = int(tokens.argmax())
+            raise ValueError(
+                f"{self.directory / TOKENS}: token {start + where} is {tokens[where]}, the "
+                f"vocabulary has {self.vocab} (0 … {self.vocab - 1}). The file changed after it "
+                "was written: make the data set again."
+            )
+
+    def _check_size(self) -> None:
+        path, dtype = self.directory / TOKENS, np.dtype(self.meta.dtype)
+        found = _size(path)
+        expected = self.meta.tokens * dtype.itemsize
+        if found != expected:
+            how = "truncated" if found < expected else "longer than it was"
+            raise ValueError(
+                f"{path} is {how}: {found} bytes, {META} says {expected} ({self.meta.tokens} "
+                f"tokens of {dtype.name}). Copy it again, or make the data set again."
+            )
+
+    def _offsets(self) -> np.ndarray:
+        path, count = self.directory / DOCUMENTS, self.meta.documents + 1
+        check_ordinary(path)
+        try:
+            offsets = np.lib.format.open_memmap(path, mode="r")
+            if offsets.dtype != np.int64:  # differences of unsigned ones would wrap
+                raise TypeError(f"its numbers are {offsets.dtype}, int64 is what hfjax writes")
+        except Exception as wrong:  # numpy raises of many kinds
+            raise ValueError(
+                f"{path} is truncated or no array of numbers ({wrong}). Copy it again, or make the "
+                "data set again."
+            ) from None
+        if offsets.shape != (count,) or offsets[0] != 0 or offsets[-1] != len(self):
+            raise ValueError(
+                f"{path} has shape {offsets.shape}, {META} says {count} offsets from 0 to "
+                f"{len(self)}: it belongs to another data set. Copy the directory as a whole."
+            )
+        return offsets
+
+
+def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
+    """Refuse data sets whose numbers do not mean the same tokens."""
+    known = [data for data in sets if data.meta.tokenizer != "none"]
+    told = lambda data: (data.meta.tokenizer, data.meta.crc32.get(TOKENIZER), data.vocab)
+    for data in known[1:]:
+        if told(data) != told(known[0]):
+            raise ValueError(
+                f"{known[0].directory} and {data.directory} were made by different tokenizers: "
+                f"{known[0].meta.tokenizer} with a vocabulary of {known[0].vocab}, "
+                f"{data.meta.tokenizer} with one of {data.vocab}. Make one with the tokenizer of "
+                f"the other: hfjax data … --tokenizer {known[0].directory}"
+            )
+
+
+def check_made_by(data: TokenSet, tokenizer: Any, source: Path) -> None:
+    """Refuse a data set whose numbers do not mean the tokens of a model's tokenizer."""
+    if data.meta.tokenizer == "none" or tokenizer.tells_like(data.tokenizer):
+        return
+    raise ValueError(
+        f"{data.directory} was made by another tokenizer ({data.meta.tokenizer} with a vocabulary "
+        f"of {data.vocab}) than that of the model {named(source)} ({tokenizer.vocab} tokens): its "
+        f"numbers mean other tokens. Make it again: hfjax data … --tokenizer {named(source)}"
+    )
+
+
+def _size(path: Path) -> int:
+    check_ordinary(path)
+    return path.stat().st_size
+
+
+def sampled(path: Path) -> int:
+    """Return the CRC32 of blocks of a large file, spaced evenly from its first to its last byte."""
+    value, last = 0, _size(path) - SAMPLE
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek(last * i // (SAMPLES - 1))
+            value = zlib.crc32(file.read(SAMPLE), value)
+    return value
+
+
+def dtype_for(vocab: int) -> np.dtype:
+    """Return the smallest dtype that holds every token of a vocabulary, little-endian.
+
+    >>> [dtype_for(vocab).name for vocab in (256, 257, 65536, 65537)]
+    ['uint8', 'uint16', 'uint16', 'uint32']
+    """
+    if not 1 <= vocab <= 1 << 32:
+        raise ValueError(f"a vocabulary of {vocab}: 1 to {1 << 32} tokens are possible.")
+    return np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
+
+
+def _check_dtype(meta: Meta) -> None:
+    expected = dtype_for(meta.vocab).name
+    if meta.dtype != expected:
+        raise ValueError(f"dtype {meta.dtype}, a vocabulary of {meta.vocab} has {expected}")
+
+
+def _no_data_set(directory: Path) -> str:
+    if not directory.exists():
+        return f"{directory}: no such directory. Make a data set there: hfjax data … --out …"
+    splits = [name for name in SPLITS if (directory / name / META).is_file()]
+    if splits:
+        inside = " and ".join(str(directory / name) for name in splits)
+        return f"{directory} holds several data sets: open {inside}, one at a time."
+    if holds_images(directory):
+        return (
+            f"{directory} holds images, not tokens: hfjax.data.images.ImageSet opens it, and "
+            f"hfjax data {directory} shows what is in it. Here a data set of tokens is expected."
+        )
+    return (
+        f"{directory} is not a data set: it has no {META}. Make one: hfjax data … --out DIR; if "
+        "one was being made here, it was not finished."
+    )

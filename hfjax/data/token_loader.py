@@ -1,0 +1,205 @@
+"""Batches of a run: the same global batches on any number of processes, and exact resume."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from hfjax.data.examples import DocumentRows, Rows, StreamRows, TokenRows
+from hfjax.data.indexed_loader import RowLoader, check_epochs, check_numbers
+from hfjax.data.sampler import order
+from hfjax.data.token_dataset import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
+
+PACKINGS = ("stream", "documents")
+Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
+
+
+@dataclass(eq=False)
+class Loader(RowLoader):
+    """An iterator over batches {"tokens": int32 [rows, length + 1], …} of one or several data sets.
+
+    The order is a function of data, length, packing, weights, shuffle and seed: not of processes,
+    threads or batch size. Packed documents, and `documents=True`, add "documents" and "mask".
+
+    Attributes:
+        data: A data set or its directory, or several of them.
+        rows: Rows of the global batch.
+        length: Targets of a row; it has one token more.
+        seed: Of the shuffle.
+        packing: stream (rows cut from the text as it follows), or documents (whole ones, packed).
+        shuffle: Whether each epoch has an order of its own.
+        epochs: How often to go over the data. None: without end, as a mixture of several has to.
+        mine: The numbers of the rows that this process gives (`share`). None: all.
+        weights: How often to draw from each of several data sets. None: equally often.
+        documents: Whether rows of a stream have document numbers and a mask.
+        pad_last: Whether the last batch is filled up with rows of mask 0, not dropped.
+        threads: How many read; 0: none beside the caller.
+        prefetch: Batches that wait, at least as many as threads.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> from hfjax.data import Loader, write_tokens
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
+        >>> loader = Loader(tokens, rows=2, length=4, shuffle=False, epochs=1)
+        >>> next(loader)["tokens"].tolist(), len(loader)
+        ([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]], 4)
+    """
+
+    data: Sets
+    rows: int
+    length: int
+    seed: int = 0
+    packing: str = "stream"  # or documents: whole ones, packed
+    shuffle: bool = True
+    epochs: int | None = None  # None: no end
+    mine: Sequence[int] | np.ndarray | None = None
+    weights: Sequence[float] | None = None  # of several data sets
+    documents: bool = False  # a stream with document numbers and mask
+    pad_last: bool = False  # the last batch is filled up with rows of mask 0, not dropped
+    threads: int = 2
+    prefetch: int = 4  # batches that wait
+
+    def __post_init__(self) -> None:
+        least = {"rows": 1, "length": 1, "seed": 0, "threads": 0, "prefetch": self.threads}
+        check_numbers(self, least, ("shuffle", "documents", "pad_last"))
+        if self.packing not in PACKINGS:
+            raise ValueError(f"packing={self.packing!r}: one of {', '.join(PACKINGS)}.")
+        check_epochs(self)
+        _check_weights(self)
+        if self.rows > self.rows_per_epoch and not self.pad_last:
+            raise ValueError(
+                f"a batch of {self.rows} rows: the data has {self.rows_per_epoch} rows of "
+                f"{self.length} tokens. Lower rows or length, or give more data."
+            )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """The rows of all data sets together."""
+        return sum(map(len, self._sets))
+
+    @property
+    def dropped(self) -> int:
+        """The tokens that are in no row."""
+        return sum(rows.dropped for rows in self._sets)
+
+    @property
+    def density(self) -> float:
+        """The part of all places in rows that holds a token, not padding."""
+        return sum(rows.density * len(rows) for rows in self._sets) / self.rows_per_epoch
+
+    def check(self, vocab: int | None = None, length: int | None = None) -> None:
+        """Refuse a model with fewer tokens than the data, or fewer positions than a row.
+
+        Args:
+            vocab: The model's number of tokens. None: not looked at.
+            length: The model's number of positions. None: not looked at.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import Loader, write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
+            >>> Loader(tokens, rows=2, length=4).check(vocab=64, length=1024)
+        """
+        for data in (rows.data for rows in self._sets):
+            if vocab is not None and data.vocab > vocab:
+                raise ValueError(
+                    f"{data.directory} has a vocabulary of {data.vocab}, the model one of {vocab}. "
+                    f"Give the model {data.vocab}, or make the data with a smaller tokenizer."
+                )
+        if length is not None and self.length > length:
+            raise ValueError(
+                f"rows of {self.length} tokens, the model has {length} positions: shorten the "
+                "rows, or give the model more."
+            )
+
+    # -- what it reads --------------------------------------------------------------------
+
+    @cached_property
+    def _sets(self) -> list[Rows]:
+        given = [self.data] if isinstance(self.data, TokenSet | str | Path) else self.data
+        opened = [data if isinstance(data, TokenSet) else TokenSet(data) for data in given]
+        check_same_tokenizer(opened)
+        for data in opened:
+            data.check()
+        if self.packing == "documents":
+            return [DocumentRows(data, self.length) for data in opened]
+        return [StreamRows(data, self.length, self.documents) for data in opened]
+
+    @property
+    def _weights(self) -> list[float]:
+        return [1.0] * len(self._sets) if self.weights is None else list(map(float, self.weights))
+
+    def _order(self, epochs: int | None) -> grain.MapDataset[int]:
+        counts = list(map(len, self._sets))
+        return order(counts, self._weights, self.seed, self.shuffle, epochs)
+
+    def _function_of(self) -> dict[str, Any]:
+        return {
+            "length": self.length,
+            "packing": self.packing,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "weights": self._weights,
+            "data": [_identity_of(rows) for rows in self._sets],
+        }
+
+    def _reader(self) -> TokenRows:
+        return TokenRows(self._sets, self.pad_last)
+
+    def _read_options(self) -> grain.ReadOptions:
+        return grain.ReadOptions(self.threads, self.prefetch)
+
+
+def share(rows: int, process: int, processes: int) -> np.ndarray:
+    """Return the row numbers of a process, if all processes have equally many.
+
+    `hfjax.rows_of_process` returns them for any mesh, also where processes share rows.
+
+    Args:
+        rows: Rows of the global batch; processes have to divide them.
+        process: The number of the process, from 0 on.
+        processes: How many there are.
+
+    Example:
+        >>> from hfjax.data import share
+        >>> share(8, 1, 4).tolist()
+        [2, 3]
+    """
+    if rows % processes:
+        raise ValueError(
+            f"{rows} rows do not divide among {processes} processes: give "
+            f"{-(-rows // processes) * processes} rows."
+        )
+    each = rows // processes
+    return np.arange(process * each, (process + 1) * each)
+
+
+def _identity_of(rows: Rows) -> dict[str, int]:
+    crc32 = rows.data.meta.crc32
+    return {
+        "tokens": rows.data.meta.tokens,
+        "rows": len(rows),
+        "crc32": crc32[TOKENS],
+        "crc32 of documents": crc32[DOCUMENTS],
+    }
+
+
+def _check_weights(loader: Loader) -> None:
+    count = len(loader._sets)
+    if not count:
+        raise ValueError("no data set given: at least one is needed.")
+    if len(loader._weights) != count or not all(0 < w < float("inf") for w in loader._weights):
+        raise ValueError(
+            f"weights={loader.weights} for {count} data sets: give one for each, above 0."
+        )
+    if count > 1 and loader.epochs is not None:
+        raise ValueError(
+            f"epochs={loader.epochs} of {count} data sets: a mixture has no end, its sets repeat. "
+            "Leave epochs out."
+        )

@@ -1,0 +1,142 @@
+"""Processes agree: the same data and settings, one reader of a directory, one process that prints.
+
+`check_same` compares settings. `agreed` runs a function on process 0 and gives all its result, and
+`in_all` runs it in each, so that all go on or fail together. `say` prints on the first one only.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed
+
+from hfjax.distributed.exchange import exchanged
+
+SHOWN = 6  # differences in a message
+
+T = TypeVar("T")
+
+
+def check_same(what: str, value: object) -> None:
+    """Refuse, in all processes, a value that differs between processes: all of them call it.
+
+    Args:
+        what: What it is, for the message.
+        value: Anything that JSON has.
+
+    Raises:
+        ValueError: It differs; the message says in which processes, and in what.
+
+    Example:
+        >>> from hfjax.distributed import check_same
+        >>> check_same("configuration", {"steps": 300, "batch": 32})
+    """
+    if jax.process_count() == 1:
+        return
+    if (values := _of_all(value)) is not None:
+        raise ValueError(unlike(what, values))
+
+
+def _of_all(value: Any) -> list[Any] | None:
+    """Return a value of JSON of each process; None: all are equal."""
+    mine, everybody = json.dumps(value, sort_keys=True), range(jax.process_count())
+    if len({*exchanged(everybody, zlib.crc32(mine.encode())).values()}) == 1:
+        return None
+    return list(map(json.loads, exchanged(everybody, mine).values()))
+
+
+def in_all(ask: Callable[[], T]) -> T:
+    """Return what `ask()` returns here; if it fails in one process, all raise what that one says.
+
+    All processes call it.
+    """
+    if not distributed.global_state.client or jax.process_count() == 1:
+        return ask()
+    try:
+        made, refusal = [ask()], None
+    except (ValueError, OSError) as wrong:
+        made, refusal = [], str(wrong)
+    for process, told in enumerate(_of_all(refusal) or [refusal] * (refusal is not None)):
+        if told is not None:
+            raise ValueError(told if process == 0 else f"process {process}: {told}")
+    return made[0]
+
+
+def unlike(what: str, values: list[Any]) -> str:
+    """Return which values differ from the first one, and in what.
+
+    >>> unlike("configuration", [{"steps": 4, "mesh": {"data": 2}}, {"steps": 4, "mesh": {}}])[:78]
+    'the configuration of process 1 differs from that of process 0: mesh.data 2, th'
+    """
+    other = [process for process, value in enumerate(values) if value != values[0]]
+    lines = list(_differences(values[0], values[other[0]], ""))
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return (
+        f"the {what} of process {', '.join(map(str, other))} differs from that of process 0: "
+        f"{'; '.join(lines[:SHOWN])}{more}. Give all processes the same; files must be the same on "
+        "every machine."
+    )
+
+
+def _differences(first: Any, other: Any, path: str) -> Iterator[str]:
+    if isinstance(first, dict) and isinstance(other, dict):
+        for name in sorted({*first, *other}):
+            yield from _differences(first.get(name), other.get(name), f"{path}.{name}".strip("."))
+    elif first != other:
+        yield f"{path} {_short(first)}, there {_short(other)}".strip()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def agreed(ask: Callable[[], Any]) -> Any:
+    """Return what `ask()` returns on process 0; all processes raise the ValueError it raises.
+
+    What it returns has to be JSON. The directory is one that all processes see.
+    """
+    if jax.process_count() == 1:
+        return ask()
+    mine = _outcome(ask) if jax.process_index() == 0 else None
+    outcome = exchanged(range(jax.process_count()), mine)[0]
+    if "refusal" in outcome:
+        raise ValueError(outcome["refusal"])
+    return outcome["value"]
+
+
+def _outcome(ask: Callable[[], Any]) -> dict:
+    try:
+        return {"value": ask()}
+    except ValueError as error:
+        return {"refusal": str(error)}
+    except Exception as error:  # the others wait for an answer
+        return {"refusal": f"process 0: {type(error).__name__}: {error}"}
+
+
+def speaks() -> bool:
+    """Return whether this process is the one that prints and writes logs (starts no backend).
+
+    Example:
+        >>> from hfjax.distributed import speaks
+        >>> speaks()  # in process 0, and where there is one only
+        True
+    """
+    return distributed.global_state.process_id == 0
+
+
+def say(*words: Any) -> None:
+    """Print at once, in the process that speaks.
+
+    Args:
+        words: What `print` takes.
+
+    Example:
+        >>> from hfjax.distributed import say
+        >>> say("step", 1)
+        step 1
+    """
+    if speaks():
+        print(*words, flush=True)

@@ -1,0 +1,183 @@
+"""Join the processes of a run: find them, count them, hand them to JAX.
+
+Before JAX starts, all processes have met and fit together, or an error says which do not.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import distributed, xla_bridge
+
+from hfjax.distributed.environment import Settings, settings
+from hfjax.distributed.ports import listener
+from hfjax.distributed.rendezvous import LINGER, Meeting
+from hfjax.distributed.rendezvous_client import SILENCE, Guest, connection, words
+from hfjax.distributed.wire_format import hello, spoken
+from hfjax.utils.keywords import check_seconds
+
+
+def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = print) -> float:
+    """Wait until all processes are here and return the seconds left of `timeout`.
+
+    Raises TimeoutError (who did not come) or ValueError (who does not fit), in every process. It
+    uses the coordinator's port, which JAX takes right after: nothing else has to be open.
+    """
+    guest = Guest(settings, timeout, say)
+    host = _host(settings, timeout) if settings.process == 0 else None
+    try:
+        guest.attend()
+    finally:
+        if host is not None:
+            host.join(LINGER + 1)
+    return guest.left
+
+
+def _host(settings: Settings, timeout: float) -> threading.Thread:
+    """Start the meeting in process 0; refuse a port that somebody else has."""
+    try:
+        port = listener(settings.address[1])
+    except OSError as error:
+        raise ValueError(_who_has_the_port(settings, error)) from None
+    meeting = Meeting(port, settings.processes, timeout, settings.run)
+    thread = threading.Thread(target=meeting.run, name="hfjax preflight", daemon=True)
+    thread.start()
+    return thread
+
+
+def _who_has_the_port(settings: Settings, error: OSError) -> str:
+    """Return why process 0 cannot listen: there is another process 0, or another program."""
+    try:
+        with connection(settings, 1.0) as met:
+            met.sendall(spoken(hello(0, settings.processes, settings.run)))
+            answer = words(met, time.monotonic() + SILENCE, settings.processes)
+            told = next((word for word in answer if "refused" in word), {})
+    except OSError:
+        told = {}
+    return told.get("refused") or (
+        f"process 0 cannot listen on port {settings.address[1]} of this machine "
+        f"({error.strerror}): another program has it, or another run. Choose another port "
+        f"({settings.named[0]})."
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The processes of this run, and which of them this is."""
+
+    process: int
+    processes: int
+    coordinator: str | None
+    source: str  # where this was read, for a person
+
+
+def _print(words: str) -> None:
+    print(words, flush=True)
+
+
+_joined: Cluster | None = None
+
+
+def init_distributed(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    timeout: float = 60,
+    heartbeat: int = 10,
+    say: Callable[[str], Any] = _print,
+) -> Cluster:
+    """Return the processes of this run, joined. Call it first, before any JAX computation.
+
+    Who they are is read from the arguments, HFJAX_COORDINATOR, HFJAX_PROCESSES and HFJAX_PROCESS,
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, torchrun's variables, or SLURM,
+    Open MPI and whatever else JAX detects; else it is one process. A second call returns what the
+    first one did; where the program has called jax.distributed.initialize itself, that is taken.
+
+    Args:
+        coordinator: Where process 0 can be reached, host:port with a free port.
+        processes: How many there are.
+        process: The number of this one, from 0 on.
+        timeout: Seconds within which all have to come.
+        heartbeat: Seconds without a sign of life of one process after which the run ends.
+        say: What is called with a line for a person, while others are waited for.
+
+    Raises:
+        TimeoutError: Some did not come; it says which.
+        ValueError: The settings are incomplete, processes do not fit each other, JAX has started
+            its devices already, or this process has joined under another number.
+
+    Example:
+        >>> import hfjax
+        >>> cluster = hfjax.init_distributed(processes=1)
+        >>> cluster.process, cluster.processes
+        (0, 1)
+    """
+    global _joined
+    check_seconds("init_distributed", timeout=timeout, heartbeat=heartbeat)
+    if _joined is None:
+        _joined = _by_the_program() or _join(
+            settings((coordinator, processes, process)), timeout, heartbeat, say
+        )
+    _check_joined(_joined, processes=processes, process=process)
+    return _joined
+
+
+def _check_joined(joined: Cluster, **given: int | None) -> None:
+    """Refuse arguments that say otherwise than the run that this process has joined."""
+    for name, value in given.items():
+        if value is not None and int(value) != getattr(joined, name):
+            raise ValueError(
+                f"init_distributed({name}={value}): this process has joined a run already, as "
+                f"process {joined.process} of {joined.processes} ({joined.source}). Leave the "
+                "arguments out, or join once."
+            )
+
+
+def _by_the_program() -> Cluster | None:
+    """Return the run that the program joined itself, by jax.distributed.initialize."""
+    if not jax.distributed.is_initialized():
+        return None
+    state = distributed.global_state
+    count, where = state.num_processes, state.coordinator_address
+    return Cluster(state.process_id, count, where, "jax.distributed.initialize")
+
+
+def _join(found: Settings, timeout: float, heartbeat: int, say: Callable[[str], Any]) -> Cluster:
+    cluster = Cluster(found.process, found.processes, found.coordinator, found.source)
+    if found.processes == 1:
+        return cluster
+    if xla_bridge.backends_are_initialized():
+        raise ValueError(
+            f"{found.source} say that this is process {found.process} of {found.processes}, but "
+            "JAX has already started its devices in this process alone. Call init_distributed() "
+            "first, before any computation and jax.devices()."
+        )
+    left = preflight(found, timeout, say)
+    if found.alone:
+        say(
+            f"process {found.process} of {found.processes} is the only one on its node "
+            f"({found.source}): it takes all of its GPUs"
+        )
+    _start_jax(found, max(left, 10), heartbeat)
+    return cluster
+
+
+def _start_jax(found: Settings, timeout: float, heartbeat: int) -> None:
+    """Start JAX's own service; give SIGTERM back, which that would take and not end by."""
+    before = signal.getsignal(signal.SIGTERM)
+    jax.distributed.initialize(
+        found.coordinator,
+        found.processes,
+        found.process,
+        local_device_ids=found.gpu,
+        cluster_detection_method=None if found.detected else "deactivate",
+        initialization_timeout=int(timeout),
+        heartbeat_timeout_seconds=heartbeat,
+    )
+    if threading.current_thread() is threading.main_thread() and before is not None:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,181 @@
+"""Agree to stop: a signal to any process ends the loops of all at the same step.
+
+`leave` ends a process at once: JAX's exit waits for the other processes, also for dead ones.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.distributed.exit_codes import FAILED, FINISHED, INTERRUPTED, RESUMABLE, asking
+from hfjax.utils.command_errors import surviving
+
+LAG = 2  # calls; the same in every process, so that all stop at the same one
+ASKED = "asked"
+LOST = "stdout"
+REASONS = (None, ASKED, LOST, "SIGHUP", "SIGINT", "SIGTERM")  # the last wins where they differ
+
+
+class Stop:
+    """Whether to stop, agreed on: `with Stop() as stop: for …: if stop.agreed(): save, break`.
+
+    SIGTERM, SIGHUP (but under nohup), Ctrl-C and `request()` ask for it, and so does a standard
+    output that cannot be written: its reader has left, or its disk is full. A second Ctrl-C raises
+    KeyboardInterrupt. It takes the signals and `sys.stdout` for itself while it is entered, which
+    only the main thread may do.
+
+    Args:
+        mesh: The devices by which processes agree. None: all.
+
+    Attributes:
+        reason: Why it was agreed to stop: "SIGTERM", "SIGINT", "SIGHUP", "stdout" or "asked"; None
+            until then.
+
+    Example:
+        >>> from hfjax.distributed import Stop
+        >>> with Stop() as stop:
+        ...     for step in range(10):
+        ...         if step == 3:
+        ...             stop.request()
+        ...         if stop.agreed():
+        ...             break
+        >>> step, stop.reason
+        (3, 'asked')
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.reason: str | None = None
+        self._asked = 0  # index into REASONS, of this process
+        self._interrupted = False
+        self._before: dict[int, Any] = {}
+        self._streams = ExitStack()
+        self._unread: deque[jax.Array] = deque()
+        self._vote = _Vote(mesh) if jax.process_count() > 1 else None
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("Stop takes signals, which Python gives to the main thread only.")
+        for number in asking():
+            self._before[number] = signal.signal(number, self._on_signal)
+        self._streams.enter_context(redirect_stdout(surviving(sys.stdout, self._on_loss)))
+        self._streams.enter_context(redirect_stderr(surviving(sys.stderr)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.close()
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def request(self) -> None:
+        """Ask to stop from the program (a time limit, say); one process suffices."""
+        self._asked = max(self._asked, REASONS.index(ASKED))
+
+    def agreed(self) -> bool:
+        """Return whether to stop now: the same answer in the same call of every process.
+
+        With several processes it answers what was asked two calls ago, and so waits for no step
+        but one that is two steps old.
+        """
+        if self.reason is None:
+            self.reason = REASONS[self._asked if self._vote is None else self._together()]
+        return self.reason is not None
+
+    def _together(self) -> int:
+        assert self._vote is not None
+        self._unread.append(self._vote(self._asked))
+        return int(self._unread.popleft()) if len(self._unread) > LAG else 0
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGINT" and self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted |= name == "SIGINT"
+        again = "; again to stop at once" if name == "SIGINT" else ""
+        self._ask(name, f"{name}: stopping after this step{again}")
+
+    def _on_loss(self, error: OSError) -> None:
+        self._ask(LOST, f"standard output: {error.strerror}: stopping after this step")
+
+    def _ask(self, reason: str, words: str) -> None:
+        self._asked = max(self._asked, REASONS.index(reason))
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"{words}\n".encode())
+
+
+class _Vote:
+    """The largest of all processes' numbers, computed on their devices without being waited for."""
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        devices = np.array(jax.devices()) if mesh is None else mesh.devices.reshape(-1)
+        every = Mesh(devices, ("every",))
+        split, whole = NamedSharding(every, P("every")), NamedSharding(every, P())
+        give = lambda value, _: np.full(1, value, np.int32)
+        self._ballots = [
+            jax.make_array_from_callback((devices.size,), split, partial(give, value))
+            for value in range(len(REASONS))
+        ]
+        self._largest = jax.jit(jnp.max, out_shardings=whole)
+
+    def __call__(self, mine: int) -> jax.Array:
+        return self._largest(self._ballots[mine])
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with what was printed written out, and no exit handlers run."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed, or its reader is gone
+    os._exit(code)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Run the main part of a program: in a run of several processes an error ends it at once.
+
+    Otherwise a process whose peer died would tell so and then wait for that peer at the exit. In
+    one process, and at an orderly exit, it changes nothing.
+
+    Example:
+        >>> from hfjax.distributed import leaving
+        >>> with leaving():
+        ...     print("train")
+        train
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not jax.distributed.is_initialized() or _orderly(error):
+            raise
+        leave(_tell(error))
+
+
+def _orderly(error: BaseException) -> bool:
+    """Return whether all processes end so: there is nothing to be afraid of at the exit."""
+    return isinstance(error, SystemExit) and error.code in (None, FINISHED, *RESUMABLE)
+
+
+def _tell(error: BaseException) -> int:
+    """Print an error as Python would, and return its exit code."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    with suppress(OSError):  # nobody reads
+        if isinstance(error, SystemExit):
+            print(error.code, file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED

@@ -1,0 +1,78 @@
+"""An optimizer run on one part after another: layers by themselves, then all that is outside them.
+
+Each part sees the whole tree of parameters, so that masks and labels by path fit, but arrays of
+other parts are empty. State of the optimizer is matched to a parameter by path and shape; a number
+that belongs to no parameter (a count of updates) goes to every part.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hfjax.parallel.adapters.model_template import LAYERS as OF_LAYERS
+from hfjax.sharding.layout import Layout
+from hfjax.utils.paths import Flat, flatten, nest
+
+LAYERS, ENDS = "layers", "ends"
+COUNT, NUMBER = "count beside moments", "number"
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """Which part of the optimizer's state belongs to what."""
+
+    layout: Layout
+
+    @cached_property
+    def leaves(self) -> dict[str, tuple[tuple, Any]]:
+        """Name -> path and shape of everything that the optimizer keeps."""
+        found, _ = jax.tree_util.tree_flatten_with_path(self.layout.abstract_state().optimizer)
+        return {jax.tree_util.keystr(keys): (keys, leaf) for keys, leaf in found}
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Name -> whose it is: of layers, of ends, a count beside moments, or another number."""
+        roles, beside = {}, set()
+        for name, (keys, leaf) in self.leaves.items():
+            if (p := self.layout.parameter_of(keys, leaf)) is not None:
+                roles[name] = LAYERS if p.path.startswith(OF_LAYERS) else ENDS
+                beside.add(keys[: -len(p.path.split("/")) - 1])
+        for name, (keys, _) in self.leaves.items():
+            if name not in roles:
+                roles[name] = COUNT if keys[:-1] in beside else NUMBER
+        return roles
+
+    def of(self, state: Any, *roles: str) -> Flat:
+        """Return what an optimizer's state holds of these roles, by name."""
+        leaves = zip(self.leaves, jax.tree.leaves(state), strict=True)
+        return {name: leaf for name, leaf in leaves if self.roles[name] in roles}
+
+    def join(self, state: Any, *new: Flat) -> Any:
+        """Return the state with these leaves changed."""
+        changed: Flat = {name: leaf for part in new for name, leaf in part.items()}
+        old = zip(self.leaves, jax.tree.leaves(state), strict=True)
+        form = jax.tree.structure(state)
+        return form.unflatten([changed.get(name, leaf) for name, leaf in old])
+
+    def apply(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and state after an update of these parameters alone."""
+        updates, kept = self.update(gradients, kept, parameters)
+        return cast(Flat, optax.apply_updates(parameters, updates)), kept
+
+    def update(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+        """Return what the optimizer adds to these parameters alone, and its state afterwards."""
+        nothing = {path: _empty(p) for path, p in self.layout.placed.items()}
+        state = self.join(jax.tree.map(_empty, self.layout.abstract_state().optimizer), kept)
+        given = (nest(nothing | gradients), state, nest(nothing | parameters))
+        updates, state = self.layout.optimizer.update(*given)
+        updates, state = flatten(cast(dict, updates)), self.of(state, *set(self.roles.values()))
+        as_before = {name: state[name].astype(old.dtype) for name, old in kept.items()}
+        return {path: updates[path] for path in parameters}, as_before
+
+
+def _empty(like: Any) -> jax.Array:
+    return jnp.zeros((0, *like.shape[1:]) if like.shape else (), like.dtype)

@@ -1,0 +1,115 @@
+"""What the four ways to update a state have in common: one interface, and a step's gradients.
+
+| way | when |
+|---|---|
+| `whole.WholeUpdate` | any optimizer, all shards at once |
+| `streamed.StreamedUpdate` | the host keeps a part of the state (HOST_OPTIMIZER, HOST_PARAMETERS) |
+| `in_backward.InBackwardUpdate` | optimizer_in_backward: each layer in the backward pass |
+| `asynchronous.AsynchronousUpdate` | pipedream, 2bw: each stage by itself |
+
+`hfjax/step/build.py` chooses one when a step is built.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from hfjax.parallel.engine.gradient_engine import Plane
+from hfjax.parallel.execution import Execution, guard
+from hfjax.parallel.mesh import platform_of
+from hfjax.parallel.param_specs import Placed
+from hfjax.sharding.layout import Layout, State
+from hfjax.utils.mean import Mean
+from hfjax.utils.paths import Flat, flatten
+
+
+class Held(NamedTuple):
+    """What a step changes."""
+
+    parameters: Flat
+    optimizer: Any
+    variables: Flat  # those that the model wrote to
+
+
+class Found(NamedTuple):
+    """What a pass over a batch has found: nothing is updated yet."""
+
+    mean: Mean
+    norm: jax.Array  # of the gradient of the mean
+    variables: Flat  # what the model wrote to
+    # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
+    # by one; empty where nobody knows them all.
+    squares: Flat
+    update: Callable[[Held, jax.Array], Held]  # (what was before, whether all is finite) -> after
+
+
+@dataclass(frozen=True, eq=False)
+class Update(ABC):
+    """One call of a step: from a state and a batch to what becomes of the state."""
+
+    layout: Layout
+    plane: Plane  # what runs the model forward and backward
+
+    @abstractmethod
+    def __call__(self, state: State, batch: Any) -> Found:
+        """Return what a pass over the batch finds."""
+
+
+class Gradients(NamedTuple):
+    """Gradients that all devices have before any of them is used, as they were summed."""
+
+    summed: Flat
+    mean: Mean
+    variables: Flat
+    squares: Flat
+    norm: jax.Array
+    clip: float | None
+
+    @classmethod
+    def of(cls, plane: Plane, state: State, batch: Any) -> "Gradients":
+        """Return the gradients of a batch."""
+        params, variables = flatten(state.params), flatten(state.variables)
+        seed = plane.context.seed_of(state.scale.value, plane.pieces) if state.scale else None
+        gradients, mean, written = plane.gradients(params, variables, batch, state.step, seed)
+        if seed is not None:
+            gradients = {path: g / seed for path, g in gradients.items()}
+        squares = {path: (g * g).sum() for path, g in gradients.items()}
+        norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
+        return cls(gradients, mean, written, squares, norm, plane.context.execution.clip)
+
+    def scale(self) -> jax.Array:
+        """Return the factor that makes of gradients of the total those of the mean, clipped."""
+        scale = 1 / self.mean.weight.astype(self.norm.dtype)
+        if self.clip is not None and self.clip <= float(jnp.finfo(self.norm.dtype).max):
+            scale *= self.clip / jnp.maximum(self.norm, self.clip)
+        return scale
+
+    def found(self, update: Callable[[Held, jax.Array], Held]) -> Found:
+        """Return these with what updates a state by them."""
+        return Found(self.mean, self.norm, self.variables, self.squares, update)
+
+
+def constrain(arrays: Flat, placed: Mapping[str, Placed], column: str = "moment") -> Flat:
+    """Return arrays of parameters, each placed as a column says: where its moments lie."""
+    on = lambda path: NamedSharding(placed[path].mesh, getattr(placed[path], column))
+    return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
+
+
+def unless_nonfinite(
+    execution: Execution, placed: Mapping[str, Placed], finite: jax.Array, update: Any, held: Held
+) -> Held:
+    """Return `update(held)`, or `held` as it is if the step is not finite.
+
+    A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for the
+    host, a selection nothing.
+    """
+    on_cpu = platform_of(next(iter(placed.values())).mesh) == "cpu"
+    if on_cpu and execution.nonfinite != "apply":
+        return lax.cond(finite, update, lambda held: held, held)
+    return guard(execution.nonfinite, finite, update(held), held)

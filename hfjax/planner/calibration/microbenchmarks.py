@@ -1,0 +1,211 @@
+"""What is measured of a device, each by itself: products, memory, launches, attention, transfers.
+
+Every function takes a `Stopwatch` and returns constants of a `Machine` by name. `quick` makes all
+sizes tiny: then numbers mean nothing, and all that is tested is that everything runs.
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.models.attention import causal_attention
+from hfjax.planner.calibration.stopwatch import Stopwatch
+
+Found = dict[str, float]
+SMALL = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 256, 256))  # m, n, k
+CHAIN = 32  # small products or sums that follow each other in one program
+LEAST = 1e-8  # seconds: less is not seen
+
+
+def _drawn(watch: Stopwatch, *shape: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+    """Return normal numbers on the first device."""
+    x = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return jax.device_put(jnp.asarray(x, dtype), watch.one)
+
+
+def memory(watch: Stopwatch, quick: bool) -> Found:
+    """Return rates of memory: of a large copy; of a CPU also of one that stays in the cache."""
+    large, small = (
+        (2**16, 2**14) if quick else (2**24, 2**18) if watch.processor else (2**29, 2**20)
+    )
+    x = jax.device_put(np.ones(large, np.float32), watch.one)
+    rate = lambda x: 2 * x.nbytes / watch.seconds(lambda x: -x, x, in_place=watch.processor)
+    found = {"stream": rate(x)}
+    del x
+    return found | ({"cached": rate(_drawn(watch, small))} if watch.processor else {})
+
+
+def launches(watch: Stopwatch, quick: bool) -> Found:
+    """Return the seconds of an operation that does next to nothing, in a program of many."""
+    del quick
+
+    def sums(x: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = x / (1 + jnp.abs(x).sum())
+        return x
+
+    few = watch.seconds(lambda x: x / (1 + jnp.abs(x).sum()), _drawn(watch, 64))
+    each = (watch.seconds(sums, _drawn(watch, 64)) - few) / (CHAIN - 1)
+    return {"launch": max(each / (2 if watch.processor else 1), LEAST)}
+
+
+def products(watch: Stopwatch, quick: bool, cached: float = 0.0) -> Found:
+    """Return the rates of large products of both types, and what each product takes besides.
+
+    Args:
+        watch: The stopwatch.
+        quick: Whether sizes are tiny.
+        cached: Of a CPU, the rate at which factors and results pass the cache; 0: of a GPU.
+    """
+    side = 64 if quick else 1024 if watch.processor else 8192
+    found: Found = {}
+    for name, dtype in (("flops", jnp.bfloat16), ("flops_fp32", jnp.float32)):
+        a, b = (_drawn(watch, side, side, dtype=dtype, seed=n) for n in range(2))
+        found[name] = 2.0 * side**3 / watch.seconds(jnp.dot, a, b)
+    besides = [
+        _of_product(watch, m, n, k) - _least(m, n, k, found["flops_fp32"], cached)
+        for m, n, k in SMALL[: 1 if quick else None]
+    ]
+    found["start_up"] = max(statistics.median(besides), LEAST)
+    return found
+
+
+def _least(m: int, n: int, k: int, rate: float, cached: float) -> float:
+    """Return the seconds of the operations and bytes of a product."""
+    through = 4 * (m * k + k * n + m * n) / cached if cached else 0.0
+    return 2.0 * m * n * k / rate + through
+
+
+def _of_product(watch: Stopwatch, m: int, n: int, k: int) -> float:
+    """Return the seconds of a product in a program of several."""
+    b = _drawn(watch, k, n, seed=1)
+    several = [_drawn(watch, m, k, seed=s) for s in range(4)]
+    each = lambda b, *several: [a @ b for a in several]
+    return watch.seconds(each, b, *several) / len(several)
+
+
+def attention(watch: Stopwatch, quick: bool, stream: float) -> Found:
+    """Return rates and passes of fused attention, from two lengths of as many tokens each."""
+    lengths = (16, 32) if quick else (1024, 4096)
+    tokens, width = (32, 64) if quick else (16384, 1024)
+    found: Found = {}
+    passes: dict[str, list[float]] = {"forward": [], "backward": []}
+    for head in (64, 128):
+        took: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
+        for length in lengths:
+            heads = max(width // head, 1)
+            shape = (tokens // length, length, heads, head)
+            forward, both = _attention(watch, shape)
+            needed = 2.0 * tokens * heads * head * length
+            took["forward"].append((needed, forward))
+            took["backward"].append((2.5 * needed, max(both - forward, LEAST)))
+        for way, ((f, s), (g, t)) in took.items():
+            rate = (g - f) / max(t - s, LEAST)
+            found[f"attention_{way}_{head}"] = rate
+            size = 2 * tokens * max(width // head, 1) * head
+            passes[way].append(max(s - f / rate, 0.0) * stream / size)
+    least = {"forward": 4.0, "backward": 8.0}  # what it reads and writes, at least
+    means = {way: max(statistics.mean(seen), least[way]) for way, seen in passes.items()}
+    return found | {f"attention_{way}_passes": mean for way, mean in means.items()}
+
+
+def _attention(watch: Stopwatch, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the seconds of attention forward, and of forward and backward."""
+    q, k, v, g = (_drawn(watch, *shape, dtype=jnp.bfloat16, seed=s) for s in range(4))
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> Any:
+        out, pull = jax.vjp(causal_attention, q, k, v)
+        return out, pull(g)
+
+    mesh = Mesh(np.array([watch.one]), ("data",))
+    with jax.set_mesh(mesh):  # attention goes by the devices around it
+        return watch.seconds(causal_attention, q, k, v), watch.seconds(both, q, k, v, g)
+
+
+def transfers(watch: Stopwatch, quick: bool) -> Found:
+    """Return start, hop and rate of collectives over all devices; of a CPU no hop.
+
+    A CPU's are the processor's seconds of one device: all devices' together, divided.
+    """
+    count = len(watch.devices)
+    share = count if watch.processor else 1
+    small, large = 2**6, 2**10 if quick else 2**16 if watch.processor else 2**25
+    took = {}
+    for name, (function, moved) in COLLECTIVES.items():
+        for size in (small, large):
+            seconds = _collective(watch, function, size) / share
+            took[name, size] = seconds, 4 * size * moved(count)
+    starts = [took[name, small][0] for name in COLLECTIVES]
+    per_second = {}
+    for name in COLLECTIVES:
+        (s, a), (t, b) = took[name, small], took[name, large]
+        per_second[name] = (b - a) / max(t - s, LEAST)
+    permute, gather = took["permute", small][0], took["all-gather", small][0]
+    hop = max((gather - permute) / max(count - 2, 1), LEAST)
+    if watch.processor:
+        del per_second["all-gather"]
+        inside = statistics.mean(per_second.values())
+        return {"inside_start": statistics.median(starts), "inside": inside}
+    found = {"inside": statistics.median(per_second.values())}
+    return found | {"inside_hop": hop, "inside_start": max(permute - hop, LEAST)}
+
+
+# name -> the collective, and how many of its operand's sizes a device sends among so many
+COLLECTIVES: dict[str, tuple[Callable, Callable[[int], float]]] = {
+    "all-gather": (partial(lax.all_gather, axis_name="x", tiled=True), lambda n: n - 1),
+    "reduce-scatter": (
+        partial(lax.psum_scatter, axis_name="x", tiled=True),
+        lambda n: (n - 1) / n,
+    ),
+    "permute": (
+        lambda x: lax.ppermute(x, "x", [(i, (i + 1) % _axis()) for i in range(_axis())]),
+        lambda n: 1,
+    ),
+}
+
+
+def _axis() -> int:
+    return lax.axis_size("x")
+
+
+def _collective(watch: Stopwatch, function: Callable, size: int) -> float:
+    """Return the seconds of a collective, of `size` numbers on each device, without its sums."""
+    mesh = Mesh(np.array(watch.devices), ("x",))
+    x = jax.device_put(jnp.ones(size * len(watch.devices)), NamedSharding(mesh, P("x")))
+
+    times = 8
+
+    def several(x: jax.Array, of: Callable) -> jax.Array:
+        for _ in range(times):
+            out = lax.optimization_barrier(of(x))
+            x = x + out[0]
+        return x
+
+    run = lambda of: jax.shard_map(
+        partial(several, of=of), mesh=mesh, in_specs=P("x"), out_specs=P("x")
+    )
+    alone = watch.together(run(lambda x: x), x)
+    return max(watch.together(run(function), x) - alone, LEAST) / times
+
+
+def host_link(watch: Stopwatch, quick: bool) -> Found:
+    """Return the slower of the rates to pinned memory of the host and back; {}: there is none."""
+    kinds = {memory.kind for memory in watch.one.addressable_memories()}
+    if "pinned_host" not in kinds or watch.processor:
+        return {}
+    x = jax.device_put(np.ones(2**12 if quick else 2**27, np.float32), watch.one)
+    device = jax.sharding.SingleDeviceSharding(watch.one)
+    host = device.with_memory_kind("pinned_host")
+    there = jax.device_put(x, host)
+    rates = []
+    for given, to in ((x, host), (there, device)):
+        move = lambda x, to=to: jax.device_put(x, to)
+        rates.append(x.nbytes / watch.seconds(move, given))
+    return {"host_link": min(rates)}

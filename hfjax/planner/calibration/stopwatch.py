@@ -1,0 +1,102 @@
+"""Seconds of small programs on the devices at hand: what `calibrate` measures with.
+
+A GPU's seconds are those of the clock: calls are queued one behind the other and waited for once.
+A CPU's are the processor's, of all threads together, since others use the cores too.
+"""
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+MOST_CALLS = 1000
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """How long programs run.
+
+    Attributes:
+        devices: Where.
+        processor: Whether seconds are the processor's.
+        block: Seconds for which calls follow each other.
+        rounds: Blocks, of which the median counts.
+    """
+
+    devices: Sequence[Any]
+    processor: bool
+    block: float = 0.05
+    rounds: int = 7
+
+    @property
+    def one(self) -> Any:
+        """The first of the devices."""
+        return self.devices[0]
+
+    def seconds(self, function: Callable, *operands: Any, in_place: bool = False) -> float:
+        """Return the seconds of a call on one device.
+
+        CPUs run it on all devices at once, as they run a step, and share the time by their number:
+        they compete for the caches then as they do in a step.
+
+        Args:
+            function: What is compiled and called.
+            operands: Arrays on the first device.
+            in_place: The result takes the place of the first operand, and is the next one.
+
+        Example:
+            >>> import jax
+            >>> from hfjax.planner.calibration.stopwatch import Stopwatch
+            >>> watch = Stopwatch(jax.devices()[:1], processor=True, block=0.01, rounds=1)
+            >>> watch.seconds(lambda x: x + 1, jax.numpy.ones(8)) > 0
+            True
+        """
+        count = len(self.devices)
+        if not self.processor or count == 1:
+            return self.together(function, *operands, in_place=in_place)
+        mesh = Mesh(np.array(self.devices), ("x",))
+        every = NamedSharding(mesh, P("x"))
+        spread = lambda x: jax.device_put(np.broadcast_to(np.asarray(x), (count, *x.shape)), every)
+        alone = lambda *given: jax.tree.map(lambda y: y[None], function(*(x[0] for x in given)))
+        run = jax.shard_map(alone, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        return self.together(run, *map(spread, operands), in_place=in_place) / count
+
+    def together(self, function: Callable, *operands: Any, in_place: bool = False) -> float:
+        """Return the seconds of a call by all devices that take part.
+
+        Args:
+            function: What is compiled and called.
+            operands: Arrays, where they are to be.
+            in_place: The result takes the place of the first operand, and is the next one.
+        """
+        donated = (0,) if in_place else ()
+        run = jax.jit(function, donate_argnums=donated).lower(*operands).compile()
+        given = [jax.numpy.copy(operands[0]), *operands[1:]] if in_place else list(operands)
+
+        def block(calls: int) -> float:
+            began, result = self._now(), None
+            for _ in range(calls):
+                result = run(*given)
+                if in_place:
+                    given[0] = result
+            jax.block_until_ready(result)
+            return (self._now() - began) / calls
+
+        block(2)
+        began = time.perf_counter()
+        block(2)
+        each = max((time.perf_counter() - began) / 2, 1e-7)
+        calls = int(min(max(self.block / each, 2), MOST_CALLS))
+        return max(statistics.median(block(calls) for _ in range(self.rounds)), 1e-9)
+
+    def _now(self) -> float:
+        if not self.processor:
+            return time.perf_counter()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime

@@ -1,0 +1,83 @@
+"""Attention that a program for a GPU has in cuDNN's place, where nothing compiles cuDNN's.
+
+It reads, writes and keeps what cuDNN's does: of the forward pass its result and one number for each
+query and head, never scores. It is one call, and none that runs: programs that have it are read
+or compiled, to see what they take.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec as P
+
+from hfjax.models.attention import dot_product
+from hfjax.parallel.extensions.kernel_dispatch.per_shard import OnShards
+from hfjax.parallel.mesh import AXES, COLUMN_AXIS
+
+FORWARD, BACKWARD = "hfjax_fused_attention", "hfjax_fused_attention_backward"
+WINDOW = "window"  # the attribute of a call: how many positions a query sees
+NO_MESH = AbstractMesh((1,) * len(AXES), AXES)  # of models that are traced with none around
+STATUS_RETURNING = 2  # of calls whose addresses are all that a compiler asks for
+
+
+@cache
+def _known() -> None:
+    """Give the names an address, which programs for GPUs need and nothing here calls."""
+    address = jax.ffi.pycapsule(ctypes.CDLL(None).abs)
+    for name in (FORWARD, BACKWARD):
+        jax.ffi.register_ffi_target(name, address, platform="CUDA", api_version=0)
+
+
+def fused_attention(
+    q_BSHD: jax.Array,
+    k_BSGD: jax.Array,
+    v_BSGD: jax.Array,
+    documents_BS: Any = None,
+    window: int | None = None,
+) -> jax.Array:
+    """Return what has the shape of causal attention, by one call forward and one backward.
+
+    cuDNN's is of half precision only: in float32 a step has XLA's, which keeps scores.
+    """
+    if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
+        by_xla = partial(dot_product, implementation="xla", window=window)
+        return by_xla(q_BSHD, k_BSGD, v_BSGD, documents_BS)
+    heads, documents = P(None, None, COLUMN_AXIS), P()
+    given: tuple[jax.Array, ...] = (q_BSHD, k_BSGD, v_BSGD)
+    if documents_BS is not None:  # cuDNN is handed a mask of pairs of positions
+        given = (*given, (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None])
+    specs = (heads, heads, heads, documents)[: len(given)]
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    mesh = NO_MESH if mesh.empty else mesh
+    return OnShards(mesh, *_passes(window), specs, heads, (heads, heads))(*given)
+
+
+@cache
+def _passes(window: int | None) -> tuple[Callable, Callable]:
+    return partial(_forward, window), partial(_backward, window)
+
+
+def _forward(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, *documents: Any) -> Any:
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
+    sums = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    out, sums = _call(FORWARD, window, (out, sums), q, k, v, *documents)
+    return out, (out, sums)
+
+
+def _backward(window: int | None, given: tuple, kept: tuple, gradient: jax.Array) -> tuple:
+    q, k, v, *documents = given
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
+    found = _call(BACKWARD, window, shapes, q, k, v, *kept, gradient, *documents)
+    none = [jnp.zeros(x.shape, jax.dtypes.float0) for x in documents]
+    return (*found, *none)
+
+
+def _call(name: str, window: int | None, results: tuple, *operands: Any) -> Any:
+    _known()
+    call = jax.ffi.ffi_call(name, results, custom_call_api_version=STATUS_RETURNING)
+    return call(*operands, **({} if window is None else {WINDOW: np.int32(window)}))

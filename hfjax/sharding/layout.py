@@ -1,0 +1,541 @@
+"""Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
+
+from hfjax.optimizers.transforms import (
+    WithoutRows,
+    check_master,
+    check_update,
+    stored_dtype,
+    unwrapped,
+    without,
+    without_rows,
+)
+from hfjax.parallel.activation_sharding import Placer
+from hfjax.parallel.adapters.model_template import LAYERS, Blueprint, blueprint
+from hfjax.parallel.layer_order import Arrangement
+from hfjax.parallel.make_mesh import check_own_process
+from hfjax.parallel.mesh import STACK, batch_axes, describe_mesh
+from hfjax.parallel.offload.host_memory import check_has_host_memory, is_host_sharding, on_host
+from hfjax.parallel.param_specs import Array, Placed, check_spec, columns
+from hfjax.parallel.strategy import Strategy
+from hfjax.sharding.check_layout import (
+    check_arguments,
+    check_axes_of_model,
+    check_dtypes,
+    check_frozen,
+    check_paths,
+    check_patterns,
+    check_rows,
+    check_splits,
+    first_layers,
+    gathered_experts,
+    idle_axes,
+)
+from hfjax.sharding.check_matrices import check_matrices
+from hfjax.sharding.host_memory import Hosted, kept_of
+from hfjax.sharding.optimizer_state import parameter_of
+from hfjax.sharding.report import (
+    bytes_of_array,
+    cost_of_padding,
+    left_whole,
+    table_of,
+    table_of_stages,
+    unmatched,
+)
+from hfjax.sharding.storage import COLUMNS, Source, Storage, place_array, storage_of
+from hfjax.utils.keywords import known_keywords
+from hfjax.utils.paths import Flat, flatten, matches, nearest, nest
+from hfjax.utils.tables import human
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where parameters, gradients, moments and other variables live on a mesh; prints as a table.
+
+    `hfjax.layout` makes one; edit it with `with_specs` and `freeze`.
+
+    Attributes:
+        mesh: The devices.
+        strategy: The table that placed everything.
+        optimizer: The optax transformation; after `freeze` it leaves frozen parameters alone.
+        blueprint: The model without its arrays.
+        arrays: Path -> shape and logical axes of each parameter of the model.
+        placed: Path -> where a stored parameter, its gradient and its moments lie.
+        storage: How a state stores the layers.
+        forward: What was given to `hfjax.layout`.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> model = lambda rngs: {"w": jnp.zeros((64, 8)), "b": jnp.zeros(8)}
+        >>> zero1 = hfjax.ZERO1.edit(replicate_below=0)
+        >>> print(hfjax.layout(model, optax.sgd(0.1, 0.9), hfjax.make_mesh(data=8), zero1))
+        ZERO1 on data=8
+          parameter  shape  spec  gradient  moments    bytes/device
+          b          8      P()   same      P("data")  32 B
+          w          64x8   P()   same      P("data")  2.0 KiB
+        per device: parameters 2.0 KiB, gradients 2.0 KiB, moments 260 B
+    """
+
+    mesh: Mesh
+    strategy: Strategy
+    optimizer: optax.GradientTransformation
+    blueprint: Blueprint
+    arrays: Mapping[str, Array]
+    placed: Mapping[str, Placed]
+    storage: Storage
+    forward: Callable | None = None
+
+    @property
+    def specs(self) -> dict[str, P]:
+        """Path -> PartitionSpec of each parameter; edit it and hand it to `with_specs`."""
+        return {path: p.parameter for path, p in self.placed.items()}
+
+    def with_specs(self, specs: Mapping[str, P]) -> "Layout":
+        """Return the layout with these parameters placed so; gradients and moments follow.
+
+        Args:
+            specs: {path: PartitionSpec}, of as many parameters as you like; others stay where they
+                are. The sizes of the axes that split a dimension have to divide it; data and fsdp
+                come before tensor.
+
+        Raises:
+            ValueError: A path is unknown, or the parameter cannot be placed so.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> from jax.sharding import PartitionSpec as P
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(fsdp=8), hfjax.DDP)
+            >>> layout = layout.with_specs({"w": P("fsdp")})
+            >>> layout.specs["w"] == P("fsdp")
+            True
+        """
+        placed = dict(self.placed)
+        for path, spec in specs.items():
+            if path in self.blueprint.parameters and path not in placed:
+                packed = ", ".join(path for path in placed if path.startswith(LAYERS))
+                raise ValueError(
+                    f"{path} is in a list of layers, which stages hold packed into rows: edit "
+                    f"{packed}, or stack the layers (hfjax.models.layers.stacked)."
+                )
+            if path not in placed:
+                raise ValueError(f"no parameter {path!r}. {nearest(path, placed)}")
+            if not isinstance(spec, P):
+                raise ValueError(f"{path}: a PartitionSpec is expected, found {spec!r}.")
+            array = self._array(path)
+            check_spec(array, spec, self.mesh)
+            parts = columns(array, self.strategy, self.mesh, spec)
+            placed[path] = replace(placed[path], **dict(zip(COLUMNS, parts, strict=True)))
+        return replace(self, placed=placed)
+
+    def freeze(self, *patterns: str, first: int | None = None) -> "Layout":
+        """Return the layout in which the parameters of these paths stay as they are.
+
+        They have neither gradient nor moments. What was frozen before stays so. Of stacked layers
+        that are frozen in part (`first`) the whole stack has both: their updates are zero, also
+        those of weight decay, their moments do not change, and their gradients count in the norm
+        that `clip` looks at.
+
+        Args:
+            patterns: Paths, at least one; `*` stands for anything, also for `/`: `"layers/*"`.
+            first: Freeze only the first so many layers, in the model's order, whatever the
+                schedule: `freeze("layers/*", first=4)`. None: all.
+
+        Raises:
+            ValueError: A pattern matches no parameter, or nothing is left to train.
+
+        Example:
+            >>> import hfjax, optax
+            >>> from flax import nnx
+            >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> list(layout.gradient_bytes), list(layout.freeze("bias").gradient_bytes)
+            (['bias', 'kernel'], ['kernel'])
+            >>> from hfjax.models.gpt import GPT, GPTConfig
+            >>> model = lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> layout = layout.freeze("tokens", "positions").freeze("layers/*", first=2)
+        """
+        check_patterns(patterns)
+        found, still = set(matches(patterns, self.arrays)), 0
+        if first is not None:
+            found, still = first_layers(found, first, self.blueprint), first
+        stacked = {path for path in found if still and self.placed[path].stacked}
+        frozen = {path for path, p in self.placed.items() if p.frozen} | (found - stacked)
+        check_frozen(frozen, self.blueprint, self.storage.arrangement)
+        more = lambda path, p: max(p.still, still) if path in stacked else p.still
+        placed = {
+            path: replace(p, frozen=path in frozen, still=0 if path in frozen else more(path, p))
+            for path, p in self.placed.items()
+        }
+        made = replace(self, placed=placed)._with_frozen()
+        made.hosted.check()
+        return made
+
+    def _with_frozen(self) -> "Layout":
+        """Return the layout whose optimizer leaves alone what is frozen, wherever it is stored."""
+        frozen = {path for path, p in self.placed.items() if p.frozen}
+        optimizer = unwrapped(self.optimizer, WithoutRows)
+        optimizer = without(optimizer, frozen) if frozen else optimizer
+        if still := _still(self.placed):
+            number = np.asarray(self.order)
+            stay = {path: (0 <= number) & (number < n) for path, n in still.items()}
+            optimizer = without_rows(optimizer, stay)
+        return replace(self, optimizer=optimizer)
+
+    @cached_property
+    def as_the_model(self) -> "Layout":
+        """The layout that stores layers as the model has them."""
+        return arranged(self, None)
+
+    def _array(self, path: str) -> Array:
+        """Return the array that is stored there."""
+        return self.arrays.get(path) or Array(path, self.placed[path].shape, (STACK, None))
+
+    @cached_property
+    def hosted(self) -> Hosted:
+        """What of the state lies on the host."""
+        kept = kept_of(self.state_shapes.optimizer, self.parameter_of)
+        return Hosted(self.strategy, kept)
+
+    def working_dtype(self, path: str) -> Any:
+        """Return the dtype in which a parameter is updated: its own, or that of master weights."""
+        stored = self.placed[path].dtype
+        return stored if stored_dtype(self.optimizer, None) is None else _wide(stored)
+
+    @cached_property
+    def working_dtypes(self) -> dict[str, Any]:
+        """The dtype in which each parameter is updated."""
+        return {path: self.working_dtype(path) for path in self.placed}
+
+    @cached_property
+    def order(self) -> np.ndarray | None:
+        """The number of the layer in each stored row, -1 where there is none.
+
+        A packed row has several: [rows, most layers].
+        """
+        return self.storage.order
+
+    def shardings(self) -> Any:
+        """Return the sharding of every array of the state, in the state's own form.
+
+        Use it to move a state (`jax.device_put(state, layout.shardings())`) or as `out_shardings`.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> fsdp = hfjax.FSDP.edit(replicate_below=0)
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), fsdp)
+            >>> layout.shardings().params["w"].spec == jax.P("fsdp")
+            True
+        """
+        specs, host = self._state_specs(), self.hosted
+        on = lambda spec, hosted: (on_host if hosted else NamedSharding)(self.mesh, spec)
+        by_name = lambda keys, spec: on(spec, jax.tree_util.keystr(keys) in host.optimizer)
+        is_spec = lambda x: isinstance(x, P)
+        device = jax.tree.map(lambda spec: on(spec, False), specs, is_leaf=is_spec)
+        return replace(
+            device,
+            params=jax.tree.map(lambda s: on(s, host.parameters), specs.params, is_leaf=is_spec),
+            optimizer=jax.tree_util.tree_map_with_path(by_name, specs.optimizer, is_leaf=is_spec),
+        )
+
+    def abstract_state(self) -> Any:
+        """Return the state as shapes, dtypes and shardings: enough to compile a step.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+            >>> state = layout.abstract_state()
+            >>> state.params["w"].shape, state.step.dtype.name
+            ((64, 8), 'int32')
+        """
+        shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        return jax.tree.map(shape, self.state_shapes, self.shardings())
+
+    def create(self, seed: Any) -> "State":
+        """Return the first state; under jit with `shardings()` it is born sharded.
+
+        `hfjax.init` does that: call this one only inside a program of your own.
+
+        Args:
+            seed: Whole number, or a traced one, from which `model_init` gets its random numbers.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.ones((64, 8))}
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+            >>> state = jax.jit(layout.create, out_shardings=layout.shardings())(0)
+            >>> float(state.params["w"].sum())
+            512.0
+        """
+        return self._first_state(self.blueprint.create(seed), seed)
+
+    def _first_state(self, arrays: Flat, seed: Any) -> "State":
+        stored = self.storage.created(arrays, seed)
+        return begun(self, arrays, {path: stored[path] for path in self.placed})
+
+    @cached_property
+    def state_shapes(self) -> "State":
+        arrays = {**self.blueprint.parameters, **self.blueprint.variables}
+        shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()}
+        return jax.eval_shape(self._first_state, shapes, 0)
+
+    def _state_specs(self) -> "State":
+        shapes = self.state_shapes
+        return State(
+            P(),
+            nest(self.specs),
+            jax.tree_util.tree_map_with_path(self._moment_spec, shapes.optimizer),
+            nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
+            None if shapes.order is None else P(),
+        )
+
+    def _variable_spec(self, path: str) -> P:
+        return P(batch_axes(self.mesh)) if self.blueprint.of_rows(path) else P()
+
+    def _moment_spec(self, keys: tuple, leaf: Any) -> P:
+        placed = self.parameter_of(keys, leaf)
+        return P() if placed is None else placed.moment
+
+    def parameter_of(self, keys: tuple, leaf: Any) -> Placed | None:
+        """Return the parameter of which an array of the optimizer has the path and the shape."""
+        shapes = {path: p.shape for path, p in self.placed.items()}
+        found = parameter_of(keys, leaf.shape, shapes)
+        return None if found is None else self.placed[found[1]]
+
+    def bytes_per_device(self) -> dict[str, int]:
+        """Return bytes per device of parameters, gradients (accumulated) and optimizer state.
+
+        What lies on the host counts apart, as "host parameters" and "host moments".
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model, mesh = lambda rngs: {"w": jnp.zeros((64, 8))}, hfjax.make_mesh(data=8)
+            >>> zero1, momentum = hfjax.ZERO1.edit(replicate_below=0), optax.sgd(0.1, momentum=0.9)
+            >>> hfjax.layout(model, momentum, mesh, zero1).bytes_per_device()
+            {'parameters': 2048, 'gradients': 2048, 'moments': 256}
+        """
+        size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, self.mesh)
+        moments = {False: 0, True: 0}  # on the host?
+        for x in jax.tree.leaves(self.abstract_state().optimizer):
+            size_of_it = bytes_of_array(x.shape, x.dtype, x.sharding.spec, self.mesh)
+            moments[is_host_sharding(x.sharding)] += size_of_it
+        parameters = sum(size(p, p.parameter, p.dtype) for p in self.placed.values())
+        found = {
+            "parameters": 0 if self.hosted.parameters else parameters,
+            "gradients": sum(self.gradient_bytes.values()),
+            "moments": moments[False],
+        }
+        host = {"host parameters": parameters - found["parameters"], "host moments": moments[True]}
+        return found | {name: n for name, n in host.items() if n}
+
+    @property
+    def gradient_bytes(self) -> dict[str, int]:
+        """Bytes per device of the gradient of each parameter that has one, as it accumulates."""
+        size = lambda p: bytes_of_array(p.shape, _wide(p.dtype), p.gradient, self.mesh)
+        return {path: size(p) for path, p in self.placed.items() if not p.frozen}
+
+    def unused_axes(self) -> list[str]:
+        """Return mesh axes larger than 1 that split neither the batch nor any parameter.
+
+        A step refuses such a layout: the devices along them would repeat each other's work.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model, mesh = lambda _: {"w": jnp.ones((8, 8))}, hfjax.make_mesh(data=4, tensor=2)
+            >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.DDP).unused_axes()
+            ['tensor']
+        """
+        return idle_axes(self.placed.values(), self.strategy, self.mesh)
+
+    def __str__(self) -> str:
+        lines = [f"{self.strategy.name} on {describe_mesh(self.mesh)}"]
+        lines += table_of(self.placed.values(), self.hosted)
+        packed = self.storage.packed
+        lines += () if packed is None else table_of_stages(packed)
+        totals = (f"{name} {human(size)}" for name, size in self.bytes_per_device().items())
+        notes = (f"note: {note}" for note in _notes(self))
+        return "\n".join([*lines, f"per device: {', '.join(totals)}", *notes])
+
+    __repr__ = __str__
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scale:
+    """The loss scale of a float16 run, and what it depends on: numbers."""
+
+    value: Any
+    steps: Any  # judged so far, those that were skipped too
+    last: Any  # the step of the last overflow; -1: none
+    hysteresis: Any  # overflows left until the scale halves
+    skipped: Any  # steps, in all
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The state of a training run: plain arrays, sharded as the layout says.
+
+    It is a pytree: jax.tree.map, jax.jit and donation work on it.
+
+    Attributes:
+        step: The number of steps taken, an int32 scalar.
+        params: The parameters, nested by the parts of their paths.
+        optimizer: What the optax optimizer keeps.
+        variables: What is not a parameter: statistics, random keys.
+        order: The number of the layer in each row of what stacks layers; None if nothing does.
+        scale: The loss scale of a float16 run; None before its first step, and without one.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> state = hfjax.init(layout)
+        >>> int(state.step), sorted(state.params)
+        (0, ['bias', 'kernel'])
+    """
+
+    step: Any
+    params: Any
+    optimizer: Any
+    variables: Any  # what is not a parameter: statistics, random keys
+    order: Any = None  # the number of the layer in each row of what stacks layers
+    scale: Scale | None = None
+
+
+@known_keywords
+def layout(  # noqa: PLR0913  options of one call
+    model_init: Callable,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    strategy: Strategy,
+    *,
+    forward: Callable | None = None,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    example: Any = None,
+    sync_batch_norm: bool = True,
+) -> Layout:
+    """Return where everything of `model_init(rngs)` lives under a strategy; allocates nothing.
+
+    Args:
+        model_init: Function of `nnx.Rngs` that returns an nnx module or a bare pytree of arrays.
+        optimizer: Any optax transformation whose update needs gradients and parameters only.
+        mesh: A mesh from `hfjax.make_mesh`.
+        strategy: Which logical axis lies on which mesh axis, for instance `hfjax.FSDP`.
+        forward: Function of (model, batch) that returns what the loss is given. It may ask for
+            `key`, `row_keys` and `train` by name. None: `model(batch)`, or a bare pytree itself.
+        axes: {path: logical axes} of parameters whose module does not name their dimensions.
+        example: A batch, or its shapes: what a pipeline weighs unlike layers on.
+        sync_batch_norm: Whether BatchNorm takes its statistics over the rows of all devices.
+
+    Raises:
+        ValueError: A parameter cannot be placed as the strategy says, or has no floating dtype; or
+            a part of the strategy would split nothing on this mesh.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from hfjax.models.gpt import GPT, GPTConfig
+        >>> model = lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs)
+        >>> mesh = hfjax.make_mesh(fsdp=4, tensor=2)
+        >>> layout = hfjax.layout(model, optax.adamw(3e-4), mesh, hfjax.FSDP | hfjax.TENSOR)
+        >>> list(layout.specs["layers/mlp/up/kernel"])  # layers, embed, mlp
+        [None, 'fsdp', 'tensor']
+    """
+    check_arguments(model_init, optimizer, mesh, strategy)
+    check_splits(strategy, mesh)
+    check_own_process(mesh)
+    plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
+    if not plan.parameters:
+        raise ValueError(
+            f"the model has no parameters ({len(plan.variables)} other variables): there is "
+            "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
+            "bare tree."
+        )
+    check_rows(plan, mesh)
+    check_axes_of_model(plan, mesh)
+    check_paths(axes or {}, plan)
+    check_dtypes(plan)
+    arrays = {
+        path: Array(
+            path, tuple(template.shape), plan.axes(path, axes or {}), plan.takes_pieces(path)
+        )
+        for path, template in plan.parameters.items()
+    }
+    placed = {
+        path: place_array(array, plan.parameters[path].dtype, strategy, mesh)
+        for path, array in arrays.items()
+    }
+    source = Source(mesh, strategy, plan, arrays, example)
+    made = Layout(
+        mesh, strategy, optimizer, plan, arrays, placed, storage_of(source, None), forward
+    )
+    made = arranged(made, source.on_each_stage(placed))
+    tuple(unmatched(source, made.storage.packed is not None))  # refuses
+    check_master(optimizer, nest(plan.parameters))
+    check_update(optimizer, nest(plan.parameters))
+    check_matrices(optimizer, plan.parameters, arrays)
+    made.hosted.check()
+    if made.hosted:
+        check_has_host_memory(mesh)
+    return made
+
+
+def arranged(layout: Layout, arrangement: Arrangement | None) -> Layout:
+    """Return the layout that stores layers so; None: as the model has them."""
+    frozen = {path for path, p in layout.placed.items() if p.frozen}
+    check_frozen(frozen, layout.blueprint, arrangement)
+    storage = storage_of(layout.storage.source, arrangement)
+    dtype = lambda p: stored_dtype(layout.optimizer, p.dtype)
+    placed = {path: replace(p, dtype=dtype(p)) for path, p in storage.placed(layout.placed).items()}
+    made = replace(layout, storage=storage, placed=placed)
+    return made._with_frozen() if _still(placed) else made
+
+
+def begun(layout: Layout, arrays: Flat, params: Flat) -> State:
+    """Return the state that begins with these parameters, and variables out of `arrays`."""
+    variables = nest({path: arrays[path] for path in layout.blueprint.variables})
+    moments = layout.optimizer.init(nest(params))  # master weights: before anything is rounded
+    params = nest({path: x.astype(layout.placed[path].dtype) for path, x in params.items()})
+    return State(jnp.zeros((), jnp.int32), params, moments, variables, layout.order)
+
+
+def _notes(layout: Layout) -> Iterator[str]:
+    """Yield what a strategy could not do, and what padding costs."""
+    source, packed = layout.storage.source, layout.storage.packed
+    if held := layout.blueprint.variables:
+        few = ", ".join(f"{path} {x.dtype}{list(x.shape)}" for path, x in list(held.items())[:3])
+        yield f"variables, not trained: {few}{' …' * (len(held) > 3)} ({len(held)})"
+    yield from unmatched(source, packed is not None)
+    yield from left_whole(layout.strategy, layout.placed)
+    if experts := gathered_experts(layout.placed.values()):
+        yield experts
+    yield from layout.hosted.notes()
+    yield from layout.blueprint.notes
+    for path, n in _still(layout.placed).items():
+        yield f"{path}: its first {n} layers stay as they are"
+    if packed is not None:
+        yield from cost_of_padding(source, packed)
+
+
+def _still(placed: Mapping[str, Placed]) -> dict[str, int]:
+    """Return path -> how many of the first layers of a stack stay as they are."""
+    return {path: p.still for path, p in placed.items() if p.still}
+
+
+def _wide(dtype: DTypeLike) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,240 @@
+"""Batches: split over devices and processes, checked before anything is traced."""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, sides
+from hfjax.parallel.param_specs import batch_devices, row_shares
+from hfjax.sharding.check_process_batches import check_same_rows, note, shares
+from hfjax.sharding.check_state import check_layout, check_not_taken
+from hfjax.sharding.layout import Layout
+from hfjax.utils.keywords import is_whole
+from hfjax.utils.paths import Tree, is_key
+
+
+def microbatches_of(execution: Execution) -> int:
+    """Return into how many microbatches a step splits the rows of each device."""
+    schedule = execution.schedule
+    return execution.accumulate * (1 if schedule is None else schedule.microbatches)
+
+
+def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
+    """Return a batch on its devices, rows split over data and fsdp.
+
+    A step does this by itself; do it ahead to overlap the copy with the step before.
+
+    Args:
+        layout: The layout of the step that takes the batch.
+        batch: Pytree of arrays with the same number of rows. With several processes each gives its
+            own rows (`rows_of_process`). Processes whose devices compute with the same rows (along
+            pipe, context, row and tensor) give the same; a step refuses those that differ.
+        microbatches: Into how many the step splits the rows: rows have to divide by devices times
+            microbatches.
+
+    Raises:
+        ValueError: It is no pytree of arrays, or its rows do not divide.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
+        >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> batch = hfjax.shard_batch(layout, {"x": np.ones((16, 64))})
+        >>> batch["x"].addressable_shards[0].data.shape
+        (2, 64)
+    """
+    check_layout(layout)
+    part = shares(layout.mesh)
+    check_batch(layout, batch, microbatches, part)
+    if jax.process_count() == 1:
+        return jax.device_put(batch, batch_sharding(layout.mesh))
+    placed = jax.tree.map(lambda x: _put(layout.mesh, np.asarray(x), part), batch)
+    note(layout.mesh, batch, placed)
+    return placed
+
+
+def _put(mesh: Mesh, mine: np.ndarray, part: Fraction) -> jax.Array:
+    """Return an array on the devices of all processes, of the rows that this one gives."""
+    shape = (int(len(mine) * part), *mine.shape[1:])
+    return jax.make_array_from_process_local_data(batch_sharding(mesh), mine, shape)
+
+
+def on_devices(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
+    """Return a batch as a step takes it: on its devices, and the same in all that share rows."""
+    if not jax.tree.leaves(batch) or not is_placed(layout.mesh, batch):
+        batch = shard_batch(layout, batch, microbatches)
+    check_same_rows(layout.mesh, batch)
+    return batch
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Return where an array of a batch lies: rows are split, and each row is whole."""
+    return NamedSharding(mesh, P(batch_axes(mesh)))
+
+
+def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
+    """Return which rows of a global batch this process gives to `shard_batch`, in order.
+
+    Args:
+        layout: The layout of the step that takes the batch.
+        rows: The number of rows of the global batch.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> hfjax.rows_of_process(layout, 8).tolist()  # of one process: all
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    if not is_whole(rows, 1):
+        raise ValueError(
+            f"rows_of_process: rows={rows!r}; a whole number, at least 1, is expected."
+        )
+    check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
+    split = batch_sharding(layout.mesh).addressable_devices_indices_map((rows,))
+    numbers = np.arange(rows)
+    return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
+
+
+def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | int = 1) -> None:
+    """Refuse a batch that is none, or whose rows do not split into microbatches and devices.
+
+    The whole one has `part` times as many rows as this.
+    """
+    check_layout(layout)
+    if not is_whole(microbatches, 1):
+        raise ValueError(f"microbatches={microbatches!r}: a whole number, at least 1, is expected.")
+    leaves = jax.tree.leaves(batch)
+    if not all(hasattr(x, "shape") for x in leaves):
+        raise ValueError(
+            "a batch is a pytree of arrays; found "
+            f"{_kinds(x for x in leaves if not hasattr(x, 'shape'))} in it. Convert lists first: "
+            "np.asarray(…)."
+        )
+    if odd := _no_numbers(batch):
+        raise ValueError(
+            f"a batch is a pytree of arrays of numbers; {odd}. Turn text into tokens, and lists of "
+            "rows of several lengths into one array, padded (with a mask)."
+        )
+    sizes = [x.shape[0] if x.shape else 0 for x in leaves]
+    if not sizes or len(set(sizes)) > 1 or not sizes[0]:
+        raise ValueError(
+            f"a batch is a pytree of arrays with the same number of rows, at least one; "
+            f"found rows: {_rows_by_name(batch, sizes)}."
+        )
+    _check_rows_of_state(layout, sizes[0] * part)
+    devices, mesh = batch_devices(layout.mesh), layout.mesh
+    rows, unit = sizes[0] * part, microbatches * row_shares(mesh)
+    if rows % unit:
+        several = microbatches > 1
+        below, above = rows // unit * unit, (rows // unit + 1) * unit
+        raise ValueError(
+            f"batch of {rows} rows does not divide by "
+            f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices"
+            f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if sides(mesh) else ''} "
+            f"({describe_mesh(mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
+            f"{', or change the number of microbatches (accumulate, schedule)' if several else ''}."
+            f"{_sides_that_do(rows // (microbatches * devices), mesh) if sides(mesh) else ''}"
+        )
+
+
+def missing_rows(layout: Layout, batch: Any) -> int:
+    """Return how many rows a batch lacks to divide by the devices; of one that is refused, none.
+
+    It is refused too if other processes have rows of it, or the model a variable for each row.
+    """
+    sizes = {x.shape[0] if getattr(x, "shape", ()) else 0 for x in jax.tree.leaves(batch)}
+    of_rows = any(map(layout.blueprint.of_rows, layout.blueprint.variables))
+    if len(sizes) != 1 or of_rows or jax.process_count() > 1:
+        return 0
+    return -sizes.pop() % row_shares(layout.mesh)
+
+
+def _sides_that_do(rows: int, mesh: Mesh) -> str:
+    """Return which sides would split so many rows of a device and microbatch."""
+    fits = [n for n in range(mesh.shape[ROW_AXIS], 1, -1) if rows % n == 0 < rows]
+    would = f"{ROW_AXIS} of {fits}" if fits else "no other size of it"
+    return f" On a grid attention splits rows over {ROW_AXIS}: {would} would do."
+
+
+def _no_numbers(batch: Any) -> str:
+    """Return which arrays of a batch hold what no device can: text, objects, dates; "": none."""
+    pairs = zip(_names(batch), jax.tree.leaves(batch), strict=True)
+    odd = [(n, x) for n, x in pairs if isinstance(x, np.ndarray) and x.dtype.kind in "OSUVMm"]
+    odd = [(name, x) for name, x in odd if not _is_of_ml_dtypes(x.dtype)]
+    return ", ".join(f"{name or 'the batch itself'} is of dtype {x.dtype}" for name, x in odd)
+
+
+def _is_of_ml_dtypes(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.number)  # NumPy takes bfloat16 and float8 for bytes
+
+
+def _names(batch: Any) -> list[str]:
+    paths = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    return [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in paths]
+
+
+def _rows_by_name(batch: Any, sizes: Sequence[int]) -> str:
+    """Return the name of each array of a batch and its number of rows."""
+    pairs = zip(_names(batch), sizes, strict=True)
+    return ", ".join(f"{name} {size}".strip() for name, size in pairs) or "none"
+
+
+def _kinds(leaves: Iterable[Any]) -> str:
+    kinds = sorted({type(leaf).__name__ for leaf in leaves})
+    return "Python numbers" if set(kinds) <= {"int", "float", "bool"} else ", ".join(kinds)
+
+
+def _check_rows_of_state(layout: Layout, rows: Fraction | int) -> None:
+    """Refuse a batch with other rows than the variables that have a row for each of them."""
+    for path, template in layout.blueprint.variables.items():
+        if layout.blueprint.of_rows(path) and template.shape[0] != rows:
+            raise ValueError(
+                f"{path} {tuple(template.shape)} has a row for each row of the batch, and this one "
+                f"has {rows}. Give {template.shape[0]} rows, or make the model for {rows}."
+            )
+
+
+def is_placed(mesh: Mesh, batch: Any) -> bool:
+    """Return whether a batch already lies where it is wanted."""
+    placed = lambda x: x.ndim and x.sharding.is_equivalent_to(batch_sharding(mesh), x.ndim)
+    return all(isinstance(x, jax.Array) and placed(x) for x in jax.tree.leaves(batch))
+
+
+def full(params: Tree) -> Any:
+    """Return the whole arrays in host memory, leaf by leaf (summon_full_params).
+
+    Random keys come back as jax arrays, everything else as NumPy arrays. With several processes
+    all of them call it, and each gets the whole.
+
+    Args:
+        params: Pytree of `jax.Array`: a state, its parameters, or a part of them.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> kernel = hfjax.full(hfjax.init(layout).params)["kernel"]
+        >>> type(kernel).__name__, kernel.shape
+        ('ndarray', (8, 4))
+    """
+    check_not_taken(params)
+    return jax.tree.map(_whole, params)
+
+
+def _whole(x: jax.Array) -> Any:
+    if is_key(x):
+        data = _whole(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -1,0 +1,225 @@
+"""What a run prints: a progress bar and log lines on a terminal, plain lines elsewhere.
+
+`Speed` measures tokens and floating-point operations a second, and their share of the peak.
+"""
+
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from hfjax.distributed.consensus import speaks
+from hfjax.hardware.machine import machine_of
+from hfjax.trainer.build import Parts, short
+from hfjax.utils.mean import SCALE, SKIPPED
+from hfjax.utils.progress import said_while
+from hfjax.utils.tables import harmless, human
+
+
+def peak_flops(device: Any) -> float | None:
+    """Return the FLOP/s of a device by its name; None for a CPU or an unknown one."""
+    machine = machine_of(device.device_kind)
+    return machine.peak if machine else None
+
+
+def memory(device: Any) -> int:
+    """Return the most bytes that were in use: of a GPU, or of this process."""
+    found = device.memory_stats() if device.platform != "cpu" else None
+    if found and "peak_bytes_in_use" in found:
+        return found["peak_bytes_in_use"]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def waiting(what: str) -> Any:
+    """Say what goes on while it takes long, in the process that speaks."""
+    return said_while(what) if speaks() else nullcontext()
+
+
+class Speed:
+    """Tokens (or images) a second since the last look, without what a run does between steps."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._unit, each = parts.task.unit, parts.task.each
+        self._each = parts.config.batch * each / parts.mesh.size
+        self._flops = parts.task.flops(parts.layout)
+        self._peak = peak_flops(parts.mesh.devices.flat[0])
+        self._device = parts.mesh.local_devices[0]
+        self._waited = 0.0  # for batches, in all
+        self._running = deque[Any]()  # a result of each step that has not ended, as far as we know
+        self._ends = deque[np.ndarray]()  # when steps ended that are not counted yet
+        self._last: np.ndarray | None = None  # when the last one did
+        self._since: np.ndarray | None = None  # None: the first step, which compiles, is no measure
+        self._until = self._now()
+        self._steps = 0
+        self._seconds: float | None = None  # that a step took when it was last measured
+
+    def begin(self, result: Any) -> None:
+        """A step has begun, of which this is a result."""
+        self._last = self._now() if self._last is None else self._last
+        self._running.append(result)
+
+    def notice(self) -> None:
+        """Note which steps have ended by now: those of one moment since the last one, evenly.
+
+        When their metrics are read says little: several are read at once before a validation.
+        """
+        count = 0
+        while self._running and self._running[0].is_ready():
+            self._running.popleft()
+            count += 1
+        if count:
+            now, last = self._now(), self._last
+            assert last is not None
+            self._ends.extend(last + (now - last) * (i + 1) / count for i in range(count))
+            self._last = now
+
+    def _now(self) -> np.ndarray:
+        """Return the time, and the time that steps have waited for batches so far."""
+        return np.array([time.perf_counter(), self._waited])
+
+    def count(self) -> None:
+        """The metrics of a step are read: on one device, others may not have ended it yet."""
+        if not self._ends:
+            self._running[0].block_until_ready()
+            self.notice()
+        self._until = self._ends.popleft()
+        if self._since is None:
+            self._since = self._until
+        else:
+            self._steps += 1
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What is done within is waiting for a batch."""
+        self.notice()
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+        self.notice()
+
+    def pause(self) -> None:
+        """What follows is no step; the next step begins a new measurement."""
+        self._since, self._last, self._steps = None, None, 0
+
+    def look(self) -> Mapping[str, Any]:
+        """Return the rate, TFLOP/s and MFU per device since the last look; {} if too little ran."""
+        found: dict[str, Any] = {"memory": memory(self._device)}
+        if self._since is None or not self._steps:
+            return found
+        time_passed, waiting_passed = map(float, self._until - self._since)
+        self._seconds = max(time_passed, SHORTEST) / self._steps
+        rate, waited = self._each / self._seconds, waiting_passed / max(time_passed, SHORTEST)
+        self._since, self._steps = self._until, 0
+        flops = rate * self._flops
+        found |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12, "waiting_for_data": waited}
+        return found | ({"mfu": flops / self._peak} if self._peak else {})
+
+    def left(self, steps: int) -> float | None:
+        """Return the seconds that so many steps will take; None: not known yet."""
+        return None if self._seconds is None else self._seconds * steps
+
+
+SHORTEST = 1e-9  # seconds: what a clock may not tell apart
+WORTH_TELLING = 0.02  # of the time
+RATE = "_per_second"  # ends the name of what a device goes through in that time
+PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take minutes
+
+
+class Screen:
+    """Speaks in the first process only."""
+
+    def __init__(self, steps: int, done: int = 0) -> None:
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks())
+        self._bar = None
+        if self._console.is_terminal and speaks():
+            columns = (BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                *columns,
+                TimeRemainingColumn(),
+                console=self._console,
+                speed_estimate_period=PERIOD,
+            )
+            self._task = self._bar.add_task("step", total=steps, completed=done)
+
+    def __enter__(self) -> "Screen":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, words: str = "") -> None:
+        """Print a line, above the progress bar; a terminal shows its control characters."""
+        words = harmless(words) if self._console.is_terminal else words
+        self._console.print(words, markup=False)
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Say what goes on while it takes long: beside the bar, or in lines of its own."""
+        if self._bar is None:
+            with waiting(what):
+                yield
+            return
+        self._bar.update(self._task, description=what)
+        try:
+            yield
+        finally:
+            self._bar.update(self._task, description="step")
+
+    def advance(self) -> None:
+        """Show that another step is done."""
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+
+def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> str:
+    """Return the log line of a step; `left` are the seconds that the other steps will take.
+
+    >>> line({"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}, 300)
+    'step  10/300  loss 2.5000  lr 1.00e-03  grad norm 0.250  memory 1.0 GiB'
+    """
+    number = str(values["step"] + 1).rjust(len(str(steps)))
+    told = [f"step {number}/{steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}"]
+    told.append(f"grad norm {values['grad_norm']:.3f}")
+    if "load_max_over_mean" in values:
+        told.append(f"load of experts {values['load_max_over_mean']:.2f} of the mean")
+        told.append(f"dropped {values['dropped_mean']:.1%}")
+    if SCALE in values:
+        told.append(f"loss scale {values[SCALE]:g}, {values[SKIPPED]:g} skipped")
+    for name in (name for name in values if name.endswith(RATE)):
+        told.append(f"{short(values[name])} {name.removesuffix(RATE)}/s/device")
+        told.append(f"{values['tflops']:.3g} TFLOP/s/device")
+    if "mfu" in values:
+        told.append(f"MFU {values['mfu']:.1%}")
+    if (waited := values.get("waiting_for_data", 0)) >= WORTH_TELLING:
+        told.append(f"waiting for data {waited:.0%}")
+    told.append(f"memory {human(values['memory'])}")
+    return "  ".join(told + ([f"{timedelta(seconds=math.ceil(left))} left"] if left else []))
+
+
+def validation(step: int, told: str) -> str:
+    """Return the line of a validation, of what it found in words."""
+    when = f"after step {step}" if step else "before the first step"
+    return f"validated {when}: {told}"

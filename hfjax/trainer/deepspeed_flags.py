@@ -1,0 +1,63 @@
+"""`--deepspeed FILE`: a configuration of a run with what the file says, and its contradictions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, TypeVar
+
+from hfjax.compat.deepspeed.convert import DeepSpeedSetup, from_deepspeed
+from hfjax.compat.deepspeed.optimizer import InWords
+from hfjax.trainer.config import Train
+from hfjax.utils.read_files import MISSING, ORDINARY, what_is
+from hfjax.utils.tables import named
+
+Kind = TypeVar("Kind", bound=Train)
+FILE = "deepspeed.json"  # the copy that a run keeps
+
+
+def with_file(config: Kind, words: Sequence[str], world: int) -> tuple[Kind, DeepSpeedSetup | None]:
+    """Return a configuration with what its file of DeepSpeed says, and that file's table.
+
+    Args:
+        config: What flags and --config say.
+        words: The command line. A flag in it that says something else than the file is an error,
+            and so is what --config says, unless it is a default.
+        world: The number of devices.
+    """
+    if config.deepspeed is None:
+        return config, None
+    if (kind := what_is(config.deepspeed)) != ORDINARY:
+        found = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
+        raise ValueError(f"--deepspeed {named(config.deepspeed)}: {found}.")
+    setup = from_deepspeed(config.deepspeed, world)
+    typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    usual, changes = Train(), {}
+    left = f"mesh.{'fsdp' if setup.strategy.parts[0].name == 'FSDP' else 'data'}"
+    for flag, value in setup.flags.items():
+        mine = _get(config, flag)
+        if not _same(flag, mine, value) and (flag in typed or mine != _get(usual, flag)):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {mine}: --deepspeed {named(config.deepspeed)} says "
+                f"something else for {world} devices, {value}. Leave the flag out (or that line of "
+                "--config), or change the file."
+            )
+        if not isinstance(value, InWords) and flag != left:  # it takes the devices that are left
+            outer, _, name = flag.rpartition(".")
+            changes.setdefault(outer, {})[name] = value
+    plain = changes.pop("", {})
+    nested = {name: replace(getattr(config, name), **of) for name, of in changes.items()}
+    return replace(config, **plain, **nested), setup
+
+
+def _get(config: Any, flag: str) -> Any:
+    return reduce(getattr, flag.split("."), config)
+
+
+def _same(flag: str, mine: object, value: object) -> bool:
+    """Return whether a flag says what the file says, perhaps in other words."""
+    if flag == "strategy":
+        names = lambda joined: {
+            *joined.lower().replace("zero3", "fsdp").replace("|", "+").split("+")
+        }
+        return names(mine) == names(value)
+    return mine == value or (flag.startswith("mesh.") and mine == -1)

@@ -1,0 +1,402 @@
+"""Text from a trained model, and the loss over a data set.
+
+Text: one token after the other, the whole row computed for each. Loss: each row once.
+"""
+
+import dataclasses
+import itertools
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from hfjax.parallel.adapters.forward_signature import TRAIN, asked_by
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.offload.host_memory import to_device
+from hfjax.sharding.check_state import check_form, check_takes
+from hfjax.sharding.layout import Layout, State
+from hfjax.sharding.reorder_layers import rearrange
+from hfjax.sharding.xla_options import options_of
+from hfjax.utils.keywords import check_keywords, is_real, is_whole
+from hfjax.utils.paths import Tree, flatten
+from hfjax.utils.read_files import shown
+from hfjax.utils.rounding import widened
+
+COLDEST, HOTTEST = 1e-30, 1e30  # logits over them are numbers of float32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.8
+    """Temperature of sampling; 0: always the likeliest token."""
+    top_k: int | None = 40
+    """Choose among the N likeliest tokens; None allows all."""
+    seed: int = 0
+    """Seed of the random choices."""
+
+    def __post_init__(self) -> None:
+        least = 0 if is_real(self.temperature, 0, 0) else COLDEST
+        warm = is_real(self.temperature, least, HOTTEST)
+        if not warm or not (self.top_k is None or is_whole(self.top_k, 1)):
+            raise ValueError(
+                f"temperature={shown(self.temperature)}, top_k={shown(self.top_k)}: a temperature "
+                f"of at least 0 (0, or from {COLDEST:g} to {HOTTEST:g}), and at least one token to "
+                "choose from, a whole number (top_k=None: all)."
+            )
+        if not is_whole(self.seed, 0, (1 << 32) - 1):
+            raise ValueError(
+                f"--seed {shown(self.seed)}: a number from 0 to {(1 << 32) - 1} is needed, a whole "
+                "one."
+            )
+
+    def later(self, number: int) -> "Sampling":
+        """Return it for the prompt of this number: with the seed so much higher."""
+        return dataclasses.replace(self, seed=(self.seed + number) % (1 << 32))
+
+    def choose(self, logits_V: jax.Array, key: jax.Array) -> jax.Array:
+        """Return the next token."""
+        if self.temperature == 0:
+            return logits_V.argmax()
+        if self.top_k is not None:
+            least = lax.top_k(logits_V, min(self.top_k, len(logits_V)))[0][-1]
+            logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+        return jax.random.categorical(key, logits_V / self.temperature)
+
+
+Prompt = Sequence[int] | str
+
+
+def generate(  # noqa: PLR0913  options of one call
+    layout: Layout,
+    state: State,
+    prompt: Prompt | Sequence[Prompt],
+    count: int,
+    *,
+    length: int | None = None,
+    vocab: int | None = None,
+    tokenizer: Any = None,
+    sampling: Sampling = Sampling(),
+    **fields: Any,
+) -> Any:
+    """Return the `count` tokens that follow a prompt, or each of several; of a text, as text.
+
+    All prompts are written to together. Prompt i is sampled with the seed + i, so each gets what it
+    would get by itself (to rounding).
+
+    Args:
+        layout: The layout of a model that returns logits [B, S, V] of {"tokens": [B, S + 1]}.
+        state: A state of it, its layers stored for any schedule.
+        prompt: At least one token, each of the vocabulary. Or a text, if there is a tokenizer. Or a
+            list of prompts: then a list is returned.
+        count: How many tokens, at least 1.
+        length: How many of the last tokens the model sees, at most as many as it has positions.
+            None: all.
+        vocab: Tokens to choose from; logits beyond are ignored. None: those of the tokenizer, or
+            all.
+        tokenizer: What `hfjax.data.load_tokenizer` returns, or any object that has `encode(texts)`,
+            `decode(tokens)` and `vocab`.
+        sampling: Temperature, top_k and seed together.
+        fields: Or each: temperature=0.8 (0 takes the likeliest token), top_k=40 (only among so many
+            of the likeliest; None: among all), seed=0.
+
+    Raises:
+        ValueError: A number or a prompt is none that fits, or the logits are not finite.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> class Bigrams(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.table = nnx.Embed(256, 256, rngs=rngs)
+        ...     def __call__(self, batch):
+        ...         return self.table(batch["tokens"][:, :-1])
+        >>> layout = hfjax.layout(Bigrams, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> state = hfjax.init(layout)
+        >>> tokens = hfjax.generate(layout, state, b"Once", 5, length=8, temperature=0)
+        >>> len(tokens), all(0 <= token < 256 for token in tokens)
+        (5, True)
+        >>> several = hfjax.generate(layout, state, [b"Once", [104, 105]], 5, top_k=8, seed=1)
+        >>> [len(tokens) for tokens in several]
+        [5, 5]
+        >>> text = hfjax.data.load_tokenizer("bytes")
+        >>> type(hfjax.generate(layout, state, "Once", 5, tokenizer=text)).__name__
+        'str'
+    """
+    check_keywords("generate", fields, [field.name for field in dataclasses.fields(Sampling)])
+    sampling = dataclasses.replace(sampling, **fields)
+    check_takes("generate", layout, state)
+    _check_counts(count, length=length, vocab=vocab)
+    alone = isinstance(prompt, str | bytes) or all(np.ndim(x) == 0 for x in _not_texts(prompt))
+    prompts: Any = [prompt] if alone else list(prompt)
+    vocab = getattr(tokenizer, "vocab", None) if vocab is None else vocab
+    found = [_known(x, tokenizer, vocab, length) for x in prompts]
+    length = length or max(map(len, found)) + count
+    follow = _Follow(layout, dataclasses.replace(sampling, seed=0), count, vocab)
+    new = _written(follow, state, sampling.seed, found, length)
+    told = lambda x, tokens: tokenizer.decode(tokens) if isinstance(x, str) else tokens
+    texts = [told(*pair) for pair in zip(prompts, new, strict=True)]
+    return texts[0] if alone else texts
+
+
+def _check_counts(count: int, **others: int | None) -> None:
+    """Refuse what is no positive whole number."""
+    if not is_whole(count, 1):
+        raise ValueError(
+            f"generate: {shown(count)} tokens are asked for, at least 1 is needed, a whole number."
+        )
+    for name, given in others.items():
+        if given is not None and not is_whole(given, 1):
+            raise ValueError(
+                f"generate: {name}={shown(given)}; a whole number of tokens, at least 1, is "
+                "expected, or None: all."
+            )
+
+
+def _not_texts(prompt: Any) -> Any:
+    """Return what is in a prompt, a text counting as several tokens."""
+    return [[0] if isinstance(x, str | bytes) else x for x in prompt]
+
+
+def _known(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -> list[int]:
+    """Return the tokens of a prompt that the model sees."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(
+                "generate: a text is given and no tokenizer. Give tokens, or "
+                'tokenizer=hfjax.data.load_tokenizer("bytes"), or that of your data.'
+            )
+        prompt = tokens_of(prompt, tokenizer)
+    tokens = np.asarray(list(prompt))
+    if not tokens.size:
+        raise ValueError("generate: the prompt has no token. Give some text.")
+    _check_tokens(tokens, vocab)
+    return tokens.tolist()[-(length or 0) :]
+
+
+def tokens_of(prompt: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of a text; warn if the tokenizer leaves characters of it out."""
+    before = getattr(tokenizer, "dropped", 0)
+    tokens = tokenizer.encode([prompt])[0].tolist()
+    if lost := getattr(tokenizer, "dropped", 0) - before:
+        warnings.warn(
+            f"the tokenizer has no token for {lost} characters of the prompt "
+            f"{shown(prompt)}: the model does not see them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return tokens
+
+
+def _check_tokens(tokens: np.ndarray, vocab: int | None) -> None:
+    """Refuse a prompt of anything but tokens of the vocabulary."""
+    whole = tokens.dtype.kind in "iu"
+    most = np.iinfo(np.int32).max if vocab is None else vocab - 1
+    wrong = tokens[(tokens < 0) | (tokens > most)] if whole else tokens
+    if wrong.size:
+        raise ValueError(
+            f"generate: the prompt holds {shown(wrong.tolist()[0])}; tokens are whole numbers from "
+            f"0 to {most}. Give tokens of the model's vocabulary."
+        )
+
+
+def _written(
+    follow: "_Follow", state: State, seed: int, known: list[list[int]], length: int
+) -> list[list[int]]:
+    """Return the tokens that follow each of these rows."""
+    layout = follow.layout
+    rows = np.zeros((len(known), length), np.int32)
+    for row, tokens in zip(rows, known, strict=True):
+        row[: len(tokens)] = tokens
+    seeds = np.asarray([(seed + i) % (1 << 32) for i in range(len(known))], np.uint32)
+    state, run = rearrange(layout.as_the_model, state), _program(follow)
+    with jax.set_mesh(layout.mesh):
+        counts = np.asarray(list(map(len, known)), np.int32)
+        found = run(state.params, state.variables, rows, counts, seeds)
+    new, finite, logits = (np.asarray(x.addressable_data(0)) for x in found)
+    for tokens in known:
+        _check_tokens(np.asarray(tokens), int(logits))
+    if not finite.all():
+        raise ValueError(
+            f"generate: the logits of prompt {int(finite.argmin())} are not finite, so that no "
+            "token can be chosen. The parameters of this state hold NaN or infinity, or overflow: "
+            "give the state of an earlier step."
+        )
+    return new.tolist()
+
+
+@lru_cache(maxsize=8)
+def _program(follow: "_Follow") -> jax.stages.Wrapped:
+    """Return the compiled program: asked again for the same, it is not made anew."""
+    options = options_of(follow.layout, Execution())
+    here = NamedSharding(follow.layout.mesh, P())
+    return jax.jit(follow, out_shardings=here, compiler_options=options)
+
+
+@dataclass(frozen=True)
+class _Follow:
+    """The program that writes `count` tokens after each of some rows.
+
+    It also tells of each row whether all logits were finite, and how many logits a token has.
+    """
+
+    layout: Layout
+    sampling: Sampling
+    count: int
+    vocab: int | None
+
+    def __call__(
+        self, params: Tree, variables: Any, rows_BS: jax.Array, known_B: jax.Array, seeds_B: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the tokens that follow the first `known` of each row.
+
+        Parameters of the host are fetched once, for all tokens: each device has its shards.
+        """
+        plain = self.layout.as_the_model
+        check_form(plain, State(None, params, None, variables), optimizer=False)
+        blueprint, params = self.layout.blueprint, to_device(flatten(params))
+        model = blueprint.merge(params, flatten(variables), "eval")
+        keys_B, length = jax.vmap(jax.random.key)(seeds_B), rows_BS.shape[1]
+        each = jnp.arange(len(rows_BS))
+
+        def body(i, carry):
+            rows, known, new, finite, _ = carry
+            logits = self._logits(model, jnp.pad(rows, ((0, 0), (0, 1))))
+            last = widened(logits[each, known - 1, : self.vocab]).astype(jnp.float32)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
+            tokens = jax.vmap(self.sampling.choose)(last, keys).astype(rows.dtype)
+            full = known == length
+            rows = jnp.where(full[:, None], jnp.roll(rows, -1, axis=1), rows)
+            rows = rows.at[each, jnp.where(full, length - 1, known)].set(tokens)
+            finite &= jnp.isfinite(last.max(-1))  # masked ones are -inf
+            known, new = jnp.minimum(known + 1, length), new.at[:, i].set(tokens)
+            return rows, known, new, finite, jnp.int32(logits.shape[-1])
+
+        new = jnp.zeros((len(rows_BS), self.count), rows_BS.dtype)
+        first = jnp.asarray(rows_BS), known_B, new, jnp.ones(len(rows_BS), bool), jnp.int32(0)
+        return lax.fori_loop(0, self.count, body, first)[2:]
+
+    def _logits(self, model: Any, tokens_BS: jax.Array) -> jax.Array:
+        forward, batch = self.layout.forward, {"tokens": tokens_BS}
+        if forward is None:
+            return model(batch)
+        asked = {name: False if name == TRAIN else None for name in asked_by(forward)}
+        return forward(model, batch, **asked)
+
+
+LAG = 2  # batches behind which results are read: nothing waits for the device
+
+
+def check_weighs_by_mask(step: Callable, state: State, batch: Mapping[str, Any]) -> None:
+    """Refuse a loss that counts rows of mask 0, as they fill up the last batch."""
+    empty = dict(batch, mask=np.zeros_like(batch["mask"]))
+    if weight := float(step(state, empty)["weight"]):
+        raise ValueError(
+            f"the loss weighs a batch whose mask is 0 everywhere by {weight:g}: the rows that fill "
+            'up the last batch would count. Let it use batch["mask"] and return hfjax.Mean(total, '
+            "mask.sum()), or validate with a --batch that divides the rows."
+        )
+
+
+class Evaluated(NamedTuple):
+    """A mean loss, and of how many tokens it is the mean."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """Further numbers by name: none."""
+        return {}
+
+    @property
+    def table(self) -> str:
+        """What else it found: nothing."""
+        return ""
+
+    @property
+    def line(self) -> str:
+        """What it found."""
+        perplexity = math.exp(min(self.loss, 700.0))
+        return f"loss {self.loss:.4f}, perplexity {perplexity:.2f}, {self.tokens} tokens"
+
+
+def evaluate(
+    step: Callable,
+    state: State,
+    batches: Iterable[Any],
+    most: int | None = None,
+    beat: Callable[[], Any] = lambda: None,
+) -> Evaluated:
+    """Return the mean loss by `hfjax.eval_step` over all batches, or the first `most` of them.
+
+    Args:
+        step: What `hfjax.eval_step` returned.
+        state: The state to evaluate.
+        batches: For instance a `Loader` with epochs=1.
+        most: How many batches at most. None: all.
+        beat: What is called for each batch: evaluating gets on.
+
+    Returns:
+        (loss, tokens): the mean, and of how many tokens (the weight of the loss) it is the mean.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
+        >>> from hfjax.trainer import evaluate
+        >>> model = lambda rngs: {"w": jnp.ones(())}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> step = hfjax.eval_step(layout, lambda params, x: (params["w"] * x).mean())
+        >>> evaluate(step, hfjax.init(layout), [np.full(8, 1.0), np.full(8, 3.0)])
+        Evaluated(loss=2.0, tokens=16)
+    """
+    return mean_of(metrics_of_batches(step, state, batches, most, beat))
+
+
+def metrics_of_batches(
+    step: Callable,
+    state: State,
+    batches: Iterable[Any],
+    most: int | None = None,
+    beat: Callable[[], Any] = lambda: None,
+) -> list[Mapping[str, np.ndarray]]:
+    """Return the metrics of all batches, or of the first `most`; nothing waits for the device."""
+    read: list[Mapping[str, np.ndarray]] = []
+    unread = deque[Any]()
+    on_host = lambda metrics: {name: np.asarray(x) for name, x in metrics.items()}
+    for batch in itertools.islice(batches, most):
+        beat()
+        unread.append(step(state, batch))
+        while len(unread) > LAG:
+            read.append(on_host(unread.popleft()))
+            beat()
+    return read + [on_host(metrics) for metrics in unread]
+
+
+def mean_of(metrics: Sequence[Mapping[str, Any]], what: str = "token") -> Evaluated:
+    """Return the mean loss of batches by their weights."""
+    if not metrics:
+        raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
+    read = list(map(_read, metrics))
+    tokens = sum(weight for weight, _ in read)
+    if not tokens:
+        raise ValueError(
+            f"evaluate: no {what} of {len(read)} batches has a weight, so that there is no mean. "
+            "Look at the data set and its masks."
+        )
+    total = sum(weight * loss for weight, loss in read if weight)
+    return Evaluated(total / tokens, round(tokens))
+
+
+def _read(metrics: Mapping[str, Any]) -> tuple[float, float]:
+    """Return weight and loss of a batch."""
+    return float(metrics["weight"]), float(metrics["loss"])

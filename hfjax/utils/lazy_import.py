@@ -1,0 +1,38 @@
+"""Public names of a package, which are imported when they are first asked for.
+
+Its stub, `__init__.pyi`, is the one list of them: type checkers and editors read it, and so do we.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hfjax.utils.command_errors import imported
+from hfjax.utils.keywords import nearest_of
+
+
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package.
+
+    A part of the package itself (`from hfjax import data as data`) is not in `__all__`.
+    """
+    namespace = vars(sys.modules[package])
+    stub = ast.parse(Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8"))
+    lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
+    source = {alias.name: line.module for line in lines for alias in line.names}
+    public = sorted(name for name, module in source.items() if module != package)
+
+    def get(name: str) -> Any:
+        """Return a public name, its module imported only now: JAX and grain take their time."""
+        if (module := source.get(name)) is None:
+            near = ""
+            if not name.startswith("_"):  # what tools probe for
+                near = nearest_of(name, source) or nearest_of(name.upper(), source)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{near}")
+        if module == package:
+            return imported(f"{package}.{name}", f"{package}.{name}")
+        return getattr(imported(module, f"{package}.{name}"), name)
+
+    return get, lambda: sorted({*namespace, *source}), public

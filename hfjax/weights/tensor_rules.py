@@ -1,0 +1,264 @@
+"""Which tensor of a file lies where in which parameter: a table of rules, each with its inverse.
+
+A rule takes the dimensions of a tensor apart (`view`), orders them as ours are (`order`), and says
+where the result lies (`along`, `start`). So every element has one place, and the way back is the
+same table read from right to left.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any
+
+from hfjax.utils.keywords import NEAREST, nearest_of
+from hfjax.utils.tables import aligned as in_columns, few, named
+from hfjax.weights.tensor_files import KNOWN_TYPES, FileTensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tensor of a file, perhaps one for each layer and expert, and where it lies in a parameter.
+
+    Attributes:
+        theirs: Its name; `{layer}` and `{expert}` stand for their numbers.
+        ours: The path of the parameter. Numbers that it does not name are its first dimensions.
+        shape: The shape in the file.
+        view: The same elements with dimensions taken apart, or one of size 1 more.
+        order: The dimensions of the view in our order.
+        along: The dimension of ours that several tensors share, or that is padded at its end.
+        start: Where in it this tensor begins.
+        layers: The layers that have it. None: all.
+        twin: A name that the same tensor has too, if a file holds it twice: it must not differ.
+        transform: What is done, in words.
+
+    Example:
+        >>> from hfjax.weights.tensor_rules import Rule
+        >>> Rule("lm_head.weight", "unembed/kernel", (8, 4), (8, 4), (1, 0)).block
+        (4, 8)
+    """
+
+    theirs: str
+    ours: str
+    shape: Shape
+    view: Shape
+    order: tuple[int, ...]
+    along: int | None = None
+    start: int = 0
+    layers: frozenset[int] | None = None
+    twin: str | None = None
+    transform: str = ""
+
+    @property
+    def block(self) -> Shape:
+        """Its shape in our order."""
+        return tuple(self.view[i] for i in self.order)
+
+
+def as_it_is(theirs: str, ours: str, *shape: int, **more: Any) -> Rule:
+    """Return the rule of a tensor that ours is equal to."""
+    return Rule(theirs, ours, shape, shape, tuple(range(len(shape))), **more)
+
+
+def turned(theirs: str, ours: str, rows: int, columns: int, **more: Any) -> Rule:
+    """Return the rule of a matrix that ours is the transpose of: torch has [out, in]."""
+    more = {"transform": "transpose", **more}
+    return Rule(theirs, ours, (rows, columns), (rows, columns), (1, 0), **more)
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """One tensor of a file: its rule, and where it lies among layers and experts.
+
+    Attributes:
+        rule: What is done with it.
+        name: What the file calls it.
+        path: The parameter in which it lies.
+        index: Its numbers in the first dimensions of the parameter.
+        tensor: Where it is; None: not looked for yet.
+        twin: The same tensor under another name, if a file has it twice.
+    """
+
+    rule: Rule
+    name: str
+    path: str
+    index: tuple[int, ...]
+    tensor: FileTensor | None = None
+    twin: FileTensor | None = None
+
+
+@dataclass(frozen=True)
+class RuleTable:
+    """The rules of a model, with how many layers and experts it has.
+
+    Attributes:
+        rules: One for each tensor of a layer, and of the ends.
+        counts: How many of each there are, {"layer": 32, "expert": 8}.
+        prefix: What all names of a file may lack.
+        ignored: Patterns of tensors that follow from the configuration: they are not read.
+    """
+
+    rules: Sequence[Rule]
+    counts: Mapping[str, int]
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+    def pieces(self) -> Iterator[PlacedTensor]:
+        """Yield every tensor with its place, rule by rule."""
+        for rule in self.rules:
+            counted = [name for name in self.counts if f"{{{name}}}" in rule.theirs]
+            inner = [name for name in counted if f"{{{name}}}" not in rule.ours]
+            for numbers in product(*(range(self.counts[name]) for name in counted)):
+                of = dict(zip(counted, numbers, strict=True))
+                if rule.layers is None or of["layer"] in rule.layers:
+                    index = tuple(of[name] for name in inner)
+                    yield PlacedTensor(
+                        rule, rule.theirs.format(**of), rule.ours.format(**of), index
+                    )
+
+    def found(
+        self, tensors: Mapping[str, FileTensor], shapes: Mapping[str, Shape]
+    ) -> list[PlacedTensor]:
+        """Return every piece with its tensor; ValueError says all that does not fit, at once.
+
+        Args:
+            tensors: Those of the files, by name.
+            shapes: Those of the parameters, by path.
+        """
+        cut = len(self.prefix) * (not any(name.startswith(self.prefix) for name in tensors))
+        pieces = [self._with_tensors(piece, tensors, cut) for piece in self.pieces()]
+        check_covers(pieces, shapes)
+        used = {t.name for piece in pieces for t in (piece.tensor, piece.twin) if t is not None}
+        over = [
+            t
+            for name, t in tensors.items()
+            if name not in used and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
+        ]
+        if lines := misfits(pieces, over):
+            raise ValueError(
+                "the tensors of the files are not those of the model that config.json describes:"
+                "\n  " + "\n  ".join(lines) + "\nNo weight was read. Give the folder of one model "
+                "with its own config.json; hfjax import FOLDER shows what is expected."
+            )
+        return pieces
+
+    def _with_tensors(
+        self, piece: PlacedTensor, tensors: Mapping[str, FileTensor], cut: int
+    ) -> PlacedTensor:
+        at = lambda name: None if name is None else tensors.get(name[cut:], tensors.get(name))
+        return replace(piece, tensor=at(piece.name), twin=at(piece.rule.twin))
+
+
+def check_covers(pieces: Sequence[PlacedTensor], shapes: Mapping[str, Shape]) -> None:
+    """Refuse tensors that do not fit their parameters, and parameters that have no tensor."""
+    for piece in pieces:
+        shape, rule = shapes.get(piece.path), piece.rule
+        own = None if shape is None else shape[len(piece.index) :]
+        if shape is None or not _fits(rule, own or ()):
+            there = "is not in the model" if shape is None else f"is {_shape(shape)} there"
+            raise ValueError(f"{piece.name} -> {piece.path} {_shape(rule.block)}: it {there}.")
+    filled = {piece.path for piece in pieces}
+    for path, shape in shapes.items():
+        if path not in filled:
+            raise ValueError(
+                f"{path} {_shape(shape)} of the model has no tensor in the files of its family: "
+                "the layout is not of the model that hfjax.pretrained returned."
+            )
+
+
+def _fits(rule: Rule, shape: Shape) -> bool:
+    """Return whether a block lies in a parameter; along one dimension it may be a part."""
+    if len(rule.block) != len(shape):
+        return False
+    end = lambda i, n: rule.start + n <= shape[i] if i == rule.along else n == shape[i]
+    return all(end(i, n) for i, n in enumerate(rule.block))
+
+
+def misfits(pieces: Sequence[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:
+    """Return what does not fit, a line each: of pieces with their tensors, and of tensors left."""
+    wrong = [*_misshapen(pieces), *_of_two_types(pieces)]
+    return [*_missing(pieces, over), *wrong, *_over(over, pieces)]
+
+
+def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:
+    lost = [piece for piece in pieces if piece.tensor is None]
+    left = [tensor.name for tensor in over]
+    return few(
+        [
+            f"{piece.name} {_shape(piece.rule.shape)} (our {piece.path}) is missing"
+            f"{named(nearest_of(piece.name, left[:1000], NEAREST))}"
+            for piece in lost
+        ]
+    )
+
+
+def _misshapen(pieces: Iterable[PlacedTensor]) -> list[str]:
+    both = [(p, t) for p in pieces for t in (p.tensor, p.twin) if t is not None]
+    return few(
+        [
+            f"{named(t.name)} is {t.dtype}{_shape(t.shape)}, {_shape(p.rule.shape)} of "
+            f"{', '.join(KNOWN_TYPES[:-1])} or {KNOWN_TYPES[-1]} is expected (our {p.path})"
+            for p, t in both
+            if t.shape != p.rule.shape or t.dtype.name not in KNOWN_TYPES
+        ]
+    )
+
+
+def _of_two_types(pieces: Iterable[PlacedTensor]) -> list[str]:
+    return [
+        f"{named(t.name)} is {t.dtype}, and {named(p.tensor.name)}, which is the same (config.json "
+        f"says tie_word_embeddings), {p.tensor.dtype}: store it once, or both in one type"
+        for p in pieces
+        if (t := p.twin) is not None and p.tensor is not None and p.tensor.dtype != t.dtype
+    ]
+
+
+def _over(over: Sequence[FileTensor], pieces: Sequence[PlacedTensor]) -> list[str]:
+    known = [piece.name for piece in pieces if piece.tensor is None]
+    return few(
+        [
+            f"{named(t.name)} {_shape(t.shape)} is no tensor of this model"
+            f"{named(nearest_of(t.name, known[:1000], NEAREST))}"
+            for t in over
+        ]
+    )
+
+
+def _shape(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def lines_of(table: RuleTable) -> list[str]:
+    """Return the table as people read it, a line for each rule."""
+    rows = [("tensor of the files", "shape", "parameter", "where in it", "how")]
+    for rule in table.rules:
+        ranges = {name: f"0…{count - 1}" for name, count in table.counts.items()}
+        numbers = ranges if rule.layers is None else ranges | {"layer": _runs(rule.layers)}
+        where = [numbers[n] for n in table.counts if f"{{{n}}}" in rule.theirs]
+        inner = ", ".join([*where, *_slices(rule)])
+        rows.append(
+            (rule.theirs, _shape(rule.shape), rule.ours, f"[{inner}]", rule.transform or "as it is")
+        )
+    return in_columns(rows)
+
+
+def _slices(rule: Rule) -> list[str]:
+    part = lambda i, n: f"{rule.start}:{rule.start + n}" if i == rule.along else ":"
+    return [part(i, n) for i, n in enumerate(rule.block)]
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Return numbers as people write them.
+
+    >>> _runs([0, 1, 2, 5])
+    '0…2,5'
+    """
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(f"{r[0]}…{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

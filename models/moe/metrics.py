@@ -1,0 +1,156 @@
+"""What mixtures tell the loss: it travels beside the activations, from layer to layer.
+
+Pipelines forbid writing to variables, and a microbatch may be recomputed: so nothing is kept in a
+module. [B]atch, [S]equence, [L]ayers that are mixtures, [E]xperts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfjax.utils.mean import ENTROPY
+from hfjax.utils.paths import natural
+
+BIAS = "router_bias"  # the name of the variable that holds a layer's biases
+LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss", "load", "scores", "dropped", "entropy", "tokens", "number"],
+    meta_fields=["experts"],
+)
+@dataclass(frozen=True)
+class Told:
+    """What the layers before have told of each row.
+
+    Attributes:
+        loss: [B, S]: the auxiliary losses of each token's group, row and self, times their
+            factors, added over layers.
+        load: [B, L, E]: how many choices fell on each expert, before places ran out.
+        scores: [B, L, E]: the sum of the tokens' scores; [B, L, 0] where no loss needs them.
+        dropped: [B, L]: how many choices found no place.
+        entropy: [B, L]: the sum of the entropy of the tokens' scores.
+        tokens: [B, L]: how many tokens were used.
+        number: [B, L]: that of the layer's mixture, in the order of paths in the model.
+        experts: The number of experts, of those layers that tell.
+    """
+
+    loss: jax.Array
+    load: jax.Array
+    scores: jax.Array
+    dropped: jax.Array
+    entropy: jax.Array
+    tokens: jax.Array
+    number: jax.Array
+    experts: int
+
+    @classmethod
+    def start(cls, x: jax.Array, layers: int, experts: int, scores: bool = False) -> "Told":
+        """Return what is told before the first layer.
+
+        Args:
+            x: What enters it: [B, S, D], [B, D], or images [B, H, W, D].
+            layers: How many mixtures will tell.
+            experts: How many experts the largest has.
+            scores: Whether a loss of balance over the whole batch will need their scores.
+        """
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        zeros = lambda *shape: jnp.zeros((x.shape[0], *shape), dtype)
+        sums = zeros(layers, experts), zeros(layers, experts if scores else 0)
+        none = zeros(layers)
+        return cls(jnp.zeros(x.shape[:-1], dtype), *sums, none, none, none, none, experts)
+
+    def then(self, other: "Told") -> "Told":
+        """Return this with what one more layer tells: layers move up, the newest comes last.
+
+        Args:
+            other: Of one layer, with as many experts or fewer.
+        """
+
+        def join(old: jax.Array, new: jax.Array) -> jax.Array:
+            more = [(0, 0)] * old.ndim
+            more[2:] = [(0, n - m) for n, m in zip(old.shape[2:], new.shape[2:], strict=True)]
+            return jnp.concatenate([old[:, 1:], jnp.pad(new, more).astype(old.dtype)], 1)
+
+        if other.experts > self.experts or other.scores.shape[2] > self.scores.shape[2]:
+            raise ValueError(
+                f"a mixture of {other.experts} experts tells more than Told.start made room for "
+                f"({self.experts} experts, scores={bool(self.scores.shape[2])}): give the most "
+                "experts that a layer has, and scores=True where a router balances over the batch."
+            )
+        names = ("load", "scores", "dropped", "entropy", "tokens", "number")
+        joined = {name: join(getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, loss=self.loss + other.loss, **joined)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["outputs", "told"], meta_fields=[])
+@dataclass(frozen=True)
+class Routed:
+    """The outputs of a model, with what its mixtures told: what a loss is given that asks for it.
+
+    Attributes:
+        outputs: What the model returns elsewhere: logits, or what stands for them.
+        told: What its layers told.
+    """
+
+    outputs: Any
+    told: Told
+
+
+def after_step(
+    variables: Mapping[str, jax.Array],
+    metrics: Mapping[str, jax.Array],
+    rate: float = 0.0,
+    recentre: bool = True,
+    counts: Sequence[int] | None = None,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return the biases after a step, and its metrics with numbers that sum up those by layer.
+
+    A model that has a method of this name, of two arguments, has it called once in a step: with
+    all its variables by path, and the metrics of the whole batch.
+
+    Args:
+        variables: By path; biases are those named `router_bias`.
+        metrics: Those of the step.
+        rate: `Router.bias_rate`.
+        recentre: `Router.recentre`.
+        counts: The number of experts of each layer, in the order of paths, where they differ.
+    """
+    if LOAD not in metrics:
+        return {}, dict(metrics)
+    load, told = metrics[LOAD], dict(metrics)
+    layers, most = load.shape
+    counts = [most] * layers if counts is None else counts
+    told["load_max_over_mean"] = (load.max(-1) * jnp.asarray(counts)).max()
+    for name in (DROPPED, ENTROPY):
+        told[f"{name}_mean"] = metrics[name].mean()
+    mixture = lambda path: natural(path.removesuffix(BIAS))
+    paths = sorted((path for path in variables if path.rsplit("/", 1)[-1] == BIAS), key=mixture)
+    changed, first = {}, 0
+    for path in paths if rate else ():
+        bias = variables[path]
+        rows = bias.reshape(-1, bias.shape[-1])
+        of = load[first : first + len(rows), : bias.shape[-1]]
+        first += len(rows)
+        if of.shape == rows.shape:
+            step = rate * _towards_mean(of)
+            step = step - step.mean(-1, keepdims=True) if recentre else step
+            changed[path] = (rows + step.astype(bias.dtype)).reshape(bias.shape)
+    if rate and first != layers:
+        raise ValueError(
+            f"after_step: {first} layers have a {BIAS}, and {layers} told their load. A bias is "
+            "moved by the load of its own layer: give all mixtures of a model a bias (Router("
+            "bias_rate=…)), or none, call each once, and hand `told` from one to the next."
+        )
+    return changed, told
+
+
+def _towards_mean(load: jax.Array) -> jax.Array:
+    """Return 1 where experts had less than the mean, -1 where more; rounded shares may be equal."""
+    mean = load.mean(-1, keepdims=True)
+    return jnp.where(jnp.abs(mean - load) > 1e-6 * mean, jnp.sign(mean - load), 0)

@@ -1,0 +1,222 @@
+"""What models of images are trained on: cross entropy of a class, of each image or each pixel."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hfjax.utils.head import countable
+from hfjax.utils.keywords import is_real
+from hfjax.utils.mean import Mean
+
+IGNORED = 255  # the label of a pixel that is of no class
+AUXILIARY = 0.5  # what the loss of the auxiliary classifier weighs
+DIGIT = 256  # counts go out as three digits of this base
+
+
+def classification_loss(
+    outputs: jax.Array, batch: Mapping[str, jax.Array], smoothing: float = 0.0
+) -> Mean:
+    """Return the cross entropy of `batch["label"]` [B], with the metrics top1 and top5.
+
+    A row whose `batch["mask"]` [B] is 0 counts nothing, and so does one whose label is negative. A
+    label beyond the classes makes the loss NaN. There is no top5 of five classes or fewer.
+
+    Args:
+        outputs: Logits [B, classes].
+        batch: It has `label`, and may have `mask`.
+        smoothing: The part of each target that is spread evenly over all classes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.vision.losses import classification_loss
+        >>> logits = jnp.array([[9.0, 0.0], [9.0, 0.0]])
+        >>> made = classification_loss(logits, {"label": jnp.array([0, 1])})
+        >>> float(made.metrics["top1"].total / made.metrics["top1"].weight)
+        0.5
+    """
+    if not is_real(smoothing, 0, 1) or smoothing == 1:
+        raise ValueError(
+            f"classification_loss(smoothing={smoothing!r}): the part of a target that is spread "
+            "over all classes is from 0 to below 1."
+        )
+    if isinstance(outputs, Mapping):
+        raise ValueError(
+            f"outputs {{{', '.join(outputs)}}}: logits [rows, classes] are expected. Of a model "
+            "that segments use segmentation_loss."
+        )
+    labels = _labels(batch, outputs.shape[:-1], "[rows], one class for each image")
+    weights = _of_rows(batch, labels) * (labels >= 0)
+    logits = _wide(outputs)
+    losses = _cross_entropy(logits, labels, smoothing)
+    rank = _rank(logits, labels)
+    total, weight = (_counted(losses, weights)).sum(), weights.sum()
+    within = {"top1": 1} | ({"top5": 5} if outputs.shape[-1] > 5 else {})
+    right = lambda n: Mean((weights * (rank < n)).sum(), weight)
+    return Mean(total, weight, metrics={name: right(n) for name, n in within.items()})
+
+
+def segmentation_loss(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]) -> Mean:
+    """Return the cross entropy of `batch["label"]` [B, H, W], with the metric pixels: how many fit.
+
+    Pixels of label 255 count nothing, and so do those of rows whose `batch["mask"]` [B] is 0. Half
+    of the loss of the auxiliary classifier is added, if there is one.
+
+    Args:
+        outputs: {"out": logits [B, H, W, classes]}, and "aux" if the model has it.
+        batch: It has `label`, and may have `mask`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.vision.losses import segmentation_loss
+        >>> logits, labels = jnp.zeros((1, 1, 2, 3)), jnp.array([[[1, 255]]])
+        >>> made = segmentation_loss({"out": logits, "aux": logits}, {"label": labels})
+        >>> round(float(made.total), 3), float(made.weight)  # 1.5 * log(3) of one pixel
+        (1.648, 1.0)
+    """
+    logits, labels, weights = _of_pixels(outputs, batch)
+    total = _counted(_cross_entropy(logits, labels), weights).sum()
+    if "aux" in outputs:
+        more = _cross_entropy(_wide(outputs["aux"]), labels)
+        total = total + AUXILIARY * _counted(more, weights).sum()
+    right = (weights * (_rank(logits, labels) < 1)).sum()
+    weight = weights.sum()
+    return Mean(total, weight, metrics={"pixels": Mean(right, weight)})
+
+
+def scored(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]) -> Mean:
+    """Return the segmentation loss with one more metric, the confusion: who is taken for whom.
+
+    It is [3, classes, classes] and holds how many pixels of a class (first) are taken for another
+    (second), over the number of rows, in digits of base 256; `counts_of` makes numbers of it,
+    which are exact.
+
+    Args:
+        outputs: {"out": logits [B, H, W, classes]}, and "aux" if the model has it.
+        batch: It has `label`, and may have `mask`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.vision.losses import counts_of, scored
+        >>> logits, labels = jnp.array([[[[1.0, 2.0], [1.0, 0.0]]]]), jnp.array([[[0, 0]]])
+        >>> confusion = scored({"out": logits}, {"label": labels}).metrics["confusion"]
+        >>> counts_of(confusion.total / confusion.weight, rows=1).tolist()
+        [[1, 1], [0, 0]]
+    """
+    logits, labels, weights = _of_pixels(outputs, batch)
+    rows, classes = logits.shape[0], logits.shape[-1]
+    flat = lambda x: x.reshape(rows, -1, 1)
+    of_class = lax.broadcasted_iota(jnp.int32, (1, 1, classes), 2)
+    truth = ((flat(labels) == of_class) & (flat(weights) > 0)).astype(jnp.float32)
+    taken = (flat(jnp.argmax(logits, axis=-1)) == of_class).astype(jnp.float32)
+    counts = jnp.einsum("bpt,bpc->btc", truth, taken, precision=lax.Precision.HIGHEST)
+    whole = counts.astype(jnp.int32)
+    digits = [whole % DIGIT, whole // DIGIT % DIGIT, whole // DIGIT**2]
+    total = jnp.stack([digit.astype(jnp.float32).sum(0) for digit in digits])
+    confusion = Mean(total, jnp.asarray(rows, jnp.float32))
+    mean = segmentation_loss(outputs, batch)
+    return replace(mean, metrics={**mean.metrics, "confusion": confusion})
+
+
+MOST_ROWS = 4096  # of a step: digits of so many add up to less than 2 ** 20
+
+
+def counts_of(confusion: Any, rows: int) -> np.ndarray:
+    """Return the counts [classes, classes] of a step whose loss was `scored`, exactly.
+
+    A sum of digits is below 2 ** 20 and divided by the number of rows in float32: an error of some
+    units in the last place, times the rows, is less than a half.
+
+    Args:
+        confusion: The metric of the step.
+        rows: The rows of its batch, all of them: at most 4096, of images of less than 2 ** 24
+            pixels.
+    """
+    if not 0 < rows <= MOST_ROWS:
+        raise ValueError(
+            f"counts_of(…, rows={rows!r}): from 1 to {MOST_ROWS} rows, of which float32 adds the "
+            "counts exactly. Evaluate fewer rows in a step."
+        )
+    digits = np.rint(np.asarray(confusion, np.float64) * rows).astype(np.int64)
+    return digits[0] + DIGIT * digits[1] + DIGIT**2 * digits[2]
+
+
+def _wide(logits: jax.Array) -> jax.Array:
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def _labels(batch: Mapping[str, jax.Array], shape: tuple[int, ...], words: str) -> jax.Array:
+    """Return the labels; refuse what are none of these outputs."""
+    labels = countable(jnp.asarray(batch["label"]))
+    if labels.shape != shape or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(
+            f"labels {labels.dtype}{list(labels.shape)} beside outputs of {list(shape)}: whole "
+            f"numbers {words}, are expected."
+        )
+    return labels
+
+
+def _of_rows(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:
+    """Return what each row weighs, with the dimensions of the labels."""
+    mask = jnp.asarray(batch["mask"] if "mask" in batch else jnp.ones(labels.shape[:1]))
+    if mask.shape != labels.shape[:1] or jnp.issubdtype(mask.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"mask {mask.dtype}{list(mask.shape)} beside {len(labels)} rows: what each of them "
+            "counts is expected, true and false or a number."
+        )
+    weights = mask.astype(jnp.promote_types(jnp.float32, mask.dtype))
+    return weights.reshape(-1, *(1,) * (labels.ndim - 1))
+
+
+def _of_pixels(
+    outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return logits, labels, and what each pixel weighs."""
+    if not isinstance(outputs, Mapping) or "out" not in outputs:
+        raise ValueError(
+            'the outputs of a model that segments are expected, {"out": logits [B, H, W, classes]},'
+            f" found {type(outputs).__name__}. For one class an image use classification_loss."
+        )
+    logits = _wide(outputs["out"])
+    labels = _labels(batch, logits.shape[:-1], "[rows, height, width], one for each pixel")
+    weights = _of_rows(batch, labels) * ((labels >= 0) & (labels != IGNORED))
+    return logits, labels, weights
+
+
+def _counted(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return losses times what they weigh; what weighs nothing is nothing, even where it is NaN."""
+    return jnp.where(weights == 0, 0, losses * weights)
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array, smoothing: float = 0.0) -> jax.Array:
+    """Return the cross entropy of labels along the last dimension of logits."""
+    picked = _picked(logits, labels)
+    whole = jax.nn.logsumexp(logits, axis=-1)
+    losses = whole - picked
+    if smoothing:
+        losses = (1 - smoothing) * losses + smoothing * (whole - logits.mean(-1))
+    return jnp.where(labels < logits.shape[-1], losses, jnp.nan)
+
+
+def _picked(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the logit of each label."""
+    return jnp.where(_columns(logits) == labels[..., None], logits, 0).sum(-1)
+
+
+def _rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return how many classes come before the label: greater logits, and equal ones to its left.
+
+    What is no number comes before, so that it is never right.
+    """
+    of_label, columns = _picked(logits, labels)[..., None], _columns(logits)
+    after = (logits < of_label) | ((logits == of_label) & (columns >= labels[..., None]))
+    return (~after).sum(-1)
+
+
+def _columns(logits: jax.Array) -> jax.Array:
+    shape = (*(1,) * (logits.ndim - 1), logits.shape[-1])
+    return lax.broadcasted_iota(jnp.int32, shape, logits.ndim - 1)

@@ -1,0 +1,287 @@
+"""What the kernels of attention share: their plan, who does what, sums and masks in registers.
+
+[B]atch, [S] queries, [T] keys, [H] heads of queries, [G] heads of keys, head [D]im. A block of
+threads has `consumers` warpgroups that multiply, each with 64 rows of its own, and one more
+that feeds them: it brings tile after tile to shared memory, `stages` of them ahead.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from hfjax.pallas_kernels import mosaic, plgpu
+from hfjax.pallas_kernels.attention.mask import Mask
+from hfjax.pallas_kernels.mosaic import WARPGROUP, Part, Ref
+from hfjax.utils.paths import Index
+
+ROWS = 64  # of a warpgroup's tile: the rows of one wgmma
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+FEEDER_REGISTERS = 24
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts its work: warpgroups of 64 rows, and the tiles that they visit."""
+
+    consumers: int = 2  # warpgroups that multiply
+    tile: int = 128  # rows of a tile that is visited
+    stages: int = 2  # tiles in shared memory at a time
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block of threads."""
+        return self.consumers * ROWS
+
+
+class Shape(NamedTuple):
+    """Sizes of the operands, sequences in whole tiles."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    width: int
+
+    @property
+    def shared(self) -> int:
+        """How many heads of queries share a head of keys."""
+        return self.heads // self.groups
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel is compiled for."""
+
+    mask: Mask
+    shape: Shape
+    keys: int  # how many there were before they were padded to whole tiles
+    cut: Tile
+    documents: bool
+    dtype: Any
+
+    @property
+    def scale(self) -> float:
+        return self.shape.width**-0.5
+
+    @property
+    def ragged(self) -> bool:
+        return self.keys < self.shape.keys
+
+    @property
+    def partly(self) -> bool:
+        """Whether any tile can be seen in part."""
+        return self.documents or not self.mask.everything or self.ragged
+
+
+class Visit(NamedTuple):
+    """One row of the table of visits: see `flash_mask`."""
+
+    start: Any
+    full: Any
+    full_end: Any
+    end: Any
+    low: Any
+    high: Any
+
+    @property
+    def whole(self) -> Index:
+        """How many tiles are seen whole; they come first."""
+        return self.full_end - self.full
+
+    @property
+    def steps(self) -> Index:
+        return self.end - self.start
+
+    def tile(self, step: Index) -> jax.Array:
+        """Return the number of the tile visited in a step."""
+        return jnp.where(step < self.whole, self.full + step, self.part(step))
+
+    def part(self, step: Index) -> jax.Array:
+        """Return the number of a tile that is seen in part: those before and after the whole."""
+        rest, before = step - self.whole, self.full - self.start
+        return jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
+
+
+def read_visit(visits_ref: Ref, batch: Index, tile: Index) -> Visit:
+    """Return a row of the table; without documents all batches have the same."""
+    row = visits_ref.at[batch if visits_ref.shape[0] > 1 else 0, tile]
+    return Visit(*(row[i] for i in range(len(Visit._fields))))
+
+
+def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: Any) -> Any:
+    """Run `body(inputs, outputs, scratch)` on refs; the trees are (inputs, outputs, scratch).
+
+    Inputs are a named tuple of arrays, None where there is none.
+    """
+    inputs, outputs, scratch = trees
+    present = [name for name, x in inputs._asdict().items() if x is not None]
+
+    def on_refs(*refs: jax.Ref) -> None:
+        given = dict(zip(present, refs, strict=False))
+        absent = dict.fromkeys(inputs._fields)
+        body(type(inputs)(**(absent | given)), refs[len(present) : -1], refs[-1])
+
+    return mosaic.kernel(
+        on_refs,
+        list(outputs),
+        (scratch,),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=plan.cut.consumers + 1,
+        thread_name="thread",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(*(getattr(inputs, name) for name in present))
+
+
+def registers(consumers: int) -> int:
+    """Return how many registers a thread that multiplies may ask for, in eights.
+
+    A block begins with as many for each thread alike, in eights too, and there are never more: who
+    asks for one that is not there waits for ever.
+
+    >>> registers(2), (2 * registers(2) + FEEDER_REGISTERS) * 128 <= 168 * 3 * 128
+    (240, True)
+    """
+    each = 65536 // WARPGROUP // (consumers + 1) // 8 * 8
+    left = each * (consumers + 1) - FEEDER_REGISTERS
+    return min(240, left // consumers // 8 * 8)
+
+
+def by_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], None]) -> None:
+    """Run `multiply(number)` in the warpgroups that multiply and `feed()` in the last one."""
+    thread, consumers = lax.axis_index("thread"), plan.cut.consumers
+
+    more = registers(consumers)
+    mosaic.role(thread < consumers, more, "increase", lambda: multiply(thread))
+    mosaic.role(thread == consumers, FEEDER_REGISTERS, "decrease", feed)
+
+
+def slot_of(step: Index, stages: int) -> jax.Array:
+    """Return the place in shared memory of a step's tile."""
+    return lax.rem(step, jnp.int32(stages))
+
+
+def drain(count: Index, stages: int, *free: jax.Ref) -> None:
+    """Wait until the last tiles are free: no block ends while a barrier is under way."""
+
+    @pl.loop(jnp.maximum(count - stages, 0), count)
+    def _tile(step: jax.Array) -> None:
+        for barrier in free:
+            plgpu.barrier_wait(barrier.at[slot_of(step, stages)])
+
+
+def sums(shape: tuple[int, int], start: Any = None) -> Any:
+    """Return registers in which the matrix units sum, in float32, from `start` where given."""
+    kind: Any = getattr(plgpu, "ACC")  # noqa: B009  (not declared as exported)
+    return kind(shape, jnp.float32) if start is None else kind.init(start)
+
+
+def added(total: jax.Array, a: "jax.Array | Ref", b: Ref) -> jax.Array:
+    """Return total + a @ b: a in registers or shared memory, b in shared memory."""
+    return both_added((total, a, b))[0]
+
+
+def both_added(*parts: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+    """Return total + a @ b of each (total, a, b), issued together."""
+    if mosaic.interpreter is not None:
+        return tuple(total + _interpreted(a, b) for total, a, b in parts)
+
+    def accumulate(refs: tuple) -> None:
+        for ref, (_, a, b) in zip(refs, parts, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(accumulate)(tuple(sums(x.shape, x) for x, _, _ in parts))
+
+
+def _interpreted(a: Any, b: Any) -> jax.Array:
+    """Return a @ b: the interpreter knows neither sums with a past nor operands in registers."""
+    if isinstance(a, jax.Array):
+        product = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # it minds that b was read by other means than the matrix units
+        return product
+
+    def multiply(sum_ref: Any) -> jax.Array:
+        plgpu.wgmma(sum_ref, a, b)
+        return sum_ref[...]
+
+    return pl.run_scoped(multiply, sums((a.shape[0], b.shape[1])))
+
+
+def again(x: Index) -> jax.Array:
+    """Return a number that the compiler takes for a new one in every step.
+
+    It would keep every address made of it in registers during the whole loop, and spill sums.
+    """
+    return lax.optimization_barrier(x)
+
+
+def matrix() -> Any:
+    """Return the layout in which the matrix units leave their sums in registers."""
+    return plgpu.Layout.WGMMA
+
+
+def by_column() -> Any:
+    """Return the layout of one number for each column of such sums."""
+    return matrix().reduce(0)
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any = None) -> jax.Array:
+    """Return a constant array that lies in registers like a sum of the matrix units."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or matrix())
+
+
+def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return one number per row as a matrix."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def down(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return one number per column as a matrix."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def numbers(shape: tuple[int, ...], axis: int, first: Index) -> jax.Array:
+    """Return the row's or the column's number, counted from `first`, everywhere in a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=matrix()) + first
+
+
+def seen(
+    plan: Plan, visit: Visit, query: jax.Array, key: jax.Array, same: jax.Array | None
+) -> jax.Array:
+    """Return where a query sees a key, from their numbers and whether their documents agree.
+
+    Only what the mask needs is compared, and nothing subtracted: what is the same in every tile
+    takes one register per row or column then.
+    """
+    parts = [] if same is None else [same]
+    if not plan.mask.everything:
+        parts.append(key <= query + visit.high)
+    if plan.mask.window is not None:
+        parts.append(key >= query + visit.low)
+    if plan.ragged:
+        parts.append(key < plan.keys)
+    result = parts[0]
+    for part in parts[1:]:
+        result = jnp.logical_and(result, part)
+    return result
+
+
+def write(ref: Part, value: jax.Array, shared: Part) -> None:
+    """Write a tile to device memory: float32 from registers, others by way of shared memory."""
+    if ref.dtype == jnp.float32:  # four threads write 32 bytes that lie together
+        ref[...] = value
+        return
+    shared[...] = value.astype(ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared, ref)

@@ -1,0 +1,59 @@
+"""Where activations lie: the `place` that a layout hands to every module that asks for it.
+
+`hand` (adapters/model_template.py) puts it in place of a module's `anywhere` (models/layers.py).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from hfjax.parallel.mesh import partitioned
+from hfjax.parallel.param_specs import auto_part
+from hfjax.parallel.strategy import Axes, Strategy
+
+Names = tuple[str | None, ...]  # of an activation's dimensions
+
+
+@dataclass(frozen=True, eq=False)
+class Placer:
+    """Puts an activation where the strategy's rules say; one on each mesh and strategy."""
+
+    mesh: Mesh
+    strategy: Strategy
+
+    def __call__(self, x: jax.Array, names: Names, gradient: Names | None = None) -> jax.Array:
+        """Return x, placed; `gradient` names where its gradient lies (None: where x does)."""
+        return _place(self, names, gradient, x) if partitioned(self.mesh) else x
+
+    def axes(self, name: str | None) -> Axes:
+        """Return the tensor axes that split a named dimension of activations."""
+        axes = self.strategy.activations.get(name or "", ())
+        return tuple(axis for axis in partitioned(self.mesh) if axis in axes)
+
+    def put(self, x: jax.Array, names: Names) -> jax.Array:
+        """Return x, constrained."""
+        split = [self.strategy.activations.get(name or "", ()) for name in names]
+        return lax.with_sharding_constraint(x, auto_part(P(*split)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _place(placer: Placer, names: Names, gradient: Names | None, x: jax.Array) -> jax.Array:
+    return placer.put(x, names)
+
+
+def _forward(
+    placer: Placer, names: Names, gradient: Names | None, x: jax.Array
+) -> tuple[jax.Array, None]:
+    return placer.put(x, names), None
+
+
+def _backward(
+    placer: Placer, names: Names, gradient: Names | None, _: None, dx: jax.Array
+) -> tuple[jax.Array]:
+    return (placer.put(dx, gradient or names),)
+
+
+_place.defvjp(_forward, _backward)

@@ -1,0 +1,73 @@
+"""What `forward` may ask for by name, beside the model and the batch: random keys, the mode."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from hfjax.utils.paths import Flat, Index
+
+KEY, ROW_KEYS, TRAIN = "key", "row_keys", "train"
+
+
+def asked_by(forward: Callable | None) -> tuple[str, ...]:
+    """Return what `forward` asks for by name beside the model and the batch."""
+    if forward is None:
+        return ()
+    if not callable(forward):
+        raise ValueError(f"forward={forward!r}: a function of (model, batch) is expected.")
+    try:
+        parameters = inspect.signature(forward).parameters
+    except (TypeError, ValueError):  # it has none to look at
+        return ()
+    bound = forward.keywords if isinstance(forward, functools.partial) else {}
+    asked = [name for name in list(parameters)[2:] if name not in bound]
+    names = tuple(name for name in (KEY, ROW_KEYS, TRAIN) if name in asked)
+    try:
+        inspect.signature(forward).bind_partial("model", "batch")
+    except TypeError as error:
+        raise ValueError(
+            f"forward{inspect.signature(forward)}: it is called with (model, batch)."
+        ) from error
+    needed = [
+        p.name
+        for p in list(parameters.values())[2:]
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if unknown := [name for name in needed if name not in names]:
+        raise ValueError(
+            f"forward{inspect.signature(forward)}: {unknown[0]!r} is not known. It is given "
+            "(model, batch) and may ask by name for `key` (a random key of the step, another one "
+            "on each device), `row_keys` (one for each row, the same on every mesh) and `train` "
+            "(whether this is a training step)."
+        )
+    return names
+
+
+def keys_asked(asks: Sequence[str]) -> dict[str, nnx.Variable]:
+    """Return path -> template of the random keys that `forward` asks for."""
+    abstract = jax.eval_shape(lambda: jax.random.key(0))
+    kinds = {
+        KEY: nnx.RngKey(abstract, tag="forward"),
+        ROW_KEYS: nnx.Variable(abstract, per_row=True),
+    }
+    return {variable_of(name): kinds[name] for name in asks if name in kinds}
+
+
+def with_keys(create: Callable[[Any], Flat], paths: Iterable[str]) -> Callable[[Any], Flat]:
+    """Return a function of a seed that makes what `create` makes, and a key for each path."""
+    paths = list(paths)
+
+    def both(seed: Index) -> Flat:
+        key = jax.random.fold_in(jax.random.key(seed), 2)
+        return create(seed) | {path: jax.random.fold_in(key, i) for i, path in enumerate(paths)}
+
+    return both if paths else create
+
+
+def variable_of(name: str) -> str:
+    """Return the path in the state of a random key that `forward` asks for."""
+    return f"forward.{name}"

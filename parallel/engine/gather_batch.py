@@ -1,0 +1,34 @@
+"""The rows of all devices, for losses that ask for them."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.spmd.global_batch import devices_along
+
+
+def gather_rows(x: Any) -> Any:
+    """Return the rows of all devices, for a loss that mixes rows (contrastive, ranking).
+
+    A loss sees the rows of all devices, as on one device, so this returns `x` itself. It is kept
+    for programs that were written when a loss had to ask for them.
+
+    Args:
+        x: Pytree of arrays whose first dimension has a row for each row of the batch.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
+        >>> model = lambda rngs: {"w": jnp.ones((2, 2))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> def loss(params, x):  # of 16 rows, whatever the mesh
+        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"rows": len(hfjax.gather_rows(x))})
+        >>> step = hfjax.eval_step(layout, loss)
+        >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["rows"])
+        16
+    """
+    axes = tuple(axis for axis in BATCH_AXES if devices_along(axis) > 1)
+    if not axes:
+        return x
+    return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)

@@ -1,0 +1,171 @@
+"""Keys and values travel: around a ring (`ring`), or to everybody at once (`allgather`).
+
+Both are written with their backward pass: nothing differentiates through the joining of blocks.
+The backward pass makes weights again from the final log-sum-exp, so that each block needs nothing
+of the others (FlashAttention 2; Liu et al., Ring Attention, 2023; Llama 3 gathers).
+
+What each device sends, N devices, with one device's keys and values of `kv` bytes, and of `wide`
+bytes in float32 (or wider):
+- ring: (N - 1) kv forward; (N - 1) (kv + wide) backward. The gradient of a block travels with it
+  and collects what each device adds; that of the own block stays at home. Under a window a block
+  travels only as far as it is seen.
+- allgather: (N - 1) kv forward; (N - 1) (kv + wide) backward: gathered again, gradients scattered.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hfjax.pallas_kernels.attention import block as flash_block
+from hfjax.pallas_kernels.attention.reference import State
+from hfjax.parallel.extensions.context_parallel.ring_block import Visit
+from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
+from hfjax.utils.paths import Index
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Attention whose queries stay, of each device that shares a row."""
+
+    deal: Deal
+    axes: Axes  # of the mesh: their devices share a row
+    visit: Visit
+    gathers: bool  # keys and values at once, not around a ring
+    hops: int  # how many groups before this one have keys that it may see
+
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Return what the queries here attend to, and what the backward pass needs of it."""
+        me, kv = self.me, jnp.stack([k, v])
+        take, moving = self._sources(kv)
+        state = self.visit.forward(q, kv, None, me, None)
+
+        def join(state: State, kv: jax.Array, source: jax.Array) -> State:
+            return self.visit.forward(q, kv, state, me, source)
+
+        for_each = self._for_each_source(take, moving, join, state)
+        out, lse = flash_block.finish(for_each)
+        out = out.astype(q.dtype)
+        return out, (out, lse)
+
+    def backward(
+        self,
+        operands: tuple[jax.Array, jax.Array, jax.Array],
+        kept: tuple[jax.Array, jax.Array],
+        do: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the gradients of queries, keys and values."""
+        q, k, v = operands
+        final, kv, me = flash_block.final(*kept, do), jnp.stack([k, v]), self.me
+        pulled = lambda kv, source: self.visit.backward(q, kv, final, me, source)
+        own = pulled(kv, None)
+        send_back = self._gathered_back if self.gathers else self._around_and_back
+        dq, dkv = send_back(kv, pulled, *own) if self.hops else own
+        return dq.astype(q.dtype), dkv[0].astype(k.dtype), dkv[1].astype(v.dtype)
+
+    # -- who is where ---------------------------------------------------------------------------
+
+    @property
+    def me(self) -> jax.Array:
+        """The number of this device's group."""
+        return lax.axis_index(self.axes) // self.deal.ulysses
+
+    def _source(self, hop: Index) -> jax.Array:
+        """Return the group whose keys are here after some hops."""
+        return (self.me - hop) % self.deal.ring
+
+    def send(self, x: jax.Array, hops: int = 1) -> jax.Array:
+        """Return what the group `hops` before this one has."""
+        step, count = self.deal.ulysses * hops, self.deal.devices
+        pairs = [(i, (i + step) % count) for i in range(count)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), x)
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """The devices among which something is gathered: those with the same heads."""
+        if self.deal.ulysses == 1:
+            return None
+        ring = range(self.deal.ring)
+        return [[m + self.deal.ulysses * g for g in ring] for m in range(self.deal.ulysses)]
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return what every group has, [ring, …]."""
+        return lax.all_gather(x, self.axes, axis_index_groups=self.groups)
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def _sources(self, kv: jax.Array) -> tuple[Callable, Any]:
+        """Return (what is moving, hop) -> (keys there, what is moving then), and what moves."""
+        if not self.hops:
+            return (lambda moving, hop: (moving, moving)), kv
+        if self.gathers:
+            every = self.gather(kv)
+            return (lambda moving, hop: (moving[self._source(hop)], moving)), every
+        return (lambda moving, hop: (moving, self.send(moving))), self.send(kv)
+
+    def _for_each_source(self, take: Callable, moving: Any, join: Callable, state: Any) -> Any:
+        """Return the state after the keys of all other groups; the last hop sends nothing on."""
+        last = self.hops
+
+        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
+            state, moving = carry
+            kv, moving = take(moving, hop)
+            return (join(state, kv, self._source(hop)), moving), None
+
+        if last > 1:
+            (state, moving), _ = lax.scan(visit, (state, moving), jnp.arange(1, last))
+        if last < 1:
+            return state
+        kv = moving[self._source(last)] if self.gathers else moving
+        return join(state, kv, self._source(last))
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def _around_and_back(
+        self, kv: jax.Array, pulled: Callable, dq: jax.Array, own: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The gradient of a block follows it, one hop later: it is sent while the next is made."""
+        last = self.hops
+        kv = self.send(kv)
+        if last == 1:
+            more, dkv = pulled(kv, self._source(1))
+            return dq + more, own + self.send(dkv, -last)
+        following = self.send(kv)
+        more, dkv = pulled(kv, self._source(1))
+
+        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
+            dq, kv, dkv = carry
+            following, arrived = self.send(kv), self.send(dkv)
+            more, here = pulled(kv, self._source(hop))
+            return (dq + more, following, arrived + here), None
+
+        carry = (dq + more, following, dkv)
+        if last > 2:
+            carry, _ = lax.scan(visit, carry, jnp.arange(2, last))
+        dq, kv, dkv = carry
+        arrived = self.send(dkv)
+        more, here = pulled(kv, self._source(last))
+        return dq + more, own + self.send(arrived + here, -last)
+
+    def _gathered_back(
+        self, kv: jax.Array, pulled: Callable, dq: jax.Array, own: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        every = self.gather(kv)
+        sums = jnp.zeros(every.shape, own.dtype).at[self.me].set(own)
+
+        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
+            dq, sums = carry
+            source = self._source(hop)
+            more, dkv = pulled(every[source], source)
+            return (dq + more, sums.at[source].set(dkv)), None
+
+        (dq, sums), _ = lax.scan(visit, (dq, sums), jnp.arange(1, self.hops + 1))
+        scattered = lax.psum_scatter(sums, self.axes, axis_index_groups=self.groups)
+        return dq, scattered

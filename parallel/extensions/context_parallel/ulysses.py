@@ -1,0 +1,91 @@
+"""Ulysses: neighbours exchange heads for positions, so that each attends to whole rows.
+
+Of [B, S / u, H, D] on each of u devices an all-to-all makes [B, S, H / u, D], and another one
+takes what was attended to back (DeepSpeed Ulysses, Jacobs et al., 2023). Heads of keys are
+repeated where there are fewer of them than devices.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
+from hfjax.parallel.spmd.rule_calls import row_by_row
+
+Axes = tuple[str, ...]
+POSITIONS, HEADS = 1, 2  # dimensions
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What neighbours of a row exchange, [B, S, H, D] each."""
+
+    deal: Deal
+    axes: Axes  # of the mesh: their devices share a row
+    on_shards: Callable[[Callable], Callable]  # runs a function of [B, S, H, D] on tensor shards
+
+    def to_heads(self, x: jax.Array) -> jax.Array:
+        """Return the positions of all neighbours, of a part of the heads."""
+        return self._run(True, x)
+
+    def to_positions(self, x: jax.Array) -> jax.Array:
+        """Return all heads, of the positions that are dealt to this device."""
+        return self._run(False, x)
+
+    def _run(self, to_heads: bool, x: jax.Array) -> jax.Array:
+        return row_by_row(partial(_exchanged, self, to_heads))(x)
+
+    def documents(self, documents_BS: jax.Array) -> jax.Array:
+        """Return the documents of all positions, as each group holds them: [ring, B, S / ring]."""
+        every = lax.all_gather(documents_BS, self.axes)
+        rows = every.reshape(self.deal.ring, self.deal.ulysses, *documents_BS.shape)
+        return jnp.concatenate([rows[:, i] for i in range(self.deal.ulysses)], axis=2)
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """The devices that exchange."""
+        size = self.deal.ulysses
+        if size == self.deal.devices:
+            return None
+        return [list(range(first, first + size)) for first in range(0, self.deal.devices, size)]
+
+    def repeated(self, x_BSGD: jax.Array, shards: int) -> jax.Array:
+        """Return keys or values with each head as often as it takes to give everyone its own.
+
+        `shards` is over how many devices of the tensor axes the heads are split.
+        """
+        times = repeats(x_BSGD.shape[HEADS] // shards, self.deal.ulysses)
+        return jnp.repeat(x_BSGD, times, axis=HEADS) if times > 1 else x_BSGD
+
+
+def repeats(heads: int, devices: int) -> int:
+    """Return how often heads of keys are repeated so that they divide over the devices.
+
+    >>> repeats(8, 4), repeats(2, 8), repeats(4, 6)
+    (1, 4, 3)
+    """
+    return devices // math.gcd(heads, devices)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchanged(exchange: Exchange, to_heads: bool, x: jax.Array) -> jax.Array:
+    split, joined = (HEADS, POSITIONS) if to_heads else (POSITIONS, HEADS)
+    how: dict[str, Any] = {"tiled": True, "axis_index_groups": exchange.groups}
+    return exchange.on_shards(lambda x: lax.all_to_all(x, exchange.axes, split, joined, **how))(x)
+
+
+def _forward(exchange: Exchange, to_heads: bool, x: jax.Array) -> tuple[jax.Array, None]:
+    return _exchanged(exchange, to_heads, x), None
+
+
+def _backward(exchange: Exchange, to_heads: bool, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    return (_exchanged(exchange, not to_heads, dx),)
+
+
+_exchanged.defvjp(_forward, _backward)

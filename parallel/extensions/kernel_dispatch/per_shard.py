@@ -1,0 +1,62 @@
+"""A function with a gradient of its own that runs on each tensor shard by itself.
+
+No partitioner can split a kernel. What its forward pass keeps leaves the shards and enters them
+again, each array placed by name: JAX itself would place it over the axes of the shard_map around as
+well, and XLA refuses that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from hfjax.parallel.engine.comm_plan import mapped
+from hfjax.parallel.mesh import partitioned
+from hfjax.parallel.spmd.rule_calls import row_by_row
+
+
+@dataclass(frozen=True, eq=False)
+class OnShards:
+    """`forward(*operands) -> (result, kept)`, `backward(operands, kept, gradient) -> gradients`.
+
+    The specs say how operands, the result and what is kept lie over the tensor axes.
+    """
+
+    mesh: Mesh
+    forward: Callable
+    backward: Callable
+    operands: tuple
+    result: Any
+    kept: Any
+
+    def __call__(self, *operands: jax.Array) -> jax.Array:
+        """Return the result; in a program that is traced with all rows, on this device's own."""
+        run = lambda *operands: _run(self, operands)
+        return row_by_row(run)(*operands)
+
+    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Return the function, run on each shard."""
+        axes = partitioned(self.mesh)
+        return mapped(function, axes, in_specs, out_specs) if axes else function
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(shards: OnShards, operands: tuple) -> jax.Array:
+    return _forward(shards, operands)[0]
+
+
+def _forward(shards: OnShards, operands: tuple) -> tuple[Any, tuple]:
+    run = shards.map(shards.forward, shards.operands, (shards.result, shards.kept))
+    result, kept = run(*operands)
+    return result, (operands, kept)
+
+
+def _backward(shards: OnShards, saved: tuple, gradient: jax.Array) -> tuple:
+    in_specs = (shards.operands, shards.kept, shards.result)
+    return (shards.map(shards.backward, in_specs, shards.operands)(*saved, gradient),)
+
+
+_run.defvjp(_forward, _backward)

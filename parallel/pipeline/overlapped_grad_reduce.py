@@ -1,0 +1,42 @@
+"""Gradients of a stage's layers, summed over devices in the last tick.
+
+A gradient to which no tick adds any more is summed while the backward pass of the last tick goes
+on: of each layer in that pass as soon as it is there, of all other chunks from the beginning. All
+stages do so in that tick, also those that have been done for a while, since they run one program:
+the step waits for the stage that is done last.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hfjax.parallel.pipeline.stash_buffers import Slots
+from hfjax.parallel.pipeline.tick import StageTick, State
+from hfjax.parallel.schedules.compile import Ticks
+from hfjax.parallel.schedules.table import Table
+
+
+@dataclass(frozen=True)
+class LastTick:
+    """What the last tick does with the gradients of a stage's layers."""
+
+    table: Table
+    sum: Callable[[Any], Any]  # of the gradients of a layer, over devices
+
+    def others(self, chunks: Slots, before: State, after: State, at: StageTick) -> State:
+        """Return the state in which the gradients of the chunks that were idle are summed too."""
+        gradients = after["gradients"]
+        busy = at.positive("W_chunk" if self.table.split else "B_chunk")
+        for hop in range(1, chunks.slots):
+            for unit in range(chunks.units):
+                chunk = (busy + hop) % chunks.slots
+                total = self.sum(chunks.get(before["gradients"], unit, chunk))
+                gradients = chunks.put(gradients, unit, chunk, total)
+        return after | {"gradients": gradients}
+
+
+def last_apart(ticks: Ticks) -> Ticks:
+    """Return the same ticks, the last one in a segment of its own."""
+    *segments, (start, end, kinds) = ticks.segments
+    before = [(start, end - 1, kinds)] if end - start > 1 else []
+    return replace(ticks, segments=(*segments, *before, (end - 1, end, kinds)))

@@ -1,0 +1,165 @@
+"""Any block, wrapped: parts of what it keeps for the backward pass wait in host memory."""
+
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from hfjax.parallel.engine.layer_remat import may_cut, offload_residuals
+from hfjax.parallel.jaxprs.program import Tensor
+from hfjax.parallel.offload.activations import Offload, Offloaded, Share, share
+from hfjax.parallel.offload.check_host_loops import check_host_loops
+from hfjax.parallel.offload.host_residuals import kept
+from hfjax.parallel.whole_model.unshard_on_use import wrapping
+from hfjax.utils.keywords import is_whole
+from hfjax.utils.paths import Tree
+
+
+def offload(
+    block: Callable,
+    ratio: float | None = None,
+    tag: str = "layers",
+    *,
+    names: str | tuple[str, ...] = (),
+    dots: bool = False,
+    weights: int | Sequence[int] = 0,
+) -> Any:
+    """Return the block, which now keeps part of its activations in host memory.
+
+    What is returned has the block's own signature. Its `offloaded` is the report of its last
+    gradient, of one call (and of one turn, in a loop).
+
+    Args:
+        block: An nnx module, or a function of arrays.
+        ratio: A fraction of the bytes from 0 to 1. Give one of `ratio`, `names` and `dots`.
+        tag: What the report calls these tensors.
+        names: Those that `jax.ad_checkpoint.checkpoint_name` named so.
+        dots: Whether the results of matrix products go.
+        weights: Of a function: the numbers of the arguments that are weights, () for none. They are
+            never moved, nor is what follows from them alone, nor what the function closes over. A
+            module knows its own.
+
+    Example:
+        >>> import hfjax, jax, jax.numpy as jnp
+        >>> mlp = hfjax.offload(lambda w, x: jnp.tanh(x @ w) @ w.T, ratio=0.5)
+        >>> w, x = jnp.ones((4, 16)), jnp.ones((8, 4))
+        >>> jax.grad(lambda w: mlp(w, x).sum())(w).shape
+        (4, 16)
+        >>> 0 < mlp.offloaded.ratio <= 0.5
+        True
+    """
+    if isinstance(ratio, str):
+        raise ValueError(f"offload(block, ratio={ratio!r}): a number from 0 to 1 is expected.")
+    wanted = Offload(ratio=ratio, names=names, dots=dots, tag=tag)
+    if isinstance(block, nnx.Module):
+        if weights != 0:
+            raise ValueError("offload(block, weights=…) is for functions: a module knows its own.")
+        return OffloadedModule(block, wanted)
+    if not callable(block):
+        raise ValueError(f"offload(block): a module or a function is expected, found {block!r}.")
+    return _OffloadedFunction(block, wanted, _numbers(weights))
+
+
+def _numbers(weights: Any) -> tuple[int, ...]:
+    numbers = (weights,) if isinstance(weights, int) else weights
+    if not isinstance(numbers, list | tuple) or not all(is_whole(n, 0) for n in numbers):
+        raise ValueError(
+            f"offload(block, weights={weights!r}): numbers of arguments from 0 on are expected, "
+            "for instance 0, (0, 2), or () where there are no weights."
+        )
+    return tuple(numbers)
+
+
+class _Choice:
+    """Chooses for one block, and keeps the report; equal to itself only."""
+
+    def __init__(self, wanted: Offload) -> None:
+        check_host_loops(Mesh(jax.local_devices()[:1], "data"))
+        self.wanted, self.report = wanted, Offloaded(wanted)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Share:
+        chosen = share(self.wanted, tensors, may_cut())
+        self.report.rows.clear()
+        self.report.add(self.wanted.tag, 1, tensors, chosen)
+        self.report.check()
+        return chosen
+
+
+class _OffloadedFunction:
+    """A function of arrays that keeps part of its activations in host memory."""
+
+    def __init__(self, function: Callable, wanted: Offload, weights: Sequence[int]) -> None:
+        self.function, self.weights, self._choice = function, weights, _Choice(wanted)
+        update_wrapper(self, function)
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What is kept and what of it goes to the host, once a gradient was traced."""
+        return self._choice.report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._choice.wanted.idle:
+            return self.function(*args, **kwargs)
+        if missing := [i for i in self.weights if i >= len(args)]:
+            raise ValueError(
+                f"offload: weights are argument {missing[0]} of {self.function}, which was given "
+                f"{len(args)} by position (by name: {', '.join(kwargs) or 'none'}). Give weights "
+                "by position, or say which they are: offload(block, weights=0)."
+            )
+        held = [args[i] for i in self.weights]
+        rest, join = _apart(([x for i, x in enumerate(args) if i not in self.weights], kwargs))
+
+        def run(held, rest):
+            others, kwargs = join(rest)
+            left = {True: iter(held), False: iter(others)}
+            both = [next(left[i in self.weights]) for i in range(len(args))]
+            return self.function(*both, **kwargs)
+
+        pure, closed = jax.closure_convert(run, held, rest)
+        apply = lambda known, weights, rest: (pure(weights[0], rest, *weights[1]), ())
+        return kept(apply, self._choice)((), (held, closed), rest)[0]
+
+
+class OffloadedModule(nnx.Module):
+    """A module that keeps part of the activations of `block` in host memory."""
+
+    def __init__(self, block: nnx.Module, wanted: Offload) -> None:
+        self.block = block
+        self._choice = _Choice(wanted)
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What is kept and what of it goes to the host, once a gradient was traced."""
+        return self._choice.report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._choice.wanted.idle:
+            return self.block(*args, **kwargs)
+        graph, parameters, variables = nnx.split(self.block, nnx.Param, ...)
+        given, join = _apart((args, kwargs))
+
+        def run(parameters, variables, given):
+            args, kwargs = join(given)
+            block = nnx.merge(graph, parameters, variables)
+            return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
+
+        keeping = lambda run: offload_residuals(run, self._choice)
+        y, variables = wrapping(keeping, run)(parameters, variables, given)
+        nnx.update(self.block, variables)
+        return y
+
+
+def _apart(tree: Tree) -> tuple[list, Callable]:
+    """Return the arrays of a tree, and what puts others in their place beside the rest."""
+    leaves, form = jax.tree.flatten(tree)
+    are = [hasattr(leaf, "dtype") for leaf in leaves]
+
+    def join(arrays: list) -> Any:
+        arrays_left = iter(arrays)
+        both = [next(arrays_left) if a else leaf for a, leaf in zip(are, leaves, strict=True)]
+        return form.unflatten(both)
+
+    return [leaf for a, leaf in zip(are, leaves, strict=True) if a], join

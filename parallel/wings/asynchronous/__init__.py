@@ -1,6 +1,0 @@
-"""Asynchronous pipelines: stages update their layers while microbatches are on their way.
-
-PipeDream and PipeDream-2BW. What they compute is not what one device computes, so they lie apart:
-nothing that waits for all gradients needs this. `own_updates` is the data plane, `weight_stashing`
-keeps the versions of weights that are still in use.
-"""
