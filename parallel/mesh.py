@@ -1,7 +1,7 @@
 """The mesh: always the same named axes, from the slowest link to the fastest; size 1 means off.
 
 `MEANING` says what an axis is for. Batches, placement, gathers, reductions, random keys and checks
-derive what they do from it: to the engine a new axis is one line there. tests/pretend_axes.py has
+derive what they do from it: to the engine a new axis is one line there. tests/extra_axes.py has
 four with all that trains on them. What a user sees does not follow by itself: CONTRIBUTING.md.
 """
 

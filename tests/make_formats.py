@@ -32,8 +32,8 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.planner.calibration.calibrate import calibrate
 from tests.golden import here
 from tests.make_before import command, going_on, make_relative, metrics_of, write_texts
-from tests.small_folder import LLAMA, small_folder
 from tests.small_images import photos
+from tests.small_model_folder import LLAMA, small_folder
 
 HERE = Path(__file__).with_name("formats")
 GPT_OF: dict[str, Any] = {"vocab": 64, "length": 16, "layers": 4, "heads": 2, "embed": 8}

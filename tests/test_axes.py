@@ -16,7 +16,7 @@ import hfjax
 from hfjax.checks import check_step
 from hfjax.parallel.mesh import AXES, BATCH_AXES, MEANING, TENSOR_AXES, Axis, stays_split
 from hfjax.sharding import check_layout
-from tests import pretend_axes
+from tests import extra_axes
 
 BEFORE, AFTER = '    "data": Axis(rows=True),\n', '    "tensor": Axis(partitioner=True),\n'
 MANUAL = """    "pretend_rows": Axis(rows=True),
@@ -39,7 +39,7 @@ def trained(folder: Path, *cases: str) -> dict[str, float]:
         assert text.count(known) == 1
         text = text.replace(known, rows)
     table.write_text(text, encoding="utf-8")
-    command = [sys.executable, "-W", "ignore", pretend_axes.__file__, *cases]
+    command = [sys.executable, "-W", "ignore", extra_axes.__file__, *cases]
     path = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])  # hfjax, then tests
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
@@ -77,7 +77,7 @@ def test_an_idle_axis_of_a_meaning_like_experts_is_not_told_to_add_experts(monke
     monkeypatch.setattr(check_step, "MEANING", like)
     monkeypatch.setattr(check_layout, "MEANING", like)
     mesh = hfjax.make_mesh(data=2, devices=jax.devices()[:2])
-    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP)
+    layout = hfjax.layout(extra_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP)
     message = r"over data under DDP\. .*'specialists' and a .* parameters=\{'specialists': 'data'\}"
     with pytest.raises(ValueError, match=message):
         hfjax.train_step(layout, lambda y, batch: y.mean())
@@ -87,6 +87,6 @@ def test_an_idle_axis_of_a_meaning_like_experts_is_not_told_to_add_experts(monke
 @pytest.mark.parametrize("strategy", [hfjax.DDP, hfjax.FSDP | hfjax.EXPERT], ids=["DDP", "EXPERT"])
 def test_an_axis_of_experts_without_experts_is_refused(given, strategy):
     mesh = hfjax.make_mesh(expert=2, data=4)
-    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, strategy).with_specs(given)
+    layout = hfjax.layout(extra_axes.gpt, optax.sgd(0.1), mesh, strategy).with_specs(given)
     with pytest.raises(ValueError, match=r"data=4 x expert=2: no parameter stays split over exper"):
         hfjax.train_step(layout, lambda y, batch: y.mean())

@@ -17,7 +17,7 @@ from hfjax.parallel.strategy import TENSOR, ZERO1
 from hfjax.utils.paths import flatten
 from tests.small_checkpoint import EVERYTHING, Two, same, saved, small_layout, state_at
 from tests.small_gpt import mlp_layout, tokens
-from tests.test_unlike_layers import ROWS, mlp, squares
+from tests.test_uneven_stages import ROWS, mlp, squares
 
 
 def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):

@@ -14,8 +14,8 @@ from PIL import Image
 from tests.h200 import h200s
 from tests.model_folders import CONFIGS, drawn, written
 from tests.pages import FENCE, Page, blocks, commands, output_of
-from tests.small_folder import LLAMA, small_folder
 from tests.small_images import photos
+from tests.small_model_folder import LLAMA, small_folder
 from tests.workers import environment
 
 ROOT = Path(__file__).parents[1]

@@ -52,7 +52,7 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.models.layers:Plain.told": HANDED,
 }
 SKIPPED = {  # whose example does not run here, and why
-    "hfjax:target_devices": "it needs the wheels that compile for CUDA; tests/test_target.py",
+    "hfjax:target_devices": "it needs the wheels that compile for CUDA; tests/test_targets.py",
     "hfjax:export": "it needs a model's folder; docs/pretrained.md has one that is run",
     "hfjax:pretrained": "it needs a model's folder; docs/pretrained.md has one that is run",
     "hfjax.trainer:train": "a run takes ten seconds; docs/training.md has one that is run",

@@ -38,7 +38,7 @@ from hfjax.models.moe import (
 )
 from hfjax.models.moe.router import Drawn, choose
 from hfjax.testing import assert_strategies_agree
-from tests.test_context import apart, doubled
+from tests.test_context_parallel import apart, doubled
 
 LENGTH = 16
 RNG = np.random.default_rng(0)

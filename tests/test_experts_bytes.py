@@ -17,7 +17,7 @@ from hfjax.models.moe.grouped import in_blocks, planned
 from hfjax.parallel.jaxprs.program import bodies_of
 from hfjax.utils.paths import flatten
 from hfjax.utils.tables import human
-from tests.many_devices import printed
+from tests.lower_for_64_devices import printed
 
 SLOW = pytest.mark.slow
 LENGTH, WIDTH, MLP, LAYERS, EXPERTS, K = 16, 32, 14, 2, 8, 2

@@ -12,7 +12,7 @@ from hfjax import DDP, FSDP, HOST_OPTIMIZER, PIPE, ZERO1, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.utils.paths import flatten
 from tests.small_gpt import mlp_layout, tokens
-from tests.test_in_and_out import INTERLEAVED, ONE, ROWS, adam, alone, made, same, squares
+from tests.test_given_params import INTERLEAVED, ONE, ROWS, adam, alone, made, same, squares
 
 FROZEN = {  # name: strategy, mesh, schedule, optimizer, fields of the step
     "FSDP": (FSDP, {"fsdp": 4}, None, adam, {"clip": 0.1}),

@@ -20,7 +20,7 @@ from hfjax.models.moe.router import Drawn
 from hfjax.utils.paths import flatten
 from tests import moe_reference as reference
 from tests.moe_reference import Routing
-from tests.test_context import doubled
+from tests.test_context_parallel import doubled
 
 B, S, D, F, E = 2, 24, 8, 5, 6
 RNG = np.random.default_rng(0)

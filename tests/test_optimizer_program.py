@@ -21,7 +21,7 @@ from hfjax.models.moe import MoELlama
 from hfjax.sharding.stage_assignment import on_stages
 from tests.small_stack import Stack, of_stacks, stack_layout
 from tests.test_experts import CONFIG
-from tests.test_unlike_layers import short
+from tests.test_uneven_stages import short
 
 
 def each(change):

@@ -15,7 +15,7 @@ from flax import nnx
 import hfjax
 from hfjax.models.moe import MoEConfig, MoELlama
 from tests.small_gpt import tokens
-from tests.test_in_and_out import (
+from tests.test_given_params import (
     CASES,
     INTERLEAVED,
     Listed,

@@ -19,7 +19,7 @@ from hfjax.parallel.precision.by_path import by_path
 from hfjax.utils.paths import flatten
 from tests.small_gpt import gpt_layout, tokens
 from tests.test_experts import CONFIG
-from tests.test_unlike_layers import short
+from tests.test_uneven_stages import short
 
 NORMS = {"*": "bf16", "*norm*": "fp32"}
 CASES = {

@@ -23,7 +23,7 @@ from hfjax.trainer.source_snapshot import COPY, TENSORS, keep, read_copy
 from hfjax.trainer.tasks.text import flops_per_token
 from hfjax.weights.model_folder import CONFIG, read_folder
 from hfjax.weights.tensor_files import read_rows
-from tests.small_folder import END, GPT2, LLAMA, VOCAB, small_folder
+from tests.small_model_folder import END, GPT2, LLAMA, VOCAB, small_folder
 from tests.small_run import QUIET, corpus, small as small_gpt, told
 
 ONE = Mesh(data=1)

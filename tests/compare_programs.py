@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.parallel.spmd.interpreter import in_parts
 from hfjax.parallel.spmd.nested import Along, InnerSides
 from hfjax.parallel.spmd.placements import Cut, Part, Side, Sum
-from tests.generated_rows import CUTS, Program
+from tests.random_programs import CUTS, Program
 
 ONE_AXIS = ("rows",)
 RTOL, ATOL = 1e-9, 1e-11

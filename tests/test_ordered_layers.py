@@ -14,7 +14,7 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.layer_stack.ordered_layers import told
 from hfjax.testing import assert_strategies_agree
 from tests.small_gpt import gpt, gpt_layout, tokens
-from tests.test_rows_in_three_parts import BATCH, loss, model
+from tests.test_layer_stack_batch import BATCH, loss, model
 
 STRATEGIES = {
     "FSDP": (hfjax.FSDP.edit(replicate_below=0), {"fsdp": 4}),

@@ -19,7 +19,7 @@ from hfjax import CONTEXT, DDP, PIPE, TENSOR, Schedule
 from hfjax.models.attention import causal_attention
 from hfjax.models.layers import Dropout, plain, stacked
 from hfjax.models.loss import next_tokens
-from tests.test_context import apart, doubled, variables_in
+from tests.test_context_parallel import apart, doubled, variables_in
 
 RNG = np.random.default_rng(0)
 TOKENS = {"tokens": RNG.integers(0, 64, (2, 32), np.int32)}
@@ -148,7 +148,7 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.short("zigzag")
-def test_positions_may_meet(mesh):
+def test_sequence_programs_may_meet(mesh):
     sizes, given = MESHES[mesh]
     given = given if "order" in str(given) else {}
     same_as_one_device(MEETINGS | LENGTHS, sizes, **given)
@@ -587,7 +587,7 @@ def test_what_meets_is_told_with_its_line_and_bytes():
     told = str(step.positions)
     assert "gathered, 8.0 KiB" in told
     assert "summed over devices, 256 B" in told
-    assert "test_positions.py" in told
+    assert "test_sequence_programs.py" in told
     step = made({"y": lambda x: x**2}, {"context": 4})
     step.trace(TOKENS)
     assert str(step.positions) == "no positions meet"
@@ -596,7 +596,8 @@ def test_what_meets_is_told_with_its_line_and_bytes():
 def test_more_than_the_limit_is_refused_with_its_line_and_what_to_do():
     given = {"y": attend_here}, {"context": 4}
     said = (
-        r"gather 16\.0 KiB in a microbatch, more than the limit of 1000 B \(.*test_positions\.py.*"
+        r"gather 16\.0 KiB in a microbatch, more than the limit of 1000 B \(.*"
+        r"test_sequence_programs\.py.*"
         r"dot_general: 8\.0 KiB; .*8\.0 KiB\).*self\.kernels\.attention.*hfjax\.Context\(gather=…\)"
     )
     with pytest.raises(ValueError, match=said):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.compare_rows import POSITIONS, WIDTHS, Dealt, by_two_sides, by_vmap
-from tests.generated_rows import Program, Sizes, generated
+from tests.compare_programs import POSITIONS, WIDTHS, Dealt, by_two_sides, by_vmap
+from tests.random_programs import Program, Sizes, generated
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,8 @@ def on_own_rows(keep):
 def test_a_variable_that_is_another_on_a_mesh_is_seen_and_named_with_both_values(kept):
     model = lambda rngs: Counts(rngs, on_own_rows(KEPT[kept]))
     told = (
-        r"(?s)DDP .* variable seen after step \d by .* \(\S+ for.*meet in it here:\n.*test_kit.py"
+        r"(?s)DDP .* variable seen after step \d by .* \(\S+ for.*meet in it here:\n.*"
+        r"test_equality_kit.py"
     )
     with pytest.raises(AssertionError, match=told):
         assert_strategies_agree(model, squares, BATCH, DDP, steps=2)

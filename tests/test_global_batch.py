@@ -272,7 +272,7 @@ def ranked(outputs, batch):
 def test_a_step_prints_what_joins_rows_with_line_bytes_and_how_often():
     _, step = step_of(lambda o, b: ((o**2).mean(-1) * b["mask"]).sum() / b["mask"].sum())
     step.trace(BATCH)
-    assert "test_rows.py:" in str(step.rows)
+    assert "test_global_batch.py:" in str(step.rows)
     assert "div" in str(step.rows)
     assert "summed over devices, 4 B  once" in str(step.rows)
     _, plain = step_of()
@@ -309,7 +309,7 @@ def test_what_no_rule_runs_on_parts_is_told_where_it_is_much_and_refused_on_requ
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step.trace(rows(16))
-    told = r"test_rows.py.*sort: rows meet, .* gathers .*own_rows"
+    told = r"test_global_batch.py.*sort: rows meet, .* gathers .*own_rows"
     with pytest.warns(UserWarning, match=told):
         step.trace(rows(2**13))  # 32 KiB
     _, step = step_of(ranked, lambda rngs: nnx.Linear(4, 2**25, use_bias=False, rngs=rngs))
@@ -319,7 +319,9 @@ def test_what_no_rule_runs_on_parts_is_told_where_it_is_much_and_refused_on_requ
     with pytest.warns(UserWarning, match=told):
         step.trace(rows(2**18))
     _, strict = step_of(ranked, rows="strict")
-    with pytest.raises(ValueError, match=r'test_rows.py.*sort: .*rows="strict" refuses that'):
+    with pytest.raises(
+        ValueError, match=r'test_global_batch.py.*sort: .*rows="strict" refuses that'
+    ):
         strict.trace(BATCH)
 
 

@@ -31,7 +31,7 @@ from hfjax.parallel.spmd.placements import (
     of_kind,
 )
 from hfjax.parallel.spmd.rules.user_collectives import COLLECTIVES
-from tests.compare_rows import differences, in_pieces
+from tests.compare_programs import differences, in_pieces
 from tests.rule_samples import AXIS, NO_ROWS, SAMPLES, UNKNOWN, Sample, on_grid
 
 # Names that other versions of jax have for what this one calls otherwise.

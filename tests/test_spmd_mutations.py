@@ -10,10 +10,10 @@ import pytest
 from hfjax.parallel.spmd import interpreter, partition_context
 from hfjax.parallel.spmd.placements import Made, Part, Side, Sum
 from hfjax.parallel.spmd.rules import control_flow, custom_derivatives, reductions
-from tests.compare_rows import ROWS, by_vmap, compare, parts
-from tests.drawn_scans import judged, seeds_of
-from tests.generated_rows import generated
-from tests.typical_rows import TYPICAL, named
+from tests.compare_programs import ROWS, by_vmap, compare, parts
+from tests.random_programs import generated
+from tests.random_scans import judged, seeds_of
+from tests.typical_losses import TYPICAL, named
 
 N = 4
 

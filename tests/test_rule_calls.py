@@ -213,7 +213,7 @@ NAMES = {"experts": "a mixture of experts, whose tokens", "own rows": "hfjax.own
 def test_what_a_call_cannot_be_in_is_refused(call, program):
     words, around = REFUSED[program]
     step = hfjax.train_step(step_of(call, around), loss)
-    with pytest.raises(ValueError, match=rf"test_named_calls.*: .*{words} {NAMES[call]}"):
+    with pytest.raises(ValueError, match=rf"test_rule_calls.*: .*{words} {NAMES[call]}"):
         step.lower(BATCH)
 
 

@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from hfjax.parallel.jaxprs.program import parts_of_scan
 from hfjax.parallel.spmd.rules import control_flow
-from tests.generated_rows import Program, Sizes, coarse, make_batch, tame
+from tests.random_programs import Program, Sizes, coarse, make_batch, tame
 
 
 @jax.custom_jvp

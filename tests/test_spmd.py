@@ -11,13 +11,13 @@ import pytest
 from hfjax.parallel.spmd.interpreter import in_parts
 from hfjax.parallel.spmd.placements import Cut, Part, Side, Sum
 from hfjax.parallel.spmd.rule_calls import own_rows
-from tests.compare_rows import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
-from tests.drawn_scans import FAULTS, judged, scans
-from tests.drawn_sides import SIDES
-from tests.generated_rows import generated, of_steps
+from tests.compare_programs import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
+from tests.random_axis_groups import SIDES
+from tests.random_programs import generated, of_steps
+from tests.random_scans import FAULTS, judged, scans
 from tests.rules_page import table
-from tests.typical_positions import PROGRAMS
-from tests.typical_rows import SIZES, TYPICAL, named
+from tests.typical_losses import SIZES, TYPICAL, named
+from tests.typical_sequence_programs import PROGRAMS
 
 SLOW = pytest.mark.slow
 AT_ONCE = 10  # programs of one compilation
@@ -435,7 +435,7 @@ def test_what_is_sent_is_told_with_its_line():
     for record in told:
         assert record.operation
         assert record.bytes > 0
-    assert any("test_in_parts.py" in record.line for record in told)
+    assert any("test_spmd.py" in record.line for record in told)
 
 
 def test_row_by_row_work_sends_nothing():

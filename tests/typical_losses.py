@@ -1,7 +1,7 @@
 """Losses and metrics that people write, each a small program over a batch.
 
 A function takes `w(name, *shape)`, which returns a weight, and the batch of
-`generated_rows.make_batch`, and returns a loss and variables. Some are said twice: over rows,
+`random_programs.make_batch`, and returns a loss and variables. Some are said twice: over rows,
 and over what looks like rows.
 """
 
@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from tests.generated_rows import (
+from tests.random_programs import (
     Asked,
     Program,
     arrays,

@@ -1,8 +1,9 @@
 """What people write along positions, each a small program over a batch of whole rows.
 
 A function takes `w(name, *shape)`, which returns a weight, and the batch of
-`generated_rows.make_batch`: `z` [rows, length, width], `tokens`, `mask` [rows, length], and so on.
-It returns a loss and variables, as in typical_rows.py, whose programs are run along positions too.
+`random_programs.make_batch`: `z` [rows, length, width], `tokens`, `mask` [rows, length], and so on.
+It returns a loss and variables, as in typical_losses.py, whose programs are run along positions
+too.
 """
 
 import functools
@@ -17,8 +18,8 @@ from flax import linen, nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from tests.generated_rows import coarse
-from tests.typical_rows import ce, norm, off_diagonal
+from tests.random_programs import coarse
+from tests.typical_losses import ce, norm, off_diagonal
 
 V = 7  # words
 PROGRAMS = {}

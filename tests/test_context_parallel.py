@@ -15,7 +15,7 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
 from hfjax.parallel.jaxprs.program import bodies_of
-from tests.many_devices import printed
+from tests.lower_for_64_devices import printed
 
 LENGTH = 32
 RNG = np.random.default_rng(0)
@@ -270,7 +270,7 @@ def test_on_8_devices_crossed_forms_send_the_bytes_of_both():
 
 FAR = """
 import numpy as np
-from tests.test_context import Context, plan, sent_by
+from tests.test_context_parallel import Context, plan, sent_by
 rows = {"tokens": np.zeros((1, 257), np.int32)}
 for n, context in ((16, "ring"), (64, "allgather"), (64, Context("ring", 8)), (8, "ulysses")):
     print(sent_by(plan(n, context, length=256), rows))

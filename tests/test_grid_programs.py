@@ -553,4 +553,4 @@ def test_what_meets_across_widths_is_told():
     step = hfjax.train_step(hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.GRID), next_token_loss)
     step.trace(tokens())
     assert "sort" in str(step.positions)
-    assert "test_widths.py" in str(step.positions)
+    assert "test_grid_programs.py" in str(step.positions)
