@@ -58,6 +58,7 @@ def suite(tmp_path):
     return run, tmp_path / "budget.json"
 
 
+@pytest.mark.slow
 def test_a_file_that_compiles_more_than_the_table_says_fails_the_run(suite):
     run, table = suite
     accept = run("-m", "not slow", "--budget=accept")

@@ -9,14 +9,7 @@ from tests import golden
 KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.short(
-    "FSDP+TENSOR",
-    "called, ZERO2",
-    "context, Ulysses",
-    "unlike layers",
-    "eval_step, pipe",
-    "haiscale",
-)
+@pytest.mark.short("context, Ulysses", "haiscale")  # .ci/run runs all
 @pytest.mark.parametrize("name", golden.cases())
 def test_a_step_does_what_it_did(name):
     wanted = KNOWN["cases"][name]

@@ -167,7 +167,9 @@ def test_peaks_are_at_most_2_percent_below_and_15_above_those_of_compiled_progra
     programs = json.loads(planner_memory.RESULTS.read_text(encoding="utf-8"))
     assert programs.keys() >= planner_memory.CASES.keys()
     scorers, off, least = {}, {}, {}
-    for name in [*programs][part::3]:
+    names = [*programs]
+    names.insert(0, names.pop(names.index("ddp, accumulate")))  # of part 0
+    for name in names[part::3]:
         program = programs[name]
         if name in planner_memory.SHAPED or name in planner_memory.TWELVE:
             continue  # their table has them: other versions of JAX, and nothing to be held to
