@@ -288,7 +288,7 @@ def test_what_is_refused_raises():
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize(("sizes", "axis"), [((8,), "first"), ((2, 4), "first")], ids=str)
-@pytest.mark.short("(2, 4)-first-checked")
+@pytest.mark.short("(2, 4)-first-checked", "(8,)-first-checked")
 def test_the_kernels_and_their_gradients_lower_for_cuda(sizes, axis, check):
     mesh = mesh_of(*sizes)
     for f in (room.all_gather, room.reduce_scatter):

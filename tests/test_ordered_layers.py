@@ -83,7 +83,6 @@ class Unlike(nnx.Module):
         return {"x": x, "added": 0.0}
 
 
-@pytest.mark.short("full")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_of_a_list_may_be_anything(remat):
     cases = {name: STRATEGIES[name] for name in ("FSDP", "HSDP")}

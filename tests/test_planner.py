@@ -1,5 +1,6 @@
 """What a plan says is so: bytes, transfers, peaks, seconds, and that each of its rows can run."""
 
+import copy
 import json
 import math
 import random
@@ -7,6 +8,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -179,6 +181,15 @@ def test_peaks_are_at_most_2_percent_below_and_15_above_those_of_compiled_progra
         assert found.state == pytest.approx(known, abs=1024)
         least[name] = -0.02 if program["jax"] == jax.__version__ else -0.05
     assert {name: x for name, x in off.items() if not least[name] <= x <= 0.15} == {}
+
+
+def test_a_plan_of_processors_says_what_its_seconds_are(small):
+    here = copy.copy(small)
+    here.machine = replace(small.machine, platform="cpu", reserve=0)
+    (note,) = planner._notes(here, SimpleNamespace(in_parts=True, layers=4))
+    assert note == "seconds of the processor, as if each device had a core of its own"
+    c = Candidate((("data", 2),), "ddp", 8)
+    assert here.how(c, here.placing(c)) == "unrolled"
 
 
 # -- seconds ---------------------------------------------------------------------------------

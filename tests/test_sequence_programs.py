@@ -372,7 +372,7 @@ ATTENTIONS = {
 
 
 @pytest.mark.parametrize("what", ATTENTIONS)
-@pytest.mark.short("heads of keys in turn")
+@pytest.mark.short("heads of keys in turn", "grouped")
 def test_an_attention_of_ones_own_is_run_on_its_heads(what):
     """Under Ulysses each device runs it on some of its heads; without, on its queries."""
     attend, heads, groups, sizes, batch = ATTENTIONS[what]
