@@ -328,7 +328,7 @@ ring_goes_round_the_other_way parallel/extensions/context_parallel/ring_attentio
   return (self.me {{- ~> +}} hop) % self.deal.ring
 padding_masked_on_one_device parallel/extensions/tensor_grid/ops.py: columns are numbered from 0 on each
   logits = self._logits(vocab, whole, kernel.x, {{first ~> 0}}, scope.side.size)
-variance_within_devices parallel/extensions/kernel_dispatch/channel_stats.py: how means differ is left out
+variance_within_devices parallel/extensions/kernel_dispatch/batch_stats.py: how means differ is left out
   variance = {{(variances + jnp.square(means - mean[None])) ~> variances}}.mean(0)
 dx_of_own_vocabulary parallel/extensions/kernel_dispatch/tensor_sharded.py: parts of dx are not added
   return {{lax.psum(dx, axis) if axis else  ~> }}dx, *rest

@@ -14,7 +14,7 @@ from hfjax.parallel.engine import model_ops
 from hfjax.parallel.engine.comm_plan import by_xla
 from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
 from hfjax.parallel.extensions.context_parallel.ops import OnSharedRows, is_attention, operands_of
-from hfjax.parallel.extensions.kernel_dispatch import channel_stats
+from hfjax.parallel.extensions.kernel_dispatch import batch_stats
 from hfjax.parallel.jaxprs.split_backward import zeros_like
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 
@@ -76,7 +76,7 @@ class AlongRows(model_ops.InStep):
         """Return sums as they are."""
         return x
 
-    moments = channel_stats.of_rows
+    moments = batch_stats.of_rows
     outputs, run_length = model_ops.made_logits, model_ops.all_here
     inner_sides, named_sides = model_ops.no_sides, model_ops.no_names
     check_positions, dealt = model_ops.none_joined, model_ops.whole_batch

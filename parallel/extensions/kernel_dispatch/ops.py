@@ -12,7 +12,7 @@ from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.capabilities import Projection
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.parallel.engine import model_ops
-from hfjax.parallel.extensions.kernel_dispatch import channel_stats, tensor_sharded
+from hfjax.parallel.extensions.kernel_dispatch import batch_stats, tensor_sharded
 from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import (
     KernelChoice,
     Shape,
@@ -206,7 +206,7 @@ class TakesKernels(model_ops.InStep):
     """What those have in common that take kernels where they are handed to them."""
 
     kernels: Kernels
-    moments, sum_over_batch = channel_stats.of_rows, model_ops.sum_over_samples
+    moments, sum_over_batch = batch_stats.of_rows, model_ops.sum_over_samples
 
     @property
     def mesh(self) -> Mesh:

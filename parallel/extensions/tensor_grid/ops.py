@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 from hfjax.pallas_kernels.capabilities import Projection
 from hfjax.parallel.engine import model_ops
 from hfjax.parallel.engine.comm_plan import by_xla
-from hfjax.parallel.extensions.kernel_dispatch import channel_stats
+from hfjax.parallel.extensions.kernel_dispatch import batch_stats
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, row_axes, size_of
 from hfjax.parallel.spmd.partition_context import Scope
 from hfjax.parallel.spmd.placements import Cut, Part, Side, is_value
@@ -61,7 +61,7 @@ class OnGrid(model_ops.InStep):
     splits: Mapping[str, Axes]
     without_logits: bool = False
     own_rows: bool = False
-    moments, sum_over_batch = channel_stats.of_rows, model_ops.sum_over_samples
+    moments, sum_over_batch = batch_stats.of_rows, model_ops.sum_over_samples
 
     def inner_sides(self) -> tuple[Side, ...]:
         """Return the devices along tensor, and those along row."""
