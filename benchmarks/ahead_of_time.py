@@ -31,7 +31,7 @@ from jax import lax
 import hfjax
 from benchmarks.moved_bytes import Program
 from hfjax import CONTEXT, DDP, EXPERT, FSDP, HSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Schedule
-from hfjax.analysis.matmul_time import ProductModel, seconds
+from hfjax.analysis.matmul_time import ProductModel, matmul_seconds
 from hfjax.analysis.overlap import flights, products
 from hfjax.analysis.targets import can_compile_for_gpus, how_to_install, target_devices
 from hfjax.hardware.machine import H200
@@ -43,7 +43,7 @@ from hfjax.models.moe import MoEConfig, MoELlama, next_token_loss as routed_loss
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig
 from hfjax.models.vision.losses import segmentation_loss
 from hfjax.parallel.param_specs import batch_devices
-from hfjax.weights.families import config_of
+from hfjax.weights.families import parse_config
 
 # -- attention ----------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Model:
 
 
 GPT_MEDIUM = GPTConfig.preset("medium", pad_vocab_to=128, attention=BY_XLA)
-QWEN3 = config_of(  # the keys of its config.json
+QWEN3 = parse_config(  # the keys of its config.json
     {
         **{"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048},
         **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4},
@@ -339,7 +339,7 @@ def numbers(case: Case, **config: Any) -> Numbers:
     of = H200  # by its data sheet
     model = ProductModel(of.scheduled_flops, of.bandwidth, of.sms, of.start_up, of.tile)
     matmuls = products(program.as_text() or "")
-    told["products"] = math.fsum(seconds(p, model) * p.count for p in matmuls)
+    told["products"] = math.fsum(matmul_seconds(p, model) * p.count for p in matmuls)
     return told
 
 

@@ -64,7 +64,7 @@ class Program:
 
     def __init__(self, compiled: jax.stages.Compiled, axes: Iterable[str] = ("fsdp",)):
         text = compiled.as_text() or ""
-        meshes, _ = traffic._compiled_for(compiled)
+        meshes, _ = traffic._meshes_and_platform(compiled)
         self.meshes, self.axes = list(meshes), set(axes)
         self.computations, self.entry = hlo._computations(text)
         devices = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
@@ -212,7 +212,7 @@ class Program:
         if op.opcode.removesuffix("-start") != "all-gather":
             return {}
         groups = self.module.visit(op, self.computations[name])[0].groups
-        along, _ = traffic._name(False, groups, self.meshes)
+        along, _ = traffic._mesh_axes(False, groups, self.meshes)
         if not set(along) <= self.axes:
             return {}
         results = _ARRAYS.findall(self.types[name][made])[-len(op.operands) :]

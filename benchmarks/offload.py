@@ -33,7 +33,7 @@ import optax
 import hfjax
 from hfjax.models.attention import causal_attention
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.parallel.offload.host_memory import on_host
+from hfjax.parallel.offload.host_memory import host_sharding
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -157,7 +157,7 @@ def peaks_apart(given: argparse.Namespace) -> dict[str, int | None]:
 def copied(setting: Setting, count: int) -> tuple[float, float]:
     """Return the bytes a second of plain copies: to the host, and from it."""
     mesh = setting.layout.mesh
-    there = on_host(mesh, jax.P())
+    there = host_sharding(mesh, jax.P())
     here = jax.NamedSharding(mesh, jax.P())
     x = jax.device_put(jnp.zeros(count // 4, jnp.float32), here)
     y = jax.device_put(x, there)

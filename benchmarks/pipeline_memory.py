@@ -24,7 +24,7 @@ from flax import nnx
 import hfjax
 from benchmarks import gpipe_autodiff
 from benchmarks.gpipe_autodiff import Shape
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.utils.paths import flatten
 
 RESULT = Path(__file__).parent / "results" / "pipeline_memory.md"
@@ -63,7 +63,7 @@ class Model(nnx.Module):
         normal = lambda s: jax.random.normal(rngs.params(), s)
         ends = shape.ends(normal)
         self.tokens, self.unembed = nnx.Param(ends["tokens"]), nnx.Param(ends["unembed"])
-        self.layers = stacked(shape.layers, lambda rngs: Block(shape, rngs=rngs), rngs)
+        self.layers = stack_layers(shape.layers, lambda rngs: Block(shape, rngs=rngs), rngs)
 
     def embed(self, batch: dict[str, jax.Array]) -> jax.Array:
         return gpipe_autodiff.embed({"tokens": self.tokens[...]}, batch["tokens"])
@@ -107,7 +107,7 @@ def ours(name: str, remat: str, unroll: int | bool, microbatches: int = MICROBAT
     tokens = jax.ShapeDtypeStruct((microbatches * SHAPE.rows, SHAPE.length), jnp.int32)
     given = flatten(state.params), flatten(state.variables)
     batch = {"tokens": tokens, "labels": tokens}
-    return measured(jax.jit(step.plane.gradients).lower(*given, batch, state.step))
+    return measured(jax.jit(step.engine.gradients).lower(*given, batch, state.step))
 
 
 # -- results ------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ def memory_of(name: str) -> Any:
     from hfjax.trainer import config_io
 
     preset, count, flags = ALL[name]
-    plain = config_io.plain(Memory(gpu="h200", count=count, precision="bf16"))
+    plain = config_io.to_plain(Memory(gpu="h200", count=count, precision="bf16"))
     given = {"model.preset": preset, "vocab": VOCAB.get(preset), **flags}
     for flag, value in given.items():
         *outer, last = flag.split(".")
@@ -286,7 +286,7 @@ def memory_of(name: str) -> Any:
         for part in outer:
             place = place[part]
         place[last] = value
-    return config_io.read(Memory, plain, name)
+    return config_io.parse_dataclass(Memory, plain, name)
 
 
 def compiled(name: str) -> dict[str, Any]:
@@ -298,10 +298,10 @@ def compiled(name: str) -> dict[str, Any]:
     from hfjax.analysis.targets import target_devices
     from hfjax.planner.programs.estimate import estimate
     from hfjax.planner.programs.placeholder_attention import fused_attention
-    from hfjax.planner.programs.planned_run import Planned
+    from hfjax.planner.programs.planned_run import PlannedRun
 
     devices = target_devices("h200", given.count)
-    parts = Planned(given, devices, given.vocab, attention=fused_attention)
+    parts = PlannedRun(given, devices, given.vocab, attention=fused_attention)
     began = time.perf_counter()
     found = asdict(estimate(name, parts))
     return found | {"seconds": round(time.perf_counter() - began, 1), "jax": jax.__version__}

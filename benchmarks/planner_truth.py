@@ -19,7 +19,7 @@ from hfjax.analysis.targets import can_compile_for_gpus
 from hfjax.hardware.machine import MACHINES, Machine
 from hfjax.parallel.mesh import AXES
 from hfjax.planner.candidate import Candidate
-from hfjax.planner.score import Scored, Scorer
+from hfjax.planner.score import ScoredCandidate, Scorer
 from hfjax.trainer.config import Model, Train
 
 RESULTS = Path(__file__).parent / "results" / "planner_truth.md"
@@ -251,9 +251,9 @@ ORDERS: dict[str, tuple[str, tuple[tuple[str, Model, Candidate, float], ...]]] =
 }
 
 
-def scored(model: Model, vocab: int, machine: Machine, candidate: Candidate) -> Scored:
+def scored(model: Model, vocab: int, machine: Machine, candidate: Candidate) -> ScoredCandidate:
     """Return what the formula says of a configuration."""
-    config = Train(batch=candidate.rows, precision="bf16", model=model)
+    config = Train(batch=candidate.batch_size, precision="bf16", model=model)
     gpu = "h200" if can_compile_for_gpus() else None
     return Scorer(config, vocab, machine, gpu).score(candidate)
 
@@ -285,7 +285,7 @@ def table() -> str:
     return "\n".join([*HEAD, *lines, "", *verdict, "", *ORDER_HEAD, *orders]) + "\n"
 
 
-def _parts(found: Scored) -> str:
+def _parts(found: ScoredCandidate) -> str:
     total = found.time.total
     shown = {"products": found.time.products, "memory": found.time.memory}
     shown |= {"exposed": found.time.all_exposed, "bubble": found.time.bubble}
@@ -296,7 +296,7 @@ def _order(name: str, source: str, rows: tuple[tuple[str, Model, Candidate, floa
     rates, told = [], []
     for what, model, candidate, real in rows:
         found = scored(model, LLAMA3, TITAN, candidate)
-        rate = candidate.rows * (model.length or 0) / candidate.devices / found.time.total
+        rate = candidate.batch_size * (model.length or 0) / candidate.devices / found.time.total
         rates.append((real, rate))
         told.append(f"{what} {real:.0f} ({rate:.0f}; {found.peak.total / 2**30:.0f} GiB)")
     by_real, ours = sorted(rates), sorted(rates, key=lambda pair: pair[1])

@@ -103,7 +103,7 @@ def plain(model: Any) -> None:
 def read(stream: WeightStream) -> None:
     """Read all rows, and let go of them."""
     for group in stream.groups:
-        stream.rows_here(group)
+        stream.read_local_rows(group)
     stream.files.close()
 
 
@@ -111,9 +111,11 @@ def moved(stream: WeightStream, kept: dict) -> None:
     """Move rows that are here; of each shape the same ones."""
     found: dict[str, Any] = {}
     for group in stream.groups:
-        here = kept.setdefault((group.rules, group.first), None) or stream.rows_here(group)
-        kept[group.rules, group.first] = here
-        stack, flags = stream.moved(group, here, found.get(group.path))
+        here = kept.setdefault((group.rules, group.stack_shape), None) or stream.read_local_rows(
+            group
+        )
+        kept[group.rules, group.stack_shape] = here
+        stack, flags = stream.assemble(group, here, found.get(group.path))
         found[group.path] = stack
         jax.block_until_ready(flags)
     jax.block_until_ready(found)
@@ -123,7 +125,7 @@ def alone(folder: Path) -> list[str]:
     """Return the lines of one process."""
     model = hfjax.pretrained(folder)
     layout = layout_of(model)
-    make_stream = lambda: WeightStream(layout.as_the_model, model.pieces)
+    make_stream = lambda: WeightStream(layout.model_layout, model.mappings)
     kept: dict = {}
     whole = lambda: jax.block_until_ready(make_stream().parameters())
     runs = {
@@ -182,10 +184,10 @@ def worker(folder: Path, strategy: str) -> None:
     hfjax.init_distributed()
     model = hfjax.pretrained(folder)
     layout = layout_of(model, strategy)
-    small = WeightStream(layout.as_the_model, model.pieces)
+    small = WeightStream(layout.model_layout, model.mappings)
     weights = model.weights
     with Peak() as peak:
-        found = weights.into(layout.as_the_model)
+        found = weights.into(layout.model_layout)
         jax.block_until_ready(found)
     own = sum(s.data.nbytes for x in found.values() for s in x.addressable_shards)
     del small
@@ -196,7 +198,7 @@ def worker(folder: Path, strategy: str) -> None:
 
 def together(folder: Path, strategy: str, processes: int, devices: int) -> str:
     """Return the line of several processes."""
-    count = sum(t.bytes for t in hfjax.pretrained(folder).folder.tensors.values())
+    count = sum(t.nbytes for t in hfjax.pretrained(folder).folder.tensors.values())
     command = [sys.executable, "-m", "hfjax", "launch", "--processes", str(processes), "--"]
     command += [sys.executable, "-m", "benchmarks.pretrained", "--worker", strategy]
     command += ["--folder", str(folder)]

@@ -88,7 +88,7 @@ class ImageProgram(Program):
 def given_weights(model: nn.Module, config: Any, flat: Mapping[str, np.ndarray]) -> None:
     """Give a model hfjax's parameters, by path; running statistics are left as they are."""
     found = {}
-    for piece in vision_table(config).pieces():
+    for piece in vision_table(config).expand():
         if piece.path in flat:
             rule, block = piece.rule, flat[piece.path][piece.index]
             turned = block.transpose(np.argsort(rule.order)).reshape(rule.shape)

@@ -19,7 +19,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
-from hfjax.models.moe import MoE, Routed, after_step, takes_routing, with_routing  # noqa: E402
+from hfjax.models.moe import MoE, RoutedOutputs, after_step, uses_router_metrics, with_routing  # noqa: E402
 
 WIDTH, ROWS, STEPS = 64, 128, 150
 
@@ -39,13 +39,13 @@ class Digits(nnx.Module):
         x = nnx.relu(self.conv2(nnx.relu(self.conv1(batch["image"]))))
         x = nnx.relu(self.inside(x.reshape(len(x), -1)))
         y, told = self.moe(x)
-        return Routed(self.out(nnx.relu(y)), told)
+        return RoutedOutputs(self.out(nnx.relu(y)), told)
 
     def after_step(self, variables, metrics):
         return after_step(variables, metrics)  # adds load_max_over_mean and dropped_mean
 
 
-@takes_routing
+@uses_router_metrics
 def loss(routed, batch):
     logits, label = routed.outputs, batch["label"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)

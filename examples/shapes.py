@@ -22,9 +22,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig  # noqa: E402
-from hfjax.models.vision.losses import counts_of, scored, segmentation_loss  # noqa: E402
+from hfjax.models.vision.losses import confusion_counts, segmentation_eval_loss, segmentation_loss  # noqa: E402
 from hfjax.trainer.tasks.images import intersection_over_union  # noqa: E402
-from hfjax.utils.tables import aligned  # noqa: E402
+from hfjax.utils.tables import align  # noqa: E402
 
 CLASSES = ("background", "circle", "square", "triangle")
 COLOURS = ("#dddddd", "#4477aa", "#ee6677", "#228833")
@@ -99,14 +99,16 @@ def main(steps: int = 200, out: Path | None = None) -> float:
             told = f"loss {metrics['loss']:.3f}, {metrics['pixels']:.1%} of the pixels are right"
             print(f"step {number + 1}: {told}", flush=True)
 
-    evaluate = hfjax.eval_step(layout, scored)  # each batch tells the counts of its own pixels
+    evaluate = hfjax.eval_step(
+        layout, segmentation_eval_loss
+    )  # each batch tells the counts of its own pixels
     seen = [evaluate(state, drawn(1, number)) for number in range(UNSEEN)]
-    counts = np.sum([counts_of(metrics["confusion"], ROWS) for metrics in seen], axis=0)
+    counts = np.sum([confusion_counts(metrics["confusion"], ROWS) for metrics in seen], axis=0)
     union = [x or 0.0 for x in intersection_over_union(counts)]
     of_each = zip(CLASSES, counts, union, strict=True)
     lines = [[name, *map(str, row), f"{x:.1%}"] for name, row, x in of_each]
     print(f"\n{UNSEEN * ROWS} images that it has not seen: pixels of (line) taken for (column)")
-    print("\n".join(aligned([["", *CLASSES, "IoU"], *lines], numbers=range(1, 6))))
+    print("\n".join(align([["", *CLASSES, "IoU"], *lines], numbers=range(1, 6))))
     mean = float(np.mean(union))
     print(f"mean IoU {mean:.1%}")
 

@@ -21,7 +21,7 @@ from baselines.pieces import in_pieces
 from baselines.ring import ring_all_reduce
 from baselines.training import Step, all_reduce_step
 from baselines.two_level import two_level_all_reduce
-from hfjax.utils.tables import aligned, human
+from hfjax.utils.tables import align, human
 
 DEVICES, NODE, ROWS = (2, 4, 8, 16, 32, 64), 8, 8  # in all; in a node; of a device
 KERNEL = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)  # 128 MiB: all that is trained
@@ -94,7 +94,7 @@ def main() -> None:
     for title, cell in tables.items():
         head = ("devices", *map(str, DEVICES))
         lines = [(way, *map(cell, each)) for way, each in found.items()]
-        print(f"\n{title}", *aligned([head, *lines], numbers=range(1, len(head))), sep="\n")
+        print(f"\n{title}", *align([head, *lines], numbers=range(1, len(head))), sep="\n")
     print(
         "\nA master, or a server, carries the parameters once for each other device. An all-reduce "
         "never\ncarries them twice, however many devices there are, and all of them train. "

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from hfjax.utils.command_errors import carried_out, imported, nobody_reads
-from hfjax.utils.keywords import nearest_of
+from hfjax.utils.command_errors import close_stdout, import_or_explain, run_command
+from hfjax.utils.keywords import name_hint
 from hfjax.utils.version import version
 
 COMMANDS = {  # name: what it does, and the function that takes its arguments
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         os._exit(130)  # a compilation that is under way would crash the ordinary exit
     except BrokenPipeError:
-        return nobody_reads()
+        return close_stdout()
 
 
 def _open_streams() -> None:
@@ -66,11 +66,11 @@ def _open_streams() -> None:
 
 def _run(name: str, rest: Sequence[str]) -> int:
     if name in ("-h", "--help", "help"):
-        return carried_out("--help", lambda: print(_help()))
+        return run_command("--help", lambda: print(_help()))
     if name == "--version":
-        return carried_out(name, lambda: print(f"hfjax {version()}"))
+        return run_command(name, lambda: print(f"hfjax {version()}"))
     if name not in COMMANDS:
-        near = nearest_of(name, COMMANDS)
+        near = name_hint(name, COMMANDS)
         print(f"hfjax {name}: no such command.{near}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
@@ -83,11 +83,11 @@ def _run(name: str, rest: Sequence[str]) -> int:
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:
     module, _, attribute = COMMANDS[name][1].partition(":")
-    return getattr(imported(module, f"hfjax {name}"), attribute)
+    return getattr(import_or_explain(module, f"hfjax {name}"), attribute)
 
 
 def _help() -> str:
-    lines = [f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items()]
+    lines = [f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items()]
     return "\n".join([*HEAD, *lines])
 
 

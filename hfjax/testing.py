@@ -15,9 +15,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.checks.jax_errors import module_of
+from hfjax.checks.jax_errors import raising_module
 from hfjax.distributed.consensus import speaks
-from hfjax.parallel.engine.example_keys import is_random, keys_for
+from hfjax.parallel.engine.example_keys import derive_keys, is_random
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import EXPERTS, describe_mesh
 from hfjax.parallel.schedules.named import Schedule
@@ -35,15 +35,15 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
-from hfjax.parallel.whole_model.model import called
+from hfjax.parallel.whole_model.model import call_model
 from hfjax.sharding.layout import Layout, layout
 from hfjax.sharding.reorder_layers import canonical
 from hfjax.step.batches import full
 from hfjax.step.init_state import init
 from hfjax.step.train_step import train_step
-from hfjax.utils.mean import Mean, as_mean, metrics_of
-from hfjax.utils.paths import Flat, flatten, is_key, nest
-from hfjax.utils.progress import said_while
+from hfjax.utils.mean import Mean, as_mean, mean_metrics
+from hfjax.utils.paths import Flat, flatten, is_random_key, nest
+from hfjax.utils.progress import show_progress
 
 Sizes = Mapping[str, int]
 
@@ -96,7 +96,7 @@ def strategies(
 ONE_F_ONE_B = {"schedule": Schedule("1f1b", microbatches=2), "accumulate": 1}
 
 
-class Trained(NamedTuple):
+class TrainResult(NamedTuple):
     """What a few steps left behind, in host memory."""
 
     losses: list[float]
@@ -104,7 +104,7 @@ class Trained(NamedTuple):
     parameters: dict[str, np.ndarray]  # after the last step
     variables: dict[str, np.ndarray]  # after each step, by path and step, but for random keys
     metrics: dict[str, np.ndarray]  # of the loss, by name and step
-    rows: str = ""  # where rows meet
+    batch_comms: str = ""  # where rows meet
 
 
 @dataclass(frozen=True)
@@ -121,157 +121,176 @@ class Case:
 
     def run(
         self, strategy: Strategy, sizes: Sizes, execution: Mapping[str, Any] | None = None
-    ) -> Trained:
+    ) -> TrainResult:
         """Return what training under a strategy leaves; checks where everything lies."""
         mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
-        recording = optax.chain(recorded_gradients(), self.optimizer)
-        plan = layout(self.model_init, recording, mesh, strategy, **self.options)
-        step = train_step(plan, self.loss, **{**self.execution, **(execution or {})})
-        state, gradients, told, variables = init(plan, seed=0), {}, [], {}
+        recording = optax.chain(record_gradients(), self.optimizer)
+        case_layout = layout(self.model_init, recording, mesh, strategy, **self.options)
+        step = train_step(case_layout, self.loss, **{**self.execution, **(execution or {})})
+        state, gradients, metrics_log, variables = init(case_layout, seed=0), {}, [], {}
         for number in range(self.steps):
             state, metrics = step(state, self.batch)
             _check_placement(step.layout, state)
-            told.append(metrics)
+            metrics_log.append(metrics)
             if number == 0:
-                gradients = flatten(full(canonical(plan, state).optimizer[0]))
-            variables |= _variables_of(flatten(state.variables), number)
-        losses = [float(metrics["loss"]) for metrics in told]
-        parameters = flatten(full(canonical(plan, state).params))
-        found = losses, gradients, parameters, variables, _metrics_by_step(told)
-        return Trained(*found, rows=str(step.rows))
+                gradients = flatten(full(canonical(case_layout, state).optimizer[0]))
+            variables |= _host_variables(flatten(state.variables), number)
+        losses = [float(metrics["loss"]) for metrics in metrics_log]
+        parameters = flatten(full(canonical(case_layout, state).params))
+        outcome = losses, gradients, parameters, variables, _metrics_by_step(metrics_log)
+        return TrainResult(*outcome, batch_comms=str(step.batch_comms))
 
-    def plain(self) -> Trained | None:
+    def run_plain(self) -> TrainResult | None:
         """Return what a loop of plain JAX and optax leaves on one device: no data plane is in it.
 
         None where `precision` rounds, and for a model in three parts that cannot be called.
         """
-        one = make_mesh(devices=jax.devices()[:1])
-        plan = layout(self.model_init, self.optimizer, one, DDP, **self.options)
-        model, forward = plan.blueprint.abstract("train"), plan.forward
-        parts_alone = plan.blueprint.three_parts and forward is None and not callable(model)
-        if "precision" in self.execution or parts_alone:
+        one_device = make_mesh(devices=jax.devices()[:1])
+        case_layout = layout(self.model_init, self.optimizer, one_device, DDP, **self.options)
+        model, forward = case_layout.template.abstract("train"), case_layout.forward
+        has_only_parts = (
+            case_layout.template.is_layer_stack and forward is None and not callable(model)
+        )
+        if "precision" in self.execution or has_only_parts:
             return None
-        return plain_run(self, plan)
+        return train_plain(self, case_layout)
 
 
-def plain_run(case: Case, plan: Layout) -> Trained:
+def train_plain(case: Case, case_layout: Layout) -> TrainResult:
     """Return what a loop of plain JAX and optax leaves, from the parameters of `hfjax.init`.
 
     Random keys are those of a step on one device: the same masks.
     """
-    state = init(plan, seed=0)
+    state = init(case_layout, seed=0)
     variables: dict[str, Any] = flatten(state.variables)
     parameters: dict[str, Any] = flatten(state.params)
-    kept, first, told, held = case.optimizer.init(state.params), {}, [], {}
+    optimizer_state, first_gradients, metrics_log, variable_log = (
+        case.optimizer.init(state.params),
+        {},
+        [],
+        {},
+    )
     specs: dict[str, Any] = {"in_specs": P(), "out_specs": P(), "check_vma": False}
     # Axes that a model names are bound, each of one device.
-    step = jax.jit(jax.shard_map(_PlainStep(case, plan), mesh=plan.mesh, **specs))
+    step = jax.jit(jax.shard_map(PlainStep(case, case_layout), mesh=case_layout.mesh, **specs))
     for number in range(case.steps):
-        given = parameters, variables, kept, np.int32(number)
-        parameters, variables, kept, gradients, metrics = step(*given)
-        first = first or gradients
-        told.append(metrics)
-        held |= _variables_of(variables, number)
-    losses = [float(metrics["loss"]) for metrics in told]
-    return Trained(losses, full(first), full(parameters), held, _metrics_by_step(told))
+        inputs = parameters, variables, optimizer_state, np.int32(number)
+        parameters, variables, optimizer_state, gradients, metrics = step(*inputs)
+        first_gradients = first_gradients or gradients
+        metrics_log.append(metrics)
+        variable_log |= _host_variables(variables, number)
+    losses = [float(metrics["loss"]) for metrics in metrics_log]
+    return TrainResult(
+        losses, full(first_gradients), full(parameters), variable_log, _metrics_by_step(metrics_log)
+    )
 
 
 @dataclass(frozen=True)
-class _PlainStep:
+class PlainStep:
     """A step as one writes it for one device: microbatches, gradients, clipping, the optimizer."""
 
     case: Case
-    plan: Layout
+    case_layout: Layout
 
     def __call__(
-        self, parameters: Flat, variables: Flat, kept: Any, number: jax.Array
+        self, parameters: Flat, variables: Flat, optimizer_state: Any, number: jax.Array
     ) -> tuple[Flat, Flat, Any, Flat, Flat]:
         """Return parameters, variables, optimizer state; gradients and metrics of the step."""
         gradients, means = [], []
-        for part in range(self.parts):
-            differentiated = jax.grad(self._total, has_aux=True)
-            found = differentiated(parameters, variables, number, part)
-            gradient, (mean, weight, written) = found
+        for microbatch in range(self.num_microbatches):
+            grad = jax.grad(self._loss, has_aux=True)
+            outs = grad(parameters, variables, number, microbatch)
+            gradient, (mean, weight, new_variables) = outs
             gradients.append({path: g * weight for path, g in gradient.items()})
             means.append(mean)
-            put = partial(self._put, variables, part)
-            variables = variables | {path: put(path, x) for path, x in written.items()}
+            store = partial(self._store_variable, variables, microbatch)
+            variables = variables | {path: store(path, x) for path, x in new_variables.items()}
         mean: Mean = jax.tree.map(lambda *x: sum(x[1:], x[0]), *means)
-        summed = jax.tree.map(lambda *g: sum(g[1:], g[0]) / mean.weight, *gradients)
-        summed = self._clipped(summed)
-        updates, kept = self.case.optimizer.update(nest(summed), kept, nest(parameters))
+        mean_gradients = jax.tree.map(lambda *g: sum(g[1:], g[0]) / mean.weight, *gradients)
+        mean_gradients = self._clip(mean_gradients)
+        updates, optimizer_state = self.case.optimizer.update(
+            nest(mean_gradients), optimizer_state, nest(parameters)
+        )
         new: Any = optax.apply_updates(nest(parameters), updates)
-        metrics = {"loss": mean.total / mean.weight} | metrics_of(mean)
-        changed, metrics = self.plan.blueprint.after_step(variables, metrics)
-        return flatten(new), variables | changed, kept, summed, metrics
+        metrics = {"loss": mean.total / mean.weight} | mean_metrics(mean)
+        changed, metrics = self.case_layout.template.after_step(variables, metrics)
+        return flatten(new), variables | changed, optimizer_state, mean_gradients, metrics
 
     @property
-    def parts(self) -> int:
+    def num_microbatches(self) -> int:
         """How many microbatches a step has."""
         return self.case.execution.get("accumulate", 1)
 
     @property
-    def rows(self) -> int:
+    def microbatch_size(self) -> int:
         """How many rows a microbatch has."""
-        return jax.tree.leaves(self.case.batch)[0].shape[0] // self.parts
+        return jax.tree.leaves(self.case.batch)[0].shape[0] // self.num_microbatches
 
-    def _of(self, x: Any, part: int) -> Any:
-        return x[part * self.rows : (part + 1) * self.rows]
+    def _slice(self, x: Any, microbatch: int) -> Any:
+        return x[microbatch * self.microbatch_size : (microbatch + 1) * self.microbatch_size]
 
-    def _total(
-        self, parameters: Flat, variables: Flat, number: jax.Array, part: int
+    def _loss(
+        self, parameters: Flat, variables: Flat, number: jax.Array, microbatch: int
     ) -> tuple[jax.Array, tuple[Mean, jax.Array, Flat]]:
         """Return the loss of a microbatch; its Mean, its weight, and what variables hold after."""
-        blueprint = self.plan.blueprint
-        batch = jax.tree.map(lambda x: self._of(x, part), self.case.batch)
-        held = {path: self._held(path, x, number, part) for path, x in variables.items()}
-        model = blueprint.merge(parameters, held, "train")
-        with blueprint.around():
-            outputs = called(self.plan.forward, model, held, batch, "train")
-        mean = as_mean(self.case.loss(outputs, batch), self.rows)
-        written = blueprint.variables_of(model).items()
-        statistic = lambda path: path in held and not is_random(blueprint.variables[path])
+        template = self.case_layout.template
+        batch = jax.tree.map(lambda x: self._slice(x, microbatch), self.case.batch)
+        values = {
+            path: self._variable(path, x, number, microbatch) for path, x in variables.items()
+        }
+        model = template.merge(parameters, values, "train")
+        with template.call_context():
+            outputs = call_model(self.case_layout.forward, model, values, batch, "train")
+        mean = as_mean(self.case.loss(outputs, batch), self.microbatch_size)
+        new_variables = template.model_variables(model).items()
+        is_statistic = lambda path: path in values and not is_random(template.variables[path])
         weight = jnp.where(mean.weight == 0, 1, mean.weight)
-        seen = {path: x for path, x in written if statistic(path)}
-        return mean.total / weight, (mean, weight, seen)
+        statistics = {path: x for path, x in new_variables if is_statistic(path)}
+        return mean.total / weight, (mean, weight, statistics)
 
-    def _held(self, path: str, x: jax.Array, number: jax.Array, part: int) -> jax.Array:
+    def _variable(self, path: str, x: jax.Array, number: jax.Array, microbatch: int) -> jax.Array:
         """Return what a variable holds for a microbatch: its rows, or random keys of its own."""
-        template = self.plan.blueprint.variables[path]
-        if is_random(template):
-            return keys_for(template, x, number, part * self.rows, self.rows, None)
-        return self._of(x, part) if self.plan.blueprint.of_rows(path) else x
+        variable = self.case_layout.template.variables[path]
+        if is_random(variable):
+            return derive_keys(
+                variable, x, number, microbatch * self.microbatch_size, self.microbatch_size, None
+            )
+        return self._slice(x, microbatch) if self.case_layout.template.is_batched(path) else x
 
-    def _put(self, variables: Flat, part: int, path: str, new: jax.Array) -> jax.Array:
+    def _store_variable(
+        self, variables: Flat, microbatch: int, path: str, new: jax.Array
+    ) -> jax.Array:
         """Return a variable after a microbatch has written to it."""
-        if not self.plan.blueprint.of_rows(path):
+        if not self.case_layout.template.is_batched(path):
             return new
-        return jax.lax.dynamic_update_slice_in_dim(variables[path], new, part * self.rows, 0)
+        return jax.lax.dynamic_update_slice_in_dim(
+            variables[path], new, microbatch * self.microbatch_size, 0
+        )
 
-    def _clipped(self, gradients: Flat) -> Flat:
+    def _clip(self, gradients: Flat) -> Flat:
         if (clip := self.case.execution.get("clip")) is None:
             return gradients
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in gradients.values()))
         return {path: g * jnp.minimum(1, clip / norm) for path, g in gradients.items()}
 
 
-def _variables_of(variables: Flat, number: int) -> dict[str, np.ndarray]:
+def _host_variables(variables: Flat, number: int) -> dict[str, np.ndarray]:
     """Return variables in host memory after a step, by path and step, but for random keys."""
-    held = full({path: x for path, x in variables.items() if not is_key(x)})
-    return {f"{path} after step {number}": x for path, x in held.items()}
+    arrays = full({path: x for path, x in variables.items() if not is_random_key(x)})
+    return {f"{path} after step {number}": x for path, x in arrays.items()}
 
 
-def _metrics_by_step(told: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _metrics_by_step(metrics_log: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Return the metrics of a loss, and its weight, by name and step."""
-    own = lambda metrics: metrics.keys() - {"loss", "grad_norm", "finite", "step"}
+    own_names = lambda metrics: metrics.keys() - {"loss", "grad_norm", "finite", "step"}
     return {
         f"{name} of step {number}": np.asarray(metrics[name], np.float64)
-        for number, metrics in enumerate(told)
-        for name in sorted(own(metrics))
+        for number, metrics in enumerate(metrics_log)
+        for name in sorted(own_names(metrics))
     }
 
 
-def recorded_gradients() -> optax.GradientTransformation:
+def record_gradients() -> optax.GradientTransformation:
     """Return a transformation whose state is the last gradient: placed as any moment is."""
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
     return optax.GradientTransformation(
@@ -279,19 +298,19 @@ def recorded_gradients() -> optax.GradientTransformation:
     )
 
 
-def _check_placement(plan: Layout, state: Any) -> None:
+def _check_placement(case_layout: Layout, state: Any) -> None:
     """Raise unless every array of the state lies where the layout says."""
 
-    def check(keys: tuple, x: jax.Array, wanted: NamedSharding) -> None:
-        there, memory = x.sharding.memory_kind, wanted.memory_kind
-        if not x.sharding.is_equivalent_to(wanted, x.ndim) or there != memory:
+    def check(keys: tuple, x: jax.Array, sharding: NamedSharding) -> None:
+        memory_kind, memory = x.sharding.memory_kind, sharding.memory_kind
+        if not x.sharding.is_equivalent_to(sharding, x.ndim) or memory_kind != memory:
             raise AssertionError(
-                f"{plan.strategy.name} on {describe_mesh(plan.mesh)}: "
-                f"{jax.tree_util.keystr(keys)} {x.shape} lies as {x.sharding}, not {wanted.spec} "
+                f"{case_layout.strategy.name} on {describe_mesh(case_layout.mesh)}: "
+                f"{jax.tree_util.keystr(keys)} {x.shape} lies as {x.sharding}, not {sharding.spec} "
                 f"in {memory} memory."
             )
 
-    jax.tree_util.tree_map_with_path(check, state, plan.shardings())
+    jax.tree_util.tree_map_with_path(check, state, case_layout.shardings())
 
 
 def assert_strategies_agree(
@@ -343,28 +362,30 @@ def assert_strategies_agree(
     cases: Mapping[str, tuple] = strategies or default_cases(model_init, of_layout)
     chosen = optimizer or optax.adamw(1e-3, eps=1e-4)
     case = Case(model_init, loss, batch, chosen, steps, of_layout, options)
-    with _told("one device", "trained"):
-        wanted = case.run(DDP, {"data": 1})
-        _check_reference(case, wanted)
+    with _progress_line("one device", "trained"):
+        reference = case.run(DDP, {"data": 1})
+        _check_reference(case, reference)
     differences = {}
     for name, (strategy, sizes, *own) in cases.items():
-        with _told(f"{name} on {' x '.join(f'{axis}={n}' for axis, n in sizes.items())}") as told:
+        with _progress_line(
+            f"{name} on {' x '.join(f'{axis}={n}' for axis, n in sizes.items())}"
+        ) as line:
             try:
                 run = case.run(strategy, sizes, *own)
             except ValueError as error:
-                if strategies or not _refused(error):
+                if strategies or not _is_refusal(error):
                     raise
-                told.result = f"left out: {error}"
+                line.result = f"left out: {error}"
                 continue
             who = f"{name} ({strategy.name} on {dict(sizes)})"
-            differences[name] = assert_same_run(run, wanted, who)
+            differences[name] = assert_same_run(run, reference, who)
     return differences
 
 
-def _refused(error: ValueError) -> bool:
+def _is_refusal(error: ValueError) -> bool:
     """Return whether a check of hfjax raised it; what JAX says in hfjax's words is no refusal."""
-    where = module_of(error)
-    return where.startswith("hfjax.") and where != "hfjax.checks.jax_errors"
+    module_name = raising_module(error)
+    return module_name.startswith("hfjax.") and module_name != "hfjax.checks.jax_errors"
 
 
 @dataclass
@@ -375,22 +396,24 @@ class _Line:
 
 
 @contextmanager
-def _told(where: str, result: str = "equal") -> Iterator[_Line]:
+def _progress_line(title: str, result: str = "equal") -> Iterator[_Line]:
     """Say on standard error what is trained, and at the end the result and how long it took."""
-    line, began = _Line(result), time.monotonic()
+    line, start = _Line(result), time.monotonic()
     if not speaks():
         yield line
         return
-    with said_while(f"{where}: compiling, training"):
+    with show_progress(f"{title}: compiling, training"):
         yield line
-    print(f"{where}: {line.result}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(f"{title}: {line.result}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
-def assert_same_run(run: Trained, wanted: Trained, who: str) -> float:
+def assert_same_run(run: TrainResult, reference: TrainResult, who: str) -> float:
     """Return the greatest relative difference; raise AssertionError if it is more than rounding."""
-    wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
-    advice = f"{ADVICE} Rows meet in it here:\n{run.rows}" if run.rows else ADVICE
-    return _compared(run, wanted, f"{who} differs from one device", 1e-9 if wide else 1e-5, advice)
+    is_float64 = all(x.dtype == np.float64 for x in reference.parameters.values())
+    advice = f"{ADVICE} Rows meet in it here:\n{run.batch_comms}" if run.batch_comms else ADVICE
+    return _compare(
+        run, reference, f"{who} differs from one device", 1e-9 if is_float64 else 1e-5, advice
+    )
 
 
 ADVICE = (
@@ -399,22 +422,28 @@ ADVICE = (
 )
 
 
-def _compared(run: Trained, wanted: Trained, who: str, tolerance: float, advice: str = "") -> float:
-    found = {what: (apart, values) for what, apart, values in _differences(run, wanted)}
-    greatest = float(np.max([apart for apart, _ in found.values()]))  # NaN if one is
-    worst = max(found, key=lambda what: np.nan_to_num(found[what][0], nan=np.inf))
+def _compare(
+    run: TrainResult, reference: TrainResult, who: str, tolerance: float, advice: str = ""
+) -> float:
+    differences = {
+        field: (difference, values) for field, difference, values in _compare_fields(run, reference)
+    }
+    greatest = float(
+        np.max([difference for difference, _ in differences.values()])
+    )  # NaN if one is
+    worst = max(differences, key=lambda field: np.nan_to_num(differences[field][0], nan=np.inf))
     if not greatest <= tolerance:
-        apart, values = found[worst]
+        difference, values = differences[worst]
         raise AssertionError(
-            f"{who}: {worst} by {apart:.1e}{values}, allowed {tolerance:.0e}.{advice}"
+            f"{who}: {worst} by {difference:.1e}{values}, allowed {tolerance:.0e}.{advice}"
         )
     return greatest
 
 
-def _check_reference(case: Case, found: Trained) -> None:
+def _check_reference(case: Case, run: TrainResult) -> None:
     """Raise unless one device agrees with plain JAX, wherever that computes the same."""
-    if wanted := case.plain():
-        _compared(found, wanted, "one device differs from plain JAX", 1e-4)
+    if reference := case.run_plain():
+        _compare(run, reference, "one device differs from plain JAX", 1e-4)
 
 
 def default_cases(
@@ -426,64 +455,70 @@ def default_cases(
         model_init: Function of rngs that returns the model.
         of_layout: `forward` and `axes` of `hfjax.layout`.
     """
-    one = make_mesh(devices=jax.devices()[:1])
-    plan = layout(model_init, optax.identity(), one, DDP, **(of_layout or {}))
-    pairs = [pair for x in plan.arrays.values() for pair in zip(x.axes, x.shape, strict=True)]
+    one_device = make_mesh(devices=jax.devices()[:1])
+    case_layout = layout(model_init, optax.identity(), one_device, DDP, **(of_layout or {}))
+    pairs = [
+        pair for x in case_layout.arrays.values() for pair in zip(x.axes, x.shape, strict=True)
+    ]
     named = {name for name, _ in pairs}
     experts = [size for name, size in pairs if name == EXPERTS]
-    asked = {
-        "PIPE": ("the model is not in three parts", plan.blueprint.three_parts),
+    requirements = {
+        "PIPE": ("the model is not in three parts", case_layout.template.is_layer_stack),
         "CONTEXT": ("no dimension is named heads", "heads" in named),
         "EXPERT": (f"no dimension named {EXPERTS} divides by 2", any(n % 2 == 0 for n in experts)),
         "GRID": ("no dimensions are named embed and mlp", {"embed", "mlp"} <= named),
     }
-    left_out = {name: why for name, (why, fits) in asked.items() if not fits}
+    left_out = {name: why for name, (why, fits) in requirements.items() if not fits}
     count = 2 ** (len(jax.devices()).bit_length() - 1)
     tensor = bool(named & TENSOR.parameters.keys())
-    chosen = strategies(count, tensor, asked.keys() - left_out.keys())
+    chosen = strategies(count, tensor, requirements.keys() - left_out.keys())
     if speaks() and left_out:
         why = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
         print(f"left out: {why}", file=sys.stderr, flush=True)
-    whole = lambda strategy, *more: (strategy.edit(replicate_below=0), *more)
-    return {name: whole(*case) for name, case in chosen.items()}
+    split_all = lambda strategy, *more: (strategy.edit(replicate_below=0), *more)
+    return {name: split_all(*case) for name, case in chosen.items()}
 
 
-def _differences(run: Trained, wanted: Trained) -> Iterator[tuple[str, float, str]]:
+def _compare_fields(run: TrainResult, reference: TrainResult) -> Iterator[tuple[str, float, str]]:
     """Yield what is compared, how far it is apart, and both values where they are numbers."""
-    for number, pair in enumerate(zip(run.losses, wanted.losses, strict=True)):
+    for number, pair in enumerate(zip(run.losses, reference.losses, strict=True)):
         yield f"loss of step {number}", abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-30), ""
-    for what, mine, theirs in (
-        ("gradient", run.gradients, wanted.gradients),
-        ("parameter", run.parameters, wanted.parameters),
+    for kind, arrays, expected in (
+        ("gradient", run.gradients, reference.gradients),
+        ("parameter", run.parameters, reference.parameters),
     ):
-        if theirs:
-            yield *_tree_difference(what, mine, theirs), ""
-    for what, mine, theirs in (
-        ("variable", run.variables, wanted.variables),
-        ("metric", run.metrics, wanted.metrics),
+        if expected:
+            yield *_tree_difference(kind, arrays, expected), ""
+    for kind, arrays, expected in (
+        ("variable", run.variables, reference.variables),
+        ("metric", run.metrics, reference.metrics),
     ):
-        for name in theirs:
-            yield f"{what} {name}", *_apart(mine[name], theirs[name])
+        for name in expected:
+            yield f"{kind} {name}", *_relative_difference(arrays[name], expected[name])
 
 
-def _apart(found: np.ndarray, wanted: np.ndarray) -> tuple[float, str]:
+def _relative_difference(actual: np.ndarray, expected: np.ndarray) -> tuple[float, str]:
     """Return how far two arrays are apart, relative to the norm of one, and what they are."""
-    whole = np.issubdtype(wanted.dtype, np.integer)  # a count: it is the same, or it is not
-    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-    same = found == wanted  # infinities among them
-    distance = float(np.linalg.norm(np.where(same, 0, found - np.where(same, 0, wanted))))
-    norm = max(float(np.linalg.norm(np.where(np.isfinite(wanted), wanted, 0))), 1e-2)
-    apart = distance if whole else distance / norm
-    worst = np.unravel_index(np.argmax(np.abs(found - wanted)), found.shape) if found.size else ()
-    return apart, f" ({found[worst]:.6g} for {wanted[worst]:.6g})" if found.size else ""
+    is_integer = np.issubdtype(expected.dtype, np.integer)  # a count: it is the same, or it is not
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    is_equal = actual == expected  # infinities among them
+    distance = float(
+        np.linalg.norm(np.where(is_equal, 0, actual - np.where(is_equal, 0, expected)))
+    )
+    norm = max(float(np.linalg.norm(np.where(np.isfinite(expected), expected, 0))), 1e-2)
+    difference = distance if is_integer else distance / norm
+    worst = (
+        np.unravel_index(np.argmax(np.abs(actual - expected)), actual.shape) if actual.size else ()
+    )
+    return difference, f" ({actual[worst]:.6g} for {expected[worst]:.6g})" if actual.size else ""
 
 
-def _tree_difference(what: str, run: dict, wanted: dict) -> tuple[str, float]:
+def _tree_difference(kind: str, run: dict, reference: dict) -> tuple[str, float]:
     """Return the most different leaf's name and the difference relative to the tree's norm."""
     norm = lambda arrays: float(
         np.sqrt(sum(np.sum(np.square(a, dtype=np.float64)) for a in arrays))
     )
-    apart = {path: norm([run[path] - wanted[path]]) for path in wanted}
-    worst = max(apart, key=lambda path: apart[path])
-    total = norm(apart.values()) / max(norm(wanted.values()), 1e-30)
-    return f"{what} {worst} {wanted[worst].shape}", total
+    differences = {path: norm([run[path] - reference[path]]) for path in reference}
+    worst = max(differences, key=lambda path: differences[path])
+    difference = norm(differences.values()) / max(norm(reference.values()), 1e-30)
+    return f"{kind} {worst} {reference[worst].shape}", difference

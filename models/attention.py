@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from hfjax.models.rope import EitherRope, Rope
 from hfjax.pallas_kernels import current_platform
 from hfjax.pallas_kernels.capabilities import is_causal_attention
-from hfjax.utils.keywords import is_real, is_whole
+from hfjax.utils.keywords import is_int, is_real
 
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped
 MISSING = (
@@ -39,7 +39,7 @@ def causal_attention(
     That is cuDNN's on a GPU, blocks of queries on a CPU. With the number of each token's document,
     it stays inside documents.
     """
-    attend = _of_gpus if current_platform.platform() in ("gpu", "cuda") else blocked
+    attend = _gpu_attention if current_platform.platform() in ("gpu", "cuda") else block_attention
     return attend(q_BSHD, k_BSGD, v_BSGD, documents_BS)
 
 
@@ -65,7 +65,7 @@ def windowed(window: int) -> Callable:
         v_BSGD: jax.Array,
         documents_BS: jax.Array | None = None,
     ) -> jax.Array:
-        run = _of_gpus if current_platform.platform() in ("gpu", "cuda") else blocked
+        run = _gpu_attention if current_platform.platform() in ("gpu", "cuda") else block_attention
         return run(q_BSHD, k_BSGD, v_BSGD, documents_BS, window=window)
 
     return is_causal_attention(attend, window)
@@ -88,15 +88,15 @@ def capped(cap: float, window: int | None = None) -> Callable:
     """
     if not is_real(cap, sys.float_info.min, sys.float_info.max):
         raise ValueError(f"capped({cap!r}): a finite number above 0 is expected.")
-    if not (window is None or is_whole(window, 1)):
+    if not (window is None or is_int(window, 1)):
         raise ValueError(f"capped(window={window!r}): at least 1 (a query sees itself), or None.")
 
-    attend = partial(blocked, window=window, cap=cap)
+    attend = partial(block_attention, window=window, cap=cap)
     attend.cap, attend.window = cap, window  # type: ignore[attr-defined]
     return attend
 
 
-def _of_gpus(q_BSHD: jax.Array, *others: Any, **mask: Any) -> jax.Array:
+def _gpu_attention(q_BSHD: jax.Array, *others: Any, **mask: Any) -> jax.Array:
     """Return cuDNN's attention in half precision, XLA's in others and where cuDNN is missing."""
     if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
         return dot_product(q_BSHD, *others, implementation="xla", **mask)
@@ -118,15 +118,15 @@ def dot_product(
     window: int | None = None,
 ) -> jax.Array:
     """Return `jax.nn.dot_product_attention`, causal; with a window of so many positions."""
-    same = None
+    mask = None
     if documents_BS is not None:
-        same = (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None]
+        mask = (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation=implementation)
     local = None if window is None else (window - 1, 0)
-    return attend(q_BSHD, k_BSGD, v_BSGD, mask=same, is_causal=True, local_window_size=local)
+    return attend(q_BSHD, k_BSGD, v_BSGD, mask=mask, is_causal=True, local_window_size=local)
 
 
-def blocked(
+def block_attention(
     q_BSHD: jax.Array,
     k_BSGD: jax.Array,
     v_BSGD: jax.Array,
@@ -138,20 +138,20 @@ def blocked(
 
     With a cap no score goes beyond it, by a tanh.
     """
-    length, shared = q_BSHD.shape[1], q_BSHD.shape[2] // k_BSGD.shape[2]
-    k_BSHD, v_BSHD = (jnp.repeat(x, shared, axis=2) for x in (k_BSGD, v_BSGD))
+    length, repeats = q_BSHD.shape[1], q_BSHD.shape[2] // k_BSGD.shape[2]
+    k_BSHD, v_BSHD = (jnp.repeat(x, repeats, axis=2) for x in (k_BSGD, v_BSGD))
     blocks = BLOCKS if length % BLOCKS == 0 else 1
     size = length // blocks
-    parts = []
+    outs = []
     for end in range(size, length + 1, size):
         first = 0 if window is None else max(0, end - size - window + 1)
-        same = _same(documents_BS, size, first, end)
-        queries, seen = q_BSHD[:, end - size : end], slice(first, end)
-        parts.append(_block(queries, k_BSHD[:, seen], v_BSHD[:, seen], same, window, cap))
-    return jnp.concatenate(parts, axis=1) if blocks > 1 else parts[0]
+        mask = _same_document(documents_BS, size, first, end)
+        queries, span = q_BSHD[:, end - size : end], slice(first, end)
+        outs.append(_attend_block(queries, k_BSHD[:, span], v_BSHD[:, span], mask, window, cap))
+    return jnp.concatenate(outs, axis=1) if blocks > 1 else outs[0]
 
 
-def _same(documents_BS: jax.Array | None, size: int, first: int, end: int) -> Any:
+def _same_document(documents_BS: jax.Array | None, size: int, first: int, end: int) -> Any:
     """Return whether each of the last `size` queries and a key share a document: [B, 1, Q, K]."""
     if documents_BS is None:
         return True
@@ -159,11 +159,11 @@ def _same(documents_BS: jax.Array | None, size: int, first: int, end: int) -> An
     return (queries[:, :, None] == keys[:, None, :])[:, None]
 
 
-def _block(
+def _attend_block(
     q_BQHD: jax.Array,
     k_BKHD: jax.Array,
     v_BKHD: jax.Array,
-    same: Any,
+    mask: Any,
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
@@ -173,9 +173,9 @@ def _block(
     scale = jnp.asarray(q_BQHD.shape[-1] ** -0.5, q_BQHD.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q_BQHD * scale, k_BKHD, preferred_element_type=wide)
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-    at, of = jnp.arange(queries)[:, None] + keys - queries, jnp.arange(keys)[None]
-    visible = of <= at if window is None else (of <= at) & (of > at - window)
-    scores = jnp.where(visible[None, None] & same, scores, jnp.finfo(wide).min)
+    q_pos, k_pos = jnp.arange(queries)[:, None] + keys - queries, jnp.arange(keys)[None]
+    visible = k_pos <= q_pos if window is None else (k_pos <= q_pos) & (k_pos > q_pos - window)
+    scores = jnp.where(visible[None, None] & mask, scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BKHD.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v_BKHD)
 
@@ -184,27 +184,27 @@ def rotate(
     x_BSHD: jax.Array,
     rotary: Rope | EitherRope,
     positions_S: jax.Array | None = None,
-    times: Sequence[float] | None = None,
+    factors: Sequence[float] | None = None,
 ) -> jax.Array:
     """Return x, dimensions i and i + D/2 turned by position * speed i radians.
 
-    Positions are counted from 0 unless they are given. `times` is what x is multiplied by besides,
-    for each entry of its last dimension but one.
+    Positions are counted from 0 unless they are given. `factors` is what x is multiplied by
+    besides, for each entry of its last dimension but one.
 
     Rotary positions (Su et al., 2021), halves paired as in the weights of Hugging Face's Llama.
     Between S and D there may be any number of dimensions. Computed in float32 or wider.
     """
     length, half = x_BSHD.shape[1], x_BSHD.shape[-1] // 2
     wide = jnp.promote_types(x_BSHD.dtype, jnp.float32)
-    speeds = rotary.speeds(half, wide)
-    at = jnp.arange(length, dtype=wide) if positions_S is None else positions_S.astype(wide)
-    angles = jnp.outer(at, speeds)
+    frequencies = rotary.frequencies(half, wide)
+    positions = jnp.arange(length, dtype=wide) if positions_S is None else positions_S.astype(wide)
+    angles = jnp.outer(positions, frequencies)
     angles = angles.reshape(1, length, *(1,) * (x_BSHD.ndim - 3), half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if not (isinstance(rotary.grows, float) and rotary.grows == 1):
-        cos, sin = cos * rotary.grows, sin * rotary.grows
-    if times is not None:
-        by_head = jnp.asarray(times, wide).reshape(*(1,) * (x_BSHD.ndim - 2), -1, 1)
+    if not (isinstance(rotary.attention_scaling, float) and rotary.attention_scaling == 1):
+        cos, sin = cos * rotary.attention_scaling, sin * rotary.attention_scaling
+    if factors is not None:
+        by_head = jnp.asarray(factors, wide).reshape(*(1,) * (x_BSHD.ndim - 2), -1, 1)
         cos, sin = cos * by_head, sin * by_head
     x, y = jnp.split(x_BSHD.astype(wide), 2, axis=-1)
     return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1).astype(x_BSHD.dtype)

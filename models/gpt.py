@@ -11,20 +11,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.attention import causal_attention
 from hfjax.models.layers import (
+    FULL_SEQUENCE,
     STREAM,
-    WHOLE,
     Dropout,
     LayerNorm,
     Linear,
     Stream,
-    added,
-    anywhere,
-    plain,
+    add_residual,
+    local_ops,
+    no_constraint,
+    pack_stream,
     residual_scale,
     run_stacked,
-    stacked,
-    with_documents,
-    without_documents,
+    stack_layers,
+    unpack_stream,
 )
 from hfjax.models.loss import next_token_loss, next_tokens
 from hfjax.models.model_config import TextPresets
@@ -105,15 +105,15 @@ class Attention(nnx.Module):
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, rngs=rngs)
         self.attend = config.attention
-        self.place, self.kernels = anywhere, plain
+        self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qkv = checkpoint_name(qkv, "qkv")
         q, k, v = (qkv[:, :, :, i] for i in range(3))
-        inside = () if documents_BS is None else (documents_BS,)
+        documents = () if documents_BS is None else (documents_BS,)
         attend = self.kernels.attention(self.attend)
-        attended = checkpoint_name(attend(q, k, v, *inside), "attended")
+        attended = checkpoint_name(attend(q, k, v, *documents), "attended")
         return self.out(self.place(attended, ("batch", None, "heads", None)))
 
 
@@ -126,7 +126,7 @@ class MLP(nnx.Module):
         self.down = Linear(
             wide[::-1], ("mlp", "embed"), 1, residual_scale(config.layers), rngs=rngs
         )
-        self.place = anywhere
+        self.place = no_constraint
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up = checkpoint_name(self.place(self.up(x_BSD), ("batch", None, "mlp")), "mlp_up")
@@ -142,14 +142,14 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.dropout1 = Dropout(config.dropout, rngs=rngs)
         self.dropout2 = Dropout(config.dropout, rngs=rngs)
-        self.place = anywhere
+        self.place = no_constraint
 
     def __call__(self, stream: Stream) -> Any:
-        x_BSD, documents = without_documents(stream)
+        x_BSD, documents = unpack_stream(stream)
         attention = partial(self.attention, documents_BS=documents)
-        x = added(self.place, x_BSD, attention, self.norm1, self.dropout1)
-        x = added(self.place, x, self.mlp, self.norm2, self.dropout2)
-        return with_documents(x, documents)
+        x = add_residual(self.place, x_BSD, attention, self.norm1, self.dropout1)
+        x = add_residual(self.place, x, self.mlp, self.norm2, self.dropout2)
+        return pack_stream(x, documents)
 
 
 class GPT(nnx.Module):
@@ -167,9 +167,9 @@ class GPT(nnx.Module):
             normal(0.01, config.length, config.embed), axes=("position", "embed")
         )
         self.dropout = Dropout(config.dropout, rngs=rngs)
-        self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.layers = stack_layers(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm = LayerNorm(config.embed)
-        self.place, self.kernels = anywhere, plain
+        self.place, self.kernels = no_constraint, local_ops
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Any:
         """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
@@ -177,32 +177,32 @@ class GPT(nnx.Module):
         With `batch["documents"]` [B, S + 1] tokens attend inside their document, and its positions
         begin at 0.
         """
-        made = next_tokens(batch)
-        length = made["tokens"].shape[1]
+        inputs = next_tokens(batch)
+        length = inputs["tokens"].shape[1]
         if length > self.config.length:
             raise ValueError(
                 f"{length} tokens a row, the model has {self.config.length} positions: shorten the "
                 "rows, or raise GPTConfig.length."
             )
-        x = self.place(self.kernels.lookup(self.tokens[...], made["tokens"]), WHOLE)
-        x = x + self._positions(x.shape[1], made.get("positions"))
-        return with_documents(self.dropout(self.place(x, STREAM)), made.get("documents"))
+        x = self.place(self.kernels.lookup(self.tokens[...], inputs["tokens"]), FULL_SEQUENCE)
+        x = x + self._position_embeddings(x.shape[1], inputs.get("positions"))
+        return pack_stream(self.dropout(self.place(x, STREAM)), inputs.get("documents"))
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Return a batch of whole rows as `embed` and the loss read it."""
         return next_tokens(batch)
 
-    def _positions(self, length: int, in_documents_BS: jax.Array | None) -> jax.Array:
+    def _position_embeddings(self, length: int, in_documents_BS: jax.Array | None) -> jax.Array:
         """Return the embedding of each token's position."""
         if in_documents_BS is not None:
-            return self.place(self.positions[...][in_documents_BS], WHOLE)
+            return self.place(self.positions[...][in_documents_BS], FULL_SEQUENCE)
         return self.positions[...][None, :length]
 
     def head(self, stream: Any) -> Any:
         """Return the logits [B, S, V], or a step's stand-in for them."""
-        x_BSD, _ = without_documents(stream)
-        x = self.place(self.norm(x_BSD), WHOLE, STREAM)
+        x_BSD, _ = unpack_stream(stream)
+        x = self.place(self.norm(x_BSD), FULL_SEQUENCE, STREAM)
         kernel_VD: Any = self.tokens[...]
         return self.kernels.outputs(x.astype(kernel_VD.dtype), kernel_VD, self.config.vocab)
 

@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hfjax.utils.head import logits_of, project
-from hfjax.utils.mean_variance import moments
+from hfjax.utils.head import head_logits, project
+from hfjax.utils.mean_variance import mean_and_variance
 
 Axes = tuple[str | None, ...]
-Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # of a key and a shape
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # of a key and a shape
 Stream = jax.Array | tuple[jax.Array, jax.Array]  # the residual stream[, documents]
 
 STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
-WHOLE = ("batch", None, None)  # what enters a linear map
+FULL_SEQUENCE = ("batch", None, None)  # what enters a linear map
 
 
-def with_documents(x_BSD: jax.Array, documents_BS: jax.Array | None) -> Any:
+def pack_stream(x_BSD: jax.Array, documents_BS: jax.Array | None) -> Any:
     """Return what goes from layer to layer: the residual stream, and documents if there are any."""
     return x_BSD if documents_BS is None else (x_BSD, documents_BS)
 
 
-def without_documents(stream: Stream) -> tuple[jax.Array, jax.Array | None]:
+def unpack_stream(stream: Stream) -> tuple[jax.Array, jax.Array | None]:
     """Return the residual stream, and the number of each token's document or None."""
     return stream if isinstance(stream, tuple) else (stream, None)
 
@@ -36,21 +36,21 @@ def position_in_document(documents_BS: jax.Array) -> jax.Array:
     >>> position_in_document(jnp.array([[1, 1, 1, 2, 2, 0]])).tolist()
     [[0, 1, 2, 0, 1, 0]]
     """
-    at = jnp.broadcast_to(jnp.arange(documents_BS.shape[1])[None], documents_BS.shape)
-    begins = jnp.pad(documents_BS[:, 1:] != documents_BS[:, :-1], ((0, 0), (1, 0)))
-    return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+    positions = jnp.broadcast_to(jnp.arange(documents_BS.shape[1])[None], documents_BS.shape)
+    starts = jnp.pad(documents_BS[:, 1:] != documents_BS[:, :-1], ((0, 0), (1, 0)))
+    return positions - jax.lax.cummax(jnp.where(starts, positions, 0), axis=1)
 
 
-class Anywhere:
+class NoConstraint:
     """The `place` of a module that nobody has put on a mesh: leaves an activation as it is.
 
     A module that sets `self.place = anywhere` is handed the layout's own function in its place.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from hfjax.models.layers import anywhere
+        >>> from hfjax.models.layers import no_constraint
         >>> x = jnp.ones((2, 8, 16))
-        >>> anywhere(x, ("batch", "seq", None)) is x
+        >>> no_constraint(x, ("batch", "seq", None)) is x
         True
     """
 
@@ -75,18 +75,18 @@ class Anywhere:
         return ()
 
 
-anywhere = Anywhere()
+no_constraint = NoConstraint()
 
 
-class Plain:
+class LocalOps:
     """The `kernels` of a module that no step has equipped: everything is plain JAX.
 
     A module that sets `self.kernels = plain` is handed the step's own object in its place.
 
     Example:
         >>> import jax
-        >>> from hfjax.models.layers import plain
-        >>> plain.attention(jax.nn.dot_product_attention) is jax.nn.dot_product_attention
+        >>> from hfjax.models.layers import local_ops
+        >>> local_ops.attention(jax.nn.dot_product_attention) is jax.nn.dot_product_attention
         True
     """
 
@@ -107,8 +107,8 @@ class Plain:
             length: How many positions are here.
 
         Example:
-            >>> from hfjax.models.layers import plain
-            >>> plain.run_length(8)  # fewer where devices share rows
+            >>> from hfjax.models.layers import local_ops
+            >>> local_ops.run_length(8)  # fewer where devices share rows
             8
         """
         return length
@@ -121,7 +121,7 @@ class Plain:
         """
         return x
 
-    def moments(self, x: jax.Array, axes: Any = None) -> tuple[jax.Array, jax.Array, int]:
+    def channel_stats(self, x: jax.Array, axes: Any = None) -> tuple[jax.Array, jax.Array, int]:
         """Return mean and variance of each channel over rows and positions, and their number.
 
         In a step they are those of the rows of all devices, in one message. They are of at least
@@ -133,29 +133,29 @@ class Plain:
 
         Example:
             >>> import jax.numpy as jnp
-            >>> from hfjax.models.layers import plain
-            >>> mean, variance, count = plain.moments(jnp.array([[1000.0], [1002.0]]))
+            >>> from hfjax.models.layers import local_ops
+            >>> mean, variance, count = local_ops.channel_stats(jnp.array([[1000.0], [1002.0]]))
             >>> mean.tolist(), variance.tolist(), count
             ([1001.0], [1.0], 2)
         """
-        return *moments(x), x.size // x.shape[-1]
+        return *mean_and_variance(x), x.size // x.shape[-1]
 
-    def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
+    def experts(self, mixture: Any, x_GTD: jax.Array, routing: Any) -> jax.Array:
         """Return what the experts of a layer make of tokens; a step may spread them over devices.
 
         Args:
             mixture: The experts, a `hfjax.models.moe.experts.Mixture`.
             x_GTD: Tokens, in groups.
-            routed: Where each goes.
+            routing: Where each goes.
         """
-        return mixture.whole(x_GTD, routed)
+        return mixture.run_all(x_GTD, routing)
 
-    def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
+    def record_metrics(self, outputs: Any, add_metrics: Callable, needed: bool) -> Any:
         """Return what the loss is given: the outputs, and what routers told if it asks for that.
 
         Args:
             outputs: Of the model.
-            routed: Function of the outputs that adds what routers told.
+            add_metrics: Function of the outputs that adds what routers told.
             needed: Whether training without it would leave out a loss or a bias.
         """
         return outputs
@@ -183,7 +183,7 @@ class Plain:
                 bias). A grid, and a kernel that makes losses without logits, cannot take it: scale
                 x before, and put caps and biases into a loss that is given logits.
         """
-        return logits() if logits else logits_of(anywhere, x_BSD, kernel_VD, vocab)
+        return logits() if logits else head_logits(no_constraint, x_BSD, kernel_VD, vocab)
 
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return the row of each token in a table, as the residual stream has them.
@@ -195,23 +195,23 @@ class Plain:
 
         Example:
             >>> import jax.numpy as jnp
-            >>> from hfjax.models.layers import plain
-            >>> plain.lookup(jnp.eye(3), jnp.array([[2, 0]])).tolist()
+            >>> from hfjax.models.layers import local_ops
+            >>> local_ops.lookup(jnp.eye(3), jnp.array([[2, 0]])).tolist()
             [[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]
         """
         return table_VD[tokens_BS]
 
 
-plain = Plain()
+local_ops = LocalOps()
 
 
-class Unnumbered(int):
+class NoNumber(int):
     """The number of a module that a layout numbers: 0 on its own."""
 
     takes_number = True  # a layout puts the number of the module among its like in place of it
 
 
-unnumbered = Unnumbered(0)
+no_number = NoNumber(0)
 
 
 class Linear(nnx.Module):
@@ -226,38 +226,40 @@ class Linear(nnx.Module):
         shape: tuple[int, ...],
         axes: Axes,
         outputs: int,
-        scale: float | Draw,
+        scale: float | Initializer,
         *,
-        bias: bool | Draw = True,
+        bias: bool | Initializer = True,
         rngs: nnx.Rngs,
     ) -> None:
         self.inputs = len(shape) - outputs
         key = rngs.params()
-        drawn = scale(key, shape) if callable(scale) else scale * jax.random.normal(key, shape)
-        self.kernel = nnx.Param(drawn, axes=axes)
-        of_bias = shape[self.inputs :]
-        zeros = lambda: bias(rngs.params(), of_bias) if callable(bias) else jnp.zeros(of_bias)
-        self.bias = nnx.Param(zeros(), axes=axes[self.inputs :]) if bias else None
+        kernel = scale(key, shape) if callable(scale) else scale * jax.random.normal(key, shape)
+        self.kernel = nnx.Param(kernel, axes=axes)
+        bias_shape = shape[self.inputs :]
+        init_bias = lambda: (
+            bias(rngs.params(), bias_shape) if callable(bias) else jnp.zeros(bias_shape)
+        )
+        self.bias = nnx.Param(init_bias(), axes=axes[self.inputs :]) if bias else None
         self.between = (axes[0], axes[self.inputs])  # embed, and what may be split: heads, mlp
-        self.place, self.kernels = anywhere, plain
+        self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel, entered = jnp.asarray(self.kernel[...]), x.dtype
+        kernel, dtype = jnp.asarray(self.kernel[...]), x.dtype
         x = x.astype(kernel.dtype)  # precision by path: what leaves has the dtype of what entered
-        rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
+        batch_shape, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         multiply = partial(project, lambda x: x)
-        if len(rows) == 2:  # of [B, S, …] dimensions have names
+        if len(batch_shape) == 2:  # of [B, S, …] dimensions have names
             multiply = self.kernels.matmul(self.place, self.between, self._multiply)
-        y: Any = multiply(x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
+        y: Any = multiply(x.reshape(*batch_shape, inputs), kernel.reshape(inputs, -1))
         y = y.reshape(*y.shape[:-1], *kernel.shape[self.inputs :])
         if self.bias is not None:
-            y = y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(rows)))
-        return y.astype(entered)
+            y = y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(batch_shape)))
+        return y.astype(dtype)
 
     def _multiply(self, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
         """Return x @ kernel; of a sequence that is split, the whole enters a layer."""
         if self.between[0] == "embed":
-            x_BSI = self.place(x_BSI, WHOLE, STREAM)
+            x_BSI = self.place(x_BSI, FULL_SEQUENCE, STREAM)
         return project(
             partial(self.place, names=("batch", None, self.between[1])), x_BSI, kernel_IO
         )
@@ -269,7 +271,7 @@ class LayerNorm(nnx.Module):
     def __init__(self, size: int, axis: str | None = "embed", epsilon: float = 1e-5) -> None:
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.bias = nnx.Param(jnp.zeros((size,)), axes=(axis,))
-        self.epsilon, self.axis, self.kernels = epsilon, axis, plain
+        self.epsilon, self.axis, self.kernels = epsilon, axis, local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -293,9 +295,9 @@ class RMSNorm(nnx.Module):
         plus_one: bool = False,
     ) -> None:
         self.epsilon, self.plus_one = epsilon, plus_one
-        first = jnp.zeros if plus_one else jnp.ones
-        self.scale = nnx.Param(first((size,)), axes=(axis,))
-        self.axis, self.kernels = axis, plain
+        initializer = jnp.zeros if plus_one else jnp.ones
+        self.scale = nnx.Param(initializer((size,)), axes=(axis,))
+        self.axis, self.kernels = axis, local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -306,7 +308,7 @@ class RMSNorm(nnx.Module):
         return (unit * scale).astype(x.dtype)
 
 
-class RowKey(nnx.Variable):
+class ExampleKey(nnx.Variable):
     """A random key that a training step turns into one key per row of the global batch."""
 
 
@@ -333,9 +335,11 @@ class Dropout(nnx.Module):
             raise ValueError(f"Dropout(rate={rate!r}): the part that is dropped is from 0 to 1.")
         self.rate = rate
         self.deterministic = False
-        made = 0 < rate < 1
-        self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if made else None
-        self.kernels = plain
+        is_random = 0 < rate < 1
+        self.key = (
+            ExampleKey(rngs.dropout(), per_example=True, per_position=True) if is_random else None
+        )
+        self.kernels = local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x with elements dropped, or as it is in an evaluation.
@@ -356,24 +360,28 @@ class Dropout(nnx.Module):
                 f"Dropout of {x.shape} with keys for {len(keys)} rows: these are not the rows of "
                 "the batch, with which an array to drop from begins."
             )
-        kept = jax.vmap(self._draw(x))(keys)
-        return jnp.where(kept, x / (1 - self.rate), jnp.zeros((), x.dtype))
+        mask = jax.vmap(self._draw_mask(x))(keys)
+        return jnp.where(mask, x / (1 - self.rate), jnp.zeros((), x.dtype))
 
-    def _draw(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    def _draw_mask(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """Return (key of a row) -> which of its elements are kept."""
         return lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:])
 
 
-MOST_LAYERS = 100_000  # each has random numbers of its own, which are counted before they are made
+MAX_LAYERS = 100_000  # each has random numbers of its own, which are counted before they are made
 
 
-def added(place: Callable, x: jax.Array, part: Callable, norm: Callable, after: Any) -> jax.Array:
+def add_residual(
+    place: Callable, x: jax.Array, sublayer: Callable, norm: Callable, post: Any
+) -> jax.Array:
     """Return x and what a part of a layer makes of it; norms see it split as the stream is."""
-    made = place(part(norm(place(x, STREAM))), STREAM)
-    return x + (made if after is None else after(made))
+    y = place(sublayer(norm(place(x, STREAM))), STREAM)
+    return x + (y if post is None else post(y))
 
 
-def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+def stack_layers(
+    count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
+) -> nnx.Module:
     """Return one module whose arrays stack `count` layers along a new first dimension.
 
     So a model in three parts holds equal layers: they compile once, and can be split over pipe.
@@ -385,19 +393,19 @@ def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
 
     Example:
         >>> from flax import nnx
-        >>> from hfjax.models.layers import stacked
-        >>> layers = stacked(4, lambda rngs: nnx.Linear(8, 16, rngs=rngs), nnx.Rngs(0))
+        >>> from hfjax.models.layers import stack_layers
+        >>> layers = stack_layers(4, lambda rngs: nnx.Linear(8, 16, rngs=rngs), nnx.Rngs(0))
         >>> layers.kernel.shape
         (4, 8, 16)
     """
-    if not 1 <= count <= MOST_LAYERS:
-        raise ValueError(f"layers={count}: from 1 to {MOST_LAYERS} layers are stacked.")
+    if not 1 <= count <= MAX_LAYERS:
+        raise ValueError(f"layers={count}: from 1 to {MAX_LAYERS} layers are stacked.")
     make = nnx.vmap(create, in_axes=(0,), out_axes=0)
     return nnx.split_rngs(splits=count)(make)(rngs)
 
 
 def run_stacked(layers: nnx.Module, x: Any) -> Any:
-    """Return x after each of the layers of a `stacked` module, as they are written.
+    """Return x after each of the layers of a `stack_layers` module, as they are written.
 
     What a layer writes to its variables (running statistics, say) is kept.
     """
@@ -405,16 +413,18 @@ def run_stacked(layers: nnx.Module, x: Any) -> Any:
     read = lambda state: dict(nnx.to_flat_state(state))
 
     def run(x: Any, layer: nnx.State) -> tuple[Any, dict]:
-        given = {path: v.get_raw_value() for path, v in read(layer).items()}
+        before = {path: v.get_raw_value() for path, v in read(layer).items()}
         module = nnx.merge(graph, layer)
         x = module(x)
         after = {path: v.get_raw_value() for path, v in read(nnx.state(module)).items()}
-        return x, {path: new for path, new in after.items() if new is not given[path]}
+        return x, {path: new for path, new in after.items() if new is not before[path]}
 
     x, written = jax.lax.scan(run, x, arrays)
     if written:
-        held = read(arrays)
-        nnx.update(layers, nnx.from_flat_state({p: held[p].replace(v) for p, v in written.items()}))
+        variables = read(arrays)
+        nnx.update(
+            layers, nnx.from_flat_state({p: variables[p].replace(v) for p, v in written.items()})
+        )
     return x
 
 

@@ -16,25 +16,25 @@ from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.attention import causal_attention, rotate
 from hfjax.models.layers import (
+    FULL_SEQUENCE,
     STREAM,
-    WHOLE,
     Linear,
     RMSNorm,
     Stream,
-    added,
-    anywhere,
-    plain,
+    add_residual,
+    local_ops,
+    no_constraint,
+    pack_stream,
     residual_scale,
     run_stacked,
-    stacked,
-    with_documents,
-    without_documents,
+    stack_layers,
+    unpack_stream,
 )
 from hfjax.models.loss import next_tokens
 from hfjax.models.model_config import TextPresets
 from hfjax.models.rope import EitherRope, Rope
-from hfjax.utils.head import logits_of as product_of
-from hfjax.utils.keywords import check_sizes, is_real, is_whole
+from hfjax.utils.head import head_logits as product_of
+from hfjax.utils.keywords import check_sizes, is_int, is_real
 
 ACTIVATIONS: Mapping[str, Callable] = {
     "silu": jax.nn.silu,
@@ -64,21 +64,21 @@ class LocalLayers:
     attention: Callable
     rotary: Rope | None = None
 
-    def check(self, what: str, layers: int) -> None:
+    def check(self, owner: str, layers: int) -> None:
         """Refuse numbers that are not those of some of so many layers."""
-        numbers = {n for n in self.layers if is_whole(n, 0, layers - 1)}
+        numbers = {n for n in self.layers if is_int(n, 0, layers - 1)}
         if len(numbers) != len(self.layers) or len(numbers) not in range(1, layers):
             raise ValueError(
-                f"{what}: local.layers={self.layers}: numbers of some of {layers} layers, from 0 "
+                f"{owner}: local.layers={self.layers}: numbers of some of {layers} layers, from 0 "
                 f"to {layers - 1}. Where all are alike, set attention= and rotary= in place of "
                 "local=."
             )
         if not callable(self.attention):
             raise ValueError(
-                f"{what}: local.attention={self.attention!r}: a function of (q, k, v)."
+                f"{owner}: local.attention={self.attention!r}: a function of (q, k, v)."
             )
         if not isinstance(self.rotary, Rope | None):
-            raise ValueError(f"{what}: local.rotary={self.rotary!r}: a {ROPE}, or None.")
+            raise ValueError(f"{owner}: local.rotary={self.rotary!r}: a {ROPE}, or None.")
 
 
 @dataclass(frozen=True)
@@ -141,28 +141,28 @@ class LlamaConfig(TextPresets):
     pad_vocab_to: int = 1
 
     def __post_init__(self) -> None:
-        what = type(self).__name__
+        owner = type(self).__name__
         sizes = ("vocab", "length", "layers", "heads", "kv_heads", "embed", "mlp", "pad_vocab_to")
-        check_sizes(what, self, *sizes)
-        _check_numbers(what, self)
-        _check_words(what, self)
+        check_sizes(owner, self, *sizes)
+        _check_numbers(owner, self)
+        _check_choices(owner, self)
         if self.head is None and self.embed % (2 * self.heads):
             raise ValueError(
-                f"{what}: embed={self.embed} does not divide by 2 * heads={self.heads} "
+                f"{owner}: embed={self.embed} does not divide by 2 * heads={self.heads} "
                 "(rotary positions turn pairs of dimensions). Choose heads that do."
             )
-        if not (self.head is None or is_whole(self.head, 2)) or self.width % 2:
+        if not (self.head is None or is_int(self.head, 2)) or self.width % 2:
             raise ValueError(
-                f"{what}: head={self.head!r}: an even number of dimensions (rotary positions turn "
+                f"{owner}: head={self.head!r}: an even number of dimensions (rotary positions turn "
                 "pairs of them), or None: embed / heads."
             )
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"{what}: heads={self.heads} does not divide by kv_heads={self.kv_heads}. "
+                f"{owner}: heads={self.heads} does not divide by kv_heads={self.kv_heads}. "
                 "Choose kv_heads that divide heads."
             )
         if self.local is not None:
-            self.local.check(what, self.layers)
+            self.local.check(owner, self.layers)
 
     @property
     def width(self) -> int:
@@ -181,30 +181,30 @@ ROPE = "hfjax.models.rope.Rope"
 OPTIONAL = ("embedding_scale", "query_scale", "logit_cap")
 
 
-def _check_numbers(what: str, config: LlamaConfig) -> None:
+def _check_numbers(owner: str, config: LlamaConfig) -> None:
     """Refuse numbers that are not finite, or too small."""
-    given = [name for name in OPTIONAL if getattr(config, name) is not None]
-    for name, least in (("epsilon", 0), *((name, sys.float_info.min) for name in given)):
-        if not is_real(given := getattr(config, name), least, sys.float_info.max):
+    number = [name for name in OPTIONAL if getattr(config, name) is not None]
+    for name, least in (("epsilon", 0), *((name, sys.float_info.min) for name in number)):
+        if not is_real(number := getattr(config, name), least, sys.float_info.max):
             raise ValueError(
-                f"{what}: {name}={given!r}; a finite number is expected, "
+                f"{owner}: {name}={number!r}; a finite number is expected, "
                 f"{'at least' if least == 0 else 'above'} 0."
             )
 
 
-def _check_words(what: str, config: LlamaConfig) -> None:
+def _check_choices(owner: str, config: LlamaConfig) -> None:
     """Refuse fields that are none of a few values."""
     if not isinstance(config.rotary, Rope):
-        raise ValueError(f"{what}: rotary={config.rotary!r}; a {ROPE} is expected.")
+        raise ValueError(f"{owner}: rotary={config.rotary!r}; a {ROPE} is expected.")
     if config.activation not in ACTIVATIONS:
         raise ValueError(
-            f"{what}: activation={config.activation!r}; one of {', '.join(ACTIVATIONS)}."
+            f"{owner}: activation={config.activation!r}; one of {', '.join(ACTIVATIONS)}."
         )
     for name in ("tied", "qkv_bias", "qk_norm", "norms_after", "norm_plus_one"):
-        if not isinstance(given := getattr(config, name), bool):
-            raise ValueError(f"{what}: {name}={given!r}; true or false.")
+        if not isinstance(flag := getattr(config, name), bool):
+            raise ValueError(f"{owner}: {name}={flag!r}; true or false.")
     if not isinstance(config.local, LocalLayers | None):
-        raise ValueError(f"{what}: local={config.local!r}; a LocalLayers, or None, is expected.")
+        raise ValueError(f"{owner}: local={config.local!r}; a LocalLayers, or None, is expected.")
 
 
 _LLAMA3 = LlamaConfig(vocab=128256, length=8192, kv_heads=8, mlp=14336, rotary=Rope(500000.0))
@@ -223,7 +223,7 @@ class LayerKind(nnx.Variable):
     """Whether a layer is one of `LlamaConfig.local`. It is data; no step changes it."""
 
 
-def norm_of(config: LlamaConfig, size: int | None = None) -> RMSNorm:
+def make_norm(config: LlamaConfig, size: int | None = None) -> RMSNorm:
     """Return a norm of the residual stream, or of heads of a size."""
     axis = "embed" if size is None else None
     return RMSNorm(size or config.embed, config.epsilon, axis, plus_one=config.norm_plus_one)
@@ -242,34 +242,39 @@ class Attention(nnx.Module):
         self.qkv = Linear(shape, ("embed", "heads", None, None), 3, 0.02, bias=bias, rngs=rngs)
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, bias=False, rngs=rngs)
-        self.q_norm = norm_of(config, width) if config.qk_norm else None
-        self.k_norm = norm_of(config, width) if config.qk_norm else None
+        self.q_norm = make_norm(config, width) if config.qk_norm else None
+        self.k_norm = make_norm(config, width) if config.qk_norm else None
         self.attend, self.rotary, self.local = config.attention, config.rotary, config.local
-        kind = LayerKind(jnp.zeros((), bool), chooses_branch=True)
+        kind = LayerKind(jnp.zeros((), bool), layer_kind=True)
         self.is_local = None if config.local is None else kind
         scale = config.query_scale
-        self.grown = None if scale is None else scale * width**0.5  # kernels divide by its root
-        self.place, self.kernels = anywhere, plain
+        self.query_factor = (
+            None if scale is None else scale * width**0.5
+        )  # kernels divide by its root
+        self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qkv = checkpoint_name(qkv, "qkv")
-        qk, v = self._turned(qkv[:, :, :, :-1]), qkv[:, :, :, -1]
+        qk, v = self._rotate_qk(qkv[:, :, :, :-1]), qkv[:, :, :, -1]
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
-        inside = () if documents_BS is None else (documents_BS,)
-        attended = checkpoint_name(self._attend(q, k, v, *inside), "attended")
+        documents = () if documents_BS is None else (documents_BS,)
+        attended = checkpoint_name(self._attend(q, k, v, *documents), "attended")
         return self.out(self.place(attended, ("batch", None, "heads", None)))
 
-    def _turned(self, qk: jax.Array) -> jax.Array:
+    def _rotate_qk(self, qk: jax.Array) -> jax.Array:
         """Return queries and keys, normalised if they are, and turned by their positions."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(qk[:, :, :, :-1]), self.k_norm(qk[:, :, :, -1:])
             qk = jnp.concatenate([q, k], axis=3)
-        times = None
-        if self.grown not in (None, 1):  # of queries alone; in float32, before they are rounded
-            times = [self.grown] * (qk.shape[3] - 1) + [1.0]
-        return rotate(qk, self._rotary, times=times)
+        factors = None
+        if self.query_factor not in (
+            None,
+            1,
+        ):  # of queries alone; in float32, before they are rounded
+            factors = [self.query_factor] * (qk.shape[3] - 1) + [1.0]
+        return rotate(qk, self._rotary, factors=factors)
 
     @property
     def _rotary(self) -> Rope | EitherRope:
@@ -282,8 +287,8 @@ class Attention(nnx.Module):
         attend = self.kernels.attention(self.attend)
         if self.is_local is None or self.local is None or self.local.attention is self.attend:
             return attend(*operands)
-        of_local = self.kernels.attention(self.local.attention)
-        return jax.lax.cond(self.is_local[...], of_local, attend, *operands)
+        attend_local = self.kernels.attention(self.local.attention)
+        return jax.lax.cond(self.is_local[...], attend_local, attend, *operands)
 
 
 class MLP(nnx.Module):
@@ -296,7 +301,7 @@ class MLP(nnx.Module):
         self.gate_up = Linear(shape, ("embed", "mlp", None), 2, 0.02, bias=False, rngs=rngs)
         self.down = Linear((mlp, embed), ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
         self.activation = activation
-        self.place = anywhere
+        self.place = no_constraint
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         gate_up = self.place(self.gate_up(x_BSD), ("batch", None, "mlp", None))
@@ -308,20 +313,20 @@ class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        self.norm1, self.norm2 = norm_of(config), norm_of(config)
-        self.norm1_after = norm_of(config) if config.norms_after else None
-        self.norm2_after = norm_of(config) if config.norms_after else None
+        self.norm1, self.norm2 = make_norm(config), make_norm(config)
+        self.norm1_after = make_norm(config) if config.norms_after else None
+        self.norm2_after = make_norm(config) if config.norms_after else None
         self.attention = Attention(config, rngs=rngs)
         scale = residual_scale(config.layers)
         self.mlp = MLP(config.embed, config.mlp, scale, config.activation, rngs=rngs)
-        self.place = anywhere
+        self.place = no_constraint
 
     def __call__(self, stream: Stream) -> Any:
-        x_BSD, documents = without_documents(stream)
+        x_BSD, documents = unpack_stream(stream)
         attention = partial(self.attention, documents_BS=documents)
-        x = added(self.place, x_BSD, attention, self.norm1, self.norm1_after)
-        x = added(self.place, x, self.mlp, self.norm2, self.norm2_after)
-        return with_documents(x, documents)
+        x = add_residual(self.place, x_BSD, attention, self.norm1, self.norm1_after)
+        x = add_residual(self.place, x, self.mlp, self.norm2, self.norm2_after)
+        return pack_stream(x, documents)
 
 
 class Llama(nnx.Module):
@@ -333,11 +338,11 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.tokens = embedding(config, rngs)
-        self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.layers = stack_layers(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         mark_local(config, self.layers)
-        self.norm = norm_of(config)
+        self.norm = make_norm(config)
         self.unembed = unembedding(config, rngs)
-        self.place, self.kernels = anywhere, plain
+        self.place, self.kernels = no_constraint, local_ops
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Any:
         """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
@@ -345,8 +350,8 @@ class Llama(nnx.Module):
         With `batch["documents"]` [B, S + 1] tokens attend inside their document. (Rotary positions
         need not begin at 0: attention depends on distances alone.)
         """
-        made = next_tokens(batch)
-        return with_documents(residual_stream(self, made["tokens"]), made.get("documents"))
+        inputs = next_tokens(batch)
+        return pack_stream(residual_stream(self, inputs["tokens"]), inputs.get("documents"))
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -355,7 +360,7 @@ class Llama(nnx.Module):
 
     def head(self, stream: Any) -> Any:
         """Return the logits [B, S, V], or a step's stand-in for them."""
-        return logits_of(self, without_documents(stream)[0])
+        return compute_logits(self, unpack_stream(stream)[0])
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return self.head(run_stacked(self.layers, self.embed(batch)))
@@ -391,13 +396,15 @@ def residual_stream(model: Any, tokens_BS: jax.Array) -> jax.Array:
     x = model.kernels.lookup(model.tokens[...], tokens_BS)
     if scale is not None:
         x = x * jnp.asarray(scale, x.dtype)  # rounded first, as Gemma was trained
-    return model.place(model.place(x, WHOLE), STREAM)
+    return model.place(model.place(x, FULL_SEQUENCE), STREAM)
 
 
-def logits_of(model: Any, x_BSD: jax.Array) -> Any:
+def compute_logits(model: Any, x_BSD: jax.Array) -> Any:
     """Return the logits [B, S, V] of a model that has Llama's ends, or a step's stand-in."""
-    x = model.place(model.norm(x_BSD), WHOLE, STREAM)
+    x = model.place(model.norm(x_BSD), FULL_SEQUENCE, STREAM)
     kernel_VD = model.tokens[...] if model.unembed is None else model.unembed.kernel[...].T
     x, vocab, cap = x.astype(kernel_VD.dtype), model.config.vocab, model.config.logit_cap
-    own = None if cap is None else partial(product_of, model.place, x, kernel_VD, vocab, cap)
-    return model.kernels.outputs(x, kernel_VD, vocab, own)
+    capped_logits = (
+        None if cap is None else partial(product_of, model.place, x, kernel_VD, vocab, cap)
+    )
+    return model.kernels.outputs(x, kernel_VD, vocab, capped_logits)

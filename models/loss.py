@@ -8,7 +8,7 @@ from jax import lax
 
 from hfjax.models.layers import position_in_document
 from hfjax.pallas_kernels.capabilities import Projection, takes_projection
-from hfjax.utils.head import countable
+from hfjax.utils.head import widen_tokens
 from hfjax.utils.mean import Mean
 
 
@@ -30,14 +30,14 @@ def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """
     if "targets" in batch:
         return dict(batch)
-    tokens = countable(batch["tokens"])
+    tokens = widen_tokens(batch["tokens"])
     _check_tokens(tokens)
-    made = {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    inputs = {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if "documents" in batch:
         _check_documents(batch["documents"], tokens)
-        made["documents"] = documents = batch["documents"][:, :-1]
-        made["positions"] = position_in_document(documents)
-    return made
+        inputs["documents"] = documents = batch["documents"][:, :-1]
+        inputs["positions"] = position_in_document(documents)
+    return inputs
 
 
 def _check_tokens(tokens: jax.Array) -> None:
@@ -75,9 +75,9 @@ def token_losses(
     outputs: jax.Array | Projection, batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cross entropy of each next token and what it weighs, [B, S] both."""
-    targets = countable(batch["targets"] if "targets" in batch else batch["tokens"][:, 1:])
-    made = isinstance(outputs, Projection)
-    losses = outputs.losses(targets) if made else _of_logits(outputs, targets)
+    targets = widen_tokens(batch["targets"] if "targets" in batch else batch["tokens"][:, 1:])
+    is_projection = isinstance(outputs, Projection)
+    losses = outputs.losses(targets) if is_projection else _logit_losses(outputs, targets)
     mask = batch.get("mask", jnp.ones_like(losses))
     fits = mask.shape in (targets.shape, (len(targets), 1))  # one weight for a row, too
     if not fits or jnp.issubdtype(mask.dtype, jnp.complexfloating):
@@ -88,7 +88,7 @@ def token_losses(
     return losses, mask.astype(losses.dtype) * (targets >= 0)
 
 
-def _of_logits(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+def _logit_losses(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     logits = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
     columns = lax.broadcasted_iota(targets_BS.dtype, (1, 1, logits.shape[-1]), 2)
     picked = jnp.where(columns == targets_BS[..., None], logits, 0).sum(-1)

@@ -40,7 +40,7 @@ class Rope:
 
     Example:
         >>> from hfjax.models.rope import Rope
-        >>> Rope(10000.0, "linear", factor=8.0).speeds(2, "float32").tolist()
+        >>> Rope(10000.0, "linear", factor=8.0).frequencies(2, "float32").tolist()
         [0.125, 0.0012499999720603228]
     """
 
@@ -60,10 +60,10 @@ class Rope:
             raise ValueError(f"Rope(kind={self.kind!r}): one of {', '.join(KINDS)}.")
         numbers = ABOVE_ZERO if self.attention is None else {**ABOVE_ZERO, "attention": 0}
         for name, least in numbers.items():
-            given = getattr(self, name)
-            if not is_real(given, least or sys.float_info.min, sys.float_info.max):
+            number = getattr(self, name)
+            if not is_real(number, least or sys.float_info.min, sys.float_info.max):
                 raise ValueError(
-                    f"Rope({name}={given!r}): a finite number is expected, "
+                    f"Rope({name}={number!r}): a finite number is expected, "
                     f"{'at least 1' if least else 'above 0'}."
                 )
         if self.low >= self.high:
@@ -80,7 +80,7 @@ class Rope:
             )
 
     @property
-    def grows(self) -> Any:
+    def attention_scaling(self) -> Any:
         """What cosines and sines are multiplied by; 1.0 but for yarn."""
         if self.kind != "yarn":
             return 1.0
@@ -88,7 +88,7 @@ class Rope:
             return self.attention
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
 
-    def speeds(self, half: int, dtype: DTypeLike) -> Any:
+    def frequencies(self, half: int, dtype: DTypeLike) -> Any:
         """Return how many radians each pair of dimensions turns in a position.
 
         Args:
@@ -99,36 +99,36 @@ class Rope:
             return self.base ** (-jnp.arange(half, dtype=dtype) / half)
         dimensions = np.arange(0, 2 * half, 2).astype(dtype) / (2 * half)
         waves = np.asarray(self.base**dimensions, dtype)
-        made = {"linear": self._linear, "llama3": self._llama3, "yarn": self._yarn}[self.kind](
+        stretched = {"linear": self._linear, "llama3": self._llama3, "yarn": self._yarn}[self.kind](
             waves
         )
-        return made.astype(dtype)
+        return stretched.astype(dtype)
 
     def _linear(self, waves: np.ndarray) -> np.ndarray:
         return 1.0 / waves / self.factor
 
     def _llama3(self, waves: np.ndarray) -> np.ndarray:
-        speeds = 1.0 / waves
-        lengths = 2 * math.pi / speeds
-        part = (self.original / lengths - self.low) / (self.high - self.low)
-        between = (1 - part) * speeds / self.factor + part * speeds
+        frequencies = 1.0 / waves
+        lengths = 2 * math.pi / frequencies
+        smooth = (self.original / lengths - self.low) / (self.high - self.low)
+        between = (1 - smooth) * frequencies / self.factor + smooth * frequencies
         slow, fast = lengths > self.original / self.low, lengths < self.original / self.high
-        return np.where(slow, speeds / self.factor, np.where(fast, speeds, between))
+        return np.where(slow, frequencies / self.factor, np.where(fast, frequencies, between))
 
     def _yarn(self, waves: np.ndarray) -> np.ndarray:
         half = len(waves)
-        first, last = self._border(self.fast, half), self._border(self.slow, half)
+        first, last = self._correction_dim(self.fast, half), self._correction_dim(self.slow, half)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * half - 1)
         last = last + 0.001 if first == last else last
         ramp = np.clip((np.arange(half).astype(waves.dtype) - first) / (last - first), 0, 1)
-        kept = 1 - ramp
-        return 1.0 / (self.factor * waves) * (1 - kept) + 1.0 / waves * kept
+        extrapolation = 1 - ramp
+        return 1.0 / (self.factor * waves) * (1 - extrapolation) + 1.0 / waves * extrapolation
 
-    def _border(self, turns: float, half: int) -> float:
+    def _correction_dim(self, rotations: float, half: int) -> float:
         """Return the pair of dimensions that turns so many times in the original length."""
-        return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(self.base)
+        return half * math.log(self.original / (rotations * 2 * math.pi)) / math.log(self.base)
 
 
 @dataclass(frozen=True)
@@ -136,21 +136,25 @@ class EitherRope:
     """The rotary positions of a layer whose kind is data.
 
     Attributes:
-        first: Whether it has those of `yes`.
-        yes: The ones.
-        no: The others.
+        condition: Whether it has those of `if_true`.
+        if_true: The ones.
+        if_false: The others.
     """
 
-    first: jax.Array
-    yes: Rope
-    no: Rope
+    condition: jax.Array
+    if_true: Rope
+    if_false: Rope
 
     @property
-    def grows(self) -> Any:
+    def attention_scaling(self) -> Any:
         """What cosines and sines are multiplied by."""
-        yes, no = self.yes.grows, self.no.grows
-        return yes if yes == no else jnp.where(self.first, yes, no)
+        if_true, if_false = self.if_true.attention_scaling, self.if_false.attention_scaling
+        return if_true if if_true == if_false else jnp.where(self.condition, if_true, if_false)
 
-    def speeds(self, half: int, dtype: DTypeLike) -> jax.Array:
+    def frequencies(self, half: int, dtype: DTypeLike) -> jax.Array:
         """Return how many radians each pair of dimensions turns in a position."""
-        return jnp.where(self.first, self.yes.speeds(half, dtype), self.no.speeds(half, dtype))
+        return jnp.where(
+            self.condition,
+            self.if_true.frequencies(half, dtype),
+            self.if_false.frequencies(half, dtype),
+        )

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 
-class Stateful(nnx.Module):
+class StatefulModel(nnx.Module):
     """A model that is a function of (parameters, state), as Haiku and equinox have them.
 
     Floating-point arrays of the first tree are trained, its other arrays are constants. Call it
@@ -17,20 +17,22 @@ class Stateful(nnx.Module):
     """
 
     def __init__(self, parameters: Any, state: Any) -> None:
-        self.parameters = nnx.data(jax.tree.map(_held, parameters))
+        self.parameters = nnx.data(jax.tree.map(_as_variable, parameters))
         self.state = nnx.data(jax.tree.map(nnx.BatchStat, state))
 
     def __call__(self, run: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
         """Return the outputs, and keep the new state."""
-        is_held = lambda x: isinstance(x, nnx.Variable)
-        read = lambda x: x[...] if is_held(x) else x
-        trees = (jax.tree.map(read, t, is_leaf=is_held) for t in (self.parameters, self.state))
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        read = lambda x: x[...] if is_variable(x) else x
+        trees = (jax.tree.map(read, t, is_leaf=is_variable) for t in (self.parameters, self.state))
         outputs, new = run(*trees)
-        jax.tree.map(lambda held, x: held.set_value(x), self.state, new, is_leaf=is_held)
+        jax.tree.map(
+            lambda variable, x: variable.set_value(x), self.state, new, is_leaf=is_variable
+        )
         return outputs
 
 
-def _held(leaf: Any) -> Any:
+def _as_variable(leaf: Any) -> Any:
     """Return the variable that holds a leaf; what is no array is none."""
     if not isinstance(leaf, jax.Array | np.ndarray):
         return leaf

@@ -37,7 +37,7 @@ class Projection:
 
 def takes_projection(loss: Function) -> Function:
     """Mark a loss(outputs, batch) that takes a `Projection` as well as logits."""
-    return _marked(loss, "takes_projection")
+    return _mark(loss, "takes_projection")
 
 
 def is_causal_attention(attend: Function, window: int | None = None) -> Function:
@@ -53,10 +53,10 @@ def is_causal_attention(attend: Function, window: int | None = None) -> Function
             return attend(*operands, **named)
         return stand_in(*inspect.signature(attend).bind(*operands, **named).args, window=window)
 
-    return cast(Function, _marked(_marked(run, "is_causal_attention"), "window", window))
+    return cast(Function, _mark(_mark(run, "is_causal_attention"), "window", window))
 
 
-def replaced_by(stand_in: Callable | None) -> AbstractContextManager:
+def replace_attention(stand_in: Callable | None) -> AbstractContextManager:
     """Return a context in which causal attention, whosever it is, is `stand_in` where it is traced.
 
     It is called with q, k, v, documents if there are any, and `window=`. None: nothing is replaced.
@@ -64,6 +64,6 @@ def replaced_by(stand_in: Callable | None) -> AbstractContextManager:
     return _STAND_IN(stand_in)
 
 
-def _marked(function: Function, mark: str, value: Any = True) -> Function:
+def _mark(function: Function, mark: str, value: Any = True) -> Function:
     setattr(function, mark, value)
     return function

@@ -10,12 +10,12 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels import plgpu
-from hfjax.utils.vma import alike, varying
+from hfjax.utils.vma import mark_varying, varying_axes
 
 if TYPE_CHECKING:
     from jax.experimental.hijax import TransformedRef
 
-Part: TypeAlias = "TransformedRef"  # a part of the memory that a kernel sees: `ref.at[…]`
+RefSlice: TypeAlias = "TransformedRef"  # a part of the memory that a kernel sees: `ref.at[…]`
 Ref: TypeAlias = "jax.Ref | TransformedRef"  # such a part, or all that a ref is of
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
@@ -32,20 +32,20 @@ def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callab
     """
     run = plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
 
-    def marked(*inputs: jax.Array):
+    def run_marked(*inputs: jax.Array):
         # shard_map takes what a kernel returns for equal on all devices.
-        axes = frozenset[str]().union(*map(varying, inputs))
-        return jax.tree.map(partial(alike, axes=axes), run(*inputs))
+        axes = frozenset[str]().union(*map(varying_axes, inputs))
+        return jax.tree.map(partial(mark_varying, axes=axes), run(*inputs))
 
-    return marked
+    return run_marked
 
 
-def by_hand() -> "plgpu.CompilerParams":
+def lane_params() -> "plgpu.CompilerParams":
     """Return for a kernel: its layouts in registers are told, shared memory stays as written."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-def tiled(dtype: DTypeLike, columns: int | None = None) -> tuple:
+def tile_transforms(dtype: DTypeLike, columns: int | None = None) -> tuple:
     """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled.
 
     `columns` that go together are 128, 64 or 32 bytes: 128 unless an array's width asks for less.
@@ -55,29 +55,29 @@ def tiled(dtype: DTypeLike, columns: int | None = None) -> tuple:
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * size))
 
 
-def load(ref: Part, layout: Any) -> jax.Array:
+def load(ref: RefSlice, layout: Any) -> jax.Array:
     """Return what a ref (of device memory, too) holds, laid out over registers as told."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def role(mine: jax.Array, registers: int, action: Any, run: Callable[[], None]) -> None:
+def run_role(is_active: jax.Array, registers: int, action: Any, run: Callable[[], None]) -> None:
     """Run something in the warpgroups whose part it is, with as many registers."""
 
-    @pl.when(mine)
+    @pl.when(is_active)
     def _() -> None:
         plgpu.set_max_registers(registers, action=action)
         run()
 
 
-def by_row() -> Any:
+def row_layout() -> Any:
     """Return the layout of one number for each row of such sums."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
-def padded(x: jax.Array, axis: int, multiple: int, **how) -> jax.Array:
+def pad_axis(x: jax.Array, axis: int, multiple: int, **pad_options) -> jax.Array:
     """Return x with an axis grown to a multiple (x itself where it is one)."""
     more = -x.shape[axis] % multiple
     if not more:
         return x
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **how)
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **pad_options)

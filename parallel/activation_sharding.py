@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.mesh import partitioned
+from hfjax.parallel.mesh import auto_axes
 from hfjax.parallel.param_specs import auto_part
 from hfjax.parallel.strategy import Axes, Strategy
 
@@ -26,34 +26,34 @@ class Placer:
 
     def __call__(self, x: jax.Array, names: Names, gradient: Names | None = None) -> jax.Array:
         """Return x, placed; `gradient` names where its gradient lies (None: where x does)."""
-        return _place(self, names, gradient, x) if partitioned(self.mesh) else x
+        return _constrain(self, names, gradient, x) if auto_axes(self.mesh) else x
 
     def axes(self, name: str | None) -> Axes:
         """Return the tensor axes that split a named dimension of activations."""
         axes = self.strategy.activations.get(name or "", ())
-        return tuple(axis for axis in partitioned(self.mesh) if axis in axes)
+        return tuple(axis for axis in auto_axes(self.mesh) if axis in axes)
 
-    def put(self, x: jax.Array, names: Names) -> jax.Array:
+    def constrain(self, x: jax.Array, names: Names) -> jax.Array:
         """Return x, constrained."""
         split = [self.strategy.activations.get(name or "", ()) for name in names]
         return lax.with_sharding_constraint(x, auto_part(P(*split)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _place(placer: Placer, names: Names, gradient: Names | None, x: jax.Array) -> jax.Array:
-    return placer.put(x, names)
+def _constrain(placer: Placer, names: Names, gradient: Names | None, x: jax.Array) -> jax.Array:
+    return placer.constrain(x, names)
 
 
 def _forward(
     placer: Placer, names: Names, gradient: Names | None, x: jax.Array
 ) -> tuple[jax.Array, None]:
-    return placer.put(x, names), None
+    return placer.constrain(x, names), None
 
 
 def _backward(
     placer: Placer, names: Names, gradient: Names | None, _: None, dx: jax.Array
 ) -> tuple[jax.Array]:
-    return (placer.put(dx, gradient or names),)
+    return (placer.constrain(dx, gradient or names),)
 
 
-_place.defvjp(_forward, _backward)
+_constrain.defvjp(_forward, _backward)

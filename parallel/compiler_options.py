@@ -27,10 +27,10 @@ def _overlap() -> dict[str, Any]:
     return on | {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
 
 
-def _split_rows() -> dict[str, Any]:
+def _tensor_overlap() -> dict[str, Any]:
     """Return options that leave apart what a layer does with one part of the rows and another."""
-    apart = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in COLLECTIVES}
-    return apart | {
+    uncombined = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in COLLECTIVES}
+    return uncombined | {
         "xla_gpu_dot_merger_threshold_mb": 0,  # products of two parts become one
         "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
     }
@@ -41,14 +41,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "overlap": _overlap(),
     # Also lets two collectives be under way at once.
     "overlap_two": _overlap() | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
-    "split_rows": _split_rows(),
+    "split_rows": _tensor_overlap(),
 }
 
 # From this jax on nobody has looked yet: names of options change.
 NOT_TRIED = (0, 13)
 
 
-def options_of_cpus(devices: int) -> dict[str, Any]:
+def cpu_options(devices: int) -> dict[str, Any]:
     """Return what programs for CPU devices need: no number more exact than it is written.
 
     XLA:CPU computes bfloat16 in float32, and leaves roundings out as it fuses: others in a program
@@ -58,9 +58,9 @@ def options_of_cpus(devices: int) -> dict[str, Any]:
     at once, each device in an order of its own, and a collective may meet another one: seen in a
     pipeline beside FSDP and data, whose losses were wrong in one step of five, or which hung.
 
-    >>> options_of_cpus(1)
+    >>> cpu_options(1)
     {'xla_allow_excess_precision': False}
-    >>> sorted(options_of_cpus(8))
+    >>> sorted(cpu_options(8))
     ['xla_allow_excess_precision', 'xla_cpu_multi_thread_eigen']
     """
     if jax.__version_info__ >= NOT_TRIED:
@@ -69,7 +69,7 @@ def options_of_cpus(devices: int) -> dict[str, Any]:
     return as_written | ({"xla_cpu_multi_thread_eigen": False} if devices > 1 else {})
 
 
-def best_preset(gathered: bool, tensor: bool, split_rows: bool = False) -> str:
+def best_preset(gathered: bool, tensor: bool, with_chunks: bool = False) -> str:
     """Return what was measured best where parameters are gathered, or split over tensor.
 
     Or where layers run on parts of the rows (benchmarks/results/ahead_of_time.md: halves).
@@ -79,7 +79,7 @@ def best_preset(gathered: bool, tensor: bool, split_rows: bool = False) -> str:
     """
     if jax.__version_info__ >= NOT_TRIED or not (gathered or tensor):
         return "default"
-    if split_rows and not gathered:
+    if with_chunks and not gathered:
         return "split_rows"
     return "overlap" if gathered and tensor else "overlap_two"
 
@@ -97,24 +97,24 @@ COUNTS_DOWN = (0, 11, 1)
 _COUNTING = {} if jax.__version_info__ >= COUNTS_DOWN else {DISABLED: "dynamic-slice-annotator"}
 
 
-def options_of_host(platform: str, parameters: bool = False) -> dict[str, Any]:
+def host_options(platform: str, parameters: bool = False) -> dict[str, Any]:
     """Return what a program needs that keeps arrays on the host, also parameters or not."""
     if platform not in GPU:
         return {}
     return _COUNTING | (_PARAMETERS if parameters else {})
 
 
-def joined(*given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_options(*option_sets: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of which the last has the last word; passes that any disables are disabled.
 
-    >>> joined({DISABLED: "a"}, {DISABLED: "b"}, {"xla_gpu_autotune_level": 0})
+    >>> merge_options({DISABLED: "a"}, {DISABLED: "b"}, {"xla_gpu_autotune_level": 0})
     {'xla_disable_hlo_passes': 'a,b', 'xla_gpu_autotune_level': 0}
     """
-    found: dict[str, Any] = {}
-    for options in given:
-        passes = [x[DISABLED] for x in (found, options) if x.get(DISABLED)]
-        found = {**found, **options} | ({DISABLED: ",".join(passes)} if passes else {})
-    return found
+    merged: dict[str, Any] = {}
+    for options in option_sets:
+        passes = [x[DISABLED] for x in (merged, options) if x.get(DISABLED)]
+        merged = {**merged, **options} | ({DISABLED: ",".join(passes)} if passes else {})
+    return merged
 
 
 def check_options(options: Any) -> None:

@@ -13,12 +13,12 @@ from hfjax.parallel.precision.dtypes import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.schedules.versions import Versions
-from hfjax.parallel.settings import Context, Wanted, check_dispatch, context_of
-from hfjax.utils.keywords import is_real, is_whole, known_fields
+from hfjax.parallel.settings import Context, KernelChoices, check_dispatch, parse_context
+from hfjax.utils.keywords import is_int, is_real, strict_fields
 
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")
-ROWS = ("all", "strict", "own")
+BATCH_VIEWS = ("all", "strict", "own")
 COUNTS = {"accumulate": "microbatches", "split_rows": "parts", "patience": "steps in a row"}
 
 
@@ -46,14 +46,14 @@ class PipelineSchedule(Protocol):
         ...
 
 
-def guard(nonfinite: str, finite: Any, new: Any, old: Any) -> Any:
+def guard(on_nonfinite: str, finite: Any, new: Any, old: Any) -> Any:
     """Return the new arrays; where a step is not finite the old ones, unless it is applied."""
-    if nonfinite == "apply":
+    if on_nonfinite == "apply":
         return new
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
 class Execution:
     """How a training step runs; `train_step` takes these fields as keywords, also as words.
@@ -109,7 +109,7 @@ class Execution:
     optimizer_in_backward: bool = False
     context: Context = Context()
     dispatch: str = "auto"
-    kernels: Wanted = Wanted()
+    kernels: KernelChoices = KernelChoices()
     unroll: int | bool | None = None
     split_rows: int = 1
     rows: str = "all"
@@ -134,14 +134,14 @@ class Execution:
             )
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.of(self.offload))
-        object.__setattr__(self, "context", context_of(self.context))
-        object.__setattr__(self, "kernels", Wanted.of(self.kernels))
+        object.__setattr__(self, "context", parse_context(self.context))
+        object.__setattr__(self, "kernels", KernelChoices.of(self.kernels))
         check_dispatch(self.dispatch)
         check_options(self.compiler_options)
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
-        if self.rows not in ROWS:
-            raise ValueError(f"rows={self.rows!r}: one of {', '.join(ROWS)}.")
+        if self.rows not in BATCH_VIEWS:
+            raise ValueError(f"rows={self.rows!r}: one of {', '.join(BATCH_VIEWS)}.")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
         if self.nonfinite == "apply" and self.precision.scale:
@@ -151,18 +151,18 @@ class Execution:
             )
 
     def _check_numbers(self) -> None:
-        for name, what in COUNTS.items():
-            if not is_whole(given := getattr(self, name)):
-                raise ValueError(f"{name}={given!r}: a positive number of {what}.")
+        for name, unit in COUNTS.items():
+            if not is_int(value := getattr(self, name)):
+                raise ValueError(f"{name}={value!r}: a positive number of {unit}.")
         if (clip := self.clip) is not None:
             if not is_real(clip, 2**-126, math.inf):  # from what float32 has in full
                 raise ValueError(f"clip={clip!r}: a positive norm, or None for no clipping.")
             object.__setattr__(self, "clip", None if clip == math.inf else float(clip))
         unroll = self.unroll
-        if not (unroll is None or isinstance(unroll, bool) or is_whole(unroll)):
+        if not (unroll is None or isinstance(unroll, bool) or is_int(unroll)):
             raise ValueError(
                 f"unroll={unroll!r}: a positive number of layers, true (all of them), or None."
             )
         for name in ("optimizer_in_backward", "reshard_after_forward"):
-            if not isinstance(given := getattr(self, name), bool):
-                raise ValueError(f"{name}={given!r}: true or false.")
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r}: true or false.")

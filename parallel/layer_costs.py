@@ -52,15 +52,15 @@ def flop_costs(layers: Sequence[Any], x: Any, give: str = "an example") -> list[
             f'balance="flops" counts what each layer computes: give {give}; shapes will do. Or use '
             'balance="parameters", or the number of layers of each part.'
         )
-    return [_flops(jaxpr) for jaxpr, _ in _traced(layers, x)]
+    return [_flops(jaxpr) for jaxpr, _ in _trace_layers(layers, x)]
 
 
 def output_shapes(layers: Sequence[Any], x: Any) -> list[Any]:
     """Return the shapes and dtypes of what each layer hands on, the first one given `x`."""
-    return [shape for _, shape in _traced(layers, x)]
+    return [shape for _, shape in _trace_layers(layers, x)]
 
 
-def _traced(layers: Sequence[Any], x: Any) -> Iterator[tuple[Jaxpr, Any]]:
+def _trace_layers(layers: Sequence[Any], x: Any) -> Iterator[tuple[Jaxpr, Any]]:
     """Yield the program of each layer, and the shapes and dtypes of what it hands on."""
     for layer in layers:
         function, arrays = _as_function(layer)
@@ -76,10 +76,10 @@ def _as_function(layer: Any) -> tuple[Any, Any]:
 
 
 def _flops(jaxpr: Jaxpr) -> int:
-    return sum(_equation(equation) for equation in jaxpr.eqns)
+    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
 
-def _equation(equation: Any) -> int:
+def _equation_flops(equation: Any) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -89,16 +89,16 @@ def _equation(equation: Any) -> int:
         kernel = equation.invars[1].aval
         outputs = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         return 2 * equation.outvars[0].aval.size * (kernel.size // outputs)
-    inner = [_flops(jaxpr) for jaxpr in _inside(params)]
+    inner = [_flops(jaxpr) for jaxpr in _sub_jaxprs(params)]
     if not inner:
-        made = (v.aval for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
-        return 0 if name in _MOVES else sum(x.size for x in made)  # what arithmetic made
+        floats = (v.aval for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
+        return 0 if name in _MOVES else sum(x.size for x in floats)  # what arithmetic made
     if name == "cond":
         return max(inner)
     return sum(inner) * params.get("length", 1)
 
 
-def _inside(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     for value in params.values():
         for one in value if isinstance(value, tuple | list) else [value]:
             if isinstance(one, ClosedJaxpr | Jaxpr):

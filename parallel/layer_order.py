@@ -23,19 +23,21 @@ class Arrangement:
     order: np.ndarray
 
     @cached_property
-    def rows(self) -> np.ndarray:
+    def stored_order(self) -> np.ndarray:
         """The layer of each stored row."""
         return self.order.reshape(-1)
 
     @cached_property
-    def places(self) -> np.ndarray:
+    def storage_index(self) -> np.ndarray:
         """The stored row of each layer."""
-        return np.argsort(np.where(self.rows < 0, self.rows.size, self.rows))[: self.layers]
+        return np.argsort(
+            np.where(self.stored_order < 0, self.stored_order.size, self.stored_order)
+        )[: self.layers]
 
     @property
     def layers(self) -> int:
         """How many layers the model has."""
-        return int((self.rows >= 0).sum())
+        return int((self.stored_order >= 0).sum())
 
     @cached_property
     def virtual(self) -> np.ndarray:
@@ -46,27 +48,27 @@ class Arrangement:
     @property
     def homes(self) -> tuple[tuple[int, int], ...]:
         """The stage and chunk of each virtual stage."""
-        places = np.argsort(self.virtual, axis=None)
-        return tuple(divmod(int(place), self.order.shape[1]) for place in places)
+        indices = np.argsort(self.virtual, axis=None)
+        return tuple(divmod(int(index), self.order.shape[1]) for index in indices)
 
     @property
-    def parts(self) -> list[list[int]]:
+    def stage_layers(self) -> list[list[int]]:
         """The numbers of the layers of each virtual stage.
 
-        >>> arrange([2, 1], [(0, 0), (1, 0)]).parts
+        >>> arrange([2, 1], [(0, 0), (1, 0)]).stage_layers
         [[0, 1], [2]]
         """
         return [[int(n) for n in self.order[home] if n >= 0] for home in self.homes]
 
     def store(self, array: jax.Array, dim: int = 0) -> jax.Array:
         """Return the rows as they are stored; empty places hold zeros."""
-        rows = jnp.take(array, np.maximum(self.rows, 0), axis=dim)
-        there = (self.rows >= 0).reshape(-1, *(1,) * (array.ndim - dim - 1))
-        return rows if there.all() else jnp.where(there, rows, jnp.zeros((), array.dtype))
+        out = jnp.take(array, np.maximum(self.stored_order, 0), axis=dim)
+        occupied = (self.stored_order >= 0).reshape(-1, *(1,) * (array.ndim - dim - 1))
+        return out if occupied.all() else jnp.where(occupied, out, jnp.zeros((), array.dtype))
 
     def restore(self, array: jax.Array, dim: int = 0) -> jax.Array:
         """Return the layers in the model's order."""
-        return jnp.take(array, self.places, axis=dim)
+        return jnp.take(array, self.storage_index, axis=dim)
 
 
 def arrange(counts: Sequence[int], homes: Homes) -> Arrangement:
@@ -84,10 +86,10 @@ def arrange(counts: Sequence[int], homes: Homes) -> Arrangement:
     return Arrangement(order)
 
 
-def counts(layers: int, virtual: int, balance: str | Sequence[int] = "even") -> list[int]:
+def layer_counts(layers: int, virtual: int, balance: str | Sequence[int] = "even") -> list[int]:
     """Return how many layers each virtual stage has: as given, or even, the last ones fewer.
 
-    >>> counts(30, 4)
+    >>> layer_counts(30, 4)
     [8, 8, 7, 7]
     """
     if layers < virtual:
@@ -96,33 +98,33 @@ def counts(layers: int, virtual: int, balance: str | Sequence[int] = "even") -> 
             "Use fewer stages (a smaller pipe axis) or fewer chunks."
         )
     even = [layers // virtual + (g < layers % virtual) for g in range(virtual)]
-    given = even if isinstance(balance, str) else list(balance)
-    if len(given) != virtual or sum(given) != layers or min(given) < 1:
+    sizes = even if isinstance(balance, str) else list(balance)
+    if len(sizes) != virtual or sum(sizes) != layers or min(sizes) < 1:
         raise ValueError(
-            f"balance={given} has {len(given)} parts of {sum(given)} layers, at least "
-            f"{min(given)} each; the model has {layers} layers for {virtual} parts (stages x "
+            f"balance={sizes} has {len(sizes)} parts of {sum(sizes)} layers, at least "
+            f"{min(sizes)} each; the model has {layers} layers for {virtual} parts (stages x "
             f"chunks), at least one each. For instance balance={even}."
         )
-    return given
+    return sizes
 
 
-def balanced(costs: Sequence[float], virtual: int) -> list[int]:
+def balance_layers(costs: Sequence[float], virtual: int) -> list[int]:
     """Return how many layers each part has so that the dearest part is as cheap as can be.
 
-    >>> balanced([1, 1, 1, 3, 3], 3)
+    >>> balance_layers([1, 1, 1, 3, 3], 3)
     [3, 1, 1]
     """
-    counts(len(costs), virtual)  # refuses too few layers
+    layer_counts(len(costs), virtual)  # refuses too few layers
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     best = np.full((virtual + 1, len(costs) + 1), math.inf)
-    cut = np.zeros((virtual + 1, len(costs) + 1), int)
+    boundaries = np.zeros((virtual + 1, len(costs) + 1), int)
     best[0, 0] = 0
-    for part in range(1, virtual + 1):
-        for end in range(part, len(costs) + 1):
-            dearest = [max(best[part - 1, at], sums[end] - sums[at]) for at in range(end)]
-            cut[part, end] = int(np.argmin(dearest))
-            best[part, end] = dearest[cut[part, end]]
+    for stage in range(1, virtual + 1):
+        for end in range(stage, len(costs) + 1):
+            dearest = [max(best[stage - 1, at], sums[end] - sums[at]) for at in range(end)]
+            boundaries[stage, end] = int(np.argmin(dearest))
+            best[stage, end] = dearest[boundaries[stage, end]]
     ends = [len(costs)]
-    for part in range(virtual, 0, -1):
-        ends.append(int(cut[part, ends[-1]]))
+    for stage in range(virtual, 0, -1):
+        ends.append(int(boundaries[stage, ends[-1]]))
     return [int(n) for n in -np.diff(ends)[::-1]]

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from hfjax.parallel.mesh import AXES, COLUMN_AXIS, ROW_AXIS, show_sizes
-from hfjax.utils.keywords import is_whole
-from hfjax.utils.read_files import shown
+from hfjax.utils.keywords import is_int
+from hfjax.utils.read_files import brief
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
@@ -35,7 +35,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         >>> mesh.shape["fsdp"]
         2
     """
-    given, devices = devices, jax.devices() if devices is None else list(devices)
+    requested, devices = devices, jax.devices() if devices is None else list(devices)
     _check_devices(devices)
     _check_sizes(sizes)
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
@@ -49,7 +49,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         )
     grid = np.array(devices[:needed]).reshape(tuple(shape.values()))
     mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    if given is None:
+    if requested is None:
         check_processes(mesh)
     if needed < len(devices):
         idle = len(devices) - needed
@@ -67,22 +67,25 @@ def _check_devices(devices: list[Any]) -> None:
     """Refuse what is no device, and one that is there twice: it would be two parts of a mesh."""
     if other := [device for device in devices if not hasattr(device, "platform")]:
         raise ValueError(
-            f"make_mesh(devices={shown(other)}): devices are expected, as jax.devices() lists them."
+            f"make_mesh(devices={brief(other)}): devices are expected, as jax.devices() lists them."
         )
     device, times = next(iter(Counter(devices).most_common(1)), (None, 0))
     if times > 1:
         raise ValueError(
-            f"make_mesh(devices={shown(devices)}): the same device is there {times} times, "
+            f"make_mesh(devices={brief(devices)}): the same device is there {times} times, "
             f"{device}. Give each once."
         )
 
 
 def check_processes(mesh: Mesh) -> None:
     """Refuse, in all processes, a mesh for all of them that has no device of some."""
-    found = {device.process_index for device in mesh.devices.flat}
-    if out := [str(process) for process in range(jax.process_count()) if process not in found]:
+    participants = {device.process_index for device in mesh.devices.flat}
+    if out := [
+        str(process) for process in range(jax.process_count()) if process not in participants
+    ]:
         raise ValueError(
-            f"{_without(mesh, *out)}: it would never take part, and be waited for. Let an axis "
+            f"{_describe_missing(mesh, *out)}: it would never take part, and be waited for. Let "
+            "an axis "
             "take the devices that are left with -1 (data=-1; hfjax train: --mesh.data -1), or "
             "start fewer processes."
         )
@@ -94,13 +97,14 @@ def check_own_process(mesh: Mesh) -> None:
     own = any(device.process_index == me for device in mesh.devices.flat)
     if jax.process_count() > 1 and not own and not real.isdisjoint(mesh.devices.flat):
         raise ValueError(
-            f"{_without(mesh, str(me))}, which is this one: it could compute nothing. Give "
+            f"{_describe_missing(mesh, str(me))}, which is this one: it could compute nothing. "
+            "Give "
             "make_mesh devices of all processes that use the mesh (devices=…), or use it in the "
             "others only."
         )
 
 
-def _without(mesh: Mesh, *out: str) -> str:
+def _describe_missing(mesh: Mesh, *out: str) -> str:
     processes = f"process{'es' * (len(out) > 1)} {', '.join(out)}"
     shape = show_sizes(dict(mesh.shape))
     return f"mesh {shape} has no device of {processes} of {jax.process_count()}"
@@ -121,7 +125,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
 
 def _is_size(size: Any) -> bool:
     """Whether it is the size of an axis: a positive integer, or -1 for what is left."""
-    return is_whole(size) or is_whole(size, -1, -1)
+    return is_int(size) or is_int(size, -1, -1)
 
 
 def _infer(shape: dict[str, int], n_devices: int) -> dict[str, int]:

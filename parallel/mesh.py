@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 EXPERTS = "experts"  # the dimension that stacks the experts of a layer: tokens go to them
 ANY = "*"  # whatever a dimension is called
-STAYS = "stays_split"  # how a module marks a parameter of which it takes the pieces
+KEEP_SHARDED = "keep_sharded"  # how a module marks a parameter of which it takes the pieces
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,23 @@ class Axis:
     """What a mesh axis does. One that does nothing yet has to be of size 1.
 
     Attributes:
-        rows: It splits the rows of a batch. Gradients are summed over it, and a parameter that it
+        batch: It splits the rows of a batch. Gradients are summed over it, and a parameter that it
             splits is gathered when it is read.
         sequence: Its devices share rows: each computes with positions of its own. Gradients are
             summed over it too.
-        stays: The logical name of a dimension, or `ANY`. Parameters that the axis splits along it
-            are never gathered: the computation goes to the pieces, as microbatches go to a stage's
-            layers and tokens to experts. Other parameters are not concerned. Over an axis of rows
-            only those stay that their module marks (`STAYS`), since it takes pieces, within
-            `own_rows`; all others are gathered when they are read, as over any axis of rows.
-        partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
+        keeps_sharded: The logical name of a dimension, or `ANY`. Parameters that the axis splits
+            along it are never gathered: the computation goes to the pieces, as microbatches go to a
+            stage's layers and tokens to experts. Other parameters are not concerned. Over an axis
+            of rows only those stay that their module marks (`KEEP_SHARDED`), since it takes pieces,
+            within `own_rows`; all others are gathered when they are read, as over any axis of rows.
+        auto: XLA's partitioner derives the collectives over it. Those over all other axes
             are written in our source, and so are these on a grid (`meanings`).
     """
 
-    rows: bool = False
+    batch: bool = False
     sequence: bool = False
-    stays: str | None = None
-    partitioner: bool = False
+    keeps_sharded: str | None = None
+    auto: bool = False
 
 
 # In the order of the links, from the slowest to the fastest: the axis that sends most comes last. A
@@ -48,45 +48,49 @@ class Axis:
 # within a node (reduction="hierarchical"). ZERO1 and ZERO2 then split over it too, but a model's or
 # loss's own psum(..., ("data", "fsdp")) misses it. The partitioner's axes come after all others.
 MEANING: Mapping[str, Axis] = {
-    "pipe": Axis(stays=STACK),
-    "data": Axis(rows=True),
-    "fsdp": Axis(rows=True),
-    "expert": Axis(rows=True, stays=EXPERTS),
+    "pipe": Axis(keeps_sharded=STACK),
+    "data": Axis(batch=True),
+    "fsdp": Axis(batch=True),
+    "expert": Axis(batch=True, keeps_sharded=EXPERTS),
     "context": Axis(sequence=True),
-    "row": Axis(stays=ANY),
-    "tensor": Axis(partitioner=True),
+    "row": Axis(keeps_sharded=ANY),
+    "tensor": Axis(auto=True),
 }
 
 
-def _axes(wanted: Callable[[Axis], bool]) -> tuple[str, ...]:
-    return tuple(name for name, axis in MEANING.items() if wanted(axis))
+def _axes(predicate: Callable[[Axis], bool]) -> tuple[str, ...]:
+    return tuple(name for name, axis in MEANING.items() if predicate(axis))
 
 
-def stays_split(axis: str, dimension: str | None, marked: bool = True) -> bool:
+def keeps_sharded(axis: str, dimension: str | None, takes_shards: bool = True) -> bool:
     """Return whether an axis keeps a dimension of this name split where it is read."""
     meaning = MEANING[axis]
-    if meaning.partitioner or meaning.stays == ANY:
+    if meaning.auto or meaning.keeps_sharded == ANY:
         return True
-    return stays_by_name(axis, dimension, marked)
+    return keeps_sharded_by_name(axis, dimension, takes_shards)
 
 
-def stays_by_name(axis: str, dimension: str | None, marked: bool = True) -> bool:
+def keeps_sharded_by_name(axis: str, dimension: str | None, takes_shards: bool = True) -> bool:
     """Return whether it does so because the dimension has this name.
 
-    `marked` says whether the module of the parameter takes pieces of it.
+    `takes_shards` says whether the module of the parameter takes pieces of it.
     """
     meaning = MEANING[axis]
-    return dimension is not None and meaning.stays == dimension and (marked or not meaning.rows)
+    return (
+        dimension is not None
+        and meaning.keeps_sharded == dimension
+        and (takes_shards or not meaning.batch)
+    )
 
 
 AXES = tuple(MEANING)
 PIPE_AXIS = "pipe"  # that of the stages of a pipeline
 ROW_AXIS, COLUMN_AXIS = "row", "tensor"  # of a grid of tensor parallelism
-BATCH_AXES = _axes(lambda axis: axis.rows)
+BATCH_AXES = _axes(lambda axis: axis.batch)
 SEQUENCE_AXES = _axes(lambda axis: axis.sequence)
-EXPERT_AXES = _axes(lambda axis: axis.stays == EXPERTS)
-TENSOR_AXES = _axes(lambda axis: axis.partitioner)
-SAMPLE_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own part of a batch
+EXPERT_AXES = _axes(lambda axis: axis.keeps_sharded == EXPERTS)
+TENSOR_AXES = _axes(lambda axis: axis.auto)
+DATA_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own part of a batch
 
 
 def platform_of(mesh: Mesh) -> str:
@@ -136,32 +140,34 @@ def meanings(mesh: Mesh) -> Mapping[str, Axis]:
     return MEANING if mesh.shape[ROW_AXIS] == 1 else {**MEANING, COLUMN_AXIS: MEANING[ROW_AXIS]}
 
 
-def sides(mesh: Mesh) -> tuple[str, ...]:
+def grid_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of the grid that devices form, if they do: along them arrays stay split.
 
     >>> from hfjax import make_mesh
-    >>> sides(make_mesh(row=2, tensor=4)), sides(make_mesh(data=2, tensor=4))
+    >>> grid_axes(make_mesh(row=2, tensor=4)), grid_axes(make_mesh(data=2, tensor=4))
     (('row', 'tensor'), ())
     """
-    return in_use(mesh, [axis for axis, what in meanings(mesh).items() if what.stays == ANY])
+    return in_use(
+        mesh, [axis for axis, meaning in meanings(mesh).items() if meaning.keeps_sharded == ANY]
+    )
 
 
-def partitioned(mesh: Mesh) -> tuple[str, ...]:
+def auto_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes in use whose collectives XLA's partitioner derives: on a grid none.
 
     >>> from hfjax import make_mesh
-    >>> partitioned(make_mesh(data=2, tensor=4)), partitioned(make_mesh(row=2, tensor=4))
+    >>> auto_axes(make_mesh(data=2, tensor=4)), auto_axes(make_mesh(row=2, tensor=4))
     (('tensor',), ())
     """
-    return in_use(mesh, [axis for axis, what in meanings(mesh).items() if what.partitioner])
+    return in_use(mesh, [axis for axis, meaning in meanings(mesh).items() if meaning.auto])
 
 
 def manual_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes whose collectives our source writes: on a grid all."""
-    return tuple(axis for axis, what in meanings(mesh).items() if not what.partitioner)
+    return tuple(axis for axis, meaning in meanings(mesh).items() if not meaning.auto)
 
 
-def row_axes(mesh: Mesh) -> tuple[str, ...]:
+def active_batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes over which rows are split, as a model may name them in a collective.
 
     Empty where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
@@ -176,28 +182,32 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     >>> batch_axes(hfjax.make_mesh(data=8))
     ('data', 'fsdp')
     """
-    return tuple(axis for axis in BATCH_AXES if axis not in off(mesh))
+    return tuple(axis for axis in BATCH_AXES if axis not in unused_axes(mesh))
 
 
-def off(mesh: Mesh) -> set[str]:
+def unused_axes(mesh: Mesh) -> set[str]:
     """Return the axes of size 1 that a rule `*` leaves out: those that most meshes have no use for.
 
     >>> import hfjax
-    >>> sorted(off(hfjax.make_mesh(data=4, context=2)))
+    >>> sorted(unused_axes(hfjax.make_mesh(data=4, context=2)))
     ['expert']
     """
-    rare = [name for name, axis in MEANING.items() if axis.sequence or (axis.rows and axis.stays)]
+    rare = [
+        name
+        for name, axis in MEANING.items()
+        if axis.sequence or (axis.batch and axis.keeps_sharded)
+    ]
     return set(rare) - set(in_use(mesh, rare))
 
 
 def show_sizes(shape: dict[str, int]) -> str:
     """Return the sizes of axes as people write them."""
-    shown = {axis: size for axis, size in shape.items() if size != 1} or shape
-    return " x ".join(f"{axis}={size}" for axis, size in shown.items())
+    sizes = {axis: size for axis, size in shape.items() if size != 1} or shape
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function in which the axes of rows have names: models may sum over them at once."""
-    for axis in SAMPLE_AXES:
+    for axis in DATA_AXES:
         function = jax.vmap(function, out_axes=None, axis_name=axis, axis_size=1)
     return function

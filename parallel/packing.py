@@ -2,8 +2,8 @@
 
 All devices run one program, so residuals in a ring, messages and stored parameters have the same
 shape on every stage. A tree is packed into one flat buffer for each dtype, as long as the largest
-tree needs; the rest is zeros that nothing reads. `PackedLayers` and `OnStages` make, store and
-restore packed layers without any device holding all of them.
+tree needs; the rest is zeros that nothing reads. `PackedLayers` and `StagePackedLayers` make, store
+and restore packed layers without any device holding all of them.
 """
 
 import math
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.parallel.adapters.model_template import LAYERS, Blueprint
-from hfjax.parallel.jaxprs.program import piece
+from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate
+from hfjax.parallel.jaxprs.program import trace_flat
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.param_specs import batch_devices
-from hfjax.utils.paths import Flat, Index, Tree, is_key
-from hfjax.utils.vma import alike
+from hfjax.utils.paths import Flat, Index, Tree, is_random_key
+from hfjax.utils.vma import mark_varying
 
 PACKED = "layers/packed_"  # path of a stored array, before the name of its dtype
 
@@ -38,8 +38,10 @@ class Packing:
     @cached_property
     def lengths(self) -> dict[str, int]:
         """The length of the buffer of each dtype: what the largest tree needs."""
-        names = sorted({_name(a) for tree in self.trees for a in jax.tree.leaves(tree)})
-        largest = {name: max(self.used(i, name) for i in range(len(self.trees))) for name in names}
+        names = sorted({_dtype_name(a) for tree in self.trees for a in jax.tree.leaves(tree)})
+        largest = {
+            name: max(self.num_elements(i, name) for i in range(len(self.trees))) for name in names
+        }
         return {name: -(-n // self.multiple) * self.multiple for name, n in largest.items()}
 
     @property
@@ -47,43 +49,43 @@ class Packing:
         """The buffers' shapes and dtypes."""
         return {name: jax.ShapeDtypeStruct((n,), name) for name, n in self.lengths.items()}
 
-    def used(self, i: int, name: str) -> int:
+    def num_elements(self, i: int, name: str) -> int:
         """Return how many elements of a dtype a tree has."""
         leaves = jax.tree.leaves(self.trees[i])
-        return sum(math.prod(a.shape) for a in leaves if _name(a) == name)
+        return sum(math.prod(a.shape) for a in leaves if _dtype_name(a) == name)
 
     def pack(self, i: int, tree: Tree, dtypes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the buffers that hold a tree of the form of `trees[i]`.
 
         `dtypes` are those of the buffers, if the tree was cast since.
         """
-        names = [_name(like) for like in jax.tree.leaves(self.trees[i])]
+        names = [_dtype_name(like) for like in jax.tree.leaves(self.trees[i])]
         leaves = list(zip(names, jax.tree.leaves(tree), strict=True))
         buffers = {}
         for name, length in self.lengths.items():
-            parts = [jnp.ravel(a) for of, a in leaves if of == name]
-            if rest := length - sum(part.size for part in parts):
-                parts.append(jnp.zeros(rest, name if dtypes is None else dtypes[name]))
-            buffers[name] = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+            arrays = [jnp.ravel(a) for of, a in leaves if of == name]
+            if rest := length - sum(array.size for array in arrays):
+                arrays.append(jnp.zeros(rest, name if dtypes is None else dtypes[name]))
+            buffers[name] = jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         return buffers
 
     def starts(self, i: int) -> list[int]:
         """Return where each array of a tree begins in its buffer."""
         at, starts = dict.fromkeys(self.lengths, 0), []
         for a in jax.tree.leaves(self.trees[i]):
-            starts.append(at[_name(a)])
-            at[_name(a)] += math.prod(a.shape)
+            starts.append(at[_dtype_name(a)])
+            at[_dtype_name(a)] += math.prod(a.shape)
         return starts
 
     def unpack(self, i: int, buffers: Mapping[str, jax.Array]) -> Any:
         """Return the tree that was packed, in the buffers' dtypes."""
-        form, starts = jax.tree.structure(self.trees[i]), self.starts(i)
-        take = lambda a, start: buffers[_name(a)][start : start + math.prod(a.shape)]
+        treedef, starts = jax.tree.structure(self.trees[i]), self.starts(i)
+        take = lambda a, start: buffers[_dtype_name(a)][start : start + math.prod(a.shape)]
         pairs = zip(jax.tree.leaves(self.trees[i]), starts, strict=True)
-        return form.unflatten([take(a, start).reshape(a.shape) for a, start in pairs])
+        return treedef.unflatten([take(a, start).reshape(a.shape) for a, start in pairs])
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a parameter lies: in which stored array, in which row, from where on."""
 
     array: str
@@ -106,18 +108,18 @@ class PackedLayers:
     @cached_property
     def packing(self) -> Packing:
         """How the parameters of each virtual stage lie in its row."""
-        held = [
+        stage_trees = [
             {path: like for number in numbers for path, like in self.layers[number].items()}
-            for numbers in self.arrangement.parts
+            for numbers in self.arrangement.stage_layers
         ]
-        return Packing(held, self.multiple)
+        return Packing(stage_trees, self.multiple)
 
     @property
     def shapes(self) -> Flat:
         """Shapes and dtypes of what is stored, by path."""
-        rows = self.arrangement.virtual.size
+        num_rows = self.arrangement.virtual.size
         return {
-            PACKED + name: jax.ShapeDtypeStruct((rows, length), name)
+            PACKED + name: jax.ShapeDtypeStruct((num_rows, length), name)
             for name, length in self.packing.lengths.items()
         }
 
@@ -128,50 +130,55 @@ class PackedLayers:
         return sum(length * jnp.dtype(name).itemsize for name, length in lengths)
 
     @property
-    def held_bytes(self) -> list[int]:
+    def param_bytes(self) -> list[int]:
         """The bytes of each virtual stage's parameters; the rest of its row is padding."""
         packing, size = self.packing, lambda name: jnp.dtype(name).itemsize
         return [
-            sum(packing.used(g, name) * size(name) for name in packing.lengths)
+            sum(packing.num_elements(g, name) * size(name) for name in packing.lengths)
             for g in range(len(packing.trees))
         ]
 
     @cached_property
-    def places(self) -> dict[str, Place]:
+    def locations(self) -> dict[str, Location]:
         """Where each parameter lies, by path, part after part."""
-        places, row_of = {}, self.arrangement.virtual.reshape(-1).argsort()
-        for g, held in enumerate(self.packing.trees):
-            starts = zip(jax.tree.leaves(held), self.packing.starts(g), strict=True)
-            for path, (a, start) in zip(sorted(held), starts, strict=True):
-                places[path] = Place(PACKED + _name(a), int(row_of[g]), start, a.shape)
-        return places
+        locations, row_of = {}, self.arrangement.virtual.reshape(-1).argsort()
+        for g, tree in enumerate(self.packing.trees):
+            starts = zip(jax.tree.leaves(tree), self.packing.starts(g), strict=True)
+            for path, (a, start) in zip(sorted(tree), starts, strict=True):
+                locations[path] = Location(PACKED + _dtype_name(a), int(row_of[g]), start, a.shape)
+        return locations
 
     def dtypes(self, flat: Flat) -> dict[str, Any]:
         """Return the dtype of each stored array for these arrays: moments may have others."""
-        return {place.array: flat[path].dtype for path, place in self.places.items()}
+        return {location.array: flat[path].dtype for path, location in self.locations.items()}
 
-    def row(self, g: int, flat: Flat, dtypes: Mapping[str, Any] | None = None) -> Flat:
+    def pack_row(self, g: int, flat: Flat, dtypes: Mapping[str, Any] | None = None) -> Flat:
         """Return the row of each stored array that a virtual stage has."""
-        held = {path: flat[path] for path in self.packing.trees[g]}
-        return {PACKED + name: row for name, row in self.packing.pack(g, held, dtypes).items()}
+        tree = {path: flat[path] for path in self.packing.trees[g]}
+        return {
+            PACKED + name: buffer for name, buffer in self.packing.pack(g, tree, dtypes).items()
+        }
 
     def store(self, flat: Flat) -> Flat:
         """Return what is stored, from the arrays of all layers."""
         dtypes = self.dtypes(flat)
-        stored = {path: jnp.zeros(x.shape, dtypes[path]) for path, x in self.shapes.items()}
-        for path, (array, row, start, _) in self.places.items():
-            piece = jnp.ravel(flat[path])[None]
-            stored[array] = lax.dynamic_update_slice(stored[array], piece, (row, start))
-        return stored
+        buffers = {path: jnp.zeros(x.shape, dtypes[path]) for path, x in self.shapes.items()}
+        for path, (array, row, start, _) in self.locations.items():
+            values = jnp.ravel(flat[path])[None]
+            buffers[array] = lax.dynamic_update_slice(buffers[array], values, (row, start))
+        return buffers
 
-    def restore(self, stored: Flat) -> Flat:
+    def restore(self, buffers: Flat) -> Flat:
         """Return the arrays of all layers."""
-        take = lambda p: stored[p.array][p.row, p.start : p.start + math.prod(p.shape)]
-        return {path: take(place).reshape(place.shape) for path, place in self.places.items()}
+        take = lambda p: buffers[p.array][p.row, p.start : p.start + math.prod(p.shape)]
+        return {
+            path: take(location).reshape(location.shape)
+            for path, location in self.locations.items()
+        }
 
 
-def _name(array: Any) -> str:
-    if is_key(array):
+def _dtype_name(array: Any) -> str:
+    if is_random_key(array):
         raise ValueError(
             f"layers of a list hand on a random key {array.dtype}{list(array.shape)}: in a "
             "pipeline that travels in a buffer of numbers. Hand on jax.random.key_data(key), and "
@@ -184,27 +191,29 @@ ROW = 1024  # the length of a row is a multiple of it: most numbers of devices d
 
 
 @dataclass(frozen=True, eq=False)
-class OnStages(PackedLayers):
+class StagePackedLayers(PackedLayers):
     """Packed layers, each row on its stage."""
 
     mesh: Mesh
 
     def create(self, create: Callable, seed: Index) -> Flat:
         """Return the layers of a new model; each stage makes its own and no other."""
-        paths = list(self.places)
-        program = piece(lambda seed: list(map(create(seed).__getitem__, paths)), jnp.asarray(seed))
+        paths = list(self.locations)
+        program = trace_flat(
+            lambda seed: list(map(create(seed).__getitem__, paths)), jnp.asarray(seed)
+        )
         outputs = dict(zip(paths, program.outputs, strict=True))
 
-        def row(g: int, seed: Index) -> Flat:
+        def make_row(g: int, seed: Index) -> Flat:
             mine = list(self.packing.trees[g])
-            made = program.part([outputs[path] for path in mine])(seed)
-            held = self.row(g, dict(zip(mine, made, strict=True)))
-            return alike(held, {PIPE_AXIS})
+            arrays = program.subprogram([outputs[path] for path in mine])(seed)
+            packed = self.pack_row(g, dict(zip(mine, arrays, strict=True)))
+            return mark_varying(packed, {PIPE_AXIS})
 
         def device(seed: Index) -> Flat:
             stage, rows = lax.axis_index(PIPE_AXIS), []
             for chunk in self.arrangement.virtual.T:
-                branches = [lambda seed, g=g: row(g, seed) for g in chunk]
+                branches = [lambda seed, g=g: make_row(g, seed) for g in chunk]
                 rows.append(lax.switch(stage, branches, seed))
             return {path: jnp.stack([row[path] for row in rows]) for path in self.shapes}
 
@@ -224,86 +233,99 @@ class Mover:
     shardings: Mapping[str, NamedSharding]  # of the arrays returned, by path
 
     @property
-    def places(self) -> Mapping[str, Place]:
+    def locations(self) -> Mapping[str, Location]:
         """Where each parameter lies."""
-        return self.packed.places
+        return self.packed.locations
 
     def store(self, flat: Flat) -> Flat:
         """Return what is stored, from the arrays of all layers."""
         dtypes = self.packed.dtypes(flat)
-        stored = {
+        buffers = {
             path: jnp.zeros(x.shape, dtypes[path], device=self.shardings[path])
             for path, x in self.packed.shapes.items()
         }
-        for path, place in self.places.items():
-            rows = stored[place.array]
-            stored[place.array] = _put(rows, flat[path], *self._at(place), rows.sharding)
-        return stored
+        for path, location in self.locations.items():
+            buffer = buffers[location.array]
+            buffers[location.array] = _put(
+                buffer, flat[path], *self._indices(location), buffer.sharding
+            )
+        return buffers
 
-    def restore(self, stored: Flat) -> Flat:
+    def restore(self, buffers: Flat) -> Flat:
         """Return the arrays of all layers."""
-        take = lambda path, p: _take(stored[p.array], *self._at(p), p.shape, self.shardings[path])
-        return {path: take(path, place) for path, place in self.places.items()}
+        take = lambda path, p: _take(
+            buffers[p.array], *self._indices(p), p.shape, self.shardings[path]
+        )
+        return {path: take(path, location) for path, location in self.locations.items()}
 
-    def _at(self, place: Place) -> tuple[int, int, int]:
+    def _indices(self, location: Location) -> tuple[int, int, int]:
         on_each = self.packed.arrangement.virtual.size // self.mesh.shape[PIPE_AXIS]
-        return place.row // on_each, place.row % on_each, place.start
+        return location.row // on_each, location.row % on_each, location.start
 
 
 @partial(jax.jit, static_argnums=5, donate_argnums=0)
 def _put(
-    rows: jax.Array, array: jax.Array, stage: int, row: int, start: int, on: NamedSharding
+    buffer: jax.Array, array: jax.Array, stage: int, row: int, start: int, sharding: NamedSharding
 ) -> jax.Array:
     """Return the rows with one array put into its place."""
 
     def device(
-        rows: jax.Array, array: jax.Array, stage: Index, row: Index, start: Index
+        buffer: jax.Array, array: jax.Array, stage: Index, row: Index, start: Index
     ) -> jax.Array:
-        changed = lax.dynamic_update_slice(rows, array.reshape(1, -1), (row, start))
-        return jnp.where(lax.axis_index(PIPE_AXIS) == stage, changed, rows)
+        changed = lax.dynamic_update_slice(buffer, array.reshape(1, -1), (row, start))
+        return jnp.where(lax.axis_index(PIPE_AXIS) == stage, changed, buffer)
 
     in_specs, out_specs = (P(PIPE_AXIS), P(), P(), P(), P()), P(PIPE_AXIS)
-    move = jax.shard_map(device, mesh=on.mesh, in_specs=in_specs, out_specs=out_specs)
-    return lax.with_sharding_constraint(move(rows, array, stage, row, start), on)
+    put = jax.shard_map(device, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs)
+    return lax.with_sharding_constraint(put(buffer, array, stage, row, start), sharding)
 
 
 @partial(jax.jit, static_argnums=(4, 5))
 def _take(
-    rows: jax.Array, stage: int, row: int, start: int, shape: tuple[int, ...], on: NamedSharding
+    buffer: jax.Array,
+    stage: int,
+    row: int,
+    start: int,
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
 ) -> jax.Array:
     """Return one array from its place."""
 
-    def device(rows: jax.Array, stage: Index, row: Index, start: Index) -> jax.Array:
-        own = lax.dynamic_slice(rows, (row, start), (1, math.prod(shape)))
+    def device(buffer: jax.Array, stage: Index, row: Index, start: Index) -> jax.Array:
+        own = lax.dynamic_slice(buffer, (row, start), (1, math.prod(shape)))
         own = jnp.where(lax.axis_index(PIPE_AXIS) == stage, own, jnp.zeros((), own.dtype))
         return lax.psum(own, PIPE_AXIS).reshape(shape)
 
     in_specs = (P(PIPE_AXIS), P(), P(), P())
-    move = jax.shard_map(device, mesh=on.mesh, in_specs=in_specs, out_specs=P())
-    return lax.with_sharding_constraint(move(rows, stage, row, start), on)
+    take = jax.shard_map(device, mesh=sharding.mesh, in_specs=in_specs, out_specs=P())
+    return lax.with_sharding_constraint(take(buffer, stage, row, start), sharding)
 
 
-def packed_layers(blueprint: Blueprint, mesh: Mesh, arrangement: Arrangement) -> OnStages:
+def packed_layers(
+    template: ModelTemplate, mesh: Mesh, arrangement: Arrangement
+) -> StagePackedLayers:
     """Return how the layers of a list are packed."""
     shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
     layers = [
-        {path: shape(blueprint.parameters[path]) for path in layer.paths}
-        for layer in _unshared(blueprint)
+        {path: shape(template.parameters[path]) for path in layer.paths}
+        for layer in _check_unshared(template)
     ]
-    return OnStages(arrangement, layers, math.lcm(ROW, batch_devices(mesh)), mesh)
+    return StagePackedLayers(arrangement, layers, math.lcm(ROW, batch_devices(mesh)), mesh)
 
 
-def _unshared(blueprint: Blueprint) -> list[Any]:
+def _check_unshared(template: ModelTemplate) -> list[Any]:
     """Return the layers, unless one of their parameters belongs to another part as well."""
-    layers, seen = blueprint.layers("train"), dict[str, int]()
+    layers, owners = template.layers("train"), dict[str, int]()
     for number, layer in enumerate(layers):
         for path in layer.paths:
-            if path in seen or not path.startswith(LAYERS):
-                other = f"layer {seen[path]}" if path in seen else "what lies outside of the layers"
+            if path in owners or not path.startswith(LAYERS):
+                other = (
+                    f"layer {owners[path]}" if path in owners else "what lies outside of the layers"
+                )
                 raise ValueError(
                     f"layer {number} shares {path} with {other}: in a pipeline each layer's "
                     "parameters are its own, on one stage. Give it its own, or move what is "
                     "shared into embed and head."
                 )
-            seen[path] = number
+            owners[path] = number
     return layers

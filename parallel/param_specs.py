@@ -17,15 +17,15 @@ from hfjax.parallel.mesh import (
     ROW_AXIS,
     STACK,
     TENSOR_AXES,
+    auto_axes,
     describe_mesh,
+    grid_axes,
     in_use,
+    keeps_sharded,
+    keeps_sharded_by_name,
     manual_axes,
-    off,
-    partitioned,
-    sides,
     size_of,
-    stays_by_name,
-    stays_split,
+    unused_axes,
 )
 from hfjax.parallel.strategy import Axes, Rules, Strategy
 
@@ -33,7 +33,7 @@ Dims = tuple[tuple[int, Axes], ...]  # (dimension, mesh axes); dimensions count 
 
 
 @dataclass(frozen=True)
-class Placed:
+class ParamSpecs:
     """One parameter and where it, its accumulated gradient and its moments lie."""
 
     mesh: Mesh
@@ -46,15 +46,15 @@ class Placed:
     small: bool  # below the size from which the strategy splits arrays
     axes: tuple[str | None, ...] = ()  # the logical name of each dimension
     frozen: bool = False  # no gradient, no moments
-    still: int = 0  # of a stack, the first so many layers stay as they are
-    marked: bool = False  # its module takes pieces of it (see `Axis`)
+    frozen_layers: int = 0  # of a stack, the first so many layers stay as they are
+    takes_shards: bool = False  # its module takes pieces of it (see `Axis`)
 
     @property
     def stacked(self) -> bool:
         """Whether dimension 0 stacks layers."""
         return self.axes[:1] == (STACK,)
 
-    def manual(self, column: str) -> P:
+    def manual_spec(self, column: str) -> P:
         """Return the manual part of the spec in a column."""
         return manual_part(getattr(self, column), self.mesh)
 
@@ -63,16 +63,18 @@ class Placed:
 
         What stays split when it is read is not among them: a stage's layers, for instance.
         """
-        dims = self._dims(self.manual(column))
-        moves = lambda dim, axis: not stays_split(axis, self._name(dim), self.marked)
-        moved = [(dim, tuple(axis for axis in axes if moves(dim, axis))) for dim, axes in dims]
-        return tuple((dim, axes) for dim, axes in moved if axes)
+        dims = self._dims(self.manual_spec(column))
+        is_gathered = lambda dim, axis: not keeps_sharded(axis, self._name(dim), self.takes_shards)
+        gathered = [
+            (dim, tuple(axis for axis in axes if is_gathered(dim, axis))) for dim, axes in dims
+        ]
+        return tuple((dim, axes) for dim, axes in gathered if axes)
 
     def split_axes(self, *columns: str) -> set[str]:
         """Return the axes of the `split_dims` of these columns."""
         return {axis for column in columns for _, axes in self.split_dims(column) for axis in axes}
 
-    def moment_only_dims(self, column: str) -> Dims:
+    def optimizer_only_dims(self, column: str) -> Dims:
         """Return the dimensions that moments split over axes over which a column splits none."""
         done = self.split_axes(column)
         dims = self.split_dims("moment")
@@ -80,26 +82,28 @@ class Placed:
         return tuple((dim, axes) for dim, axes in rest if axes)
 
     @property
-    def stays(self) -> Axes:
+    def sharded_compute(self) -> Axes:
         """The axes over which the parameter stays split: nothing gathers it, or sums over them."""
-        return self._split_by(lambda axis, name: stays_split(axis, name, self.marked))
+        return self._split_by(lambda axis, name: keeps_sharded(axis, name, self.takes_shards))
 
     @property
-    def gathered_unmarked(self) -> Axes:
+    def avoidable_gather_axes(self) -> Axes:
         """The axes over which it would stay split if its module took pieces of it."""
-        by_name = self._split_by(stays_by_name)
-        return tuple(axis for axis in by_name if axis not in self.stays)
+        by_name = self._split_by(keeps_sharded_by_name)
+        return tuple(axis for axis in by_name if axis not in self.sharded_compute)
 
-    def _split_by(self, does: Callable[[str, str | None], bool]) -> Axes:
-        """Return the manual axes that split the parameter and of which `does(axis, name)` holds."""
-        dims = self._dims(self.manual("parameter"))
-        return tuple(a for dim, axes in dims for a in axes if does(a, self._name(dim)))
+    def _split_by(self, predicate: Callable[[str, str | None], bool]) -> Axes:
+        """Return the manual axes that shard the parameter and for which `predicate(axis, name)`."""
+        dims = self._dims(self.manual_spec("parameter"))
+        return tuple(a for dim, axes in dims for a in axes if predicate(a, self._name(dim)))
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """The shape in which it is read, tensor axes not divided: whole but for what stays."""
-        kept = entries_of(keep(self.manual("parameter"), self.stays), len(self.shape))
-        sizes = [size_of(axes, self.mesh) for axes in kept]
+        entries = entries_of(
+            keep_axes(self.manual_spec("parameter"), self.sharded_compute), len(self.shape)
+        )
+        sizes = [size_of(axes, self.mesh) for axes in entries]
         return tuple(n // size for n, size in zip(self.shape, sizes, strict=True))
 
     def _name(self, dim: int) -> str | None:
@@ -112,16 +116,18 @@ class Placed:
         Empty if one of them is split over manual axes too: the pieces of a tensor shard are not
         next to each other then, and the partitioner has to put them in order.
         """
-        if not partitioned(self.mesh):
+        if not auto_axes(self.mesh):
             return ()
         columns = ("parameter", "gradient", "moment")
         moved = {dim for column in columns for dim, _ in self.split_dims(column)}
         dims = self._dims(auto_part(self.parameter))
         return () if moved & {dim for dim, _ in dims} else dims
 
-    def local(self, column: str) -> tuple[int, ...]:
+    def shard_shape(self, column: str) -> tuple[int, ...]:
         """Return the shape of what a device holds, tensor axes not divided."""
-        entries = zip(self.shape, entries_of(self.manual(column), len(self.shape)), strict=True)
+        entries = zip(
+            self.shape, entries_of(self.manual_spec(column), len(self.shape)), strict=True
+        )
         return tuple(length // size_of(axes, self.mesh) for length, axes in entries)
 
     def _dims(self, spec: P) -> Dims:
@@ -136,7 +142,7 @@ class Array:
     path: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    marked: bool = False  # its module takes pieces of it (see `Axis`)
+    takes_shards: bool = False  # its module takes pieces of it (see `Axis`)
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -151,7 +157,9 @@ class Array:
         return math.prod(n for n, name in zip(self.shape, self.axes, strict=True) if name != STACK)
 
 
-def place(array: Array, rules: Rules, mesh: Mesh, smallest: float = 0, base: P | None = None) -> P:
+def spec_from_rules(
+    array: Array, rules: Rules, mesh: Mesh, smallest: float = 0, base: P | None = None
+) -> P:
     """Return the spec that `rules` give an array, on top of `base`."""
     entries = entries_of(base or P(), len(array.shape))
     for dim, name in enumerate(array.axes):
@@ -161,28 +169,28 @@ def place(array: Array, rules: Rules, mesh: Mesh, smallest: float = 0, base: P |
     if "*" not in rules or array.layer_size < smallest:
         return spec
     used = {axis for entry in entries for axis in entry}
-    free = tuple(axis for axis in rules["*"] if axis not in used | off(mesh))
-    return _place_anywhere(array, entries, free, mesh)
+    free = tuple(axis for axis in rules["*"] if axis not in used | unused_axes(mesh))
+    return _split_any_dim(array, entries, free, mesh)
 
 
-def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -> P:
+def _split_any_dim(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -> P:
     """Put `axes` on the first free dimension that divides; none: the array stays as it is.
 
     On a grid they may join what row or tensor splits, as its minor part: gathered over them, the
     piece of each device is in order.
     """
-    joins = set(sides(mesh))
+    grid = set(grid_axes(mesh))
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
-        free = joins.issuperset(entries[dim]) and name != STACK
-        stays = name is not None and any(MEANING[a].stays == name for a in axes)
-        free = free and not stays  # for what stays a rule has to say so by name
+        free = grid.issuperset(entries[dim]) and name != STACK
+        needs_rule = name is not None and any(MEANING[a].keeps_sharded == name for a in axes)
+        free = free and not needs_rule  # for what stays a rule has to say so by name
         if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
             entries[dim] += axes
             break
     return _spec(entries)
 
 
-def sizes_near(arrays: Iterable[Array | Placed], size: int) -> list[int]:
+def sizes_near(arrays: Iterable[Array | ParamSpecs], size: int) -> list[int]:
     """Return the sizes next to `size`, below and above, that divide a dimension of each array.
 
     >>> sizes_near([Array("w", (32, 96, 64), ("layers", None, None))], 24 + 16)
@@ -196,53 +204,55 @@ def sizes_near(arrays: Iterable[Array | Placed], size: int) -> list[int]:
     return [n for n in near if n is not None]
 
 
-def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None) -> tuple[P, P, P]:
+def column_specs(
+    array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None
+) -> tuple[P, P, P]:
     """Return the specs of the parameter, its accumulated gradient and its moments."""
     smallest = strategy.smallest
     if spec is None:
-        spec = place(array, strategy.parameters, mesh, smallest)
+        spec = spec_from_rules(array, strategy.parameters, mesh, smallest)
     if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
         entries = zip(entries_of(spec, len(array.axes)), array.axes, strict=True)
-        stays = partial(stays_split, marked=array.marked)
-        whole = _spec([tuple(a for a in e if stays(a, name)) for e, name in entries])
-        return spec, whole, place(array, strategy.moments, mesh, smallest, spec)
-    gradient = place(array, strategy.gradients, mesh, smallest, spec)
-    return spec, gradient, place(array, strategy.moments, mesh, smallest, gradient)
+        is_kept = partial(keeps_sharded, takes_shards=array.takes_shards)
+        full_gradient = _spec([tuple(a for a in e if is_kept(a, name)) for e, name in entries])
+        return spec, full_gradient, spec_from_rules(array, strategy.moments, mesh, smallest, spec)
+    gradient = spec_from_rules(array, strategy.gradients, mesh, smallest, spec)
+    return spec, gradient, spec_from_rules(array, strategy.moments, mesh, smallest, gradient)
 
 
 def check_spec(array: Array, spec: P, mesh: Mesh) -> None:
     """Refuse a spec that this array cannot have on this mesh, with what to do instead."""
-    given = f"{array.path} {array.shape}: {spec}"
+    label = f"{array.path} {array.shape}: {spec}"
     if len(spec) > len(array.shape):
-        raise ValueError(f"{given} has {len(spec)} entries for {len(array.shape)} dimensions.")
-    seen: dict[str, int] = {}
+        raise ValueError(f"{label} has {len(spec)} entries for {len(array.shape)} dimensions.")
+    dim_of: dict[str, int] = {}
     for dim, axes in enumerate(entries_of(spec, len(array.shape))):
         for axis in axes:
             if axis not in AXES:
-                raise ValueError(f"{given}: unknown mesh axis {axis!r}. Axes: {', '.join(AXES)}.")
-            if axis in seen:
+                raise ValueError(f"{label}: unknown mesh axis {axis!r}. Axes: {', '.join(AXES)}.")
+            if axis in dim_of:
                 raise ValueError(
-                    f"{given} uses mesh axis {axis!r} twice (dimensions {seen[axis]} and {dim}). "
+                    f"{label} uses mesh axis {axis!r} twice (dimensions {dim_of[axis]} and {dim}). "
                     "A mesh axis splits one dimension of an array: keep one of them."
                 )
-            seen[axis] = dim
-        _check_dim(array, dim, axes, mesh, given)
+            dim_of[axis] = dim
+        _check_dim(array, dim, axes, mesh, label)
 
 
-def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> None:
+def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, label: str) -> None:
     manual = [a in manual_axes(mesh) for a in axes]
     if manual != sorted(manual, reverse=True):
         legal = tuple(sorted(axes, key=lambda a: a not in manual_axes(mesh)))
         raise ValueError(
-            f"{given}: on one dimension, {' and '.join(BATCH_AXES)} come before "
+            f"{label}: on one dimension, {' and '.join(BATCH_AXES)} come before "
             f"{' and '.join(TENSOR_AXES)} (the other order adds permutes and gathers to every "
             f"step). Write {legal}."
         )
-    moves = lambda axis: not stays_by_name(axis, array.axes[dim], array.marked)
-    if (gathered := list(map(moves, axes))) != sorted(gathered):
-        legal = tuple(sorted(axes, key=moves))
+    is_gathered = lambda axis: not keeps_sharded_by_name(axis, array.axes[dim], array.takes_shards)
+    if (gathered := list(map(is_gathered, axes))) != sorted(gathered):
+        legal = tuple(sorted(axes, key=is_gathered))
         raise ValueError(
-            f"{given}: on dimension {dim} ({array.axes[dim]}), what stays split comes before what "
+            f"{label}: on dimension {dim} ({array.axes[dim]}), what stays split comes before what "
             f"is gathered. Write {legal}."
         )
     size = size_of(axes, mesh)
@@ -251,17 +261,17 @@ def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> No
             return
         if size > 1:
             raise ValueError(
-                f"{given}: dimension {dim} stacks the layers and is sliced layer by layer, so it "
+                f"{label}: dimension {dim} stacks the layers and is sliced layer by layer, so it "
                 f"cannot be split over {axes}, only over {PIPE_AXIS}. Split another dimension."
             )
     if PIPE_AXIS in axes and STACK in array.axes:
         raise ValueError(
-            f"{given}: {PIPE_AXIS} splits the layers, dimension {array.axes.index(STACK)}, and no "
+            f"{label}: {PIPE_AXIS} splits the layers, dimension {array.axes.index(STACK)}, and no "
             "other dimension of theirs."
         )
     if array.shape[dim] % size:
         raise ValueError(
-            f"{given}: dimension {dim} ({array.axes[dim] or 'unnamed'}, {array.shape[dim]}) does "
+            f"{label}: dimension {dim} ({array.axes[dim] or 'unnamed'}, {array.shape[dim]}) does "
             f"not divide by {size} ({describe_mesh(mesh)}). {_advice(array, dim, axes, mesh)}"
         )
 
@@ -277,7 +287,7 @@ def _advice(array: Array, dim: int, axes: Axes, mesh: Mesh) -> str:
     if name == EXPERTS:
         fits = [n for n in range(2, length + 1) if length % n == 0]
         return f"Axes over which {length} experts can lie: {fits}; or choose a multiple of {size}."
-    if sides(mesh) and name:
+    if grid_axes(mesh) and name:
         fits = [n for n in range(size, 1, -1) if length % n == 0]
         return f"A grid needs a {axes[0]} that divides it: {fits or 'only 1'} would do."
     legal = [d for d, n in enumerate(array.shape) if n % size == 0 and array.axes[d] != STACK]
@@ -301,7 +311,7 @@ def _spec(entries: Sequence[Axes]) -> P:
     return P(*tidy)
 
 
-def keep(spec: P, allowed: Sequence[str]) -> P:
+def keep_axes(spec: P, allowed: Sequence[str]) -> P:
     """Return a spec with these axes only."""
     return _spec([tuple(a for a in e if a in allowed) for e in entries_of(spec, len(spec))])
 
@@ -312,15 +322,15 @@ def manual_part(spec: P, mesh: Mesh) -> P:
     A collective over devices that are alone is not always dropped by XLA (beside a tensor axis
     its partitioner refuses one), so none is written.
     """
-    return keep(spec, in_use(mesh, manual_axes(mesh)))
+    return keep_axes(spec, in_use(mesh, manual_axes(mesh)))
 
 
 def auto_part(spec: P) -> P:
     """Return the part of a spec whose collectives the partitioner derives."""
-    return keep(spec, TENSOR_AXES)
+    return keep_axes(spec, TENSOR_AXES)
 
 
-def pieces(spec: P, mesh: Mesh) -> int:
+def num_shards(spec: P, mesh: Mesh) -> int:
     """Return into how many pieces a spec splits an array."""
     return math.prod(size_of(axes, mesh) for axes in entries_of(spec, len(spec)))
 
@@ -330,11 +340,11 @@ def batch_devices(mesh: Mesh) -> int:
     return size_of(BATCH_AXES, mesh)
 
 
-def row_shares(mesh: Mesh) -> int:
+def num_batch_shards(mesh: Mesh) -> int:
     """Return into how many parts the rows of a microbatch are split; attention on a grid is last.
 
     >>> from hfjax.parallel.make_mesh import make_mesh
-    >>> row_shares(make_mesh(fsdp=2, row=2, tensor=2))
+    >>> num_batch_shards(make_mesh(fsdp=2, row=2, tensor=2))
     4
     """
     return size_of((*BATCH_AXES, ROW_AXIS), mesh)

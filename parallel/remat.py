@@ -50,9 +50,9 @@ class Remat:
     group: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", names_of(self.names, "remat"))
+        object.__setattr__(self, "names", parse_names(self.names, "remat"))
         if not callable(self.what) and self.what not in WHAT:
-            raise _unknown(self.what)
+            raise _unknown_error(self.what)
         for field in ("every", "group"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -79,15 +79,15 @@ class Remat:
         """
         if isinstance(given, Remat):
             return given
-        word, _, detail = given.partition(":") if isinstance(given, str) else (given, "", "")
-        if word == "names" and detail:
-            return cls(names=names_of(detail, "remat"))
-        if word == "every" and detail.isdecimal():
+        head, _, detail = given.partition(":") if isinstance(given, str) else (given, "", "")
+        if head == "names" and detail:
+            return cls(names=parse_names(detail, "remat"))
+        if head == "every" and detail.isdecimal():
             return cls(every=int(detail))
-        if word == "group" and detail.isdecimal():
+        if head == "group" and detail.isdecimal():
             return cls(group=int(detail))
         if detail or not (callable(given) or isinstance(given, str)):
-            raise _unknown(given)
+            raise _unknown_error(given)
         return cls(what=given)
 
     @property
@@ -111,7 +111,9 @@ class Remat:
             return self
         return Remat(self.what, tuple(dict.fromkeys((*self.names, *names))), self.every)
 
-    def policy(self, number: int, gathers: bool, keep: bool, seen: set[str]) -> Callable | None:
+    def policy(
+        self, number: int, gathers: bool, keep: bool, seen_names: set[str]
+    ) -> Callable | None:
         """Return what layer `number` of the unit may save: a policy for jax.checkpoint, or None.
 
         `gathers`: its parameters are gathered (or names are asked for): views are made again;
@@ -122,67 +124,70 @@ class Remat:
             sliced = self.every > 1  # out of the unit: a row that is kept would be a copy
             plain = not gathers and not sliced
             return None if plain or keep else _save_all_but_moves
-        policy = self._policy(seen)
+        policy = self._policy(seen_names)
         return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
 
-    def check(self, seen: set[str]) -> None:
-        """Refuse names that no layer gave; `seen` are those that layers gave (`check_kept`)."""
-        if missing := sorted(set(self.names) - seen):
+    def check(self, seen_names: set[str]) -> None:
+        """Refuse names that no layer gave; `seen_names` are those that layers gave."""
+        if missing := sorted(set(self.names) - seen_names):
             raise ValueError(
                 f"remat names={self.names}: no tensor of a layer is named {missing[0]!r}; named "
-                f"are {', '.join(sorted(seen)) or 'none'}. Name it in the layer, "
+                f"are {', '.join(sorted(seen_names)) or 'none'}. Name it in the layer, "
                 'x = jax.ad_checkpoint.checkpoint_name(x, "…").'
             )
 
-    def _policy(self, seen: set[str]) -> Callable:
+    def _policy(self, seen_names: set[str]) -> Callable:
         policies = jax.checkpoint_policies
         if callable(self.what):
             return self.what
         if self.names:
-            return partial(_save_named, (*self.names, STATISTICS), seen)
+            return partial(_save_named, (*self.names, STATISTICS), seen_names)
         small = policies.save_only_these_names(STATISTICS)
         dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, small)
         return dots if self.what == "dots" else small
 
 
-def names_of(given: Any, what: str) -> tuple[str, ...]:
+def parse_names(names: Any, option: str) -> tuple[str, ...]:
     """Return names, given as several or as one text with commas.
 
-    >>> names_of("qkv, mlp_up", "remat")
+    >>> parse_names("qkv, mlp_up", "remat")
     ('qkv', 'mlp_up')
     """
-    if isinstance(given, str):
-        return tuple(name.strip() for name in given.split(","))
-    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+    if isinstance(names, str):
+        return tuple(name.strip() for name in names.split(","))
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(
-            f"{what} names={given!r}: names of jax.ad_checkpoint.checkpoint_name are expected, for "
+            f"{option} names={names!r}: names of jax.ad_checkpoint.checkpoint_name are expected, "
+            "for "
             'instance ("qkv", "mlp_up").'
         )
-    return tuple(given)
+    return tuple(names)
 
 
 def _save_all_but_moves(prim, *_, **params) -> bool:
-    return prim.name not in _MOVES or _of_activations(prim, params)
+    return prim.name not in _MOVES or _gathers_activation(prim, params)
 
 
-def _of_activations(prim: Any, params: Mapping[str, Any]) -> bool:
+def _gathers_activation(prim: Any, params: Mapping[str, Any]) -> bool:
     """Return whether it gathers an activation: over a grid's own axes no parameter is gathered."""
     return prim.name == "all_gather" and not {ROW_AXIS, COLUMN_AXIS}.isdisjoint(params["axis_name"])
 
 
-def _save_named(names: tuple[str, ...], seen: set[str], prim: Any, *_: Any, **params: Any) -> bool:
+def _save_named(
+    names: tuple[str, ...], seen_names: set[str], prim: Any, *_: Any, **params: Any
+) -> bool:
     if prim.name != "name":
         return False
-    seen.add(params["name"])
+    seen_names.add(params["name"])
     return params["name"] in names
 
 
 def _save_gathers(prim, *_, **params) -> bool:
-    return prim.name == "all_gather" and not _of_activations(prim, params)
+    return prim.name == "all_gather" and not _gathers_activation(prim, params)
 
 
-def _unknown(given: object) -> ValueError:
+def _unknown_error(value: object) -> ValueError:
     return ValueError(
-        f"remat={given!r}: one of {', '.join(WHAT)}, names:a,b, every:2, group:4, a hfjax.Remat, "
+        f"remat={value!r}: one of {', '.join(WHAT)}, names:a,b, every:2, group:4, a hfjax.Remat, "
         "or a jax.checkpoint policy."
     )

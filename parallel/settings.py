@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfjax.utils.keywords import is_whole, known_fields
+from hfjax.utils.keywords import is_int, strict_fields
 
 CONTEXT_FORMS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("auto", "zigzag", "contiguous")
@@ -23,7 +23,7 @@ KERNELS: Mapping[str, str] = {  # what each does in a training step
 }
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
 class Context:
     """How the devices that share a row work together: `train_step(…, context=hfjax.Context(…))`.
@@ -60,46 +60,47 @@ class Context:
                 raise ValueError(
                     f"Context({name}={getattr(self, name)!r}): one of {', '.join(allowed)}."
                 )
-        if self.gather is not None and not is_whole(self.gather, 0, MOST_BYTES):
+        if self.gather is not None and not is_int(self.gather, 0, MOST_BYTES):
             raise ValueError(f"Context(gather={self.gather!r}): a number of bytes, or None.")
         for path, dimension in (self.sequence or {}).items():
-            if dimension is not None and not is_whole(dimension, -MOST, MOST):
+            if dimension is not None and not is_int(dimension, -MOST, MOST):
                 raise ValueError(
                     f"Context(sequence={{{path!r}: {dimension!r}}}): the number of a dimension, "
                     "or None: the array has no sequence."
                 )
         u = self.ulysses
-        if u is not None and not is_whole(u):
+        if u is not None and not is_int(u):
             raise ValueError(
                 f"Context(ulysses={u!r}): how many devices exchange heads, at least 1."
             )
 
 
-def context_of(given: Any) -> Context:
+def parse_context(value: Any) -> Context:
     """Return the settings that are given as such, as the name of a form, or as fields."""
-    if isinstance(given, Context):
-        return given
-    if isinstance(given, str):
-        return Context(given)
-    if isinstance(given, dict):
-        return Context(**given)
+    if isinstance(value, Context):
+        return value
+    if isinstance(value, str):
+        return Context(value)
+    if isinstance(value, dict):
+        return Context(**value)
     raise ValueError(
-        f"context={given!r}: a hfjax.Context is expected, or one of auto, "
+        f"context={value!r}: a hfjax.Context is expected, or one of auto, "
         f"{', '.join(CONTEXT_FORMS)}."
     )
 
 
-def check_dispatch(given: object) -> None:
+def check_dispatch(dispatch: object) -> None:
     """Refuse what is no dispatch."""
-    if given not in ("auto", *DISPATCH):
-        raise ValueError(f"dispatch={given!r}: one of auto, {', '.join(DISPATCH)}.")
+    if dispatch not in ("auto", *DISPATCH):
+        raise ValueError(f"dispatch={dispatch!r}: one of auto, {', '.join(DISPATCH)}.")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class KernelChoices:
     """What was asked for: a word for all capabilities, or a word for each that is named.
 
-    >>> Wanted.of("auto").word("flash_block"), Wanted.of({"flash_block": "xla"}).rest
+    >>> choices = KernelChoices.of
+    >>> choices("auto").choice("flash_block"), choices({"flash_block": "xla"}).rest
     ('auto', 'auto')
     """
 
@@ -107,27 +108,28 @@ class Wanted:
     rest: str = "auto"
 
     @classmethod
-    def of(cls, given: Any) -> "Wanted":
+    def of(cls, value: Any) -> "KernelChoices":
         """Return what a word, or words by name, ask for."""
-        if isinstance(given, Wanted):
-            return given
-        words = dict(given) if isinstance(given, Mapping) else {"*": given}
-        for name, word in words.items():
+        if isinstance(value, KernelChoices):
+            return value
+        choices = dict(value) if isinstance(value, Mapping) else {"*": value}
+        for name, choice in choices.items():
             if name != "*" and name not in KERNELS:
                 raise ValueError(f"kernels: {name!r} is none of them: {', '.join(KERNELS)}, or *.")
-            if not isinstance(word, str) or word not in KERNEL_WORDS:
+            if not isinstance(choice, str) or choice not in KERNEL_WORDS:
                 raise ValueError(
-                    f"kernels={word!r}: one of {', '.join(KERNEL_WORDS)}, or one of them for each "
+                    f"kernels={choice!r}: one of {', '.join(KERNEL_WORDS)}, or one of them for "
+                    "each "
                     'kernel, for instance {"flash_block": "pallas", "*": "auto"}.'
                 )
-        rest = words.pop("*", "auto")
-        return cls(tuple(sorted(words.items())), rest)
+        rest = choices.pop("*", "auto")
+        return cls(tuple(sorted(choices.items())), rest)
 
-    def word(self, kernel: str) -> str:
+    def choice(self, kernel: str) -> str:
         """Return the word for one capability."""
         return dict(self.named).get(kernel, self.rest)
 
     def without(self, kernel: str) -> str:
         """Return what to write to leave one of them out."""
-        words = {**dict(self.named), kernel: "xla", "*": self.rest}
-        return json.dumps(words)
+        choices = {**dict(self.named), kernel: "xla", "*": self.rest}
+        return json.dumps(choices)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, ROW_AXIS, SAMPLE_AXES, SEQUENCE_AXES
+from hfjax.parallel.mesh import AXES, BATCH_AXES, DATA_AXES, EXPERTS, ROW_AXIS, SEQUENCE_AXES
 from hfjax.parallel.offload.host_memory import memory_rules, show_memory
-from hfjax.utils.keywords import check_keywords, is_real, known_fields
+from hfjax.utils.keywords import check_keywords, is_real, strict_fields
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rules = Mapping[str, Axes]
@@ -40,7 +40,7 @@ def _rules(rules: Mapping[str, str | Axes]) -> Rules:
     return MappingProxyType(tidy)
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
 class Strategy:
     """A placement: where each kind of tensor lies. Plain data: print it, edit it, combine with `|`.
@@ -101,8 +101,8 @@ class Strategy:
         if len(sizes) > 1:
             raise ValueError(f"{self.name} | {other.name}: replicate_below is {sorted(sizes)}.")
         size = next(iter(sizes), None)
-        name, joined = f"{self.name}|{other.name}", (*self.parts, *other.parts)
-        return Strategy(name, **columns, replicate_below=size, joined=joined)
+        name, strategies = f"{self.name}|{other.name}", (*self.parts, *other.parts)
+        return Strategy(name, **columns, replicate_below=size, joined=strategies)
 
     def __add__(self, other: object) -> NoReturn:
         """Refuse `+`, which the command line has for `|`."""
@@ -183,66 +183,68 @@ class Strategy:
 
     def _cell(self, column: str, rule: str) -> str:
         """Return what a rule says of a column; gradients follow parameters, moments gradients."""
-        mine, whole = getattr(self, column).get(rule), self.gradients.get("*") == ()
+        mine, full_gradients = getattr(self, column).get(rule), self.gradients.get("*") == ()
         if column not in ("gradients", "moments"):
             return "-" if mine is None else _show_axes(mine)
-        if column == "gradients" and whole:
+        if column == "gradients" and full_gradients:
             return "whole" if rule == "*" or rule in self.parameters else "-"
         base = "parameters" if self.parameters.get(rule) else ""
-        if column == "moments" and not whole and self.gradients.get(rule):
+        if column == "moments" and not full_gradients and self.gradients.get(rule):
             if mine == self.gradients[rule]:
                 return self._cell("gradients", rule)
             base = "gradients"
-        words = [f"as {base}"] * bool(base) + [_show_axes(mine or ())] * bool(mine)
-        return ", then ".join(words) or "-"
+        phrases = [f"as {base}"] * bool(base) + [_show_axes(mine or ())] * bool(mine)
+        return ", then ".join(phrases) or "-"
 
 
 def _show_axes(axes: Axes) -> str:
     return "+".join(axes) or "whole"
 
 
-_ROWS_OF_BATCH = {"batch": BATCH_AXES}
-_SPLIT_INNER_FIRST = tuple(reversed(SAMPLE_AXES))  # so a scatter can go node by node
+_BATCH_RULE = {"batch": BATCH_AXES}
+_SPLIT_INNER_FIRST = tuple(reversed(DATA_AXES))  # so a scatter can go node by node
 _MEGATRON = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}
 
-DDP = Strategy("DDP", activations=_ROWS_OF_BATCH)
-ZERO1 = Strategy("ZERO1", moments={"*": _SPLIT_INNER_FIRST}, activations=_ROWS_OF_BATCH)
+DDP = Strategy("DDP", activations=_BATCH_RULE)
+ZERO1 = Strategy("ZERO1", moments={"*": _SPLIT_INNER_FIRST}, activations=_BATCH_RULE)
 ZERO2 = Strategy(
     "ZERO2",
     gradients={"*": _SPLIT_INNER_FIRST},
     moments={"*": _SPLIT_INNER_FIRST},
-    activations=_ROWS_OF_BATCH,
+    activations=_BATCH_RULE,
 )
 # Devices that share rows, or experts, hold parts of the other parameters too: eight devices of one
 # row would else hold the model whole.
 FSDP = ZERO3 = Strategy(
-    "FSDP", parameters={"*": ("fsdp", "expert", *SEQUENCE_AXES)}, activations=_ROWS_OF_BATCH
+    "FSDP", parameters={"*": ("fsdp", "expert", *SEQUENCE_AXES)}, activations=_BATCH_RULE
 )
 # Hybrid sharding is FSDP on a mesh with data > 1: gradients are scattered over fsdp (inside a
 # node), then shards are all-reduced over data (across nodes), once per step.
 HSDP = replace(FSDP, name="HSDP")
-TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
+TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_BATCH_RULE})
 # Weights are split over both sides of a grid, and so is what flows: tensor_grid/ops.py.
 GRID = Strategy(
     "GRID",
     parameters={**_MEGATRON, "embed": ROW_AXIS},
-    activations={**_MEGATRON, "seq": "tensor", "embed": ROW_AXIS, **_ROWS_OF_BATCH},
+    activations={**_MEGATRON, "seq": "tensor", "embed": ROW_AXIS, **_BATCH_RULE},
 )
-SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_ROWS_OF_BATCH})
-CONTEXT = Strategy("CONTEXT", activations={"positions": SEQUENCE_AXES, **_ROWS_OF_BATCH})
-EXPERT = Strategy("EXPERT", parameters={EXPERTS: "expert"}, activations=_ROWS_OF_BATCH)
-PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_ROWS_OF_BATCH)
+SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_BATCH_RULE})
+CONTEXT = Strategy("CONTEXT", activations={"positions": SEQUENCE_AXES, **_BATCH_RULE})
+EXPERT = Strategy("EXPERT", parameters={EXPERTS: "expert"}, activations=_BATCH_RULE)
+PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_BATCH_RULE)
 # What the state needs most of: two moments and, if there are any, master weights of each parameter.
 HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"moments": "host", "master": "host"})
 HOST_PARAMETERS = Strategy("HOST_PARAMETERS", memory={"parameters": "host"})
 
 
-def written(name: str) -> str:
+def python_expression(name: str) -> str:
     """Return how a program writes the strategy of a name, as the command line has it.
 
-    >>> written("fsdp+tensor"), written("mine")
+    >>> python_expression("fsdp+tensor"), python_expression("mine")
     ('hfjax.FSDP | hfjax.TENSOR', 'hfjax.FSDP, for instance')
     """
-    words = re.findall(r"\w+", name.upper())
-    known = words and all(isinstance(globals().get(word), Strategy) for word in words)
-    return " | ".join(f"hfjax.{word}" for word in words) if known else "hfjax.FSDP, for instance"
+    members = re.findall(r"\w+", name.upper())
+    known = members and all(isinstance(globals().get(member), Strategy) for member in members)
+    return (
+        " | ".join(f"hfjax.{member}" for member in members) if known else "hfjax.FSDP, for instance"
+    )

@@ -21,7 +21,7 @@ from baselines.ring import ring_all_reduce
 from baselines.training import Step, all_reduce_step
 from baselines.two_level import two_level_all_reduce
 from hfjax.parallel.strategy import DDP
-from hfjax.testing import Case, Trained, recorded_gradients
+from hfjax.testing import Case, TrainResult, record_gradients
 
 NODE, DEVICE = "node", "device"
 ROWS = 96
@@ -30,7 +30,7 @@ PARAMETERS = {"up": random.normal(size=(6, 8)) / 3, "down": random.normal(size=(
 BATCH = {"x": random.normal(size=(ROWS, 6)), "y": random.normal(size=(ROWS, 6))}
 NUMBERS = 96  # of all parameters
 ADAM = optax.adam(1e-2, eps=1e-4)
-OPTIMIZER = optax.chain(recorded_gradients(), ADAM)
+OPTIMIZER = optax.chain(record_gradients(), ADAM)
 
 
 def forward(parameters, batch):
@@ -45,7 +45,7 @@ def loss(parameters, batch):
     return of_outputs(forward(parameters, batch), batch)
 
 
-def on_one_device(steps: int) -> Trained:
+def on_one_device(steps: int) -> TrainResult:
     model = lambda rngs: jax.tree.map(jnp.asarray, PARAMETERS)
     case = Case(model, loss, BATCH, ADAM, steps, {}, {"precision": "fp64"})
     return case.run(DDP, {"data": 1})
@@ -108,7 +108,7 @@ class Baseline:
     def links(self) -> Links:
         return links(self.lowered())
 
-    def run(self, steps: int) -> Trained:
+    def run(self, steps: int) -> TrainResult:
         """Return what training leaves, of whoever has it."""
         mesh = jax.make_mesh(
             tuple(self.sizes.values()),
@@ -123,7 +123,7 @@ class Baseline:
             parameters, state, each = program(parameters, state, rows)
             losses.append(float(np.mean([each[worker] for worker in self.workers])))
             gradients = gradients if number else self._whole(state[0])
-        return Trained(losses, gradients, self._whole(parameters), {}, {})
+        return TrainResult(losses, gradients, self._whole(parameters), {}, {})
 
     def _whole(self, stacked: Any) -> Any:
         if self.shards:

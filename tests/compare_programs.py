@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.spmd.interpreter import in_parts
-from hfjax.parallel.spmd.nested import Along, InnerSides
-from hfjax.parallel.spmd.placements import Cut, Part, Side, Sum
+from hfjax.parallel.spmd.interpreter import run_partitioned
+from hfjax.parallel.spmd.nested import InnerAxes, Nested
+from hfjax.parallel.spmd.placements import AxisGroup, PartialValue, ShardedValue, Split
 from tests.random_programs import CUTS, Program
 
 ONE_AXIS = ("rows",)
@@ -35,16 +35,16 @@ class Dealt:
     name: str = "rows"
     others: int | None = 0
 
-    def side(self, n: int, axes: Any = ONE_AXIS) -> Side:
+    def side(self, n: int, axes: Any = ONE_AXIS) -> AxisGroup:
         pairs = tuple((i, 2 * n - 1 - i) for i in range(n))
-        return Side(tuple(axes), n, self.name, pairs if self.folds else None)
+        return AxisGroup(tuple(axes), n, self.name, pairs if self.folds else None)
 
-    def cut(self, name: str, batch: dict[str, Any]) -> Cut | None:
+    def cut(self, name: str, batch: dict[str, Any]) -> Split | None:
         dim = self.dims.get(name, self.others)
         if dim is None:
             return None
         flat = self.name == "positions" and name == "flat"
-        return Cut(dim % batch[name].ndim, len(batch.get("z", EIGHT)) if flat else 1)
+        return Split(dim % batch[name].ndim, len(batch.get("z", EIGHT)) if flat else 1)
 
 
 EIGHT = range(8)  # rows, where a batch does not say
@@ -72,19 +72,19 @@ def on_one(program: Program) -> Callable[[Any, Any], Any]:
 
 
 def of_device(
-    program: Program, side: Side, told: list | None = None, dealt: Dealt = ROWS
+    program: Program, side: AxisGroup, told: list | None = None, dealt: Dealt = ROWS
 ) -> Callable[[Any, Any], Any]:
     """Return what a device makes of weights and its rows, as in `on_one`."""
 
     def given(name, v):
         cut = dealt.cut(name, program.batch)
-        return v if cut is None else Part(v, cut)
+        return v if cut is None else ShardedValue(v, cut)
 
     def objective(weights, floats, batch):
         batch = {name: given(name, v) for name, v in (batch | floats).items()}
-        loss, variables = in_parts(side, program.function, weights, batch, told=told)
-        assert not isinstance(loss, Part), "a scalar has no rows"
-        return loss.x if isinstance(loss, Sum) else loss / side.size, (loss, variables)
+        loss, variables = run_partitioned(side, program.function, weights, batch, comms=told)
+        assert not isinstance(loss, ShardedValue), "a scalar has no rows"
+        return loss.x if isinstance(loss, PartialValue) else loss / side.size, (loss, variables)
 
     def device(weights, batch):
         floats = of_floats(batch)
@@ -100,23 +100,23 @@ def of_device(
     return device
 
 
-def parts(batch: dict[str, Any], side: Side, dealt: Dealt = ROWS) -> dict[str, Any]:
+def parts(batch: dict[str, Any], side: AxisGroup, dealt: Dealt = ROWS) -> dict[str, Any]:
     """Return the batch with its parts along a new first dimension."""
     cuts = {name: dealt.cut(name, batch) for name in batch}
 
     def stack(x, cut):
         pieces = in_pieces(x, cut, side)
-        each = [np.take(pieces, held, cut.dim + 1) for held in side.held]
+        each = [np.take(pieces, held, cut.dim + 1) for held in side.device_chunks]
         shape = (*x.shape[: cut.dim], x.shape[cut.dim] // side.size, *x.shape[cut.dim + 1 :])
         return np.stack([part.reshape(shape) for part in each])
 
     return {k: x if cuts[k] is None else stack(x, cuts[k]) for k, x in batch.items()}
 
 
-def in_pieces(x, cut: Cut, side: Side):
+def in_pieces(x, cut: Split, side: AxisGroup):
     """Return an array with a dimension for the pieces of what is cut."""
-    each = x.shape[cut.dim] // (cut.outer * side.count)
-    sizes = (cut.outer, side.count, each)
+    each = x.shape[cut.dim] // (cut.blocks * side.num_chunks)
+    sizes = (cut.blocks, side.num_chunks, each)
     return np.asarray(x).reshape(*x.shape[: cut.dim], *sizes, *x.shape[cut.dim + 1 :])
 
 
@@ -160,21 +160,21 @@ def by_shard_map(
     return devices
 
 
-def whole(value, n: int, side: Side | None = None):
+def whole(value, n: int, side: AxisGroup | None = None):
     """Return the whole of what n devices hold along a first dimension."""
-    if isinstance(value, Sum):
+    if isinstance(value, PartialValue):
         return np.sum(np.asarray(value.x), 0, dtype=value.x.dtype)
-    if not isinstance(value, Part):
+    if not isinstance(value, ShardedValue):
         return np.asarray(value)[0]
-    x, cut, side = np.asarray(value.x), value.cut, side or Side(ONE_AXIS, n)
-    size, number = x.shape[1 + cut.dim], len(side.held[0])
-    assert size % (cut.outer * number) == 0, f"{cut} of {x.shape[1:]}"
+    x, cut, side = np.asarray(value.x), value.split, side or AxisGroup(ONE_AXIS, n)
+    size, number = x.shape[1 + cut.dim], len(side.device_chunks[0])
+    assert size % (cut.blocks * number) == 0, f"{cut} of {x.shape[1:]}"
     before, after = x.shape[1 : 1 + cut.dim], x.shape[2 + cut.dim :]
-    each = size // cut.outer // number
-    x = x.reshape(n, *before, cut.outer, number, each, *after)
+    each = size // cut.blocks // number
+    x = x.reshape(n, *before, cut.blocks, number, each, *after)
     x = np.moveaxis(x, 0, len(before) + 1)
-    x = x.reshape(*before, cut.outer, side.count, each, *after)
-    x = np.take(x, np.argsort([i for held in side.held for i in held]), len(before) + 1)
+    x = x.reshape(*before, cut.blocks, side.num_chunks, each, *after)
+    x = np.take(x, np.argsort([i for held in side.device_chunks for i in held]), len(before) + 1)
     return x.reshape(*before, n * size, *after)
 
 
@@ -182,24 +182,29 @@ def by_two_sides(
     program: Program, n: int, told: list | None = None, dealt: Dealt = ROWS
 ) -> Callable[[Any, Any], Any]:
     """Return what 2 x n devices make that have other rows, and other positions of them."""
-    side, inner = Side(("data",), 2), InnerSides((dealt.side(n, ("context",)),), in_parts)
+    side, inner = (
+        AxisGroup(("data",), 2),
+        InnerAxes((dealt.side(n, ("context",)),), run_partitioned),
+    )
     told = [] if told is None else told
 
     def value(name, v):
         dim, cut = CUTS.get(name, 0), dealt.cut(name, program.batch)
         if name == "flat":  # of rows and positions in one dimension: each device has all of it
             return v
-        v = v if dim is None else Part(v, Cut(dim))
-        return v if cut is None else Along(v, cut, dealt.name)
+        v = v if dim is None else ShardedValue(v, Split(dim))
+        return v if cut is None else Nested(v, cut, dealt.name)
 
     def objective(weights, floats, batch):
         batch = {name: value(name, v) for name, v in (batch | floats).items()}
-        function = inner.running(program.function, told)
-        loss, variables = in_parts(side, function, weights, batch, told=told)
+        function = inner.wrap(program.function, told)
+        loss, variables = run_partitioned(side, function, weights, batch, comms=told)
         whole = jax.tree.map(
-            side.whole_of, inner.whole(side, variables), is_leaf=lambda v: isinstance(v, Part | Sum)
+            side.replicate,
+            inner.replicate(side, variables),
+            is_leaf=lambda v: isinstance(v, ShardedValue | PartialValue),
         )
-        share = side.shares(inner.shares(side, loss))
+        share = side.as_partial_tree(inner.as_partial(side, loss))
         return share, (lax.psum(share, ("data", "context")), whole)
 
     def device(weights, batch):
@@ -214,8 +219,8 @@ def by_two_sides(
         dim, cut = CUTS.get(name, 0), dealt.cut(name, program.batch)
         if name == "flat":
             return lax.psum(v, ("data", "context"))
-        v = lax.psum(v, "context") if cut is None else inner.sides[0].joined(v, cut)
-        return lax.psum(v, "data") if dim is None else side.joined(v, Cut(dim))
+        v = lax.psum(v, "context") if cut is None else inner.groups[0].all_gather(v, cut)
+        return lax.psum(v, "data") if dim is None else side.all_gather(v, Split(dim))
 
     def devices(weights, batch):
         dims = {k: None if k == "flat" else CUTS.get(k, 0) for k in batch}
@@ -231,9 +236,9 @@ def by_two_sides(
     return devices
 
 
-def parts_of_two(batch: dict[str, Any], side: Side, dealt: Dealt) -> dict[str, Any]:
+def parts_of_two(batch: dict[str, Any], side: AxisGroup, dealt: Dealt) -> dict[str, Any]:
     """Return the parts of a batch for `by_two_sides`: [positions, rows, ...]."""
-    rows = Side(("data",), 2)
+    rows = AxisGroup(("data",), 2)
 
     def of(name, x):
         if name == "flat":
@@ -249,7 +254,7 @@ def parts_of_two(batch: dict[str, Any], side: Side, dealt: Dealt) -> dict[str, A
 
 
 def kind(value) -> str:
-    return type(value).__name__ if isinstance(value, Sum | Part) else "whole"
+    return type(value).__name__ if isinstance(value, PartialValue | ShardedValue) else "whole"
 
 
 def far(found, expected) -> str:
@@ -271,9 +276,9 @@ def far(found, expected) -> str:
     return f"off by {gap.max():.3g}: {found} for {expected}"
 
 
-def differences(found, expected, n: int, side: Side | None = None) -> list[str]:
+def differences(found, expected, n: int, side: AxisGroup | None = None) -> list[str]:
     """Return where what n devices hold is not what one has, or not the same on all."""
-    is_value = lambda v: isinstance(v, Sum | Part)
+    is_value = lambda v: isinstance(v, PartialValue | ShardedValue)
     flat, tree = jax.tree_util.tree_flatten_with_path(found, is_leaf=is_value)
     right, expected_tree = jax.tree.flatten(expected)
     assert len(flat) == len(right), (tree, expected_tree)
@@ -303,7 +308,7 @@ class Found:
 
     @property
     def gathers(self) -> bool:
-        return any(record.how == "gather" for record in self.told)
+        return any(record.action == "gather" for record in self.told)
 
 
 def compare(

@@ -13,7 +13,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import Mean
-from hfjax.models.layers import Dropout, run_stacked, stacked
+from hfjax.models.layers import Dropout, run_stacked, stack_layers
 
 
 def fixed(*shape):
@@ -22,7 +22,7 @@ def fixed(*shape):
 
 
 class Layers(nnx.Module):
-    """What `hfjax.models.layers.stacked` makes of so many layers; called with the arrays of one.
+    """What `hfjax.models.layers.stack_layers` makes of layers; called with the arrays of one.
 
     A layer of zeros changes what enters it, and has a gradient: empty places that run are seen.
     """
@@ -31,7 +31,7 @@ class Layers(nnx.Module):
         self.up = nnx.Param(fixed(count, 8, 16), axes=("embed", "mlp"))
         self.down = nnx.Param(fixed(count, 16, 8), axes=("mlp", "embed"))
         drop = lambda rngs: Dropout(dropout, rngs=rngs)
-        self.dropout = stacked(count, drop, rngs) if dropout else None
+        self.dropout = stack_layers(count, drop, rngs) if dropout else None
 
     def __call__(self, x):
         y = jnp.tanh(1 + x @ self.up[...]) @ self.down[...]

@@ -19,7 +19,7 @@ from jax import lax
 import hfjax
 from hfjax import DDP, FSDP, PIPE, ZERO2, Schedule, Strategy
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from tests.small_gpt import MLPs
 
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17), np.int32)}
@@ -53,7 +53,7 @@ class Positionwise(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(64, 32, rngs=rngs)
-        self.layers = stacked(2, lambda rngs: Layer(rngs), rngs)
+        self.layers = stack_layers(2, lambda rngs: Layer(rngs), rngs)
 
     def embed(self, batch: Any) -> jax.Array:
         return self.tokens(batch["tokens"])
@@ -73,7 +73,7 @@ class Specialists(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, pieces: bool):
         draw = lambda *shape: 0.1 * jax.random.normal(rngs.params(), shape)
         names = ("specialists", None, None)
-        self.some = nnx.Param(draw(4, 8, 8), axes=names, stays_split=pieces)
+        self.some = nnx.Param(draw(4, 8, 8), axes=names, keep_sharded=pieces)
         self.dense, self.pieces = nnx.Param(draw(8, 8)), pieces
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -37,10 +37,10 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors of a model, by its family's table."""
-    from hfjax.weights.families import FAMILIES, config_of
+    from hfjax.weights.families import FAMILIES, parse_config
 
-    table = FAMILIES[config["model_type"]].table(config_of(config))
-    return {piece.name: piece.rule.shape for piece in table.pieces()}
+    table = FAMILIES[config["model_type"]].table(parse_config(config))
+    return {piece.name: piece.rule.shape for piece in table.expand()}
 
 
 def numbered(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:

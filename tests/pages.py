@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hfjax.__main__ import main
-from hfjax.cli.launch import split
+from hfjax.cli.launch import split_command
 from tests.workers import environment
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -116,7 +116,7 @@ class Page:
 def output_of(command: str) -> str:
     """Return what a command prints; those of hfjax run in this process."""
     words = shlex.split(command, comments=True)
-    if words[:2] == ["hfjax", "launch"] and (inner := split(words)[1])[0] == "hfjax":
+    if words[:2] == ["hfjax", "launch"] and (inner := split_command(words)[1])[0] == "hfjax":
         words = list(inner)
     if words[0] != "hfjax" or words[1] == "launch":
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

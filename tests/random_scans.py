@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from hfjax.parallel.jaxprs.program import parts_of_scan
+from hfjax.parallel.jaxprs.program import scan_counts
 from hfjax.parallel.spmd.rules import control_flow
 from tests.random_programs import Program, Sizes, coarse, make_batch, tame
 
@@ -169,8 +169,10 @@ def judged(seed: int) -> tuple[bool, list[str]]:
     scan = Scan(seed, (2, 3))
     (loop,) = jax.make_jaxpr(scan.run)(scan.weights, np.ones((4, 2, 3))).eqns
     body = loop.params["jaxpr"]
-    consts, carried = parts_of_scan(loop)
-    alone = control_flow._running_sums(body.jaxpr, body.jaxpr.invars[consts : consts + carried])
+    consts, carried = scan_counts(loop)
+    alone = control_flow._find_accumulators(
+        body.jaxpr, body.jaxpr.invars[consts : consts + carried]
+    )
     rng = np.random.default_rng([seed, 8])
     number = lambda v: rng.normal(size=v.aval.shape) if v.aval.dtype == np.float64 else np.int32(5)
     given = list(map(number, body.jaxpr.invars))

@@ -6,7 +6,7 @@ forward, or ("dx", g, m) going backward. Every read must find the label that it 
 
 from collections import Counter
 
-from hfjax.parallel.schedules.compile import SIDES, Ticks
+from hfjax.parallel.schedules.compile import LINK_NAMES, Ticks
 
 Label = tuple[str, int, int]
 JUNK: Label = ("junk", -1, -1)
@@ -17,7 +17,7 @@ class Replay:
 
     def __init__(self, ticks: Ticks):
         self.ticks, self.table = ticks, ticks.table
-        self.virtual = {home: g for g, home in enumerate(self.table.homes)}
+        self.virtual = {home: g for g, home in enumerate(self.table.stage_map)}
         stages = range(self.table.stages)
         self.rings = {ring: [[JUNK] * n for _ in stages] for ring, n in ticks.depth.items()}
         self.sent = {"F": [JUNK for _ in stages], "B": [JUNK for _ in stages]}
@@ -42,15 +42,15 @@ class Replay:
                     self.table.stages if self.receives(kind, hop, first, end) else 0
                 ):
                     label = self.message(kind, (stage - hop) % self.table.stages)
-                    self.write(f"{ring}_{SIDES[hop]}", ring, tick, stage, label)
+                    self.write(f"{ring}_{LINK_NAMES[hop]}", ring, tick, stage, label)
 
     def receives(self, kind: str, hop: int, first: int, end: int) -> bool:
-        return self.ticks.arriving(kind, hop, first, end)
+        return self.ticks.has_arrivals(kind, hop, first, end)
 
     def message(self, kind: str, stage: int) -> Label:
         """Return what a stage sent: where kinds share permutes, the one thing that it made."""
         made = [self.sent["F"][stage], self.sent["B"][stage]]
-        if not self.ticks.shared:
+        if not self.ticks.shares_permutes:
             return self.sent[kind][stage]
         assert JUNK in made
         return next((label for label in made if label != JUNK), JUNK)
@@ -64,7 +64,7 @@ class Replay:
             self.write("F_stash", "stash", tick, stage, y)
             dy = ("dx", g + 1, m) if g == self.table.virtual - 1 else JUNK
             self.write("H_dy", "dy", tick, stage, dy)
-        if self.table.split:
+        if self.table.splits_backward:
             self.write("F_late", "late", tick, stage, y)
 
     def backward(self, tick: int, stage: int) -> None:
@@ -72,10 +72,10 @@ class Replay:
         if g >= 0:
             self.read("B_dy", "dy", tick, stage, ("dx", g + 1, m))
             self.read("B_stash", "stash", tick, stage, ("y", g, m))
-        if g >= 0 and self.table.split:
+        if g >= 0 and self.table.splits_backward:
             self.read("B_late", "late", tick, stage, ("y", g, m))
         dx = self.sent["B"][stage] = ("dx", g, m) if g >= 0 else JUNK
-        if self.table.split:
+        if self.table.splits_backward:
             self.write("B_cross", "cross", tick, stage, dx)
 
     def weights(self, tick: int, stage: int) -> None:

@@ -8,7 +8,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import GPT, MLP, GPTConfig
-from hfjax.models.layers import STREAM, Dropout, anywhere, stacked
+from hfjax.models.layers import STREAM, Dropout, no_constraint, stack_layers
 
 SHAPE = {"length": 24, "layers": 2, "embed": 32, "vocab": 64}
 
@@ -18,7 +18,7 @@ class OnlyMLP(nnx.Module):
 
     def __init__(self, config, *, rngs):
         self.mlp, self.dropout = MLP(config, rngs=rngs), Dropout(config.dropout, rngs=rngs)
-        self.place = anywhere
+        self.place = no_constraint
 
     def __call__(self, x):
         return x + self.dropout(self.place(self.mlp(self.place(x, STREAM)), STREAM))
@@ -33,7 +33,7 @@ class MLPs(GPT):
 
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
-        self.layers = stacked(config.layers, lambda rngs: OnlyMLP(config, rngs=rngs), rngs)
+        self.layers = stack_layers(config.layers, lambda rngs: OnlyMLP(config, rngs=rngs), rngs)
 
 
 def gpt(**changes):

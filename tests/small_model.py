@@ -5,7 +5,7 @@ import numpy as np
 from flax import nnx
 
 from hfjax.models.gpt import GPTConfig
-from hfjax.models.layers import stacked, with_documents, without_documents
+from hfjax.models.layers import pack_stream, stack_layers, unpack_stream
 from tests.small_gpt import MLPs, OnlyMLP
 
 
@@ -13,11 +13,11 @@ class Behind(OnlyMLP):
     """An MLP that reads a token and the mean of those up to it."""
 
     def __call__(self, x):
-        x_BSD, documents = without_documents(x)
+        x_BSD, documents = unpack_stream(x)
         length = x_BSD.shape[1]
         mean = np.tril(np.ones((length, length))) / np.arange(1, length + 1)[:, None]
         behind = jnp.einsum("st,btd->bsd", mean.astype(x_BSD.dtype), x_BSD)
-        return with_documents(super().__call__(x_BSD + behind), documents)
+        return pack_stream(super().__call__(x_BSD + behind), documents)
 
 
 class Stack(MLPs):
@@ -26,7 +26,7 @@ class Stack(MLPs):
     def __init__(self, vocab: int, length: int, layers: int = 2, *, rngs: nnx.Rngs):
         config = GPTConfig.tiny(layers=layers, embed=64, heads=2, vocab=vocab, length=length)
         super().__init__(config, rngs=rngs)
-        self.layers = stacked(layers, lambda rngs: Behind(config, rngs=rngs), rngs)
+        self.layers = stack_layers(layers, lambda rngs: Behind(config, rngs=rngs), rngs)
 
 
 def deep(vocab: int, length: int):

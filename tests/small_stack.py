@@ -11,7 +11,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import Mean
-from hfjax.models.layers import Dropout, LayerNorm, stacked
+from hfjax.models.layers import Dropout, LayerNorm, stack_layers
 
 
 class Bent(nnx.Module):
@@ -29,7 +29,7 @@ class Stack(nnx.Module):
 
     def __init__(self, layers, dropout=0.0, *, rngs):
         self.before = nnx.Param(0.5 * jax.random.normal(rngs.params(), (4, 8)))
-        self.layers = stacked(layers, lambda rngs: Bent(dropout, rngs=rngs), rngs)
+        self.layers = stack_layers(layers, lambda rngs: Bent(dropout, rngs=rngs), rngs)
         self.norm = LayerNorm(8)
 
     def embed(self, batch):

@@ -12,7 +12,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import hfjax
-from hfjax.models.stateful import Stateful
+from hfjax.models.stateful import StatefulModel
 from hfjax.parallel.strategy import DDP, FSDP, TENSOR
 from hfjax.testing import assert_strategies_agree
 from tests.test_parameters_as_data import BATCH, CASES, on_x, squares
@@ -451,7 +451,7 @@ def test_dropout_of_flax_works_in_the_layers_of_a_pipeline():
     step = hfjax.train_step(layout, squares, schedule=hfjax.Schedule("1f1b", 2))
     state, found = hfjax.init(layout), []
     whole = hfjax.canonical(layout, state)
-    before, model = hfjax.full(whole.params), hfjax.module(layout.as_the_model, whole)
+    before, model = hfjax.full(whole.params), hfjax.module(layout.model_layout, whole)
     model.eval()
     plain = functools.reduce(lambda x, layer: layer(x), model.layers, BATCH["x"])
     for _ in range(2):
@@ -465,11 +465,11 @@ def test_dropout_of_flax_works_in_the_layers_of_a_pipeline():
 # -- random keys ----------------------------
 
 
-def with_row_keys(model, batch, row_keys):
+def with_row_keys(model, batch, example_keys):
     """Noise by row, which no mesh changes."""
-    if row_keys is None:
+    if example_keys is None:
         return model(batch["x"])
-    noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(row_keys)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(example_keys)
     return model(batch["x"]) + noise
 
 
@@ -509,7 +509,7 @@ def test_a_key_that_forward_asks_for_differs_by_step_and_is_none_in_evaluation()
 
 
 def test_forward_that_asks_for_what_is_not_known_is_refused():
-    with pytest.raises(ValueError, match=r"'rng' is not known.*`key`.*`row_keys`.*`train`"):
+    with pytest.raises(ValueError, match=r"'rng' is not known.*`key`.*`example_keys`.*`train`"):
         plan(linear, forward=lambda model, batch, rng: model(batch["x"]))
 
 
@@ -624,7 +624,7 @@ def with_state(model, batch, train):
 def test_a_function_of_parameters_and_state_is_a_module_in_one_line(agree):
     def init(rngs):
         parameters = {"w": jax.random.normal(rngs.params(), (8, 8)), "depth": 2}
-        return Stateful(parameters, {"mean": jnp.zeros(8), "steps": jnp.int32(0)})
+        return StatefulModel(parameters, {"mean": jnp.zeros(8), "steps": jnp.int32(0)})
 
     agree(init, forward=with_state)
     layout, state = plan(init, forward=with_state)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.checks import check_step
-from hfjax.parallel.mesh import AXES, BATCH_AXES, MEANING, TENSOR_AXES, Axis, stays_split
+from hfjax.parallel.mesh import AXES, BATCH_AXES, MEANING, TENSOR_AXES, Axis, keeps_sharded
 from hfjax.sharding import check_layout
 from tests import extra_axes
 
@@ -66,14 +66,14 @@ def test_groups_of_axes_follow_from_the_table():
     assert AXES == tuple(MEANING)
     assert AXES[-len(TENSOR_AXES) :] == TENSOR_AXES  # after all others
     assert BATCH_AXES == ("data", "fsdp", "expert")
-    assert stays_split("pipe", "layers")
-    assert stays_split("expert", "experts")
-    assert not stays_split("pipe", None)
-    assert not stays_split("fsdp", "layers")
+    assert keeps_sharded("pipe", "layers")
+    assert keeps_sharded("expert", "experts")
+    assert not keeps_sharded("pipe", None)
+    assert not keeps_sharded("fsdp", "layers")
 
 
 def test_an_idle_axis_of_a_meaning_like_experts_is_not_told_to_add_experts(monkeypatch):
-    like = {**MEANING, "data": Axis(rows=True, stays="specialists")}
+    like = {**MEANING, "data": Axis(batch=True, keeps_sharded="specialists")}
     monkeypatch.setattr(check_step, "MEANING", like)
     monkeypatch.setattr(check_layout, "MEANING", like)
     mesh = hfjax.make_mesh(data=2, devices=jax.devices()[:2])

@@ -12,7 +12,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.testing import assert_strategies_agree
 from tests import small_gpt
 
@@ -129,7 +129,7 @@ class Told(GPT):
 
     def __init__(self, *, rngs):
         super().__init__(GPTConfig.tiny(**small_gpt.SHAPE), rngs=rngs)
-        self.layers = stacked(2, Sum, rngs)
+        self.layers = stack_layers(2, Sum, rngs)
 
     def embed(self, batch):
         return super().embed(batch), jnp.zeros(())
@@ -160,7 +160,7 @@ class PositionsFirst(GPT):
 
     def __init__(self, *, rngs):
         super().__init__(GPTConfig.tiny(**small_gpt.SHAPE), rngs=rngs)
-        self.layers = stacked(2, lambda rngs: small_gpt.OnlyMLP(self.config, rngs=rngs), rngs)
+        self.layers = stack_layers(2, lambda rngs: small_gpt.OnlyMLP(self.config, rngs=rngs), rngs)
 
     def embed(self, batch):
         return super().embed(batch).swapaxes(0, 1)

@@ -28,7 +28,7 @@ from hfjax.data import (
     tokenizer,
     write_tokens,
 )
-from hfjax.trainer.sampling import tokens_of
+from hfjax.trainer.sampling import encode_prompt
 from hfjax.utils import atomic
 from tests.full_disk import allowed_bytes
 
@@ -182,7 +182,7 @@ def test_characters_without_a_token_are_counted_and_told(tmp_path, capsys):
     assert (made.dropped, made.unknown, made.empty) == (6, 0, 1)  # of the third nothing is left
     assert [data.read(*pair).tolist() for pair in ((0, 5), (5, 8))] == ids
     with pytest.warns(RuntimeWarning, match="has no token for 3 characters of the prompt 'hey!w'"):
-        assert tokens_of("hey!w", load_tokenizer(path)) == [20]
+        assert encode_prompt("hey!w", load_tokenizer(path)) == [20]
     again = (str(tmp_path / "in.jsonl"),)
     assert run(DataCommand(again, tmp_path / "b", tokenizer=path, append_end=False)) == 0
     assert "warning: 6 characters have no token in the tokenizer" in capsys.readouterr().out
@@ -256,8 +256,8 @@ def test_a_long_document_is_encoded_in_pieces_as_if_whole(corpus, tmp_path, monk
     text = "".join(json.loads(line)["text"] for line in corpus.read_text().splitlines())
     trained = load_tokenizer(tmp_path / "a")
     whole = trained.encode([text])[0]
-    monkeypatch.setattr(tokenizer, "PIECE", piece)
-    monkeypatch.setattr(tokenizer, "GROUP", 100)
+    monkeypatch.setattr(tokenizer, "CHUNK_SIZE", piece)
+    monkeypatch.setattr(tokenizer, "GROUP_SIZE", 100)
     short, pieces = trained.encode(["x", text])
     np.testing.assert_array_equal(pieces, whole)
     assert len(short) == 1
@@ -487,7 +487,7 @@ def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
     """Each rename, exchange and the first deletion: interrupted before it, and after it."""
     place, calls = tmp_path / "out", []
     rename, rmtree = Path.rename, shutil.rmtree
-    exchanged = atomic.exchanged if in_one_step else lambda one, other: False
+    exchanged = atomic.exchange_folders if in_one_step else lambda one, other: False
 
     def interrupted(act, moment):
         def do(*given, **more):
@@ -509,7 +509,7 @@ def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
             assert [path.name for path in tmp_path.iterdir()] == ["out"]  # all is swept
             calls.clear()
             answers = interrupted(exchanged, moment) if in_one_step else exchanged
-            patch.setattr(atomic, "exchanged", answers)
+            patch.setattr(atomic, "exchange_folders", answers)
             patch.setattr(Path, "rename", interrupted(rename, moment))
             patch.setattr(shutil, "rmtree", interrupted(rmtree, moment))
             with pytest.raises(KeyboardInterrupt) if moment else nullcontext():
@@ -529,14 +529,14 @@ import numpy as np
 from hfjax.utils import atomic
 from hfjax.data import write_tokens
 
-left, exchanged = [int(sys.argv[2])], atomic.exchanged
+left, exchanged = [int(sys.argv[2])], atomic.exchange_folders
 
 def count(event, *_):
     if event in ("os.rename", "os.rmdir", "exchange"):
         left[0] -= 1
         left[0] or os.kill(os.getpid(), signal.SIGKILL)
 
-atomic.exchanged = lambda *given: (count("exchange"), exchanged(*given))[1]
+atomic.exchange_folders = lambda *given: (count("exchange"), exchanged(*given))[1]
 sys.addaudithook(count)
 write_tokens(sys.argv[1], [np.arange(6)], 8, overwrite=True)
 """
@@ -577,7 +577,7 @@ def test_what_a_kill_left_before_the_first_file_is_swept_also_from_a_maker_at_wo
     tmp_path, monkeypatch
 ):
     (tmp_path / ".out.unfinished-0123").mkdir()
-    usual, locked = atomic._locked, []
+    usual, locked = atomic._lock, []
 
     def sweeping(folder):
         """Sweep as another maker does, after the first new folder and before it is locked."""
@@ -586,7 +586,7 @@ def test_what_a_kill_left_before_the_first_file_is_swept_also_from_a_maker_at_wo
             atomic.sweep(tmp_path / "out")
         return usual(folder)
 
-    monkeypatch.setattr(atomic, "_locked", sweeping)
+    monkeypatch.setattr(atomic, "_lock", sweeping)
     write_tokens(tmp_path / "out", [np.arange(5)], 8)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     first, swept, again, last = locked

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from hfjax.hardware.machine import CONSTANTS, Machine
-from hfjax.planner.calibration.calibrate import calibrate, of_cpu, of_gpu
+from hfjax.planner.calibration.calibrate import calibrate, calibrate_cpu, calibrate_gpu
 from hfjax.planner.calibration.stopwatch import Stopwatch
 
 BRIEF = {"block": 0.001, "rounds": 1}
@@ -51,14 +51,14 @@ def test_guards(written):
 
 
 def test_one_device_sends_nothing():
-    machine = of_cpu(Stopwatch(jax.devices()[:1], True, **BRIEF), quick=True)
+    machine = calibrate_cpu(Stopwatch(jax.devices()[:1], True, **BRIEF), quick=True)
     assert machine.source("inside").startswith("assumed: ")
     assert machine.inside == machine.stream
 
 
 def test_path_of_gpus_runs_here():
     """By the clock, with the attention that this device has."""
-    machine = of_gpu(Stopwatch(jax.devices()[:2], False, **BRIEF), quick=True)
+    machine = calibrate_gpu(Stopwatch(jax.devices()[:2], False, **BRIEF), quick=True)
     assert machine.platform == "gpu"
     for name in ("flops", "inside", "inside_hop", "attention_backward_128", "launch"):
         assert machine.source(name).startswith("measured: ")

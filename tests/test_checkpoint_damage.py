@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 import hfjax
-from hfjax.checkpoint.arrays import arrays_of, raw
+from hfjax.checkpoint.arrays import state_arrays, to_raw
 from hfjax.checkpoint.manifest import find_damage
 from hfjax.checkpoint.metadata import read_record
-from hfjax.checkpoint.orbax_logging import keep_quiet
-from hfjax.checkpoint.writer import room
+from hfjax.checkpoint.orbax_logging import silence_orbax
+from hfjax.checkpoint.writer import required_bytes
 from tests.small_checkpoint import same, saved, small_layout, state_at
 
 
@@ -179,7 +179,7 @@ def test_no_trace_of_what_reads_is_printed_where_it_fails(monkeypatch):
     """Coroutines of which nobody takes the error: of the arrays after the first that fails."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda given: printed.append(given.exc_value))
-    keep_quiet.__wrapped__()
+    silence_orbax.__wrapped__()
     for place in ("orbax/checkpoint/serialization.py", "other.py", "orbax/train.py"):
         with pytest.raises(ValueError, match=place) as told:
             exec(compile(f"raise ValueError({place!r})", place, "exec"))
@@ -189,7 +189,7 @@ def test_no_trace_of_what_reads_is_printed_where_it_fails(monkeypatch):
 
 
 def test_warnings_of_orbax_are_not_printed_and_those_of_others_are():
-    keep_quiet()
+    silence_orbax()
     orbax = sys.modules["orbax.checkpoint.checkpoint_manager"].__file__
     printed = lambda file, level: logging.getLogger("absl").filter(
         logging.LogRecord("absl", level, file, 1, "Waiting took %f seconds", (2.0,), None)
@@ -221,11 +221,11 @@ def test_a_step_in_a_later_format_asks_for_a_later_hfjax(tmp_path, file):
 def test_the_room_that_a_step_needs_is_that_of_all_its_files(tmp_path):
     for number, layout in enumerate((small_layout(), small_layout(wide=8192, sizes={"fsdp": 8}))):
         layout = saved(tmp_path / str(number), 1, layout=layout)
-        stored = {path: raw(x) for path, x in arrays_of(state_at(layout, 1)).items()}
+        stored = {path: to_raw(x) for path, x in state_arrays(state_at(layout, 1)).items()}
         step = tmp_path / str(number) / "1"
         found = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
         assert sum(x.nbytes for x in stored.values()) < found
-        assert found <= room(stored, read_record(step)) < found + 130_000
+        assert found <= required_bytes(stored, read_record(step)) < found + 130_000
 
 
 def test_what_to_do_with_damage_is_one_of_two_words(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 import hfjax
 from hfjax.checkpoint.writer import Writer
 from hfjax.parallel.strategy import ZERO1
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 from tests.full_disk import allowed_bytes
 from tests.small_checkpoint import saved, small_layout, state_at
 from tests.test_checkpoint import Counting
@@ -288,8 +288,8 @@ def test_a_directory_of_a_full_disk_is_opened(tmp_path):
 
 @pytest.mark.parametrize("name", ["rate[0.1]", "a*", "a?", r"a\b", "a\udcff"])
 def test_a_path_under_which_a_step_could_not_be_read_again_is_refused(tmp_path, name):
-    odd = named(name[4] if len(name) > 4 else name[1])
-    match = re.escape(f"{named(name)}: checkpoints saved in a folder with {odd} in its path could")
+    odd = quote(name[4] if len(name) > 4 else name[1])
+    match = re.escape(f"{quote(name)}: checkpoints saved in a folder with {odd} in its path could")
     with pytest.raises(ValueError, match=match):
         saved(tmp_path / name, 1)
     assert not (tmp_path / name).exists()

@@ -7,7 +7,7 @@ import pytest
 
 import hfjax
 from hfjax import Keep
-from hfjax.checkpoint.directory import discard, steps_in
+from hfjax.checkpoint.directory import discard, list_steps
 from tests.small_checkpoint import same, saved, small_layout, state_at
 
 LOSSES = {10: 5.0, 20: 1.0, 30: 4.0, 40: 2.0, 50: 3.0, 60: math.nan}
@@ -84,8 +84,8 @@ def test_the_best_needs_its_metric(tmp_path):
             checkpoints.save(state_at(layout, 1), metrics={"accuracy": 1.0})
 
 
-MOMENTS = [("check_written", "before"), ("find_damage", "before"), ("find_damage", "after")]
-MOMENTS += [("_load", "before"), ("_load", "after")]
+MOMENTS = [("check_is_ours", "before"), ("find_damage", "before"), ("find_damage", "after")]
+MOMENTS += [("_load_arrays", "before"), ("_load_arrays", "after")]
 
 
 @pytest.mark.parametrize(("moment", "when"), MOMENTS)
@@ -95,13 +95,13 @@ def test_where_a_run_deletes_the_step_that_is_read_a_later_one_is_read(
     layout = saved(tmp_path, 1)
     deleting(monkeypatch, tmp_path, layout, f"hfjax.checkpoint.restoring.{moment}", when)
     restored = hfjax.restore(tmp_path, layout, on_damage="previous")
-    read_by_then = (moment, when) == ("_load", "after")
+    read_by_then = (moment, when) == ("_load_arrays", "after")
     assert restored.step == (1 if read_by_then else 2)
     assert restored.damaged == ()
     assert same(restored.state, state_at(layout, restored.step, restored.step))
 
 
-@pytest.mark.parametrize("moment", ["find_damage", "_load"])
+@pytest.mark.parametrize("moment", ["find_damage", "_load_arrays"])
 def test_a_step_that_was_asked_for_and_is_deleted_meanwhile_is_told_so(
     tmp_path, monkeypatch, moment
 ):
@@ -140,6 +140,6 @@ def deleting(monkeypatch, directory, layout, place, when):
 
 
 def delete_next(directory, layout):
-    [step] = steps_in(directory)
+    [step] = list_steps(directory)
     saved(directory, step + 1, layout=layout)
     discard(directory, [step])

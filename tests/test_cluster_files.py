@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfjax.distributed.environment import OURS
+from hfjax.distributed.environment import OUR_VARS
 from hfjax.distributed.ports import free_port
 from tests.workers import environment, finished
 
@@ -129,7 +129,7 @@ def test_the_pods_are_as_many_as_processes_and_the_first_is_the_coordinator():
     name, spec = job["metadata"]["name"], job["spec"]
     pod = spec["template"]["spec"]
     found = variables_of(container, 1)
-    assert set(OURS) | {"HFJAX_RUN"} <= set(found)
+    assert set(OUR_VARS) | {"HFJAX_RUN"} <= set(found)
     assert found["HFJAX_PROCESS"] == "1"
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == int(found["HFJAX_PROCESSES"])

@@ -30,7 +30,7 @@ from tests.kernels import (  # noqa: F401
 from tests.rings import EVERY_DAY, LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
 
 SMALL = room.Tuning(elements=1024, stages=2, blocks=2)
-GATHER, SCATTER = room.tuned(SMALL)
+GATHER, SCATTER = room.make_collectives(SMALL)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 # Of 24 columns: 8 elements a row of a tile, 128 rows a tile, so 3 tiles of which the last is cut.

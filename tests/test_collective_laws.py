@@ -33,7 +33,7 @@ def elements(layout, *, split, layers=None):
     size = lambda p: math.prod(p.shape) // (LAYERS if p.path.startswith("layers/") else 1)
     return sum(
         math.prod(p.shape)
-        for p in layout.placed.values()
+        for p in layout.param_specs.values()
         if (size(p) >= 1024) == split and layers in (None, p.path.startswith("layers/"))
     )
 
@@ -165,7 +165,7 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
 @pytest.mark.short("strategy1")
 def test_no_parameter_split_by_tensor_is_ever_gathered_over_it(strategy):
     layout, program = lowered(strategy, {"fsdp": 2, "tensor": 2}, model=gpt)
-    split = [p for p in layout.placed.values() if "tensor" in p.parameter]
+    split = [p for p in layout.param_specs.values() if "tensor" in p.parameter]
     largest = {math.prod(p.shape[-2:]) for p in split if len(p.shape) > 1}
     gathers = [r for r in hfjax.collectives(program.compile()) if r.kind == "all-gather"]
     over_tensor = [math.prod(r.shape) for r in gathers if "tensor" in r.axes]

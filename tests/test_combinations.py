@@ -28,11 +28,11 @@ from hfjax.checks.features import (
     NOT_ELEMENT_BY_ELEMENT,
     NOT_IN_PARTS,
     Feature,
-    as_written,
-    lineage,
+    needed_features,
+    user_text,
 )
 from hfjax.models.gpt import GPT, MLP, Block, GPTConfig, next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.models.moe import MoE, Router
 from tests.small_gpt import OnlyMLP, tokens
 
@@ -121,7 +121,7 @@ class Small(GPT):
         counts = "counting" in model
         layer = LAYERS[frozenset({"counting", "experts", "no attention"}) & model]
         if layer is not Block:
-            self.layers = stacked(config.layers, lambda rngs: layer(config, rngs=rngs), rngs)
+            self.layers = stack_layers(config.layers, lambda rngs: layer(config, rngs=rngs), rngs)
         if "listed" in model:
             self.layers = nnx.List([layer(config, rngs=rngs), Wider(layer, config, rngs=rngs)])
         self.normed = nnx.BatchNorm(config.embed, rngs=rngs) if counts else lambda x: x
@@ -159,7 +159,7 @@ def traced(model: frozenset, layers: int):
 
 def parts_of(names) -> list[Feature]:
     """The rows of features: first what they need, then their own."""
-    needed = [need for name in names for need in lineage(name)[:-1]]
+    needed = [need for name in names for need in needed_features(name)[:-1]]
     return [FEATURES[name] for name in dict.fromkeys([*needed, *names])]
 
 
@@ -325,11 +325,11 @@ def plain_step():
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_is_seen_where_it_is_used_and_nowhere_else(name):
-    if FEATURES[name].as_written is None:
+    if FEATURES[name].user_text is None:
         return
     used, plain = step_of([name]), plain_step()
-    assert as_written(name, used.layout, used.execution)
-    assert as_written(name, plain.layout, plain.execution) is None
+    assert user_text(name, used.layout, used.execution)
+    assert user_text(name, plain.layout, plain.execution) is None
 
 
 def test_a_model_that_runs_in_one_part_is_called_as_it_is():
@@ -337,7 +337,7 @@ def test_a_model_that_runs_in_one_part_is_called_as_it_is():
         lambda rngs: nnx.Linear(4, 4, rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP
     )
     run = hfjax.Execution()
-    assert as_written(NOT_IN_PARTS, layout, run) == "a model in one part"
+    assert user_text(NOT_IN_PARTS, layout, run) == "a model in one part"
 
 
 # -- the page -----------------------------------------------------------------------------------

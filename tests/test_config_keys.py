@@ -19,7 +19,7 @@ from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama
 from hfjax.models.moe.moe_llama import MoEConfig, MoELlama
 from hfjax.models.rope import Rope
-from hfjax.weights.families import FAMILIES, config_of
+from hfjax.weights.families import FAMILIES, parse_config
 
 FOLDER = Path(__file__).with_name("pretrained")
 read = lambda name: json.loads((FOLDER / name).read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_models_have_as_many_parameters_as_published(name):
-    config = config_of(PUBLISHED[name])
+    config = parse_config(PUBLISHED[name])
     kind = {GPTConfig: GPT, MoEConfig: MoELlama}.get(type(config), Llama)
     model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
     parameters = nnx.state(model, nnx.Param)
@@ -49,12 +49,12 @@ def test_models_have_as_many_parameters_as_published(name):
 
 @pytest.mark.parametrize("name", ROPE)
 def test_both_spellings_are_one_shape(name):
-    assert config_of(ROPE[name]["saved"]) == config_of(PUBLISHED[name])
+    assert parse_config(ROPE[name]["saved"]) == parse_config(PUBLISHED[name])
 
 
 def ropes_of(name):
     """Return our rotary positions, the speeds of transformers and its factor, of each kind."""
-    config, made = config_of(PUBLISHED[name]), ROPE[name]
+    config, made = parse_config(PUBLISHED[name]), ROPE[name]
     kinds = {"": config.rotary}
     if "inv_freq" not in made:
         kinds = {"full_attention_": config.rotary, "sliding_attention_": config.local.rotary}
@@ -65,10 +65,10 @@ def ropes_of(name):
 @pytest.mark.parametrize("name", ROPE)
 def test_rotary_positions_turn_as_fast_as_in_transformers(name):
     for rope, speeds, factor in ropes_of(name):
-        found = np.asarray(rope.speeds(len(speeds), np.float32))
+        found = np.asarray(rope.frequencies(len(speeds), np.float32))
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, speeds, rtol=2.5e-7)  # its last two bits
-        assert rope.grows == pytest.approx(factor, rel=1e-15)
+        assert rope.attention_scaling == pytest.approx(factor, rel=1e-15)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "yarn, all its keys"])
@@ -86,7 +86,7 @@ def test_far_positions_are_turned_as_in_transformers(name):
 
 
 def test_kinds_of_layers():
-    of = lambda name, **keys: config_of(PUBLISHED[name] | keys)
+    of = lambda name, **keys: parse_config(PUBLISHED[name] | keys)
     gemma = of("gemma-3-1b")
     assert [i for i in range(26) if i not in gemma.local.layers] == [5, 11, 17, 23]
     assert gemma.local.attention.window == 512
@@ -105,7 +105,7 @@ def test_kinds_of_layers():
 
 
 def test_experts_by_either_name_and_in_some_layers():
-    of = lambda **keys: config_of(PUBLISHED["qwen3-30b-a3b"] | keys)
+    of = lambda **keys: parse_config(PUBLISHED["qwen3-30b-a3b"] | keys)
     assert of() == of(num_experts=None, num_local_experts=128)
     some = of(num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
     assert some.experts == (0, 128, 0, 0)
@@ -124,15 +124,15 @@ def test_an_activation_has_every_name_of_its_function():
         ("gemma-2-2b", "hidden_activation", ["gelu_pytorch_tanh", "gelu_new", "gelu_fast"]),
         ("gpt2", "activation_function", ["gelu_new", "gelu_pytorch_tanh", "gelu_accurate", None]),
     ):
-        shapes = [config_of(PUBLISHED[name] | {key: word}) for word in words]
-        assert all(shape == config_of(PUBLISHED[name]) for shape in shapes)
+        shapes = [parse_config(PUBLISHED[name] | {key: word}) for word in words]
+        assert all(shape == parse_config(PUBLISHED[name]) for shape in shapes)
 
 
 def test_a_model_of_pictures_has_a_part_that_reads_text():
     text = PUBLISHED["gemma-3-4b, text"]
-    assert config_of({"model_type": "gemma3", "text_config": text}) == config_of(text)
+    assert parse_config({"model_type": "gemma3", "text_config": text}) == parse_config(text)
     with pytest.raises(ValueError, match="text_config is absent: the keys of the part"):
-        config_of({"model_type": "gemma3"})
+        parse_config({"model_type": "gemma3"})
 
 
 ROPES = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
@@ -182,7 +182,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "keys", "message"), REFUSED)
 def test_what_cannot_be_read_is_said(name, keys, message):
     with pytest.raises(ValueError, match=message):
-        config_of(PUBLISHED[name] | keys)
+        parse_config(PUBLISHED[name] | keys)
 
 
 def test_every_family_is_tried():

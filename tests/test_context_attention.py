@@ -9,10 +9,18 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.models.attention import causal_attention, windowed
 from hfjax.pallas_kernels.attention.mask import Mask
-from hfjax.parallel.extensions.context_parallel.ring_attention import Travel
-from hfjax.parallel.extensions.context_parallel.ring_block import AnyMask, AttendedBlock, Balanced
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal, max_over_mean, work
-from hfjax.parallel.extensions.context_parallel.ulysses import Exchange
+from hfjax.parallel.extensions.context_parallel.ring_attention import Ring
+from hfjax.parallel.extensions.context_parallel.ring_block import (
+    AttentionBlock,
+    MaskedBlock,
+    ZigzagBlock,
+)
+from hfjax.parallel.extensions.context_parallel.sequence_layout import (
+    SequenceLayout,
+    attention_work,
+    max_over_mean,
+)
+from hfjax.parallel.extensions.context_parallel.ulysses import HeadAllToAll
 from hfjax.parallel.mesh import AXES
 
 B, H, G, D = 2, 4, 2, 8
@@ -22,19 +30,19 @@ def across(deal, length, gathers, window=None, documents=None, kernels=False):
     """Return (q, k, v, do) -> (attended, gradients), in the order of positions."""
     mesh = hfjax.make_mesh(devices=jax.devices()[: deal.devices], context=deal.devices)
     plain = deal.order == "zigzag" and window is None and documents is None
-    dealt = deal.positions(length).ravel()
+    dealt = deal.device_positions(length).ravel()
     undone = np.argsort(dealt)
 
-    exchange = Exchange(deal, ("context",), lambda run: run)
+    exchange = HeadAllToAll(deal, ("context",), lambda run: run)
 
     def local(held, *operands):
-        groups = None if documents is None else exchange.documents(held)
+        groups = None if documents is None else exchange.gather_documents(held)
         q, k, v, do = map(exchange.to_heads, operands) if deal.ulysses > 1 else operands
-        visit = Balanced(deal, AttendedBlock(kernels))
+        visit = ZigzagBlock(deal, AttentionBlock(kernels))
         if not plain:
-            visit = AnyMask(deal, AttendedBlock(kernels), Mask(window=window), groups)
+            visit = MaskedBlock(deal, AttentionBlock(kernels), Mask(window=window), groups)
         hops = deal.hops(length, window)
-        travel = Travel(deal, ("context",), visit, gathers, hops)
+        travel = Ring(deal, ("context",), visit, gathers, hops)
         out, kept = travel.forward(q, k, v)
         found = out, travel.backward((q, k, v), kept, do)
         return jax.tree.map(exchange.to_positions, found) if deal.ulysses > 1 else found
@@ -86,14 +94,14 @@ def apart(found, wanted):
 def test_any_number_of_devices_attends_as_one(devices, gathers):
     with jax.enable_x64(True):
         x = operands(4 * devices)  # two positions in each chunk
-        run = across(Deal(devices, "zigzag"), 4 * devices, gathers)
+        run = across(SequenceLayout(devices, "zigzag"), 4 * devices, gathers)
         assert apart(run(*x), on_one_device(*x)) < 1e-12
 
 
 def test_one_position_on_each_device():
     with jax.enable_x64(True):
         x = operands(5)
-        run = across(Deal(5, "contiguous"), 5, gathers=False)
+        run = across(SequenceLayout(5, "contiguous"), 5, gathers=False)
         assert apart(run(*x), on_one_device(*x)) < 1e-12
 
 
@@ -101,7 +109,7 @@ def test_one_position_on_each_device():
 @pytest.mark.short("9")
 def test_a_window_ends_the_ring_where_nothing_more_is_seen(window):
     with jax.enable_x64(True):
-        deal, x = Deal(4, "contiguous"), operands(32)
+        deal, x = SequenceLayout(4, "contiguous"), operands(32)
         run = across(deal, 32, gathers=False, window=window)
         assert apart(run(*x), on_one_device(*x, window=window)) < 1e-12
         hops = {1: 0, 2: 1, 9: 1, 16: 2}[window]
@@ -115,7 +123,7 @@ def test_tokens_of_documents_of_their_own_attend_to_themselves():
     """Every row has documents of one token: nothing of another device is seen."""
     with jax.enable_x64(True):
         x, documents = operands(8), np.tile(np.arange(8, dtype=np.int32), (B, 1))
-        run = across(Deal(2, "zigzag"), 8, gathers=True, documents=documents)
+        run = across(SequenceLayout(2, "zigzag"), 8, gathers=True, documents=documents)
         assert apart(run(*x), on_one_device(*x, documents=documents)) < 1e-12
 
 
@@ -124,7 +132,7 @@ def test_tokens_of_documents_of_their_own_attend_to_themselves():
 def test_where_neighbours_exchange_heads_documents_are_those_of_all_of_a_group(gathers):
     with jax.enable_x64(True):
         x, documents = operands(16), np.array(B * [[0] * 3 + [1] * 6 + [2] * 7], np.int32)
-        run = across(Deal(4, "contiguous", ulysses=2), 16, gathers, documents=documents)
+        run = across(SequenceLayout(4, "contiguous", ulysses=2), 16, gathers, documents=documents)
         assert apart(run(*x), on_one_device(*x, documents=documents)) < 1e-12
 
 
@@ -133,7 +141,13 @@ def test_in_zigzag_order_each_hop_has_two_equal_blocks_and_nothing_is_masked():
     n, length = 4, 64
     chunk = length // (2 * n)
     mesh = hfjax.make_mesh(devices=jax.devices()[:n], context=n)
-    travel = Travel(Deal(n), ("context",), Balanced(Deal(n), AttendedBlock(False)), False, n - 1)
+    travel = Ring(
+        SequenceLayout(n),
+        ("context",),
+        ZigzagBlock(SequenceLayout(n), AttentionBlock(False)),
+        False,
+        n - 1,
+    )
     rows = P(None, "context")
     forward = jax.shard_map(
         lambda q, k, v: travel.forward(q, k, v)[0], mesh=mesh, in_specs=rows, out_specs=rows,
@@ -165,20 +179,22 @@ def products(jaxpr):
 
 def test_in_zigzag_order_all_devices_have_the_same_work():
     one_document = np.zeros((1, 64), int)
-    assert max_over_mean(work(Deal(8, "zigzag"), one_document)) == 1.0
-    assert max_over_mean(work(Deal(8, "contiguous"), one_document)) == 16 / 9  # whole blocks
-    assert len(set(work(Deal(8, "zigzag", ulysses=2), one_document))) == 1
+    assert max_over_mean(attention_work(SequenceLayout(8, "zigzag"), one_document)) == 1.0
+    assert (
+        max_over_mean(attention_work(SequenceLayout(8, "contiguous"), one_document)) == 16 / 9
+    )  # whole blocks
+    assert len(set(attention_work(SequenceLayout(8, "zigzag", ulysses=2), one_document))) == 1
 
 
 def test_positions_are_dealt_once_each_in_every_order():
     for deal in (
-        Deal(3, "zigzag"),
-        Deal(4, "contiguous", 2),
-        Deal(8, "zigzag", 4),
-        Deal(8, "zigzag", 8),
+        SequenceLayout(3, "zigzag"),
+        SequenceLayout(4, "contiguous", 2),
+        SequenceLayout(8, "zigzag", 4),
+        SequenceLayout(8, "zigzag", 8),
     ):
-        length = 2 * deal.unit
-        assert sorted(deal.positions(length).ravel()) == list(range(length))
-        dealt = deal.positions(length).ravel()
+        length = 2 * deal.length_multiple
+        assert sorted(deal.device_positions(length).ravel()) == list(range(length))
+        dealt = deal.device_positions(length).ravel()
         whole = dealt[np.argsort(dealt)]
         np.testing.assert_array_equal(whole, np.arange(length))

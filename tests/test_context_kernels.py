@@ -9,7 +9,7 @@ import pytest
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
+from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
 from tests.h200 import h200s
 from tests.kernels import interpreted_ring, relative  # noqa: F401
 from tests.test_context_attention import across, on_one_device
@@ -21,7 +21,7 @@ from tests.test_context_attention import across, on_one_device
 def test_the_kernels_of_each_hop_attend_as_one_device(interpreted_ring, gathers):  # noqa: F811
     keys, shapes = jax.random.split(jax.random.key(0), 4), 4 * [(1, 256, 1, 64)]
     x = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
-    found = across(Deal(2, "zigzag"), 256, gathers, kernels=True)(*x)
+    found = across(SequenceLayout(2, "zigzag"), 256, gathers, kernels=True)(*x)
     wanted = on_one_device(*(a.astype(jnp.float32) for a in x))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert relative(a, b) < 1e-2
@@ -42,4 +42,4 @@ def test_a_step_with_kernels_compiles_for_h200s(form):
     step = hfjax.train_step(layout, next_token_loss, **how)
     program = step.lower({"tokens": np.zeros((1, 4097), np.int32)}).compile()
     assert "mosaic_gpu" in (program.as_text() or "")
-    assert step.kernels.forms("flash_block") == {"pallas"}
+    assert step.kernels.impls("flash_block") == {"pallas"}

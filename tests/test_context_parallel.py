@@ -230,7 +230,7 @@ def sends_its_formula(n, form, u=1) -> int:
     step = plan(n, form if u in (1, n) else Context(form, u))
     wanted = expected(form, n, u, heads=8, groups=2, width=8, tokens=2 * 64 // n, layers=2)
     assert sent_by(step, ROWS) == wanted
-    assert chosen(step).option.total(chosen(step).calls) == wanted
+    assert chosen(step).option.total_bytes(chosen(step).calls) == wanted
     return wanted
 
 
@@ -239,7 +239,7 @@ def test_each_form_sends_the_bytes_of_its_formula_and_auto_takes_the_least_and_t
     least = min(sends_its_formula(4, form, u) for form, u in forms)
     step = plan(4, "auto")
     step.trace(ROWS)
-    assert chosen(step).option.total(chosen(step).calls) == least
+    assert chosen(step).option.total_bytes(chosen(step).calls) == least
     shown = str(step.context)
     assert "4 devices share a row, zigzag order" in shown
     assert shown.count("chosen") == 1
@@ -252,7 +252,7 @@ def test_beside_a_tensor_axis_only_heads_of_a_shard_are_sent(form):
     u, shard = 2 if form == "ulysses" else 1, {"heads": 4, "groups": 1, "width": 8}
     wanted = expected(form, 2, u, **shard, tokens=2 * 64 // 2, layers=2)
     step = plan(2, form, tensor=2)
-    assert sent_by(step, ROWS) == chosen(step).option.total(chosen(step).calls) == wanted
+    assert sent_by(step, ROWS) == chosen(step).option.total_bytes(chosen(step).calls) == wanted
 
 
 @pytest.mark.slow
@@ -310,7 +310,7 @@ def test_grouped_heads_on_few_devices_go_around_a_ring():
     """With few heads of keys a ring sends less than Ulysses (N < 2 (G + 1) / 3 and about)."""
     step = plan(2, "auto", kv_heads=1)
     step.trace(ROWS)
-    assert chosen(step).option.form == "ring"
+    assert chosen(step).option.kind == "ring"
     assert chosen(step).option.ulysses == 1
 
 

@@ -70,6 +70,6 @@ def test_that_form_runs_on_each_device_s_rows():
         layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP)
         step = hfjax.train_step(layout, loss, rows="strict")
         states.append(step(hfjax.init(layout), x)[0])
-        assert "gathered" not in str(step.rows)
+        assert "gathered" not in str(step.batch_comms)
     one, eight = (np.asarray(state.params["kernel"]) for state in states)
     np.testing.assert_allclose(one, eight, rtol=1e-5, atol=1e-6)

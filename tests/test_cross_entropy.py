@@ -12,7 +12,7 @@ from hfjax.pallas_kernels.cross_entropy import loss as forms
 from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning
 from tests.kernels import gaussian, relative
 
-SMALL = Tuning(parts=4, least=8)
+SMALL = Tuning(num_parts=4, min_columns=8)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def test_value_and_gradients_equal_those_from_logits(shape):
 @pytest.mark.parametrize("parts", [1, 3, 7])
 def test_padding_of_the_vocabulary_is_not_there(parts):
     case = Case.of(33, 96, 8, vocab=71)
-    _, _, dw = check(case, tuning=Tuning(parts=parts, least=8))
+    _, _, dw = check(case, tuning=Tuning(num_parts=parts, min_columns=8))
     assert not np.asarray(dw)[71:].any()
 
 
@@ -143,7 +143,7 @@ def test_columns_of_each_part_are_all_columns_once():
     labels = np.arange(-1, 40, dtype=np.int32)
     columns = Columns(10, 21)
     owners = []
-    parts = jax.jit(lambda labels: [columns.part(labels, part, 4) for part in range(4)])
+    parts = jax.jit(lambda labels: [columns.part_labels(labels, part, 4) for part in range(4)])
     for part, (found, real) in enumerate(parts(labels)):
         owners += [10 + int(c) * 4 + part for c in np.asarray(found) if c >= 0]
         assert real == len(range(part, 21, 4))
@@ -183,7 +183,7 @@ MESHES = {
 @pytest.mark.short("1-True", "both of 2 x 4-False")
 def test_a_vocabulary_split_over_devices_is_one_vocabulary(sizes, axis, check_vma):
     case = Case.of(64, 96, 8, vocab=75)  # the last of 8 devices has only padding
-    fields = {"vocab": 75, "tuning": Tuning(parts=2, least=4), "check_vma": check_vma}
+    fields = {"vocab": 75, "tuning": Tuning(num_parts=2, min_columns=4), "check_vma": check_vma}
     run = sharded(forms.reference, mesh_of(**sizes), axis, **fields)
     with jax.default_matmul_precision("highest"):
         assert_equal(jax.jit(run)(*case.operands), case, 1e-5, 1e-5, 1e-5)
@@ -209,7 +209,7 @@ def test_shardings_chosen_by_the_compiler_change_nothing(sizes):
     rows, w = P("data"), P("tensor") if "tensor" in sizes else P(None, "data")
     places = [NamedSharding(mesh, spec) for spec in (rows, w, rows, rows)]
     operands = jax.device_put(case.operands, tuple(places))
-    run = with_gradients(forms.reference, vocab=75, tuning=Tuning(parts=2, least=4))
+    run = with_gradients(forms.reference, vocab=75, tuning=Tuning(num_parts=2, min_columns=4))
     with jax.default_matmul_precision("highest"):
         assert_equal(jax.jit(run)(*operands), case, 1e-5, 1e-5, 1e-5)
 

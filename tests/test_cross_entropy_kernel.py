@@ -27,7 +27,7 @@ from tests.kernels import (  # noqa: F401
 )
 from tests.test_cross_entropy import Case, assert_equal, mesh_of, sharded, with_gradients
 
-TINY = Tuning(columns=64, stages=2, group=1, blocks=2, parts=2, least=8)
+TINY = Tuning(columns=64, stages=2, group=1, blocks=2, num_parts=2, min_columns=8)
 BOUNDS = (1e-5, 1e-2, 1e-2)
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import Schedule
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,
@@ -60,7 +60,7 @@ class Stack(nnx.Module):
 
     def __init__(self, *, rngs):
         self.before = nnx.Param(0.5 * jax.random.normal(rngs.params(), (4, 8)))
-        self.layers = stacked(2, lambda rngs: Layer(rngs=rngs), rngs)
+        self.layers = stack_layers(2, lambda rngs: Layer(rngs=rngs), rngs)
 
     def embed(self, batch):
         return bent("clip")(batch["x"] @ self.before[...])
@@ -194,7 +194,7 @@ def tree(*, rngs):
 def test_so_do_those_of_a_model_that_is_called_as_it_is(strategy, sizes, accumulate):
     case = strategy, sizes, {"accumulate": accumulate}, accumulate
     for step in check(case, [number, mean, of_outputs], tree, called=plain):
-        assert "a derivative that is not linear: it sees the weight of all" in str(step.rows)
+        assert "a derivative that is not linear: it sees the weight of all" in str(step.batch_comms)
 
 
 @pytest.mark.slow

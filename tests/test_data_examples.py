@@ -5,14 +5,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hfjax.data.examples import DocumentRows, StreamRows, best_fit, pack, pieces
+from hfjax.data.examples import DocumentExamples, StreamExamples, best_fit, chunk_documents, pack
 from tests.token_sets import numbered
 
 SIZES = [1, 2, 9, 30, 4, 8, 1, 17, 3, 25]  # 100 tokens
 
 
 def test_each_token_of_the_stream_is_a_target_once_but_the_first_and_the_rest(tmp_path):
-    rows = StreamRows(numbered(tmp_path / "a", SIZES), length=8)
+    rows = StreamExamples(numbered(tmp_path / "a", SIZES), length=8)
     assert (len(rows), rows.dropped) == (12, 3)
     found = np.stack([rows[i]["tokens"] for i in range(len(rows))])
     assert (found.shape, found.dtype) == ((12, 9), np.int32)
@@ -23,7 +23,7 @@ def test_each_token_of_the_stream_is_a_target_once_but_the_first_and_the_rest(tm
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 50, 99])
 def test_a_stream_can_tell_which_tokens_are_of_one_document(tmp_path, length):
     data = numbered(tmp_path / "a", SIZES)
-    rows = StreamRows(data, length, documents=True)
+    rows = StreamExamples(data, length, documents=True)
     document = np.searchsorted(data.documents, np.arange(100), "right")
     for i in range(len(rows)):
         row, at = rows[i], np.arange(i * length, (i + 1) * length + 1)
@@ -36,7 +36,7 @@ def test_a_stream_can_tell_which_tokens_are_of_one_document(tmp_path, length):
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 29, 64])
 def test_packed_documents_lose_and_double_no_target(tmp_path, length):
     data = numbered(tmp_path / "a", SIZES)
-    rows = DocumentRows(data, length)
+    rows = DocumentExamples(data, length)
     found = Counter()
     for i in range(len(rows)):
         tokens, mask = rows[i]["tokens"], rows[i]["mask"]
@@ -48,7 +48,7 @@ def test_packed_documents_lose_and_double_no_target(tmp_path, length):
 
 
 def test_a_packed_row_numbers_its_documents_and_pads_with_zeros(tmp_path):
-    rows = DocumentRows(numbered(tmp_path / "a", [3, 2, 9]), length=7)
+    rows = DocumentExamples(numbered(tmp_path / "a", [3, 2, 9]), length=7)
     found = [{name: x.tolist() for name, x in rows[i].items()} for i in range(len(rows))]
     assert found == [
         {
@@ -66,7 +66,7 @@ def test_a_packed_row_numbers_its_documents_and_pads_with_zeros(tmp_path):
 
 
 def test_a_long_document_is_cut_at_a_shared_token():
-    starts, sizes = pieces(np.array([0, 10, 11, 15]), length=4)
+    starts, sizes = chunk_documents(np.array([0, 10, 11, 15]), length=4)
     assert starts.tolist() == [0, 4, 8, 11]
     assert sizes.tolist() == [5, 5, 2, 4]
 
@@ -93,11 +93,11 @@ def test_packing_in_groups_is_best_fit_decreasing():
 
 def test_packing_is_dense_and_follows_the_documents():
     sizes = np.maximum(2, np.random.default_rng(0).lognormal(5, 1.2, 20_000)).astype(int)
-    starts, sizes = pieces(np.append(0, np.cumsum(sizes)), length=1024)
+    starts, sizes = chunk_documents(np.append(0, np.cumsum(sizes)), length=1024)
     packed = pack(starts, sizes, 1025)
     assert packed.sizes.sum() / (len(packed) * 1025) > 0.999
     assert sorted(packed.starts.tolist()) == starts.tolist()
-    firsts = packed.starts[packed.first[:-1]]
+    firsts = packed.starts[packed.offsets[:-1]]
     assert (np.diff(firsts) > 0).all()
     again = pack(starts, sizes, 1025)
     np.testing.assert_array_equal(packed.starts, again.starts)
@@ -105,10 +105,10 @@ def test_packing_is_dense_and_follows_the_documents():
 
 def test_too_few_tokens_for_a_row_are_refused(tmp_path):
     data = numbered(tmp_path / "a", [8])
-    assert len(StreamRows(data, 7)) == 1
+    assert len(StreamExamples(data, 7)) == 1
     with pytest.raises(ValueError, match=r"a has 8 tokens: a row of 8 needs 9\. Shorten"):
-        StreamRows(data, 8)
+        StreamExamples(data, 8)
     with pytest.raises(ValueError, match="none of its 3 documents has two tokens"):
-        DocumentRows(numbered(tmp_path / "b", [1, 1, 1]), 8)
+        DocumentExamples(numbered(tmp_path / "b", [1, 1, 1]), 8)
     with pytest.raises(ValueError, match="rows of 0 tokens: at least 1"):
-        StreamRows(data, 0)
+        StreamExamples(data, 0)

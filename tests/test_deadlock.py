@@ -10,7 +10,7 @@ import hfjax
 from hfjax import PIPE, TENSOR, Schedule
 from hfjax.compat.haiscale.partition import partition
 from hfjax.compat.haiscale.pipe import GPipe
-from hfjax.models.layers import anywhere
+from hfjax.models.layers import no_constraint
 from hfjax.testing import assert_strategies_agree
 from tests.constant_stack import Stack, Tied, fixed, rows, weighted
 
@@ -20,7 +20,7 @@ class Placed(Tied):
 
     def __init__(self, rngs, **changes):
         super().__init__(rngs, **changes)
-        self.place = anywhere
+        self.place = no_constraint
 
     def head(self, x):
         return self.place(x @ self.before[...].T, (None, None))[:, :2] + x @ self.after[...]

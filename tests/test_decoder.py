@@ -58,7 +58,9 @@ def expected(family: str) -> dict[str, np.ndarray]:
 def in_files(model, layout, state, folder: Path) -> dict[str, np.ndarray]:
     """Return the parameters of a state by the names of a file: it goes out as one."""
     hfjax.export(folder, layout, state, like=model)
-    found = {k: read_rows(t, 0, t.rows) for k, t in hfjax.pretrained(folder).folder.tensors.items()}
+    found = {
+        k: read_rows(t, 0, t.num_rows) for k, t in hfjax.pretrained(folder).folder.tensors.items()
+    }
     shutil.rmtree(folder)
     return found
 

@@ -15,12 +15,12 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
-from hfjax.compat.deepspeed.key_entries import REFUSED, is_section, row_of
+from hfjax.compat.deepspeed.key_entries import REFUSED, find_entry, is_section
 from hfjax.compat.deepspeed.known_keys import TABLE, usual_name
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.precision.dtypes import LossScale, Precision
 from hfjax.trainer.config import Train
-from hfjax.trainer.deepspeed_flags import with_file
+from hfjax.trainer.deepspeed_flags import with_deepspeed_file
 from tests.make_deepspeed import LR, RATES, TORCH, gradient
 from tests.small_gpt import mlps, tokens
 
@@ -51,7 +51,9 @@ def zero(stage, **keys):
 
 def test_every_key_of_deepspeed_and_of_its_page_has_a_row():
     usual = [usual_name(key, ()) for key in KEYS]
-    missing = [key for key in usual if row_of(TABLE, key) is None and not is_section(TABLE, key)]
+    missing = [
+        key for key in usual if find_entry(TABLE, key) is None and not is_section(TABLE, key)
+    ]
     assert missing == []
     assert len(KEYS) > 500
 
@@ -576,14 +578,14 @@ def written(path, **keys):
 def test_a_run_is_configured_by_the_file_and_flags_that_say_the_same(tmp_path):
     path = written(tmp_path / "ds.json", **example(bf16={"enabled": True}))
     given = Train(deepspeed=path, strategy="host_optimizer+zero2", steps=7)
-    config, made = with_file(given, ["--strategy", "--steps"], 8)
+    config, made = with_deepspeed_file(given, ["--strategy", "--steps"], 8)
     assert made is not None
     assert (config.batch, config.accumulate, config.steps) == (32, 2, 7)
     assert (config.strategy, config.precision) == ("zero2+host_optimizer", "bf16")
     assert (config.mesh.data, config.mesh.fsdp) == (None, 1)  # on other devices too
     assert (config.optimizer.clip, config.optimizer.warmup) == (1.0, 1000)
-    assert with_file(config, [], 8)[0] == config  # a run that goes on
-    assert with_file(Train(), ["--steps"], 8) == (Train(), None)
+    assert with_deepspeed_file(config, [], 8)[0] == config  # a run that goes on
+    assert with_deepspeed_file(Train(), ["--steps"], 8) == (Train(), None)
 
 
 @pytest.mark.parametrize(
@@ -607,7 +609,7 @@ def test_a_flag_that_says_something_else_is_an_error_with_both_values(
     keys = example(bf16={"enabled": True}, train_batch_size=16)
     path = written(tmp_path / "ds.json", **keys)
     with pytest.raises(ValueError, match=message):
-        with_file(Train(deepspeed=path, **changes), [typed], 8)
+        with_deepspeed_file(Train(deepspeed=path, **changes), [typed], 8)
 
 
 def test_the_command_trains_evaluates_and_refuses(tmp_path, capsys):

@@ -13,10 +13,10 @@ MORE = """
 hfjax.testing:assert_strategies_agree
 hfjax.testing:strategies
 hfjax.step.train_step:TrainStep
-hfjax.models.layers:stacked
+hfjax.models.layers:stack_layers
 hfjax.models.layers:Dropout
-hfjax.models.layers:Anywhere
-hfjax.models.layers:Plain
+hfjax.models.layers:NoConstraint
+hfjax.models.layers:LocalOps
 hfjax.models.gpt:GPTConfig
 hfjax.models.llama:LlamaConfig
 """.split()
@@ -44,12 +44,12 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.trainer:Parts.validated": WITH_A_RUN,
     "hfjax.trainer:Parts.written": WITH_A_RUN,
     "hfjax.trainer:Train": "its docstring is what `hfjax train --help` shows; `train` has one",
-    "hfjax.models.layers:Anywhere.axes": HANDED,
-    "hfjax.models.layers:Plain.matmul": HANDED,
-    "hfjax.models.layers:Plain.outputs": HANDED,
-    "hfjax.models.layers:Plain.experts": HANDED,
-    "hfjax.models.layers:Plain.sum_over_batch": HANDED,
-    "hfjax.models.layers:Plain.told": HANDED,
+    "hfjax.models.layers:NoConstraint.axes": HANDED,
+    "hfjax.models.layers:LocalOps.matmul": HANDED,
+    "hfjax.models.layers:LocalOps.outputs": HANDED,
+    "hfjax.models.layers:LocalOps.experts": HANDED,
+    "hfjax.models.layers:LocalOps.sum_over_batch": HANDED,
+    "hfjax.models.layers:LocalOps.record_metrics": HANDED,
 }
 SKIPPED = {  # whose example does not run here, and why
     "hfjax:target_devices": "it needs the wheels that compile for CUDA; tests/test_targets.py",

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.attention import blocked, dot_product
+from hfjax.models.attention import block_attention, dot_product
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
@@ -52,9 +52,9 @@ def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
 def test_both_ways_to_attend_inside_documents_agree(length):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 4, length, 2, 8))
     documents = jnp.sort(jax.random.randint(jax.random.key(1), (4, length), 0, 4))
-    found = jax.jit(blocked)(q, k, v, documents)
+    found = jax.jit(block_attention)(q, k, v, documents)
     np.testing.assert_allclose(found, jax.jit(dot_product)(q, k, v, documents), atol=2e-6)
-    assert not np.allclose(found, jax.jit(blocked)(q, k, v))
+    assert not np.allclose(found, jax.jit(block_attention)(q, k, v))
 
 
 def losses(layout, **execution):

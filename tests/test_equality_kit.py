@@ -161,7 +161,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 def test_one_device_is_compared_with_plain_jax_whatever_the_model_is(name):
     model, options, execution = MODELS[name]
     case = Case(model, squares, BATCH, optax.adam(1e-2), 3, options, execution)
-    assert (plain := case.plain()) is not None
+    assert (plain := case.run_plain()) is not None
     assert plain.gradients.keys() == plain.parameters.keys()
     agree = assert_strategies_agree(
         model, squares, BATCH, {"again": (hfjax.DDP, {"data": 1})}, **options, **execution
@@ -170,9 +170,9 @@ def test_one_device_is_compared_with_plain_jax_whatever_the_model_is(name):
 
 
 def test_one_device_that_differs_from_plain_jax_is_told(monkeypatch):
-    right = Case.plain
+    right = Case.run_plain
     off = lambda run: run._replace(variables={p: x + 1 for p, x in run.variables.items()})
-    monkeypatch.setattr(Case, "plain", lambda case: off(right(case)))
+    monkeypatch.setattr(Case, "run_plain", lambda case: off(right(case)))
     with pytest.raises(AssertionError, match=r"one device differs from plain JAX: variable"):
         assert_strategies_agree(Noisy, squares, BATCH, DDP, steps=1)
 

@@ -30,13 +30,13 @@ from hfjax.models.moe import (
     MoE,
     MoEConfig,
     MoELlama,
-    Routed,
+    RoutedOutputs,
     Router,
     next_token_loss,
-    takes_routing,
+    uses_router_metrics,
     with_routing,
 )
-from hfjax.models.moe.router import Drawn, choose
+from hfjax.models.moe.router import RouterNoise, choose_experts
 from hfjax.testing import assert_strategies_agree
 from tests.test_context_parallel import apart, doubled
 
@@ -275,7 +275,9 @@ def test_metrics_say_how_even_loads_are_and_what_is_dropped(begun):
 def test_experts_are_never_gathered_over_their_axis_by_the_row_that_fits_all(strategy):
     sizes = {"expert": 2, "fsdp": 2} | ({"tensor": 2} if "TENSOR" in strategy.name else {})
     layout = layout_of(CONFIG, strategy, **sizes)
-    assert all("experts" not in p.axes or not p.stays for p in layout.placed.values())
+    assert all(
+        "experts" not in p.axes or not p.sharded_compute for p in layout.param_specs.values()
+    )
     with pytest.raises(ValueError, match=r"no parameter stays split over expert .* add hfjax.EXPE"):
         hfjax.train_step(layout, next_token_loss)
 
@@ -287,7 +289,9 @@ def test_what_stays_split_comes_first_on_its_dimension():
         ValueError, match=r"what stays split comes before .* Write \('expert', 'fsdp"
     ):
         layout.with_specs({path: P(None, ("fsdp", "expert"))})
-    assert layout.with_specs({path: P(None, ("expert", "fsdp"))}).placed[path].stays == ("expert",)
+    assert layout.with_specs({path: P(None, ("expert", "fsdp"))}).param_specs[
+        path
+    ].sharded_compute == ("expert",)
 
 
 class Own(nnx.Module):
@@ -300,10 +304,10 @@ class Own(nnx.Module):
 
     def __call__(self, x):
         y, told = self.mixture(self.first(x))
-        return Routed(y, told)
+        return RoutedOutputs(y, told)
 
 
-@takes_routing
+@uses_router_metrics
 def small(outputs, batch):
     losses = (outputs.outputs**2).mean(-1)
     return with_routing(losses, np.ones(losses.shape, np.float32), outputs)
@@ -373,9 +377,9 @@ def test_draws_stay_in_the_groups_of_a_token_and_third_choices_are_not_drawn():
     best = replace(router, sample_second=False)
     # of all three at once: (the best 3, the drawn 3, the best 4) of each token
     chosen = lambda logits, noise: (
-        choose(best, 3, logits, None, Drawn()).experts,
-        choose(router, 3, logits, None, Drawn(second=noise)).experts,
-        choose(best, 4, logits, None, Drawn()).experts,
+        choose_experts(best, 3, logits, None, RouterNoise()).experts,
+        choose_experts(router, 3, logits, None, RouterNoise(second=noise)).experts,
+        choose_experts(best, 4, logits, None, RouterNoise()).experts,
     )
     plain, drawn, every = jax.device_get(jax.jit(chosen)(logits, noise))
     groups = lambda experts: [sorted(set((np.asarray(row) // 2).tolist())) for row in experts]

@@ -13,7 +13,7 @@ from flax import nnx
 import hfjax
 from hfjax import DDP, EXPERT, FSDP, TENSOR
 from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, next_token_loss
-from hfjax.models.moe.grouped import in_blocks, planned
+from hfjax.models.moe.grouped import plan_blocks, run_grouped
 from hfjax.parallel.jaxprs.program import bodies_of
 from hfjax.utils.paths import flatten
 from hfjax.utils.tables import human
@@ -94,7 +94,7 @@ def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again
     wanted = LAYERS * expected(way, 4, groups=4, size=2, again=1)
     sent = sent_by(step, rows_of(16))
     call, chosen = choice_of(step)
-    assert LAYERS * (sum(call.bytes(chosen)) + call.again(chosen)) == wanted
+    assert LAYERS * (sum(call.bytes(chosen)) + call.recompute_bytes(chosen)) == wanted
     # on CPUs sums over devices are of float32: of a gather the way back, and the one backward
     wide = 2 * 3 * 4 * LENGTH * WIDTH * 2 if chosen == "gather" else 0
     assert sent == wanted + LAYERS * wide
@@ -283,9 +283,9 @@ def test_blocks_are_as_many_as_choices_need_and_hold_each_choice_once(routing, s
 
     @jax.jit
     def blocks(experts):
-        made = planned(experts, EXPERTS, size)
+        made = plan_blocks(experts, EXPERTS, size)
         numbers = jnp.arange(most, dtype=jnp.int32)
-        return made.total, jax.vmap(lambda i: made.block(i, size, experts.shape[1]))(numbers)
+        return made.num_blocks, jax.vmap(lambda i: made.block(i, size, experts.shape[1]))(numbers)
 
     total, made = jax.device_get(blocks(experts.astype(np.int32)))
     counts = np.bincount(experts[(experts >= 0) & (experts < EXPERTS)], minlength=EXPERTS)
@@ -324,7 +324,7 @@ def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, si
         arrays = draw.normal(size=(EXPERTS, 6, 10)), draw.normal(size=(EXPERTS, 10, 6))
         x, weights = draw.normal(size=(len(experts), 6)), draw.random(experts.shape)
         towards, choices = draw.normal(size=x.shape), experts.astype(np.int32)
-        blocks = lambda a, x, w: jnp.vdot(in_blocks(gated, size, a, x, choices, w), towards)
+        blocks = lambda a, x, w: jnp.vdot(run_grouped(gated, size, a, x, choices, w), towards)
         dense = lambda a, x, w: (densely(a, x, choices, w) * towards).sum()
         both = lambda *given: [jax.value_and_grad(f, (0, 1, 2))(*given) for f in (blocks, dense)]
         found, wanted = jax.jit(both)(arrays, x, weights)

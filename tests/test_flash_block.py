@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from hfjax.pallas_kernels.attention import block as flash, reference
-from hfjax.pallas_kernels.attention.block import Mask, Places, Tuning
-from hfjax.pallas_kernels.attention.common import Tile, Visit
-from hfjax.pallas_kernels.attention.mask import Tiles, visible, visits_of_keys, visits_of_queries
+from hfjax.pallas_kernels.attention.block import Mask, Positions, Tuning
+from hfjax.pallas_kernels.attention.common import TileVisits, Tiling
+from hfjax.pallas_kernels.attention.mask import Tiles, key_visits, query_visits, visible
 from tests import kernels
 from tests.h200 import h200s
 from tests.kernels import assert_fits, figures, gaussian, lowered, relative
@@ -32,24 +32,24 @@ def documents(length, size, first=0):
 def within(length, keys, size, query_start=0, key_start=0):
     """Places in documents of one size."""
     of_queries, of_keys = documents(length, size, query_start), documents(keys, size, key_start)
-    return Places(query_start, key_start, of_queries, of_keys)
+    return Positions(query_start, key_start, of_queries, of_keys)
 
 
 CASES = {  # S, T, H, G, D, mask, places
-    "everything": (100, 130, 2, 2, 8, FULL, Places()),
-    "causal": (130, 130, 2, 2, 8, CAUSAL, Places()),
-    "window": (130, 130, 2, 1, 8, Mask(True, 20), Places()),
-    "window both ways": (130, 130, 2, 1, 8, Mask(False, 20), Places()),
-    "four heads share keys": (70, 70, 4, 1, 8, CAUSAL, Places()),
-    "two heads share keys": (70, 70, 4, 2, 8, CAUSAL, Places()),
+    "everything": (100, 130, 2, 2, 8, FULL, Positions()),
+    "causal": (130, 130, 2, 2, 8, CAUSAL, Positions()),
+    "window": (130, 130, 2, 1, 8, Mask(True, 20), Positions()),
+    "window both ways": (130, 130, 2, 1, 8, Mask(False, 20), Positions()),
+    "four heads share keys": (70, 70, 4, 1, 8, CAUSAL, Positions()),
+    "two heads share keys": (70, 70, 4, 2, 8, CAUSAL, Positions()),
     "documents": (130, 130, 2, 1, 8, CAUSAL, within(130, 130, 33)),
     "documents, everything": (64, 128, 2, 1, 8, FULL, within(64, 128, 50)),
-    "an earlier block": (70, 130, 2, 1, 8, CAUSAL, Places(150, 10)),
-    "a later block, seen in part": (130, 70, 2, 1, 8, CAUSAL, Places(10, 90)),
-    "a later block, not seen": (70, 70, 2, 1, 8, CAUSAL, Places(0, 70)),
-    "beyond the window": (70, 70, 2, 1, 8, Mask(True, 30), Places(150, 0)),
+    "an earlier block": (70, 130, 2, 1, 8, CAUSAL, Positions(150, 10)),
+    "a later block, seen in part": (130, 70, 2, 1, 8, CAUSAL, Positions(10, 90)),
+    "a later block, not seen": (70, 70, 2, 1, 8, CAUSAL, Positions(0, 70)),
+    "beyond the window": (70, 70, 2, 1, 8, Mask(True, 30), Positions(150, 0)),
     "documents elsewhere": (70, 130, 2, 1, 8, Mask(True, 90), within(70, 130, 40, 120, 30)),
-    "one query, one key": (1, 1, 1, 1, 8, CAUSAL, Places()),
+    "one query, one key": (1, 1, 1, 1, 8, CAUSAL, Positions()),
 }
 
 
@@ -227,9 +227,7 @@ def test_tiles_that_are_not_visited_hold_nothing_and_whole_ones_hold_all(name):
     @jax.jit
     def all_of(places):
         near, same = visible(mask, places, jnp.arange(length), jnp.arange(keys))
-        tables = [
-            (visits_of_queries(mask, places, t), visits_of_keys(mask, places, t)) for t in tilings
-        ]
+        tables = [(query_visits(mask, places, t), key_visits(mask, places, t)) for t in tilings]
         return near[None] if same is None else near[None] & same, tables
 
     (seen, *_), tables = jax.device_get(all_of(places))
@@ -240,14 +238,14 @@ def test_tiles_that_are_not_visited_hold_nothing_and_whole_ones_hold_all(name):
 
 def _check_visits(seen, table, rows, columns, ragged=None):
     for i, row in enumerate(table):
-        visit, part = Visit(*row.tolist()), seen[i * rows : (i + 1) * rows]
+        visit, part = TileVisits(*row.tolist()), seen[i * rows : (i + 1) * rows]
         order = [int(visit.tile(step)) for step in range(visit.steps)]
         assert sorted(order) == list(range(visit.start, visit.end))
         for tile in range(-(-seen.shape[1] // columns)):
             inside = part[:, tile * columns : (tile + 1) * columns]
             if tile not in order:
                 assert not inside.any()
-            if tile in order[: visit.whole]:
+            if tile in order[: visit.num_full]:
                 assert inside.all()
                 assert ragged is not None or inside.shape[1] == columns
 
@@ -261,15 +259,19 @@ def shapes(dtype=jnp.bfloat16, length=128, width=64, heads=2, groups=1, keys=Non
 @pytest.mark.parametrize(
     ("given", "places", "message"),
     [
-        (shapes(width=96), Places(), r"q_BSHD bfloat16\[1, 128, 2, 96\].*64 and 128 only"),
-        (shapes(jnp.float32), Places(), "the kernels take bfloat16 or float16. Cast, or use"),
-        (shapes(heads=3, groups=2), Places(), "a multiple of heads of keys"),
-        ((*shapes()[:2], shapes(jnp.float16)[2]), Places(), "all have one dtype"),
-        ((*shapes()[:2], shapes(keys=64)[2]), Places(), "keys and values have one shape"),
-        ((*shapes()[:2], jax.ShapeDtypeStruct((1, 2), jnp.bfloat16)), Places(), "four dimensions"),
-        (shapes(), Places(0, 0, documents(128, 9)), "for queries and keys, or for none"),
-        (shapes(), Places(0, 0, *[documents(64, 9)] * 2), r"\[1, 64\].*one number per token"),
-        (shapes(), Places(0, 0, *[documents(128, 9) * 1.0] * 2), "int32 only"),
+        (shapes(width=96), Positions(), r"q_BSHD bfloat16\[1, 128, 2, 96\].*64 and 128 only"),
+        (shapes(jnp.float32), Positions(), "the kernels take bfloat16 or float16. Cast, or use"),
+        (shapes(heads=3, groups=2), Positions(), "a multiple of heads of keys"),
+        ((*shapes()[:2], shapes(jnp.float16)[2]), Positions(), "all have one dtype"),
+        ((*shapes()[:2], shapes(keys=64)[2]), Positions(), "keys and values have one shape"),
+        (
+            (*shapes()[:2], jax.ShapeDtypeStruct((1, 2), jnp.bfloat16)),
+            Positions(),
+            "four dimensions",
+        ),
+        (shapes(), Positions(0, 0, documents(128, 9)), "for queries and keys, or for none"),
+        (shapes(), Positions(0, 0, *[documents(64, 9)] * 2), r"\[1, 64\].*one number per token"),
+        (shapes(), Positions(0, 0, *[documents(128, 9) * 1.0] * 2), "int32 only"),
     ],
 )
 def test_what_the_kernels_cannot_take_is_refused(given, places, message):
@@ -286,7 +288,7 @@ def test_a_state_of_other_queries_is_refused():
 
 def test_what_no_kernel_is_cut_like_is_refused():
     with pytest.raises(ValueError, match="1 to 3 consumers"):
-        jax.eval_shape(partial(flash.attention, tuning=Tuning(Tile(4))), *shapes())
+        jax.eval_shape(partial(flash.attention, tuning=Tuning(Tiling(4))), *shapes())
     with pytest.raises(ValueError, match="window=0: at least 1"):
         Mask(window=0)
 
@@ -294,16 +296,16 @@ def test_what_no_kernel_is_cut_like_is_refused():
 # ------------------------------------------------------------------------------- the kernels
 
 SMALL = {  # what the interpreter runs
-    "causal, two heads share keys": (128, 192, 2, 1, 64, CAUSAL, Places(64, 0)),
+    "causal, two heads share keys": (128, 192, 2, 1, 64, CAUSAL, Positions(64, 0)),
     "ragged, window, documents": (100, 150, 1, 1, 64, Mask(True, 40), within(100, 150, 50, 50, 0)),
-    "not seen": (64, 128, 1, 1, 64, CAUSAL, Places(0, 64)),
+    "not seen": (64, 128, 1, 1, 64, CAUSAL, Positions(0, 64)),
 }
 WIDE = {
-    "everything, 128": (128, 300, 1, 1, 128, FULL, Places()),
-    "causal, 128": (200, 200, 2, 2, 128, CAUSAL, Places()),
+    "everything, 128": (128, 300, 1, 1, 128, FULL, Positions()),
+    "causal, 128": (200, 200, 2, 2, 128, CAUSAL, Positions()),
     "documents, four heads": (256, 256, 4, 1, 64, FULL, within(256, 256, 70)),
-    "window": (256, 512, 1, 1, 64, Mask(True, 100), Places(256, 0)),
-    "part": (130, 130, 2, 1, 64, CAUSAL, Places(10, 70)),
+    "window": (256, 512, 1, 1, 64, Mask(True, 100), Positions(256, 0)),
+    "part": (130, 130, 2, 1, 64, CAUSAL, Positions(10, 70)),
 }
 
 
@@ -329,12 +331,12 @@ def test_the_kernels_agree_on_larger_operands(interpreted, capfd, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("consumers", [1, 3])
 def test_the_kernels_agree_however_they_are_cut(interpreted, capfd, consumers):
-    cut = Tile(consumers, 64, 2)
-    _kernels_agree(WIDE["part"], jnp.bfloat16, capfd, Tuning(cut, cut, Tile(consumers, 128, 2)))
+    cut = Tiling(consumers, 64, 2)
+    _kernels_agree(WIDE["part"], jnp.bfloat16, capfd, Tuning(cut, cut, Tiling(consumers, 128, 2)))
 
 
 def test_kernels_visit_blocks_in_any_order_and_their_gradients_add_up(interpreted, capfd):
-    case = (64, 160, 1, 1, 64, Mask(True, 120), Places(90, 0))
+    case = (64, 160, 1, 1, 64, Mask(True, 120), Positions(90, 0))
     (q, k, v), (do, _) = operands(case, jnp.bfloat16)
     expected = exact(case, (q, k, v), (do, jnp.zeros((1, 1, 64))))
     late, early = blocks_of_keys(case, 2)[::-1]
@@ -355,7 +357,7 @@ def test_kernels_visit_blocks_in_any_order_and_their_gradients_add_up(interprete
 
 
 def _gradient(q, k, v, mask=CAUSAL, places=None, tuning=flash.TUNING):
-    attend = lambda q, k, v: flash.attend(q, k, v, mask, places or Places(), tuning)[0]
+    attend = lambda q, k, v: flash.attend(q, k, v, mask, places or Positions(), tuning)[0]
     return jax.vjp(attend, q, k, v)[1](q)
 
 
@@ -370,7 +372,7 @@ def test_the_kernels_lower_for_cuda(dtype, width):
 
 def unknown(*places):
     """Places of which only shapes are known."""
-    return Places(*places)
+    return Positions(*places)
 
 
 def test_a_block_with_a_state_lowers_for_cuda_at_places_known_when_it_runs():
@@ -406,7 +408,7 @@ def test_the_kernels_fit_an_h200(capfd, width, mask):
 def test_kernels_with_every_mask_fit_an_h200(capfd, width):
     documents = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
     given = _on_an_h200((*shapes(length=1000, width=width, heads=4, groups=2), documents))
-    gradient = lambda q, k, v, d: _gradient(q, k, v, Mask(True, 300), Places(0, 0, d, d))
+    gradient = lambda q, k, v, d: _gradient(q, k, v, Mask(True, 300), Positions(0, 0, d, d))
     assert_fits(figures(capfd, gradient, *given))
 
 

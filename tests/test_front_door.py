@@ -18,12 +18,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import hfjax
 from hfjax.__main__ import main
 from hfjax.checkpoint import restoring
-from hfjax.cli.launch import split
+from hfjax.cli.launch import split_command
 from hfjax.distributed import init
 from hfjax.distributed.init import Cluster, init_distributed
 from hfjax.distributed.ports import free_port
 from hfjax.trainer import Parts, Train, train
-from hfjax.trainer.build import check_used, mesh_of, strategy_of
+from hfjax.trainer.build import build_mesh, check_flags_used, parse_strategy
 from hfjax.trainer.config import (
     CheckpointOptions as Checkpoints,
     Mesh,
@@ -31,13 +31,13 @@ from hfjax.trainer.config import (
     Optimizer,
     PipelineOptions as Pipeline,
 )
-from hfjax.trainer.config_io import plain
-from hfjax.trainer.console import Screen, line
-from hfjax.trainer.loss_plot import figure, mean
-from hfjax.trainer.model import choose
-from hfjax.utils.command_errors import carried_out, ending_in_words
-from hfjax.utils.progress import said_while
-from hfjax.utils.tables import harmless
+from hfjax.trainer.config_io import to_plain
+from hfjax.trainer.console import Screen, step_line
+from hfjax.trainer.loss_plot import make_figure, moving_average
+from hfjax.trainer.model import choose_model
+from hfjax.utils.command_errors import report_errors, run_command
+from hfjax.utils.progress import show_progress
+from hfjax.utils.tables import escape_controls
 from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small, told
 from tests.workers import finished, start
 
@@ -63,8 +63,8 @@ def run(tmp_path_factory, data):
 @pytest.fixture
 def impatient(monkeypatch):
     """What takes long is said at once."""
-    at_once = partial(said_while, first=0.0, every=0.05)
-    monkeypatch.setattr("hfjax.trainer.console.said_while", at_once)
+    at_once = partial(show_progress, first=0.0, every=0.05)
+    monkeypatch.setattr("hfjax.trainer.console.show_progress", at_once)
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, c
 
 def test_a_log_line_tells_the_time_that_is_left():
     values = {"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}
-    assert line(values, 300, 3724.4).endswith("memory 1.0 GiB  1:02:05 left")
-    assert line(values, 300, 0.0).endswith("memory 1.0 GiB")
-    assert line(values, 300).endswith("memory 1.0 GiB")
+    assert step_line(values, 300, 3724.4).endswith("memory 1.0 GiB  1:02:05 left")
+    assert step_line(values, 300, 0.0).endswith("memory 1.0 GiB")
+    assert step_line(values, 300).endswith("memory 1.0 GiB")
 
 
 def test_the_bar_of_a_terminal_says_what_goes_on(monkeypatch):
@@ -139,11 +139,11 @@ def test_every_command_ends_in_one_style(raised, status, capsys):
 
     if status is None:
         with pytest.raises(ArithmeticError):
-            carried_out("data", act)
+            run_command("data", act)
         return
-    assert carried_out("data", act) == status
+    assert run_command("data", act) == status
     assert capsys.readouterr().err == "hfjax data: no\n"
-    with pytest.raises(SystemExit, match=f"^{status}$"), ending_in_words("train"):
+    with pytest.raises(SystemExit, match=f"^{status}$"), report_errors("train"):
         act()
     assert capsys.readouterr().err == "hfjax train: no\n"
 
@@ -213,14 +213,14 @@ def test_more_devices_than_there_are_is_told_by_the_flags_typed(mesh, message, m
     here = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: here)
     with pytest.raises(ValueError, match=message):
-        mesh_of(Train(mesh=mesh))
+        build_mesh(Train(mesh=mesh))
 
 
 def test_sizes_that_do_not_divide_the_devices_are_told_by_their_flags():
     with pytest.raises(ValueError, match=r"--mesh.tensor 3: .* are 8\. Give .* product divides 8"):
-        mesh_of(Train(mesh=Mesh(tensor=3)))
+        build_mesh(Train(mesh=Mesh(tensor=3)))
     with pytest.raises(ValueError, match=r"--mesh.tensor 16: .* --count 16\."):
-        mesh_of(Train(mesh=Mesh(tensor=16)), jax.devices())
+        build_mesh(Train(mesh=Mesh(tensor=16)), jax.devices())
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_sizes_that_do_not_divide_the_devices_are_told_by_their_flags():
     ],
 )
 def test_devices_that_no_flag_asks_for_go_to_the_axis_that_the_strategy_uses(strategy, mesh, sizes):
-    found = mesh_of(Train(strategy=strategy, mesh=mesh)).shape
+    found = build_mesh(Train(strategy=strategy, mesh=mesh)).shape
     assert {axis: size for axis, size in found.items() if size > 1} == sizes
 
 
@@ -267,28 +267,28 @@ def test_devices_that_no_flag_asks_for_go_to_the_axis_that_the_strategy_uses(str
 )
 def test_devices_that_would_stay_idle_are_refused_by_the_flags(strategy, mesh, told):
     with pytest.raises(ValueError, match=told):
-        mesh_of(Train(strategy=strategy, mesh=mesh))
+        build_mesh(Train(strategy=strategy, mesh=mesh))
     with pytest.raises(ValueError, match=told.replace("--devices", "--count")):
-        mesh_of(Train(strategy=strategy, mesh=mesh), jax.devices())
+        build_mesh(Train(strategy=strategy, mesh=mesh), jax.devices())
 
 
 def test_a_run_takes_the_first_devices_where_that_is_said(monkeypatch):
-    found = mesh_of(Train(devices=2))
+    found = build_mesh(Train(devices=2))
     assert list(found.devices.flat) == jax.devices()[:2]
     with pytest.raises(ValueError, match=r"^--devices 9: there are 8\. Give a number from 1 to 8"):
-        mesh_of(Train(devices=9))
+        build_mesh(Train(devices=9))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"^--devices 2: .* of 2 processes.* all of its devices"):
-        mesh_of(Train(devices=2))
+        build_mesh(Train(devices=2))
     with pytest.raises(ValueError, match=r"would stay idle\. Leave out --mesh.data, .* is 8\.$"):
-        mesh_of(Train(mesh=Mesh(data=2)))
+        build_mesh(Train(mesh=Mesh(data=2)))
 
 
 def test_a_strategy_of_two_axes_asks_how_the_devices_are_shared():
     with pytest.raises(
         ValueError, match=r"of the 8 devices .* --mesh.tensor; the others go to fsdp"
     ):
-        mesh_of(Train(strategy="fsdp+tensor"))
+        build_mesh(Train(strategy="fsdp+tensor"))
 
 
 def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(
@@ -302,7 +302,7 @@ def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(
     assert told.startswith("hfjax train: --config ")
     assert "name 'nowhere' is not defined (NameError in line 2)" in told
     with pytest.raises(ValueError, match=r"--model.own .*: .*NameError in line 2"):
-        choose(Train(model=Model(own=f"{tmp_path}/run.py:make")), 256)
+        choose_model(Train(model=Model(own=f"{tmp_path}/run.py:make")), 256)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(
     ],
 )
 def test_the_command_to_launch_needs_no_dashes_before_it(words, own, command):
-    assert split(words.split()) == (own.split(), tuple(command.split()))
+    assert split_command(words.split()) == (own.split(), tuple(command.split()))
 
 
 def test_a_launcher_without_a_command_says_what_to_type(capfd):
@@ -339,7 +339,7 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
     monkeypatch, capsys
 ):
     text = "a\x1b[2J\x07\tb\r\n\x9bé\u00a0�"
-    assert harmless(text) == "a\\x1b[2J\\x07\tb\\r\n\\x9bé\u00a0�"
+    assert escape_controls(text) == "a\\x1b[2J\\x07\tb\\r\n\\x9bé\u00a0�"
     Screen(1).say("a\x1bb")
     assert "a\x1bb" in capsys.readouterr().out
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -400,11 +400,11 @@ def test_a_flag_without_effect_is_refused_by_its_name(command, words, told, caps
 
 def test_a_flag_at_its_default_and_one_that_a_configuration_uses_pass():
     piped = [Train(strategy="pipe"), Train(mesh=Mesh(pipe=2)), Train(pipeline=Pipeline("gpipe"))]
-    check_used(piped[-1:], ["--steps", "3"])  # said in a file, of a pipeline that is off here
-    check_used([Train()], ["--pipeline.name", "1f1b", "--context.order", "auto"])
+    check_flags_used(piped[-1:], ["--steps", "3"])  # said in a file, of a pipeline that is off here
+    check_flags_used([Train()], ["--pipeline.name", "1f1b", "--context.order", "auto"])
     for config in piped[:2]:
         given = replace(config, pipeline=Pipeline(microbatches=4))
-        check_used([Train(pipeline=given.pipeline), given], ["--pipeline.microbatches=4"])
+        check_flags_used([Train(pipeline=given.pipeline), given], ["--pipeline.microbatches=4"])
 
 
 @pytest.mark.parametrize(
@@ -497,9 +497,9 @@ def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_el
     config = small(tmp_path / "run", data, steps=1, log=log, model=wide, strategy="fsdp")
     train(config)
     read = []
-    load = restoring._load
+    load = restoring._load_arrays
     spy = lambda path, wanted, where: read.extend(wanted) or load(path, wanted, where)
-    monkeypatch.setattr(restoring, "_load", spy)
+    monkeypatch.setattr(restoring, "_load_arrays", spy)
     assert main(["eval", str(config.out), "--batches", "1"]) == 0
     assert {path.partition("/")[0] for path in read} == {"params"}  # of a GPT without dropout
     params = jax.tree.leaves(made[-1][1].params)
@@ -552,7 +552,7 @@ def test_a_run_that_the_program_joined_itself_is_taken_and_its_numbers_checked()
 
 
 def test_joining_again_under_another_number_is_refused(monkeypatch):
-    monkeypatch.setattr(init, "_joined", Cluster(0, 1, None, "one process"))
+    monkeypatch.setattr(init, "_cluster", Cluster(0, 1, None, "one process"))
     assert init_distributed(processes=1, process=0).processes == 1
     with pytest.raises(ValueError, match=r"process=1\): .* as process 0 of 1 \(one process\)"):
         init_distributed(process=1)
@@ -583,7 +583,7 @@ LONG = Model(own="/a/long/path/to/a/folder/of/models/that_are_mine.py:make_it", 
     ],
 )
 def test_nothing_in_the_picture_of_a_run_is_cut_off_or_overlaps(steps, name, config):
-    drawn = figure(list(journal(steps, 5)), name, plain(config))
+    drawn = make_figure(list(journal(steps, 5)), name, to_plain(config))
     drawn.draw(renderer := FigureCanvasAgg(drawn).get_renderer())
     axes, *beside = drawn.axes
     texts = {"name": axes.texts[0], "settings": axes._left_title, "legend": drawn.legends[0]}
@@ -605,7 +605,7 @@ def test_nothing_in_the_picture_of_a_run_is_cut_off_or_overlaps(steps, name, con
 
 
 def test_the_picture_of_a_run_has_mean_validations_rate_and_settings():
-    drawn = figure(list(journal(200, 50)), "runs", plain(Train(steps=200)))
+    drawn = make_figure(list(journal(200, 50)), "runs", to_plain(Train(steps=200)))
     axes, beside = drawn.axes
     raw, mean_of_it, valid = axes.lines
     assert raw.get_alpha() < 0.5 < 1 < mean_of_it.get_linewidth()
@@ -618,15 +618,15 @@ def test_the_picture_of_a_run_has_mean_validations_rate_and_settings():
 
 def test_a_mean_is_of_those_around_and_of_nothing_else():
     values = np.random.default_rng(0).normal(size=9)
-    found = mean(values, 5)
+    found = moving_average(values, 5)
     assert found[4] == pytest.approx(values[2:7].mean())
     assert found[0] == pytest.approx(values[:3].mean())
     assert found[8] == pytest.approx(values[6:].mean())
-    assert mean(values[:1], 5) == pytest.approx(values[:1])
+    assert moving_average(values[:1], 5) == pytest.approx(values[:1])
 
 
 def test_the_name_of_a_strategy_reaches_a_terminal_as_text():
     for names in ("ddp\u202e", "\x1b[31mddp"):
         with pytest.raises(ValueError, match=r"no strategy") as told:
-            strategy_of(names)
+            parse_strategy(names)
         assert str(told.value).isprintable()

@@ -222,7 +222,7 @@ def test_a_loop_for_each_row_sends_nothing():
     layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP, forward=forward)
     step = hfjax.train_step(layout, squares)
     assert {c.shape for c in hfjax.collectives(step.lower(BATCH))} == {(4, 3), (3,), ()}
-    assert str(step.rows) == "no rows meet"
+    assert str(step.batch_comms) == "no rows meet"
 
 
 class Joins(nnx.Module):
@@ -272,12 +272,12 @@ def ranked(outputs, batch):
 def test_a_step_prints_what_joins_rows_with_line_bytes_and_how_often():
     _, step = step_of(lambda o, b: ((o**2).mean(-1) * b["mask"]).sum() / b["mask"].sum())
     step.trace(BATCH)
-    assert "test_global_batch.py:" in str(step.rows)
-    assert "div" in str(step.rows)
-    assert "summed over devices, 4 B  once" in str(step.rows)
+    assert "test_global_batch.py:" in str(step.batch_comms)
+    assert "div" in str(step.batch_comms)
+    assert "summed over devices, 4 B  once" in str(step.batch_comms)
     _, plain = step_of()
     plain.trace(BATCH)
-    assert str(plain.rows) == "no rows meet"
+    assert str(plain.batch_comms) == "no rows meet"
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
@@ -291,9 +291,9 @@ def test_a_mean_in_bfloat16_is_complete_before_it_is_rounded_and_one_in_float32_
     init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
     layout, step = step_of(loss, init, precision="bf16", accumulate=2)
     sent = hfjax.collectives(step.lower(BATCH))
-    kept = {row.kind for row in sent} == {"all-reduce"} and str(step.rows) == "no rows meet"
+    kept = {row.kind for row in sent} == {"all-reduce"} and str(step.batch_comms) == "no rows meet"
     assert kept == (dtype is not None)
-    assert kept or "convert_element_type  summed over devices, 4 B" in str(step.rows)
+    assert kept or "convert_element_type  summed over devices, 4 B" in str(step.batch_comms)
     found = float(step(hfjax.init(layout), BATCH)[1]["first"])
     one, forward = hfjax.make_mesh(devices=jax.devices()[:1]), lambda m, b: m(b["x"])
     alone = hfjax.layout(init, optax.sgd(0.1), one, hfjax.DDP, forward=forward)
@@ -394,7 +394,7 @@ def test_a_scan_over_rows_that_reads_its_counter_is_that_of_one_device():
         state, _ = step(hfjax.init(layout), BATCH)
         state, metrics = step(state, BATCH)  # what it counts goes on
         losses.append(float(metrics["loss"]))
-        assert ("scan  gathered, 256 B, since no rule knows it" in str(step.rows)) == (n > 1)
+        assert ("scan  gathered, 256 B, since no rule knows it" in str(step.batch_comms)) == (n > 1)
     np.testing.assert_allclose(*losses, rtol=1e-6)
     np.testing.assert_allclose(*predicted(Counting), rtol=1e-6)
 

@@ -15,7 +15,7 @@ import pytest
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.parallel.compiler_options import options_of_host
+from hfjax.parallel.compiler_options import host_options
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.offload.check_host_loops import check_host_loops
 from hfjax.utils.paths import flatten
@@ -107,8 +107,8 @@ def test_training_in_bfloat16_with_cudnn_gives_nearly_the_losses_of_a_cpu(refere
 
 def test_gradients_of_loops_that_use_the_host_are_right_here():
     layout = layout_of()
-    check_host_loops(layout.mesh, options_of_host("gpu"))
-    check_host_loops(layout.mesh, options_of_host("gpu", parameters=True))
+    check_host_loops(layout.mesh, host_options("gpu"))
+    check_host_loops(layout.mesh, host_options("gpu", parameters=True))
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])

@@ -23,7 +23,7 @@ from benchmarks.gpu_sections.cases import Case, measured, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter, ratio, row_in
 from hfjax.models.vision import convolutions
 from hfjax.parallel.execution import Execution
-from hfjax.weights.vision_rules import model_of
+from hfjax.weights.vision_rules import model_factory
 from tests.kernels import lowered
 
 ROOT = Path(__file__).parents[1]
@@ -302,7 +302,7 @@ def test_operations_on_images_are_the_products_of_convolutions(setting, monkeypa
     monkeypatch.setattr(convolutions, "convolve", counting)
     image = jax.ShapeDtypeStruct((2, setting.length, setting.length, 3), jnp.float32)
     with jax.numpy_rank_promotion("allow"):
-        jax.eval_shape(lambda image: model_of(config)(nnx.Rngs(0))({"image": image}), image)
+        jax.eval_shape(lambda image: model_factory(config)(nnx.Rngs(0))({"image": image}), image)
     assert sum(found) == setting.products
     flops = setting.numbers(1e3, setting.asked("hfjax", tiny=False), {})["flops"]
     assert flops == 6 * setting.rows * setting.products

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.layers import Linear, RMSNorm, stacked
+from hfjax.models.layers import Linear, RMSNorm, stack_layers
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.testing import assert_strategies_agree
 from tests import grid_bytes, small_gpt
@@ -113,7 +113,7 @@ def test_as_many_rows_as_positions_stay_where_they_are(model):
     step = hfjax.train_step(plan, next_token_loss, accumulate=2, rows="strict")
     sent = hfjax.collectives(step.lower(given))
     assert {row.kind for row in sent if "data" in row.axes} == {"all-reduce"}
-    assert str(step.rows) == "no rows meet"
+    assert str(step.batch_comms) == "no rows meet"
     agree(model, {"data": BESIDE["data"]}, given, accumulate=2, steps=1)
 
 
@@ -241,7 +241,7 @@ def test_what_is_compiled_sends_the_same():
 def test_a_device_holds_its_share_of_each_matrix_and_of_the_residual_stream():
     a, r, c = sides = (2, 2, 2)
     made = step(sides, remat="full", unroll=1)
-    for path, p in made.layout.placed.items():
+    for path, p in made.layout.param_specs.items():
         held = NamedSharding(p.mesh, p.parameter).shard_shape(p.shape)
         shares = a * r * c if "scale" not in path else r  # norms are small: whole but for row
         assert math.prod(held) * shares == math.prod(p.shape), path
@@ -378,7 +378,7 @@ class Unlike(GPT):
 
     def __init__(self, block, *, rngs):
         super().__init__(gpt()(rngs).config, rngs=rngs)
-        self.layers = stacked(2, block, rngs)
+        self.layers = stack_layers(2, block, rngs)
 
 
 class WithNormedHeads(nnx.Module):

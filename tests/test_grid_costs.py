@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.parallel.extensions.tensor_grid.costs import sent_by_summa, sent_on_grid
+from hfjax.parallel.extensions.tensor_grid.costs import grid_comm_volume, summa_comm_volume
 from hfjax.parallel.strategy import DDP
 
 LLAMA_70B = LlamaConfig.preset("llama3-70b")
@@ -66,7 +66,7 @@ def test_two_maps_on_a_grid_send_what_the_formula_says(sides):
         return outputs, backward(outputs)
 
     found = hfjax.collectives(jax.jit(run).trace(*arrays).lower(lowering_platforms=("cpu",)))
-    wanted = sent_on_grid(maps, tokens, sides, times=2)
+    wanted = grid_comm_volume(maps, tokens, sides, times=2)
     of_weights = sum(row.moved for row in found if row.axes == ("i",))
     assert (found.moved - of_weights, of_weights) == tuple(4 * n for n in wanted)
 
@@ -107,15 +107,15 @@ NAMES = ("FSDP | TENSOR", "SUMMA (2D)", "cube", "TENSOR")
 )
 def test_a_layer_of_70_billion_on_64_devices(config, tokens, sides, least, others):
     found = hfjax.best_grid(config, 64, tokens)
-    assert (found.least.sides, round(found.least.bytes / MiB)) == (sides, least)
+    assert (found.least.shape, round(found.least.bytes / MiB)) == (sides, least)
     assert tuple(mib(found, name) for name in NAMES) == others
 
 
 def test_a_name_stands_for_the_least_that_can_be():
     found = hfjax.best_grid(LLAMA_70B, 64, 8192)
     flat = found.named("FSDP | TENSOR")
-    assert (flat.sides, round(flat.bytes / MiB)) == ((8, 1, 8), 648)
-    assert found.named("TENSOR").refused == "8 heads do not divide by 64"
+    assert (flat.shape, round(flat.bytes / MiB)) == ((8, 1, 8), 648)
+    assert found.named("TENSOR").refusal == "8 heads do not divide by 64"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_on_256_devices_rows_pay_more(config, tokens, rows, flat):
 
 def test_with_many_tokens_a_device_rows_do_not_pay():
     for config in (of_12_h_squared(8192), LLAMA_70B):
-        assert hfjax.best_grid(config, 64, 2**19).least.sides == (32, 1, 2)
+        assert hfjax.best_grid(config, 64, 2**19).least.shape == (32, 1, 2)
 
 
 def test_weights_that_are_kept_are_gathered_once():
@@ -143,8 +143,8 @@ def test_weights_that_are_kept_are_gathered_once():
 def test_fsdp_beside_tensor_on_the_same_square_always_sends_less_than_summa(side):
     """As much of the weights, and of the activations less than half."""
     for config in (of_12_h_squared(768), LLAMA_70B, GPT_175B):
-        flat = sent_on_grid(config.linear_maps, 4096, (side, 1, side))
-        square = sent_by_summa(config.linear_maps, 4096, side)
+        flat = grid_comm_volume(config.linear_maps, 4096, (side, 1, side))
+        square = summa_comm_volume(config.linear_maps, 4096, side)
         assert flat[1] == square[1]
         assert flat[0] < square[0] / 2
 
@@ -198,7 +198,7 @@ def test_the_table_has_all_sides_and_says_what_cannot_be():
 )
 def test_a_row_says_what_does_not_divide(tokens, sides, why):
     found = hfjax.best_grid(GPTConfig(embed=100, heads=4), 8, tokens)
-    assert {row.sides: row.refused for row in found}[sides] == why
+    assert {row.shape: row.refusal for row in found}[sides] == why
 
 
 @pytest.mark.parametrize("devices", [0, -4, 2.0, True, "8"])

@@ -14,7 +14,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.layers import Dropout, Linear, RMSNorm, plain, stacked
+from hfjax.models.layers import Dropout, Linear, RMSNorm, local_ops, stack_layers
 from hfjax.testing import assert_strategies_agree
 
 CONFIG = GPTConfig.tiny(vocab=24, length=12, layers=2, embed=24, heads=12)
@@ -42,7 +42,7 @@ class Model(GPT):
     def __init__(self, *blocks, rngs, config=CONFIG):
         super().__init__(config, rngs=rngs)
         if len(blocks) == 1:
-            self.layers = stacked(2, blocks[0], rngs)
+            self.layers = stack_layers(2, blocks[0], rngs)
         else:
             self.layers = nnx.List([block(rngs) for block in blocks])
 
@@ -461,7 +461,7 @@ class TellsApart(nnx.Module):
     def __init__(self, rngs):
         self.up = Linear((24, 12, 6), ("embed", "heads", None), 2, 0.1, rngs=rngs)
         self.down = Linear((12, 2, 24), ("heads", None, "embed"), 1, 0.1, rngs=rngs)
-        self.kernels = plain
+        self.kernels = local_ops
 
     def __call__(self, x):
         q, k, v = jnp.split(self.up(x), 3, axis=-1)
@@ -513,10 +513,10 @@ def test_outputs_are_those_of_one_device():
 
 @pytest.mark.slow
 def test_noise_from_keys_of_rows_and_of_the_step_is_that_of_one_device():
-    def noisy(model, batch, key, row_keys):
+    def noisy(model, batch, key, example_keys):
         x = model.embed(batch)
         draw = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))
-        return model.head(x + draw(row_keys) + jax.random.normal(key, x.shape))
+        return model.head(x + draw(example_keys) + jax.random.normal(key, x.shape))
 
     told = []
     for strategy, sizes in ((hfjax.DDP, {"data": 1}), (BOTH, {"fsdp": 2, "row": 2, "tensor": 2})):
@@ -551,5 +551,5 @@ def test_what_meets_across_widths_is_told():
     model = lambda rngs: Model(layers_of(stream=lambda x: jnp.sort(x, -1)), rngs=rngs)
     step = hfjax.train_step(hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.GRID), next_token_loss)
     step.trace(tokens())
-    assert "sort" in str(step.positions)
-    assert "test_grid_programs.py" in str(step.positions)
+    assert "sort" in str(step.sequence_comms)
+    assert "test_grid_programs.py" in str(step.sequence_comms)

@@ -13,8 +13,8 @@ from flax import nnx
 
 import hfjax
 from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
-from hfjax.models.layers import Dropout, stacked
-from hfjax.parallel.layer_stack.sharded_model import PlacedModel
+from hfjax.models.layers import Dropout, stack_layers
+from hfjax.parallel.layer_stack.sharded_model import ShardedModel
 from tests.constant_stack import rows, stack_layout, weighted as of_rows
 
 RNG = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def test_several_labels_a_weighted_mean_and_its_metrics():
 
 def test_a_stacked_module_and_a_sequential_are_layers_too():
     for layers in (
-        stacked(4, lambda rngs: Block(rngs=rngs), nnx.Rngs(0)),
+        stack_layers(4, lambda rngs: Block(rngs=rngs), nnx.Rngs(0)),
         nnx.Sequential(*blocks(4)),
     ):
         pipe = GPipe(partition(layers, 2), 2, mesh=mesh(pipe=2))
@@ -284,7 +284,7 @@ def test_what_is_recomputed_changes_no_gradient(kind, remat):
 
 def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
     """Give the layers of the microbatch that is kept another function: only its loss changes."""
-    model = PlacedModel.model
+    model = ShardedModel.model
 
     def plus_one(passes):
         def forward(known, x):
@@ -295,9 +295,9 @@ def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
 
     def shifted(staged):
         made: Any = model(staged)
-        return replace(made, keep=lambda *given: plus_one(made.keep(*given)))
+        return replace(made, last_passes=lambda *given: plus_one(made.last_passes(*given)))
 
-    monkeypatch.setattr(PlacedModel, "model", shifted)
+    monkeypatch.setattr(ShardedModel, "model", shifted)
     pipe = PipeDream(partition(blocks(1), 1), 4, mesh=mesh(pipe=1), remat="except_last")
     losses, _ = pipe.forward_backward(X, criterion=squares, labels=(Y,))
     wanted = stack_of(blocks(1))

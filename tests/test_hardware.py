@@ -166,6 +166,6 @@ def test_the_model_of_attention_gives_the_times_from_which_its_constants_are(len
 
 
 def test_products_are_as_fast_as_the_machine_reaches_in_each_type():
-    reached = [ProductModel.reached(H200, float32=wide) for wide in (False, True)]
+    reached = [ProductModel.from_machine(H200, float32=wide) for wide in (False, True)]
     assert [model.flops for model in reached] == [H200.flops, H200.flops_fp32]
     assert {model.memory for model in reached} == {H200.stream}

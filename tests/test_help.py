@@ -15,8 +15,8 @@ from hfjax.parallel.precision.dtypes import PRECISIONS
 from hfjax.parallel.remat import WHAT
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.parallel.settings import CONTEXT_FORMS, CONTEXT_ORDERS, DISPATCH, KERNEL_WORDS
-from hfjax.planner.make_plan import KEEP
-from hfjax.trainer.build import PLANES, STRATEGIES
+from hfjax.planner.make_plan import MAX_ENTRIES
+from hfjax.trainer.build import DATA_STRATEGIES, STRATEGIES
 from hfjax.trainer.model import presets
 
 LIMIT = 90  # characters of a line, its default included; the words of a table apart
@@ -136,8 +136,8 @@ def test_the_value_of_a_flag_is_one_of_the_table(command, flag, words):
 def test_what_the_help_says_of_words_is_so():
     for decay in ("cosine", "linear", "constant"):
         hfjax.rate(1.0, steps=3, decay=decay)
-    assert len(PLANES) == 6, "--strategy: at most one of the first six"
-    assert KEEP == 20, "hfjax plan --rows: at most 20"
+    assert len(DATA_STRATEGIES) == 6, "--strategy: at most one of the first six"
+    assert MAX_ENTRIES == 20, "hfjax plan --rows: at most 20"
     has_backward = lambda name: "B0" in str(hfjax.Schedule(name, 4).table(2)).replace("I", "B")
     assert [name for name in SCHEDULES if not has_backward(name)] == [*LEFT_OUT["schedules"]]
 

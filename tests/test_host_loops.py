@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.compiler_options import options_of_host
+from hfjax.parallel.compiler_options import host_options
 from hfjax.parallel.offload import check_host_loops
 from hfjax.parallel.offload.activations import ToHost
-from hfjax.parallel.offload.host_residuals import kept
+from hfjax.parallel.offload.host_residuals import save_residuals_on_host
 from hfjax.step import build
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout
@@ -74,7 +74,9 @@ def strides(options):
     """Of each slice that a loop reads from the host and XLA thinks it can follow: its stride."""
     mesh = hfjax.make_mesh(devices=h200s(1), data=1)
     layer = lambda known, w, x: (jnp.tanh(x @ w), ())
-    run = kept(layer, lambda tensors: {i: ToHost() for i in range(len(tensors))}, barrier=False)
+    run = save_residuals_on_host(
+        layer, lambda tensors: {i: ToHost() for i in range(len(tensors))}, barrier=False
+    )
 
     def loss(weights, x):
         y, _ = jax.lax.scan(lambda x, w: (run((), w, x)[0], None), x, weights)
@@ -93,4 +95,4 @@ def strides(options):
 
 @pytest.mark.cuda
 def test_compiled_for_an_h200_a_loop_that_counts_down_reads_the_host_downwards():
-    assert all(stride < 0 for stride in strides(options_of_host("gpu")))
+    assert all(stride < 0 for stride in strides(host_options("gpu")))

@@ -14,7 +14,7 @@ import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, ZERO1
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 from tests.small_stack import Bent, Stack, rows, squared, stack_layout
@@ -167,8 +167,8 @@ def is_on_host(aval):
 def sizes_of(layout):
     """Bytes on a device of one layer, and of what lies outside the layers."""
     size = lambda p: math.prod(p.local("parameter")) * jnp.dtype(p.dtype).itemsize
-    layers = sum(size(p) for p in layout.placed.values() if p.stacked)
-    return layers // LAYERS, sum(size(p) for p in layout.placed.values()) - layers
+    layers = sum(size(p) for p in layout.param_specs.values() if p.stacked)
+    return layers // LAYERS, sum(size(p) for p in layout.param_specs.values()) - layers
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ class Stream(Stack):
 
     def __init__(self, *, rngs):
         super().__init__(1, rngs=rngs)
-        self.layers = stacked(LAYERS, lambda rngs: Numbered(rngs=rngs), rngs)
+        self.layers = stack_layers(LAYERS, lambda rngs: Numbered(rngs=rngs), rngs)
 
     def embed(self, batch):
         return super().embed(batch), batch["documents"]

@@ -12,7 +12,7 @@ import pytest
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import Strategy
-from hfjax.step.init_state import creation
+from hfjax.step.init_state import init_program
 from hfjax.testing import _check_placement
 from hfjax.utils.paths import flatten
 from tests.h200 import OPTIMIZED, h200s
@@ -148,7 +148,7 @@ def test_a_column_that_would_keep_nothing_on_the_host_is_refused():
 
 
 def test_devices_without_memory_of_the_host_are_refused(monkeypatch):
-    monkeypatch.setattr("hfjax.parallel.offload.host_memory._kinds", lambda mesh: ["device"])
+    monkeypatch.setattr("hfjax.parallel.offload.host_memory._memory_kinds", lambda mesh: ["device"])
     with pytest.raises(ValueError, match="these devices have no pinned_host memory"):
         stack_layout(DDP | HOST, ONE)
 
@@ -267,7 +267,7 @@ def test_evaluation_and_another_order_of_layers_leave_moments_where_they_are():
     state, _ = steps(layout, 1, schedule=schedule)
     loss = hfjax.eval_step(layout, squared)(state, rows())["loss"]
     plain = hfjax.canonical(layout, state)
-    _check_placement(layout.as_the_model, plain)
+    _check_placement(layout.model_layout, plain)
     alone = stack_layout(DDP, ONE, layers=4)
     state, _ = steps(alone, 1)
     wanted = hfjax.eval_step(alone, squared)(state, rows())["loss"]
@@ -422,7 +422,7 @@ def test_a_state_is_born_on_the_host_one_array_after_another():
     """The device holds some arrays of one parameter, never the state."""
     whole = DDP | HOST | hfjax.HOST_PARAMETERS
     layout = gpt_layout(whole, ONE, devices=h200s(1), embed=EMBED, layers=8, heads=4)
-    program = creation(layout).lower(0).compile(OPTIMIZED)
+    program = init_program(layout).lower(0).compile(OPTIMIZED)
     memory = program.memory_analysis()
     assert memory is not None
     state = layout.bytes_per_device()

@@ -15,7 +15,7 @@ from hfjax import DDP, FSDP, HOST_OPTIMIZER, PIPE, TENSOR
 from hfjax.analysis.count_transfers import HostTransfer, Transfers, transfers
 from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.offload.host_memory import is_host_sharding, on_host
+from hfjax.parallel.offload.host_memory import host_sharding, is_host_sharding
 from tests.small_gpt import gpt_layout, tokens
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -87,7 +87,7 @@ def test_an_unrolled_scan_copies_as_much():
 
 def test_a_stack_on_the_host_is_fetched_row_by_row():
     """An argument on the host, read and written in a loop."""
-    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.bfloat16, sharding=on_host(mesh(), P()))
+    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.bfloat16, sharding=host_sharding(mesh(), P()))
 
     def run(stack):
         def body(i, stack):
@@ -123,13 +123,13 @@ def test_within_a_shard_map_shapes_are_of_one_device():
     run = jax.shard_map(stashed, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
     found = copies(run, X)
     assert sums(found) == {TO_HOST: (5, 160), TO_DEVICE: (5, 160)}
-    assert {(row.shape, row.whole) for row in found} == {((2, 4), False)}
+    assert {(row.shape, row.is_global) for row in found} == {((2, 4), False)}
 
 
 def test_along_axes_that_a_shard_map_leaves_shapes_are_divided():
     grid = jax.make_mesh((2, 2), ("pipe", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     spec = P("pipe", None, "fsdp")
-    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.float32, sharding=on_host(grid, spec))
+    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.float32, sharding=host_sharding(grid, spec))
 
     def device(stack):
         def body(i, stack):
@@ -142,21 +142,23 @@ def test_along_axes_that_a_shard_map_leaves_shapes_are_divided():
     home = P("pipe")
     places = {"in_specs": home, "out_specs": home, "axis_names": {"pipe"}, "check_vma": False}
     found = copies(jax.shard_map(device, mesh=grid, **places), stack)
-    rows = {(row.direction, row.shape, row.count, row.whole) for row in found}
+    rows = {(row.direction, row.shape, row.count, row.is_global) for row in found}
     assert rows == {(TO_HOST, (1, 8, 2), 3, False), (TO_DEVICE, (1, 8, 2), 3, False)}
 
 
 def test_outside_a_shape_is_divided_as_a_constraint_says():
     split = NamedSharding(mesh(), P(None, "data"))
     found = copies(lambda x: to_host(lax.with_sharding_constraint(x, split)), X)
-    assert [(row.shape, row.bytes, row.whole) for row in found] == [((8, 1), 32, False)]
+    assert [(row.shape, row.bytes, row.is_global) for row in found] == [((8, 1), 32, False)]
 
 
 def test_outside_an_argument_is_divided_as_its_sharding_says():
-    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.float32, sharding=on_host(mesh(), P(None, "data")))
+    stack = jax.ShapeDtypeStruct(
+        (6, 8, 4), jnp.float32, sharding=host_sharding(mesh(), P(None, "data"))
+    )
     run = lambda x: lax.map(lambda row: to_host(to_device(row) * 2), x)
     found = copies(run, stack)
-    assert {(row.shape, row.count, row.whole) for row in found} == {((2, 4), 6, False)}
+    assert {(row.shape, row.count, row.is_global) for row in found} == {((2, 4), 6, False)}
 
 
 def test_a_constraint_may_leave_a_dimension_as_it_was():
@@ -164,25 +166,25 @@ def test_a_constraint_may_leave_a_dimension_as_it_was():
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(grid, P(None, "tensor")))
     rows = NamedSharding(grid, P("data", P.UNCONSTRAINED))
     found = copies(lambda x: to_host(lax.with_sharding_constraint(x, rows)), x)
-    assert [(row.shape, row.whole) for row in found] == [((4, 2), False)]
+    assert [(row.shape, row.is_global) for row in found] == [((4, 2), False)]
 
 
 def test_a_row_is_marked_where_nothing_says_how_it_is_split():
     split = NamedSharding(mesh(), P("data"))
     run = lambda x: (to_host(x * 2), lax.with_sharding_constraint(x, split))
     found = copies(run, X)
-    assert [(row.shape, row.whole) for row in found] == [((8, 4), True)]
+    assert [(row.shape, row.is_global) for row in found] == [((8, 4), True)]
     assert "* whole, along some axis at least: the program does not say" in str(found)
 
 
 def test_shardings_of_a_jit_within_and_of_the_results_are_known():
-    there = on_host(mesh(), P("data"))
+    there = host_sharding(mesh(), P("data"))
     split = NamedSharding(mesh(), P("data"))
     within = jax.jit(lambda x: x * 2, in_shardings=split, out_shardings=split)
     found = copies(lambda x: to_host(within(x)), X)
-    assert [(row.shape, row.whole) for row in found] == [((2, 4), False)]
+    assert [(row.shape, row.is_global) for row in found] == [((2, 4), False)]
     traced = jax.jit(lambda x: (x, within(x)), out_shardings=(split, there)).trace(X)
-    rows = [(row.direction, row.shape, row.whole) for row in transfers(traced)]
+    rows = [(row.direction, row.shape, row.is_global) for row in transfers(traced)]
     assert rows == [(TO_HOST, (2, 4), False)]
 
 
@@ -209,11 +211,11 @@ def test_a_step_fetches_and_returns_a_devices_own_part_of_the_moments(case):
     moments = jax.tree.leaves(step.layout.abstract_state().optimizer)
     there = sum(local(x) for x in moments if is_host_sharding(x.sharding))
     assert found.to_host == found.to_device == there > 0
-    assert not any(row.whole for row in found)
+    assert not any(row.is_global for row in found)
 
 
 def test_a_program_for_one_device_is_in_one_piece():
-    assert [row.whole for row in copies(to_host, X)] == [False]
+    assert [row.is_global for row in copies(to_host, X)] == [False]
 
 
 def test_the_program_lowered_for_a_gpu_holds_these_copies():

@@ -19,10 +19,10 @@ import hfjax
 from hfjax import CONTEXT, DDP, FSDP, GRID, PIPE, TENSOR, ZERO2, Schedule
 from hfjax.analysis import hlo
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.parallel.mesh import TENSOR_AXES
-from hfjax.parallel.pipeline.engine import PipelinePlane
-from hfjax.parallel.schedules.cost import permutes
+from hfjax.parallel.pipeline.engine import PipelineEngine
+from hfjax.parallel.schedules.cost import count_permutes
 from hfjax.utils.paths import flatten
 from tests.constant_stack import Layers, Stack, rows, stack, weighted
 from tests.h200 import OPTIMIZED, h200s
@@ -103,7 +103,7 @@ class Reading(Stack):
 
     def __init__(self, rngs):
         super().__init__(rngs)
-        self.layers = stacked(4, lambda rngs: ReadingAScale(rngs), rngs)
+        self.layers = stack_layers(4, lambda rngs: ReadingAScale(rngs), rngs)
 
 
 class Numbered(Stack):
@@ -230,7 +230,7 @@ def test_branches_send_as_many_messages_and_none_of_them_in_a_branch(name):
         messages = [row for row in found if row.kind == "permute"]
         assert not any("branch" in row.where for row in messages)
         counts.append(sum(row.count for row in messages))
-    assert counts[0] == counts[1] == permutes(Schedule(name, 8).table(4))
+    assert counts[0] == counts[1] == count_permutes(Schedule(name, 8).table(4))
 
 
 @pytest.mark.slow
@@ -251,11 +251,11 @@ def test_what_is_gathered_stays_outside_of_branches_unless_most_slots_are_idle()
 
 def branches_of(monkeypatch, schedule, strategy, sizes):
     """Return whether a step's program branches over layers."""
-    seen, asked = [], PipelinePlane.branches
+    seen, asked = [], PipelineEngine.branches
     note = lambda plane, program: seen.append(asked(plane, program)) or seen[-1]
-    monkeypatch.setattr(PipelinePlane, "branches", note)
+    monkeypatch.setattr(PipelineEngine, "branches", note)
     lowered(schedule, strategy, sizes)
-    monkeypatch.setattr(PipelinePlane, "branches", asked)
+    monkeypatch.setattr(PipelineEngine, "branches", asked)
     return seen[-1] is not None
 
 
@@ -308,7 +308,7 @@ class Permuting(nnx.Module):
 class Permuted(Stack):
     def __init__(self, rngs):
         super().__init__(rngs)
-        self.layers = stacked(4, lambda rngs: Permuting(rngs), rngs)
+        self.layers = stack_layers(4, lambda rngs: Permuting(rngs), rngs)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def ring_arrays(step, batch):
     state, told = step.layout.abstract_state(), {}
     watch = lambda pipeline: told.update(jax.eval_shape(pipeline.start))
     given = flatten(state.params), flatten(state.variables), batch, state.step
-    jax.eval_shape(replace(step.plane, watch=watch).gradients, *given)
+    jax.eval_shape(replace(step.engine, on_build=watch).gradients, *given)
     arrays = jax.tree.leaves([told[name] for name in ("stash", "late", "cross", "gradients")])
     short = {"bfloat16": "bf16", "float32": "f32", "int32": "s32", "bool": "pred"}
     show = lambda x: f"{short[x.dtype.name]}[{','.join(map(str, x.shape))}]"

@@ -12,7 +12,12 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.vision.losses import classification_loss, counts_of, scored, segmentation_loss
+from hfjax.models.vision.losses import (
+    classification_loss,
+    confusion_counts,
+    segmentation_eval_loss,
+    segmentation_loss,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -91,10 +96,10 @@ def test_counts_of_pixels_are_exact_on_any_devices(devices):
     mesh = hfjax.make_mesh(devices=jax.devices()[:devices], data=devices)
     layout = hfjax.layout(Bias, optax.sgd(0.1), mesh, hfjax.DDP)
     batch = {"image": logits, "label": labels.astype(np.uint8), "mask": mask}
-    found = hfjax.eval_step(layout, scored)(hfjax.init(layout), batch)
+    found = hfjax.eval_step(layout, segmentation_eval_loss)(hfjax.init(layout), batch)
     counts = (labels != 255) & mask[:, None, None]
     wanted = confusion(logits, labels, counts)
-    np.testing.assert_array_equal(counts_of(found["confusion"], 12), wanted)
+    np.testing.assert_array_equal(confusion_counts(found["confusion"], 12), wanted)
     assert wanted.sum() == float(found["weight"])
 
 
@@ -107,7 +112,7 @@ def test_counts_come_back_from_the_largest_sums_whatever_the_division_rounds():
         told = np.float32(sums) / np.float32(rows_here)
         for off in (-4, 0, 4):
             near = told + np.float32(off) * np.spacing(told)
-            found = counts_of(near.reshape(3, 1, 1), rows_here)
+            found = confusion_counts(near.reshape(3, 1, 1), rows_here)
             assert found.item() == rows_here * pixels
 
 
@@ -162,7 +167,7 @@ def test_what_does_not_fit_is_refused(loss, outputs, batch, match):
 @pytest.mark.parametrize("rows", [0, 4097])
 def test_more_rows_than_are_exact_are_refused(rows):
     with pytest.raises(ValueError, match=rf"rows={rows}\): from 1 to 4096 rows"):
-        counts_of(np.zeros((3, 2, 2)), rows)
+        confusion_counts(np.zeros((3, 2, 2)), rows)
 
 
 def test_what_is_no_number_is_never_right():

@@ -17,7 +17,7 @@ from hfjax.cli.run import evaluate_command
 from hfjax.models.vision.preset_table import PRESETS
 from hfjax.trainer import Parts, Train, train
 from hfjax.trainer.config import Data, Log, Mesh, Model, Optimizer
-from hfjax.trainer.config_io import changes, load, plain, save
+from hfjax.trainer.config_io import load, save, setting_changes, to_plain
 from hfjax.trainer.optimizer import sgd
 from hfjax.trainer.tasks.images import intersection_over_union
 from hfjax.weights.tensor_files import read_header, read_rows
@@ -181,9 +181,9 @@ def test_a_dropout_of_0_in_the_file_of_an_older_run_is_that_of_its_preset(tmp_pa
     (tmp_path / "config.yaml").write_text(old)
     found = load(tmp_path / "config.yaml")
     assert found.model.dropout is None
-    recorded = plain(config)
+    recorded = to_plain(config)
     del recorded["model"]["auxiliary_dropout"]
-    assert changes(found, recorded) == []
+    assert setting_changes(found, recorded) == []
 
 
 def test_weights_in_and_out_and_a_new_head(photos, tmp_path, capsys):

@@ -14,10 +14,10 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from hfjax.data import share
 from hfjax.data.images import Augment, ImageLoader, ImageSet, parts_of
-from hfjax.data.images.augment import central, colours, crop, generator
+from hfjax.data.images.augment import central_crop, color_factors, generator, random_crop
 from hfjax.data.images.decode import read_image, read_mask
-from hfjax.data.images.pixels import FILL, coloured, nearest_part, resized_part
-from hfjax.data.images.report import examined, lines
+from hfjax.data.images.pixels import FILL, adjust_colors, resize_labels, resize_region
+from hfjax.data.images.report import examine, format_report
 from tests.small_images import CLASSES, photos, png, smooth, street, tiff
 
 ALL = Augment(flip=0.5, brightness=0.4, contrast=0.4, saturation=0.4)
@@ -99,8 +99,8 @@ def test_another_seed_draws_other_pixels(folder):
 def test_what_is_drawn_is_that_of_every_version_and_machine():
     """Numbers written down: a change here breaks the resume of every run that is under way."""
     augment = ALL.of_kind("classes")
-    assert crop(generator(7, 1, 5), 400, 300, augment) == (167, 21, 281, 135)
-    changes = [(name, round(x, 4)) for name, x in colours(generator(7, 1, 6), augment)]
+    assert random_crop(generator(7, 1, 5), 400, 300, augment) == (167, 21, 281, 135)
+    changes = [(name, round(x, 4)) for name, x in color_factors(generator(7, 1, 6), augment)]
     assert changes == [("Contrast", 0.7825), ("Color", 1.2697), ("Brightness", 1.2679)]
 
 
@@ -184,7 +184,7 @@ def test_training_cuts_and_resizes_as_pillow_does(folder):
     augment = Augment(flip=0).of_kind("classes")
     for i, found in enumerate(rows):
         image = Image.open(data.path(i)).convert("RGB")
-        part = image.crop(crop(generator(3, 0, i), *image.size, augment))
+        part = image.crop(random_crop(generator(3, 0, i), *image.size, augment))
         np.testing.assert_array_equal(found, part.resize((16, 16), Image.Resampling.BILINEAR))
     flipped = loader(data, 15, 16, shuffle=False, augment=Augment(flip=1)).at(0)["image"]
     np.testing.assert_array_equal(flipped, rows[:, :, ::-1])
@@ -238,10 +238,10 @@ def test_a_part_of_what_is_resized_is_what_the_whole_would_be(folder):
     image = smooth(0, 301, 201)  # odd sides: no place is between two pixels
     whole = image.resize((451, 300), Image.Resampling.BILINEAR)
     box = (37, 111, 200, 290)
-    assert near(resized_part(image, whole.size, box), whole.crop(box))
+    assert near(resize_region(image, whole.size, box), whole.crop(box))
     labels = np.arange(201 * 301).reshape(201, 301) % 251
     mask = Image.fromarray(labels.astype(np.uint8)).resize(whole.size, Image.Resampling.NEAREST)
-    found = nearest_part(labels, whole.size, box)
+    found = resize_labels(labels, whole.size, box)
     np.testing.assert_array_equal(found, np.asarray(mask.crop(box)))
 
 
@@ -264,15 +264,15 @@ def test_images_of_any_shape_fill_their_square(tmp_path, size, train):
 
 def test_colours_change_as_by_pillows_enhancers():
     image = smooth(0, 30, 20)
-    found = coloured(image, [("Contrast", 1.3), ("Brightness", 0.7), ("Color", 0.2)])
+    found = adjust_colors(image, [("Contrast", 1.3), ("Brightness", 0.7), ("Color", 0.2)])
     wanted = ImageEnhance.Brightness(ImageEnhance.Contrast(image).enhance(1.3)).enhance(0.7)
     np.testing.assert_array_equal(found, ImageEnhance.Color(wanted).enhance(0.2))
-    assert [*colours(generator(0, 0, 0), Augment())] == []
+    assert [*color_factors(generator(0, 0, 0), Augment())] == []
 
 
 def test_crops_are_spread_over_areas_ratios_and_places():
     augment = Augment().of_kind("classes")
-    boxes = np.array([crop(generator(0, 0, i), 100, 80, augment) for i in range(2000)])
+    boxes = np.array([random_crop(generator(0, 0, i), 100, 80, augment) for i in range(2000)])
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     area = width * height / 8000
     assert 0.07 < area.min() < 0.1
@@ -280,10 +280,10 @@ def test_crops_are_spread_over_areas_ratios_and_places():
     assert (np.abs(np.log(width / height)) < math.log(4 / 3) + 0.1).all()
     assert boxes.min() == 0
     assert (boxes[:, 2].max(), boxes[:, 3].max()) == (100, 80)
-    assert central(1000, 10, (3 / 4, 4 / 3)) == (493, 0, 506, 10)  # no crop of it was found
-    assert crop(generator(0, 0, 0), 1000, 10, Augment(scale=(0.9, 1)).of_kind("classes")) == (
-        *(493, 0, 506, 10),
-    )
+    assert central_crop(1000, 10, (3 / 4, 4 / 3)) == (493, 0, 506, 10)  # no crop of it was found
+    assert random_crop(
+        generator(0, 0, 0), 1000, 10, Augment(scale=(0.9, 1)).of_kind("classes")
+    ) == (*(493, 0, 506, 10),)
 
 
 # -- decoding -----------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def test_a_report_tells_classes_sizes_modes_and_what_is_broken(folder):
     smooth(0, 20, 300).convert("L").save(folder["classes"] / "cat" / "grey.png")
     path = folder["classes"] / "owl" / "0.jpg"
     path.write_bytes(b"none")
-    told = lines(examined(ImageSet(folder["classes"])))
+    told = format_report(examine(ImageSet(folder["classes"])))
     assert told[2:6] == ["class  images", "cat         6", "dog         5", "owl         5"]
     assert "largest 20 x 300" in told[7]
     assert told[8:10] == ["modes: RGB 14, L 1", "cannot be used: 1"]
@@ -437,7 +437,7 @@ def test_a_report_tells_classes_sizes_modes_and_what_is_broken(folder):
 def test_a_report_of_masks_counts_labels(folder):
     Image.fromarray(np.full((9, 9), 9, np.uint8)).save(folder["masks"] / "masks" / "6.png")
     smooth(0, 9, 9).save(folder["masks"] / "images" / "6.jpg")
-    told = lines(examined(ImageSet(folder["masks"], classes=4)))
+    told = format_report(examine(ImageSet(folder["masks"], classes=4)))
     assert [line.split()[:3] for line in told[3:8]] == [
         *([str(n), str(n), "6"] for n in range(4)),
         ["(ignored)", "255", "6"],

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from hfjax.data.images import Augment, ImageLoader, ImageSet
-from hfjax.data.images.augment import central, crop, generator
-from hfjax.data.images.pixels import coloured, nearest_part, resized_crop
+from hfjax.data.images.augment import central_crop, generator, random_crop
+from hfjax.data.images.pixels import adjust_colors, crop_and_resize, resize_labels
 from tests.small_images import photos, sides, smooth
 
 torch = pytest.importorskip("torch")
@@ -25,11 +25,11 @@ NEAREST = transforms.InterpolationMode.NEAREST
 def test_a_crop_of_training_is_that_of_torchvision():
     for i in range(20):
         image = smooth(i, 50 + 7 * i, 90)
-        box = crop(generator(0, 0, i), *image.size, Augment().of_kind("classes"))
+        box = random_crop(generator(0, 0, i), *image.size, Augment().of_kind("classes"))
         left, top, right, bottom = box
         place = top, left, bottom - top, right - left
         wanted = theirs_on.resized_crop(image, *place, [32, 32], BILINEAR)
-        np.testing.assert_array_equal(resized_crop(image, box, 32), wanted)
+        np.testing.assert_array_equal(crop_and_resize(image, box, 32), wanted)
 
 
 @pytest.mark.parametrize("size", [32, 50, 224])
@@ -46,7 +46,7 @@ def test_evaluated_images_are_those_of_torchvision_within_a_level(tmp_path, size
 
 def test_colours_are_those_of_torchvision():
     image = smooth(0, 40, 30)
-    ours = coloured(image, [("Brightness", 0.6), ("Contrast", 1.4), ("Color", 1.7)])
+    ours = adjust_colors(image, [("Brightness", 0.6), ("Contrast", 1.4), ("Color", 1.7)])
     theirs = theirs_on.adjust_brightness(image, 0.6)
     theirs = theirs_on.adjust_contrast(theirs, 1.4)
     np.testing.assert_array_equal(ours, theirs_on.adjust_saturation(theirs, 1.7))
@@ -58,13 +58,13 @@ def test_crops_are_spread_as_those_of_torchvision_and_end_in_the_same_middle():
     theirs = transforms.RandomResizedCrop.get_params
     boxes = np.array([theirs(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
     augment = Augment().of_kind("classes")
-    ours = np.array([crop(generator(1, 0, i), 120, 80, augment) for i in range(4000)])
+    ours = np.array([random_crop(generator(1, 0, i), 120, 80, augment) for i in range(4000)])
     ours = np.stack([ours[:, 1], ours[:, 0], ours[:, 3] - ours[:, 1], ours[:, 2] - ours[:, 0]], 1)
     for of in (np.mean, np.std):
         np.testing.assert_allclose(of(ours, 0), of(boxes, 0), rtol=0.06)
     for width, height in ((900, 10), (10, 900), (1, 700)):
         top, left, h, w = theirs(smooth(0, width, height), [0.9, 1.0], [3 / 4, 4 / 3])
-        assert central(width, height, (3 / 4, 4 / 3)) == (left, top, left + w, top + h)
+        assert central_crop(width, height, (3 / 4, 4 / 3)) == (left, top, left + w, top + h)
 
 
 def test_masks_are_resized_as_by_torchvision():
@@ -73,7 +73,7 @@ def test_masks_are_resized_as_by_torchvision():
         labels = np.random.default_rng(i).integers(0, 21, (height, width), np.uint8)
         whole = width * 3 // 2, height * 2 // 3
         theirs = theirs_on.resize(Image.fromarray(labels), [whole[1], whole[0]], NEAREST)
-        np.testing.assert_array_equal(nearest_part(labels, whole, (0, 0, *whole)), theirs)
+        np.testing.assert_array_equal(resize_labels(labels, whole, (0, 0, *whole)), theirs)
 
 
 def test_files_and_labels_are_those_of_its_image_folder(tmp_path):

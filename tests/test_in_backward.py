@@ -18,7 +18,7 @@ import hfjax
 from hfjax import DDP, FSDP, HSDP, ZERO1, ZERO2, Mean, Schedule
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.models.moe import MoE, Router
 from hfjax.testing import strategies
 from tests.h200 import OPTIMIZED, h200s
@@ -124,7 +124,7 @@ def test_a_reduction_in_two_levels_goes_layer_by_layer():
     layout, loss = stack_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, LAYERS), (squared, rows())
     more = {"reduction": "hierarchical", **IN_BACKWARD}
     found = hfjax.collectives(hfjax.train_step(layout, squared, **more).lower(rows()))
-    whole = sum(math.prod(p.shape) for p in layout.placed.values())
+    whole = sum(math.prod(p.shape) for p in layout.param_specs.values())
     assert found.total("reduce-scatter", "fsdp") == 4 * whole == found.total("all-gather", "fsdp")
     assert found.total("all-reduce", "data") == 4 * whole // 2
     wanted = run(stack_layout(DDP, {"data": 1}, ADAMW, LAYERS), *loss)
@@ -175,7 +175,7 @@ class Mixed(nnx.Module):
 class OfExperts(Stack):
     def __init__(self, rngs):
         super().__init__(1, rngs=rngs)
-        self.layers = stacked(2, Mixed, rngs)
+        self.layers = stack_layers(2, Mixed, rngs)
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def elements(layout, *, split, layers=None):
     size = lambda p: math.prod(p.shape) // (LAYERS if p.stacked else 1)
     return sum(
         math.prod(p.shape)
-        for p in layout.placed.values()
+        for p in layout.param_specs.values()
         if (size(p) >= 1024) == split and layers in (None, p.stacked)
     )
 
@@ -209,7 +209,9 @@ def elements(layout, *, split, layers=None):
 def squares(layout):
     """Bytes that tell all devices whether the gradients of a layer are finite: one number each."""
     return (
-        4 * LAYERS * sum(p.stacked and bool(p.split_dims("moment")) for p in layout.placed.values())
+        4
+        * LAYERS
+        * sum(p.stacked and bool(p.split_dims("moment")) for p in layout.param_specs.values())
     )
 
 
@@ -296,7 +298,7 @@ class Fragile(nnx.Module):
 
     def __init__(self, rngs):
         self.before = nnx.Param(jnp.ones((4, 4)))
-        self.layers = stacked(LAYERS, lambda rngs: Root(rngs), rngs)
+        self.layers = stack_layers(LAYERS, lambda rngs: Root(rngs), rngs)
 
     def embed(self, batch):
         return batch["x"] @ self.before[...], batch["x"][:, 0]
@@ -494,7 +496,7 @@ class Counting(Root):
 class Written(Fragile):
     def __init__(self, rngs):
         super().__init__(rngs)
-        self.layers = stacked(LAYERS, lambda rngs: Counting(rngs), rngs)
+        self.layers = stack_layers(LAYERS, lambda rngs: Counting(rngs), rngs)
 
 
 def test_layers_that_write_to_variables_are_refused():

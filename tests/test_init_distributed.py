@@ -14,11 +14,11 @@ import pytest
 from jax._src.clusters import ClusterEnv
 
 from hfjax.distributed import init
-from hfjax.distributed.environment import ALONE, Settings, settings
+from hfjax.distributed.environment import SINGLE_PROCESS, Settings, find_settings
 from hfjax.distributed.init import Cluster, init_distributed, preflight
 from hfjax.distributed.ports import free_port, listener
-from hfjax.distributed.rendezvous import Meeting, problem
-from hfjax.distributed.wire_format import hello, hello_in, spoken, word_in
+from hfjax.distributed.rendezvous import RendezvousServer, find_conflict
+from hfjax.distributed.wire_format import encode_hello, make_hello, parse_hello, parse_message
 from tests.workers import finished, line, start
 
 TORCHRUN = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
@@ -73,13 +73,13 @@ def test_settings_come_from_the_first_source_that_says_anything(
     variables, given, coordinator, source
 ):
     variables(given)
-    found = settings(environment=given)
+    found = find_settings(environment=given)
     assert (found.process, found.processes) == (1, 4)
     assert (found.coordinator, found.source) == (coordinator, source)
 
 
 def test_arguments_come_before_all_variables():
-    found = settings(("node9:1", 2, 0), OURS)
+    found = find_settings(("node9:1", 2, 0), OURS)
     assert (found.coordinator, found.process, found.processes) == ("node9:1", 0, 2)
     assert found.address == ("node9", 1)
 
@@ -97,7 +97,7 @@ def test_arguments_come_before_all_variables():
 )
 def test_one_process_needs_no_coordinator(variables, given, source):
     variables(given)
-    assert settings(environment=given) == replace(ALONE, source=source)
+    assert find_settings(environment=given) == replace(SINGLE_PROCESS, source=source)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_one_process_needs_no_coordinator(variables, given, source):
     ],
 )
 def test_of_several_torchrun_processes_on_a_machine_each_takes_its_own_gpu(more, gpu):
-    assert settings(environment=TORCHRUN | more).gpu == gpu
+    assert find_settings(environment=TORCHRUN | more).gpu == gpu
 
 
 TWO_NODES = SLURM | {"SLURM_NTASKS": "2"}
@@ -153,7 +153,7 @@ def test_a_process_takes_all_gpus_of_a_node_that_is_its_own(
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(init.xla_bridge, "backends_are_initialized", lambda: False)
-    init._join(settings(), 60, 10, told.append)
+    init._join(find_settings(), 60, 10, told.append)
     assert passed == [None if gpus == "all" else [int(gpus)]]
     assert told == said
 
@@ -182,18 +182,18 @@ def test_settings_that_are_not_whole_are_refused_by_the_name_of_the_variable(
 ):
     variables(given)
     with pytest.raises(ValueError, match=told):
-        settings(environment=given)
+        find_settings(environment=given)
 
 
 def test_arguments_that_are_not_whole_are_refused():
     with pytest.raises(ValueError, match="the arguments say processes=2 but not coordinator and"):
-        settings((None, 2, None), {})
+        find_settings((None, 2, None), {})
 
 
 # -- the meeting -----------------------------------------------------------------------------
 
-FIRST = replace(hello(0, 2), host="a", pid=1, token="x")
-SECOND = replace(hello(1, 2), host="b", pid=2, token="y")
+FIRST = replace(make_hello(0, 2), host="a", pid=1, token="x")
+SECOND = replace(make_hello(1, 2), host="b", pid=2, token="y")
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ SECOND = replace(hello(1, 2), host="b", pid=2, token="y")
     ],
 )
 def test_processes_that_do_not_fit_are_refused_by_name(change, told):
-    assert problem([FIRST, SECOND]) is None
+    assert find_conflict([FIRST, SECOND]) is None
     with pytest.raises(ValueError, match=told):
-        raise ValueError(problem([FIRST, replace(SECOND, **change)]))
+        raise ValueError(find_conflict([FIRST, replace(SECOND, **change)]))
 
 
 def test_a_process_that_comes_again_is_not_a_second_one():
-    assert problem([FIRST, SECOND, SECOND]) is None
+    assert find_conflict([FIRST, SECOND, SECOND]) is None
 
 
 def meet(timeout, *processes, of, port=None):
@@ -246,7 +246,7 @@ def test_all_go_on_when_all_are_here():
 
 
 def test_every_process_tells_in_time_who_is_missing(monkeypatch):
-    monkeypatch.setattr("hfjax.distributed.rendezvous_client.TELL_EVERY", 0.5)
+    monkeypatch.setattr("hfjax.distributed.rendezvous_client.REPORT_EVERY", 0.5)
     began = time.monotonic()
     ends, said = meet(1.6, 0, 2, of=4)
     assert time.monotonic() - began < 10
@@ -257,7 +257,7 @@ def test_every_process_tells_in_time_who_is_missing(monkeypatch):
 
 
 def test_a_process_that_cannot_reach_the_coordinator_says_so(monkeypatch):
-    monkeypatch.setattr("hfjax.distributed.rendezvous_client.TELL_EVERY", 0.5)
+    monkeypatch.setattr("hfjax.distributed.rendezvous_client.REPORT_EVERY", 0.5)
     port = free_port()
     [end], said = meet(1.6, 1, of=2, port=port)
     there = f"the coordinator at localhost:{port}"
@@ -310,9 +310,9 @@ NONSENSE = [
 
 
 def test_what_is_no_hello_is_nothing():
-    assert hello_in(json.dumps({"hfjax": SAID}).encode()) is not None
+    assert parse_hello(json.dumps({"hfjax": SAID}).encode()) is not None
     for said in NONSENSE:
-        assert hello_in(said) is None, said
+        assert parse_hello(said) is None, said
 
 
 @pytest.mark.parametrize(
@@ -329,14 +329,14 @@ def test_what_is_no_hello_is_nothing():
     ],
 )
 def test_what_the_meeting_does_not_say_is_nothing(word):
-    assert word_in(json.dumps(word).encode()) is None
-    assert word_in(b'{"missing": ' * 5000) is None
+    assert parse_message(json.dumps(word).encode()) is None
+    assert parse_message(b'{"missing": ' * 5000) is None
 
 
 def test_a_meeting_outlives_whatever_is_sent_to_it(monkeypatch):
     monkeypatch.setattr("hfjax.distributed.rendezvous.STRANGERS", 8)
     port, ends = free_port(), []
-    held = Meeting(listener(port), 2, 20, "ours")
+    held = RendezvousServer(listener(port), 2, 20, "ours")
     thread = threading.Thread(target=held.run)
     thread.start()
     strangers = [socket.create_connection(("localhost", port)) for _ in range(40)]
@@ -344,10 +344,10 @@ def test_a_meeting_outlives_whatever_is_sent_to_it(monkeypatch):
         with contextlib.suppress(OSError):
             guest.sendall(said + b"\n")
     for name in ("theirs", "ours"):
-        given = [Settings(n, 2, f"localhost:{port}", "the test", run=name) for n in (0, 1)]
+        given = [Settings(n, 2, f"localhost:{port}", "the test", run_id=name) for n in (0, 1)]
         ends.append([socket.create_connection(("localhost", port)) for _ in given])
         for one, guest in zip(given, ends[-1], strict=True):
-            guest.sendall(spoken(hello(one.process, 2, one.run)))
+            guest.sendall(encode_hello(make_hello(one.process, 2, one.run_id)))
     thread.join(10)
     assert not thread.is_alive()
     answers = [[guest.makefile().readlines()[-1] for guest in pair] for pair in ends]
@@ -378,11 +378,11 @@ def test_a_server_that_never_ends_a_line_is_no_meeting():
 def test_the_run_is_known_by_its_launcher_or_slurm_job(variables, monkeypatch):
     monkeypatch.delenv("HFJAX_RUN", raising=False)
     variables(SLURM)
-    assert settings().run == "7"
+    assert find_settings().run_id == "7"
     variables(OURS)
-    assert settings().run == ""
+    assert find_settings().run_id == ""
     variables({"HFJAX_RUN": "secret"})
-    assert settings().run == "secret"
+    assert find_settings().run_id == "secret"
 
 
 # -- with JAX --------------------------------------------------------------------------------
@@ -475,13 +475,13 @@ def test_two_processes_join_by_variables_of_hfjax_and_sigterm_still_ends_them():
 
 
 def test_without_settings_it_is_one_process_and_nothing_is_started(variables, monkeypatch):
-    monkeypatch.setattr(init, "_joined", None)
+    monkeypatch.setattr(init, "_cluster", None)
     assert init_distributed() == Cluster(0, 1, None, "one process")
     assert not jax.distributed.is_initialized()
 
 
 def test_it_must_come_before_the_first_computation(monkeypatch):
-    monkeypatch.setattr(init, "_joined", None)
+    monkeypatch.setattr(init, "_cluster", None)
     jax.devices()
     with pytest.raises(ValueError, match=r"process 0 of 2, but JAX has already started .* Call"):
         init_distributed("localhost:1", 2, 0)

@@ -11,9 +11,9 @@ from hfjax.analysis.targets import GPUS
 from hfjax.cli import kernels
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.extensions.kernel_dispatch import choose_kernel as kernel_choice
-from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import choose
+from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import choose_impl
 from hfjax.parallel.extensions.kernel_dispatch.ops import Kernels
-from hfjax.parallel.settings import KERNELS, Wanted
+from hfjax.parallel.settings import KERNELS, KernelChoices
 from tests.small_gpt import gpt_layout
 
 H200 = GPUS["h200"]
@@ -34,11 +34,11 @@ def measured(monkeypatch):
         "flash_block": [of(1.07, S=1024, D=64), of(1.2, S=4096, D=64), of(0.8, S=1024, D=128)],
         "cross_entropy": [of(0.9, N=16384, V=50304, D=768) | {"rival": "XLA"}],
     }
-    monkeypatch.setattr(kernel_choice, "_table", lambda: {"NVIDIA H200": rows})
+    monkeypatch.setattr(kernel_choice, "_load_measured", lambda: {"NVIDIA H200": rows})
 
 
 def test_a_kernel_that_was_measured_to_win_is_taken(measured):
-    taken = choose(Wanted.of("auto"), "flash_block", H200, shape={"S": 1024, "D": 64})
+    taken = choose_impl(KernelChoices.of("auto"), "flash_block", H200, shape={"S": 1024, "D": 64})
     why = "measured 1.07x cuDNN at S=1024 D=64 on NVIDIA H200, jax 0.11.2"
     assert str(taken) == f"flash_block: pallas ({why})"
 
@@ -52,41 +52,43 @@ def test_a_kernel_that_was_measured_to_win_is_taken(measured):
     ],
 )
 def test_operands_go_as_the_measured_shape_does_that_is_nearest(measured, shape, form, told):
-    taken = choose(Wanted.of("auto"), "flash_block", H200, shape=shape)
-    assert taken.form == form
+    taken = choose_impl(KernelChoices.of("auto"), "flash_block", H200, shape=shape)
+    assert taken.impl == form
     assert told in taken.why
 
 
 def test_a_kernel_that_loses_is_not(measured):
-    taken = choose(Wanted.of("auto"), "cross_entropy", H200)
-    assert taken.form == "xla"
+    taken = choose_impl(KernelChoices.of("auto"), "cross_entropy", H200)
+    assert taken.impl == "xla"
     assert "measured 0.90x XLA at N=16384 V=50304 D=768 on" in taken.why
 
 
 def test_a_kernel_that_nobody_measured_is_not_taken(measured):
-    taken = choose(Wanted.of("auto"), "all_gather", H200)
-    assert (taken.form, taken.why) == (
+    taken = choose_impl(KernelChoices.of("auto"), "all_gather", H200)
+    assert (taken.impl, taken.why) == (
         "xla",
         "not measured on NVIDIA H200 yet: `make gpu` measures",
     )
 
 
 def test_what_was_measured_on_one_device_does_not_count_on_another(measured):
-    assert choose(Wanted.of("auto"), "flash_block", GPUS["h100"]).form == "xla"
+    assert choose_impl(KernelChoices.of("auto"), "flash_block", GPUS["h100"]).impl == "xla"
 
 
 def test_operands_that_a_kernel_cannot_take_go_to_xla(measured):
-    taken = choose(Wanted.of("auto"), "flash_block", H200, "head dim 80 is none of 64, 128")
-    assert (taken.form, taken.why) == ("xla", "head dim 80 is none of 64, 128")
+    taken = choose_impl(
+        KernelChoices.of("auto"), "flash_block", H200, "head dim 80 is none of 64, 128"
+    )
+    assert (taken.impl, taken.why) == ("xla", "head dim 80 is none of 64, 128")
 
 
 def test_a_kernel_that_was_asked_for_is_taken_unmeasured():
-    assert choose(Wanted.of("pallas"), "all_gather", H200).form == "pallas"
+    assert choose_impl(KernelChoices.of("pallas"), "all_gather", H200).impl == "pallas"
 
 
 def test_each_kernel_may_have_its_own_word():
-    wanted = Wanted.of({"flash_block": "xla", "*": "pallas"})
-    forms = {kernel: choose(wanted, kernel, H200).form for kernel in KERNELS}
+    wanted = KernelChoices.of({"flash_block": "xla", "*": "pallas"})
+    forms = {kernel: choose_impl(wanted, kernel, H200).impl for kernel in KERNELS}
     assert forms == {kernel: "pallas" for kernel in KERNELS} | {"flash_block": "xla"}
 
 
@@ -100,7 +102,7 @@ def test_each_kernel_may_have_its_own_word():
 )
 def test_asking_for_kernels_where_none_can_run_is_an_error(device, why):
     with pytest.raises(ValueError, match=f'kernels="pallas": flash_block cannot run here: {why}'):
-        choose(Wanted.of("pallas"), "flash_block", device)
+        choose_impl(KernelChoices.of("pallas"), "flash_block", device)
 
 
 def test_a_step_or_an_evaluation_refuses_kernels_that_cannot_run():
@@ -114,9 +116,9 @@ def test_a_step_or_an_evaluation_refuses_kernels_that_cannot_run():
 
 def test_what_was_chosen_is_told_of_all_arrays(monkeypatch):
     monkeypatch.setattr(kernel_choice, "cannot_run", lambda device: None)
-    chosen = Kernels.of(Wanted.of("pallas"), hfjax.make_mesh(data=8), next_token_loss)
+    chosen = Kernels.of(KernelChoices.of("pallas"), hfjax.make_mesh(data=8), next_token_loss)
     for size, refusal in ((8, None), (4, "a piece is too small"), (16, None), (8, None)):
-        chosen.form_of_one("all_gather", refusal, {"N": size})
+        chosen.array_impl("all_gather", refusal, {"N": size})
     lines = [line.split("  ") for line in str(chosen).splitlines() if "all_gather " in line]
     assert [[cell.strip() for cell in line if cell] for line in lines] == [
         ["all_gather", "pallas", "asked for", "N=8; N=16"],
@@ -126,7 +128,9 @@ def test_what_was_chosen_is_told_of_all_arrays(monkeypatch):
 
 def test_asking_for_a_kernel_that_cannot_take_its_operands_is_an_error():
     with pytest.raises(ValueError, match=r"flash_block cannot run here: head dim 80.*auto"):
-        choose(Wanted.of("pallas"), "flash_block", H200, "head dim 80 is none of 64, 128")
+        choose_impl(
+            KernelChoices.of("pallas"), "flash_block", H200, "head dim 80 is none of 64, 128"
+        )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_a_wrong_word_or_kernel_is_refused(given, told):
 
 
 def test_the_command_shows_every_kernel_with_its_reason(capsys, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_table", dict)
+    monkeypatch.setattr(kernel_choice, "_load_measured", dict)
     assert main(["kernels", "--gpu", "h200"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "NVIDIA H200"
@@ -175,5 +179,5 @@ def test_a_kernel_that_wins_by_noise_is_not_taken(measured, monkeypatch):
     known = {
         "NVIDIA H200": {"flash_block": [{"shape": {}, "ratio": 1.01, "rival": "cuDNN", "jax": "0"}]}
     }
-    monkeypatch.setattr(kernel_choice, "_table", lambda: known)
-    assert choose(Wanted.of("auto"), "flash_block", H200).form == "xla"
+    monkeypatch.setattr(kernel_choice, "_load_measured", lambda: known)
+    assert choose_impl(KernelChoices.of("auto"), "flash_block", H200).impl == "xla"

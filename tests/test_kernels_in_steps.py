@@ -33,7 +33,7 @@ def trained(layout, batch, **options):
 
 
 def forms(step):
-    return {name: step.kernels.forms(name) for name in step.kernels.choices}
+    return {name: step.kernels.impls(name) for name in step.kernels.choices}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_gradients_sent_in_bfloat16_are_added_in_float32():
     halved = hfjax.Precision(reduce="bfloat16")
     sums = {"reduce_scatter": "reference", "*": "xla"}
     step, (_, found) = trained(layout, tokens(), kernels=sums, precision=halved)
-    assert step.kernels.forms("reduce_scatter") == {"reference"}
+    assert step.kernels.impls("reduce_scatter") == {"reference"}
     assert 0 < abs(found - exact) < 1e-4 * exact
 
 
@@ -138,7 +138,7 @@ def test_where_no_ring_can_go_round_a_product_is_xlas(sizes, schedule, why):
     batch = {"tokens": tokens()["tokens"][:, : 25 if schedule else 24]}
     step.trace(batch)
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
-        assert step.kernels.forms(name) == {"xla"}
+        assert step.kernels.impls(name) == {"xla"}
         assert all(why in choice.why for choice in step.kernels.choices[name])
 
 
@@ -173,7 +173,7 @@ def test_a_loss_that_takes_logits_is_told_of():
 
 
 def test_on_a_mesh_of_cpus_attention_is_the_cpus_whatever_jax_runs_on(monkeypatch):
-    monkeypatch.setattr(attention, "_of_gpus", lambda *x: pytest.fail("attention of GPUs"))
+    monkeypatch.setattr(attention, "_gpu_attention", lambda *x: pytest.fail("attention of GPUs"))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     mesh = hfjax.make_mesh(devices=jax.devices()[:2], data=2)
     for forward in (None, lambda model, batch: model(batch)):  # in three parts, and as it is
@@ -204,7 +204,7 @@ def test_around_a_mesh_of_gpus_attention_is_cudnns_or_says_what_is_missing(monke
 @pytest.mark.cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_program_for_h200s_holds_the_attention_of_gpus(monkeypatch, recwarn, precision):
-    monkeypatch.setattr(attention, "blocked", lambda *x: pytest.fail("attention of CPUs"))
+    monkeypatch.setattr(attention, "block_attention", lambda *x: pytest.fail("attention of CPUs"))
     layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=h200s(1))
     step = hfjax.train_step(layout, next_token_loss, precision=precision)
     program = step.lower(tokens()).as_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hfjax.cli.launch import LaunchCommand, main, run, split
+from hfjax.cli.launch import LaunchCommand, main, run, split_command
 from hfjax.distributed import child_processes as output
-from hfjax.distributed.child_processes import Lines, tag, visible
+from hfjax.distributed.child_processes import LineCopier, tag, visible_text
 from hfjax.distributed.job import Limits
 from hfjax.distributed.launcher import device_variables, launch, visible_gpus
 from tests.workers import LIMIT, finished, launched, line, start
@@ -302,9 +302,9 @@ def test_the_fake_devices_are_what_jax_sees():
 def copied(*pieces):
     """Return what is written for a stream that comes in pieces."""
     target = io.BytesIO()
-    lines = Lines(io.BytesIO(), target, b"[0] ")
+    lines = LineCopier(io.BytesIO(), target, b"[0] ")
     for piece in pieces:
-        lines.take(piece)
+        lines.feed(piece)
     lines.end()
     return target.getvalue().decode().splitlines()
 
@@ -324,7 +324,7 @@ def test_of_a_progress_bar_one_state_a_second_and_the_last_are_shown(monkeypatch
 
 def test_empty_lines_and_those_of_other_systems_are_kept():
     assert copied(b"a\r\n\nb\n") == ["[0] a", "[0] ", "[0] b"]
-    assert visible(b"") == b""
+    assert visible_text(b"") == b""
 
 
 def test_tags_are_coloured_for_a_terminal():
@@ -358,11 +358,11 @@ def test_a_job_whose_errors_nobody_reads_goes_on():
 
 
 def test_everything_after_the_first_two_dashes_is_the_command():
-    assert split(["-n", "4", "--", "hfjax", "train", "--x"]) == (
+    assert split_command(["-n", "4", "--", "hfjax", "train", "--x"]) == (
         ["-n", "4"],
         ("hfjax", "train", "--x"),
     )
-    assert split(["-n", "4"]) == (["-n", "4"], ())
+    assert split_command(["-n", "4"]) == (["-n", "4"], ())
 
 
 def test_the_command_line_gives_the_exit_code(capfd):

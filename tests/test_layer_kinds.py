@@ -10,7 +10,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import CONTEXT, DDP, FSDP, GRID, PIPE, SEQUENCE, TENSOR, Context, Schedule
-from hfjax.models.attention import blocked, capped, windowed
+from hfjax.models.attention import block_attention, capped, windowed
 from hfjax.models.llama import Llama, LlamaConfig, LocalLayers
 from hfjax.models.loss import next_token_loss
 from hfjax.models.moe import MoEConfig, MoELlama, Router
@@ -141,7 +141,7 @@ def test_devices_that_share_rows_gather_the_keys_of_a_capped_attention_once():
     step.trace(ROWS)
     keys = len(ROWS["tokens"]) * 32 * 2 * 8 * 4  # of 32 positions and 2 heads, in float32
     limit = 4 * 2 * 2 * keys  # of 4 layers, of both kinds, keys and values
-    gathered = [join for join in step.positions.joins if join.how == "gather"]
+    gathered = [join for join in step.sequence_comms.comms if join.action == "gather"]
     assert sum(join.bytes * join.times for join in gathered) == limit
     with pytest.raises(ValueError, match=r"limit of .*a function of its own .*capped is one"):
         run(gather=limit - 1).trace(ROWS)
@@ -165,7 +165,7 @@ def test_scores_are_capped_softly():
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     wanted = np.einsum("bhqk,bkhd->bqhd", weights, v)
     np.testing.assert_allclose(jax.jit(capped(0.7))(q, k, v), wanted, atol=1e-6)
-    np.testing.assert_allclose(jax.jit(capped(1e6))(q, k, v), blocked(q, k, v), atol=1e-6)
+    np.testing.assert_allclose(jax.jit(capped(1e6))(q, k, v), block_attention(q, k, v), atol=1e-6)
 
 
 def test_layers_of_one_kind_hold_no_kinds():

@@ -271,7 +271,7 @@ def test_a_step_tells_where_rows_meet_in_each_part():
     layout = hfjax.layout(model(), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
     step = hfjax.train_step(layout, loss)
     step.lower(BATCH)
-    told = str(step.rows)
+    told = str(step.batch_comms)
     for part, times in (("embed", "once"), ("__call__", "2 times"), ("head", "once")):
         lines = [line for line in told.splitlines() if f"({part})" in line or f".{part})" in line]
         assert any(line.endswith(times) for line in lines), told

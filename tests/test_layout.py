@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.models.gpt import GPT, next_token_loss
-from hfjax.parallel.param_specs import Array, check_spec, pieces, place
+from hfjax.parallel.param_specs import Array, check_spec, num_shards, spec_from_rules
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,
@@ -50,7 +50,7 @@ def test_arrays_below_the_threshold_stay_whole_layer_by_layer():
 
 def test_an_array_that_no_dimension_divides_stays_whole():
     array = Array("w", (3, 5), (None, None))
-    assert place(array, FSDP.parameters, MESH) == P()
+    assert spec_from_rules(array, FSDP.parameters, MESH) == P()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_array_that_no_dimension_divides_stays_whole():
 def test_bytes_of_each_zero_stage_are_those_of_the_formula(strategy, sizes, counts):
     """A stage divides the matrices of a column by its devices."""
     layout = mlp_layout(strategy.edit(**ALL), sizes)
-    matrices = [p for p in layout.placed.values() if p.path.endswith("kernel")]
+    matrices = [p for p in layout.param_specs.values() if p.path.endswith("kernel")]
     whole = sum(4 * math.prod(p.shape) for p in matrices)
     state, paths = hfjax.init(layout), {p.path for p in matrices}
     held = lambda tree: sum(
@@ -78,7 +78,7 @@ def test_bytes_of_each_zero_stage_are_those_of_the_formula(strategy, sizes, coun
     )
     moments = state.optimizer[0]
     assert held(state.params) == whole // counts[0]
-    assert sum(4 * math.prod(p.shape) // pieces(p.gradient, layout.mesh) for p in matrices) == (
+    assert sum(4 * math.prod(p.shape) // num_shards(p.gradient, layout.mesh) for p in matrices) == (
         whole // counts[1]
     )
     assert held(moments.mu) == held(moments.nu) == whole // counts[2]
@@ -97,7 +97,7 @@ def test_the_totals_printed_are_the_bytes_of_the_arrays():
 def test_no_device_ever_holds_the_whole_model_while_it_is_born():
     layout = mlp_layout(FSDP.edit(**ALL), {"fsdp": 8}, vocab=512, embed=128)
     lowered = jax.jit(layout.create, out_shardings=layout.shardings()).lower(0)
-    whole = sum(int(np.prod(p.shape)) * 4 for p in layout.placed.values())
+    whole = sum(int(np.prod(p.shape)) * 4 for p in layout.param_specs.values())
     memory = lowered.compile().memory_analysis()
     assert memory is not None
     assert memory.output_size_in_bytes < 3 * whole / 8 * 1.1
@@ -107,7 +107,7 @@ def test_no_device_ever_holds_the_whole_model_while_it_is_born():
 def test_an_edited_spec_moves_the_parameter_and_its_moments_follow():
     layout = mlp_layout(FSDP.edit(**ALL), MESH.shape)
     edited = layout.with_specs({UP: P(None, "fsdp", "tensor")})
-    assert edited.placed[UP].moment == P(None, "fsdp", "tensor")
+    assert edited.param_specs[UP].moment == P(None, "fsdp", "tensor")
     state = hfjax.init(edited)
     up = state.optimizer[0].mu["layers"]["mlp"]["up"]["kernel"]
     assert up.addressable_shards[0].data.shape == (2, 16, 64)
@@ -154,7 +154,7 @@ def test_a_vocabulary_that_does_not_divide_asks_for_padding():
     with pytest.raises(ValueError, match=r"tokens \(50257, 32\).*vocab, 50257.*vocab=50258"):
         gpt_layout(TENSOR, {"data": 4, "tensor": 2}, vocab=50257)
     padded = gpt_layout(TENSOR, {"data": 4, "tensor": 2}, vocab=50257, pad_vocab_to=128)
-    assert padded.placed["tokens"].shape == (50304, 32)
+    assert padded.param_specs["tokens"].shape == (50304, 32)
 
 
 def test_heads_that_do_not_divide_are_refused_with_sizes_that_fit():
@@ -195,8 +195,8 @@ def test_names_for_an_unknown_path_or_of_the_wrong_length_are_refused():
 def test_moments_finer_than_gradients_come_on_top_of_them():
     finer = Strategy("finer", gradients={"*": "fsdp"}, moments={"*": ("fsdp", "data")})
     layout = mlp_layout(finer, {"data": 2, "fsdp": 4})
-    assert layout.placed[UP].gradient == P(None, "fsdp")
-    assert layout.placed[UP].moment == P(None, "fsdp", "data")
+    assert layout.param_specs[UP].gradient == P(None, "fsdp")
+    assert layout.param_specs[UP].moment == P(None, "fsdp", "data")
     step = hfjax.train_step(layout, next_token_loss, accumulate=2)
     step(hfjax.init(layout), tokens())
 
@@ -290,7 +290,7 @@ def test_a_printed_spec_has_no_axis_of_size_one_and_is_python():
     layout = gpt_layout(ZERO2.edit(**ALL), {"data": 8})
     row = next(line for line in str(layout).splitlines() if UP in line)
     assert " ".join(row.split()) == f'{UP} 2x32x128 P() P(None, "data") P(None, "data") 32.0 KiB'
-    assert layout.placed[UP].moment == P(None, ("fsdp", "data"))  # the spec itself keeps both
+    assert layout.param_specs[UP].moment == P(None, ("fsdp", "data"))  # the spec itself keeps both
 
 
 def test_what_a_mesh_leaves_alike_is_printed_as_the_same():

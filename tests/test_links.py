@@ -12,9 +12,9 @@ import pytest
 import hfjax
 from hfjax.data import TokenSet, write_tokens
 from hfjax.trainer.config import Log
-from hfjax.trainer.metrics_file import Journal
+from hfjax.trainer.metrics_file import MetricsWriter
 from hfjax.trainer.train_loop import Run
-from hfjax.utils.atomic import replace_text, replacing
+from hfjax.utils.atomic import atomic_file, replace_text
 from tests.small_checkpoint import saved, small_layout, state_at
 from tests.small_run import small
 
@@ -136,9 +136,9 @@ def test_of_two_files_that_are_written_at_the_same_time_each_is_whole(locks, tmp
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     path = tmp_path / "some.txt"
-    with replacing(path) as first:
+    with atomic_file(path) as first:
         first.write(b"one ")
-        with replacing(path) as second:
+        with atomic_file(path) as second:
             second.write(b"two ")
             first.write(b"and ")
             second.write(b"more")
@@ -156,9 +156,9 @@ def test_a_journal_writes_through_no_link(tmp_path, mine, capsys):
     for name in ("metrics.jsonl", "loss.png", "tensorboard"):
         (tmp_path / name).symlink_to(mine.folder if name == "tensorboard" else mine.file)
         with pytest.raises(ValueError, match=rf"{name} is a link to \S+mine"):
-            Journal(tmp_path, Log(tensorboard=True), {}, 0)
+            MetricsWriter(tmp_path, Log(tensorboard=True), {}, 0)
         (tmp_path / name).unlink()
-    with Journal(tmp_path, Log(), {}, 0) as journal:
+    with MetricsWriter(tmp_path, Log(), {}, 0) as journal:
         journal.write(0, loss=1.0)
         (tmp_path / "loss.png").symlink_to(mine.file)
     assert "loss.png is not drawn: " in capsys.readouterr().out

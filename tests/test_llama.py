@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.attention import blocked, dot_product, rotate
+from hfjax.models.attention import block_attention, dot_product, rotate
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import PRESETS, Llama, LlamaConfig
 from hfjax.models.loss import next_token_loss
@@ -126,7 +126,7 @@ def test_a_group_of_heads_shares_its_key_and_value(length):
     q, k, v = (normal(size=(2, length, heads, 4)).astype(np.float32) for heads in (6, 3, 3))
     each = lambda x: np.repeat(x, 2, axis=2)
     wanted = jax.jit(dot_product)(q, each(k), each(v))
-    for attend in (blocked, dot_product):
+    for attend in (block_attention, dot_product):
         np.testing.assert_allclose(jax.jit(attend)(q, k, v), wanted, atol=1e-6)
 
 

@@ -25,8 +25,8 @@ from hfjax import (
     Schedule,
 )
 from hfjax.models.gpt import next_token_loss
-from hfjax.optimizer_step.loss_scale import fresh, judged
-from hfjax.step.nonfinite import Watch
+from hfjax.optimizer_step.loss_scale import initial_scale, update_scale
+from hfjax.step.nonfinite import NonfiniteMonitor
 from hfjax.utils.mean import OVERFLOW, SCALE
 from hfjax.utils.paths import flatten
 from tests.deepspeed_scaler import Simulated
@@ -39,7 +39,7 @@ SETTINGS = {
     "consecutive": LossScale(2.0**8, window=5, hysteresis=3, consecutive=True),
     "low": LossScale(2.0**4, window=3, minimum=0.25),
 }
-JUDGED = jax.jit(judged, static_argnums=0)
+JUDGED = jax.jit(update_scale, static_argnums=0)
 SMALL = LossScale(2.0**8, window=4)
 HALF = Precision("float16", scale=SMALL)
 NO_SCALE: Any = 2.0
@@ -49,7 +49,7 @@ SCALES = [256, 256, 256, 256, 256, 256, 128, 64, 64, 64, 64, 64, 128]
 
 def after(settings, overflows):
     """Return the scale before each step, and what is left at the end."""
-    scale, scales, exhausted = fresh(settings), [], []
+    scale, scales, exhausted = initial_scale(settings), [], []
     for overflow in overflows:
         scales.append(float(scale.value))
         scale, spent = JUDGED(settings, scale, jnp.bool_(overflow))
@@ -187,7 +187,7 @@ def test_dtypes_have_short_words_wherever_one_is_given():
     short = Precision(compute="fp16", gather="bf16", reduce="fp32", scale=LossScale())
     assert short == Precision("float16", "bfloat16", "float32", LossScale())
     assert Precision(reduce="fp64") == Precision(reduce="float64")
-    assert hfjax.master(optax.sgd(0.1), "bf16").stored == jnp.bfloat16
+    assert hfjax.master(optax.sgd(0.1), "bf16").param_dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="master: stored='half a float': a dtype, "):
         hfjax.master(optax.sgd(0.1), "half a float")
 
@@ -275,8 +275,8 @@ def test_an_overflow_for_good_stops_the_run_at_the_least_scale():
 
 def test_many_overflows_that_are_apart_are_told_once():
     layout = stack_layout(DDP, {"data": 1})
-    state, watch = hfjax.init(layout), Watch(layout, "stop", 10)
-    squares = {path: np.float32(np.inf if path == "before" else 1) for path in layout.placed}
+    state, watch = hfjax.init(layout), NonfiniteMonitor(layout, "stop", 10)
+    squares = {path: np.float32(np.inf if path == "before" else 1) for path in layout.param_specs}
     told = []
     for step in range(0, 140, 2):
         metrics = {"step": step, "loss": 1.0, "finite": False, OVERFLOW: True, SCALE: 64.0}

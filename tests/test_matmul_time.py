@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hfjax.analysis.matmul_time import ProductModel, seconds
+from hfjax.analysis.matmul_time import ProductModel, matmul_seconds
 from hfjax.analysis.overlap import Matmul
 from hfjax.hardware.machine import H200
 
@@ -31,14 +31,14 @@ WAVE = 2 * 128 * 256 * SMS / FLOPS  # seconds of a wave of tiles with an inner d
     ids=["one wave", "turned", "two waves", "memory", "split"],
 )
 def test_seconds_of_a_product(p, expected):
-    assert seconds(p, BARE) == pytest.approx(expected)
-    assert seconds(p, replace(BARE, start_up=3e-6)) == pytest.approx(expected + 3e-6)
+    assert matmul_seconds(p, BARE) == pytest.approx(expected)
+    assert matmul_seconds(p, replace(BARE, start_up=3e-6)) == pytest.approx(expected + 3e-6)
 
 
 def test_a_tile_too_many_costs_a_whole_wave_unless_the_inner_dimension_is_long():
     p = product(128 * (SMS + 1), 256, 64)
-    assert seconds(p, BARE) == pytest.approx(2 * 64 * WAVE)
+    assert matmul_seconds(p, BARE) == pytest.approx(2 * 64 * WAVE)
     # In 16 parts 133 tiles are 17 waves of a sixteenth.
     long, sums = 1 << 20, 2 * 4 * 16 * 128 * (SMS + 1) * 256 / MEMORY
     p = product(128 * (SMS + 1), 256, long)
-    assert seconds(p, BARE) == pytest.approx(17 / 16 * long * WAVE + sums)
+    assert matmul_seconds(p, BARE) == pytest.approx(17 / 16 * long * WAVE + sums)

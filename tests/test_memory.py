@@ -50,7 +50,7 @@ def needed_by_gradients(step, batch):
     """Bytes beside the state until gradients are there, and they themselves."""
 
     def gradients(state, batch):
-        return step.plane.gradients(flatten(state.params), {}, batch, state.step)[0]
+        return step.engine.gradients(flatten(state.params), {}, batch, state.step)[0]
 
     given = step.layout.abstract_state(), batch
     memory = jax.jit(gradients).lower(*given).compile(OPTIMIZED).memory_analysis()
@@ -68,8 +68,8 @@ def test_on_h200s_new_parameters_are_gathered_into_the_place_of_the_old_ones(str
     compiled = step.lower(batch).compile(OPTIMIZED)
     memory = compiled.memory_analysis()
     assert memory is not None
-    largest = max(math.prod(p.shape) * 4 for p in layout.placed.values())
+    largest = max(math.prod(p.shape) * 4 for p in layout.param_specs.values())
     assert memory.temp_size_in_bytes <= needed_by_gradients(step, batch) + largest // 8
     sent = hfjax.collectives(compiled)
-    split = [p for p in layout.placed.values() if p.moment != p.parameter]
+    split = [p for p in layout.param_specs.values() if p.moment != p.parameter]
     assert sent.total("all-gather") == sum(math.prod(p.shape) * 4 for p in split)

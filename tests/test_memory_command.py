@@ -21,11 +21,11 @@ from hfjax.analysis.search_offload import least_offload
 from hfjax.analysis.targets import GPUS, can_compile_for_gpus
 from hfjax.cli.memory import command as memory_command, plot as memory_picture
 from hfjax.cli.memory.command import main as command, report
-from hfjax.cli.memory.settings import Memory, alternatives, changed
+from hfjax.cli.memory.settings import Memory, alternatives, apply_changes
 from hfjax.cli.memory.table import table
-from hfjax.planner.programs.planned_run import Planned
+from hfjax.planner.programs.planned_run import PlannedRun
 from hfjax.trainer.config import Data, Mesh, Model, Optimizer, PipelineOptions
-from hfjax.utils.tables import bytes_of
+from hfjax.utils.tables import parse_bytes
 from tests.h200 import h200s
 from tests.small_run import STACK, corpus
 
@@ -79,7 +79,7 @@ def compared():
 
 @pytest.mark.slow
 def test_the_state_is_told_as_the_layout_has_it(compared):
-    told = Planned(OF_MLPS, vocab=64).layout.bytes_per_device()
+    told = PlannedRun(OF_MLPS, vocab=64).layout.bytes_per_device()
     for e in compared.estimates:
         assert {name: getattr(e, name) for name in told} == told
         assert (e.master, e.host_parameters, e.host_moments, e.host_master) == (0, 0, 0, 0)
@@ -93,9 +93,9 @@ def test_what_is_offloaded_waits_on_the_host_and_is_sent_there_and_back(compared
     _, none, offloaded = compared.estimates
     assert none.layers > 10 * 2 * CARRY_OF_MLPS
     assert (none.host_stashes, none.to_host, none.to_device) == (0, 0, 0)
-    planned = Planned(replace(OF_MLPS, offload="1"), vocab=64)
+    planned = PlannedRun(replace(OF_MLPS, offload="1"), vocab=64)
     planned.step.trace(planned.batch)
-    moved = planned.step.offloaded.moved
+    moved = planned.step.offloaded.host_bytes
     assert moved > 0.8 * none.layers  # views are made again
     assert offloaded.layers == 0
     assert offloaded.host_stashes == offloaded.to_host == offloaded.to_device == moved
@@ -105,7 +105,7 @@ def test_updated_in_the_backward_pass_a_layer_and_the_ends_have_gradients_at_onc
     """The loop is written out: it does not tell what it keeps."""
     beside = ("optimizer.clip=null,optimizer.in_backward=true",)
     whole, small = estimates(replace(OF_MLPS, compare=beside)).values()
-    sizes = Planned(OF_MLPS, vocab=64).layout.gradient_bytes
+    sizes = PlannedRun(OF_MLPS, vocab=64).layout.gradient_bytes
     layers = sum(size for path, size in sizes.items() if path.startswith("layers/"))
     assert whole.gradients - small.gradients == layers - layers // 2
     assert whole.layers is not None
@@ -165,7 +165,7 @@ def test_frozen_parameters_have_no_gradients():
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_a_planned_batch_has_the_shapes_of_the_loaders(tmp_path, packing):
     data = Data(train=(str(corpus(tmp_path)),), packing=packing)
-    parts = Planned(replace(GIVEN, vocab=None, data=data))
+    parts = PlannedRun(replace(GIVEN, vocab=None, data=data))
     shapes = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
     assert shapes(parts.batch) == shapes(parts.data.at(0))
     parts.step.trace(parts.batch)
@@ -182,8 +182,12 @@ def test_without_compare_every_remat_and_two_ratios_stand_beside():
 
 
 def test_compare_changes_any_flag_and_keeps_the_rest():
-    assert changed(GIVEN, "optimizer.clip=None") == changed(GIVEN, "optimizer.clip=null") != GIVEN
-    other = changed(GIVEN, "remat=full,model.layers=5,--optimizer.weight-decay=0.5")
+    assert (
+        apply_changes(GIVEN, "optimizer.clip=None")
+        == apply_changes(GIVEN, "optimizer.clip=null")
+        != GIVEN
+    )
+    other = apply_changes(GIVEN, "remat=full,model.layers=5,--optimizer.weight-decay=0.5")
     assert (other.remat, other.model.layers, other.optimizer.weight_decay) == ("full", 5, 0.5)
     assert replace(other, remat="none", model=MODEL, optimizer=GIVEN.optimizer) == GIVEN
 
@@ -191,7 +195,7 @@ def test_compare_changes_any_flag_and_keeps_the_rest():
 @pytest.mark.parametrize("words", ["remat", "model.colour=red", "remat.full=1"])
 def test_compare_refuses_what_is_no_flag(words):
     with pytest.raises(ValueError, match=f"--compare {words}: FLAG=VALUE is expected"):
-        changed(GIVEN, words)
+        apply_changes(GIVEN, words)
 
 
 def test_an_alternative_that_cannot_be_is_told_with_its_reason():
@@ -275,7 +279,7 @@ def test_the_picture_has_to_be_a_png():
     [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5mib", 3 * 2**19), ("512", 512)],
 )
 def test_sizes_are_read_as_people_write_them(text, size):
-    assert bytes_of(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["24 gigs", "much", "-3GiB"])

@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import AXES
-from hfjax.trainer.build import mesh_of
+from hfjax.trainer.build import build_mesh
 from hfjax.trainer.config import Mesh, Train
 
 
@@ -60,5 +60,5 @@ def test_devices_that_are_left_over_are_told_of(sizes, told):
 def test_a_mesh_of_all_devices_that_it_is_given_says_nothing(recwarn):
     make_mesh(data=8)
     make_mesh(devices=jax.devices()[:2], fsdp=2)
-    mesh_of(Train(mesh=Mesh(data=2), devices=2))  # a run says by itself how many devices it uses
+    build_mesh(Train(mesh=Mesh(data=2), devices=2))  # a run says by itself how many devices it uses
     assert not recwarn.list

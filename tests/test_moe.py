@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hfjax.models.layers import Plain
-from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, Told, after_step, over_batch
-from hfjax.models.moe.experts import Choices
-from hfjax.models.moe.router import Drawn
+from hfjax.models.layers import LocalOps
+from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, RouterMetrics, after_step, over_batch
+from hfjax.models.moe.experts import DroplessRouting
+from hfjax.models.moe.router import RouterNoise
 from hfjax.utils.paths import flatten
 from tests import moe_reference as reference
 from tests.moe_reference import Routing
@@ -146,21 +146,21 @@ CASES = {
 }  # fmt: skip
 
 
-class Watching(Plain):
+class Watching(LocalOps):
     """Remembers what experts were given, and gives a loss what routers tell."""
 
     def __init__(self):
         self.tokens: list[jax.Array] = []
         self.routed: Any = None
 
-    def experts(self, mixture, x_GTD, routed):
+    def experts(self, mixture, x_GTD, routing):
         self.tokens.append(x_GTD)
-        self.routed = routed
-        return mixture.whole(x_GTD, routed)
+        self.routed = routing
+        return mixture.run_all(x_GTD, routing)
 
-    def told(self, outputs, routed, needed):
+    def record_metrics(self, outputs, add_metrics, needed):
         assert needed
-        return routed(outputs)
+        return add_metrics(outputs)
 
 
 def layer(mixing: dict[str, Any]) -> Any:
@@ -215,12 +215,12 @@ def retold(case: Case, moe: Any, arrays: dict[str, Any], drawn: Any) -> tuple:
 
 def check_routing(routed: Any, found: list[Routing], told: Any) -> None:
     """Compare where tokens went, what they weigh, and what is counted."""
-    if isinstance(routed, Choices):
+    if isinstance(routed, DroplessRouting):
         kept, chosen = np.full(routed.experts.shape, True), routed.experts
     else:
         _, count, capacity = routed.choice_at.shape
-        assert capacity == min(found[0].capacity, routed.place_of.shape[1])
-        kept, chosen = routed.place_of < count * capacity, routed.place_of // capacity
+        assert capacity == min(found[0].capacity, routed.slot_of.shape[1])
+        kept, chosen = routed.slot_of < count * capacity, routed.slot_of // capacity
     wanted = {name: np.array([getattr(r, name) for r in found]) for name in ("kept", "experts")}
     np.testing.assert_array_equal(kept, wanted["kept"])
     np.testing.assert_array_equal(chosen[kept], wanted["experts"][kept])
@@ -238,7 +238,7 @@ def ran(moe: Any, x: np.ndarray, along: np.ndarray) -> tuple:
 
     def total(x, parameters):
         module: Any = nnx.merge(graph, parameters, others)
-        drawn = Drawn() if module.deterministic else module._drawn(x)
+        drawn = RouterNoise() if module.deterministic else module._draw_noise(x)
         y, told = module(x)
         return (y * along).sum() + told.loss.sum(), (y, told, module.kernels.routed, drawn)
 
@@ -313,7 +313,7 @@ def test_tokens_in_a_plane_are_those_of_a_row():
 
 def test_what_is_drawn_differs_by_row_and_position_and_has_the_spread_that_deepspeed_gives_it():
     router = Router(normalise="none", noise="jitter", sample_second=True, priority="random")
-    draw = lambda moe, x: moe._drawn(x)
+    draw = lambda moe, x: moe._draw_noise(x)
     run = jax.jit(program_of(draw, layer({"top_k": 2, "router": router})))
     drawn = run(np.zeros((20, 50, D), np.float32))
     jitter, gumbel, uniform = map(np.asarray, (drawn.jitter, drawn.second, drawn.priority))
@@ -341,7 +341,7 @@ def test_a_loss_over_the_batch_is_that_of_each_layer_and_they_add_up():
             block.mlp.kernels = kernels
         graph, state = nnx.split(model)
         batch = {"tokens": RNG.integers(0, 32, (3, 13))}
-        run = lambda state: (nnx.merge(graph, state)(batch).told.loss, kernels.tokens)
+        run = lambda state: (nnx.merge(graph, state)(batch).router_metrics.loss, kernels.tokens)
         loss, tokens = jax.jit(run)(state)
     routers = [np.asarray(block.mlp.router_kernel[...]) for block in model.layers]
     logits = [np.asarray(x) @ kernel for x, kernel in zip(tokens, routers, strict=True)]
@@ -351,9 +351,9 @@ def test_a_loss_over_the_batch_is_that_of_each_layer_and_they_add_up():
 
 
 def test_losses_of_layers_add_up_and_an_evaluation_adds_none():
-    told = lambda layers: Told.start(jnp.zeros((2, 3, D)), layers, E, scores=True)
+    told = lambda layers: RouterMetrics.start(jnp.zeros((2, 3, D)), layers, E, scores=True)
     layer, router = jax.tree.map(np.ones_like, told(1)), Router(balance_over="batch")
-    both = told(2).then(layer).then(layer)
+    both = told(2).append(layer).append(layer)
     np.testing.assert_array_equal(both.loss, np.full((2, 3), 2))
     np.testing.assert_array_equal(over_batch(both, router, training=False).loss, both.loss)
     assert (over_batch(both, router).loss > both.loss).all()
@@ -364,7 +364,7 @@ def test_a_loss_of_all_layers_together_is_that_of_transformers():
     logits = [RNG.normal(size=(3, 5, E)) for _ in range(2)]
     gates = np.stack([reference.softmax(x) for x in logits], 1)  # [rows, layers, tokens, E]
     chosen = reference.mask_of(reference.largest(gates.reshape(-1, E), 2), E).reshape(gates.shape)
-    told = Told.start(jnp.zeros((3, 5, D)), 2, E, scores=True)
+    told = RouterMetrics.start(jnp.zeros((3, 5, D)), 2, E, scores=True)
     told = replace(told, load=jnp.asarray(chosen.sum(2)), scores=jnp.asarray(gates.sum(2)))
     router = Router(balance_loss=0.1, balance_over="batch", pools_layers=True)
     wanted = reference.batch_loss([x.reshape(-1, E) for x in logits], 2) / 2

@@ -15,16 +15,16 @@ from hfjax.models.moe import (
     MoE,
     MoEConfig,
     MoELlama,
-    Routed,
+    RoutedOutputs,
     Router,
-    Told,
+    RouterMetrics,
     after_step,
     next_token_loss,
-    takes_routing,
+    uses_router_metrics,
     with_routing,
 )
 from hfjax.utils.paths import flatten
-from hfjax.utils.rounding import widened
+from hfjax.utils.rounding import widen
 
 RNG = np.random.default_rng(0)
 TOKENS = {"tokens": RNG.integers(0, 64, (16, 17), np.int32)}
@@ -59,10 +59,10 @@ def test_in_bfloat16_every_layer_chooses_as_on_one_device():
 def test_a_number_that_is_decided_by_is_rounded_whatever_xla_leaves_out():
     x = RNG.normal(size=1024).astype(np.float32)
     rounded = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
-    found = jax.jit(lambda x: widened((x * 1).astype(jnp.bfloat16)))(x)
+    found = jax.jit(lambda x: widen((x * 1).astype(jnp.bfloat16)))(x)
     np.testing.assert_array_equal(found, rounded)
-    assert "reduce_precision" in str(jax.make_jaxpr(widened)(jnp.bfloat16(1)))
-    assert "reduce_precision" not in str(jax.make_jaxpr(widened)(jnp.float32(1)))
+    assert "reduce_precision" in str(jax.make_jaxpr(widen)(jnp.bfloat16(1)))
+    assert "reduce_precision" not in str(jax.make_jaxpr(widen)(jnp.float32(1)))
 
 
 class Two(nnx.Module):
@@ -76,17 +76,17 @@ class Two(nnx.Module):
             setattr(self, name, MoE(8, 4, experts=4, **how))
 
     def __call__(self, batch):
-        told, x = Told.start(batch["x"], layers=2, experts=4), batch["x"]
+        told, x = RouterMetrics.start(batch["x"], layers=2, experts=4), batch["x"]
         for name in self.names:
             y, told = getattr(self, name)(x, told, batch.get("used"))
             x = x + 3 * y
-        return Routed(x, told) if self.hands else x
+        return RoutedOutputs(x, told) if self.hands else x
 
     def after_step(self, variables, metrics):
         return after_step(variables, metrics, rate=0.125, recentre=False)
 
 
-@takes_routing
+@uses_router_metrics
 def squares(routed, batch):
     losses = jnp.square(routed.outputs - batch["y"]).mean(-1)
     return with_routing(losses, jnp.ones_like(losses), routed)
@@ -110,7 +110,7 @@ def test_each_bias_moves_by_the_load_of_its_own_mixture_whatever_the_names():
 
 
 def without_routing(outputs, batch):
-    y = outputs.outputs if isinstance(outputs, Routed) else outputs
+    y = outputs.outputs if isinstance(outputs, RoutedOutputs) else outputs
     return jnp.square(y - batch["y"]).mean()
 
 

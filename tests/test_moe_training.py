@@ -18,12 +18,12 @@ from hfjax.models.moe import (
     MoE,
     MoEConfig,
     MoELlama,
-    Routed,
+    RoutedOutputs,
     Router,
-    Told,
+    RouterMetrics,
     after_step,
     next_token_loss,
-    takes_routing,
+    uses_router_metrics,
     with_routing,
 )
 from hfjax.testing import assert_strategies_agree
@@ -46,7 +46,7 @@ BIASED = MoEConfig(**SHAPE, experts=4, min_capacity=1, router=ROUTER)
 BIAS = "layers/mlp/router_bias"
 
 
-@takes_routing
+@uses_router_metrics
 def scaled_loss(outputs, batch):
     """Return the usual loss, times what the batch says."""
     mean = next_token_loss(outputs, {"tokens": batch["tokens"]})
@@ -171,15 +171,15 @@ class Own(nnx.Module):
 
     def __call__(self, batch):
         x = batch["x"]
-        y, told = self.first(x, Told.start(x, layers=2, experts=4))
+        y, told = self.first(x, RouterMetrics.start(x, layers=2, experts=4))
         y, told = self.second(x + y, told)
-        return Routed(y, told)
+        return RoutedOutputs(y, told)
 
     def after_step(self, variables, metrics):
         return after_step(variables, metrics, rate=0.125, counts=(4, 2))
 
 
-@takes_routing
+@uses_router_metrics
 def squares(routed, batch):
     losses = ((routed.outputs - batch["y"]) ** 2).mean(-1)
     return with_routing(losses, jnp.ones_like(losses), routed)
@@ -239,7 +239,7 @@ def test_a_loss_that_takes_no_routing_is_refused_where_routers_add_to_it():
     hfjax.train_step(laid_out(quiet, data=1), of_tokens).lower(TOKENS)
 
 
-@takes_routing
+@uses_router_metrics
 def forgetful(outputs, batch):
     """Return the loss of tokens alone, though it is given what routers told."""
     return of_tokens(outputs.outputs, batch)

@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.models.loss import token_losses
 from hfjax.parallel.jaxprs.program import Tensor
-from hfjax.parallel.offload.activations import ToHost, of_part, share
+from hfjax.parallel.offload.activations import ToHost, select_tensors, share_of_range
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlp_layout, mlps, tokens
@@ -72,7 +72,7 @@ def test_training_is_bit_equal_to_no_offload(case):
     strategy, sizes, options = CASES[case]
     wanted = trained(strategy, sizes, **options)
     found = trained(strategy, sizes, Offload(ratio=0.4), **options)
-    assert found[2].offloaded.moved > 0
+    assert found[2].offloaded.host_bytes > 0
     assert found[1] == wanted[1]
     assert_bit_equal(found[0], wanted[0])
 
@@ -102,7 +102,7 @@ def test_where_slots_of_a_pipeline_run_in_order_training_is_that_of_one_device(c
 
     pipe = {"schedule": Schedule(name, 4)}
     wanted, found = (left(strategy, sizes, **pipe, offload=ratio) for ratio in (None, 0.5))
-    assert found[2].offloaded.moved > 0
+    assert found[2].offloaded.host_bytes > 0
     assert found[1] == wanted[1]
     assert_bit_equal(found[0], wanted[0])
     alone = left(DDP, {"data": 1}, accumulate=4)
@@ -124,28 +124,28 @@ def test_the_ratio_is_reached_within_a_slice_and_what_is_reported_is_what_is_cop
     step = step_of(offload=Offload(ratio=ratio))
     copied = hfjax.transfers(step.trace(tokens()))
     report = step.offloaded
-    largest = max(row.tensor.bytes / max(row.tensor.shape) for row in report.rows.values())
-    assert abs(report.moved - ratio * report.total) <= largest * 2
-    assert copied.to_host == copied.to_device == report.moved
+    largest = max(row.tensor.bytes / max(row.tensor.shape) for row in report.entries.values())
+    assert abs(report.host_bytes - ratio * report.total_bytes) <= largest * 2
+    assert copied.to_host == copied.to_device == report.host_bytes
     assert f"on the host: {report.ratio:.1%}" in str(report)
 
 
 def test_each_microbatch_copies_what_the_report_says():
     step = step_of(offload=Offload(ratio=0.5), accumulate=2)
     copied = hfjax.transfers(step.trace(tokens()))
-    assert copied.to_host == copied.to_device == 2 * step.offloaded.moved > 0
+    assert copied.to_host == copied.to_device == 2 * step.offloaded.host_bytes > 0
 
 
 def test_beside_a_tensor_axis_only_whole_tensors_go():
     step = step_of(FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, offload=Offload(ratio=0.3))
     step.trace(tokens())
     report = step.offloaded
-    assert {row.moved for row in report.rows.values()} <= {
+    assert {row.host_bytes for row in report.entries.values()} <= {
         0,
-        *(row.tensor.bytes for row in report.rows.values()),
+        *(row.tensor.bytes for row in report.entries.values()),
     }
-    largest = max(row.tensor.bytes * row.times for row in report.rows.values())
-    assert abs(report.moved - 0.3 * report.total) <= largest
+    largest = max(row.tensor.bytes * row.times for row in report.entries.values())
+    assert abs(report.host_bytes - 0.3 * report.total_bytes) <= largest
 
 
 @pytest.mark.slow
@@ -156,16 +156,18 @@ def test_weights_are_never_kept_for_the_backward_pass_whatever_their_form():
         layout, next_token_loss, offload=Offload(ratio=1.0), precision="bf16", remat="none"
     )
     step.trace(tokens(rows=2, length=20))
-    of_layers = [p.shape[1:] for path, p in layout.placed.items() if path.startswith("layers/")]
+    of_layers = [
+        p.shape[1:] for path, p in layout.param_specs.items() if path.startswith("layers/")
+    ]
     sizes = {int(np.prod(shape)) for shape in of_layers if len(shape) > 1}
-    kept = {int(np.prod(row.tensor.shape)) for row in step.offloaded.rows.values()}
+    kept = {int(np.prod(row.tensor.shape)) for row in step.offloaded.entries.values()}
     assert not sizes & kept
 
 
 @pytest.mark.parametrize(("ratio", "cut"), [(0.5, True), (0.5, False), (1.0, False), (0.0, True)])
 def test_whole_tensors_go_first_and_at_most_one_is_cut(ratio, cut):
     kept = [Tensor("a", (n, 10), "float32", n * 40) for n in (7, 5, 3, 3)]
-    chosen = share(Offload(ratio=ratio), kept, cut)
+    chosen = select_tensors(Offload(ratio=ratio), kept, cut)
     assert sum(c.dim is not None for c in chosen.values()) <= cut
     moved = sum(c.bytes_of(kept[i]) for i, c in chosen.items())
     assert abs(moved - ratio * 18 * 40) <= (20 if cut else 3 * 40)
@@ -174,13 +176,13 @@ def test_whole_tensors_go_first_and_at_most_one_is_cut(ratio, cut):
 @pytest.mark.parametrize("cut", [True, False])
 def test_an_empty_tensor_stays_where_it_is(cut):
     kept = [Tensor("a", (n, 10), "float32", n * 40) for n in (0, 7, 3)]
-    assert 0 not in share(Offload(ratio=0.5), kept, cut)
+    assert 0 not in select_tensors(Offload(ratio=0.5), kept, cut)
 
 
 def test_rings_that_share_tensors_are_told_each_its_own_by_its_own_numbers():
     chosen = {0: ToHost(), 2: ToHost(1, 3), 3: ToHost()}
-    assert of_part(chosen, 0, 2) == {0: ToHost()}
-    assert of_part(chosen, 2, None) == {0: ToHost(1, 3), 1: ToHost()}
+    assert share_of_range(chosen, 0, 2) == {0: ToHost()}
+    assert share_of_range(chosen, 2, None) == {0: ToHost(1, 3), 1: ToHost()}
 
 
 # -- by name, by kind ---------------------------------------------------------------------------
@@ -198,7 +200,7 @@ class Named(Bent):
 class OfNamed(Stack):
     def __init__(self, *, rngs):
         super().__init__(1, rngs=rngs)
-        self.layers = stacked(3, lambda rngs: Named(rngs=rngs), rngs)
+        self.layers = stack_layers(3, lambda rngs: Named(rngs=rngs), rngs)
 
 
 def names_trained(remat, offload=None):
@@ -226,16 +228,16 @@ def gpt_trained(remat, offload=None):
 def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(run, names, remat):
     wanted, found = run(remat), run(remat, Offload(names=names))
     assert_bit_equal(found[0], wanted[0])
-    gone = [row for row in found[2].offloaded.rows.values() if row.moved]
+    gone = [row for row in found[2].offloaded.entries.values() if row.moved]
     assert {name for row in gone for name in row.tensor.names} == {*names}
 
 
 def test_matrix_products_go_alone():
     step = step_of(offload=Offload(dots=True), remat="dots")
     step.trace(tokens())
-    rows = step.offloaded.rows.values()
-    assert {row.tensor.what for row in rows if row.moved} == {"dot_general"}
-    assert not any(row.moved for row in rows if row.tensor.what != "dot_general")
+    rows = step.offloaded.entries.values()
+    assert {row.tensor.operation for row in rows if row.host_bytes} == {"dot_general"}
+    assert not any(row.host_bytes for row in rows if row.tensor.operation != "dot_general")
 
 
 # -- around any block ---------------------------------------------------------------------------
@@ -258,7 +260,7 @@ def test_a_function_keeps_its_gradients(asked):
     block = hfjax.offload(mlp, **asked)
     gradient = lambda f: jax.jit(jax.grad(lambda w, x: (f(w, x) ** 2).sum(), argnums=(0, 1)))(w, x)
     assert_bit_equal(gradient(block), gradient(mlp))
-    assert block.offloaded.moved > 0
+    assert block.offloaded.host_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -304,7 +306,7 @@ def test_a_module_keeps_its_gradients_statistics_and_flags():
     found, block = after(lambda b: hfjax.offload(b, 0.8, "mine"))
     wanted, _ = after(lambda b: b)
     assert_bit_equal(found, wanted)
-    assert {row.tag for row in block.offloaded.rows.values()} == {"mine"}
+    assert {row.tag for row in block.offloaded.entries.values()} == {"mine"}
 
 
 def test_a_wrapped_block_inside_a_model_trains_as_without():
@@ -401,7 +403,7 @@ def test_a_block_that_keeps_nothing_is_refused():
 
 
 def test_devices_without_host_memory_are_refused(monkeypatch):
-    monkeypatch.setattr("hfjax.parallel.offload.host_memory._kinds", lambda mesh: ["device"])
+    monkeypatch.setattr("hfjax.parallel.offload.host_memory._memory_kinds", lambda mesh: ["device"])
     with pytest.raises(ValueError, match="no pinned_host memory"):
         step_of(offload=Offload(ratio=0.5))
 
@@ -444,10 +446,10 @@ def test_compiled_for_an_h200_the_host_holds_what_the_report_says_and_the_device
     plain, _ = compiled(DDP, {"data": 1}, 16, unroll=unroll)
     found, report = compiled(DDP, {"data": 1}, 16, unroll=unroll, offload=Offload(ratio=1.0))
     if unroll is not True:
-        assert found.host_temp_size_in_bytes == report.moved == report.total
+        assert found.host_temp_size_in_bytes == report.host_bytes == report.total_bytes
     else:  # equal tensors of one layer may be one
-        assert 0.9 * report.moved <= found.host_temp_size_in_bytes <= report.moved
-    less = 0 if unroll is True else 0.5 * report.moved
+        assert 0.9 * report.host_bytes <= found.host_temp_size_in_bytes <= report.host_bytes
+    less = 0 if unroll is True else 0.5 * report.host_bytes
     assert found.temp_size_in_bytes < plain.temp_size_in_bytes - less
 
 
@@ -457,8 +459,8 @@ def test_compiled_for_four_h200s_the_rings_of_a_pipeline_lie_on_the_host():
     plain, _ = compiled(PIPE, {"pipe": 4}, 32, **options)
     found, report = compiled(PIPE, {"pipe": 4}, 32, offload=Offload(ratio=1.0), **options)
     in_flight = 7  # microbatches of 1F1B on the first of four stages
-    assert found.host_temp_size_in_bytes == in_flight * report.moved
-    assert found.temp_size_in_bytes < plain.temp_size_in_bytes - 0.8 * in_flight * report.moved
+    assert found.host_temp_size_in_bytes == in_flight * report.host_bytes
+    assert found.temp_size_in_bytes < plain.temp_size_in_bytes - 0.8 * in_flight * report.host_bytes
 
 
 class Normed(nnx.Module):

@@ -18,7 +18,7 @@ from hfjax.checks.optimizers import (
     warn_of_mixed_experts,
 )
 from hfjax.models.moe import MoELlama
-from hfjax.sharding.stage_assignment import on_stages
+from hfjax.sharding.stage_assignment import assign_stages
 from tests.small_stack import Stack, of_stacks, stack_layout
 from tests.test_experts import CONFIG
 from tests.test_uneven_stages import short
@@ -169,7 +169,7 @@ OPTIMIZERS = {
 def on_pipe(model, optimizer, stages):
     mesh = hfjax.make_mesh(pipe=stages, devices=jax.devices()[:stages])
     layout = hfjax.layout(model, optimizer, mesh, PIPE)
-    return on_stages(layout, hfjax.Schedule("gpipe", 2))
+    return assign_stages(layout, hfjax.Schedule("gpipe", 2))
 
 
 def mixture(optimizer):
@@ -181,7 +181,7 @@ CHECKS = [
     (lambda o: stack_layout(DDP, {"data": 2}, o), check_element_by_element),
     (
         lambda o: stack_layout(FSDP, {"fsdp": 2}, o),
-        lambda layout: check_element_by_element(layout, "optimizer_in_backward", split=True),
+        lambda layout: check_element_by_element(layout, "optimizer_in_backward", with_pieces=True),
     ),
     (lambda o: on_pipe(short, o, 2), check_packed_rows),
     (lambda o: on_pipe(lambda rngs: Stack(4, rngs=rngs), o, 3), check_padding),

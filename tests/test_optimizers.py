@@ -93,7 +93,7 @@ def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm()
     still = mlp_layout(DDP, {"data": 8}).freeze(*frozen)
     whole = mlp_layout(DDP, {"data": 8})
     frozen, trained = 0, 0
-    for p in still.placed.values():
+    for p in still.param_specs.values():
         size = 4 * int(np.prod(p.shape))
         frozen, trained = frozen + size * p.frozen, trained + size * (not p.frozen)
     memory = still.bytes_per_device()
@@ -274,7 +274,7 @@ WRAPPERS = {
     ("given", "found"),
     [
         (1e-3, "0.001"),
-        (hfjax.rate(1e-3, decay="constant"), "the function at"),
+        (hfjax.rate(1e-3, decay="constant"), "the function learning_rate"),
         (optax.adamw, "the function adamw"),
         ("adamw", "'adamw'"),
         ({"init": 1e-3}, "{'init': 0.001}"),

@@ -11,7 +11,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.layer_stack.ordered_layers import told
+from hfjax.parallel.layer_stack.ordered_layers import describe_unroll
 from hfjax.testing import assert_strategies_agree
 from tests.small_gpt import gpt, gpt_layout, tokens
 from tests.test_layer_stack_batch import BATCH, loss, model
@@ -162,15 +162,15 @@ def test_a_step_tells_how_its_layers_run(execution, words):
 
 def test_on_gpus_the_reason_for_a_loop_is_told():
     step = hfjax.train_step(gpt_layout(hfjax.FSDP, {"fsdp": 8}), next_token_loss)
-    run = dataclasses.replace(step.plane.context.options, platform="gpu")
-    assert told(run, 40) == "in no loop, tied to their neighbours"
-    assert told(run, 41) == "in a loop (more than 40)"
-    others = dataclasses.replace(run, only_rows=False)
-    assert told(others, 2) == "in a loop (the mesh has axes that are not of rows)"
+    run = dataclasses.replace(step.engine.context.options, platform="gpu")
+    assert describe_unroll(run, 40) == "in no loop, tied to their neighbours"
+    assert describe_unroll(run, 41) == "in a loop (more than 40)"
+    others = dataclasses.replace(run, only_batch_axes=False)
+    assert describe_unroll(others, 2) == "in a loop (the mesh has axes that are not of rows)"
     grouped = dataclasses.replace(run, execution=hfjax.Execution(remat=hfjax.Remat.of("group:2")))
-    assert told(grouped, 2) == "in a loop (remat is of several)"
+    assert describe_unroll(grouped, 2) == "in a loop (remat is of several)"
     sent = dataclasses.replace(run, execution=hfjax.Execution(offload=hfjax.Offload.of(0.5)))
-    assert told(sent, 2) == "in a loop (the host keeps a part)"
+    assert describe_unroll(sent, 2) == "in a loop (the host keeps a part)"
 
 
 def test_layers_of_a_list_are_told_to_be_in_no_loop():

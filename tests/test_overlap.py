@@ -14,10 +14,10 @@ from hfjax.analysis import overlap as schedule
 from hfjax.hardware.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.parallel.compiler_options import PRESETS, compiler_options, options_of_cpus
+from hfjax.parallel.compiler_options import PRESETS, compiler_options, cpu_options
 from hfjax.parallel.execution import Execution
 from hfjax.sharding import xla_options
-from hfjax.sharding.xla_options import options_of
+from hfjax.sharding.xla_options import options_for
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 
@@ -60,7 +60,7 @@ LOOP = (
 
 
 def flights(*entry, **more):
-    return schedule.read(module(*entry, **more), [MESH])
+    return schedule.read_schedule(module(*entry, **more), [MESH])
 
 
 def test_a_gather_with_a_matmul_before_its_done_is_hidden_and_covered_as_far_as_that_lasts():
@@ -106,7 +106,7 @@ def test_what_crosses_nodes_goes_at_the_speed_between_them(groups, axes, link):
     start = f"s = f32[1024,1024] all-reduce-start(%x), {groups}, use_global_device_ids=true"
     text = module(start, "t = f32[1024,1024] all-reduce-done(%s)")
     text = text.replace("num_partitions=8", "num_partitions=16")
-    (f,) = schedule.read(text, [{"data": 2, "fsdp": 8}])
+    (f,) = schedule.read_schedule(text, [{"data": 2, "fsdp": 8}])
     devices = math.prod({"fsdp": 8, "data": 2}[axis] for axis in axes)
     assert f.axes == axes
     moved = 2 * (devices - 1) * f.bytes // devices
@@ -140,7 +140,7 @@ def test_a_loop_multiplies_its_collectives_and_hides_those_around_it():
 
 def test_a_program_without_a_schedule_is_refused():
     text = module().replace("is_scheduled=true, ", "")
-    for read in (lambda text: schedule.read(text, [MESH]), schedule.products):
+    for read in (lambda text: schedule.read_schedule(text, [MESH]), schedule.products):
         with pytest.raises(ValueError, match="not a scheduled module"):
             read(text)
 
@@ -149,7 +149,7 @@ def test_slower_matmuls_cover_more():
     entry = f"s = {GATHER}", f"m = {MATMUL}", f"t = {DONE}(%s)"
     (f,) = flights(*entry)
     slower = replace(H200, scheduled_flops=H200.scheduled_flops / 2)
-    (slow,) = schedule.read(module(*entry), [MESH], slower)
+    (slow,) = schedule.read_schedule(module(*entry), [MESH], slower)
     assert slow.covered == pytest.approx(2 * f.covered)
 
 
@@ -189,12 +189,12 @@ def test_a_step_on_gpus_takes_the_preset_that_was_measured_best(
     strategy, sizes, preset, monkeypatch
 ):
     layout = gpt_layout(strategy.edit(replicate_below=0), sizes, layers=8)
-    assert options_of(layout, Execution()) == options_of_cpus(8)
+    assert options_for(layout, Execution()) == cpu_options(8)
     monkeypatch.setattr(xla_options, "platform_of", lambda mesh: "gpu")
-    assert options_of(layout, Execution()) == (PRESETS[preset] or None)
-    assert options_of(layout, Execution(compiler_options="default")) is None
+    assert options_for(layout, Execution()) == (PRESETS[preset] or None)
+    assert options_for(layout, Execution(compiler_options="default")) is None
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
-    assert options_of(layout, Execution()) is None
+    assert options_for(layout, Execution()) is None
 
 
 def test_own_options_are_kept_where_they_mean_something():
@@ -252,6 +252,6 @@ def test_a_pipeline_sums_gradients_of_layers_beside_its_last_backward_pass():
     batch = {"tokens": jax.ShapeDtypeStruct((128, 257), jnp.int32)}
     found = schedule.flights(train.lower(batch).compile(OPTIMIZED))
     sums = [f for f in found if f.axes == ("data",)]
-    layers = [p for path, p in layout.placed.items() if path.startswith("layers/")]
+    layers = [p for path, p in layout.param_specs.items() if path.startswith("layers/")]
     assert sum(f.total for f in sums) == sum(4 * math.prod(p.shape) for p in layers) // 4
     assert sum(f.total for f in sums if f.flops) > sum(f.total for f in sums) // 2

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.layers import run_stacked, stacked
+from hfjax.models.layers import run_stacked, stack_layers
 from hfjax.testing import assert_strategies_agree
 from tests.constant_stack import rows, stack, stack_layout, weighted
 from tests.small_gpt import mlp_layout, tokens
@@ -45,7 +45,7 @@ class Stack(nnx.Module):
     """Layers between an identity and a mean."""
 
     def __init__(self, layer, rngs, layers=4):
-        self.layers = stacked(layers, layer, rngs)
+        self.layers = stack_layers(layers, layer, rngs)
 
     def embed(self, batch):
         return batch["x"]

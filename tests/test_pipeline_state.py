@@ -73,12 +73,12 @@ def test_a_layout_says_how_a_state_stores_its_layers():
     plain, stacked = stack_layout(FSDP, {"fsdp": 2}, layers=3), six_on_four()[0]
     packed = listed({"pipe": 2})
     found = [type(layout.storage).__name__ for layout in (plain, stacked, packed)]
-    assert found == ["AsInModel", "Stacked", "Packed"]
+    assert found == ["ModelOrder", "StackedLayers", "PackedStages"]
     assert [np.asarray(layout.order).tolist() for layout in (plain, packed)] == [
         [0, 1, 2],
         [[0, 1], [2, -1]],
     ]
-    assert [type(x.as_the_model.storage).__name__ for x in (stacked, packed)] == 2 * ["AsInModel"]
+    assert [type(x.model_layout.storage).__name__ for x in (stacked, packed)] == 2 * ["ModelOrder"]
     assert packed.storage.packed is not None
     held = [v for x in (plain, stacked, packed) for v in vars(x.storage).values()]
     assert not [x for x in held if isinstance(x, dict | list | set)]  # nothing is kept in it
@@ -105,7 +105,7 @@ def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, 
     assert continued(other, restored) == pytest.approx(wanted, rel=1e-5)
     assert continued(layout, before, Schedule("v", 4, 2)) == pytest.approx(wanted, rel=1e-5)
     four = stack_layout(PIPE, {"pipe": 4}, layers=layers)
-    back = manager.restore(tmp_path / "saved", four.as_the_model.abstract_state())
+    back = manager.restore(tmp_path / "saved", four.model_layout.abstract_state())
     assert continued(four, back, FOUR) == pytest.approx(wanted, rel=1e-5)
 
 
@@ -143,7 +143,7 @@ def test_what_is_compiled_for_a_layout_dies_with_it():
     step = hfjax.train_step(layout, weighted, schedule=schedule)
     state = hfjax.init(layout, schedule=schedule)
     assert not np.array_equal(hfjax.canonical(layout, state).order, state.order)
-    held = [weakref.ref(x) for x in (layout, layout.as_the_model, layout.blueprint, step)]
+    held = [weakref.ref(x) for x in (layout, layout.model_layout, layout.template, step)]
     del layout, step, state
     gc.collect()
     assert [x() for x in held] == [None] * len(held)

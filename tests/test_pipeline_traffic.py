@@ -12,9 +12,9 @@ from flax import nnx
 import hfjax
 from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Schedule
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.layers import stacked
-from hfjax.parallel.pipeline.engine import waiting
-from hfjax.parallel.schedules.cost import messages, permutes
+from hfjax.models.layers import stack_layers
+from hfjax.parallel.pipeline.engine import waiting_bytes
+from hfjax.parallel.schedules.cost import count_permutes, messages
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.utils.paths import flatten
 from tests.h200 import OPTIMIZED, h200s
@@ -33,7 +33,7 @@ def lowered(strategy, sizes, schedule, rows=16, layers=LAYERS, **execution):
 def bytes_of(layout, layers):
     """Bytes of the parameters of all layers, or of what is outside of them."""
     inside = lambda path: path.startswith("layers/")
-    placed = layout.placed.items()
+    placed = layout.param_specs.items()
     return sum(4 * math.prod(p.shape) for path, p in placed if inside(path) == layers)
 
 
@@ -56,7 +56,9 @@ class Tiny(nnx.Module):
     """Layers that cost nothing to trace: one array goes from each to the next."""
 
     def __init__(self, rngs):
-        self.layers = stacked(8, lambda rngs: nnx.Linear(2, 2, use_bias=False, rngs=rngs), rngs)
+        self.layers = stack_layers(
+            8, lambda rngs: nnx.Linear(2, 2, use_bias=False, rngs=rngs), rngs
+        )
 
     def embed(self, batch):
         return batch
@@ -85,9 +87,9 @@ def test_a_schedule_reports_the_permutes_that_its_program_has(name):
         program = hfjax.train_step(layout, loss, schedule=schedule).lower(batch)
     found = [row for row in hfjax.collectives(program) if row.kind == "permute"]
     table = schedule.table(stages)
-    assert sum(row.count for row in found if row.shape) == permutes(table)
+    assert sum(row.count for row in found if row.shape) == count_permutes(table)
     needed = max(sum(n for (a, _), n in messages(table).items() if a == s) for s in range(stages))
-    assert permutes(table) >= needed > 0
+    assert count_permutes(table) >= needed > 0
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v", "zb", "zb-h1"])
@@ -107,7 +109,9 @@ def test_large_gradients_of_layers_are_summed_in_the_last_tick_each_by_itself(na
     """What a tick adds to as soon as it is there, and the other chunk; small ones go together."""
     schedule, sizes = Schedule(name, 4), {"pipe": 2, "data": 2}
     layout, program = lowered(PIPE, sizes, schedule)
-    large = [p for path, p in layout.placed.items() if path.startswith("layers/") and not p.small]
+    large = [
+        p for path, p in layout.param_specs.items() if path.startswith("layers/") and not p.small
+    ]
     kernels = {p.shape[1:] for p in large}
     rows = [row for row in hfjax.collectives(program) if row.axes == ("data",)]
     assert sum(row.count for row in rows if row.shape in kernels) == len(large) * 4 // 2
@@ -128,12 +132,12 @@ def test_zero3_gathers_a_layer_in_both_slots_of_a_tick_or_once_a_step_if_kept(ke
     fields = {"schedule": Schedule("1f1b", 4), "reshard_after_forward": not keep}
     layout, program = lowered(PIPE | FSDP, {"pipe": 2, "fsdp": 2}, **fields)
     found = hfjax.collectives(program)
-    layers = [p for path, p in layout.placed.items() if path.startswith("layers/")]
+    layers = [p for path, p in layout.param_specs.items() if path.startswith("layers/")]
     matrices = sum(4 * math.prod(p.shape) for p in layers if p.split_dims("parameter"))
     of_stage, ticks = matrices // 2, 4 + 1
     ends = sum(
         4 * math.prod(p.shape)
-        for path, p in layout.placed.items()
+        for path, p in layout.param_specs.items()
         if not path.startswith("layers/") and p.split_dims("parameter")
     )
     assert found.total("all-gather", "fsdp") == ends + of_stage * (1 if keep else 2 * ticks)
@@ -156,7 +160,7 @@ def test_no_message_of_a_compiled_program_lies_in_a_branch(name):
     _, program = lowered(strategy, sizes, Schedule(name, 4))
     found = hfjax.collectives(program.compile())
     messages = [row for row in found if row.kind == "permute"]
-    assert sum(row.count for row in messages) == permutes(Schedule(name, 4).table(2))
+    assert sum(row.count for row in messages) == count_permutes(Schedule(name, 4).table(2))
     assert all("branch" not in row.where for row in messages)
     assert all("pipe" in row.axes for row in messages)
 
@@ -181,7 +185,7 @@ def test_the_rings_of_a_split_backward_take_what_is_told_of_them():
         step: Any = hfjax.train_step(layout, lambda y, _: y.mean(), schedule=schedule, unroll=1)
         state = step.layout.abstract_state()
         given = flatten(state.params), flatten(state.variables)
-        told.append(waiting(step.plane, *given, batch, state.step)["activations"][0])
+        told.append(waiting_bytes(step.engine, *given, batch, state.step)["activations"][0])
         compiled.append(step.lower(batch).compile().memory_analysis().temp_size_in_bytes)
     layers, x = 2, 4 * rows * 2
     assert told == [4 * layers * x, (4 + 4) * layers * x]  # a Linear keeps x, and dy crosses

@@ -17,17 +17,17 @@ import hfjax
 from hfjax.__main__ import main as hfjax_command
 from hfjax.cli.draw_timeline import svg
 from hfjax.cli.plan import command as plan_command, hardware
-from hfjax.cli.plan.command import MadePlan, as_json, as_yaml, main as command, planned
-from hfjax.cli.plan.compare import answer, words_of
-from hfjax.cli.plan.compare_table import told, transfers
+from hfjax.cli.plan.command import PlanReport, as_json, as_yaml, build_plan, main as command
+from hfjax.cli.plan.compare import find_answer, parse_query
+from hfjax.cli.plan.compare_table import transfer_totals, why_report
 from hfjax.cli.plan.hardware import Constants, constants_of
-from hfjax.cli.plan.settings import PlanSettings, of_plan, rows_of
-from hfjax.cli.plan.table import ByteScale, heading, notes_of, shown, write
+from hfjax.cli.plan.settings import PlanSettings, plan_settings, step_batch_size
+from hfjax.cli.plan.table import ByteScale, heading, notes_of, plan_table, write
 from hfjax.cli.plan.timeline import timeline
 from hfjax.hardware.machine import MACHINES, Calibration, Machine
 from hfjax.planner.calibration.calibrate import calibrate
-from hfjax.planner.make_plan import PlanRow
-from hfjax.planner.score import Scored
+from hfjax.planner.make_plan import PlanEntry
+from hfjax.planner.score import ScoredCandidate
 from hfjax.trainer import config_io
 from hfjax.trainer.config import Model, Train
 from tests.small_run import BIGRAMS
@@ -40,8 +40,8 @@ FEW = [*SMALL, "--vocab", "64", "--compile", "0"]  # of the command line
 
 
 @pytest.fixture(scope="module")
-def made() -> MadePlan:
-    return planned(GIVEN, Train(), constants_of("h200"))
+def made() -> PlanReport:
+    return build_plan(GIVEN, Train(), constants_of("h200"))
 
 
 def shown_at(width: int, group) -> list[str]:
@@ -50,30 +50,30 @@ def shown_at(width: int, group) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def table_of(made: MadePlan):
-    notes = [*notes_of(made.plan, made.given), *made.notes]
-    return shown(made.plan, made.given.rows, list(heading(made.plan, made)), notes)
+def table_of(made: PlanReport):
+    notes = [*notes_of(made.plan, made.settings), *made.notes]
+    return plan_table(made.plan, made.settings.rows, list(heading(made.plan, made)), notes)
 
 
-def asked(made: MadePlan, why: str) -> MadePlan:
-    words = words_of(why, made.plan.count)
-    found = answer(made.plan, words, lambda words: None)
-    given = replace(made.given, why=why)
-    return replace(made, given=given, words=tuple(words.items()), answer=found)
+def asked(made: PlanReport, why: str) -> PlanReport:
+    words = parse_query(why, made.plan.count)
+    found = find_answer(made.plan, words, lambda words: None)
+    given = replace(made.settings, why=why)
+    return replace(made, settings=given, query=tuple(words.items()), answer=found)
 
 
-def row_of(made: MadePlan, why: str) -> PlanRow:
+def row_of(made: PlanReport, why: str) -> PlanEntry:
     found = asked(made, why).answer
     assert found is not None
-    row = plan_command._row_of(found, made.plan)
+    row = plan_command._answer_entry(found, made.plan)
     assert row is not None
     return row
 
 
-def answered(made: MadePlan, why: str) -> str:
+def answered(made: PlanReport, why: str) -> str:
     found = asked(made, why)
     assert found.answer is not None
-    lines = shown_at(160, told(made.plan, found.answer, why, dict(found.words)))
+    lines = shown_at(160, why_report(made.plan, found.answer, why, dict(found.query)))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -93,10 +93,10 @@ def error_of(capsys, *words: str) -> str:
 
 @pytest.mark.slow
 def test_the_rows_are_ranked_and_their_parts_add_up(made):
-    times = [row.time.total for row in made.plan.rows]
+    times = [row.time.total for row in made.plan.entries]
     assert times == sorted(times)
-    assert len(times) >= made.given.rows
-    for row in made.plan.rows:
+    assert len(times) >= made.settings.rows
+    for row in made.plan.entries:
         assert row.time.total == pytest.approx(sum(row.time.parts.values()))
         assert row.fits
         assert row.reason or row is made.plan.best
@@ -123,7 +123,7 @@ def test_what_is_piped_has_two_lines_for_each_row(made):
     file = io.StringIO()
     write(Console(file=file), table_of(made))
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
-    rows = made.plan.rows[: made.given.rows]
+    rows = made.plan.entries[: made.settings.rows]
     first = next(n for n, line in enumerate(lines) if line.startswith(" 1  "))
     for n, row in enumerate(rows):
         how, numbers = lines[first + 2 * n : first + 2 * n + 2]
@@ -155,14 +155,14 @@ def test_the_vocabulary_and_float32_are_told_where_nobody_said_them(made):
 def test_the_file_has_what_differs_and_train_reads_it(made, tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(as_yaml(made.plan, made.plan.best))
-    assert config_io.load(path) == config_io.anywhere(made.plan.settings())
+    assert config_io.load(path) == config_io.with_absolute_paths(made.plan.settings())
     assert "seed" not in path.read_text()
     assert "optimizer" not in path.read_text()
 
 
 def test_the_json_has_every_row_with_its_parts(made):
     found = json.loads(json.dumps(as_json(asked(made, "tensor=2"))))
-    assert len(found["rows"]) == len(made.plan.rows)
+    assert len(found["rows"]) == len(made.plan.entries)
     first = found["rows"][0]
     assert first["seconds"]["total"] == pytest.approx(made.plan.best.time.total)
     assert first["settings"]["batch"] == 128
@@ -171,7 +171,7 @@ def test_the_json_has_every_row_with_its_parts(made):
 
 
 def test_the_command_writes_all_files(tmp_path, monkeypatch, capsys, made):
-    monkeypatch.setattr(plan_command, "planned", lambda *_: replace(made, given=given))
+    monkeypatch.setattr(plan_command, "build_plan", lambda *_: replace(made, settings=given))
     paths = {name: tmp_path / f"plan{end}" for name, end in ENDINGS.items()}
     given = replace(GIVEN, **paths)
     words = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
@@ -184,7 +184,7 @@ ENDINGS = {"out": ".yaml", "json": ".json", "picture": ".svg"}
 
 
 def test_without_a_file_the_command_says_how_to_write_one(monkeypatch, capsys, made):
-    monkeypatch.setattr(plan_command, "planned", lambda *_: made)
+    monkeypatch.setattr(plan_command, "build_plan", lambda *_: made)
     assert command([*FEW, "--batch", "16"]) == 0
     assert "--out plan.yaml writes it for hfjax train --config plan.yaml" in capsys.readouterr().out
 
@@ -246,7 +246,7 @@ def test_why_shows_all_parts_beside_the_first_and_what_is_lost(made):
     found = asked(made, "pipe=4 zero=ddp").answer
     assert found is not None
     assert found.scored is not None
-    assert found.agreeing > 1
+    assert found.num_matches > 1
 
 
 def test_why_takes_the_best_of_those_that_agree(made):
@@ -263,7 +263,7 @@ def test_why_takes_the_best_of_those_that_agree(made):
 
 def test_why_of_the_first_says_so(made):
     c = made.plan.best.candidate
-    words = [f"{axis}={n}" for axis, n in c.sides] + [f"zero={c.zero}", f"remat={c.remat}"]
+    words = [f"{axis}={n}" for axis, n in c.axis_sizes] + [f"zero={c.zero}", f"remat={c.remat}"]
     assert "It is the first of the plan." in answered(made, " ".join(words))
 
 
@@ -318,12 +318,12 @@ def test_what_was_not_searched_is_built_or_refused_in_words(made, why, told):
 )
 def test_words_that_mean_nothing_are_refused(why, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        words_of(why, 8)
+        parse_query(why, 8)
 
 
 def test_transfers_are_told_by_purpose_and_place(made):
     row = made.plan.best
-    found = transfers(made.plan, Scored(row.candidate, row.time, row.peak))
+    found = transfer_totals(made.plan, ScoredCandidate(row.candidate, row.time, row.peak))
     seconds = sum(one["seconds"] for one in found.values())
     assert seconds == pytest.approx(row.time.transfers)
 
@@ -339,12 +339,12 @@ def test_tokens_must_be_whole_rows(capsys):
 
 @pytest.mark.parametrize(("text", "rows"), [("4K", 256), ("1_600", 100), ("1M", 65536)])
 def test_tokens_are_rows(text, rows):
-    assert rows_of(replace(GIVEN, tokens_per_step=text), "tokens", LENGTH) == rows
+    assert step_batch_size(replace(GIVEN, tokens_per_step=text), "tokens", LENGTH) == rows
 
 
 def test_images_have_rows_and_no_tokens():
     with pytest.raises(ValueError, match="Say by --batch how many"):
-        rows_of(replace(GIVEN, tokens_per_step="4M"), "images", 1)
+        step_batch_size(replace(GIVEN, tokens_per_step="4M"), "images", 1)
 
 
 @pytest.mark.parametrize(
@@ -410,9 +410,9 @@ def test_a_file_says_what_is_run_and_its_layout_is_searched_anew(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("steps: 7\nstrategy: fsdp\nmesh: {fsdp: 8}\nremat: full\n")
     default = config_io.load(path)
-    given = of_plan(default)
+    given = plan_settings(default)
     assert (given.steps, given.strategy, given.remat) == (7, "ddp", "none")
-    assert plan_command.not_taken(default) == ["strategy", "remat", "mesh.fsdp"]
+    assert plan_command.ignored_settings(default) == ["strategy", "remat", "mesh.fsdp"]
 
 
 # --- constants ------------------------------------------------------------------------------------
@@ -441,9 +441,9 @@ def test_constants_measured_with_another_jax_are_told(tmp_path):
 
 def test_here_takes_what_was_measured_here_and_refuses_what_was_not(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hardware, "device_here", lambda: "NVIDIA H200")
+    monkeypatch.setattr(hardware, "local_device_kind", lambda: "NVIDIA H200")
     assert "none were measured" in constants_of("here").notes[0]
-    place = hardware.place_of("NVIDIA H200")
+    place = hardware.calibration_path("NVIDIA H200")
     place.parent.mkdir(parents=True)
     place.write_text(measured(tmp_path, "NVIDIA H200", "0.0.1").read_text())
     with pytest.raises(ValueError, match=r"was calibrated on NVIDIA H200 with jax 0\.0\.1"):
@@ -454,7 +454,7 @@ def test_here_takes_what_was_measured_here_and_refuses_what_was_not(tmp_path, mo
 
 def test_here_without_constants_says_how_to_measure_them_and_names_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hardware, "device_here", lambda: "cpu")
+    monkeypatch.setattr(hardware, "local_device_kind", lambda: "cpu")
     with pytest.raises(ValueError, match=r"no constants of cpu\. Measure them .*name a GPU: a100"):
         constants_of("here")
 
@@ -465,11 +465,11 @@ def test_what_is_calibrated_here_is_planned_with(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(plan_command, "calibrate", partial(calibrate, quick=True))
     assert command(["--calibrate", "here"]) == 0
     assert "hfjax plan --gpu here takes it" in capsys.readouterr().out
-    monkeypatch.setattr(hardware, "device_here", lambda: "cpu")
+    monkeypatch.setattr(hardware, "local_device_kind", lambda: "cpu")
     machine = constants_of("here").machine
     assert machine == Machine.load(tmp_path / "hfjax/machines/cpu.toml")
     assert (machine.platform, machine.per_node) == ("cpu", jax.device_count())
-    plan = planned(replace(GIVEN, count=2, batch=4), Train(), Constants(machine)).plan
+    plan = build_plan(replace(GIVEN, count=2, batch=4), Train(), Constants(machine)).plan
     assert plan.memory == machine.memory
     assert any("as if each device had a core" in note for note in plan.notes)
 
@@ -478,11 +478,11 @@ def test_what_is_calibrated_here_is_planned_with(monkeypatch, tmp_path, capsys):
 
 
 def test_rows_that_were_compiled_are_marked(made):
-    first, *others = made.plan.rows
-    plan = replace(made.plan, rows=(replace(first, compiled=object()), *others))
+    first, *others = made.plan.entries
+    plan = replace(made.plan, entries=(replace(first, compiled=object()), *others))
     lines = shown_at(200, table_of(replace(made, plan=plan)))
     assert "the first 1 compiled, in" in " ".join(lines[:3])
-    unit = ByteScale.of(max(row.peak.total for row in plan.rows)).bytes
+    unit = ByteScale.of(max(row.peak.total for row in plan.entries)).bytes
     assert any(f"{first.peak.total / unit:.1f}c " in line for line in lines)
     assert any("as compiled" in line for line in lines)
 
@@ -494,13 +494,13 @@ def test_the_command_says_how_many_are_compiled(monkeypatch, made):
         "make_plan",
         lambda *_, **given: asked_for.append(given["compile"]) or made.plan,
     )
-    planned(replace(GIVEN, compile=3, cache=Path("kept")), Train(), constants_of("h200"))
+    build_plan(replace(GIVEN, compile=3, cache=Path("kept")), Train(), constants_of("h200"))
     assert (asked_for[0].best, asked_for[0].cache) == (3, Path("kept"))
 
 
 def test_without_a_compiler_the_heading_says_formulas_and_why(made, monkeypatch):
     monkeypatch.setattr(hardware, "can_compile_for_gpus", lambda: False)
-    asked_for = replace(made, given=replace(GIVEN, compile=4))
+    asked_for = replace(made, settings=replace(GIVEN, compile=4))
     head = " ".join(heading(made.plan, asked_for))
     assert "predicted by formulas (nothing here compiles for CUDA: pip install" in head
     assert hardware.why_not_compiled("a100") == "hfjax compiles for h100 and h200"
@@ -511,10 +511,10 @@ def test_without_a_compiler_the_heading_says_formulas_and_why(made, monkeypatch)
 
 def test_a_model_of_ones_own_without_parts_is_planned_with_a_note():
     given = replace(GIVEN, model=BIGRAMS, batch=4, count=2)
-    found = planned(given, Train(), constants_of("h200"))
+    found = build_plan(given, Train(), constants_of("h200"))
     assert found.plan.best.fits
     assert any("not in three parts" in note for note in found.plan.notes)
-    assert {row.candidate.remat for row in found.plan.rows} == {"none"}
+    assert {row.candidate.remat for row in found.plan.entries} == {"none"}
 
 
 def test_make_plan_is_public():

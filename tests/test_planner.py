@@ -21,17 +21,23 @@ from hfjax.hardware.machine import MACHINES
 from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP, PIPE, TENSOR, ZERO1, ZERO2
 from hfjax.planner import make_plan as planner
 from hfjax.planner.candidate import Candidate, schedule_of
-from hfjax.planner.comm_model import NEW, sent_by
+from hfjax.planner.comm_model import NEW_PARAMS, comm_volumes
 from hfjax.planner.explain import largest_loss
-from hfjax.planner.make_plan import BuildCheck, Sifted, facts_of, make_plan, ranked
-from hfjax.planner.memory_model import ModelArrays, Sides
-from hfjax.planner.programs.compile_candidates import Failed
-from hfjax.planner.programs.compile_step import Compiled
+from hfjax.planner.make_plan import (
+    BuildCheck,
+    CandidatePool,
+    make_plan,
+    model_facts,
+    rank_candidates,
+)
+from hfjax.planner.memory_model import MeshShape, ModelArrays
+from hfjax.planner.programs.compile_candidates import CompileFailure
+from hfjax.planner.programs.compile_step import ProgramStats
 from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.read_program import Share
-from hfjax.planner.score import Scored, Scorer
+from hfjax.planner.score import ScoredCandidate, Scorer
 from hfjax.planner.search import candidates
-from hfjax.sharding.stage_assignment import on_stages
+from hfjax.sharding.stage_assignment import assign_stages
 from hfjax.trainer.config import Model, Train
 
 H200 = MACHINES["h200"]
@@ -47,7 +53,7 @@ def scorer(config, vocab=256, machine=H200):
 
 
 def mesh_of(c):
-    sizes: Any = dict(c.sides)
+    sizes: Any = dict(c.axis_sizes)
     return hfjax.make_mesh(**sizes)
 
 
@@ -72,7 +78,7 @@ def _sides(draw):
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bytes_without_devices_are_those_of_the_layout(preset):
-    draw, one = random.Random(preset), scorer(settings(preset)).one
+    draw, one = random.Random(preset), scorer(settings(preset)).base_run
     base, compared = ModelArrays.of(one.layout), 0
     joins = {"tensor": TENSOR, "context": CONTEXT, "expert": EXPERT, "pipe": PIPE}
     for _ in range(60):
@@ -88,24 +94,24 @@ def test_bytes_without_devices_are_those_of_the_layout(preset):
             if "pipe" in sizes:
                 chunks = draw.choice([1, 2])
                 name = "1f1b" if chunks == 1 else "interleaved"
-                layout = on_stages(layout, schedule_of(name, 8, chunks))
+                layout = assign_stages(layout, schedule_of(name, 8, chunks))
                 arrangement, stages = layout.storage.arrangement, sizes["pipe"] * chunks
                 assert arrangement is not None
                 places = math.ceil(arrangement.layers / stages) * stages
         except ValueError:
             continue  # hfjax refuses it
-        placing = base.placed(strategy, Sides.of(**sizes), places)
+        placing = base.place(strategy, MeshShape.of(**sizes), places)
         found = {"parameters": placing.parameters, "gradients": placing.gradients}
-        found["moments"] = sum(placing.moments.values())
+        found["moments"] = sum(placing.optimizer_bytes.values())
         assert found == layout.bytes_per_device(), (sizes, strategy.name)
         compared += 1
     assert compared >= 25
 
 
 def test_a_side_that_divides_nothing_is_refused_in_the_layouts_words():
-    base = ModelArrays.of(scorer(settings()).one.layout)
+    base = ModelArrays.of(scorer(settings()).base_run.layout)
     with pytest.raises(ValueError, match="heads need a tensor axis that divides them"):
-        base.placed(TENSOR, Sides.of(tensor=3))
+        base.place(TENSOR, MeshShape.of(tensor=3))
 
 
 # -- transfers -------------------------------------------------------------------------------
@@ -144,10 +150,12 @@ def small():
 @pytest.mark.short("zero2, two levels")
 @pytest.mark.parametrize("name", SENT)
 def test_the_formulas_send_what_the_program_sends(name, small):
-    c, one = SENT[name], small.one
-    told, placing = defaultdict(float), small.placing(c)
-    for sent in sent_by(c, small.traffic(c, placing)):
-        if sent.purpose != NEW or sent.layers:  # the partitioner makes those around the layers
+    c, one = SENT[name], small.base_run
+    told, placing = defaultdict(float), small.placements(c)
+    for sent in comm_volumes(c, small.comm_inputs(c, placing)):
+        if (
+            sent.purpose != NEW_PARAMS or sent.layers
+        ):  # the partitioner makes those around the layers
             told[sent.kind, sent.axes] += sent.payload
     layout = hfjax.layout(one.model.init, one.layout.optimizer, mesh_of(c), c.strategy)
     execution = {**one.execution, **c.execution, "unroll": 1}
@@ -186,10 +194,11 @@ def test_peaks_are_at_most_2_percent_below_and_15_above_those_of_compiled_progra
 def test_a_plan_of_processors_says_what_its_seconds_are(small):
     here = copy.copy(small)
     here.machine = replace(small.machine, platform="cpu", reserve=0)
-    (note,) = planner._notes(here, SimpleNamespace(in_parts=True, layers=4))
+    facts: Any = SimpleNamespace(has_layer_stack=True, layers=4)
+    (note,) = planner._notes(here, facts)
     assert note == "seconds of the processor, as if each device had a core of its own"
     c = Candidate((("data", 2),), "ddp", 8)
-    assert here.how(c, here.placing(c)) == "unrolled"
+    assert here.layer_mode(c, here.placements(c)) == "unrolled"
 
 
 # -- seconds ---------------------------------------------------------------------------------
@@ -224,17 +233,17 @@ def test_the_parts_of_a_step_are_its_sum_and_those_of_a_peak_too(small):
 @pytest.mark.slow
 def test_one_device_computes_what_the_model_needs():
     found = scorer(settings("gpt-tiny", length=256, rows=4))
-    needed = found.one.task.flops(found.one.layout) * 4 * 256
+    needed = found.base_run.task.flops(found.base_run.layout) * 4 * 256
     parts = {"forward": found.layers, "backward": found.layers, "ends": 1}
     counted = 0.0
     for part, times in parts.items():
         work = found.profile("none").work(part, Share())
-        counted += times * sum(2 * math.prod(p.sides(4, 1)) * p.times for p in work.products)
+        counted += times * sum(2 * math.prod(p.gemm_shape(4, 1)) * p.times for p in work.products)
         for call in work.attention:  # of scores that causal attention needs
-            pairs = call.times * call.heads * call.positions**2 / 2
+            pairs = call.times * call.heads * call.seq_len**2 / 2
             counted += times * 4 * 4 * pairs * call.width * (2.5 if call.backward else 1)
     # The model's count has attention in full, the planner's the half that causal attention needs.
-    shape = found.one.model.shape
+    shape = found.base_run.model.shape
     scores = 3 * 4 * shape.heads * 256**2 * (shape.embed // shape.heads)
     half = found.layers * 4 * scores / 2
     backward_again = half / 3  # fused attention makes its scores again: 2.5 times forward, not 2
@@ -248,7 +257,7 @@ def test_experts_without_a_capacity_are_counted_block_by_block():
     for capacity in (None, 1.0):
         found = scorer(settings("mixtral-tiny", 8, 1024, capacity=capacity)).profile("none")
         products = found.work("layers", Share()).products
-        flops.append(sum(2 * math.prod(x.sides(8, 1)) * x.times for x in products))
+        flops.append(sum(2 * math.prod(x.gemm_shape(8, 1)) * x.times for x in products))
     assert flops[1] < flops[0] < 1.5 * flops[1]
 
 
@@ -320,24 +329,24 @@ def own(tmp_path_factory):
 @pytest.mark.parametrize("preset", ALIKE)
 def test_a_model_of_ones_own_is_planned_as_the_same_preset(preset, own):
     mine, known = own(preset.removesuffix("-tiny")), scorer(settings(preset))
-    assert facts_of(mine) == facts_of(known)
+    assert model_facts(mine) == model_facts(known)
     for c in ALIKE[preset]:
         a, b = mine.score(c), known.score(c)
         assert (a.time.parts, a.peak.parts) == (b.time.parts, b.peak.parts), str(c)
-        sent = [list(sent_by(c, s.traffic(c, s.placing(c)))) for s in (mine, known)]
+        sent = [list(comm_volumes(c, s.comm_inputs(c, s.placements(c)))) for s in (mine, known)]
         assert sent[0] == sent[1]
     if preset == "llama-tiny":
-        assert mine.flops == known.one.task.flops(known.one.layout)
+        assert mine.flops == known.base_run.task.flops(known.base_run.layout)
 
 
 def test_attention_that_is_not_asked_of_the_step_is_one_call_too(own):
     found = own("plain", 128)
     work = found.profile("none").work("ends", Share())
-    calls = [(a.positions, a.backward) for a in work.attention]
+    calls = [(a.seq_len, a.backward) for a in work.attention]
     assert calls == [(128, False), (128, False), (128, True), (128, True)]
     assert found.calls.attentions == ()
-    assert "context" in facts_of(found).refuses
-    notes = planner._notes(found, facts_of(found))
+    assert "context" in model_facts(found).refused_axes
+    notes = planner._notes(found, model_facts(found))
     assert any("asks for no attention through its kernels" in note for note in notes)
 
 
@@ -355,7 +364,7 @@ def test_a_window_leaves_pairs_out(own):
 @pytest.mark.slow
 def test_what_was_planned_with_another_attention_runs_with_its_own(own):
     """Though the model jits it, and JAX keeps what it has traced."""
-    found, name = own("plain").one, "hfjax_fused_attention"
+    found, name = own("plain").base_run, "hfjax_fused_attention"
     traced = [str(replace(found, attention=x).trace().jaxpr) for x in (None, fused_attention, None)]
     assert [name in program for program in traced] == [False, True, False]
 
@@ -366,14 +375,17 @@ def test_what_was_planned_with_another_attention_runs_with_its_own(own):
 @pytest.mark.slow
 def test_lazily_ranked_candidates_are_those_that_are_all_scored_and_sorted():
     found = scorer(settings("mixtral-tiny"))
-    sifted = Sifted(found, 2**30)
-    for c in islice(candidates(64, 8, facts_of(found), H200), 0, None, 7):
+    sifted = CandidatePool(found, 2**30)
+    for c in islice(candidates(64, 8, model_facts(found), H200), 0, None, 7):
         sifted.add(c)
     scored = [
-        Scored(s.candidate, found.time(s.candidate, s.placing), s.peak) for s in sifted.scored
+        ScoredCandidate(s.candidate, found.time(s.candidate, s.placements), s.peak)
+        for s in sifted.scored
     ]
-    assert all(s.least <= one.time.total for s, one in zip(sifted.scored, scored, strict=True))
-    assert list(ranked(sifted.scored, found)) == sorted(scored, key=planner._rank)
+    assert all(
+        s.min_seconds <= one.time.total for s, one in zip(sifted.scored, scored, strict=True)
+    )
+    assert list(rank_candidates(sifted.scored, found)) == sorted(scored, key=planner._rank)
 
 
 # -- rows that can run -----------------------------------------------------------------------
@@ -383,27 +395,27 @@ def test_lazily_ranked_candidates_are_those_that_are_all_scored_and_sorted():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_row_builds_a_layout_and_a_step(preset):
     found = scorer(settings(preset))
-    sifted = Sifted(found, math.inf)
-    for c in candidates(64, 8, facts_of(found), H200):
+    sifted = CandidatePool(found, math.inf)
+    for c in candidates(64, 8, model_facts(found), H200):
         sifted.add(c)
     assert sifted.searched > 1000
     checked = BuildCheck(found)
     drawn = random.Random(preset).sample(sifted.scored, 67)
-    refused = {str(s.candidate): checked.refuses(s.candidate) for s in drawn}
+    refused = {str(s.candidate): checked.refusal(s.candidate) for s in drawn}
     assert {name: why for name, why in refused.items() if why} == {}
 
 
 def test_refused_pairs_are_those_of_the_table():
-    found = list(candidates(64, 8, facts_of(scorer(settings("mixtral-tiny"))), H200))
+    found = list(candidates(64, 8, model_facts(scorer(settings("mixtral-tiny"))), H200))
     assert not any(c.offload and c.schedule for c in found)
     assert not any(c.split_rows > 1 and c.schedule for c in found)
-    assert not any(c.side("context") > 1 and c.side("row") > 1 for c in found)
-    assert any(c.side("expert") > 1 and c.side("pipe") > 1 for c in found)
+    assert not any(c.axis_size("context") > 1 and c.axis_size("row") > 1 for c in found)
+    assert any(c.axis_size("expert") > 1 and c.axis_size("pipe") > 1 for c in found)
 
 
 def test_arrays_that_no_size_divides_are_told_with_the_sizes_next_to_it():
     found = scorer(settings("llama-tiny", 48, embed=96, heads=8, mlp=256))
-    many, few = (found.placing(row("fsdp", 48, fsdp=n)).left_whole for n in (40, 8))
+    many, few = (found.placements(row("fsdp", 48, fsdp=n)).replication_note for n in (40, 8))
     assert few is None
     assert many is not None
     assert re.fullmatch(
@@ -450,7 +462,11 @@ def test_less_memory_computes_more_again_or_splits_more(plan, as_is):
     before, after = as_is.best.candidate, small.best.candidate
     order = ("none", "dots", "full")
     again = order.index(after.remat) > order.index(before.remat)
-    assert again or after.rows_at_once < before.rows_at_once or after.zero == "fsdp" != before.zero
+    assert (
+        again
+        or after.microbatch_size < before.microbatch_size
+        or after.zero == "fsdp" != before.zero
+    )
     assert small.best.peak.total <= 0.95 * small.memory < as_is.best.peak.total
 
 
@@ -464,23 +480,25 @@ def test_fewer_tokens_in_a_step_take_fewer_microbatches_or_less_data(plan, as_is
 @pytest.mark.slow
 def test_losers_lose_by_their_largest_part():
     found = make_plan(settings("gpt-small", 64, 256), gpu="h200", count=8, vocab=50257)
-    best = found.rows[0]
+    best = found.entries[0]
     assert best.reason == ""
     assert found.best.tokens * best.time.total * 8 == pytest.approx(64 * 256)
-    for one in found.rows[1:]:
-        part, more = largest_loss(*(Scored(r.candidate, r.time, r.peak) for r in (one, best)))
+    for one in found.entries[1:]:
+        part, more = largest_loss(
+            *(ScoredCandidate(r.candidate, r.time, r.peak) for r in (one, best))
+        )
         assert more == max(
             one.time.parts.get(name, 0) - best.time.parts.get(name, 0)
             for name in one.time.parts.keys() | best.time.parts.keys()
         )
         purpose = part.removeprefix("exposed: ")
         assert purpose in one.reason or f"{more / best.time.total:.0%}" in one.reason
-    times = [one.time.total for one in found.rows]
+    times = [one.time.total for one in found.entries]
     assert times == sorted(times)
-    assert all(one.peak.total <= 0.95 * found.memory for one in found.rows)
+    assert all(one.peak.total <= 0.95 * found.memory for one in found.entries)
     settings_of = found.settings()
     assert settings_of.batch == 64
-    assert settings_of.strategy == "+".join(best.candidate.names)
+    assert settings_of.strategy == "+".join(best.candidate.strategy_names)
 
 
 def test_a_model_larger_than_all_gpus_says_by_how_much_and_how_many_would_do():
@@ -517,7 +535,9 @@ def test_float32_keeps_scores_as_its_attention_does():
 def test_any_number_of_few_rows_is_tried():
     found = scorer(settings("gpt-tiny", 24))
     tried = {
-        c.rows_at_once for c in candidates(24, 8, facts_of(found), H200) if c.side("data") == 8
+        c.microbatch_size
+        for c in candidates(24, 8, model_facts(found), H200)
+        if c.axis_size("data") == 8
     }
     assert {1, 3} <= tried
 
@@ -534,8 +554,8 @@ def test_gradients_of_one_microbatch_go_to_their_moments_at_once():
 def test_many_devices_are_planned_for_though_there_are_few():
     found = scorer(settings("gpt-tiny", 100_000))
     many = row("fsdp", 100_000, data=12_500, fsdp=8)
-    assert BuildCheck(found).refuses(many) is None
-    assert "heads" in str(BuildCheck(found).refuses(row("ddp", 100_000, data=12_500, tensor=8)))
+    assert BuildCheck(found).refusal(many) is None
+    assert "heads" in str(BuildCheck(found).refusal(row("ddp", 100_000, data=12_500, tensor=8)))
 
 
 def test_what_does_not_compile_is_named_and_the_rest_goes_on(monkeypatch):
@@ -546,11 +566,15 @@ def test_what_does_not_compile_is_named_and_the_rest_goes_on(monkeypatch):
 
     def compiling(settings, *_, **limits):
         asked.append(limits["limit"])
-        return Failed("took more than 7 s") if len(asked) == 1 else Compiled(1e9, 0, 0, 0, ())
+        return (
+            CompileFailure("took more than 7 s")
+            if len(asked) == 1
+            else ProgramStats(1e9, 0, 0, 0, ())
+        )
 
     monkeypatch.setattr(planner, "compile_candidate", compiling)
-    given = planner.Compiling(2, 7.0)
-    ranked, told = planner._compiled(rows, given, found, 8, 2**36, lambda words: None)
+    given = planner.CompileOptions(2, 7.0)
+    ranked, told = planner._compile_best(rows, given, found, 8, 2**36, lambda words: None)
     assert asked == [7.0, 7.0]
     assert told == [f"not compiled, so by formula only: {names[0]}: took more than 7 s"]
     assert str(ranked[0].candidate) == names[1]

@@ -10,25 +10,25 @@ from dataclasses import asdict, replace
 import pytest
 
 from hfjax.planner.programs import compile_candidates as planner
-from hfjax.planner.programs.compile_candidates import Failed, compile_candidate
+from hfjax.planner.programs.compile_candidates import CompileFailure, compile_candidate
 from hfjax.planner.programs.compile_step import (
     DEPTHS,
-    Compiled,
     CompiledTransfer,
-    at_depth,
+    ProgramStats,
+    compile_program,
+    compile_two_depths,
+    extrapolate_depth,
     layers_without_loop,
-    of_two_depths,
-    program_of,
 )
 from hfjax.planner.programs.live_bytes import live_bytes
 from hfjax.planner.programs.placeholder_attention import fused_attention
-from hfjax.planner.programs.planned_run import Planned
+from hfjax.planner.programs.planned_run import PlannedRun
 from hfjax.trainer.config import Mesh, Model, Train
 from tests.h200 import h200s
 
 TINY = Train(model=Model(preset="gpt-tiny"), batch=8, precision="bf16", strategy="fsdp")
 ROW = CompiledTransfer("all-gather", "fsdp", 1024, 4, 1e-6, 5e-7, 1e9, False)
-FOUND = Compiled(100, 40, 60, 0, (ROW,), 3.5)
+FOUND = ProgramStats(100, 40, 60, 0, (ROW,), 3.5)
 
 
 def child(monkeypatch, code):
@@ -63,11 +63,11 @@ NEVER = "raise SystemExit('nothing was to be compiled')"
 
 def test_what_layers_add_is_the_difference_of_two_depths():
     few = replace(FOUND, transfers=(ROW, replace(ROW, kind="all-reduce", bytes=60, count=1)))
-    more = Compiled(
+    more = ProgramStats(
         160, 70, 90, 0,
         (replace(ROW, count=10), replace(ROW, kind="all-reduce", bytes=120, count=1)),
     )  # fmt: skip
-    found = at_depth(24, few, more)
+    found = extrapolate_depth(24, few, more)
     assert (found.peak, found.arguments) == (280, 130)
     assert sent(found) == {("all-gather", "fsdp"): 22 * 1024, ("all-reduce", "fsdp"): 240}
     assert calls(found) == {("all-gather", "fsdp"): 22, ("all-reduce", "fsdp"): 1}
@@ -77,10 +77,10 @@ def test_what_layers_add_is_the_difference_of_two_depths():
 
 def test_calls_that_are_joined_otherwise_at_two_depths_are_told_by_their_mean():
     some = lambda *sizes: replace(FOUND, transfers=tuple(replace(ROW, bytes=b) for b in sizes))
-    found = at_depth(24, some(100, 300), some(100, 200, 400))
+    found = extrapolate_depth(24, some(100, 300), some(100, 200, 400))
     assert sent(found) == {("all-gather", "fsdp"): 4 * (700 + 2 * 300)}
     assert calls(found) == {("all-gather", "fsdp"): 4 * 5}
-    fewer = at_depth(24, some(100, 300), replace(FOUND, transfers=()))
+    fewer = extrapolate_depth(24, some(100, 300), replace(FOUND, transfers=()))
     assert fewer.transfers == ()
 
 
@@ -150,14 +150,17 @@ def test_two_depths_tell_what_the_whole_program_tells(name, tmp_path):
     config = Train(model=model, precision="bf16", **{"strategy": "fsdp", **more})
     kernels = tmp_path / "kernels"
     kernels.touch()
-    at = lambda layers: Planned(
+    at = lambda layers: PlannedRun(
         replace(config, model=replace(model, layers=layers)),
         devices,
         vocab,
         attention=fused_attention,
     )
     assert layers_without_loop(at(layers)) == layers
-    found, (whole, _) = of_two_depths(at, layers, kernels), program_of(at(layers), kernels)
+    found, (whole, _) = (
+        compile_two_depths(at, layers, kernels),
+        compile_program(at(layers), kernels),
+    )
     assert (found.depths, whole.depths) == (DEPTHS, ())
     wrong = errors(found, whole)
     assert wrong.pop("peak") <= 0.05
@@ -171,7 +174,7 @@ def test_layers_in_a_loop_are_compiled_whole(tmp_path, monkeypatch):
     model = Model(preset="gpt-tiny", layers=24)
     config = replace(TINY, model=model, strategy="fsdp+tensor", mesh=Mesh(tensor=2), remat="full")
     found = compile_candidate(config, vocab=256, limit=300.0, cache=tmp_path)
-    assert isinstance(found, Compiled), found
+    assert isinstance(found, ProgramStats), found
     assert not found.depths
     assert found.peak > found.arguments > 0
     assert ("all-gather", "fsdp") in sent(found)
@@ -182,12 +185,14 @@ def test_layers_in_a_loop_are_compiled_whole(tmp_path, monkeypatch):
 
 def test_a_candidate_whose_compilation_dies_is_named_with_the_reason(monkeypatch, tmp_path):
     child(monkeypatch, "raise MemoryError('no more of it')")
-    died = Failed("died: MemoryError: no more of it")
+    died = CompileFailure("died: MemoryError: no more of it")
     assert compile_candidate(TINY, vocab=256, cache=tmp_path) == died
     child(monkeypatch, "import os; os.kill(os.getpid(), 9)")
-    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == Failed("died: SIGKILL")
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == CompileFailure("died: SIGKILL")
     child(monkeypatch, "print('no result')")
-    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == Failed("died: it told 'no result'")
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == CompileFailure(
+        "died: it told 'no result'"
+    )
 
 
 @pytest.mark.slow
@@ -195,7 +200,7 @@ def test_settings_that_cannot_be_are_said_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "can_compile_for_gpus", lambda: True)
     wrong = replace(TINY, strategy="fsdp+zero1")
     found = compile_candidate(wrong, vocab=256, cache=tmp_path, limit=120.0)
-    assert isinstance(found, Failed)
+    assert isinstance(found, CompileFailure)
     assert found.why.startswith("died: ValueError: ")
 
 
@@ -207,7 +212,7 @@ def test_a_candidate_over_its_limit_is_ended_with_all_that_it_started(monkeypatc
     )
     child(monkeypatch, code)
     found = compile_candidate(TINY, vocab=256, limit=3, cache=tmp_path / "cache")
-    assert found == Failed("took more than 3 s")
+    assert found == CompileFailure("took more than 3 s")
     assert not _runs(int(started.read_text()))
     assert sorted(p.name for p in (tmp_path / "cache" / "plans").iterdir()) == []
 
@@ -232,7 +237,7 @@ def test_ctrl_c_ends_the_process(monkeypatch, tmp_path):
         kept.append(process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planner, "_ended", interrupted)
+    monkeypatch.setattr(planner, "_send_and_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compile_candidate(TINY, vocab=256, cache=tmp_path)
     assert kept[0].returncode == -9
@@ -270,9 +275,9 @@ def test_what_was_compiled_once_is_read_from_disk(monkeypatch, tmp_path):
         (TINY, {"count": 4}),
     ):
         found = compile_candidate(config, **{"vocab": 256, "cache": tmp_path, **others})
-        assert found == Failed("died: nothing was to be compiled")
+        assert found == CompileFailure("died: nothing was to be compiled")
     monkeypatch.setattr(planner, "_versions", lambda: {"jax": "another"})
-    assert isinstance(compile_candidate(TINY, vocab=256, cache=tmp_path), Failed)
+    assert isinstance(compile_candidate(TINY, vocab=256, cache=tmp_path), CompileFailure)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"peak": "large", "transfers": []}'])

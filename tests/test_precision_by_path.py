@@ -15,7 +15,7 @@ from hfjax import DDP, FSDP, PIPE, ZERO1, PrecisionByPath, Schedule
 from hfjax.models import moe
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.moe import MoELlama
-from hfjax.parallel.precision.by_path import by_path
+from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.utils.paths import flatten
 from tests.small_gpt import gpt_layout, tokens
 from tests.test_experts import CONFIG
@@ -88,9 +88,9 @@ def test_float32_norms_are_those_that_are_cast_by_hand():
     def by_hand(params, batch):
         cast = lambda path, x: x if "norm" in jax.tree_util.keystr(path) else x.astype("bfloat16")
         cast = jax.tree_util.tree_map_with_path(cast, params)
-        model = layout.blueprint.merge(flatten(cast), {}, "train")
+        model = layout.template.merge(flatten(cast), {}, "train")
         x = model.embed(batch)
-        for i in range(layout.blueprint.number_of_layers):
+        for i in range(layout.template.num_layers):
             graph, arrays = nnx.split(model.layers)
             x = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], arrays))(x)
         mean = next_token_loss(model.head(x), batch)
@@ -116,7 +116,7 @@ def test_a_path_is_gathered_and_reduced_in_its_own_type():
     assert norms[0] - narrow[0] == wide[0] - others[0] > 0
     assert norms[1] == narrow[1] == wide[1]  # gradients are reduced in float32 either way
     halved = sent({"*": "bf16", "*mlp*": hfjax.Precision("bfloat16", reduce="bfloat16")})
-    placed = layout.placed.items()
+    placed = layout.param_specs.items()
     mlp = sum(math.prod(p.shape) for path, p in placed if "mlp" in path)
     assert narrow[1] - halved[1] == 2 * mlp
 
@@ -186,8 +186,8 @@ def test_the_last_pattern_that_matches_counts():
         "float32",
         "bfloat16",
     ]
-    assert by_path("bf16,*norm*=fp32") == PrecisionByPath(NORMS)
-    assert by_path("bf16") == "bf16"
+    assert parse_precision("bf16,*norm*=fp32") == PrecisionByPath(NORMS)
+    assert parse_precision("bf16") == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -256,5 +256,5 @@ def test_what_is_made_of_a_named_parameter_alone_is_named(name):
 @pytest.mark.parametrize("given", ["bf16,*=fp32", "bf16,*norm*=fp32,*norm*=bf16", "*norm*=fp32"])
 def test_words_that_contradict_each_other_are_refused(given):
     with pytest.raises(ValueError, match="a word for all else comes first"):
-        by_path(given)
-    assert by_path("bf16, *norm*=fp32") == PrecisionByPath(NORMS)
+        parse_precision(given)
+    assert parse_precision("bf16, *norm*=fp32") == PrecisionByPath(NORMS)

@@ -12,14 +12,14 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
-from hfjax.cli.memory.settings import of_run
+from hfjax.cli.memory.settings import memory_settings
 from hfjax.cli.run import Saved, saved_config, saved_state
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, stdlib_corpus
 from hfjax.trainer import Parts, Train, config_io, load, train
-from hfjax.trainer.build import check_used
+from hfjax.trainer.build import check_flags_used
 from hfjax.trainer.config import CheckpointOptions as Checkpoints, Data, Mesh, Model
-from hfjax.trainer.pretrained_model import told_of_rows
-from hfjax.trainer.source_snapshot import COPY, TENSORS, keep, read_copy
+from hfjax.trainer.pretrained_model import length_note
+from hfjax.trainer.source_snapshot import COPY, TENSORS, read_copy, write_copy
 from hfjax.trainer.tasks.text import flops_per_token
 from hfjax.weights.model_folder import CONFIG, read_folder
 from hfjax.weights.tensor_files import read_rows
@@ -189,7 +189,7 @@ def test_a_copy_says_all_that_a_folder_says_and_follows_no_link(place, tmp_path)
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run" / ".model.unfinished-12").symlink_to(tmp_path)
     for _ in range(2):
-        keep(folder, tmp_path / "run")
+        write_copy(folder, tmp_path / "run")
     copy = read_copy(tmp_path / "run" / COPY)
     plain = lambda tensors: [(t.name, t.file.name, t.dtype, t.shape, t.begin) for t in tensors]
     assert plain(copy.tensors.values()) == plain(folder.tensors.values())
@@ -245,13 +245,13 @@ def test_what_else_says_the_shape_is_refused_with_both_flags(fields):
 def test_flags_that_make_no_sense_of_a_folder_are_refused(place):
     config = Train(model=Model(pretrained=place / "llama"))
     with pytest.raises(ValueError, match=r"--model.preset gpt-tiny beside --model.pretrained"):
-        check_used([config], ["--model.preset=gpt-tiny"])
+        check_flags_used([config], ["--model.preset=gpt-tiny"])
     with pytest.raises(
         ValueError, match=r"--model.stored bf16: it is of --model.pretrained, which"
     ):
         Model(stored="bf16")
     with pytest.raises(ValueError, match=r"--vocab 300 beside --model.pretrained"):
-        of_run(config, vocab=300)
+        memory_settings(config, vocab=300)
     for fields, message in (
         ({"dropout": 0.1}, r"--model.dropout 0.1: only a GPT has dropout. Leave it out"),
         ({"capacity": 2.0}, r"--model.capacity 2.0: this model has no experts. Leave it out"),
@@ -268,9 +268,9 @@ def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_is_useful(place,
     assert [of(folder).model.length for folder in (place / "llama", long)] == [32, 4096]
     assert of(long).model.name == "long"
     more = of(place / "llama", length=40)
-    assert (more.model.length, more.model.most) == (40, 40)
+    assert (more.model.length, more.model.max_length) == (40, 40)
     assert more.pretrained is not None
-    assert told_of_rows(more.pretrained, 40).startswith(
+    assert length_note(more.pretrained, 40).startswith(
         "warning: rows of 40 tokens are longer than those that the model was trained for (32)"
     )
     learned = small_folder(tmp_path / "gpt2", GPT2)
@@ -393,7 +393,7 @@ def test_a_run_is_exported_evaluated_and_writes_text_without_its_folder(place, a
     assert found.config == source.config
     told = [(of.path / "generation_config.json").read_bytes() for of in (found, source)]
     assert told[0] == told[1]
-    rows = {name: read_rows(t, 0, t.rows) for name, t in found.tensors.items()}
+    rows = {name: read_rows(t, 0, t.num_rows) for name, t in found.tensors.items()}
     tokens = np.asarray(result.state.params["tokens"])
     assert tokens.shape == (384, 32)
     np.testing.assert_array_equal(rows["model.embed_tokens.weight"], tokens[:VOCAB])

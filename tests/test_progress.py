@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hfjax.trainer import console
-from hfjax.utils.progress import said_while
+from hfjax.utils.progress import show_progress
 
 
 class Terminal(io.StringIO):
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 
 def _said(out, seconds=0.2, **intervals):
-    with said_while("compiling", out=out, **intervals):
+    with show_progress("compiling", out=out, **intervals):
         time.sleep(seconds)
     return out.getvalue()
 
@@ -53,7 +53,7 @@ def test_a_long_line_does_not_break_on_a_terminal(monkeypatch):
 
 
 def test_standard_error_is_where_it_is_said(capsys):
-    with said_while("compiling", first=0.01):
+    with show_progress("compiling", first=0.01):
         time.sleep(0.1)
     assert capsys.readouterr() == ("", "compiling … 0 s\n")
 
@@ -62,7 +62,7 @@ def test_an_error_passes_through_and_ends_the_line():
     out = Terminal()
 
     def fail():
-        with said_while("compiling", first=0.01, out=out):
+        with show_progress("compiling", first=0.01, out=out):
             time.sleep(0.1)
             raise ValueError("wrong")
 
@@ -84,9 +84,9 @@ class Device:
         mesh = SimpleNamespace(
             size=1, local_devices=[device], devices=SimpleNamespace(flat=[device])
         )
-        task = SimpleNamespace(unit="images", each=1, flops=lambda layout: 1.0)
+        task = SimpleNamespace(unit="images", units_per_example=1, flops=lambda layout: 1.0)
         config = SimpleNamespace(batch=8)
-        self.speed = console.Speed(
+        self.speed = console.SpeedMeter(
             SimpleNamespace(task=task, mesh=mesh, config=config, layout=None)  # pyright: ignore
         )
 
@@ -103,14 +103,14 @@ class Device:
     def rate(self, step: SimpleNamespace) -> float | None:
         """Wait for a step as who reads its metrics does; return the images a second."""
         self.wait(step.end - 0.125)  # on the device that is first
-        self.speed.count()
-        return self.speed.look().get("images_per_second")
+        self.speed.count_step()
+        return self.speed.measure().get("images_per_second")
 
     def run(self, waits: list[float], seconds: float, drained: int) -> list[float | None]:
         """Return the rate of each step, read two steps later, or at once after `drained` steps."""
         rates, unread = [], []
         for number, wait in enumerate(waits, 1):
-            with self.speed.reading():
+            with self.speed.waiting_for_batch():
                 self.time += wait
             unread.append(self.step(seconds))
             while len(unread) > (0 if number == drained else 2):
@@ -146,8 +146,8 @@ def test_what_is_between_steps_counts_for_none(monkeypatch):
 
 def test_the_time_that_is_left_is_that_of_steps_like_the_last_ones(monkeypatch):
     device = Device(monkeypatch)
-    assert device.speed.left(5) is None
+    assert device.speed.seconds_left(5) is None
     device.run([0.0] * 3, 2.0, drained=3)
-    assert device.speed.left(5) == 10.0
+    assert device.speed.seconds_left(5) == 10.0
     device.speed.pause()
-    assert device.speed.left(3) == 6.0
+    assert device.speed.seconds_left(3) == 6.0

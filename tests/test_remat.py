@@ -14,7 +14,7 @@ import hfjax
 from hfjax import DDP, FSDP, HOST_PARAMETERS, PIPE, Schedule
 from hfjax.analysis.residuals import stashes
 from hfjax.models.gpt import GPTConfig, next_token_loss
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from tests.small_gpt import SHAPE, MLPs, OnlyMLP, gpt, gpt_layout, mlps, tokens
 
 Remat = hfjax.Remat
@@ -197,7 +197,7 @@ class Longer(OnlyMLP):
 class Lengths(MLPs):
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
-        self.layers = stacked(config.layers, lambda rngs: Longer(config, rngs=rngs), rngs)
+        self.layers = stack_layers(config.layers, lambda rngs: Longer(config, rngs=rngs), rngs)
 
 
 def by_length(**changes):
@@ -219,7 +219,7 @@ def test_the_report_of_what_is_offloaded_is_of_the_last_trace():
     both.trace(tokens(ROWS, LENGTH))
     for step in both, short:
         step.trace(tokens(ROWS, LENGTH // 2))
-    assert both.offloaded.total == short.offloaded.total
+    assert both.offloaded.total_bytes == short.offloaded.total_bytes
 
 
 def test_a_model_without_layers_has_none_to_compute_again():

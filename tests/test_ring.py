@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec as P
 
 from hfjax.pallas_kernels.mosaic import kernel
-from hfjax.pallas_kernels.ring.peers import MeshRing, VirtualRing, ahead
+from hfjax.pallas_kernels.ring.peers import MeshRing, VirtualRing, rank_ahead
 from tests.kernels import interpreted_ring, lowered, needs_interpreter  # noqa: F401
 
 CELLS, BLOCKS = 256, 2
@@ -24,8 +24,8 @@ def push(ring, x_ref, out_ref):
     """Give my part to the next rank, and wait for the one before to have given me its own."""
     part = part_of_block()
     arrived = ring.semaphores(1)
-    ring.peer(out_ref, ahead(ring, 1))[part] = ring.mine(x_ref)[part]
-    ring.signal(arrived, 0, ahead(ring, 1))
+    ring.peer(out_ref, rank_ahead(ring, 1))[part] = ring.local(x_ref)[part]
+    ring.signal(arrived, 0, rank_ahead(ring, 1))
     ring.wait(arrived, 0, BLOCKS)
 
 
@@ -33,7 +33,7 @@ def pull(ring, x_ref, out_ref):
     """Take the part of the rank before me; then nobody leaves before all have taken theirs."""
     part = part_of_block()
     taken = ring.semaphores(1)
-    ring.mine(out_ref)[part] = ring.peer(x_ref, ahead(ring, ring.size - 1))[part]
+    ring.local(out_ref)[part] = ring.peer(x_ref, rank_ahead(ring, ring.size - 1))[part]
     for rank in range(ring.size):
         ring.signal(taken, 0, jnp.int32(rank))
     ring.wait(taken, 0, ring.size * BLOCKS)

@@ -16,10 +16,10 @@ from jax.extend.core import jaxpr_as_fun
 
 import hfjax
 from hfjax.models.attention import causal_attention
-from hfjax.models.layers import plain
+from hfjax.models.layers import local_ops
 from hfjax.models.moe import MoE, Router
-from hfjax.parallel.spmd.partition_context import recording
-from hfjax.parallel.spmd.rule_calls import like_tokens
+from hfjax.parallel.spmd.partition_context import record_calls
+from hfjax.parallel.spmd.rule_calls import map_token_groups
 from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP
 
 
@@ -44,7 +44,7 @@ class OwnRows(nnx.Module):
 
 class Attention(nnx.Module):
     def __init__(self, rngs):
-        self.kernels, self.heads = plain, nnx.Linear(8, 24, rngs=rngs)
+        self.kernels, self.heads = local_ops, nnx.Linear(8, 24, rngs=rngs)
 
     def __call__(self, x):
         heads = self.heads(x).reshape(*x.shape[:2], 3, 2, 4)
@@ -54,10 +54,10 @@ class Attention(nnx.Module):
 
 class Moments(nnx.Module):
     def __init__(self, rngs):
-        self.kernels, self.scale = plain, nnx.Param(jnp.ones(8))
+        self.kernels, self.scale = local_ops, nnx.Param(jnp.ones(8))
 
     def __call__(self, x):
-        mean, variance, _ = self.kernels.moments(x)
+        mean, variance, _ = self.kernels.channel_stats(x)
         scale = lax.rsqrt(variance + 1e-3) * self.scale[...]
         return (x - mean[None, None]) * scale[None, None]
 
@@ -241,8 +241,8 @@ def test_parameters_of_experts_are_not_differentiated_outside_of_their_mixture(m
 
 
 def test_what_stands_in_for_a_call_never_runs():
-    alike = like_tokens(lambda arrays, x: x, travels=True)
-    with recording():
+    alike = map_token_groups(lambda arrays, x: x, with_dispatch=True)
+    with record_calls():
         traced = jax.make_jaxpr(alike)((), jnp.ones(4))
     with pytest.raises(ValueError, match=r"a program is run as it is written .* a mixture of exp"):
         jax.jit(jaxpr_as_fun(traced))(jnp.ones(4))

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.cli.arguments import parsed
-from hfjax.cli.memory.settings import of_run
+from hfjax.cli.arguments import parse_flags
+from hfjax.cli.memory.settings import memory_settings
 from hfjax.cli.run import Generate
 from hfjax.data import Loader, prepare
 from hfjax.distributed.watchdog import Watchdog
@@ -30,12 +30,12 @@ from hfjax.trainer.config import (
     Optimizer,
     PipelineOptions as Pipeline,
 )
-from hfjax.trainer.console import line
-from hfjax.trainer.metrics_file import Journal, read
-from hfjax.trainer.model import choose, presets
+from hfjax.trainer.console import step_line
+from hfjax.trainer.metrics_file import MetricsWriter, read_metrics
+from hfjax.trainer.model import choose_model, presets
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
-from hfjax.trainer.train_loop import Run, go_on
+from hfjax.trainer.train_loop import Run, restore_loader
 from tests.full_disk import allowed_bytes
 from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small as small_gpt, told
 
@@ -95,7 +95,7 @@ def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
     monkeypatch.setattr("hfjax.trainer.train_loop.Watchdog", Heard)
     read = Loader.__next__
     monkeypatch.setattr(Loader, "__next__", lambda me: Heard.events.append("batch") or read(me))
-    tell = Run._tell
+    tell = Run._log_step
     monkeypatch.setattr(Run, "_tell", lambda me, x: Heard.events.append("waits") or tell(me, x))
     keep = Checkpoints(every=4)
     train(small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=9, checkpoints=keep))
@@ -134,11 +134,11 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_goes_on_later(
     rare = {"log": replace(UNJUDGED, every=1), "checkpoints": Checkpoints(every=100)}
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, **rare)
     reader, writer = os.pipe()
-    write = Journal.write
+    write = MetricsWriter.write
     leave = lambda me, step, **values: (step == 3 and os.close(reader), write(me, step, **values))
     with open(writer, "w") as unread, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", unread)
-        patch.setattr(Journal, "write", leave)
+        patch.setattr(MetricsWriter, "write", leave)
         stopped = train(config)
     assert stopped.reason == "stdout"
     assert hfjax.latest(tmp_path / "checkpoints") == stopped.step == 7
@@ -256,13 +256,13 @@ def test_odd_characters_in_the_name_of_a_run_are_told_by_their_codes(tmp_path, d
 def test_a_run_whose_folder_is_moved_leaves_one_that_can_be_used(
     tmp_path, data, capsys, monkeypatch
 ):
-    place, write = tmp_path / "run", Journal.write
+    place, write = tmp_path / "run", MetricsWriter.write
     config = small(place, data, model=BIGRAMS, mesh=ONE, steps=4)
     move = lambda me, step, **values: (
         write(me, step, **values),
         step == 1 and "loss" in values and place.rename(tmp_path / "moved"),
     )
-    monkeypatch.setattr(Journal, "write", move)
+    monkeypatch.setattr(MetricsWriter, "write", move)
     with pytest.warns(RuntimeWarning, match="/run/checkpoints was moved"):
         train(config)
     lost = "the checkpoints, but no metrics: it was moved or deleted while the run went on\n"
@@ -415,7 +415,9 @@ def test_a_llama_is_a_preset_too(data, tmp_path):
 
 def test_flags_say_all_widths_of_a_llama():
     flags: Any = {"layers": 80, "heads": 64, "embed": 8192, "kv_heads": 8, "mlp": 28672}
-    of = lambda preset, **sizes: choose(Train(model=Model(preset=preset, **sizes)), 32000).shape
+    of = lambda preset, **sizes: (
+        choose_model(Train(model=Model(preset=preset, **sizes)), 32000).shape
+    )
     assert of("llama2-7b", **flags) == LlamaConfig(**flags)
     assert of("llama2-7b", **flags, head=64).width == 64
     expert = of("mixtral-tiny", mlp=96, kv_heads=2)
@@ -428,7 +430,7 @@ def test_a_preset_with_experts_tells_how_even_their_loads_are(data, tmp_path, ca
     log = replace(UNJUDGED, every=1)
     config = small(tmp_path, data, steps=3, model=model, log=log, **spread)
     assert train(config).step == 3
-    lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert all(1 <= line["load_max_over_mean"] <= 4 for line in lines)
     assert all(0 <= line["dropped_mean"] < 1 for line in lines)
     assert all(line["token_loss"] < line["loss"] for line in lines)
@@ -470,14 +472,14 @@ def test_tensorboard_gets_the_same_numbers(data, tmp_path):
 
 
 def test_a_journal_drops_the_steps_that_are_done_again(tmp_path):
-    with Journal(tmp_path, Log(), {}, 0) as journal:
+    with MetricsWriter(tmp_path, Log(), {}, 0) as journal:
         for step in range(6):
             journal.write(step, loss=float(step))
         journal.write(4, valid_loss=0.5)
         journal.write(6, valid_loss=0.25)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed
-    with Journal(tmp_path, Log(), {}, 4):
+    with MetricsWriter(tmp_path, Log(), {}, 4):
         pass
     assert told(tmp_path) == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
     assert told(tmp_path, "valid_loss") == {4: 0.5}
@@ -485,7 +487,7 @@ def test_a_journal_drops_the_steps_that_are_done_again(tmp_path):
 
 def test_lines_that_a_journal_drops_are_kept_beside_it(tmp_path):
     for steps, start in ((4, 0), (2, 3), (0, 0)):
-        with Journal(tmp_path, Log(), {}, start) as journal:
+        with MetricsWriter(tmp_path, Log(), {}, start) as journal:
             for step in range(start, start + steps):
                 journal.write(step, loss=float(step))
     lines = [json.loads(text) for text in (tmp_path / "metrics.dropped.jsonl").open()]
@@ -499,7 +501,7 @@ def test_lines_that_a_journal_drops_are_kept_beside_it(tmp_path):
 
 def test_holes_in_a_journal_are_told_in_one_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    notes = lambda start: Journal(tmp_path, Log(), {}, start).notes
+    notes = lambda start: MetricsWriter(tmp_path, Log(), {}, start).notes
     assert notes(0) == []
     assert notes(9) == [f"{path} has no line of steps 0-8 (the file counts from 0)"]
     steps = [0, 1, 1, 4, 5, 6, 8, 6, 5]
@@ -543,7 +545,7 @@ def test_a_run_whose_checkpoints_are_out_of_reach_does_not_begin_anew(data, tmp_
 def test_a_log_line_tells_what_there_is_to_tell():
     values = {"step": 99, "loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "memory": 5 * 2**30}
     speed = {"tokens_per_second": 43210.0, "tflops": 387.4, "mfu": 0.4123}
-    assert line(values | speed, 1000) == (
+    assert step_line(values | speed, 1000) == (
         "step  100/1000  loss 1.2500  lr 3.00e-04  grad norm 0.500  43.2k tokens/s/device  "
         "387 TFLOP/s/device  MFU 41.2%  memory 5.0 GiB"
     )
@@ -786,7 +788,7 @@ def test_a_number_out_of_bounds_is_refused_with_its_flag(make, message):
 def test_an_empty_value_is_no_folder():
     for words in (["--out="], ["--out", ""], ["--data.train="]):
         with pytest.raises(ValueError, match=f"{words[0][:5]}.*: its value is empty. Give"):
-            parsed(Train, words, "train")
+            parse_flags(Train, words, "train")
 
 
 def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_path):
@@ -813,7 +815,7 @@ def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
     train(config)
     loader, step = Parts(config).data, tmp_path / "checkpoints" / "1"
     told = hfjax.recorded(tmp_path / "checkpoints")["data"]
-    assert go_on(loader, told, step) == 0
+    assert restore_loader(loader, told, step) == 0
     for change, message in (
         ({"data": told["data"] | {"rows": -5}}, r"1/meta/metadata: data: data: rows is -5, a wh"),
         ({"data": told["data"] | {"rows": 10**30}}, r"is at row 10{30}, the data ends at row"),
@@ -822,9 +824,9 @@ def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
         ({"skipped": 10**400}, r"skipped is 10+\.\.\.0+, a whole number from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            go_on(loader, told | change, step)
+            restore_loader(loader, told | change, step)
     with pytest.raises(ValueError, match=r"metadata: data: an object is expected, found None"):
-        go_on(loader, None, step)
+        restore_loader(loader, None, step)
 
 
 def test_a_bit_that_changes_between_a_run_and_its_resumption_is_told(tmp_path):
@@ -856,7 +858,7 @@ def test_files_of_a_run_that_do_not_fit_are_named(data, tmp_path, capsys):
     with allowed_bytes(10), pytest.raises(OSError, match=r"File too large: '.*/config.yaml'"):
         train(config)
     assert not list(tmp_path.glob("*config*"))
-    journal = Journal(tmp_path, Log(), {}, 0)
+    journal = MetricsWriter(tmp_path, Log(), {}, 0)
     journal.write(0, loss=1.0)
     with allowed_bytes(30):
         told = r"metrics.jsonl cannot be written: File too large. What was saved is whole: start"
@@ -869,8 +871,8 @@ def test_files_of_a_run_that_do_not_fit_are_named(data, tmp_path, capsys):
 def test_a_profile_of_steps_that_are_done_is_told(tmp_path, capsys):
     with Profile("1:3", tmp_path) as profile:
         for step in (5, 6):
-            profile.before(step)
-            profile.after(step)
+            profile.before_step(step)
+            profile.after_step(step)
     assert capsys.readouterr().out.count("no trace: this run goes on after the steps 1:3") == 1
 
 
@@ -982,7 +984,7 @@ def test_what_belongs_to_a_machine_or_to_one_start_is_not_saved(data, tmp_path):
     there = dict.fromkeys([*here, "profile", "minutes"])
     resumed = replace(config, checkpoints=replace(keep, resume="auto"), **there)
     assert load(tmp_path / "run" / "config.yaml") == resumed
-    assert of_run(config).devices is None
+    assert memory_settings(config).devices is None
 
 
 @pytest.mark.parametrize(
@@ -1008,7 +1010,7 @@ def test_sampling_that_makes_no_sense_is_refused(fields, message):
 @pytest.mark.parametrize("given", ["nan", "inf"])
 def test_a_temperature_that_is_no_number_is_refused_on_the_command_line(given, capsys):
     with pytest.raises(SystemExit, match="2"):
-        parsed(Generate, ["runs/a", "--temperature", given], "generate")
+        parse_flags(Generate, ["runs/a", "--temperature", given], "generate")
     assert f"temperature={given}, top_k=40: a temperature" in capsys.readouterr().err
 
 

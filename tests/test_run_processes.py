@@ -302,7 +302,7 @@ def test_processes_with_other_settings_are_told_apart(shared):
 
 def test_a_peer_that_does_not_come_is_not_waited_for_as_long_as_a_step(monkeypatch):
     asked = {}
-    monkeypatch.setattr("hfjax.cli.run.keep_programs", lambda place: None)
+    monkeypatch.setattr("hfjax.cli.run.enable_program_cache", lambda place: None)
     monkeypatch.setattr("hfjax.cli.run.init_distributed", lambda **given: asked.update(given))
     start(Train(timeout=600.0))
     assert asked == {"timeout": 60.0}
@@ -335,7 +335,7 @@ def test_thirty_kills_lose_nothing(shared):
 
 def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
     """In a process of its own: a text on another number of devices."""
-    monkeypatch.setattr("hfjax.cli.run.keep_programs", lambda place: None)
+    monkeypatch.setattr("hfjax.cli.run.enable_program_cache", lambda place: None)
 
     def here(*words):
         assert main([str(word) for word in words]) == 0

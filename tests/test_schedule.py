@@ -8,10 +8,10 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from hfjax.parallel.schedules.builders import vee
+from hfjax.parallel.schedules.builders import v_stage_map
 from hfjax.parallel.schedules.compile import WRITES, compile_table
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table, forward_table
-from hfjax.parallel.schedules.table import Table, Task, check, lay_out, needs
+from hfjax.parallel.schedules.table import Table, Task, check_table, dependencies, lay_out
 from tests.replay import Replay
 
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 12, 13, 16)
@@ -25,7 +25,7 @@ SIZES = [
 KINDS_OF_TABLES = [
     (name, chunks)
     for name, builder in SCHEDULES.items()
-    for chunks in ((builder.chunks,) if builder.fixed else (1, 2, 3))
+    for chunks in ((builder.chunks,) if builder.fixed_chunks else (1, 2, 3))
 ]
 
 
@@ -43,15 +43,17 @@ def every_task(kinds: str, virtual: int, microbatches: int) -> list[Task]:
 @pytest.mark.parametrize(("name", "chunks"), KINDS_OF_TABLES)
 def test_a_schedule_runs_every_task_once_at_home_and_in_order(name, chunks, sizes):
     for table in tables(name, chunks, sizes):
-        assert check(table) is table
+        assert check_table(table) is table
         assert table.name == name
         times = table.times()
-        kinds = "F" + "B" * (name != "forward") + "W" * table.split
+        kinds = "F" + "B" * (name != "forward") + "W" * table.splits_backward
         assert sorted(times) == sorted(every_task(kinds, table.virtual, table.microbatches))
         for task, tick in times.items():
-            assert all(times[need] + wait <= tick for need, wait in needs(task, table.virtual))
+            assert all(
+                times[need] + wait <= tick for need, wait in dependencies(task, table.virtual)
+            )
         for task, _, stage in table.tasks():
-            assert table.homes[task.virtual][0] == stage
+            assert table.stage_map[task.virtual][0] == stage
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -60,10 +62,10 @@ def test_a_replay_of_the_compiled_ticks_reads_what_was_written_for_it(name, chun
     """And what is compiled, segment by segment, does not grow with stages or microbatches."""
     for table in tables(name, chunks, sizes):
         ticks = compile_table(table)
-        assert len(ticks.segments) <= (6 if table.split and not table.branches else 3)
+        assert len(ticks.segments) <= (6 if table.splits_backward and not table.branches else 3)
         ran = Replay(ticks).run()
         assert set(ran.values()) == {1}
-        kinds = 1 + table.trains + table.split
+        kinds = 1 + table.trains + table.splits_backward
         assert len(ran) == kinds * table.virtual * table.microbatches
 
 
@@ -101,7 +103,7 @@ def test_a_ring_has_as_many_slots_as_values_live_at_once_and_one_for_junk_if_nee
 def test_writes_never_lack_a_slot_and_links_are_those_in_use():
     for name, chunks in KINDS_OF_TABLES:
         ticks = compile_table(build_table(name, 4, 6, chunks))
-        homes, branches = [stage for stage, _ in ticks.table.homes], ticks.table.branches
+        homes, branches = [stage for stage, _ in ticks.table.stage_map], ticks.table.branches
         steps = {(b - a + 1) % 4 - 1 for a, b in pairwise(homes)}  # after the last comes the first
         assert set(ticks.links["F"]) == steps
         assert set(ticks.links["B"]) == ({-step for step in steps} if ticks.table.trains else set())
@@ -116,12 +118,14 @@ def test_writes_never_lack_a_slot_and_links_are_those_in_use():
 
 def test_forward_and_backward_share_permutes_where_a_stage_makes_one_message_a_tick():
     """zb-v on 4 stages: two permutes in a tick, not four. dualpipe-v makes two messages in one."""
-    shared = {name for name, chunks in KINDS_OF_TABLES if compiled_on_four(name, chunks).shared}
+    shared = {
+        name for name, chunks in KINDS_OF_TABLES if compiled_on_four(name, chunks).shares_permutes
+    }
     assert shared == {"zb-v"}
-    assert sum(link != 0 for _, link in compiled_on_four("zb-v", 2).lines) == 2
-    assert sum(link != 0 for _, link in compiled_on_four("dualpipe-v", 2).lines) == 4
+    assert sum(link != 0 for _, link in compiled_on_four("zb-v", 2).messages) == 2
+    assert sum(link != 0 for _, link in compiled_on_four("dualpipe-v", 2).messages) == 4
     never = replace(build_table("zb-v", 4, 8, 2), branches=False)
-    assert not compile_table(never).shared
+    assert not compile_table(never).shares_permutes
 
 
 def compiled_on_four(name, chunks):
@@ -135,7 +139,9 @@ def test_segments_cover_the_ticks_with_the_kinds_that_they_use():
     assert compile_table(build_table("zb-h1", 4, 16, 1)).segments == ((0, 51, "FBW"),)
 
 
-@pytest.mark.parametrize("homes", [vee(4), ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))])
+@pytest.mark.parametrize(
+    "homes", [v_stage_map(4), ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))]
+)
 def test_an_evaluation_runs_on_any_placement(homes):
     for microbatches in MICROBATCHES:
         ticks = compile_table(forward_table(homes, microbatches))
@@ -154,7 +160,7 @@ def own_table(seed: int) -> Table:
     left = every_task(kinds, len(homes), microbatches)
     lines, done = [[] for _ in range(stages)], set()
     while left:
-        ready = [t for t in left if all(need in done for need, _ in needs(t, len(homes)))]
+        ready = [t for t in left if all(need in done for need, _ in dependencies(t, len(homes)))]
         task = draw.choice(ready)
         left.remove(task)
         done.add(task)
@@ -165,10 +171,10 @@ def own_table(seed: int) -> Table:
 @pytest.mark.parametrize("seed", range(150))
 @pytest.mark.short(*map(str, range(20)))
 def test_any_order_of_any_user_compiles_and_replays(seed):
-    table = check(own_table(seed))
+    table = check_table(own_table(seed))
     assert set(Replay(compile_table(table)).run().values()) == {1}
     again = Schedule.from_text(str(table), branches=table.branches).table(table.stages)
-    assert (again.homes, again.branches) == (table.homes, table.branches)
+    assert (again.stage_map, again.branches) == (table.stage_map, table.branches)
     np.testing.assert_array_equal(again.cells, table.cells)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hfjax.__main__ import main
 from hfjax.cli import draw_timeline, schedule as timetable
-from hfjax.cli.schedule import drawn
+from hfjax.cli.schedule import schedule_timeline
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table
 from hfjax.parallel.schedules.text import parse_table
 
@@ -175,7 +175,7 @@ def test_nothing_that_is_written_in_a_picture_is_cut_off_or_overlaps(
     name, stages, microbatches, chunks
 ):
     table = Schedule(name, microbatches, chunks).table(stages)
-    figure = draw_timeline.figure(drawn(table, 1, 2, 1))
+    figure = draw_timeline.figure(schedule_timeline(table, 1, 2, 1))
     figure.draw(renderer := FigureCanvasAgg(figure).get_renderer())
     texts = [*figure.legends[0].texts]
     for axes in figure.axes:
@@ -202,19 +202,21 @@ def test_a_picture_says_what_it_shows(run, tmp_path):
 
 def test_the_chunks_of_a_stage_are_told_apart_without_colour():
     table = Schedule("interleaved", 8, 4).table(2)
-    for span in drawn(table, 1, 2, 1).spans:
+    for span in schedule_timeline(table, 1, 2, 1).spans:
         if span.label:
             chunk = int(span.name.split("FB"[span.kind == "B"])[0]) // 2
             assert span.bar == chunk / 3, span
 
 
 def test_a_long_picture_is_cut_between_ticks_into_rows_below_each_other():
-    short, long = (drawn(Schedule("zb-v", count).table(4), 1, 2, 1) for count in (2, 64))
-    assert len(short.parts) == 1
-    assert len(long.parts) == long.rows > 2
-    ends = {end for _, end in long.parts}
+    short, long = (
+        schedule_timeline(Schedule("zb-v", count).table(4), 1, 2, 1) for count in (2, 64)
+    )
+    assert len(short.row_ranges) == 1
+    assert len(long.row_ranges) == long.rows > 2
+    ends = {end for _, end in long.row_ranges}
     assert not [s for s in long.spans for end in ends if s.start < end - 1e-9 < s.end - 2e-9]
-    assert drawn(Schedule("1f1b", 1024).table(2), 1, 2, 1).rows == timetable.MOST_ROWS
+    assert schedule_timeline(Schedule("1f1b", 1024).table(2), 1, 2, 1).rows == timetable.MOST_ROWS
 
 
 def test_pictures_load_no_pyplot_and_a_trace_no_matplotlib(tmp_path):
@@ -222,10 +224,10 @@ def test_pictures_load_no_pyplot_and_a_trace_no_matplotlib(tmp_path):
 import sys
 from pathlib import Path
 from hfjax.cli.draw_timeline import trace, write
-from hfjax.cli.schedule import drawn
+from hfjax.cli.schedule import schedule_timeline
 from hfjax.parallel.schedules import Schedule
 
-picture = drawn(Schedule("1f1b", 2).table(2), 1, 2, 1)
+picture = schedule_timeline(Schedule("1f1b", 2).table(2), 1, 2, 1)
 assert trace(picture)
 assert "matplotlib" not in sys.modules
 write(Path({str(tmp_path)!r}, "x.svg"), picture)
@@ -252,7 +254,7 @@ def test_a_trace_has_the_tasks_of_each_stage_and_an_arrow_per_message(run, tmp_p
 @pytest.mark.short("gpipe", "forward")
 def test_every_table_can_be_drawn(tmp_path, name):
     table = build_table(name, 2, 3, SCHEDULES[name].chunks)
-    picture = drawn(table, 1, 2, 1)
+    picture = schedule_timeline(table, 1, 2, 1)
     tasks = [span.name.split(",")[0].replace("I", "B") for span in picture.spans if span.label]
     assert sorted(tasks) == sorted(map(str, table.times()))
     for ending in ("svg", "png"):
@@ -260,7 +262,7 @@ def test_every_table_can_be_drawn(tmp_path, name):
 
 
 def test_a_table_of_one_stage_can_be_drawn():
-    assert draw_timeline.svg(drawn(parse_table("0F0 0B0"), 1, 2, 1))
+    assert draw_timeline.svg(schedule_timeline(parse_table("0F0 0B0"), 1, 2, 1))
 
 
 @pytest.mark.parametrize(

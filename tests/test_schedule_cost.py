@@ -7,15 +7,15 @@ import pytest
 
 from hfjax.parallel.schedules.compile import compile_table
 from hfjax.parallel.schedules.cost import (
+    b_to_w_stash,
     bubble,
+    compile_outline,
     cost,
-    crossing,
+    count_permutes,
+    list_permutes,
     messages,
-    outline,
-    permutes,
-    permutes_of,
-    sent,
-    starts,
+    sent_messages,
+    start_times,
     stash,
 )
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
@@ -55,21 +55,21 @@ def table(name: str, stages: int = 4, microbatches: int = 16, chunks: int | None
 def test_the_table_of_what_schedules_cost(name, chunks, percent, kept, late, permuted):
     schedule = table(name, chunks=chunks)
     assert round(100 * bubble(schedule), 1) == percent
-    assert (max(stash(schedule)), max(crossing(schedule))) == (kept, late)
-    assert permutes(schedule) == permuted
+    assert (max(stash(schedule)), max(b_to_w_stash(schedule))) == (kept, late)
+    assert count_permutes(schedule) == permuted
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_outline_is_the_compiled_table_without_its_columns(name):
     """The planner asks outlines: slots of rings, segments and permutes are the executor's."""
     for stages, microbatches in ((1, 3), (2, 5), (3, 8), (4, 4), (5, 11)):
-        for chunks in (None,) if SCHEDULES[name].fixed else (1, 2, 3):
+        for chunks in (None,) if SCHEDULES[name].fixed_chunks else (1, 2, 3):
             found = table(name, stages, microbatches, chunks)
-            whole, short = compile_table(found), outline(found)
+            whole, short = compile_table(found), compile_outline(found)
             assert {ring: whole.depth[ring] for ring in short.depth} == short.depth
             assert (whole.segments, whole.links) == (short.segments, short.links)
-            assert [*permutes_of(whole)] == [*permutes_of(short)]
-            lengths = starts(found, F, B, W)[1].sum(axis=2).max(axis=1)
+            assert [*list_permutes(whole)] == [*list_permutes(short)]
+            lengths = start_times(found, F, B, W)[1].sum(axis=2).max(axis=1)
             assert cost(found, F, B, W) == lengths.sum()
 
 
@@ -157,7 +157,7 @@ def test_on_a_v_no_stage_keeps_more_than_1f1b_does(name):
 
 def test_a_split_backward_keeps_what_crosses_in_the_slots_of_the_executor():
     for name, kept in (("zb-h1", (1, 2, 3, 4)), ("zb-v", (0.5, 1.5, 2.5, 3.5)), ("1f1b", (0,) * 4)):
-        assert crossing(table(name)) == kept
+        assert b_to_w_stash(table(name)) == kept
         column = compile_table(table(name)).columns["B_cross"]
         assert tuple((column.max(axis=0) + 1) / table(name).chunks) == kept
 
@@ -179,17 +179,20 @@ def test_messages_are_counted_per_link():
     assert looped == {(0, 1): 12, (0, 2): 6, (1, 0): 12, (1, 2): 12, (2, 0): 6, (2, 1): 12}
     assert messages(table("zb-v", 3, 6)) == {link: 12 for link in ((0, 1), (1, 0), (1, 2), (2, 1))}
     assert messages(table("interleaved", 1, 6, 2)) == {}
-    assert (sent(table("interleaved", 1, 6, 2)), permutes(table("interleaved", 1, 6, 2))) == ({}, 0)
+    assert (
+        sent_messages(table("interleaved", 1, 6, 2)),
+        count_permutes(table("interleaved", 1, 6, 2)),
+    ) == ({}, 0)
 
 
 def test_sent_is_every_tick_of_a_link_needed_or_not():
-    assert sent(table("1f1b", 3, 5)) == dict.fromkeys(((0, 1), (1, 0), (1, 2), (2, 1)), 7)
+    assert sent_messages(table("1f1b", 3, 5)) == dict.fromkeys(((0, 1), (1, 0), (1, 2), (2, 1)), 7)
     for name in SCHEDULES:
-        needed, all_sent = messages(table(name)), sent(table(name))
+        needed, all_sent = messages(table(name)), sent_messages(table(name))
         assert needed.keys() == all_sent.keys()
         assert all(all_sent[link] >= count for link, count in needed.items())
         of_middle = sum(count for (here, _), count in all_sent.items() if here == 1)
-        assert of_middle == permutes(table(name)), name  # it has neighbours on both sides
+        assert of_middle == count_permutes(table(name)), name  # it has neighbours on both sides
 
 
 def test_times_that_cannot_be_are_refused():

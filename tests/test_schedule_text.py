@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hfjax.parallel.schedules.builders import vee
+from hfjax.parallel.schedules.builders import v_stage_map
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table, forward_table
-from hfjax.parallel.schedules.table import Table, check
+from hfjax.parallel.schedules.table import Table, check_table
 from hfjax.parallel.schedules.text import parse_table
 
 ONE_F_ONE_B = """
@@ -30,13 +30,13 @@ def test_every_schedule_prints_and_reads_back(name):
     for stages, microbatches in ((1, 3), (2, 2), (3, 7), (4, 8)):
         table = build_table(name, stages, microbatches, SCHEDULES[name].chunks)
         again = parse_table(str(table), name, table.branches)
-        assert (again.homes, again.name) == (table.homes, name)
+        assert (again.stage_map, again.name) == (table.stage_map, name)
         np.testing.assert_array_equal(again.cells, table.cells)
 
 
 def test_a_whole_backward_of_a_split_table_is_both_parts_in_one_cell():
     table = parse_table("0F0 0B0 0F1 0I1 0W1")
-    assert table.split
+    assert table.splits_backward
     assert str(table) == "0F0 0B0 0F1 0I1 0W1"
     assert table.cells[1, 0].tolist() == [-1, 0, 0]
     assert str(parse_table("0F0 0I0+0W0 0F1 0I1 0W1")) == "0F0 0B0 0F1 0I1 0W1"
@@ -61,8 +61,8 @@ def test_a_csv_has_a_row_per_stage_with_nothing_where_it_is_idle(tmp_path):
 
 
 def test_a_placement_is_read_from_the_lines():
-    assert parse_table(str(build_table("zb-v", 3, 5, 2))).homes == vee(3)
-    assert parse_table("0F0 1F0 1B0 0B0").homes == ((0, 0), (0, 1))
+    assert parse_table(str(build_table("zb-v", 3, 5, 2))).stage_map == v_stage_map(3)
+    assert parse_table("0F0 1F0 1B0 0B0").stage_map == ((0, 0), (0, 1))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -171,7 +171,7 @@ def test_digits_are_those_of_ascii(digit):
 
 
 def test_an_order_that_lines_alone_allow_runs():
-    assert check(parse_table("0F0 0F1 0B0 0B1\n1F1+1B1 1F0+1B0"))
+    assert check_table(parse_table("0F0 0F1 0B0 0B1\n1F1+1B1 1F0+1B0"))
 
 
 def test_of_a_large_grid_what_is_around_the_cell_is_shown():
@@ -214,7 +214,7 @@ def test_of_300_drawn_tables_each_runs_or_is_drawn_with_what_each_stage_waits_fo
     ran = 0
     for number in range(300):
         try:
-            ran += bool(check(parse_table(drawn_text(number), "mine")))
+            ran += bool(check_table(parse_table(drawn_text(number), "mine")))
         except ValueError as refused:
             head, *lines = str(refused).splitlines()
             assert head.startswith("mine: deadlock"), (number, head)
@@ -230,14 +230,14 @@ def moved(table: Table, task: tuple[int, int, int], tick: int) -> Table:
     cells = table.cells.copy()
     cells[cells[:, stage, slot] == value, stage, slot] = -1
     cells[tick, stage, slot] = value
-    return Table(table.name, table.stages, table.microbatches, table.chunks, table.homes, cells)
+    return Table(table.name, table.stages, table.microbatches, table.chunks, table.stage_map, cells)
 
 
 def test_a_faulty_cell_is_marked_in_the_grid_around_it():
     table = build_table("1f1b-published", 3, 2, 1)
     wrong = moved(table, (1, 1, 1), 3)
     with pytest.raises(ValueError, match="1B0 in tick 3 needs 2B0, which runs in tick 3") as caught:
-        check(wrong)
+        check_table(wrong)
     assert str(caught.value).splitlines() == [
         "1f1b-published: 1B0 in tick 3 needs 2B0, which runs in tick 3. Move it to tick 4 or "
         "later.",
@@ -260,18 +260,18 @@ def test_tables_made_by_hand_are_checked():
     ):
         cells = edit(table.cells)
         with pytest.raises(ValueError, match=rf"{message}(.|\n)*>{cell}<"):
-            check(Table("mine", 2, 2, 1, table.homes, cells))
+            check_table(Table("mine", 2, 2, 1, table.stage_map, cells))
     with pytest.raises(ValueError, match=r"1 for each stage, found 2 on stage 0(.|\n)*>1F0"):
-        check(Table("mine", 2, 2, 1, ((0, 0), (0, 1)), table.cells))
+        check_table(Table("mine", 2, 2, 1, ((0, 0), (0, 1)), table.cells))
 
 
 def test_a_backward_whose_weights_wait_is_called_by_the_name_that_the_grid_has():
     table = build_table("zb-h1", 3, 4, 1)
     wrong = moved(table, (1, 1, 1), 3)  # B of microbatch 0
     with pytest.raises(ValueError, match=r"1I0 in tick 3 needs 2I0, which (.|\n)*>1I0<"):
-        check(wrong)
+        check_table(wrong)
     whole = parse_table("0F0 0B0 0F1 0I1 0W1")
-    assert [whole.called(task) for task in whole.times()] == [
+    assert [whole.task_name(task) for task in whole.times()] == [
         "0F0",
         "0B0",
         "0W0",

@@ -17,7 +17,7 @@ from flax import nnx
 import hfjax
 from hfjax import CONTEXT, DDP, PIPE, TENSOR, Schedule
 from hfjax.models.attention import causal_attention
-from hfjax.models.layers import Dropout, plain, stacked
+from hfjax.models.layers import Dropout, local_ops, stack_layers
 from hfjax.models.loss import next_tokens
 from tests.test_context_parallel import apart, doubled, variables_in
 
@@ -252,15 +252,19 @@ NEVER_FINITE = ("never finite", "a sum of what only probabilities have")
 
 R = jax.random
 DRAWS = {
-    "a table from a constant key": lambda y, key, row_keys: R.normal(R.key(7), y.shape[1:])[None],
-    "noise from a constant raw key": lambda y, key, row_keys: R.normal(R.PRNGKey(7), y.shape),
-    "noise of positions from keys of rows": lambda y, key, row_keys: jax.vmap(
+    "a table from a constant key": lambda y, key, example_keys: R.normal(R.key(7), y.shape[1:])[
+        None
+    ],
+    "noise from a constant raw key": lambda y, key, example_keys: R.normal(R.PRNGKey(7), y.shape),
+    "noise of positions from keys of rows": lambda y, key, example_keys: jax.vmap(
         lambda key: R.normal(key, y.shape[1:])
-    )(row_keys),
-    "from a key of another kind": lambda y, key, row_keys: R.normal(R.key(7, impl="rbg"), y.shape),
-    "the same for all positions": lambda y, key, row_keys: R.normal(R.key(7), (1, 1, 64)),
-    "noise from a key of the device": lambda y, key, row_keys: R.normal(key, y.shape),
-    "noise of rows": lambda y, key, row_keys: jax.vmap(R.normal)(row_keys)[:, None, None],
+    )(example_keys),
+    "from a key of another kind": lambda y, key, example_keys: R.normal(
+        R.key(7, impl="rbg"), y.shape
+    ),
+    "the same for all positions": lambda y, key, example_keys: R.normal(R.key(7), (1, 1, 64)),
+    "noise from a key of the device": lambda y, key, example_keys: R.normal(key, y.shape),
+    "noise of rows": lambda y, key, example_keys: jax.vmap(R.normal)(example_keys)[:, None, None],
 }
 
 
@@ -268,10 +272,10 @@ DRAWS = {
 def test_random_numbers_are_those_of_one_device():
     """From constant keys, keys of rows, and a key of the step."""
 
-    def forward(model, batch, key, row_keys):
+    def forward(model, batch, key, example_keys):
         (y,) = model(batch).values()
         y = jnp.concatenate([y, y], -1)
-        return {name: y * 0.1 + draw(y, key, row_keys) for name, draw in DRAWS.items()}
+        return {name: y * 0.1 + draw(y, key, example_keys) for name, draw in DRAWS.items()}
 
     for sizes in ({"context": 4}, {"context": 2, "data": 2}):
         same_as_one_device({"x": lambda x: x}, sizes, forward=forward)
@@ -291,7 +295,7 @@ class Attending(nnx.Module):
         self.temperature = nnx.Param(jnp.ones(()) * 1.5)
         self.slopes = nnx.Param(2.0 ** -jnp.arange(1, heads + 1))
         self.dropout = Dropout(0.5, rngs=rngs)
-        self.attend, self.kernels = attend, plain
+        self.attend, self.kernels = attend, local_ops
 
     def __call__(self, batch):
         x = self.embedding(batch["tokens"])
@@ -536,7 +540,7 @@ class Tells(nnx.Module):
     """A model whose layers add up what they tell, from zeros on."""
 
     def __init__(self, rngs):
-        self.table, self.layers = Table(64, 8, rngs), stacked(2, Told, rngs)
+        self.table, self.layers = Table(64, 8, rngs), stack_layers(2, Told, rngs)
 
     def embed(self, batch):
         x = self.table(batch["tokens"])
@@ -584,13 +588,13 @@ def test_a_model_is_traced_with_all_rows():
 def test_what_meets_is_told_with_its_line_and_bytes():
     step = made({"y": attend_here, "z": lambda x: x - x.mean(1, keepdims=True)}, {"context": 4})
     step.trace(TOKENS)
-    told = str(step.positions)
+    told = str(step.sequence_comms)
     assert "gathered, 8.0 KiB" in told
     assert "summed over devices, 256 B" in told
     assert "test_sequence_programs.py" in told
     step = made({"y": lambda x: x**2}, {"context": 4})
     step.trace(TOKENS)
-    assert str(step.positions) == "no positions meet"
+    assert str(step.sequence_comms) == "no positions meet"
 
 
 def test_more_than_the_limit_is_refused_with_its_line_and_what_to_do():
@@ -671,7 +675,7 @@ class Listed(nnx.Module):
 class Mixing(nnx.Module):
     def __init__(self, width, rngs):
         self.up, self.down = nnx.Linear(16, width, rngs=rngs), nnx.Linear(width, 16, rngs=rngs)
-        self.kernels = plain
+        self.kernels = local_ops
 
     def __call__(self, x):
         q = x.reshape(*x.shape[:2], 4, 4)
@@ -682,7 +686,7 @@ class Mixing(nnx.Module):
 class Stacked(Listed):
     def __init__(self, rngs):
         self.embedding = Table(64, 16, rngs)
-        self.layers = stacked(2, lambda rngs: Mixing(8, rngs), rngs)
+        self.layers = stack_layers(2, lambda rngs: Mixing(8, rngs), rngs)
 
 
 BRANCHES = {
@@ -704,7 +708,7 @@ def test_a_ring_in_a_branch_is_refused_by_name(why):
     step = hfjax.train_step(layout, mean_square, **execution)
     step.trace(TOKENS)
     assert step.context is not None
-    assert step.context.option.form != "ring"
+    assert step.context.option.kind != "ring"
 
 
 def test_groups_of_one_beside_ulysses_are_refused():

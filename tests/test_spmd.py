@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.parallel.spmd.interpreter import in_parts
-from hfjax.parallel.spmd.placements import Cut, Part, Side, Sum
+from hfjax.parallel.spmd.interpreter import run_partitioned
+from hfjax.parallel.spmd.placements import AxisGroup, PartialValue, ShardedValue, Split
 from hfjax.parallel.spmd.rule_calls import own_rows
 from tests.compare_programs import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
 from tests.random_axis_groups import SIDES
@@ -308,19 +308,19 @@ def test_rows_along_two_axes_of_the_mesh(n):
 
 def on_devices(n, function, *arguments, told=None):
     """Return what n devices hold of the results, and the wholes that the side makes of these."""
-    side = Side(("rows",), n)
-    is_value = lambda v: isinstance(v, Part | Sum)
+    side = AxisGroup(("rows",), n)
+    is_value = lambda v: isinstance(v, ShardedValue | PartialValue)
 
     def device(arguments):
-        found = in_parts(side, function, *arguments, told=told)
-        return found, jax.tree.map(side.whole_of, found, is_leaf=is_value)
+        found = run_partitioned(side, function, *arguments, comms=told)
+        return found, jax.tree.map(side.replicate, found, is_leaf=is_value)
 
     axes = jax.tree.map(lambda v: 0 if is_value(v) else None, arguments, is_leaf=is_value)
     return jax.vmap(device, in_axes=(axes,), axis_name="rows", axis_size=n)(arguments)
 
 
 def rows_of(x, n, dim=0):
-    return Part(jnp.stack(jnp.split(jnp.asarray(x), n, dim)), Cut(dim))
+    return ShardedValue(jnp.stack(jnp.split(jnp.asarray(x), n, dim)), Split(dim))
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_the_whole_of_a_result_is_the_whole_on_every_device(n):
         }
 
     found, wholes = on_devices(n, function, rows_of(x, n, 1))
-    is_value = lambda v: isinstance(v, Part | Sum)
+    is_value = lambda v: isinstance(v, ShardedValue | PartialValue)
     flat = zip(
         jax.tree.leaves(found, is_leaf=is_value),
         jax.tree.leaves(wholes),
@@ -371,7 +371,7 @@ def test_sums_over_devices_may_be_given(n):
         linear = total * 2 + total[::-1]
         return linear, jnp.tanh(total), x * total[None], x @ total, total, total**2 + 1, -total
 
-    found, wholes = on_devices(n, function, Sum(jnp.asarray(shares)), rows_of(x, n))
+    found, wholes = on_devices(n, function, PartialValue(jnp.asarray(shares)), rows_of(x, n))
     expected = function(jnp.asarray(shares.sum(0)), jnp.asarray(x))
     for own, right in zip(wholes, expected, strict=True):
         for each in own:
@@ -383,13 +383,13 @@ def test_sums_over_devices_may_be_given(n):
 def test_a_function_may_close_over_weights_and_be_derived(n):
     rng = np.random.default_rng(0)
     w, x = rng.normal(size=3).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32)
-    side = Side(("rows",), n)
+    side = AxisGroup(("rows",), n)
     of_all = lambda w, x: jnp.tanh(x @ w).mean() ** 2 + w.sum()
 
     def device(w, x):
         def share(w):
-            loss = in_parts(side, lambda x: of_all(w, x), Part(x, Cut(0)))
-            return loss.x if isinstance(loss, Sum) else loss / n
+            loss = run_partitioned(side, lambda x: of_all(w, x), ShardedValue(x, Split(0)))
+            return loss.x if isinstance(loss, PartialValue) else loss / n
 
         value, slope = jax.value_and_grad(share)(w)
         return jax.lax.psum((value, slope), "rows")
@@ -420,7 +420,8 @@ def test_of_whole_arrays_everything_is_whole_and_nothing_is_told():
     found, _ = on_devices(4, function, jnp.asarray(x), told=told)
     assert told == []
     assert not any(
-        isinstance(v, Part | Sum) for v in jax.tree.leaves(found, is_leaf=lambda v: True)
+        isinstance(v, ShardedValue | PartialValue)
+        for v in jax.tree.leaves(found, is_leaf=lambda v: True)
     )
     for own, right in zip(jax.tree.leaves(found), jax.tree.leaves(function(x)), strict=True):
         np.testing.assert_allclose(own[3], right, rtol=1e-5, atol=1e-6)
@@ -430,8 +431,8 @@ def test_what_is_sent_is_told_with_its_line():
     told: list = []
     function = lambda x: (jnp.sort(x, 0), jnp.max(x), jnp.tanh(x.sum()))
     on_devices(4, function, rows_of(np.ones((8, 3), np.float32), 4), told=told)
-    assert {record.how for record in told} >= {"gather"}
-    assert {record.how for record in told} <= {"sum", "greatest", "least", "gather", "deal"}
+    assert {record.action for record in told} >= {"gather"}
+    assert {record.action for record in told} <= {"sum", "greatest", "least", "gather", "deal"}
     for record in told:
         assert record.operation
         assert record.bytes > 0
@@ -449,7 +450,7 @@ def test_row_by_row_work_sends_nothing():
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     found, _ = on_devices(4, function, jnp.asarray(x[:3]), rows_of(x, 4), told=told)
     assert told == []
-    assert [type(v) for v in found] == [Part, Part, Part, Sum]
+    assert [type(v) for v in found] == [ShardedValue, ShardedValue, ShardedValue, PartialValue]
 
 
 def test_the_program_is_traced_at_the_sizes_of_the_whole_batch():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from hfjax.parallel.spmd import interpreter, partition_context
-from hfjax.parallel.spmd.placements import Made, Part, Side, Sum
+from hfjax.parallel.spmd.placements import AxisGroup, LazyValue, PartialValue, ShardedValue
 from hfjax.parallel.spmd.rules import control_flow, custom_derivatives, reductions
 from tests.compare_programs import ROWS, by_vmap, compare, parts
 from tests.random_programs import generated
@@ -32,28 +32,28 @@ def typical(*names):
 
 
 def not_divided(patch):
-    patch.setattr(Side, "shared", lambda self, x: x)
+    patch.setattr(AxisGroup, "as_partial", lambda self, x: x)
 
 
 def not_completed(patch):
-    patch.setattr(partition_context.Scope, "_complete", lambda self, value: value.x)
+    patch.setattr(partition_context.PartitionContext, "_all_reduce", lambda self, value: value.x)
 
 
 def cotangents_are_the_same(patch):
-    patch.setattr(custom_derivatives, "dual", lambda kind: kind)
+    patch.setattr(custom_derivatives, "cotangent_placement", lambda kind: kind)
 
 
 def rows_are_numbered_anew(patch):
     numbers = lambda self, size, outer, dtype="int32": jax.lax.iota(dtype, size // self.size)
-    patch.setattr(Side, "numbers", numbers)
+    patch.setattr(AxisGroup, "global_indices", numbers)
 
 
 def parts_are_the_first(patch):
-    patch.setattr(Side, "here", property(lambda self: jnp.int32(0)))
+    patch.setattr(AxisGroup, "axis_index", property(lambda self: jnp.int32(0)))
 
 
 def greatest_of_own_rows(patch):
-    patch.setattr(Side, "greatest", lambda self, x: x)
+    patch.setattr(AxisGroup, "all_reduce_max", lambda self, x: x)
 
 
 def ties_of_own_rows(patch):
@@ -61,16 +61,16 @@ def ties_of_own_rows(patch):
 
     def rule(scope, equation, value):
         local = scope.bind(equation, [value.x])[0]
-        most = scope.side.greatest(jax.lax.stop_gradient(local))
+        most = scope.group.all_reduce_max(jax.lax.stop_gradient(local))
         ours = (local == most).astype(local.dtype)
-        return most + scope.side.total(ours * (local - jax.lax.stop_gradient(local)))
+        return most + scope.group.all_reduce(ours * (local - jax.lax.stop_gradient(local)))
 
-    patch.setitem(reductions._OVER, "reduce_max", ("greatest", rule))
+    patch.setitem(reductions._CROSS_DEVICE, "reduce_max", ("greatest", rule))
 
 
 def blocks_are_forgotten(patch):
-    joined = Side.joined
-    patch.setattr(Side, "joined", lambda self, x, cut: joined(self, x, type(cut)(cut.dim)))
+    joined = AxisGroup.all_gather
+    patch.setattr(AxisGroup, "all_gather", lambda self, x, cut: joined(self, x, type(cut)(cut.dim)))
 
 
 MISTAKES = {
@@ -100,9 +100,9 @@ def test_a_mistake_is_found_by_what_people_write(mistake, monkeypatch):
 
 def spoiled(value):
     """Return a value that is another."""
-    if isinstance(value, Part | Sum):
+    if isinstance(value, ShardedValue | PartialValue):
         return dataclasses.replace(value, x=spoiled(value.x))
-    if isinstance(value, Made):
+    if isinstance(value, LazyValue):
         make = value.make
         return dataclasses.replace(value, make=lambda scope, cut: spoiled(make(scope, cut)))
     if not hasattr(value, "dtype") or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -124,7 +124,9 @@ def reached():
             if name == "while":
                 loop.add(program)
             results = rule(scope, equation, values)
-            if results is not None and any(isinstance(v, Part | Sum | Made) for v in results):
+            if results is not None and any(
+                isinstance(v, ShardedValue | PartialValue | LazyValue) for v in results
+            ):
                 found.setdefault(name, {})[program] = None
             return results
 
@@ -175,20 +177,20 @@ def test_every_rule_that_is_spoiled_is_found():
 
 def keeps(name, rule):
     """Let an operation keep the sums that it is given, by this rule."""
-    return lambda patch: patch.setitem(control_flow._KEEPS_SUMS, name, rule)
+    return lambda patch: patch.setitem(control_flow._MARK_RULES, name, rule)
 
 
 def results_are_not_looked_at(patch):
-    are_sums = control_flow._are_sums
+    are_sums = control_flow._are_accumulators
     patch.setattr(
-        control_flow, "_are_sums", lambda found, stays: are_sums(found[: len(stays)], stays)
+        control_flow, "_are_accumulators", lambda found, stays: are_sums(found[: len(stays)], stays)
     )
 
 
 def sums_may_change_places(patch):
-    are_sums = control_flow._are_sums
+    are_sums = control_flow._are_accumulators
     patch.setattr(
-        control_flow, "_are_sums", lambda found, stays: are_sums(sorted_sums(found), stays)
+        control_flow, "_are_accumulators", lambda found, stays: are_sums(sorted_sums(found), stays)
     )
 
 
@@ -211,7 +213,7 @@ OF_SUMS = {
     "what a sum is taken from is a sum": (keeps("sub", first_of), ["mixed"]),
     "a sum may be rounded": (keeps("convert_element_type", first_of), ["mixed"]),
     "a sum may be multiplied": (keeps("mul", first_of), ["mixed"]),
-    "a loop in the body runs once": (keeps("scan", control_flow._of_body), ["mixed"]),
+    "a loop in the body runs once": (keeps("scan", control_flow._mark_body), ["mixed"]),
 }
 
 

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 
 from hfjax.parallel.jaxprs.program import bodies_of
-from hfjax.parallel.spmd.interpreter import RULES, in_parts
+from hfjax.parallel.spmd.interpreter import RULES, run_partitioned
 from hfjax.parallel.spmd.placements import (
-    ROWS,
-    SAME,
-    SUM,
-    Cut,
-    Kind,
-    Part,
-    Side,
-    dual,
-    held,
-    kind_of,
-    of_kind,
+    BATCH_SPLIT,
+    PARTIAL,
+    REPLICATED,
+    AxisGroup,
+    Placement,
+    ShardedValue,
+    Split,
+    cotangent_placement,
+    from_local,
+    local_array,
+    placement_of,
 )
 from hfjax.parallel.spmd.rules.user_collectives import COLLECTIVES
 from tests.compare_programs import differences, in_pieces
@@ -70,9 +70,9 @@ class Ring(NamedTuple):
         return f"{self.size}{' folded' * self.folds}"
 
     @property
-    def side(self) -> Side:
+    def side(self) -> AxisGroup:
         pairs = tuple((i, 2 * self.size - 1 - i) for i in range(self.size))
-        return Side((AXIS,), self.size, AXIS, pairs if self.folds else None)
+        return AxisGroup((AXIS,), self.size, AXIS, pairs if self.folds else None)
 
 
 RINGS = [Ring(size, folds) for size in (2, 3, 4) for folds in (False, True)]
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
     name: str
     number: int
-    kinds: tuple[Kind, ...]  # or MADE
+    kinds: tuple[Placement, ...]  # or MADE
     ring: Ring
 
     @property
@@ -92,19 +92,19 @@ class Case(NamedTuple):
         return self.name, self.number, self.kinds.index(MADE) if MADE in self.kinds else None
 
     @property
-    def given(self) -> list[Kind]:
+    def given(self) -> list[Placement]:
         """The kinds of what devices are given."""
-        return [SAME if kind == MADE else kind for kind in self.kinds]
+        return [REPLICATED if kind == MADE else kind for kind in self.kinds]
 
     @property
     def refusal(self) -> str:
         """What it is told, if it is refused."""
         refuses = samples_of(self.name)[self.number].refuses
-        some = any(isinstance(kind, Cut) for kind in self.kinds)
+        some = any(isinstance(kind, Split) for kind in self.kinds)
         return "" if some and refuses == NO_ROWS else refuses
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{k[0]}/{k[1]}" if isinstance(k, Cut) else k for k in self.kinds)
+        kinds = ", ".join(f"{k[0]}/{k[1]}" if isinstance(k, Split) else k for k in self.kinds)
         return f"{self.name} {self.number} ({kinds}) on {self.ring}"
 
 
@@ -135,12 +135,12 @@ def function_of(name: str, number: int, made: int | None = None) -> Callable:
     return run
 
 
-def kinds_of(x: np.ndarray, side: Side) -> list[Kind]:
+def kinds_of(x: np.ndarray, side: AxisGroup) -> list[Placement]:
     """Return all kinds of which a value may be."""
-    cuts = [Cut(dim, outer) for dim in range(x.ndim) for outer in (1, 2)]
-    sums = [SUM] if is_real(x) or x.dtype == np.int32 else []
+    cuts = [Split(dim, outer) for dim in range(x.ndim) for outer in (1, 2)]
+    sums = [PARTIAL] if is_real(x) or x.dtype == np.int32 else []
     made = [MADE] if x.shape[:1] in LENGTHS else []
-    return [SAME, *sums, *made, *(cut for cut in cuts if side.divides(x.shape, cut))]
+    return [REPLICATED, *sums, *made, *(cut for cut in cuts if side.divides(x.shape, cut))]
 
 
 def cases(name: str, ring: Ring) -> list[Case]:
@@ -200,13 +200,13 @@ def on_one(name: str, number: int, made: int | None) -> tuple[list, list | None,
 # -- several devices ------------------------------------------------------------------------------
 
 
-def dealt(x: np.ndarray, kind: Kind, side: Side) -> np.ndarray:
+def dealt(x: np.ndarray, kind: Placement, side: AxisGroup) -> np.ndarray:
     """Return what devices hold of an operand, along a new first dimension; or the operand."""
-    if isinstance(kind, Cut):
+    if isinstance(kind, Split):
         pieces = in_pieces(x, kind, side)
-        each = [np.take(pieces, pieces_here, kind.dim + 1) for pieces_here in side.held]
-        return np.stack([part.reshape(side.local(x.shape, kind)) for part in each])
-    if kind == SAME:
+        each = [np.take(pieces, pieces_here, kind.dim + 1) for pieces_here in side.device_chunks]
+        return np.stack([part.reshape(side.local_shape(x.shape, kind)) for part in each])
+    if kind == REPLICATED:
         return x
     rng, shape = np.random.default_rng(1), (side.size - 1, *x.shape)
     if not is_real(x):
@@ -218,33 +218,39 @@ def dealt(x: np.ndarray, kind: Kind, side: Side) -> np.ndarray:
 
 def on_device(case: Case, dys: list | None, arrays: Sequence[Any]) -> Any:
     """Return what a device makes of what it has: results and gradients, as values."""
-    side, kinds = case.ring.side, list[Kind]()
+    side, kinds = case.ring.side, list[Placement]()
     share = jnp.asarray([0.5**i for i in range(1, side.size)] + [0.5 ** (side.size - 1)])
 
     def function(*arrays: Any) -> Any:
-        values = list(map(of_kind, arrays, case.given))
-        rows = [Part(jnp.zeros(n // side.size)) for (n,) in LENGTHS if side.divides((n,), ROWS)]
+        values = list(map(from_local, arrays, case.given))
+        rows = [
+            ShardedValue(jnp.zeros(n // side.size))
+            for (n,) in LENGTHS
+            if side.divides((n,), BATCH_SPLIT)
+        ]
         rows = rows if MADE in case.kinds else []  # by which it is known what may be a part
-        found = in_parts(side, lambda _, *x: function_of(*case.of_one)(*x), rows, *values)
-        kinds[:] = map(kind_of, found)
-        return list(map(held, found))
+        found = run_partitioned(side, lambda _, *x: function_of(*case.of_one)(*x), rows, *values)
+        kinds[:] = map(placement_of, found)
+        return list(map(local_array, found))
 
-    def cotangent(dy: Any, kind: Kind) -> Any:
-        if kind == SAME:  # devices have unlike shares of it
-            return dy * share[side.here].astype(dy.dtype)
-        return side.cut(dy, kind) if isinstance(kind, Cut) else dy
+    def cotangent(dy: Any, kind: Placement) -> Any:
+        if kind == REPLICATED:  # devices have unlike shares of it
+            return dy * share[side.axis_index].astype(dy.dtype)
+        return side.slice_local(dy, kind) if isinstance(kind, Split) else dy
 
     def cotangents() -> list:
         ys = on_one(*case.of_one)[0]
         of_real = [k for k, y in zip(kinds, ys, strict=True) if is_real(y)]
         return list(map(cotangent, dys or [], of_real))
 
-    of_operands = [dual(k) for k, x in zip(case.given, arrays, strict=True) if is_real(x)]
+    of_operands = [
+        cotangent_placement(k) for k, x in zip(case.given, arrays, strict=True) if is_real(x)
+    ]
     if dys is None:
         ys, grads = function(*arrays), []
     else:
         ys, grads = pulled(function, arrays, cotangents)
-    return list(map(of_kind, ys, kinds)), list(map(of_kind, grads, of_operands))
+    return list(map(from_local, ys, kinds)), list(map(from_local, grads, of_operands))
 
 
 def shown(tree: Any) -> Any:
@@ -254,7 +260,7 @@ def shown(tree: Any) -> Any:
 
 
 def on_many(case: Case, dys: list | None, given: Sequence[Any]) -> Any:
-    axes = tuple(None if kind == SAME else 0 for kind in case.given)
+    axes = tuple(None if kind == REPLICATED else 0 for kind in case.given)
     run = lambda dys, arrays: shown(on_device(case, dys, arrays))
     size = case.ring.size
     return jax.vmap(run, in_axes=(None, axes), axis_name=AXIS, axis_size=size)(dys, tuple(given))
@@ -307,7 +313,7 @@ def drawn(every: Sequence[Case], count: int) -> list[Case]:
     turns: dict[int, list[Case]] = {}
     for case in (every[i] for i in order):
         turn = turns.setdefault(case.number, [])
-        first = ROWS in case.kinds and not (turn and ROWS in turn[0].kinds)
+        first = BATCH_SPLIT in case.kinds and not (turn and BATCH_SPLIT in turn[0].kinds)
         turn.insert(0 if first else len(turn), case)
     in_turn = itertools.zip_longest(*(turns[number] for number in sorted(turns)))
     return [case for turn in in_turn for case in turn if case is not None][:count]
@@ -369,7 +375,9 @@ def test_a_rule_alone_is_as_on_one_device(name):
             trace = jax.make_jaxpr(sample.function, axis_env=[(AXIS, 1)])
             found = operations(trace(*operands(name, number)).jaxpr)
             assert found & {name, *others}, f"sample {number} of {name} has {found}"
-    every = [case for ring in RINGS for case in cases(name, ring) if set(case.kinds) != {SAME}]
+    every = [
+        case for ring in RINGS for case in cases(name, ring) if set(case.kinds) != {REPLICATED}
+    ]
     check(drawn(every, max(FEW, len(samples_of(name)))))
 
 

@@ -104,8 +104,10 @@ def test_an_optimizer_of_another_kind_is_named_where_layers_are_rearranged():
 def test_a_state_is_looked_at_once_for_each_form(monkeypatch):
     from hfjax.sharding import check_state
 
-    looked, compare = [], check_state.apart
-    monkeypatch.setattr(check_state, "apart", lambda *of: looked.append(of) or compare(*of))
+    looked, compare = [], check_state.find_mismatches
+    monkeypatch.setattr(
+        check_state, "find_mismatches", lambda *of: looked.append(of) or compare(*of)
+    )
     layout = mlp_layout(DDP, {"data": 2}, SGD, devices=jax.devices()[:2])
     step = hfjax.train_step(layout, next_token_loss)
     state = hfjax.init(layout)

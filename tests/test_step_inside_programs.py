@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.layers import stacked
+from hfjax.models.layers import stack_layers
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, ZERO1
 from tests.test_parameters_as_data import BATCH, on_x, squares
 
@@ -77,7 +77,7 @@ def test_a_step_in_a_program_that_is_not_finite_is_told_and_changes_nothing():
 
 class Three(nnx.Module):
     def __init__(self, *, rngs):
-        self.layers = stacked(4, linear, rngs)
+        self.layers = stack_layers(4, linear, rngs)
 
     def embed(self, batch):
         return batch["x"]

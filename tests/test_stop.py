@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from hfjax.distributed.exit_codes import exit_code, resumable
+from hfjax.distributed.exit_codes import exit_code, is_resumable
 from hfjax.distributed.stop import Stop
 from tests.workers import finished, launched, python
 
@@ -139,14 +139,14 @@ def asked_three_times():
 @pytest.mark.parametrize(("reason", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("asked", 75)])
 @pytest.mark.short("SIGINT-130")
 def test_asked_in_one_process_both_stop_at_the_same_step(asked_three_times, reason, code):
-    assert resumable(code)
+    assert is_resumable(code)
     told = re.findall(rf"\[(.)\] stopped at step (\d+) {reason} (\d+)", asked_three_times)
     assert sorted(told) == [(me, "7", str(code)) for me in "01"]  # asked in 5, seen two calls later
 
 
 def test_exit_codes_say_how_a_run_ended():
     assert [exit_code(reason) for reason in (None, "asked")] == [0, 75]
-    assert [resumable(code) for code in (0, 1, 75, 124, 130, 143)] == [0, 0, 1, 0, 1, 1]
+    assert [is_resumable(code) for code in (0, 1, 75, 124, 130, 143)] == [0, 0, 1, 0, 1, 1]
 
 
 STEPS = """

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 from baselines.links import links
 from baselines.summa import summa_linear
 from baselines.tesseract import tesseract_linear
-from hfjax.parallel.extensions.tensor_grid.costs import sent_by_summa
+from hfjax.parallel.extensions.tensor_grid.costs import summa_comm_volume
 from tests.workers import finished, start
 
 AXES = ("depth", "row", "column")
@@ -117,7 +117,7 @@ def test_each_device_sends_what_the_formula_says(function, weights, depth, side)
     both = links(lowered(function, weights, depth, side, gradients=True))
     once = 4 * part * (activations / depth + numbers)
     over_layers = 4 * 2 * (depth - 1) / depth * numbers / side**2
-    assert sum(sent_by_summa(maps, T, side, depth)) * 4 == 3 * once + over_layers
+    assert sum(summa_comm_volume(maps, T, side, depth)) * 4 == 3 * once + over_layers
     for device in range(depth * side**2):
         assert forward.sent(device) == forward.received(device) == once
         assert both.sent(device) == both.received(device) == 3 * once + over_layers

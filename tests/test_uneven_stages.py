@@ -265,7 +265,7 @@ def test_a_canonical_state_is_that_of_one_device_and_goes_on_under_any_layout(tm
         checkpointer.save(tmp_path / "state", saved)
         checkpointer.wait_until_finished()
         restore = lambda plan: checkpointer.restore(
-            tmp_path / "state", plan.as_the_model.abstract_state()
+            tmp_path / "state", plan.model_layout.abstract_state()
         )
         states = [restore(step.layout) for step in steps]
     losses = [float(step(old, ROWS)[1]["loss"]) for step, old in zip(steps, states, strict=True)]
@@ -309,7 +309,7 @@ def test_layers_are_dealt_by_number_by_parameters_by_work_or_by_hand():
     def parts(balance):
         step = hfjax.train_step(plan, squares, **pipe(balance=balance))
         assert step.layout.storage.arrangement is not None
-        return step.layout.storage.arrangement.parts
+        return step.layout.storage.arrangement.stage_layers
 
     assert parts("even") == [[0, 1, 2], [3, 4]]
     assert parts("parameters") == [[0, 1, 2, 3], [4]]

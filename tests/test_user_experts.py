@@ -11,7 +11,7 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, EXPERT, FSDP, PIPE, ZERO1, ZERO2, Schedule
-from hfjax.models.layers import run_stacked, stacked
+from hfjax.models.layers import run_stacked, stack_layers
 from hfjax.models.moe import MoE, Router
 from hfjax.testing import assert_strategies_agree
 
@@ -55,7 +55,7 @@ class Parts(nnx.Module):
     def __init__(self, rngs, listed=False):
         make = lambda rngs: Mixture(rngs=rngs)
         self.before = make(rngs)
-        self.layers = nnx.List([make(rngs), make(rngs)]) if listed else stacked(2, make, rngs)
+        self.layers = nnx.List([make(rngs), make(rngs)]) if listed else stack_layers(2, make, rngs)
         self.after = make(rngs)
 
     def embed(self, batch):
@@ -140,7 +140,7 @@ class PenalisedParts(nnx.Module):
     """The same, layer by layer."""
 
     def __init__(self, rngs):
-        self.layers = stacked(2, lambda rngs: Penalised(rngs=rngs), rngs)
+        self.layers = stack_layers(2, lambda rngs: Penalised(rngs=rngs), rngs)
 
     def embed(self, batch):
         return batch["x"]

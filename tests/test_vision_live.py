@@ -15,10 +15,10 @@ from flax import nnx
 import hfjax
 from hfjax.models.vision import deeplab, regnet, resnet, vit
 from hfjax.models.vision.losses import classification_loss, segmentation_loss
-from hfjax.utils.paths import path_of
+from hfjax.utils.paths import join_path
 from hfjax.weights.tensor_files import read_header
 from hfjax.weights.vision_files import named_tensors, read_vision, with_weights, write_vision
-from hfjax.weights.vision_rules import COUNTER, shapes_of, vision_table
+from hfjax.weights.vision_rules import COUNTER, array_shapes, vision_table
 from tests.test_vision_models import layout_of
 
 torch = pytest.importorskip("torch")
@@ -63,7 +63,7 @@ def test_each_tensor_of_a_whole_model_has_one_place(name, monkeypatch):
     with torch.device("meta"):
         state = make().state_dict()
     wanted = {k: tuple(x.shape) for k, x in state.items() if not k.endswith(COUNTER)}
-    pieces = list(vision_table(module.PRESETS[name]).pieces())
+    pieces = list(vision_table(module.PRESETS[name]).expand())
     assert {piece.name: piece.rule.shape for piece in pieces} == wanted
     assert len({(piece.path, piece.index) for piece in pieces}) == len(pieces) == len(wanted)
     assert len(state) == ENTRIES.get(name, len(state))
@@ -144,8 +144,8 @@ def test_a_whole_model_goes_in_computes_as_torchvision_and_comes_out(name, tmp_p
         return mean.total / mean.weight, outputs
 
     (_, outputs), found = jax.jit(jax.value_and_grad(run, has_aux=True))(parameters)
-    held = {path_of(keys): np.asarray(x[...]) for keys, x in nnx.to_flat_state(found)}
-    others = {k: np.zeros(shape) for k, shape in shapes_of(config).items() if k not in held}
+    held = {join_path(keys): np.asarray(x[...]) for keys, x in nnx.to_flat_state(found)}
+    others = {k: np.zeros(shape) for k, shape in array_shapes(config).items() if k not in held}
     found = dict(named_tensors({**others, **held}, config))
 
     logits, single = gradients(model, of_torch(image), torch.from_numpy(labels))

@@ -18,7 +18,7 @@ from hfjax.models.vision.resnet import ResNetConfig
 from hfjax.models.vision.vit import ViTConfig
 from hfjax.testing import assert_strategies_agree
 from hfjax.weights.vision_files import named_tensors, read_vision, with_weights
-from hfjax.weights.vision_rules import COUNTER, model_of, vision_table
+from hfjax.weights.vision_rules import COUNTER, model_factory, vision_table
 from tests.model_folders import write_file
 from tests.vision_draws import CLASSES, MOMENTUM, RATE, SMOOTHING, STEPS, batch, drawn, of, told
 
@@ -45,14 +45,14 @@ def expected() -> dict[str, np.ndarray]:
 
 def write_drawn(path: Path, config, draw=drawn) -> Path:
     """Write the weights of a model, drawn from their names, as torchvision's would be."""
-    shapes = {piece.name: piece.rule.shape for piece in vision_table(config).pieces()}
+    shapes = {piece.name: piece.rule.shape for piece in vision_table(config).expand()}
     write_file(path, {name: draw(name, shape) for name, shape in shapes.items()})
     return path
 
 
 def layout_of(config, optimizer=None) -> hfjax.Layout:
     mesh = hfjax.make_mesh(devices=jax.devices()[:1])
-    return hfjax.layout(model_of(config), optimizer or optax.sgd(RATE), mesh, hfjax.DDP)
+    return hfjax.layout(model_factory(config), optimizer or optax.sgd(RATE), mesh, hfjax.DDP)
 
 
 def loaded(config, path: Path) -> Any:
@@ -148,4 +148,4 @@ def test_split_models_train_as_one_device_trains_them(name):
     label = draw.integers(0, config.classes, (4, 8, 8) if segments else 4)
     loss = segmentation_loss if segments else classification_loss
     batch = {"image": image, "label": label, "mask": np.array([1.0, 1.0, 1.0, 0.0])}
-    assert_strategies_agree(model_of(config), loss, batch, cases, steps=2)
+    assert_strategies_agree(model_factory(config), loss, batch, cases, steps=2)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hfjax.models.layers import plain, run_listed, run_stacked
-from hfjax.models.vision.convolutions import Conv, max_pool, resized
+from hfjax.models.layers import local_ops, run_listed, run_stacked
+from hfjax.models.vision.convolutions import Conv, max_pool, resize
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig
-from hfjax.models.vision.image_input import pixels_of
+from hfjax.models.vision.image_input import normalize_images
 from hfjax.models.vision.norms import BatchNorm, FrozenBatchNorm, GroupNorm
 from hfjax.models.vision.regnet import RegNet, RegNetConfig
 from hfjax.models.vision.resnet import ResNet, ResNetConfig
@@ -42,17 +42,17 @@ def test_a_model_in_three_parts_is_the_model_and_any_size_goes_through_convoluti
     for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         assert x.shape == (*shape, config.classes)
         np.testing.assert_array_equal(x, y)
-    normalised = pixels_of(batch, config, jnp.float32)
+    normalised = normalize_images(batch, config, jnp.float32)
     again = jax.jit(made.__call__)({"image": normalised})
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), whole, again)
 
 
 def test_bytes_are_normalised_by_the_mean_and_deviation_of_imagenet():
     image: Any = RNG.integers(0, 256, (2, 4, 4, 3)).astype(np.uint8)
-    found = pixels_of({"image": image}, VisionConfig(), jnp.float32)
+    found = normalize_images({"image": image}, VisionConfig(), jnp.float32)
     wanted = (image / 255.0 - np.array(MEAN)) / np.array(STD)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
-    assert pixels_of({"image": image}, VisionConfig(), jnp.bfloat16).dtype == jnp.bfloat16
+    assert normalize_images({"image": image}, VisionConfig(), jnp.bfloat16).dtype == jnp.bfloat16
 
 
 def test_without_an_auxiliary_head_there_are_no_auxiliary_logits():
@@ -120,7 +120,7 @@ def test_groups_are_normalised_within_a_row():
 
 def test_moments_are_of_all_but_the_last_dimension():
     x = jnp.asarray(RNG.normal(size=(3, 4, 5, 6)), jnp.bfloat16)
-    mean, variance, count = plain.moments(x)
+    mean, variance, count = local_ops.channel_stats(x)
     assert count == 60
     wide = np.asarray(x, np.float64).reshape(-1, 6)
     np.testing.assert_allclose(mean, wide.mean(0), rtol=1e-5, atol=1e-6)
@@ -141,7 +141,7 @@ def test_resized_pixels_are_between_their_neighbours(new):
         part = np.expand_dims(at - left, tuple(i for i in range(4) if i != axis))
         wanted = wanted.take(left, axis) * (1 - part) + wanted.take(right, axis) * part
     with jax.enable_x64(True):
-        np.testing.assert_allclose(resized(jnp.asarray(x), new), wanted, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(resize(jnp.asarray(x), new), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_pool_takes_nothing_from_beyond_the_edge_and_keeps_the_type():

@@ -13,12 +13,12 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.layers import run_stacked, stacked
+from hfjax.models.layers import run_stacked, stack_layers
 from hfjax.models.vision.losses import classification_loss, segmentation_loss
 from hfjax.models.vision.norms import BatchNorm
 from hfjax.models.vision.preset_table import PRESETS
 from hfjax.testing import assert_strategies_agree
-from hfjax.weights.vision_rules import model_of
+from hfjax.weights.vision_rules import model_factory
 
 ROWS = {
     "DDP": (hfjax.DDP, {"data": 8}),
@@ -51,7 +51,7 @@ def loss_of(name):
 
 def model(name, **changes):
     dropped = {"dropout": 0.0, "auxiliary_dropout": 0.0} if name.startswith("deeplab") else {}
-    return model_of(replace(PRESETS[name], **dropped, **changes))
+    return model_factory(replace(PRESETS[name], **dropped, **changes))
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_the_norms_are_what_is_told_of_rows_that_meet():
     layout = hfjax.layout(model("resnet-tiny"), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
     step = hfjax.train_step(layout, classification_loss)
     step.lower(images("resnet-tiny"))
-    lines = str(step.rows).splitlines()
+    lines = str(step.batch_comms).splitlines()
     assert all("norms.py" in line and "gathered" in line for line in lines)
 
 
@@ -283,7 +283,7 @@ def test_tokens_are_no_images_and_images_no_tokens():
 
 def test_run_stacked_keeps_what_layers_write():
     """As a list of the same layers does, and as a step does that runs the model as written."""
-    layers: Any = stacked(3, lambda rngs: BatchNorm(4, rngs=rngs), nnx.Rngs(0))
+    layers: Any = stack_layers(3, lambda rngs: BatchNorm(4, rngs=rngs), nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(2, 3, (8, 4)), jnp.float32)
     y, each = run_stacked(layers, x), [BatchNorm(4, rngs=nnx.Rngs(0)) for _ in range(3)]
     for norm in each:

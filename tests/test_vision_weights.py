@@ -17,7 +17,7 @@ from hfjax.models.vision.vision_config import VisionConfig
 from hfjax.utils.paths import flatten
 from hfjax.weights.tensor_files import read_header, read_rows
 from hfjax.weights.vision_files import read_vision, with_weights, write_vision
-from hfjax.weights.vision_rules import COUNTER, model_of, shapes_of, vision_table
+from hfjax.weights.vision_rules import COUNTER, array_shapes, model_factory, vision_table
 from tests.model_folders import write_file
 from tests.test_vision_models import CONFIGS
 from tests.vision_draws import drawn, of
@@ -32,11 +32,11 @@ SPLIT = hfjax.FSDP.edit(replicate_below=0)
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_tensor_of_a_file_has_one_place_and_each_place_a_tensor(name):
     table = vision_table(PRESETS[name])
-    pieces = list(table.pieces())
+    pieces = list(table.expand())
     places = [(piece.path, piece.index) for piece in pieces]
     assert len({p.name for p in pieces}) == len(set(places)) == len(places)
     elements = lambda shapes: sum(int(np.prod(shape)) for shape in shapes)
-    shapes = shapes_of(PRESETS[name])
+    shapes = array_shapes(PRESETS[name])
     assert {path for path, _ in places} == set(shapes)
     assert elements(p.rule.shape for p in pieces) == elements(shapes.values())
     counters = sum(p.name.endswith("running_var") for p in pieces)
@@ -46,7 +46,7 @@ def test_each_tensor_of_a_file_has_one_place_and_each_place_a_tensor(name):
 def file_of(path, config, dtype: Any = np.float32, **others):
     """Write a file of a model, with what torch counts, in the order of a table."""
     tensors = {}
-    for piece in vision_table(config).pieces():
+    for piece in vision_table(config).expand():
         tensors[piece.name] = drawn(piece.name, piece.rule.shape).astype(dtype)
         if piece.name.endswith("running_var"):
             name = piece.name.replace("running_var", COUNTER)
@@ -58,7 +58,7 @@ def file_of(path, config, dtype: Any = np.float32, **others):
 def layout_of(config, strategy=hfjax.DDP, **sizes) -> hfjax.Layout:
     devices = jax.devices()[: int(np.prod(list(sizes.values()) or [1]))]
     mesh = hfjax.make_mesh(devices=devices, **sizes)
-    return hfjax.layout(model_of(config), optax.adam(1e-3), mesh, strategy)
+    return hfjax.layout(model_factory(config), optax.adam(1e-3), mesh, strategy)
 
 
 @pytest.mark.short("float32-basic", "bfloat16-vit")
@@ -111,7 +111,7 @@ def test_a_part_of_an_array_is_that_part(case, tmp_path):
     for path, x in weights.items():
         assert x is not None
         whole = np.asarray(x)
-        assert (whole.shape, whole.dtype) == (shapes_of(config)[path], x.dtype)
+        assert (whole.shape, whole.dtype) == (array_shapes(config)[path], x.dtype)
         part = tuple(slice(n // 2, n) for n in whole.shape)
         np.testing.assert_array_equal(x[part], whole[part])
         np.testing.assert_array_equal(x[whole.shape[0] - 1], whole[-1])

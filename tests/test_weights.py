@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import hfjax
-from hfjax.sharding.reorder_layers import parameters_of
+from hfjax.sharding.reorder_layers import params_in_model_order
 from hfjax.trainer import source_snapshot
 from hfjax.weights import file_rows, load, save
-from hfjax.weights.file_rows import _put
+from hfjax.weights.file_rows import _write_rows
 from hfjax.weights.tensor_files import FileTensor, open_to_read, read_rows
 from tests.model_folders import BF16, CONFIGS, drawn, write_file, written
 
@@ -47,7 +47,7 @@ def parameters(model, layout, **more):
     weights = model.weights
     state = hfjax.init(layout, parameters=weights, **more)
     assert weights.read == model.bytes  # each byte once
-    return {path: np.asarray(x) for path, x in parameters_of(layout, state).items()}
+    return {path: np.asarray(x) for path, x in params_in_model_order(layout, state).items()}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_every_element_of_every_file_has_one_place(name, folders):
 def test_any_layout_takes_the_same_and_gives_it_back(
     layout, name, most, folders, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(load, "AT_ONCE", most)  # whole stacks at once, or a layer at a time
+    monkeypatch.setattr(load, "GROUP_BYTES", most)  # whole stacks at once, or a layer at a time
     if "EXPERT" in layout and name not in WITH_EXPERTS:
         layout = "FSDP|TENSOR"  # EXPERT is for mixtures
     model = hfjax.pretrained(folders / name, **PADDED)
@@ -97,7 +97,7 @@ def assert_same_bits(one, other):
     assert list(ours) == list(theirs)
     for name, tensor in theirs.items():
         assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
-        bits = [read_rows(t, 0, t.rows).tobytes() for t in (ours[name], tensor)]
+        bits = [read_rows(t, 0, t.num_rows).tobytes() for t in (ours[name], tensor)]
         assert bits[0] == bits[1], name
 
 
@@ -207,15 +207,15 @@ def test_float64_goes_in_and_out_where_devices_have_no_such_type(x64, tmp_path):
 def test_rows_that_do_not_fill_their_places_are_not_written(tmp_path):
     tensor = FileTensor(tmp_path / "file", "some", np.dtype("float64"), (4, 3), 8)
     with pytest.raises(AssertionError, match="name='some'"):
-        _put(0, tensor, 0, np.zeros((4, 3), np.float32))
+        _write_rows(0, tensor, 0, np.zeros((4, 3), np.float32))
 
 
 def test_the_programs_are_one_for_each_shape(tmp_path):
     written(tmp_path / "in", CONFIGS["llama"] | {"num_hidden_layers": 6})
     model = hfjax.pretrained(tmp_path / "in")
     layout = layout_of(model)
-    stream = load.WeightStream(layout, model.pieces)
-    programs = {id(stream._mover(group)) for group in stream.groups}
+    stream = load.WeightStream(layout, model.mappings)
+    programs = {id(stream._row_mover(group)) for group in stream.groups}
     assert len(programs) < len(layout.arrays) + 1
 
 
@@ -277,7 +277,7 @@ def test_what_would_go_along_and_is_a_link_to_nothing_is_refused_before_anything
         lambda: hfjax.pretrained(folder),
         lambda: model.has_tokenizer,
         lambda: hfjax.export(tmp_path / "out", layout, state, like=model),
-        lambda: source_snapshot.keep(model.folder, tmp_path / "run"),
+        lambda: source_snapshot.write_copy(model.folder, tmp_path / "run"),
     ):
         with pytest.raises(ValueError, match=words):
             ask()
@@ -292,7 +292,7 @@ def test_what_would_go_along_and_is_a_link_to_nothing_is_refused_before_anything
 def test_the_index_decides_what_belongs_to_the_model(folder):
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
         (folder / name).write_bytes(b"nothing that is read")
-    assert len(hfjax.pretrained(folder).pieces) == 39
+    assert len(hfjax.pretrained(folder).mappings) == 39
     shutil.copy(folder / "part-0.safetensors", folder / "model.safetensors")
     assert "model.safetensors.index.json of other files: which one is the model" in refusal(folder)
     (folder / "model.safetensors").unlink()
@@ -358,7 +358,7 @@ def test_names_may_lack_the_prefix_of_the_family(tmp_path):
     plain["h.0.attn.bias"] = np.ones((1, 1, 32, 32), np.float32)
     write_file(tmp_path / "model.safetensors", plain)
     model = hfjax.pretrained(tmp_path)
-    assert len(model.pieces) == len(tensors)
+    assert len(model.mappings) == len(tensors)
     assert "not read, since they follow from config.json: h.0.attn.bias" in str(model)
 
 
@@ -575,7 +575,7 @@ def test_of_two_exports_into_one_folder_one_is_whole_and_the_other_says_so(
     layout = layout_of(model, "DDP")
     first = hfjax.init(layout, parameters=model.weights)
     second = replace(first, params=jax.tree.map(lambda x: x / 2, first.params))
-    usual, told = save._written, []
+    usual, told = save._write_tensors, []
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
 
@@ -590,14 +590,14 @@ def test_of_two_exports_into_one_folder_one_is_whole_and_the_other_says_so(
         except ValueError as error:
             return str(error)
 
-    monkeypatch.setattr(save, "_written", write_while_another_begins)
+    monkeypatch.setattr(save, "_write_tensors", write_while_another_begins)
     told.append(export(first))
     refused = "out is being written by another process" if locks else "out was written by another"
     assert refused in told[0 if locks else 1]
     assert told[1 if locks else 0] == model.bytes
     one = hfjax.pretrained(tmp_path / "out").folder.tensors["model.embed_tokens.weight"]
     other = model.folder.tensors["model.embed_tokens.weight"]
-    found, plain = read_rows(one, 0, one.rows), read_rows(other, 0, one.rows)
+    found, plain = read_rows(one, 0, one.num_rows), read_rows(other, 0, one.num_rows)
     np.testing.assert_array_equal(found, plain if locks else plain / 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 

@@ -56,8 +56,8 @@ def work(root, rank):
     """What each process does; it prints a line of JSON for each case."""
     root = Path(root)
     say = lambda **words: print(json.dumps(words), flush=True)
-    for most in (load.AT_ONCE, 4096):
-        load.AT_ONCE = most
+    for most in (load.GROUP_BYTES, 4096):
+        load.GROUP_BYTES = most
         model = hfjax.pretrained(root / "in", **PADDED)
         for case in CASES:
             weights, layout = model.weights, layout_of(model, case)

@@ -156,7 +156,10 @@ def masked_tokens_at_least_one(w, b):
 def mean_with_where(w, b):
     loss = ce(words(w, b), b["tokens"])
     keep = (b["mask"] > 0).at[0, 0].set(True)
-    return loss.mean(where=keep), {"per_row": jnp.mean(loss, -1), "spread": loss.std(where=keep)}
+    return loss.mean(where=keep), {
+        "per_example": jnp.mean(loss, -1),
+        "spread": loss.std(where=keep),
+    }
 
 
 @typical

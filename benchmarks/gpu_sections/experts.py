@@ -10,7 +10,7 @@ from jax import lax
 
 from benchmarks.gpu_sections.cases import Case, Goal, run_cases
 from benchmarks.gpu_sections.rows import Reporter
-from hfjax.models.moe.grouped import in_blocks
+from hfjax.models.moe.grouped import run_grouped
 
 
 class Size(NamedTuple):
@@ -86,7 +86,7 @@ def _swiglu(x_ND: jax.Array, up_DM2: jax.Array, down_MD: jax.Array) -> jax.Array
 
 def _loop(rows: int, x, up, down, weights, experts) -> jax.Array:
     apply = lambda arrays, x: _swiglu(x, *arrays)
-    return in_blocks(apply, rows, (up, down), x, experts, weights)
+    return run_grouped(apply, rows, (up, down), x, experts, weights)
 
 
 def _dense(x, up, down, weights, experts) -> jax.Array:

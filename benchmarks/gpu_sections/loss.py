@@ -19,7 +19,7 @@ TUNINGS = (
     {"group": 8},
     {"group": 32},
 )
-PARTS = ({"parts": 4}, {"parts": 6}, {"parts": 12}, {"columns": 128})
+PARTS = ({"num_parts": 4}, {"num_parts": 6}, {"num_parts": 12}, {"columns": 128})
 
 
 def run(reporter: Reporter) -> None:

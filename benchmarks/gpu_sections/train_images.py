@@ -24,7 +24,7 @@ def task_of(asked: Asked) -> Task:
 
     import hfjax
     from hfjax.models.vision.losses import classification_loss, segmentation_loss
-    from hfjax.weights.vision_rules import model_of
+    from hfjax.weights.vision_rules import model_factory
 
     config = shape_of(asked)
     mesh = hfjax.make_mesh(devices=jax.devices()[:1], data=1)
@@ -35,7 +35,7 @@ def task_of(asked: Asked) -> Task:
 
         return of_images(config, flat, RATE, MOMENTUM)
 
-    layout = hfjax.layout(model_of(config), sgd, mesh, hfjax.DDP)
+    layout = hfjax.layout(model_factory(config), sgd, mesh, hfjax.DDP)
     return Task(
         layout=layout,
         loss=segmentation_loss if segments(config) else classification_loss,

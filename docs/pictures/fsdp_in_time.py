@@ -25,7 +25,7 @@ import optax
 
 import hfjax
 from hfjax.analysis import overlap
-from hfjax.analysis.matmul_time import ProductModel, seconds
+from hfjax.analysis.matmul_time import ProductModel, matmul_seconds
 from hfjax.hardware.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
@@ -86,7 +86,7 @@ class Run:
         for name, op in self.walk._ops(self.lines):
             if op.opcode.endswith("-done"):
                 self._wait(self.under_way.pop(op.operands[0]))
-            elif flight := self.walk._started(op, self.lines, 1):
+            elif flight := self.walk._start_flight(op, self.lines, 1):
                 self.under_way[name] = self._send(flight)
             else:
                 self._compute(name, op)
@@ -121,7 +121,7 @@ class Run:
 
     def _compute(self, name: str, op: Any) -> None:
         for product in self.walk._products_of(name, op, self.lines):
-            taken = product.count * seconds(product, ProductModel.reached(H200))
+            taken = product.count * matmul_seconds(product, ProductModel.from_machine(H200))
             head = max(product.m, product.n, product.k) >= CONFIG.vocab
             back = "transpose" in self.lines[name].partition("op_name=")[2].partition('"')[2][:80]
             kind = "head" if head else "backward" if back else "forward"

@@ -17,7 +17,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
-from hfjax.trainer.loss_plot import mean
+from hfjax.trainer.loss_plot import moving_average
 
 HERE = Path(__file__).parent
 INK, GREY, RAW, WINDOW = "#1f2328", "#59636e", "#d5dae0", 20
@@ -48,7 +48,9 @@ def main() -> None:
     (steps, one), (_, other) = losses = [curve(folder, "loss") for folder in folders]
     at.plot(steps, one, color=RAW, lw=0.8, label="each step")
     for (steps, values), name, look in zip(losses, NAMES, LINES, strict=True):
-        at.plot(steps, mean(values, WINDOW), label=f"{name}: mean of {WINDOW} steps", **look)
+        at.plot(
+            steps, moving_average(values, WINDOW), label=f"{name}: mean of {WINDOW} steps", **look
+        )
     for folder, name, look in zip(folders, NAMES, MARKERS, strict=True):
         at.plot(*curve(folder, "valid_loss"), ls="none", label=f"{name}: validation", **look)
     apart.plot(steps, np.abs(one - other), color=INK, lw=0.8)

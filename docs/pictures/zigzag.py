@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
+from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
 
 HERE = Path(__file__).parent
 INK = "#1f2328"
@@ -26,7 +26,7 @@ def holders(order: str) -> dict[int, int]:
     >>> list(holders("zigzag").values())
     [0, 1, 2, 3, 3, 2, 1, 0]
     """
-    deal = Deal(len(COLOURS), order)
+    deal = SequenceLayout(len(COLOURS), order)
     each = CHUNKS // deal.chunks.size
     held = {
         int(chunk) * each + part: device

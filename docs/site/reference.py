@@ -55,14 +55,18 @@ API = {  # page: (its title, {heading: public names, module:name})
             ],
             "Mixtures of experts": [
                 *("hfjax.models.moe:MoE", "hfjax.models.moe:Router", "hfjax.models.moe:MoELlama"),
-                *("hfjax.models.moe:MoEConfig", "hfjax.models.moe:Routed", "hfjax.models.moe:Told"),
+                *(
+                    "hfjax.models.moe:MoEConfig",
+                    "hfjax.models.moe:RoutedOutputs",
+                    "hfjax.models.moe:RouterMetrics",
+                ),
                 *("hfjax.models.moe:after_step", "hfjax.models.moe:next_token_loss"),
-                *("hfjax.models.moe:over_batch", "hfjax.models.moe:takes_routing"),
+                *("hfjax.models.moe:over_batch", "hfjax.models.moe:uses_router_metrics"),
                 "hfjax.models.moe:with_routing",
             ],
             "Parts of models": [
-                *("hfjax.models.layers:stacked", "hfjax.models.layers:Dropout"),
-                *("hfjax.models.layers:Anywhere", "hfjax.models.layers:Plain"),
+                *("hfjax.models.layers:stack_layers", "hfjax.models.layers:Dropout"),
+                *("hfjax.models.layers:NoConstraint", "hfjax.models.layers:LocalOps"),
             ],
             "Images": [
                 *("hfjax.models.vision.resnet:ResNet", "hfjax.models.vision.resnet:ResNetConfig"),
@@ -266,7 +270,7 @@ def _exit_codes() -> str:
     from hfjax.distributed import exit_codes
 
     codes = {getattr(exit_codes, name): what for name, what in EXIT_CODES.items()}
-    again = lambda code: "yes" if exit_codes.resumable(code) else "no"
+    again = lambda code: "yes" if exit_codes.is_resumable(code) else "no"
     rows = [(str(code), what, again(code)) for code, what in codes.items()]
     return "\n\n".join(
         [

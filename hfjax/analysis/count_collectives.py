@@ -30,7 +30,7 @@ import numpy as np
 
 from hfjax.analysis import hlo, stablehlo
 from hfjax.analysis.hlo import KINDS, Groups, Transfer
-from hfjax.utils.tables import Rows, aligned, human, merged
+from hfjax.utils.tables import Entries, align, human, merge_equal
 
 Sizes = Mapping[str, int]  # of a mesh's axes
 
@@ -64,7 +64,7 @@ class Collective:
         return -(-self.bytes * self.count * rounds // self.devices)
 
 
-class Collectives(Rows[Collective]):
+class Collectives(Entries[Collective]):
     """The collectives of one call of a program, most bytes first; `print` shows a table.
 
     `rows` are `Collective`s, which it also iterates over; `source` says what was read.
@@ -93,7 +93,7 @@ class Collectives(Rows[Collective]):
             >>> found.total("all-reduce", axes=("data", "fsdp"))
             0
         """
-        return sum(row.bytes * row.count for row in self._matching(kind, axes))
+        return sum(entry.bytes * entry.count for entry in self._select(kind, axes))
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """Return how many collectives run, in all or of one kind, along exactly these axes.
@@ -102,33 +102,33 @@ class Collectives(Rows[Collective]):
             kind: all-gather, reduce-scatter, all-reduce, permute or all-to-all. None: all of them.
             axes: The mesh axis, or axes, along which devices talk; those and no others. None: any.
         """
-        return sum(row.count for row in self._matching(kind, axes))
+        return sum(entry.count for entry in self._select(kind, axes))
 
     @property
     def moved(self) -> int:
         """The bytes that one device sends under ring algorithms, rounded up row by row."""
-        return sum(row.moved for row in self.rows)
+        return sum(entry.moved for entry in self.rows)
 
-    def _matching(self, kind, axes) -> list[Collective]:
+    def _select(self, kind, axes) -> list[Collective]:
         if kind is not None and kind not in KINDS.values():
             raise ValueError(f"kind is {kind!r}; allowed are {', '.join(KINDS.values())}")
-        wanted = None if axes is None else {axes} if isinstance(axes, str) else set(axes)
-        return [r for r in self.rows if kind in (None, r.kind) and wanted in (None, set(r.axes))]
+        axis_set = None if axes is None else {axes} if isinstance(axes, str) else set(axes)
+        return [r for r in self.rows if kind in (None, r.kind) and axis_set in (None, set(r.axes))]
 
     def __str__(self) -> str:
         title = f"collectives of one call, per device ({self.source})"
         if not self.rows:
             return f"{title}: none"
         head = ("kind", "axes", "payload", "bytes", "count", "total", "where")
-        lines = aligned([head, *map(_cells, self.rows)], numbers=(3, 4, 5))
+        lines = align([head, *map(_cells, self.rows)], numbers=(3, 4, 5))
         sums = f"{self.count()} calls, payload {human(self.total())}, moved {human(self.moved)}"
         return "\n".join([title, *lines, sums])
 
 
-def _cells(row: Collective) -> tuple[str, ...]:
-    payload = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-    sizes = human(row.bytes), str(row.count), human(row.bytes * row.count)
-    return (row.kind, ",".join(row.axes), payload, *sizes, row.where)
+def _cells(entry: Collective) -> tuple[str, ...]:
+    payload = f"{entry.dtype}[{','.join(map(str, entry.shape))}]"
+    sizes = human(entry.bytes), str(entry.count), human(entry.bytes * entry.count)
+    return (entry.kind, ",".join(entry.axes), payload, *sizes, entry.where)
 
 
 def collectives(program: jax.stages.Lowered | jax.stages.Compiled) -> Collectives:
@@ -152,18 +152,20 @@ def collectives(program: jax.stages.Lowered | jax.stages.Compiled) -> Collective
     """
     if isinstance(program, jax.stages.Lowered):
         module = stablehlo.Module(program.compiler_ir("stablehlo"))
-        return Collectives(_rows(module.transfers(), module.meshes.values()), "stablehlo")
+        return Collectives(
+            _merge_transfers(module.transfers(), module.meshes.values()), "stablehlo"
+        )
     if isinstance(program, jax.stages.Compiled):
-        found = hlo.transfers(program.as_text() or "")
-        meshes, platform = _compiled_for(program)
-        return Collectives(_rows(found, meshes), f"compiled for {platform}")
+        transfers = hlo.transfers(program.as_text() or "")
+        meshes, platform = _meshes_and_platform(program)
+        return Collectives(_merge_transfers(transfers, meshes), f"compiled for {platform}")
     raise ValueError(
         f"program is a {type(program).__name__}; allowed are jax.stages.Lowered and "
         "jax.stages.Compiled: pass jax.jit(f).lower(*args), or that with .compile()"
     )
 
 
-def _compiled_for(program: jax.stages.Compiled) -> tuple[list[Sizes], str]:
+def _meshes_and_platform(program: jax.stages.Compiled) -> tuple[list[Sizes], str]:
     """Returns the first mesh of several devices among the shardings, and the platform's name."""
     shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
     platforms = [d.platform for s in shardings for d in list(s.device_set)[:1]]
@@ -175,19 +177,21 @@ def _compiled_for(program: jax.stages.Compiled) -> tuple[list[Sizes], str]:
 # --- from device groups to rows -------------------------------------------------------------------
 
 
-def _rows(found: Iterable[Transfer], meshes: Iterable[Sizes]) -> tuple[Collective, ...]:
+def _merge_transfers(
+    transfers: Iterable[Transfer], meshes: Iterable[Sizes]
+) -> tuple[Collective, ...]:
     """Returns rows with equal ones merged, most bytes first."""
     meshes = list(meshes)
-    name = functools.cache(lambda permute, groups: _name(permute, groups, meshes))
+    name = functools.cache(lambda permute, groups: _mesh_axes(permute, groups, meshes))
 
-    def row(t: Transfer) -> Collective:
+    def to_collective(t: Transfer) -> Collective:
         axes, devices = name(t.kind == "permute", t.groups)
         return Collective(t.kind, axes, t.dtype, t.shape, t.bytes, t.count, t.where, devices)
 
-    return merged(map(row, found))
+    return merge_equal(map(to_collective, transfers))
 
 
-def _name(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str, ...], int]:
+def _mesh_axes(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str, ...], int]:
     """Returns the axes along which the members of each group differ, and how many they are.
 
     A permute may leave devices out; of every other kind the groups are all of those that the axes
@@ -196,18 +200,22 @@ def _name(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str
     for mesh in meshes:
         if max(map(max, groups)) >= math.prod(mesh.values()):
             continue
-        at = dict(zip(mesh, np.unravel_index(_square(groups).T, tuple(mesh.values())), strict=True))
-        axes = tuple(axis for axis, where in at.items() if (where != where[:1]).any())
-        along = hlo.mesh_groups(mesh, [(axis, 1, mesh[axis]) for axis in axes])
-        found = set(map(frozenset, groups))
-        if permute or set(map(frozenset, along)) == found:
-            return axes, len(along[0])
-        if len(axes) == 1 and all(any(part <= set(whole) for whole in along) for part in found):
+        coordinates = dict(
+            zip(mesh, np.unravel_index(_pad_groups(groups).T, tuple(mesh.values())), strict=True)
+        )
+        axes = tuple(axis for axis, coords in coordinates.items() if (coords != coords[:1]).any())
+        axis_groups = hlo.mesh_groups(mesh, [(axis, 1, mesh[axis]) for axis in axes])
+        group_sets = set(map(frozenset, groups))
+        if permute or set(map(frozenset, axis_groups)) == group_sets:
+            return axes, len(axis_groups[0])
+        if len(axes) == 1 and all(
+            any(subset <= set(group) for group in axis_groups) for subset in group_sets
+        ):
             return axes, max(map(len, groups))  # some neighbours of an axis, by themselves
     return ("?",), len({d for g in groups for d in g}) if permute else max(map(len, groups))
 
 
-def _square(groups: Groups) -> np.ndarray:
+def _pad_groups(groups: Groups) -> np.ndarray:
     """Returns the groups as one array, short ones filled up with their first member."""
     longest = max(map(len, groups))
     return np.array([group + group[:1] * (longest - len(group)) for group in groups])

@@ -5,7 +5,8 @@ What the numbers mean:
 - Bytes are of one device. Within a shard_map over all axes the program is that of one device, and
   its shapes are taken as they are. Outside of it, and along axes that it leaves to the partitioner
   (such as tensor), shapes are of whole arrays: they are divided as shardings of arguments,
-  constraints and jits say. Where they do not say, the row is marked `whole`, with a * in the table.
+  constraints and jits say. Where they do not say, the row is marked `is_global`, with a * in the
+  table.
 - Of branches, the one that copies most is counted. The length of a scan and a fori_loop is known;
   a while_loop, whose length is not, counts once.
 - It is what the trace says. A program that is lowered says the same, but not where a value was
@@ -20,7 +21,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST, Copy, copies
-from hfjax.utils.tables import Rows, aligned, human, merged
+from hfjax.utils.tables import Entries, align, human, merge_equal
 
 DIRECTIONS = (TO_HOST, TO_DEVICE)
 HEAD = ("direction", "array", "bytes", "count", "total", "where")
@@ -36,10 +37,10 @@ class HostTransfer:
     bytes: int  # of one copy
     count: int
     where: str  # the loops and branches that it is in
-    whole: bool = False  # shape and bytes are of the whole array: how it is split is not said
+    is_global: bool = False  # shape and bytes are of the whole array: how it is split is not said
 
 
-class Transfers(Rows[HostTransfer]):
+class Transfers(Entries[HostTransfer]):
     """The copies between device and host of one call of a program, most bytes first.
 
     It prints as a table. `rows` are `HostTransfer`s, which it also iterates over; `source` says
@@ -77,7 +78,7 @@ class Transfers(Rows[HostTransfer]):
             >>> hfjax.transfers(jax.make_jaxpr(jnp.sin)(1.0)).total("to host")
             0
         """
-        return sum(row.bytes * row.count for row in self._of(direction))
+        return sum(entry.bytes * entry.count for entry in self._select(direction))
 
     def count(self, direction: str | None = None) -> int:
         """Return how many copies there are, in all or in one direction.
@@ -85,31 +86,31 @@ class Transfers(Rows[HostTransfer]):
         Args:
             direction: "to host" or "to device". None: both.
         """
-        return sum(row.count for row in self._of(direction))
+        return sum(entry.count for entry in self._select(direction))
 
-    def _of(self, direction: str | None) -> list[HostTransfer]:
+    def _select(self, direction: str | None) -> list[HostTransfer]:
         if direction is not None and direction not in DIRECTIONS:
             raise ValueError(f"direction is {direction!r}; allowed are {', '.join(DIRECTIONS)}")
-        return [row for row in self.rows if direction in (None, row.direction)]
+        return [entry for entry in self.rows if direction in (None, entry.direction)]
 
     def __str__(self) -> str:
         title = f"copies between device and host of one call, per device ({self.source})"
         if not self.rows:
             return f"{title}: none"
-        lines = aligned([HEAD, *map(_cells, self.rows)], numbers=(2, 3, 4))
+        lines = align([HEAD, *map(_cells, self.rows)], numbers=(2, 3, 4))
         both = (f"{d} {self.count(d)} x, {human(self.total(d))}" for d in DIRECTIONS)
         table = [title, *lines, "; ".join(both)]
-        if any(row.whole for row in self.rows):
+        if any(entry.is_global for entry in self.rows):
             table.append(
                 "* whole, along some axis at least: the program does not say how it is split"
             )
         return "\n".join(table)
 
 
-def _cells(row: HostTransfer) -> tuple[str, ...]:
-    array = f"{row.dtype}[{','.join(map(str, row.shape))}]" + "*" * row.whole
-    sizes = human(row.bytes), str(row.count), human(row.bytes * row.count)
-    return (row.direction, array, *sizes, row.where)
+def _cells(entry: HostTransfer) -> tuple[str, ...]:
+    array = f"{entry.dtype}[{','.join(map(str, entry.shape))}]" + "*" * entry.is_global
+    sizes = human(entry.bytes), str(entry.count), human(entry.bytes * entry.count)
+    return (entry.direction, array, *sizes, entry.where)
 
 
 def transfers(program: Any) -> Transfers:
@@ -127,10 +128,10 @@ def transfers(program: Any) -> Transfers:
         1024
     """
     if isinstance(program, jax.stages.Traced):
-        return Transfers(_rows(copies(program.jaxpr, *_shardings(program))), "jaxpr")
+        return Transfers(_merge_copies(copies(program.jaxpr, *_shardings(program))), "jaxpr")
     if isinstance(program, ClosedJaxpr):
         unknown = [None] * len(program.in_avals), [None] * len(program.out_avals)
-        return Transfers(_rows(copies(program, *unknown)), "jaxpr")
+        return Transfers(_merge_copies(copies(program, *unknown)), "jaxpr")
     raise ValueError(
         f"program is a {type(program).__name__}; allowed are jax.stages.Traced and a jaxpr: pass "
         "jax.jit(f).trace(*args) (not lowered, not compiled), or jax.make_jaxpr(f)(*args)"
@@ -139,14 +140,20 @@ def transfers(program: Any) -> Transfers:
 
 def _shardings(program: Any) -> tuple[list[Any], list[Any]]:
     """Return the shardings of a trace's arguments and results, which jax has no public name for."""
-    told = lambda sharding: sharding if isinstance(sharding, jax.sharding.Sharding) else None
+    known_sharding = lambda sharding: (
+        sharding if isinstance(sharding, jax.sharding.Sharding) else None
+    )
     own = [argument.sharding for argument in program._meta_tys_flat]
-    given = map(told, program._params["in_shardings"])
-    arguments = [of_jit or told(of_array) for of_jit, of_array in zip(given, own, strict=True)]
-    return arguments, list(map(told, program._params["out_shardings"]))
+    jit_shardings = map(known_sharding, program._params["in_shardings"])
+    arguments = [
+        of_jit or known_sharding(of_array)
+        for of_jit, of_array in zip(jit_shardings, own, strict=True)
+    ]
+    return arguments, list(map(known_sharding, program._params["out_shardings"]))
 
 
-def _rows(found: list[Copy]) -> tuple[HostTransfer, ...]:
-    return merged(
-        HostTransfer(c.kind, c.dtype, c.shape, c.bytes, c.count, c.where, c.whole) for c in found
+def _merge_copies(copy_list: list[Copy]) -> tuple[HostTransfer, ...]:
+    return merge_equal(
+        HostTransfer(c.kind, c.dtype, c.shape, c.bytes, c.count, c.where, c.is_global)
+        for c in copy_list
     )

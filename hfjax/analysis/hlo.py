@@ -46,64 +46,66 @@ class Transfer:
         return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
 
-Found = TypeVar("Found", bound=Transfer)
+TransferT = TypeVar("TransferT", bound=Transfer)
 
 
-def inside(found: Iterable[Found], label: str, times: int = 1) -> list[Found]:
+def repeat_region(body: Iterable[TransferT], label: str, times: int = 1) -> list[TransferT]:
     """Returns the transfers of a region that runs `times` times, `label` put before their place."""
-    place = lambda where: f"{label} > {where}" if where else label
+    nested = lambda inner: f"{label} > {inner}" if inner else label
     return [
-        dataclasses.replace(t, count=t.count * times, where=place(t.where)) for t in found if times
+        dataclasses.replace(t, count=t.count * times, where=nested(t.where)) for t in body if times
     ]
 
 
 def loop(
-    trips: int | None, body: list[Found], condition: list[Found], note: str = ""
-) -> list[Found]:
+    trips: int | None, body: list[TransferT], condition: list[TransferT], suffix: str = ""
+) -> list[TransferT]:
     """Returns the transfers of a loop: its body `trips` times, its condition once more."""
     if trips is None:
-        return inside([*condition, *body], "loop of unknown length")
-    label = f"loop of {trips}{note}"
-    return inside(body, label, trips) + inside(condition, label, trips + 1)
+        return repeat_region([*condition, *body], "loop of unknown length")
+    label = f"loop of {trips}{suffix}"
+    return repeat_region(body, label, trips) + repeat_region(condition, label, trips + 1)
 
 
-def heaviest(branches: Sequence[list[Found]]) -> list[Found]:
+def heaviest_branch(branches: Sequence[list[TransferT]]) -> list[TransferT]:
     """Returns the transfers of the branch with the most bytes."""
-    branch = max(branches, key=lambda found: sum(t.bytes * t.count for t in found), default=[])
-    return inside(branch, f"heaviest of {len(branches)} branches")
+    branch = max(branches, key=lambda b: sum(t.bytes * t.count for t in b), default=[])
+    return repeat_region(branch, f"heaviest of {len(branches)} branches")
 
 
 def dtype_name(short: str) -> str:
     """Returns jax's name of an HLO element type: float32 for f32, float8_e4m3fn for f8e4m3fn."""
-    word = re.fullmatch(r"(bf|f|s|u|c)(\d+)(\w*)", short)  # letters, bits, variant
-    if not word:
+    match = re.fullmatch(r"(bf|f|s|u|c)(\d+)(\w*)", short)  # letters, bits, variant
+    if not match:
         return "bool" if short == "pred" else short
     names = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
-    return names[word[1]] + word[2] + (f"_{word[3]}" if word[3] else "")
+    return names[match[1]] + match[2] + (f"_{match[3]}" if match[3] else "")
 
 
-def communicating(kind: str, groups: Iterable[Iterable[int]]) -> Groups:
+def active_groups(kind: str, groups: Iterable[Iterable[int]]) -> Groups:
     """Returns the groups in which devices really talk: a lone device and its padding (-1) go."""
-    kept = (tuple(int(d) for d in group if d >= 0) for group in groups)
+    members = (tuple(int(d) for d in group if d >= 0) for group in groups)
     enough = (lambda g: g[0] != g[1]) if kind == "permute" else (lambda g: len(g) > 1)
-    return tuple(group for group in kept if enough(group))
+    return tuple(group for group in members if enough(group))
 
 
 def mesh_groups(
     sizes: Mapping[str, int], axes: Iterable[Axis], ids: np.ndarray | None = None
 ) -> Groups:
     """Returns the groups of devices that differ only along `axes` of a mesh of these `sizes`."""
-    axes, shape, along = list(axes), [], []
+    axes, shape, group_dims = list(axes), [], []
     for name, size in sizes.items():
         done = 1
-        for pre, part in sorted((pre, part) for axis, pre, part in axes if axis == name):
-            along.append(len(shape) + 1)
-            shape += [pre // done, part]
-            done = pre * part
+        for pre, sub_size in sorted(
+            (pre, sub_size) for axis, pre, sub_size in axes if axis == name
+        ):
+            group_dims.append(len(shape) + 1)
+            shape += [pre // done, sub_size]
+            done = pre * sub_size
         shape.append(size // done)
     grid = (np.arange(math.prod(sizes.values())) if ids is None else ids).reshape(shape)
-    table = np.moveaxis(grid, along, range(-len(along), 0))
-    return tuple(map(tuple, table.reshape(-1, math.prod(shape[i] for i in along)).tolist()))
+    table = np.moveaxis(grid, group_dims, range(-len(group_dims), 0))
+    return tuple(map(tuple, table.reshape(-1, math.prod(shape[i] for i in group_dims)).tolist()))
 
 
 # --- the text -------------------------------------------------------------------------------------
@@ -137,11 +139,11 @@ def _computations(text: str) -> tuple[dict[str, dict[str, str]], str]:
     computations: dict[str, dict[str, str]] = {}
     entry, lines = "", {}
     for line in text.splitlines():
-        if found := _INSTRUCTION.match(line):
-            lines[found[1]] = found[2]
-        elif found := _COMPUTATION.match(line):
-            lines = computations[found[2]] = {}
-            entry = found[2] if found[1] else entry
+        if match := _INSTRUCTION.match(line):
+            lines[match[1]] = match[2]
+        elif match := _COMPUTATION.match(line):
+            lines = computations[match[2]] = {}
+            entry = match[2] if match[1] else entry
     if not entry:
         raise ValueError(f"not the text of an HLO module, no ENTRY in it: {text[:80]!r}")
     return computations, entry
@@ -206,8 +208,8 @@ class _Module:
         """Returns the transfers of one run of a computation."""
         if name not in self.walked:
             lines = self.computations[name]
-            wanted = (rest for rest in lines.values() if any(w in rest for w in _WORTH_PARSING))
-            self.walked[name] = [t for rest in wanted for t in self.visit(_parse(rest), lines)]
+            relevant = (rest for rest in lines.values() if any(w in rest for w in _WORTH_PARSING))
+            self.walked[name] = [t for rest in relevant for t in self.visit(_parse(rest), lines)]
         return self.walked[name]
 
     def visit(self, op: _Op, lines: dict[str, str]) -> list[Transfer]:
@@ -216,15 +218,15 @@ class _Module:
         if op.opcode == "send":
             op = _as_permute(op)
         if (name := op.opcode.removesuffix("-start")) in KINDS:
-            groups = communicating(KINDS[name], _groups(name, op.attributes, self.devices))
+            groups = active_groups(KINDS[name], _groups(name, op.attributes, self.devices))
             payloads = _payloads(name, op, lines, groups)
             return [Transfer(KINDS[name], groups, *payload) for payload in payloads]
         if op.opcode == "while":
             condition, body = op.calls(["condition"])[0], op.calls(["body"])[0]
-            trips, note = self.trips(op, condition)
-            return loop(trips, self.walk(body), self.walk(condition), note)
+            trips, suffix = self.trips(op, condition)
+            return loop(trips, self.walk(body), self.walk(condition), suffix)
         if op.opcode == "conditional":
-            return heaviest([self.walk(branch) for branch in op.calls(_BRANCHES)])
+            return heaviest_branch([self.walk(branch) for branch in op.calls(_BRANCHES)])
         return [t for called in op.calls(_CALLS) for t in self.walk(called)]
 
     def trips(self, op: _Op, condition: str) -> tuple[int | None, str]:
@@ -254,9 +256,9 @@ def _payloads(name: str, op: _Op, lines: dict[str, str], groups: Groups) -> list
         return []
     arrays = [_array(lines[operand]) for operand in op.operands]
     if name == "all-gather":
-        along = int(op.attributes["dimensions"].strip("{}"))
+        dim = int(op.attributes["dimensions"].strip("{}"))
         n = max(map(len, groups))
-        times = lambda shape: (*shape[:along], shape[along] * n, *shape[along + 1 :])
+        times = lambda shape: (*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
         return [(dtype, times(shape)) for dtype, shape in arrays]
     if name == "all-to-all" and "dimensions" not in op.attributes and len(set(arrays)) == 1:
         return [(arrays[0][0], (len(arrays), *arrays[0][1]))]
@@ -264,10 +266,10 @@ def _payloads(name: str, op: _Op, lines: dict[str, str], groups: Groups) -> list
 
 
 def _array(rest: str) -> tuple[str, tuple[int, ...]]:
-    found = _ARRAY.match(rest)
-    if not found:
+    match = _ARRAY.match(rest)
+    if not match:
         raise ValueError(f"a collective's operand is not an array: {rest[:80]!r}")
-    return dtype_name(found[1]), tuple(int(d.lstrip("<=")) for d in found[2].split(",") if d)
+    return dtype_name(match[1]), tuple(int(d.lstrip("<=")) for d in match[2].split(",") if d)
 
 
 def _groups(name: str, attributes: dict[str, str], devices: int) -> Iterable[Iterable[int]]:
@@ -282,7 +284,7 @@ def _groups(name: str, attributes: dict[str, str], devices: int) -> Iterable[Ite
         return [range(devices)]
     if text.startswith("mesh"):  # _split cut `mesh[…], device_ids=(…) {…}` at its comma
         ids = attributes.get("device_ids")
-        return _of_mesh(text if ids is None else f"{text}, device_ids={ids}")
+        return _mesh_groups(text if ids is None else f"{text}, device_ids={ids}")
     return _iota(text) if text.startswith("[") else _braces(text)
 
 
@@ -293,35 +295,35 @@ def _braces(text: str) -> list[list[int]]:
 
 def _iota(text: str) -> np.ndarray:
     """Reads `[4,2]<=[2,4]T(1,0)`: 0, 1, 2, … reshaped to [2,4], transposed, reshaped to [4,2]."""
-    found = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", text)
-    if not found:
+    match = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", text)
+    if not match:
         raise ValueError(f"cannot read the device groups {text!r}: a spelling new to hfjax")
-    shape, source, order = ([int(i) for i in g.split(",") if i] for g in found.groups(""))
+    shape, source, order = ([int(i) for i in g.split(",") if i] for g in match.groups(""))
     ids = np.arange(math.prod(source)).reshape(source)
     return ids.transpose(order or range(len(source))).reshape(shape)
 
 
-def _of_mesh(text: str) -> Groups:
+def _mesh_groups(text: str) -> Groups:
     """Reads `mesh['a'=2,'b'=4], device_ids=([2,4]<=[4,2]T(1,0)) {'a','b':(1)2}`; ids may miss."""
-    found = re.fullmatch(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text)
-    if not found:
+    match = re.fullmatch(r"mesh\[(.*?)\](?:, device_ids=\((.*)\))? \{(.*)\}", text)
+    if not match:
         raise ValueError(f"cannot read the device groups {text!r}: a spelling new to hfjax")
-    sizes = {name: int(n) for name, n in re.findall(r"'?([^',=]+)'?=(\d+)", found[1])}
+    sizes = {name: int(n) for name, n in re.findall(r"'?([^',=]+)'?=(\d+)", match[1])}
     axes = [
-        (name, int(pre or 1), int(part or sizes[name]))
-        for name, pre, part in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", found[3])
+        (name, int(pre or 1), int(sub_size or sizes[name]))
+        for name, pre, sub_size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", match[3])
     ]
-    if not found[2]:
+    if not match[2]:
         return mesh_groups(sizes, axes)
-    return mesh_groups(sizes, axes, _device_ids(found[2]))
+    return mesh_groups(sizes, axes, _device_ids(match[2]))
 
 
 def _device_ids(text: str) -> np.ndarray:
     """Reads `[2,4]<=[4,2]T(1,0)`, `[2,4]T(1,0)` (0, 1, 2, … so shaped, transposed), or a list."""
     if "<=" in text:
         return _iota(text)
-    found = re.fullmatch(r"\[([\d,]*)\]T\(([\d,]*)\)", text)
-    if not found:
+    match = re.fullmatch(r"\[([\d,]*)\]T\(([\d,]*)\)", text)
+    if not match:
         return np.array([int(i) for i in re.findall(r"\d+", text)])
-    shape, order = ([int(i) for i in g.split(",")] for g in found.groups())
+    shape, order = ([int(i) for i in g.split(",")] for g in match.groups())
     return np.arange(math.prod(shape)).reshape(shape).transpose(order)

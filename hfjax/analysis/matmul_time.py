@@ -28,25 +28,27 @@ class ProductModel:
     tile: tuple[int, int]
 
     @classmethod
-    def reached(cls, machine: Machine, float32: bool = False) -> "ProductModel":
+    def from_machine(cls, machine: Machine, float32: bool = False) -> "ProductModel":
         """Return the model of what the machine reaches, of bfloat16 or float32 products."""
         flops = machine.flops_fp32 if float32 else machine.flops
         return cls(flops, machine.stream, machine.sms, machine.start_up, machine.tile)
 
 
-def seconds(p: Matmul, on: ProductModel) -> float:
+def matmul_seconds(p: Matmul, gpu: ProductModel) -> float:
     """Return how long one run of a product takes."""
-    return on.start_up + min(_in_parts(p, parts, on) for parts in SPLITS)
+    return gpu.start_up + min(_split_k_seconds(p, splits, gpu) for splits in SPLITS)
 
 
-def _in_parts(p: Matmul, parts: int, on: ProductModel) -> float:
+def _split_k_seconds(p: Matmul, splits: int, gpu: ProductModel) -> float:
     """Return how long a product takes whose inner dimension is cut into so many parts."""
-    high, wide = on.tile
-    along = lambda a, b: math.ceil(p.m / a) * math.ceil(p.n / b)
-    waves = math.ceil(p.batch * parts * min(along(high, wide), along(wide, high)) / on.sms)
-    one_wave = 2 * high * wide * math.ceil(p.k / parts) * on.sms / on.flops
-    partial_sums = 0 if parts == 1 else 2 * 4 * parts * p.batch * p.m * p.n
-    return max(waves * one_wave, p.bytes / on.memory) + partial_sums / on.memory
+    high, wide = gpu.tile
+    num_tiles = lambda a, b: math.ceil(p.m / a) * math.ceil(p.n / b)
+    waves = math.ceil(
+        p.batch * splits * min(num_tiles(high, wide), num_tiles(wide, high)) / gpu.sms
+    )
+    one_wave = 2 * high * wide * math.ceil(p.k / splits) * gpu.sms / gpu.flops
+    partial_sums = 0 if splits == 1 else 2 * 4 * splits * p.batch * p.m * p.n
+    return max(waves * one_wave, p.bytes / gpu.memory) + partial_sums / gpu.memory
 
 
 FORWARD, BACKWARD = 4, 10  # operations for a score and a dimension of a head
@@ -56,7 +58,7 @@ FORWARD, BACKWARD = 4, 10  # operations for a score and a dimension of a head
 class FusedAttention:
     """The shape of one call of fused attention, as many keys and values as queries."""
 
-    rows: float
+    batch_size: float
     length: int
     heads: int
     width: int  # of a head
@@ -77,6 +79,8 @@ class FusedAttention:
 
     def _seconds(self, machine: Machine, each: float, passes: float) -> float:
         """Return the seconds of a pass; `each`: of a score and a dimension of a head."""
-        seen = (self.length + 1) / 2 if self.causal else self.length  # keys, of a query
-        numbers = self.rows * self.length * self.heads * self.width
-        return machine.start_up + numbers * (seen * each + passes * self.itemsize / machine.stream)
+        keys_per_query = (self.length + 1) / 2 if self.causal else self.length  # keys, of a query
+        numbers = self.batch_size * self.length * self.heads * self.width
+        return machine.start_up + numbers * (
+            keys_per_query * each + passes * self.itemsize / machine.stream
+        )

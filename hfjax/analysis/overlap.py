@@ -32,7 +32,7 @@ from hfjax.analysis import count_collectives as traffic, hlo
 from hfjax.analysis.count_collectives import Collective
 from hfjax.analysis.hlo import Transfer
 from hfjax.hardware.machine import H200, Machine
-from hfjax.utils.tables import counted
+from hfjax.utils.tables import count_equal
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
 _READ = re.compile(r" (?:while|call|conditional|fusion|custom-call|dot)\(|-start\(|-done\(")
@@ -87,11 +87,13 @@ class Matmul:
 
 def flights(compiled: jax.stages.Compiled, machine: Machine = H200) -> list[Flight]:
     """Return every collective of one call of a compiled program, in the order of its schedule."""
-    meshes, _ = traffic._compiled_for(compiled)
-    return read(compiled.as_text() or "", meshes, machine)
+    meshes, _ = traffic._meshes_and_platform(compiled)
+    return read_schedule(compiled.as_text() or "", meshes, machine)
 
 
-def read(text: str, meshes: Iterable[traffic.Sizes], machine: Machine = H200) -> list[Flight]:
+def read_schedule(
+    text: str, meshes: Iterable[traffic.Sizes], machine: Machine = H200
+) -> list[Flight]:
     """Return every collective of a scheduled HLO module; `meshes` name the axes of its groups."""
     module, entry = _scheduled(text)
     return list(_Walk(module, list(meshes), machine).walk(entry, 1))
@@ -126,28 +128,28 @@ class _Walk:
     def walk(self, name: str, times: int) -> Iterator[Flight]:
         """Yield the flights of a computation that runs `times` times."""
         lines = self.module.computations[name]
-        airborne: dict[str, Flight] = {}
+        in_flight: dict[str, Flight] = {}
         for instruction, op in self._ops(lines):
-            if op.opcode.endswith("-done") and op.operands[0] in airborne:
-                yield airborne.pop(op.operands[0])
+            if op.opcode.endswith("-done") and op.operands[0] in in_flight:
+                yield in_flight.pop(op.operands[0])
                 continue
-            yield from self._inside(op, times)
-            if flight := self._started(op, lines, times):
+            yield from self._body_flights(op, times)
+            if flight := self._start_flight(op, lines, times):
                 if _is_synchronous(op):
                     yield replace(flight, synchronous=True)
                 else:
-                    airborne[instruction] = flight
+                    in_flight[instruction] = flight
                 continue
             flops = sum(p.flops * p.count for p in self._products_of(instruction, op, lines))
-            _cover(airborne, flops, self.machine.scheduled_flops)
-        yield from airborne.values()
+            _cover(in_flight, flops, self.machine.scheduled_flops)
+        yield from in_flight.values()
 
     def _ops(self, lines: dict[str, str]) -> Iterator[tuple[str, hlo._Op]]:
         for name, rest in lines.items():
             if _READ.search(rest) or _READ_SYNC.search(rest):
                 yield name, hlo._parse(rest)
 
-    def _inside(self, op: hlo._Op, times: int) -> Iterator[Flight]:
+    def _body_flights(self, op: hlo._Op, times: int) -> Iterator[Flight]:
         """Yield the flights of the loop, call or branches that an instruction runs."""
         if op.opcode == "while":
             yield from self.walk(op.calls(["body"])[0], times * self._trips(op))
@@ -155,23 +157,27 @@ class _Walk:
             yield from (f for called in op.calls(hlo._CALLS) for f in self.walk(called, times))
         elif op.opcode == "conditional":
             branches = [list(self.walk(b, times)) for b in op.calls(hlo._BRANCHES)]
-            yield from max(branches, key=lambda found: sum(f.total for f in found), default=[])
+            yield from max(
+                branches,
+                key=lambda branch_flights: sum(f.total for f in branch_flights),
+                default=[],
+            )
 
     def _trips(self, op: hlo._Op) -> int:
         return self.module.trips(op, op.calls(["condition"])[0])[0] or 1
 
-    def _started(self, op: hlo._Op, lines: dict[str, str], times: int) -> Flight | None:
+    def _start_flight(self, op: hlo._Op, lines: dict[str, str], times: int) -> Flight | None:
         """Return the flight that an instruction starts, None if it starts none."""
         if not op.opcode.endswith("-start") and op.opcode not in hlo.KINDS:
             return None
-        found = self.module.visit(op, lines)
-        if not found:
+        transfers = self.module.visit(op, lines)
+        if not transfers:
             return None
-        kind = found[0].kind
-        axes, devices = traffic._name(kind == "permute", found[0].groups, self.meshes)
-        size = sum(t.bytes for t in found)
+        kind = transfers[0].kind
+        axes, devices = traffic._mesh_axes(kind == "permute", transfers[0].groups, self.meshes)
+        size = sum(t.bytes for t in transfers)
         moved = Collective(kind, axes, "", (), size, 1, "", devices).moved
-        return Flight(kind, axes, size, max(moved, 1) / self._link(found[0].groups), times)
+        return Flight(kind, axes, size, max(moved, 1) / self._link(transfers[0].groups), times)
 
     def _link(self, groups: hlo.Groups) -> float:
         """Return the bytes per second that a device of these groups sends: by the slowest link."""
@@ -185,8 +191,10 @@ class _Walk:
         """Return the matmuls in one run of a computation."""
         if name not in self.counted:
             lines = self.module.computations[name]
-            found = (self._products_of(made, op, lines) for made, op in self._ops(lines))
-            self.counted[name] = counted(p for several in found for p in several)
+            matmul_lists = (
+                self._products_of(instruction, op, lines) for instruction, op in self._ops(lines)
+            )
+            self.counted[name] = count_equal(p for several in matmul_lists for p in several)
         return self.counted[name]
 
     def _products_of(self, name: str, op: hlo._Op, lines: dict[str, str]) -> list[Matmul]:
@@ -196,22 +204,22 @@ class _Walk:
         if op.opcode == "custom-call":
             return _cublas(op, lines, lines[name]) or _cudnn(op, lines, lines[name])
         if op.opcode == "while":
-            turns = self._trips(op)
+            trips = self._trips(op)
             body = self.products(op.calls(["body"])[0])
-            return [replace(p, count=p.count * turns) for p in body]
+            return [replace(p, count=p.count * trips) for p in body]
         if op.opcode == "conditional":
             branches = map(self.products, op.calls(hlo._BRANCHES))
             return max(branches, key=lambda b: sum(p.flops * p.count for p in b), default=[])
         return [p for called in op.calls(hlo._CALLS) for p in self.products(called)]
 
 
-def _cover(airborne: dict[str, Flight], flops: float, speed: float) -> None:
+def _cover(in_flight: dict[str, Flight], flops: float, speed: float) -> None:
     """Let a matmul run beside the flights under way; it covers them in the order of their start."""
     seconds = flops / speed
-    for name, f in airborne.items() if flops else ():
+    for name, f in in_flight.items() if flops else ():
         used = min(seconds, f.seconds * (1 - f.covered))
         seconds -= used
-        airborne[name] = replace(f, flops=f.flops + flops, covered=f.covered + used / f.seconds)
+        in_flight[name] = replace(f, flops=f.flops + flops, covered=f.covered + used / f.seconds)
 
 
 def _is_synchronous(op: hlo._Op) -> bool:
@@ -249,13 +257,13 @@ def _cudnn(op: hlo._Op, lines: dict[str, str], result: str) -> list[Matmul]:
 
     Positions times channels out, each of them a sum over the places and channels of the kernel.
     """
-    found = re.search(r"__cudnn\$conv(\w+)", op.attributes.get("custom_call_target", ""))
-    if not found:
+    match = re.search(r"__cudnn\$conv(\w+)", op.attributes.get("custom_call_target", ""))
+    if not match:
         return []
     arrays = [hlo._array(lines[operand]) for operand in op.operands[:2]]
     arrays.append(hlo._array(result.lstrip("(")))
-    place = {"BackwardInput": (0, 1), "BackwardFilter": (1, 2)}  # of what comes out, and the kernel
-    output, kernel = (arrays[n][1] for n in place.get(found[1], (2, 1)))
+    roles = {"BackwardInput": (0, 1), "BackwardFilter": (1, 2)}  # of what comes out, and the kernel
+    output, kernel = (arrays[n][1] for n in roles.get(match[1], (2, 1)))
     labels = op.attributes["dim_labels"].split("_")[1].split("->")[0]
     n = kernel[labels.index("o")]
     size = sum(Transfer("", (), dtype, shape).bytes for dtype, shape in arrays)

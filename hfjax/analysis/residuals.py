@@ -12,14 +12,14 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from hfjax.analysis.memory_copies import lies_on_host
+from hfjax.analysis.memory_copies import is_on_host
 from hfjax.parallel.jaxprs.program import bodies_of, variables
 
 BACKWARD = "transpose("
 
 
 @dataclasses.dataclass(frozen=True)
-class Stashed:
+class SavedResidual:
     """`count` arrays that wait for the backward pass, per device: a row for each layer, or one."""
 
     dtype: str
@@ -35,7 +35,7 @@ class Stashed:
         return self.bytes * self.count
 
 
-def stashes(traced: jax.stages.Traced) -> tuple[Stashed, ...] | None:
+def stashes(traced: jax.stages.Traced) -> tuple[SavedResidual, ...] | None:
     """Return what is kept, most bytes first; None if the trace has no backward pass by jax.grad.
 
     Of a step with several microbatches it is that of one: they follow one another in a loop.
@@ -57,7 +57,7 @@ def stashes(traced: jax.stages.Traced) -> tuple[Stashed, ...] | None:
     for jaxpr in _regions(traced.jaxpr.jaxpr):
         backward = [BACKWARD in str(equation.source_info.name_stack) for equation in jaxpr.eqns]
         if any(backward):
-            return _kept(jaxpr, backward)
+            return _find_residuals(jaxpr, backward)
     return None
 
 
@@ -69,23 +69,25 @@ def _regions(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from _regions(body)
 
 
-def _kept(jaxpr: Jaxpr, backward: list[bool]) -> tuple[Stashed, ...]:
+def _find_residuals(jaxpr: Jaxpr, backward: list[bool]) -> tuple[SavedResidual, ...]:
     """Return what equations before the first of the backward pass hand on to it."""
     first = backward.index(True)
-    made = _made_of_inputs(jaxpr, first)
+    producers = _find_producers(jaxpr, first)
     read: dict[Var, None] = {}
     for equation, after in zip(jaxpr.eqns[first:], backward[first:], strict=True):
         if after:
-            read |= dict.fromkeys(v for v in variables(equation.invars) if v in made)
-    return tuple(sorted((_row(v, made[v]) for v in read), key=lambda kept: -kept.total))
+            read |= dict.fromkeys(v for v in variables(equation.invars) if v in producers)
+    return tuple(
+        sorted((_residual(v, producers[v]) for v in read), key=lambda residual: -residual.total)
+    )
 
 
-def _made_of_inputs(jaxpr: Jaxpr, first: int) -> dict[Var, Any]:
+def _find_producers(jaxpr: Jaxpr, first: int) -> dict[Var, Any]:
     """Return variable -> its equation for what the first equations make.
 
     Constants wait nowhere, and an input in another shape is that input.
     """
-    known, views, made = set(jaxpr.invars), set(jaxpr.invars), {}
+    known, views, producers = set(jaxpr.invars), set(jaxpr.invars), {}
     for equation in jaxpr.eqns[:first]:
         used = variables(equation.invars)
         if not known.intersection(used):
@@ -94,11 +96,11 @@ def _made_of_inputs(jaxpr: Jaxpr, first: int) -> dict[Var, Any]:
         if equation.primitive.name == "reshape" and views.issuperset(used):
             views.update(equation.outvars)
         else:
-            made |= dict.fromkeys(equation.outvars, equation)
-    return made
+            producers |= dict.fromkeys(equation.outvars, equation)
+    return producers
 
 
-def _row(value: Var, equation: JaxprEqn) -> Stashed:
+def _residual(value: Var, equation: JaxprEqn) -> SavedResidual:
     aval: Any = value.aval
     shape, count = tuple(aval.shape), 1
     if equation.primitive.name == "scan":
@@ -108,4 +110,4 @@ def _row(value: Var, equation: JaxprEqn) -> Stashed:
             count, *rest = shape
             shape = tuple(rest)
     size = aval.size * aval.dtype.itemsize // count
-    return Stashed(aval.dtype.name, shape, size, count, count > 1, lies_on_host(value))
+    return SavedResidual(aval.dtype.name, shape, size, count, count > 1, is_on_host(value))

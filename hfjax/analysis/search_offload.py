@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hfjax.utils.keywords import is_real, is_whole
+from hfjax.utils.keywords import is_int, is_real
 
 STEPS = 16  # the ratios that are tried are 0/16, 1/16, …, 16/16
 
 
 @dataclass(frozen=True)
-class Least:
+class OffloadSearch:
     """What was found: the ratio, None if none fits, and the peak of every ratio that was built."""
 
     ratio: float | None
@@ -24,7 +24,7 @@ class Least:
         return peaks == sorted(peaks, reverse=True)
 
 
-def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS) -> Least:
+def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS) -> OffloadSearch:
     """Return the least offload that fits: a ratio on the grid of 1/steps; the one below does not.
 
     That more offload takes less memory is not taken for granted: the next ratio but one below is
@@ -45,7 +45,7 @@ def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS
         >>> found.ratio, found.peaks[0.5]
         (0.5, 70)
     """
-    if not is_whole(steps, 1) or not is_real(memory, 0, math.inf):
+    if not is_int(steps, 1) or not is_real(memory, 0, math.inf):
         raise ValueError(
             f"least_offload: memory={memory!r}, steps={steps!r}: a number of bytes, at least 0, "
             "and a whole number of steps of the grid, at least 1, are expected."
@@ -59,16 +59,16 @@ def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS
         return peaks[ratio] <= memory
 
     if fits(0):
-        return Least(0.0, memory, peaks)
+        return OffloadSearch(0.0, memory, peaks)
     if not fits(steps):
-        return Least(None, memory, peaks)
-    found = _least(fits, 0, steps)
-    while found > 2 and fits(found - 2):
-        found = _least(fits, 0, found - 2)
-    return Least(found / steps, memory, peaks)
+        return OffloadSearch(None, memory, peaks)
+    best = _bisect(fits, 0, steps)
+    while best > 2 and fits(best - 2):
+        best = _bisect(fits, 0, best - 2)
+    return OffloadSearch(best / steps, memory, peaks)
 
 
-def _least(fits: Callable[[int], bool], low: int, high: int) -> int:
+def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
     """Return a step that fits, the one below it not; `low` does not fit, `high` does."""
     while high - low > 1:
         middle = (low + high) // 2

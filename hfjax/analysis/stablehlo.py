@@ -14,7 +14,7 @@ Sizes = Mapping[str, int]  # of a mesh's axes
 Bound = tuple[int | None, ...]  # a function's arguments, where they are known integers
 
 _OPS = {f"stablehlo.{name.replace('-', '_')}": kind for name, kind in KINDS.items()}
-_SAME = ("sdy.sharding_constraint", "stablehlo.convert", "stablehlo.optimization_barrier")
+_COPIES = ("sdy.sharding_constraint", "stablehlo.convert", "stablehlo.optimization_barrier")
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
@@ -53,13 +53,13 @@ class Module:
         if op.name == "stablehlo.while":
             return read_hlo.loop(trips(op, bound), inner[1], inner[0])
         if op.name in ("stablehlo.case", "stablehlo.if"):
-            return read_hlo.heaviest(inner)
-        return [t for found in inner for t in found]
+            return read_hlo.heaviest_branch(inner)
+        return [t for region_transfers in inner for t in region_transfers]
 
     def collective(self, op: ir.Operation) -> list[Transfer]:
         """Returns what one collective sends, a row per operand."""
         kind = _OPS[op.name]
-        groups = read_hlo.communicating(kind, self.groups(op))
+        groups = read_hlo.active_groups(kind, self.groups(op))
         larger = op.results if kind == "all-gather" else op.operands
         types = [ir.RankedTensorType(value.type) for value in larger]
         payloads = [(dtype_of(t.element_type), tuple(t.shape)) for t in types]
@@ -74,7 +74,7 @@ class Module:
         groups = stablehlo.ReplicaGroupMeshAxesAttr(groups)
         mesh = self.meshes[ir.FlatSymbolRefAttr(groups.mesh).value]
         named = map(stablehlo.AxisRefAttr, ir.ArrayAttr(groups.axes))
-        axes = [(a.name, *_part(a.sub_axis_info, mesh[a.name])) for a in named]
+        axes = [(a.name, *_sub_axis(a.sub_axis_info, mesh[a.name])) for a in named]
         return read_hlo.mesh_groups(mesh, axes)
 
 
@@ -83,7 +83,7 @@ def _sizes(op: ir.Operation) -> Sizes:
     return {axis.name: axis.size for axis in axes}
 
 
-def _part(info: Any, size: int) -> tuple[int, int]:
+def _sub_axis(info: Any, size: int) -> tuple[int, int]:
     """Returns (pre, size) of the part of an axis that an axis_ref means: the whole, mostly."""
     return (1, size) if info is None else (info.pre_size, info.size)
 
@@ -103,49 +103,49 @@ def dtype_of(element: ir.Type) -> str:
 def trips(loop: ir.Operation, bound: Bound) -> int | None:
     """Returns how often a while runs its body, None if that cannot be read from its constants."""
     condition, body = (region.blocks[0].operations[-1].operands for region in loop.regions)
-    compare = maker(condition[0])
+    compare = defining_op(condition[0])
     if compare is None or compare.name != "stablehlo.compare":
         return None
-    counter, last = _same(compare.operands[0]), integer(compare.operands[1], bound)
-    if maker(counter) or ir.BlockArgument(counter).owner.owner.operation != loop:
+    counter, last = _original(compare.operands[0]), integer(compare.operands[1], bound)
+    if defining_op(counter) or ir.BlockArgument(counter).owner.owner.operation != loop:
         return None
     index = ir.BlockArgument(counter).arg_number
     first, step = integer(loop.operands[index], bound), _step(body[index], index, bound)
     if first is None or last is None or step is None:
         return None
     direction = stablehlo.ComparisonDirectionAttr(compare.attributes["comparison_direction"]).value
-    ways = {"LT": (1, last), "LE": (1, last + 1), "GT": (-1, last), "GE": (-1, last - 1)}
-    sign, stop = ways.get(direction, (0, 0))
+    directions = {"LT": (1, last), "LE": (1, last + 1), "GT": (-1, last), "GE": (-1, last - 1)}
+    sign, stop = directions.get(direction, (0, 0))
     return len(range(first, stop, step)) if sign * step > 0 else None
 
 
 def _step(after: ir.Value, index: int, bound: Bound) -> int | None:
     """Returns the constant added to loop argument `index` in one run of the body."""
-    op = maker(after)
+    op = defining_op(after)
     if op is None or op.name not in ("stablehlo.add", "stablehlo.subtract"):
         return None
-    before, step = _same(op.operands[0]), integer(op.operands[1], bound)
-    if step is None or maker(before) or ir.BlockArgument(before).arg_number != index:
+    before, step = _original(op.operands[0]), integer(op.operands[1], bound)
+    if step is None or defining_op(before) or ir.BlockArgument(before).arg_number != index:
         return None
     return step if op.name == "stablehlo.add" else -step
 
 
-def _same(value: ir.Value) -> ir.Value:
+def _original(value: ir.Value) -> ir.Value:
     """Returns the value that this one is a copy of."""
-    while not isinstance(value.owner, ir.Block) and value.owner.operation.name in _SAME:
+    while not isinstance(value.owner, ir.Block) and value.owner.operation.name in _COPIES:
         value = value.owner.operation.operands[ir.OpResult(value).result_number]
     return value
 
 
-def maker(value: ir.Value) -> ir.Operation | None:
+def defining_op(value: ir.Value) -> ir.Operation | None:
     """Returns the operation that computes a value, None for the argument of a block."""
-    owner = _same(value).owner
+    owner = _original(value).owner
     return None if isinstance(owner, ir.Block) else owner.operation
 
 
 def integer(value: ir.Value, bound: Bound) -> int | None:
     """Returns the integer that a scalar always is, None if it is none or cannot be told."""
-    value, op = _same(value), maker(value)
+    value, op = _original(value), defining_op(value)
     type_ = ir.RankedTensorType(value.type) if isinstance(value.type, ir.RankedTensorType) else None
     if type_ is None or type_.rank or not isinstance(type_.element_type, ir.IntegerType):
         return None
@@ -165,5 +165,5 @@ def _argument(argument: ir.BlockArgument, bound: Bound) -> int | None:
     if op.name != "stablehlo.while":
         return None
     body = op.regions[1].blocks[0]
-    unchanged = _same(body.operations[-1].operands[index]) == body.arguments[index]
+    unchanged = _original(body.operations[-1].operands[index]) == body.arguments[index]
     return integer(op.operands[index], bound) if unchanged else None

@@ -30,23 +30,23 @@ GPUS = {key: MACHINES[key] for key in ("h100", "h200")}  # what `_config` descri
 FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-def fraction_taken() -> float:
+def memory_fraction() -> float:
     """Return which part of a GPU's memory JAX takes: three quarters, if no variable says more."""
-    given = {name: text for name in (FRACTION, OLD_FRACTION) if (text := os.environ.get(name))}
-    if len(given) > 1:
+    env = {name: text for name in (FRACTION, OLD_FRACTION) if (text := os.environ.get(name))}
+    if len(env) > 1:
         raise ValueError(f"{FRACTION} and {OLD_FRACTION} are both set: JAX refuses. Unset one.")
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
         return 1.0  # it allocates what is asked for
-    for name, text in given.items():
+    for name, text in env.items():
         try:
-            found = float(text)
+            fraction = float(text)
         except ValueError:
-            found = 0.0
-        if not found > 0:
+            fraction = 0.0
+        if not fraction > 0:
             raise ValueError(
                 f"{name}={text}: a part of the memory of a GPU is expected, as in 0.9."
             )
-        return min(found, 1.0)
+        return min(fraction, 1.0)
     return 0.75
 
 
@@ -141,10 +141,12 @@ def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
             f"compiling for a {gpu} needs the wheels that compile for CUDA (no GPU): "
             f"{how_to_install()}"
         )
-    whole = GPUS[gpu].per_node
-    per_host = min(count, whole)
+    node_size = GPUS[gpu].per_node
+    per_host = min(count, node_size)
     if count < 1 or count % per_host:
-        raise ValueError(f"count={count}: up to {whole}, or a multiple of {whole} (whole hosts).")
+        raise ValueError(
+            f"count={count}: up to {node_size}, or a multiple of {node_size} (whole hosts)."
+        )
     _take_aside()
     topology = topologies.get_topology_desc(
         "",

@@ -18,64 +18,64 @@ from typing import Any, Protocol
 from jax.typing import DTypeLike
 
 from hfjax.checkpoint.arrays import describe
-from hfjax.checkpoint.compare import arrays_to_save, step_of
+from hfjax.checkpoint.compare import arrays_to_save, steps_taken
 from hfjax.checkpoint.directory import (
     WriterLock,
-    ask_whole,
     check_locked,
-    check_step,
+    directory_path,
     discard,
-    folder_of,
-    is_ours,
+    is_hfjax_step,
+    list_steps,
     make_directory,
-    read_step,
-    set_aside,
-    steps_in,
+    read_undeleted,
+    rename_damaged,
+    resolve_step,
+    retry_if_deleted,
     sweep,
 )
-from hfjax.checkpoint.metadata import plain, read_record, record
+from hfjax.checkpoint.metadata import check_json, make_record, read_record
 from hfjax.checkpoint.restoring import ReadOptions, Restored, read
 from hfjax.checkpoint.retention import Keep, Metrics
 from hfjax.checkpoint.writer import Writer
-from hfjax.distributed.consensus import agreed, in_all
+from hfjax.distributed.consensus import run_on_all, run_on_first
 from hfjax.sharding.layout import Layout, State
 from hfjax.utils.keywords import check_seconds
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 
 
-class Closes(Protocol):
+class Closable(Protocol):
     """What has to be closed."""
 
     def close(self) -> None: ...
 
 
-_OPEN: dict[int, Closes] = {}
+_OPEN: dict[int, Closable] = {}
 
 
-def finish_at_exit(one: Closes) -> None:
-    """Close it when the program ends, unless `finished` says that it is done.
+def register_at_exit(resource: Closable) -> None:
+    """Close it when the program ends, unless `unregister` says that it is done.
 
     From Python 3.12 on no thread starts by then: what is not nearly written cannot be finished.
     """
-    _OPEN[id(one)] = one
+    _OPEN[id(resource)] = resource
 
 
-def finished(one: Closes) -> None:
+def unregister(resource: Closable) -> None:
     """It is closed."""
-    _OPEN.pop(id(one), None)
+    _OPEN.pop(id(resource), None)
 
 
-def _finish() -> None:
-    for one in list(_OPEN.values()):
+def _close_all() -> None:
+    for resource in list(_OPEN.values()):
         try:
-            one.close()
+            resource.close()
         except Exception as error:
             advice = "The program ended without close(): use `with hfjax.Checkpoints(…)`."
             print(f"hfjax: {error} {advice}", file=sys.stderr)
 
 
 # A plain `atexit` comes too late: executors, with which Orbax writes, take no work by then.
-getattr(threading, "_register_atexit", atexit.register)(_finish)
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 class Checkpoints:
@@ -111,31 +111,31 @@ class Checkpoints:
         config: Any = None,
         timeout: int = 600,
     ) -> None:
-        self.directory, self._layout = Path(os.path.abspath(folder_of(directory))), layout
-        self._keep, self._config = keep or Keep(), plain("config", config)
+        self.directory, self._layout = Path(os.path.abspath(directory_path(directory))), layout
+        self._keep, self._config = keep or Keep(), check_json("config", config)
         check_seconds("Checkpoints", timeout=timeout)
         self._lock: WriterLock | None = None
         self._timeout = timeout
-        self._writer = self._begun()
+        self._writer = self._make_writer()
         self._open = True
-        finish_at_exit(self)
+        register_at_exit(self)
 
-    def _begun(self) -> Writer:
+    def _make_writer(self) -> Writer:
         """Take the directory, which has to be one in all processes; return what writes to it."""
-        told = agreed(self._take)
-        metrics = {int(step): given for step, given in told["metrics"].items()}
+        lock_info = run_on_first(self._lock_directory)
+        metrics = {int(step): values for step, values in lock_info["metrics"].items()}
         try:
-            in_all(lambda: check_locked(self.directory, told["place"], told["lock"]))
+            run_on_all(lambda: check_locked(self.directory, lock_info["place"], lock_info["lock"]))
         except ValueError:
             self._release()
             raise
-        return Writer(self.directory, self._keep, metrics, self._timeout, self._holds)
+        return Writer(self.directory, self._keep, metrics, self._timeout, self._holds_lock)
 
-    def _holds(self) -> bool:
+    def _holds_lock(self) -> bool:
         """Return whether the directory is the one that process 0, which asks, has locked."""
         return self._lock is not None and self._lock.holds()
 
-    def _take(self) -> dict[str, Any]:
+    def _lock_directory(self) -> dict[str, Any]:
         """Take the directory; return its name and lock, and the metrics of the steps in it."""
         make_directory(self.directory)
         self._lock = WriterLock(self.directory)
@@ -144,13 +144,15 @@ class Checkpoints:
         except BaseException:
             self._release()
             raise
-        ours = [step for step in self._steps() if is_ours(self.directory / str(step))]
-        metrics = {str(step): _metrics(self.directory / str(step)) for step in ours}
-        place = f"{self.directory} on {socket.gethostname()}"
-        return {"place": place, "lock": self._lock.text, "metrics": metrics}
+        own_steps = [
+            step for step in self._list_steps() if is_hfjax_step(self.directory / str(step))
+        ]
+        metrics = {str(step): _read_metrics(self.directory / str(step)) for step in own_steps}
+        location = f"{self.directory} on {socket.gethostname()}"
+        return {"place": location, "lock": self._lock.text, "metrics": metrics}
 
-    def _steps(self) -> list[int]:
-        return steps_in(self.directory)
+    def _list_steps(self) -> list[int]:
+        return list_steps(self.directory)
 
     def save(
         self,
@@ -175,28 +177,30 @@ class Checkpoints:
             ValueError: The step is negative; or it or a later one is saved, without `force`.
         """
         self._check_open()
-        step = step_of(state)
+        step = steps_taken(state)
         self._keep.check(metrics or {})
         arrays = arrays_to_save(self._layout, state)
-        told = record(self._layout, step, describe(arrays), self._config, data, metrics or {})
+        step_record = make_record(
+            self._layout, step, describe(arrays), self._config, data, metrics or {}
+        )
         self.wait()
-        self._keep_directory()
+        self._ensure_directory()
         self._check_new(step, force)
-        self._writer.start(step, arrays, told)
+        self._writer.start(step, arrays, step_record)
 
-    def _keep_directory(self) -> None:
+    def _ensure_directory(self) -> None:
         """Take the directory again where it was moved away: another one would have no lock."""
-        if agreed(self._holds):
+        if run_on_first(self._holds_lock):
             return
         warnings.warn(
-            f"{named(self.directory)} was moved or deleted while it is written to: it is made "
+            f"{quote(self.directory)} was moved or deleted while it is written to: it is made "
             "anew. The steps saved before are where it was moved to.",
             RuntimeWarning,
             stacklevel=3,
         )
         self._writer.close()
         self._release()
-        self._writer = self._begun()
+        self._writer = self._make_writer()
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -205,14 +209,14 @@ class Checkpoints:
     def _check_new(self, step: int, force: bool) -> None:
         later = [s for s in self.steps() if s >= step]
         if later and not force:
-            what = "is already saved" if step in later else f"comes before step {later[-1]}"
+            problem = "is already saved" if step in later else f"comes before step {later[-1]}"
             raise ValueError(
-                f"step {step} {what} in {named(self.directory)}. Go on from the latest step, "
+                f"step {step} {problem} in {quote(self.directory)}. Go on from the latest step, "
                 "save to another directory, or save with force=True: it deletes the same and later "
                 f"steps first ({', '.join(map(str, later))})."
             )
         if later:
-            agreed(lambda: discard(self.directory, later))
+            run_on_first(lambda: discard(self.directory, later))
             self._writer.forget(later)
 
     def wait(self) -> None:
@@ -222,7 +226,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that are durable, in ascending order."""
-        return agreed(self._steps)
+        return run_on_first(self._list_steps)
 
     def latest(self) -> int | None:
         """Return the last durable step; None if there is none."""
@@ -253,7 +257,7 @@ class Checkpoints:
         options = ReadOptions(dtype, parameters_only, verify, on_damage)
         restored = read(self.directory, self._layout, step, options)
         if restored.damaged:
-            agreed(lambda: [set_aside(self.directory, s) for s in restored.damaged])
+            run_on_first(lambda: [rename_damaged(self.directory, s) for s in restored.damaged])
             self._writer.forget(list(restored.damaged))
         return restored
 
@@ -265,7 +269,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._open = False
-            finished(self)
+            unregister(self)
             self._writer.close()
             self._release()
 
@@ -283,11 +287,11 @@ class Checkpoints:
     def _check_open(self) -> None:
         if not self._open:
             raise ValueError(
-                f"the checkpoints of {named(self.directory)} are closed. Open them again."
+                f"the checkpoints of {quote(self.directory)} are closed. Open them again."
             )
 
 
-def _metrics(step: Path) -> Metrics:
+def _read_metrics(step: Path) -> Metrics:
     """Return the metrics of a step; a damaged one has none."""
     try:
         return read_record(step).get("metrics", {})
@@ -370,12 +374,12 @@ def restore(
         ({'rows': 64}, 'FSDP on fsdp=8, processes: 1')
     """
     if isinstance(directory, Layout) or not isinstance(layout, Layout):
-        found = f"{type(directory).__name__} and {type(layout).__name__}"
+        type_names = f"{type(directory).__name__} and {type(layout).__name__}"
         raise ValueError(
-            f"restore(directory, layout) takes a directory, then a layout; found {found}."
+            f"restore(directory, layout) takes a directory, then a layout; found {type_names}."
         )
     options = ReadOptions(dtype, parameters_only, verify, on_damage)
-    return read(Path(os.path.abspath(folder_of(directory))), layout, step, options)
+    return read(Path(os.path.abspath(directory_path(directory))), layout, step, options)
 
 
 def latest(directory: str | os.PathLike) -> int | None:
@@ -389,7 +393,7 @@ def latest(directory: str | os.PathLike) -> int | None:
         >>> hfjax.latest("no/such/directory") is None
         True
     """
-    return max(steps_in(folder_of(directory)), default=None)
+    return max(list_steps(directory_path(directory)), default=None)
 
 
 def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
@@ -413,6 +417,6 @@ def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str,
         >>> hfjax.recorded(folder.name)["config"]
         {'width': 8}
     """
-    folder = folder_of(directory)
-    place = lambda: folder / str(check_step(folder, step))
-    return read_step(step, lambda: ask_whole(place(), read_record))
+    folder = directory_path(directory)
+    step_path = lambda: folder / str(resolve_step(folder, step))
+    return retry_if_deleted(step, lambda: read_undeleted(step_path(), read_record))

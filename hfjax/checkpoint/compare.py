@@ -10,37 +10,39 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hfjax.checkpoint.arrays import KEY, Described, arrays_of
+from hfjax.checkpoint.arrays import KEY, ArraySpecs, state_arrays
 from hfjax.sharding.check_state import check_is_state
 from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import canonical
-from hfjax.utils.keywords import NEAREST, nearest_of
-from hfjax.utils.tables import few, named
+from hfjax.utils.keywords import NEAREST, name_hint
+from hfjax.utils.tables import first_lines, quote
 
 
-def check_same(saved: Described, wanted: Described, dtype: DTypeLike, where: str) -> None:
+def check_same(saved: ArraySpecs, expected: ArraySpecs, dtype: DTypeLike, label: str) -> None:
     """Refuse to read arrays that are not the ones that are wanted; every difference has a path.
 
     Floating-point arrays of another dtype are read where `dtype` says what is wanted.
     """
-    cast = _dtype_name(dtype, wanted)
-    if lines := differences(saved, wanted, cast, "saved"):
-        told = "\n".join(f"  {line}" for line in lines)
-        advice = _advice(saved, wanted, cast)
-        raise ValueError(f"{where} does not hold what this layout wants:\n{told}\n{advice}")
+    cast = _dtype_name(dtype, expected)
+    if lines := differences(saved, expected, cast, "saved"):
+        listing = "\n".join(f"  {line}" for line in lines)
+        advice = _advice(saved, expected, cast)
+        raise ValueError(f"{label} does not hold what this layout wants:\n{listing}\n{advice}")
 
 
-def differences(found: Described, wanted: Described, cast: str | None, there: str) -> list[str]:
+def differences(
+    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, state: str
+) -> list[str]:
     """Return what is missing, too much, or of another shape or dtype; the first ones of many."""
     lines = [
-        *_missing(found, wanted, there),
-        *_unlike(found, wanted, cast, there),
-        *_extra(found, wanted, there),
+        *_missing_lines(actual, expected, state),
+        *_mismatch_lines(actual, expected, cast, state),
+        *_extra_lines(actual, expected, state),
     ]
-    return few(lines)
+    return first_lines(lines)
 
 
-def _dtype_name(dtype: DTypeLike, wanted: Described) -> str | None:
+def _dtype_name(dtype: DTypeLike, expected: ArraySpecs) -> str | None:
     """Return the name of the dtype that is asked for; refuse one that the layout has not."""
     if dtype is None:
         return None
@@ -48,7 +50,7 @@ def _dtype_name(dtype: DTypeLike, wanted: Described) -> str | None:
         name = str(jnp.dtype(dtype))
     except TypeError:
         name = str(dtype)
-    floating = sorted({d for d, _ in wanted.values() if _floating(d)})
+    floating = sorted({d for d, _ in expected.values() if _is_floating(d)})
     if name not in floating:
         raise ValueError(
             f"dtype={name!r}: the arrays of this layout are {', '.join(floating)}. dtype says that "
@@ -58,33 +60,35 @@ def _dtype_name(dtype: DTypeLike, wanted: Described) -> str | None:
     return name
 
 
-def _missing(found: Described, wanted: Described, there: str) -> Iterator[str]:
-    for path in wanted:
-        if path not in found:
-            near = _nearest(path, found, wanted)
-            yield f"{named(path)}{_show(wanted[path])} is not {there}{near}"
+def _missing_lines(actual: ArraySpecs, expected: ArraySpecs, state: str) -> Iterator[str]:
+    for path in expected:
+        if path not in actual:
+            near = _nearest(path, actual, expected)
+            yield f"{quote(path)}{_show(expected[path])} is not {state}{near}"
 
 
-def _extra(found: Described, wanted: Described, there: str) -> Iterator[str]:
-    for path in found:
-        if path not in wanted:
-            near = _nearest(path, wanted, found)
-            yield f"{named(path)}{_show(found[path])} is {there}, not wanted{near}"
+def _extra_lines(actual: ArraySpecs, expected: ArraySpecs, state: str) -> Iterator[str]:
+    for path in actual:
+        if path not in expected:
+            near = _nearest(path, expected, actual)
+            yield f"{quote(path)}{_show(actual[path])} is {state}, not wanted{near}"
 
 
-def _unlike(found: Described, wanted: Described, cast: str | None, there: str) -> Iterator[str]:
-    for path, (dtype, shape) in wanted.items():
-        if path not in found or found[path] == [dtype, shape]:
+def _mismatch_lines(
+    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, state: str
+) -> Iterator[str]:
+    for path, (dtype, shape) in expected.items():
+        if path not in actual or actual[path] == [dtype, shape]:
             continue
-        if found[path][1] != shape or not (dtype == cast and _floating(found[path][0])):
-            yield f"{named(path)} is{_show(found[path])} {there}, wanted as{_show(wanted[path])}"
+        if actual[path][1] != shape or not (dtype == cast and _is_floating(actual[path][0])):
+            yield f"{quote(path)} is{_show(actual[path])} {state}, wanted as{_show(expected[path])}"
 
 
-def _advice(saved: Described, wanted: Described, cast: str | None) -> str:
+def _advice(saved: ArraySpecs, expected: ArraySpecs, cast: str | None) -> str:
     """Return what to do, by what differs."""
-    wrong = [p for p in {**saved, **wanted} if saved.get(p) != wanted.get(p)]
-    if cast is None and all(_castable(saved.get(p), wanted.get(p)) for p in wrong):
-        dtypes = sorted({wanted[p][0] for p in wrong})
+    wrong = [p for p in {**saved, **expected} if saved.get(p) != expected.get(p)]
+    if cast is None and all(_is_castable(saved.get(p), expected.get(p)) for p in wrong):
+        dtypes = sorted({expected[p][0] for p in wrong})
         return f'To cast them on purpose, restore with dtype="{dtypes[0]}".'
     if all(p.startswith("optimizer/") for p in wrong):
         return (
@@ -94,30 +98,30 @@ def _advice(saved: Described, wanted: Described, cast: str | None) -> str:
     return "Make the layout of the model that was saved: hfjax.recorded(directory) has its config."
 
 
-def _show(described: list) -> str:
-    dtype, shape = described
+def _show(spec: list) -> str:
+    dtype, shape = spec
     return f" {dtype}[{','.join(map(str, shape))}]" if dtype else ""
 
 
-def _nearest(path: str, known: Described, others: Described) -> str:
+def _nearest(path: str, known: ArraySpecs, others: ArraySpecs) -> str:
     """Return the path that may have been meant: of the same part, and without a partner."""
-    part = path.split("/")[0]
-    single = [p for p in known if p.startswith(part) and p not in others]
-    return named(nearest_of(path, single, NEAREST))
+    root = path.split("/")[0]
+    unpaired = [p for p in known if p.startswith(root) and p not in others]
+    return quote(name_hint(path, unpaired, NEAREST))
 
 
-def _castable(found: list | None, wanted: list | None) -> bool:
+def _is_castable(actual: list | None, expected: list | None) -> bool:
     """Return whether two arrays differ only in a floating dtype."""
-    if found is None or wanted is None or found[1] != wanted[1]:
+    if actual is None or expected is None or actual[1] != expected[1]:
         return False
-    return _floating(found[0]) and _floating(wanted[0])
+    return _is_floating(actual[0]) and _is_floating(expected[0])
 
 
-def _floating(dtype: str) -> bool:
+def _is_floating(dtype: str) -> bool:
     return not dtype.startswith(KEY) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
-def step_of(state: Any) -> int:
+def steps_taken(state: Any) -> int:
     """Return the number of steps that a state has taken; refuse what is none, or is gone."""
     check_is_state(state)
     if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
@@ -136,4 +140,4 @@ def step_of(state: Any) -> int:
 
 def arrays_to_save(layout: Layout, state: State) -> dict[str, Any]:
     """Return {path: array} of a state, its layers in the model's order."""
-    return arrays_of(canonical(layout, state))
+    return state_arrays(canonical(layout, state))

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from hfjax.utils.read_files import FOLDER, MISSING, UNREACHED, contents, what_is
-from hfjax.utils.tables import named
-from hfjax.utils.write_files import check_no_link, delete, opened
+from hfjax.utils.read_files import FOLDER, MISSING, UNREACHED, path_kind, read_text
+from hfjax.utils.tables import quote
+from hfjax.utils.write_files import check_no_link, delete, open_ordinary
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
@@ -28,7 +28,7 @@ TRIES = 10  # steps that a reader chooses while a run deletes one after the othe
 T = TypeVar("T")
 
 
-def folder_of(directory: str | os.PathLike) -> Path:
+def directory_path(directory: str | os.PathLike) -> Path:
     """Return the path of a directory; an empty one would be the folder at hand."""
     if not os.fspath(directory):
         raise ValueError(
@@ -38,7 +38,7 @@ def folder_of(directory: str | os.PathLike) -> Path:
     return Path(directory)
 
 
-def steps_in(directory: Path) -> list[int]:
+def list_steps(directory: Path) -> list[int]:
     """Return the steps that are saved there, in ascending order; none if there is no directory."""
     check_directory(directory)
     if not directory.exists():
@@ -50,17 +50,17 @@ def steps_in(directory: Path) -> list[int]:
 def check_directory(directory: Path) -> None:
     """Refuse what is there, and no directory."""
     _check_path(directory, UNREADABLE)
-    if not (kind := what_is(directory)).startswith((FOLDER, MISSING, UNREACHED)):
-        raise ValueError(f"{named(directory)} is {kind}: checkpoints are saved in a directory.")
+    if not (kind := path_kind(directory)).startswith((FOLDER, MISSING, UNREACHED)):
+        raise ValueError(f"{quote(directory)} is {kind}: checkpoints are saved in a directory.")
 
 
 def _check_path(directory: Path, characters: str) -> None:
     """Refuse a path with characters, or bytes that are no UTF-8, that mean something else."""
     path = os.path.abspath(directory)
-    found = {c for c in path if c in characters or "\ud800" <= c <= "\udfff"}
-    if found:
+    bad = {c for c in path if c in characters or "\ud800" <= c <= "\udfff"}
+    if bad:
         raise ValueError(
-            f"{named(directory)}: checkpoints saved in a folder with {named(' '.join(found))} in "
+            f"{quote(directory)}: checkpoints saved in a folder with {quote(' '.join(bad))} in "
             "its path could not be read again. Rename the folder, or give another."
         )
 
@@ -73,17 +73,17 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{named(directory)} cannot be made: {error.strerror}. Save to a directory in which "
+            f"{quote(directory)} cannot be made: {error.strerror}. Save to a directory in which "
             "you may make files."
         ) from error
 
 
-def check_step(directory: Path, step: int | None) -> int:
+def resolve_step(directory: Path, step: int | None) -> int:
     """Return the step to read: the one asked for, or the latest; refuse what is not there."""
-    steps = steps_in(directory)
+    steps = list_steps(directory)
     if not steps:
         raise ValueError(
-            f"no checkpoint in {named(directory)}: {_found(directory)}.{_hint(directory)}"
+            f"no checkpoint in {quote(directory)}: {_contents(directory)}.{_hint(directory)}"
         )
     if step is None:
         return steps[-1]
@@ -91,7 +91,7 @@ def check_step(directory: Path, step: int | None) -> int:
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise ValueError(f"step={step!r}: a whole number is expected, or None: the latest. {saved}")
     if step not in steps:
-        raise ValueError(f"step {step} is not in {named(directory)}. {saved}")
+        raise ValueError(f"step {step} is not in {quote(directory)}. {saved}")
     return int(step)
 
 
@@ -99,38 +99,38 @@ class DeletedError(ValueError):
     """A step is deleted while it is read: the run that writes there keeps only some."""
 
     def __init__(self, step: Path) -> None:
-        saved = ", ".join(map(str, steps_in(step.parent))) or "none"
+        saved = ", ".join(map(str, list_steps(step.parent))) or "none"
         super().__init__(
-            f"step {step.name} of {named(step.parent)} was deleted while it was read: whoever "
+            f"step {step.name} of {quote(step.parent)} was deleted while it was read: whoever "
             f"writes there keeps only some steps. Saved now: {saved}. Read one of these, or have "
             "the run keep more (hfjax.Keep; --checkpoints.keep, --checkpoints.keep-every)."
         )
 
 
-def identity(step: Path) -> list[int]:
+def folder_identity(step: Path) -> list[int]:
     """Return what tells the folder of a step from a later one of the same name; [] if none is."""
     try:
-        found = os.stat(step)
+        stat = os.stat(step)
     except OSError:
         return []
-    return [found.st_ino, found.st_mtime_ns]
+    return [stat.st_ino, stat.st_mtime_ns]
 
 
-def ask_whole(step: Path, ask: Callable[[Path], T]) -> T:
-    """Return `ask(step)`; if the step is deleted meanwhile, raise that, not what comes of it."""
-    before = identity(step)
+def read_undeleted(step: Path, read: Callable[[Path], T]) -> T:
+    """Return `read(step)`; if the step is deleted meanwhile, raise that, not what comes of it."""
+    before = folder_identity(step)
     try:
-        answer = ask(step)
+        answer = read(step)
     except (ValueError, OSError):
-        if before and identity(step) == before:
+        if before and folder_identity(step) == before:
             raise
         raise DeletedError(step) from None
-    if identity(step) != before:
+    if folder_identity(step) != before:
         raise DeletedError(step)
     return answer
 
 
-def read_step(step: int | None, read: Callable[[], T]) -> T:
+def retry_if_deleted(step: int | None, read: Callable[[], T]) -> T:
     """Return what `read()` says of a step, None: of the latest.
 
     If the latest is deleted while it is read, a later one is there: it is read in its place.
@@ -141,19 +141,19 @@ def read_step(step: int | None, read: Callable[[], T]) -> T:
     return read()
 
 
-def _found(directory: Path) -> str:
+def _contents(directory: Path) -> str:
     if not directory.exists():
         return "there is no such directory"
-    names = sorted(named(entry.name) for entry in os.scandir(directory))
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"found {shown}" if names else "it is empty"
+    names = sorted(quote(entry.name) for entry in os.scandir(directory))
+    first_names = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"found {first_names}" if names else "it is empty"
 
 
 def _hint(directory: Path) -> str:
     """Return where steps are, if they are one floor below or above."""
-    below = [p for p in directory.glob("*") if p.is_dir() and steps_in(p)]
-    near = [p for p in (*below, directory.parent) if p.is_dir() and steps_in(p)]
-    return f" {named(near[0])} holds steps {steps_in(near[0])}." if near else ""
+    below = [p for p in directory.glob("*") if p.is_dir() and list_steps(p)]
+    candidates = [p for p in (*below, directory.parent) if p.is_dir() and list_steps(p)]
+    return f" {quote(candidates[0])} holds steps {list_steps(candidates[0])}." if candidates else ""
 
 
 def sweep(directory: Path) -> None:
@@ -164,7 +164,7 @@ def sweep(directory: Path) -> None:
             delete(path)
 
 
-def sweep_behind(directory: Path) -> None:
+def sweep_repeatedly(directory: Path) -> None:
     """Sweep after a save that failed: its other writes may still run and make folders again."""
     for _ in range(SWEEPS):
         sweep(directory)
@@ -178,7 +178,7 @@ def delete_unowned(directory: Path, step: int) -> None:
     """
     if os.path.lexists(directory / NAME):
         return
-    for _ in range(SWEEPS):  # as in `sweep_behind`
+    for _ in range(SWEEPS):  # as in `sweep_repeatedly`
         delete(directory / f"{step}{TEMPORARY}")
         time.sleep(PAUSE)
     with suppress(OSError):  # not empty, or not there
@@ -198,7 +198,7 @@ def _trash(directory: Path) -> Path:
     return directory / TRASH
 
 
-def is_ours(step: Path) -> bool:
+def is_hfjax_step(step: Path) -> bool:
     """Return whether hfjax has written a step; what else has a number for its name is not.
 
     A power failure may have left an empty folder of it.
@@ -210,9 +210,9 @@ def is_ours(step: Path) -> bool:
 def discard(directory: Path, steps: list[int]) -> None:
     """Delete steps; each is gone as a step at once."""
     for step in steps:
-        if not is_ours(directory / str(step)):
+        if not is_hfjax_step(directory / str(step)):
             raise ValueError(
-                f"step {step} of {named(directory)} was not written by hfjax: it stays. Move it "
+                f"step {step} of {quote(directory)} was not written by hfjax: it stays. Move it "
                 "away, or save to another directory."
             )
     (trash := _trash(directory)).mkdir(exist_ok=True)
@@ -221,11 +221,11 @@ def discard(directory: Path, steps: list[int]) -> None:
     empty_trash(directory)
 
 
-def set_aside(directory: Path, step: int) -> str:
+def rename_damaged(directory: Path, step: int) -> str:
     """Rename a damaged step so that it is none; return its new name."""
-    taken = {entry.name for entry in os.scandir(directory)}
-    names = [f"{step}.damaged", *(f"{step}.damaged.{n}" for n in range(2, len(taken) + 3))]
-    name = next(name for name in names if name not in taken)
+    existing = {entry.name for entry in os.scandir(directory)}
+    names = [f"{step}.damaged", *(f"{step}.damaged.{n}" for n in range(2, len(existing) + 3))]
+    name = next(name for name in names if name not in existing)
     os.replace(directory / str(step), directory / name)
     return name
 
@@ -233,7 +233,7 @@ def set_aside(directory: Path, step: int) -> str:
 NAME = "writer.lock"
 LONGEST = 4096  # bytes of it
 SEEN = 30.0  # seconds until all machines see what one has written to a shared disk
-_HELD: dict[str, int] = {}  # file -> descriptor
+_LOCKS: dict[str, int] = {}  # file -> descriptor
 
 
 class WriterLock:
@@ -241,46 +241,46 @@ class WriterLock:
 
     def __init__(self, directory: Path) -> None:
         self._file = os.path.join(os.path.realpath(directory), NAME)
-        if self._file in _HELD:
+        if self._file in _LOCKS:
             raise ValueError(_refusal(directory, "this process itself"))
         descriptor = _open(self._file)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = _holder(os.pread(descriptor, LONGEST, 0))
+            holder = _describe_holder(os.pread(descriptor, LONGEST, 0))
             os.close(descriptor)
             raise ValueError(_refusal(directory, holder)) from None
-        _HELD[self._file] = descriptor
+        _LOCKS[self._file] = descriptor
         with suppress(OSError):  # of a full disk: it only tells others who writes
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps(_me()).encode())
+            os.write(descriptor, json.dumps(_holder_record()).encode())
             os.fsync(descriptor)  # other machines read it
         self.text = os.pread(descriptor, LONGEST, 0).decode()
 
     def holds(self) -> bool:
         """Return whether the file is still where it was: its directory may have been moved."""
-        descriptor = _HELD.get(self._file)
+        descriptor = _LOCKS.get(self._file)
         try:
-            there = os.stat(self._file)
+            stat = os.stat(self._file)
         except OSError:
             return False
-        return descriptor is not None and os.path.samestat(there, os.fstat(descriptor))
+        return descriptor is not None and os.path.samestat(stat, os.fstat(descriptor))
 
     def release(self) -> None:
         """Give it back; a second time does nothing."""
-        if (descriptor := _HELD.pop(self._file, None)) is not None:
+        if (descriptor := _LOCKS.pop(self._file, None)) is not None:
             os.ftruncate(descriptor, 0)
             os.close(descriptor)
 
 
-def check_locked(directory: Path, place: str, lock: str) -> None:
+def check_locked(directory: Path, location: str, lock: str) -> None:
     """Refuse a directory that is not the one that process 0 has locked at a place."""
     end = time.monotonic() + SEEN
-    while (found := _lock_in(directory)) != lock:
+    while (actual := _read_lock(directory)) != lock:
         if time.monotonic() > end:
             raise ValueError(
-                f"{named(directory)} is not the directory that process 0 writes to, "
-                f"{named(place)}: {_difference(directory, found)}. Give all processes one "
+                f"{quote(directory)} is not the directory that process 0 writes to, "
+                f"{quote(location)}: {_difference(directory, actual)}. Give all processes one "
                 "directory that all of them see: its whole path, on a shared disk."
             )
         time.sleep(PAUSE)
@@ -288,10 +288,10 @@ def check_locked(directory: Path, place: str, lock: str) -> None:
             os.listdir(directory.parent)  # NFS then looks again for what was not there
 
 
-def _lock_in(directory: Path) -> str | None:
+def _read_lock(directory: Path) -> str | None:
     """Return what its writer wrote into a directory; None if there is no such file."""
     try:
-        return contents(directory / NAME)
+        return read_text(directory / NAME)
     except (ValueError, OSError):
         return None
 
@@ -300,34 +300,34 @@ def _difference(directory: Path, lock: str | None) -> str:
     """Return why a directory is another one than that which is locked."""
     if not directory.exists():
         return "there is no such directory"
-    return f"it has no {NAME}" if lock is None else f"{_holder(lock)} has locked it"
+    return f"it has no {NAME}" if lock is None else f"{_describe_holder(lock)} has locked it"
 
 
 def _open(file: str) -> int:
     try:
-        return opened(Path(file), os.O_RDWR)
+        return open_ordinary(Path(file), os.O_RDWR)
     except OSError as error:
         raise ValueError(
-            f"{named(os.path.dirname(file))} cannot be written: {error.strerror}. Save to a "
+            f"{quote(os.path.dirname(file))} cannot be written: {error.strerror}. Save to a "
             "directory in which you may make files."
         ) from error
 
 
-def _me() -> dict:
+def _holder_record() -> dict:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
-def _holder(lock: str | bytes) -> str:
+def _describe_holder(lock: str | bytes) -> str:
     try:
-        found = json.loads(lock)
-        return named(f"process {found['pid']} on {found['host']} since {found['since']}")
+        record = json.loads(lock)
+        return quote(f"process {record['pid']} on {record['host']} since {record['since']}")
     except (ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _refusal(directory: Path, holder: str) -> str:
     return (
-        f"{named(directory)} is being written by {holder}: a directory has one writer. Close that "
+        f"{quote(directory)} is being written by {holder}: a directory has one writer. Close that "
         "one first, or save elsewhere; to restore, hfjax.restore and hfjax.latest need no lock."
     )

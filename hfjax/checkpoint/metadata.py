@@ -11,30 +11,30 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.checkpoint.arrays import KEY
-from hfjax.checkpoint.directory import is_ours
+from hfjax.checkpoint.directory import is_hfjax_step
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.sharding.layout import Layout
 from hfjax.utils.read_files import (
     ANYTHING,
     TEXT,
     check_fields,
-    contents,
+    integer,
     is_number,
     object_of,
-    parsed,
-    whole,
+    parse_json,
+    read_text,
 )
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 
 FORMAT = 1
 FILE = "meta/metadata"
 
 
-def _is_array(told: object) -> bool:
+def _is_array(obj: object) -> bool:
     """Return whether something is [dtype, shape]."""
-    if not isinstance(told, list) or list(map(type, told)) != [str, list]:
+    if not isinstance(obj, list) or list(map(type, obj)) != [str, list]:
         return False
-    dtype, shape = told
+    dtype, shape = obj
     try:
         known = dtype.startswith(KEY) or jnp.dtype(dtype)
     except TypeError:
@@ -42,11 +42,11 @@ def _is_array(told: object) -> bool:
     return bool(known) and all(type(n) is int and n >= 0 for n in shape)
 
 
-KINDS = {
+CHECKS = {
     "versions": object_of("texts", TEXT[1]),
     "strategy": TEXT,
     "mesh": TEXT,
-    "processes": whole(1),
+    "processes": integer(1),
     "arrays": object_of("[dtype, shape]", _is_array),
     "config": ANYTHING,
     "data": ANYTHING,
@@ -67,7 +67,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def record(
+def make_record(
     layout: Layout, step: int, arrays: Mapping, config: Any, data: Any, metrics: Mapping
 ) -> dict:
     """Return all that is written beside the arrays, which are given as {path: [dtype, shape]}."""
@@ -79,13 +79,13 @@ def record(
         "mesh": describe_mesh(layout.mesh),
         "processes": jax.process_count(),
         "arrays": dict(arrays),
-        "config": plain("config", config),
-        "data": plain("data", data),
+        "config": check_json("config", config),
+        "data": check_json("data", data),
         "metrics": {name: float(value) for name, value in metrics.items()},
     }
 
 
-def plain(name: str, value: Any) -> Any:
+def check_json(name: str, value: Any) -> Any:
     """Return a value if JSON gives it back as it is; refuse it otherwise."""
     try:
         text = json.dumps(value)
@@ -94,16 +94,16 @@ def plain(name: str, value: Any) -> Any:
             f"{name} is written as JSON, which {error}. Give it dicts, lists, strings, numbers, "
             "True, False and None."
         ) from error
-    if (changed := _unlike(value, json.loads(text), name)) is not None:
-        where, given, back = changed
+    if (difference := _find_difference(value, json.loads(text), name)) is not None:
+        path, original, back = difference
         raise ValueError(
-            f"{where}: {given!r} would come back from JSON as {back!r}. Use lists for tuples and "
+            f"{path}: {original!r} would come back from JSON as {back!r}. Use lists for tuples and "
             "strings for the keys of dicts."
         )
     return value
 
 
-def _unlike(value: Any, back: Any, name: str) -> tuple[str, Any, Any] | None:
+def _find_difference(value: Any, back: Any, name: str) -> tuple[str, Any, Any] | None:
     """Return the first place where what JSON gives back is of another kind."""
     if isinstance(value, Mapping) and isinstance(back, dict):
         if sorted(map(repr, value)) != sorted(map(repr, back)):
@@ -113,46 +113,55 @@ def _unlike(value: Any, back: Any, name: str) -> tuple[str, Any, Any] | None:
         pairs = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(value, back, strict=True))]
     else:
         return None if isinstance(value, type(back)) else (name, value, back)
-    return next((found for pair in pairs if (found := _unlike(pair[1], pair[2], pair[0]))), None)
+    return next(
+        (
+            difference
+            for pair in pairs
+            if (difference := _find_difference(pair[1], pair[2], pair[0]))
+        ),
+        None,
+    )
 
 
 def read_record(step: Path) -> dict:
     """Return what was written beside the arrays of a step."""
     try:
-        found = parsed(contents(step / FILE))
-        if check_fields(found, {"format": whole(1)})["format"] <= FORMAT:
-            check_fields({"step": 0, **found}, KINDS | {"step": whole(0)})  # earlier ones have none
+        meta = parse_json(read_text(step / FILE))
+        if check_fields(meta, {"format": integer(1)})["format"] <= FORMAT:
+            check_fields(
+                {"step": 0, **meta}, CHECKS | {"step": integer(0)}
+            )  # earlier ones have none
     except OSError as error:
-        raise ValueError(f"step {step.name}: {named(step / FILE)}: {error.strerror}.") from error
+        raise ValueError(f"step {step.name}: {quote(step / FILE)}: {error.strerror}.") from error
     except ValueError as error:
         why = str(error).rstrip(".")
         raise ValueError(
-            f"step {step.name}: {named(step / FILE)} does not parse: {why}."
+            f"step {step.name}: {quote(step / FILE)} does not parse: {why}."
         ) from error
-    check_format(step, found["format"])
-    _check_number(step, found)
-    return found
+    check_format(step, meta["format"])
+    _check_number(step, meta)
+    return meta
 
 
-def _check_number(step: Path, found: dict) -> None:
+def _check_number(step: Path, meta: dict) -> None:
     """Refuse a folder that bears the name of another step than the one that lies in it."""
-    if str(written := found.get("step", step.name)) == step.name:
+    if str(number := meta.get("step", step.name)) == step.name:
         return
-    there = (step.parent / str(written)).exists()
-    place, here = named(step.parent / str(written)), named(step)
-    first = f"mv {place} {place}.other && " if there else ""
+    is_taken = (step.parent / str(number)).exists()
+    target, source = quote(step.parent / str(number)), quote(step)
+    first = f"mv {target} {target}.other && " if is_taken else ""
     raise ValueError(
-        f"step {step.name} of {named(step.parent)} is step {written}: its folder was renamed. Give "
-        f"it its name again: {first}mv {here} {place}"
+        f"step {step.name} of {quote(step.parent)} is step {number}: its folder was renamed. Give "
+        f"it its name again: {first}mv {source} {target}"
     )
 
 
-def check_written(step: Path) -> None:
+def check_is_ours(step: Path) -> None:
     """Refuse a directory that something else has written."""
-    if not is_ours(step):
-        names = ", ".join(sorted(named(path.name) for path in step.iterdir())) or "nothing"
+    if not is_hfjax_step(step):
+        names = ", ".join(sorted(quote(path.name) for path in step.iterdir())) or "nothing"
         raise ValueError(
-            f"step {step.name} of {named(step.parent)} was not written by hfjax: no manifest.json "
+            f"step {step.name} of {quote(step.parent)} was not written by hfjax: no manifest.json "
             f"and no meta in it, found {names}. Restore it with what wrote it, then hfjax.save it."
         )
 
@@ -161,6 +170,6 @@ def check_format(step: Path, number: int) -> None:
     """Refuse a step that a later hfjax wrote in a way that this one does not know."""
     if number > FORMAT:
         raise ValueError(
-            f"step {step.name} of {named(step.parent)} is written in format {number}; this hfjax "
+            f"step {step.name} of {quote(step.parent)} is written in format {number}; this hfjax "
             f"({_version('hfjax')}) reads up to {FORMAT}. Update hfjax: pip install -U hfjax."
         )

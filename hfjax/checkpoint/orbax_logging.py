@@ -16,38 +16,38 @@ WRITERS = (ORBAX, "orbax.checkpoint", "tensorstore")  # in a trace
 
 
 @cache
-def keep_quiet() -> None:
+def silence_orbax() -> None:
     """From now on print no warnings, nor traces of what fails: they are behind the error raised."""
     for logger in ("absl", "asyncio"):
-        logging.getLogger(logger).addFilter(_is_to_be_told)
-    before = sys.unraisablehook
+        logging.getLogger(logger).addFilter(_should_log)
+    old_hook = sys.unraisablehook
 
-    def hook(given: Any) -> None:
-        trace = (given.exc_type, given.exc_value, given.exc_traceback)
-        if not _is_late(given.exc_value) and not _is_of_writers(*trace):
-            before(given)
+    def hook(unraisable: Any) -> None:
+        trace = (unraisable.exc_type, unraisable.exc_value, unraisable.exc_traceback)
+        if not _is_late(unraisable.exc_value) and not _is_from_orbax(*trace):
+            old_hook(unraisable)
 
     sys.unraisablehook = hook
 
 
-def _is_to_be_told(record: logging.LogRecord) -> bool:
+def _should_log(record: logging.LogRecord) -> bool:
     """Return whether a record is no warning or error of those who write.
 
     Who lowers absl's level on purpose still reads what they do. An error without a trace is told:
     it may be that of a manager of the user's own.
     """
-    if record.exc_info and _is_of_writers(*record.exc_info):
+    if record.exc_info and _is_from_orbax(*record.exc_info):
         return False
     return ORBAX not in record.pathname or record.levelno != logging.WARNING
 
 
-def _is_of_writers(*error: Any) -> bool:
+def _is_from_orbax(*error: Any) -> bool:
     """Return whether an error, (type, value, traceback), passed through Orbax or tensorstore."""
-    told = "".join(traceback.format_exception(*error))
-    return any(name in told for name in WRITERS)
+    trace_text = "".join(traceback.format_exception(*error))
+    return any(name in trace_text for name in WRITERS)
 
 
 def _is_late(error: BaseException | None) -> bool:
     """Return whether a thread of tensorstore found the event loop gone, since the save failed."""
-    mine = threading.current_thread() is threading.main_thread()
-    return not mine and isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    is_main = threading.current_thread() is threading.main_thread()
+    return not is_main and isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

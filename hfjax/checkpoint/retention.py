@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfjax.utils.keywords import is_whole
+from hfjax.utils.keywords import is_int
 
 Metrics = Mapping[str, float]
 
@@ -38,7 +38,7 @@ class Keep:
         for name in ("latest", "every", "bests"):
             value = getattr(self, name)
             missing = value is None and name != "bests"
-            if not missing and not is_whole(value):
+            if not missing and not is_int(value):
                 raise ValueError(f"Keep({name}={value!r}): a positive whole number is expected.")
 
         if not (self.best is None or (isinstance(self.best, str) and self.best)):
@@ -89,12 +89,12 @@ class Keep:
         if self.best is None:
             return []
         sign = -1 if self.highest else 1
-        found = {step: sign * m.get(self.best, math.nan) for step, m in metrics.items()}
-        ranked = sorted((value, step) for step, value in found.items() if not math.isnan(value))
+        scores = {step: sign * m.get(self.best, math.nan) for step, m in metrics.items()}
+        ranked = sorted((value, step) for step, value in scores.items() if not math.isnan(value))
         return [step for _, step in ranked[: self.bests]]
 
 
-class Kept:
+class KeepPolicy:
     """Orbax's preservation policy that asks a `Keep`."""
 
     def __init__(self, keep: Keep, metrics: Mapping[int, Metrics]) -> None:
@@ -103,6 +103,6 @@ class Kept:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         """Return, step by step, whether it is kept; what hfjax has not written always is."""
         steps = [info.step for info in checkpoints]
-        ours = {step: self._metrics[step] for step in steps if step in self._metrics}
-        kept = self._keep.kept(ours)
-        return [step in kept or step not in ours for step in steps]
+        own_steps = {step: self._metrics[step] for step in steps if step in self._metrics}
+        steps_to_keep = self._keep.kept(own_steps)
+        return [step in steps_to_keep or step not in own_steps for step in steps]

@@ -13,78 +13,78 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from hfjax.checkpoint.arrays import raw
+from hfjax.checkpoint.arrays import to_raw
 from hfjax.checkpoint.directory import (
     TEMPORARY,
     TRASH,
     delete_unowned,
     empty_trash,
-    steps_in,
-    sweep_behind,
+    list_steps,
+    sweep_repeatedly,
 )
 from hfjax.checkpoint.manifest import write_manifest
-from hfjax.checkpoint.orbax_logging import keep_quiet
-from hfjax.checkpoint.retention import Keep, Kept, Metrics
+from hfjax.checkpoint.orbax_logging import silence_orbax
+from hfjax.checkpoint.retention import Keep, KeepPolicy, Metrics
 from hfjax.utils.paths import nest
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 
 NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
-OF_ARRAY, OF_DEVICE = 1500, 32  # bytes beside an array, and more of them for each device
+PER_ARRAY, PER_DEVICE = 1500, 32  # bytes beside an array, and more of them for each device
 BLOCK, FILES = 4096, 24  # bytes of a block; files and folders that a process writes
 LATE = ("DEADLINE_EXCEEDED", "Timed out while waiting")  # for others: what is behind comes first
 
 
-def failed(directory: Path, step: int, needed: int, error: BaseException) -> OSError:
+def save_error(directory: Path, step: int, needed: int, error: BaseException) -> OSError:
     """Return the error that tells why a step is not saved, and that the others are."""
-    saved, errors = steps_in(directory), list(_chain(error))
+    saved, errors = list_steps(directory), list(_error_chain(error))
     steps = ", ".join(map(str, saved)) or "none"
     if MOVED in str(error):
         return OSError(
-            f"step {step} was not saved in {named(directory)}: {MOVED}. Steps saved before are "
+            f"step {step} was not saved in {quote(directory)}: {MOVED}. Steps saved before are "
             "where it was moved to: move it back, and start again."
         )
     if step in saved:
         return OSError(
-            f"step {step} is saved in {named(directory)}, but what is no longer kept cannot be "
+            f"step {step} is saved in {quote(directory)}, but what is no longer kept cannot be "
             f"deleted: {_reason(errors)[1]}. Steps there: {steps}. Delete the oldest yourself, or "
             "keep all: Keep(latest=None)."
         )
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     no_room, reason = _reason(errors)
     fewer = " (Keep(latest=…) with fewer steps)" * bool(saved)
     advice = f" Make room{fewer} and save again." * no_room
     before = f"Steps saved before are intact: {steps}" if saved else "No step was saved before"
     return OSError(
-        f"step {step} was not saved in {named(directory)}: {reason}. It needs {needed} bytes, "
+        f"step {step} was not saved in {quote(directory)}: {reason}. It needs {needed} bytes, "
         f"{free} are free. {before}.{advice}"
     )
 
 
-def room(stored: Mapping[str, jax.Array], record: dict) -> int:
+def required_bytes(raw_arrays: Mapping[str, jax.Array], record: dict) -> int:
     """Return how many bytes of a disk a step takes at most: those of all its files.
 
     What Orbax writes of each array grows with its devices; each file ends within a block.
     """
-    arrays = sum(
-        x.nbytes + OF_ARRAY + OF_DEVICE * len(x.sharding.device_set) for x in stored.values()
+    array_bytes = sum(
+        x.nbytes + PER_ARRAY + PER_DEVICE * len(x.sharding.device_set) for x in raw_arrays.values()
     )
-    return arrays + len(json.dumps(record)) + BLOCK * FILES * jax.process_count()
+    return array_bytes + len(json.dumps(record)) + BLOCK * FILES * jax.process_count()
 
 
 def _reason(errors: list[BaseException]) -> tuple[bool, str]:
     """Return whether there was no room, and the reason in a few words."""
     texts = [str(error) for error in errors]
-    if found := [words for words in NO_ROOM for text in texts if words in text]:
-        return True, found[0]
-    own = [error for error in errors if not any(words in str(error) for words in LATE)]
-    if not own:
+    if matches := [phrase for phrase in NO_ROOM for text in texts if phrase in text]:
+        return True, matches[0]
+    own_errors = [error for error in errors if not any(phrase in str(error) for phrase in LATE)]
+    if not own_errors:
         return False, "another process did not write its part in time; its own error tells why"
-    first = next(iter(str(own[0]).splitlines()), "").strip().rstrip(".")
-    return False, f"{type(own[0]).__name__}: {first}"
+    first = next(iter(str(own_errors[0]).splitlines()), "").strip().rstrip(".")
+    return False, f"{type(own_errors[0]).__name__}: {first}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Return an error and those behind it."""
     while error is not None:
         yield error
@@ -112,7 +112,7 @@ class Writer:
         self._manager: ocp.CheckpointManager | None = None  # opened by the first step
 
     def _open(self) -> ocp.CheckpointManager:
-        keep_quiet()
+        silence_orbax()
         background = ocp.AsyncOptions(
             timeout_secs=self._timeout,
             create_directories_asynchronously=False,  # else a failure hangs the exit
@@ -123,7 +123,7 @@ class Writer:
             save_root_metadata=False,
             lightweight_initialize=True,  # metadata of a damaged step would stop it
             todelete_subdir=TRASH,
-            preservation_policy=Kept(self._keep, self._metrics),
+            preservation_policy=KeepPolicy(self._keep, self._metrics),
             async_options=background,
         )
         handlers = {
@@ -141,11 +141,11 @@ class Writer:
 
     def start(self, step: int, arrays: Mapping[str, Any], record: dict) -> None:
         """Copy the arrays and begin to write them; return when they may change."""
-        stored = {path: raw(x) for path, x in arrays.items()}
-        self._saving = (step, room(stored, record))
+        raw_arrays = {path: to_raw(x) for path, x in arrays.items()}
+        self._saving = (step, required_bytes(raw_arrays, record))
         self._metrics[step] = record["metrics"]
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(nest(stored)), meta=ocp.args.JsonSave(record)
+            state=ocp.args.PyTreeSave(nest(raw_arrays)), meta=ocp.args.JsonSave(record)
         )
         self._manager = self._manager or self._open()
         try:
@@ -169,14 +169,14 @@ class Writer:
         """Return what to raise, after the leftovers are swept and the next save can begin."""
         assert self._saving is not None
         (step, needed), self._saving = self._saving, None
-        self.forget([] if step in steps_in(self._directory) else [step])
+        self.forget([] if step in list_steps(self._directory) else [step])
         if jax.process_index() == 0:
             if self._holds():
-                sweep_behind(self._directory)
+                sweep_repeatedly(self._directory)
             else:
                 error = OSError(MOVED)  # whatever it looked like to Orbax
                 delete_unowned(self._directory, step)
-        return failed(self._directory, step, needed, error)
+        return save_error(self._directory, step, needed, error)
 
     def forget(self, steps: list[int]) -> None:
         """Begin anew with the steps that are in the directory; these are not."""

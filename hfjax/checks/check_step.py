@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from hfjax.checks.combinations import check
+from hfjax.checks.combinations import check_combinations
 from hfjax.optimizers.transforms import stored_dtype
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import check_kernels
@@ -19,19 +19,19 @@ from hfjax.parallel.mesh import (
     MEANING,
     PIPE_AXIS,
     describe_mesh,
+    grid_axes,
     in_use,
-    sides,
 )
 from hfjax.parallel.offload.host_memory import check_has_host_memory
-from hfjax.parallel.precision.by_path import PrecisionByPath, named
-from hfjax.sharding.check_layout import check_on_grid, warn_of_gathered_experts
+from hfjax.parallel.precision.by_path import PrecisionByPath, matches_path
+from hfjax.sharding.check_layout import check_grid_specs, warn_gathered_experts
 from hfjax.sharding.check_state import is_traced
 from hfjax.sharding.layout import Layout, State
 from hfjax.utils.mean import check_loss
-from hfjax.utils.paths import matches
+from hfjax.utils.paths import match_patterns
 
 
-def check_given(layout: object, loss: object) -> None:
+def check_step_arguments(layout: object, loss: object) -> None:
     """Refuse what is no layout, or no loss."""
     if not isinstance(layout, Layout) or not callable(loss):
         raise ValueError(
@@ -41,32 +41,33 @@ def check_given(layout: object, loss: object) -> None:
     check_loss(loss)
 
 
-def check_place(layout: Layout, state: State) -> None:
+def check_state_shardings(layout: Layout, state: State) -> None:
     """Refuse a state that lies as another layout of the model has it."""
-    wanted = layout.shardings()
-    for what in ("params", "optimizer"):
-        pairs = jax.tree_util.tree_flatten_with_path(getattr(state, what))[0]
-        places = jax.tree.leaves(getattr(wanted, what))
-        if len(pairs) != len(places):  # layers that another schedule has packed
+    shardings = layout.shardings()
+    for column in ("params", "optimizer"):
+        pairs = jax.tree_util.tree_flatten_with_path(getattr(state, column))[0]
+        expected = jax.tree.leaves(getattr(shardings, column))
+        if len(pairs) != len(expected):  # layers that another schedule has packed
             return
-        for (keys, x), place in zip(pairs, places, strict=True):
-            if not is_traced(x) and not _lies(x, place):
+        for (keys, x), sharding in zip(pairs, expected, strict=True):
+            if not is_traced(x) and not _has_sharding(x, sharding):
                 raise ValueError(
-                    f"this state was made with another layout: {what}"
-                    f"{jax.tree_util.keystr(keys)} lies as {_where(x)}, and this layout "
+                    f"this state was made with another layout: {column}"
+                    f"{jax.tree_util.keystr(keys)} lies as {_describe_sharding(x)}, and this "
+                    "layout "
                     f"({layout.strategy.name} on {describe_mesh(layout.mesh)}) has it as "
-                    f"{place.spec}. Give train_step the layout that the state was made with, or "
+                    f"{sharding.spec}. Give train_step the layout that the state was made with, or "
                     "move the state: jax.device_put(state, layout.shardings())."
                 )
 
 
-def _lies(x: Any, place: Any) -> bool:
+def _has_sharding(x: Any, sharding: Any) -> bool:
     """Return whether an array lies on these devices, split so."""
-    own = getattr(x, "sharding", None)
-    return own is not None and own.is_equivalent_to(place, x.ndim)
+    own_sharding = getattr(x, "sharding", None)
+    return own_sharding is not None and own_sharding.is_equivalent_to(sharding, x.ndim)
 
 
-def _where(x: Any) -> str:
+def _describe_sharding(x: Any) -> str:
     """Return where an array lies, as people read it."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -78,22 +79,22 @@ def _where(x: Any) -> str:
     return f"{len(devices)} devices" if len(devices) > 1 else "one array"
 
 
-def check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
+def check_execution(layout: Layout, execution: Execution, training: bool = False) -> None:
     """Refuse what cannot run, or would run in vain."""
-    check(layout, execution)
-    if idle := layout.unused_axes():
-        _refuse_idle(layout, idle)
-    if sides(layout.mesh):
-        check_on_grid(layout.placed, layout.strategy.parameters)
+    check_combinations(layout, execution)
+    if idle_axes := layout.unused_axes():
+        _refuse_idle(layout, idle_axes)
+    if grid_axes(layout.mesh):
+        check_grid_specs(layout.param_specs, layout.strategy.parameters)
     if execution.dispatch != "auto":
-        _check_travels(layout, execution.dispatch)
+        _check_dispatch(layout, execution.dispatch)
     check_kernels(execution.kernels, layout.mesh.devices.flat[0])
     if isinstance(by_path := execution.precision, PrecisionByPath):
         _check_by_path(layout, by_path)
     if training:
         _check_scale(layout, execution.precision)
         _check_after_step(layout)
-        warn_of_gathered_experts(layout)
+        warn_gathered_experts(layout)
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
         raise ValueError(
@@ -104,34 +105,34 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
         check_has_host_memory(layout.mesh)
 
 
-def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
+def _refuse_idle(layout: Layout, idle_axes: Sequence[str]) -> None:
     """Refuse mesh axes whose devices would repeat each other's work."""
-    if alone := [axis for axis in idle if MEANING[axis].rows]:
-        axis, named = alone[0], MEANING[alone[0]].stays
+    if batch_axes := [axis for axis in idle_axes if MEANING[axis].batch]:
+        axis, dim_name = batch_axes[0], MEANING[batch_axes[0]].keeps_sharded
         raise ValueError(
             f"mesh {describe_mesh(layout.mesh)}: no parameter stays split over {axis} under "
-            f"{layout.strategy.name}. It is for arrays with a dimension named {named!r} "
+            f"{layout.strategy.name}. It is for arrays with a dimension named {dim_name!r} "
             + (
                 "(hfjax.models.moe has such layers) and a strategy that splits it: add "
                 "hfjax.EXPERT. "
                 if axis in EXPERT_AXES
-                else f"and a strategy that splits it: parameters={{{named!r}: {axis!r}}}. "
+                else f"and a strategy that splits it: parameters={{{dim_name!r}: {axis!r}}}. "
             )
             + "To split only rows, use data in its place."
         )
     raise ValueError(
-        f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
+        f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle_axes)} splits neither the batch nor a "
         f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
         "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.GRID row and "
         "tensor, hfjax.CONTEXT context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
     )
 
 
-def _check_travels(layout: Layout, dispatch: str) -> None:
+def _check_dispatch(layout: Layout, dispatch: str) -> None:
     """Refuse to choose how tokens travel where none do; the axis of hfjax.EXPERT may be off."""
-    off = EXPERTS in layout.strategy.parameters and not in_use(layout.mesh, EXPERT_AXES)
-    axes = {axis for p in layout.placed.values() for axis in p.stays}
-    if not off and not axes.intersection(EXPERT_AXES):
+    is_off = EXPERTS in layout.strategy.parameters and not in_use(layout.mesh, EXPERT_AXES)
+    kept_axes = {axis for p in layout.param_specs.values() for axis in p.sharded_compute}
+    if not is_off and not kept_axes.intersection(EXPERT_AXES):
         raise ValueError(
             f"dispatch={dispatch!r} on {describe_mesh(layout.mesh)} under {layout.strategy.name}: "
             "no tokens travel, since no mixture of hfjax.models.moe has its experts on several "
@@ -141,40 +142,48 @@ def _check_travels(layout: Layout, dispatch: str) -> None:
 
 def _check_by_path(layout: Layout, precision: PrecisionByPath) -> None:
     """Refuse patterns that match nothing, and those that tell apart what one row stores."""
-    matches([pattern for pattern, _ in precision.given], layout.blueprint.parameters)
+    match_patterns([pattern for pattern, _ in precision.given], layout.template.parameters)
     experts: dict[str, set[Any]] = {}
-    for path, p in layout.placed.items():
+    for path, p in layout.param_specs.items():
         if EXPERTS in p.axes:
             experts.setdefault(path.rpartition("/")[0], set()).add(precision.at(path))
-    if split := [path for path, found in experts.items() if len(found) > 1]:
+    if split_paths := [path for path, precisions in experts.items() if len(precisions) > 1]:
         raise ValueError(
-            f"precision by path tells the arrays of the experts {split[0]} apart, which are "
-            f'computed together. Name all of them: "{split[0]}*".'
+            f"precision by path tells the arrays of the experts {split_paths[0]} apart, which are "
+            f'computed together. Name all of them: "{split_paths[0]}*".'
         )
     packed = layout.storage.packed
-    if packed and (apart := [path for path in packed.places if named(precision, path)]):
+    if packed and (
+        named_paths := [path for path in packed.locations if matches_path(precision, path)]
+    ):
         raise ValueError(
-            f"precision by path, and {apart[0]} is packed into one row with others: a pipeline of "
+            f"precision by path, and {named_paths[0]} is packed into one row with others: a "
+            "pipeline of "
             "unlike layers has one precision for all layers. Name only what is outside of them."
         )
 
 
 def _check_scale(layout: Layout, precision: Any) -> None:
     """Refuse float16 without a loss scale, without float32 copies, and a scale without float16."""
-    half = [path for path, p in layout.placed.items() if p.dtype == jnp.float16 and not p.frozen]
-    if half and stored_dtype(layout.optimizer, None) is None:
+    half_paths = [
+        path for path, p in layout.param_specs.items() if p.dtype == jnp.float16 and not p.frozen
+    ]
+    if half_paths and stored_dtype(layout.optimizer, None) is None:
         raise ValueError(
-            f"{half[0]} is stored in float16: its updates would be too small for it. Store it in "
+            f"{half_paths[0]} is stored in float16: its updates would be too small for it. Store "
+            "it in "
             "float32, or keep a float32 copy: hfjax.master(optimizer)."
         )
-    computed = {path: precision.at(path).of(p.dtype).compute for path, p in layout.placed.items()}
-    needs = [path for path, dtype in computed.items() if dtype == jnp.float16]
-    if needs and not precision.scale:
+    compute_dtypes = {
+        path: precision.at(path).of(p.dtype).compute for path, p in layout.param_specs.items()
+    }
+    float16_paths = [path for path, dtype in compute_dtypes.items() if dtype == jnp.float16]
+    if float16_paths and not precision.scale:
         raise ValueError(
-            f"{needs[0]} is computed in float16, which needs a loss scale: "
+            f"{float16_paths[0]} is computed in float16, which needs a loss scale: "
             'Precision(scale=hfjax.LossScale()). Or compute otherwise (precision="bf16").'
         )
-    if precision.scale and not needs:
+    if precision.scale and not float16_paths:
         raise ValueError(
             "a loss scale, and nothing is float16: no parameter is stored or computed in it. Use "
             'Precision(compute="float16", scale=…), or leave the scale out.'
@@ -183,12 +192,14 @@ def _check_scale(layout: Layout, precision: Any) -> None:
 
 def _check_after_step(layout: Layout) -> None:
     """Refuse variables that the model's own `after_step` would have to change, if it has none."""
-    held = layout.blueprint.variables.items()
-    moves = lambda v: isinstance(v, nnx.Variable) and v.get_metadata("needs_after_step", False)
-    needs = [path for path, variable in held if moves(variable)]
-    if needs and not hasattr(layout.blueprint.abstract("train"), "after_step"):
+    variables = layout.template.variables.items()
+    needs_after_step = lambda v: (
+        isinstance(v, nnx.Variable) and v.get_metadata("needs_after_step", False)
+    )
+    paths = [path for path, variable in variables if needs_after_step(variable)]
+    if paths and not hasattr(layout.template.abstract("train"), "after_step"):
         raise ValueError(
-            f"{needs[0]} moves once in a step (Router(bias_rate=…)), and the model has no method "
+            f"{paths[0]} moves once in a step (Router(bias_rate=…)), and the model has no method "
             "after_step(variables, metrics) that moves it. Give it one that returns "
             "hfjax.models.moe.after_step(variables, metrics, rate), or take bias_rate=0."
         )

@@ -1,7 +1,7 @@
 """What goes together: `REFUSED` has a row for each pair of features that does not.
 
-Everything else works: tests/test_combinations.py trains every pair. `check` makes the errors of
-this table, `table` what docs/combinations.md prints.
+Everything else works: tests/test_combinations.py trains every pair. `check_combinations` makes the
+errors of this table, `table` what docs/combinations.md prints.
 """
 
 import string
@@ -16,12 +16,12 @@ from hfjax.checks.features import (
     FEATURES,
     NOT_ELEMENT_BY_ELEMENT,
     NOT_IN_PARTS,
-    as_written,
-    lineage,
+    needed_features,
+    user_text,
 )
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.layer_stack.batch_split import NO_STATISTICS_OF_PARTS, SOME_ROWS
+from hfjax.parallel.layer_stack.batch_split import NO_CHUNK_STATISTICS, SOME_EXAMPLES
 from hfjax.parallel.layer_stack.sharded_model import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
 from hfjax.parallel.mesh import platform_of
 from hfjax.sharding.check_layout import PACKED_TOGETHER
@@ -42,8 +42,8 @@ class Refusal:
         condition_text: Where the pair is refused ("if …"); elsewhere both go together.
         condition: The same as a function.
         detected_later: When it is detected, where only a trial of the optimizer or the trace can
-            tell. `check` leaves such a row to the code that detects it, which raises `error_of`
-            the pair.
+            tell. `check_combinations` leaves such a row to the code that detects it, which raises
+            `error_of` the pair.
     """
 
     why: str
@@ -53,19 +53,19 @@ class Refusal:
     detected_later: str = ""
 
     @property
-    def everywhere(self) -> bool:
+    def is_unconditional(self) -> bool:
         """Whether the pair is refused whatever else a layout and an execution say."""
-        asked = self.condition_text or self.detected_later
-        return not asked and self.condition is _everywhere
+        condition_text = self.condition_text or self.detected_later
+        return not condition_text and self.condition is _everywhere
 
 
 def _in_pipeline(layout: Layout, execution: Execution) -> bool:
-    return as_written("schedule", layout, execution) is not None
+    return user_text("schedule", layout, execution) is not None
 
 
-def _scatters_layers(layout: Layout, _: Execution) -> bool:
-    placed = layout.placed.items()
-    return any(p.split_dims("gradient") for path, p in placed if path.startswith(LAYERS))
+def _has_split_layer_gradients(layout: Layout, _: Execution) -> bool:
+    param_specs = layout.param_specs.items()
+    return any(p.split_dims("gradient") for path, p in param_specs if path.startswith(LAYERS))
 
 
 PARTS = "methods embed(batch) and head(x), and `layers`; and no forward= in the layout"
@@ -89,7 +89,7 @@ GRADIENTS_SCATTERED_PER_LAYER = Refusal(
     "the gradients of layers are scattered layer by layer, and in a tick some stages recompute, "
     "others do not",
     'Use hfjax.ZERO1, which scatters at the end, or remat="full" or "none".',
-    condition=_scatters_layers,
+    condition=_has_split_layer_gradients,
 )
 HOST_COPIED = Refusal(
     "XLA copies everything that lies on the host in each tick in which stages branch",
@@ -138,7 +138,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("split_rows", "optimizer_in_backward"): LAYER_BY_LAYER,
     ("split_rows", "HOST_PARAMETERS"): LAYER_BY_LAYER,
     ("split_rows", "statistics that a model writes"): Refusal(
-        SOME_ROWS, NO_STATISTICS_OF_PARTS, detected_later=TRACED
+        SOME_EXAMPLES, NO_CHUNK_STATISTICS, detected_later=TRACED
     ),
     # parameters on the host
     ("HOST_PARAMETERS", "schedule"): Refusal(
@@ -335,15 +335,15 @@ REFUSED: dict[tuple[str, str], Refusal] = {
 # -- errors -------------------------------------------------------------------------------------
 
 
-def check(layout: Layout, execution: Execution) -> None:
+def check_combinations(layout: Layout, execution: Execution) -> None:
     """Refuse a pair of features that does not go together, before anything is traced."""
 
-    how = cache(lambda name: as_written(name, layout, execution))
+    text_of = cache(lambda name: user_text(name, layout, execution))
     for pair, refusal in REFUSED.items():
         if refusal.detected_later:
             continue
-        if all(map(how, pair)) and refusal.condition(layout, execution):
-            raise error_of(pair, *map(how, pair))
+        if all(map(text_of, pair)) and refusal.condition(layout, execution):
+            raise error_of(pair, *map(text_of, pair))
 
 
 def error_of(pair: tuple[str, str], *written: str | None) -> ValueError:
@@ -357,15 +357,15 @@ def error_of(pair: tuple[str, str], *written: str | None) -> ValueError:
 
 def refusals(one: str, other: str) -> list[Refusal]:
     """Return why two features do not go together, those of all uses first."""
-    pairs = [(a, b) for a in lineage(one) for b in lineage(other)]
-    found = [REFUSED.get((a, b)) or REFUSED.get((b, a)) for a, b in pairs]
-    return sorted(filter(None, found), key=lambda refusal: bool(refusal.condition_text))
+    pairs = [(a, b) for a in needed_features(one) for b in needed_features(other)]
+    matches = [REFUSED.get((a, b)) or REFUSED.get((b, a)) for a, b in pairs]
+    return sorted(filter(None, matches), key=lambda refusal: bool(refusal.condition_text))
 
 
-def exclude(one: str, other: str) -> bool:
+def are_exclusive(one: str, other: str) -> bool:
     """Return whether two features are values of one setting, or one needs the other."""
-    needs = one in lineage(other) or other in lineage(one)
-    return needs or bool(FEATURES[one].execution.keys() & FEATURES[other].execution.keys())
+    is_needed = one in needed_features(other) or other in needed_features(one)
+    return is_needed or bool(FEATURES[one].execution.keys() & FEATURES[other].execution.keys())
 
 
 def cell(one: str, other: str) -> str:
@@ -374,10 +374,10 @@ def cell(one: str, other: str) -> str:
     >>> cell("clip", "remat"), cell("clip", "optimizer_in_backward"), cell("offload", "FSDP")
     ('+', '-', '+')
     """
-    if exclude(one, other):
+    if are_exclusive(one, other):
         return "."
-    found = refusals(one, other)
-    return "+" if not found else "?" if found[0].condition_text else "-"
+    refused = refusals(one, other)
+    return "+" if not refused else "?" if refused[0].condition_text else "-"
 
 
 def table() -> str:
@@ -395,8 +395,10 @@ def table() -> str:
         cells = " ".join(cell(name, other) for other in FEATURES)
         first, *rest = textwrap.wrap(name, width)
         lines += [f"{letter} {first:<{width}} {cells}", *(f"  {more}" for more in rest)]
-    told = "+ works; - refused; ? refused under a condition; . same setting, or one needs the other"
-    return "\n".join([*lines, told])
+    legend = (
+        "+ works; - refused; ? refused under a condition; . same setting, or one needs the other"
+    )
+    return "\n".join([*lines, legend])
 
 
 def exclusions() -> str:
@@ -411,10 +413,12 @@ def exclusions() -> str:
 
 
 def _exclusion(name: str) -> str:
-    beside = lambda mark: "; ".join(other for other in FEATURES if cell(name, other) == mark)
-    words = {"-": "refused with", "?": "in some cases refused with"}
-    told = [f"{said} {beside(mark)}" for mark, said in words.items() if beside(mark)]
-    return _item(f"{name}: {'. Also '.join(told) or 'goes with everything'}.")
+    features_with = lambda mark: "; ".join(other for other in FEATURES if cell(name, other) == mark)
+    phrases = {"-": "refused with", "?": "in some cases refused with"}
+    parts = [
+        f"{phrase} {features_with(mark)}" for mark, phrase in phrases.items() if features_with(mark)
+    ]
+    return _list_item(f"{name}: {'. Also '.join(parts) or 'goes with everything'}.")
 
 
 def reasons() -> str:
@@ -425,17 +429,19 @@ def reasons() -> str:
         >>> print(reasons().split(": ")[0])
         - schedule with model not in three parts
     """
-    together: dict[Refusal, list[str]] = {}
+    pairs_by_refusal: dict[Refusal, list[str]] = {}
     for (one, other), refusal in REFUSED.items():
-        together.setdefault(refusal, []).append(f"{one} with {other}")
-    return "\n".join(_reason(refusal, pairs) for refusal, pairs in together.items())
+        pairs_by_refusal.setdefault(refusal, []).append(f"{one} with {other}")
+    return "\n".join(_reason(refusal, pairs) for refusal, pairs in pairs_by_refusal.items())
 
 
 def _reason(refusal: Refusal, pairs: list[str]) -> str:
-    only = f" (only {refusal.condition_text})" if refusal.condition_text else ""
-    said = f"{'; '.join(pairs)}{only}: {refusal.why}. {refusal.instead} {refusal.detected_later}"
-    return _item(said)
+    condition = f" (only {refusal.condition_text})" if refusal.condition_text else ""
+    text = (
+        f"{'; '.join(pairs)}{condition}: {refusal.why}. {refusal.instead} {refusal.detected_later}"
+    )
+    return _list_item(text)
 
 
-def _item(text: str) -> str:
+def _list_item(text: str) -> str:
     return textwrap.fill(text, 100, subsequent_indent="  ", initial_indent="- ")

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hfjax.parallel.mesh import PIPE_AXIS, partitioned
+from hfjax.parallel.mesh import PIPE_AXIS, auto_axes
 
 # A permute in a branch inside shard_map: the operation that needs it, and its stack frame.
 _PERMUTE = re.compile(
@@ -17,26 +17,28 @@ _PERMUTE = re.compile(
 )
 
 
-def checked(jitted: Any, mesh: Mesh) -> Any:
+def check_deadlock(jitted: Any, mesh: Mesh) -> Any:
     """Return a jitted function that checks each program before it runs, if the mesh needs that."""
-    return Checked(jitted, mesh) if mesh.shape[PIPE_AXIS] > 1 and partitioned(mesh) else jitted
+    return (
+        DeadlockChecked(jitted, mesh) if mesh.shape[PIPE_AXIS] > 1 and auto_axes(mesh) else jitted
+    )
 
 
-class Checked:
+class DeadlockChecked:
     """A jitted function of a pipeline on a mesh where XLA's partitioner adds collectives."""
 
     def __init__(self, jitted: Any, mesh: Mesh) -> None:
-        self.jitted, self.axes = jitted, partitioned(mesh)
-        self.seen: set[Any] = set()
+        self.jitted, self.axes = jitted, auto_axes(mesh)
+        self.checked_shapes: set[Any] = set()
 
-    def __call__(self, *given: Any) -> Any:
-        leaves, tree = jax.tree.flatten(given[1:])  # what comes beside the state or parameters
-        of = tree, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
-        if of not in self.seen:
+    def __call__(self, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args[1:])  # what comes beside the state or parameters
+        shapes = tree, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+        if shapes not in self.checked_shapes:
             # The call below finds this program where JAX keeps them: it is compiled once.
-            check_branches(self.jitted.lower(*given).compile().as_text(), self.axes)
-            self.seen.add(of)
-        return self.jitted(*given)
+            check_branches(self.jitted.lower(*args).compile().as_text(), self.axes)
+            self.checked_shapes.add(shapes)
+        return self.jitted(*args)
 
     @property
     def trace(self) -> Callable:
@@ -49,13 +51,14 @@ class Checked:
 
 def check_branches(text: str, axes: tuple[str, ...]) -> None:
     """Refuse the text of a compiled pipeline in which a permute lies in a stage's branch."""
-    found = _PERMUTE.search(text)
-    if found is None:
+    match = _PERMUTE.search(text)
+    if match is None:
         return
     raise ValueError(
         "this program may wait for ever. XLA has put a permute into a branch that not all stages "
-        f"take (one alone runs head and loss; or a lax.cond of the model), for {found['op']!r}"
-        f"{_source(text, found['frame'])}: it waits for the devices of all stages. XLA needs it to "
+        f"take (one alone runs head and loss; or a lax.cond of the model), for {match['op']!r}"
+        f"{_source_line(text, match['frame'])}: it waits for the devices of all stages. XLA needs "
+        "it to "
         f"cut, shift or pad a dimension that is split over {', '.join(axes)}. Put the array "
         "together in the model, before and after: place(f(place(x, (None, …))), (None, …)), "
         "with a None for each dimension and place = self.place (docs/any_model.md); if the loss "
@@ -64,15 +67,15 @@ def check_branches(text: str, axes: tuple[str, ...]) -> None:
     )
 
 
-def _source(text: str, frame: str) -> str:
+def _source_line(text: str, frame: str) -> str:
     """Return in which line a frame lies, by the tables at the head of the program's text."""
 
-    def row(table: str, key: str, number: str) -> str:
-        rows = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
-        found = re.search(rf"^{number} .*?{key}(\w+)", rows[1], re.MULTILINE) if rows else None
-        return found[1] if found else ""
+    def look_up(table: str, key: str, number: str) -> str:
+        block = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        match = re.search(rf"^{number} .*?{key}(\w+)", block[1], re.MULTILINE) if block else None
+        return match[1] if match else ""
 
-    location = row("StackFrames", "file_location_id=", frame)
-    file, line = (row("FileLocations", key, location) for key in ("file_name_id=", "line="))
+    location = look_up("StackFrames", "file_location_id=", frame)
+    file, line = (look_up("FileLocations", key, location) for key in ("file_name_id=", "line="))
     name = re.search(rf'^FileNames\n(?:\d+ .*\n)*?{file} "(.*)"', text, re.MULTILINE)
     return f", in {name[1]}:{line}" if name else ""

@@ -17,15 +17,15 @@ from hfjax.parallel.mesh import (
     EXPERT_AXES,
     PIPE_AXIS,
     SEQUENCE_AXES,
+    auto_axes,
+    grid_axes,
     in_use,
-    partitioned,
-    sides,
 )
 from hfjax.parallel.precision.dtypes import PRECISIONS
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
-from hfjax.parallel.settings import Wanted
+from hfjax.parallel.settings import KernelChoices
 from hfjax.parallel.strategy import (
     CONTEXT,
     EXPERT,
@@ -42,7 +42,7 @@ from hfjax.parallel.strategy import (
 )
 from hfjax.sharding.layout import Layout
 
-AsWritten = Callable[[Layout, Execution], str | None]
+UserText = Callable[[Layout, Execution], str | None]
 
 # Features with a long name, that code finds a row by.
 NOT_ELEMENT_BY_ELEMENT = "optimizer not element by element"
@@ -53,7 +53,7 @@ class Feature(NamedTuple):
     """Something that a user can turn on: how it is seen, and the least that turns it on.
 
     Attributes:
-        as_written: (layout, execution) -> how it was written, None if it is not used. None in place
+        user_text: (layout, execution) -> how it was written, None if it is not used. None in place
             of the function: only a trial or a trace can tell.
         execution: Fields of Execution.
         strategy: What a strategy has.
@@ -64,7 +64,7 @@ class Feature(NamedTuple):
         needs: Features that are used where this one is: what refuses them refuses this one.
     """
 
-    as_written: AsWritten | None
+    user_text: UserText | None
     execution: Mapping[str, Any] = {}
     strategy: Strategy | None = None
     mesh: Mapping[str, int] = {}
@@ -77,140 +77,149 @@ class Feature(NamedTuple):
 # -- how each was written -----------------------------------------------------------------------
 
 
-def _of(name: str, unused: Any) -> AsWritten:
+def _text_of_field(name: str, default: Any) -> UserText:
     """Return how a field of the execution was written."""
 
-    def as_written(_: Layout, execution: Execution) -> str | None:
+    def user_text(_: Layout, execution: Execution) -> str | None:
         value = getattr(execution, name)
-        return None if value == unused else f"{name}={_quoted(value)}"
+        return None if value == default else f"{name}={_quoted(value)}"
 
-    return as_written
+    return user_text
 
 
 def _quoted(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _precision(_: Layout, execution: Execution) -> str | None:
-    words = {value: repr(word).replace("'", '"') for word, value in PRECISIONS.items()}
-    given = execution.precision
-    return None if given == PRECISIONS["stored"] else f"precision={words.get(given, given)}"
+def _precision_text(_: Layout, execution: Execution) -> str | None:
+    names = {value: repr(name).replace("'", '"') for name, value in PRECISIONS.items()}
+    precision = execution.precision
+    return (
+        None
+        if precision == PRECISIONS["stored"]
+        else f"precision={names.get(precision, precision)}"
+    )
 
 
-def _remat(_: Layout, execution: Execution) -> str | None:
+def _remat_text(_: Layout, execution: Execution) -> str | None:
     remat = execution.remat
-    words = {
+    options = {
         "every": remat.every > 1 and f"every:{remat.every}",
         "group": remat.group > 1 and f"group:{remat.group}",
         "names": remat.names and f"names:{','.join(remat.names)}",
     }
-    word = next(filter(None, words.values()), remat.what)
-    return None if word == "none" else f"remat={_quoted(word)}"
+    option = next(filter(None, options.values()), remat.what)
+    return None if option == "none" else f"remat={_quoted(option)}"
 
 
-def _remat_that(is_so: Callable[[Remat], bool]) -> AsWritten:
-    return lambda layout, run: _remat(layout, run) if is_so(run.remat) else None
+def _remat_text_if(condition: Callable[[Remat], bool]) -> UserText:
+    return lambda layout, run: _remat_text(layout, run) if condition(run.remat) else None
 
 
-def _offload(_: Layout, execution: Execution) -> str | None:
+def _offload_text(_: Layout, execution: Execution) -> str | None:
     offload = execution.offload
     if offload is None:
         return None
-    named = f"names:{','.join(offload.names)}" if offload.names else "dots"
-    return f"offload={offload.ratio if offload.ratio is not None else _quoted(named)}"
+    option = f"names:{','.join(offload.names)}" if offload.names else "dots"
+    return f"offload={offload.ratio if offload.ratio is not None else _quoted(option)}"
 
 
-def _kernels(_: Layout, execution: Execution) -> str | None:
+def _kernels_text(_: Layout, execution: Execution) -> str | None:
     kernels = execution.kernels
-    given = dict(kernels.named) | {"*": kernels.rest} if kernels.named else kernels.rest
-    return None if kernels == Wanted() else f"kernels={_quoted(given)}"
+    choice = dict(kernels.named) | {"*": kernels.rest} if kernels.named else kernels.rest
+    return None if kernels == KernelChoices() else f"kernels={_quoted(choice)}"
 
 
-def _schedule(layout: Layout, execution: Execution) -> str | None:
+def _schedule_text(layout: Layout, execution: Execution) -> str | None:
     stages = layout.mesh.shape[PIPE_AXIS]
     if execution.schedule is not None:
         return f"schedule {execution.schedule.name}"
     return f"pipe={stages}" if stages > 1 else None
 
 
-def _table_that(is_so: Callable[[Table], bool]) -> AsWritten:
-    def as_written(layout: Layout, execution: Execution) -> str | None:
+def _table_text_if(condition: Callable[[Table], bool]) -> UserText:
+    def user_text(layout: Layout, execution: Execution) -> str | None:
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
-        there = schedule is not None and is_so(schedule.table(stages))
-        return _schedule(layout, execution) if there else None
+        is_match = schedule is not None and condition(schedule.table(stages))
+        return _schedule_text(layout, execution) if is_match else None
 
-    return as_written
+    return user_text
 
 
-def _branches(layout: Layout, execution: Execution) -> str | None:
+def _branches_text(layout: Layout, execution: Execution) -> str | None:
     schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
     if schedule is None or schedule.branches is not True or schedule.table(stages).branches:
         return None  # a table that needs branches has them anyway
     return f"schedule {schedule.name}, branches=True"
 
 
-def _asynchronous(layout: Layout, execution: Execution) -> str | None:
+def _asynchronous_text(layout: Layout, execution: Execution) -> str | None:
     schedule = execution.schedule
-    there = schedule is not None and schedule.asynchronous
-    return _schedule(layout, execution) if there else None
+    is_asynchronous = schedule is not None and schedule.asynchronous
+    return _schedule_text(layout, execution) if is_asynchronous else None
 
 
-def _split(column: str) -> AsWritten:
+def _split_text(column: str) -> UserText:
     """Return what of a column is split: of layers, if anything of them is."""
 
-    def as_written(layout: Layout, execution: Execution) -> str | None:
-        placed = sorted(layout.placed.values(), key=lambda p: not p.path.startswith(LAYERS))
-        found = next((p for p in placed if p.split_dims(column)), None)
-        if found is None:
+    def user_text(layout: Layout, execution: Execution) -> str | None:
+        param_specs = sorted(
+            layout.param_specs.values(), key=lambda p: not p.path.startswith(LAYERS)
+        )
+        split_param = next((p for p in param_specs if p.split_dims(column)), None)
+        if split_param is None:
             return None
-        where = f"{getattr(found, column)} under {layout.strategy.name}"
-        return f"the {column} of {found.path} {found.shape} split as {where}"
+        spec_text = f"{getattr(split_param, column)} under {layout.strategy.name}"
+        return f"the {column} of {split_param.path} {split_param.shape} split as {spec_text}"
 
-    return as_written
+    return user_text
 
 
-def _axis(axes_of: Callable[[Mesh], Sequence[str]]) -> AsWritten:
+def _axis_text(axes_of: Callable[[Mesh], Sequence[str]]) -> UserText:
     """Return the size of the first of some axes, if one is in use."""
 
-    def as_written(layout: Layout, _: Execution) -> str | None:
+    def user_text(layout: Layout, _: Execution) -> str | None:
         axes = axes_of(layout.mesh)
         return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
 
-    return as_written
+    return user_text
 
 
-def _grid(layout: Layout, _: Execution) -> str | None:
-    sizes = [f"{axis}={layout.mesh.shape[axis]}" for axis in sides(layout.mesh)]
+def _grid_text(layout: Layout, _: Execution) -> str | None:
+    sizes = [f"{axis}={layout.mesh.shape[axis]}" for axis in grid_axes(layout.mesh)]
     return f"a grid of {' x '.join(sizes)}" if sizes else None
 
 
-def _strategy_that(is_so: Callable[[Layout], Any]) -> AsWritten:
-    return lambda layout, _: f"strategy {layout.strategy.name}" if is_so(layout) else None
+def _strategy_text_if(condition: Callable[[Layout], Any]) -> UserText:
+    return lambda layout, _: f"strategy {layout.strategy.name}" if condition(layout) else None
 
 
-def _averages(layout: Layout, _: Execution) -> str | None:
+def _ema_text(layout: Layout, _: Execution) -> str | None:
     is_average = lambda x: isinstance(x, Averaged)
-    kept = jax.tree.leaves(layout.state_shapes.optimizer, is_leaf=is_average)
-    return "hfjax.ema" if any(map(is_average, kept)) else None
+    nodes = jax.tree.leaves(layout.state_shapes.optimizer, is_leaf=is_average)
+    return "hfjax.ema" if any(map(is_average, nodes)) else None
 
 
-def _master(layout: Layout, _: Execution) -> str | None:
+def _master_text(layout: Layout, _: Execution) -> str | None:
     return None if stored_dtype(layout.optimizer, None) is None else "hfjax.master"
 
 
-def _frozen(layout: Layout, _: Execution) -> str | None:
-    frozen = next((p for p in layout.placed.values() if p.frozen or p.still), None)
-    if frozen is None:
+def _freeze_text(layout: Layout, _: Execution) -> str | None:
+    frozen_param = next(
+        (p for p in layout.param_specs.values() if p.frozen or p.frozen_layers), None
+    )
+    if frozen_param is None:
         return None
-    return f'freeze("{frozen.path}"{f", first={frozen.still}" * bool(frozen.still)})'
+    count = frozen_param.frozen_layers
+    return f'freeze("{frozen_param.path}"{f", first={count}" * bool(count)})'
 
 
-def _listed(layout: Layout, _: Execution) -> str | None:
-    return "a list of layers" if layout.blueprint.listed else None
+def _layer_list_text(layout: Layout, _: Execution) -> str | None:
+    return "a list of layers" if layout.template.is_layer_list else None
 
 
-def _called(layout: Layout, _: Execution) -> str | None:
-    if not layout.blueprint.three_parts:
+def _whole_model_text(layout: Layout, _: Execution) -> str | None:
+    if not layout.template.is_layer_stack:
         return "a model in one part"
     return None if layout.forward is None else "forward= of the layout"
 
@@ -218,15 +227,15 @@ def _called(layout: Layout, _: Execution) -> str | None:
 # -- the rows -----------------------------------------------------------------------------------
 
 
-def _scheduled(name: str, as_written: AsWritten, *needs: str, **fields: Any) -> Feature:
+def _schedule_feature(name: str, user_text: UserText, *needs: str, **fields: Any) -> Feature:
     execution = {"schedule": Schedule(name, 4, **fields)}
-    return Feature(as_written, execution, PIPE, {"pipe": 2}, needs=needs)
+    return Feature(user_text, execution, PIPE, {"pipe": 2}, needs=needs)
 
 
 FEATURES: dict[str, Feature] = {
-    "accumulate": Feature(_of("accumulate", 1), {"accumulate": 2}),
-    "clip": Feature(_of("clip", None), {"clip": 0.1}),
-    "precision": Feature(_precision, {"precision": "bf16"}),
+    "accumulate": Feature(_text_of_field("accumulate", 1), {"accumulate": 2}),
+    "clip": Feature(_text_of_field("clip", None), {"clip": 0.1}),
+    "precision": Feature(_precision_text, {"precision": "bf16"}),
     "loss scale": Feature(
         lambda _, execution: (
             f"a loss scale ({execution.precision.compute or 'float16'})"
@@ -236,84 +245,86 @@ FEATURES: dict[str, Feature] = {
         {"precision": "fp16"},
         needs=("precision",),
     ),
-    "remat": Feature(_remat, {"remat": "full"}),
+    "remat": Feature(_remat_text, {"remat": "full"}),
     "remat every, group": Feature(
-        _remat_that(lambda remat: remat.unit > 1), {"remat": "every:2"}, needs=("remat",)
+        _remat_text_if(lambda remat: remat.unit > 1), {"remat": "every:2"}, needs=("remat",)
     ),
     "remat except_last": Feature(
-        _remat_that(lambda remat: remat.what == "except_last"),
+        _remat_text_if(lambda remat: remat.what == "except_last"),
         {"remat": "except_last"},
         needs=("remat", "schedule"),
     ),
-    "offload": Feature(_offload, {"offload": 0.5}),
+    "offload": Feature(_offload_text, {"offload": 0.5}),
     "reshard_after_forward=False": Feature(
-        _of("reshard_after_forward", True), {"reshard_after_forward": False}
+        _text_of_field("reshard_after_forward", True), {"reshard_after_forward": False}
     ),
     "reduction=hierarchical": Feature(
-        _of("reduction", "flat"), {"reduction": "hierarchical"}, mesh={"data": 2, "fsdp": 2}
+        _text_of_field("reduction", "flat"),
+        {"reduction": "hierarchical"},
+        mesh={"data": 2, "fsdp": 2},
     ),
     "optimizer_in_backward": Feature(
-        _of("optimizer_in_backward", False), {"optimizer_in_backward": True}
+        _text_of_field("optimizer_in_backward", False), {"optimizer_in_backward": True}
     ),
-    "nonfinite=skip": Feature(_of("nonfinite", "stop"), {"nonfinite": "skip"}),
-    "kernels": Feature(_kernels, {"kernels": "reference"}),
-    "unroll": Feature(_of("unroll", None), {"unroll": 1}),
-    "split_rows": Feature(_of("split_rows", 1), {"split_rows": 2}),
-    "schedule": _scheduled("1f1b", _schedule),
-    "schedule that splits B and W": _scheduled(
-        "zb", _table_that(lambda table: table.split), "schedule"
+    "nonfinite=skip": Feature(_text_of_field("nonfinite", "stop"), {"nonfinite": "skip"}),
+    "kernels": Feature(_kernels_text, {"kernels": "reference"}),
+    "unroll": Feature(_text_of_field("unroll", None), {"unroll": 1}),
+    "split_rows": Feature(_text_of_field("split_rows", 1), {"split_rows": 2}),
+    "schedule": _schedule_feature("1f1b", _schedule_text),
+    "schedule that splits B and W": _schedule_feature(
+        "zb", _table_text_if(lambda table: table.splits_backward), "schedule"
     ),
-    "schedule that branches": _scheduled(
-        "1f1b-published", _table_that(lambda table: bool(table.branches)), "schedule"
+    "schedule that branches": _schedule_feature(
+        "1f1b-published", _table_text_if(lambda table: bool(table.branches)), "schedule"
     ),
-    "branches=True": _scheduled("1f1b", _branches, "schedule", branches=True),
-    "asynchronous schedule": _scheduled("pipedream", _asynchronous, "schedule"),
-    "ZERO1": Feature(_split("moment"), strategy=ZERO1, mesh={"data": 2}),
-    "ZERO2": Feature(_split("gradient"), strategy=ZERO2, mesh={"data": 2}),
-    "FSDP": Feature(_split("parameter"), strategy=FSDP, mesh={"fsdp": 2}),
-    "TENSOR": Feature(_axis(partitioned), strategy=TENSOR, mesh={"tensor": 2}),
+    "branches=True": _schedule_feature("1f1b", _branches_text, "schedule", branches=True),
+    "asynchronous schedule": _schedule_feature("pipedream", _asynchronous_text, "schedule"),
+    "ZERO1": Feature(_split_text("moment"), strategy=ZERO1, mesh={"data": 2}),
+    "ZERO2": Feature(_split_text("gradient"), strategy=ZERO2, mesh={"data": 2}),
+    "FSDP": Feature(_split_text("parameter"), strategy=FSDP, mesh={"fsdp": 2}),
+    "TENSOR": Feature(_axis_text(auto_axes), strategy=TENSOR, mesh={"tensor": 2}),
     "SEQUENCE": Feature(
-        _strategy_that(lambda layout: "seq" in layout.strategy.activations),
+        _strategy_text_if(lambda layout: "seq" in layout.strategy.activations),
         strategy=SEQUENCE,
         needs=("TENSOR",),
     ),
-    "GRID": Feature(_grid, strategy=GRID, mesh={"row": 2, "tensor": 2}),
+    "GRID": Feature(_grid_text, strategy=GRID, mesh={"row": 2, "tensor": 2}),
     "EXPERT": Feature(
-        _axis(lambda mesh: in_use(mesh, EXPERT_AXES)),
+        _axis_text(lambda mesh: in_use(mesh, EXPERT_AXES)),
         strategy=EXPERT,
         mesh={"expert": 2},
         model="experts",
     ),
     "CONTEXT": Feature(
-        _axis(lambda mesh: in_use(mesh, SEQUENCE_AXES)), strategy=CONTEXT, mesh={"context": 2}
+        _axis_text(lambda mesh: in_use(mesh, SEQUENCE_AXES)), strategy=CONTEXT, mesh={"context": 2}
     ),
     "HOST_OPTIMIZER": Feature(
-        _strategy_that(lambda layout: layout.hosted.optimizer), strategy=HOST_OPTIMIZER
+        _strategy_text_if(lambda layout: layout.host_memory.optimizer), strategy=HOST_OPTIMIZER
     ),
     "HOST_PARAMETERS": Feature(
-        _strategy_that(lambda layout: layout.hosted.parameters), strategy=HOST_PARAMETERS
+        _strategy_text_if(lambda layout: layout.host_memory.parameters), strategy=HOST_PARAMETERS
     ),
     NOT_ELEMENT_BY_ELEMENT: Feature(None, optimizer=lambda _: optax.lamb(1e-2)),
-    "hfjax.ema": Feature(_averages, optimizer=lambda optimizer: ema(optimizer, 0.9)),
-    "hfjax.master": Feature(_master, optimizer=master),
-    "freeze": Feature(_frozen, freeze="positions"),
-    "list of layers": Feature(_listed, model="listed"),
-    NOT_IN_PARTS: Feature(_called, model="called"),
+    "hfjax.ema": Feature(_ema_text, optimizer=lambda optimizer: ema(optimizer, 0.9)),
+    "hfjax.master": Feature(_master_text, optimizer=master),
+    "freeze": Feature(_freeze_text, freeze="positions"),
+    "list of layers": Feature(_layer_list_text, model="listed"),
+    NOT_IN_PARTS: Feature(_whole_model_text, model="called"),
     "statistics that a model writes": Feature(None, model="counting"),
 }
 
 
-def as_written(name: str, layout: Layout, execution: Execution) -> str | None:
+def user_text(name: str, layout: Layout, execution: Execution) -> str | None:
     """Return how the user wrote a feature, None if it is not used."""
-    of = FEATURES[name].as_written
-    return None if of is None else of(layout, execution)
+    text_of = FEATURES[name].user_text
+    return None if text_of is None else text_of(layout, execution)
 
 
-def lineage(name: str) -> list[str]:
+def needed_features(name: str) -> list[str]:
     """Return what a feature needs, and itself.
 
-    >>> lineage("remat except_last")
+    >>> needed_features("remat except_last")
     ['remat', 'schedule', 'remat except_last']
     """
-    above = [other for need in FEATURES[name].needs for other in lineage(need)]
-    return [*dict.fromkeys(above), name]
+    needed = [other for need in FEATURES[name].needs for other in needed_features(need)]
+    return [*dict.fromkeys(needed), name]

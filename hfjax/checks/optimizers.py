@@ -17,84 +17,96 @@ from hfjax.checks.combinations import error_of
 from hfjax.checks.features import NOT_ELEMENT_BY_ELEMENT
 from hfjax.checks.optimizer_program import NONE, Entries, OptimizerProgram, Terms
 from hfjax.optimizer_step.optimizer_parts import COUNT, NUMBER, OptimizerParts
-from hfjax.optimizers.transforms import WithoutRows, unwrapped
+from hfjax.optimizers.transforms import FrozenLayers, unwrap
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import EXPERTS
 from hfjax.parallel.packing import PackedLayers
 from hfjax.sharding.layout import Layout
-from hfjax.sharding.optimizer_state import converted, reformed
-from hfjax.sharding.storage import Stacked
+from hfjax.sharding.optimizer_state import convert_layers, convert_state
+from hfjax.sharding.storage import StackedLayers
 from hfjax.utils.paths import Flat, nest
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Variant:
     """Another form of a model's parameters.
 
     Attributes:
         shapes: Path in the form -> shape and dtype.
-        of: Path in the form -> whose entries it has.
-        places: Path -> where it is in the form; of those to compare.
+        entries: Path in the form -> whose entries it has.
+        arrays: Path -> where it is in the form; of those to compare.
         dims: Path -> dimensions along which the form has other entries.
-        more: Whether the form has more entries, which are 0; its state begins in that form.
-        mixed: Whether entries lie otherwise: numbers that are kept may follow from totals only.
+        is_padded: Whether the form has more entries, which are 0; its state begins in that form.
+        is_mixed: Whether entries lie otherwise: numbers that are kept may follow from totals only.
     """
 
     shapes: Flat
-    of: Mapping[str, Entries]
-    places: Mapping[str, Sequence[str]]
+    entries: Mapping[str, Entries]
+    arrays: Mapping[str, Sequence[str]]
     dims: Mapping[str, Sequence[int]]
-    more: bool = False
-    mixed: bool = False
+    is_padded: bool = False
+    is_mixed: bool = False
 
 
 class _DependsError(Exception):
     """What an update of a part depends on that is no part of it."""
 
 
-class _Compared:
+class _ReferenceProgram:
     """An optimizer's program for parameters as they are, with which it is compared in forms."""
 
     def __init__(
-        self, optimizer: Any, like: Flat, of: Mapping[str, Entries], more: Entries = NONE
+        self, optimizer: Any, shapes: Flat, entries: Mapping[str, Entries], padded: Entries = NONE
     ) -> None:
-        self._optimizer, self._like, self._terms = optimizer, like, Terms()
+        self._optimizer, self._shapes, self._terms = optimizer, shapes, Terms()
         try:
-            self.whole = OptimizerProgram(optimizer, like, of, self._terms, more)
+            self.program = OptimizerProgram(optimizer, shapes, entries, self._terms, padded)
         except Exception as error:
             raise ValueError(
                 "the optimizer cannot be traced with gradients, its state and parameters alone: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def otherwise(self, form: _Form) -> str | None:
+    def find_difference(self, variant: _Variant) -> str | None:
         """Return a parameter that the optimizer moves otherwise in a form."""
-        whole, joined = self.whole, dict[Any, bool]()
-        other = OptimizerProgram(self._optimizer, form.shapes, form.of, self._terms)
+        reference, is_mixed = self.program, dict[Any, bool]()
+        other = OptimizerProgram(self._optimizer, variant.shapes, variant.entries, self._terms)
 
-        def same(path: str) -> bool:
-            own, shape = _terms(whole.of_path(path, form.more)), self._like[path].shape
-            if not whole.own_only(path) or any(
-                _terms(other.of_path(p, form.more)) != own for p in form.places[path]
+        def is_same(path: str) -> bool:
+            terms, shape = (
+                _terms(reference.values_of(path, variant.is_padded)),
+                self._shapes[path].shape,
+            )
+            if not reference.uses_own_entries(path) or any(
+                _terms(other.values_of(p, variant.is_padded)) != terms for p in variant.arrays[path]
             ):
                 return False
-            dims = form.dims.get(path, ())
-            if form.more and any(shape[d] == 1 for d in dims) and not whole.entrywise(path):
+            dims = variant.dims.get(path, ())
+            if (
+                variant.is_padded
+                and any(shape[d] == 1 for d in dims)
+                and not reference.is_elementwise(path)
+            ):
                 return False
             for dim in dims:
-                if (key := (*own, shape, dim)) not in joined and shape[dim] > 1:
-                    joined[key] = whole.joins(path, dim)
-            return not any(joined.get((*own, shape, dim)) for dim in dims)
+                if (key := (*terms, shape, dim)) not in is_mixed and shape[dim] > 1:
+                    is_mixed[key] = reference.mixes_entries(path, dim)
+            return not any(is_mixed.get((*terms, shape, dim)) for dim in dims)
 
-        path = next((path for path in form.places if not same(path)), None)
-        kept = {name: _terms(values) for name, values in other.numbers(form.more).items()}
-        numbers = any(
-            kept.get(name, _terms(values)) != _terms(values) or (form.mixed and values[0].of)
-            for name, values in whole.numbers(form.more).items()
+        path = next((path for path in variant.arrays if not is_same(path)), None)
+        variant_terms = {
+            name: _terms(values) for name, values in other.numbers(variant.is_padded).items()
+        }
+        has_other_numbers = any(
+            variant_terms.get(name, _terms(values)) != _terms(values)
+            or (variant.is_mixed and values[0].entries)
+            for name, values in reference.numbers(variant.is_padded).items()
         )
-        if path is None and (numbers or (form.more and whole.zeros_matter())):
-            path = next(iter(form.places), None)
+        if path is None and (
+            has_other_numbers or (variant.is_padded and reference.depends_on_zeros())
+        ):
+            path = next(iter(variant.arrays), None)
         return path
 
 
@@ -108,75 +120,88 @@ def _terms(values: Sequence[Any]) -> list[int]:
 def check_element_by_element(
     layout: Layout,
     feature: str = "asynchronous schedule",
-    as_written: str = "an asynchronous schedule",
-    split: bool = False,
+    feature_text: str = "an asynchronous schedule",
+    with_pieces: bool = False,
 ) -> None:
     """Refuse an optimizer whose update of a part is not that part of its update of all.
 
     It may keep arrays like the parameters, and numbers that do not depend on gradients. `feature`
-    updates part after part, `as_written` as the user wrote it. `split`: parts are pieces of a
-    layer's arrays as well, as they lie on devices.
+    updates part after part, `feature_text` as the user wrote it. `with_pieces`: parts are pieces of
+    a layer's arrays as well, as they lie on devices.
     """
-    if any(p.still for p in layout.placed.values()):
-        how = "layout.freeze(…, first=…), which tells one layer from another,"
-        raise error_of((NOT_ELEMENT_BY_ELEMENT, feature), how, as_written)
-    forms = _forms(layout)
-    if layout.blueprint.listed:
-        del forms["a layer"]
-    elif not split:
-        del forms["a piece of a layer"]
+    if any(p.frozen_layers for p in layout.param_specs.values()):
+        optimizer_text = "layout.freeze(…, first=…), which tells one layer from another,"
+        raise error_of((NOT_ELEMENT_BY_ELEMENT, feature), optimizer_text, feature_text)
+    variants = _variants(layout)
+    if layout.template.is_layer_list:
+        del variants["a layer"]
+    elif not with_pieces:
+        del variants["a piece of a layer"]
     try:
-        _check_parts(OptimizerParts(layout), forms)
+        _check_variants(OptimizerParts(layout), variants)
     except _DependsError as error:
         raise error_of(
-            (NOT_ELEMENT_BY_ELEMENT, feature), f"an optimizer that {error},", as_written
+            (NOT_ELEMENT_BY_ELEMENT, feature), f"an optimizer that {error},", feature_text
         ) from error
 
 
-def _beyond(path: str) -> Entries:
+def _halves(path: str) -> Entries:
     """Return a part of a parameter's entries, and the others."""
     return frozenset((path, f"{path} beyond"))
 
 
-def _part(layout: Layout, of_layers: bool, cut: Callable | None, dims: Callable) -> _Form:
+def _subset_variant(
+    layout: Layout, is_of_layers: bool, slice_shape: Callable | None, dims_of: Callable
+) -> _Variant:
     """Return the form in which only layers (or only what is outside of them) have entries."""
-    mine = [path for path in layout.placed if path.startswith(LAYERS) == of_layers]
-    part = cut or (lambda shape: shape)
-    shape = lambda path, x: part(x.shape) if path in mine else (*(0,)[: len(x.shape)], *x.shape[1:])
-    own = lambda path: frozenset((path,)) if cut else _beyond(path)
-    return _Form(
-        {path: jax.ShapeDtypeStruct(shape(path, x), x.dtype) for path, x in layout.placed.items()},
-        {path: own(path) if path in mine else NONE for path in layout.placed},
-        {path: (path,) for path in mine},
-        {path: dims(layout.placed[path].shape) for path in mine},
+    own_paths = [path for path in layout.param_specs if path.startswith(LAYERS) == is_of_layers]
+    shape_of_part = slice_shape or (lambda shape_of: shape_of)
+    shape_of = lambda path, x: (
+        shape_of_part(x.shape) if path in own_paths else (*(0,)[: len(x.shape)], *x.shape[1:])
+    )
+    entries_of = lambda path: frozenset((path,)) if slice_shape else _halves(path)
+    return _Variant(
+        {
+            path: jax.ShapeDtypeStruct(shape_of(path, x), x.dtype)
+            for path, x in layout.param_specs.items()
+        },
+        {path: entries_of(path) if path in own_paths else NONE for path in layout.param_specs},
+        {path: (path,) for path in own_paths},
+        {path: dims_of(layout.param_specs[path].shape) for path in own_paths},
     )
 
 
-def _forms(layout: Layout) -> dict[str, _Form]:
-    every = lambda shape: range(len(shape))
+def _variants(layout: Layout) -> dict[str, _Variant]:
+    all_dims = lambda shape: range(len(shape))
     return {
-        "a layer": _part(layout, True, lambda shape: (1, *shape[1:]), lambda shape: (0,)),
-        "a piece of a layer": _part(layout, True, lambda shape: (1,) * len(shape), every),
-        "the ends": _part(layout, False, None, lambda shape: ()),
+        "a layer": _subset_variant(layout, True, lambda shape: (1, *shape[1:]), lambda shape: (0,)),
+        "a piece of a layer": _subset_variant(
+            layout, True, lambda shape: (1,) * len(shape), all_dims
+        ),
+        "the ends": _subset_variant(layout, False, None, lambda shape: ()),
     }
 
 
-def _check_parts(parts: OptimizerParts, forms: Mapping[str, _Form]) -> None:
+def _check_variants(parts: OptimizerParts, variants: Mapping[str, _Variant]) -> None:
     for name, (_, leaf) in parts.leaves.items():
-        number = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.number)
-        if parts.roles[name] in (COUNT, NUMBER) and not number:
-            what = f"{leaf.dtype}{list(leaf.shape)}"
-            raise _DependsError(f"keeps {name} {what}, neither like a parameter nor a number")
-    placed = parts.layout.placed
-    compared = _Compared(parts.layout.optimizer, dict(placed), {p: _beyond(p) for p in placed})
-    _check_numbers(parts, compared.whole)
-    for what, form in forms.items():
+        is_number = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.number)
+        if parts.roles[name] in (COUNT, NUMBER) and not is_number:
+            description = f"{leaf.dtype}{list(leaf.shape)}"
+            raise _DependsError(
+                f"keeps {name} {description}, neither like a parameter nor a number"
+            )
+    param_specs = parts.layout.param_specs
+    reference = _ReferenceProgram(
+        parts.layout.optimizer, dict(param_specs), {p: _halves(p) for p in param_specs}
+    )
+    _check_numbers(parts, reference.program)
+    for description, variant in variants.items():
         try:
-            path = compared.otherwise(form)
+            path = reference.find_difference(variant)
         except Exception as error:
             raise _DependsError("cannot be given a part of the parameters") from error
         if path is not None:
-            raise _DependsError(f"updates {path} otherwise if it is given {what} alone")
+            raise _DependsError(f"updates {path} otherwise if it is given {description} alone")
 
 
 def _check_numbers(parts: OptimizerParts, program: OptimizerProgram) -> None:
@@ -187,9 +212,9 @@ def _check_numbers(parts: OptimizerParts, program: OptimizerProgram) -> None:
     for name, (_, leaf) in parts.leaves.items():
         if parts.roles[name] not in (COUNT, NUMBER):
             continue
-        if program.state[name].depends:
+        if program.state[name].is_dependent:
             raise _DependsError(f"keeps {name}, a number that depends on the gradients")
-        if parts.roles[name] == COUNT and not program.counts(name, leaf):
+        if parts.roles[name] == COUNT and not program.is_counter(name, leaf):
             raise _DependsError(f"keeps {name}, which is neither constant nor a count of updates")
 
 
@@ -200,76 +225,100 @@ def check_packed_rows(layout: Layout) -> None:
     """Refuse an optimizer that would do something else with packed rows than with parameters."""
     if (packed := layout.storage.packed) is None:
         return
-    like = {
+    shapes = {
         path: jax.ShapeDtypeStruct(v.shape, v.dtype)
-        for path, v in layout.blueprint.parameters.items()
+        for path, v in layout.template.parameters.items()
     }
     try:
-        jax.eval_shape(partial(_packed_state, layout.optimizer, packed), like)
-        own = {path: frozenset((path,)) for path in like}
-        more = NONE.union(*(own[path] for path in packed.places))
-        path = _Compared(layout.optimizer, like, own, more).otherwise(_packed_form(packed, like))
+        jax.eval_shape(partial(_packed_state, layout.optimizer, packed), shapes)
+        entries = {path: frozenset((path,)) for path in shapes}
+        padded = NONE.union(*(entries[path] for path in packed.locations))
+        path = _ReferenceProgram(layout.optimizer, shapes, entries, padded).find_difference(
+            _packed_variant(packed, shapes)
+        )
     except Exception as error:
-        raise _refused(f"its state cannot be packed ({error})") from error
+        raise _packing_error(f"its state cannot be packed ({error})") from error
     if path is not None:
-        raise _refused(f"it moves {path} otherwise than by itself")
+        raise _packing_error(f"it moves {path} otherwise than by itself")
 
 
-def _packed_form(packed: PackedLayers, like: Flat) -> _Form:
-    own = {path: frozenset((path,)) for path in like}
-    places = {path: (place.array,) for path, place in packed.places.items()}
-    rest = {path: x for path, x in like.items() if path not in places}
-    held = {row: NONE.union(*(own[p] for p in places if row in places[p])) for row in packed.shapes}
-    dims = {path: range(len(like[path].shape)) for path in places}
-    of = held | {path: own[path] for path in rest}
-    return _Form(rest | packed.shapes, of, places, dims, more=True, mixed=True)
+def _packed_variant(packed: PackedLayers, shapes: Flat) -> _Variant:
+    entries = {path: frozenset((path,)) for path in shapes}
+    arrays = {path: (location.array,) for path, location in packed.locations.items()}
+    unpacked = {path: x for path, x in shapes.items() if path not in arrays}
+    packed_entries = {
+        name: NONE.union(*(entries[p] for p in arrays if name in arrays[p]))
+        for name in packed.shapes
+    }
+    dims = {path: range(len(shapes[path].shape)) for path in arrays}
+    all_entries = packed_entries | {path: entries[path] for path in unpacked}
+    return _Variant(
+        unpacked | packed.shapes, all_entries, arrays, dims, is_padded=True, is_mixed=True
+    )
 
 
 def _packed_state(optimizer: Any, packed: PackedLayers, flat: Flat) -> Any:
     """Return the optimizer's state for these parameters, packed."""
-    pack = partial(converted, None, packed)
-    rows = pack(flat)
-    like = jax.eval_shape(optimizer.init, nest(rows))
-    shapes = [{path: x.shape for path, x in form.items()} for form in (flat, rows)]
-    return reformed(optimizer.init(nest(flat)), shapes[0], like, shapes[1], pack)
+    pack = partial(convert_layers, None, packed)
+    packed_params = pack(flat)
+    state_shapes = jax.eval_shape(optimizer.init, nest(packed_params))
+    shapes = [{path: x.shape for path, x in params.items()} for params in (flat, packed_params)]
+    return convert_state(optimizer.init(nest(flat)), shapes[0], state_shapes, shapes[1], pack)
 
 
-def _refused(why: str) -> ValueError:
-    how = f"an optimizer that does not work element by element ({why})"
-    return error_of(("list of layers", NOT_ELEMENT_BY_ELEMENT), "a pipeline of unlike layers", how)
+def _packing_error(why: str) -> ValueError:
+    optimizer_text = f"an optimizer that does not work element by element ({why})"
+    return error_of(
+        ("list of layers", NOT_ELEMENT_BY_ELEMENT), "a pipeline of unlike layers", optimizer_text
+    )
 
 
 def check_padding(layout: Layout) -> None:
     """Refuse an optimizer for which the empty places of stacked layers make a difference."""
     storage = layout.storage
-    if not isinstance(storage, Stacked) or (storage.arrangement.rows >= 0).all():
+    if not isinstance(storage, StackedLayers) or (storage.arrangement.stored_order >= 0).all():
         return
-    like, stored = dict(layout.as_the_model.placed), dict(layout.placed)
-    stacked = [path for path, p in layout.placed.items() if p.stacked]
-    of = {path: frozenset((path,)) for path in like}
-    more, dims = NONE.union(*(of[path] for path in stacked)), dict.fromkeys(stacked, (0,))
-    form = _Form(stored, of, {path: (path,) for path in like}, dims, more=True, mixed=True)
-    path = _Compared(unwrapped(layout.optimizer, WithoutRows), like, of, more).otherwise(form)
+    model_specs, param_specs = dict(layout.model_layout.param_specs), dict(layout.param_specs)
+    stacked = [path for path, p in layout.param_specs.items() if p.stacked]
+    entries = {path: frozenset((path,)) for path in model_specs}
+    padded, dims = NONE.union(*(entries[path] for path in stacked)), dict.fromkeys(stacked, (0,))
+    variant = _Variant(
+        param_specs,
+        entries,
+        {path: (path,) for path in model_specs},
+        dims,
+        is_padded=True,
+        is_mixed=True,
+    )
+    path = _ReferenceProgram(
+        unwrap(layout.optimizer, FrozenLayers), model_specs, entries, padded
+    ).find_difference(variant)
     if path is not None:
-        how = f"an optimizer that moves {path} otherwise beside empty places,"
-        few, rows = storage.arrangement.layers, storage.arrangement.rows.size
-        stages = f"a schedule ({few} layers are padded to {rows} rows)"
-        raise error_of((NOT_ELEMENT_BY_ELEMENT, "schedule"), how, stages)
+        optimizer_text = f"an optimizer that moves {path} otherwise beside empty places,"
+        num_layers, num_stored = storage.arrangement.layers, storage.arrangement.stored_order.size
+        stages = f"a schedule ({num_layers} layers are padded to {num_stored} rows)"
+        raise error_of((NOT_ELEMENT_BY_ELEMENT, "schedule"), optimizer_text, stages)
 
 
 def warn_of_mixed_experts(layout: Layout) -> None:
     """Warn of an optimizer for which the experts of one array are not each by themselves."""
-    at = {
+    expert_dims = {
         path: p.axes.index(EXPERTS)
-        for path, p in layout.placed.items()
+        for path, p in layout.param_specs.items()
         if EXPERTS in p.axes and not p.frozen
     }
-    if not at or any(layout.placed[path].shape[dim] < 2 for path, dim in at.items()):
+    if not expert_dims or any(
+        layout.param_specs[path].shape[dim] < 2 for path, dim in expert_dims.items()
+    ):
         return
     try:
-        apart = _experts_apart(layout, at)
-        of = {path: frozenset(apart.places.get(path, (path,))) for path in layout.placed}
-        path = _Compared(layout.optimizer, dict(layout.placed), of).otherwise(apart)
+        variant = _two_expert_variant(layout, expert_dims)
+        entries = {
+            path: frozenset(variant.arrays.get(path, (path,))) for path in layout.param_specs
+        }
+        path = _ReferenceProgram(
+            layout.optimizer, dict(layout.param_specs), entries
+        ).find_difference(variant)
     except Exception:  # it goes by names, or by numbers of dimensions
         return
     if path is not None:
@@ -282,16 +331,20 @@ def warn_of_mixed_experts(layout: Layout) -> None:
         )
 
 
-def _experts_apart(layout: Layout, at: Mapping[str, int]) -> _Form:
+def _two_expert_variant(layout: Layout, expert_dims: Mapping[str, int]) -> _Variant:
     """Return the form in which two experts stand for all, each an array of its own."""
-    pieces = {path: [f"{path}/{i}" for i in (0, 1)] for path in at}
-    one = lambda path, x: jax.ShapeDtypeStruct(
-        x.shape[: at[path]] + x.shape[at[path] + 1 :], x.dtype
+    expert_paths = {path: [f"{path}/{i}" for i in (0, 1)] for path in expert_dims}
+    expert_shape = lambda path, x: jax.ShapeDtypeStruct(
+        x.shape[: expert_dims[path]] + x.shape[expert_dims[path] + 1 :], x.dtype
     )
-    placed = [(path, p, x) for path, x in layout.placed.items() for p in pieces.get(path, [path])]
-    shapes = {p: one(path, x) if path in at else x for path, p, x in placed}
-    dims = {path: (dim,) for path, dim in at.items()}
-    return _Form(shapes, {p: frozenset((p,)) for p in shapes}, pieces, dims, mixed=True)
+    specs = [
+        (path, p, x)
+        for path, x in layout.param_specs.items()
+        for p in expert_paths.get(path, [path])
+    ]
+    shapes = {p: expert_shape(path, x) if path in expert_dims else x for path, p, x in specs}
+    dims = {path: (dim,) for path, dim in expert_dims.items()}
+    return _Variant(shapes, {p: frozenset((p,)) for p in shapes}, expert_paths, dims, is_mixed=True)
 
 
 # -- what a step asks ----------------------------------------------------------------------
@@ -303,14 +356,16 @@ def check_optimizer(layout: Layout, execution: Execution) -> None:
     check_padding(layout)
     warn_of_mixed_experts(layout)
     if execution.optimizer_in_backward:
-        split = any(p.split_dims("moment") or p.stays for p in layout.placed.values())
-        as_written = "optimizer_in_backward=True"
-        check_element_by_element(layout, "optimizer_in_backward", as_written, split)
+        with_pieces = any(
+            p.split_dims("moment") or p.sharded_compute for p in layout.param_specs.values()
+        )
+        feature_text = "optimizer_in_backward=True"
+        check_element_by_element(layout, "optimizer_in_backward", feature_text, with_pieces)
     elif execution.schedule is not None and execution.schedule.asynchronous:
         check_element_by_element(layout)
 
 
-def takes_layers_alone(layout: Layout) -> bool:
+def has_layerwise_update(layout: Layout) -> bool:
     """Return whether the optimizer updates each layer as if it were alone."""
     try:
         check_element_by_element(layout)

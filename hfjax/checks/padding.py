@@ -10,13 +10,28 @@ from typing import Any
 import numpy as np
 
 NUMBER = "number"
-AtZero = float | str | tuple[int, tuple["AtZero", ...]] | None
-Moved = frozenset[tuple[int, int]]  # where more zeros move a value: a number, and its choice
+ZeroValue = float | str | tuple[int, tuple["ZeroValue", ...]] | None
+ZeroEffects = frozenset[tuple[int, int]]  # where more zeros move a value: a number, and its choice
 ALWAYS = (-1, -1)
 
-_SAME = ("convert_element_type", "copy", "copy_p", "real", "stop_gradient", "reduce_precision")
-_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "reduce_max", "reduce_min")
-_COMPUTED: dict[str, Callable] = {
+_IDENTITIES = (
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "real",
+    "stop_gradient",
+    "reduce_precision",
+)
+_DATA_MOVEMENT = (
+    "broadcast_in_dim",
+    "reshape",
+    "squeeze",
+    "transpose",
+    "rev",
+    "reduce_max",
+    "reduce_min",
+)
+_NUMPY_FUNCTIONS: dict[str, Callable] = {
     **{name: getattr(np, name) for name in ("abs", "sign", "sqrt", "square", "cbrt", "exp")},
     **{name: getattr(np, name) for name in ("log", "log1p", "expm1", "tanh", "sin", "cos", "tan")},
     **{name: getattr(np, name) for name in ("floor", "ceil", "isfinite")},
@@ -30,75 +45,85 @@ _COMPUTED: dict[str, Callable] = {
 }
 
 
-def at_zero_of(
-    name: str, given: Sequence[AtZero], params: Mapping[str, Any], alike: bool = False
-) -> AtZero:
-    """Return what an operation makes of operands that are this; `alike`: all are the same."""
-    if choice := next((x for x in given if isinstance(x, tuple)), None):
-        by, cases = choice
-        each = [[_of_choice(x, by, i) for x in given] for i in range(len(cases))]
-        return _choice(by, [at_zero_of(name, values, params, alike) for values in each])
-    if name in ("ne", "lt", "gt") and alike:
+def zero_value_of(
+    name: str, operands: Sequence[ZeroValue], params: Mapping[str, Any], is_same: bool = False
+) -> ZeroValue:
+    """Return what an operation makes of operands that are this; `is_same`: all are the same."""
+    if choice := next((x for x in operands if isinstance(x, tuple)), None):
+        selector, cases = choice
+        case_operands = [
+            [_resolve_choice(x, selector, i) for x in operands] for i in range(len(cases))
+        ]
+        return _make_choice(
+            selector, [zero_value_of(name, values, params, is_same) for values in case_operands]
+        )
+    if name in ("ne", "lt", "gt") and is_same:
         return 0.0
     if name == "select_n":
-        return given[1] if len(set(given[1:])) == 1 else None
-    if name in _SAME or name in _MOVES or (name == "reduce_sum" and given[0] == 0):
-        return given[0]
-    if all(isinstance(x, float) for x in given):
-        return _computed(name, given, params)
-    known = [x for x in given if x is not None]
-    if len(known) < len(given):
+        return operands[1] if len(set(operands[1:])) == 1 else None
+    if name in _IDENTITIES or name in _DATA_MOVEMENT or (name == "reduce_sum" and operands[0] == 0):
+        return operands[0]
+    if all(isinstance(x, float) for x in operands):
+        return _evaluate(name, operands, params)
+    known_operands = [x for x in operands if x is not None]
+    if len(known_operands) < len(operands):
         return None
-    return _beside_a_number(name, given)
+    return _evaluate_with_unknown(name, operands)
 
 
-def _computed(name: str, given: Sequence[Any], params: Mapping[str, Any]) -> AtZero:
+def _evaluate(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> ZeroValue:
     """Return what an operation makes of numbers that are known; None if that is not finite."""
     with np.errstate(all="ignore"):
         if name == "integer_pow":
-            found = np.float64(given[0]) ** params["y"]
+            number = np.float64(operands[0]) ** params["y"]
         elif name == "dot_general":
-            found = 0.0 if 0.0 in given else np.nan
-        elif name in _COMPUTED:
-            found = _COMPUTED[name](*map(np.float64, given))
+            number = 0.0 if 0.0 in operands else np.nan
+        elif name in _NUMPY_FUNCTIONS:
+            number = _NUMPY_FUNCTIONS[name](*map(np.float64, operands))
         else:
             return None
-    return float(found) if np.isfinite(found) else None
+    return float(number) if np.isfinite(number) else None
 
 
-def _beside_a_number(name: str, given: Sequence[AtZero]) -> AtZero:
+def _evaluate_with_unknown(name: str, operands: Sequence[ZeroValue]) -> ZeroValue:
     """Return what an operation makes where some operand is a number that is not known."""
-    zero = [x == 0 for x in given]
-    if name == "mul" and any(zero):
+    is_zero = [x == 0 for x in operands]
+    if name == "mul" and any(is_zero):
         return 0.0
     if name == "div":
-        return 0.0 if zero[0] else None if zero[1] else NUMBER
-    if name == "add" and any(zero):
+        return 0.0 if is_zero[0] else None if is_zero[1] else NUMBER
+    if name == "add" and any(is_zero):
         return NUMBER
     return NUMBER if name in ("mul", "sqrt", "square", "abs", "neg", "rsqrt") else None
 
 
-def chosen_at_zero(by: int, cases: Sequence[AtZero]) -> AtZero:
+def select_zero_value(selector: int, cases: Sequence[ZeroValue]) -> ZeroValue:
     """Return what a number chooses where arrays are 0."""
-    return _choice(by, [_of_choice(x, by, i) for i, x in enumerate(cases)])
+    return _make_choice(selector, [_resolve_choice(x, selector, i) for i, x in enumerate(cases)])
 
 
-def _choice(by: int, cases: Sequence[AtZero]) -> AtZero:
-    return cases[0] if len(set(cases)) == 1 else (by, tuple(cases))
+def _make_choice(selector: int, cases: Sequence[ZeroValue]) -> ZeroValue:
+    return cases[0] if len(set(cases)) == 1 else (selector, tuple(cases))
 
 
-def _of_choice(at_zero: AtZero, by: int, case: int) -> AtZero:
-    return at_zero[1][case] if isinstance(at_zero, tuple) and at_zero[0] == by else at_zero
+def _resolve_choice(zero_value: ZeroValue, selector: int, case: int) -> ZeroValue:
+    return (
+        zero_value[1][case]
+        if isinstance(zero_value, tuple) and zero_value[0] == selector
+        else zero_value
+    )
 
 
-def moved_unless(at_zero: AtZero, neutral: float | None) -> Moved:
+def zero_effects_unless(zero_value: ZeroValue, neutral: float | None) -> ZeroEffects:
     """Return where a total over entries like this one is moved by more of them."""
-    if isinstance(at_zero, tuple):
-        by, cases = at_zero
-        return frozenset((by, i) for i, case in enumerate(cases) if moved_unless(case, neutral))
-    return frozenset() if at_zero == neutral and neutral is not None else frozenset((ALWAYS,))
+    if isinstance(zero_value, tuple):
+        selector, cases = zero_value
+        return frozenset(
+            (selector, i) for i, case in enumerate(cases) if zero_effects_unless(case, neutral)
+        )
+    return frozenset() if zero_value == neutral and neutral is not None else frozenset((ALWAYS,))
 
 
-def other_choices(by: int, case: int) -> Moved:
+def other_choices(selector: int, case: int) -> ZeroEffects:
     """Return the other choices of a number, of the first 8."""
-    return frozenset((by, i) for i in range(8) if i != case)
+    return frozenset((selector, i) for i in range(8) if i != case)

@@ -13,24 +13,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from hfjax.parallel.adapters.model_template import is_list, items_of, raw
-from hfjax.parallel.engine.example_keys import keys_here
-from hfjax.parallel.engine.step_context import StepContext, rows_of
-from hfjax.parallel.layer_stack.embed_and_head import entering
-from hfjax.parallel.spmd.interpreter import whole_shapes
-from hfjax.parallel.spmd.partition_context import traced_whole
-from hfjax.parallel.spmd.placements import Side
-from hfjax.parallel.whole_model.model import called
+from hfjax.parallel.adapters.model_template import is_list, items_of, raw_value
+from hfjax.parallel.engine.example_keys import local_keys
+from hfjax.parallel.engine.step_context import StepContext, num_examples
+from hfjax.parallel.layer_stack.embed_and_head import cast_entry
+from hfjax.parallel.spmd.interpreter import global_shapes
+from hfjax.parallel.spmd.partition_context import trace_global
+from hfjax.parallel.spmd.placements import AxisGroup
+from hfjax.parallel.whole_model.model import call_model
 from hfjax.utils.paths import Flat
 
 
-def outputs_of_a_look(
+def probe_outputs(
     context: StepContext,
     mode: str,
     parameters: Flat,
     variables: Flat,
     batch: Any,
-    times: Callable[[int], AbstractContextManager] = nullcontext,
+    repeat: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> Any:
     """Return what the model makes of a batch, of stacked layers only the first being run.
 
@@ -40,68 +40,72 @@ def outputs_of_a_look(
         parameters: All of them.
         variables: Also those that hold random keys.
         batch: As the model reads it.
-        times: What is around a layer that stands for so many.
+        repeat: What is around a layer that stands for so many.
     """
-    model = context.blueprint.merge(parameters, variables, mode)
-    enters = getattr(context.execution.precision, "enters", None)
-    inputs = context.inputs(batch)
-    if not context.in_parts:
-        return called(context.forward, model, variables, inputs, mode)
-    merge = lambda parameters: context.blueprint.merge(parameters, variables, mode)
+    model = context.template.merge(parameters, variables, mode)
+    input_dtypes = getattr(context.execution.precision, "enters", None)
+    inputs = context.cast_inputs(batch)
+    if not context.is_layer_stack:
+        return call_model(context.forward, model, variables, inputs, mode)
+    merge = lambda parameters: context.template.merge(parameters, variables, mode)
     embed = lambda parameters: merge(parameters).embed(inputs)
-    x = entering(model.embed(inputs), embed, parameters, enters)
+    x = cast_entry(model.embed(inputs), embed, parameters, input_dtypes)
     if is_list(model.layers):
         for layer in items_of(model.layers):
             x = layer(x)
         return model.head(x)
     graph, *arrays = nnx.split(model.layers, nnx.Param, ...)
-    with times(jax.tree.leaves(arrays)[0].shape[0]):
+    with repeat(jax.tree.leaves(arrays)[0].shape[0]):
         x = nnx.merge(graph, *jax.tree.map(lambda a: a[0], arrays))(x)
     return model.head(x)
 
 
-def traced_look(
+def probe_jaxpr(
     context: StepContext,
     variables: Flat,
     batch: Any,
     mode: str,
-    side: Side,
-    times: Callable[[int], AbstractContextManager] = nullcontext,
+    group: AxisGroup,
+    repeat: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> ClosedJaxpr:
     """Return the program of a look at a model that sees the whole rows of the devices of a side.
 
-    The arguments are those of `outputs_of_a_look`; `mode` may be "predict", which is "eval" here.
+    The arguments are those of `probe_outputs`; `mode` may be "predict", which is "eval" here.
     """
-    rows, mode = context.traced.rows, "train" if mode == "train" else "eval"
-    held = rows.of_variables(variables, context.blueprint.variables)
-    shapes = whole_shapes(rows.side, (held, rows.values(batch)))
-    look = partial(outputs_of_a_look, context, mode, times=times)
-    return traced_whole(side, look, computed_shapes(context), *shapes)[0]
+    global_batch, mode = context.trace.global_batch, "train" if mode == "train" else "eval"
+    variable_shapes = global_batch.variable_values(variables, context.template.variables)
+    shapes = global_shapes(global_batch.group, (variable_shapes, global_batch.as_sharded(batch)))
+    probe = partial(probe_outputs, context, mode, repeat=repeat)
+    return trace_global(group, probe, compute_shapes(context), *shapes)[0]
 
 
-def computed_shapes(context: StepContext) -> Flat:
+def compute_shapes(context: StepContext) -> Flat:
     """Return the parameters of a model, as shapes, in the dtypes in which a step computes."""
-    at = context.execution.precision.at
-    held = {path: raw(x) for path, x in context.blueprint.parameters.items()}
-    compute = {path: at(path).of(x.dtype).compute for path, x in held.items()}
-    return {path: jax.ShapeDtypeStruct(x.shape, compute[path]) for path, x in held.items()}
+    precision_at = context.execution.precision.at
+    params = {path: raw_value(x) for path, x in context.template.parameters.items()}
+    dtypes = {path: precision_at(path).of(x.dtype).compute for path, x in params.items()}
+    return {path: jax.ShapeDtypeStruct(x.shape, dtypes[path]) for path, x in params.items()}
 
 
-def looked(context: StepContext, variables: Flat, batch: Any, mode: str, look: Callable) -> Any:
-    """Return `look(context, variables, batch, mode)`, traced on what one device has.
+def probe_local(
+    context: StepContext, variables: Flat, batch: Any, mode: str, probe: Callable
+) -> Any:
+    """Return `probe(context, variables, batch, mode)`, traced on what one device has.
 
     The variables that hold random keys are those of the rows there.
     """
-    found: list[Any] = []
+    findings: list[Any] = []
 
     def device(variables: Flat, batch: Any) -> tuple:
         if mode == "train":
-            known, rows = context.blueprint.variables, rows_of(batch)
-            keys, statistics = keys_here(known, context.mesh, variables, rows, jnp.int32(0))
-            variables = {**statistics, **keys(None, 0, rows)}
-        found.append(look(context, variables, batch, mode))
+            templates, batch_size = context.template.variables, num_examples(batch)
+            keys_of, statistics = local_keys(
+                templates, context.mesh, variables, batch_size, jnp.int32(0)
+            )
+            variables = {**statistics, **keys_of(None, 0, batch_size)}
+        findings.append(probe(context, variables, batch, mode))
         return ()
 
     in_specs = (context.variable_specs(variables), context.batch_spec)
     jax.eval_shape(context.shard_map(device, in_specs, ()), variables, batch)
-    return found[0]
+    return findings[0]

@@ -1,4 +1,4 @@
-"""What is looked for in a model before it is run: `look`.
+"""What is looked for in a model before it is run: `probe_model_ops`.
 
 Along rows that devices share: which attentions it asks for, and so their form.
 """
@@ -9,58 +9,65 @@ from typing import Any
 
 import jax
 
-from hfjax.checks.probe import looked, traced_look
-from hfjax.checks.probe_ops import AlongRows
-from hfjax.checks.upcasts import check_products
-from hfjax.parallel.adapters.model_template import Blueprint
-from hfjax.parallel.engine.gradient_engine import Plane
-from hfjax.parallel.engine.model_ops import Local
+from hfjax.checks.probe import probe_jaxpr, probe_local
+from hfjax.checks.probe_ops import AttentionRecorder
+from hfjax.checks.upcasts import check_matmuls
+from hfjax.parallel.adapters.model_template import ModelTemplate
+from hfjax.parallel.engine.gradient_engine import GradientEngine
+from hfjax.parallel.engine.model_ops import ModelOps
 from hfjax.parallel.engine.step_context import StepContext
-from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice, choose
-from hfjax.parallel.extensions.context_parallel.ops import FoundAlongRows, OnSharedRows, dims_of
+from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice, choose_comm_kind
+from hfjax.parallel.extensions.context_parallel.ops import (
+    ContextParallelOps,
+    SequenceProbe,
+    sequence_dims,
+)
 from hfjax.parallel.precision.by_path import PrecisionByPath
-from hfjax.parallel.spmd.placements import Side
+from hfjax.parallel.spmd.placements import AxisGroup
 from hfjax.utils.paths import Flat
 
 
-def look_along_rows(
-    rows: OnSharedRows, context: StepContext, variables: Flat, batch: Any, mode: str
-) -> OnSharedRows:
+def probe_context_parallel(
+    ops: ContextParallelOps, context: StepContext, variables: Flat, batch: Any, mode: str
+) -> ContextParallelOps:
     """Return what modules are handed, told which attentions the model asks for.
 
     Args:
-        rows: What modules are handed.
+        ops: What modules are handed.
         context: What is known of the step.
         variables: Those of the model, also those that hold random keys.
         batch: With the rows of this device.
         mode: "train" or "eval"; "predict" is "eval" here.
     """
-    noted, dims = noted_along_rows(rows, context, variables, batch, mode)
-    choice = choose(rows.settings, rows.devices, noted.calls, rows.no_ring)
-    choice.deal.check(noted.length, "a batch")
-    return replace(rows, seen=FoundAlongRows(choice, noted.length, dims))
+    recorder, dims = record_attention_calls(ops, context, variables, batch, mode)
+    choice = choose_comm_kind(ops.settings, ops.devices, recorder.calls, ops.ring_refusal)
+    choice.seq_layout.check_length(recorder.length, "a batch")
+    return replace(ops, probe=SequenceProbe(choice, recorder.length, dims))
 
 
-def noted_along_rows(
-    rows: OnSharedRows, context: StepContext, variables: Flat, batch: Any, mode: str
-) -> tuple[AlongRows, Any]:
+def record_attention_calls(
+    ops: ContextParallelOps, context: StepContext, variables: Flat, batch: Any, mode: str
+) -> tuple[AttentionRecorder, Any]:
     """Return what a model asks for, and which dimension of each array of a batch is the sequence.
 
-    The arguments are those of `look_along_rows`.
+    The arguments are those of `probe_context_parallel`.
     """
-    whole = context.blueprint.prepared(batch)
-    dims = dims_of(whole, rows.settings.sequence)
-    length = _length(whole, dims)
-    noted = AlongRows(rows.step, rows, length, context.side.size)
-    seen, side = replace(context, blueprint=context.blueprint.equipped(noted)), context.side
-    others = Side((*side.axes, *rows.axes), side.size * rows.devices)
-    traced_look(seen, variables, whole, mode, others, noted.counted)
-    return noted, dims
+    global_batch = context.template.prepare_batch(batch)
+    dims = sequence_dims(global_batch, ops.settings.sequence)
+    length = _sequence_length(global_batch, dims)
+    recorder = AttentionRecorder(ops.inputs, ops, length, context.batch_group.size)
+    recording_context, group = (
+        replace(context, template=context.template.with_ops(recorder)),
+        context.batch_group,
+    )
+    wide_group = AxisGroup((*group.axes, *ops.axes), group.size * ops.devices)
+    probe_jaxpr(recording_context, variables, global_batch, mode, wide_group, recorder.repeat_calls)
+    return recorder, dims
 
 
-def _length(batch: Any, dims: Any) -> int:
+def _sequence_length(batch: Any, dims: Any) -> int:
     """Return the number of positions of the rows of a batch."""
-    found = {
+    lengths = {
         jax.tree_util.keystr(keys, simple=True, separator="/"): x.shape[dim]
         for (keys, x), dim in zip(
             jax.tree_util.tree_leaves_with_path(batch),
@@ -69,31 +76,32 @@ def _length(batch: Any, dims: Any) -> int:
         )
         if dim is not None
     }
-    if len(set(found.values())) != 1:
-        shown = ", ".join(f"{path} {size}" for path, size in found.items()) or "none"
+    if len(set(lengths.values())) != 1:
+        lengths_text = ", ".join(f"{path} {size}" for path, size in lengths.items()) or "none"
         raise ValueError(
             f"the devices of context share rows, so that the arrays of a batch have one number of "
-            f"positions; found {shown} (dimension 1). Which dimension is the sequence can be said: "
+            f"positions; found {lengths_text} (dimension 1). Which dimension is the sequence can "
+            "be said: "
             'hfjax.Context(sequence={"tokens": 1, "image": None}).'
         )
-    return next(iter(found.values()))
+    return next(iter(lengths.values()))
 
 
-def choice_along_rows(kernels: Local) -> ContextChoice | None:
+def context_choice(ops: ModelOps) -> ContextChoice | None:
     """Return how devices that share rows work together; None: none do, or no look has told."""
-    seen = kernels.seen if isinstance(kernels, OnSharedRows) else None
-    return seen and seen.choice
+    choices = ops.probe if isinstance(ops, ContextParallelOps) else None
+    return choices and choices.choice
 
 
-def look(
-    plane: Plane, blueprint: Blueprint, variables: Flat, batch: Any, mode: str
-) -> Local | None:
+def probe_model_ops(
+    engine: GradientEngine, template: ModelTemplate, variables: Flat, batch: Any, mode: str
+) -> ModelOps | None:
     """Look at a model: return what its modules are handed then; None: what they were.
 
-    `blueprint` is the model as it was given, whose modules are handed nothing.
+    `template` is the model as it was given, whose modules are handed nothing.
     """
-    context, kernels = plane.context, plane.context.traced.kernels
+    context, ops = engine.context, engine.context.trace.ops
     if isinstance(precision := context.execution.precision, PrecisionByPath):
-        looked(context, variables, batch, mode, partial(check_products, precision, blueprint))
-    see = partial(look_along_rows, kernels) if isinstance(kernels, OnSharedRows) else None
-    return see and looked(context, variables, batch, mode, see)
+        probe_local(context, variables, batch, mode, partial(check_matmuls, precision, template))
+    probe = partial(probe_context_parallel, ops) if isinstance(ops, ContextParallelOps) else None
+    return probe and probe_local(context, variables, batch, mode, probe)

@@ -23,7 +23,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from hfjax.utils.command_errors import imported
+from hfjax.utils.command_errors import import_or_explain
 from hfjax.utils.keywords import closest
 
 # What stands for {name} in a text: the keys of a table, or what a function returns.
@@ -49,7 +49,7 @@ CONFIG = "Take settings from a .yaml file, or from `config` of a .py file (defau
 NO_VALUE = re.compile(r"\s*\(default: (?P<what>.*)\)$", re.DOTALL)
 
 
-def parsed(
+def parse_flags(
     kind: type, argv: Sequence[str], command: str, default: Any = None, config: bool = False
 ) -> Any:
     """Return what the arguments of `hfjax COMMAND` say.
@@ -61,12 +61,12 @@ def parsed(
         default: What holds where no flag says otherwise.
         config: Whether it takes --config, which `argv` has no more: `config_of` read it.
     """
-    check_words(argv)
+    check_values(argv)
     check_known(kind, argv, config)
     check_once(kind, argv)
     fields = {} if default is None else {"default": default}
     registry = ConstructorRegistry()
-    registry.struct_rule(lambda info: _spelled(info, kind if config else None))
+    registry.struct_rule(lambda info: _struct_spec(info, kind if config else None))
     with registry:
         return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
 
@@ -81,34 +81,36 @@ def choices(name: str) -> tuple[str, ...]:
     ('none', 'dots', 'full', 'except_last')
     """
     module, _, attribute = CHOICES[name].partition(":")
-    table = getattr(imported(module, "hfjax"), attribute)
-    words: Any = table() if callable(table) else table
-    return tuple(word for word in words if word not in LEFT_OUT.get(name, ()))
+    table = getattr(import_or_explain(module, "hfjax"), attribute)
+    options: Any = table() if callable(table) else table
+    return tuple(option for option in options if option not in LEFT_OUT.get(name, ()))
 
 
-def _spelled(info: StructTypeInfo, takes_config: type | None) -> StructConstructorSpec | None:
+def _struct_spec(info: StructTypeInfo, takes_config: type | None) -> StructConstructorSpec | None:
     """Return the flags of a dataclass, in order and with their help."""
-    kind, given = info.type, info.default
+    kind, defaults = info.type, info.default
     if not (is_dataclass(kind) and kind.__module__.startswith("hfjax.")):
         return None
-    hints, found = get_type_hints(kind, include_extras=True), []
-    for field in sorted(_fields(kind), key=lambda field: _place(field.name, hints[field.name])):
-        usual = _usual(field)
-        value = getattr(given, field.name) if isinstance(given, kind) else usual
+    hints, specs = get_type_hints(kind, include_extras=True), []
+    for field in sorted(
+        _fields(kind), key=lambda field: _flag_order(field.name, hints[field.name])
+    ):
+        usual = _default(field)
+        value = getattr(defaults, field.name) if isinstance(defaults, kind) else usual
         hint, text = hints[field.name], get_field_docstring(kind, field.name, ()) or ""
         if _is_box(hint):
-            found.append(StructFieldSpec(field.name, hint, value, text or None))
+            specs.append(StructFieldSpec(field.name, hint, value, text or None))
         else:
-            found.append(StructFieldSpec(field.name, _flag(hint, text, usual), value))
+            specs.append(StructFieldSpec(field.name, _flag(hint, text, usual), value))
     if kind is not takes_config:
-        return StructConstructorSpec(kind, tuple(found))
+        return StructConstructorSpec(kind, tuple(specs))
     config: Any = _flag(Path | None, CONFIG, None)
 
-    def made(config: Any, **given: Any) -> Any:
-        return kind(**given)
+    def build(config: Any, **values: Any) -> Any:
+        return kind(**values)
 
-    made.__doc__ = inspect.getdoc(kind)  # --help begins with it
-    return StructConstructorSpec(made, (StructFieldSpec("config", config, None), *found))
+    build.__doc__ = inspect.getdoc(kind)  # --help begins with it
+    return StructConstructorSpec(build, (StructFieldSpec("config", config, None), *specs))
 
 
 def _flag(hint: Any, text: str, usual: Any) -> Any:
@@ -121,17 +123,17 @@ def _flag(hint: Any, text: str, usual: Any) -> Any:
     """
     text = text.removesuffix(".")
     empty = NO_VALUE.search(text)
-    what = empty["what"] if empty else "none"
+    empty_text = empty["what"] if empty else "none"
     text = NO_VALUE.sub("", text)
     for name in re.findall(r"\{(\w+)\}", text):
         text = text.replace(f"{{{name}}}", ", ".join(choices(name)))
-    shown: Callable[[str], str] = lambda value: (
-        f"(default: {what if value in ('None', '') else value})"
+    show_default: Callable[[str], str] = lambda value: (
+        f"(default: {empty_text if value in ('None', '') else value})"
     )
-    said: Any = tyro.conf.arg(
-        help=text or None, help_behavior_hint=shown, metavar=_metavar(hint, usual)
+    annotation: Any = tyro.conf.arg(
+        help=text or None, help_behavior_hint=show_default, metavar=_metavar(hint, usual)
     )
-    return Annotated[hint, said]
+    return Annotated[hint, annotation]
 
 
 def _metavar(hint: Any, usual: Any) -> str | None:
@@ -170,7 +172,7 @@ def _is_flag(kind: Any, field: dataclasses.Field) -> bool:
     return field.init and field.name not in getattr(kind, "hidden", ())
 
 
-def _place(name: str, hint: Any) -> tuple[int, int]:
+def _flag_order(name: str, hint: Any) -> tuple[int, int]:
     """Return where a flag, or a box of flags, stands."""
     if _is_box(hint):
         return 2, BOXES.index(name) if name in BOXES else len(BOXES)
@@ -181,35 +183,35 @@ def _is_box(hint: Any) -> bool:
     return is_dataclass(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
 
 
-def _usual(field: dataclasses.Field) -> Any:
+def _default(field: dataclasses.Field) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
-    made = field.default_factory
-    return tyro.MISSING if made is dataclasses.MISSING else made()
+    factory = field.default_factory
+    return tyro.MISSING if factory is dataclasses.MISSING else factory()
 
 
 # -- what is refused ----------------------------------------------------------------------
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_values(argv: Sequence[str]) -> None:
     """Refuse a flag with an empty value: an empty path would be the folder at hand.
 
-    >>> check_words(["--steps", "3", "--out="])
+    >>> check_values(["--steps", "3", "--out="])
     Traceback (most recent call last):
     ValueError: --out: its value is empty. Give one, or leave the flag out.
     """
-    for before, word in zip(["an argument", *words], words, strict=False):
-        name, equals, value = word.partition("=")
-        if not word or (name.startswith("--") and equals and not value):
+    for before, arg in zip(["an argument", *argv], argv, strict=False):
+        name, equals, value = arg.partition("=")
+        if not arg or (name.startswith("--") and equals and not value):
             raise ValueError(
                 f"{name or before}: its value is empty. Give one, or leave the flag out."
             )
 
 
-def check_once(kind: type, words: Sequence[str]) -> None:
+def check_once(kind: type, argv: Sequence[str]) -> None:
     """Refuse a flag of several values that is there twice: only the last ones would count."""
-    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-    for name, hint, marks in _typed(kind):
+    flags = [arg.partition("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
+    for name, hint, marks in _flag_types(kind):
         several = any(get_origin(option) is tuple for option in (hint, *get_args(hint)))
         if several and not marks and flags.count(flag := f"--{name}") > 1:
             raise ValueError(
@@ -234,24 +236,24 @@ ALIASES = {
 }
 
 
-def check_known(kind: type, words: Sequence[str], config: bool = False) -> None:
+def check_known(kind: type, argv: Sequence[str], config: bool = False) -> None:
     """Refuse a flag that a command does not have, with the nearest that it has.
 
     Args:
         kind: The dataclass of its flags.
-        words: The arguments.
+        argv: The arguments.
         config: Whether it takes --config.
     """
     known = [*flags_of(kind), "help", *(["config"] if config else [])]
-    for word in words:
-        if not word.startswith("--") or word == "--":
+    for arg in argv:
+        if not arg.startswith("--") or arg == "--":
             continue
-        name = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        name = arg.partition("=")[0].removeprefix("--").replace("_", "-")
         if name not in known:
-            raise ValueError(f"--{name}: there is no such flag.{_instead(name, known)}")
+            raise ValueError(f"--{name}: there is no such flag.{_suggestion(name, known)}")
 
 
-def _instead(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     """Return what to give in place of a flag that is not there."""
     inside = [f"--{flag}" for flag in known if flag.startswith(f"{name}.")]
     if inside:
@@ -260,7 +262,9 @@ def _instead(name: str, known: Sequence[str]) -> str:
     near = [ALIASES[name]] if ALIASES.get(name) in known else ends
     lasts = {flag.rpartition(".")[2]: flag for flag in reversed(known)}  # without their box
     last = closest(name.rpartition(".")[2], lasts)
-    near = near or [word for word in (closest(name, known) or lasts.get(last),) if word]
+    near = near or [
+        candidate for candidate in (closest(name, known) or lasts.get(last),) if candidate
+    ]
     mean = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
     return f"{mean} --help lists all flags."
 
@@ -272,21 +276,21 @@ def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
     >>> list(flags_of(Mesh, "mesh."))[:2]
     ['mesh.data', 'mesh.fsdp']
     """
-    for name, hint, _ in _typed(kind, prefix):
+    for name, hint, _ in _flag_types(kind, prefix):
         yield name
         if hint is bool:
             head, dot, last = name.rpartition(".")
             yield f"{head}{dot}no-{last}"
 
 
-def _typed(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[Any]]]:
+def _flag_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[Any]]]:
     """Yield each flag of a dataclass, without its dashes, its type and its marks."""
     hints = get_type_hints(kind, include_extras=True)
     for field in filter(partial(_is_flag, kind), dataclasses.fields(kind)):
         hint, name = hints[field.name], field.name.replace("_", "-")
         bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if is_dataclass(bare) and isinstance(bare, type):
-            alone = tyro.conf.OmitArgPrefixes in marks
-            yield from _typed(bare, prefix if alone else f"{prefix}{name}.")
+            is_flat = tyro.conf.OmitArgPrefixes in marks
+            yield from _flag_types(bare, prefix if is_flat else f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", bare, marks

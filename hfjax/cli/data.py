@@ -10,16 +10,16 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hfjax.cli.arguments import parsed
-from hfjax.data.build_dataset import Prepared, Progress as Tell, Recipe, make
-from hfjax.data.documents import KNOWN, suffix, visible
+from hfjax.cli.arguments import parse_flags
+from hfjax.data.build_dataset import PreparedDataset, Progress as Tell, Recipe, build
+from hfjax.data.documents import KNOWN, list_visible, suffix
 from hfjax.data.images import ImageSet, check_same_classes, parts_of
 from hfjax.data.images.find_images import CLASSES
-from hfjax.data.images.report import examined, lines
+from hfjax.data.images.report import examine, format_report
 from hfjax.data.token_dataset import META, SPLITS, Meta, TokenSet
-from hfjax.utils.command_errors import FAILED, carried_out, ending_in_words
-from hfjax.utils.image_names import holds_images
-from hfjax.utils.tables import aligned, harmless, human, named
+from hfjax.utils.command_errors import FAILED, report_errors, run_command
+from hfjax.utils.image_names import contains_images
+from hfjax.utils.tables import align, escape_controls, human, quote
 
 SHOWN = 400  # tokens that are decoded
 
@@ -73,8 +73,8 @@ class DataCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax data` with these arguments; return the exit status."""
-    with ending_in_words("data"):
-        command = parsed(DataCommand, argv, "data")
+    with report_errors("data"):
+        command = parse_flags(DataCommand, argv, "data")
     return run(command)
 
 
@@ -82,46 +82,50 @@ def run(command: DataCommand) -> int:
     """Make or show a data set; return the exit status."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     act = _make if command.show is None else _show
-    return carried_out("data", lambda: act(command, console))
+    return run_command("data", lambda: act(command, console))
 
 
 def _make(command: DataCommand, console: Console) -> int | None:
     if command.verify:
         raise ValueError("--verify goes with --show DIR.")
     if _are_images(command):
-        return _tell_images(command, console)
+        return _print_images(command, console)
     if command.out is None or not command.inputs:
         missing = [name for name in command.inputs if not Path(name).exists()]
-        gone = f"{named(missing[0])}: there is no such file or folder; " if missing else ""
+        gone = f"{quote(missing[0])}: there is no such file or folder; " if missing else ""
         raise ValueError(
             f"{gone}name what to read and where to write: hfjax data INPUT … --out DIR; or a data "
             "set to look at: hfjax data --show DIR"
         )
-    given = {field.name: getattr(command, field.name) for field in fields(Recipe)}
-    with _progress() as tell:
-        made = make(Recipe(**given), tell)
-    _summary(made, console)
+    options = {field.name: getattr(command, field.name) for field in fields(Recipe)}
+    with _progress() as progress:
+        dataset = build(Recipe(**options), progress)
+    _print_summary(dataset, console)
     return None
 
 
 def _are_images(command: DataCommand) -> bool:
     """Return whether folders of images are given; with --out those that also hold text are text."""
     folders = [Path(name) for name in command.inputs]
-    if not folders or command.pattern or not all(p.is_dir() and holds_images(p) for p in folders):
+    if (
+        not folders
+        or command.pattern
+        or not all(p.is_dir() and contains_images(p) for p in folders)
+    ):
         return False
     return command.out is None or not any(
         suffix(path) in KNOWN and path.name != CLASSES
         for folder in folders
-        for path in visible(folder, "**/*")
+        for path in list_visible(folder, "**/*")
     )
 
 
-def _tell_images(command: DataCommand, console: Console) -> int:
+def _print_images(command: DataCommand, console: Console) -> int:
     """Print what is in a folder of images; return 1 if some cannot be used."""
-    place = command.inputs[0]
+    root = command.inputs[0]
     if command.out is not None:
         raise ValueError(
-            f"--out {named(command.out)}: {named(place)} holds images, which are read as they lie, "
+            f"--out {quote(command.out)}: {quote(root)} holds images, which are read as they lie, "
             f"so nothing is written. Leave --out away to see what is in it; give the folder itself "
             "to hfjax.data.images.ImageLoader."
         )
@@ -130,87 +134,89 @@ def _tell_images(command: DataCommand, console: Console) -> int:
     for field in fields(command):
         if field.name != "inputs" and getattr(command, field.name) != field.default:
             raise ValueError(
-                f"--{field.name.replace('_', '-')}: {named(place)} holds images; leave it out."
+                f"--{field.name.replace('_', '-')}: {quote(root)} holds images; leave it out."
             )
-    parts = parts_of(place) or {"": Path(place)}
-    sets = [ImageSet(folder) for folder in parts.values()]
+    splits = parts_of(root) or {"": Path(root)}
+    sets = [ImageSet(folder) for folder in splits.values()]
     faults = 0
     for number, data in enumerate(sets):
-        with _progress() as tell:
-            report = examined(data, tell)
-        console.print("\n".join([*[""] * (number > 0), *lines(report)]))
+        with _progress() as progress:
+            report = examine(data, progress)
+        console.print("\n".join([*[""] * (number > 0), *format_report(report)]))
         faults += len(report.faults)
     if len(sets) == 2:
         check_same_classes(*sets)
     return FAILED if faults else 0
 
 
-def _summary(made: Prepared, console: Console) -> None:
-    _tell(made.out, made.parts, console)
-    console.print(f"\nfiles read: {made.files}; {named(made.out)} is whole.")
-    if made.passed_over:
+def _print_summary(dataset: PreparedDataset, console: Console) -> None:
+    _print_splits(dataset.out, dataset.parts, console)
+    console.print(f"\nfiles read: {dataset.files}; {quote(dataset.out)} is whole.")
+    if dataset.passed_over:
         console.print(
-            f"files of another kind, not read: {made.passed_over} (--pattern '**/*' reads all)."
+            f"files of another kind, not read: {dataset.passed_over} (--pattern '**/*' reads all)."
         )
-    if made.empty:
-        console.print(f"documents without text, left out: {made.empty}.")
-    for line in _lost(made):
+    if dataset.empty:
+        console.print(f"documents without text, left out: {dataset.empty}.")
+    for line in _lost_text_warnings(dataset):
         console.print(line)
-    found = next(iter(made.parts.values())).vocab
-    if made.asked_vocab not in (None, found):
+    vocab = next(iter(dataset.parts.values())).vocab
+    if dataset.bpe_vocab not in (None, vocab):
         console.print(
-            f"The text has pairs for a vocabulary of {found} only; --vocab asked for "
-            f"{made.asked_vocab}."
+            f"The text has pairs for a vocabulary of {vocab} only; --vocab asked for "
+            f"{dataset.bpe_vocab}."
         )
 
 
-def _lost(made: Prepared) -> Iterator[str]:
+def _lost_text_warnings(dataset: PreparedDataset) -> Iterator[str]:
     """Yield what of the text a tokenizer cannot write."""
-    if made.dropped:
+    if dataset.dropped:
         yield (
-            f"warning: {made.dropped:,} characters have no token in the tokenizer and are left out "
+            f"warning: {dataset.dropped:,} characters have no token in the tokenizer and are left "
+            "out "
             "of the data: is it the one for this text?"
         )
-    if made.unknown:
-        total = sum(meta.tokens for meta in made.parts.values())
+    if dataset.unknown:
+        num_tokens = sum(meta.tokens for meta in dataset.parts.values())
         yield (
-            f"warning: {made.unknown:,} of {total:,} tokens are the tokenizer's token for unknown "
+            f"warning: {dataset.unknown:,} of {num_tokens:,} tokens are the tokenizer's token for "
+            "unknown "
             "text, from which that text does not come back."
         )
 
 
-def _tell(directory: Path, parts: dict[str, Meta], console: Console) -> None:
+def _print_splits(directory: Path, splits: dict[str, Meta], console: Console) -> None:
     """Print a line for each part of a data set."""
     lines = [["data set", "documents", "tokens", "vocabulary", "on disk", "tokens per byte"]]
-    for name, meta in parts.items():
-        place = directory / name
-        size = sum(file.stat().st_size for file in place.iterdir() if file.is_file())
+    for name, meta in splits.items():
+        folder = directory / name
+        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         rate = f"{meta.tokens / meta.text:.3f}" if meta.text else "-"
         numbers = [f"{n:,}" for n in (meta.documents, meta.tokens, meta.vocab)]
-        lines.append([name or named(directory.name), *numbers, human(size), rate])
-    head, *rows = aligned(lines, numbers=range(1, 6))
+        lines.append([name or quote(directory.name), *numbers, human(size), rate])
+    head, *body = align(lines, numbers=range(1, 6))
     console.print(head, style="bold")
-    console.print("\n".join(rows))
+    console.print("\n".join(body))
 
 
 def _show(command: DataCommand, console: Console) -> None:
     assert command.show is not None
     if command.inputs or command.out is not None:
         raise ValueError("--show DIR goes without inputs and without --out.")
-    parts = [name for name in SPLITS if (command.show / name / META).is_file()] or [""]
-    sets = {name: TokenSet(command.show / name) for name in parts}
-    _tell(command.show, {name: data.meta for name, data in sets.items()}, console)
+    names = [name for name in SPLITS if (command.show / name / META).is_file()] or [""]
+    sets = {name: TokenSet(command.show / name) for name in names}
+    _print_splits(command.show, {name: data.meta for name, data in sets.items()}, console)
     for name, data in sets.items():
-        meta, title = data.meta, name or named(command.show)
+        meta, title = data.meta, name or quote(command.show)
         end = "none" if meta.end is None else f"token {meta.end}"
         console.print(
             f"\n{title}: {meta.dtype}, tokenizer {meta.tokenizer}, end of a document: {end}"
-            f"\nmade from {', '.join(map(named, meta.sources)) or 'tokens'}"
+            f"\nmade from {', '.join(map(quote, meta.sources)) or 'tokens'}"
         )
-        _begin(data, console)
+        _print_beginning(data, console)
         if command.verify:
             _verify(data)
-            console.print(f"{title}: every CRC32 is right ({', '.join(map(named, meta.crc32))})")
+            console.print(f"{title}: every CRC32 is right ({', '.join(map(quote, meta.crc32))})")
 
 
 def _verify(data: TokenSet) -> None:
@@ -221,7 +227,7 @@ def _verify(data: TokenSet) -> None:
         raise OSError(str(damaged)) from None
 
 
-def _begin(data: TokenSet, console: Console) -> None:
+def _print_beginning(data: TokenSet, console: Console) -> None:
     """Print the first lines, or the first tokens where there is no tokenizer."""
     stop = int(data.documents[1]) - (data.meta.end is not None)
     first = data.read(0, min(SHOWN, stop))
@@ -230,7 +236,7 @@ def _begin(data: TokenSet, console: Console) -> None:
     else:
         text = data.tokenizer.decode(first)
     for line in text.splitlines()[:5]:
-        console.print(f"  | {harmless(line) if console.is_terminal else line}")
+        console.print(f"  | {escape_controls(line) if console.is_terminal else line}")
 
 
 @contextmanager
@@ -244,9 +250,9 @@ def _progress() -> Iterator[Tell | None]:
     with bar:
         tasks = {}
 
-        def tell(what: str, read: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=read)
+        def update_bar(label: str, read: int, size: int) -> None:
+            if label not in tasks:
+                tasks[label] = bar.add_task(label, total=size)
+            bar.update(tasks[label], completed=read)
 
-        yield tell
+        yield update_bar

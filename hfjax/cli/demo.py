@@ -21,7 +21,7 @@ from hfjax.parallel.mesh import describe_mesh
 from hfjax.utils.tables import human
 
 CONFIG = GPTConfig.tiny()
-ROWS, STEPS = 16, 10
+BATCH_SIZE, STEPS = 16, 10
 WIDTH = 120  # what the table needs
 PIPED = {"accumulate": 1, "schedule": hfjax.Schedule("1f1b", microbatches=4)}
 TWICE = {"accumulate": 1, "schedule": hfjax.Schedule("interleaved", microbatches=4, chunks=2)}
@@ -43,7 +43,7 @@ CASES: dict[str, tuple] = {
 }
 
 
-class Row(NamedTuple):
+class Entry(NamedTuple):
     """What the table shows of one strategy."""
 
     mesh: str
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     seconds: float
 
 
-def train(case: tuple, text: Path, tick: Any) -> Row:
+def train(case: tuple, text: Path, tick: Any) -> Entry:
     """Return what training under a strategy showed."""
     strategy, sizes, *own = case
     fields = {"accumulate": 2, "clip": 1.0} | (own[0] if own else {})
@@ -61,7 +61,7 @@ def train(case: tuple, text: Path, tick: Any) -> Row:
     mesh = hfjax.make_mesh(devices=devices, **sizes)
     layout = hfjax.layout(lambda rngs: GPT(CONFIG, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
     step = hfjax.train_step(layout, next_token_loss, **fields)
-    data = Loader(text, ROWS, CONFIG.length)
+    data = Loader(text, BATCH_SIZE, CONFIG.length)
     compiled = step.lower(data.at(0)).compile()
     state = hfjax.init(layout, schedule=fields.get("schedule"))
     metrics, started = {}, time.perf_counter()
@@ -70,9 +70,9 @@ def train(case: tuple, text: Path, tick: Any) -> Row:
         tick()
     step.check(state)
     seconds = (time.perf_counter() - started) / STEPS
-    found = hfjax.collectives(compiled)
-    return Row(
-        describe_mesh(mesh), float(metrics["loss"]), layout.bytes_per_device(), found, seconds
+    collectives = hfjax.collectives(compiled)
+    return Entry(
+        describe_mesh(mesh), float(metrics["loss"]), layout.bytes_per_device(), collectives, seconds
     )
 
 
@@ -86,38 +86,38 @@ def main() -> int:
     """Train under every strategy, print one table; return 1 if a loss differs."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    console, text, rows = Console(), standard_library() / "train", {}
+    console, text, entries = Console(), standard_library() / "train", {}
     console.width = max(console.width, WIDTH)
     console.print(
         f"A GPT of {CONFIG.layers} layers reads Python's library, byte by byte: {STEPS} steps of "
-        f"{ROWS} rows in 2 to 4 microbatches on 8 fake CPU devices."
+        f"{BATCH_SIZE} rows in 2 to 4 microbatches on 8 fake CPU devices."
     )
     with Progress(console=console) as progress:
         task = progress.add_task("", total=STEPS * len(CASES))
         for name, case in CASES.items():
             progress.update(task, description=f"{name:<17}")
-            rows[name] = train(case, text, lambda: progress.advance(task))
-    console.print(table(rows))
-    wanted = rows["one device"].loss
-    apart = max(abs(row.loss - wanted) for row in rows.values())
-    verdict = "equal to one device" if apart < 1e-4 else "NOT equal to one device"
-    console.print(f"losses after {STEPS} steps: {verdict} (greatest difference {apart:.1e})")
-    return 0 if apart < 1e-4 else 1
+            entries[name] = train(case, text, lambda: progress.advance(task))
+    console.print(table(entries))
+    reference_loss = entries["one device"].loss
+    difference = max(abs(entry.loss - reference_loss) for entry in entries.values())
+    verdict = "equal to one device" if difference < 1e-4 else "NOT equal to one device"
+    console.print(f"losses after {STEPS} steps: {verdict} (greatest difference {difference:.1e})")
+    return 0 if difference < 1e-4 else 1
 
 
-def table(rows: dict[str, Row]) -> Table:
+def table(entries: dict[str, Entry]) -> Table:
     """Return the table of strategies: loss, bytes per device, what moves in a step."""
-    shown = Table(
+    grid = Table(
         caption="per device; calls and moved: the collectives of a step, counted in its program",
         box=box.SIMPLE,
     )
     heads = ("strategy", "mesh", "loss", "parameters", "gradients", "moments", "calls")
     for head in (*heads, "moved"):
-        shown.add_column(
+        grid.add_column(
             head, justify="left" if head in ("strategy", "mesh") else "right", no_wrap=True
         )
-    for name, row in rows.items():
-        memory = [human(size) for size in row.memory.values()]
-        moved = (str(row.collectives.count()), human(row.collectives.moved))
-        shown.add_row(name, row.mesh, f"{row.loss:.5f}", *memory, *moved)
-    return shown
+    for name, entry in entries.items():
+        memory = [human(size) for size in entry.memory.values()]
+        moved = (str(entry.collectives.count()), human(entry.collectives.moved))
+        grid.add_row(name, entry.mesh, f"{entry.loss:.5f}", *memory, *moved)
+    return grid

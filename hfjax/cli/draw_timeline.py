@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hfjax.utils.atomic import replacing
+from hfjax.utils.atomic import atomic_file
 
 ENDINGS = (".svg", ".png", ".json")
 WIDTH, LINE, ROW, TOP, ENTRY = 1000, 26, 44, 40, 18  # points: the picture, a line, its time, …
@@ -81,7 +81,7 @@ class Timeline:
         return max(span.end for span in self.spans)
 
     @cached_property
-    def parts(self) -> list[tuple[float, float]]:
+    def row_ranges(self) -> list[tuple[float, float]]:
         """When each row begins and ends: where no box is cut, of like lengths."""
         cuts, last = [0.0], 0.0  # where every box before has ended
         for start, end in sorted((span.start, span.end) for span in self.spans):
@@ -89,20 +89,20 @@ class Timeline:
                 cuts.append(start)
             last = max(last, end)
         even = [n * self.end / self.rows for n in range(1, self.rows)]
-        near = (min(cuts, key=lambda cut: abs(cut - at)) for at in even)
+        near = (min(cuts, key=lambda time: abs(time - at)) for at in even)
         return [*itertools.pairwise([*dict.fromkeys([0.0, *near]), self.end])]
 
 
-def write(path: Path, of: Timeline) -> None:
+def write(path: Path, timeline: Timeline) -> None:
     """Write a picture or a trace, as the ending of the path says."""
     check_ending(path)
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         if path.suffix == ".json":
-            file.write(trace(of).encode())
+            file.write(trace(timeline).encode())
         elif path.suffix == ".svg":
-            file.write(svg(of).encode())
+            file.write(svg(timeline).encode())
         else:
-            figure(of).savefig(file, format="png", dpi=144)
+            figure(timeline).savefig(file, format="png", dpi=144)
 
 
 def check_ending(path: Path) -> None:
@@ -114,53 +114,64 @@ def check_ending(path: Path) -> None:
         )
 
 
-def svg(of: Timeline) -> str:
+def svg(timeline: Timeline) -> str:
     """Return the picture as SVG; below the pointer a box tells its name."""
     from matplotlib import rc_context
 
     text = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hfjax"}):  # the same each time
-        figure(of).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        figure(timeline).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return re.sub(r'<g id="tip (.*?)">', r"<g><title>\1</title>", text.getvalue())
 
 
-def figure(of: Timeline) -> Any:
+def figure(timeline: Timeline) -> Any:
     """Return the picture, without pyplot."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    parts, columns = (
-        of.parts,
-        max(int(WIDTH / LETTER / (6 + max(len(x) for x, *_ in of.legend))), 1),
+    ranges, columns = (
+        timeline.row_ranges,
+        max(int(WIDTH / LETTER / (6 + max(len(x) for x, *_ in timeline.legend))), 1),
     )
-    high = TOP + len(parts) * (LINE * len(of.lines) + ROW) + ENTRY * (1 + len(of.legend) // columns)
-    drawn = Figure((WIDTH / 72, high / 72), dpi=72, layout="constrained")
-    rows = drawn.subplots(len(parts), squeeze=False)[:, 0]
-    longest = max(end - begin for begin, end in parts)
-    for axes, (begin, end) in zip(rows, parts, strict=True):
+    high = (
+        TOP
+        + len(ranges) * (LINE * len(timeline.lines) + ROW)
+        + ENTRY * (1 + len(timeline.legend) // columns)
+    )
+    canvas = Figure((WIDTH / 72, high / 72), dpi=72, layout="constrained")
+    panels = canvas.subplots(len(ranges), squeeze=False)[:, 0]
+    longest = max(end - begin for begin, end in ranges)
+    for axes, (begin, end) in zip(panels, ranges, strict=True):
         axes.set_xlim(begin, begin + longest)
-        axes.set_ylim(len(of.lines), 0)
-        axes.set_yticks([n + 0.5 for n in range(len(of.lines))], of.lines)
+        axes.set_ylim(len(timeline.lines), 0)
+        axes.set_yticks([n + 0.5 for n in range(len(timeline.lines))], timeline.lines)
         axes.tick_params(length=0, colors=INK, labelsize=11)
         axes.spines[:].set_visible(False)
-        _boxes(axes, [s for s in of.spans if begin - 1e-9 <= s.start < end - 1e-9], of, longest)
-    rows[0].set_title(of.title, loc="left", fontsize=13, color=INK)
-    rows[-1].set_xlabel(of.unit, color=INK)
-    entries = [Patch(color=colour, alpha=alpha, label=text) for text, colour, alpha in of.legend]
-    place: Any = {"loc": "outside lower left", "ncols": columns, "frameon": False}
-    drawn.legend(handles=entries, fontsize=11, labelcolor=INK, **place)
-    return drawn
+        _boxes(
+            axes,
+            [s for s in timeline.spans if begin - 1e-9 <= s.start < end - 1e-9],
+            timeline,
+            longest,
+        )
+    panels[0].set_title(timeline.title, loc="left", fontsize=13, color=INK)
+    panels[-1].set_xlabel(timeline.unit, color=INK)
+    entries = [
+        Patch(color=colour, alpha=alpha, label=text) for text, colour, alpha in timeline.legend
+    ]
+    legend_options: Any = {"loc": "outside lower left", "ncols": columns, "frameon": False}
+    canvas.legend(handles=entries, fontsize=11, labelcolor=INK, **legend_options)
+    return canvas
 
 
-def _boxes(axes: Any, spans: Sequence[Span], of: Timeline, longest: float) -> None:
+def _boxes(axes: Any, spans: Sequence[Span], timeline: Timeline, longest: float) -> None:
     """Draw the boxes of a row, each with its label, if there is room."""
     from matplotlib.patches import Rectangle
 
     unit = longest / (WIDTH - LEFT)  # of a point
     for s in spans:
-        place, wide = (s.start, s.line + 0.04), max(s.width - unit, s.width / 2)  # an edge to see
-        look: Any = {"facecolor": of.colours[s.kind], "alpha": s.alpha}
-        axes.add_patch(Rectangle(place, wide, 0.92, gid=f"tip {s.name or s.kind}", **look))
+        corner, wide = (s.start, s.line + 0.04), max(s.width - unit, s.width / 2)  # an edge to see
+        style: Any = {"facecolor": timeline.colours[s.kind], "alpha": s.alpha}
+        axes.add_patch(Rectangle(corner, wide, 0.92, gid=f"tip {s.name or s.kind}", **style))
         if s.bar:
             axes.add_patch(Rectangle((s.start, s.line + 0.84), wide * s.bar, 0.12, color=BARS))
         if s.label and LETTER * len(s.label) * unit <= wide:
@@ -168,17 +179,17 @@ def _boxes(axes: Any, spans: Sequence[Span], of: Timeline, longest: float) -> No
             axes.text(*middle, s.label, ha="center", va="center", fontsize=11, color=INK)
 
 
-def trace(of: Timeline) -> str:
+def trace(timeline: Timeline) -> str:
     """Return the boxes as a Chrome trace; an arrow for each message."""
     event = lambda kind, line, time, **more: dict(
         ph=kind, pid=0, tid=line, ts=round(1000 * time), **more
     )
-    named = enumerate(of.lines)
+    named = enumerate(timeline.lines)
     events = [event("M", n, 0, name="thread_name", args={"name": name}) for n, name in named]
-    for s in of.spans:
-        told = {"name": s.name or s.kind, "cat": s.kind, "dur": round(1000 * s.width)}
-        events.append(event("X", s.line, s.start, **told))
-    for number, (sent, used) in enumerate(of.messages):
+    for s in timeline.spans:
+        details = {"name": s.name or s.kind, "cat": s.kind, "dur": round(1000 * s.width)}
+        events.append(event("X", s.line, s.start, **details))
+    for number, (sent, used) in enumerate(timeline.messages):
         arrow = {"name": "message", "cat": "message", "id": number}
         events.append(event("s", sent.line, sent.start + 0.99 * sent.width, **arrow))
         events.append(event("f", used.line, used.start, bp="e", **arrow))

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from hfjax.analysis.targets import GPUS
-from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import choose, measured
-from hfjax.parallel.settings import KERNEL_WORDS, KERNELS, Wanted
-from hfjax.utils.command_errors import carried_out
-from hfjax.utils.tables import aligned
+from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import choose_impl, measurements_of
+from hfjax.parallel.settings import KERNEL_WORDS, KERNELS, KernelChoices
+from hfjax.utils.command_errors import run_command
+from hfjax.utils.tables import align
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     add = parser.add_argument
     add("--gpu", choices=GPUS, help="GPU to ask for (default: the first device here)")
@@ -27,9 +27,9 @@ def command(argv: Sequence[str]) -> int:
     """Run `hfjax kernels` with these arguments; return the exit status."""
     about = "Show which form each kernel takes on a device, and why."
     parser = argparse.ArgumentParser("hfjax kernels", description=about)
-    arguments(parser)
-    given = parser.parse_args(argv)
-    return carried_out("kernels", lambda: print(table(given.kernels, given.gpu)))
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    return run_command("kernels", lambda: print(table(args.kernels, args.gpu)))
 
 
 def table(kernels: Any = "auto", gpu: str | None = None) -> str:
@@ -38,11 +38,11 @@ def table(kernels: Any = "auto", gpu: str | None = None) -> str:
     What it does in a step, the form taken, why.
     """
     device = GPUS[gpu] if gpu else jax.devices()[0]
-    wanted, known = Wanted.of(kernels), measured(device.device_kind)
+    preferences, known = KernelChoices.of(kernels), measurements_of(device.device_kind)
     shapes = lambda kernel: [one["shape"] for one in known.get(kernel, ())]
-    by_shape = lambda kernel: shapes(kernel) if wanted.word(kernel) == "auto" else ()
-    asked = [(kernel, shape) for kernel in KERNELS for shape in by_shape(kernel) or (None,)]
-    chosen = [choose(wanted, kernel, device, shape=shape) for kernel, shape in asked]
-    rows = [[c.kernel, KERNELS[c.kernel], c.form, c.why] for c in chosen]
+    by_shape = lambda kernel: shapes(kernel) if preferences.choice(kernel) == "auto" else ()
+    requests = [(kernel, shape) for kernel in KERNELS for shape in by_shape(kernel) or (None,)]
+    chosen = [choose_impl(preferences, kernel, device, shape=shape) for kernel, shape in requests]
+    entries = [[c.kernel, KERNELS[c.kernel], c.impl, c.why] for c in chosen]
     head = ["kernel", "what it does", "form", "why"]
-    return "\n".join([device.device_kind, *aligned([head, *rows])])
+    return "\n".join([device.device_kind, *align([head, *entries])])

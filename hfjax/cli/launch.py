@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from hfjax.cli.arguments import parsed
+from hfjax.cli.arguments import parse_flags
 from hfjax.distributed.job import Limits
 from hfjax.distributed.launcher import launch
-from hfjax.utils.command_errors import carried_out
+from hfjax.utils.command_errors import run_command
 
 
 @dataclass(frozen=True)
@@ -38,36 +38,36 @@ class LaunchCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax launch` with the arguments after the word launch; return its exit code."""
-    own, command = split(argv)
-    act = lambda: run(replace(parsed(LaunchCommand, own, "launch"), command=command))
-    return carried_out("launch", act)
+    own, command = split_command(argv)
+    act = lambda: run(replace(parse_flags(LaunchCommand, own, "launch"), command=command))
+    return run_command("launch", act)
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return the launcher's own arguments and the command: what follows --, or its first word.
 
-    >>> split(["-n", "2", "--", "train", "--", "x"])
+    >>> split_command(["-n", "2", "--", "train", "--", "x"])
     (['-n', '2'], ('train', '--', 'x'))
-    >>> split(["-n", "2", "python", "train.py", "-v"])
+    >>> split_command(["-n", "2", "python", "train.py", "-v"])
     (['-n', '2'], ('python', 'train.py', '-v'))
     """
-    given, at = list(argv), 0
-    while at < len(given) and given[at].startswith("-") and given[at] != "--":
-        alone = (
-            "=" in given[at] or given[at] in ("-h", "--help") or given[at + 1 : at + 2] == ["--"]
+    args, at = list(argv), 0
+    while at < len(args) and args[at].startswith("-") and args[at] != "--":
+        is_single = (
+            "=" in args[at] or args[at] in ("-h", "--help") or args[at + 1 : at + 2] == ["--"]
         )
-        at += 1 if alone else 2  # each of the launcher's flags has one value
-    marked = given[at : at + 1] == ["--"]
-    return given[:at], tuple(given[at + marked :])
+        at += 1 if is_single else 2  # each of the launcher's flags has one value
+    marked = args[at : at + 1] == ["--"]
+    return args[:at], tuple(args[at + marked :])
 
 
-def run(given: LaunchCommand) -> int:
+def run(options: LaunchCommand) -> int:
     """Run the command given; return its exit code."""
     return launch(
-        given.command,
-        given.processes,
-        given.max_restarts,
-        devices=given.devices_per_process,
-        gpus=given.gpus_per_process,
-        limits=Limits(given.grace, given.stop_timeout),
+        options.command,
+        options.processes,
+        options.max_restarts,
+        devices=options.devices_per_process,
+        gpus=options.gpus_per_process,
+        limits=Limits(options.grace, options.stop_timeout),
     )

@@ -7,18 +7,18 @@ from typing import Literal
 
 import tyro
 
-from hfjax.cli.arguments import parsed
+from hfjax.cli.arguments import parse_flags
 from hfjax.cli.run import Saved, saved_config, saved_state
 from hfjax.distributed.consensus import say
 from hfjax.distributed.stop import leaving
 from hfjax.trainer.build import Parts
 from hfjax.trainer.config import Model, Train
-from hfjax.trainer.console import waiting
+from hfjax.trainer.console import show_waiting
 from hfjax.trainer.model import ROUND_TO
-from hfjax.trainer.pretrained_model import by_process, model_of
-from hfjax.trainer.tasks.images import of_images
-from hfjax.utils.command_errors import ending_in_words
-from hfjax.utils.tables import bytes_of, human, named
+from hfjax.trainer.pretrained_model import byte_counts, open_pretrained
+from hfjax.trainer.tasks.images import is_image_task
+from hfjax.utils.command_errors import report_errors
+from hfjax.utils.tables import human, parse_bytes, quote
 from hfjax.weights.pretrained import SHARD, Pretrained, export, pretrained
 from hfjax.weights.save import check_free_to_write
 from hfjax.weights.vision_files import write_vision
@@ -52,85 +52,86 @@ class Export(Saved):
     """Maximum size of a file."""
 
     def __post_init__(self):
-        if bytes_of(self.shard, "--shard") < 1:
+        if parse_bytes(self.shard, "--shard") < 1:
             raise ValueError(f"--shard {self.shard}: at least one byte is needed, as in 5GB.")
 
 
 def import_command(argv: Sequence[str]) -> int:
     """Print what is in a folder; return the exit status."""
-    with ending_in_words("import"):
-        given: Import = parsed(Import, argv, "import")
-        print(pretrained(given.folder))
+    with report_errors("import"):
+        args: Import = parse_flags(Import, argv, "import")
+        print(pretrained(args.folder))
     return 0
 
 
 def export_command(argv: Sequence[str]) -> int:
     """Write the model of a run; return the exit status."""
-    with leaving(), ending_in_words("export"):
-        _export(parsed(Export, argv, "export"))
+    with leaving(), report_errors("export"):
+        _export(parse_flags(Export, argv, "export"))
     return 0
 
 
-def _export(given: Export) -> None:
-    check_free_to_write(given.out)
-    config = saved_config(given)
-    if of_images(config):
-        return _export_images(given, config)
-    if config.model.pretrained is None and given.like is None:
-        raise ValueError(_of_no_folder(given, config))
-    parts, restored = saved_state(given, config, master=config.optimizer.master)
-    like = _like(given, parts)
-    with waiting(f"writing {named(given.out)}"):
-        written = export(given.out, parts.layout, restored.state, like, given.dtype, given.shard)
+def _export(args: Export) -> None:
+    check_free_to_write(args.out)
+    config = saved_config(args)
+    if is_image_task(config):
+        return _export_images(args, config)
+    if config.model.pretrained is None and args.like is None:
+        raise ValueError(_no_folder_message(args, config))
+    run, restored = saved_state(args, config, master=config.optimizer.master)
+    like = _template_model(args, run)
+    with show_waiting(f"writing {quote(args.out)}"):
+        written = export(args.out, run.layout, restored.state, like, args.dtype, args.shard)
     say(
-        f"{named(given.out)}: {named(given.run)} after step {restored.step}, "
-        f"{len(like.pieces)} tensors; wrote {by_process(written)}"
+        f"{quote(args.out)}: {quote(args.run)} after step {restored.step}, "
+        f"{len(like.mappings)} tensors; wrote {byte_counts(written)}"
     )
 
 
-def _export_images(given: Export, config: Train) -> None:
+def _export_images(args: Export, config: Train) -> None:
     """Write a model of images as one file, with torchvision's names."""
-    if given.out.suffix != FILE:
+    if args.out.suffix != FILE:
         raise ValueError(
-            f"--out {named(given.out)}: a model of images is one file with torchvision's names: "
+            f"--out {quote(args.out)}: a model of images is one file with torchvision's names: "
             f"give a name that ends in {FILE}."
         )
     if config.model.own is not None:
         raise ValueError(f"--model.own {config.model.own}: torchvision has no names for it.")
-    if given.dtype is not None or given.shard != SHARD:
+    if args.dtype is not None or args.shard != SHARD:
         raise ValueError("--dtype, --shard: of models of text. Leave them out.")
     began = config.model.weights
-    like = given.like or (began if began is not None and began.is_file() else None)
-    parts, restored = saved_state(given, config, master=config.optimizer.master)
-    with waiting(f"writing {named(given.out)}"):
-        write_vision(given.out, parts.layout, restored.state, parts.model.shape, like)
+    like = args.like or (began if began is not None and began.is_file() else None)
+    run, restored = saved_state(args, config, master=config.optimizer.master)
+    with show_waiting(f"writing {quote(args.out)}"):
+        write_vision(args.out, run.layout, restored.state, run.model.shape, like)
     say(
-        f"{named(given.out)}: {named(given.run)} after step {restored.step}, "
-        f"{human(given.out.stat().st_size)}"
+        f"{quote(args.out)}: {quote(args.run)} after step {restored.step}, "
+        f"{human(args.out.stat().st_size)}"
     )
 
 
-def _of_no_folder(given: Export, config: Train) -> str:
+def _no_folder_message(args: Export, config: Train) -> str:
     own = config.model.own
-    what = f"--model.preset {config.model.preset}" if own is None else f"--model.own {own}"
+    model_flag = f"--model.preset {config.model.preset}" if own is None else f"--model.own {own}"
     return (
-        f"{named(given.run)} began from no model's folder ({what}), which would say what files, "
+        f"{quote(args.run)} began from no model's folder ({model_flag}), which would say what "
+        "files, "
         "names and configuration of transformers are those of this model. Give one of the same "
         "shape: --like FOLDER."
     )
 
 
-def _like(given: Export, parts: Parts) -> Pretrained:
+def _template_model(args: Export, run: Parts) -> Pretrained:
     """Return the model whose names the files get; refuse one that computes something else."""
-    if given.like is None:
-        assert parts.pretrained is not None
-        return parts.pretrained
-    pad = 1 if parts.config.model.own else ROUND_TO
-    like = model_of(Model(pretrained=given.like), pad)
-    tokens = max(tokens.vocab for tokens in parts.tokens) if parts.pretrained is None else 0
+    if args.like is None:
+        assert run.pretrained is not None
+        return run.pretrained
+    pad = 1 if run.config.model.own else ROUND_TO
+    like = open_pretrained(Model(pretrained=args.like), pad)
+    tokens = max(tokens.vocab for tokens in run.tokens) if run.pretrained is None else 0
     if tokens > like.config.vocab:
         raise ValueError(
-            f"--like {named(given.like)}: its vocabulary has {like.config.vocab} tokens, and the "
+            f"--like {quote(args.like)}: its vocabulary has {like.config.vocab} tokens, and the "
             f"run's data {tokens}: the others would be lost. Give a model with at least so many."
         )
     return like

@@ -16,25 +16,31 @@ import tyro
 
 import hfjax
 from hfjax.checkpoint import Restored
-from hfjax.cli.arguments import parsed
+from hfjax.cli.arguments import parse_flags
 from hfjax.distributed.consensus import say, speaks
 from hfjax.distributed.exit_codes import exit_code
 from hfjax.distributed.init import Cluster, init_distributed
 from hfjax.distributed.launcher import visible_gpus
 from hfjax.distributed.stop import leaving
 from hfjax.optimizers.transforms import averaged
-from hfjax.parallel.param_specs import row_shares
+from hfjax.parallel.param_specs import num_batch_shards
 from hfjax.trainer import config_io
-from hfjax.trainer.build import Parts, check_used, mesh_of, whole, without_optimizer
-from hfjax.trainer.config import Mesh, Train, at_least
-from hfjax.trainer.console import validation, waiting
-from hfjax.trainer.deepspeed_flags import FILE, with_file
+from hfjax.trainer.build import (
+    Parts,
+    build_mesh,
+    check_flags_used,
+    unsharded_strategy,
+    without_host_optimizer,
+)
+from hfjax.trainer.config import Mesh, Train, check_bounds
+from hfjax.trainer.console import show_waiting, validation_line
+from hfjax.trainer.deepspeed_flags import FILE, with_deepspeed_file
 from hfjax.trainer.sampling import Sampling
 from hfjax.trainer.source_snapshot import COPY
 from hfjax.trainer.train_loop import CHECKPOINTS, CONFIG, train
-from hfjax.utils.command_errors import ending_in_words
-from hfjax.utils.read_files import MISSING, ORDINARY, what_is
-from hfjax.utils.tables import harmless, named
+from hfjax.utils.command_errors import report_errors
+from hfjax.utils.read_files import MISSING, ORDINARY, path_kind
+from hfjax.utils.tables import escape_controls, quote
 from hfjax.utils.write_files import user_cache
 
 
@@ -43,18 +49,18 @@ def start(config: Train) -> Cluster:
     if config.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
-    keep_programs(config.cache)
+    enable_program_cache(config.cache)
     cluster = init_distributed(timeout=config.init_timeout)
     if not speaks():  # the first process tells of skipped steps
         warnings.simplefilter("ignore", RuntimeWarning)
     return cluster
 
 
-def keep_programs(place: Path | None = None) -> None:
+def enable_program_cache(folder: Path | None = None) -> None:
     """Keep compiled programs in a directory, so that a second start need not compile them."""
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR") and place is None:
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") and folder is None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(place or user_cache() / "programs"))
+    jax.config.update("jax_compilation_cache_dir", str(folder or user_cache() / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -62,14 +68,14 @@ def train_command(argv: Sequence[str]) -> int:
     """Train; return the exit status."""
     with (
         leaving(),
-        ending_in_words("train"),
+        report_errors("train"),
     ):  # in every process: the other ones may know of nothing
         default, rest = config_of(argv)
-        config = parsed(Train, rest, "train", default, config=True)
-        check_used([config], rest)
+        config = parse_flags(Train, rest, "train", default, config=True)
+        check_flags_used([config], rest)
         start(config)
         _check_cpu_devices(config, default)
-        config, setup = with_file(config, rest, config.devices or jax.device_count())
+        config, setup = with_deepspeed_file(config, rest, config.devices or jax.device_count())
         if setup is not None:
             say(str(setup))
         return exit_code(train(config).reason)
@@ -80,12 +86,12 @@ def _check_cpu_devices(config: Train, file: Train) -> None:
 
     Runs do not save them, but early versions did.
     """
-    asked = file.cpu_devices
-    if asked is None or config.cpu_devices != asked or not speaks():
+    cpu_devices = file.cpu_devices
+    if cpu_devices is None or config.cpu_devices != cpu_devices or not speaks():
         return
     if gpus := len(visible_gpus()):
         print(
-            f"hfjax train: warning: the file of --config says cpu_devices: {asked}. This run "
+            f"hfjax train: warning: the file of --config says cpu_devices: {cpu_devices}. This run "
             f"computes on simulated CPU devices, and not on the {gpus} GPUs of this machine. To "
             "use the GPUs, give --cpu-devices None.",
             file=sys.stderr,
@@ -96,14 +102,14 @@ def _check_cpu_devices(config: Train, file: Train) -> None:
 def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
     """Return what --config says, and the other arguments: they have the last word."""
     rest = list(argv)
-    for at, word in enumerate(rest):
-        name, equals, value = word.partition("=")
+    for at, arg in enumerate(rest):
+        name, equals, value = arg.partition("=")
         if name == "--config":
             if not equals and at + 1 == len(rest):
                 raise ValueError("--config: the name of a file is expected.")
             path = value if equals else rest[at + 1]
             left = rest[:at] + rest[at + (1 if equals else 2) :]
-            if any(word.partition("=")[0] == name for word in left):
+            if any(arg.partition("=")[0] == name for arg in left):
                 raise ValueError("--config is there twice: give one file.")
             return config_io.load(path), left
     return Train(), rest
@@ -147,7 +153,7 @@ class Evaluate(Saved):
     """Maximum number of batches (default: all)."""
 
     def __post_init__(self):
-        at_least(self, "", batch=1, batches=1)
+        check_bounds(self, "", batch=1, batches=1)
 
 
 @dataclass(frozen=True)
@@ -163,105 +169,111 @@ class Generate(Saved):
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate a run; return the exit status."""
-    with leaving(), ending_in_words("eval"):
-        _evaluate(parsed(Evaluate, argv, "eval"))
+    with leaving(), report_errors("eval"):
+        _evaluate(parse_flags(Evaluate, argv, "eval"))
     return 0
 
 
-def _evaluate(given: Evaluate) -> None:
-    config = saved_config(given)
-    data = replace(config.data, valid=str(given.data)) if given.data else config.data
-    config = replace(config, data=data, batch=given.batch or config.batch)
-    parts, restored = saved_state(given, config)
-    if parts.valid is None:
-        raise ValueError(f"{named(given.run)} has no validation set. Give one: --data DIR.")
-    with waiting("compiling and evaluating"):
-        parts.check_validation(restored.state, given.batches)
-        found = parts.validated(restored.state, given.batches)
-    told = [validation(restored.step, found.line), found.table, *parts.task.after(parts.valid)]
-    say("\n".join(filter(None, told)))
+def _evaluate(args: Evaluate) -> None:
+    config = saved_config(args)
+    data = replace(config.data, valid=str(args.data)) if args.data else config.data
+    config = replace(config, data=data, batch=args.batch or config.batch)
+    run, restored = saved_state(args, config)
+    if run.valid is None:
+        raise ValueError(f"{quote(args.run)} has no validation set. Give one: --data DIR.")
+    with show_waiting("compiling and evaluating"):
+        run.check_validation(restored.state, args.batches)
+        evaluation = run.validated(restored.state, args.batches)
+    lines = [
+        validation_line(restored.step, evaluation.line),
+        evaluation.table,
+        *run.task.closing_lines(run.valid),
+    ]
+    say("\n".join(filter(None, lines)))
 
 
 def generate_command(argv: Sequence[str]) -> int:
     """Write text; return the exit status."""
-    with leaving(), ending_in_words("generate"):
-        given: Generate = parsed(Generate, argv, "generate")
-        parts, restored = saved_state(given, saved_config(given))
-        with waiting("compiling and writing"):
+    with leaving(), report_errors("generate"):
+        args: Generate = parse_flags(Generate, argv, "generate")
+        run, restored = saved_state(args, saved_config(args))
+        with show_waiting("compiling and writing"):
             texts = [
-                parts.written(restored.state, prompt, given.tokens, given.sampling.later(number))
-                for number, prompt in enumerate(given.prompt or ("\n",))
+                run.written(restored.state, prompt, args.tokens, args.sampling.for_prompt(number))
+                for number, prompt in enumerate(args.prompt or ("\n",))
             ]
         text = "\n\n".join(texts)
-        say(harmless(text) if sys.stdout.isatty() else text)
+        say(escape_controls(text) if sys.stdout.isatty() else text)
     return 0
 
 
-def saved_config(given: Saved) -> Train:
+def saved_config(args: Saved) -> Train:
     """Return the configuration of a saved run on the devices at hand."""
-    path = given.run / CONFIG
-    if (kind := what_is(path)) != ORDINARY:
-        found = f"it has no {CONFIG}" if kind == MISSING else f"its {CONFIG} is {kind}"
-        raise ValueError(f"{named(given.run)} is no run of hfjax train: {found}.")
+    path = args.run / CONFIG
+    if (kind := path_kind(path)) != ORDINARY:
+        problem = f"it has no {CONFIG}" if kind == MISSING else f"its {CONFIG} is {kind}"
+        raise ValueError(f"{quote(args.run)} is no run of hfjax train: {problem}.")
     config = config_io.load(path)
-    if (code := config_io.code_of(config)) and not given.trust:
+    if (code := config_io.code_flags(config)) and not args.trust:
         raise ValueError(
-            f"{named(path)} names Python code, {' and '.join(code)}, which would run as you. If "
+            f"{quote(path)} names Python code, {' and '.join(code)}, which would run as you. If "
             "you wrote it or have read it, give --trust."
         )
-    here: dict[str, Any] = {
-        name: getattr(given, name) for name in ("devices", "cpu_devices", "cache")
+    overrides: dict[str, Any] = {
+        name: getattr(args, name) for name in ("devices", "cpu_devices", "cache")
     }
     if config.deepspeed is not None:
-        here["deepspeed"] = given.run / FILE
+        overrides["deepspeed"] = args.run / FILE
     if config.model.pretrained is not None:
-        here["model"] = replace(config.model, pretrained=given.run / COPY)
-    return replace(config, **here)
+        overrides["model"] = replace(config.model, pretrained=args.run / COPY)
+    return replace(config, **overrides)
 
 
-def saved_state(given: Saved, config: Train, master: bool = False) -> tuple[Parts, Restored]:
+def saved_state(args: Saved, config: Train, master: bool = False) -> tuple[Parts, Restored]:
     """Return the parts of a run and its state.
 
     Without an average, and unless master weights are asked for, only parameters are read; the state
     is that of the checkpoint's step, as what is exported counts steps.
     """
     start(config)
-    averages = given.average and config.optimizer.ema is not None
-    place = given.run / CHECKPOINTS
-    with waiting("reading the checkpoint"):
-        parts = _laid_out(given, config, averages or master)
+    averages = args.average and config.optimizer.ema is not None
+    folder = args.run / CHECKPOINTS
+    with show_waiting("reading the checkpoint"):
+        run = _build_run(args, config, averages or master)
         if not (averages or master):
-            found = hfjax.restore(place, parts.layout, given.step, parameters_only=True)
-            state = replace(found.state, step=found.state.step + found.step)
-            return parts, replace(found, state=state)
-        restored = hfjax.restore(place, parts.layout, given.step)
+            checkpoint = hfjax.restore(folder, run.layout, args.step, parameters_only=True)
+            state = replace(checkpoint.state, step=checkpoint.state.step + checkpoint.step)
+            return run, replace(checkpoint, state=state)
+        restored = hfjax.restore(folder, run.layout, args.step)
         state = averaged(restored.state) if averages else restored.state
-        return parts, replace(restored, state=state)
+        return run, replace(restored, state=state)
 
 
-def _laid_out(given: Saved, config: Train, trains: bool) -> Parts:
+def _build_run(args: Saved, config: Train, trains: bool) -> Parts:
     """Return the parts of a run as it was laid out, or as the devices at hand allow."""
-    make = lambda config: Parts(_dividing(config), trains=trains)
-    if given.strategy is not None:
-        return make(replace(config, strategy=given.strategy, mesh=given.mesh))
-    own = config.strategy if trains else without_optimizer(config.strategy)
-    meshes = (config.mesh, Mesh()) if given.mesh == Mesh() else (given.mesh,)
-    alone = (config.devices or jax.device_count()) == 1
-    for mesh in () if alone else meshes:
+    make = lambda config: Parts(_pad_batch(config), trains=trains)
+    if args.strategy is not None:
+        return make(replace(config, strategy=args.strategy, mesh=args.mesh))
+    own = config.strategy if trains else without_host_optimizer(config.strategy)
+    meshes = (config.mesh, Mesh()) if args.mesh == Mesh() else (args.mesh,)
+    is_single_device = (config.devices or jax.device_count()) == 1
+    for mesh in () if is_single_device else meshes:
         try:
-            parts = make(replace(config, strategy=own, mesh=mesh))
-            _ = parts.evaluate
-            return parts
+            run = make(replace(config, strategy=own, mesh=mesh))
+            _ = run.evaluate
+            return run
         except ValueError:  # tried without it below, where another mistake is told
             continue
-    plain = replace(config, strategy=whole(own), mesh=given.mesh)
-    if not alone:
-        told = f"--strategy {own} of the run does not fit these devices: {plain.strategy} is taken."
-        print(f"hfjax: {told}", file=sys.stderr, flush=True)
+    plain = replace(config, strategy=unsharded_strategy(own), mesh=args.mesh)
+    if not is_single_device:
+        warning = (
+            f"--strategy {own} of the run does not fit these devices: {plain.strategy} is taken."
+        )
+        print(f"hfjax: {warning}", file=sys.stderr, flush=True)
     return make(plain)
 
 
-def _dividing(config: Train) -> Train:
+def _pad_batch(config: Train) -> Train:
     """Return the configuration with batches that divide by the devices: the last one is filled."""
-    shares = row_shares(mesh_of(config))
-    return replace(config, batch=-(-config.batch // shares) * shares)
+    batch_shards = num_batch_shards(build_mesh(config))
+    return replace(config, batch=-(-config.batch // batch_shards) * batch_shards)

@@ -12,20 +12,20 @@ from rich.text import Text
 
 from hfjax.cli.draw_timeline import BARS, LEFT, LETTER, WIDTH, Span, Timeline, write
 from hfjax.parallel.schedules.cost import (
-    MODELS,
+    TIME_MODELS,
+    b_to_w_stash,
     bubble,
     cost,
-    crossing,
+    count_permutes,
     messages,
-    permutes,
-    sent,
-    starts,
+    sent_messages,
+    start_times,
     stash,
 )
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
-from hfjax.parallel.schedules.table import KINDS, Table, needs
-from hfjax.utils.command_errors import carried_out
-from hfjax.utils.tables import aligned
+from hfjax.parallel.schedules.table import KINDS, Table, dependencies
+from hfjax.utils.command_errors import run_command
+from hfjax.utils.tables import align
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 MARGIN = 10  # columns before the first tick
@@ -43,7 +43,7 @@ DRAWN = {
 }
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     number = {"type": int, "metavar": "N"}
     time = {"type": float, "metavar": "TIME"}
@@ -53,91 +53,98 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", **number, help=f"devices along the axis pipe (default: {STAGES})")
     add("--microbatches", **number, help=f"microbatches of a step (default: {MICROBATCHES})")
     add("--chunks", **number, help="pieces of the model on each stage (default: the schedule's)")
-    own = "show a schedule of your own, .csv or text, a line for each stage (default: none)"
-    add("--from", **path, dest="own", help=own)
-    shown = "(default: %(default)g)"
-    add("--forward", **time, default=1.0, help=f"time of a forward pass on a stage {shown}")
-    add("--backward", **time, default=2.0, help=f"time of a backward pass on a stage {shown}")
-    part = f"part of --backward that is for the gradients of weights {shown}"
-    add("--weights", **time, default=1.0, help=part)
-    drawn = "draw it to scale, x.svg or x.png, or x.json for ui.perfetto.dev (default: none)"
-    add("--picture", **path, help=drawn)
+    own_help = "show a schedule of your own, .csv or text, a line for each stage (default: none)"
+    add("--from", **path, dest="own", help=own_help)
+    default_text = "(default: %(default)g)"
+    add("--forward", **time, default=1.0, help=f"time of a forward pass on a stage {default_text}")
+    add(
+        "--backward", **time, default=2.0, help=f"time of a backward pass on a stage {default_text}"
+    )
+    weights_help = f"part of --backward that is for the gradients of weights {default_text}"
+    add("--weights", **time, default=1.0, help=weights_help)
+    picture_help = "draw it to scale, x.svg or x.png, or x.json for ui.perfetto.dev (default: none)"
+    add("--picture", **path, help=picture_help)
     add("--csv", **path, help="write the schedule, to edit and read with --from (default: none)")
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `hfjax schedule` with these arguments; return the exit status."""
     parser = argparse.ArgumentParser("hfjax schedule", description="Show a schedule and its cost.")
-    arguments(parser)
-    given, console = parser.parse_args(argv), Console(highlight=False, soft_wrap=True)
-    listed = given.name is None and given.own is None
-    act = _list if listed else _draw
-    return carried_out("schedule", lambda: act(given, console))
+    add_arguments(parser)
+    args, console = parser.parse_args(argv), Console(highlight=False, soft_wrap=True)
+    lists_all = args.name is None and args.own is None
+    act = _list if lists_all else _draw
+    return run_command("schedule", lambda: act(args, console))
 
 
-def _draw(given: argparse.Namespace, console: Console) -> None:
-    table = _table(given)
-    _write(table, given)
-    _show(table, given, console)
+def _draw(args: argparse.Namespace, console: Console) -> None:
+    table = _table(args)
+    _write(table, args)
+    _show(table, args, console)
 
 
-def _times(given: argparse.Namespace) -> tuple[float, float, float]:
-    return given.forward, given.backward, given.weights
+def _times(args: argparse.Namespace) -> tuple[float, float, float]:
+    return args.forward, args.backward, args.weights
 
 
-def _say(given: argparse.Namespace) -> str:
-    forward, backward, weights = _times(given)
+def _times_text(args: argparse.Namespace) -> str:
+    forward, backward, weights = _times(args)
     return f"forward {forward:g}, backward {backward:g} (weights {weights:g} of it)"
 
 
-def _list(given: argparse.Namespace, console: Console) -> None:
+def _list(args: argparse.Namespace, console: Console) -> None:
     """Print a line for every schedule."""
     for option in ("chunks", "picture", "csv"):
-        if getattr(given, option) is not None:
+        if getattr(args, option) is not None:
             raise ValueError(f"--{option} is for one schedule: name one of {', '.join(SCHEDULES)}.")
-    stages, microbatches = _sizes(given)
-    rows = Rows(box=None, pad_edge=False)
+    stages, microbatches = _sizes(args)
+    grid = Rows(box=None, pad_edge=False)
     for head in ("schedule", "chunks", "bubble", "stash", "B-W", "sent", ""):
-        rows.add_column(head, justify="left" if head in ("schedule", "") else "right")
+        grid.add_column(head, justify="left" if head in ("schedule", "") else "right")
     for name, builder in SCHEDULES.items():
         table = Schedule(name, microbatches).table(stages)
-        waste, kept, late = bubble(table, *_times(given)), max(stash(table)), max(crossing(table))
-        chunks = f"{builder.chunks}" if builder.fixed else f"any ({builder.chunks})"
-        numbers = f"{waste:.1%}", f"{kept:g}", f"{late:g}", f"{permutes(table)}"
-        rows.add_row(name, chunks, *numbers, builder.about)
-    console.print(rows)
+        waste, max_stash, max_crossing = (
+            bubble(table, *_times(args)),
+            max(stash(table)),
+            max(b_to_w_stash(table)),
+        )
+        chunks = f"{builder.chunks}" if builder.fixed_chunks else f"any ({builder.chunks})"
+        numbers = f"{waste:.1%}", f"{max_stash:g}", f"{max_crossing:g}", f"{count_permutes(table)}"
+        grid.add_row(name, chunks, *numbers, builder.description)
+    console.print(grid)
     console.print(
-        f"\nwith {stages} stages, {microbatches} microbatches, {_say(given)}; stash: microbatches "
+        f"\nwith {stages} stages, {microbatches} microbatches, {_times_text(args)}; stash: "
+        "microbatches "
         "whose\nactivations a stage keeps; B-W: those of which it keeps what W needs of B; sent: "
         "permutes of its\nprogram. One of them: hfjax schedule interleaved --chunks 4"
     )
 
 
-def _sizes(given: argparse.Namespace) -> tuple[int, int]:
-    stages, microbatches = given.stages, given.microbatches
+def _sizes(args: argparse.Namespace) -> tuple[int, int]:
+    stages, microbatches = args.stages, args.microbatches
     return (
         STAGES if stages is None else stages,
         MICROBATCHES if microbatches is None else microbatches,
     )
 
 
-def _table(given: argparse.Namespace) -> Table:
+def _table(args: argparse.Namespace) -> Table:
     """Return the table named, or that of the file given."""
-    stages, microbatches = _sizes(given)
-    if given.own is None:
-        return Schedule(given.name, microbatches, given.chunks).table(stages)
-    if given.name is not None:
-        raise ValueError(f"{given.name} and --from {given.own}: give a name or a file, not both.")
-    own = Schedule.from_csv(given.own).own
+    stages, microbatches = _sizes(args)
+    if args.own is None:
+        return Schedule(args.name, microbatches, args.chunks).table(stages)
+    if args.name is not None:
+        raise ValueError(f"{args.name} and --from {args.own}: give a name or a file, not both.")
+    own = Schedule.from_csv(args.own).own
     assert own is not None
-    found = {"microbatches": own.microbatches, "chunks": own.chunks, "stages": own.stages}
-    for name, count in found.items():
-        if getattr(given, name) not in (None, count):
-            raise ValueError(f"--{name} {getattr(given, name)}: {given.own} has {count}.")
+    sizes = {"microbatches": own.microbatches, "chunks": own.chunks, "stages": own.stages}
+    for name, count in sizes.items():
+        if getattr(args, name) not in (None, count):
+            raise ValueError(f"--{name} {getattr(args, name)}: {args.own} has {count}.")
     return own
 
 
-def _show(table: Table, given: argparse.Namespace, console: Console) -> None:
+def _show(table: Table, args: argparse.Namespace, console: Console) -> None:
     """Print the grid and what it costs."""
     several = f" of {table.chunks} chunks" if table.chunks > 1 else ""
     console.print(
@@ -152,7 +159,7 @@ def _show(table: Table, given: argparse.Namespace, console: Console) -> None:
         elif number == middle[0]:
             last = blocks[middle[-1]][1] - 1
             console.print(f"  ticks {first} to {last}: --csv or --picture has them all\n")
-    _print_costs(table, given, console)
+    _print_costs(table, args, console)
 
 
 def _blocks(table: Table, width: int) -> Iterator[tuple[int, int]]:
@@ -168,15 +175,15 @@ def _blocks(table: Table, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _width(table: Table, tick: int) -> int:
-    return max(len(table.text(tick, stage)) for stage in range(table.stages))
+    return max(len(table.cell_text(tick, stage)) for stage in range(table.stages))
 
 
 def _grid(table: Table, first: int, end: int) -> Text:
     """Return some ticks of the table: a line of their numbers, and one for each stage."""
     heads = ["".ljust(MARGIN - 1), *map(str, range(first, end))]
-    cells = lambda stage: (table.text(tick, stage) for tick in range(first, end))
-    rows = ([f"stage {stage}", *cells(stage)] for stage in range(table.stages))
-    head, *lines = aligned([heads, *rows], gap=" ")
+    cells = lambda stage: (table.cell_text(tick, stage) for tick in range(first, end))
+    stage_cells = ([f"stage {stage}", *cells(stage)] for stage in range(table.stages))
+    head, *lines = align([heads, *stage_cells], gap=" ")
     grid = Text("".join(f"{line}\n" for line in lines))
     grid.highlight_regex("[+.]", "dim")
     for kind, style in STYLES.items():
@@ -184,19 +191,21 @@ def _grid(table: Table, first: int, end: int) -> Text:
     return Text.assemble((f"{head}\n", "dim"), grid)
 
 
-def _print_costs(table: Table, given: argparse.Namespace, console: Console) -> None:
-    waste, *others = (bubble(table, *_times(given), model) for model in MODELS)
-    time = cost(table, *_times(given))
-    console.print(f"time      {time:g}, with {_say(given)}")
+def _print_costs(table: Table, args: argparse.Namespace, console: Console) -> None:
+    waste, *others = (bubble(table, *_times(args), model) for model in TIME_MODELS)
+    time = cost(table, *_times(args))
+    console.print(f"time      {time:g}, with {_times_text(args)}")
     console.print(
         f"bubble    {waste:.1%}; waiting for neighbours only: {others[0]:.1%}, for inputs only: "
         f"{others[1]:.1%}"
     )
     say = lambda counts: " ".join(f"{count:g}" for count in counts)
     console.print(f"stash     {say(stash(table))}: microbatches whose activations each stage keeps")
-    if table.split:
-        kept = say(crossing(table))
-        console.print(f"B to W    {kept}: microbatches of which each keeps what W needs of B")
+    if table.splits_backward:
+        crossing_text = say(b_to_w_stash(table))
+        console.print(
+            f"B to W    {crossing_text}: microbatches of which each keeps what W needs of B"
+        )
     _print_messages(table, console)
 
 
@@ -207,50 +216,57 @@ def _print_messages(table: Table, console: Console) -> None:
         console.print("messages  none")
         return
     most = max(sum(n for link, n in needed.items() if link[0] == s) for s in range(table.stages))
-    count = permutes(table)
+    count = count_permutes(table)
     console.print(
         f"permutes  {count} in each stage's program; no stage has more than {most} to send"
     )
-    links = (f"{a}->{b} {count} for {needed[a, b]}" for (a, b), count in sent(table).items())
+    links = (
+        f"{a}->{b} {count} for {needed[a, b]}" for (a, b), count in sent_messages(table).items()
+    )
     console.print(f"messages  {', '.join(links)}: sent, for those needed")
-    whole, empty = sum(sent(table).values()), sum(sent(table).values()) - sum(needed.values())
-    console.print(f"empty     {empty} of {whole} messages, {empty / whole:.0%} of the bytes sent")
+    total, empty = (
+        sum(sent_messages(table).values()),
+        sum(sent_messages(table).values()) - sum(needed.values()),
+    )
+    console.print(f"empty     {empty} of {total} messages, {empty / total:.0%} of the bytes sent")
 
 
-def _write(table: Table, given: argparse.Namespace) -> None:
+def _write(table: Table, args: argparse.Namespace) -> None:
     """Write the files asked for."""
-    picture = drawn(table, *_times(given))  # also checks the times
-    if given.picture is not None:
-        write(given.picture, picture)
-    if given.csv is not None:
-        rows = ([table.text(t, s) for t in range(table.ticks)] for s in range(table.stages))
-        lines = (",".join("" if cell == "." else cell for cell in row) for row in rows)
-        given.csv.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    picture = schedule_timeline(table, *_times(args))  # also checks the times
+    if args.picture is not None:
+        write(args.picture, picture)
+    if args.csv is not None:
+        stage_cells = (
+            [table.cell_text(t, s) for t in range(table.ticks)] for s in range(table.stages)
+        )
+        lines = (",".join("" if cell == "." else cell for cell in cells) for cells in stage_cells)
+        args.csv.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def drawn(table: Table, forward: float, backward: float, weights: float) -> Timeline:
+def schedule_timeline(table: Table, forward: float, backward: float, weights: float) -> Timeline:
     """Return a schedule to scale: a box for each slot that takes time, as it runs, in lockstep.
 
     Masked ones are grey: the stage computes, as all stages do in a tick without branches, and what
     it computes is thrown away. The later a chunk, the longer the bar below it.
     """
-    begins, widths = starts(table, forward, backward, weights)
+    begins, widths = start_times(table, forward, backward, weights)
     tasks = {(tick, stage, task.kind): task for task, tick, stage in table.tasks()}
-    letters, spans, of_task = "FIW" if table.split else "FBW", [], {}
+    letters, spans, of_task = "FIW" if table.splits_backward else "FBW", [], {}
     for tick, stage, slot in np.argwhere(widths > 0).tolist():
         task = tasks.get((tick, stage, KINDS[slot]))
         kind = letters[slot] if task else MASKED
-        depth = table.homes[task.virtual][1] / max(table.chunks - 1, 1) if task else 0.0
+        depth = table.stage_map[task.virtual][1] / max(table.chunks - 1, 1) if task else 0.0
         label, name = (str(task.microbatch), task._replace(kind=kind)) if task else ("", MASKED)
-        when = float(begins[tick, stage, slot]), float(widths[tick, stage, slot])
-        look = label, f"{name}, tick {tick}", 1 - 0.4 * depth, depth
-        spans.append(Span(kind, stage, *when, *look))
+        interval = float(begins[tick, stage, slot]), float(widths[tick, stage, slot])
+        style = label, f"{name}, tick {tick}", 1 - 0.4 * depth, depth
+        spans.append(Span(kind, stage, *interval, *style))
         if task:
             of_task[task] = spans[-1]
-    read = [(need, task) for task in of_task for need, _ in needs(task, table.virtual)]
+    read = [(need, task) for task in of_task for need, _ in dependencies(task, table.virtual)]
     pairs = [(of_task[need], of_task[task]) for need, task in read if need in of_task]
     counts = {"stage": table.stages, "microbatch": table.microbatches, "chunk": table.chunks}
-    told = [_several(n, name) for name, n in counts.items() if n > 1 or name != "chunk"]
+    sizes = [_count_text(n, name) for name, n in counts.items() if n > 1 or name != "chunk"]
     waste = bubble(table, forward, backward, weights)
     legend = [(*DRAWN[kind], 1.0) for kind in DRAWN if kind in {span.kind for span in spans}]
     legend += [("number: the microbatch", "none", 1.0)]
@@ -259,7 +275,7 @@ def drawn(table: Table, forward: float, backward: float, weights: float) -> Time
     room = LETTER * max(len(span.label) for span in spans) / min(span.width for span in spans)
     rows = math.ceil(max(span.end for span in spans) * room / (WIDTH - LEFT))
     return Timeline(
-        f"{table.name}: {', '.join(told)}, bubble {waste:.1%}",
+        f"{table.name}: {', '.join(sizes)}, bubble {waste:.1%}",
         [f"stage {stage}" for stage in range(table.stages)],
         spans,
         {kind: colour for kind, (_, colour) in DRAWN.items()},
@@ -269,5 +285,5 @@ def drawn(table: Table, forward: float, backward: float, weights: float) -> Time
     )
 
 
-def _several(count: int, name: str) -> str:
+def _count_text(count: int, name: str) -> str:
     return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")

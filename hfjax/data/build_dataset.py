@@ -11,62 +11,62 @@ from pathlib import Path
 
 import numpy as np
 
-from hfjax.data.documents import Document, Sources, find, too_long
+from hfjax.data.documents import Document, Sources, find_files, memory_message
 from hfjax.data.token_dataset import Meta
-from hfjax.data.token_writer import TokenWriter, check_free, unfinished
+from hfjax.data.token_writer import TokenWriter, atomic_dataset, check_free
 from hfjax.data.tokenizer import (
-    GROUP,
+    GROUP_SIZE,
     KNOWN_ENDS,
     ByteTokenizer,
     TrainedTokenizer,
-    in_groups,
+    group_by_size,
     load_tokenizer,
     train_bpe,
 )
 
 
-def split(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:
+def split_documents(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:
     """Yield each document with 1 if it is for validation: one of every 1 / valid, drawn by number.
 
     Of a single document the last part is.
     """
-    waiting = iter(documents)
-    first, second = next(waiting, None), next(waiting, None)
+    remaining = iter(documents)
+    first, second = next(remaining, None), next(remaining, None)
     if first is not None and second is None:
-        yield from _halves(first, valid)
+        yield from _split_text(first, valid)
         return
     for number, document in enumerate(d for d in (first, second) if d is not None):
-        yield document, is_valid(number, valid)
-    for number, document in enumerate(waiting, 2):
-        yield document, is_valid(number, valid)
+        yield document, is_validation(number, valid)
+    for number, document in enumerate(remaining, 2):
+        yield document, is_validation(number, valid)
 
 
-def _halves(document: Document, valid: float) -> Iterator[tuple[Document, int]]:
-    cut = math.ceil(len(document.text) * (1 - valid))
-    for part, text in enumerate((document.text[:cut], document.text[cut:])):
+def _split_text(document: Document, valid: float) -> Iterator[tuple[Document, int]]:
+    boundary = math.ceil(len(document.text) * (1 - valid))
+    for split_index, text in enumerate((document.text[:boundary], document.text[boundary:])):
         if text:
-            yield Document(text, document.where, document.read), part
+            yield Document(text, document.location, document.bytes_read), split_index
 
 
-def is_valid(number: int, valid: float) -> bool:
+def is_validation(number: int, valid: float) -> bool:
     """Return whether a document is for validation: of each 1 / valid in a row, one drawn by chance.
 
-    >>> [sum(is_valid(number, 0.1) for number in range(n)) for n in (10, 20, 1000)]
+    >>> [sum(is_validation(number, 0.1) for number in range(n)) for n in (10, 20, 1000)]
     [1, 2, 100]
-    >>> sum(is_valid(number, 0.3) for number in range(1000))
+    >>> sum(is_validation(number, 0.3) for number in range(1000))
     299
     """
     stratum = math.floor(number * valid)
-    drawn = (math.floor((s + _chance(s)) / valid) for s in (stratum, stratum + 1))
-    return number in drawn
+    valid_numbers = (math.floor((s + _stable_uniform(s)) / valid) for s in (stratum, stratum + 1))
+    return number in valid_numbers
 
 
-def _chance(number: int) -> float:
+def _stable_uniform(number: int) -> float:
     """Return a number in [0, 1) that is the same on every machine."""
     return float(np.random.SeedSequence(number).generate_state(1)[0]) / 2**32
 
 
-OBJECT = 256  # characters that the memory of an empty document would hold
+DOCUMENT_OVERHEAD = 256  # characters that the memory of an empty document would hold
 
 Progress = Callable[[str, int, int], None]  # what is done, bytes read, bytes in all
 
@@ -102,13 +102,13 @@ class Recipe:
             )
 
     @property
-    def asked_vocab(self) -> int:
+    def bpe_vocab(self) -> int:
         """The size of a trained vocabulary."""
         return 8192 if self.vocab is None else self.vocab
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDataset:
     """What was made: the description of each part ("" if it is not split), and what was left."""
 
     out: Path
@@ -116,7 +116,7 @@ class Prepared:
     files: int
     passed_over: int  # files of no known kind
     empty: int  # documents without text
-    asked_vocab: int | None  # of a trained tokenizer
+    bpe_vocab: int | None  # of a trained tokenizer
     dropped: int = 0  # characters that the tokenizer has no token for
     unknown: int = 0  # times that text became its token for what is unknown
 
@@ -126,7 +126,7 @@ def prepare(
     out: str | Path,
     progress: Progress | None = None,
     **options,
-) -> Prepared:
+) -> PreparedDataset:
     """Make a data set of text, JSONL and Parquet files; it appears at `out` when it is whole.
 
     Args:
@@ -155,57 +155,59 @@ def prepare(
         17
     """
     several = [inputs] if isinstance(inputs, str | Path) else inputs
-    return make(Recipe(tuple(map(str, several)), Path(out), **options), progress)
+    return build(Recipe(tuple(map(str, several)), Path(out), **options), progress)
 
 
-def make(recipe: Recipe, progress: Progress | None = None) -> Prepared:
+def build(recipe: Recipe, progress: Progress | None = None) -> PreparedDataset:
     """Make the data set of a recipe."""
     check_free(recipe.out, recipe.overwrite)
-    return make_of(recipe, *find(recipe.inputs, recipe.pattern), progress=progress)
+    return build_from_files(recipe, *find_files(recipe.inputs, recipe.pattern), progress=progress)
 
 
-def make_of(
+def build_from_files(
     recipe: Recipe,
     files: tuple[Path, ...],
     passed_over: int = 0,
     progress: Progress | None = None,
-) -> Prepared:
+) -> PreparedDataset:
     """Make the data set of a recipe of these files."""
     sources = Sources(files, recipe.field, recipe.errors)
-    tell = progress or (lambda what, read, total: None)
-    tokenizer = _tokenizer(recipe, sources, tell)
-    end = _end(recipe, tokenizer)
-    documents = _Counted(_told(sources, "writing tokens", tell))
-    with unfinished(recipe.out, recipe.overwrite) as folder:
-        parts = _write(recipe, folder, tokenizer, end, documents)
-    asked = recipe.asked_vocab if recipe.tokenizer == "bpe" else None
-    lost = tokenizer.dropped, tokenizer.unknown
-    return Prepared(recipe.out, parts, len(files), passed_over, documents.empty, asked, *lost)
+    report_progress = progress or (lambda task, bytes_read, bytes_total: None)
+    tokenizer = _make_tokenizer(recipe, sources, report_progress)
+    end = _end_token(recipe, tokenizer)
+    documents = _NonemptyDocuments(_with_progress(sources, "writing tokens", report_progress))
+    with atomic_dataset(recipe.out, recipe.overwrite) as folder:
+        splits = _write_documents(recipe, folder, tokenizer, end, documents)
+    bpe_vocab = recipe.bpe_vocab if recipe.tokenizer == "bpe" else None
+    unencoded = tokenizer.dropped, tokenizer.unknown
+    return PreparedDataset(
+        recipe.out, splits, len(files), passed_over, documents.num_empty, bpe_vocab, *unencoded
+    )
 
 
-class _Counted:
-    """Documents that have text; `empty` counts the others, and those of which no token tells."""
+class _NonemptyDocuments:
+    """Documents that have text; `num_empty` counts the others."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
-        self._documents, self.empty = documents, 0
+        self._documents, self.num_empty = documents, 0
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents:
             if document.text:
                 yield document
             else:
-                self.empty += 1
+                self.num_empty += 1
 
 
-def _told(sources: Sources, what: str, tell: Progress) -> Iterator[Document]:
-    total = sources.size
+def _with_progress(sources: Sources, task: str, report_progress: Progress) -> Iterator[Document]:
+    bytes_total = sources.nbytes
     for document in sources:
-        tell(what, document.read, total)
+        report_progress(task, document.bytes_read, bytes_total)
         yield document
 
 
-def _tokenizer(
-    recipe: Recipe, sources: Sources, tell: Progress
+def _make_tokenizer(
+    recipe: Recipe, sources: Sources, report_progress: Progress
 ) -> ByteTokenizer | TrainedTokenizer:
     if recipe.tokenizer == "bpe":
         pipes = [path for path in sources.files if not path.is_file()]
@@ -214,12 +216,15 @@ def _tokenizer(
                 f"{pipes[0]} is a pipe, but bpe reads the text twice: give a file, or a tokenizer "
                 "that is trained."
             )
-        texts = (document.text for document in _told(sources, "training the tokenizer", tell))
-        return train_bpe(texts, recipe.asked_vocab)
+        texts = (
+            document.text
+            for document in _with_progress(sources, "training the tokenizer", report_progress)
+        )
+        return train_bpe(texts, recipe.bpe_vocab)
     return load_tokenizer(recipe.tokenizer, recipe.end_token)
 
 
-def _end(recipe: Recipe, tokenizer: ByteTokenizer | TrainedTokenizer) -> int | None:
+def _end_token(recipe: Recipe, tokenizer: ByteTokenizer | TrainedTokenizer) -> int | None:
     if recipe.append_end and tokenizer.end is None:
         raise ValueError(
             f"{recipe.tokenizer}: none of {', '.join(KNOWN_ENDS)} is in it, so the end of "
@@ -228,12 +233,12 @@ def _end(recipe: Recipe, tokenizer: ByteTokenizer | TrainedTokenizer) -> int | N
     return tokenizer.end if recipe.append_end else None
 
 
-def _write(
+def _write_documents(
     recipe: Recipe,
     folder: Path,
     tokenizer: ByteTokenizer | TrainedTokenizer,
     end: int | None,
-    documents: _Counted,
+    documents: _NonemptyDocuments,
 ) -> dict[str, Meta]:
     """Write all documents, each to its part; return what each part holds."""
     names = ("train", "valid") if recipe.valid else ("",)
@@ -241,56 +246,63 @@ def _write(
         writers = [TokenWriter(folder / name, tokenizer.vocab) for name in names]
         for writer in writers:
             stack.callback(writer.close)
-        parts = split(documents, recipe.valid) if recipe.valid else ((d, 0) for d in documents)
-        for group in in_groups(parts, GROUP, lambda pair: len(pair[0].text) + OBJECT):
-            coded = _coded(tokenizer, [document for document, _ in group])
-            for (document, part), tokens in zip(group, coded, strict=True):
-                _check_no_end(tokens, tokenizer, end, document.where)
+        pairs = (
+            split_documents(documents, recipe.valid)
+            if recipe.valid
+            else ((d, 0) for d in documents)
+        )
+        for group in group_by_size(
+            pairs, GROUP_SIZE, lambda pair: len(pair[0].text) + DOCUMENT_OVERHEAD
+        ):
+            token_arrays = _encode(tokenizer, [document for document, _ in group])
+            for (document, split_index), tokens in zip(group, token_arrays, strict=True):
+                _check_no_end(tokens, tokenizer, end, document.location)
                 if not tokens.size and end is None:
-                    documents.empty += 1
+                    documents.num_empty += 1
                     continue
-                writers[part].add(tokens, document.where, _bytes_of(document.text), end)
-        _check_parts(recipe, names, writers)
+                writers[split_index].add(tokens, document.location, _utf8_size(document.text), end)
+        _check_splits(recipe, names, writers)
         sources = list(recipe.inputs)
         return {n: w.finish(tokenizer, end, sources) for n, w in zip(names, writers, strict=True)}
 
 
-def _coded(
+def _encode(
     tokenizer: ByteTokenizer | TrainedTokenizer, documents: list[Document]
 ) -> list[np.ndarray]:
     """Return the tokens of each document; a fault names where they are from."""
-    first, last = documents[0].where, documents[-1].where
-    where = first if first == last else f"{first} to {last}"
+    first, last = documents[0].location, documents[-1].location
+    location = first if first == last else f"{first} to {last}"
     try:
         return tokenizer.encode([document.text for document in documents])
-    except ValueError as wrong:
-        raise ValueError(f"{where}: {wrong}") from None
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from None
     except MemoryError:
-        raise MemoryError(too_long(where)) from None
+        raise MemoryError(memory_message(location)) from None
 
 
-def _bytes_of(text: str) -> int:
+def _utf8_size(text: str) -> int:
     """Return how many bytes of UTF-8 a text is, without a copy of ASCII."""
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _check_no_end(tokens: np.ndarray, tokenizer: object, end: int | None, where: str) -> None:
+def _check_no_end(tokens: np.ndarray, tokenizer: object, end: int | None, location: str) -> None:
     """Refuse bytes of which one is the end of a document, which is 0."""
     if end is None or not isinstance(tokenizer, ByteTokenizer) or tokens.all():
         return
     raise ValueError(
-        f"{where} contains byte 0 (at {int(np.argmin(tokens))}), which stands for the end of a "
+        f"{location} contains byte 0 (at {int(np.argmin(tokens))}), which stands for the end of a "
         "document. Is it text? Give --no-append-end to take it as it is."
     )
 
 
-def _check_parts(recipe: Recipe, names: tuple[str, ...], writers: list[TokenWriter]) -> None:
-    total = sum(writer.documents for writer in writers)
-    if not total:
+def _check_splits(recipe: Recipe, names: tuple[str, ...], writers: list[TokenWriter]) -> None:
+    num_documents = sum(writer.documents for writer in writers)
+    if not num_documents:
         raise ValueError(f"{', '.join(recipe.inputs)}: no text in it. Nothing was written.")
     for name, writer in zip(names, writers, strict=True):
         if not writer.documents:
             raise ValueError(
-                f"--valid {recipe.valid:g} of {total} documents leaves none to {name}. Give more "
+                f"--valid {recipe.valid:g} of {num_documents} documents leaves none to {name}. "
+                "Give more "
                 "documents or another part."
             )

@@ -20,45 +20,45 @@ class PackedDocuments:
 
     starts: np.ndarray
     sizes: np.ndarray
-    first: np.ndarray
+    offsets: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.offsets) - 1
 
-    def row(self, index: int) -> Iterator[tuple[int, int]]:
+    def example_chunks(self, index: int) -> Iterator[tuple[int, int]]:
         """Yield start and size of each piece of a row."""
-        of = slice(self.first[index], self.first[index + 1])
-        return zip(self.starts[of].tolist(), self.sizes[of].tolist(), strict=True)
+        chunks = slice(self.offsets[index], self.offsets[index + 1])
+        return zip(self.starts[chunks].tolist(), self.sizes[chunks].tolist(), strict=True)
 
 
-def pieces(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def chunk_documents(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where documents' pieces start and how many tokens they have, at most length + 1.
 
     Neighbours share a token: the last target of one is the first input of the next.
 
-    >>> starts, sizes = pieces(np.array([0, 6, 7, 9]), length=2)
+    >>> starts, sizes = chunk_documents(np.array([0, 6, 7, 9]), length=2)
     >>> starts.tolist(), sizes.tolist()
     ([0, 2, 4, 7], [3, 3, 2, 2])
     """
     offsets = np.asarray(offsets)
     targets = np.diff(offsets) - 1
     counts = -(-targets // length)  # documents of one token have none
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(offsets[:-1], counts) + within * length
-    left = np.repeat(targets, counts) - within * length
-    return starts, np.minimum(left, length) + 1
+    chunk_index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(offsets[:-1], counts) + chunk_index * length
+    remaining = np.repeat(targets, counts) - chunk_index * length
+    return starts, np.minimum(remaining, length) + 1
 
 
 def pack(starts: np.ndarray, sizes: np.ndarray, capacity: int) -> PackedDocuments:
     """Return the pieces packed; rows follow their first pieces, pieces keep their order."""
-    row_of = best_fit(sizes, capacity)
-    by_row = np.argsort(row_of, kind="stable")
-    rows = row_of[by_row]
-    heads = np.flatnonzero(np.diff(rows, prepend=-1))  # where each row begins
+    bin_ids = best_fit(sizes, capacity)
+    by_bin = np.argsort(bin_ids, kind="stable")
+    sorted_bins = bin_ids[by_bin]
+    heads = np.flatnonzero(np.diff(sorted_bins, prepend=-1))  # where each row begins
     rank = np.empty(len(heads), np.int64)
-    rank[np.argsort(by_row[heads])] = np.arange(len(heads))
-    order = np.argsort(rank[row_of], kind="stable")
-    counts = np.bincount(rank[row_of], minlength=len(heads))
+    rank[np.argsort(by_bin[heads])] = np.arange(len(heads))
+    order = np.argsort(rank[bin_ids], kind="stable")
+    counts = np.bincount(rank[bin_ids], minlength=len(heads))
     return PackedDocuments(starts[order], sizes[order], np.append(0, np.cumsum(counts)))
 
 
@@ -68,68 +68,68 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     >>> best_fit(np.array([2, 5, 3, 4, 1]), 5).tolist()
     [2, 0, 2, 1, 1]
     """
-    row_of, rows = np.empty(len(sizes), np.int64), 0
-    open_rows = _OpenRows()
+    bin_ids, num_bins = np.empty(len(sizes), np.int64), 0
+    open_bins = _OpenBins()
     order = np.argsort(-sizes, kind="stable")
     ends = np.append(np.flatnonzero(np.diff(sizes[order])) + 1, len(order))
     for group in np.split(order, ends[:-1]):
         size = int(sizes[group[0]]) if len(group) else 1
         while len(group):
-            room = open_rows.least(size) or capacity
-            each = room // size  # pieces of this size that one such row takes
-            wanted = -(-len(group) // each)
-            found = open_rows.take(room, wanted)
-            if found is None:
-                found = np.arange(rows, rows + wanted)
-                rows += wanted
-            fits = len(found) * each
-            taken, group = group[:fits], group[fits:]
-            row_of[taken] = found[np.arange(len(taken)) // each]
-            full, rest = divmod(len(taken), each)
-            open_rows.put(room - each * size, found[:full])
-            open_rows.put(room - rest * size, found[full:])
-    return row_of
+            room = open_bins.least(size) or capacity
+            chunks_per_bin = room // size  # pieces of this size that one such row takes
+            num_needed = -(-len(group) // chunks_per_bin)
+            bins = open_bins.take(room, num_needed)
+            if bins is None:
+                bins = np.arange(num_bins, num_bins + num_needed)
+                num_bins += num_needed
+            num_fitting = len(bins) * chunks_per_bin
+            chunks, group = group[:num_fitting], group[num_fitting:]
+            bin_ids[chunks] = bins[np.arange(len(chunks)) // chunks_per_bin]
+            full, rest = divmod(len(chunks), chunks_per_bin)
+            open_bins.put(room - chunks_per_bin * size, bins[:full])
+            open_bins.put(room - rest * size, bins[full:])
+    return bin_ids
 
 
-class _OpenRows:
+class _OpenBins:
     """Rows that have room left, by how much; none of them is empty."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
-        self._rows: dict[int, list[np.ndarray]] = {}
+        self._bins: dict[int, list[np.ndarray]] = {}
 
     def least(self, size: int) -> int | None:
         """Return the least room that is enough, if any is."""
-        at = bisect_left(self._rooms, size)
-        return self._rooms[at] if at < len(self._rooms) else None
+        i = bisect_left(self._rooms, size)
+        return self._rooms[i] if i < len(self._rooms) else None
 
-    def take(self, room: int, most: int) -> np.ndarray | None:
-        """Remove and return up to `most` rows with a room, if there are any."""
-        if room not in self._rows:
+    def take(self, room: int, limit: int) -> np.ndarray | None:
+        """Remove and return up to `limit` rows with a room, if there are any."""
+        if room not in self._bins:
             return None
-        parts = self._rows[room]
-        last = parts.pop()
-        if len(last) > most:
-            parts.append(last[most:])
-        if not parts:
-            del self._rows[room]
+        arrays = self._bins[room]
+        last = arrays.pop()
+        if len(last) > limit:
+            arrays.append(last[limit:])
+        if not arrays:
+            del self._bins[room]
             self._rooms.remove(room)
-        return last[:most]
+        return last[:limit]
 
-    def put(self, room: int, rows: np.ndarray) -> None:
+    def put(self, room: int, bins: np.ndarray) -> None:
         """Add rows that have a room left."""
-        if not room or not len(rows):
+        if not room or not len(bins):
             return
-        if room not in self._rows:
+        if room not in self._bins:
             insort(self._rooms, room)
-        self._rows.setdefault(room, []).append(rows)
+        self._bins.setdefault(room, []).append(bins)
 
 
-Row = dict[str, np.ndarray]
+ArrayDict = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class StreamRows:
+class StreamExamples:
     """Windows over all documents as one stream: each token is a target once, but the first one.
 
     With `documents` a row also says which tokens are of one document, and masks what is not.
@@ -160,29 +160,29 @@ class StreamRows:
     def __len__(self) -> int:
         return (len(self.data) - 1) // self.length
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> ArrayDict:
         start = index * self.length
-        found = self.data.read(start, start + self.length + 1)
-        self.data.check_vocab(found, start)
-        row = {"tokens": found.astype(np.int32)}
+        tokens = self.data.read(start, start + self.length + 1)
+        self.data.check_vocab(tokens, start)
+        example = {"tokens": tokens.astype(np.int32)}
         if not self.documents:
-            return row
-        begins = self._begins(start, start + self.length)
-        numbers = np.cumsum(begins, dtype=np.int32) + 1
-        return row | {"documents": numbers, "mask": mask_of(numbers)}
+            return example
+        is_start = self._document_starts(start, start + self.length)
+        document_ids = np.cumsum(is_start, dtype=np.int32) + 1
+        return example | {"documents": document_ids, "mask": document_mask(document_ids)}
 
-    def _begins(self, start: int, stop: int) -> np.ndarray:
+    def _document_starts(self, start: int, stop: int) -> np.ndarray:
         """Return 1 for each token of [start, stop] that begins a document, but the first."""
         self.data.check_documents()
         offsets = self.data.documents
-        found = offsets[np.searchsorted(offsets, start, "right") :][: stop - start]
-        begins = np.zeros(stop - start + 1, np.int32)
-        begins[np.asarray(found[found <= stop]) - start] = 1
-        return begins
+        starts = offsets[np.searchsorted(offsets, start, "right") :][: stop - start]
+        is_start = np.zeros(stop - start + 1, np.int32)
+        is_start[np.asarray(starts[starts <= stop]) - start] = 1
+        return is_start
 
 
 @dataclass(frozen=True)
-class DocumentRows:
+class DocumentExamples:
     """Whole documents packed into rows; those longer than a row are cut, at a shared token.
 
     So each token of a document is a target once, but its first one.
@@ -203,7 +203,7 @@ class DocumentRows:
     def plan(self) -> PackedDocuments:
         """The pieces of each row: computed once, the same on every machine."""
         self.data.check_documents()
-        return pack(*pieces(self.data.documents, self.length), self.length + 1)
+        return pack(*chunk_documents(self.data.documents, self.length), self.length + 1)
 
     @property
     def dropped(self) -> int:
@@ -218,54 +218,57 @@ class DocumentRows:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> ArrayDict:
         tokens = np.zeros(self.length + 1, np.int32)
-        numbers, at = np.zeros_like(tokens), 0
-        for number, (start, size) in enumerate(self.plan.row(index), 1):
-            found = self.data.read(start, start + size)
-            self.data.check_vocab(found, start)
-            tokens[at : at + size], numbers[at : at + size] = found, number
-            at += size
-        return {"tokens": tokens, "documents": numbers, "mask": mask_of(numbers)}
+        document_ids, offset = np.zeros_like(tokens), 0
+        for document_id, (start, size) in enumerate(self.plan.example_chunks(index), 1):
+            chunk = self.data.read(start, start + size)
+            self.data.check_vocab(chunk, start)
+            tokens[offset : offset + size], document_ids[offset : offset + size] = (
+                chunk,
+                document_id,
+            )
+            offset += size
+        return {"tokens": tokens, "documents": document_ids, "mask": document_mask(document_ids)}
 
 
-Rows = StreamRows | DocumentRows
+Examples = StreamExamples | DocumentExamples
 
 
-class TokenRows:
+class TokenExamples:
     """The rows of one or several data sets: those of set i are numbered after those of set i - 1.
 
     With `masked` each has a mask, and that of a row of nothing is zeros.
     """
 
-    def __init__(self, sets: Sequence[Rows], masked: bool) -> None:
-        self._sets, self._masked = sets, masked
-        self._first = np.cumsum([0, *map(len, sets)])  # row numbers at which each set begins
+    def __init__(self, sets: Sequence[Examples], with_mask: bool) -> None:
+        self._sets, self._with_mask = sets, with_mask
+        self._first_index = np.cumsum([0, *map(len, sets)])  # row numbers at which each set begins
 
-    def row(self, number: int, place: int) -> Row:
+    def example(self, index: int, position: int) -> ArrayDict:
         """Return a row, which is the same wherever it stands in the stream."""
-        of = int(np.searchsorted(self._first, number, "right")) - 1
-        row = self._sets[of][number - int(self._first[of])]
-        if not self._masked or "mask" in row:
-            return row
-        return {**row, "mask": np.ones(len(row["tokens"]) - 1, np.float32)}
+        set_index = int(np.searchsorted(self._first_index, index, "right")) - 1
+        arrays = self._sets[set_index][index - int(self._first_index[set_index])]
+        if not self._with_mask or "mask" in arrays:
+            return arrays
+        return {**arrays, "mask": np.ones(len(arrays["tokens"]) - 1, np.float32)}
 
-    def nothing(self) -> Row:
+    def padding_example(self) -> ArrayDict:
         """Return a row of zeros."""
-        return {name: np.zeros_like(x) for name, x in self.row(0, 0).items()}
+        return {name: np.zeros_like(x) for name, x in self.example(0, 0).items()}
 
-    def together(self, rows: list[Row]) -> Row:
+    def collate(self, examples: list[ArrayDict]) -> ArrayDict:
         """Return rows as a batch."""
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
-def mask_of(documents: np.ndarray) -> np.ndarray:
+def document_mask(document_ids: np.ndarray) -> np.ndarray:
     """Return 1 for each target that is of the same document as the token before it.
 
-    >>> mask_of(np.array([1, 1, 2, 2, 0])).tolist()
+    >>> document_mask(np.array([1, 1, 2, 2, 0])).tolist()
     [1.0, 0.0, 1.0, 0.0]
     """
-    before, after = documents[:-1], documents[1:]
+    before, after = document_ids[:-1], document_ids[1:]
     return ((before == after) & (after > 0)).astype(np.float32)
 
 

@@ -8,13 +8,13 @@ from typing import Any, Self
 import grain
 import numpy as np
 
-from hfjax.data.examples import Row
-from hfjax.data.sampler import Batches, RowSource, fingerprint
-from hfjax.utils.keywords import is_whole
-from hfjax.utils.tables import named
+from hfjax.data.examples import ArrayDict
+from hfjax.data.sampler import Batches, ExampleSource, fingerprint
+from hfjax.utils.keywords import is_int
+from hfjax.utils.tables import quote
 
 
-class RowLoader(ABC):
+class IndexedLoader(ABC):
     """An iterator over batches of rows. The order of rows is a function of `identity` only.
 
     A final class says of what rows: `_source` reads one, `_order` numbers them.
@@ -35,7 +35,7 @@ class RowLoader(ABC):
         """The rows of one time through the data."""
 
     @abstractmethod
-    def _function_of(self) -> dict[str, Any]:
+    def _identity_fields(self) -> dict[str, Any]:
         """Return what the rows are a function of, as JSON."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class RowLoader(ABC):
         """Return the numbers of the rows, one after the other."""
 
     @abstractmethod
-    def _reader(self) -> RowSource:
+    def _make_source(self) -> ExampleSource:
         """Return what reads a row."""
 
     @abstractmethod
@@ -52,23 +52,23 @@ class RowLoader(ABC):
 
     # -- the batches ----------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ArrayDict]:
         return self
 
-    def __next__(self) -> Row:
+    def __next__(self) -> ArrayDict:
         """Return the next batch; StopIteration after the last one."""
         if self._iterator is None:
             options = self._read_options()
-            self._iterator = iter(self._batches(self._position).to_iter_dataset(options))
+            self._iterator = iter(self._make_batches(self._position).to_iter_dataset(options))
         try:
             batch = next(self._iterator)
         except BaseException:  # also Ctrl-C: the next call tries the same batch
-            self._go_to(self._position)
+            self._seek(self._position)
             raise
         self._position += self.rows
         return batch
 
-    def at(self, number: int) -> Row:
+    def at(self, number: int) -> ArrayDict:
         """Return batch `number`, counted from the beginning; the position stays.
 
         Args:
@@ -82,16 +82,16 @@ class RowLoader(ABC):
             >>> Loader(tokens, rows=2, length=4, shuffle=False).at(1)["tokens"].tolist()
             [[8, 9, 10, 11, 12], [12, 13, 14, 15, 16]]
         """
-        count = len(self._batches(0))
+        count = len(self._make_batches(0))
         if number not in range(count) or isinstance(number, bool | float):
             raise ValueError(f"batch {number}: there are {count}, from 0 on.")
-        return self._batches(0)[number]
+        return self._make_batches(0)[number]
 
     def __len__(self) -> int:
         """Return the number of batches of all epochs, counted from the beginning."""
         if self.epochs is None:
             raise TypeError("a loader without epochs has no end, so no length. Give epochs=1.")
-        return len(self._batches(0))
+        return len(self._make_batches(0))
 
     @property
     def epoch(self) -> float:
@@ -128,22 +128,24 @@ class RowLoader(ABC):
             >>> bool((next(other)["tokens"][0] == next(loader)["tokens"][0]).all())
             True
         """
-        rows = state.get("rows") if isinstance(state, Mapping) else None
-        if not is_whole(rows, 0):
+        position = state.get("rows") if isinstance(state, Mapping) else None
+        if not is_int(position, 0):
             raise ValueError(f"restore({state!r}): what `loader.state()` returned is expected.")
-        for name, here in self.identity.items():
-            if state.get(name) != here:
-                told = named(state.get(name))
+        for name, expected in self.identity.items():
+            if state.get(name) != expected:
+                saved_value = quote(state.get(name))
                 raise ValueError(
-                    f"this state is of another stream of rows: its {name} is {told}, here it is "
-                    f"{here}. Go on with what the run began with, or begin anew."
+                    f"this state is of another stream of rows: its {name} is {saved_value}, here "
+                    "it is "
+                    f"{expected}. Go on with what the run began with, or begin anew."
                 )
-        if rows >= len(self._stream) + self.rows:
+        if position >= len(self._stream) + self.rows:
             raise ValueError(
-                f"this state is at row {rows}, the data ends at row {len(self._stream)} (epochs="
+                f"this state is at row {position}, the data ends at row {len(self._stream)} "
+                "(epochs="
                 f"{self.epochs}). Give more epochs."
             )
-        self._go_to(rows)
+        self._seek(position)
 
     def rewind(self) -> Self:
         """Go back to the beginning and return the loader: `for batch in loader.rewind(): …`.
@@ -157,10 +159,10 @@ class RowLoader(ABC):
             >>> [sum(1 for batch in loader.rewind()) for _ in range(2)]
             [4, 4]
         """
-        self._go_to(0)
+        self._seek(0)
         return self
 
-    def _go_to(self, position: int) -> None:
+    def _seek(self, position: int) -> None:
         if self._iterator is not None:
             self._iterator.close()
         self._iterator, self._position = None, position
@@ -168,41 +170,50 @@ class RowLoader(ABC):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What the stream of rows is a function of; `order` tells the shuffle of another grain."""
-        return {**self._function_of(), "order": fingerprint(self._order(None))}
+        return {**self._identity_fields(), "order": fingerprint(self._order(None))}
 
     @cached_property
-    def _source(self) -> RowSource:
-        return self._reader()
+    def _source(self) -> ExampleSource:
+        return self._make_source()
 
     @cached_property
     def _stream(self) -> grain.MapDataset[int]:
         return self._order(self.epochs)
 
-    def _batches(self, start: int) -> Batches:
-        mine = np.arange(self.rows) if self.mine is None else np.asarray(self.mine)
-        return Batches(self._stream, self._source, self.rows, mine, start, self.pad_last)
+    def _make_batches(self, start: int) -> Batches:
+        local_indices = np.arange(self.rows) if self.mine is None else np.asarray(self.mine)
+        return Batches(self._stream, self._source, self.rows, local_indices, start, self.pad_last)
 
 
-def check_numbers(loader: RowLoader, least: Mapping[str, int], flags: Sequence[str]) -> None:
+def check_numbers(loader: IndexedLoader, minimums: Mapping[str, int], flags: Sequence[str]) -> None:
     """Refuse what means nothing: numbers below their least, flags, the rows of this process."""
-    for name, bound in least.items():
-        if not is_whole(getattr(loader, name), bound):
+    for name, bound in minimums.items():
+        if not is_int(getattr(loader, name), bound):
             raise ValueError(f"{name}={getattr(loader, name)!r}: a whole number from {bound} on.")
     for name in flags:
         if not isinstance(getattr(loader, name), bool | np.bool_):
             raise ValueError(f"{name}={getattr(loader, name)!r}: True or False.")
-    mine = np.arange(1) if loader.mine is None else np.asarray(loader.mine)
-    whole = mine.ndim == 1 and mine.size and np.issubdtype(mine.dtype, np.integer)
-    if not whole or mine.min() < 0 or mine.max() >= loader.rows or len(set(mine)) < len(mine):
+    local_indices = np.arange(1) if loader.mine is None else np.asarray(loader.mine)
+    is_index_list = (
+        local_indices.ndim == 1
+        and local_indices.size
+        and np.issubdtype(local_indices.dtype, np.integer)
+    )
+    if (
+        not is_index_list
+        or local_indices.min() < 0
+        or local_indices.max() >= loader.rows
+        or len(set(local_indices)) < len(local_indices)
+    ):
         raise ValueError(
             f"mine={loader.mine}: the numbers of this process's rows, from 0 to {loader.rows - 1}, "
             "each once, as share(rows, process, processes) gives them."
         )
 
 
-def check_epochs(loader: RowLoader) -> None:
+def check_epochs(loader: IndexedLoader) -> None:
     """Refuse epochs that are no number, and a last batch of what has no end."""
-    if loader.epochs is not None and not is_whole(loader.epochs, 1):
+    if loader.epochs is not None and not is_int(loader.epochs, 1):
         raise ValueError(f"epochs={loader.epochs!r}: a whole number from 1 on, or None: no end.")
     if loader.pad_last and loader.epochs is None:
         raise ValueError("pad_last=True: without epochs there is no last batch. Give epochs=1.")

@@ -12,29 +12,31 @@ from typing import Any, Protocol, cast
 import grain
 import numpy as np
 
-from hfjax.data.examples import Row
+from hfjax.data.examples import ArrayDict
 
-MOST_ROWS = 1 << 32  # what grain's shuffle can number
+MAX_EXAMPLES = 1 << 32  # what grain's shuffle can number
 
 
-def order(
+def example_order(
     counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool, epochs: int | None
 ) -> grain.MapDataset[int]:
     """Return the stream of row numbers, at random access; set i's rows are numbered after i - 1's.
 
-    >>> stream = order([3], [1.0], seed=0, shuffle=True, epochs=2)
+    >>> stream = example_order([3], [1.0], seed=0, shuffle=True, epochs=2)
     >>> sorted(int(stream[i]) for i in range(3)), len(stream)
     ([0, 1, 2], 6)
     """
     starts = list(accumulate(counts, initial=0))
-    if starts[-1] > MOST_ROWS:
-        raise ValueError(f"{starts[-1]} rows: at most {MOST_ROWS} can be shuffled. Longer rows.")
+    if starts[-1] > MAX_EXAMPLES:
+        raise ValueError(f"{starts[-1]} rows: at most {MAX_EXAMPLES} can be shuffled. Longer rows.")
     streams = []
     for i, (start, count) in enumerate(zip(starts, counts, strict=False)):
-        one = grain.MapDataset.range(start, start + count)
+        indices = grain.MapDataset.range(start, start + count)
         if shuffle:
-            one = one.shuffle(seed=int(np.random.SeedSequence([seed, i]).generate_state(1)[0]))
-        streams.append(one.repeat(epochs))
+            indices = indices.shuffle(
+                seed=int(np.random.SeedSequence([seed, i]).generate_state(1)[0])
+            )
+        streams.append(indices.repeat(epochs))
     return streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, list(weights))
 
 
@@ -44,18 +46,18 @@ def fingerprint(stream: grain.MapDataset[int]) -> int:
     return zlib.crc32(np.array(numbers, "<i8").tobytes())
 
 
-class RowSource(Protocol):
+class ExampleSource(Protocol):
     """What reads rows by their numbers; every row has the same names and shapes."""
 
-    def row(self, number: int, place: int) -> Row:
-        """Return a row; `place` is where it stands in the stream, so it tells the epoch."""
+    def example(self, index: int, position: int) -> ArrayDict:
+        """Return a row; `position` is where it stands in the stream, so it tells the epoch."""
         ...
 
-    def nothing(self) -> Row:
+    def padding_example(self) -> ArrayDict:
         """Return a row that counts for nothing: the last batch is filled up with it."""
         ...
 
-    def together(self, rows: list[Row]) -> Row:
+    def collate(self, examples: list[ArrayDict]) -> ArrayDict:
         """Return rows as a batch."""
         ...
 
@@ -66,28 +68,35 @@ class Batches(grain.MapDataset):
     def __init__(
         self,
         stream: grain.MapDataset[int],
-        source: RowSource,
-        rows: int,
-        mine: np.ndarray,
+        source: ExampleSource,
+        batch_size: int,
+        local_indices: np.ndarray,
         start: int,
         pad_last: bool,
     ) -> None:
         super().__init__(stream)
-        self._stream, self._source, self._rows, self._mine = stream, source, rows, mine
+        self._stream, self._source, self._batch_size, self._local_indices = (
+            stream,
+            source,
+            batch_size,
+            local_indices,
+        )
         self._start, self._pad_last = start, pad_last
 
     def __len__(self) -> int:
-        left = max(len(self._stream) - self._start, 0)
-        return -(-left // self._rows) if self._pad_last else left // self._rows
+        remaining = max(len(self._stream) - self._start, 0)
+        return (
+            -(-remaining // self._batch_size) if self._pad_last else remaining // self._batch_size
+        )
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        places = self._start + index * self._rows + self._mine
-        return self._source.together([self._row(int(place)) for place in places])
+        positions = self._start + index * self._batch_size + self._local_indices
+        return self._source.collate([self._example(int(position)) for position in positions])
 
-    def _row(self, place: int) -> Row:
+    def _example(self, position: int) -> ArrayDict:
         """Return a row of the stream; beyond its end one of nothing."""
-        if place >= len(self._stream):
-            return self._source.nothing()
-        return self._source.row(cast(int, self._stream[place]), place)
+        if position >= len(self._stream):
+            return self._source.padding_example()
+        return self._source.example(cast(int, self._stream[position]), position)

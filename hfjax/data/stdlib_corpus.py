@@ -5,7 +5,7 @@ import platform
 import sysconfig
 from pathlib import Path
 
-from hfjax.data.build_dataset import Recipe, make_of
+from hfjax.data.build_dataset import Recipe, build_from_files
 from hfjax.data.token_writer import is_data_set
 from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from hfjax.utils.write_files import user_cache
@@ -34,34 +34,34 @@ def standard_library(directory: str | Path | None = None, tokenizer: str | Path 
         >>> len(TokenSet(place / "train")) > len(TokenSet(place / "valid")) > 100_000
         True
     """
-    name = f"standard-library-{platform.python_version()}{_suffix(tokenizer)}"
-    place = user_cache() / name if directory is None else Path(directory)
-    if is_data_set(place):
-        return place
+    name = f"standard-library-{platform.python_version()}{_tokenizer_suffix(tokenizer)}"
+    path = user_cache() / name if directory is None else Path(directory)
+    if is_data_set(path):
+        return path
     source = f"Python {platform.python_version()} standard library"
-    recipe = Recipe((source,), place, str(tokenizer), valid=VALID)
-    place.absolute().parent.mkdir(parents=True, exist_ok=True)
+    recipe = Recipe((source,), path, str(tokenizer), valid=VALID)
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
     try:
-        make_of(recipe, library_files(Path(sysconfig.get_path("stdlib"))))
+        build_from_files(recipe, library_files(Path(sysconfig.get_path("stdlib"))))
     except (FileExistsError, ValueError):  # another process of this run was first
-        if not is_data_set(place):
+        if not is_data_set(path):
             raise
-    return place
+    return path
 
 
-def _suffix(tokenizer: str | Path) -> str:
+def _tokenizer_suffix(tokenizer: str | Path) -> str:
     """Return what tells data sets of different tokenizers apart in the cache."""
-    found = load_tokenizer(tokenizer)
-    if isinstance(found, ByteTokenizer):
+    loaded_tokenizer = load_tokenizer(tokenizer)
+    if isinstance(loaded_tokenizer, ByteTokenizer):
         return ""
-    told = f"{found.end} {found.inner.to_str()}"
-    return f"-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    identity = f"{loaded_tokenizer.end} {loaded_tokenizer.inner.to_str()}"
+    return f"-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def library_files(root: Path) -> tuple[Path, ...]:
     """Return the sources below the folder of a standard library, in order."""
-    kept = lambda path: not SKIPPED & set(path.relative_to(root).parts)
-    files = tuple(path for path in sorted(root.rglob("*.py")) if kept(path))
+    is_kept = lambda path: not SKIPPED & set(path.relative_to(root).parts)
+    files = tuple(path for path in sorted(root.rglob("*.py")) if is_kept(path))
     if not files:
         raise ValueError(
             f"{root} has no .py files: this Python comes without its sources. Make a data set of "

@@ -19,18 +19,18 @@ from hfjax.data.tokenizer import (
     TrainedTokenizer,
     load_tokenizer,
 )
-from hfjax.utils.image_names import holds_images
+from hfjax.utils.image_names import contains_images
 from hfjax.utils.read_files import (
     TEXT,
     check_fields,
     check_ordinary,
-    contents,
     crc32,
+    integer,
     object_of,
-    parsed,
-    whole,
+    parse_json,
+    read_text,
 )
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 
 FORMAT = 1
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
@@ -39,17 +39,17 @@ CHUNK = 1 << 24  # bytes or tokens looked at together
 SMALL = 1 << 26  # bytes of a file that is read whole each time: a fraction of a second
 SAMPLES, SAMPLE = 256, 1 << 14  # of a larger one so many blocks of so many bytes
 
-_is_sum = lambda x: type(x) is int and 0 <= x < 1 << 32
+_is_crc32 = lambda x: type(x) is int and 0 <= x < 1 << 32
 KINDS = {
     "vocab": ("a number of tokens", lambda x: type(x) is int and 1 <= x <= 1 << 32),
     "dtype": TEXT,
-    "tokens": whole(1),
-    "documents": whole(1),
-    "text": whole(0),
+    "tokens": integer(1),
+    "documents": integer(1),
+    "text": integer(0),
     "end": ("a token or null", lambda x: x is None or (type(x) is int and x >= 0)),
     "tokenizer": MADE_BY,
     "sources": ("a list of texts", lambda x: isinstance(x, list) and all(map(TEXT[1], x))),
-    "crc32": object_of("sums of 32 bits", _is_sum),
+    "crc32": object_of("sums of 32 bits", _is_crc32),
 }
 
 
@@ -78,28 +78,28 @@ class Meta:
         """Return that of a directory, or say what the directory is instead."""
         path = directory / META
         if not os.path.lexists(path):
-            raise ValueError(_no_data_set(directory))
+            raise ValueError(_not_a_dataset_message(directory))
         try:
-            found = check_fields(parsed(contents(path)), {"format": whole(0)})
-            if found["format"] == FORMAT:
-                return cls._of(found)
-        except (ValueError, TypeError) as wrong:
+            record = check_fields(parse_json(read_text(path)), {"format": integer(0)})
+            if record["format"] == FORMAT:
+                return cls._from_json(record)
+        except (ValueError, TypeError) as error:
             names = ", ".join(f.name for f in fields(cls))
-            why = named(str(wrong).rstrip("."))
+            why = quote(str(error).rstrip("."))
             raise ValueError(
-                f"{named(path)} is damaged ({why}): a JSON object of {names} is expected. Make "
+                f"{quote(path)} is damaged ({why}): a JSON object of {names} is expected. Make "
                 "the data set again: hfjax data … --overwrite"
             ) from None
         raise ValueError(
-            f"{path}: format {found['format']}, this hfjax reads format {FORMAT}. Make the data "
+            f"{path}: format {record['format']}, this hfjax reads format {FORMAT}. Make the data "
             "set again with this hfjax, or read it with the one that made it."
         )
 
     @classmethod
-    def _of(cls, found: dict[str, Any]) -> "Meta":
+    def _from_json(cls, record: dict[str, Any]) -> "Meta":
         """Return that of an object of JSON; earlier ones have no samples."""
-        check_fields({"samples": {}, **found}, KINDS | {"samples": KINDS["crc32"]})
-        meta = cls(**found)
+        check_fields({"samples": {}, **record}, KINDS | {"samples": KINDS["crc32"]})
+        meta = cls(**record)
         _check_dtype(meta)
         if meta.end is not None and meta.end >= meta.vocab:
             raise ValueError(f"end is {meta.end}, beyond a vocabulary of {meta.vocab}")
@@ -140,8 +140,8 @@ class TokenSet:
         with open(self.directory / TOKENS, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.tokens = np.frombuffer(self._map, dtype)
-        self.documents = self._offsets()
-        self._of_documents = str(self.directory / DOCUMENTS)
+        self.documents = self._open_offsets()
+        self._documents_path = str(self.directory / DOCUMENTS)
 
     def __reduce__(self) -> tuple:
         """Open it again where a copy is made, in this process or another one."""
@@ -184,7 +184,7 @@ class TokenSet:
             [3, 4, 5]
         """
         if self._map.size() < len(self._map):  # of the file now, and when it was opened
-            self._was_cut(TOKENS, len(self._map))
+            self._raise_truncated(TOKENS, len(self._map))
         return self.tokens[start:stop]
 
     def check_documents(self) -> None:
@@ -196,13 +196,13 @@ class TokenSet:
             >>> folder = tempfile.TemporaryDirectory()
             >>> write_tokens(folder.name, [np.arange(3)], vocab=64).check_documents()
         """
-        if os.stat(self._of_documents).st_size < self.documents.nbytes:
-            self._was_cut(DOCUMENTS, self.documents.nbytes)
+        if os.stat(self._documents_path).st_size < self.documents.nbytes:
+            self._raise_truncated(DOCUMENTS, self.documents.nbytes)
 
-    def _was_cut(self, name: str, size: int) -> NoReturn:
+    def _raise_truncated(self, name: str, size: int) -> NoReturn:
         path = self.directory / name
         raise ValueError(
-            f"{named(path)} was cut while it is read: {path.stat().st_size} bytes, it had {size}. "
+            f"{quote(path)} was cut while it is read: {path.stat().st_size} bytes, it had {size}. "
             "Copy it again, or make the data set again; then start again."
         )
 
@@ -216,7 +216,7 @@ class TokenSet:
             >>> write_tokens(folder.name, [np.arange(3)], vocab=64).verify()
         """
         for name in self.meta.crc32:
-            self._compare(name, crc32, self.meta.crc32)
+            self._check_crc32(name, crc32, self.meta.crc32)
         for start in range(0, len(self), CHUNK):
             self.check_vocab(self.read(start, start + CHUNK), start)
         for start in range(0, self.meta.documents, CHUNK):
@@ -235,21 +235,24 @@ class TokenSet:
             >>> write_tokens(folder.name, [np.arange(3)], vocab=64).check()
         """
         files = [self.directory / name for name in self.meta.crc32]
-        if all(_size(path) <= SMALL for path in files):
+        if all(_file_size(path) <= SMALL for path in files):
             self.verify()
             return
         for path in files:
             if path.name in self.meta.samples:
-                self._compare(path.name, sampled, self.meta.samples)
-            elif _size(path) <= SMALL:
-                self._compare(path.name, crc32, self.meta.crc32)
+                self._check_crc32(path.name, sampled_crc32, self.meta.samples)
+            elif _file_size(path) <= SMALL:
+                self._check_crc32(path.name, crc32, self.meta.crc32)
 
-    def _compare(self, name: str, of: Callable[[Path], int], written: dict[str, int]) -> None:
-        found = of(self.directory / name)
-        if found != written[name]:
+    def _check_crc32(
+        self, name: str, checksum: Callable[[Path], int], expected: dict[str, int]
+    ) -> None:
+        actual = checksum(self.directory / name)
+        if actual != expected[name]:
             raise ValueError(
-                f"{named(self.directory / name)}: CRC32 {found:08x}, written was "
-                f"{written[name]:08x}: the file changed. Copy it again, or make the data set again."
+                f"{quote(self.directory / name)}: CRC32 {actual:08x}, written was "
+                f"{expected[name]:08x}: the file changed. Copy it again, or make the data set "
+                "again."
             )
 
     def _check_ends(self, offsets: np.ndarray) -> None:
@@ -259,11 +262,12 @@ class TokenSet:
                 f"{self.directory / DOCUMENTS}: documents do not follow one another. Copy it "
                 "again, or make the data set again."
             )
-        end, found = self.meta.end, self.tokens[offsets[1:] - 1]
-        if end is not None and (wrong := np.flatnonzero(found != end)).size:
+        end, last_tokens = self.meta.end, self.tokens[offsets[1:] - 1]
+        if end is not None and (wrong := np.flatnonzero(last_tokens != end)).size:
             raise ValueError(
                 f"{self.directory / META}: end is {end}, but the document that ends at token "
-                f"{offsets[wrong[0] + 1]} ends with {found[wrong[0]]}. Make the data set again."
+                f"{offsets[wrong[0] + 1]} ends with {last_tokens[wrong[0]]}. Make the data set "
+                "again."
             )
 
     def check_vocab(self, tokens: np.ndarray, start: int) -> None:
@@ -281,34 +285,34 @@ class TokenSet:
             >>> data.check_vocab(data.tokens[1:], start=1)
         """
         if len(tokens) and tokens.max() >= self.vocab:
-            where = int(tokens.argmax())
+            index = int(tokens.argmax())
             raise ValueError(
-                f"{self.directory / TOKENS}: token {start + where} is {tokens[where]}, the "
+                f"{self.directory / TOKENS}: token {start + index} is {tokens[index]}, the "
                 f"vocabulary has {self.vocab} (0 … {self.vocab - 1}). The file changed after it "
                 "was written: make the data set again."
             )
 
     def _check_size(self) -> None:
         path, dtype = self.directory / TOKENS, np.dtype(self.meta.dtype)
-        found = _size(path)
+        size = _file_size(path)
         expected = self.meta.tokens * dtype.itemsize
-        if found != expected:
-            how = "truncated" if found < expected else "longer than it was"
+        if size != expected:
+            how = "truncated" if size < expected else "longer than it was"
             raise ValueError(
-                f"{path} is {how}: {found} bytes, {META} says {expected} ({self.meta.tokens} "
+                f"{path} is {how}: {size} bytes, {META} says {expected} ({self.meta.tokens} "
                 f"tokens of {dtype.name}). Copy it again, or make the data set again."
             )
 
-    def _offsets(self) -> np.ndarray:
+    def _open_offsets(self) -> np.ndarray:
         path, count = self.directory / DOCUMENTS, self.meta.documents + 1
         check_ordinary(path)
         try:
             offsets = np.lib.format.open_memmap(path, mode="r")
             if offsets.dtype != np.int64:  # differences of unsigned ones would wrap
                 raise TypeError(f"its numbers are {offsets.dtype}, int64 is what hfjax writes")
-        except Exception as wrong:  # numpy raises of many kinds
+        except Exception as error:  # numpy raises of many kinds
             raise ValueError(
-                f"{path} is truncated or no array of numbers ({wrong}). Copy it again, or make the "
+                f"{path} is truncated or no array of numbers ({error}). Copy it again, or make the "
                 "data set again."
             ) from None
         if offsets.shape != (count,) or offsets[0] != 0 or offsets[-1] != len(self):
@@ -322,9 +326,9 @@ class TokenSet:
 def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
     """Refuse data sets whose numbers do not mean the same tokens."""
     known = [data for data in sets if data.meta.tokenizer != "none"]
-    told = lambda data: (data.meta.tokenizer, data.meta.crc32.get(TOKENIZER), data.vocab)
+    identity = lambda data: (data.meta.tokenizer, data.meta.crc32.get(TOKENIZER), data.vocab)
     for data in known[1:]:
-        if told(data) != told(known[0]):
+        if identity(data) != identity(known[0]):
             raise ValueError(
                 f"{known[0].directory} and {data.directory} were made by different tokenizers: "
                 f"{known[0].meta.tokenizer} with a vocabulary of {known[0].vocab}, "
@@ -333,25 +337,25 @@ def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
             )
 
 
-def check_made_by(data: TokenSet, tokenizer: Any, source: Path) -> None:
+def check_tokenizer(data: TokenSet, tokenizer: Any, source: Path) -> None:
     """Refuse a data set whose numbers do not mean the tokens of a model's tokenizer."""
-    if data.meta.tokenizer == "none" or tokenizer.tells_like(data.tokenizer):
+    if data.meta.tokenizer == "none" or tokenizer.is_equivalent(data.tokenizer):
         return
     raise ValueError(
         f"{data.directory} was made by another tokenizer ({data.meta.tokenizer} with a vocabulary "
-        f"of {data.vocab}) than that of the model {named(source)} ({tokenizer.vocab} tokens): its "
-        f"numbers mean other tokens. Make it again: hfjax data … --tokenizer {named(source)}"
+        f"of {data.vocab}) than that of the model {quote(source)} ({tokenizer.vocab} tokens): its "
+        f"numbers mean other tokens. Make it again: hfjax data … --tokenizer {quote(source)}"
     )
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     check_ordinary(path)
     return path.stat().st_size
 
 
-def sampled(path: Path) -> int:
+def sampled_crc32(path: Path) -> int:
     """Return the CRC32 of blocks of a large file, spaced evenly from its first to its last byte."""
-    value, last = 0, _size(path) - SAMPLE
+    value, last = 0, _file_size(path) - SAMPLE
     with path.open("rb") as file:
         for i in range(SAMPLES):
             file.seek(last * i // (SAMPLES - 1))
@@ -376,14 +380,14 @@ def _check_dtype(meta: Meta) -> None:
         raise ValueError(f"dtype {meta.dtype}, a vocabulary of {meta.vocab} has {expected}")
 
 
-def _no_data_set(directory: Path) -> str:
+def _not_a_dataset_message(directory: Path) -> str:
     if not directory.exists():
         return f"{directory}: no such directory. Make a data set there: hfjax data … --out …"
     splits = [name for name in SPLITS if (directory / name / META).is_file()]
     if splits:
         inside = " and ".join(str(directory / name) for name in splits)
         return f"{directory} holds several data sets: open {inside}, one at a time."
-    if holds_images(directory):
+    if contains_images(directory):
         return (
             f"{directory} holds images, not tokens: hfjax.data.images.ImageSet opens it, and "
             f"hfjax data {directory} shows what is in it. Here a data set of tokens is expected."

@@ -9,9 +9,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from hfjax.data.examples import DocumentRows, Rows, StreamRows, TokenRows
-from hfjax.data.indexed_loader import RowLoader, check_epochs, check_numbers
-from hfjax.data.sampler import order
+from hfjax.data.examples import DocumentExamples, Examples, StreamExamples, TokenExamples
+from hfjax.data.indexed_loader import IndexedLoader, check_epochs, check_numbers
+from hfjax.data.sampler import example_order
 from hfjax.data.token_dataset import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
 
 PACKINGS = ("stream", "documents")
@@ -19,7 +19,7 @@ Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
 
 
 @dataclass(eq=False)
-class Loader(RowLoader):
+class Loader(IndexedLoader):
     """An iterator over batches {"tokens": int32 [rows, length + 1], …} of one or several data sets.
 
     The order is a function of data, length, packing, weights, shuffle and seed: not of processes,
@@ -85,12 +85,14 @@ class Loader(RowLoader):
     @property
     def dropped(self) -> int:
         """The tokens that are in no row."""
-        return sum(rows.dropped for rows in self._sets)
+        return sum(examples.dropped for examples in self._sets)
 
     @property
     def density(self) -> float:
         """The part of all places in rows that holds a token, not padding."""
-        return sum(rows.density * len(rows) for rows in self._sets) / self.rows_per_epoch
+        return (
+            sum(examples.density * len(examples) for examples in self._sets) / self.rows_per_epoch
+        )
 
     def check(self, vocab: int | None = None, length: int | None = None) -> None:
         """Refuse a model with fewer tokens than the data, or fewer positions than a row.
@@ -106,7 +108,7 @@ class Loader(RowLoader):
             >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
             >>> Loader(tokens, rows=2, length=4).check(vocab=64, length=1024)
         """
-        for data in (rows.data for rows in self._sets):
+        for data in (examples.data for examples in self._sets):
             if vocab is not None and data.vocab > vocab:
                 raise ValueError(
                     f"{data.directory} has a vocabulary of {data.vocab}, the model one of {vocab}. "
@@ -121,15 +123,15 @@ class Loader(RowLoader):
     # -- what it reads --------------------------------------------------------------------
 
     @cached_property
-    def _sets(self) -> list[Rows]:
-        given = [self.data] if isinstance(self.data, TokenSet | str | Path) else self.data
-        opened = [data if isinstance(data, TokenSet) else TokenSet(data) for data in given]
-        check_same_tokenizer(opened)
-        for data in opened:
+    def _sets(self) -> list[Examples]:
+        sources = [self.data] if isinstance(self.data, TokenSet | str | Path) else self.data
+        token_sets = [data if isinstance(data, TokenSet) else TokenSet(data) for data in sources]
+        check_same_tokenizer(token_sets)
+        for data in token_sets:
             data.check()
         if self.packing == "documents":
-            return [DocumentRows(data, self.length) for data in opened]
-        return [StreamRows(data, self.length, self.documents) for data in opened]
+            return [DocumentExamples(data, self.length) for data in token_sets]
+        return [StreamExamples(data, self.length, self.documents) for data in token_sets]
 
     @property
     def _weights(self) -> list[float]:
@@ -137,20 +139,20 @@ class Loader(RowLoader):
 
     def _order(self, epochs: int | None) -> grain.MapDataset[int]:
         counts = list(map(len, self._sets))
-        return order(counts, self._weights, self.seed, self.shuffle, epochs)
+        return example_order(counts, self._weights, self.seed, self.shuffle, epochs)
 
-    def _function_of(self) -> dict[str, Any]:
+    def _identity_fields(self) -> dict[str, Any]:
         return {
             "length": self.length,
             "packing": self.packing,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "weights": self._weights,
-            "data": [_identity_of(rows) for rows in self._sets],
+            "data": [_dataset_identity(examples) for examples in self._sets],
         }
 
-    def _reader(self) -> TokenRows:
-        return TokenRows(self._sets, self.pad_last)
+    def _make_source(self) -> TokenExamples:
+        return TokenExamples(self._sets, self.pad_last)
 
     def _read_options(self) -> grain.ReadOptions:
         return grain.ReadOptions(self.threads, self.prefetch)
@@ -176,15 +178,15 @@ def share(rows: int, process: int, processes: int) -> np.ndarray:
             f"{rows} rows do not divide among {processes} processes: give "
             f"{-(-rows // processes) * processes} rows."
         )
-    each = rows // processes
-    return np.arange(process * each, (process + 1) * each)
+    rows_per_process = rows // processes
+    return np.arange(process * rows_per_process, (process + 1) * rows_per_process)
 
 
-def _identity_of(rows: Rows) -> dict[str, int]:
-    crc32 = rows.data.meta.crc32
+def _dataset_identity(examples: Examples) -> dict[str, int]:
+    crc32 = examples.data.meta.crc32
     return {
-        "tokens": rows.data.meta.tokens,
-        "rows": len(rows),
+        "tokens": examples.data.meta.tokens,
+        "rows": len(examples),
         "crc32": crc32[TOKENS],
         "crc32 of documents": crc32[DOCUMENTS],
     }

@@ -18,12 +18,12 @@ from hfjax.data.token_dataset import (
     TokenSet,
     crc32,
     dtype_for,
-    sampled,
+    sampled_crc32,
 )
 from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
-from hfjax.utils.atomic import atomic_directory, sweep, sweeping_at_sigterm
-from hfjax.utils.read_files import UNREACHED, what_is
-from hfjax.utils.tables import named
+from hfjax.utils.atomic import atomic_directory, exit_on_sigterm, sweep
+from hfjax.utils.read_files import UNREACHED, path_kind
+from hfjax.utils.tables import quote
 
 
 class TokenWriter:
@@ -34,7 +34,7 @@ class TokenWriter:
         self.directory, self.vocab, self.dtype = directory, vocab, dtype_for(vocab)
         self._file = (directory / TOKENS).open("wb")
         self._offsets = array("q", [0])
-        self.text = 0
+        self.text_bytes = 0
 
     @property
     def documents(self) -> int:
@@ -42,34 +42,36 @@ class TokenWriter:
         return len(self._offsets) - 1
 
     def add(
-        self, tokens: np.ndarray, where: str = "", text: int = 0, end: int | None = None
+        self, tokens: np.ndarray, location: str = "", text_bytes: int = 0, end: int | None = None
     ) -> None:
-        """Append a document, and its end; `text` is how many bytes it was."""
-        where = where or f"document {self.documents}"
-        ends = [] if end is None else [end]
-        count = tokens.size + len(ends)
+        """Append a document, and its end; `text_bytes` is how many bytes it was."""
+        location = location or f"document {self.documents}"
+        end_tokens = [] if end is None else [end]
+        count = tokens.size + len(end_tokens)
         if tokens.ndim != 1 or not count or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
-                f"{where} has shape {tokens.shape} and dtype {tokens.dtype}: a document is a flat "
+                f"{location} has shape {tokens.shape} and dtype {tokens.dtype}: a document is a "
+                "flat "
                 "array of integers, at least one."
             )
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab):
-            bad = int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
+            bad_index = int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
             raise ValueError(
-                f"{where}: token {bad} is {tokens[bad]}, the vocabulary has {self.vocab} "
+                f"{location}: token {bad_index} is {tokens[bad_index]}, the vocabulary has "
+                f"{self.vocab} "
                 f"(0 … {self.vocab - 1}). Give the vocabulary of the tokenizer that made it."
             )
-        for part in (tokens, ends):
-            self._file.write(np.ascontiguousarray(part, self.dtype).data)  # of bytes no copy
+        for values in (tokens, end_tokens):
+            self._file.write(np.ascontiguousarray(values, self.dtype).data)  # of bytes no copy
         self._offsets.append(self._offsets[-1] + count)
-        self.text += text
+        self.text_bytes += text_bytes
 
     def finish(
         self, tokenizer: ByteTokenizer | TrainedTokenizer | None, end: int | None, sources: list
     ) -> Meta:
         """Write offsets, tokenizer and, as the last file, the description; return that."""
         self.close()
-        _save(self.directory / DOCUMENTS, np.frombuffer(self._offsets, np.int64))
+        _save_array(self.directory / DOCUMENTS, np.frombuffer(self._offsets, np.int64))
         if tokenizer is not None:
             tokenizer.save(self.directory)
         files = sorted(self.directory.iterdir())
@@ -78,12 +80,14 @@ class TokenWriter:
             dtype=self.dtype.name,
             tokens=self._offsets[-1],
             documents=self.documents,
-            text=self.text,
+            text=self.text_bytes,
             end=end,
             tokenizer="none" if tokenizer is None else tokenizer.kind,
             sources=sources,
             crc32={path.name: crc32(path) for path in files},
-            samples={path.name: sampled(path) for path in files if path.stat().st_size > SMALL},
+            samples={
+                path.name: sampled_crc32(path) for path in files if path.stat().st_size > SMALL
+            },
         )
         meta.save(self.directory)
         return meta
@@ -115,7 +119,7 @@ def write_tokens(
         >>> tokens.tokens.tolist(), tokens.tokens.dtype.name
         ([0, 1, 2, 0, 1, 2, 3, 4], 'uint8')
     """
-    with unfinished(Path(directory), overwrite) as folder:
+    with atomic_dataset(Path(directory), overwrite) as folder:
         writer = TokenWriter(folder, vocab)
         try:
             for document in documents:
@@ -128,7 +132,7 @@ def write_tokens(
     return TokenSet(directory)
 
 
-def _save(path: Path, array: np.ndarray) -> None:
+def _save_array(path: Path, array: np.ndarray) -> None:
     """Write an array as np.save does; but a full disk is told as such."""
     with path.open("wb") as file:
         header = np.lib.format.header_data_from_array_1_0(array)
@@ -137,27 +141,27 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 @contextmanager
-def unfinished(directory: Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_dataset(directory: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a folder to write to, which becomes `directory` at the end, or nothing at a fault."""
-    place = Path(os.path.realpath(directory))
-    sweep(place)
+    target = Path(os.path.realpath(directory))
+    sweep(target)
     check_free(directory, overwrite)
-    hidden = str(place.with_name(f".{place.name}."))  # where it is made
+    hidden_prefix = str(target.with_name(f".{target.name}."))  # where it is made
     try:
-        with sweeping_at_sigterm(), atomic_directory(place, replace=overwrite) as folder:
+        with exit_on_sigterm(), atomic_directory(target, replace=overwrite) as folder:
             yield folder
-    except OSError as wrong:
-        ours = wrong.filename is None or str(wrong.filename).startswith(hidden)
-        if not ours or wrong.errno is None:
+    except OSError as error:
+        is_ours = error.filename is None or str(error.filename).startswith(hidden_prefix)
+        if not is_ours or error.errno is None:
             raise
-        what = f"{os.strerror(wrong.errno)}; nothing is left of what was written"
-        raise OSError(wrong.errno, what, str(directory)) from None
+        message = f"{os.strerror(error.errno)}; nothing is left of what was written"
+        raise OSError(error.errno, message, str(directory)) from None
 
 
 def check_free(directory: Path, overwrite: bool) -> None:
     """Refuse to write where something is; a data set may be written over if that is wanted."""
-    if (kind := what_is(directory)).startswith(UNREACHED):
-        raise ValueError(f"{named(directory)} is {kind}: choose another --out.")
+    if (kind := path_kind(directory)).startswith(UNREACHED):
+        raise ValueError(f"{quote(directory)} is {kind}: choose another --out.")
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not is_data_set(directory):

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hfjax.utils.command_errors import optional
-from hfjax.utils.read_files import MISSING, Kind, check_fields, contents, parsed, what_is
-from hfjax.utils.tables import named
+from hfjax.utils.command_errors import import_optional
+from hfjax.utils.read_files import MISSING, Check, check_fields, parse_json, path_kind, read_text
+from hfjax.utils.tables import quote
 
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -22,9 +22,9 @@ FILE = "tokenizer.json"
 MEND = f"Mend its {FILE}, or give another one."
 MODEL = ("generation_config.json", "config.json")  # of a model: what says its end of a text
 KNOWN = ("bytes", FILE, "none")  # what a data set may be made by
-MADE_BY: Kind = (f"one of {', '.join(KNOWN)}", lambda x: x in KNOWN)
-PIECE = 1 << 20  # characters: where a long document may be cut to be encoded
-GROUP = 1 << 23  # characters that are encoded together
+MADE_BY: Check = (f"one of {', '.join(KNOWN)}", lambda x: x in KNOWN)
+CHUNK_SIZE = 1 << 20  # characters: where a long document may be cut to be encoded
+GROUP_SIZE = 1 << 23  # characters that are encoded together
 MOST_TOKENS = 1 << 24  # the largest vocabularies have a million; the library lists ids with gaps
 NO_TOKEN = "\0no token"  # stands where a tokenizer has none: no text spells it
 LINE = re.compile(r"[\w.,;:!?)}\]]\n(?=\w)")  # the end of a line whose break is a token of its own
@@ -87,26 +87,28 @@ class TrainedTokenizer:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text, without any that a template would add."""
-        parts: list[list[np.ndarray]] = [[] for _ in texts]
-        pieces = ((i, piece) for i, text in enumerate(texts) for piece in self._pieces(text))
-        for group in in_groups(pieces, GROUP, lambda pair: len(pair[1])):
-            coded = self._coded([x for _, x in group])
-            for (i, _), tokens in zip(group, coded, strict=True):
-                parts[i].append(tokens)
-        return [np.concatenate(part) for part in parts]
+        arrays_by_text: list[list[np.ndarray]] = [[] for _ in texts]
+        chunks = ((i, chunk) for i, text in enumerate(texts) for chunk in self._split_text(text))
+        for group in group_by_size(chunks, GROUP_SIZE, lambda pair: len(pair[1])):
+            token_arrays = self._encode_batch([x for _, x in group])
+            for (i, _), tokens in zip(group, token_arrays, strict=True):
+                arrays_by_text[i].append(tokens)
+        return [np.concatenate(arrays) for arrays in arrays_by_text]
 
-    def _coded(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text, and count what has none."""
-        found = _tokens_of(self._marking or self.inner, texts)
-        marks = [int((tokens == self.vocab).sum()) for tokens in found]
-        self.dropped += sum(marks)
-        some = [i for i, count in enumerate(marks) if count]
-        plain = _tokens_of(self.inner, [texts[i] for i in some])
-        for i, tokens in zip(some, plain, strict=True):
-            found[i] = tokens
+        token_arrays = _encode_plain(self._marking_tokenizer or self.inner, texts)
+        num_dropped = [int((tokens == self.vocab).sum()) for tokens in token_arrays]
+        self.dropped += sum(num_dropped)
+        indices = [i for i, count in enumerate(num_dropped) if count]
+        plain = _encode_plain(self.inner, [texts[i] for i in indices])
+        for i, tokens in zip(indices, plain, strict=True):
+            token_arrays[i] = tokens
         if self.unknown_token is not None:
-            self.unknown += sum(int((tokens == self.unknown_token).sum()) for tokens in found)
-        return found
+            self.unknown += sum(
+                int((tokens == self.unknown_token).sum()) for tokens in token_arrays
+            )
+        return token_arrays
 
     @cached_property
     def unknown_token(self) -> int | None:
@@ -117,105 +119,105 @@ class TrainedTokenizer:
         return self.inner.token_to_id(model["unk_token"]) if model.get("unk_token") else None
 
     @cached_property
-    def _marking(self) -> Any:
+    def _marking_tokenizer(self) -> Any:
         """A tokenizer that writes token `vocab` where this one drops a character; None: it cannot.
 
         BPE without a token for what is unknown is the one model that drops. Tokens that were added
         keep their ids if the model has them; special ones are text here.
         """
-        found = json.loads(self.inner.to_str())
-        model = found["model"]
+        config = json.loads(self.inner.to_str())
+        model = config["model"]
         if model["type"] != "BPE" or model["unk_token"] is not None:
             return None
-        added = {x["content"]: x["id"] for x in found["added_tokens"] if not x["special"]}
+        added = {x["content"]: x["id"] for x in config["added_tokens"] if not x["special"]}
         model["vocab"] |= added | {NO_TOKEN: self.vocab}
         model |= {"unk_token": NO_TOKEN, "fuse_unk": False}
-        marking = tokenizers_library().Tokenizer.from_str(json.dumps(found))
-        marking.encode_special_tokens = True
-        return marking
+        tokenizer = tokenizers_library().Tokenizer.from_str(json.dumps(config))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens."""
-        with _in_words("the tokenizer cannot write these tokens", MEND):
+        with _wrap_library_errors("the tokenizer cannot write these tokens", MEND):
             return self.inner.decode(list(map(int, tokens)), skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` to a directory."""
         (directory / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
-    def tells_like(self, other: object) -> bool:
+    def is_equivalent(self, other: object) -> bool:
         """Return whether another one makes the same tokens of a text."""
-        return isinstance(other, TrainedTokenizer) and self._tokens_by == other._tokens_by
+        return isinstance(other, TrainedTokenizer) and self._settings == other._settings
 
     @cached_property
-    def _tokens_by(self) -> list[Any]:
-        found = json.loads(self.inner.to_str())
-        return [found[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    def _settings(self) -> list[Any]:
+        config = json.loads(self.inner.to_str())
+        return [config[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
 
-    def _pieces(self, text: str) -> Iterator[str]:
+    def _split_text(self, text: str) -> Iterator[str]:
         """Yield a long text in pieces, cut where no token can lie across, else whole."""
         start = 0
-        while len(text) - start > PIECE and self._cuts_at_lines:
-            cut = LINE.search(text, start + PIECE)
-            if cut is None:
+        while len(text) - start > CHUNK_SIZE and self._splits_at_lines:
+            match = LINE.search(text, start + CHUNK_SIZE)
+            if match is None:
                 break
-            yield text[start : cut.end()]
-            start = cut.end()
+            yield text[start : match.end()]
+            start = match.end()
         yield text[start:]
 
     @cached_property
-    def _cuts_at_lines(self) -> bool:
+    def _splits_at_lines(self) -> bool:
         """Whether no token lies across such a line break, as with GPT-2's."""
-        found = json.loads(self.inner.to_str())
-        before = found["pre_tokenizer"] or {}
-        plain = {"add_prefix_space": False, "use_regex": True, "type": "ByteLevel"}
-        return found["normalizer"] is None and plain.items() <= before.items()
+        config = json.loads(self.inner.to_str())
+        pre_tokenizer = config["pre_tokenizer"] or {}
+        byte_level = {"add_prefix_space": False, "use_regex": True, "type": "ByteLevel"}
+        return config["normalizer"] is None and byte_level.items() <= pre_tokenizer.items()
 
 
-def _tokens_of(inner: Any, texts: list[str]) -> list[np.ndarray]:
-    with _in_words("the tokenizer cannot read this text", MEND):
-        found = inner.encode_batch_fast(texts, add_special_tokens=False)
-    return [np.array(coded.ids, np.int64) for coded in found]
+def _encode_plain(inner: Any, texts: list[str]) -> list[np.ndarray]:
+    with _wrap_library_errors("the tokenizer cannot read this text", MEND):
+        encodings = inner.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
 
 @contextmanager
-def _in_words(what: str, todo: str) -> Iterator[None]:
+def _wrap_library_errors(problem: str, advice: str) -> Iterator[None]:
     """Tell what the library raises: bare Exceptions, and panics, which are none."""
     try:
         yield
     except (ValueError, MemoryError):
         raise
-    except BaseException as wrong:
-        if not isinstance(wrong, Exception) and type(wrong).__name__ != "PanicException":
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what} ({named(str(wrong)).rstrip('.')}). {todo}") from None
+        raise ValueError(f"{problem} ({quote(str(error)).rstrip('.')}). {advice}") from None
 
 
 def _check_vocab(tokens: Mapping[str, int]) -> None:
     """Refuse a tokenizer without tokens, and one with an id that no vocabulary reaches."""
     if not tokens:
         raise ValueError(f"the tokenizer has no token. Give the {FILE} of a trained one.")
-    name, most = max(tokens.items(), key=lambda pair: pair[1])
-    if most >= MOST_TOKENS:
+    name, max_id = max(tokens.items(), key=lambda pair: pair[1])
+    if max_id >= MOST_TOKENS:
         raise ValueError(
-            f"the tokenizer's token {named(name)} has id {most}; ids are 0 to {MOST_TOKENS - 1}, "
+            f"the tokenizer's token {quote(name)} has id {max_id}; ids are 0 to {MOST_TOKENS - 1}, "
             f"and it has {len(tokens)} tokens. Number them one after the other in its {FILE}."
         )
 
 
-def in_groups(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield items in lists of at most `most` together (or of one larger item).
+def group_by_size(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield items in lists of at most `limit` together (or of one larger item).
 
-    >>> list(in_groups([2, 2, 3, 9, 1], 4, int))
+    >>> list(group_by_size([2, 2, 3, 9, 1], 4, int))
     [[2, 2], [3], [9], [1]]
     """
-    group, total = [], 0
+    group, group_size = [], 0
     for item in items:
-        if group and total + size(item) > most:
+        if group and group_size + size(item) > limit:
             yield group
-            group, total = [], 0
+            group, group_size = [], 0
         group.append(item)
-        total += size(item)
+        group_size += size(item)
     if group:
         yield group
 
@@ -246,47 +248,54 @@ def load_tokenizer(
     path = Path(source)
     if path.is_dir():
         path = path / "train" if (path / "train").is_dir() else path
-        kind = _kind_of(path)
+        kind = _tokenizer_kind(path)
         if kind == "bytes":
             return ByteTokenizer()
         if kind == "none":
             raise ValueError(f"{path} was written from tokens: it has no tokenizer.")
         path = path / FILE
-    if (kind := what_is(path)) != "a file":
-        found = "no such file" if kind == MISSING else f"{path} is {kind}"
+    if (kind := path_kind(path)) != "a file":
+        tokenizer = "no such file" if kind == MISSING else f"{path} is {kind}"
         raise ValueError(
-            f"tokenizer {str(source)!r}: {found}. Give bytes, bpe (trained on the text), the "
+            f"tokenizer {str(source)!r}: {tokenizer}. Give bytes, bpe (trained on the text), the "
             f"path of a {FILE}, a data set's directory, or the folder of a model that has "
             f"{FILE} (transformers' AutoTokenizer writes it: tokenizer.save_pretrained(folder))."
         )
     library = tokenizers_library()
-    written = "It is written by tokenizer.save(…), or by hfjax data --tokenizer bpe."
-    with _in_words(f"{named(path)} is no tokenizer of the `tokenizers` library", written):
+    advice = "It is written by tokenizer.save(…), or by hfjax data --tokenizer bpe."
+    with _wrap_library_errors(f"{quote(path)} is no tokenizer of the `tokenizers` library", advice):
         inner = library.Tokenizer.from_file(str(path))
-    found = TrainedTokenizer(inner, end)
-    return found if end is not None or path.parent != Path(source) else _of_model(found, path)
+    tokenizer = TrainedTokenizer(inner, end)
+    return (
+        tokenizer
+        if end is not None or path.parent != Path(source)
+        else _with_model_end(tokenizer, path)
+    )
 
 
-def ends_of(*files: Mapping[str, Any]) -> list[int]:
+def end_tokens(*files: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end a text, by the first of a model's files that says them.
 
-    >>> ends_of({}, {"eos_token_id": 2}), ends_of({"eos_token_id": [5, 7]}, {"eos_token_id": 2})
+    >>> settings = {"eos_token_id": 2}
+    >>> end_tokens({}, settings), end_tokens({"eos_token_id": [5, 7]}, settings)
     ([2], [5, 7])
     """
     for file in files:
-        given = file.get("eos_token_id")
-        found = [x for x in (given if isinstance(given, list) else [given]) if type(x) is int]
-        if found:
-            return found
+        token_ids = file.get("eos_token_id")
+        tokens = [
+            x for x in (token_ids if isinstance(token_ids, list) else [token_ids]) if type(x) is int
+        ]
+        if tokens:
+            return tokens
     return []
 
 
-def _of_model(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer:
+def _with_model_end(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer:
     """Return the tokenizer of a folder, with the end of a text that a model there says."""
-    ends = ends_of(*(_keys(path.with_name(name)) for name in MODEL))
+    ends = end_tokens(*(_read_keys(path.with_name(name)) for name in MODEL))
     if ends and not 0 <= ends[0] < tokenizer.vocab:
         raise ValueError(
-            f"{named(path)} has {tokenizer.vocab} tokens, and the model beside it ends a text with "
+            f"{quote(path)} has {tokenizer.vocab} tokens, and the model beside it ends a text with "
             f"token {ends[0]} (eos_token_id of {' or '.join(MODEL)}): the two are not of one "
             "model. Get the folder again, or put its own eos_token_id there."
         )
@@ -294,14 +303,14 @@ def _of_model(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer:
     return tokenizer
 
 
-def _keys(path: Path) -> dict[str, Any]:
+def _read_keys(path: Path) -> dict[str, Any]:
     """Return the keys of a file of a model; none if it is not there."""
-    if what_is(path) == MISSING:
+    if path_kind(path) == MISSING:
         return {}
     try:
-        return check_fields(parsed(contents(path)), {})
-    except ValueError as wrong:
-        raise ValueError(f"{named(path)} cannot be read: {str(wrong).rstrip('.')}.") from None
+        return check_fields(parse_json(read_text(path)), {})
+    except ValueError as error:
+        raise ValueError(f"{quote(path)} cannot be read: {str(error).rstrip('.')}.") from None
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
@@ -327,18 +336,18 @@ def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
 
 def tokenizers_library() -> ModuleType:
     """Return the `tokenizers` library, or say how to get it."""
-    return optional("tokenizers", "a trained tokenizer", "text")
+    return import_optional("tokenizers", "a trained tokenizer", "text")
 
 
-def _kind_of(directory: Path) -> str:
+def _tokenizer_kind(directory: Path) -> str:
     """Return which tokenizer made a data set, from its description."""
     path = directory / "meta.json"
     if not os.path.lexists(path):
         return FILE
     try:
-        return check_fields(parsed(contents(path)), {"tokenizer": MADE_BY})["tokenizer"]
-    except ValueError as wrong:
-        why = str(wrong).rstrip(".")
+        return check_fields(parse_json(read_text(path)), {"tokenizer": MADE_BY})["tokenizer"]
+    except ValueError as error:
+        why = str(error).rstrip(".")
         raise ValueError(
             f"tokenizer {str(directory)!r}: {path} is damaged ({why}). Make that data set again."
         ) from None

@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from typing import IO, Any, BinaryIO
 
 from hfjax.distributed import supervisor
-from hfjax.utils.command_errors import to_nowhere
+from hfjax.utils.command_errors import redirect_to_null
 
 REDRAW = 1.0  # seconds between two states of a progress bar that are shown
-ONE_LINE = threading.Lock()  # at a time, of all processes
+WRITE_LOCK = threading.Lock()  # at a time, of all processes
 GREETING = b"[Gloo] Rank "  # of each process, at each meeting of a CPU's collectives
 COLOURS = (36, 33, 35, 32, 34, 31)
 
@@ -36,16 +36,16 @@ def tag(process: int, colour: bool) -> bytes:
     return f"\x1b[{COLOURS[process % len(COLOURS)]}m[{process}]\x1b[0m ".encode()
 
 
-def visible(line: bytes) -> bytes:
+def visible_text(line: bytes) -> bytes:
     r"""Return what a terminal would show of a line that was drawn several times.
 
-    >>> visible(b" 10%\r 50%\r100%\r")
+    >>> visible_text(b" 10%\r 50%\r100%\r")
     b'100%'
     """
-    return next((drawn for drawn in reversed(line.split(b"\r")) if drawn), b"")
+    return next((state for state in reversed(line.split(b"\r")) if state), b"")
 
 
-class Lines(threading.Thread):
+class LineCopier(threading.Thread):
     """Copies a process's stream to ours, line by line; of a progress bar one state a second."""
 
     def __init__(
@@ -53,57 +53,57 @@ class Lines(threading.Thread):
         source: IO[bytes],
         target: BinaryIO,
         tag: bytes,
-        lost: Callable[[Exception], Any] = lambda _: None,
+        on_loss: Callable[[Exception], Any] = lambda _: None,
     ) -> None:
         super().__init__(name="hfjax output", daemon=True)
-        self.source, self.target, self.tag, self.lost = source, target, tag, lost
-        self._rest = b""
-        self._drawn = float("-inf")
-        self._shown = False  # all of the line that is being drawn
+        self.source, self.target, self.tag, self.on_loss = source, target, tag, on_loss
+        self._pending = b""
+        self._redraw_time = float("-inf")
+        self._is_shown = False  # all of the line that is being drawn
 
     def run(self) -> None:
         """Copy until the stream ends."""
         while chunk := os.read(self.source.fileno(), 65536):
-            self.take(chunk)
+            self.feed(chunk)
         self.end()
         self.source.close()
 
-    def take(self, chunk: bytes) -> None:
+    def feed(self, chunk: bytes) -> None:
         """Write the lines that are whole now, or the state of one that is being drawn."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
-            if visible(line) or not self._shown:
-                self._write(visible(line))
-            self._shown = False
-        drawn, mark, latest = self._rest.rpartition(b"\r")
-        if visible(drawn):
-            self._rest = self._redraw(visible(drawn)) + mark + latest
+            if visible_text(line) or not self._is_shown:
+                self._write(visible_text(line))
+            self._is_shown = False
+        bar_state, mark, latest = self._pending.rpartition(b"\r")
+        if visible_text(bar_state):
+            self._pending = self._redraw(visible_text(bar_state)) + mark + latest
 
     def end(self) -> None:
         """Write what was left without an end of line."""
-        if visible(self._rest):
-            self._write(visible(self._rest))
+        if visible_text(self._pending):
+            self._write(visible_text(self._pending))
 
-    def _redraw(self, drawn: bytes) -> bytes:
+    def _redraw(self, state: bytes) -> bytes:
         """Show a state of a line, if it is time, and forget it; else return it."""
-        if time.monotonic() - self._drawn < REDRAW:
-            return drawn
-        self._drawn, self._shown = time.monotonic(), True
-        self._write(drawn)
+        if time.monotonic() - self._redraw_time < REDRAW:
+            return state
+        self._redraw_time, self._is_shown = time.monotonic(), True
+        self._write(state)
         return b""
 
     def _write(self, line: bytes) -> None:
         """Write a line at once; tell if ours cannot be written any more, and go on reading."""
         if line.startswith(GREETING):
             return
-        with ONE_LINE:
+        with WRITE_LOCK:
             try:
                 self.target.write(self.tag + line + b"\n")
                 self.target.flush()
             except (OSError, ValueError) as error:
-                to_nowhere(self.target)
+                redirect_to_null(self.target)
                 self.target = open(os.devnull, "wb")
-                self.lost(error)
+                self.on_loss(error)
 
 
 DRAIN = 2.0  # seconds to read what a process that ended has written
@@ -120,7 +120,7 @@ class Guardian:
             bufsize=0,  # each note is one write, from whichever thread
         )
 
-    def note(self, sign: str, pid: int) -> None:
+    def report(self, sign: str, pid: int) -> None:
         """Tell that a group has begun (+) or ended (-)."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -134,7 +134,7 @@ class Guardian:
 
 
 @dataclass(frozen=True)
-class Lost:
+class OutputLost:
     """Standard output cannot be written any more: its reader has left, or its disk is full."""
 
     error: Exception
@@ -144,7 +144,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildExit:
     """What became of a child: its exit status, negative for a signal."""
 
     child: "Child"
@@ -159,50 +159,50 @@ class Child:
         process: int,
         command: Sequence[str],
         environment: Mapping[str, str],
-        tagged: bool,
+        with_tags: bool,
         events: SimpleQueue,
         guardian: Guardian,
     ) -> None:
         self.process, self.guardian, self.events = process, guardian, events
-        pipe = subprocess.PIPE if tagged else None
+        pipe = subprocess.PIPE if with_tags else None
         self._popen = subprocess.Popen(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL if tagged else None,
+            stdin=subprocess.DEVNULL if with_tags else None,
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,
         )
-        guardian.note("+", self._popen.pid)
-        self._lines = self._listen() if tagged else []
+        guardian.report("+", self._popen.pid)
+        self._copiers = self._start_copying() if with_tags else []
         threading.Thread(target=self._wait, name="hfjax child", daemon=True).start()
 
-    def _listen(self) -> list[Lines]:
+    def _start_copying(self) -> list[LineCopier]:
         """Start to copy both streams, tagged."""
-        to_lines = lambda source, target, *lost: Lines(
+        make_copier = lambda source, target, *on_loss: LineCopier(
             source,
             target.buffer,
             tag(self.process, target.isatty() and "NO_COLOR" not in os.environ),
-            *lost,
+            *on_loss,
         )
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
-        lost = lambda error: self.events.put(Lost(error))
-        lines = [
-            to_lines(self._popen.stdout, sys.stdout, lost),
-            to_lines(self._popen.stderr, sys.stderr),
+        on_loss = lambda error: self.events.put(OutputLost(error))
+        copiers = [
+            make_copier(self._popen.stdout, sys.stdout, on_loss),
+            make_copier(self._popen.stderr, sys.stderr),
         ]
-        for one in lines:
-            one.start()
-        return lines
+        for copier in copiers:
+            copier.start()
+        return copiers
 
     def _wait(self) -> None:
         status = self._popen.wait()
         self.kill()  # what it started and left behind
-        self.guardian.note("-", self._popen.pid)
-        self.events.put(Ended(self, status))
+        self.guardian.report("-", self._popen.pid)
+        self.events.put(ChildExit(self, status))
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal to the process itself, which knows how to end what it started."""
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(number)
@@ -212,22 +212,22 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
-    def suspended(self) -> list[int]:
+    def suspended_pids(self) -> list[int]:
         """Return which of its processes are suspended; none where the system does not tell."""
-        return suspended(self._popen.pid)
+        return find_suspended(self._popen.pid)
 
     def drain(self) -> None:
         """Wait until what it wrote has been copied."""
-        for lines in self._lines:
-            lines.join(DRAIN)
+        for copier in self._copiers:
+            copier.join(DRAIN)
 
 
-def suspended(group: int) -> list[int]:
+def find_suspended(group: int) -> list[int]:
     """Return the processes of a group that a signal or a debugger has suspended."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            state, _, own = path.read_text().rpartition(")")[2].split()[:3]
-            if state in "Tt" and int(own) == group:
-                found.append(int(path.parent.name))
-    return sorted(found)
+            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
+            if state in "Tt" and int(process_group) == group:
+                pids.append(int(path.parent.name))
+    return sorted(pids)

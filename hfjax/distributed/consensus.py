@@ -1,7 +1,8 @@
 """Processes agree: the same data and settings, one reader of a directory, one process that prints.
 
-`check_same` compares settings. `agreed` runs a function on process 0 and gives all its result, and
-`in_all` runs it in each, so that all go on or fail together. `say` prints on the first one only.
+`check_same` compares settings. `run_on_first` runs a function on process 0 and gives all its
+result, and `run_on_all` runs it in each, so that all go on or fail together. `say` prints on the
+first one only.
 """
 
 import json
@@ -12,9 +13,9 @@ from typing import Any, TypeVar
 import jax
 from jax._src import distributed
 
-from hfjax.distributed.exchange import exchanged
+from hfjax.distributed.exchange import gather_values
 
-SHOWN = 6  # differences in a message
+LIMIT = 6  # differences in a message
 
 T = TypeVar("T")
 
@@ -35,47 +36,49 @@ def check_same(what: str, value: object) -> None:
     """
     if jax.process_count() == 1:
         return
-    if (values := _of_all(value)) is not None:
-        raise ValueError(unlike(what, values))
+    if (values := _gather_if_different(value)) is not None:
+        raise ValueError(explain(what, values))
 
 
-def _of_all(value: Any) -> list[Any] | None:
+def _gather_if_different(value: Any) -> list[Any] | None:
     """Return a value of JSON of each process; None: all are equal."""
-    mine, everybody = json.dumps(value, sort_keys=True), range(jax.process_count())
-    if len({*exchanged(everybody, zlib.crc32(mine.encode())).values()}) == 1:
+    text, processes = json.dumps(value, sort_keys=True), range(jax.process_count())
+    if len({*gather_values(processes, zlib.crc32(text.encode())).values()}) == 1:
         return None
-    return list(map(json.loads, exchanged(everybody, mine).values()))
+    return list(map(json.loads, gather_values(processes, text).values()))
 
 
-def in_all(ask: Callable[[], T]) -> T:
-    """Return what `ask()` returns here; if it fails in one process, all raise what that one says.
+def run_on_all(fn: Callable[[], T]) -> T:
+    """Return what `fn()` returns here; if it fails in one process, all raise what that one says.
 
     All processes call it.
     """
     if not distributed.global_state.client or jax.process_count() == 1:
-        return ask()
+        return fn()
     try:
-        made, refusal = [ask()], None
+        outs, refusal = [fn()], None
     except (ValueError, OSError) as wrong:
-        made, refusal = [], str(wrong)
-    for process, told in enumerate(_of_all(refusal) or [refusal] * (refusal is not None)):
-        if told is not None:
-            raise ValueError(told if process == 0 else f"process {process}: {told}")
-    return made[0]
+        outs, refusal = [], str(wrong)
+    for process, message in enumerate(
+        _gather_if_different(refusal) or [refusal] * (refusal is not None)
+    ):
+        if message is not None:
+            raise ValueError(message if process == 0 else f"process {process}: {message}")
+    return outs[0]
 
 
-def unlike(what: str, values: list[Any]) -> str:
+def explain(subject: str, values: list[Any]) -> str:
     """Return which values differ from the first one, and in what.
 
-    >>> unlike("configuration", [{"steps": 4, "mesh": {"data": 2}}, {"steps": 4, "mesh": {}}])[:78]
+    >>> explain("configuration", [{"steps": 4, "mesh": {"data": 2}}, {"steps": 4, "mesh": {}}])[:78]
     'the configuration of process 1 differs from that of process 0: mesh.data 2, th'
     """
     other = [process for process, value in enumerate(values) if value != values[0]]
     lines = list(_differences(values[0], values[other[0]], ""))
-    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    more = f" and {len(lines) - LIMIT} more" if len(lines) > LIMIT else ""
     return (
-        f"the {what} of process {', '.join(map(str, other))} differs from that of process 0: "
-        f"{'; '.join(lines[:SHOWN])}{more}. Give all processes the same; files must be the same on "
+        f"the {subject} of process {', '.join(map(str, other))} differs from that of process 0: "
+        f"{'; '.join(lines[:LIMIT])}{more}. Give all processes the same; files must be the same on "
         "every machine."
     )
 
@@ -85,31 +88,31 @@ def _differences(first: Any, other: Any, path: str) -> Iterator[str]:
         for name in sorted({*first, *other}):
             yield from _differences(first.get(name), other.get(name), f"{path}.{name}".strip("."))
     elif first != other:
-        yield f"{path} {_short(first)}, there {_short(other)}".strip()
+        yield f"{path} {_truncate(first)}, there {_truncate(other)}".strip()
 
 
-def _short(value: Any) -> str:
+def _truncate(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def agreed(ask: Callable[[], Any]) -> Any:
-    """Return what `ask()` returns on process 0; all processes raise the ValueError it raises.
+def run_on_first(fn: Callable[[], Any]) -> Any:
+    """Return what `fn()` returns on process 0; all processes raise the ValueError it raises.
 
     What it returns has to be JSON. The directory is one that all processes see.
     """
     if jax.process_count() == 1:
-        return ask()
-    mine = _outcome(ask) if jax.process_index() == 0 else None
-    outcome = exchanged(range(jax.process_count()), mine)[0]
+        return fn()
+    local_outcome = _run(fn) if jax.process_index() == 0 else None
+    outcome = gather_values(range(jax.process_count()), local_outcome)[0]
     if "refusal" in outcome:
         raise ValueError(outcome["refusal"])
     return outcome["value"]
 
 
-def _outcome(ask: Callable[[], Any]) -> dict:
+def _run(fn: Callable[[], Any]) -> dict:
     try:
-        return {"value": ask()}
+        return {"value": fn()}
     except ValueError as error:
         return {"refusal": str(error)}
     except Exception as error:  # the others wait for an answer

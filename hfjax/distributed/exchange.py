@@ -11,46 +11,46 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-PATIENCE = 1000  # milliseconds of one question: in between Python answers signals
+POLL_MS = 1000  # milliseconds of one question: in between Python answers signals
 _calls: Counter[tuple[int, ...]] = Counter()  # of this process, by who takes part
 
 
-def exchanged(processes: Sequence[int], mine: Any) -> dict[int, Any]:
+def gather_values(processes: Sequence[int], value: Any) -> dict[int, Any]:
     """Return what each of these processes gives: all of them call it, equally often.
 
     Args:
         processes: Their numbers, in order; this process is one of them.
-        mine: Anything that JSON has, of a few kilobytes.
+        value: Anything that JSON has, of a few kilobytes.
     """
-    me, first = jax.process_index(), processes[0]
-    everybody = f"hfjax/exchange/{'-'.join(map(str, processes))}"
+    process, first = jax.process_index(), processes[0]
+    folder = f"hfjax/exchange/{'-'.join(map(str, processes))}"
     number = _calls[tuple(processes)]
     _calls[tuple(processes)] += 1
     client: Any = distributed.global_state.client
-    client.key_value_set(f"{everybody}/{number}/of/{me}", json.dumps(mine))
-    if me == first:
-        told = _told(client, f"{everybody}/{number}/of", processes)
-        client.key_value_set(f"{everybody}/{number}/all", json.dumps(told))
-        client.key_value_delete(f"{everybody}/{number - 1}")  # all have come here, so have read it
-        return dict(zip(processes, told, strict=True))
-    told = json.loads(_read(client, f"{everybody}/{number}/all"))
-    return dict(zip(processes, told, strict=True))
+    client.key_value_set(f"{folder}/{number}/of/{process}", json.dumps(value))
+    if process == first:
+        values = _gather(client, f"{folder}/{number}/of", processes)
+        client.key_value_set(f"{folder}/{number}/all", json.dumps(values))
+        client.key_value_delete(f"{folder}/{number - 1}")  # all have come here, so have read it
+        return dict(zip(processes, values, strict=True))
+    values = json.loads(_wait_for(client, f"{folder}/{number}/all"))
+    return dict(zip(processes, values, strict=True))
 
 
-def _told(client: Any, folder: str, processes: Iterable[int]) -> list[Any]:
+def _gather(client: Any, folder: str, processes: Iterable[int]) -> list[Any]:
     """Return what all of them have written into a folder, when the last has."""
-    names, found = [f"{folder}/{process}" for process in processes], {}
-    while missing := [name for name in names if name not in found]:
-        _read(client, missing[0])
-        found = dict(client.key_value_dir_get(folder))
-    return [json.loads(found[name]) for name in names]
+    names, entries = [f"{folder}/{process}" for process in processes], {}
+    while missing := [name for name in names if name not in entries]:
+        _wait_for(client, missing[0])
+        entries = dict(client.key_value_dir_get(folder))
+    return [json.loads(entries[name]) for name in names]
 
 
-def _read(client: Any, name: str) -> str:
+def _wait_for(client: Any, name: str) -> str:
     """Return what is written under a name, when it is."""
     while True:
         try:
-            return client.blocking_key_value_get(name, PATIENCE)
+            return client.blocking_key_value_get(name, POLL_MS)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise

@@ -31,12 +31,12 @@ def exit_code(reason: str | None) -> int:
     return _OF_REASON.get(reason, ASKED)
 
 
-def resumable(code: int) -> bool:
+def is_resumable(code: int) -> bool:
     """Return whether a process with this exit code has saved and asks to be started again."""
     return code in RESUMABLE
 
 
-def asking() -> tuple[int, ...]:
+def stop_signals() -> tuple[int, ...]:
     """Return the signals that ask to stop; SIGHUP is none of them under nohup."""
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return (signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * hangs_up)
+    ends_on_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * ends_on_hangup)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax._src import distributed, xla_bridge
 
-from hfjax.distributed.environment import Settings, settings
+from hfjax.distributed.environment import Settings, find_settings
 from hfjax.distributed.ports import listener
-from hfjax.distributed.rendezvous import LINGER, Meeting
-from hfjax.distributed.rendezvous_client import SILENCE, Guest, connection, words
-from hfjax.distributed.wire_format import hello, spoken
+from hfjax.distributed.rendezvous import LINGER, RendezvousServer
+from hfjax.distributed.rendezvous_client import SILENCE, RendezvousClient, connection, read_messages
+from hfjax.distributed.wire_format import encode_hello, make_hello
 from hfjax.utils.keywords import check_seconds
 
 
@@ -27,41 +27,41 @@ def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = pr
     Raises TimeoutError (who did not come) or ValueError (who does not fit), in every process. It
     uses the coordinator's port, which JAX takes right after: nothing else has to be open.
     """
-    guest = Guest(settings, timeout, say)
-    host = _host(settings, timeout) if settings.process == 0 else None
+    client = RendezvousClient(settings, timeout, say)
+    server = _start_server(settings, timeout) if settings.process == 0 else None
     try:
-        guest.attend()
+        client.meet()
     finally:
-        if host is not None:
-            host.join(LINGER + 1)
-    return guest.left
+        if server is not None:
+            server.join(LINGER + 1)
+    return client.seconds_left
 
 
-def _host(settings: Settings, timeout: float) -> threading.Thread:
+def _start_server(settings: Settings, timeout: float) -> threading.Thread:
     """Start the meeting in process 0; refuse a port that somebody else has."""
     try:
         port = listener(settings.address[1])
     except OSError as error:
-        raise ValueError(_who_has_the_port(settings, error)) from None
-    meeting = Meeting(port, settings.processes, timeout, settings.run)
-    thread = threading.Thread(target=meeting.run, name="hfjax preflight", daemon=True)
+        raise ValueError(_port_conflict(settings, error)) from None
+    server = RendezvousServer(port, settings.processes, timeout, settings.run_id)
+    thread = threading.Thread(target=server.run, name="hfjax preflight", daemon=True)
     thread.start()
     return thread
 
 
-def _who_has_the_port(settings: Settings, error: OSError) -> str:
+def _port_conflict(settings: Settings, error: OSError) -> str:
     """Return why process 0 cannot listen: there is another process 0, or another program."""
     try:
-        with connection(settings, 1.0) as met:
-            met.sendall(spoken(hello(0, settings.processes, settings.run)))
-            answer = words(met, time.monotonic() + SILENCE, settings.processes)
-            told = next((word for word in answer if "refused" in word), {})
+        with connection(settings, 1.0) as sock:
+            sock.sendall(encode_hello(make_hello(0, settings.processes, settings.run_id)))
+            messages = read_messages(sock, time.monotonic() + SILENCE, settings.processes)
+            refusal = next((message for message in messages if "refused" in message), {})
     except OSError:
-        told = {}
-    return told.get("refused") or (
+        refusal = {}
+    return refusal.get("refused") or (
         f"process 0 cannot listen on port {settings.address[1]} of this machine "
         f"({error.strerror}): another program has it, or another run. Choose another port "
-        f"({settings.named[0]})."
+        f"({settings.names[0]})."
     )
 
 
@@ -75,11 +75,11 @@ class Cluster:
     source: str  # where this was read, for a person
 
 
-def _print(words: str) -> None:
-    print(words, flush=True)
+def _print_line(line: str) -> None:
+    print(line, flush=True)
 
 
-_joined: Cluster | None = None
+_cluster: Cluster | None = None
 
 
 def init_distributed(
@@ -89,7 +89,7 @@ def init_distributed(
     *,
     timeout: float = 60,
     heartbeat: int = 10,
-    say: Callable[[str], Any] = _print,
+    say: Callable[[str], Any] = _print_line,
 ) -> Cluster:
     """Return the processes of this run, joined. Call it first, before any JAX computation.
 
@@ -117,67 +117,67 @@ def init_distributed(
         >>> cluster.process, cluster.processes
         (0, 1)
     """
-    global _joined
+    global _cluster
     check_seconds("init_distributed", timeout=timeout, heartbeat=heartbeat)
-    if _joined is None:
-        _joined = _by_the_program() or _join(
-            settings((coordinator, processes, process)), timeout, heartbeat, say
+    if _cluster is None:
+        _cluster = _find_initialized() or _join(
+            find_settings((coordinator, processes, process)), timeout, heartbeat, say
         )
-    _check_joined(_joined, processes=processes, process=process)
-    return _joined
+    _check_arguments(_cluster, processes=processes, process=process)
+    return _cluster
 
 
-def _check_joined(joined: Cluster, **given: int | None) -> None:
+def _check_arguments(cluster: Cluster, **arguments: int | None) -> None:
     """Refuse arguments that say otherwise than the run that this process has joined."""
-    for name, value in given.items():
-        if value is not None and int(value) != getattr(joined, name):
+    for name, value in arguments.items():
+        if value is not None and int(value) != getattr(cluster, name):
             raise ValueError(
                 f"init_distributed({name}={value}): this process has joined a run already, as "
-                f"process {joined.process} of {joined.processes} ({joined.source}). Leave the "
+                f"process {cluster.process} of {cluster.processes} ({cluster.source}). Leave the "
                 "arguments out, or join once."
             )
 
 
-def _by_the_program() -> Cluster | None:
+def _find_initialized() -> Cluster | None:
     """Return the run that the program joined itself, by jax.distributed.initialize."""
     if not jax.distributed.is_initialized():
         return None
     state = distributed.global_state
-    count, where = state.num_processes, state.coordinator_address
-    return Cluster(state.process_id, count, where, "jax.distributed.initialize")
+    count, address = state.num_processes, state.coordinator_address
+    return Cluster(state.process_id, count, address, "jax.distributed.initialize")
 
 
-def _join(found: Settings, timeout: float, heartbeat: int, say: Callable[[str], Any]) -> Cluster:
-    cluster = Cluster(found.process, found.processes, found.coordinator, found.source)
-    if found.processes == 1:
+def _join(config: Settings, timeout: float, heartbeat: int, say: Callable[[str], Any]) -> Cluster:
+    cluster = Cluster(config.process, config.processes, config.coordinator, config.source)
+    if config.processes == 1:
         return cluster
     if xla_bridge.backends_are_initialized():
         raise ValueError(
-            f"{found.source} say that this is process {found.process} of {found.processes}, but "
+            f"{config.source} say that this is process {config.process} of {config.processes}, but "
             "JAX has already started its devices in this process alone. Call init_distributed() "
             "first, before any computation and jax.devices()."
         )
-    left = preflight(found, timeout, say)
-    if found.alone:
+    left = preflight(config, timeout, say)
+    if config.is_sole_on_node:
         say(
-            f"process {found.process} of {found.processes} is the only one on its node "
-            f"({found.source}): it takes all of its GPUs"
+            f"process {config.process} of {config.processes} is the only one on its node "
+            f"({config.source}): it takes all of its GPUs"
         )
-    _start_jax(found, max(left, 10), heartbeat)
+    _start_jax(config, max(left, 10), heartbeat)
     return cluster
 
 
-def _start_jax(found: Settings, timeout: float, heartbeat: int) -> None:
+def _start_jax(config: Settings, timeout: float, heartbeat: int) -> None:
     """Start JAX's own service; give SIGTERM back, which that would take and not end by."""
-    before = signal.getsignal(signal.SIGTERM)
+    old_handler = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(
-        found.coordinator,
-        found.processes,
-        found.process,
-        local_device_ids=found.gpu,
-        cluster_detection_method=None if found.detected else "deactivate",
+        config.coordinator,
+        config.processes,
+        config.process,
+        local_device_ids=config.gpu,
+        cluster_detection_method=None if config.is_detected else "deactivate",
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=heartbeat,
     )
-    if threading.current_thread() is threading.main_thread() and before is not None:
-        signal.signal(signal.SIGTERM, before)
+    if threading.current_thread() is threading.main_thread() and old_handler is not None:
+        signal.signal(signal.SIGTERM, old_handler)

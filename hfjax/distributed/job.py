@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hfjax.distributed.child_processes import Child, Ended, Lost
-from hfjax.distributed.exit_codes import HUNG, MISTAKE, resumable
+from hfjax.distributed.child_processes import Child, ChildExit, OutputLost
+from hfjax.distributed.exit_codes import HUNG, MISTAKE, is_resumable
 
 WAIT = 0.25  # seconds
-OWN_WORDS = 1.0  # seconds, of the grace: who fails because a peer did may say so itself
+SELF_REPORT = 1.0  # seconds, of the grace: who fails because a peer did may say so itself
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class Job:
     @property
     def may_restart(self) -> bool:
         """Whether a process failed in a way that may pass, nobody asked to stop, and all ended."""
-        asked = self.stopping or self._saved
-        return self.failed and not asked and not self.running and self._code != MISTAKE
+        was_stopped = self.stopping or self._saved
+        return self.failed and not was_stopped and not self.running and self._code != MISTAKE
 
     def run(self) -> int:
         """Wait for the processes; return the exit code of the first that did not finish."""
         while self.running:
             event = next_event(self.events, self._deadline)
-            if isinstance(event, Ended):
+            if isinstance(event, ChildExit):
                 self._on_end(event.child, event.status)
-            elif isinstance(event, Lost):
+            elif isinstance(event, OutputLost):
                 self._stop(str(event), signal.SIGTERM)
             elif event is not None:
                 self._on_signal(event)
             elif not self.killed:
-                self._too_late()
+                self._on_deadline()
             else:
                 self.say(f"{self._names} cannot be killed (it waits for a disk?): left behind")
                 break
@@ -66,41 +66,41 @@ class Job:
             child.drain()
         return self._code
 
-    def _limit(self, seconds: float) -> None:
+    def _set_deadline(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
 
     def _on_end(self, child: Child, status: int) -> None:
         self.running.discard(child)
         code = status if status >= 0 else 128 - status
-        asked_to_end = self.ending or self.killed
-        if status == -signal.SIGKILL and self.failed and not asked_to_end:
+        was_ended = self.ending or self.killed
+        if status == -signal.SIGKILL and self.failed and not was_ended:
             self._on_kill(child, code)
         if code == 0 or self.failed:
             return
-        if resumable(status) or (self.stopping and resumable(code)):
+        if is_resumable(status) or (self.stopping and is_resumable(code)):
             self._saved, self._code = True, self._code or code
             if self._deadline is None:
-                self._limit(self.limits.stop)
+                self._set_deadline(self.limits.stop)
         else:
             self._on_failure(child, status, code)
 
     def _on_kill(self, child: Child, code: int) -> None:
         """Tell of a kill that is seen late: its peers may fail before its memory is given back."""
         self._code = code
-        self.say(f"process {child.process} {_how(-signal.SIGKILL)}: the others may fail for it")
+        self.say(f"process {child.process} {_outcome(-signal.SIGKILL)}: the others may fail for it")
 
     def _on_failure(self, child: Child, status: int, code: int) -> None:
         self.failed, self._code = True, code
         child.drain()
-        self._tell_suspended(": the others may fail for it")
+        self._report_suspended(": the others may fail for it")
         others = f"; ending {self._names}" if self.running else ""
-        self.say(f"process {child.process} {_how(status)}{others}")
-        self._limit(min(OWN_WORDS, self.limits.grace / 2))
+        self.say(f"process {child.process} {_outcome(status)}{others}")
+        self._set_deadline(min(SELF_REPORT, self.limits.grace / 2))
 
-    def _tell_suspended(self, more: str = "") -> None:
+    def _report_suspended(self, more: str = "") -> None:
         """Tell which processes are suspended: of them no word comes, and no sign of life."""
         for child in sorted(self.running, key=lambda child: child.process):
-            if pids := ", ".join(map(str, child.suspended())):
+            if pids := ", ".join(map(str, child.suspended_pids())):
                 who = f"process {child.process} is suspended (SIGSTOP or a debugger; pid {pids})"
                 self.say(f"{who}{more}")
 
@@ -110,8 +110,8 @@ class Job:
             self._code, self.failed = 128 + number, True
             self._kill("SIGINT again")
         else:
-            hand_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            self._stop(signal.Signals(number).name, hand_on)
+            forwarded = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self._stop(signal.Signals(number).name, forwarded)
 
     def _stop(self, why: str, number: int) -> None:
         """Let all save and end, once, by a signal."""
@@ -122,16 +122,16 @@ class Job:
         self.say(f"{why}: {self._names} may take {limit:g} s to save and end")
         self._send(number)
         if not self.failed:
-            self._limit(limit)
+            self._set_deadline(limit)
 
-    def _too_late(self) -> None:
+    def _on_deadline(self) -> None:
         if self.failed and not self.ending:
             self.ending = True
             self._send(signal.SIGTERM)
-            self._limit(self.limits.grace - min(OWN_WORDS, self.limits.grace / 2))
+            self._set_deadline(self.limits.grace - min(SELF_REPORT, self.limits.grace / 2))
         elif not self.failed:
             self._code, self.failed = HUNG, True
-            self._tell_suspended()
+            self._report_suspended()
             self._kill(f"not ended after {self.limits.stop:g} s")
         else:
             self._kill(f"not ended {self.limits.grace:g} s after the failure")
@@ -141,11 +141,11 @@ class Job:
         self.killed = True
         for child in self.running:
             child.kill()
-        self._limit(self.limits.grace)
+        self._set_deadline(self.limits.grace)
 
     def _send(self, number: int) -> None:
         for child in self.running:
-            child.send(number)
+            child.send_signal(number)
 
     @property
     def _names(self) -> str:
@@ -153,7 +153,7 @@ class Job:
         return f"process{'es' if len(self.running) > 1 else ''} {numbers}"
 
 
-def next_event(events: SimpleQueue, deadline: float | None) -> Ended | Lost | int | None:
+def next_event(events: SimpleQueue, deadline: float | None) -> ChildExit | OutputLost | int | None:
     """Return the next end of a child, loss or signal; None if the deadline comes first.
 
     A signal that comes just before `get` starts to wait does not wake it: hence in short waits.
@@ -166,7 +166,7 @@ def next_event(events: SimpleQueue, deadline: float | None) -> Ended | Lost | in
     return None
 
 
-def _how(status: int) -> str:
+def _outcome(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"failed with exit code {status}"

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from hfjax.distributed.child_processes import Child, Guardian
-from hfjax.distributed.exit_codes import asking
+from hfjax.distributed.exit_codes import stop_signals
 from hfjax.distributed.job import Job, Limits, next_event
 from hfjax.distributed.ports import free_port
 
@@ -31,25 +31,25 @@ def device_variables(
 
     Visible GPUs are dealt evenly, or `gpus` to each.
     """
-    for given, kind in ((fake, "fake devices"), (gpus, "GPUs")):
-        if given is not None and given < 1:
-            raise ValueError(f"{given} {kind} for each process: give at least 1.")
+    for count, kind in ((fake, "fake devices"), (gpus, "GPUs")):
+        if count is not None and count < 1:
+            raise ValueError(f"{count} {kind} for each process: give at least 1.")
     if fake is not None:
         return [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(fake)}] * processes
     visible = visible_gpus(environment) if processes > 1 or gpus is not None else []
     if not visible and gpus is None:
         return [{}] * processes
-    each = gpus or _even(len(visible), processes)
+    each = gpus or _gpus_per_process(len(visible), processes)
     if each * processes > len(visible):
         raise ValueError(
             f"{processes} processes with {each} GPUs each need {each * processes} GPUs, and "
             f"{len(visible)} are visible. Lower -n or --gpus-per-process."
         )
-    shares = [visible[i * each : (i + 1) * each] for i in range(processes)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+    gpu_groups = [visible[i * each : (i + 1) * each] for i in range(processes)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in gpu_groups]
 
 
-def _even(gpus: int, processes: int) -> int:
+def _gpus_per_process(gpus: int, processes: int) -> int:
     if gpus % processes:
         raise ValueError(
             f"{gpus} GPUs do not divide evenly among {processes} processes. Give -n a divisor of "
@@ -66,19 +66,19 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
         return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
     if shutil.which("nvidia-smi") is None:
         return []
-    told = subprocess.run(
+    listing = subprocess.run(
         ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
     )
-    count = sum(line.startswith("GPU ") for line in told.stdout.splitlines())
+    count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     return [str(number) for number in range(count)]
 
 
 DEFAULT = Limits()
 
 
-def _on_stderr(words: str) -> None:
+def _print_error(line: str) -> None:
     with suppress(OSError):  # who reads it, or its terminal, may be gone: the job is not ended
-        print(f"hfjax launch: {words}", file=sys.stderr, flush=True)
+        print(f"hfjax launch: {line}", file=sys.stderr, flush=True)
 
 
 def launch(
@@ -89,7 +89,7 @@ def launch(
     devices: int | None = None,
     gpus: int | None = None,
     limits: Limits = DEFAULT,
-    say: Callable[[str], Any] = _on_stderr,
+    say: Callable[[str], Any] = _print_error,
 ) -> int:
     """Run `processes` copies of a command as one job; return its exit code.
 
@@ -97,12 +97,12 @@ def launch(
     fake CPU devices each, or `gpus` each; by default the visible GPUs are dealt evenly.
     """
     _check(command, processes, max_restarts)
-    shares = device_variables(processes, devices, gpus)
+    device_envs = device_variables(processes, devices, gpus)
     events: SimpleQueue = SimpleQueue()
     restart = 0
-    with _signals_to(events), Guardian() as guardian:
+    with _forward_signals(events), Guardian() as guardian:
         while True:
-            children = _start(command, shares, restart, events, guardian)
+            children = _start(command, device_envs, restart, events, guardian)
             job = Job(children, events, limits, say)
             code = job.run()
             if not job.may_restart or restart == max_restarts:
@@ -129,9 +129,9 @@ def _check(command: Sequence[str], processes: int, max_restarts: int) -> None:
 
 
 @contextmanager
-def _signals_to(events: SimpleQueue) -> Iterator[None]:
+def _forward_signals(events: SimpleQueue) -> Iterator[None]:
     """Put signals that ask to stop into the queue, and restore their handlers at the end."""
-    before = {n: signal.signal(n, lambda number, _: events.put(number)) for n in asking()}
+    before = {n: signal.signal(n, lambda number, _: events.put(number)) for n in stop_signals()}
     try:
         yield
     finally:
@@ -141,26 +141,26 @@ def _signals_to(events: SimpleQueue) -> Iterator[None]:
 
 def _start(
     command: Sequence[str],
-    shares: list[dict[str, str]],
+    device_envs: list[dict[str, str]],
     restart: int,
     events: SimpleQueue,
     guardian: Guardian,
 ) -> list[Child]:
     """Start all processes of one attempt, with a port of its own that only this machine sees."""
     port = free_port()
-    told = {
+    job_env = {
         "HFJAX_COORDINATOR": f"localhost:{port}",
         "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
         "HFJAX_RUN": secrets.token_hex(8),
-        "HFJAX_PROCESSES": str(len(shares)),
+        "HFJAX_PROCESSES": str(len(device_envs)),
         "HFJAX_RESTART": str(restart),
         "PYTHONUNBUFFERED": "1",
     }
     environments = [
-        {**os.environ, **told, **share, "HFJAX_PROCESS": str(process)}
-        for process, share in enumerate(shares)
+        {**os.environ, **job_env, **device_env, "HFJAX_PROCESS": str(process)}
+        for process, device_env in enumerate(device_envs)
     ]
     return [
-        Child(process, command, environment, len(shares) > 1, events, guardian)
+        Child(process, command, environment, len(device_envs) > 1, events, guardian)
         for process, environment in enumerate(environments)
     ]

@@ -6,15 +6,15 @@ import socket
 
 def listener(port: int) -> socket.socket:
     """Return a socket that listens where JAX's coordinator will (by default on all addresses)."""
-    where = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}").rpartition(":")
-    host, port = where[0].strip("[]"), int(where[2])
+    address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}").rpartition(":")
+    host, port = address[0].strip("[]"), int(address[2])
     if host != "::":
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
-    return _everywhere(port)
+    return _listen_on_all(port)
 
 
-def _everywhere(port: int) -> socket.socket:
+def _listen_on_all(port: int) -> socket.socket:
     if not socket.has_dualstack_ipv6():
         return socket.create_server(("", port), backlog=1024)
     return socket.create_server(
@@ -24,5 +24,5 @@ def _everywhere(port: int) -> socket.socket:
 
 def free_port() -> int:
     """Return a port of this machine that nobody listens on."""
-    with _everywhere(0) as free:
-        return free.getsockname()[1]
+    with _listen_on_all(0) as sock:
+        return sock.getsockname()[1]

@@ -6,135 +6,135 @@ import socket
 import time
 from typing import Any
 
-from hfjax.distributed.wire_format import LONGEST, Hello, hello_in
+from hfjax.distributed.wire_format import LONGEST, Hello, parse_hello
 
 LINGER = 3.0  # seconds in which those who come late are still told why the others left
 AHEAD = 0.2  # seconds before process 0 is late itself, the meeting tells that it is
-TELL = 0.25  # seconds between two messages that say who is missing
+SEND_EVERY = 0.25  # seconds between two messages that say who is missing
 STRANGERS = 64  # connections that have not said who they are; then the first of them has to go
 
 
-def problem(hellos: list[Hello]) -> str | None:
+def find_conflict(hellos: list[Hello]) -> str | None:
     """Return why these processes cannot be one run, or None."""
-    seen: dict[int, Hello] = {}
-    for one in hellos:
-        first = seen.setdefault(one.process, one)
-        if first.token != one.token:
+    by_process: dict[int, Hello] = {}
+    for peer in hellos:
+        first = by_process.setdefault(peer.process, peer)
+        if first.token != peer.token:
             return (
-                f"two processes say that they are number {one.process} of {one.processes}: "
-                f"pid {first.pid} on {first.host} and pid {one.pid} on {one.host}. Give each its "
+                f"two processes say that they are number {peer.process} of {peer.processes}: "
+                f"pid {first.pid} on {first.host} and pid {peer.pid} on {peer.host}. Give each its "
                 "own number, and start no second run at this address."
             )
     for field in ("processes", "jax", "hfjax"):
         first = hellos[0] if hellos else None
         other = next((o for o in hellos if getattr(o, field) != getattr(first, field)), None)
         if first is not None and other is not None:
-            return _differ(field, first, other)
+            return _difference(field, first, other)
     return None
 
 
-def _differ(field: str, first: Hello, other: Hello) -> str:
-    one, two = getattr(first, field), getattr(other, field)
+def _difference(field: str, first: Hello, other: Hello) -> str:
+    a, b = getattr(first, field), getattr(other, field)
     if field == "processes":
         return (
-            f"{first.who} was told of {one} processes, {other.who} of {two}. Start all with the "
+            f"{first.who} was told of {a} processes, {other.who} of {b}. Start all with the "
             "same number."
         )
     return (
-        f"{first.who} has {field} {one}, {other.who} has {two}. All need the same: they run one "
+        f"{first.who} has {field} {a}, {other.who} has {b}. All need the same: they run one "
         "program."
     )
 
 
-def missing(hellos: list[Hello], processes: int) -> list[int]:
+def missing_processes(hellos: list[Hello], processes: int) -> list[int]:
     """Return the numbers that nobody has said yet."""
-    return sorted(set(range(processes)) - {one.process for one in hellos})
+    return sorted(set(range(processes)) - {hello.process for hello in hellos})
 
 
-class Meeting:
+class RendezvousServer:
     """Process 0's side: takes hellos until all are here, one refuses, or it is too late."""
 
     def __init__(
-        self, listener: socket.socket, processes: int, timeout: float, run: str = ""
+        self, listener: socket.socket, processes: int, timeout: float, run_id: str = ""
     ) -> None:
         self.listener, self.processes, self.timeout = listener, processes, timeout
-        self._run = run
+        self._run_id = run_id
         self._end = time.monotonic() + timeout - AHEAD
-        self._told = float("-inf")
+        self._last_sent = float("-inf")
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._heard: dict[socket.socket, bytearray] = {}
+        self._buffers: dict[socket.socket, bytearray] = {}
         self._hellos: dict[socket.socket, Hello] = {}
         self._verdict: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Hold the meeting; its end is told to all who came. Every socket is closed then."""
         while time.monotonic() < self._end and self._missing():
-            self._listen()
-            if self._verdict is None and (why := problem(list(self._hellos.values()))):
+            self._poll()
+            if self._verdict is None and (why := find_conflict(list(self._hellos.values()))):
                 self._verdict, self._end = {"refused": why}, time.monotonic() + LINGER
-            if self._verdict is not None or time.monotonic() - self._told > TELL:
-                self._told = time.monotonic()
-                self._tell(self._verdict or {"missing": self._missing()})
+            if self._verdict is not None or time.monotonic() - self._last_sent > SEND_EVERY:
+                self._last_sent = time.monotonic()
+                self._broadcast(self._verdict or {"missing": self._missing()})
         self._close()
 
     def _missing(self) -> list[int]:
-        return missing(list(self._hellos.values()), self.processes)
+        return missing_processes(list(self._hellos.values()), self.processes)
 
-    def _listen(self) -> None:
-        for key, _ in self._selector.select(min(TELL, max(self._end - time.monotonic(), 0))):
+    def _poll(self) -> None:
+        for key, _ in self._selector.select(min(SEND_EVERY, max(self._end - time.monotonic(), 0))):
             if key.fileobj is self.listener:
                 self._accept()
             else:
-                self._hear(key.fileobj)  # type: ignore[arg-type]
+                self._receive(key.fileobj)  # type: ignore[arg-type]
 
     def _accept(self) -> None:
-        silent = [guest for guest in self._heard if guest not in self._hellos]
+        silent = [client for client in self._buffers if client not in self._hellos]
         if len(silent) >= self.processes + STRANGERS:
-            self._forget(silent[0])
+            self._drop(silent[0])
         try:
-            guest, _ = self.listener.accept()
+            client, _ = self.listener.accept()
         except OSError:  # it has left, or too many files are open
             return
-        guest.settimeout(1.0)
-        self._heard[guest] = bytearray()
-        self._selector.register(guest, selectors.EVENT_READ)
+        client.settimeout(1.0)
+        self._buffers[client] = bytearray()
+        self._selector.register(client, selectors.EVENT_READ)
 
-    def _hear(self, guest: socket.socket) -> None:
+    def _receive(self, client: socket.socket) -> None:
         """Take what a guest says; forget guests that leave or say something else."""
-        if guest not in self._heard:
+        if client not in self._buffers:
             return  # it had to go a moment ago
         try:
-            said = guest.recv(LONGEST)
+            chunk = client.recv(LONGEST)
         except OSError:
-            said = b""
-        heard = self._heard[guest]
-        heard += said
-        if said and len(heard) <= LONGEST and not heard.endswith(b"\n"):
+            chunk = b""
+        buffer = self._buffers[client]
+        buffer += chunk
+        if chunk and len(buffer) <= LONGEST and not buffer.endswith(b"\n"):
             return  # the rest is to come
-        one = hello_in(bytes(heard)) if said else None
-        if one is not None and one.run == self._run:
-            self._hellos[guest] = one
+        hello = parse_hello(bytes(buffer)) if chunk else None
+        if hello is not None and hello.run == self._run_id:
+            self._hellos[client] = hello
             return
-        if one is not None:
-            self._say(guest, {"refused": _stranger(one)})
-        self._forget(guest)
+        if hello is not None:
+            self._send(client, {"refused": _foreign_message(hello)})
+        self._drop(client)
 
-    def _forget(self, guest: socket.socket) -> None:
-        self._selector.unregister(guest)
-        self._heard.pop(guest, None)
-        self._hellos.pop(guest, None)
-        guest.close()
+    def _drop(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        self._buffers.pop(client, None)
+        self._hellos.pop(client, None)
+        client.close()
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        for guest in list(self._hellos):
-            if not self._say(guest, message):
-                self._forget(guest)
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for client in list(self._hellos):
+            if not self._send(client, message):
+                self._drop(client)
 
-    def _say(self, guest: socket.socket, message: dict[str, Any]) -> bool:
+    def _send(self, client: socket.socket, message: dict[str, Any]) -> bool:
         """Tell one guest, and return whether it can be reached."""
         try:
-            guest.sendall(json.dumps(message).encode() + b"\n")
+            client.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             return False
         return True
@@ -144,16 +144,19 @@ class Meeting:
         self._selector.unregister(self.listener)
         self.listener.close()
         left = self._missing()
-        late = {"late": [number for number in left if number] or left, "seconds": self.timeout}
-        self._tell(self._verdict or (late if left else {"go": True}))
-        for guest in list(self._heard):
-            self._forget(guest)
+        timeout_message = {
+            "late": [number for number in left if number] or left,
+            "seconds": self.timeout,
+        }
+        self._broadcast(self._verdict or (timeout_message if left else {"go": True}))
+        for client in list(self._buffers):
+            self._drop(client)
         self._selector.close()
 
 
-def _stranger(one: Hello) -> str:
+def _foreign_message(hello: Hello) -> str:
     """Return why a process is not let in."""
     return (
-        f"{one.who} was started by another launcher or SLURM job than process 0 at this address "
+        f"{hello.who} was started by another launcher or SLURM job than process 0 at this address "
         "(HFJAX_RUN differs). Give each run an address of its own, and its processes one HFJAX_RUN."
     )

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hfjax.distributed.environment import Settings
-from hfjax.distributed.wire_format import LONGEST, hello, spoken, word_in
+from hfjax.distributed.wire_format import LONGEST, encode_hello, make_hello, parse_message
 
-TELL_EVERY = 5.0  # seconds
+REPORT_EVERY = 5.0  # seconds
 SILENCE = 2.0  # seconds; the meeting speaks four times a second
 
 
-class Guest:
+class RendezvousClient:
     """One process on its way into the run."""
 
     def __init__(self, settings: Settings, timeout: float, say: Callable[[str], Any]) -> None:
@@ -20,105 +20,107 @@ class Guest:
         self.deadline = time.monotonic() + timeout
         self.missing: list[int] = []
         self.reason: str | None = "no answer"  # why the coordinator cannot be reached
-        self._hello = spoken(hello(settings.process, settings.processes, settings.run))
-        self._told = time.monotonic()
+        self._hello = encode_hello(
+            make_hello(settings.process, settings.processes, settings.run_id)
+        )
+        self._last_report = time.monotonic()
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds left, a little more than none."""
         return max(self.deadline - time.monotonic(), 0.01)
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Whether the time is over."""
         return time.monotonic() >= self.deadline
 
-    def attend(self) -> None:
+    def meet(self) -> None:
         """Meet the others; come again if the coordinator is not there yet, or leaves."""
-        while not self.late:
+        while not self.is_late:
             try:
-                end = self._visit()
+                verdict = self._connect()
             except OSError as error:
-                end = None
-                if not self.late:
+                verdict = None
+                if not self.is_late:
                     self.reason = error.strerror or str(error)
-            if end is not None:
-                return self._obey(end)
-            self._tell()
+            if verdict is not None:
+                return self._handle(verdict)
+            self._report_waiting()
             time.sleep(0.05)
-        raise TimeoutError(self._too_late())
+        raise TimeoutError(self._timeout_message())
 
-    def _visit(self) -> dict[str, Any] | None:
+    def _connect(self) -> dict[str, Any] | None:
         """Return the word that ends the meeting; None: come again."""
-        with connection(self.settings, min(SILENCE, self.left)) as met:
-            met.sendall(self._hello)
-            for word in words(met, self.deadline, self.settings.processes):
-                if "missing" not in word:
-                    return word
-                self.missing, self.reason = word["missing"], None
-                self._tell()
-                if self.late:
+        with connection(self.settings, min(SILENCE, self.seconds_left)) as sock:
+            sock.sendall(self._hello)
+            for message in read_messages(sock, self.deadline, self.settings.processes):
+                if "missing" not in message:
+                    return message
+                self.missing, self.reason = message["missing"], None
+                self._report_waiting()
+                if self.is_late:
                     return {"late": self.missing, "seconds": self.timeout}
         self.reason = "whoever answered has left, or is another program"
         return None
 
-    def _obey(self, end: dict[str, Any]) -> None:
+    def _handle(self, verdict: dict[str, Any]) -> None:
         """Go on, or raise."""
-        if "refused" in end:
-            raise ValueError(end["refused"])
-        if "late" in end:
-            self.missing, self.reason = end["late"], None
-            self.timeout = end["seconds"]
-            raise TimeoutError(self._too_late())
+        if "refused" in verdict:
+            raise ValueError(verdict["refused"])
+        if "late" in verdict:
+            self.missing, self.reason = verdict["late"], None
+            self.timeout = verdict["seconds"]
+            raise TimeoutError(self._timeout_message())
         if self.settings.process:
             self._await_jax()
 
     def _await_jax(self) -> None:
         """Wait for process 0's JAX to listen: a connection refused costs JAX a second."""
-        while not self.late:
+        while not self.is_late:
             try:
-                return connection(self.settings, min(SILENCE, self.left)).close()
+                return connection(self.settings, min(SILENCE, self.seconds_left)).close()
             except OSError as error:
                 self.reason = error.strerror or str(error)
                 time.sleep(0.02)
-        raise TimeoutError(self._too_late())
+        raise TimeoutError(self._timeout_message())
 
-    def _tell(self) -> None:
+    def _report_waiting(self) -> None:
         """Say every few seconds what is waited for."""
-        if time.monotonic() - self._told < TELL_EVERY:
+        if time.monotonic() - self._last_report < REPORT_EVERY:
             return
-        self._told = time.monotonic()
-        waited = f"({self.timeout - self.left:.0f} s of {self.timeout:g})"
+        self._last_report = time.monotonic()
+        waited = f"({self.timeout - self.seconds_left:.0f} s of {self.timeout:g})"
         if self.reason is not None:
-            self.say(f"{self._me} cannot reach {self._there}: {self.reason} {waited}")
+            self.say(f"{self._own_name} cannot reach {self._coordinator}: {self.reason} {waited}")
         elif self.settings.process == 0:
-            self.say(f"waiting for {self._absent} {waited}")
+            self.say(f"waiting for {self._missing} {waited}")
 
-    def _too_late(self) -> str:
+    def _timeout_message(self) -> str:
         if self.reason is None and self.missing:
             return (
-                f"{self._absent} did not come within {self.timeout:g} s. Look at what is printed "
+                f"{self._missing} did not come within {self.timeout:g} s. Look at what is printed "
                 f"there, and whether {self.settings.coordinator} can be reached from there."
             )
         return (
-            f"{self._me} could not reach {self._there} within {self.timeout:g} s: "
+            f"{self._own_name} could not reach {self._coordinator} within {self.timeout:g} s: "
             f"{self.reason or 'it did not say who is missing'}. "
-            f"Is process 0 running, is the address right ({self.settings.named[0]}), and is the "
+            f"Is process 0 running, is the address right ({self.settings.names[0]}), and is the "
             "port open between the machines?"
         )
 
     @property
-    def _absent(self) -> str:
-        shown = ", ".join(map(str, self.missing[:8])) + (", …" if len(self.missing) > 8 else "")
+    def _missing(self) -> str:
+        numbers = ", ".join(map(str, self.missing[:8])) + (", …" if len(self.missing) > 8 else "")
         kind = "process" if len(self.missing) == 1 else "processes"
-        return f"{kind} {shown} of {self.settings.processes}"
+        return f"{kind} {numbers} of {self.settings.processes}"
 
     @property
-    def _me(self) -> str:
+    def _own_name(self) -> str:
         return f"process {self.settings.process} of {self.settings.processes}"
 
     @property
-    def _there(self) -> str:
+    def _coordinator(self) -> str:
         return f"the coordinator at {self.settings.coordinator}"
 
 
@@ -127,18 +129,18 @@ def connection(settings: Settings, timeout: float) -> socket.socket:
     return socket.create_connection(settings.address, timeout=timeout)
 
 
-def words(met: socket.socket, deadline: float, processes: int) -> Iterator[dict[str, Any]]:
+def read_messages(sock: socket.socket, deadline: float, processes: int) -> Iterator[dict[str, Any]]:
     """Yield what the meeting says, until it ends or turns out to be something else."""
-    heard = b""
-    while len(heard) < LONGEST + 12 * processes:  # the longest names all who are missing
+    buffer = b""
+    while len(buffer) < LONGEST + 12 * processes:  # the longest names all who are missing
         if (left := deadline - time.monotonic()) <= 0:
             raise TimeoutError("no end of what is said")
-        met.settimeout(min(SILENCE, left))
-        said = met.recv(LONGEST)
-        *lines, heard = (heard + said).split(b"\n")
+        sock.settimeout(min(SILENCE, left))
+        chunk = sock.recv(LONGEST)
+        *lines, buffer = (buffer + chunk).split(b"\n")
         for line in lines:
-            if (word := word_in(line)) is None:
+            if (message := parse_message(line)) is None:
                 return
-            yield word
-        if not said:
+            yield message
+        if not chunk:
             return

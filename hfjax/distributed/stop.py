@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.distributed.exit_codes import FAILED, FINISHED, INTERRUPTED, RESUMABLE, asking
-from hfjax.utils.command_errors import surviving
+from hfjax.distributed.exit_codes import FAILED, FINISHED, INTERRUPTED, RESUMABLE, stop_signals
+from hfjax.utils.command_errors import tolerant_stream
 
 LAG = 2  # calls; the same in every process, so that all stop at the same one
 ASKED = "asked"
@@ -58,30 +58,30 @@ class Stop:
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         self.reason: str | None = None
-        self._asked = 0  # index into REASONS, of this process
+        self._requested = 0  # index into REASONS, of this process
         self._interrupted = False
-        self._before: dict[int, Any] = {}
+        self._old_handlers: dict[int, Any] = {}
         self._streams = ExitStack()
-        self._unread: deque[jax.Array] = deque()
+        self._pending: deque[jax.Array] = deque()
         self._vote = _Vote(mesh) if jax.process_count() > 1 else None
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("Stop takes signals, which Python gives to the main thread only.")
-        for number in asking():
-            self._before[number] = signal.signal(number, self._on_signal)
-        self._streams.enter_context(redirect_stdout(surviving(sys.stdout, self._on_loss)))
-        self._streams.enter_context(redirect_stderr(surviving(sys.stderr)))
+        for number in stop_signals():
+            self._old_handlers[number] = signal.signal(number, self._on_signal)
+        self._streams.enter_context(redirect_stdout(tolerant_stream(sys.stdout, self._on_loss)))
+        self._streams.enter_context(redirect_stderr(tolerant_stream(sys.stderr)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._streams.close()
-        for number, before in self._before.items():
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+        for number, old_handler in self._old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if old_handler is None else old_handler)
 
     def request(self) -> None:
         """Ask to stop from the program (a time limit, say); one process suffices."""
-        self._asked = max(self._asked, REASONS.index(ASKED))
+        self._requested = max(self._requested, REASONS.index(ASKED))
 
     def agreed(self) -> bool:
         """Return whether to stop now: the same answer in the same call of every process.
@@ -90,29 +90,29 @@ class Stop:
         but one that is two steps old.
         """
         if self.reason is None:
-            self.reason = REASONS[self._asked if self._vote is None else self._together()]
+            self.reason = REASONS[self._requested if self._vote is None else self._vote_result()]
         return self.reason is not None
 
-    def _together(self) -> int:
+    def _vote_result(self) -> int:
         assert self._vote is not None
-        self._unread.append(self._vote(self._asked))
-        return int(self._unread.popleft()) if len(self._unread) > LAG else 0
+        self._pending.append(self._vote(self._requested))
+        return int(self._pending.popleft()) if len(self._pending) > LAG else 0
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name
         if name == "SIGINT" and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= name == "SIGINT"
-        again = "; again to stop at once" if name == "SIGINT" else ""
-        self._ask(name, f"{name}: stopping after this step{again}")
+        hint = "; again to stop at once" if name == "SIGINT" else ""
+        self._request(name, f"{name}: stopping after this step{hint}")
 
     def _on_loss(self, error: OSError) -> None:
-        self._ask(LOST, f"standard output: {error.strerror}: stopping after this step")
+        self._request(LOST, f"standard output: {error.strerror}: stopping after this step")
 
-    def _ask(self, reason: str, words: str) -> None:
-        self._asked = max(self._asked, REASONS.index(reason))
+    def _request(self, reason: str, line: str) -> None:
+        self._requested = max(self._requested, REASONS.index(reason))
         with suppress(OSError):  # the terminal may be gone
-            os.write(2, f"{words}\n".encode())
+            os.write(2, f"{line}\n".encode())
 
 
 class _Vote:
@@ -120,17 +120,17 @@ class _Vote:
 
     def __init__(self, mesh: Mesh | None) -> None:
         devices = np.array(jax.devices()) if mesh is None else mesh.devices.reshape(-1)
-        every = Mesh(devices, ("every",))
-        split, whole = NamedSharding(every, P("every")), NamedSharding(every, P())
-        give = lambda value, _: np.full(1, value, np.int32)
+        flat_mesh = Mesh(devices, ("every",))
+        sharded, replicated = NamedSharding(flat_mesh, P("every")), NamedSharding(flat_mesh, P())
+        ballot = lambda value, _: np.full(1, value, np.int32)
         self._ballots = [
-            jax.make_array_from_callback((devices.size,), split, partial(give, value))
+            jax.make_array_from_callback((devices.size,), sharded, partial(ballot, value))
             for value in range(len(REASONS))
         ]
-        self._largest = jax.jit(jnp.max, out_shardings=whole)
+        self._largest = jax.jit(jnp.max, out_shardings=replicated)
 
-    def __call__(self, mine: int) -> jax.Array:
-        return self._largest(self._ballots[mine])
+    def __call__(self, number: int) -> jax.Array:
+        return self._largest(self._ballots[number])
 
 
 def leave(code: int) -> NoReturn:
@@ -159,17 +159,17 @@ def leaving() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not jax.distributed.is_initialized() or _orderly(error):
+        if not jax.distributed.is_initialized() or _is_orderly(error):
             raise
-        leave(_tell(error))
+        leave(_print_error(error))
 
 
-def _orderly(error: BaseException) -> bool:
+def _is_orderly(error: BaseException) -> bool:
     """Return whether all processes end so: there is nothing to be afraid of at the exit."""
     return isinstance(error, SystemExit) and error.code in (None, FINISHED, *RESUMABLE)
 
 
-def _tell(error: BaseException) -> int:
+def _print_error(error: BaseException) -> int:
     """Print an error as Python would, and return its exit code."""
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code

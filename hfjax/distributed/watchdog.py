@@ -12,8 +12,8 @@ from hfjax.distributed.exit_codes import HUNG
 from hfjax.distributed.stop import leave
 
 
-def _on_stderr(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class Watchdog:
@@ -35,7 +35,7 @@ class Watchdog:
         ...         watchdog.beat(f"step {step}")
     """
 
-    def __init__(self, timeout: float | None, say: Callable[[str], Any] = _on_stderr) -> None:
+    def __init__(self, timeout: float | None, say: Callable[[str], Any] = _print_error) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(
                 f"watchdog timeout {timeout:g}: give seconds above 0, or None for no watchdog."
@@ -73,15 +73,15 @@ class Watchdog:
             seconds: The limit, in place of `timeout`.
             doing: What the message says if the phase does not end.
         """
-        before = self._limit
+        old_limit = self._limit
         self.beat(doing)
-        if before is not None:
-            self._limit = max(before, seconds)
+        if old_limit is not None:
+            self._limit = max(old_limit, seconds)
         try:
             yield
         finally:
             self.beat(f"after {doing}")
-            self._limit = before
+            self._limit = old_limit
 
     def _watch(self) -> None:
         assert self.timeout is not None
@@ -92,9 +92,9 @@ class Watchdog:
             self._waited += min(now - last, 2 * pause)
             last = now
             if self._limit is not None and self._waited > self._limit:
-                self._bite(self._limit)
+                self._end_process(self._limit)
 
-    def _bite(self, limit: float) -> None:
+    def _end_process(self, limit: float) -> None:
         try:
             self.say(
                 f"no progress for {limit:g} s, while doing: {self._doing}. This process ends with "

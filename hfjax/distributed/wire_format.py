@@ -33,60 +33,60 @@ class Hello:
         return f"process {self.process} ({self.host}, pid {self.pid})"
 
 
-def hello(process: int, processes: int, run: str = "") -> Hello:
+def make_hello(process: int, processes: int, run: str = "") -> Hello:
     """Return what this process says of itself."""
     try:
         version = metadata.version("hfjax")
     except metadata.PackageNotFoundError:
         version = "not installed"
-    place, token = (socket.gethostname(), os.getpid()), secrets.token_hex(8)
-    return Hello(process, processes, *place, jax.__version__, version, run, token)
+    machine, token = (socket.gethostname(), os.getpid()), secrets.token_hex(8)
+    return Hello(process, processes, *machine, jax.__version__, version, run, token)
 
 
-def spoken(one: Hello) -> bytes:
+def encode_hello(message: Hello) -> bytes:
     """Return a hello as a line."""
-    return json.dumps({"hfjax": asdict(one)}).encode() + b"\n"
+    return json.dumps({"hfjax": asdict(message)}).encode() + b"\n"
 
 
-def hello_in(line: bytes) -> Hello | None:
+def parse_hello(line: bytes) -> Hello | None:
     """Return the hello in a line, or None if it is something else."""
-    told = _json(line).get("hfjax")
+    values = _parse_object(line).get("hfjax")
     kinds = {field.name: field.type for field in fields(Hello)}
-    if not isinstance(told, dict) or told.keys() != kinds.keys():
+    if not isinstance(values, dict) or values.keys() != kinds.keys():
         return None
-    if not all(_fits(told[name], kind) for name, kind in kinds.items()):
+    if not all(_is_valid(values[name], kind) for name, kind in kinds.items()):
         return None
-    one = Hello(**told)
-    return one if one.process < one.processes else None
+    message = Hello(**values)
+    return message if message.process < message.processes else None
 
 
-def word_in(line: bytes) -> dict[str, Any] | None:
+def parse_message(line: bytes) -> dict[str, Any] | None:
     """Return what the meeting says in a line, or None if it is something else."""
-    told = _json(line)
-    numbers = lambda given: isinstance(given, list) and all(_fits(x, int) for x in given)
-    given = told.get("seconds")
-    seconds = isinstance(given, int | float) and 0 <= given < MOST
+    message = _parse_object(line)
+    is_number_list = lambda value: isinstance(value, list) and all(_is_valid(x, int) for x in value)
+    value = message.get("seconds")
+    has_seconds = isinstance(value, int | float) and 0 <= value < MOST
     fits = {
-        "missing": numbers,
-        "late": lambda given: numbers(given) and given and seconds,
-        "refused": lambda given: _fits(given, str),
-        "go": lambda given: given is True,
+        "missing": is_number_list,
+        "late": lambda value: is_number_list(value) and value and has_seconds,
+        "refused": lambda value: _is_valid(value, str),
+        "go": lambda value: value is True,
     }
-    known = [name for name in fits if name in told]
-    return told if known and all(fits[name](told[name]) for name in known) else None
+    known = [name for name in fits if name in message]
+    return message if known and all(fits[name](message[name]) for name in known) else None
 
 
-def _json(line: bytes) -> dict:
+def _parse_object(line: bytes) -> dict:
     """Return the object that a line is, or an empty one."""
     try:
-        told = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _fits(given: Any, kind: Any) -> bool:
+def _is_valid(value: Any, kind: Any) -> bool:
     """Return whether a value is a number that may be, or a text that may be shown."""
-    if type(given) is not kind:
+    if type(value) is not kind:
         return False
-    return 0 <= given < MOST if kind is int else len(given) <= LONGEST and given.isprintable()
+    return 0 <= value < MOST if kind is int else len(value) <= LONGEST and value.isprintable()

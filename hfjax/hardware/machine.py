@@ -145,7 +145,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._found = tomllib.loads(path.read_text(encoding="utf-8"))
+            self._data = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: it is no TOML ({error}). Correct that place.") from error
 
@@ -153,43 +153,45 @@ class _Reader:
         """Return what the file says, checked."""
         allowed = {*TEXTS, "kinds", *CONSTANTS, "calibrated"}
         measured_before = {"processor"}  # of CPUs, in files that older versions wrote
-        if unknown := [key for key in self._found if key not in allowed | measured_before]:
+        if unknown := [key for key in self._data if key not in allowed | measured_before]:
             self._refuse(unknown[0], f"unknown. Allowed: {', '.join(sorted(allowed))}")
-        given: dict[str, Any] = {name: self._text(name, self._found.get(name)) for name in TEXTS}
-        given |= {name: self._constant(name, *of) for name, of in CONSTANTS.items()}
-        given["sources"] = {name: self._source(name) for name in CONSTANTS}
-        return Machine(kinds=self._kinds(), calibrated=self._calibrated(), **given)
+        values: dict[str, Any] = {name: self._text(name, self._data.get(name)) for name in TEXTS}
+        values |= {name: self._constant(name, *of) for name, of in CONSTANTS.items()}
+        values["sources"] = {name: self._source(name) for name in CONSTANTS}
+        return Machine(kinds=self._kinds(), calibrated=self._calibrated(), **values)
 
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise ValueError(f"{self._path}: {key}: {why}.")
 
-    def _text(self, key: str, found: object) -> str:
-        if isinstance(found, str) and found.strip():
-            return found
-        self._refuse(key, f"{_given(found)}: a text is needed")
+    def _text(self, key: str, value: object) -> str:
+        if isinstance(value, str) and value.strip():
+            return value
+        self._refuse(key, f"{_describe(value)}: a text is needed")
 
     def _source(self, name: str) -> str:
-        found = self._found[name]["source"]
-        if isinstance(found, str) and found.strip():
-            return found
+        source = self._data[name]["source"]
+        if isinstance(source, str) and source.strip():
+            return source
         self._refuse(
             f"{name}.source",
-            f"{found!r}: name a data sheet or a measurement with its date, or begin with assumed",
+            f"{source!r}: name a data sheet or a measurement with its date, or begin with assumed",
         )
 
     def _kinds(self) -> tuple[str, ...]:
-        found = self._found.get("kinds")
-        if isinstance(found, list) and found and all(isinstance(x, str) and x for x in found):
-            return tuple(found)
-        self._refuse("kinds", f'{_given(found)}: a list of texts is needed, as in ["H100", "H800"]')
+        kinds = self._data.get("kinds")
+        if isinstance(kinds, list) and kinds and all(isinstance(x, str) and x for x in kinds):
+            return tuple(kinds)
+        self._refuse(
+            "kinds", f'{_describe(kinds)}: a list of texts is needed, as in ["H100", "H800"]'
+        )
 
     def _constant(self, name: str, kind: object, about: str) -> Value:
         """Return the value of a constant."""
-        found = self._found.get(name)
-        if not isinstance(found, dict) or set(found) != {"value", "source"}:
+        entry = self._data.get(name)
+        if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
             needed = f'{{ value = ..., source = "..." }} is needed ({about})'
-            self._refuse(name, f"{_given(found)}: {needed}")
-        value = found["value"]
+            self._refuse(name, f"{_describe(entry)}: {needed}")
+        value = entry["value"]
         if kind != tuple[int, int]:
             return self._number(name, value, kind is int)
         if not isinstance(value, list) or len(value) != 2:
@@ -197,32 +199,32 @@ class _Reader:
         high, wide = (int(self._number(name, x, True)) for x in value)
         return high, wide
 
-    def _number(self, name: str, value: object, whole: bool) -> Number:
+    def _number(self, name: str, value: object, is_integer: bool) -> Number:
         """Return a number that is allowed."""
         about = CONSTANTS[name][1]
-        wrong = isinstance(value, bool) or (whole and not isinstance(value, int))
+        wrong = isinstance(value, bool) or (is_integer and not isinstance(value, int))
         if wrong or not isinstance(value, int | float):
-            kind = "a whole number" if whole else "a number"
+            kind = "a whole number" if is_integer else "a number"
             self._refuse(name, f"{value!r}: {kind} is needed ({about})")
         enough = value >= 0 if name in MAY_BE_NOTHING else value > 0
         if not enough or not math.isfinite(value):
             least = "0 or more" if name in MAY_BE_NOTHING else "more than 0"
             self._refuse(name, f"{value!r}: {least} is needed ({about})")
-        return value if whole else float(value)
+        return value if is_integer else float(value)
 
     def _calibrated(self) -> Calibration | None:
         """Return where the constants were measured, if the file says so."""
-        found = self._found.get("calibrated")
-        if found is None:
+        table = self._data.get("calibrated")
+        if table is None:
             return None
-        if not isinstance(found, dict) or set(found) != {*CALIBRATED}:
-            self._refuse("calibrated", f"{found!r}: {', '.join(CALIBRATED)} are needed, no others")
-        return Calibration(**{key: self._text(f"calibrated.{key}", found[key]) for key in found})
+        if not isinstance(table, dict) or set(table) != {*CALIBRATED}:
+            self._refuse("calibrated", f"{table!r}: {', '.join(CALIBRATED)} are needed, no others")
+        return Calibration(**{key: self._text(f"calibrated.{key}", table[key]) for key in table})
 
 
-def _given(found: object) -> str:
+def _describe(value: object) -> str:
     """Return how an error shows what stands in a file."""
-    return "missing" if found is None else repr(found)
+    return "missing" if value is None else repr(value)
 
 
 def _spell(value: object) -> str:

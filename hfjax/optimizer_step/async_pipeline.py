@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.optimizer_step.update import Found, Held, Update, unless_nonfinite
+from hfjax.optimizer_step.update import GradResult, TrainableState, Update, update_if_finite
 from hfjax.parallel.engine.gradient_engine import StepInputs
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import PipelineSchedule
-from hfjax.parallel.extensions.async_pipeline.engine import AsynchronousPlane
+from hfjax.parallel.extensions.async_pipeline.engine import AsyncPipelineEngine
 from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.pipeline.engine import PipelinePlane
+from hfjax.parallel.pipeline.engine import PipelineEngine
 from hfjax.sharding.layout import Layout, State
 from hfjax.utils.paths import Flat, flatten
 
@@ -37,50 +37,60 @@ class AsynchronousUpdate(Update):
     and averaged over the updates.
     """
 
-    stages: AsynchronousPlane  # of `plane`
+    stage_engine: AsyncPipelineEngine  # of `plane`
 
     @classmethod
-    def of(
-        cls, layout: Layout, plane: PipelinePlane, schedule: PipelineSchedule
+    def build(
+        cls, layout: Layout, engine: PipelineEngine, schedule: PipelineSchedule
     ) -> "AsynchronousUpdate":
         """Return the pass of a plane whose stages keep versions of their layers."""
         versions = schedule.versions(layout.mesh.shape[PIPE_AXIS])
         assert versions is not None
-        return cls(layout, plane, AsynchronousPlane(plane, versions))
+        return cls(layout, engine, AsyncPipelineEngine(engine, versions))
 
     @cached_property
     def parts(self) -> OptimizerParts:
         """Which part of the optimizer's state belongs to what."""
         return OptimizerParts(self.layout)
 
-    def __call__(self, state: State, batch: Any) -> Found:
+    def __call__(self, state: State, batch: Any) -> GradResult:
         """Return what a call of the step finds, its layers being updated already."""
-        kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
-        held = StepInputs(flatten(state.params), flatten(state.variables), *kept)
-        new, squares, ends, mean = self.stages.train(held, batch, state.step, self._apply)
+        leaves = (
+            self.parts.select(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER))
+        )
+        inputs = StepInputs(flatten(state.params), flatten(state.variables), *leaves)
+        new, squares, ends, mean = self.stage_engine.train(inputs, batch, state.step, self._apply)
         gradients = mean_gradients(ends, 1 / mean.weight, self.layout.working_dtypes)
         norm = jnp.sqrt(squares + optax.tree.norm(gradients, squared=True))
 
-        def changed(held: Held) -> Held:
-            ends, kept = self._ends(gradients, held.parameters, held.optimizer, state.step)
-            optimizer = self.parts.join(held.optimizer, kept, new.moments, new.counts)
-            return Held(held.parameters | ends | new.parameters, optimizer, {})
+        def apply_updates(trainable: TrainableState) -> TrainableState:
+            ends, end_leaves = self._update_ends(
+                gradients, trainable.parameters, trainable.optimizer, state.step
+            )
+            optimizer = self.parts.join(
+                trainable.optimizer, end_leaves, new.optimizer_state, new.counts
+            )
+            return TrainableState(trainable.parameters | ends | new.parameters, optimizer, {})
 
-        execution, placed = self.plane.context.execution, self.layout.placed
-        update = lambda held, finite: unless_nonfinite(execution, placed, finite, changed, held)
-        return Found(mean, norm, {}, {}, update)
+        execution, param_specs = self.engine.context.execution, self.layout.param_specs
+        update = lambda inputs, finite: update_if_finite(
+            execution, param_specs, finite, apply_updates, inputs
+        )
+        return GradResult(mean, norm, {}, {}, update)
 
-    def _apply(self, gradients: Flat, kept: tuple[Flat, Flat], parameters: Flat) -> Any:
+    def _apply(self, gradients: Flat, leaves: tuple[Flat, Flat], parameters: Flat) -> Any:
         """Update layers, inside the data plane."""
-        moments, counts = kept
-        parameters, new = self.parts.apply(gradients, moments | counts, parameters)
+        optimizer_state, counts = leaves
+        parameters, new = self.parts.apply(gradients, optimizer_state | counts, parameters)
         pick = lambda old: {name: new[name] for name in old}
-        return parameters, (pick(moments), pick(counts))
+        return parameters, (pick(optimizer_state), pick(counts))
 
-    def _ends(self, gradients: Flat, params: Flat, optimizer: Any, step: Any) -> tuple[Flat, Flat]:
+    def _update_ends(
+        self, gradients: Flat, params: Flat, optimizer: Any, step: Any
+    ) -> tuple[Flat, Flat]:
         """Return the ends and what the optimizer keeps of them, after their update."""
-        mine = self.parts.of(optimizer, ENDS)
-        counts = {n: step.astype(x.dtype) for n, x in self.parts.of(optimizer, COUNT).items()}
-        kept = mine | counts | self.parts.of(optimizer, NUMBER)
-        ends, new = self.parts.apply(gradients, kept, {path: params[path] for path in gradients})
-        return ends, {name: new[name] for name in mine}
+        end_leaves = self.parts.select(optimizer, ENDS)
+        counts = {n: step.astype(x.dtype) for n, x in self.parts.select(optimizer, COUNT).items()}
+        leaves = end_leaves | counts | self.parts.select(optimizer, NUMBER)
+        ends, new = self.parts.apply(gradients, leaves, {path: params[path] for path in gradients})
+        return ends, {name: new[name] for name in end_leaves}

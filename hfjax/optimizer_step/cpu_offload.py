@@ -18,20 +18,20 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.optimizer_step.optimizer_parts import OptimizerParts
-from hfjax.optimizer_step.update import Found, Gradients, Held, Update
-from hfjax.optimizers.transforms import from_master
+from hfjax.optimizer_step.update import Gradients, GradResult, TrainableState, Update
+from hfjax.optimizers.transforms import params_from_master
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import guard
-from hfjax.parallel.jaxprs.program import Piece, piece, variables
+from hfjax.parallel.jaxprs.program import FlatProgram, trace_flat, variables
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.offload.host_memory import is_on_host, to_device, to_host
-from hfjax.parallel.param_specs import Placed, entries_of
+from hfjax.parallel.param_specs import ParamSpecs, entries_of
 from hfjax.sharding.layout import State
 from hfjax.utils.paths import Flat, Index, flatten, nest
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name
 Arrays = dict[Key, Any]
-GRADIENT, PARAMETER, KEPT = "gradient", "parameter", "kept"
+GRADIENT, PARAMETER, OPTIMIZER = "gradient", "parameter", "kept"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,38 +42,44 @@ class StreamedUpdate(Update):
     `parallel/layerwise` fetches and updates layer by layer.
     """
 
-    layers_apart: Callable[[], bool]  # whether the optimizer updates each layer as if it were alone
+    is_layerwise: Callable[[], bool]  # whether the optimizer updates each layer as if it were alone
 
     def __post_init__(self) -> None:
-        assert self._parts, "tried out here, since no number is known inside of a trace"
+        assert self._units, "tried out here, since no number is known inside of a trace"
 
-    def __call__(self, state: State, batch: Any) -> Found:
+    def __call__(self, state: State, batch: Any) -> GradResult:
         """Return what a pass over the batch finds.
 
         What is streamed is selected part by part: no branch holds the state twice, and on the host
         nothing can be selected.
         """
-        gradients = Gradients.of(self.plane, state, batch)
-        working = self.layout.working_dtypes
-        scale = lambda summed: mean_gradients(summed, gradients.scale(), working)
-        keep = partial(guard, self.plane.context.execution.nonfinite)
+        gradients = Gradients.compute(self.engine, state, batch)
+        dtypes = self.layout.working_dtypes
+        scale = lambda summed: mean_gradients(summed, gradients.scale(), dtypes)
+        keep = partial(guard, self.engine.context.execution.nonfinite)
 
-        def update(held: Held, finite: jax.Array) -> Held:
-            new = self._updated(_Run(self, scale, keep, finite), gradients.summed, held)
-            return Held(*new, keep(finite, gradients.variables, held.variables))
+        def update(trainable: TrainableState, finite: jax.Array) -> TrainableState:
+            new = self._update_params(
+                _UnitUpdater(self, scale, keep, finite), gradients.sums, trainable
+            )
+            return TrainableState(*new, keep(finite, gradients.variables, trainable.variables))
 
-        return gradients.found(update)
+        return gradients.to_result(update)
 
-    def _updated(self, run: "_Run", gradients: Flat, held: Held) -> tuple[Flat, Any]:
+    def _update_params(
+        self, updater: "_UnitUpdater", gradients: Flat, trainable: TrainableState
+    ) -> tuple[Flat, Any]:
         """Return new parameters and optimizer state, each where the layout has it."""
-        kept = dict(zip(self.parts.leaves, jax.tree.leaves(held.optimizer), strict=True))
-        old = _named(GRADIENT, gradients) | _named(PARAMETER, held.parameters)
-        old |= _named(KEPT, kept)
+        leaves = dict(zip(self.parts.leaves, jax.tree.leaves(trainable.optimizer), strict=True))
+        old = _add_kind(GRADIENT, gradients) | _add_kind(PARAMETER, trainable.parameters)
+        old |= _add_kind(OPTIMIZER, leaves)
         new: Arrays = {}
-        for part in self._parts:
-            new |= run.part(part, _wait_for(old, part, new))
-        of = lambda kind: {name: x for (what, name), x in new.items() if what == kind}
-        return held.parameters | of(PARAMETER), self.parts.join(held.optimizer, of(KEPT))
+        for unit in self._units:
+            new |= updater.update(unit, _wait_for_copies(old, unit, new))
+        select = lambda kind: {name: x for (key_kind, name), x in new.items() if key_kind == kind}
+        return trainable.parameters | select(PARAMETER), self.parts.join(
+            trainable.optimizer, select(OPTIMIZER)
+        )
 
     @cached_property
     def parts(self) -> OptimizerParts:
@@ -81,42 +87,46 @@ class StreamedUpdate(Update):
         return OptimizerParts(self.layout)
 
     @cached_property
-    def on_host(self) -> frozenset[Key]:
+    def host_keys(self) -> frozenset[Key]:
         """What lies on the host."""
-        hosted = self.layout.hosted
-        parameters = self.layout.placed if hosted.parameters else ()
-        names = {(KEPT, name) for name in hosted.optimizer}
+        host_memory = self.layout.host_memory
+        parameters = self.layout.param_specs if host_memory.parameters else ()
+        names = {(OPTIMIZER, name) for name in host_memory.optimizer}
         return frozenset(names | {(PARAMETER, path) for path in parameters})
 
-    def owner(self, key: Key) -> Placed | None:
+    def owner(self, key: Key) -> ParamSpecs | None:
         """Return the parameter to which something belongs; None: to none."""
         kind, name = key
-        if kind != KEPT:
-            return self.layout.placed[name]
+        if kind != OPTIMIZER:
+            return self.layout.param_specs[name]
         return self.layout.parameter_of(*self.parts.leaves[name])
 
     @cached_property
     def _keys(self) -> list[Key]:
         """Everything that is updated."""
-        parameters = [(PARAMETER, path) for path in self.layout.placed]
-        return parameters + [(KEPT, name) for name in self.parts.leaves]
+        parameters = [(PARAMETER, path) for path in self.layout.param_specs]
+        return parameters + [(OPTIMIZER, name) for name in self.parts.leaves]
 
     @cached_property
-    def _parts(self) -> list["_Part"]:
+    def _units(self) -> list["_UpdateUnit"]:
         """The parts of the update, one after the other."""
-        stacks = self._stacks if self._layer_by_layer else {}
-        looped = [key for group in stacks.values() for key in group]
-        single: dict[str, list[Key]] = {}
+        stacks = self._stacks if self._updates_layers else {}
+        stacked_keys = [key for group in stacks.values() for key in group]
+        keys_by_path: dict[str, list[Key]] = {}
         rest: list[Key] = []
-        for key in [key for key in self._keys if key not in looped]:
+        for key in [key for key in self._keys if key not in stacked_keys]:
             p = self.owner(key)
-            on_host = p is not None and not self.on_host.isdisjoint(self._of(p.path))
-            (single.setdefault(p.path, []) if p is not None and on_host else rest).append(key)
-        loops = [_Part(self._program, keys, rows) for rows, keys in stacks.items()]
-        alone = [_Part(self._program, keys) for keys in (*single.values(), rest) if keys]
-        found = loops + alone
-        if not any(part.reads & self.on_host - set(part.keys) for part in found):
-            return found
+            on_host = p is not None and not self.host_keys.isdisjoint(self._keys_of(p.path))
+            (keys_by_path.setdefault(p.path, []) if p is not None and on_host else rest).append(key)
+        stack_units = [
+            _UpdateUnit(self._program, keys, stack_size) for stack_size, keys in stacks.items()
+        ]
+        other_units = [
+            _UpdateUnit(self._program, keys) for keys in (*keys_by_path.values(), rest) if keys
+        ]
+        units = stack_units + other_units
+        if not any(unit.reads & self.host_keys - set(unit.keys) for unit in units):
+            return units
         warnings.warn(
             "this optimizer updates a parameter by what it keeps of others, so all that lies on "
             "the host is on the device at once while it is updated: it takes no less memory than "
@@ -125,9 +135,9 @@ class StreamedUpdate(Update):
             RuntimeWarning,
             stacklevel=2,
         )
-        return [_Part(self._whole, self._keys)]
+        return [_UpdateUnit(self._full_program, self._keys)]
 
-    def _of(self, path: str) -> set[Key]:
+    def _keys_of(self, path: str) -> set[Key]:
         owner = lambda key: p.path if (p := self.owner(key)) is not None else None
         return {key for key in self._keys if owner(key) == path}
 
@@ -141,97 +151,105 @@ class StreamedUpdate(Update):
         return stacks
 
     @cached_property
-    def _layer_by_layer(self) -> bool:
+    def _updates_layers(self) -> bool:
         """Whether each layer can be updated alone, and there is one to fetch."""
-        if not any(key in self.on_host for keys in self._stacks.values() for key in keys):
+        if not any(key in self.host_keys for keys in self._stacks.values() for key in keys):
             return False
-        return self.layers_apart()
+        return self.is_layerwise()
 
     @cached_property
     def _program(self) -> "_Program":
-        return self._trace(1) if self._layer_by_layer else self._whole
+        return self._trace(1) if self._updates_layers else self._full_program
 
     @cached_property
-    def _whole(self) -> "_Program":
+    def _full_program(self) -> "_Program":
         return self._trace(None)
 
-    def _trace(self, rows: int | None) -> "_Program":
+    def _trace(self, stack_size: int | None) -> "_Program":
         """Return the optimizer's program, of so many rows of what is stacked (None: of all)."""
         shapes = self._shapes
-        if rows is not None:
-            few = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-            stacked = lambda key: (p := self.owner(key)) is not None and p.stacked
-            shapes = {key: few(x) if stacked(key) else x for key, x in shapes.items()}
+        if stack_size is not None:
+            resize = lambda x: jax.ShapeDtypeStruct((stack_size, *x.shape[1:]), x.dtype)
+            is_stacked = lambda key: (p := self.owner(key)) is not None and p.stacked
+            shapes = {key: resize(x) if is_stacked(key) else x for key, x in shapes.items()}
         inputs = list(shapes)
 
         def update(*arrays: Any) -> list[Any]:
-            new = self._update(dict(zip(inputs, arrays, strict=True)))
+            new = self._run_optimizer(dict(zip(inputs, arrays, strict=True)))
             return [new[key] for key in self._keys]
 
-        return _Program(piece(update, *shapes.values()), tuple(inputs), tuple(self._keys))
+        return _Program(trace_flat(update, *shapes.values()), tuple(inputs), tuple(self._keys))
 
     @property
     def _shapes(self) -> Arrays:
-        placed = self.layout.placed
-        master = {path: self.layout.working_dtype(path) for path in placed}
+        param_specs = self.layout.param_specs
+        dtypes = {path: self.layout.working_dtype(path) for path in param_specs}
         shape = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
-        gradients = {path: shape(p, master[path]) for path, p in placed.items() if not p.frozen}
-        parameters = {path: shape(p, p.dtype) for path, p in placed.items()}
-        kept = {name: shape(leaf, leaf.dtype) for name, (_, leaf) in self.parts.leaves.items()}
-        return _named(GRADIENT, gradients) | _named(PARAMETER, parameters) | _named(KEPT, kept)
+        gradients = {
+            path: shape(p, dtypes[path]) for path, p in param_specs.items() if not p.frozen
+        }
+        parameters = {path: shape(p, p.dtype) for path, p in param_specs.items()}
+        leaves = {name: shape(leaf, leaf.dtype) for name, (_, leaf) in self.parts.leaves.items()}
+        return (
+            _add_kind(GRADIENT, gradients)
+            | _add_kind(PARAMETER, parameters)
+            | _add_kind(OPTIMIZER, leaves)
+        )
 
-    def _update(self, old: Arrays) -> Arrays:
+    def _run_optimizer(self, old: Arrays) -> Arrays:
         """Return what the optimizer makes of everything."""
-        of = lambda kind: {name: x for (what, name), x in old.items() if what == kind}
-        params, kept = of(PARAMETER), of(KEPT)
-        gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | of(GRADIENT)
-        form = jax.tree.structure(self.layout.state_shapes.optimizer)
-        state = form.unflatten([kept[name] for name in self.parts.leaves])
-        given = nest(params)
-        updates, state = self.layout.optimizer.update(nest(gradients), state, given)
-        new = from_master(flatten(cast(dict, optax.apply_updates(given, updates))), state)
-        named = dict(zip(self.parts.leaves, jax.tree.leaves(state), strict=True))
-        return _named(PARAMETER, new) | _named(KEPT, named)
+        select = lambda kind: {name: x for (key_kind, name), x in old.items() if key_kind == kind}
+        params, leaves = select(PARAMETER), select(OPTIMIZER)
+        gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | select(GRADIENT)
+        treedef = jax.tree.structure(self.layout.state_shapes.optimizer)
+        state = treedef.unflatten([leaves[name] for name in self.parts.leaves])
+        params_tree = nest(params)
+        updates, state = self.layout.optimizer.update(nest(gradients), state, params_tree)
+        new = params_from_master(
+            flatten(cast(dict, optax.apply_updates(params_tree, updates))), state
+        )
+        new_leaves = dict(zip(self.parts.leaves, jax.tree.leaves(state), strict=True))
+        return _add_kind(PARAMETER, new) | _add_kind(OPTIMIZER, new_leaves)
 
 
 class _Program(NamedTuple):
     """The optimizer's program, its inputs and outputs by name."""
 
-    whole: Piece
+    body: FlatProgram
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _UpdateUnit:
     """What is updated together; with rows, row by row."""
 
     program: _Program
     keys: Sequence[Key]
-    rows: int | None = None
+    stack_size: int | None = None
 
     @cached_property
-    def _piece(self) -> Piece:
-        at = dict(zip(self.program.outputs, self.program.whole.outputs, strict=True))
-        return self.program.whole.part([at[key] for key in self.keys])
+    def _body(self) -> FlatProgram:
+        at = dict(zip(self.program.outputs, self.program.body.outputs, strict=True))
+        return self.program.body.subprogram([at[key] for key in self.keys])
 
     @cached_property
     def reads(self) -> frozenset[Key]:
         """What the new arrays depend on."""
-        used = set(variables(self._piece.outputs))
-        for equation in self._piece.equations:
-            used.update(variables(equation.invars))
-        pairs = zip(self.program.inputs, self.program.whole.inputs, strict=True)
-        return frozenset(key for key, variable in pairs if variable in used)
+        reads = set(variables(self._body.outputs))
+        for equation in self._body.equations:
+            reads.update(variables(equation.invars))
+        pairs = zip(self.program.inputs, self.program.body.inputs, strict=True)
+        return frozenset(key for key, variable in pairs if variable in reads)
 
     def compute(self, old: Arrays) -> Arrays:
         """Return the new arrays of this part; what it does not read may be missing."""
-        given = [old.get(key) if key in self.reads else None for key in self.program.inputs]
-        return dict(zip(self.keys, self._piece(*given), strict=True))
+        inputs = [old.get(key) if key in self.reads else None for key in self.program.inputs]
+        return dict(zip(self.keys, self._body(*inputs), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _UnitUpdater:
     """One update, in a trace."""
 
     streamed: StreamedUpdate
@@ -239,81 +257,89 @@ class _Run:
     keep: Callable  # (finite, new, old) -> what there is after the step
     finite: jax.Array  # whether the step is
 
-    def part(self, part: _Part, old: Arrays) -> Arrays:
+    def update(self, unit: _UpdateUnit, old: Arrays) -> Arrays:
         """Return what a part becomes."""
-        old = {key: x for key, x in old.items() if key in part.reads or key in part.keys}
-        if part.rows is None:
-            return self._new(part, old, part.keys)
-        return self._row_by_row(part, old)
+        old = {key: x for key, x in old.items() if key in unit.reads or key in unit.keys}
+        if unit.stack_size is None:
+            return self._update_arrays(unit, old, unit.keys)
+        return self._update_stacks(unit, old)
 
-    def _row_by_row(self, part: _Part, old: Arrays) -> Arrays:
+    def _update_stacks(self, unit: _UpdateUnit, old: Arrays) -> Arrays:
         """Return stacks whose rows are updated in place, on each stage its own."""
-        carried = {key: old[key] for key in part.keys}
+        carried = {key: old[key] for key in unit.keys}
         fixed = {key: x for key, x in old.items() if key not in carried}
-        home = lambda key: P(*self._home(key)) if key in carried or key[0] == GRADIENT else P()
-        specs = [{key: home(key) for key in flat} for flat in (carried, fixed)]
+        spec_of = lambda key: (
+            P(*self._stage_axes(key)) if key in carried or key[0] == GRADIENT else P()
+        )
+        specs = [{key: spec_of(key) for key in flat} for flat in (carried, fixed)]
 
         def device(carried: Arrays, fixed: Arrays, finite: jax.Array) -> Arrays:
-            run = replace(self, finite=finite)
-            here = len(next(iter(carried.values())))
-            body = lambda i, stacks: run._row(part, stacks, fixed, i)
-            return lax.fori_loop(0, here, body, carried)
+            updater = replace(self, finite=finite)
+            num_layers = len(next(iter(carried.values())))
+            body = lambda i, stacks: updater._update_layer(unit, stacks, fixed, i)
+            return lax.fori_loop(0, num_layers, body, carried)
 
         mesh = self.streamed.layout.mesh
         # The program was traced elsewhere, without marks of what differs between stages.
-        places = {"in_specs": (*specs, P()), "out_specs": specs[0]}
-        run = jax.shard_map(device, mesh=mesh, axis_names={PIPE_AXIS}, check_vma=False, **places)
-        return run(carried, fixed, self.finite)
+        shard_specs = {"in_specs": (*specs, P()), "out_specs": specs[0]}
+        sharded_update = jax.shard_map(
+            device, mesh=mesh, axis_names={PIPE_AXIS}, check_vma=False, **shard_specs
+        )
+        return sharded_update(carried, fixed, self.finite)
 
-    def _home(self, key: Key) -> tuple:
+    def _stage_axes(self, key: Key) -> tuple:
         p = self.streamed.owner(key)
-        return (PIPE_AXIS,) if p is not None and PIPE_AXIS in p.stays else ()
+        return (PIPE_AXIS,) if p is not None and PIPE_AXIS in p.sharded_compute else ()
 
-    def _row(self, part: _Part, stacks: Arrays, fixed: Arrays, i: Index) -> Arrays:
+    def _update_layer(self, unit: _UpdateUnit, stacks: Arrays, fixed: Arrays, i: Index) -> Arrays:
         """Return the stacks with one row updated."""
-        row = lambda x: lax.dynamic_slice_in_dim(x, i, 1)
-        of_row = {key: row(x) if key[0] == GRADIENT else x for key, x in fixed.items()}
-        new = self._new(part, of_row | {key: row(x) for key, x in stacks.items()}, part.keys)
-        put = lambda x, of: lax.dynamic_update_slice(x, of, (i,) + (0,) * (x.ndim - 1))
+        slice_layer = lambda x: lax.dynamic_slice_in_dim(x, i, 1)
+        layer_inputs = {
+            key: slice_layer(x) if key[0] == GRADIENT else x for key, x in fixed.items()
+        }
+        new = self._update_arrays(
+            unit, layer_inputs | {key: slice_layer(x) for key, x in stacks.items()}, unit.keys
+        )
+        put = lambda x, layer: lax.dynamic_update_slice(x, layer, (i,) + (0,) * (x.ndim - 1))
         return {key: put(x, new[key]) for key, x in stacks.items()}
 
-    def _new(self, part: _Part, old: Arrays, keys: Sequence[Key]) -> Arrays:
+    def _update_arrays(self, unit: _UpdateUnit, old: Arrays, keys: Sequence[Key]) -> Arrays:
         """Return new arrays, each in the memory where the old one is."""
-        there = {key: self._place(key, to_device(x), "moment") for key, x in old.items()}
-        gradients = {key[1]: x for key, x in there.items() if key[0] == GRADIENT}
-        there |= _named(GRADIENT, self.scale(gradients))
-        new = part.compute(there)
+        arrays = {key: self._constrain(key, to_device(x), "moment") for key, x in old.items()}
+        gradients = {key[1]: x for key, x in arrays.items() if key[0] == GRADIENT}
+        arrays |= _add_kind(GRADIENT, self.scale(gradients))
+        new = unit.compute(arrays)
         for key in keys:
-            new[key] = self.keep(self.finite, new[key], there[key])
+            new[key] = self.keep(self.finite, new[key], arrays[key])
             if is_on_host(old[key]):
                 new[key] = to_host(
-                    self._place(key, new[key], "parameter" if key[0] == PARAMETER else "moment")
+                    self._constrain(key, new[key], "parameter" if key[0] == PARAMETER else "moment")
                 )
         return new
 
-    def _place(self, key: Key, x: jax.Array, column: str) -> jax.Array:
+    def _constrain(self, key: Key, x: jax.Array, column: str) -> jax.Array:
         """Return an array, or a row of it, split over devices as a column says."""
         p = self.streamed.owner(key)
         if p is None or not x.ndim:
             return x
         spec = getattr(p, column)
-        inside = jax.sharding.get_abstract_mesh()
-        if inside.empty or not inside.manual_axes:
+        abstract_mesh = jax.sharding.get_abstract_mesh()
+        if abstract_mesh.empty or not abstract_mesh.manual_axes:
             return lax.with_sharding_constraint(x, NamedSharding(p.mesh, spec))
         return lax.with_sharding_constraint(x, P(None, *entries_of(spec, x.ndim)[1:]))
 
 
-def _named(kind: str, flat: Flat) -> Arrays:
+def _add_kind(kind: str, flat: Flat) -> Arrays:
     return {(kind, name): x for name, x in flat.items()}
 
 
-def _wait_for(old: Arrays, part: _Part, done: Arrays) -> Arrays:
+def _wait_for_copies(old: Arrays, unit: _UpdateUnit, done: Arrays) -> Arrays:
     """Return the arrays, those of this part on the host tied to the copies back of parts before.
 
     Otherwise all parts could be on the device at the same time.
     """
-    mine = {key: old[key] for key in part.keys if is_on_host(old[key])}
-    before = {key: x for key, x in done.items() if is_on_host(x)}
-    if not mine or not before:
+    host_arrays = {key: old[key] for key in unit.keys if is_on_host(old[key])}
+    copies = {key: x for key, x in done.items() if is_on_host(x)}
+    if not host_arrays or not copies:
         return old
-    return old | lax.optimization_barrier((mine, before))[0]
+    return old | lax.optimization_barrier((host_arrays, copies))[0]

@@ -16,7 +16,7 @@ from hfjax.utils.paths import Tree, flatten, nest
 COPIES = {Mastered: "master", Averaged: "average"}  # what keeps a copy of the parameters, and where
 
 
-class Follow:
+class MasterSync:
     """Lets the copies that an optimizer keeps follow parameters that no step has made.
 
     A step makes a parameter of its master weight, and would undo what was put in its place; an
@@ -24,84 +24,90 @@ class Follow:
     """
 
     def __init__(self, optimizer_state: Any) -> None:
-        self.idle = not _copies(optimizer_state)
-        self._made: list[weakref.ref] = []
+        self.is_idle = not _has_copies(optimizer_state)
+        self._own_params: list[weakref.ref] = []
 
-    def within(self, state: State) -> State:
+    def sync_traced(self, state: State) -> State:
         """Return the state with copies that fit its parameters, in a program that is traced."""
-        if self.idle:
+        if self.is_idle:
             return state
-        params, first = flatten(state.params), state.step == 0
-        follow = lambda kept: _following(kept, params, first, _traced)
-        return replace(state, optimizer=_mapped(follow, state.optimizer, _is_copy))
+        params, is_first = flatten(state.params), state.step == 0
+        sync_node = lambda node: _sync_node(node, params, is_first, _sync_traced)
+        return replace(state, optimizer=_map_nodes(sync_node, state.optimizer, _is_copy))
 
-    def made(self, state: State) -> State:
+    def remember_params(self, state: State) -> State:
         """Take note of parameters that a step has made, and return their state."""
-        if not self.idle:
-            self._made = [weakref.ref(x) for x in jax.tree.leaves(state.params)]
+        if not self.is_idle:
+            self._own_params = [weakref.ref(x) for x in jax.tree.leaves(state.params)]
         return state
 
     def __call__(self, state: State) -> State:
         """Return the state; if others have made its parameters, with copies that fit them."""
-        if self.idle:
+        if self.is_idle:
             return state
         leaves = jax.tree.leaves(state.params)
-        if len(leaves) == len(self._made) and all(
-            ref() is x for ref, x in zip(self._made, leaves, strict=True)
+        if len(leaves) == len(self._own_params) and all(
+            ref() is x for ref, x in zip(self._own_params, leaves, strict=True)
         ):
             return state
-        params, first = flatten(state.params), int(state.step) == 0
-        follow = lambda kept: _following(kept, params, first, _follows)
-        return replace(state, optimizer=_mapped(follow, state.optimizer, _is_copy))
+        params, is_first = flatten(state.params), int(state.step) == 0
+        sync_node = lambda node: _sync_node(node, params, is_first, _sync_copy)
+        return replace(state, optimizer=_map_nodes(sync_node, state.optimizer, _is_copy))
 
 
-def _mapped(function: Any, tree: Tree, stop: Any) -> Any:
+def _map_nodes(function: Any, tree: Tree, is_node: Any) -> Any:
     """Return a tree whose nodes are replaced, those inside of them before."""
-    if stop(tree):
-        tree = tree._replace(optimizer=_mapped(function, tree.optimizer, stop))
+    if is_node(tree):
+        tree = tree._replace(optimizer=_map_nodes(function, tree.optimizer, is_node))
         return function(tree)
-    return jax.tree.map(lambda x: _mapped(function, x, stop) if stop(x) else x, tree, is_leaf=stop)
+    return jax.tree.map(
+        lambda x: _map_nodes(function, x, is_node) if is_node(x) else x, tree, is_leaf=is_node
+    )
 
 
 def _is_copy(x: object) -> bool:
     return type(x) in COPIES
 
 
-def _copies(optimizer_state: Any) -> bool:
+def _has_copies(optimizer_state: Any) -> bool:
     return any(map(_is_copy, jax.tree.leaves(optimizer_state, is_leaf=_is_copy)))
 
 
-def _following(kept: Any, params: dict[str, Any], first: Any, follows: Callable) -> Any:
+def _sync_node(node: Any, params: dict[str, Any], is_first: Any, sync: Callable) -> Any:
     """Return what an optimizer keeps; an average begins with parameters, and is then its own."""
-    name = COPIES[type(kept)]
-    when = first if isinstance(kept, Averaged) else True
-    if when is False:
-        return kept
-    copies = flatten(getattr(kept, name))
+    name = COPIES[type(node)]
+    is_active = is_first if isinstance(node, Averaged) else True
+    if is_active is False:
+        return node
+    copies = flatten(getattr(node, name))
     new = {
-        path: follows(x, params[path], when) if path in params and hasattr(x, "dtype") else x
+        path: sync(x, params[path], is_active) if path in params and hasattr(x, "dtype") else x
         for path, x in copies.items()
     }
-    return kept._replace(**{name: nest(new)})
+    return node._replace(**{name: nest(new)})
 
 
-def _follows(copy: jax.Array, parameter: jax.Array, _: bool) -> jax.Array:
+def _sync_copy(copy: jax.Array, parameter: jax.Array, _: bool) -> jax.Array:
     """Return the copy; where it is not the parameter to rounding, the parameter."""
-    own = copy.sharding
-    place = own.with_memory_kind("device") if is_host_sharding(own) else own
-    nearer = jax.jit(_nearer, out_shardings=(place, None))
-    made, apart = nearer(to_device(copy), to_device(parameter))
-    return jax.device_put(made, own) if apart else copy
+    sharding = copy.sharding
+    device_sharding = (
+        sharding.with_memory_kind("device") if is_host_sharding(sharding) else sharding
+    )
+    replace_stale = jax.jit(_replace_stale, out_shardings=(device_sharding, None))
+    new_copy, is_stale = replace_stale(to_device(copy), to_device(parameter))
+    return jax.device_put(new_copy, sharding) if is_stale else copy
 
 
-def _traced(copy: jax.Array, parameter: jax.Array, when: Any) -> jax.Array:
-    here = to_device(copy)
-    made = jnp.where(when, _nearer(here, to_device(parameter))[0], here)
-    return to_host(made) if is_on_host(copy) else made
+def _sync_traced(copy: jax.Array, parameter: jax.Array, is_active: Any) -> jax.Array:
+    device_copy = to_device(copy)
+    new_copy = jnp.where(
+        is_active, _replace_stale(device_copy, to_device(parameter))[0], device_copy
+    )
+    return to_host(new_copy) if is_on_host(copy) else new_copy
 
 
-def _nearer(copy: jax.Array, parameter: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rounding = jnp.finfo(parameter.dtype)
-    wide = parameter.astype(copy.dtype)
-    apart = ~(jnp.abs(copy - wide) <= rounding.eps * jnp.abs(wide) + rounding.tiny)
-    return jnp.where(apart, wide, copy), apart.any()
+def _replace_stale(copy: jax.Array, parameter: jax.Array) -> tuple[jax.Array, jax.Array]:
+    finfo = jnp.finfo(parameter.dtype)
+    wide_param = parameter.astype(copy.dtype)
+    is_stale = ~(jnp.abs(copy - wide_param) <= finfo.eps * jnp.abs(wide_param) + finfo.tiny)
+    return jnp.where(is_stale, wide_param, copy), is_stale.any()

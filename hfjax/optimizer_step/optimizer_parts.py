@@ -30,49 +30,51 @@ class OptimizerParts:
     @cached_property
     def leaves(self) -> dict[str, tuple[tuple, Any]]:
         """Name -> path and shape of everything that the optimizer keeps."""
-        found, _ = jax.tree_util.tree_flatten_with_path(self.layout.abstract_state().optimizer)
-        return {jax.tree_util.keystr(keys): (keys, leaf) for keys, leaf in found}
+        pairs, _ = jax.tree_util.tree_flatten_with_path(self.layout.abstract_state().optimizer)
+        return {jax.tree_util.keystr(keys): (keys, leaf) for keys, leaf in pairs}
 
     @cached_property
     def roles(self) -> dict[str, str]:
         """Name -> whose it is: of layers, of ends, a count beside moments, or another number."""
-        roles, beside = {}, set()
+        roles, moment_prefixes = {}, set()
         for name, (keys, leaf) in self.leaves.items():
             if (p := self.layout.parameter_of(keys, leaf)) is not None:
                 roles[name] = LAYERS if p.path.startswith(OF_LAYERS) else ENDS
-                beside.add(keys[: -len(p.path.split("/")) - 1])
+                moment_prefixes.add(keys[: -len(p.path.split("/")) - 1])
         for name, (keys, _) in self.leaves.items():
             if name not in roles:
-                roles[name] = COUNT if keys[:-1] in beside else NUMBER
+                roles[name] = COUNT if keys[:-1] in moment_prefixes else NUMBER
         return roles
 
-    def of(self, state: Any, *roles: str) -> Flat:
+    def select(self, state: Any, *roles: str) -> Flat:
         """Return what an optimizer's state holds of these roles, by name."""
         leaves = zip(self.leaves, jax.tree.leaves(state), strict=True)
         return {name: leaf for name, leaf in leaves if self.roles[name] in roles}
 
     def join(self, state: Any, *new: Flat) -> Any:
         """Return the state with these leaves changed."""
-        changed: Flat = {name: leaf for part in new for name, leaf in part.items()}
+        changed: Flat = {name: leaf for flat in new for name, leaf in flat.items()}
         old = zip(self.leaves, jax.tree.leaves(state), strict=True)
-        form = jax.tree.structure(state)
-        return form.unflatten([changed.get(name, leaf) for name, leaf in old])
+        treedef = jax.tree.structure(state)
+        return treedef.unflatten([changed.get(name, leaf) for name, leaf in old])
 
-    def apply(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+    def apply(self, gradients: Flat, leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
         """Return parameters and state after an update of these parameters alone."""
-        updates, kept = self.update(gradients, kept, parameters)
-        return cast(Flat, optax.apply_updates(parameters, updates)), kept
+        updates, leaves = self.update(gradients, leaves, parameters)
+        return cast(Flat, optax.apply_updates(parameters, updates)), leaves
 
-    def update(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+    def update(self, gradients: Flat, leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
         """Return what the optimizer adds to these parameters alone, and its state afterwards."""
-        nothing = {path: _empty(p) for path, p in self.layout.placed.items()}
-        state = self.join(jax.tree.map(_empty, self.layout.abstract_state().optimizer), kept)
-        given = (nest(nothing | gradients), state, nest(nothing | parameters))
-        updates, state = self.layout.optimizer.update(*given)
-        updates, state = flatten(cast(dict, updates)), self.of(state, *set(self.roles.values()))
-        as_before = {name: state[name].astype(old.dtype) for name, old in kept.items()}
-        return {path: updates[path] for path in parameters}, as_before
+        empty = {path: _empty_array(p) for path, p in self.layout.param_specs.items()}
+        state = self.join(
+            jax.tree.map(_empty_array, self.layout.abstract_state().optimizer), leaves
+        )
+        inputs = (nest(empty | gradients), state, nest(empty | parameters))
+        updates, state = self.layout.optimizer.update(*inputs)
+        updates, state = flatten(cast(dict, updates)), self.select(state, *set(self.roles.values()))
+        new_leaves = {name: state[name].astype(old.dtype) for name, old in leaves.items()}
+        return {path: updates[path] for path in parameters}, new_leaves
 
 
-def _empty(like: Any) -> jax.Array:
+def _empty_array(like: Any) -> jax.Array:
     return jnp.zeros((0, *like.shape[1:]) if like.shape else (), like.dtype)

@@ -9,40 +9,46 @@ from functools import partial
 
 from jax import lax
 
-from hfjax.parallel.engine.comm_plan import gather_from_moments
+from hfjax.parallel.engine.comm_plan import gather_from_optimizer_state
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.utils.paths import Flat, Index
 
 
-def gathered(context: StepContext, new: Flat, old: Flat) -> Flat:
+def all_gather_params(context: StepContext, new: Flat, old: Flat) -> Flat:
     """Return new parameters; each layer of a stack takes the place of the old one.
 
     Those outside of stacks stay as they are, for XLA's partitioner to gather.
     """
-    placed = {
+    param_specs = {
         path: p
-        for path, p in context.placed.items()
-        if p.stacked and p.moment_only_dims("parameter")
+        for path, p in context.param_specs.items()
+        if p.stacked and p.optimizer_only_dims("parameter")
     }
-    if not placed:
+    if not param_specs:
         return new
 
     def device(new: Flat, old: Flat) -> Flat:
-        def layer(i: Index, stacks: Flat) -> Flat:
-            here = {path: lax.dynamic_index_in_dim(new[path], i, 0, False) for path in stacks}
-            whole = {path: gather_from_moments(placed[path], x) for path, x in here.items()}
+        def gather_layer(i: Index, stacks: Flat) -> Flat:
+            shards = {path: lax.dynamic_index_in_dim(new[path], i, 0, False) for path in stacks}
+            full_layers = {
+                path: gather_from_optimizer_state(param_specs[path], x)
+                for path, x in shards.items()
+            }
             put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
-            return {path: put(stacks[path], x) for path, x in whole.items()}
+            return {path: put(stacks[path], x) for path, x in full_layers.items()}
 
         depths: dict[int, Flat] = {}
         for path, x in old.items():
             depths.setdefault(len(x), {})[path] = x
-        done = (lax.fori_loop(0, depth, layer, stacks) for depth, stacks in depths.items())
-        return {path: x for stacks in done for path, x in stacks.items()}
+        new_stacks = (
+            lax.fori_loop(0, depth, gather_layer, stacks) for depth, stacks in depths.items()
+        )
+        return {path: x for stacks in new_stacks for path, x in stacks.items()}
 
-    moments, parameters = (
-        {path: p.manual(column) for path, p in placed.items()} for column in ("moment", "parameter")
+    update_specs, stored_specs = (
+        {path: p.manual_spec(column) for path, p in param_specs.items()}
+        for column in ("moment", "parameter")
     )
-    run = context.shard_map(device, (moments, parameters), parameters)
-    of = lambda flat: {path: flat[path] for path in placed}
-    return new | run(of(new), of(old))
+    gather = context.shard_map(device, (update_specs, stored_specs), stored_specs)
+    select = lambda flat: {path: flat[path] for path in param_specs}
+    return new | gather(select(new), select(old))

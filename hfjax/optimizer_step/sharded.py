@@ -6,40 +6,49 @@ from typing import Any, cast
 import jax.numpy as jnp
 import optax
 
-from hfjax.optimizer_step.param_all_gather import gathered
-from hfjax.optimizer_step.update import Found, Gradients, Held, Update, constrain, unless_nonfinite
-from hfjax.optimizers.transforms import from_master
+from hfjax.optimizer_step.param_all_gather import all_gather_params
+from hfjax.optimizer_step.update import (
+    Gradients,
+    GradResult,
+    TrainableState,
+    Update,
+    constrain,
+    update_if_finite,
+)
+from hfjax.optimizers.transforms import params_from_master
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.sharding.layout import State
 from hfjax.utils.paths import Flat, flatten, nest
 
 
 @dataclass(frozen=True, eq=False)
-class WholeUpdate(Update):
+class ShardedUpdate(Update):
     """The update of a layout whose state lies on the device."""
 
-    def __call__(self, state: State, batch: Any) -> Found:
+    def __call__(self, state: State, batch: Any) -> GradResult:
         """Return what a pass over the batch finds."""
-        gradients = Gradients.of(self.plane, state, batch)
+        gradients = Gradients.compute(self.engine, state, batch)
 
-        def new(held: Held) -> Held:
-            given = mean_gradients(gradients.summed, gradients.scale(), self.layout.working_dtypes)
-            return Held(*self._updated(given, held), gradients.variables)
+        def apply_update(trainable: TrainableState) -> TrainableState:
+            grads = mean_gradients(gradients.sums, gradients.scale(), self.layout.working_dtypes)
+            return TrainableState(*self._update_params(grads, trainable), gradients.variables)
 
-        context, placed = self.plane.context, self.layout.placed
+        context, param_specs = self.engine.context, self.layout.param_specs
 
-        def update(held: Held, finite: Any) -> Held:
-            after = unless_nonfinite(context.execution, placed, finite, new, held)
-            whole = gathered(context, after.parameters, flatten(state.params))
-            return after._replace(parameters=whole)
+        def update(trainable: TrainableState, finite: Any) -> TrainableState:
+            after = update_if_finite(
+                context.execution, param_specs, finite, apply_update, trainable
+            )
+            params = all_gather_params(context, after.parameters, flatten(state.params))
+            return after._replace(parameters=params)
 
-        return gradients.found(update)
+        return gradients.to_result(update)
 
-    def _updated(self, gradients: Flat, held: Held) -> tuple[Flat, Any]:
+    def _update_params(self, gradients: Flat, trainable: TrainableState) -> tuple[Flat, Any]:
         """Return parameters and the optimizer's state, on each device its part."""
-        params, placed = held.parameters, self.layout.placed
+        params, param_specs = trainable.parameters, self.layout.param_specs
         gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
-        given = nest(constrain(gradients, placed)), held.optimizer, nest(params)
-        updates, optimizer = self.layout.optimizer.update(*given)
-        updated = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
-        return constrain(from_master(updated, optimizer), placed), optimizer
+        inputs = nest(constrain(gradients, param_specs)), trainable.optimizer, nest(params)
+        updates, optimizer = self.layout.optimizer.update(*inputs)
+        new_params = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
+        return constrain(params_from_master(new_params, optimizer), param_specs), optimizer

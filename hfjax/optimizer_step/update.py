@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from hfjax.parallel.engine.gradient_engine import Plane
+from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.mesh import platform_of
-from hfjax.parallel.param_specs import Placed
+from hfjax.parallel.param_specs import ParamSpecs
 from hfjax.sharding.layout import Layout, State
 from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, flatten
 
 
-class Held(NamedTuple):
+class TrainableState(NamedTuple):
     """What a step changes."""
 
     parameters: Flat
@@ -37,7 +37,7 @@ class Held(NamedTuple):
     variables: Flat  # those that the model wrote to
 
 
-class Found(NamedTuple):
+class GradResult(NamedTuple):
     """What a pass over a batch has found: nothing is updated yet."""
 
     mean: Mean
@@ -46,7 +46,8 @@ class Found(NamedTuple):
     # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
     # by one; empty where nobody knows them all.
     squares: Flat
-    update: Callable[[Held, jax.Array], Held]  # (what was before, whether all is finite) -> after
+    # (what was before, whether all is finite) -> after.
+    update: Callable[[TrainableState, jax.Array], TrainableState]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,17 +55,17 @@ class Update(ABC):
     """One call of a step: from a state and a batch to what becomes of the state."""
 
     layout: Layout
-    plane: Plane  # what runs the model forward and backward
+    engine: GradientEngine  # what runs the model forward and backward
 
     @abstractmethod
-    def __call__(self, state: State, batch: Any) -> Found:
+    def __call__(self, state: State, batch: Any) -> GradResult:
         """Return what a pass over the batch finds."""
 
 
 class Gradients(NamedTuple):
     """Gradients that all devices have before any of them is used, as they were summed."""
 
-    summed: Flat
+    sums: Flat
     mean: Mean
     variables: Flat
     squares: Flat
@@ -72,16 +73,22 @@ class Gradients(NamedTuple):
     clip: float | None
 
     @classmethod
-    def of(cls, plane: Plane, state: State, batch: Any) -> "Gradients":
+    def compute(cls, engine: GradientEngine, state: State, batch: Any) -> "Gradients":
         """Return the gradients of a batch."""
         params, variables = flatten(state.params), flatten(state.variables)
-        seed = plane.context.seed_of(state.scale.value, plane.pieces) if state.scale else None
-        gradients, mean, written = plane.gradients(params, variables, batch, state.step, seed)
+        seed = (
+            engine.context.loss_seed(state.scale.value, engine.num_microbatches)
+            if state.scale
+            else None
+        )
+        gradients, mean, new_variables = engine.gradients(
+            params, variables, batch, state.step, seed
+        )
         if seed is not None:
             gradients = {path: g / seed for path, g in gradients.items()}
         squares = {path: (g * g).sum() for path, g in gradients.items()}
         norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
-        return cls(gradients, mean, written, squares, norm, plane.context.execution.clip)
+        return cls(gradients, mean, new_variables, squares, norm, engine.context.execution.clip)
 
     def scale(self) -> jax.Array:
         """Return the factor that makes of gradients of the total those of the mean, clipped."""
@@ -90,26 +97,34 @@ class Gradients(NamedTuple):
             scale *= self.clip / jnp.maximum(self.norm, self.clip)
         return scale
 
-    def found(self, update: Callable[[Held, jax.Array], Held]) -> Found:
+    def to_result(
+        self, update: Callable[[TrainableState, jax.Array], TrainableState]
+    ) -> GradResult:
         """Return these with what updates a state by them."""
-        return Found(self.mean, self.norm, self.variables, self.squares, update)
+        return GradResult(self.mean, self.norm, self.variables, self.squares, update)
 
 
-def constrain(arrays: Flat, placed: Mapping[str, Placed], column: str = "moment") -> Flat:
+def constrain(arrays: Flat, param_specs: Mapping[str, ParamSpecs], column: str = "moment") -> Flat:
     """Return arrays of parameters, each placed as a column says: where its moments lie."""
-    on = lambda path: NamedSharding(placed[path].mesh, getattr(placed[path], column))
-    return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
+    sharding_of = lambda path: NamedSharding(
+        param_specs[path].mesh, getattr(param_specs[path], column)
+    )
+    return {path: lax.with_sharding_constraint(x, sharding_of(path)) for path, x in arrays.items()}
 
 
-def unless_nonfinite(
-    execution: Execution, placed: Mapping[str, Placed], finite: jax.Array, update: Any, held: Held
-) -> Held:
-    """Return `update(held)`, or `held` as it is if the step is not finite.
+def update_if_finite(
+    execution: Execution,
+    param_specs: Mapping[str, ParamSpecs],
+    finite: jax.Array,
+    update: Any,
+    trainable: TrainableState,
+) -> TrainableState:
+    """Return `update(held)`, or `trainable` as it is if the step is not finite.
 
     A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for the
     host, a selection nothing.
     """
-    on_cpu = platform_of(next(iter(placed.values())).mesh) == "cpu"
+    on_cpu = platform_of(next(iter(param_specs.values())).mesh) == "cpu"
     if on_cpu and execution.nonfinite != "apply":
-        return lax.cond(finite, update, lambda held: held, held)
-    return guard(execution.nonfinite, finite, update(held), held)
+        return lax.cond(finite, update, lambda trainable: trainable, trainable)
+    return guard(execution.nonfinite, finite, update(trainable), trainable)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hfjax.utils.keywords import is_real, is_whole
+from hfjax.utils.keywords import is_int, is_real
 from hfjax.utils.paths import Index
 
 Rate = Callable[[Any], Any]
 DECAYS = ("cosine", "linear", "constant")
 SHAPES = ("linear", "log")
-LARGEST = float(jnp.finfo(jnp.float32).max)
+MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 
 def rate(
@@ -54,25 +54,27 @@ def rate(
     """
     _check_numbers(peak, warmup, end, hold)
     warmup = max(warmup, 2) if warmup and shape == "log" else warmup
-    _check_way(warmup + hold, steps, decay, shape)
-    first = warmup + hold
-    length = 1 if steps is None else max(steps - first, 1)
-    ways = {"cosine": optax.cosine_decay_schedule(peak, length, end)}
-    ways["linear"] = optax.linear_schedule(peak, end * peak, length)
-    down = ways.get(decay, optax.constant_schedule(peak))
+    _check_schedule(warmup + hold, steps, decay, shape)
+    decay_start = warmup + hold
+    length = 1 if steps is None else max(steps - decay_start, 1)
+    schedules = {"cosine": optax.cosine_decay_schedule(peak, length, end)}
+    schedules["linear"] = optax.linear_schedule(peak, end * peak, length)
+    decay_schedule = schedules.get(decay, optax.constant_schedule(peak))
 
-    def at(count: Index) -> jax.Array:
+    def learning_rate(count: Index) -> jax.Array:
         """The first update of a linear warm-up already moves: its rate is peak / warmup."""
-        part = jnp.minimum((count + 1) / max(warmup, 1), 1.0)
+        fraction = jnp.minimum((count + 1) / max(warmup, 1), 1.0)
         if warmup and shape == "log":
-            part = jnp.minimum(jnp.log(jnp.maximum(count, 1.0)) / math.log(warmup), 1.0)
-        return jnp.where(count < warmup, peak * part, down(jnp.maximum(count - first, 0)))
+            fraction = jnp.minimum(jnp.log(jnp.maximum(count, 1.0)) / math.log(warmup), 1.0)
+        return jnp.where(
+            count < warmup, peak * fraction, decay_schedule(jnp.maximum(count - decay_start, 0))
+        )
 
-    return at
+    return learning_rate
 
 
 def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
-    if not is_real(peak, 0, LARGEST) or not peak > 0:
+    if not is_real(peak, 0, MAX_FLOAT32) or not peak > 0:
         raise ValueError(
             f"rate: peak={peak!r}, warmup={warmup!r}, end={end!r}, hold={hold!r}; numbers are "
             "expected, peak a positive learning rate."
@@ -86,17 +88,17 @@ def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
 
 def _is_count(x: object) -> bool:
     """Return whether it counts updates: 100, and also 1e2."""
-    return is_whole(x, 0) or (isinstance(x, float) and x >= 0 and x.is_integer())
+    return is_int(x, 0) or (isinstance(x, float) and x >= 0 and x.is_integer())
 
 
-def _check_way(first: int, steps: int | None, decay: str, shape: str) -> None:
+def _check_schedule(decay_start: int, steps: int | None, decay: str, shape: str) -> None:
     if decay not in DECAYS or shape not in SHAPES:
         raise ValueError(
             f"rate: decay={decay!r}, shape={shape!r}; decay is one of {', '.join(DECAYS)}, shape "
             f"one of {', '.join(SHAPES)}."
         )
-    if decay != "constant" and not is_whole(steps, math.floor(first) + 1):
+    if decay != "constant" and not is_int(steps, math.floor(decay_start) + 1):
         raise ValueError(
-            f"rate: steps={steps!r} leave nothing to decay after warmup + hold = {first}. "
+            f"rate: steps={steps!r} leave nothing to decay after warmup + hold = {decay_start}. "
             'Give more steps, or decay="constant".'
         )

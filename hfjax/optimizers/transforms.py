@@ -13,9 +13,9 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from hfjax.utils.keywords import dtype_of, is_real
-from hfjax.utils.paths import Flat, Tree, flatten, matches, nest, parameter_of
-from hfjax.utils.read_files import shown
+from hfjax.utils.keywords import is_real, parse_dtype
+from hfjax.utils.paths import Flat, Tree, find_parameter, flatten, match_patterns, nest
+from hfjax.utils.read_files import brief
 
 
 def adamw(
@@ -49,23 +49,23 @@ def adamw(
         True
     """
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    most = dict.fromkeys(numbers, float(jnp.finfo(jnp.float32).max)) | {"b1": 1.0, "b2": 1.0}
-    for name, given in numbers.items():
-        if not is_real(given, 0, most[name]):
+    maxima = dict.fromkeys(numbers, float(jnp.finfo(jnp.float32).max)) | {"b1": 1.0, "b2": 1.0}
+    for name, number in numbers.items():
+        if not is_real(number, 0, maxima[name]):
             raise ValueError(
-                f"adamw: {name}={given!r}: a plain number is expected, the same in every step, "
-                f"from 0 to {most[name]:.4g}. Use optax.adamw for one that changes."
+                f"adamw: {name}={number!r}: a plain number is expected, the same in every step, "
+                f"from 0 to {maxima[name]:.4g}. Use optax.adamw for one that changes."
             )
     _check_rate(learning_rate)
     return optax.adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype, weight_decay, mask)
 
 
-def _check_rate(given: object) -> None:
+def _check_rate(rate: object) -> None:
     """Refuse a learning rate that is no number; arrays and schedules are not looked at."""
-    plain = isinstance(given, Real | str) or given is None
-    if plain and not is_real(given, 0, float(jnp.finfo(jnp.float32).max)):
+    is_plain = isinstance(rate, Real | str) or rate is None
+    if is_plain and not is_real(rate, 0, float(jnp.finfo(jnp.float32).max)):
         raise ValueError(
-            f"adamw: learning_rate={given!r}: a finite number, at least 0, or a schedule, a "
+            f"adamw: learning_rate={rate!r}: a finite number, at least 0, or a schedule, a "
             "function of the number of updates (hfjax.rate), is expected."
         )
 
@@ -98,28 +98,29 @@ def by_path(
 
     def labels(params: Tree) -> dict:
         paths = flatten(params)
-        found = matches(patterns, paths)
-        if without := [path for path in paths if path not in found]:
+        pattern_of = match_patterns(patterns, paths)
+        if unmatched := [path for path in paths if path not in pattern_of]:
             raise ValueError(
-                f"by_path: {without[0]} (and {len(without) - 1} more) matches none of {patterns}. "
+                f"by_path: {unmatched[0]} (and {len(unmatched) - 1} more) matches none of "
+                f"{patterns}. "
                 'Add a last pattern "*".'
             )
-        if idle := [pattern for pattern in patterns if pattern not in found.values()]:
+        if unused := [pattern for pattern in patterns if pattern not in pattern_of.values()]:
             raise ValueError(
-                f"by_path: {idle[0]!r} never counts, since patterns before it match the same "
+                f"by_path: {unused[0]!r} never counts, since patterns before it match the same "
                 f"paths: {patterns}. The first that matches counts: put it before them."
             )
-        return nest(found)
+        return nest(pattern_of)
 
     return optax.partition({**optimizers}, labels)
 
 
 def _check_groups(optimizers: Any) -> None:
-    words = isinstance(optimizers, Mapping) and all(isinstance(x, str) for x in optimizers)
-    if not optimizers or not words:
+    is_by_name = isinstance(optimizers, Mapping) and all(isinstance(x, str) for x in optimizers)
+    if not optimizers or not is_by_name:
         raise ValueError(
             "by_path: a dictionary of patterns and optimizers is expected, found "
-            f'{shown(optimizers)}. Write for instance {{"*": optax.adamw(1e-3)}}.'
+            f'{brief(optimizers)}. Write for instance {{"*": optax.adamw(1e-3)}}.'
         )
     for pattern, optimizer in optimizers.items():
         _check_optimizer(f"by_path: {pattern!r}", optimizer)
@@ -134,13 +135,13 @@ def is_optimizer(value: object) -> bool:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def _check_optimizer(what: str, optimizer: object) -> None:
+def _check_optimizer(caller: str, optimizer: object) -> None:
     """Refuse what is no optimizer: a learning rate, or the function that makes one of it."""
     if not is_optimizer(optimizer):
         name = getattr(optimizer, "__name__", "") if callable(optimizer) else ""
         raise ValueError(
-            f"{what}: an optax optimizer is expected, for instance optax.adamw(1e-3), found "
-            f"{f'the function {name}' if name else shown(optimizer)}."
+            f"{caller}: an optax optimizer is expected, for instance optax.adamw(1e-3), found "
+            f"{f'the function {name}' if name else brief(optimizer)}."
         )
 
 
@@ -163,8 +164,8 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
 
     def mask(params: Tree) -> dict:
         paths = flatten(params)
-        found = matches(patterns, paths)
-        return nest({path: path in found for path in paths})
+        matched = match_patterns(patterns, paths)
+        return nest({path: path in matched for path in paths})
 
     return mask
 
@@ -196,74 +197,78 @@ def scaled(
 
     def update(updates: Any, state: Any, params: Tree = None) -> tuple:
         flat = flatten(updates)
-        found = matches(list(factors), flat)
-        moves = lambda path, x: path in found and hasattr(x, "dtype")  # not of a frozen one
-        scale = lambda path, x: x * factors[found[path]] if moves(path, x) else x
+        pattern_of = match_patterns(list(factors), flat)
+        is_scaled = lambda path, x: (
+            path in pattern_of and hasattr(x, "dtype")
+        )  # not of a frozen one
+        scale = lambda path, x: x * factors[pattern_of[path]] if is_scaled(path, x) else x
         return nest({path: scale(path, x) for path, x in flat.items()}), state
 
     init = lambda params: optax.EmptyState()
     return optax.chain(optimizer, optax.GradientTransformation(init, update))
 
 
-def without(
+def freeze_params(
     optimizer: optax.GradientTransformation, frozen: Collection[str]
 ) -> optax.GradientTransformation:
     """Return an optimizer that neither moves the parameters of these paths nor keeps moments."""
-    whole = unwrapped(optimizer, Without)
+    inner = unwrap(optimizer, FrozenParams)
     label = lambda path: "frozen" if path in frozen else "trained"
     labels = lambda params: nest({path: label(path) for path in flatten(params)})
-    made = Without(*optax.partition({"trained": whole, "frozen": optax.set_to_zero()}, labels))
-    made.inner = whole
-    return made
+    frozen_params = FrozenParams(
+        *optax.partition({"trained": inner, "frozen": optax.set_to_zero()}, labels)
+    )
+    frozen_params.inner = inner
+    return frozen_params
 
 
-class Without(optax.GradientTransformationExtraArgs):
+class FrozenParams(optax.GradientTransformationExtraArgs):
     """An optimizer without some parameters, which knows the one that has them all."""
 
     inner: Any
 
 
-class WithoutRows(optax.GradientTransformationExtraArgs):
+class FrozenLayers(optax.GradientTransformationExtraArgs):
     """An optimizer without some rows of stacked layers, which knows the one that has them all."""
 
     inner: Any
 
 
-def without_rows(optimizer: Any, rows: Mapping[str, np.ndarray]) -> WithoutRows:
+def freeze_layers(optimizer: Any, frozen_rows: Mapping[str, np.ndarray]) -> FrozenLayers:
     """Return an optimizer that leaves rows of some parameters alone, and all it keeps of them.
 
-    `rows` says by path which stay as they are, bit by bit: parameters, moments, master weights and
-    averages. Their gradients count as zero.
+    `frozen_rows` says by path which stay as they are, bit by bit: parameters, moments, master
+    weights and averages. Their gradients count as zero.
     """
 
-    def chosen(path: str, new: Any, old: Any) -> Any:
+    def keep_frozen(path: str, new: Any, old: Any) -> Any:
         """Return an array with the old rows where they stay."""
-        if path not in rows or not hasattr(new, "dtype"):  # those of another group have none
+        if path not in frozen_rows or not hasattr(new, "dtype"):  # those of another group have none
             return new
-        stay = rows[path].reshape(-1, *(1,) * (new.ndim - 1))
-        return jnp.where(stay, jnp.asarray(old, new.dtype), new)
+        is_frozen = frozen_rows[path].reshape(-1, *(1,) * (new.ndim - 1))
+        return jnp.where(is_frozen, jnp.asarray(old, new.dtype), new)
 
-    def moving(tree: Tree) -> dict:
-        return nest({path: chosen(path, x, 0) for path, x in flatten(tree).items()})
+    def zero_frozen(tree: Tree) -> dict:
+        return nest({path: keep_frozen(path, x, 0) for path, x in flatten(tree).items()})
 
     def update(updates: Any, state: Any, params: Tree = None, **extra: Any) -> tuple:
-        shapes = {path: x.shape for path, x in flatten(updates).items() if path in rows}
-        moved, new = inner.update(moving(updates), state, params, **extra)
+        shapes = {path: x.shape for path, x in flatten(updates).items() if path in frozen_rows}
+        inner_updates, new = inner.update(zero_frozen(updates), state, params, **extra)
 
-        def kept(keys: tuple, new: jax.Array, old: jax.Array) -> jax.Array:
-            of = parameter_of(keys, new.shape, shapes)
-            return new if of is None else chosen(of[1], new, old)
+        def keep_state(keys: tuple, new: jax.Array, old: jax.Array) -> jax.Array:
+            owner = find_parameter(keys, new.shape, shapes)
+            return new if owner is None else keep_frozen(owner[1], new, old)
 
-        return moving(moved), jax.tree_util.tree_map_with_path(kept, new, state)
+        return zero_frozen(inner_updates), jax.tree_util.tree_map_with_path(keep_state, new, state)
 
     inner = optax.with_extra_args_support(optimizer)
-    made = WithoutRows(inner.init, update)
-    made.inner = optimizer
-    return made
+    frozen_layers = FrozenLayers(inner.init, update)
+    frozen_layers.inner = optimizer
+    return frozen_layers
 
 
-def unwrapped(optimizer: Any, *wrappers: type) -> Any:
-    """Return the optimizer inside of these wrappers, from the outermost on: `Without`, `Master`."""
+def unwrap(optimizer: Any, *wrappers: type) -> Any:
+    """Return the optimizer inside of these wrappers, from the outermost on."""
     for wrapper in wrappers:
         optimizer = optimizer.inner if isinstance(optimizer, wrapper) else optimizer
     return optimizer
@@ -276,14 +281,16 @@ class Mastered(NamedTuple):
     master: Any  # the parameters, in float32 or wider
 
 
-class Master(optax.GradientTransformationExtraArgs):
+class MasterWeights(optax.GradientTransformationExtraArgs):
     """An optimizer of master weights, which knows how the parameters of the state are stored."""
 
-    stored: Any
+    param_dtype: Any
     inner: Any  # the optimizer that it was made of
 
 
-def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat16") -> Master:
+def master(
+    optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat16"
+) -> MasterWeights:
     """Return the optimizer of a float32 copy of the parameters; the state's are stored narrower.
 
     After each step a parameter is its master weight, rounded. The optimizer sees master weights
@@ -303,41 +310,41 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
         ('bfloat16', 'float32')
     """
     _check_optimizer("master", optimizer)
-    dtype = dtype_of("master: stored", stored)
+    dtype = parse_dtype("master: stored", stored)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
         raise ValueError(
             f"master: stored={dtype.name}: a floating-point type that is narrower than float32 "
             'is expected, for instance "bfloat16". Without one leave hfjax.master out.'
         )
     inner = optax.with_extra_args_support(optimizer)
-    wide = lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
+    widen = lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
 
     def init(params: Tree) -> Mastered:
-        copies = jax.tree.map(wide, params)
+        copies = jax.tree.map(widen, params)
         return Mastered(inner.init(copies), copies)
 
     def update(updates: optax.Updates, state: Any, params: Tree = None, **extra: Any) -> tuple:
         gradients = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.master)
-        moved, kept = inner.update(gradients, state.optimizer, state.master, **extra)
-        new = optax.apply_updates(state.master, moved)
-        apart = jax.tree.map(lambda m, p: m - p.astype(m.dtype), new, params)
-        return apart, Mastered(kept, new)
+        inner_updates, inner_state = inner.update(gradients, state.optimizer, state.master, **extra)
+        new = optax.apply_updates(state.master, inner_updates)
+        deltas = jax.tree.map(lambda m, p: m - p.astype(m.dtype), new, params)
+        return deltas, Mastered(inner_state, new)
 
-    made = Master(init, update)
-    made.stored, made.inner = dtype, optimizer
-    return made
+    master_optimizer = MasterWeights(init, update)
+    master_optimizer.param_dtype, master_optimizer.inner = dtype, optimizer
+    return master_optimizer
 
 
 def stored_dtype(optimizer: Any, dtype: DTypeLike | None) -> DTypeLike | None:
     """Return the dtype in which the parameters of a state are stored, of the model's own."""
-    whole = unwrapped(optimizer, WithoutRows, Without)
-    return whole.stored if isinstance(whole, Master) else dtype
+    inner = unwrap(optimizer, FrozenLayers, FrozenParams)
+    return inner.param_dtype if isinstance(inner, MasterWeights) else dtype
 
 
 def check_master(optimizer: Any, params: Tree) -> None:
     """Refuse master weights that are not those of the outermost optimizer."""
-    inner = unwrapped(optimizer, Without, Master)
-    if _within(jax.eval_shape(inner.init, params), Mastered):
+    inner = unwrap(optimizer, FrozenParams, MasterWeights)
+    if _find_states(jax.eval_shape(inner.init, params), Mastered):
         raise ValueError(
             "hfjax.master is inside another optimizer, and what that one does would not reach the "
             "master weights. Put it outermost: hfjax.master(optax.chain(…)), "
@@ -345,77 +352,77 @@ def check_master(optimizer: Any, params: Tree) -> None:
         )
 
 
-def check_update(optimizer: Any, params: Tree) -> None:
+def check_update_arguments(optimizer: Any, params: Tree) -> None:
     """Refuse an optimizer whose update asks for more than gradients, its state and parameters."""
-    if not any(map(_asks, _functions(optimizer.update, set()))):
+    if not any(map(_has_required_keywords, _find_functions(optimizer.update, set()))):
         return  # to trace an update takes seconds
     try:
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
     except Exception as error:  # of any other kind the step tells
-        if not (found := re.search(r"missing \d+ required keyword-only \w+: (.*)", str(error))):
+        if not (match := re.search(r"missing \d+ required keyword-only \w+: (.*)", str(error))):
             return
         raise ValueError(
-            f"the optimizer's update asks for {found[1]}, and a step gives it gradients, its "
+            f"the optimizer's update asks for {match[1]}, and a step gives it gradients, its "
             "state and parameters. Leave out what asks (optax.contrib.reduce_on_plateau, "
             "optax.lbfgs and others that look at the loss): a rate may follow the number of the "
             "step, hfjax.rate(…)."
         ) from None
 
 
-def _asks(function: FunctionType) -> bool:
+def _has_required_keywords(function: FunctionType) -> bool:
     """Return whether a function has keywords that have to be given."""
     code, defaults = function.__code__, function.__kwdefaults__ or ()
     return code.co_kwonlyargcount > len(defaults)
 
 
-def _functions(found: Any, seen: set[int]) -> Iterator[Any]:
+def _find_functions(node: Any, visited: set[int]) -> Iterator[Any]:
     """Yield a function and those that it keeps, as a chain keeps what it is made of."""
-    if id(found) in seen:
+    if id(node) in visited:
         return
-    seen.add(id(found))
-    inside = list(found.values()) if isinstance(found, Mapping) else found
-    if isinstance(found, FunctionType):
-        yield found
-        inside = [cell.cell_contents for cell in found.__closure__ or () if _is_full(cell)]
-    for x in inside if isinstance(inside, list | tuple) else ():
-        yield from _functions(x, seen)
+    visited.add(id(node))
+    children = list(node.values()) if isinstance(node, Mapping) else node
+    if isinstance(node, FunctionType):
+        yield node
+        children = [cell.cell_contents for cell in node.__closure__ or () if _has_contents(cell)]
+    for x in children if isinstance(children, list | tuple) else ():
+        yield from _find_functions(x, visited)
 
 
-def _is_full(cell: CellType) -> bool:
+def _has_contents(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:  # not yet
         return False
 
 
-def from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
+def params_from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
     """Return parameters by path, those of which the optimizer keeps master weights being these."""
     new = dict(params)
-    for kept in _within(state, Mastered):
-        new |= _as_stored(kept.master, params)
+    for node in _find_states(state, Mastered):
+        new |= _cast_like(node.master, params)
     return new
 
 
-def in_full(params: Mapping[str, Any], state: Any) -> Flat:
+def masters_or_params(params: Mapping[str, Any], state: Any) -> Flat:
     """Return parameters by path, master weights as they are in place of those that have one."""
     new = dict(params)
-    for kept in _within(state, Mastered):
-        new |= _kept(kept.master)
+    for node in _find_states(state, Mastered):
+        new |= _arrays_by_path(node.master)
     return new
 
 
-def _within(state: Any, kind: type) -> list[Any]:
+def _find_states(state: Any, kind: type) -> list[Any]:
     """Return the parts of an optimizer's state that are of a kind."""
-    wanted = lambda x: isinstance(x, kind)
-    return [x for x in jax.tree.leaves(state, is_leaf=wanted) if wanted(x)]
+    is_match = lambda x: isinstance(x, kind)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_match) if is_match(x)]
 
 
-def _as_stored(tree: Tree, params: Mapping[str, Any]) -> Flat:
+def _cast_like(tree: Tree, params: Mapping[str, Any]) -> Flat:
     """Return what is kept of parameters, by path, in their dtypes; of frozen ones there is none."""
-    return {path: x.astype(params[path].dtype) for path, x in _kept(tree).items()}
+    return {path: x.astype(params[path].dtype) for path, x in _arrays_by_path(tree).items()}
 
 
-def _kept(tree: Tree) -> Flat:
+def _arrays_by_path(tree: Tree) -> Flat:
     """Return what is kept of parameters, by path."""
     return {path: x for path, x in flatten(tree).items() if hasattr(x, "astype")}
 
@@ -450,17 +457,17 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
     if not isinstance(decay, float) or not 0 < decay < 1:
         raise ValueError(f"ema: decay={decay!r}; a number between 0 and 1, for instance 0.999.")
     inner = optax.with_extra_args_support(optimizer)
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    widen = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     def init(params: Tree) -> Averaged:
-        copies = jax.tree.map(lambda x: jnp.array(wide(x), copy=True), params)
+        copies = jax.tree.map(lambda x: jnp.array(widen(x), copy=True), params)
         return Averaged(inner.init(params), copies)
 
     def update(updates: optax.Updates, state: Any, params: Tree = None, **extra: Any) -> tuple:
-        updates, kept = inner.update(updates, state.optimizer, params, **extra)
+        updates, inner_state = inner.update(updates, state.optimizer, params, **extra)
         new = optax.apply_updates(params, updates)
-        mix = lambda old, x: decay * old + (1 - decay) * wide(x)
-        return updates, Averaged(kept, jax.tree.map(mix, state.average, new))
+        mix = lambda old, x: decay * old + (1 - decay) * widen(x)
+        return updates, Averaged(inner_state, jax.tree.map(mix, state.average, new))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -484,15 +491,15 @@ def averaged(state: Any) -> Any:
     """
     if not hasattr(state, "optimizer"):
         raise ValueError(f"averaged(state): a hfjax.State is expected, found {state!r}.")
-    if not (found := _within(state.optimizer, Averaged)):
+    if not (nodes := _find_states(state.optimizer, Averaged)):
         raise ValueError(
             "averaged(state): its optimizer keeps no average. Train with hfjax.ema(optimizer, "
             "decay=0.999)."
         )
     params, new = flatten(state.params), Flat()
-    for kept in found:
-        mine = _as_stored(kept.average, params)
-        if twice := mine.keys() & new.keys():
-            raise ValueError(f"averaged(state): two averages are kept of {min(twice)}.")
-        new |= mine
+    for node in nodes:
+        averages = _cast_like(node.average, params)
+        if repeated := averages.keys() & new.keys():
+            raise ValueError(f"averaged(state): two averages are kept of {min(repeated)}.")
+        new |= averages
     return replace(state, params=nest(params | new))

@@ -12,19 +12,19 @@ from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.settings import Context
 from hfjax.parallel.strategy import Strategy
-from hfjax.planner.memory_model import Sides
-from hfjax.trainer.build import PLANES, sizes_of, strategy_of
+from hfjax.planner.memory_model import MeshShape
+from hfjax.trainer.build import DATA_STRATEGIES, mesh_sizes, parse_strategy
 from hfjax.trainer.config import Mesh, PipelineOptions, Train
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration of a plan; `rows` is the batch of a step.
+    """A configuration of a plan; `batch_size` is the batch of a step.
 
     Attributes:
-        sides: How many devices each axis has, those of one left out.
+        axis_sizes: How many devices each axis has, those of one left out.
         zero: What of parameters, gradients and moments is split: ddp, zero1, zero2, fsdp.
-        rows: Rows of a step, on all devices together.
+        batch_size: Rows of a step, on all devices together.
         sequence: Whether tensor splits the sequence between layers too.
         schedule: That of the pipeline; None where there is none.
         chunks: Of each stage, where the schedule leaves a choice.
@@ -37,9 +37,9 @@ class Candidate:
         host: What of the state the host keeps: "", host_optimizer.
     """
 
-    sides: tuple[tuple[str, int], ...]
+    axis_sizes: tuple[tuple[str, int], ...]
     zero: str
-    rows: int
+    batch_size: int
     sequence: bool = False
     schedule: str | None = None
     chunks: int | None = None
@@ -54,20 +54,22 @@ class Candidate:
     @classmethod
     def of(cls, config: Train, count: int) -> "Candidate":
         """Return the candidate that the settings of a run describe, on so many devices."""
-        given = sizes_of(config, count)
-        left = count // -math.prod(given.values()) if -1 in given.values() else 1
-        sizes = Sides.of(**{axis: left if n == -1 else n for axis, n in given.items()})
+        config_sizes = mesh_sizes(config, count)
+        remaining = count // -math.prod(config_sizes.values()) if -1 in config_sizes.values() else 1
+        sizes = MeshShape.of(
+            **{axis: remaining if n == -1 else n for axis, n in config_sizes.items()}
+        )
         names = config.strategy.replace("|", "+").split("+")
-        zero = next((n for n in names if n in PLANES), "ddp")
-        piped = sizes["pipe"] > 1
+        zero = next((n for n in names if n in DATA_STRATEGIES), "ddp")
+        is_pipeline = sizes["pipe"] > 1
         return cls(
             tuple((axis, sizes[axis]) for axis in AXES if sizes[axis] > 1),
             {"hsdp": "fsdp", "zero3": "fsdp"}.get(zero, zero),
             config.batch,
             "sequence" in names,
-            config.pipeline.name if piped else None,
-            config.pipeline.chunks if piped else None,
-            (config.pipeline.microbatches or 4 * sizes["pipe"]) if piped else None,
+            config.pipeline.name if is_pipeline else None,
+            config.pipeline.chunks if is_pipeline else None,
+            (config.pipeline.microbatches or 4 * sizes["pipe"]) if is_pipeline else None,
             config.remat,
             config.offload,
             config.accumulate,
@@ -76,14 +78,14 @@ class Candidate:
             "host_optimizer" if "host_optimizer" in names else "",
         )
 
-    def side(self, axis: str) -> int:
+    def axis_size(self, axis: str) -> int:
         """Return how many devices an axis has."""
         return self.mesh[axis]
 
     @cached_property
-    def mesh(self) -> Sides:
+    def mesh(self) -> MeshShape:
         """The sides of all axes."""
-        return mesh_of_sides(self.sides)
+        return mesh_shape(self.axis_sizes)
 
     @property
     def devices(self) -> int:
@@ -93,21 +95,21 @@ class Candidate:
     @property
     def replicas(self) -> int:
         """Over how many devices the rows of a batch are split; those that share rows are one."""
-        return self.side("data") * self.side("fsdp") * self.side("expert")
+        return self.axis_size("data") * self.axis_size("fsdp") * self.axis_size("expert")
 
     @property
-    def pieces(self) -> int:
+    def num_microbatches(self) -> int:
         """Into how many microbatches a device's rows go."""
         return self.accumulate * (self.microbatches or 1)
 
     @cached_property
-    def rows_at_once(self) -> float:
+    def microbatch_size(self) -> float:
         """Rows of a microbatch on a device; a row that devices share counts in part."""
-        shared = self.side("context") * self.side("row")
-        return self.rows / (self.replicas * self.pieces * shared)
+        devices_per_example = self.axis_size("context") * self.axis_size("row")
+        return self.batch_size / (self.replicas * self.num_microbatches * devices_per_example)
 
     @property
-    def offloaded(self) -> float:
+    def offload_ratio(self) -> float:
         """The part of what layers keep that waits on the host.
 
         Raises:
@@ -123,14 +125,14 @@ class Candidate:
         return ratio
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
+    def strategy_names(self) -> tuple[str, ...]:
         """The strategies, as `--strategy` joins them."""
-        return _names(self.sides, self.zero, self.sequence, self.host)
+        return _strategy_names(self.axis_sizes, self.zero, self.sequence, self.host)
 
     @property
     def strategy(self) -> Strategy:
         """The strategy."""
-        return _strategy(self.names)
+        return _strategy(self.strategy_names)
 
     @property
     def pipeline(self) -> Schedule | None:
@@ -155,16 +157,16 @@ class Candidate:
 
     def settings(self, base: Train) -> Train:
         """Return the settings of a run: those of `base`, laid out like this."""
-        sides = {axis: size for axis, size in self.sides if size > 1}
+        axis_sizes = {axis: size for axis, size in self.axis_sizes if size > 1}
         pipeline = base.pipeline
         if self.schedule is not None:
-            chunks = None if SCHEDULES[self.schedule].fixed else self.chunks
+            chunks = None if SCHEDULES[self.schedule].fixed_chunks else self.chunks
             pipeline = PipelineOptions(self.schedule, self.microbatches, chunks)
         return replace(
             base,
-            strategy="+".join(self.names),
-            mesh=Mesh(**{**sides, **({} if "data" in sides else {"data": 1})}),
-            batch=self.rows,
+            strategy="+".join(self.strategy_names),
+            mesh=Mesh(**{**axis_sizes, **({} if "data" in axis_sizes else {"data": 1})}),
+            batch=self.batch_size,
             accumulate=self.accumulate,
             remat=self.remat,
             offload=self.offload,
@@ -174,59 +176,62 @@ class Candidate:
         )
 
     @property
-    def shown(self) -> Mapping[str, str]:
+    def columns(self) -> Mapping[str, str]:
         """What a table shows, by column."""
-        sides = " ".join(f"{a}={n}" for a, n in self.sides if n > 1) or "one device"
-        how = [self.schedule or ""]
-        if self.chunks and self.schedule and not SCHEDULES[self.schedule].fixed:
-            how.append(f"x{self.chunks}")
-        more = [f"remat={self.remat}"] if self.remat != "none" else []
-        more += [f"offload={self.offload}"] if self.offload else []
-        more += [f"split_rows={self.split_rows}"] if self.split_rows > 1 else []
-        more += ["hierarchical"] if self.reduction != "flat" else []
+        mesh = " ".join(f"{a}={n}" for a, n in self.axis_sizes if n > 1) or "one device"
+        schedule_words = [self.schedule or ""]
+        if self.chunks and self.schedule and not SCHEDULES[self.schedule].fixed_chunks:
+            schedule_words.append(f"x{self.chunks}")
+        examples = self.batch_size // (self.replicas * self.num_microbatches)
+        memory_words = [f"remat={self.remat}"] if self.remat != "none" else []
+        memory_words += [f"offload={self.offload}"] if self.offload else []
+        memory_words += [f"split_rows={self.split_rows}"] if self.split_rows > 1 else []
+        memory_words += ["hierarchical"] if self.reduction != "flat" else []
         return {
-            "mesh": sides,
-            "strategy": "+".join(n for n in self.names if n not in ("pipe", "context", "expert")),
-            "schedule": " ".join(filter(None, how)) or "-",
-            "microbatches": f"{self.pieces} x {self.rows // (self.replicas * self.pieces)}",
-            "memory": ", ".join(more) or "-",
+            "mesh": mesh,
+            "strategy": "+".join(
+                n for n in self.strategy_names if n not in ("pipe", "context", "expert")
+            ),
+            "schedule": " ".join(filter(None, schedule_words)) or "-",
+            "microbatches": f"{self.num_microbatches} x {examples}",
+            "memory": ", ".join(memory_words) or "-",
         }
 
     def __str__(self) -> str:
-        shown = self.shown
-        parts = [shown["mesh"], shown["strategy"], shown["schedule"], shown["microbatches"]]
-        return ", ".join(p for p in [*parts, shown["memory"]] if p != "-")
+        columns = self.columns
+        cells = [columns["mesh"], columns["strategy"], columns["schedule"], columns["microbatches"]]
+        return ", ".join(p for p in [*cells, columns["memory"]] if p != "-")
 
 
 @cache
-def mesh_of_sides(sides: tuple[tuple[str, int], ...]) -> Sides:
+def mesh_shape(axis_sizes: tuple[tuple[str, int], ...]) -> MeshShape:
     """Return the sizes of all axes, of those that are larger than 1."""
-    return Sides.of(**dict(sides))
+    return MeshShape.of(**dict(axis_sizes))
 
 
 @cache
-def _names(
-    sides: tuple[tuple[str, int], ...], zero: str, sequence: bool, host: str
+def _strategy_names(
+    axis_sizes: tuple[tuple[str, int], ...], zero: str, sequence: bool, host: str
 ) -> tuple[str, ...]:
-    mesh = mesh_of_sides(sides)
-    found = ["hsdp" if zero == "fsdp" and mesh["data"] > 1 else zero]
+    mesh = mesh_shape(axis_sizes)
+    names = ["hsdp" if zero == "fsdp" and mesh["data"] > 1 else zero]
     if mesh["row"] > 1:
-        found.append("grid")
+        names.append("grid")
     elif mesh["tensor"] > 1:
-        found += ["tensor", "sequence"] if sequence else ["tensor"]
-    found += [axis for axis in ("context", "expert", "pipe") if mesh[axis] > 1]
-    return (*found, *([host] if host else []))
+        names += ["tensor", "sequence"] if sequence else ["tensor"]
+    names += [axis for axis in ("context", "expert", "pipe") if mesh[axis] > 1]
+    return (*names, *([host] if host else []))
 
 
 @cache
 def _strategy(names: tuple[str, ...]) -> Strategy:
-    return strategy_of("+".join(names))
+    return parse_strategy("+".join(names))
 
 
 @cache
 def schedule_of(name: str, microbatches: int, chunks: int | None) -> Schedule:
     """Return a schedule; chunks count where it leaves a choice."""
-    fixed = SCHEDULES[name].fixed
+    fixed = SCHEDULES[name].fixed_chunks
     more: dict[str, Any] = {} if fixed or chunks is None else {"chunks": chunks}
     return Schedule(name, microbatches, **more)
 

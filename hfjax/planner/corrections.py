@@ -8,58 +8,67 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hfjax.hardware.machine import Machine
-from hfjax.planner.comm_model import EXPERTS, GATHERS, GRID, MESSAGES, POSITIONS, SUMS, TENSOR, Sent
-from hfjax.planner.memory_model import Sides
+from hfjax.planner.comm_model import (
+    EXPERTS,
+    GATHERS,
+    GRID,
+    MESSAGES,
+    POSITIONS,
+    SUMS,
+    TENSOR,
+    CommVolume,
+)
+from hfjax.planner.memory_model import MeshShape
 from hfjax.planner.peak_memory import Peak
-from hfjax.planner.programs.compile_step import Compiled, CompiledTransfer
-from hfjax.planner.score import Scored
-from hfjax.planner.step_time import seconds_of
+from hfjax.planner.programs.compile_step import CompiledTransfer, ProgramStats
+from hfjax.planner.score import ScoredCandidate
+from hfjax.planner.step_time import comm_seconds
 
 
-def corrected(s: Scored, found: Compiled, machine: Machine) -> Scored:
+def correct_score(s: ScoredCandidate, program: ProgramStats, machine: Machine) -> ScoredCandidate:
     """Return a candidate with the peak and the exposed transfers of its compiled program.
 
     Args:
         s: The candidate, by formula.
-        found: What its program tells.
+        program: What its program tells.
         machine: Whose links carry what is sent.
     """
-    sides = s.candidate.mesh
+    mesh = s.candidate.mesh
     exposed: dict[str, float] = {}
-    total = 0.0
-    for t in found.transfers:
-        axes = tuple(axis for axis in t.axes.split("+") if axis in sides)
+    transfer_seconds = 0.0
+    for t in program.transfers:
+        axes = tuple(axis for axis in t.axes.split("+") if axis in mesh)
         if not axes:
             continue
-        one = Sent("", t.kind, axes, t.bytes * t.count, t.count)
-        taken = seconds_of(one, sides, machine)
-        hidden = min(t.covered * t.count, taken)
-        name = purpose_of(t, axes, sides)
-        rest = taken - hidden + machine.beside * hidden
-        exposed[name] = exposed.get(name, 0.0) + rest
-        total += taken
+        comm = CommVolume("", t.kind, axes, t.bytes * t.count, t.count)
+        seconds = comm_seconds(comm, mesh, machine)
+        hidden = min(t.covered * t.count, seconds)
+        purpose = purpose_of(t, axes, mesh)
+        exposed_seconds = seconds - hidden + machine.beside * hidden
+        exposed[purpose] = exposed.get(purpose, 0.0) + exposed_seconds
+        transfer_seconds += seconds
     return replace(
         s,
-        time=replace(s.time, exposed=exposed, transfers=total),
-        peak=_peak(s.peak, found),
-        compiled=found,
+        time=replace(s.time, exposed=exposed, transfers=transfer_seconds),
+        peak=_correct_peak(s.peak, program),
+        compiled=program,
     )
 
 
-def _peak(formula: Peak, found: Compiled) -> Peak:
+def _correct_peak(formula: Peak, program: ProgramStats) -> Peak:
     """Return a peak whose sum is the program's; what the formula does not explain is spare."""
     known = formula.total - formula.spare
-    return replace(formula, spare=found.peak - known)
+    return replace(formula, spare=program.peak - known)
 
 
-def purpose_of(t: CompiledTransfer, axes: Iterable[str], sides: Sides) -> str:
+def purpose_of(t: CompiledTransfer, axes: Iterable[str], mesh: MeshShape) -> str:
     """Return what a collective of a program is for, as formulas call it."""
-    over = set(axes)
-    if "row" in over or (sides["row"] > 1 and "tensor" in over):
+    axis_set = set(axes)
+    if "row" in axis_set or (mesh["row"] > 1 and "tensor" in axis_set):
         return GRID
     for axis, purpose in (("tensor", TENSOR), ("pipe", MESSAGES)):
-        if axis in over:
+        if axis in axis_set:
             return purpose
     if t.kind in ("all-to-all", "permute"):
-        return EXPERTS if "expert" in over else POSITIONS
+        return EXPERTS if "expert" in axis_set else POSITIONS
     return GATHERS if t.kind == "all-gather" else SUMS

@@ -1,15 +1,24 @@
 """Why a candidate loses, in a phrase: the largest part by which it does."""
 
 from hfjax.hardware.machine import Machine
-from hfjax.planner.comm_model import EXPERTS, GATHERS, GRID, MESSAGES, NEW, POSITIONS, SUMS, TENSOR
-from hfjax.planner.score import Scored
+from hfjax.planner.comm_model import (
+    EXPERTS,
+    GATHERS,
+    GRID,
+    MESSAGES,
+    NEW_PARAMS,
+    POSITIONS,
+    SUMS,
+    TENSOR,
+)
+from hfjax.planner.score import ScoredCandidate
 from hfjax.planner.search import REMATS
-from hfjax.planner.step_time import in_a_node
+from hfjax.planner.step_time import node_membership
 from hfjax.utils.tables import human
 
-LEAST = 0.0005  # of the time of the first: a smaller difference is none
+MIN_DIFFERENCE = 0.0005  # of the time of the first: a smaller difference is none
 # part of a peak -> what people call it
-HELD = {
+MEMORY_NAMES = {
     "state": "parameters and moments",
     "gradients": "gradients",
     "kept": "activations",
@@ -20,7 +29,7 @@ HELD = {
 AXES_OF = {
     GATHERS: ("fsdp", "expert", "context"),
     SUMS: ("data", "fsdp", "expert", "context"),
-    NEW: ("data", "fsdp", "expert", "context"),
+    NEW_PARAMS: ("data", "fsdp", "expert", "context"),
     TENSOR: ("tensor",),
     POSITIONS: ("context",),
     EXPERTS: ("expert",),
@@ -29,7 +38,7 @@ AXES_OF = {
 }
 
 
-def reason_of(s: Scored, best: Scored, fits: bool, machine: Machine) -> str:
+def reason_of(s: ScoredCandidate, best: ScoredCandidate, fits: bool, machine: Machine) -> str:
     """Return why a candidate is not the first: what does not fit, or the largest part it loses by.
 
     Args:
@@ -39,38 +48,38 @@ def reason_of(s: Scored, best: Scored, fits: bool, machine: Machine) -> str:
         machine: Whose nodes they are on.
     """
     if not fits:
-        return f"{human(s.peak.total)}: {largest_held(s)}"
+        return f"{human(s.peak.total)}: {largest_memory_part(s)}"
     name, more = largest_loss(s, best)
-    total = s.time.total
-    if more < LEAST * best.time.total:
+    step_seconds = s.time.total
+    if more < MIN_DIFFERENCE * best.time.total:
         return "as fast"
     if name.startswith("exposed: "):
         purpose = name.removeprefix("exposed: ")
-        share = s.time.exposed[purpose] / total
-        return f"{_percent(share)} exposed: {purpose}{_where(purpose, s, machine)}"
-    words = {
-        "products": "computed again" if _again(s, best) else "smaller products",
+        share = s.time.exposed[purpose] / step_seconds
+        return f"{_percent(share)} exposed: {purpose}{_link_suffix(purpose, s, machine)}"
+    phrases = {
+        "products": "computed again" if _recomputes_more(s, best) else "smaller products",
         "memory": "passes through memory",
         "bubble": "stages wait",
         "optimizer": "the optimizer's state through memory",
         "host": "what goes to the host and back",
     }
-    return f"+{_percent(more / best.time.total)}: {words[name]}"
+    return f"+{_percent(more / best.time.total)}: {phrases[name]}"
 
 
-def _percent(part: float) -> str:
+def _percent(fraction: float) -> str:
     """Return a part as percent; small ones with a digit more."""
-    return f"{part:.0%}" if part >= 0.0095 else f"{part:.1%}"
+    return f"{fraction:.0%}" if fraction >= 0.0095 else f"{fraction:.1%}"
 
 
-def largest_held(s: Scored) -> str:
+def largest_memory_part(s: ScoredCandidate) -> str:
     """Return the largest part of a peak, as people call it."""
-    parts = dict(s.peak.parts)
-    name = max(parts, key=lambda part: parts[part])
-    return s.peak.what if name == "moment" else HELD[name]
+    sizes = dict(s.peak.parts)
+    name = max(sizes, key=lambda key: sizes[key])
+    return s.peak.moment_kind if name == "moment" else MEMORY_NAMES[name]
 
 
-def largest_loss(s: Scored, best: Scored) -> tuple[str, float]:
+def largest_loss(s: ScoredCandidate, best: ScoredCandidate) -> tuple[str, float]:
     """Return the part of the time by which a candidate loses most, and its seconds."""
     mine, theirs = s.time.parts, best.time.parts
     names = mine.keys() | theirs.keys()
@@ -79,13 +88,13 @@ def largest_loss(s: Scored, best: Scored) -> tuple[str, float]:
     return name, more[name]
 
 
-def _again(s: Scored, best: Scored) -> bool:
+def _recomputes_more(s: ScoredCandidate, best: ScoredCandidate) -> bool:
     return REMATS.index(s.candidate.remat) > REMATS.index(best.candidate.remat)
 
 
-def _where(purpose: str, s: Scored, machine: Machine) -> str:
-    axes = tuple(a for a in AXES_OF.get(purpose, ()) if s.candidate.side(a) > 1)
+def _link_suffix(purpose: str, s: ScoredCandidate, machine: Machine) -> str:
+    axes = tuple(a for a in AXES_OF.get(purpose, ()) if s.candidate.axis_size(a) > 1)
     if not axes:
         return ""
-    inside, _ = in_a_node(axes, s.candidate.mesh, machine.per_node)
+    inside, _ = node_membership(axes, s.candidate.mesh, machine.per_node)
     return " in a node" if inside else " across nodes"

@@ -15,31 +15,31 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import hfjax
-from hfjax.analysis.targets import GPUS, can_compile_for_gpus, fraction_taken, target_devices
+from hfjax.analysis.targets import GPUS, can_compile_for_gpus, memory_fraction, target_devices
 from hfjax.hardware.machine import MACHINES, Machine
 from hfjax.parallel.mesh import AXES, EXPERTS
 from hfjax.planner.candidate import Candidate
-from hfjax.planner.corrections import corrected
+from hfjax.planner.corrections import correct_score
 from hfjax.planner.explain import reason_of
-from hfjax.planner.memory_model import ArraysPlaced
+from hfjax.planner.memory_model import ArrayPlacements
 from hfjax.planner.peak_memory import Peak
-from hfjax.planner.programs.compile_candidates import Failed, compile_candidate
-from hfjax.planner.programs.compile_step import Compiled
-from hfjax.planner.score import Scored, Scorer
-from hfjax.planner.search import ModelFacts, candidates, with_host
+from hfjax.planner.programs.compile_candidates import CompileFailure, compile_candidate
+from hfjax.planner.programs.compile_step import ProgramStats
+from hfjax.planner.score import ScoredCandidate, Scorer
+from hfjax.planner.search import ModelFacts, candidates, host_variants
 from hfjax.planner.step_time import StepTime
 from hfjax.trainer.config import Train
-from hfjax.utils.tables import aligned, human
+from hfjax.utils.tables import align, human
 
-KEEP = 20  # rows that are checked and kept
+MAX_ENTRIES = 20  # rows that are checked and kept
 MARGIN = 0.05  # of the memory that stays free where a formula says that a step fits
-OTHERS = 10  # of those that would be faster, if they fitted
+MAX_OTHERS = 10  # of those that would be faster, if they fitted
 MOST_DEVICES = 2**20
-FAR = 2.0  # times the memory: what takes more is not among those that nearly fit
+FAR_OVER_MEMORY = 2.0  # times the memory: what takes more is not among those that nearly fit
 
 
 @dataclass(frozen=True)
-class Compiling:
+class CompileOptions:
     """What of a plan is compiled.
 
     Attributes:
@@ -54,7 +54,7 @@ class Compiling:
 
 
 @dataclass(frozen=True)
-class PlanRow:
+class PlanEntry:
     """A candidate of a plan.
 
     Attributes:
@@ -75,7 +75,7 @@ class PlanRow:
     reason: str
     tokens: float
     mfu: float
-    compiled: Compiled | None = None
+    compiled: ProgramStats | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StepPlan:
     """What `make_plan` returns; it prints as a table.
 
     Attributes:
-        rows: What fits, the fastest first.
+        entries: What fits, the fastest first.
         others: The best of those that do not fit, and why.
         machine: The constants that were used.
         memory: Bytes that a step may use of a device.
@@ -96,8 +96,8 @@ class StepPlan:
         scorer: What scored them, for further candidates of the same run.
     """
 
-    rows: tuple[PlanRow, ...]
-    others: tuple[PlanRow, ...]
+    entries: tuple[PlanEntry, ...]
+    others: tuple[PlanEntry, ...]
     machine: Machine
     memory: int
     count: int
@@ -113,19 +113,19 @@ class StepPlan:
         cells = [
             (f"{r.time.total * 1e3:.1f} ms", f"{r.tokens:,.0f}", f"{r.mfu:.1%}",
              human(r.peak.total), str(r.candidate), r.reason)
-            for r in (*self.rows, *self.others)
+            for r in (*self.entries, *self.others)
         ]  # fmt: skip
         title = f"{self.count} x {self.machine.name}, {self.config.batch} rows in a step"
-        return "\n".join([title, *aligned([head, *cells], numbers=(0, 1, 2, 3))])
+        return "\n".join([title, *align([head, *cells], numbers=(0, 1, 2, 3))])
 
     @property
-    def best(self) -> PlanRow:
+    def best(self) -> PlanEntry:
         """The first of the rows."""
-        return self.rows[0]
+        return self.entries[0]
 
-    def settings(self, row: PlanRow | None = None) -> Train:
+    def settings(self, entry: PlanEntry | None = None) -> Train:
         """Return the settings of `hfjax train` for a row; None: the best."""
-        return (row or self.best).candidate.settings(self.config)
+        return (entry or self.best).candidate.settings(self.config)
 
 
 def make_plan(
@@ -135,8 +135,8 @@ def make_plan(
     count: int = 8,
     vocab: int | None = None,
     memory: int | None = None,
-    compile: int | Compiling = 0,
-    tell: Callable[[str], Any] = lambda words: None,
+    compile: int | CompileOptions = 0,
+    tell: Callable[[str], Any] = lambda message: None,
 ) -> StepPlan:
     """Return how a run's step is best laid out on so many GPUs, by formula.
 
@@ -148,7 +148,7 @@ def make_plan(
         vocab: Tokens in the vocabulary. None: those of the data.
         memory: Bytes that a step may use of a device. None: what JAX takes of it.
         compile: How many of the best are compiled for the GPU, and corrected by their programs; or
-            a `Compiling`, which says more.
+            a `CompileOptions`, which says more.
         tell: Called with words on what goes on.
 
     Raises:
@@ -163,53 +163,62 @@ def make_plan(
         (True, 2)
     """
     began = time.perf_counter()
-    empty = unsearched(config, gpu=gpu, count=count, vocab=vocab, memory=memory)
+    empty = empty_plan(config, gpu=gpu, count=count, vocab=vocab, memory=memory)
     scorer, machine, memory = empty.scorer, empty.machine, empty.memory
     compiles = scorer.compile_for is not None
     tell("reading the model")
-    facts = facts_of(scorer)
-    checked = BuildCheck(scorer)
-    roomy = limit_of(memory)
-    sifted = Sifted(scorer, roomy)
+    facts = model_facts(scorer)
+    build_check = BuildCheck(scorer)
+    limit = limit_of(memory)
+    pool = CandidatePool(scorer, limit)
     for candidate in candidates(config.batch, count, facts, machine):
-        sifted.add(candidate)
-    if sifted.least is None:
-        raise ValueError(_nothing_divides(config, scorer, count))
-    fitting = [s for s in sifted.scored if s.peak.total <= roomy]
-    others = [s for s in sifted.scored if s.peak.total > roomy]
+        pool.add(candidate)
+    if pool.smallest is None:
+        raise ValueError(_indivisible_message(config, scorer, count))
+    fitting = [s for s in pool.scored if s.peak.total <= limit]
+    others = [s for s in pool.scored if s.peak.total > limit]
     if not fitting:
-        raise ValueError(_too_large(sifted, scorer, count, memory))
-    tell(f"checking the best of {sifted.searched}")
-    rows, dropped = list(checked.first(ranked(fitting, scorer), KEEP)), []
-    if not rows:
-        c, why = next(iter(checked.why.items()))
+        raise ValueError(_too_large_message(pool, scorer, count, memory))
+    tell(f"checking the best of {pool.searched}")
+    scored, compile_notes = (
+        list(build_check.first_runnable(rank_candidates(fitting, scorer), MAX_ENTRIES)),
+        [],
+    )
+    if not scored:
+        c, why = next(iter(build_check.reasons.items()))
         raise ValueError(f"none of the {len(fitting)} ways that fit can run; the first, {c}: {why}")
-    compiling = compile if isinstance(compile, Compiling) else Compiling(compile)
-    if compiling.best and compiles:
-        rows, dropped = _compiled(rows, compiling, scorer, count, memory, tell)
-    if not _fits(best := rows[0], memory):
+    options = compile if isinstance(compile, CompileOptions) else CompileOptions(compile)
+    if options.best and compiles:
+        scored, compile_notes = _compile_best(scored, options, scorer, count, memory, tell)
+    if not _fits(best := scored[0], memory):
         raise ValueError(
-            f"nothing fits: {len(rows)} ways were compiled that should by formula, and the first "
+            f"nothing fits: {len(scored)} ways were compiled that should by formula, and the first "
             f"({best.candidate}) takes {human(best.peak.total)} of {human(memory)}. Take more "
             "devices, fewer tokens in a step, or --device-memory a little lower, so that others "
             "are tried."
         )
-    near = takewhile(lambda s: _rank(s)[0] <= _rank(best)[0], ranked(others, scorer))
-    faster = checked.first((s for s in near if s.time.total < best.time.total), OTHERS)
-    beside = [s for s in rows if s is not best]
-    made = [row_of(s, best, empty) for s in (best, *beside, *faster)]
+    near = takewhile(lambda s: _rank(s)[0] <= _rank(best)[0], rank_candidates(others, scorer))
+    faster = build_check.first_runnable(
+        (s for s in near if s.time.total < best.time.total), MAX_OTHERS
+    )
+    rest = [s for s in scored if s is not best]
+    entries = [plan_entry(s, best, empty) for s in (best, *rest, *faster)]
     return replace(
         empty,
-        rows=tuple(r for r in made if r.fits),
-        others=tuple(r for r in made if not r.fits),
-        searched=sifted.searched,
-        refused=sifted.refused + checked.refused,
+        entries=tuple(r for r in entries if r.fits),
+        others=tuple(r for r in entries if not r.fits),
+        searched=pool.searched,
+        refused=pool.refused + build_check.refused,
         seconds=time.perf_counter() - began,
-        notes=(*_notes(scorer, facts), *_whole(scorer, best.candidate, count), *dropped),
+        notes=(
+            *_notes(scorer, facts),
+            *_replication_notes(scorer, best.candidate, count),
+            *compile_notes,
+        ),
     )
 
 
-def unsearched(
+def empty_plan(
     config: Train,
     *,
     gpu: str | Machine,
@@ -218,15 +227,15 @@ def unsearched(
     memory: int | None = None,
 ) -> StepPlan:
     """Return a plan of no rows, which scores whatever is asked; arguments as of `make_plan`."""
-    machine = gpu if isinstance(gpu, Machine) else machine_named(gpu)
+    machine = gpu if isinstance(gpu, Machine) else machine_by_name(gpu)
     compiles = machine.key in GPUS and can_compile_for_gpus()
     scorer = Scorer(config, vocab, machine, machine.key if compiles else None)
     if memory is None:
-        memory = int(part_of_memory(machine) * machine.memory)
+        memory = int(memory_share(machine) * machine.memory)
     return StepPlan((), (), machine, memory, count, config, 0, 0, 0.0, (), scorer)
 
 
-def machine_named(gpu: str) -> Machine:
+def machine_by_name(gpu: str) -> Machine:
     """Return the constants of a GPU.
 
     Raises:
@@ -241,59 +250,61 @@ def machine_named(gpu: str) -> Machine:
     )
 
 
-def part_of_memory(machine: Machine) -> float:
+def memory_share(machine: Machine) -> float:
     """Return which part of a device's memory JAX takes."""
-    return 1.0 if machine.platform == "cpu" else fraction_taken()
+    return 1.0 if machine.platform == "cpu" else memory_fraction()
 
 
-def facts_of(scorer: Scorer) -> ModelFacts:
+def model_facts(scorer: Scorer) -> ModelFacts:
     """Return what a search asks of the model of a run."""
-    layout, calls = scorer.one.layout, scorer.calls
+    layout, calls = scorer.base_run.layout, scorer.calls
     counts = [a.shape[a.axes.index(EXPERTS)] for a in layout.arrays.values() if EXPERTS in a.axes]
     experts = math.gcd(*counts) if calls.mixtures else 0
-    model = layout.blueprint.abstract("train")
+    model = layout.template.abstract("train")
     refuses = {*getattr(type(model), "refuses", {}), *(() if calls.attentions else ("context",))}
-    of_tokens = scorer.one.task.unit == "tokens"
+    is_text = scorer.base_run.task.unit == "tokens"
     return ModelFacts(
-        layers=scorer.layers if layout.blueprint.three_parts else 0,
+        layers=scorer.layers if layout.template.is_layer_stack else 0,
         length=scorer.length,
         experts=experts,
-        refuses=frozenset(refuses),
-        row_maps=of_tokens and not experts and bool(scorer.profile("none").linear_maps),
-        in_parts=layout.blueprint.three_parts,
+        refused_axes=frozenset(refuses),
+        supports_grid=is_text and not experts and bool(scorer.profile("none").linear_maps),
+        has_layer_stack=layout.template.is_layer_stack,
     )
 
 
 @dataclass(frozen=True)
-class Sized:
+class SizedCandidate:
     """A candidate with its bytes, and the least that its step can take."""
 
     candidate: Candidate
-    placing: ArraysPlaced
+    placements: ArrayPlacements
     peak: Peak
-    least: float
+    min_seconds: float
 
 
-def ranked(sized: Sequence[Sized], scorer: Scorer) -> Iterator[Scored]:
+def rank_candidates(
+    sized_candidates: Sequence[SizedCandidate], scorer: Scorer
+) -> Iterator[ScoredCandidate]:
     """Yield candidates as `_rank` orders them.
 
     What one sends is asked only when nothing that is known to be shorter is left: of a hundred
     thousand candidates that is a small part.
     """
-    found: dict[int, Scored] = {}
-    heap = [(round(s.least, 7), -1.0, 0, n) for n, s in enumerate(sized)]
+    scored: dict[int, ScoredCandidate] = {}
+    heap = [(round(s.min_seconds, 7), -1.0, 0, n) for n, s in enumerate(sized_candidates)]
     heapify(heap)
     while heap:
         n = heappop(heap)[-1]
-        if n in found:
-            yield found.pop(n)
+        if n in scored:
+            yield scored.pop(n)
             continue
-        s = sized[n]
-        found[n] = Scored(s.candidate, scorer.time(s.candidate, s.placing), s.peak)
-        heappush(heap, (*_rank(found[n]), n))
+        s = sized_candidates[n]
+        scored[n] = ScoredCandidate(s.candidate, scorer.time(s.candidate, s.placements), s.peak)
+        heappush(heap, (*_rank(scored[n]), n))
 
 
-class Sifted:
+class CandidatePool:
     """Scores candidates as they come; leaves out those of which another one tells enough.
 
     That is to compute again what fits as it is, and rows at once of which fewer took far too much.
@@ -301,57 +312,57 @@ class Sifted:
 
     def __init__(self, scorer: Scorer, limit: float) -> None:
         self.scorer, self.limit = scorer, limit
-        self.scored: list[Sized] = []
+        self.scored: list[SizedCandidate] = []
         self.searched = self.refused = 0
-        self.least: tuple[float, ArraysPlaced, Candidate] | None = None  # of the fewest bytes
-        self._wrong: set[Any] = set()  # layouts in which something does not divide
-        self._beyond: dict[Any, float] = {}  # how a step runs -> rows at once that take far more
-        self._roomy: Candidate | None = None  # the last that fits with all kept
+        self.smallest: tuple[float, ArrayPlacements, Candidate] | None = None  # of the fewest bytes
+        self._indivisible: set[Any] = set()  # layouts in which something does not divide
+        self._oversized: dict[Any, float] = {}  # how a step runs -> rows at once that take far more
+        self._last_fitting: Candidate | None = None  # the last that fits with all kept
 
     def add(self, c: Candidate) -> None:
         """Score a candidate, and with more on the host if it does not fit."""
-        layout = c.mesh, c.names, c.schedule, c.chunks
-        if layout in self._wrong:
+        layout = c.mesh, c.strategy_names, c.schedule, c.chunks
+        if layout in self._indivisible:
             self.refused += 1
             return
-        plain, how = replace(c, remat="none", split_rows=1), (*layout, c.remat, c.split_rows)
-        if c.remat != "none" and plain == self._roomy:
+        plain, run_key = replace(c, remat="none", split_rows=1), (*layout, c.remat, c.split_rows)
+        if c.remat != "none" and plain == self._last_fitting:
             return
-        if c.rows_at_once >= self._beyond.get(how, math.inf):
+        if c.microbatch_size >= self._oversized.get(run_key, math.inf):
             return
         try:
             fits = self._score(c)
         except ValueError:
-            self._wrong.add(layout)
+            self._indivisible.add(layout)
             self.refused += 1
             return
         if fits is None:
-            self._beyond[how] = c.rows_at_once
+            self._oversized[run_key] = c.microbatch_size
         if not fits:
-            for other in with_host(c, self.scorer.layers):
+            for other in host_variants(c, self.scorer.layers):
                 self._score(other)
         elif c == plain and c.schedule is None and self._keeps_all(c):
-            self._roomy = c
+            self._last_fitting = c
 
-    def _note(self, size: float, placing: ArraysPlaced, c: Candidate) -> None:
-        if self.least is None or size < self.least[0]:
-            self.least = size, placing, c
+    def _record_smallest(self, size: float, placements: ArrayPlacements, c: Candidate) -> None:
+        if self.smallest is None or size < self.smallest[0]:
+            self.smallest = size, placements, c
 
     def _keeps_all(self, c: Candidate) -> bool:
-        return self.scorer.how(c, self.scorer.placing(c)) == "unrolled"
+        return self.scorer.layer_mode(c, self.scorer.placements(c)) == "unrolled"
 
     def _score(self, c: Candidate) -> bool | None:
         """Return whether a candidate fits; None: by far not."""
-        placing = self.scorer.placing(c)
-        if placing.state > self.limit:
-            self._note(placing.state + placing.gradients, placing, c)
+        placements = self.scorer.placements(c)
+        if placements.state > self.limit:
+            self._record_smallest(placements.state + placements.gradients, placements, c)
             return False
         self.searched += 1
-        peak = self.scorer.peak(c, placing)
-        self._note(peak.total, placing, c)
-        if peak.total > FAR * self.limit and self.scored:
+        peak = self.scorer.peak(c, placements)
+        self._record_smallest(peak.total, placements, c)
+        if peak.total > FAR_OVER_MEMORY * self.limit and self.scored:
             return None
-        self.scored.append(Sized(c, placing, peak, self.scorer.least_time(c, placing)))
+        self.scored.append(SizedCandidate(c, placements, peak, self.scorer.min_time(c, placements)))
         return peak.total <= self.limit
 
 
@@ -363,29 +374,31 @@ class BuildCheck:
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer, self.refused = scorer, 0
-        self.why: dict[Candidate, str] = {}
+        self.reasons: dict[Candidate, str] = {}
 
-    def first(self, scored: Iterable[Scored], most: int) -> list[Scored]:
+    def first_runnable(
+        self, scored: Iterable[ScoredCandidate], limit: int
+    ) -> list[ScoredCandidate]:
         """Return the first of these that hfjax runs."""
-        found: list[Scored] = []
-        same: set[Any] = set()  # the same step by other names
+        runnable: list[ScoredCandidate] = []
+        seen_ranks: set[Any] = set()  # the same step by other names
         for s in scored:
-            if len(found) == most:
+            if len(runnable) == limit:
                 break
-            if _rank(s)[:2] in same:
+            if _rank(s)[:2] in seen_ranks:
                 continue
-            why = self.refuses(s.candidate)
+            why = self.refusal(s.candidate)
             if why is None:
-                found.append(s)
-                same.add(_rank(s)[:2])
+                runnable.append(s)
+                seen_ranks.add(_rank(s)[:2])
             else:
-                self.why[s.candidate] = why
+                self.reasons[s.candidate] = why
                 self.refused += 1
-        return found
+        return runnable
 
-    def refuses(self, c: Candidate) -> str | None:
+    def refusal(self, c: Candidate) -> str | None:
         """Return why hfjax refuses a candidate, None if it does not."""
-        one = self.scorer.one
+        one = self.scorer.base_run
         try:
             mesh = self._mesh(c)
             layout = hfjax.layout(one.model.init, one.layout.optimizer, mesh, c.strategy)
@@ -410,75 +423,84 @@ def limit_of(memory: int) -> float:
     return (1 - MARGIN) * memory
 
 
-def _compiled(
-    rows: Sequence[Scored],
-    compiling: Compiling,
+def _compile_best(
+    scored: Sequence[ScoredCandidate],
+    options: CompileOptions,
     scorer: Scorer,
     count: int,
     memory: int,
-    tell: Callable[[str], Any],
-) -> tuple[list[Scored], list[str]]:
+    log: Callable[[str], Any],
+) -> tuple[list[ScoredCandidate], list[str]]:
     """Return the rows, the first of them corrected and in their new order; what was dropped."""
-    most = compiling.best
-    rows, dropped, tried = list(rows), [], set()
-    limits: Any = {"limit": compiling.limit, "cache": compiling.cache}
+    max_compiled = options.best
+    scored, notes, tried = list(scored), [], set()
+    limits: Any = {"limit": options.limit, "cache": options.cache}
     while True:
-        rows.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
-        place = next((n for n, s in enumerate(rows) if s.candidate not in tried), None)
-        if place is None or len(tried) >= (most if place else 2 * most):
+        scored.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
+        index = next((n for n, s in enumerate(scored) if s.candidate not in tried), None)
+        if index is None or len(tried) >= (max_compiled if index else 2 * max_compiled):
             break  # the first is one that was compiled, or twice as many were
-        s = rows[place]
+        s = scored[index]
         tried.add(s.candidate)
         name, settings = str(s.candidate), s.candidate.settings(scorer.config)
-        tell(f"compiling {name}")
-        told = compile_candidate(settings, scorer.machine.key, count, scorer.vocab, **limits)
-        if isinstance(told, Failed):
-            dropped.append(f"not compiled, so by formula only: {name}: {told.why}")
+        log(f"compiling {name}")
+        program = compile_candidate(settings, scorer.machine.key, count, scorer.vocab, **limits)
+        if isinstance(program, CompileFailure):
+            notes.append(f"not compiled, so by formula only: {name}: {program.why}")
         else:
-            rows[place] = corrected(s, told, scorer.machine)
-    rows.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
-    if rows[0].compiled is None:
-        dropped.append("the first is by formula only: those that were compiled are slower")
-    return rows, dropped
+            scored[index] = correct_score(s, program, scorer.machine)
+    scored.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
+    if scored[0].compiled is None:
+        notes.append("the first is by formula only: those that were compiled are slower")
+    return scored, notes
 
 
-def _fits(s: Scored, memory: int) -> bool:
+def _fits(s: ScoredCandidate, memory: int) -> bool:
     """Return whether memory has room for a candidate; of a formula with a margin."""
     return s.peak.total <= (memory if s.compiled else limit_of(memory))
 
 
-def _rank(s: Scored) -> tuple[float, float, int]:
+def _rank(s: ScoredCandidate) -> tuple[float, float, int]:
     """Return what comes first: the shortest step, of equals the one with the fewest bytes."""
-    return round(s.time.total, 7), round(s.peak.total), len(s.candidate.sides)
+    return round(s.time.total, 7), round(s.peak.total), len(s.candidate.axis_sizes)
 
 
-def row_of(s: Scored, best: Scored, plan: StepPlan) -> PlanRow:
+def plan_entry(s: ScoredCandidate, best: ScoredCandidate, plan: StepPlan) -> PlanEntry:
     """Return a candidate as a row of a plan, of which `best` is the first."""
     scorer, fits = plan.scorer, _fits(s, plan.memory)
-    tokens = s.candidate.rows * scorer.length / s.candidate.devices / s.time.total
+    tokens = s.candidate.batch_size * scorer.length / s.candidate.devices / s.time.total
     mfu = tokens * scorer.flops / scorer.machine.peak
     reason = "" if s is best else reason_of(s, best, fits, scorer.machine)
-    return PlanRow(s.candidate, s.time, s.peak, fits, reason, tokens, mfu, s.compiled)
+    return PlanEntry(s.candidate, s.time, s.peak, fits, reason, tokens, mfu, s.compiled)
 
 
-def _nothing_divides(config: Train, scorer: Scorer, count: int) -> str:
-    task, low = scorer.one.task, max(config.batch // count * count, count)
-    of = lambda rows: f" ({rows * task.each:,} {task.unit})" if task.each > 1 else ""
-    these = ", ".join(f"{rows}{of(rows)}" for rows in (low, low + count))
+def _indivisible_message(config: Train, scorer: Scorer, count: int) -> str:
+    task, low = scorer.base_run.task, max(config.batch // count * count, count)
+    describe = lambda batch_size: (
+        f" ({batch_size * task.units_per_example:,} {task.unit})"
+        if task.units_per_example > 1
+        else ""
+    )
+    sizes = ", ".join(f"{batch_size}{describe(batch_size)}" for batch_size in (low, low + count))
     return (
-        f"{config.batch} {task.rows()} on {count} devices: no mesh divides them. These divide: "
-        f"{these}."
+        f"{config.batch} {task.describe_example()} on {count} devices: no mesh divides them. "
+        "These divide: "
+        f"{sizes}."
     )
 
 
-def _too_large(sifted: Sifted, scorer: Scorer, count: int, memory: int) -> str:
-    assert sifted.least is not None
-    need, placing, c = sifted.least
-    split = (placing.state + placing.gradients) * count  # more devices hold less of it each
-    would, room = count, limit_of(memory)
-    while would < MOST_DEVICES and split / would + max(need - split / count, 0) > room:
-        would *= 2
-    more = f"About {would} devices would do" if would < MOST_DEVICES else "More devices do not help"
+def _too_large_message(pool: CandidatePool, scorer: Scorer, count: int, memory: int) -> str:
+    assert pool.smallest is not None
+    need, placements, c = pool.smallest
+    split = (placements.state + placements.gradients) * count  # more devices hold less of it each
+    num_devices, room = count, limit_of(memory)
+    while num_devices < MOST_DEVICES and split / num_devices + max(need - split / count, 0) > room:
+        num_devices *= 2
+    more = (
+        f"About {num_devices} devices would do"
+        if num_devices < MOST_DEVICES
+        else "More devices do not help"
+    )
     return (
         f"nothing fits: the smallest of all ways on {count} x {scorer.machine.name} takes "
         f"{human(need)} of a device ({c}). A step may use {human(memory)}, {MARGIN:.0%} of it "
@@ -488,38 +510,38 @@ def _too_large(sifted: Sifted, scorer: Scorer, count: int, memory: int) -> str:
     )
 
 
-def _whole(scorer: Scorer, best: Candidate, count: int) -> Iterator[str]:
+def _replication_notes(scorer: Scorer, best: Candidate, count: int) -> Iterator[str]:
     """Yield which arrays the best stores whole, or FSDP over all devices would."""
-    over_all = Candidate((("fsdp", count),) if count > 1 else (), "fsdp", count)
-    for words, c in (("the first: ", best), ("", over_all)):
-        if whole := scorer.placing(c).left_whole:
-            yield words + whole
+    fsdp_only = Candidate((("fsdp", count),) if count > 1 else (), "fsdp", count)
+    for prefix, c in (("the first: ", best), ("", fsdp_only)):
+        if note := scorer.placements(c).replication_note:
+            yield prefix + note
             return
 
 
 def _notes(scorer: Scorer, facts: ModelFacts) -> tuple[str, ...]:
-    found = []
+    notes = []
     if scorer.machine.platform == "cpu":
-        found.append("seconds of the processor, as if each device had a core of its own")
+        notes.append("seconds of the processor, as if each device had a core of its own")
     elif scorer.compile_for is None:
-        found.append("by formulas only: nothing here compiles for this GPU")
-    if not facts.in_parts:
-        found.append(
+        notes.append("by formulas only: nothing here compiles for this GPU")
+    if not facts.has_layer_stack:
+        notes.append(
             "the model is not in three parts (embed, layers, head): no pipeline, whole gathers, "
             "nothing computed again (docs/any_model.md)"
         )
     elif not facts.layers:
-        found.append("layers are a list of unlike ones: planned without a pipeline")
+        notes.append("layers are a list of unlike ones: planned without a pipeline")
     if scorer.length > 1 and not scorer.calls.attentions:
-        found.append(
+        notes.append(
             "the model asks for no attention through its kernels (docs/long_sequences.md): meshes "
             "with context are not searched"
         )
     if scorer.config.kernels not in ("auto", "xla"):
-        found.append(f"--kernels {scorer.config.kernels}: the formulas are those of --kernels auto")
+        notes.append(f"--kernels {scorer.config.kernels}: the formulas are those of --kernels auto")
     if not math.isclose(scorer.machine.reserve, 0):
-        found.append(
+        notes.append(
             f"not counted: {human(scorer.machine.reserve)} of a GPU for its context, communication "
             "and libraries"
         )
-    return tuple(found)
+    return tuple(notes)

@@ -16,18 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.parallel.adapters.model_template import LAYERS
-from hfjax.parallel.mesh import AXES, SAMPLE_AXES, in_use, size_of
-from hfjax.parallel.param_specs import Array, Placed, columns, pieces, sizes_near
+from hfjax.parallel.mesh import AXES, DATA_AXES, in_use, size_of
+from hfjax.parallel.param_specs import Array, ParamSpecs, column_specs, num_shards, sizes_near
 from hfjax.parallel.strategy import Strategy
-from hfjax.sharding.report import is_left_whole
+from hfjax.sharding.report import is_large_replicated
 from hfjax.utils.tables import human
 
 
-class Sides(dict[str, int]):
+class MeshShape(dict[str, int]):
     """The size of each axis; a mesh without devices."""
 
     @property
-    def shape(self) -> "Sides":
+    def shape(self) -> "MeshShape":
         """The sizes themselves, as a mesh has them."""
         return self
 
@@ -37,10 +37,10 @@ class Sides(dict[str, int]):
         return math.prod(self.values())
 
     @classmethod
-    def of(cls, **sizes: int) -> "Sides":
+    def of(cls, **sizes: int) -> "MeshShape":
         """Return the sizes of all axes, 1 where none is given.
 
-        >>> Sides.of(data=4)["tensor"]
+        >>> MeshShape.of(data=4)["tensor"]
         1
         """
         return cls({axis: sizes.get(axis, 1) for axis in AXES})
@@ -50,7 +50,7 @@ class Sides(dict[str, int]):
 
 
 @dataclass(frozen=True)
-class KeptArray:
+class OptimizerArray:
     """One array of an optimizer's state: of which parameter, of which type."""
 
     path: str | None
@@ -78,7 +78,7 @@ class Flows:
         inside = (True, False) if layers is None else (layers,)
         return sum(n for f, n in self.elements.items() if f.kind == kind and f.layers in inside)
 
-    def along(self, kind: str, layers: bool) -> Iterator[tuple[tuple[str, ...], int]]:
+    def axis_elements(self, kind: str, layers: bool) -> Iterator[tuple[tuple[str, ...], int]]:
         """Yield axes and elements of a kind."""
         for flow, size in self.elements.items():
             if flow.kind == kind and flow.layers == layers:
@@ -91,43 +91,45 @@ class ModelArrays:
 
     arrays: tuple[Array, ...]
     dtypes: Mapping[str, Any]
-    kept: tuple[KeptArray, ...]
+    optimizer_arrays: tuple[OptimizerArray, ...]
     frozen: frozenset[str]
     others: int  # bytes of variables
 
     @classmethod
     def of(cls, layout: hfjax.Layout) -> "ModelArrays":
         """Return those of a layout, on whatever mesh."""
-        found = []
+        states = []
         leaves = jax.tree_util.tree_leaves_with_path(layout.state_shapes.optimizer)
         for keys, leaf in leaves:
-            placed = layout.parameter_of(keys, leaf)
+            specs = layout.parameter_of(keys, leaf)
             names = [str(getattr(k, "name", getattr(k, "key", ""))) for k in keys]
             name = "master" if "master" in names else "moments"
             size = leaf.dtype.itemsize
-            found.append(KeptArray(placed and placed.path, size, math.prod(leaf.shape), name))
-        dtypes = {path: p.dtype for path, p in layout.placed.items()}
-        frozen = frozenset(path for path, p in layout.placed.items() if p.frozen)
+            states.append(OptimizerArray(specs and specs.path, size, math.prod(leaf.shape), name))
+        dtypes = {path: p.dtype for path, p in layout.param_specs.items()}
+        frozen = frozenset(path for path, p in layout.param_specs.items() if p.frozen)
         others = sum(
             x.size * x.dtype.itemsize for x in jax.tree.leaves(layout.state_shapes.variables)
         )
-        arrays = tuple(layout.arrays[path] for path in layout.placed)
-        return cls(arrays, dtypes, tuple(found), frozen, others)
+        arrays = tuple(layout.arrays[path] for path in layout.param_specs)
+        return cls(arrays, dtypes, tuple(states), frozen, others)
 
-    def placed(self, strategy: Strategy, sides: Sides, places: int | None = None) -> "ArraysPlaced":
-        """Return where they lie; `places`: rows of stacked layers, where stages need more.
+    def place(
+        self, strategy: Strategy, mesh: MeshShape, num_layers: int | None = None
+    ) -> "ArrayPlacements":
+        """Return where they lie; `num_layers`: rows of stacked layers, where stages need more.
 
         Raises:
             ValueError: A side does not divide what it splits.
         """
-        found = {}
+        param_specs = {}
         for array in self.arrays:
-            if places is not None and array.path.startswith(LAYERS):
-                array = replace(array, shape=(places, *array.shape[1:]))
-            specs = columns(array, strategy, sides)  # type: ignore[arg-type]
+            if num_layers is not None and array.path.startswith(LAYERS):
+                array = replace(array, shape=(num_layers, *array.shape[1:]))
+            specs = column_specs(array, strategy, mesh)  # type: ignore[arg-type]
             small = array.layer_size < strategy.smallest
-            found[array.path] = Placed(
-                sides,  # type: ignore[arg-type]
+            param_specs[array.path] = ParamSpecs(
+                mesh,  # type: ignore[arg-type]
                 array.path,
                 array.shape,
                 self.dtypes[array.path],
@@ -136,84 +138,89 @@ class ModelArrays:
                 array.axes,
                 array.path in self.frozen,
                 0,
-                array.marked,
+                array.takes_shards,
             )
-        return ArraysPlaced(self, found, strategy, sides)
+        return ArrayPlacements(self, param_specs, strategy, mesh)
 
 
 @dataclass(frozen=True)
-class ArraysPlaced:
+class ArrayPlacements:
     """Where arrays lie, and what follows for one device."""
 
     model: ModelArrays
-    placed: Mapping[str, Placed]
+    param_specs: Mapping[str, ParamSpecs]
     strategy: Strategy
-    sides: Sides
+    mesh: MeshShape
 
-    def local(self, p: Placed, spec: P) -> int:
+    def local_size(self, p: ParamSpecs, spec: P) -> int:
         """Return the elements of an array that a device holds, placed by a spec."""
-        return math.prod(p.shape) // pieces(spec, self.sides)  # type: ignore[arg-type]
+        return math.prod(p.shape) // num_shards(spec, self.mesh)  # type: ignore[arg-type]
 
     @cached_property
     def parameters(self) -> int:
         """Bytes of parameters on a device, wherever they are kept."""
-        return sum(self.local(p, p.parameter) * p.dtype.itemsize for p in self.placed.values())
+        return sum(
+            self.local_size(p, p.parameter) * p.dtype.itemsize for p in self.param_specs.values()
+        )
 
     @cached_property
     def gradients(self) -> int:
         """Bytes of gradients as they accumulate."""
-        return self._gradients(lambda p: p.gradient)
+        return self._gradient_bytes(lambda p: p.gradient)
 
     @cached_property
     def scattered_gradients(self) -> int:
         """Bytes of gradients where each goes to its moments at once."""
-        return self._gradients(lambda p: p.moment)
+        return self._gradient_bytes(lambda p: p.moment)
 
-    def _gradients(self, spec: Callable[[Placed], P]) -> int:
+    def _gradient_bytes(self, spec: Callable[[ParamSpecs], P]) -> int:
         """Return the bytes of gradients that lie as `spec` says: at least float32."""
-        trained = [p for p in self.placed.values() if not p.frozen]
-        return sum(self.local(p, spec(p)) * max(p.dtype.itemsize, 4) for p in trained)
+        trainable = [p for p in self.param_specs.values() if not p.frozen]
+        return sum(self.local_size(p, spec(p)) * max(p.dtype.itemsize, 4) for p in trainable)
 
     @cached_property
-    def moments(self) -> dict[str, int]:
+    def optimizer_bytes(self) -> dict[str, int]:
         """Bytes of the optimizer's state by name: moments, master."""
-        found = {"moments": 0, "master": 0}
-        for kept in self.model.kept:
-            if kept.path is None:
-                found[kept.name] += kept.elements * kept.itemsize
+        sizes = {"moments": 0, "master": 0}
+        for array in self.model.optimizer_arrays:
+            if array.path is None:
+                sizes[array.name] += array.elements * array.itemsize
                 continue
-            p = self.placed[kept.path]
-            found[kept.name] += self.local(p, p.moment) * kept.itemsize
-        return found
+            p = self.param_specs[array.path]
+            sizes[array.name] += self.local_size(p, p.moment) * array.itemsize
+        return sizes
 
     @cached_property
     def on_host(self) -> dict[str, int]:
         """Bytes of the state that the host keeps, by what they are."""
-        all_of = {"parameters": self.parameters, **self.moments}
-        there = {name for name, kind in self.strategy.memory.items() if kind == "host"}
-        return {name: size if name in there else 0 for name, size in all_of.items()}
+        all_of = {"parameters": self.parameters, **self.optimizer_bytes}
+        host_names = {name for name, kind in self.strategy.memory.items() if kind == "host"}
+        return {name: size if name in host_names else 0 for name, size in all_of.items()}
 
     @cached_property
     def state(self) -> int:
         """Bytes of the state on the device."""
-        whole = self.parameters + sum(self.moments.values()) + self.model.others
-        return whole - sum(self.on_host.values())
+        total = self.parameters + sum(self.optimizer_bytes.values()) + self.model.others
+        return total - sum(self.on_host.values())
 
     @property
-    def left_whole(self) -> str | None:
+    def replication_note(self) -> str | None:
         """Which arrays no size of the axes of `*` divides, in words; None: there is none."""
         rules = ("parameter", self.strategy.parameters), ("moment", self.strategy.moments)
         for column, axes in ((column, of.get("*", ())) for column, of in rules):
-            whole = [p for p in self.placed.values() if is_left_whole(p, column, axes)]
-            if whole:
-                size, over = size_of(axes, self.sides), "+".join(in_use(self.sides, axes))
+            replicated = [
+                p for p in self.param_specs.values() if is_large_replicated(p, column, axes)
+            ]
+            if replicated:
+                size, over = size_of(axes, self.mesh), "+".join(in_use(self.mesh, axes))
                 bytes_there = sum(
-                    self.local(p, getattr(p, column)) * p.dtype.itemsize for p in whole
+                    self.local_size(p, getattr(p, column)) * p.dtype.itemsize for p in replicated
                 )
-                near = " or ".join(map(str, sizes_near(whole, size)))
+                near = " or ".join(map(str, sizes_near(replicated, size)))
                 divides = f": {near} divide them" * bool(near)
                 return (
-                    f"{over}={size} divides no dimension of {len(whole)} arrays, whose {column}s "
+                    f"{over}={size} divides no dimension of {len(replicated)} arrays, whose "
+                    f"{column}s "
                     f"({human(bytes_there)}) every device has whole{divides}"
                 )
         return None
@@ -228,23 +235,23 @@ class ArraysPlaced:
     @cached_property
     def flows(self) -> Flows:
         """What a device gathers and sums of parameters and gradients, in elements."""
-        samples, found = in_use(self.sides, SAMPLE_AXES), Counter[Flow]()
-        for p in self.placed.values():
+        data_axes, elements = in_use(self.mesh, DATA_AXES), Counter[Flow]()
+        for p in self.param_specs.values():
             inside = p.path.startswith(LAYERS)
             tensor = [axis for _, axes in p.tensor_dims for axis in axes]
-            here = math.prod(p.here) // size_of(tensor, self.sides)
-            over = tuple(axis for axis in samples if axis not in p.stays)
-            axes_of = lambda column, p=p, over=over: self._in_order(p, column, over)
-            moved, scattered, kept = map(axes_of, ("parameter", "gradient", "moment"))
-            kinds = {"fsdp": moved, "scattered": scattered, "sharded moments": kept, "whole": over}
+            size = math.prod(p.local_shape) // size_of(tensor, self.mesh)
+            over = tuple(axis for axis in data_axes if axis not in p.sharded_compute)
+            axes_of = lambda column, p=p, over=over: self._ordered_axes(p, column, over)
+            p_axes, g_axes, m_axes = map(axes_of, ("parameter", "gradient", "moment"))
+            kinds = {"fsdp": p_axes, "scattered": g_axes, "sharded moments": m_axes, "whole": over}
             kind = next((name for name, axes in kinds.items() if axes), "alone")
-            found[Flow(kind, inside, kinds.get(kind, ()))] += here
-            left = tuple(axis for axis in over if axis not in scattered)
-            if moved and left:  # shards are added over the others
-                shard = here // max(size_of(scattered, self.sides), 1)
-                found[Flow("shards", inside, left)] += shard
-        return Flows(found)
+            elements[Flow(kind, inside, kinds.get(kind, ()))] += size
+            left = tuple(axis for axis in over if axis not in g_axes)
+            if p_axes and left:  # shards are added over the others
+                shard = size // max(size_of(g_axes, self.mesh), 1)
+                elements[Flow("shards", inside, left)] += shard
+        return Flows(elements)
 
-    def _in_order(self, p: Placed, column: str, over: tuple[str, ...]) -> tuple[str, ...]:
+    def _ordered_axes(self, p: ParamSpecs, column: str, over: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes of rows over which a column splits what is moved."""
         return tuple(axis for axis in over if axis in p.split_axes(column))

@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from hfjax.planner.programs.model_profile import Sizes
-from hfjax.planner.programs.program_costs import most
+from hfjax.planner.programs.program_costs import max_bytes
 
 SPARE = 0.06  # of temporaries: gaps between arrays, and copies that no formula knows
 SPARE_OF_LISTS = 0.3  # of models whose layers are no stack: all is read as one program
 SPARE_OF_TENSOR = 0.09  # the same of programs that the partitioner splits
-AGAIN = 0.5  # of the logits: their gradient takes their place, and not always all of it
+LOGITS_GRADIENT = 0.5  # of the logits: their gradient takes their place, and not always all of it
 LOOPED = 1.2  # what a loop stacks beside x: XLA keeps some of it before it is cast, or whole
 IN_FLIGHT = 2  # layers whose gathered or cast weights are there at once
 
@@ -32,7 +32,7 @@ class WeightBytes:
 
     layer: float  # one layer's, in the type of computing, gathered
     layer_stored: float  # one layer's as they are stored, its part
-    turned: float  # of stored layers, what a loop keeps in another order of dimensions
+    transposed: float  # of stored layers, what a loop keeps in another order of dimensions
     ends: float  # those around the layers, gathered, in the type of computing
     gradient_layer: float  # the gradient of one layer as it is computed, before it is scattered
     gradient_ends: float  # of what is around the layers, while each device has all of it; else 0
@@ -52,7 +52,7 @@ class Peak:
     moment: float
     messages: float
     spare: float
-    what: str = ""  # the moment is: of logits, of a layer, of gradients around the layers
+    moment_kind: str = ""  # the moment is: of logits, of a layer, of gradients around the layers
 
     @property
     def total(self) -> float:
@@ -63,36 +63,44 @@ class Peak:
     @property
     def parts(self) -> Mapping[str, float]:
         """The parts by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "what"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment_kind"}
 
 
 @dataclass(frozen=True)
-class Running:
+class MemoryInputs:
     """How a step runs, as far as memory depends on it."""
 
-    rows: float  # of a microbatch on a device, a row that devices share counted in part
+    microbatch_size: float  # of a microbatch on a device, a row that devices share counted in part
     layers: int  # of a stage
-    how: str  # unrolled, in turn, loop
-    gathered: bool  # parameters of layers are split over axes of rows
+    layer_mode: str  # unrolled, in turn, loop
+    gathers_params: bool  # parameters of layers are split over axes of rows
     accumulate: int = 1
-    held: float = 0.0  # of a pipeline: microbatches that a stage keeps at most, in whole stages
+    # Of a pipeline: microbatches that a stage keeps at most, in whole stages.
+    stash_depth: float = 0.0
     stages: int = 1
     crossing: float = 0.0  # those that wait for their weights' gradients, in whole stages
-    offload: float = 0.0  # the part of what layers keep that waits on the host
+    offload_ratio: float = 0.0  # the part of what layers keep that waits on the host
     tensor: int = 1
-    stacked: bool = True  # equal layers are known; else all is one program
+    has_layer_stack: bool = True  # equal layers are known; else all is one program
 
 
 def peak_of(
-    sizes: Sizes, run: Running, state: float, gradients: float, batch: float, weights: WeightBytes
+    sizes: Sizes,
+    run: MemoryInputs,
+    state: float,
+    gradients: float,
+    batch: float,
+    weights: WeightBytes,
 ) -> Peak:
     """Return the peak of a step."""
-    moments = _of_stages if run.stages > 1 else _of_layers
-    found = max(moments(sizes, run, gradients, weights), key=lambda m: sum(m[:-1]))
-    sums, kept, held, moment, messages, what = found
+    list_moments = _pipeline_moments if run.stages > 1 else _layer_moments
+    peak = max(list_moments(sizes, run, gradients, weights), key=lambda m: sum(m[:-1]))
+    gradient_bytes, residuals, weight_bytes, moment, messages, moment_kind = peak
     spare = SPARE_OF_TENSOR if run.tensor > 1 else SPARE
-    spare = (spare if run.stacked else SPARE_OF_LISTS) * sum(found[:-1])
-    return Peak(state, batch, sums, kept, held, moment, messages, spare, what)
+    spare = (spare if run.has_layer_stack else SPARE_OF_LISTS) * sum(peak[:-1])
+    return Peak(
+        state, batch, gradient_bytes, residuals, weight_bytes, moment, messages, spare, moment_kind
+    )
 
 
 # gradients, kept, weights, moment, messages, and what the moment is
@@ -100,59 +108,73 @@ Moment = tuple[float, float, float, float, float, str]
 LOGITS, LAYER, ENDS = "logits", "a layer's arrays", "gradients of embedding and head"
 
 
-def _of_layers(sizes: Sizes, run: Running, gradients: float, weights: WeightBytes) -> list[Moment]:
-    layers, rows = run.layers, run.rows
-    each = sizes.kept if run.how == "unrolled" else sizes.stashed
+def _layer_moments(
+    sizes: Sizes, run: MemoryInputs, gradients: float, weights: WeightBytes
+) -> list[Moment]:
+    layers, examples = run.layers, run.microbatch_size
+    each = sizes.residuals if run.layer_mode == "unrolled" else sizes.loop_residuals
     # Without a loop XLA keeps another array like x: the summands of x in place of x.
-    layer = _stacked(each[0], sizes) if run.how == "loop" else each[0]
-    layer += sizes.carried * (run.how == "unrolled")
-    layer *= rows * (1 - run.offload)
+    layer = _stacked_bytes(each[0], sizes) if run.layer_mode == "loop" else each[0]
+    layer += sizes.carry * (run.layer_mode == "unrolled")
+    layer *= examples * (1 - run.offload_ratio)
     sums = gradients if run.accumulate > 1 else 0.0
     # The head's gradient is made when those of the logits are used up: it takes their place.
-    of_rows = lambda moments: rows * max((a for a, _ in moments), default=0.0)
-    head = (of_rows if run.stacked else partial(most, rows=rows))(sizes.head)
-    head += AGAIN * sizes.logits * rows + weights.ends
-    around, waits = weights.gradient_ends + weights.ends / 2, sizes.around[0] * rows
-    if not run.stacked:  # the gradients of all layers
-        backward, kept = weights.gradient_layer + around, layer
-    elif run.how == "loop":  # it has what all layers keep until its end, and the head's gradient
-        backward = most(sizes.backward, rows) + weights.gradient_layer + weights.gradient_head
-        kept = layers * layer
+    largest_growth = lambda pairs: examples * max((a for a, _ in pairs), default=0.0)
+    head = (largest_growth if run.has_layer_stack else partial(max_bytes, examples=examples))(
+        sizes.head
+    )
+    head += LOGITS_GRADIENT * sizes.logits * examples + weights.ends
+    around, waits = weights.gradient_ends + weights.ends / 2, sizes.end_residuals[0] * examples
+    if not run.has_layer_stack:  # the gradients of all layers
+        backward, residuals = weights.gradient_layer + around, layer
+    elif (
+        run.layer_mode == "loop"
+    ):  # it has what all layers keep until its end, and the head's gradient
+        backward = (
+            max_bytes(sizes.backward, examples) + weights.gradient_layer + weights.gradient_head
+        )
+        residuals = layers * layer
     else:  # each array's gradient goes when it is summed
-        backward, kept = of_rows(sizes.backward) + weights.largest, layer
-    held = _held(run, weights, 1)
-    zeros = gradients if run.how == "loop" else 0.0  # which the loop backward adds to
+        backward, residuals = largest_growth(sizes.backward) + weights.largest, layer
+    weight_bytes = _weight_bytes(run, weights, 1)
+    zeros = gradients if run.layer_mode == "loop" else 0.0  # which the loop backward adds to
     return [
-        (sums + zeros, layers * layer, _held(run, weights, layers), head, 0.0, LOGITS),
-        (gradients + sums, kept, held, backward + waits, 0.0, LAYER),
-        (gradients + sums, layer, held, around + waits, 0.0, ENDS),
+        (sums + zeros, layers * layer, _weight_bytes(run, weights, layers), head, 0.0, LOGITS),
+        (gradients + sums, residuals, weight_bytes, backward + waits, 0.0, LAYER),
+        (gradients + sums, layer, weight_bytes, around + waits, 0.0, ENDS),
     ]
 
 
-def _of_stages(sizes: Sizes, run: Running, gradients: float, weights: WeightBytes) -> list[Moment]:
-    rows, layers = run.rows, run.layers
-    each = _stacked(sizes.stashed[0], sizes) if run.tensor > 1 else sizes.stashed[0]
-    each *= rows * (1 - run.offload)
-    kept = layers * (run.held * each + run.crossing * sizes.crossed * rows)
-    head = most(sizes.head, rows) + AGAIN * sizes.logits * rows
-    backward, ends = most(sizes.backward, rows), weights.ends + weights.gradient_ends
-    what = ENDS if ends > max(head, backward) else LOGITS if head > backward else LAYER
-    moment, messages = max(head, backward) + ends, 4 * sizes.carried * rows
-    return [(gradients, kept, _held(run, weights, 1), moment, messages, what)]
+def _pipeline_moments(
+    sizes: Sizes, run: MemoryInputs, gradients: float, weights: WeightBytes
+) -> list[Moment]:
+    examples, layers = run.microbatch_size, run.layers
+    each = (
+        _stacked_bytes(sizes.loop_residuals[0], sizes)
+        if run.tensor > 1
+        else sizes.loop_residuals[0]
+    )
+    each *= examples * (1 - run.offload_ratio)
+    residuals = layers * (run.stash_depth * each + run.crossing * sizes.b_to_w * examples)
+    head = max_bytes(sizes.head, examples) + LOGITS_GRADIENT * sizes.logits * examples
+    backward, ends = max_bytes(sizes.backward, examples), weights.ends + weights.gradient_ends
+    moment_kind = ENDS if ends > max(head, backward) else LOGITS if head > backward else LAYER
+    moment, messages = max(head, backward) + ends, 4 * sizes.carry * examples
+    return [(gradients, residuals, _weight_bytes(run, weights, 1), moment, messages, moment_kind)]
 
 
-def _stacked(each: float, sizes: Sizes) -> float:
+def _stacked_bytes(each: float, sizes: Sizes) -> float:
     """Return the bytes of what a loop stacks of a layer, of every row."""
-    carried = min(sizes.carried, each)
+    carried = min(sizes.carry, each)
     return carried + LOOPED * (each - carried)
 
 
-def _held(run: Running, weights: WeightBytes, layers: int) -> float:
+def _weight_bytes(run: MemoryInputs, weights: WeightBytes, layers: int) -> float:
     """Return the bytes of weights that so many layers hold beside the state."""
-    if run.how == "loop":
-        return weights.turned + weights.layer_stored + IN_FLIGHT * weights.layer
-    if run.how == "unrolled" and not run.gathered:
+    if run.layer_mode == "loop":
+        return weights.transposed + weights.layer_stored + IN_FLIGHT * weights.layer
+    if run.layer_mode == "unrolled" and not run.gathers_params:
         return layers * weights.layer
-    if run.gathered:
+    if run.gathers_params:
         return IN_FLIGHT * weights.layer + layers * weights.layer_stored / 2
     return layers * weights.layer_stored + weights.layer

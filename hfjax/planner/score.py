@@ -16,30 +16,38 @@ from hfjax.hardware.machine import Machine
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
 from hfjax.parallel.extensions.expert_parallel.dispatch_kinds import MixtureCall
-from hfjax.parallel.layer_stack.ordered_layers import AT_MOST
+from hfjax.parallel.layer_stack.ordered_layers import MAX_UNROLLED
 from hfjax.parallel.mesh import size_of
-from hfjax.parallel.precision.by_path import by_path
+from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import precision_of
-from hfjax.parallel.schedules.cost import cost, outline, permutes_of
+from hfjax.parallel.schedules.cost import compile_outline, cost, list_permutes
 from hfjax.parallel.schedules.table import Table
 from hfjax.planner.candidate import Candidate, table_of
-from hfjax.planner.comm_model import GRID, NEW, TENSOR, Sent, Traffic, form_of, sent_by
-from hfjax.planner.memory_model import ArraysPlaced, ModelArrays
-from hfjax.planner.peak_memory import Peak, Running, WeightBytes, peak_of
-from hfjax.planner.programs.compile_step import Compiled
+from hfjax.planner.comm_model import (
+    GRID,
+    NEW_PARAMS,
+    TENSOR,
+    CommInputs,
+    CommVolume,
+    attention_option,
+    comm_volumes,
+)
+from hfjax.planner.memory_model import ArrayPlacements, ModelArrays
+from hfjax.planner.peak_memory import MemoryInputs, Peak, WeightBytes, peak_of
+from hfjax.planner.programs.compile_step import ProgramStats
 from hfjax.planner.programs.model_calls import ModelCalls, calls_of
 from hfjax.planner.programs.model_profile import ModelProfile, Sizes, profile_of
 from hfjax.planner.programs.placeholder_attention import fused_attention
-from hfjax.planner.programs.planned_run import Planned
+from hfjax.planner.programs.planned_run import PlannedRun
 from hfjax.planner.programs.read_program import Share
 from hfjax.planner.step_time import (
-    BESIDE,
-    NOTHING,
-    Beside,
+    NO_WORK,
+    OVERLAP_FRACTION,
+    OverlapBudget,
     StepTime,
     WorkTime,
-    seconds_of,
-    slowest,
+    comm_seconds,
+    straggler_factor,
     time_of_work,
 )
 from hfjax.trainer.config import Mesh, Train
@@ -48,21 +56,21 @@ HALVES = 0.5  # of tensor's transfers that split rows hide: benchmarks/results/a
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredCandidate:
     """A candidate with its seconds and bytes."""
 
     candidate: Candidate
     time: StepTime
     peak: Peak
-    compiled: Compiled | None = None  # by what it was corrected
+    compiled: ProgramStats | None = None  # by what it was corrected
 
 
 @dataclass(frozen=True)
-class Piped:
+class PipelineProfile:
     """A pipeline's table, and what follows from it."""
 
     table: Table
-    held: float  # microbatches that a stage has room for, in whole stages
+    stash_depth: float  # microbatches that a stage has room for, in whole stages
     crossing: float  # those of which W needs something of B
     forward: int  # ticks in which stages run forward, whether they have a microbatch or not
     backward: int
@@ -70,14 +78,16 @@ class Piped:
 
 
 @cache
-def piped(schedule: str, microbatches: int, chunks: int | None, stages: int) -> Piped:
+def pipeline_profile(
+    schedule: str, microbatches: int, chunks: int | None, stages: int
+) -> PipelineProfile:
     """Return what a schedule's table says of the executor's program."""
     table = table_of(schedule, microbatches, chunks, stages)
-    ticks = outline(table)
-    held, crossing = (ticks.depth[name] / table.chunks for name in ("stash", "cross"))
+    ticks = compile_outline(table)
+    stash_depth, crossing = (ticks.depth[name] / table.chunks for name in ("stash", "cross"))
     runs = {kind: sum(b - a for a, b, used in ticks.segments if kind in used) for kind in "FB"}
-    sent = sum(count for _, _, count in permutes_of(ticks))
-    return Piped(table, held, crossing, runs["F"], runs["B"], sent)
+    sent = sum(count for _, _, count in list_permutes(ticks))
+    return PipelineProfile(table, stash_depth, crossing, runs["F"], runs["B"], sent)
 
 
 class Scorer:
@@ -89,40 +99,40 @@ class Scorer:
         self.config, self.vocab, self.machine = config, vocab, machine
         self.compile_for = compile_for  # the GPU, where something here compiles for it
         self._profiles: dict[str, ModelProfile] = {}
-        self._placed: dict[Any, ArraysPlaced] = {}
+        self._placements: dict[Any, ArrayPlacements] = {}
         self._work: dict[Any, WorkTime] = {}
         self._weights: dict[Any, WeightBytes] = {}
         self._chosen: dict[Any, tuple[AttentionCall, ...]] = {}
 
     @cached_property
-    def one(self) -> Planned:
+    def base_run(self) -> PlannedRun:
         """The parts of the run on one device."""
-        alone = replace(
+        config = replace(
             self.config, strategy="ddp", mesh=Mesh(), batch=1, accumulate=1, offload=None,
             remat="none", split_rows=1, reduction="flat",
         )  # fmt: skip
-        return Planned(alone, jax.devices()[:1], self.vocab)
+        return PlannedRun(config, jax.devices()[:1], self.vocab)
 
     @cached_property
     def arrays(self) -> ModelArrays:
         """The model's arrays, and those of its optimizer."""
-        return ModelArrays.of(self.one.layout)
+        return ModelArrays.of(self.base_run.layout)
 
     @cached_property
     def layers(self) -> int:
         """How many equal layers are stacked; 0: none."""
-        stacked = [p.shape[0] for p in self.one.layout.placed.values() if p.stacked]
+        stacked = [p.shape[0] for p in self.base_run.layout.param_specs.values() if p.stacked]
         return stacked[0] if stacked else 0
 
     @property
     def length(self) -> int:
         """Positions of a row; 1 where rows have none."""
-        return self.one.task.each if self.one.task.unit == "tokens" else 1
+        return self.base_run.task.units_per_example if self.base_run.task.unit == "tokens" else 1
 
     @cached_property
     def calls(self) -> ModelCalls:
         """The attentions and mixtures that the model asks for, whosever it is."""
-        return calls_of(self.one)
+        return calls_of(self.base_run)
 
     @cached_property
     def flops(self) -> float:
@@ -130,27 +140,27 @@ class Scorer:
 
         They are counted as those of presets (`run.tasks.texts.flops_per_token`).
         """
-        task = self.one.task
+        task = self.base_run.task
         if task.unit != "tokens" or task.model.shape is not None:
-            return task.flops(self.one.layout)
+            return task.flops(self.base_run.layout)
         profile, layers = self.profile("none"), max(self.layers, 1)
-        found = 0.0
+        flops = 0.0
         for part, times in (("layers", layers), ("ends", 1)):
             work = profile.work(part, Share())
-            sides = ((p.sides(1, 1), p.times) for p in work.products)
-            found += times * sum(2 * n * math.prod(of_row) for of_row, n in sides)
-            found += times * sum(12 * a.seen for a in work.attention if not a.backward)
-        return found / self.length
+            shapes = ((p.gemm_shape(1, 1), p.times) for p in work.products)
+            flops += times * sum(2 * n * math.prod(shape) for shape, n in shapes)
+            flops += times * sum(12 * a.score_elements for a in work.attention if not a.backward)
+        return flops / self.length
 
     @cached_property
-    def numbers(self) -> tuple[int, int, int]:
+    def itemsizes(self) -> tuple[int, int, int]:
         """Bytes of a number: computed with, summed as gradients, stored."""
-        precision = precision_of(by_path(self.config.precision))
-        stored = max(jax.numpy.dtype(d).itemsize for d in self.arrays.dtypes.values())
+        precision = precision_of(parse_precision(self.config.precision))
+        param = max(jax.numpy.dtype(d).itemsize for d in self.arrays.dtypes.values())
         default = getattr(precision, "default", precision)
-        compute = default.compute.itemsize if default.compute is not None else stored
-        reduce = default.reduce.itemsize if default.reduce is not None else max(stored, 4)
-        return compute, reduce, stored
+        compute = default.compute.itemsize if default.compute is not None else param
+        reduce = default.reduce.itemsize if default.reduce is not None else max(param, 4)
+        return compute, reduce, param
 
     # -- what is kept by what it depends on --------------------------------------------------
 
@@ -162,114 +172,120 @@ class Scorer:
         if remat not in self._profiles:
             config = replace(self.config, remat=remat, pipeline=type(self.config.pipeline)())
             attention = fused_attention if self.machine.platform != "cpu" else None
-            found = profile_of(config, self.vocab, self.compile_for, attention)
-            self._profiles[remat] = found
+            profile = profile_of(config, self.vocab, self.compile_for, attention)
+            self._profiles[remat] = profile
         return self._profiles[remat]
 
-    def placing(self, c: Candidate) -> ArraysPlaced:
+    def placements(self, c: Candidate) -> ArrayPlacements:
         """Return where the arrays lie.
 
         Raises:
             ValueError: A side does not divide what it splits.
         """
-        places = self.stage_layers(c) * c.side("pipe") if c.side("pipe") > 1 else None
-        key = c.mesh, c.names, places
-        if key not in self._placed:
-            self._placed[key] = self.arrays.placed(c.strategy, c.mesh, places)
-        return self._placed[key]
+        num_layers = self.stage_layers(c) * c.axis_size("pipe") if c.axis_size("pipe") > 1 else None
+        key = c.mesh, c.strategy_names, num_layers
+        if key not in self._placements:
+            self._placements[key] = self.arrays.place(c.strategy, c.mesh, num_layers)
+        return self._placements[key]
 
     def stage_layers(self, c: Candidate) -> int:
         """Return how many places for layers each stage has."""
-        stages, chunks = c.side("pipe"), self._chunks(c)
+        stages, chunks = c.axis_size("pipe"), self._chunks(c)
         return math.ceil(self.layers / (stages * chunks)) * chunks if stages > 1 else self.layers
 
     def _chunks(self, c: Candidate) -> int:
         if c.pipeline is None:
             return 1
-        return self.piped(c).table.chunks
+        return self.pipeline_profile(c).table.chunks
 
-    def piped(self, c: Candidate) -> Piped:
+    def pipeline_profile(self, c: Candidate) -> PipelineProfile:
         """Return what a pipeline's table says."""
         assert c.schedule is not None
         assert c.microbatches is not None
-        return piped(c.schedule, c.microbatches, c.chunks, c.side("pipe"))
+        return pipeline_profile(c.schedule, c.microbatches, c.chunks, c.axis_size("pipe"))
 
     def work(self, c: Candidate, part: str) -> WorkTime:
         """Return the seconds of one layer, or of what is around them, for one microbatch."""
         share = self.share(c)
-        parts = 1 if part == "ends" else c.split_rows  # layers run on some rows after others
-        key = c.remat, part, share, c.rows_at_once, parts
+        chunks = 1 if part == "ends" else c.split_rows  # layers run on some rows after others
+        key = c.remat, part, share, c.microbatch_size, chunks
         if key not in self._work:
-            work, rows = self.profile(c.remat).work(part, share), c.rows_at_once / parts
-            found = time_of_work(work, rows, share.tensor, self.machine)
-            self._work[key] = found.times(parts)
+            work, examples = self.profile(c.remat).work(part, share), c.microbatch_size / chunks
+            work_time = time_of_work(work, examples, share.tensor, self.machine)
+            self._work[key] = work_time.times(chunks)
         return self._work[key]
 
     def share(self, c: Candidate) -> Share:
         """Return among how many devices a candidate splits what rows do not."""
-        return Share(c.side("tensor"), c.sequence or c.side("row") > 1, c.side("expert"))
+        return Share(
+            c.axis_size("tensor"), c.sequence or c.axis_size("row") > 1, c.axis_size("expert")
+        )
 
     # -- scores ------------------------------------------------------------------------------
 
-    def score(self, c: Candidate) -> Scored:
+    def score(self, c: Candidate) -> ScoredCandidate:
         """Return what a candidate takes.
 
         Raises:
             ValueError: A side does not divide what it splits.
         """
-        placing = self.placing(c)
-        return Scored(c, self.time(c, placing), self.peak(c, placing))
+        placements = self.placements(c)
+        return ScoredCandidate(c, self.time(c, placements), self.peak(c, placements))
 
-    def how(self, c: Candidate, placing: ArraysPlaced) -> str:
+    def layer_mode(self, c: Candidate, placements: ArrayPlacements) -> str:
         """Return how layers run: unrolled, in turn, loop, as a step chooses for GPUs."""
-        gathers = placing.gathers_layers
+        gathers = placements.gathers_layers
         if self.machine.platform == "cpu":
             return "loop" if c.remat != "none" or c.offload or gathers else "unrolled"
         if c.remat == "none" and not gathers:
             return "loop" if c.offload else "unrolled"
-        only_rows = all(c.side(axis) == 1 for axis in ("tensor", "row", "context", "expert"))
-        few = only_rows and self.layers <= AT_MOST and not c.offload and c.side("pipe") == 1
+        only_data = all(c.axis_size(axis) == 1 for axis in ("tensor", "row", "context", "expert"))
+        few = (
+            only_data and self.layers <= MAX_UNROLLED and not c.offload and c.axis_size("pipe") == 1
+        )
         if not few:
             return "loop"
         return "in turn" if c.remat != "none" else "unrolled"
 
-    def peak(self, c: Candidate, placing: ArraysPlaced) -> Peak:
+    def peak(self, c: Candidate, placements: ArrayPlacements) -> Peak:
         """Return the bytes of a device at the peak."""
-        stages, sizes = c.side("pipe"), self.profile(c.remat).sizes(self.share(c))
+        stages, sizes = c.axis_size("pipe"), self.profile(c.remat).sizes(self.share(c))
         layers = max(self.stage_layers(c), 1)
-        weights = self._weights_of(c, placing, layers)
-        found = self.piped(c) if stages > 1 else None
-        run = Running(
-            rows=c.rows_at_once,
+        weights = self._weight_bytes(c, placements, layers)
+        pipeline = self.pipeline_profile(c) if stages > 1 else None
+        run = MemoryInputs(
+            microbatch_size=c.microbatch_size,
             layers=layers,
-            how=self.how(c, placing),
-            gathered=placing.gathers_layers,
+            layer_mode=self.layer_mode(c, placements),
+            gathers_params=placements.gathers_layers,
             accumulate=c.accumulate,
-            held=found.held if found else 0.0,
+            stash_depth=pipeline.stash_depth if pipeline else 0.0,
             stages=stages,
-            crossing=found.crossing if found else 0.0,
-            offload=c.offloaded,
-            tensor=c.side("tensor"),
-            stacked=self.layers > 0,
+            crossing=pipeline.crossing if pipeline else 0.0,
+            offload_ratio=c.offload_ratio,
+            tensor=c.axis_size("tensor"),
+            has_layer_stack=self.layers > 0,
         )
-        batch = self._batch(c)
-        at_once = c.accumulate == 1 and stages == 1  # scattered as soon as they are there
-        gradients = placing.scattered_gradients if at_once else placing.gradients
-        return peak_of(sizes, run, placing.state, gradients, batch, weights)
+        batch = self._batch_bytes(c)
+        is_scattered = c.accumulate == 1 and stages == 1  # scattered as soon as they are there
+        gradients = placements.scattered_gradients if is_scattered else placements.gradients
+        return peak_of(sizes, run, placements.state, gradients, batch, weights)
 
-    def _weights_of(self, c: Candidate, placing: ArraysPlaced, layers: int) -> WeightBytes:
+    def _weight_bytes(self, c: Candidate, placements: ArrayPlacements, layers: int) -> WeightBytes:
         """Return the bytes of parameters, by what they are needed for."""
-        key = id(placing)
+        key = id(placements)
         if key not in self._weights:
-            compute, reduce, _ = self.numbers
-            elements, largest = self.elements(placing), self._largest(placing)
-            gathered = placing.flows.of("fsdp", False) > 0
-            stored = [p for p in placing.placed.values() if p.path.startswith(LAYERS)]
-            local = sum(placing.local(p, p.parameter) * p.dtype.itemsize for p in stored)
+            compute, reduce, _ = self.itemsizes
+            elements, largest = self.elements(placements), self._largest(placements)
+            gathered = placements.flows.of("fsdp", False) > 0
+            layer_specs = [p for p in placements.param_specs.values() if p.path.startswith(LAYERS)]
+            local = sum(
+                placements.local_size(p, p.parameter) * p.dtype.itemsize for p in layer_specs
+            )
             self._weights[key] = WeightBytes(
                 layer=compute * elements[True] / layers,
                 layer_stored=local / layers,
-                turned=self._turned(c, stored, placing),
+                transposed=self._transposed_bytes(c, layer_specs, placements),
                 ends=compute * elements[False],
                 gradient_layer=reduce * elements[True] / layers,
                 gradient_ends=reduce * elements[False] * gathered,
@@ -278,182 +294,205 @@ class Scorer:
             )
         return self._weights[key]
 
-    def _turned(self, c: Candidate, stored: list[Any], placing: ArraysPlaced) -> float:
+    def _transposed_bytes(
+        self, c: Candidate, layer_specs: list[Any], placements: ArrayPlacements
+    ) -> float:
         """Return the bytes of stacks that a loop of gathered layers keeps in another order.
 
         XLA moves the dimension that is gathered to the front, where it is not yet the first of a
         layer; seen where another axis splits layers too.
         """
-        if c.side("row") > 1:  # which of them was not looked at: a third of them, about
-            return sum(placing.local(p, p.parameter) * p.dtype.itemsize for p in stored) / 3
-        if c.side("tensor") == 1 and c.side("expert") == 1:
+        if c.axis_size("row") > 1:  # which of them was not looked at: a third of them, about
+            return (
+                sum(placements.local_size(p, p.parameter) * p.dtype.itemsize for p in layer_specs)
+                / 3
+            )
+        if c.axis_size("tensor") == 1 and c.axis_size("expert") == 1:
             return 0.0
-        found = 0
-        for p in stored:
+        size = 0
+        for p in layer_specs:
             dims = [d + len(p.shape) for d, _ in p.split_dims("parameter")]
             if dims and min(dims) > 1:
-                found += placing.local(p, p.parameter) * p.dtype.itemsize
-        return float(found)
+                size += placements.local_size(p, p.parameter) * p.dtype.itemsize
+        return float(size)
 
     @cached_property
-    def _row(self) -> float:
+    def _example_bytes(self) -> float:
         """The bytes of a row of the batch."""
-        shapes = jax.tree.leaves(self.one.batch)
+        shapes = jax.tree.leaves(self.base_run.batch)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
 
-    def _batch(self, c: Candidate) -> float:
-        return self._row * c.rows / c.replicas
+    def _batch_bytes(self, c: Candidate) -> float:
+        return self._example_bytes * c.batch_size / c.replicas
 
-    def elements(self, placing: ArraysPlaced) -> dict[bool, float]:
+    def elements(self, placements: ArrayPlacements) -> dict[bool, float]:
         """Return the elements of parameters that a device computes with, of layers and of ends."""
-        found = {True: 0.0, False: 0.0}
-        for flow, size in placing.flows.elements.items():
+        counts = {True: 0.0, False: 0.0}
+        for flow, size in placements.flows.elements.items():
             if flow.kind != "shards":
-                found[flow.layers] += size
-        return found
+                counts[flow.layers] += size
+        return counts
 
-    def _largest(self, placing: ArraysPlaced) -> dict[bool, float]:
+    def _largest(self, placements: ArrayPlacements) -> dict[bool, float]:
         """Return the elements of the largest array as it is read, of layers and of ends."""
-        found = {True: 0.0, False: 0.0}
-        for p in placing.placed.values():
+        largest = {True: 0.0, False: 0.0}
+        for p in placements.param_specs.values():
             tensor = [axis for _, axes in p.tensor_dims for axis in axes]
-            size, inside = math.prod(p.here) / size_of(tensor, p.mesh), p.path.startswith(LAYERS)
-            found[inside] = max(found[inside], size)
-        return found
+            size, inside = (
+                math.prod(p.local_shape) / size_of(tensor, p.mesh),
+                p.path.startswith(LAYERS),
+            )
+            largest[inside] = max(largest[inside], size)
+        return largest
 
-    def traffic(self, c: Candidate, placing: ArraysPlaced) -> Traffic:
+    def comm_inputs(self, c: Candidate, placements: ArrayPlacements) -> CommInputs:
         """Return what the formulas of transfers need."""
-        compute, reduce, stored = self.numbers
+        compute, reduce, param = self.itemsizes
         profile = self.profile(c.remat)
         layers = self.stage_layers(c)
-        carried = profile.program.carried
-        rows = c.rows_at_once
-        found = self.piped(c) if c.schedule else None
+        carry = profile.program.carry
+        examples = c.microbatch_size
+        pipeline = self.pipeline_profile(c) if c.schedule else None
         each = max(self.layers, 1)
         mixed = sum(times for _, times in self.calls.mixtures) / each
-        residual = carried.of_rows * rows if carried is not None else 0.0
-        return Traffic(
-            flows=placing.flows,
+        residual = carry.per_example * examples if carry is not None else 0.0
+        return CommInputs(
+            flows=placements.flows,
             layers=layers,
-            compute=compute,
-            reduce=reduce,
-            stored=stored,
+            compute_itemsize=compute,
+            reduce_itemsize=reduce,
+            param_itemsize=param,
             residual=residual,
-            sums=len(profile.summed) + mixed,
-            summed=sum(profile.summed) * rows + mixed * residual,
-            calls=self._calls(c),
-            mixtures=self._mixtures(c),
-            again=c.remat != "none",
-            chunks=found.table.chunks if found else 1,
-            forward=found.forward if found else 0,
-            backward=found.backward if found else 0,
-            permutes=found.permutes if found else 0,
-            part=layers / self.layers if self.layers else 1.0,
+            num_reductions=len(profile.reduction_bytes) + mixed,
+            reduction_bytes=sum(profile.reduction_bytes) * examples + mixed * residual,
+            calls=self._attention_calls(c),
+            mixtures=self._expert_calls(c),
+            with_recompute=c.remat != "none",
+            chunks=pipeline.table.chunks if pipeline else 1,
+            forward=pipeline.forward if pipeline else 0,
+            backward=pipeline.backward if pipeline else 0,
+            permutes=pipeline.permutes if pipeline else 0,
+            stage_fraction=layers / self.layers if self.layers else 1.0,
             linear=profile.linear_maps,
-            tokens=rows * self.length * c.side("row"),
+            tokens=examples * self.length * c.axis_size("row"),
         )
 
-    def _calls(self, c: Candidate) -> tuple[AttentionCall, ...]:
-        n = c.side("context")
+    def _attention_calls(self, c: Candidate) -> tuple[AttentionCall, ...]:
+        n = c.axis_size("context")
         if n == 1:
             return ()
-        key = max(round(c.rows_at_once * n), 1), c.side("tensor")
+        key = max(round(c.microbatch_size * n), 1), c.axis_size("tensor")
         if key not in self._chosen:
-            rows, t = key
+            batch_size, t = key
             self._chosen[key] = tuple(
-                replace(a, rows=rows, heads=a.heads // t, key_heads=max(a.key_heads // t, 1))
+                replace(
+                    a, batch_size=batch_size, heads=a.heads // t, key_heads=max(a.key_heads // t, 1)
+                )
                 for a in self.calls.attentions
             )
         return self._chosen[key]
 
-    def _mixtures(self, c: Candidate) -> tuple[tuple[MixtureCall, int], ...]:
-        n = c.side("expert")
+    def _expert_calls(self, c: Candidate) -> tuple[tuple[MixtureCall, int], ...]:
+        n = c.axis_size("expert")
         if n == 1:
             return ()
-        groups = lambda call: max(round(call.groups / self.calls.rows * c.rows_at_once), 1)
+        groups = lambda call: max(round(call.groups / self.calls.batch_size * c.microbatch_size), 1)
         return tuple(
             (replace(call, devices=n, groups=groups(call)), times)
             for call, times in self.calls.mixtures
         )
 
-    def time(self, c: Candidate, placing: ArraysPlaced) -> StepTime:
+    def time(self, c: Candidate, placements: ArrayPlacements) -> StepTime:
         """Return the seconds of a step."""
-        computing, room = self._computing(c, placing)
-        beside = Beside(*room, self.machine.beside)
-        for one, taken in sorted(self.transfers(c, placing), key=lambda pair: pair[0].purpose):
-            beside.add(one, taken, self._hides(one, c))
-        return replace(computing, exposed=beside.exposed, transfers=beside.total)
+        compute_time, room = self._compute_time(c, placements)
+        budget = OverlapBudget(*room, self.machine.beside)
+        for comm, seconds in sorted(
+            self.transfers(c, placements), key=lambda pair: pair[0].purpose
+        ):
+            budget.add(comm, seconds, self._overlap_fraction(comm, c))
+        return replace(compute_time, exposed=budget.exposed, transfers=budget.total)
 
-    def transfers(self, c: Candidate, placing: ArraysPlaced) -> Iterator[tuple[Sent, float]]:
+    def transfers(
+        self, c: Candidate, placements: ArrayPlacements
+    ) -> Iterator[tuple[CommVolume, float]]:
         """Yield what a step sends, and the seconds that it takes."""
-        for one in sent_by(c, self.traffic(c, placing)):
-            yield one, seconds_of(one, c.mesh, self.machine)
+        for comm in comm_volumes(c, self.comm_inputs(c, placements)):
+            yield comm, comm_seconds(comm, c.mesh, self.machine)
 
-    def least_time(self, c: Candidate, placing: ArraysPlaced) -> float:
+    def min_time(self, c: Candidate, placements: ArrayPlacements) -> float:
         """Return the seconds of a step if nothing it sends were exposed: `time` is never less.
 
         Raises:
             ValueError: No form of attention runs over so many devices of context.
         """
-        if calls := self._calls(c):
-            form_of(c.side("context"), calls)
-        return self._computing(c, placing)[0].total
+        if calls := self._attention_calls(c):
+            attention_option(c.axis_size("context"), calls)
+        return self._compute_time(c, placements)[0].total
 
-    def _computing(
-        self, c: Candidate, placing: ArraysPlaced
+    def _compute_time(
+        self, c: Candidate, placements: ArrayPlacements
     ) -> tuple[StepTime, tuple[float, float]]:
         """Return a step without its transfers; room to hide them, forward and backward."""
         layers = max(self.stage_layers(c), 1)
-        listed = self.layers == 0
-        forward = NOTHING if listed else self.work(c, "forward").times(layers)
-        backward = NOTHING if listed else self.work(c, "backward").times(layers)
+        unstacked = self.layers == 0
+        forward = NO_WORK if unstacked else self.work(c, "forward").times(layers)
+        backward = NO_WORK if unstacked else self.work(c, "backward").times(layers)
         ends = self.work(c, "ends")
-        copies = self._copies(c, placing, layers)
+        copies = self._copy_seconds(c, placements, layers)
         forward, backward = forward.with_memory(copies), backward.with_memory(copies)
         bubble = 0.0
         count = c.accumulate
         if c.pipeline is not None:
-            table, count = self.piped(c).table, c.pipeline.microbatches
+            table, count = self.pipeline_profile(c).table, c.pipeline.microbatches
             weights = backward.total / 2
-            whole = cost(table, forward.total, backward.total, weights)
-            bubble = max(whole - count * (forward.total + backward.total), 0.0)
+            pipeline_seconds = cost(table, forward.total, backward.total, weights)
+            bubble = max(pipeline_seconds - count * (forward.total + backward.total), 0.0)
         work = (forward + backward + ends).times(count)
-        sums = placing.gradients * 3 * (count - 1) if c.pipeline is None else 0.0
+        sums = placements.gradients * 3 * (count - 1) if c.pipeline is None else 0.0
         work = work.with_memory(sums / self.machine.stream)
-        work = work.times(slowest(c.devices, self.machine))
-        room = BESIDE * count * forward.total, BESIDE * count * (backward.total + ends.total / 2)
-        computing = StepTime(
+        work = work.times(straggler_factor(c.devices, self.machine))
+        room = (
+            OVERLAP_FRACTION * count * forward.total,
+            OVERLAP_FRACTION * count * (backward.total + ends.total / 2),
+        )
+        compute_time = StepTime(
             products=work.products,
             memory=work.memory,
             exposed={},
             bubble=bubble,
-            optimizer=self._optimizer(placing),
-            host=self._host(c, placing, layers, count),
+            optimizer=self._optimizer_seconds(placements),
+            host=self._host_seconds(c, placements, layers, count),
         )
-        return computing, room
+        return compute_time, room
 
-    def _copies(self, c: Candidate, placing: ArraysPlaced, layers: int) -> float:
+    def _copy_seconds(self, c: Candidate, placements: ArrayPlacements, layers: int) -> float:
         """Return the seconds that a loop copies what layers keep into stacks, or out of them."""
-        if c.side("pipe") == 1 and self.how(c, placing) != "loop":
+        if c.axis_size("pipe") == 1 and self.layer_mode(c, placements) != "loop":
             return 0.0
         sizes: Sizes = self.profile(c.remat).sizes(self.share(c))
-        kept = sizes.stashed[0] * c.rows_at_once * layers
-        return 2 * kept / self.machine.stream
+        residuals = sizes.loop_residuals[0] * c.microbatch_size * layers
+        return 2 * residuals / self.machine.stream
 
-    def _hides(self, one: Sent, c: Candidate) -> float:
+    def _overlap_fraction(self, comm: CommVolume, c: Candidate) -> float:
         """Return the part of transfers beside which products may run."""
-        if one.purpose == TENSOR:
+        if comm.purpose == TENSOR:
             return HALVES if c.split_rows > 1 else 0.0
-        return float(one.layers and one.purpose not in (GRID, NEW))  # NEW: after the last product
+        return float(
+            comm.layers and comm.purpose not in (GRID, NEW_PARAMS)
+        )  # NEW: after the last product
 
-    def _optimizer(self, placing: ArraysPlaced) -> float:
-        state = placing.state + sum(placing.on_host.values())
-        size = 2 * state + placing.gradients * (2 if self.config.optimizer.clip else 1)
+    def _optimizer_seconds(self, placements: ArrayPlacements) -> float:
+        state = placements.state + sum(placements.on_host.values())
+        size = 2 * state + placements.gradients * (2 if self.config.optimizer.clip else 1)
         return size / self.machine.stream
 
-    def _host(self, c: Candidate, placing: ArraysPlaced, layers: int, count: int) -> float:
-        moved = sum(placing.on_host.values())
+    def _host_seconds(
+        self, c: Candidate, placements: ArrayPlacements, layers: int, count: int
+    ) -> float:
+        host_bytes = sum(placements.on_host.values())
         if c.offload:
-            kept = self.profile(c.remat).sizes(self.share(c)).stashed[0] * c.rows_at_once
-            moved += c.offloaded * kept * layers * count
-        return 2 * moved / self.machine.host_link  # there, and back
+            residuals = (
+                self.profile(c.remat).sizes(self.share(c)).loop_residuals[0] * c.microbatch_size
+            )
+            host_bytes += c.offload_ratio * residuals * layers * count
+        return 2 * host_bytes / self.machine.host_link  # there, and back

@@ -3,7 +3,7 @@
 What may go together is asked of the table of refused pairs (checks/combinations.py), what divides
 of the layout's rules, which microbatches a schedule takes of the schedule. Here is only the order
 in which things are tried, and where a search stops: no axis of tensor across nodes, no more than
-`MOST_PIECES` microbatches of a pipeline, of which more hide no bubble that is left.
+`MAX_MICROBATCHES` microbatches of a pipeline, of which more hide no bubble that is left.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from hfjax.hardware.machine import Machine
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.planner.candidate import Candidate, table_of
 
-ZEROS = ("ddp", "zero1", "zero2", "fsdp")
+ZERO_STAGES = ("ddp", "zero1", "zero2", "fsdp")
 REMATS = ("none", "dots", "full")
 OFFLOADS = ("0.5", "1")
 # Those of one idea: 1f1b-published is 1f1b, v and v-zb lie between 1f1b and zb-v.
 PIPELINES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 CHUNKS = (2, 4, 8)
-MOST_PIECES = 128
-FEW = 8  # rows of a microbatch on a device, up to which every number is tried
+MAX_MICROBATCHES = 128
+FEW_EXAMPLES = 8  # rows of a microbatch on a device, up to which every number is tried
 
 
 @dataclass(frozen=True)
@@ -32,42 +32,46 @@ class ModelFacts:
     layers: int  # equal ones that are stacked; 0: no pipeline is tried
     length: int  # positions of a row; 1: rows have none
     experts: int
-    refuses: frozenset[str] = frozenset()  # axes that its class refuses
-    row_maps: bool = False  # it runs on grids: its linear maps are known
-    in_parts: bool = True
+    refused_axes: frozenset[str] = frozenset()  # axes that its class refuses
+    supports_grid: bool = False  # it runs on grids: its linear maps are known
+    has_layer_stack: bool = True
 
 
-def candidates(rows: int, count: int, model: ModelFacts, machine: Machine) -> Iterator[Candidate]:
+def candidates(
+    batch_size: int, count: int, model: ModelFacts, machine: Machine
+) -> Iterator[Candidate]:
     """Yield every way to lay out so many rows of a step on so many devices."""
-    for sides in all_sides(count, model, machine):
-        for zero in _zeros(sides, machine):
-            for sequence in (False, True) if sides.get("tensor", 1) > 1 else (False,):
-                if sequence and (model.length % sides["tensor"] or sides.get("row", 1) > 1):
+    for axis_sizes in mesh_shapes(count, model, machine):
+        for zero in _zero_stages(axis_sizes, machine):
+            for sequence in (False, True) if axis_sizes.get("tensor", 1) > 1 else (False,):
+                if sequence and (
+                    model.length % axis_sizes["tensor"] or axis_sizes.get("row", 1) > 1
+                ):
                     continue
-                pairs = tuple((a, n) for a, n in sides.items() if n > 1)
-                first = Candidate(pairs, zero, rows, sequence)
-                for found in _runs(first, model):
-                    if goes_together(features_of(found)):
-                        yield found
+                pairs = tuple((a, n) for a, n in axis_sizes.items() if n > 1)
+                first = Candidate(pairs, zero, batch_size, sequence)
+                for variant in _execution_variants(first, model):
+                    if is_compatible(candidate_features(variant)):
+                        yield variant
 
 
-def with_host(c: Candidate, layers: int) -> Iterator[Candidate]:
+def host_variants(c: Candidate, layers: int) -> Iterator[Candidate]:
     """Yield the ways to run a candidate with more on the host: for one that does not fit.
 
     What unlike layers keep is not known one by one, so that none of it is offloaded.
     """
-    found = [replace(c, host="host_optimizer")]
+    variants = [replace(c, host="host_optimizer")]
     if layers and c.schedule is None and c.remat == "none" and c.split_rows == 1:
-        found += [replace(c, offload=part) for part in OFFLOADS]
-        found += [replace(c, offload="1", host="host_optimizer")]
-    yield from (one for one in found if goes_together(features_of(one)))
+        variants += [replace(c, offload=ratio) for ratio in OFFLOADS]
+        variants += [replace(c, offload="1", host="host_optimizer")]
+    yield from (variant for variant in variants if is_compatible(candidate_features(variant)))
 
 
-def all_sides(count: int, model: ModelFacts, machine: Machine) -> Iterator[dict[str, int]]:
+def mesh_shapes(count: int, model: ModelFacts, machine: Machine) -> Iterator[dict[str, int]]:
     """Yield the sides of meshes of so many devices."""
     for tensor, row in _grids(count, model, machine):
         for context in _divisors(count // tensor // row):
-            if context > 1 and not _shares_rows(context, row, model):
+            if context > 1 and not _allows_context(context, row, model):
                 continue
             rest = count // tensor // row // context
             for expert in _divisors(rest):
@@ -85,24 +89,24 @@ def all_sides(count: int, model: ModelFacts, machine: Machine) -> Iterator[dict[
 def _grids(count: int, model: ModelFacts, machine: Machine) -> Iterator[tuple[int, int]]:
     """Yield how many devices tensor and row have: all of them in one node."""
     for tensor in _divisors(count):
-        if tensor > machine.per_node or ("tensor" in model.refuses and tensor > 1):
+        if tensor > machine.per_node or ("tensor" in model.refused_axes and tensor > 1):
             continue
         for row in _divisors(count // tensor):
-            alone = tensor == 1 or tensor * row > machine.per_node or not model.row_maps
-            if row == 1 or not alone:
+            no_grid = tensor == 1 or tensor * row > machine.per_node or not model.supports_grid
+            if row == 1 or not no_grid:
                 yield tensor, row
 
 
 def _stages(count: int, model: ModelFacts) -> tuple[int, ...]:
     """Return how many stages there may be of so many devices."""
-    if "pipe" in model.refuses:
+    if "pipe" in model.refused_axes:
         return (1,)
     return tuple(n for n in _divisors(count) if n <= max(model.layers, 1))
 
 
-def _shares_rows(context: int, row: int, model: ModelFacts) -> bool:
+def _allows_context(context: int, row: int, model: ModelFacts) -> bool:
     divides = model.length % (2 * context) == 0 and model.length // context >= 64
-    return divides and row == 1 and "context" not in model.refuses
+    return divides and row == 1 and "context" not in model.refused_axes
 
 
 @cache
@@ -110,73 +114,86 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def _zeros(sides: dict[str, int], machine: Machine) -> Iterator[str]:
+def _zero_stages(axis_sizes: dict[str, int], machine: Machine) -> Iterator[str]:
     """Yield which of parameters, gradients and moments are split."""
-    shards = any(sides[axis] > 1 for axis in ("fsdp", "expert", "context"))
-    samples = shards or sides["data"] > 1
-    for zero in ZEROS:
+    shards = any(axis_sizes[axis] > 1 for axis in ("fsdp", "expert", "context"))
+    has_replicas = shards or axis_sizes["data"] > 1
+    for zero in ZERO_STAGES:
         if zero == "fsdp" and not shards:
             continue
-        if zero != "fsdp" and sides["fsdp"] > 1:  # two levels: what lies in a node, and the rest
-            inside = sides["fsdp"] * sides["expert"] * sides["context"] * sides["tensor"]
-            if sides["data"] == 1 or inside * sides["row"] != machine.per_node:
+        if (
+            zero != "fsdp" and axis_sizes["fsdp"] > 1
+        ):  # two levels: what lies in a node, and the rest
+            inside = (
+                axis_sizes["fsdp"]
+                * axis_sizes["expert"]
+                * axis_sizes["context"]
+                * axis_sizes["tensor"]
+            )
+            if axis_sizes["data"] == 1 or inside * axis_sizes["row"] != machine.per_node:
                 continue
-        if zero in ("zero1", "zero2") and not samples:
+        if zero in ("zero1", "zero2") and not has_replicas:
             continue
         yield zero
 
 
-def _runs(first: Candidate, model: ModelFacts) -> Iterator[Candidate]:
+def _execution_variants(first: Candidate, model: ModelFacts) -> Iterator[Candidate]:
     """Yield the ways in which a layout's rows run."""
-    if first.rows % first.replicas:
+    if first.batch_size % first.replicas:
         return
-    share = first.rows // first.replicas
-    if first.side("row") > 1 and share % first.side("row"):
+    share = first.batch_size // first.replicas
+    if first.axis_size("row") > 1 and share % first.axis_size("row"):
         return
-    two_levels = first.zero != "fsdp" and first.side("fsdp") > 1
+    two_levels = first.zero != "fsdp" and first.axis_size("fsdp") > 1
     reduction = "hierarchical" if two_levels else "flat"
     first = replace(first, reduction=reduction)
-    least = first.side("row")
-    for at_once in rows_at_once(share):
-        if at_once % least:
+    least = first.axis_size("row")
+    for microbatch_size in microbatch_sizes(share):
+        if microbatch_size % least:
             continue
-        pieces = share // at_once
-        runs = _staged(first, pieces, model) if first.side("pipe") > 1 else _plain(first, pieces)
-        yield from runs
+        num_microbatches = share // microbatch_size
+        variants = (
+            _pipeline_variants(first, num_microbatches, model)
+            if first.axis_size("pipe") > 1
+            else _accumulation_variants(first, num_microbatches)
+        )
+        yield from variants
 
 
 @cache
-def rows_at_once(share: int) -> tuple[int, ...]:
+def microbatch_sizes(share: int) -> tuple[int, ...]:
     """Return how many of a device's rows a microbatch may have: few, powers of two, or all.
 
-    >>> rows_at_once(24), rows_at_once(56)
+    >>> microbatch_sizes(24), microbatch_sizes(56)
     ((1, 2, 3, 4, 6, 8, 24), (1, 2, 4, 7, 8, 56))
     """
-    tried = lambda n: n <= FEW or n & (n - 1) == 0 or n == share
+    tried = lambda n: n <= FEW_EXAMPLES or n & (n - 1) == 0 or n == share
     return tuple(n for n in _divisors(share) if tried(n))
 
 
-def _plain(first: Candidate, pieces: int) -> Iterator[Candidate]:
-    at_once = first.rows // first.replicas // pieces
+def _accumulation_variants(first: Candidate, num_microbatches: int) -> Iterator[Candidate]:
+    microbatch_size = first.batch_size // first.replicas // num_microbatches
     for remat in REMATS:
-        run = replace(first, accumulate=pieces, remat=remat)
+        run = replace(first, accumulate=num_microbatches, remat=remat)
         yield run
-        if first.sequence and at_once % 2 == 0:
+        if first.sequence and microbatch_size % 2 == 0:
             yield replace(run, split_rows=2)
 
 
-def _staged(first: Candidate, pieces: int, model: ModelFacts) -> Iterator[Candidate]:
-    stages = first.side("pipe")
-    if not stages <= pieces <= max(MOST_PIECES, 4 * stages):
+def _pipeline_variants(
+    first: Candidate, num_microbatches: int, model: ModelFacts
+) -> Iterator[Candidate]:
+    stages = first.axis_size("pipe")
+    if not stages <= num_microbatches <= max(MAX_MICROBATCHES, 4 * stages):
         return
     for name in PIPELINES:
         builder = SCHEDULES[name]
-        for chunks in (builder.chunks,) if builder.fixed else CHUNKS:
-            if stages * chunks > model.layers or not _takes(name, chunks, pieces, stages):
+        for chunks in (builder.chunks,) if builder.fixed_chunks else CHUNKS:
+            if stages * chunks > model.layers or not _takes(name, chunks, num_microbatches, stages):
                 continue
             for remat in REMATS:
-                how = {"schedule": name, "chunks": chunks, "microbatches": pieces}
-                yield replace(first, **how, remat=remat)
+                pipeline = {"schedule": name, "chunks": chunks, "microbatches": num_microbatches}
+                yield replace(first, **pipeline, remat=remat)
 
 
 @cache
@@ -192,9 +209,11 @@ def _takes(name: str, chunks: int, microbatches: int, stages: int) -> bool:
 # -- what goes together ---------------------------------------------------------------------
 
 
-def features_of(c: Candidate) -> frozenset[str]:
+def candidate_features(c: Candidate) -> frozenset[str]:
     """Return the features that a candidate turns on, as the table of refused pairs names them."""
-    least = replace(c, rows=1, accumulate=min(c.accumulate, 2), microbatches=None, chunks=None)
+    least = replace(
+        c, batch_size=1, accumulate=min(c.accumulate, 2), microbatches=None, chunks=None
+    )
     return _features(least)
 
 
@@ -223,8 +242,8 @@ def _features(c: Candidate) -> frozenset[str]:
 
 
 @cache
-def goes_together(features: frozenset[str]) -> bool:
+def is_compatible(features: frozenset[str]) -> bool:
     """Return whether no two of these features are refused, whatever else is so."""
     names = sorted(features)
     pairs = ((a, b) for n, a in enumerate(names) for b in names[n + 1 :])
-    return not any(r.everywhere for a, b in pairs for r in refusals(a, b))
+    return not any(r.is_unconditional for a, b in pairs for r in refusals(a, b))

@@ -19,16 +19,16 @@ from functools import cache
 
 import jax.numpy as jnp
 
-from hfjax.analysis.matmul_time import FusedAttention, ProductModel, seconds
+from hfjax.analysis.matmul_time import FusedAttention, ProductModel, matmul_seconds
 from hfjax.analysis.overlap import Matmul
 from hfjax.hardware.machine import Machine
 from hfjax.parallel.mesh import AXES
-from hfjax.planner.comm_model import Sent
-from hfjax.planner.memory_model import Sides
+from hfjax.planner.comm_model import CommVolume
+from hfjax.planner.memory_model import MeshShape
 from hfjax.planner.programs.model_profile import Work
 
-LONGEST = 64  # hops of a ring: beyond that trees take its place
-BESIDE = 0.9  # of the time of products for which a transfer can run beside them
+MAX_HOPS = 64  # hops of a ring: beyond that trees take its place
+OVERLAP_FRACTION = 0.9  # of the time of products for which a transfer can run beside them
 
 
 @dataclass(frozen=True)
@@ -86,26 +86,30 @@ class WorkTime:
         return WorkTime(self.products + other.products, self.memory + other.memory)
 
 
-NOTHING = WorkTime(0.0, 0.0)
+NO_WORK = WorkTime(0.0, 0.0)
 
 
-def time_of_work(work: Work, rows: float, tensor: int, machine: Machine) -> WorkTime:
+def time_of_work(work: Work, examples: float, tensor: int, machine: Machine) -> WorkTime:
     """Return how long a part takes with so many rows, of which a row may be a part."""
     products = 0.0
     for p in work.products:
-        batch, m, n, k = (max(round(x), 1) for x in p.sides(rows, tensor))
+        batch, m, n, k = (max(round(x), 1) for x in p.gemm_shape(examples, tensor))
         itemsize = jnp.dtype(p.dtype).itemsize
         one = Matmul(batch, m, n, k, itemsize * batch * (m * k + k * n + m * n))
-        products += p.times * seconds(one, ProductModel.reached(machine, float32=itemsize > 2))
+        products += p.times * matmul_seconds(
+            one, ProductModel.from_machine(machine, float32=itemsize > 2)
+        )
     for call in work.attention:
-        here = rows / (tensor if call.split else 1)
-        shape = (here, call.positions, call.heads, call.width)
+        local_examples = examples / (tensor if call.split else 1)
+        shape = (local_examples, call.seq_len, call.heads, call.width)
         fused = FusedAttention(*shape, itemsize=call.itemsize)
         products += (
-            call.times * call.part * (fused.backward if call.backward else fused.forward)(machine)
+            call.times
+            * call.window_fraction
+            * (fused.backward if call.backward else fused.forward)(machine)
         )
     bytes_of_rows, fixed = work.traffic
-    memory = (bytes_of_rows * rows + fixed) / machine.stream + work.launches * machine.launch
+    memory = (bytes_of_rows * examples + fixed) / machine.stream + work.launches * machine.launch
     return WorkTime(products, memory)
 
 
@@ -113,73 +117,73 @@ def time_of_work(work: Work, rows: float, tensor: int, machine: Machine) -> Work
 
 
 @cache
-def in_a_node(axes: tuple[str, ...], sides: Sides, per_node: int) -> tuple[bool, int]:
+def node_membership(axes: tuple[str, ...], mesh: MeshShape, per_node: int) -> tuple[bool, int]:
     """Return whether a group lies in one node, and how many of it lie in each.
 
-    >>> in_a_node(("fsdp",), Sides.of(fsdp=16, tensor=4), 8)
+    >>> node_membership(("fsdp",), MeshShape.of(fsdp=16, tensor=4), 8)
     (False, 2)
     """
     order = list(AXES)
     slowest = min(order.index(axis) for axis in axes)
-    faster = math.prod(sides[a] for a in order[slowest:])
-    group = math.prod(sides[a] for a in axes)
+    faster = math.prod(mesh[a] for a in order[slowest:])
+    group = math.prod(mesh[a] for a in axes)
     if faster <= per_node:
         return True, group
     block, members = 1, 1
     for axis in reversed(order):
-        size = sides[axis]
+        size = mesh[axis]
         room = max(per_node // block, 1)
-        here = min(size, room)
+        count = min(size, room)
         if axis in axes:
-            members *= here
+            members *= count
         block *= size
     return False, max(members, 1)
 
 
-def seconds_of(one: Sent, sides: Sides, machine: Machine) -> float:
+def comm_seconds(comm: CommVolume, mesh: MeshShape, machine: Machine) -> float:
     """Return how long transfers take, one after another."""
-    inside, members = in_a_node(one.axes, sides, machine.per_node)
-    group = math.prod(sides[a] for a in one.axes)
-    steps = 1 if one.kind == "permute" else min(group - 1, LONGEST)
-    ways = 2 if one.kind == "all-reduce" else 1
+    inside, members = node_membership(comm.axes, mesh, machine.per_node)
+    group = math.prod(mesh[a] for a in comm.axes)
+    steps = 1 if comm.kind == "permute" else min(group - 1, MAX_HOPS)
+    rounds = 2 if comm.kind == "all-reduce" else 1
     if inside:
         start, hop, speed = machine.inside_start, machine.inside_hop, machine.inside
     else:
         start, hop = machine.between_start, machine.between_hop
         speed = min(machine.inside, machine.between * members)
-        if one.kind == "permute":
+        if comm.kind == "permute":
             speed = machine.between
-    return one.calls * (start + ways * steps * hop) + one.moved(sides) / speed
+    return comm.calls * (start + rounds * steps * hop) + comm.sent_bytes(mesh) / speed
 
 
-def slowest(devices: int, machine: Machine) -> float:
+def straggler_factor(devices: int, machine: Machine) -> float:
     """Return by how much the slowest of so many devices is slower than the mean.
 
     >>> from hfjax.hardware.machine import MACHINES
-    >>> slowest(1, MACHINES["h100"])
+    >>> straggler_factor(1, MACHINES["h100"])
     1.0
     """
     return 1 + machine.spread * math.sqrt(2 * math.log(devices))
 
 
 @dataclass
-class Beside:
+class OverlapBudget:
     """The seconds of products that are left to hide transfers, forward and backward.
 
-    What is hidden is not free: products lose `slows` of its time.
+    What is hidden is not free: products lose `slowdown` of its time.
     """
 
     forward: float
     backward: float
-    slows: float
+    slowdown: float
     exposed: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
 
-    def add(self, one: Sent, taken: float, part: float) -> None:
+    def add(self, comm: CommVolume, duration: float, fraction: float) -> None:
         """Hide what can be hidden of transfers, at most a part of them, and count the rest."""
-        self.total += taken
-        name = "backward" if one.backward else "forward"
-        used = min(getattr(self, name), taken * part)
+        self.total += duration
+        name = "backward" if comm.backward else "forward"
+        used = min(getattr(self, name), duration * fraction)
         setattr(self, name, getattr(self, name) - used)
-        rest = taken - used + self.slows * used
-        self.exposed[one.purpose] = self.exposed.get(one.purpose, 0.0) + rest
+        rest = duration - used + self.slowdown * used
+        self.exposed[comm.purpose] = self.exposed.get(comm.purpose, 0.0) + rest

@@ -20,18 +20,20 @@ def check_matrices(
 ) -> None:
     """Refuse an optimizer that makes the wrong arrays of a model orthogonal."""
     state = jax.eval_shape(optimizer.init, nest(parameters))
-    made_so = [path for muon in _found(state, _is_muon) for path in _paths(muon)]
-    vectors = [p for p in made_so if _is_stacked(arrays[p]) and len(arrays[p].shape) == 2]
-    missed = [p for muon in _found(state, _is_whole_muon) for p in _missed(muon, arrays)]
-    found = {
+    muon_paths = [path for muon in _find_nodes(state, _is_muon) for path in _moment_paths(muon)]
+    vectors = [p for p in muon_paths if _is_stacked(arrays[p]) and len(arrays[p].shape) == 2]
+    missed = [
+        p for muon in _find_nodes(state, _is_full_muon) for p in _missed_matrices(muon, arrays)
+    ]
+    problems = {
         "makes {} orthogonal, a stack of vectors": vectors,
         "updates {}, which holds matrices, by Adam": missed,
     }
-    shown = lambda path: f"{path} {list(arrays[path].shape)}"
-    wrong = [what.format(shown(min(paths))) for what, paths in found.items() if paths]
-    if wrong:
+    describe = lambda path: f"{path} {list(arrays[path].shape)}"
+    messages = [text.format(describe(min(paths))) for text, paths in problems.items() if paths]
+    if messages:
         raise ValueError(
-            f"optax.contrib.muon {' and '.join(wrong)}: without more it takes each array of two "
+            f"optax.contrib.muon {' and '.join(messages)}: without more it takes each array of two "
             "dimensions for a matrix, and no other. Say which dimensions are a matrix: muon(…, "
             "muon_weight_dimension_numbers=f), f(params) being a tree of "
             "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), and None for what "
@@ -40,21 +42,21 @@ def check_matrices(
         )
 
 
-def _missed(muon: Any, arrays: Mapping[str, Array]) -> list[str]:
+def _missed_matrices(muon: Any, arrays: Mapping[str, Array]) -> list[str]:
     """Return the matrices that muon leaves to its Adam because they have not two dimensions.
 
     If Adam has an array of two dimensions, the user has said which are matrices.
     """
-    made_so = [path for part in _found(muon, _is_muon) for path in _paths(part)]
-    left = [path for part in _found(muon, _is_adam) for path in _paths(part)]
-    flat = lambda path: len(arrays[path].shape) == 2
-    by_size = all(map(flat, made_so)) and not any(map(flat, left))
-    return [path for path in left if by_size and _has_matrices(arrays[path])]
+    muon_paths = [path for node in _find_nodes(muon, _is_muon) for path in _moment_paths(node)]
+    adam_paths = [path for node in _find_nodes(muon, _is_adam) for path in _moment_paths(node)]
+    is_flat = lambda path: len(arrays[path].shape) == 2
+    is_by_rank = all(map(is_flat, muon_paths)) and not any(map(is_flat, adam_paths))
+    return [path for path in adam_paths if is_by_rank and _has_matrices(arrays[path])]
 
 
-def _found(state: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+def _find_nodes(state: Any, is_match: Callable[[Any], bool]) -> list[Any]:
     """Return the parts of a state that are of a kind."""
-    return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+    return [x for x in jax.tree.leaves(state, is_leaf=is_match) if is_match(x)]
 
 
 def _is_muon(state: object) -> bool:
@@ -65,17 +67,21 @@ def _is_adam(state: object) -> bool:
     return isinstance(state, optax.ScaleByAdamState)
 
 
-def _is_whole_muon(state: object) -> bool:
+def _is_full_muon(state: object) -> bool:
     """Whether it is the state of optax.contrib.muon: of what it makes orthogonal, and of its Adam.
 
     A partition of the user's own may have the same names, and a whole muon as its part.
     """
-    parts = getattr(state, "inner_states", {})
-    inner = getattr(parts.get("muon"), "inner_state", None) if isinstance(parts, dict) else None
+    inner_states = getattr(state, "inner_states", {})
+    inner = (
+        getattr(inner_states.get("muon"), "inner_state", None)
+        if isinstance(inner_states, dict)
+        else None
+    )
     return isinstance(inner, tuple) and any(map(_is_muon, inner))
 
 
-def _paths(state: Any) -> list[str]:
+def _moment_paths(state: Any) -> list[str]:
     """Return the paths of the parameters that a part of a state has moments of."""
     return [path for path, moment in flatten(state.mu).items() if _is_array(moment)]
 
@@ -93,5 +99,5 @@ def _has_matrices(array: Array) -> bool:
 
     Without names of dimensions it is what its author makes of it (a convolution).
     """
-    named = _is_stacked(array) or any(array.axes)
-    return named and len(array.shape) > 2
+    has_names = _is_stacked(array) or any(array.axes)
+    return has_names and len(array.shape) > 2

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hfjax.distributed.exchange import exchanged
+from hfjax.distributed.exchange import gather_values
 from hfjax.parallel.mesh import AXES, BATCH_AXES, describe_mesh, in_use, size_of
 
 Sums = list[int]  # one for each part of the rows
@@ -23,76 +23,82 @@ _sums: dict[int, Sums] = {}  # of arrays that lie on devices, by their id
 
 
 @lru_cache(maxsize=32)
-def parts_of(mesh: Mesh) -> dict[int, list[int]]:
+def batch_shards_of(mesh: Mesh) -> dict[int, list[int]]:
     """Return {process: which parts of the rows of a batch its devices compute with}."""
-    first = [AXES.index(axis) for axis in BATCH_AXES]
-    rest = [i for i in range(len(AXES)) if i not in first]
-    by_rows = mesh.devices.transpose(*first, *rest).reshape(size_of(BATCH_AXES, mesh), -1)
-    found = defaultdict(list)
-    for part, devices in enumerate(by_rows):
+    batch_dims = [AXES.index(axis) for axis in BATCH_AXES]
+    other_dims = [i for i in range(len(AXES)) if i not in batch_dims]
+    devices_by_shard = mesh.devices.transpose(*batch_dims, *other_dims).reshape(
+        size_of(BATCH_AXES, mesh), -1
+    )
+    shards = defaultdict(list)
+    for shard, devices in enumerate(devices_by_shard):
         for process in sorted({device.process_index for device in devices}):
-            found[process].append(part)
-    return dict(found)
+            shards[process].append(shard)
+    return dict(shards)
 
 
-def shares(mesh: Mesh) -> Fraction:
+def batch_factor(mesh: Mesh) -> Fraction:
     """Return how many times the rows of this process the whole batch has."""
     if jax.process_count() == 1:
         return Fraction(1)
-    return Fraction(size_of(BATCH_AXES, mesh), len(parts_of(mesh)[jax.process_index()]))
+    return Fraction(size_of(BATCH_AXES, mesh), len(batch_shards_of(mesh)[jax.process_index()]))
 
 
 @lru_cache(maxsize=32)
-def _group(mesh: Mesh, process: int) -> tuple[int, ...]:
+def _sharing_processes(mesh: Mesh, process: int) -> tuple[int, ...]:
     """Return the processes that share rows with a process, or with one that does."""
-    parts, found = {p: {*own} for p, own in parts_of(mesh).items()}, {process}
+    shards, processes = {p: {*own} for p, own in batch_shards_of(mesh).items()}, {process}
     while True:
-        theirs = set().union(*(parts[p] for p in found))
-        more = {p for p, own in parts.items() if own & theirs}
-        if more == found:
-            return tuple(sorted(found))
-        found = more
+        shared = set().union(*(shards[p] for p in processes))
+        group = {p for p, own in shards.items() if own & shared}
+        if group == processes:
+            return tuple(sorted(processes))
+        processes = group
 
 
-def note(mesh: Mesh, given: Any, placed: Any) -> None:
+def remember_checksums(mesh: Mesh, local_batch: Any, global_batch: Any) -> None:
     """Remember checksums of the rows that were given for an array, if others give them too."""
-    if len(_group(mesh, jax.process_index())) == 1:
+    if len(_sharing_processes(mesh, jax.process_index())) == 1:
         return
-    count = len(parts_of(mesh)[jax.process_index()])
-    for rows, x in zip(jax.tree.leaves(given), jax.tree.leaves(placed), strict=True):
-        _sums[id(x)] = [_sum(part) for part in np.split(np.asarray(rows), count)]
+    count = len(batch_shards_of(mesh)[jax.process_index()])
+    for local_examples, x in zip(
+        jax.tree.leaves(local_batch), jax.tree.leaves(global_batch), strict=True
+    ):
+        _sums[id(x)] = [_checksum(shard) for shard in np.split(np.asarray(local_examples), count)]
         weakref.finalize(x, _sums.pop, id(x), None).atexit = False
 
 
-def _sum(rows: np.ndarray) -> int:
-    kind = f"{rows.dtype} {rows.shape}".encode()
-    return zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, zlib.crc32(kind))
+def _checksum(examples: np.ndarray) -> int:
+    header = f"{examples.dtype} {examples.shape}".encode()
+    return zlib.crc32(
+        np.ascontiguousarray(examples).reshape(-1).view(np.uint8).data, zlib.crc32(header)
+    )
 
 
-def check_same_rows(mesh: Mesh, batch: Any) -> None:
+def check_same_examples(mesh: Mesh, batch: Any) -> None:
     """Refuse, in all processes that share rows of a batch, rows that differ between them.
 
     A batch is compared where a step takes it: steps come in the same order in all processes. Arrays
     that were put on their devices by other means are not looked at.
     """
-    known = [sums for x in jax.tree.leaves(batch) if (sums := _sums.pop(id(x), None))]
-    if not known:
+    known_sums = [sums for x in jax.tree.leaves(batch) if (sums := _sums.pop(id(x), None))]
+    if not known_sums:
         return
-    mine = [list(sums) for sums in zip(*known, strict=True)]
-    found = exchanged(_group(mesh, jax.process_index()), mine)
+    own_sums = [list(sums) for sums in zip(*known_sums, strict=True)]
+    sums_by_process = gather_values(_sharing_processes(mesh, jax.process_index()), own_sums)
     first: dict[int, tuple[int, Any]] = {}
-    for process, told in found.items():
-        for part, sums in zip(parts_of(mesh)[process], told, strict=True):
-            other, wanted = first.setdefault(part, (process, sums))
-            if sums != wanted:
-                raise ValueError(_unlike(mesh, process, other))
+    for process, process_sums in sums_by_process.items():
+        for shard, sums in zip(batch_shards_of(mesh)[process], process_sums, strict=True):
+            other, first_sums = first.setdefault(shard, (process, sums))
+            if sums != first_sums:
+                raise ValueError(_mismatch_message(mesh, process, other))
 
 
-def _unlike(mesh: Mesh, process: int, other: int) -> str:
-    along = " and ".join(in_use(mesh, [axis for axis in AXES if axis not in BATCH_AXES]))
+def _mismatch_message(mesh: Mesh, process: int, other: int) -> str:
+    axes = " and ".join(in_use(mesh, [axis for axis in AXES if axis not in BATCH_AXES]))
     return (
         f"process {process} gave other rows of the batch than process {other}: on mesh "
-        f"{describe_mesh(mesh)} devices along {along} compute with the same rows, and belong to "
+        f"{describe_mesh(mesh)} devices along {axes} compute with the same rows, and belong to "
         "both. Give the same in each: those of hfjax.rows_of_process(layout, rows), drawn in the "
         "same order."
     )

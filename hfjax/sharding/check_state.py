@@ -35,13 +35,13 @@ def is_traced(tree: Tree) -> bool:
 def check_alive(state: Any) -> None:
     """Refuse what is no state, and one whose memory a step has taken: a step takes all of it."""
     check_is_state(state)
-    check_not_taken(state.step)
+    check_not_donated(state.step)
 
 
-def check_not_taken(tree: Tree) -> None:
+def check_not_donated(tree: Tree) -> None:
     """Refuse arrays whose memory a step has taken."""
-    gone = lambda x: not isinstance(x, Tracer) and getattr(x, "is_deleted", bool)()
-    if any(map(gone, jax.tree.leaves(tree))):
+    is_deleted = lambda x: not isinstance(x, Tracer) and getattr(x, "is_deleted", bool)()
+    if any(map(is_deleted, jax.tree.leaves(tree))):
         raise ValueError(
             "this state was given to an earlier step, which took its memory (donation). Go on "
             "with the state that the step returned: state, metrics = step(state, batch). To keep "
@@ -58,111 +58,123 @@ def check_is_state(state: object) -> None:
         )
 
 
-def check_takes(what: str, layout: object, state: object) -> None:
+def check_layout_and_state(function_name: str, layout: object, state: object) -> None:
     """Refuse what is no layout or no state, and a state whose memory a step has taken."""
     if not isinstance(layout, Layout) or not isinstance(state, State):
-        found = f"{type(layout).__name__} and {type(state).__name__}"
-        raise ValueError(f"{what}(layout, state) takes a layout, then a state; found {found}.")
-    check_not_taken(state)
+        type_names = f"{type(layout).__name__} and {type(state).__name__}"
+        raise ValueError(
+            f"{function_name}(layout, state) takes a layout, then a state; found {type_names}."
+        )
+    check_not_donated(state)
 
 
-def check_stored(layout: Layout, state: State) -> None:
+def check_stored_shapes(layout: Layout, state: State) -> None:
     """Refuse a state of another model or optimizer, its layers stored for any schedule."""
     order = state.order
     old = None if order is None else Arrangement(np.array(order, np.int32, ndmin=3))
-    check_like(stored_form(layout, old), state)
+    check_same_shapes(stored_shapes(layout, old), state)
 
 
-def check_form(layout: Layout, state: State, optimizer: bool = True) -> None:
+def check_state_shapes(layout: Layout, state: State, optimizer: bool = True) -> None:
     """Refuse a state of another model or optimizer; its layers are stored as the layout has them.
 
     A program calls it while it is traced.
     """
-    check_like(_form(layout, optimizer), state, optimizer)
+    check_same_shapes(_state_shapes(layout, optimizer), state, optimizer)
 
 
-def check_like(wanted: State, state: State, optimizer: bool = True) -> None:
+def check_same_shapes(expected: State, state: State, optimizer: bool = True) -> None:
     """Refuse a state that has not these shapes."""
-    if differ := apart(wanted, state, PARTS if optimizer else PARTS[:2]):
-        path, found, known = differ[0]
-        more = f" (and {len(differ) - 1} more differ)" if len(differ) > 1 else ""
+    if mismatches := find_mismatches(expected, state, PARTS if optimizer else PARTS[:2]):
+        path, actual, expected_shape = mismatches[0]
+        suffix = f" (and {len(mismatches) - 1} more differ)" if len(mismatches) > 1 else ""
         raise ValueError(
-            f"this state is not of this layout: {path} is {found}, the layout has {known}{more}. A "
+            f"this state is not of this layout: {path} is {actual}, the layout has "
+            f"{expected_shape}{suffix}. A "
             "state belongs to a model and an optimizer: make it with hfjax.init(layout) or "
             "hfjax.restore(directory, layout), or give the layout that it was made with."
         )
 
 
-def apart(wanted: State, state: State, parts: tuple[str, ...]) -> list[tuple[str, str, str]]:
+def find_mismatches(
+    expected: State, state: State, columns: tuple[str, ...]
+) -> list[tuple[str, str, str]]:
     """Return the path, what the state has there and what is wanted, of all arrays that differ."""
-    found = []
-    for part in parts:
-        ours, theirs = (_shapes(getattr(x, part)) for x in (wanted, state))
-        for path in {**ours, **theirs}:
-            if ours.get(path) != theirs.get(path):
-                both = theirs.get(path, "nothing"), ours.get(path, "nothing")
-                found.append((part + path, *both))
-    return found
+    mismatches = []
+    for column in columns:
+        expected_shapes, actual_shapes = (_shapes(getattr(x, column)) for x in (expected, state))
+        for path in {**expected_shapes, **actual_shapes}:
+            if expected_shapes.get(path) != actual_shapes.get(path):
+                shape_pair = (
+                    actual_shapes.get(path, "nothing"),
+                    expected_shapes.get(path, "nothing"),
+                )
+                mismatches.append((column + path, *shape_pair))
+    return mismatches
 
 
 def _shapes(tree: Tree) -> dict[str, str]:
     """Return path -> shape and dtype."""
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(keys): _shape(x) for keys, x in pairs}
+    return {jax.tree_util.keystr(keys): _describe(x) for keys, x in pairs}
 
 
-def _shape(x: Any) -> str:
+def _describe(x: Any) -> str:
     """Return shape and dtype as people read them; of what is no array, what it is."""
     if not hasattr(x, "dtype"):
         return f"no array, but {type(x).__name__}"
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def _form(layout: Layout, optimizer: bool = True) -> State:
+def _state_shapes(layout: Layout, optimizer: bool = True) -> State:
     """Return the shapes of a state of the layout."""
-    params, variables = layout.placed, layout.blueprint.variables
-    kept = layout.state_shapes.optimizer if optimizer else None
-    return State(None, nest(_like(params)), kept, nest(_like(variables)))
+    params, variables = layout.param_specs, layout.template.variables
+    optimizer_state = layout.state_shapes.optimizer if optimizer else None
+    return State(
+        None, nest(_shape_structs(params)), optimizer_state, nest(_shape_structs(variables))
+    )
 
 
-def stored_form(layout: Layout, old: Arrangement | None) -> State:
+def stored_shapes(layout: Layout, old: Arrangement | None) -> State:
     """Return the shapes of a state whose layers are arranged so; None: as the model has them.
 
     Of an arrangement that is not of the model's layers: the shapes of the layout itself.
     """
     if old is None:
-        return _form(layout if layout.storage.arrangement is None else layout.as_the_model)
-    known = layout.order
-    same = known is not None and old.rows.tolist() == known.reshape(-1).tolist()
-    if same or not _arranges(layout, old):
-        return _form(layout)
-    params = _rows(layout, old)
-    kept = jax.eval_shape(layout.optimizer.init, nest(params))
-    narrow = lambda x: jax.ShapeDtypeStruct(x.shape, stored_dtype(layout.optimizer, x.dtype))
-    params = nest({path: narrow(x) for path, x in params.items()})
-    return State(None, params, kept, nest(_like(layout.blueprint.variables)))
+        return _state_shapes(layout if layout.storage.arrangement is None else layout.model_layout)
+    order = layout.order
+    is_same_order = order is not None and old.stored_order.tolist() == order.reshape(-1).tolist()
+    if is_same_order or not _is_permutation(layout, old):
+        return _state_shapes(layout)
+    params = _stored_params(layout, old)
+    optimizer_state = jax.eval_shape(layout.optimizer.init, nest(params))
+    with_stored_dtype = lambda x: jax.ShapeDtypeStruct(
+        x.shape, stored_dtype(layout.optimizer, x.dtype)
+    )
+    params = nest({path: with_stored_dtype(x) for path, x in params.items()})
+    return State(None, params, optimizer_state, nest(_shape_structs(layout.template.variables)))
 
 
-def _arranges(layout: Layout, old: Arrangement) -> bool:
+def _is_permutation(layout: Layout, old: Arrangement) -> bool:
     """Return whether an arrangement has each layer of the model once."""
-    plan = layout.blueprint
-    if not plan.three_parts:
+    template = layout.template
+    if not template.is_layer_stack:
         return False
-    layers = sorted(old.rows[old.rows >= 0].tolist())
-    return layers == list(range(plan.number_of_layers))
+    layers = sorted(old.stored_order[old.stored_order >= 0].tolist())
+    return layers == list(range(template.num_layers))
 
 
-def _rows(layout: Layout, old: Arrangement) -> Flat:
+def _stored_params(layout: Layout, old: Arrangement) -> Flat:
     """Return the parameters of the model, in its dtypes, whose layers are arranged so."""
-    plan = layout.blueprint
-    like = _like(plan.parameters)
-    if plan.listed:
-        ends = {path: x for path, x in like.items() if not path.startswith(LAYERS)}
-        return ends | dict(packed_layers(plan, layout.mesh, old).shapes)
-    stacked = {path for path, p in layout.placed.items() if p.stacked}
-    grown = lambda x: jax.ShapeDtypeStruct((old.rows.size, *x.shape[1:]), x.dtype)
-    return {path: grown(x) if path in stacked else x for path, x in like.items()}
+    template = layout.template
+    shapes = _shape_structs(template.parameters)
+    if template.is_layer_list:
+        ends = {path: x for path, x in shapes.items() if not path.startswith(LAYERS)}
+        return ends | dict(packed_layers(template, layout.mesh, old).shapes)
+    stacked_paths = {path for path, p in layout.param_specs.items() if p.stacked}
+    resize = lambda x: jax.ShapeDtypeStruct((old.stored_order.size, *x.shape[1:]), x.dtype)
+    return {path: resize(x) if path in stacked_paths else x for path, x in shapes.items()}
 
 
-def _like(arrays: Mapping[str, Any]) -> Flat:
+def _shape_structs(arrays: Mapping[str, Any]) -> Flat:
     return {path: jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) for path, x in arrays.items()}

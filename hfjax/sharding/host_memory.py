@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from hfjax.parallel.offload.host_memory import largest_first
-from hfjax.parallel.param_specs import Placed, pieces
+from hfjax.parallel.param_specs import ParamSpecs, num_shards
 from hfjax.parallel.strategy import Strategy
 
 MASTER = "master"  # the field of an optimizer's state that holds master weights
@@ -27,108 +27,111 @@ class OptimizerArray(NamedTuple):
     bytes: int  # on a device
 
 
-def kept_of(
-    optimizer: Any, owner: Callable[[tuple, Any], Placed | None]
+def find_optimizer_arrays(
+    optimizer: Any, owner_of: Callable[[tuple, Any], ParamSpecs | None]
 ) -> dict[str, OptimizerArray]:
     """Return what an optimizer's state keeps of parameters, given its shapes.
 
-    The names are those of `jax.tree_util.keystr`; `owner` says of which parameter an array is.
+    The names are those of `jax.tree_util.keystr`; `owner_of` says of which parameter an array is.
     """
-    found = {}
+    arrays = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
-        if (p := owner(keys, leaf)) is not None:
-            size = leaf.size * leaf.dtype.itemsize // pieces(p.moment, p.mesh)
-            found[jax.tree_util.keystr(keys)] = OptimizerArray(p.path, _row(keys), size)
-    return found
+        if (p := owner_of(keys, leaf)) is not None:
+            size = leaf.size * leaf.dtype.itemsize // num_shards(p.moment, p.mesh)
+            arrays[jax.tree_util.keystr(keys)] = OptimizerArray(p.path, _rule_of(keys), size)
+    return arrays
 
 
 @dataclass(frozen=True)
-class Hosted:
+class HostMemory:
     """The arrays of a state that lie on the host."""
 
     strategy: Strategy
-    kept: Mapping[str, OptimizerArray]  # what the optimizer keeps of each parameter, by name
+    # What the optimizer keeps of each parameter, by name.
+    optimizer_arrays: Mapping[str, OptimizerArray]
 
     @property
     def parameters(self) -> bool:
         """Whether parameters are kept on the host."""
-        return self._wanted("parameters") == "host"
+        return self._target("parameters") == "host"
 
     @cached_property
     def optimizer(self) -> frozenset[str]:
         """The names of the arrays of the optimizer that do, as `jax.tree_util.keystr` has them."""
-        return frozenset(self._moments) | (
-            frozenset(self._sizes[MASTER]) if self._wanted(MASTER) == "host" else frozenset()
+        return frozenset(self._host_moments) | (
+            frozenset(self._sizes[MASTER]) if self._target(MASTER) == "host" else frozenset()
         )
 
     def __bool__(self) -> bool:
         return self.parameters or bool(self.optimizer)
 
-    def of(self, path: str) -> tuple[int, int]:
+    def count_moments(self, path: str) -> tuple[int, int]:
         """Return how many moments of a parameter lie on the host, and how many it has."""
-        names = [name for name, kept in self.kept.items() if kept.path == path]
+        names = [name for name, array in self.optimizer_arrays.items() if array.path == path]
         return sum(name in self.optimizer for name in names), len(names)
 
     @property
-    def reached(self) -> float | None:
+    def host_fraction(self) -> float | None:
         """The share of the moments' bytes on the host; None where no share was asked for."""
-        if isinstance(self._wanted("moments"), str):
+        if isinstance(self._target("moments"), str):
             return None
         sizes = self._sizes["moments"]
-        return sum(sizes[name] for name in self._moments) / max(sum(sizes.values()), 1)
+        return sum(sizes[name] for name in self._host_moments) / max(sum(sizes.values()), 1)
 
     def check(self) -> None:
         """Refuse rules that find nothing to keep on the host; warn where a share is too small."""
-        if self.reached == 0:
+        if self.host_fraction == 0:
             warnings.warn(
                 f"strategy {self.strategy.name}, memory moments -> "
-                f"{self._wanted('moments')}: no array is as small as that, so that the host keeps "
+                f"{self._target('moments')}: no array is as small as that, so that the host keeps "
                 "nothing. Raise the share.",
                 stacklevel=2,
             )
-        asked = [rule for rule in ("moments", MASTER) if self._wanted(rule) != "device"]
-        if not asked or any(self._sizes[rule] for rule in asked):
+        active_rules = [rule for rule in ("moments", MASTER) if self._target(rule) != "device"]
+        if not active_rules or any(self._sizes[rule] for rule in active_rules):
             return
-        rules = ", ".join(f"{rule} -> {self._wanted(rule)}" for rule in asked)
-        none = {
+        rules = ", ".join(f"{rule} -> {self._target(rule)}" for rule in active_rules)
+        reasons = {
             "moments": "keeps no array like a parameter",
             MASTER: "keeps no master weights (hfjax.master(optimizer) does)",
         }
         raise ValueError(
             f"strategy {self.strategy.name}, memory {rules}: the optimizer "
-            f"{' and '.join(none[rule] for rule in asked)}, so the host would keep nothing. Leave "
+            f"{' and '.join(reasons[rule] for rule in active_rules)}, so the host would keep "
+            "nothing. Leave "
             "the row out, or use an optimizer that does."
         )
 
     def notes(self) -> Iterator[str]:
         """Yield what a layout has to tell of it."""
-        if self.reached is not None:
-            asked = float(self._wanted("moments"))
+        if self.host_fraction is not None:
+            target = float(self._target("moments"))
             yield (
-                f"{self.reached:.1%} of the moments' bytes lie on the host, {asked:.1%} are asked "
-                f"for: whole arrays, the largest first, {len(self._moments)} of "
+                f"{self.host_fraction:.1%} of the moments' bytes lie on the host, {target:.1%} "
+                "are asked "
+                f"for: whole arrays, the largest first, {len(self._host_moments)} of "
                 f"{len(self._sizes['moments'])}"
             )
 
-    def _wanted(self, rule: str) -> Any:
+    def _target(self, rule: str) -> Any:
         return self.strategy.memory.get(rule, "device")
 
     @cached_property
-    def _moments(self) -> list[str]:
+    def _host_moments(self) -> list[str]:
         """The moments that lie on the host: whole arrays, as many as fit, the largest first."""
-        sizes, wanted = self._sizes["moments"], self._wanted("moments")
-        share = wanted if isinstance(wanted, float) else float(wanted == "host")
-        return largest_first(sizes, share * sum(sizes.values()))[0]
+        sizes, target = self._sizes["moments"], self._target("moments")
+        fraction = target if isinstance(target, float) else float(target == "host")
+        return largest_first(sizes, fraction * sum(sizes.values()))[0]
 
     @cached_property
     def _sizes(self) -> dict[str, dict[str, int]]:
         """Row -> name -> bytes on a device."""
         sizes: dict[str, dict[str, int]] = {"moments": {}, MASTER: {}}
-        for name, kept in self.kept.items():
-            sizes[kept.rule][name] = kept.bytes
+        for name, array in self.optimizer_arrays.items():
+            sizes[array.rule][name] = array.bytes
         return sizes
 
 
-def _row(keys: tuple) -> str:
+def _rule_of(keys: tuple) -> str:
     fields = [getattr(key, "name", None) for key in keys]
     return MASTER if MASTER in fields else "moments"

@@ -13,21 +13,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from hfjax.optimizers.transforms import (
-    WithoutRows,
+    FrozenLayers,
     check_master,
-    check_update,
+    check_update_arguments,
+    freeze_layers,
+    freeze_params,
     stored_dtype,
-    unwrapped,
-    without,
-    without_rows,
+    unwrap,
 )
 from hfjax.parallel.activation_sharding import Placer
-from hfjax.parallel.adapters.model_template import LAYERS, Blueprint, blueprint
+from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate, make_template
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.make_mesh import check_own_process
 from hfjax.parallel.mesh import STACK, batch_axes, describe_mesh
-from hfjax.parallel.offload.host_memory import check_has_host_memory, is_host_sharding, on_host
-from hfjax.parallel.param_specs import Array, Placed, check_spec, columns
+from hfjax.parallel.offload.host_memory import (
+    check_has_host_memory,
+    host_sharding,
+    is_host_sharding,
+)
+from hfjax.parallel.param_specs import Array, ParamSpecs, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.check_layout import (
     check_arguments,
@@ -36,26 +40,26 @@ from hfjax.sharding.check_layout import (
     check_frozen,
     check_paths,
     check_patterns,
-    check_rows,
+    check_per_example_variables,
     check_splits,
+    describe_gathered_experts,
     first_layers,
-    gathered_experts,
     idle_axes,
 )
 from hfjax.sharding.check_matrices import check_matrices
-from hfjax.sharding.host_memory import Hosted, kept_of
-from hfjax.sharding.optimizer_state import parameter_of
+from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
+from hfjax.sharding.optimizer_state import find_parameter
 from hfjax.sharding.report import (
     bytes_of_array,
-    cost_of_padding,
-    left_whole,
-    table_of,
-    table_of_stages,
+    large_replicated,
+    layout_table,
+    padding_cost,
+    stage_table,
     unmatched,
 )
-from hfjax.sharding.storage import COLUMNS, Source, Storage, place_array, storage_of
-from hfjax.utils.keywords import known_keywords
-from hfjax.utils.paths import Flat, flatten, matches, nearest, nest
+from hfjax.sharding.storage import COLUMNS, Source, Storage, make_storage, place_array
+from hfjax.utils.keywords import strict_keywords
+from hfjax.utils.paths import Flat, flatten, match_patterns, nest, suggest
 from hfjax.utils.tables import human
 
 
@@ -69,9 +73,9 @@ class Layout:
         mesh: The devices.
         strategy: The table that placed everything.
         optimizer: The optax transformation; after `freeze` it leaves frozen parameters alone.
-        blueprint: The model without its arrays.
+        template: The model without its arrays.
         arrays: Path -> shape and logical axes of each parameter of the model.
-        placed: Path -> where a stored parameter, its gradient and its moments lie.
+        param_specs: Path -> where a stored parameter, its gradient and its moments lie.
         storage: How a state stores the layers.
         forward: What was given to `hfjax.layout`.
 
@@ -90,16 +94,16 @@ class Layout:
     mesh: Mesh
     strategy: Strategy
     optimizer: optax.GradientTransformation
-    blueprint: Blueprint
+    template: ModelTemplate
     arrays: Mapping[str, Array]
-    placed: Mapping[str, Placed]
+    param_specs: Mapping[str, ParamSpecs]
     storage: Storage
     forward: Callable | None = None
 
     @property
     def specs(self) -> dict[str, P]:
         """Path -> PartitionSpec of each parameter; edit it and hand it to `with_specs`."""
-        return {path: p.parameter for path, p in self.placed.items()}
+        return {path: p.parameter for path, p in self.param_specs.items()}
 
     def with_specs(self, specs: Mapping[str, P]) -> "Layout":
         """Return the layout with these parameters placed so; gradients and moments follow.
@@ -121,23 +125,25 @@ class Layout:
             >>> layout.specs["w"] == P("fsdp")
             True
         """
-        placed = dict(self.placed)
+        param_specs = dict(self.param_specs)
         for path, spec in specs.items():
-            if path in self.blueprint.parameters and path not in placed:
-                packed = ", ".join(path for path in placed if path.startswith(LAYERS))
+            if path in self.template.parameters and path not in param_specs:
+                packed = ", ".join(path for path in param_specs if path.startswith(LAYERS))
                 raise ValueError(
                     f"{path} is in a list of layers, which stages hold packed into rows: edit "
-                    f"{packed}, or stack the layers (hfjax.models.layers.stacked)."
+                    f"{packed}, or stack the layers (hfjax.models.layers.stack_layers)."
                 )
-            if path not in placed:
-                raise ValueError(f"no parameter {path!r}. {nearest(path, placed)}")
+            if path not in param_specs:
+                raise ValueError(f"no parameter {path!r}. {suggest(path, param_specs)}")
             if not isinstance(spec, P):
                 raise ValueError(f"{path}: a PartitionSpec is expected, found {spec!r}.")
             array = self._array(path)
             check_spec(array, spec, self.mesh)
-            parts = columns(array, self.strategy, self.mesh, spec)
-            placed[path] = replace(placed[path], **dict(zip(COLUMNS, parts, strict=True)))
-        return replace(self, placed=placed)
+            columns_of_path = column_specs(array, self.strategy, self.mesh, spec)
+            param_specs[path] = replace(
+                param_specs[path], **dict(zip(COLUMNS, columns_of_path, strict=True))
+            )
+        return replace(self, param_specs=param_specs)
 
     def freeze(self, *patterns: str, first: int | None = None) -> "Layout":
         """Return the layout in which the parameters of these paths stay as they are.
@@ -168,56 +174,65 @@ class Layout:
             >>> layout = layout.freeze("tokens", "positions").freeze("layers/*", first=2)
         """
         check_patterns(patterns)
-        found, still = set(matches(patterns, self.arrays)), 0
+        paths, frozen_layers = set(match_patterns(patterns, self.arrays)), 0
         if first is not None:
-            found, still = first_layers(found, first, self.blueprint), first
-        stacked = {path for path in found if still and self.placed[path].stacked}
-        frozen = {path for path, p in self.placed.items() if p.frozen} | (found - stacked)
-        check_frozen(frozen, self.blueprint, self.storage.arrangement)
-        more = lambda path, p: max(p.still, still) if path in stacked else p.still
-        placed = {
-            path: replace(p, frozen=path in frozen, still=0 if path in frozen else more(path, p))
-            for path, p in self.placed.items()
+            paths, frozen_layers = first_layers(paths, first, self.template), first
+        stacked_paths = {path for path in paths if frozen_layers and self.param_specs[path].stacked}
+        frozen = {path for path, p in self.param_specs.items() if p.frozen} | (
+            paths - stacked_paths
+        )
+        check_frozen(frozen, self.template, self.storage.arrangement)
+        count_of = lambda path, p: (
+            max(p.frozen_layers, frozen_layers) if path in stacked_paths else p.frozen_layers
+        )
+        param_specs = {
+            path: replace(
+                p, frozen=path in frozen, frozen_layers=0 if path in frozen else count_of(path, p)
+            )
+            for path, p in self.param_specs.items()
         }
-        made = replace(self, placed=placed)._with_frozen()
-        made.hosted.check()
-        return made
+        new_layout = replace(self, param_specs=param_specs)._freeze_optimizer()
+        new_layout.host_memory.check()
+        return new_layout
 
-    def _with_frozen(self) -> "Layout":
+    def _freeze_optimizer(self) -> "Layout":
         """Return the layout whose optimizer leaves alone what is frozen, wherever it is stored."""
-        frozen = {path for path, p in self.placed.items() if p.frozen}
-        optimizer = unwrapped(self.optimizer, WithoutRows)
-        optimizer = without(optimizer, frozen) if frozen else optimizer
-        if still := _still(self.placed):
-            number = np.asarray(self.order)
-            stay = {path: (0 <= number) & (number < n) for path, n in still.items()}
-            optimizer = without_rows(optimizer, stay)
+        frozen = {path for path, p in self.param_specs.items() if p.frozen}
+        optimizer = unwrap(self.optimizer, FrozenLayers)
+        optimizer = freeze_params(optimizer, frozen) if frozen else optimizer
+        if frozen_layers := _frozen_layers(self.param_specs):
+            layer_numbers = np.asarray(self.order)
+            frozen_rows = {
+                path: (0 <= layer_numbers) & (layer_numbers < n)
+                for path, n in frozen_layers.items()
+            }
+            optimizer = freeze_layers(optimizer, frozen_rows)
         return replace(self, optimizer=optimizer)
 
     @cached_property
-    def as_the_model(self) -> "Layout":
+    def model_layout(self) -> "Layout":
         """The layout that stores layers as the model has them."""
-        return arranged(self, None)
+        return arrange_layers(self, None)
 
     def _array(self, path: str) -> Array:
         """Return the array that is stored there."""
-        return self.arrays.get(path) or Array(path, self.placed[path].shape, (STACK, None))
+        return self.arrays.get(path) or Array(path, self.param_specs[path].shape, (STACK, None))
 
     @cached_property
-    def hosted(self) -> Hosted:
+    def host_memory(self) -> HostMemory:
         """What of the state lies on the host."""
-        kept = kept_of(self.state_shapes.optimizer, self.parameter_of)
-        return Hosted(self.strategy, kept)
+        arrays = find_optimizer_arrays(self.state_shapes.optimizer, self.parameter_of)
+        return HostMemory(self.strategy, arrays)
 
     def working_dtype(self, path: str) -> Any:
         """Return the dtype in which a parameter is updated: its own, or that of master weights."""
-        stored = self.placed[path].dtype
-        return stored if stored_dtype(self.optimizer, None) is None else _wide(stored)
+        dtype = self.param_specs[path].dtype
+        return dtype if stored_dtype(self.optimizer, None) is None else _at_least_float32(dtype)
 
     @cached_property
     def working_dtypes(self) -> dict[str, Any]:
         """The dtype in which each parameter is updated."""
-        return {path: self.working_dtype(path) for path in self.placed}
+        return {path: self.working_dtype(path) for path in self.param_specs}
 
     @cached_property
     def order(self) -> np.ndarray | None:
@@ -240,14 +255,20 @@ class Layout:
             >>> layout.shardings().params["w"].spec == jax.P("fsdp")
             True
         """
-        specs, host = self._state_specs(), self.hosted
-        on = lambda spec, hosted: (on_host if hosted else NamedSharding)(self.mesh, spec)
-        by_name = lambda keys, spec: on(spec, jax.tree_util.keystr(keys) in host.optimizer)
+        specs, host_memory = self._state_specs(), self.host_memory
+        sharding_of = lambda spec, is_on_host: (host_sharding if is_on_host else NamedSharding)(
+            self.mesh, spec
+        )
+        by_name = lambda keys, spec: sharding_of(
+            spec, jax.tree_util.keystr(keys) in host_memory.optimizer
+        )
         is_spec = lambda x: isinstance(x, P)
-        device = jax.tree.map(lambda spec: on(spec, False), specs, is_leaf=is_spec)
+        device = jax.tree.map(lambda spec: sharding_of(spec, False), specs, is_leaf=is_spec)
         return replace(
             device,
-            params=jax.tree.map(lambda s: on(s, host.parameters), specs.params, is_leaf=is_spec),
+            params=jax.tree.map(
+                lambda s: sharding_of(s, host_memory.parameters), specs.params, is_leaf=is_spec
+            ),
             optimizer=jax.tree_util.tree_map_with_path(by_name, specs.optimizer, is_leaf=is_spec),
         )
 
@@ -281,15 +302,15 @@ class Layout:
             >>> float(state.params["w"].sum())
             512.0
         """
-        return self._first_state(self.blueprint.create(seed), seed)
+        return self._first_state(self.template.create(seed), seed)
 
     def _first_state(self, arrays: Flat, seed: Any) -> "State":
-        stored = self.storage.created(arrays, seed)
-        return begun(self, arrays, {path: stored[path] for path in self.placed})
+        params = self.storage.create(arrays, seed)
+        return initial_state(self, arrays, {path: params[path] for path in self.param_specs})
 
     @cached_property
     def state_shapes(self) -> "State":
-        arrays = {**self.blueprint.parameters, **self.blueprint.variables}
+        arrays = {**self.template.parameters, **self.template.variables}
         shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()}
         return jax.eval_shape(self._first_state, shapes, 0)
 
@@ -298,23 +319,23 @@ class Layout:
         return State(
             P(),
             nest(self.specs),
-            jax.tree_util.tree_map_with_path(self._moment_spec, shapes.optimizer),
+            jax.tree_util.tree_map_with_path(self._optimizer_spec, shapes.optimizer),
             nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
             None if shapes.order is None else P(),
         )
 
     def _variable_spec(self, path: str) -> P:
-        return P(batch_axes(self.mesh)) if self.blueprint.of_rows(path) else P()
+        return P(batch_axes(self.mesh)) if self.template.is_batched(path) else P()
 
-    def _moment_spec(self, keys: tuple, leaf: Any) -> P:
-        placed = self.parameter_of(keys, leaf)
-        return P() if placed is None else placed.moment
+    def _optimizer_spec(self, keys: tuple, leaf: Any) -> P:
+        owner = self.parameter_of(keys, leaf)
+        return P() if owner is None else owner.moment
 
-    def parameter_of(self, keys: tuple, leaf: Any) -> Placed | None:
+    def parameter_of(self, keys: tuple, leaf: Any) -> ParamSpecs | None:
         """Return the parameter of which an array of the optimizer has the path and the shape."""
-        shapes = {path: p.shape for path, p in self.placed.items()}
-        found = parameter_of(keys, leaf.shape, shapes)
-        return None if found is None else self.placed[found[1]]
+        shapes = {path: p.shape for path, p in self.param_specs.items()}
+        match = find_parameter(keys, leaf.shape, shapes)
+        return None if match is None else self.param_specs[match[1]]
 
     def bytes_per_device(self) -> dict[str, int]:
         """Return bytes per device of parameters, gradients (accumulated) and optimizer state.
@@ -329,24 +350,27 @@ class Layout:
             {'parameters': 2048, 'gradients': 2048, 'moments': 256}
         """
         size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, self.mesh)
-        moments = {False: 0, True: 0}  # on the host?
+        state_bytes = {False: 0, True: 0}  # on the host?
         for x in jax.tree.leaves(self.abstract_state().optimizer):
-            size_of_it = bytes_of_array(x.shape, x.dtype, x.sharding.spec, self.mesh)
-            moments[is_host_sharding(x.sharding)] += size_of_it
-        parameters = sum(size(p, p.parameter, p.dtype) for p in self.placed.values())
-        found = {
-            "parameters": 0 if self.hosted.parameters else parameters,
+            num_bytes = bytes_of_array(x.shape, x.dtype, x.sharding.spec, self.mesh)
+            state_bytes[is_host_sharding(x.sharding)] += num_bytes
+        parameters = sum(size(p, p.parameter, p.dtype) for p in self.param_specs.values())
+        totals = {
+            "parameters": 0 if self.host_memory.parameters else parameters,
             "gradients": sum(self.gradient_bytes.values()),
-            "moments": moments[False],
+            "moments": state_bytes[False],
         }
-        host = {"host parameters": parameters - found["parameters"], "host moments": moments[True]}
-        return found | {name: n for name, n in host.items() if n}
+        host = {
+            "host parameters": parameters - totals["parameters"],
+            "host moments": state_bytes[True],
+        }
+        return totals | {name: n for name, n in host.items() if n}
 
     @property
     def gradient_bytes(self) -> dict[str, int]:
         """Bytes per device of the gradient of each parameter that has one, as it accumulates."""
-        size = lambda p: bytes_of_array(p.shape, _wide(p.dtype), p.gradient, self.mesh)
-        return {path: size(p) for path, p in self.placed.items() if not p.frozen}
+        size = lambda p: bytes_of_array(p.shape, _at_least_float32(p.dtype), p.gradient, self.mesh)
+        return {path: size(p) for path, p in self.param_specs.items() if not p.frozen}
 
     def unused_axes(self) -> list[str]:
         """Return mesh axes larger than 1 that split neither the batch nor any parameter.
@@ -359,15 +383,15 @@ class Layout:
             >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.DDP).unused_axes()
             ['tensor']
         """
-        return idle_axes(self.placed.values(), self.strategy, self.mesh)
+        return idle_axes(self.param_specs.values(), self.strategy, self.mesh)
 
     def __str__(self) -> str:
         lines = [f"{self.strategy.name} on {describe_mesh(self.mesh)}"]
-        lines += table_of(self.placed.values(), self.hosted)
+        lines += layout_table(self.param_specs.values(), self.host_memory)
         packed = self.storage.packed
-        lines += () if packed is None else table_of_stages(packed)
+        lines += () if packed is None else stage_table(packed)
         totals = (f"{name} {human(size)}" for name, size in self.bytes_per_device().items())
-        notes = (f"note: {note}" for note in _notes(self))
+        notes = (f"note: {text}" for text in _notes(self))
         return "\n".join([*lines, f"per device: {', '.join(totals)}", *notes])
 
     __repr__ = __str__
@@ -418,7 +442,7 @@ class State:
     scale: Scale | None = None
 
 
-@known_keywords
+@strict_keywords
 def layout(  # noqa: PLR0913  options of one call
     model_init: Callable,
     optimizer: optax.GradientTransformation,
@@ -438,7 +462,8 @@ def layout(  # noqa: PLR0913  options of one call
         mesh: A mesh from `hfjax.make_mesh`.
         strategy: Which logical axis lies on which mesh axis, for instance `hfjax.FSDP`.
         forward: Function of (model, batch) that returns what the loss is given. It may ask for
-            `key`, `row_keys` and `train` by name. None: `model(batch)`, or a bare pytree itself.
+            `key`, `example_keys` and `train` by name. None: `model(batch)`, or a bare pytree
+            itself.
         axes: {path: logical axes} of parameters whose module does not name their dimensions.
         example: A batch, or its shapes: what a pipeline weighs unlike layers on.
         sync_batch_norm: Whether BatchNorm takes its statistics over the rows of all devices.
@@ -459,83 +484,97 @@ def layout(  # noqa: PLR0913  options of one call
     check_arguments(model_init, optimizer, mesh, strategy)
     check_splits(strategy, mesh)
     check_own_process(mesh)
-    plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
-    if not plan.parameters:
+    template = make_template(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
+    if not template.parameters:
         raise ValueError(
-            f"the model has no parameters ({len(plan.variables)} other variables): there is "
+            f"the model has no parameters ({len(template.variables)} other variables): there is "
             "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
             "bare tree."
         )
-    check_rows(plan, mesh)
-    check_axes_of_model(plan, mesh)
-    check_paths(axes or {}, plan)
-    check_dtypes(plan)
+    check_per_example_variables(template, mesh)
+    check_axes_of_model(template, mesh)
+    check_paths(axes or {}, template)
+    check_dtypes(template)
     arrays = {
         path: Array(
-            path, tuple(template.shape), plan.axes(path, axes or {}), plan.takes_pieces(path)
+            path, tuple(param.shape), template.axes(path, axes or {}), template.takes_shards(path)
         )
-        for path, template in plan.parameters.items()
+        for path, param in template.parameters.items()
     }
-    placed = {
-        path: place_array(array, plan.parameters[path].dtype, strategy, mesh)
+    param_specs = {
+        path: place_array(array, template.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()
     }
-    source = Source(mesh, strategy, plan, arrays, example)
-    made = Layout(
-        mesh, strategy, optimizer, plan, arrays, placed, storage_of(source, None), forward
+    source = Source(mesh, strategy, template, arrays, example)
+    new_layout = Layout(
+        mesh,
+        strategy,
+        optimizer,
+        template,
+        arrays,
+        param_specs,
+        make_storage(source, None),
+        forward,
     )
-    made = arranged(made, source.on_each_stage(placed))
-    tuple(unmatched(source, made.storage.packed is not None))  # refuses
-    check_master(optimizer, nest(plan.parameters))
-    check_update(optimizer, nest(plan.parameters))
-    check_matrices(optimizer, plan.parameters, arrays)
-    made.hosted.check()
-    if made.hosted:
+    new_layout = arrange_layers(new_layout, source.even_arrangement(param_specs))
+    tuple(unmatched(source, new_layout.storage.packed is not None))  # refuses
+    check_master(optimizer, nest(template.parameters))
+    check_update_arguments(optimizer, nest(template.parameters))
+    check_matrices(optimizer, template.parameters, arrays)
+    new_layout.host_memory.check()
+    if new_layout.host_memory:
         check_has_host_memory(mesh)
-    return made
+    return new_layout
 
 
-def arranged(layout: Layout, arrangement: Arrangement | None) -> Layout:
+def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
     """Return the layout that stores layers so; None: as the model has them."""
-    frozen = {path for path, p in layout.placed.items() if p.frozen}
-    check_frozen(frozen, layout.blueprint, arrangement)
-    storage = storage_of(layout.storage.source, arrangement)
+    frozen = {path for path, p in layout.param_specs.items() if p.frozen}
+    check_frozen(frozen, layout.template, arrangement)
+    storage = make_storage(layout.storage.source, arrangement)
     dtype = lambda p: stored_dtype(layout.optimizer, p.dtype)
-    placed = {path: replace(p, dtype=dtype(p)) for path, p in storage.placed(layout.placed).items()}
-    made = replace(layout, storage=storage, placed=placed)
-    return made._with_frozen() if _still(placed) else made
+    param_specs = {
+        path: replace(p, dtype=dtype(p))
+        for path, p in storage.param_specs(layout.param_specs).items()
+    }
+    new_layout = replace(layout, storage=storage, param_specs=param_specs)
+    return new_layout._freeze_optimizer() if _frozen_layers(param_specs) else new_layout
 
 
-def begun(layout: Layout, arrays: Flat, params: Flat) -> State:
+def initial_state(layout: Layout, arrays: Flat, params: Flat) -> State:
     """Return the state that begins with these parameters, and variables out of `arrays`."""
-    variables = nest({path: arrays[path] for path in layout.blueprint.variables})
-    moments = layout.optimizer.init(nest(params))  # master weights: before anything is rounded
-    params = nest({path: x.astype(layout.placed[path].dtype) for path, x in params.items()})
-    return State(jnp.zeros((), jnp.int32), params, moments, variables, layout.order)
+    variables = nest({path: arrays[path] for path in layout.template.variables})
+    optimizer_state = layout.optimizer.init(
+        nest(params)
+    )  # master weights: before anything is rounded
+    params = nest({path: x.astype(layout.param_specs[path].dtype) for path, x in params.items()})
+    return State(jnp.zeros((), jnp.int32), params, optimizer_state, variables, layout.order)
 
 
 def _notes(layout: Layout) -> Iterator[str]:
     """Yield what a strategy could not do, and what padding costs."""
     source, packed = layout.storage.source, layout.storage.packed
-    if held := layout.blueprint.variables:
-        few = ", ".join(f"{path} {x.dtype}{list(x.shape)}" for path, x in list(held.items())[:3])
-        yield f"variables, not trained: {few}{' …' * (len(held) > 3)} ({len(held)})"
+    if variables := layout.template.variables:
+        few = ", ".join(
+            f"{path} {x.dtype}{list(x.shape)}" for path, x in list(variables.items())[:3]
+        )
+        yield f"variables, not trained: {few}{' …' * (len(variables) > 3)} ({len(variables)})"
     yield from unmatched(source, packed is not None)
-    yield from left_whole(layout.strategy, layout.placed)
-    if experts := gathered_experts(layout.placed.values()):
+    yield from large_replicated(layout.strategy, layout.param_specs)
+    if experts := describe_gathered_experts(layout.param_specs.values()):
         yield experts
-    yield from layout.hosted.notes()
-    yield from layout.blueprint.notes
-    for path, n in _still(layout.placed).items():
+    yield from layout.host_memory.notes()
+    yield from layout.template.notes
+    for path, n in _frozen_layers(layout.param_specs).items():
         yield f"{path}: its first {n} layers stay as they are"
     if packed is not None:
-        yield from cost_of_padding(source, packed)
+        yield from padding_cost(source, packed)
 
 
-def _still(placed: Mapping[str, Placed]) -> dict[str, int]:
+def _frozen_layers(param_specs: Mapping[str, ParamSpecs]) -> dict[str, int]:
     """Return path -> how many of the first layers of a stack stay as they are."""
-    return {path: p.still for path, p in placed.items() if p.still}
+    return {path: p.frozen_layers for path, p in param_specs.items() if p.frozen_layers}
 
 
-def _wide(dtype: DTypeLike) -> Any:
+def _at_least_float32(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)

@@ -12,11 +12,16 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from hfjax.parallel.layer_order import Arrangement
-from hfjax.parallel.offload.host_memory import is_host_sharding, one_by_one, to_device
+from hfjax.parallel.offload.host_memory import is_host_sharding, map_one_by_one, to_device
 from hfjax.parallel.packing import Mover, PackedLayers, packed_layers
-from hfjax.sharding.check_state import check_form, check_like, check_takes, stored_form
+from hfjax.sharding.check_state import (
+    check_layout_and_state,
+    check_same_shapes,
+    check_state_shapes,
+    stored_shapes,
+)
 from hfjax.sharding.layout import Layout, State
-from hfjax.sharding.optimizer_state import converted, reformed
+from hfjax.sharding.optimizer_state import convert_layers, convert_state
 from hfjax.utils.paths import Flat, flatten, nest
 
 
@@ -33,11 +38,11 @@ def canonical(layout: Layout, state: State) -> State:
     Example:
         >>> import hfjax, optax
         >>> from flax import nnx
-        >>> from hfjax.models.layers import stacked
+        >>> from hfjax.models.layers import stack_layers
         >>> class Model(nnx.Module):
         ...     def __init__(self, rngs):
         ...         layer = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
-        ...         self.layers = stacked(4, layer, rngs)
+        ...         self.layers = stack_layers(4, layer, rngs)
         ...     embed = head = lambda self, x: x
         >>> mesh, schedule = hfjax.make_mesh(pipe=2, data=4), hfjax.Schedule("interleaved", 8)
         >>> layout = hfjax.layout(Model, optax.sgd(0.1), mesh, hfjax.PIPE)
@@ -45,55 +50,57 @@ def canonical(layout: Layout, state: State) -> State:
         >>> state.order.tolist(), hfjax.canonical(layout, state).order.tolist()
         ([0, 2, 1, 3], [0, 1, 2, 3])
     """
-    check_takes("canonical", layout, state)
-    state = rearrange(layout.as_the_model, state)
-    check_form(layout.as_the_model, state)
+    check_layout_and_state("canonical", layout, state)
+    state = rearrange(layout.model_layout, state)
+    check_state_shapes(layout.model_layout, state)
     return state
 
 
 def rearrange(layout: Layout, state: State) -> State:
     """Return the state with its layers where the layout has them; itself if they are there."""
-    if _same(layout, state.order):
+    if _is_in_order(layout, state.order):
         return state
     old = None if state.order is None else Arrangement(np.array(state.order, np.int32, ndmin=3))
-    if layout.blueprint.listed:
-        return _repacked(layout, old, state)
+    if layout.template.is_layer_list:
+        return _repack(layout, old, state)
     if layout not in _PROGRAMS:
-        _PROGRAMS[layout] = _rearranger(layout)
-    come = None if old is None else tuple(old.rows.tolist())
-    return _PROGRAMS[layout](come, state)
+        _PROGRAMS[layout] = _make_rearrange(layout)
+    old_order = None if old is None else tuple(old.stored_order.tolist())
+    return _PROGRAMS[layout](old_order, state)
 
 
 # By layout, and gone with it: the program that brings layers into its order, and the array of a
 # state that was last found to be its order, whose value is not asked again.
 _PROGRAMS: weakref.WeakKeyDictionary[Layout, Callable] = weakref.WeakKeyDictionary()
-_SEEN: weakref.WeakKeyDictionary[Layout, weakref.ref] = weakref.WeakKeyDictionary()
+_KNOWN_ORDERS: weakref.WeakKeyDictionary[Layout, weakref.ref] = weakref.WeakKeyDictionary()
 
 
-def _same(layout: Layout, found: object) -> bool:
+def _is_in_order(layout: Layout, order: object) -> bool:
     """Return whether layers that are stored in an order lie as the layout has them.
 
     To look at an array is to wait for the device: what was found to be so is known again.
     """
-    if found is not None and layout in _SEEN and _SEEN[layout]() is found:
+    if order is not None and layout in _KNOWN_ORDERS and _KNOWN_ORDERS[layout]() is order:
         return True
-    same = _equal(layout.order, found, layout.blueprint.listed)
-    if same and isinstance(found, jax.Array):
-        _SEEN[layout] = weakref.ref(found)
-    return same
+    is_same = _is_same_order(layout.order, order, layout.template.is_layer_list)
+    if is_same and isinstance(order, jax.Array):
+        _KNOWN_ORDERS[layout] = weakref.ref(order)
+    return is_same
 
 
-def _equal(wanted: np.ndarray | None, found: Any, listed: bool) -> bool:
-    if wanted is None or found is None:
-        plain = wanted is None or np.array_equal(wanted, np.arange(len(wanted)))
-        return wanted is found or (plain and not listed)
-    return wanted is found or np.array_equal(wanted, found)
+def _is_same_order(target: np.ndarray | None, order: Any, listed: bool) -> bool:
+    if target is None or order is None:
+        is_plain = target is None or np.array_equal(target, np.arange(len(target)))
+        return target is order or (is_plain and not listed)
+    return target is order or np.array_equal(target, order)
 
 
-def stored(layout: Layout, params: Flat) -> Flat:
+def store_params(layout: Layout, params: Flat) -> Flat:
     """Return parameters by path, given in the model's order, as the layout stores them."""
-    on = {path: NamedSharding(layout.mesh, p.parameter) for path, p in layout.placed.items()}
-    return layout.storage.stored(params, on)
+    shardings = {
+        path: NamedSharding(layout.mesh, p.parameter) for path, p in layout.param_specs.items()
+    }
+    return layout.storage.store(params, shardings)
 
 
 def copy_to(x: jax.Array, sharding: Sharding) -> jax.Array:
@@ -106,72 +113,85 @@ def copy_to(x: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.device_put(jnp.copy(jax.device_put(x, on_device)), sharding)
 
 
-def parameters_of(layout: Layout, state: State) -> Flat:
+def params_in_model_order(layout: Layout, state: State) -> Flat:
     """Return the parameters of a state by path, in the model's order; its optimizer may be any."""
-    plain, params = layout.as_the_model, flatten(state.params)
-    if _equal(plain.order, state.order, plain.blueprint.listed):
+    model_layout, params = layout.model_layout, flatten(state.params)
+    if _is_same_order(model_layout.order, state.order, model_layout.template.is_layer_list):
         return params
     old = Arrangement(np.array(state.order, np.int32, ndmin=3))
     params = {p: to_device(x) if isinstance(x, jax.Array) else x for p, x in params.items()}
-    if not plain.blueprint.listed:
-        rows = {path for path, p in plain.placed.items() if p.stacked}
-        return {path: old.restore(x, 0) if path in rows else x for path, x in params.items()}
-    on = {path: NamedSharding(plain.mesh, p.parameter) for path, p in plain.placed.items()}
-    was = packed_layers(plain.blueprint, plain.mesh, old)
-    devices = set(plain.mesh.devices.flat)
-    here = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == devices
-    params = {path: x if here(x) else np.asarray(x) for path, x in params.items()}
-    return converted(Mover(was, plain.mesh, on), None, params)
+    if not model_layout.template.is_layer_list:
+        stacked_paths = {path for path, p in model_layout.param_specs.items() if p.stacked}
+        return {
+            path: old.restore(x, 0) if path in stacked_paths else x for path, x in params.items()
+        }
+    shardings = {
+        path: NamedSharding(model_layout.mesh, p.parameter)
+        for path, p in model_layout.param_specs.items()
+    }
+    old_packed = packed_layers(model_layout.template, model_layout.mesh, old)
+    devices = set(model_layout.mesh.devices.flat)
+    is_on_mesh = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == devices
+    params = {path: x if is_on_mesh(x) else np.asarray(x) for path, x in params.items()}
+    return convert_layers(Mover(old_packed, model_layout.mesh, shardings), None, params)
 
 
-def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
+def _repack(layout: Layout, old: Arrangement | None, state: State) -> State:
     """Return the state of a model whose layers are a list in the form that the layout has."""
-    check_like(stored_form(layout, old), state)
-    was = None if old is None else packed_layers(layout.blueprint, layout.mesh, old)
+    check_same_shapes(stored_shapes(layout, old), state)
+    old_packed = None if old is None else packed_layers(layout.template, layout.mesh, old)
 
     def convert(column: str, flat: Flat) -> Flat:
-        def mover(packed: PackedLayers | None, to: Layout) -> Mover | None:
-            spec = lambda p: NamedSharding(layout.mesh, getattr(p, column))
-            shardings = {path: spec(p) for path, p in to.placed.items()}
+        def make_mover(packed: PackedLayers | None, target: Layout) -> Mover | None:
+            sharding_of = lambda p: NamedSharding(layout.mesh, getattr(p, column))
+            shardings = {path: sharding_of(p) for path, p in target.param_specs.items()}
             return packed and Mover(packed, layout.mesh, shardings)
 
-        return converted(
-            mover(was, layout.as_the_model), mover(layout.storage.packed, layout), flat
+        return convert_layers(
+            make_mover(old_packed, layout.model_layout),
+            make_mover(layout.storage.packed, layout),
+            flat,
         )
 
-    params, kept = flatten(to_device(state.params)), to_device(state.optimizer)
-    before = {path: x.shape for path, x in params.items()}
-    after = {path: p.shape for path, p in layout.placed.items()}
+    params, optimizer_state = flatten(to_device(state.params)), to_device(state.optimizer)
+    old_shapes = {path: x.shape for path, x in params.items()}
+    new_shapes = {path: p.shape for path, p in layout.param_specs.items()}
     like = layout.abstract_state().optimizer
-    moments = reformed(kept, before, like, after, partial(convert, "moment"))
+    new_state = convert_state(
+        optimizer_state, old_shapes, like, new_shapes, partial(convert, "moment")
+    )
     params = nest(convert("parameter", params))
-    new = replace(state, params=params, optimizer=moments, order=layout.order)
-    given = set(map(id, jax.tree.leaves(state)))  # may be donated: what did not move is copied
-    own = lambda x, on: copy_to(x, on) if id(x) in given else jax.device_put(x, on)
-    return jax.tree.map(own, new, layout.shardings())
+    new = replace(state, params=params, optimizer=new_state, order=layout.order)
+    state_ids = set(map(id, jax.tree.leaves(state)))  # may be donated: what did not move is copied
+    place = lambda x, sharding: (
+        copy_to(x, sharding) if id(x) in state_ids else jax.device_put(x, sharding)
+    )
+    return jax.tree.map(place, new, layout.shardings())
 
 
-def _rearranger(layout: Layout) -> Callable:
+def _make_rearrange(layout: Layout) -> Callable:
     """Return the compiled function of (order, state): of stacked layers that come in an order.
 
     It does not hold the layout, which is there whenever it is traced.
     """
-    dims, new, of = _layer_dims(layout), layout.storage.arrangement, weakref.ref(layout)
+    dims, new, layout_ref = _layer_dims(layout), layout.storage.arrangement, weakref.ref(layout)
 
-    def run(come: tuple[int, ...] | None, state: State) -> State:
-        old = None if come is None else Arrangement(np.array(come, np.int32, ndmin=3))
-        layout = of()
+    def rearrange_state(old_order: tuple[int, ...] | None, state: State) -> State:
+        old = None if old_order is None else Arrangement(np.array(old_order, np.int32, ndmin=3))
+        layout = layout_ref()
         assert layout is not None
-        check_like(stored_form(layout, old), state)  # of another form it is traced anew
-        move = partial(_move, new, old)
-        params = one_by_one(move, state.params, dims.params)
-        moments = one_by_one(move, state.optimizer, dims.optimizer)
-        return replace(state, params=params, optimizer=moments, order=layout.order)
+        check_same_shapes(stored_shapes(layout, old), state)  # of another form it is traced anew
+        reorder = partial(_reorder_array, new, old)
+        params = map_one_by_one(reorder, state.params, dims.params)
+        optimizer_state = map_one_by_one(reorder, state.optimizer, dims.optimizer)
+        return replace(state, params=params, optimizer=optimizer_state, order=layout.order)
 
-    return jax.jit(run, static_argnums=0, out_shardings=layout.shardings())
+    return jax.jit(rearrange_state, static_argnums=0, out_shardings=layout.shardings())
 
 
-def _move(new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int) -> Any:
+def _reorder_array(
+    new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int
+) -> Any:
     """Return an array whose dimension `dim` (-1: none) has a row for each layer, rearranged."""
     if dim < 0:
         return array
@@ -185,16 +205,16 @@ def _layer_dims(layout: Layout) -> State:
     It is the one that grows with the number of layers.
     """
 
-    def shapes(more: int) -> State:
+    def state_shapes(extra_layers: int) -> State:
         params = {}
-        for path, p in layout.placed.items():
-            rows, *rest = p.shape or (0,)
-            shape = (rows + more, *rest) if p.stacked else p.shape
+        for path, p in layout.param_specs.items():
+            num_layers, *other_dims = p.shape or (0,)
+            shape = (num_layers + extra_layers, *other_dims) if p.stacked else p.shape
             params[path] = jax.ShapeDtypeStruct(shape, p.dtype)
         nested = nest(params)
         return State(None, nested, jax.eval_shape(layout.optimizer.init, nested), None)
 
-    def grown(a: Any, b: Any) -> int:
+    def first_difference(a: Any, b: Any) -> int:
         return next((i for i, n in enumerate(a.shape) if n != b.shape[i]), -1)
 
-    return jax.tree.map(grown, shapes(0), shapes(1))
+    return jax.tree.map(first_difference, state_shapes(0), state_shapes(1))

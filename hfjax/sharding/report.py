@@ -12,12 +12,12 @@ from hfjax.parallel.layer_costs import output_shapes
 from hfjax.parallel.layer_order import arrange
 from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_use, size_of
 from hfjax.parallel.packing import PackedLayers, packed_layers
-from hfjax.parallel.param_specs import Placed, entries_of, keep, pieces, sizes_near
+from hfjax.parallel.param_specs import ParamSpecs, entries_of, keep_axes, num_shards, sizes_near
 from hfjax.parallel.strategy import Axes, Strategy
-from hfjax.sharding.host_memory import Hosted
+from hfjax.sharding.host_memory import HostMemory
 from hfjax.sharding.storage import Source
 from hfjax.utils.paths import Tree
-from hfjax.utils.tables import aligned, human
+from hfjax.utils.tables import align, human
 
 
 def unmatched(source: Source, packed: bool) -> Iterator[str]:
@@ -34,11 +34,11 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
     for rule, axes in rules.items():
         if rule in names:
             continue
-        idle = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
-        if idle and axes and set(axes) <= {ROW_AXIS, *TENSOR_AXES}:
+        idle_axes = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
+        if idle_axes and axes and set(axes) <= {ROW_AXIS, *TENSOR_AXES}:
             raise ValueError(
                 f"strategy {strategy.name}: no parameter has an axis named "
-                f"{', '.join(sorted(rules.keys() - names))}, so the mesh axis {idle[0]} "
+                f"{', '.join(sorted(rules.keys() - names))}, so the mesh axis {idle_axes[0]} "
                 f"({describe_mesh(mesh)}) would split nothing. The model's axes: "
                 f"{', '.join(sorted(names)) or 'none are named'}. Name them: nnx.Param(x, "
                 'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
@@ -46,65 +46,68 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
         yield f"row {rule} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
 
 
-def left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
+def large_replicated(strategy: Strategy, param_specs: Mapping[str, ParamSpecs]) -> Iterator[str]:
     """Report large arrays that the rule `*` could not split, or that there is none."""
-    stars = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
-    small = all(p.small for p in placed.values())
-    if small and any(in_use(p.mesh, stars) for p in placed.values()):
+    default_axes = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
+    is_all_small = all(p.small for p in param_specs.values())
+    if is_all_small and any(in_use(p.mesh, default_axes) for p in param_specs.values()):
         yield (
             f"no parameter has {strategy.smallest} elements a layer: nothing is split. Split all: "
             f"{strategy.name}.edit(replicate_below=0)"
         )
     for column, rules in (("parameter", strategy.parameters), ("moment", strategy.moments)):
         axes = rules.get("*", ())
-        for p in placed.values():
-            if is_left_whole(p, column, axes):
+        for p in param_specs.values():
+            if is_large_replicated(p, column, axes):
                 size, over = size_of(axes, p.mesh), "+".join(in_use(p.mesh, axes))
-                near = " or ".join(map(str, sizes_near([p], size)))
+                candidates = " or ".join(map(str, sizes_near([p], size)))
                 yield (
                     f"{p.path} {p.shape}: no free dimension divides by {size} ({over}), its "
-                    f"{column}s stay whole" + f"; by {near} one would" * bool(near)
+                    f"{column}s stay whole" + f"; by {candidates} one would" * bool(candidates)
                 )
 
 
-def is_left_whole(p: Placed, column: str, axes: Axes) -> bool:
+def is_large_replicated(p: ParamSpecs, column: str, axes: Axes) -> bool:
     """Return whether the rule `*` that names these axes could not split a large array."""
-    split = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
-    return bool(in_use(p.mesh, axes)) and not p.small and not split & set(axes)
+    split_axes = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
+    return bool(in_use(p.mesh, axes)) and not p.small and not split_axes & set(axes)
 
 
-def table_of_stages(packed: PackedLayers) -> Iterator[str]:
+def stage_table(packed: PackedLayers) -> Iterator[str]:
     """Yield a line for each part of a list of layers: where it lies, what it fills of its row."""
-    at = packed.arrangement
-    for (stage, chunk), numbers, held in zip(at.homes, at.parts, packed.held_bytes, strict=True):
-        place = f"stage {stage}" + f", chunk {chunk}" * (at.virtual.shape[1] > 1)
+    arrangement = packed.arrangement
+    for (stage, chunk), numbers, num_bytes in zip(
+        arrangement.homes, arrangement.stage_layers, packed.param_bytes, strict=True
+    ):
+        stage_text = f"stage {stage}" + f", chunk {chunk}" * (arrangement.virtual.shape[1] > 1)
         layers = (
             f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}"
         )
-        yield f"  {place}: {layers}, {human(held)} of {human(packed.row_bytes)}"
+        yield f"  {stage_text}: {layers}, {human(num_bytes)} of {human(packed.row_bytes)}"
 
 
-def cost_of_padding(source: Source, packed: PackedLayers) -> Iterator[str]:
+def padding_cost(source: Source, packed: PackedLayers) -> Iterator[str]:
     """Yield what is stored and sent only because all parts of the layers have one shape."""
-    homes, row = packed.arrangement.homes, packed.row_bytes
-    padding = 1 - sum(packed.held_bytes) / max(row * len(homes), 1)
-    best = arrange(source.shares(len(homes), "parameters"), homes)
-    shortest = packed_layers(source.blueprint, source.mesh, best).row_bytes
-    better = f', balance="parameters" makes it {human(shortest)}' if shortest < row else ""
+    homes, entry_bytes = packed.arrangement.homes, packed.row_bytes
+    padding = 1 - sum(packed.param_bytes) / max(entry_bytes * len(homes), 1)
+    arrangement = arrange(source.layers_per_stage(len(homes), "parameters"), homes)
+    shortest = packed_layers(source.template, source.mesh, arrangement).row_bytes
+    hint = f', balance="parameters" makes it {human(shortest)}' if shortest < entry_bytes else ""
     yield (
-        f"each of the {len(homes)} parts of the layers takes {human(row)}, as the largest needs: "
-        f"{padding:.0%} is padding{better}"
+        f"each of the {len(homes)} parts of the layers takes {human(entry_bytes)}, as the largest "
+        "needs: "
+        f"{padding:.0%} is padding{hint}"
     )
     if source.example is not None:
-        yield _cost_of_sending(source, packed)
+        yield _transfer_cost(source, packed)
 
 
-def _cost_of_sending(source: Source, packed: PackedLayers) -> str:
-    x = source.embedded
+def _transfer_cost(source: Source, packed: PackedLayers) -> str:
+    x = source.embed_shapes
     outputs = output_shapes(source.layers, x)
-    between = [x, *(outputs[numbers[-1]] for numbers in packed.arrangement.parts)]
-    rows = jax.tree.leaves(source.example)[0].shape[0]
-    sizes = [_bytes(tree) // rows for tree in between]
+    boundaries = [x, *(outputs[numbers[-1]] for numbers in packed.arrangement.stage_layers)]
+    num_examples = jax.tree.leaves(source.example)[0].shape[0]
+    sizes = [_bytes(tree) // num_examples for tree in boundaries]
     return (
         f"{human(max(sizes))} a row go from stage to stage, as the largest needs: "
         f"{', '.join(map(human, sizes))} after embed and each part"
@@ -115,40 +118,55 @@ def _bytes(tree: Tree) -> int:
     return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
 
 
-def table_of(placed: Iterable[Placed], hosted: Hosted) -> Iterator[str]:
+def layout_table(param_specs: Iterable[ParamSpecs], host_memory: HostMemory) -> Iterator[str]:
     """Yield where each parameter, its gradient and its moments lie, and its bytes per device."""
-    heads = ("parameter", "shape", "spec", "gradient", "moments", "bytes/device")
-    yield from (f"  {line}" for line in aligned([heads, *(_row(p, hosted) for p in placed)]))
-
-
-def _row(p: Placed, hosted: Hosted) -> tuple[str, ...]:
-    used = in_use(p.mesh, p.mesh.axis_names)  # an axis of size 1 splits nothing
-    where, gradient, moments = (
-        _as_python(keep(spec, used)) for spec in (p.parameter, p.gradient, p.moment)
+    header = ("parameter", "shape", "spec", "gradient", "moments", "bytes/device")
+    yield from (
+        f"  {line}" for line in align([header, *(_entry(p, host_memory) for p in param_specs)])
     )
-    same = lambda text: "none" if p.frozen else "same" if text == where else text
+
+
+def _entry(p: ParamSpecs, host_memory: HostMemory) -> tuple[str, ...]:
+    used_axes = in_use(p.mesh, p.mesh.axis_names)  # an axis of size 1 splits nothing
+    param_spec, gradient, optimizer_spec = (
+        _spec_text(keep_axes(spec, used_axes)) for spec in (p.parameter, p.gradient, p.moment)
+    )
+    unless_same = lambda text: "none" if p.frozen else "same" if text == param_spec else text
     size = human(bytes_of_array(p.shape, p.dtype, p.parameter, p.mesh))
-    place = where + " on host" * hosted.parameters
-    moments = same(moments) + _on_host(*hosted.of(p.path))
-    return p.path, "x".join(map(str, p.shape)), place, same(gradient), moments, size
+    spec_text = param_spec + " on host" * host_memory.parameters
+    optimizer_spec = unless_same(optimizer_spec) + _on_host(*host_memory.count_moments(p.path))
+    return (
+        p.path,
+        "x".join(map(str, p.shape)),
+        spec_text,
+        unless_same(gradient),
+        optimizer_spec,
+        size,
+    )
 
 
-def _on_host(there: int, of: int) -> str:
-    return "" if not there else " on host" if there == of else f", {there} of {of} on host"
+def _on_host(num_on_host: int, count: int) -> str:
+    return (
+        ""
+        if not num_on_host
+        else " on host"
+        if num_on_host == count
+        else f", {num_on_host} of {count} on host"
+    )
 
 
-def _as_python(spec: P) -> str:
+def _spec_text(spec: P) -> str:
     """Return a spec as it is written.
 
-    >>> _as_python(P(None, ("fsdp", "data"), "tensor"))
+    >>> _spec_text(P(None, ("fsdp", "data"), "tensor"))
     'P(None, ("fsdp", "data"), "tensor")'
     """
     names = [[f'"{axis}"' for axis in axes] for axes in entries_of(spec, len(spec))]
-    shown = (f"({', '.join(axes)})" if len(axes) > 1 else (*axes, "None")[0] for axes in names)
-    return f"P({', '.join(shown)})"
+    entries = (f"({', '.join(axes)})" if len(axes) > 1 else (*axes, "None")[0] for axes in names)
+    return f"P({', '.join(entries)})"
 
 
 def bytes_of_array(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh) -> int:
     """Return the bytes of one device's shard of an array."""
-    one = jax.ShapeDtypeStruct((), dtype).dtype.itemsize  # of a random key too
-    return math.prod(shape) * one // pieces(spec, mesh)
+    itemsize = jax.ShapeDtypeStruct((), dtype).dtype.itemsize  # of a random key too
+    return math.prod(shape) * itemsize // num_shards(spec, mesh)

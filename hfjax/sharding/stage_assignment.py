@@ -7,27 +7,31 @@ import jax
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.parallel.layer_order import arrange
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
-from hfjax.parallel.param_specs import row_shares
+from hfjax.parallel.param_specs import num_batch_shards
 from hfjax.parallel.schedules.named import forward_table
 from hfjax.parallel.schedules.table import Table
-from hfjax.sharding.layout import Layout, arranged
+from hfjax.sharding.layout import Layout, arrange_layers
 
 
-def on_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
+def assign_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
     """Return the layout with its layers where the schedule wants them."""
-    if not layout.blueprint.three_parts:  # there are no layers to arrange
+    if not layout.template.is_layer_stack:  # there are no layers to arrange
         return layout
     if schedule is None:
-        alone = layout.mesh.shape[PIPE_AXIS] == 1
-        return layout.as_the_model if alone and layout.storage.arrangement is not None else layout
-    homes = schedule.table(layout.mesh.shape[PIPE_AXIS]).homes
-    shares = layout.storage.source.shares(len(homes), schedule.balance)
-    made = arranged(layout, arrange(shares, homes))
-    _check_split(made)
-    return made
+        is_one_stage = layout.mesh.shape[PIPE_AXIS] == 1
+        return (
+            layout.model_layout
+            if is_one_stage and layout.storage.arrangement is not None
+            else layout
+        )
+    homes = schedule.table(layout.mesh.shape[PIPE_AXIS]).stage_map
+    layers_per_stage = layout.storage.source.layers_per_stage(len(homes), schedule.balance)
+    new_layout = arrange_layers(layout, arrange(layers_per_stage, homes))
+    _check_stage_specs(new_layout)
+    return new_layout
 
 
-def table_of(layout: Layout, schedule: PipelineSchedule | None) -> Table | None:
+def training_table(layout: Layout, schedule: PipelineSchedule | None) -> Table | None:
     """Return the table of a training step; None: there is no pipeline."""
     table = None if schedule is None else schedule.table(layout.mesh.shape[PIPE_AXIS])
     if table is not None and not table.trains:
@@ -38,24 +42,26 @@ def table_of(layout: Layout, schedule: PipelineSchedule | None) -> Table | None:
     return table
 
 
-def forward_table_of(layout: Layout, schedule: PipelineSchedule | None, batch: Any) -> Table | None:
+def evaluation_table(layout: Layout, schedule: PipelineSchedule | None, batch: Any) -> Table | None:
     """Return the table that evaluates: as many microbatches as the rows of a batch allow."""
     stages = layout.mesh.shape[PIPE_AXIS]
     if stages == 1 and schedule is None:
         return None
-    rows = jax.tree.leaves(batch)[0].shape[0] // row_shares(layout.mesh)
-    wanted = 4 * stages if schedule is None else schedule.microbatches
-    count = max(n for n in range(1, wanted + 1) if rows % n == 0)
+    num_examples = jax.tree.leaves(batch)[0].shape[0] // num_batch_shards(layout.mesh)
+    max_microbatches = 4 * stages if schedule is None else schedule.microbatches
+    count = max(n for n in range(1, max_microbatches + 1) if num_examples % n == 0)
     arrangement = layout.storage.arrangement
     assert arrangement is not None
     return forward_table(arrangement.homes, count)
 
 
-def _check_split(layout: Layout) -> None:
-    if layout.mesh.shape[PIPE_AXIS] == 1 or layout.hosted.parameters:  # refused beside schedules
+def _check_stage_specs(layout: Layout) -> None:
+    if (
+        layout.mesh.shape[PIPE_AXIS] == 1 or layout.host_memory.parameters
+    ):  # refused beside schedules
         return
-    for path, p in layout.placed.items():
-        if p.stacked and PIPE_AXIS not in p.stays:
+    for path, p in layout.param_specs.items():
+        if p.stacked and PIPE_AXIS not in p.sharded_compute:
             raise ValueError(
                 f"{path} {p.shape}: {p.parameter} does not split the layers over {PIPE_AXIS}, and "
                 f"the mesh is {describe_mesh(layout.mesh)}. Add hfjax.PIPE to the strategy, or set "

@@ -6,34 +6,34 @@ from typing import Any
 from hfjax.parallel.compiler_options import (
     best_preset,
     compiler_options,
-    joined,
-    options_of_cpus,
-    options_of_host,
+    cpu_options,
+    host_options,
+    merge_options,
 )
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import SAMPLE_AXES, TENSOR_AXES, in_use, platform_of
+from hfjax.parallel.mesh import DATA_AXES, TENSOR_AXES, in_use, platform_of
 from hfjax.parallel.param_specs import entries_of
 from hfjax.sharding.layout import Layout
 
 Options = dict[str, Any] | None  # of XLA, for one program
 
 
-def options_of(layout: Layout, execution: Execution) -> Options:
+def options_for(layout: Layout, execution: Execution) -> Options:
     """Return what XLA is told when it compiles for a layout, if anything."""
-    platform, asked = platform_of(layout.mesh), execution.compiler_options
-    if asked == "auto":
-        splits = _splits(layout, SAMPLE_AXES), _splits(layout, TENSOR_AXES)
-        asked = best_preset(*splits, execution.split_rows > 1)
-    options = compiler_options(asked, platform)
-    if layout.hosted or execution.offload:
-        options = joined(options_of_host(platform, layout.hosted.parameters), options)
+    platform, preset = platform_of(layout.mesh), execution.compiler_options
+    if preset == "auto":
+        splits = _splits(layout, DATA_AXES), _splits(layout, TENSOR_AXES)
+        preset = best_preset(*splits, execution.split_rows > 1)
+    options = compiler_options(preset, platform)
+    if layout.host_memory or execution.offload:
+        options = merge_options(host_options(platform, layout.host_memory.parameters), options)
     if platform == "cpu":
-        options = options_of_cpus(layout.mesh.size) | options
+        options = cpu_options(layout.mesh.size) | options
     return options or None
 
 
 def _splits(layout: Layout, axes: Sequence[str]) -> bool:
     """Return whether one of these axes splits any parameter."""
-    used = set(in_use(layout.mesh, axes))
-    specs = (entries_of(p.parameter, len(p.shape)) for p in layout.placed.values())
-    return any(used.intersection(entry) for spec in specs for entry in spec)
+    used_axes = set(in_use(layout.mesh, axes))
+    specs = (entries_of(p.parameter, len(p.shape)) for p in layout.param_specs.values())
+    return any(used_axes.intersection(entry) for spec in specs for entry in spec)

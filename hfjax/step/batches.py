@@ -10,16 +10,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, sides
-from hfjax.parallel.param_specs import batch_devices, row_shares
-from hfjax.sharding.check_process_batches import check_same_rows, note, shares
-from hfjax.sharding.check_state import check_layout, check_not_taken
+from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, grid_axes
+from hfjax.parallel.param_specs import batch_devices, num_batch_shards
+from hfjax.sharding.check_process_batches import (
+    batch_factor,
+    check_same_examples,
+    remember_checksums,
+)
+from hfjax.sharding.check_state import check_layout, check_not_donated
 from hfjax.sharding.layout import Layout
-from hfjax.utils.keywords import is_whole
-from hfjax.utils.paths import Tree, is_key
+from hfjax.utils.keywords import is_int
+from hfjax.utils.paths import Tree, is_random_key
 
 
-def microbatches_of(execution: Execution) -> int:
+def num_microbatches(execution: Execution) -> int:
     """Return into how many microbatches a step splits the rows of each device."""
     schedule = execution.schedule
     return execution.accumulate * (1 if schedule is None else schedule.microbatches)
@@ -50,26 +54,26 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
         (2, 64)
     """
     check_layout(layout)
-    part = shares(layout.mesh)
-    check_batch(layout, batch, microbatches, part)
+    factor = batch_factor(layout.mesh)
+    check_batch(layout, batch, microbatches, factor)
     if jax.process_count() == 1:
         return jax.device_put(batch, batch_sharding(layout.mesh))
-    placed = jax.tree.map(lambda x: _put(layout.mesh, np.asarray(x), part), batch)
-    note(layout.mesh, batch, placed)
-    return placed
+    global_batch = jax.tree.map(lambda x: _put(layout.mesh, np.asarray(x), factor), batch)
+    remember_checksums(layout.mesh, batch, global_batch)
+    return global_batch
 
 
-def _put(mesh: Mesh, mine: np.ndarray, part: Fraction) -> jax.Array:
+def _put(mesh: Mesh, local_examples: np.ndarray, factor: Fraction) -> jax.Array:
     """Return an array on the devices of all processes, of the rows that this one gives."""
-    shape = (int(len(mine) * part), *mine.shape[1:])
-    return jax.make_array_from_process_local_data(batch_sharding(mesh), mine, shape)
+    shape = (int(len(local_examples) * factor), *local_examples.shape[1:])
+    return jax.make_array_from_process_local_data(batch_sharding(mesh), local_examples, shape)
 
 
-def on_devices(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
+def place_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
     """Return a batch as a step takes it: on its devices, and the same in all that share rows."""
     if not jax.tree.leaves(batch) or not is_placed(layout.mesh, batch):
         batch = shard_batch(layout, batch, microbatches)
-    check_same_rows(layout.mesh, batch)
+    check_same_examples(layout.mesh, batch)
     return batch
 
 
@@ -92,7 +96,7 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
         >>> hfjax.rows_of_process(layout, 8).tolist()  # of one process: all
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    if not is_whole(rows, 1):
+    if not is_int(rows, 1):
         raise ValueError(
             f"rows_of_process: rows={rows!r}; a whole number, at least 1, is expected."
         )
@@ -102,22 +106,21 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
     return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
 
 
-def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | int = 1) -> None:
+def check_batch(layout: Layout, batch: Any, microbatches: int, factor: Fraction | int = 1) -> None:
     """Refuse a batch that is none, or whose rows do not split into microbatches and devices.
 
-    The whole one has `part` times as many rows as this.
+    The whole one has `factor` times as many rows as this.
     """
     check_layout(layout)
-    if not is_whole(microbatches, 1):
+    if not is_int(microbatches, 1):
         raise ValueError(f"microbatches={microbatches!r}: a whole number, at least 1, is expected.")
     leaves = jax.tree.leaves(batch)
     if not all(hasattr(x, "shape") for x in leaves):
+        names = _type_names(x for x in leaves if not hasattr(x, "shape"))
         raise ValueError(
-            "a batch is a pytree of arrays; found "
-            f"{_kinds(x for x in leaves if not hasattr(x, 'shape'))} in it. Convert lists first: "
-            "np.asarray(…)."
+            f"a batch is a pytree of arrays; found {names} in it. Convert lists first: np.asarray(…)."
         )
-    if odd := _no_numbers(batch):
+    if odd := _non_numeric_arrays(batch):
         raise ValueError(
             f"a batch is a pytree of arrays of numbers; {odd}. Turn text into tokens, and lists of "
             "rows of several lengths into one array, padded (with a mask)."
@@ -126,52 +129,54 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | 
     if not sizes or len(set(sizes)) > 1 or not sizes[0]:
         raise ValueError(
             f"a batch is a pytree of arrays with the same number of rows, at least one; "
-            f"found rows: {_rows_by_name(batch, sizes)}."
+            f"found rows: {_sizes_by_name(batch, sizes)}."
         )
-    _check_rows_of_state(layout, sizes[0] * part)
+    _check_per_example_variables(layout, sizes[0] * factor)
     devices, mesh = batch_devices(layout.mesh), layout.mesh
-    rows, unit = sizes[0] * part, microbatches * row_shares(mesh)
-    if rows % unit:
+    num_examples, divisor = sizes[0] * factor, microbatches * num_batch_shards(mesh)
+    if num_examples % divisor:
         several = microbatches > 1
-        below, above = rows // unit * unit, (rows // unit + 1) * unit
+        below, above = num_examples // divisor * divisor, (num_examples // divisor + 1) * divisor
+        local = num_examples // (microbatches * devices)
+        hint = _row_axis_hint(local, mesh) if grid_axes(mesh) else ""
         raise ValueError(
-            f"batch of {rows} rows does not divide by "
+            f"batch of {num_examples} rows does not divide by "
             f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices"
-            f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if sides(mesh) else ''} "
+            f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if grid_axes(mesh) else ''} "
             f"({describe_mesh(mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
             f"{', or change the number of microbatches (accumulate, schedule)' if several else ''}."
-            f"{_sides_that_do(rows // (microbatches * devices), mesh) if sides(mesh) else ''}"
+            f"{hint}"
         )
 
 
-def missing_rows(layout: Layout, batch: Any) -> int:
+def missing_examples(layout: Layout, batch: Any) -> int:
     """Return how many rows a batch lacks to divide by the devices; of one that is refused, none.
 
     It is refused too if other processes have rows of it, or the model a variable for each row.
     """
     sizes = {x.shape[0] if getattr(x, "shape", ()) else 0 for x in jax.tree.leaves(batch)}
-    of_rows = any(map(layout.blueprint.of_rows, layout.blueprint.variables))
-    if len(sizes) != 1 or of_rows or jax.process_count() > 1:
+    is_per_example = any(map(layout.template.is_batched, layout.template.variables))
+    if len(sizes) != 1 or is_per_example or jax.process_count() > 1:
         return 0
-    return -sizes.pop() % row_shares(layout.mesh)
+    return -sizes.pop() % num_batch_shards(layout.mesh)
 
 
-def _sides_that_do(rows: int, mesh: Mesh) -> str:
+def _row_axis_hint(num_examples: int, mesh: Mesh) -> str:
     """Return which sides would split so many rows of a device and microbatch."""
-    fits = [n for n in range(mesh.shape[ROW_AXIS], 1, -1) if rows % n == 0 < rows]
-    would = f"{ROW_AXIS} of {fits}" if fits else "no other size of it"
-    return f" On a grid attention splits rows over {ROW_AXIS}: {would} would do."
+    fits = [n for n in range(mesh.shape[ROW_AXIS], 1, -1) if num_examples % n == 0 < num_examples]
+    choice = f"{ROW_AXIS} of {fits}" if fits else "no other size of it"
+    return f" On a grid attention splits rows over {ROW_AXIS}: {choice} would do."
 
 
-def _no_numbers(batch: Any) -> str:
+def _non_numeric_arrays(batch: Any) -> str:
     """Return which arrays of a batch hold what no device can: text, objects, dates; "": none."""
     pairs = zip(_names(batch), jax.tree.leaves(batch), strict=True)
     odd = [(n, x) for n, x in pairs if isinstance(x, np.ndarray) and x.dtype.kind in "OSUVMm"]
-    odd = [(name, x) for name, x in odd if not _is_of_ml_dtypes(x.dtype)]
+    odd = [(name, x) for name, x in odd if not _is_ml_dtype(x.dtype)]
     return ", ".join(f"{name or 'the batch itself'} is of dtype {x.dtype}" for name, x in odd)
 
 
-def _is_of_ml_dtypes(dtype: np.dtype) -> bool:
+def _is_ml_dtype(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.number)  # NumPy takes bfloat16 and float8 for bytes
 
 
@@ -180,31 +185,34 @@ def _names(batch: Any) -> list[str]:
     return [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in paths]
 
 
-def _rows_by_name(batch: Any, sizes: Sequence[int]) -> str:
+def _sizes_by_name(batch: Any, sizes: Sequence[int]) -> str:
     """Return the name of each array of a batch and its number of rows."""
     pairs = zip(_names(batch), sizes, strict=True)
     return ", ".join(f"{name} {size}".strip() for name, size in pairs) or "none"
 
 
-def _kinds(leaves: Iterable[Any]) -> str:
-    kinds = sorted({type(leaf).__name__ for leaf in leaves})
-    return "Python numbers" if set(kinds) <= {"int", "float", "bool"} else ", ".join(kinds)
+def _type_names(leaves: Iterable[Any]) -> str:
+    names = sorted({type(leaf).__name__ for leaf in leaves})
+    return "Python numbers" if set(names) <= {"int", "float", "bool"} else ", ".join(names)
 
 
-def _check_rows_of_state(layout: Layout, rows: Fraction | int) -> None:
+def _check_per_example_variables(layout: Layout, num_examples: Fraction | int) -> None:
     """Refuse a batch with other rows than the variables that have a row for each of them."""
-    for path, template in layout.blueprint.variables.items():
-        if layout.blueprint.of_rows(path) and template.shape[0] != rows:
+    for path, variable in layout.template.variables.items():
+        if layout.template.is_batched(path) and variable.shape[0] != num_examples:
             raise ValueError(
-                f"{path} {tuple(template.shape)} has a row for each row of the batch, and this one "
-                f"has {rows}. Give {template.shape[0]} rows, or make the model for {rows}."
+                f"{path} {tuple(variable.shape)} has a row for each row of the batch, and this one "
+                f"has {num_examples}. Give {variable.shape[0]} rows, or make the model for "
+                f"{num_examples}."
             )
 
 
 def is_placed(mesh: Mesh, batch: Any) -> bool:
     """Return whether a batch already lies where it is wanted."""
-    placed = lambda x: x.ndim and x.sharding.is_equivalent_to(batch_sharding(mesh), x.ndim)
-    return all(isinstance(x, jax.Array) and placed(x) for x in jax.tree.leaves(batch))
+    has_batch_sharding = lambda x: (
+        x.ndim and x.sharding.is_equivalent_to(batch_sharding(mesh), x.ndim)
+    )
+    return all(isinstance(x, jax.Array) and has_batch_sharding(x) for x in jax.tree.leaves(batch))
 
 
 def full(params: Tree) -> Any:
@@ -225,13 +233,13 @@ def full(params: Tree) -> Any:
         >>> type(kernel).__name__, kernel.shape
         ('ndarray', (8, 4))
     """
-    check_not_taken(params)
-    return jax.tree.map(_whole, params)
+    check_not_donated(params)
+    return jax.tree.map(_full_array, params)
 
 
-def _whole(x: jax.Array) -> Any:
-    if is_key(x):
-        data = _whole(jax.random.key_data(x))
+def _full_array(x: jax.Array) -> Any:
+    if is_random_key(x):
+        data = _full_array(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.is_fully_addressable:
         return np.asarray(x)

@@ -8,26 +8,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.checks.check_step import check_given, check_place, check_runs
-from hfjax.checks.deadlock import checked
-from hfjax.checks.jax_errors import calling
-from hfjax.checks.probe_model import look
-from hfjax.parallel.adapters.forward_signature import asked_by
-from hfjax.parallel.engine.gradient_engine import Plane
+from hfjax.checks.check_step import check_execution, check_state_shardings, check_step_arguments
+from hfjax.checks.deadlock import check_deadlock
+from hfjax.checks.jax_errors import explain_errors
+from hfjax.checks.probe_model import probe_model_ops
+from hfjax.parallel.adapters.forward_signature import requested_names
+from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.precision.by_path import by_path
+from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import Precision
 from hfjax.parallel.schedules.named import Schedule
-from hfjax.parallel.spmd.partition_context import Join
-from hfjax.sharding.check_state import check_alive, check_form, check_layout, is_traced
+from hfjax.parallel.spmd.partition_context import CommEvent
+from hfjax.sharding.check_state import check_alive, check_layout, check_state_shapes, is_traced
 from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import rearrange
-from hfjax.sharding.stage_assignment import forward_table_of, on_stages
-from hfjax.sharding.xla_options import options_of
+from hfjax.sharding.stage_assignment import assign_stages, evaluation_table
+from hfjax.sharding.xla_options import options_for
 from hfjax.step import build
-from hfjax.step.batches import check_batch, missing_rows, on_devices
+from hfjax.step.batches import check_batch, missing_examples, place_batch
 from hfjax.utils.keywords import check_keywords
-from hfjax.utils.mean import Mean, metrics_of
+from hfjax.utils.mean import Mean, mean_metrics
 from hfjax.utils.paths import Flat, Tree, flatten
 
 Metrics = dict[str, jax.Array]
@@ -60,18 +60,20 @@ def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
         (0.0, 16.0)
     """
     check_keywords("eval_step", execution, ("layout", "loss", *FIELDS))
-    check_given(layout, loss)
-    layout, schedule, run = _staged(layout, **execution)
+    check_step_arguments(layout, loss)
+    layout, schedule, eval_execution = _prepare_forward(layout, **execution)
 
     def evaluate(params: Tree, variables: Flat, batch: Any) -> Metrics:
-        made_of = build.ingredients(layout, loss, run, forward_table_of(layout, schedule, batch))
-        with calling(layout, batch):
-            plane = _seeing(made_of, variables, batch, "eval")
-            mean = plane.evaluate(flatten(params), flatten(variables), batch)
-        metrics = {"loss": mean.total / mean.weight} | metrics_of(mean)
-        return layout.blueprint.after_step(flatten(variables), metrics)[1]
+        spec = build.step_spec(
+            layout, loss, eval_execution, evaluation_table(layout, schedule, batch)
+        )
+        with explain_errors(layout, batch):
+            engine = _probe_engine(spec, variables, batch, "eval")
+            mean = engine.evaluate(flatten(params), flatten(variables), batch)
+        metrics = {"loss": mean.total / mean.weight} | mean_metrics(mean)
+        return layout.template.after_step(flatten(variables), metrics)[1]
 
-    return _step(layout, evaluate, options_of(layout, run))
+    return _jit_step(layout, evaluate, options_for(layout, eval_execution))
 
 
 def predict_step(layout: Layout, forward: Callable | None = None, **execution: Any) -> Callable:
@@ -106,56 +108,61 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
     """
     check_keywords("predict_step", execution, ("layout", "forward", *FIELDS))
     check_layout(layout)
-    asked_by(forward)  # refuses
+    requested_names(forward)  # refuses
     layout = layout if forward is None else replace(layout, forward=forward)
-    layout, schedule, run = _staged(layout, **execution)
+    layout, schedule, eval_execution = _prepare_forward(layout, **execution)
 
-    joins: list[Join] = []  # what joins rows, once it is traced
+    comms: list[CommEvent] = []  # what joins rows, once it is traced
 
     def predict(params: Tree, variables: Flat, batch: Any) -> Any:
-        table = forward_table_of(layout, schedule, batch)
-        made_of = build.ingredients(layout, _no_loss, run, table)
-        with calling(layout, batch):
-            plane = _seeing(made_of, variables, batch, "predict")
-            outputs = plane.predict(flatten(params), flatten(variables), batch)
-        joins[:] = plane.context.traced.rows.joins
+        table = evaluation_table(layout, schedule, batch)
+        spec = build.step_spec(layout, _no_loss, eval_execution, table)
+        with explain_errors(layout, batch):
+            engine = _probe_engine(spec, variables, batch, "predict")
+            outputs = engine.predict(flatten(params), flatten(variables), batch)
+        comms[:] = engine.context.trace.global_batch.comms
         return outputs
 
-    return _filling(layout, _step(layout, predict, options_of(layout, run)), joins)
+    return _pad_batches(
+        layout, _jit_step(layout, predict, options_for(layout, eval_execution)), comms
+    )
 
 
-def _seeing(made_of: build.Ingredients, variables: Flat, batch: Any, mode: str) -> Plane:
+def _probe_engine(spec: build.StepSpec, variables: Flat, batch: Any, mode: str) -> GradientEngine:
     """Return the plane that runs a forward pass, once a look at the model has told."""
-    plane = build.data_plane(made_of)
-    seen = look(plane, made_of.layout.blueprint, flatten(variables), batch, mode)
-    return build.data_plane(made_of, seen) if seen else plane
+    engine = build.engine_for(spec)
+    ops = probe_model_ops(engine, spec.layout.template, flatten(variables), batch, mode)
+    return build.engine_for(spec, ops) if ops else engine
 
 
-def _filling(layout: Layout, step: Callable, joins: Sequence[Join]) -> Callable:
+def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> Callable:
     """Return a step that takes any number of rows: it repeats the last, and drops what is more."""
 
-    def filled(state: State, batch: Any) -> Any:
-        if not (more := missing_rows(layout, batch)):
+    def padded_step(state: State, batch: Any) -> Any:
+        if not (padding := missing_examples(layout, batch)):
             return step(state, batch)
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        outputs = step(state, jax.tree.map(lambda x: _with_more(x, more), batch))
-        of_rows = all(x.shape[:1] == (rows + more,) for x in jax.tree.leaves(outputs))
-        if joins or not of_rows:
-            where = f" ({joins[0].line})" if joins else ""
+        num_examples = jax.tree.leaves(batch)[0].shape[0]
+        outputs = step(state, jax.tree.map(lambda x: _repeat_last(x, padding), batch))
+        all_per_example = all(
+            x.shape[:1] == (num_examples + padding,) for x in jax.tree.leaves(outputs)
+        )
+        if comms or not all_per_example:
+            location = f" ({comms[0].line})" if comms else ""
             raise ValueError(
-                f"a batch of {rows} rows does not divide by the devices that hold rows, and rows "
-                f"meet in the model{where}: those that are filled in would take part. Give "
-                f"{rows + more} rows, or a mesh by which {rows} rows divide."
+                f"a batch of {num_examples} rows does not divide by the devices that hold rows, "
+                "and rows "
+                f"meet in the model{location}: those that are filled in would take part. Give "
+                f"{num_examples + padding} rows, or a mesh by which {num_examples} rows divide."
             )
-        return jax.tree.map(lambda x: x[:rows], outputs)
+        return jax.tree.map(lambda x: x[:num_examples], outputs)
 
-    return filled
+    return padded_step
 
 
-def _with_more(x: jax.Array | np.ndarray, more: int) -> jax.Array | np.ndarray:
+def _repeat_last(x: jax.Array | np.ndarray, count: int) -> jax.Array | np.ndarray:
     """Return an array with its last row so many times more."""
-    arrays: Any = jnp if isinstance(x, jax.Array) else np
-    return arrays.concatenate([x, arrays.repeat(x[-1:], more, axis=0)])
+    numpy: Any = jnp if isinstance(x, jax.Array) else np
+    return numpy.concatenate([x, numpy.repeat(x[-1:], count, axis=0)])
 
 
 def _no_loss(outputs: Any, batch: Any) -> Mean:
@@ -163,40 +170,40 @@ def _no_loss(outputs: Any, batch: Any) -> Mean:
     return Mean(jnp.zeros(()), jnp.ones(()))
 
 
-def _staged(
+def _prepare_forward(
     layout: Layout, schedule: Schedule | None = None, **execution: Any
 ) -> tuple[Layout, Schedule | None, Execution]:
     """Return the layout on the stages of a schedule, that, and how a forward pass runs, if so."""
-    layout = on_stages(layout, schedule)
+    layout = assign_stages(layout, schedule)
     forward = None if schedule is None else Schedule("forward", branches=schedule.branches)
-    precision = by_path(execution.pop("precision", Precision()))
-    run = Execution(schedule=forward, precision=precision, **execution)
-    check_runs(layout, run)
-    return layout, schedule, run
+    precision = parse_precision(execution.pop("precision", Precision()))
+    eval_execution = Execution(schedule=forward, precision=precision, **execution)
+    check_execution(layout, eval_execution)
+    return layout, schedule, eval_execution
 
 
-def _step(layout: Layout, run: Callable, options: dict[str, Any] | None) -> Callable:
-    """Return (state, batch) -> what `run(params, variables, batch)` returns, jitted."""
+def _jit_step(layout: Layout, forward: Callable, options: dict[str, Any] | None) -> Callable:
+    """Return (state, batch) -> what `forward(params, variables, batch)` returns, jitted."""
 
-    def fitting(params: Tree, variables: Flat, batch: Any) -> Any:
-        check_form(layout, State(None, params, None, variables), optimizer=False)
-        return run(params, variables, batch)
+    def checked_forward(params: Tree, variables: Flat, batch: Any) -> Any:
+        check_state_shapes(layout, State(None, params, None, variables), optimizer=False)
+        return forward(params, variables, batch)
 
-    jitted = checked(jax.jit(fitting, compiler_options=options), layout.mesh)
-    within = jax.jit(fitting)  # in a program of the user's, whose options count
+    jitted = check_deadlock(jax.jit(checked_forward, compiler_options=options), layout.mesh)
+    nested = jax.jit(checked_forward)  # in a program of the user's, whose options count
 
     def step(state: State, batch: Any) -> Any:
         if is_traced((state, batch)):
             check_batch(layout, batch, 1)
-            return within(state.params, state.variables, batch)
+            return nested(state.params, state.variables, batch)
         check_alive(state)
-        batch = on_devices(layout, batch)
+        batch = place_batch(layout, batch)
         state = rearrange(layout, state)
         try:
             return jitted(state.params, state.variables, batch)
         except (TypeError, ValueError):
-            check_form(layout, state, optimizer=False)
-            check_place(layout, state)
+            check_state_shapes(layout, state, optimizer=False)
+            check_state_shardings(layout, state)
             raise
 
     return step

@@ -18,30 +18,30 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
-from hfjax.checks.combinations import check
-from hfjax.parallel.adapters.constructed import holding
-from hfjax.parallel.adapters.model_template import raw
+from hfjax.checks.combinations import check_combinations
+from hfjax.parallel.adapters.constructed import use_arrays
+from hfjax.parallel.adapters.model_template import raw_value
 from hfjax.parallel.execution import Execution, PipelineSchedule
 from hfjax.parallel.mesh import describe_mesh, platform_of
 from hfjax.parallel.offload.host_memory import (
     is_host_sharding,
-    of_results,
-    one_by_one,
+    map_one_by_one,
+    result_shardings,
     to_device,
     to_host,
 )
 from hfjax.sharding.check_state import check_layout
-from hfjax.sharding.layout import Layout, State, begun
-from hfjax.sharding.reorder_layers import copy_to, parameters_of, stored
-from hfjax.sharding.stage_assignment import on_stages
-from hfjax.utils.keywords import NEAREST, known_keywords, nearest_of
+from hfjax.sharding.layout import Layout, State, initial_state
+from hfjax.sharding.reorder_layers import copy_to, params_in_model_order, store_params
+from hfjax.sharding.stage_assignment import assign_stages
+from hfjax.utils.keywords import NEAREST, name_hint, strict_keywords
 from hfjax.utils.paths import Flat, Index, flatten, nest
-from hfjax.utils.tables import few, human
+from hfjax.utils.tables import first_lines, human
 
 Slices = tuple[slice, ...]
 
 
-@known_keywords
+@strict_keywords
 def init(
     layout: Layout, seed: int = 0, schedule: PipelineSchedule | None = None, parameters: Any = None
 ) -> State:
@@ -86,234 +86,246 @@ def init(
         >>> own = hfjax.module(layout, state)  # a loop of your own from those of hfjax
     """
     check_layout(layout)
-    layout = on_stages(layout, schedule)
-    check(layout, Execution(schedule=schedule))
-    seed = _seed(seed)
-    with _fitting(layout):
+    layout = assign_stages(layout, schedule)
+    check_combinations(layout, Execution(schedule=schedule))
+    seed = _check_seed(seed)
+    with _explain_out_of_memory(layout):
         if parameters is None:
-            return jax.block_until_ready(creation(layout)(seed))
-        given = stored(layout, _placed(layout, seed, parameters))
-        return jax.block_until_ready(_begun(layout, seed, given))
+            return jax.block_until_ready(init_program(layout)(seed))
+        params = store_params(layout, _place_params(layout, seed, parameters))
+        return jax.block_until_ready(_start_from_params(layout, seed, params))
 
 
 @contextmanager
-def _fitting(layout: Layout) -> Iterator[None]:
+def _explain_out_of_memory(layout: Layout) -> Iterator[None]:
     """Say what a state needs where the devices have no room for it: before it is made if it can be.
 
     Nothing may wait for arrays whose making failed.
     """
     sizes = {k: n for k, n in layout.bytes_per_device().items() if k in ("parameters", "moments")}
-    if (room := _room(layout.mesh)) is not None and sum(sizes.values()) > room:
-        raise MemoryError(_too_large(layout, sizes, f"there is room for {human(room)}"))
+    if (available := _device_memory(layout.mesh)) is not None and sum(sizes.values()) > available:
+        raise MemoryError(
+            _out_of_memory_message(layout, sizes, f"there is room for {human(available)}")
+        )
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        told = f"JAX says: {str(error).splitlines()[0][:200]}"
-        raise MemoryError(_too_large(layout, sizes, told)) from None
+        cause = f"JAX says: {str(error).splitlines()[0][:200]}"
+        raise MemoryError(_out_of_memory_message(layout, sizes, cause)) from None
 
 
-def _room(mesh: Mesh) -> int | None:
+def _device_memory(mesh: Mesh) -> int | None:
     """Return how many bytes a device has at most, if that is known."""
-    here = mesh.local_devices
-    if platform_of(mesh) == "cpu" and here:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(here)
-    stats = here[0].memory_stats() if here else None
+    devices = mesh.local_devices
+    if platform_of(mesh) == "cpu" and devices:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    stats = devices[0].memory_stats() if devices else None
     return stats.get("bytes_limit") if stats else None
 
 
-def _too_large(layout: Layout, sizes: Mapping[str, int], told: str) -> str:
-    needed = ", ".join(f"{what} {human(n)}" for what, n in sizes.items())
+def _out_of_memory_message(layout: Layout, sizes: Mapping[str, int], cause: str) -> str:
+    needed = ", ".join(f"{name} {human(n)}" for name, n in sizes.items())
     return (
         f"the state does not fit: a device needs {needed} ({layout.strategy.name} on "
         f"{describe_mesh(layout.mesh)}). Take a strategy that splits it (hfjax.FSDP, on more "
         "devices), keep a part on the host (hfjax.HOST_OPTIMIZER), or make the model smaller; "
-        f"{told}."
+        f"{cause}."
     )
 
 
-def _seed(given: int | np.integer | jax.Array) -> Any:
+def _check_seed(seed: int | np.integer | jax.Array) -> Any:
     """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
-    least, most = -(1 << 31), (1 << 32) - 1
-    whole = jnp.issubdtype(getattr(given, "dtype", type(given)), jnp.integer)
-    if not whole or (isinstance(given, int) and not least <= given <= most):
-        raise ValueError(f"seed={given!r}: a whole number from {least} to {most} is expected.")
-    if not isinstance(given, int):
-        return given
-    return given if given < 1 << 31 else np.uint32(given)
+    minimum, maximum = -(1 << 31), (1 << 32) - 1
+    is_integer = jnp.issubdtype(getattr(seed, "dtype", type(seed)), jnp.integer)
+    if not is_integer or (isinstance(seed, int) and not minimum <= seed <= maximum):
+        raise ValueError(f"seed={seed!r}: a whole number from {minimum} to {maximum} is expected.")
+    if not isinstance(seed, int):
+        return seed
+    return seed if seed < 1 << 31 else np.uint32(seed)
 
 
-def creation(layout: Layout) -> jax.stages.Wrapped:
+def init_program(layout: Layout) -> jax.stages.Wrapped:
     """Return the jitted program that makes a new state from a seed."""
     shardings = layout.shardings()
 
-    def born(seed: Index) -> State:
-        return jax.tree.map(_in_memory, layout.create(seed), shardings)
+    def create(seed: Index) -> State:
+        return jax.tree.map(_to_memory, layout.create(seed), shardings)
 
-    return _of_a_seed(layout, born, shardings)
+    return _jit_with_seed(layout, create, shardings)
 
 
-def _of_a_seed(layout: Layout, run: Callable, shardings: State | Flat) -> Any:
+def _jit_with_seed(layout: Layout, run: Callable, shardings: State | Flat) -> Any:
     """Return `run(seed, *arguments)` as a program; of a model that is built it is given arrays."""
-    where, built = of_results(shardings), layout.blueprint.built
-    if built is None:
-        return jax.jit(run, out_shardings=where)
+    out_shardings, constructor = result_shardings(shardings), layout.template.eager_init
+    if constructor is None:
+        return jax.jit(run, out_shardings=out_shardings)
 
-    def holds(arrays: Sequence[np.ndarray], *given: Any) -> Any:
-        with holding(arrays):
-            return run(*given)
+    def run_with_arrays(arrays: Sequence[np.ndarray], *arguments: Any) -> Any:
+        with use_arrays(arrays):
+            return run(*arguments)
 
-    program = jax.jit(holds, out_shardings=where)
-    return lambda seed, *given: program(built.arrays(seed), seed, *given)
+    program = jax.jit(run_with_arrays, out_shardings=out_shardings)
+    return lambda seed, *arguments: program(constructor.arrays(seed), seed, *arguments)
 
 
-def _in_memory(x: jax.Array, where: Sharding) -> jax.Array:
-    return to_host(x) if is_host_sharding(where) else x
+def _to_memory(x: jax.Array, sharding: Sharding) -> jax.Array:
+    return to_host(x) if is_host_sharding(sharding) else x
 
 
 # -- from given parameters ----------------------------------------------------------------------
 
 
-def _begun(layout: Layout, seed: Index, params: Flat) -> State:
+def _start_from_params(layout: Layout, seed: Index, params: Flat) -> State:
     """Return the state that begins with these parameters, which are stored as the layout has them.
 
     They become a part of it: nobody else may hold them.
     """
     shardings = replace(layout.shardings(), params=None)
 
-    def beside(seed: Index, params: Flat) -> State:
-        made = begun(layout, layout.blueprint.create(seed), to_device(params))
-        return jax.tree.map(_in_memory, replace(made, params=None), shardings)
+    def make_state(seed: Index, params: Flat) -> State:
+        new_state = initial_state(layout, layout.template.create(seed), to_device(params))
+        return jax.tree.map(_to_memory, replace(new_state, params=None), shardings)
 
-    state = _of_a_seed(layout, beside, shardings)(seed, params)
-    return replace(state, params=nest(_cast(layout, params)))
+    state = _jit_with_seed(layout, make_state, shardings)(seed, params)
+    return replace(state, params=nest(_cast_params(layout, params)))
 
 
-def _cast(layout: Layout, params: Flat) -> Flat:
+def _cast_params(layout: Layout, params: Flat) -> Flat:
     """Return parameters in the dtypes of the state: beside master weights they are narrower."""
-    dtypes = {path: p.dtype for path, p in layout.placed.items()}
+    dtypes = {path: p.dtype for path, p in layout.param_specs.items()}
     if all(x.dtype == dtypes[path] for path, x in params.items()):
         return params
     shardings = flatten(layout.shardings().params)
-    run = lambda params: one_by_one(lambda x, dtype: x.astype(dtype), params, dtypes)
-    return jax.jit(run, out_shardings=of_results(shardings))(params)
+    run = lambda params: map_one_by_one(lambda x, dtype: x.astype(dtype), params, dtypes)
+    return jax.jit(run, out_shardings=result_shardings(shardings))(params)
 
 
-def _placed(layout: Layout, seed: Index, parameters: Any) -> Flat:
+def _place_params(layout: Layout, seed: Index, parameters: Any) -> Flat:
     """Return all parameters on their shards, as the model has them and in its dtypes."""
-    plain = layout.as_the_model
+    model_layout = layout.model_layout
     if hasattr(parameters, "into"):  # they are read into their places
-        return parameters.into(plain)
-    shardings = flatten(plain.shardings().params)
-    wanted = {
-        path: jax.ShapeDtypeStruct(x.shape, plain.blueprint.parameters[path].dtype)
-        for path, x in plain.arrays.items()
+        return parameters.into(model_layout)
+    shardings = flatten(model_layout.shardings().params)
+    expected = {
+        path: jax.ShapeDtypeStruct(x.shape, model_layout.template.parameters[path].dtype)
+        for path, x in model_layout.arrays.items()
     }
     if isinstance(parameters, State):
-        parameters = parameters_of(layout, parameters)
-    put = partial(_of_function, parameters)
+        parameters = params_in_model_order(layout, parameters)
+    put = partial(_array_from_function, parameters)
     if not (callable(parameters) and jax.tree_util.all_leaves([parameters])):
-        given = _by_path(parameters)
-        _check_kind(parameters, given, wanted)
-        _check(given, wanted)
-        put = lambda path, *where: _of_array(given[path], *where)
-    found = {path: put(path, like, shardings[path]) for path, like in wanted.items()}
-    return found | _of_seed(plain, seed, [path for path, x in found.items() if x is None])
+        arrays = _arrays_by_path(parameters)
+        _check_tree(parameters, arrays, expected)
+        _check_params(arrays, expected)
+        put = lambda path, *target: _array_on_shards(arrays[path], *target)
+    params = {path: put(path, like, shardings[path]) for path, like in expected.items()}
+    return params | _params_from_seed(
+        model_layout, seed, [path for path, x in params.items() if x is None]
+    )
 
 
-def _of_seed(plain: Layout, seed: Index, paths: list[str]) -> Flat:
+def _params_from_seed(model_layout: Layout, seed: Index, paths: list[str]) -> Flat:
     """Return those parameters that the seed gives."""
     if not paths:
         return {}
-    shardings = {path: flatten(plain.shardings().params)[path] for path in paths}
+    shardings = {path: flatten(model_layout.shardings().params)[path] for path in paths}
 
-    def made(seed: Index) -> Flat:
-        arrays = plain.blueprint.create(seed)
-        return {path: _in_memory(arrays[path], where) for path, where in shardings.items()}
+    def make_params(seed: Index) -> Flat:
+        arrays = model_layout.template.create(seed)
+        return {path: _to_memory(arrays[path], sharding) for path, sharding in shardings.items()}
 
-    return _of_a_seed(plain, made, shardings)(seed)
+    return _jit_with_seed(model_layout, make_params, shardings)(seed)
 
 
-def _of_array(x: Any, like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array | None:
+def _array_on_shards(x: Any, like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array | None:
     """Return a copy of an array on its shards; None: there is no array."""
     if isinstance(x, jax.Array):
         cast = x if x.dtype == like.dtype else to_device(x).astype(like.dtype)
         return copy_to(cast, sharding)
     if x is None:
         return None
-    part = lambda slices: np.array(
+    read_slice = lambda slices: np.array(
         x[slices], like.dtype
     )  # a copy: steps donate what they are given
-    return jax.make_array_from_callback(like.shape, sharding, part)
+    return jax.make_array_from_callback(like.shape, sharding, read_slice)
 
 
-def _of_function(
-    give: Callable[[str, Slices], Any], path: str, like: jax.ShapeDtypeStruct, sharding: Sharding
+def _array_from_function(
+    read_slice: Callable[[str, Slices], Any],
+    path: str,
+    like: jax.ShapeDtypeStruct,
+    sharding: Sharding,
 ) -> jax.Array | None:
     """Return the array whose parts a function gives, each asked for once; None if it gives none."""
-    known: dict[tuple, Any] = {}
+    slices_read: dict[tuple, Any] = {}
 
-    def part(index: Any) -> Any:
+    def local_slice(index: Any) -> Any:
         slices = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, like.shape, strict=True))
         key = tuple((s.start, s.stop) for s in slices)
-        if key not in known:
-            known[key] = _part(give(path, slices), path, slices, like.dtype)
-        return known[key]
+        if key not in slices_read:
+            slices_read[key] = _check_slice(read_slice(path, slices), path, slices, like.dtype)
+        return slices_read[key]
 
     indices = sharding.addressable_devices_indices_map(like.shape).values()
-    if any(part(index) is None for index in indices):
+    if any(local_slice(index) is None for index in indices):
         return None
-    return jax.make_array_from_callback(like.shape, sharding, part)
+    return jax.make_array_from_callback(like.shape, sharding, local_slice)
 
 
-def _part(given: Any, path: str, slices: Slices, dtype: DTypeLike) -> np.ndarray | None:
+def _check_slice(values: Any, path: str, slices: Slices, dtype: DTypeLike) -> np.ndarray | None:
     """Return a part that a function gave, in the model's dtype."""
-    if given is None:
+    if values is None:
         return None
-    wanted = tuple(s.stop - s.start for s in slices)
-    found = np.asarray(given)
-    if found.shape != wanted or not _real(found):
-        where = ", ".join(f"{s.start}:{s.stop}" for s in slices)
+    shape = tuple(s.stop - s.start for s in slices)
+    array = np.asarray(values)
+    if array.shape != shape or not _is_real(array):
+        bounds = ", ".join(f"{s.start}:{s.stop}" for s in slices)
         raise ValueError(
-            f"parameters({path!r}, [{where}]) returned {_shown(found)}: real floating-point "
-            f"numbers of shape {wanted} are expected, or None to take this parameter from the seed."
+            f"parameters({path!r}, [{bounds}]) returned {_describe(array)}: real floating-point "
+            f"numbers of shape {shape} are expected, or None to take this parameter from the seed."
         )
-    return np.array(found, dtype)
+    return np.array(array, dtype)
 
 
 # -- paths and shapes ---------------------------------------------------------------------------
 
 
-def _by_path(parameters: Any) -> Flat:
+def _arrays_by_path(parameters: Any) -> Flat:
     """Return {path: array or None} of a tree, of {path: array}, or of an nnx module."""
     if isinstance(parameters, nnx.Module):
         parameters = nnx.state(parameters, nnx.Param)
     is_leaf = lambda x: x is None or isinstance(x, nnx.Variable)
-    found, _ = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=is_leaf)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=is_leaf)
     path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/") or "array"
-    return {path(keys): raw(x) for keys, x in found}
+    return {path(keys): raw_value(x) for keys, x in leaves}
 
 
-def _check_kind(parameters: object, given: Flat, wanted: Mapping[str, Any]) -> None:
+def _check_tree(parameters: object, arrays: Flat, expected: Mapping[str, Any]) -> None:
     """Refuse what holds no arrays, and a list where the model has names."""
-    others = [path for path, x in given.items() if x is not None and not hasattr(x, "dtype")]
-    named = given.keys() & wanted.keys() or not isinstance(parameters, list | tuple)
+    others = [path for path, x in arrays.items() if x is not None and not hasattr(x, "dtype")]
+    named = arrays.keys() & expected.keys() or not isinstance(parameters, list | tuple)
     if named and not others:
         return
-    found = type(parameters).__name__
+    description = type(parameters).__name__
     if named and others != ["array"]:
-        found += f" with {type(given[others[0]]).__name__} at {others[0]}"
+        description += f" with {type(arrays[others[0]]).__name__} at {others[0]}"
     raise ValueError(
         "init(…, parameters=…): arrays in a tree like state.params, {path: array}, a state, an "
-        f"nnx.Module or a function of (path, slices) is expected, found {found}. print(layout) "
+        f"nnx.Module or a function of (path, slices) is expected, found {description}. "
+        "print(layout) "
         "shows the paths. Make arrays of lists of numbers, np.asarray(…), and read a file first."
     )
 
 
-def _check(given: Flat, wanted: Mapping[str, Any]) -> None:
+def _check_params(arrays: Flat, expected: Mapping[str, Any]) -> None:
     """Refuse parameters that are not those of the model, with both sides."""
-    lines = [*_missing(given, wanted), *_unknown(given, wanted), *_other(given, wanted)]
+    lines = [
+        *_missing_lines(arrays, expected),
+        *_unknown_lines(arrays, expected),
+        *_mismatch_lines(arrays, expected),
+    ]
     if lines:
         raise ValueError(
             "these parameters are not those of the layout's model:\n  "
@@ -324,40 +336,40 @@ def _check(given: Flat, wanted: Mapping[str, Any]) -> None:
         )
 
 
-def _missing(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
+def _missing_lines(arrays: Flat, expected: Mapping[str, Any]) -> Iterator[str]:
     lines = [
-        f"{path} {like.shape} is missing{nearest_of(path, given.keys() - wanted.keys(), NEAREST)}"
-        for path, like in wanted.items()
-        if path not in given
+        f"{path} {like.shape} is missing{name_hint(path, arrays.keys() - expected.keys(), NEAREST)}"
+        for path, like in expected.items()
+        if path not in arrays
     ]
-    yield from few(lines)
+    yield from first_lines(lines)
 
 
-def _unknown(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
+def _unknown_lines(arrays: Flat, expected: Mapping[str, Any]) -> Iterator[str]:
     lines = [
-        f"{path} {_shown(x)} is no parameter of the model{nearest_of(path, wanted, NEAREST)}"
-        for path, x in given.items()
-        if path not in wanted
+        f"{path} {_describe(x)} is no parameter of the model{name_hint(path, expected, NEAREST)}"
+        for path, x in arrays.items()
+        if path not in expected
     ]
-    yield from few(lines)
+    yield from first_lines(lines)
 
 
-def _other(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
-    both = [(path, given[path], like) for path, like in wanted.items() if path in given]
-    fits = lambda x, like: x is None or (np.shape(x) == like.shape and _real(x))
+def _mismatch_lines(arrays: Flat, expected: Mapping[str, Any]) -> Iterator[str]:
+    pairs = [(path, arrays[path], like) for path, like in expected.items() if path in arrays]
+    fits = lambda x, like: x is None or (np.shape(x) == like.shape and _is_real(x))
     lines = [
-        f"{path} is {_shown(x)}, the model has {_shown(like)}"
-        for path, x, like in both
+        f"{path} is {_describe(x)}, the model has {_describe(like)}"
+        for path, x, like in pairs
         if not fits(x, like)
     ]
-    yield from few(lines)
+    yield from first_lines(lines)
 
 
-def _real(x: Any) -> bool:
+def _is_real(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _shown(x: Any) -> str:
+def _describe(x: Any) -> str:
     if not hasattr(x, "dtype"):
         return f"no array, but {type(x).__name__}"
     return f"{x.dtype}{list(x.shape)}"

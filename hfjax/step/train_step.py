@@ -10,38 +10,38 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.checks.check_step import check_place
-from hfjax.checks.deadlock import checked
-from hfjax.checks.jax_errors import calling
-from hfjax.checks.probe_model import choice_along_rows, look
-from hfjax.optimizer_step.loss_scale import after_step, fresh, within
-from hfjax.optimizer_step.master_sync import Follow
-from hfjax.optimizer_step.update import Held, Update, constrain
-from hfjax.parallel.engine.gradient_engine import AutodiffPlane, Plane
+from hfjax.checks.check_step import check_state_shardings
+from hfjax.checks.deadlock import check_deadlock
+from hfjax.checks.jax_errors import explain_errors
+from hfjax.checks.probe_model import context_choice, probe_model_ops
+from hfjax.optimizer_step.loss_scale import after_step, clip_scale, initial_scale
+from hfjax.optimizer_step.master_sync import MasterSync
+from hfjax.optimizer_step.update import TrainableState, Update, constrain
+from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
-from hfjax.parallel.layer_stack.ordered_layers import told
+from hfjax.parallel.layer_stack.ordered_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.parallel.offload.activations import Offloaded
-from hfjax.parallel.offload.host_memory import is_host_sharding, of_results
-from hfjax.parallel.precision.by_path import DtypesByPath, by_path
+from hfjax.parallel.offload.activations import OffloadReport
+from hfjax.parallel.offload.host_memory import is_host_sharding, result_shardings
+from hfjax.parallel.precision.by_path import DtypesByPath, parse_precision
 from hfjax.parallel.precision.dtypes import LossScale, Precision
-from hfjax.parallel.spmd.report import Joins
+from hfjax.parallel.spmd.report import CommReport
 from hfjax.sharding.check_state import (
     check_alive,
-    check_form,
     check_is_state,
-    check_stored,
-    check_takes,
+    check_layout_and_state,
+    check_state_shapes,
+    check_stored_shapes,
     is_traced,
 )
 from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import rearrange
 from hfjax.step import build
-from hfjax.step.batches import batch_sharding, check_batch, full, microbatches_of, on_devices
-from hfjax.step.nonfinite import Watch
-from hfjax.utils.keywords import check_keywords, meanings
-from hfjax.utils.mean import metrics_of
+from hfjax.step.batches import batch_sharding, check_batch, full, num_microbatches, place_batch
+from hfjax.step.nonfinite import NonfiniteMonitor
+from hfjax.utils.keywords import attribute_docs, check_keywords
+from hfjax.utils.mean import mean_metrics
 from hfjax.utils.paths import Flat, flatten, nest
 
 Metrics = dict[str, jax.Array]
@@ -76,12 +76,12 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
     """
     check_keywords("train_step", execution, [f.name for f in fields(Execution)])
-    precision = by_path(execution.pop("precision", Precision()))
+    precision = parse_precision(execution.pop("precision", Precision()))
     return TrainStep(layout, loss, Execution(precision=precision, **execution))
 
 
 train_step.__doc__ = (train_step.__doc__ or "").replace(
-    "{fields}", meanings(Execution, 12).lstrip()
+    "{fields}", attribute_docs(Execution, 12).lstrip()
 )
 
 
@@ -111,24 +111,24 @@ class TrainStep:
     """
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution) -> None:
-        self._made_of, self._update, options = build.training(layout, loss, execution)
-        self.layout, self.execution = layout, execution = self._made_of.layout, execution
+        self._spec, self._update, options = build.build_step(layout, loss, execution)
+        self.layout, self.execution = layout, execution = self._spec.layout, execution
         self._loss_scale = execution.precision.scale
-        self._whole = NamedSharding(layout.mesh, P())
-        scale = self._whole if self._loss_scale else None
+        self._replicated = NamedSharding(layout.mesh, P())
+        scale = self._replicated if self._loss_scale else None
         self._shardings = replace(layout.shardings(), order=None, scale=scale)
-        self._batch = batch_sharding(layout.mesh)
-        self._watch = Watch(layout, execution.nonfinite, execution.patience)
-        self._follow = Follow(layout.state_shapes.optimizer)
-        program = self._program(self._step, donate_argnums=0, compiler_options=options)
-        self._jitted = checked(program, layout.mesh)
+        self._batch_sharding = batch_sharding(layout.mesh)
+        self._monitor = NonfiniteMonitor(layout, execution.nonfinite, execution.patience)
+        self._master_sync = MasterSync(layout.state_shapes.optimizer)
+        program = self._jit(self._step, donate_argnums=0, compiler_options=options)
+        self._jitted = check_deadlock(program, layout.mesh)
 
-    def _program(self, step: Callable, *more: NamedSharding, **options: Any) -> jax.stages.Wrapped:
+    def _jit(self, step: Callable, *more: NamedSharding, **options: Any) -> jax.stages.Wrapped:
         """Return a step jitted; `more` says where what it is given beside state and batch lies."""
         return jax.jit(
             step,
-            in_shardings=(self._shardings, self._batch, *more),
-            out_shardings=(of_results(self._shardings), self._whole, self._whole),
+            in_shardings=(self._shardings, self._batch_sharding, *more),
+            out_shardings=(result_shardings(self._shardings), self._replicated, self._replicated),
             **options,
         )
 
@@ -149,27 +149,27 @@ class TrainStep:
                 of the execution does not skip it.
         """
         if is_traced((state, batch)):
-            return self._within(state, batch)
+            return self._call_traced(state, batch)
         check_alive(state)
-        self._watch.check(state)
-        batch = on_devices(self.layout, batch, microbatches_of(self.execution))
+        self._monitor.check(state)
+        batch = place_batch(self.layout, batch, num_microbatches(self.execution))
         try:
-            given = self._with_scale(self._follow(self._in_order(state)))
-            state, metrics, squares = self._jitted(given, batch)
+            inputs = self._with_scale(self._master_sync(self._reorder(state)))
+            state, metrics, squares = self._jitted(inputs, batch)
         except (TypeError, ValueError):
-            check_stored(self.layout, state)
+            check_stored_shapes(self.layout, state)
             self._check_memory(state)
-            check_place(self.layout, state)
+            check_state_shardings(self.layout, state)
             raise
-        self._watch.add(metrics, squares)
-        return self._follow.made(replace(state, order=self._order)), metrics
+        self._monitor.add(metrics, squares)
+        return self._master_sync.remember_params(replace(state, order=self._order)), metrics
 
-    def _within(self, state: State, batch: Any) -> tuple[State, Metrics]:
+    def _call_traced(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return what a step returns, within a program that is being traced."""
         check_alive(state)
-        check_batch(self.layout, batch, microbatches_of(self.execution))
-        given = self._with_scale(replace(state, order=None))
-        new, metrics, _ = self._nested(given, batch, state.order)
+        check_batch(self.layout, batch, num_microbatches(self.execution))
+        inputs = self._with_scale(replace(state, order=None))
+        new, metrics, _ = self._nested(inputs, batch, state.order)
         scale = new.scale if self._loss_scale else state.scale
         return replace(new, order=state.order, scale=scale), metrics
 
@@ -180,21 +180,21 @@ class TrainStep:
         It cannot be looked at while it is traced. A state that another schedule has arranged counts
         as one that is not finite: its loss is NaN, and it stays as it is.
         """
-        wanted = self.layout.order
+        own_order = self.layout.order
 
         def step(state: State, batch: Any, order: Any) -> tuple:
-            same = True if wanted is None else (order == wanted).all()
-            return self._step(self._follow.within(state), batch, same)
+            is_same_order = True if own_order is None else (order == own_order).all()
+            return self._step(self._master_sync.sync_traced(state), batch, is_same_order)
 
-        return self._program(step, self._whole)
+        return self._jit(step, self._replicated)
 
     def _with_scale(self, state: State) -> State:
         """Return the state with the loss scale that this step needs, or without one."""
         if (settings := self._loss_scale) is None:
             return replace(state, scale=None)
-        return state if state.scale is not None else self._begun(state, settings)
+        return state if state.scale is not None else self._with_new_scale(state, settings)
 
-    def _begun(self, state: State, settings: LossScale) -> State:
+    def _with_new_scale(self, state: State, settings: LossScale) -> State:
         """Return the state with the scale of a run that begins; of one that goes on, tell it."""
         if not is_traced(state) and int(state.step) > 0:
             warnings.warn(
@@ -203,18 +203,18 @@ class TrainStep:
                 UserWarning,
                 stacklevel=4,
             )
-        put = lambda x: jnp.asarray(x) if is_traced(state) else jax.device_put(x, self._whole)
-        return replace(state, scale=jax.tree.map(put, fresh(settings)))
+        put = lambda x: jnp.asarray(x) if is_traced(state) else jax.device_put(x, self._replicated)
+        return replace(state, scale=jax.tree.map(put, initial_scale(settings)))
 
     def _check_memory(self, state: State) -> None:
         """Refuse a state that lies in other memory than the layout says."""
         shardings = jax.tree.leaves((self._shardings.params, self._shardings.optimizer))
-        held = jax.tree.leaves((state.params, state.optimizer))
-        for x, where in zip(held, shardings, strict=True):
-            if is_host_sharding(x.sharding) != is_host_sharding(where):
+        arrays = jax.tree.leaves((state.params, state.optimizer))
+        for x, sharding in zip(arrays, shardings, strict=True):
+            if is_host_sharding(x.sharding) != is_host_sharding(sharding):
                 raise ValueError(
                     f"this state lies in {x.sharding.memory_kind} memory where the layout "
-                    f"({self.layout.strategy.name}) has {where.memory_kind}. Move it: "
+                    f"({self.layout.strategy.name}) has {sharding.memory_kind}. Move it: "
                     "jax.device_put(state, layout.shardings()), or restore it with this layout."
                 )
 
@@ -222,9 +222,9 @@ class TrainStep:
     def _order(self) -> jax.Array | None:
         """The order in which this step stores layers, on the devices that it runs on."""
         order = self.layout.order
-        return None if order is None else jax.device_put(order, self._whole)
+        return None if order is None else jax.device_put(order, self._replicated)
 
-    def _in_order(self, state: State) -> State:
+    def _reorder(self, state: State) -> State:
         """Return the state as this step stores layers (rearranged if it came otherwise)."""
         if state.order is not self._order:
             state = rearrange(self.layout, state)
@@ -264,30 +264,32 @@ class TrainStep:
             >>> hfjax.transfers(traced).total()  # nothing goes to the host
             0
         """
-        check_batch(self.layout, batch, microbatches_of(self.execution))
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
+        check_batch(self.layout, batch, num_microbatches(self.execution))
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch_sharding)
         settings = self._loss_scale
-        scale = settings and jax.eval_shape(lambda: jax.tree.map(jnp.asarray, fresh(settings)))
+        scale = settings and jax.eval_shape(
+            lambda: jax.tree.map(jnp.asarray, initial_scale(settings))
+        )
         state = replace(self.layout.abstract_state(), order=None, scale=scale)
         return self._jitted.trace(state, jax.tree.map(shape, batch))
 
     @property
-    def plane(self) -> Plane:
+    def engine(self) -> GradientEngine:
         """What runs the model forward and backward on each device."""
-        return self._update.plane
+        return self._update.engine
 
     @property
-    def offloaded(self) -> Offloaded:
+    def offloaded(self) -> OffloadReport:
         """What layers keep for the backward pass and what of it goes to the host: print it.
 
         Known once the step is traced: after `trace`, `lower` or the first call.
         """
-        return self.plane.context.traced.offloaded
+        return self.engine.context.trace.offloaded
 
     @property
     def kernels(self) -> build.Kernels:
         """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
-        return self._made_of.kernels
+        return self._spec.kernels
 
     @property
     def context(self) -> ContextChoice | None:
@@ -295,13 +297,13 @@ class TrainStep:
 
         Known once the step is traced; None where no devices share rows.
         """
-        return choice_along_rows(self.plane.context.traced.kernels)
+        return context_choice(self.engine.context.trace.ops)
 
     @property
     def dtypes(self) -> DtypesByPath:
         """In which dtypes each parameter is computed with, gathered and reduced: print it."""
-        at, placed = self.execution.precision.at, self.layout.placed
-        return DtypesByPath({path: at(path).of(p.dtype) for path, p in placed.items()})
+        at, param_specs = self.execution.precision.at, self.layout.param_specs
+        return DtypesByPath({path: at(path).of(p.dtype) for path, p in param_specs.items()})
 
     @property
     def experts(self) -> Any:
@@ -309,23 +311,23 @@ class TrainStep:
 
         Known once the step is traced; None where no experts are spread.
         """
-        return self._made_of.experts.choice
+        return self._spec.experts.choice
 
     @property
-    def rows(self) -> Joins:
+    def batch_comms(self) -> CommReport:
         """What joins rows in the model and the loss, where, and what is sent for it: print it.
 
         Known once the step is traced.
         """
-        return Joins(tuple(self.plane.context.traced.rows.joins))
+        return CommReport(tuple(self.engine.context.trace.global_batch.comms))
 
     @property
-    def positions(self) -> Joins:
+    def sequence_comms(self) -> CommReport:
         """What joins positions of rows that devices share, beside attention: print it.
 
         Known once the step is traced.
         """
-        return Joins(tuple(self.plane.context.traced.rows.joins_inner), "positions")
+        return CommReport(tuple(self.engine.context.trace.global_batch.inner_comms), "positions")
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.
@@ -337,56 +339,62 @@ class TrainStep:
                 are finite.
         """
         check_is_state(state)
-        self._watch.check(state, lag=0)
+        self._monitor.check(state, lag=0)
 
     def __repr__(self) -> str:
-        where = f"{self.layout.strategy.name} on {describe_mesh(self.layout.mesh)}"
-        context = self.plane.context
+        title = f"{self.layout.strategy.name} on {describe_mesh(self.layout.mesh)}"
+        context = self.engine.context
         layers = ""
-        if isinstance(self.plane, AutodiffPlane) and context.in_parts:
-            blueprint = context.blueprint
-            how = told(context.options, blueprint.number_of_layers, blueprint.listed)
-            layers = f", layers {how}"
-        return f"TrainStep({where}{layers}, {self.execution})"
+        if isinstance(self.engine, AutodiffEngine) and context.is_layer_stack:
+            template = context.template
+            loop_kind = describe_unroll(
+                context.options, template.num_layers, template.is_layer_list
+            )
+            layers = f", layers {loop_kind}"
+        return f"TrainStep({title}{layers}, {self.execution})"
 
     # -- the program ----------------------------------------------------------------------
 
-    def _seeing(self, variables: Flat, batch: Any) -> Update:
+    def _probe_update(self, variables: Flat, batch: Any) -> Update:
         """Return the way in which the state is updated, once a look at the model has told."""
-        if seen := look(self.plane, self.layout.blueprint, variables, batch, "train"):
-            self._update = build.update_of(self._made_of, seen)
+        if ops := probe_model_ops(self.engine, self.layout.template, variables, batch, "train"):
+            self._update = build.update_for(self._spec, ops)
         return self._update
 
     def _step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
         """Return the next state, metrics and the squares of gradients; none if it does not fit."""
-        check_form(self.layout, state)
-        check_batch(self.layout, batch, microbatches_of(self.execution))
+        check_state_shapes(self.layout, state)
+        check_batch(self.layout, batch, num_microbatches(self.execution))
         if (settings := self._loss_scale) and state.scale:
-            state = replace(state, scale=within(settings, state.scale))
+            state = replace(state, scale=clip_scale(settings, state.scale))
         params, variables = flatten(state.params), flatten(state.variables)
-        with calling(self.layout, batch):
-            found = self._seeing(variables, batch)(state, batch)
-        metrics = {"loss": found.mean.total / found.mean.weight, "grad_norm": found.norm}
-        metrics |= metrics_of(found.mean)
+        with explain_errors(self.layout, batch):
+            grads = self._probe_update(variables, batch)(state, batch)
+        metrics = {"loss": grads.mean.total / grads.mean.weight, "grad_norm": grads.norm}
+        metrics |= mean_metrics(grads.mean)
         if fits is not True:
             metrics["loss"] = jnp.where(fits, metrics["loss"], jnp.nan)
-        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(found.norm)
+        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
         metrics["step"] = state.step
         scale = None
         if (settings := self._loss_scale) and state.scale:
-            scale, told = after_step(settings, state.scale, metrics["loss"], metrics["finite"])
-            metrics |= told
-        if not self.layout.hosted.parameters:
-            params = constrain(params, self.layout.placed)
-        held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})
-        new = found.update(held, metrics["finite"])
+            scale, scale_metrics = after_step(
+                settings, state.scale, metrics["loss"], metrics["finite"]
+            )
+            metrics |= scale_metrics
+        if not self.layout.host_memory.parameters:
+            params = constrain(params, self.layout.param_specs)
+        trainable = TrainableState(
+            params, state.optimizer, {path: variables[path] for path in grads.variables}
+        )
+        new = grads.update(trainable, metrics["finite"])
         variables |= new.variables
-        changed, metrics = self.layout.blueprint.after_step(variables, metrics)
+        changed, metrics = self.layout.template.after_step(variables, metrics)
         old = {path: variables[path] for path in changed}
         variables |= guard(self.execution.nonfinite, metrics["finite"], changed, old)
         params = nest(new.parameters)
         after = State(state.step + 1, params, new.optimizer, nest(variables), scale=scale)
-        return after, metrics, found.squares
+        return after, metrics, grads.squares
 
 
 def module(layout: Layout, state: State) -> Any:
@@ -408,8 +416,8 @@ def module(layout: Layout, state: State) -> Any:
         >>> type(linear).__name__, linear(np.ones((2, 8), np.float32)).shape
         ('Linear', (2, 4))
     """
-    check_takes("module", layout, state)
-    state = rearrange(layout.as_the_model, state)
-    check_form(layout.as_the_model, state, optimizer=False)
-    whole = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
-    return layout.blueprint.merge(whole(state.params), whole(state.variables), "model")
+    check_layout_and_state("module", layout, state)
+    state = rearrange(layout.model_layout, state)
+    check_state_shapes(layout.model_layout, state, optimizer=False)
+    full_arrays = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
+    return layout.template.merge(full_arrays(state.params), full_arrays(state.variables), "model")

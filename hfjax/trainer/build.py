@@ -9,23 +9,23 @@ from typing import Any
 import jax
 
 import hfjax
-from hfjax.compat.deepspeed.config_file import read
-from hfjax.compat.deepspeed.convert import OnAnyDevices, of_file
+from hfjax.compat.deepspeed.config_file import read_config
+from hfjax.compat.deepspeed.convert import ParsedConfig, parse_config
 from hfjax.data import TokenSet
-from hfjax.data.indexed_loader import RowLoader
+from hfjax.data.indexed_loader import IndexedLoader
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.step.batches import rows_of_process
-from hfjax.trainer.config import Train, beside_pretrained
+from hfjax.trainer.config import Train, pretrained_conflict
 from hfjax.trainer.model import check_preset
-from hfjax.trainer.optimizer import keeps_nothing, optimizer_of, rate_of
-from hfjax.trainer.pretrained_model import model_of
-from hfjax.trainer.sampling import Sampling, check_weighs_by_mask, metrics_of_batches
-from hfjax.trainer.tasks.images import Pictures, check_no_images, of_images
-from hfjax.trainer.tasks.task import Scores, TaskOfRun
-from hfjax.trainer.tasks.text import Texts
-from hfjax.utils.read_files import shown
-from hfjax.utils.tables import named
+from hfjax.trainer.optimizer import build_optimizer, make_lr_schedule, stateless_optimizer
+from hfjax.trainer.pretrained_model import open_pretrained
+from hfjax.trainer.sampling import Sampling, check_mask_weights, eval_batches
+from hfjax.trainer.tasks.images import ImageTask, check_text_only, is_image_task
+from hfjax.trainer.tasks.task import Scores, Task
+from hfjax.trainer.tasks.text import TextTask
+from hfjax.utils.read_files import brief
+from hfjax.utils.tables import quote
 from hfjax.weights.pretrained import Pretrained
 
 STRATEGIES = (
@@ -34,7 +34,7 @@ STRATEGIES = (
 )
 
 
-PLANES = STRATEGIES[:6]  # each says where parameters and moments lie: one of them
+DATA_STRATEGIES = STRATEGIES[:6]  # each says where parameters and moments lie: one of them
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class Parts:
     trains: bool = True
 
     @cached_property
-    def task(self) -> TaskOfRun:
+    def task(self) -> Task:
         """What the run learns from."""
         check_preset(self.config.model)
-        if of_images(self.config):
-            return Pictures(self.config)
-        check_no_images(self.config)
-        return Texts(self.config, self.pretrained, self.vocab)
+        if is_image_task(self.config):
+            return ImageTask(self.config)
+        check_text_only(self.config)
+        return TextTask(self.config, self.pretrained, self.vocab)
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> TextTask:
         """The task, if it is of text."""
-        if not isinstance(self.task, Texts):
+        if not isinstance(self.task, TextTask):
             raise ValueError(f"{self.task.model.name}: it is of {self.task.unit}, and has no text.")
         return self.task
 
@@ -83,8 +83,8 @@ class Parts:
     @cached_property
     def pretrained(self) -> Pretrained | None:
         """The model of `--model.pretrained`; no weight is read. All processes ask for it."""
-        given = self.config.model
-        return None if given.pretrained is None else model_of(given)
+        opts = self.config.model
+        return None if opts.pretrained is None else open_pretrained(opts)
 
     @property
     def tokenizer(self) -> Any:
@@ -99,12 +99,12 @@ class Parts:
     @property
     def reads_text(self) -> bool:
         """Whether there is a tokenizer: some data is of tokens alone, or of no text."""
-        return isinstance(self.task, Texts) and self.task.reads_text
+        return isinstance(self.task, TextTask) and self.task.reads_text
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
         """The devices."""
-        mesh = mesh_of(self.config, self.devices)
+        mesh = build_mesh(self.config, self.devices)
         if self.devices is None:
             check_processes(mesh)
         return mesh
@@ -114,50 +114,52 @@ class Parts:
         """Where everything lives."""
         strategy, frozen = self._strategy, self.config.optimizer.frozen
         if not self.trains:
-            return hfjax.layout(self.model.init, keeps_nothing(self.config), self.mesh, strategy)
-        given = None if self.file is None else self.file.updates.optimizer
-        optimizer = optimizer_of(self.config, self.rate, given)
-        made = hfjax.layout(self.model.init, optimizer, self.mesh, strategy)
-        return made.freeze(*frozen) if frozen else made
+            return hfjax.layout(
+                self.model.init, stateless_optimizer(self.config), self.mesh, strategy
+            )
+        file_optimizer = None if self.file is None else self.file.updates.optimizer
+        optimizer = build_optimizer(self.config, self.rate, file_optimizer)
+        layout = hfjax.layout(self.model.init, optimizer, self.mesh, strategy)
+        return layout.freeze(*frozen) if frozen else layout
 
     @cached_property
     def rate(self) -> Callable:
         """The learning rate, by the number of updates."""
-        given = None if self.file is None else self.file.updates.rate
-        return given or rate_of(self.config)
+        file_rate = None if self.file is None else self.file.updates.rate
+        return file_rate or make_lr_schedule(self.config)
 
     @cached_property
-    def file(self) -> OnAnyDevices | None:
+    def file(self) -> ParsedConfig | None:
         """What a configuration of DeepSpeed says."""
-        given = self.config.deepspeed
-        return None if given is None else of_file(read(given))
+        path = self.config.deepspeed
+        return None if path is None else parse_config(read_config(path))
 
     @property
     def _strategy(self) -> hfjax.Strategy:
         """That of the file in its details, unless another one is asked for."""
-        found = strategy_of(self.config.strategy)
-        told = found if self.file is None else self.file.place.strategy
-        return told if told.name == found.name else found
+        named_strategy = parse_strategy(self.config.strategy)
+        file_strategy = named_strategy if self.file is None else self.file.parallelism.strategy
+        return file_strategy if file_strategy.name == named_strategy.name else named_strategy
 
     @cached_property
     def schedule(self) -> hfjax.Schedule | None:
         """The schedule of the pipeline."""
-        stages, given = self.mesh.shape[PIPE_AXIS], self.config.pipeline
+        stages, opts = self.mesh.shape[PIPE_AXIS], self.config.pipeline
         if stages == 1:
             return None
-        chunks: dict[str, Any] = {} if given.chunks is None else {"chunks": given.chunks}
-        return hfjax.Schedule(given.name, given.microbatches or 4 * stages, **chunks)
+        chunks: dict[str, Any] = {} if opts.chunks is None else {"chunks": opts.chunks}
+        return hfjax.Schedule(opts.name, opts.microbatches or 4 * stages, **chunks)
 
     @property
     def execution(self) -> dict[str, Any]:
         """How the training step runs: fields of `Execution`."""
         c = self.config
-        told = {} if self.file is None else self.file.execution
+        from_file = {} if self.file is None else self.file.execution
         return {
             "accumulate": c.accumulate,
             "schedule": self.schedule,
             "clip": c.optimizer.clip,
-            "precision": told.get("precision", c.precision),
+            "precision": from_file.get("precision", c.precision),
             "remat": c.remat,
             "offload": c.offload,
             "optimizer_in_backward": c.optimizer.in_backward,
@@ -184,21 +186,21 @@ class Parts:
         """The evaluation: (state, batch) -> metrics."""
         c = self.config
         kernels = "auto" if c.kernels == "pallas" else c.kernels  # also where no kernel runs
-        shared: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": kernels}
-        shared["context"] = self.context
-        return hfjax.eval_step(self.layout, self.task.scored, **shared)
+        opts: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": kernels}
+        opts["context"] = self.context
+        return hfjax.eval_step(self.layout, self.task.eval_loss, **opts)
 
     @cached_property
-    def data(self) -> RowLoader:
+    def data(self) -> IndexedLoader:
         """The batches to train on: of the rows that this process gives."""
-        return self.task.batches(self._mine)
+        return self.task.train_loader(self._local_slice)
 
     @cached_property
-    def valid(self) -> RowLoader | None:
+    def valid(self) -> IndexedLoader | None:
         """The batches to validate on: each row once, in order; None: there are none."""
-        return self.task.checks(self._mine)
+        return self.task.valid_loader(self._local_slice)
 
-    def _mine(self, batch: int) -> Any:
+    def _local_slice(self, batch: int) -> Any:
         return rows_of_process(self.layout, batch)
 
     def check_validation(self, state: hfjax.State, most: int | None = None) -> None:
@@ -208,12 +210,12 @@ class Parts:
             state: A state of the layout.
             most: How many batches are validated on. None: all.
         """
-        if self.valid is None or not self.model.own_loss:
+        if self.valid is None or not self.model.has_user_loss:
             return
         count = len(self.valid)
         padded = count * self.config.batch > self.valid.rows_per_epoch
         if padded and (most is None or most >= count):
-            check_weighs_by_mask(self.evaluate, state, self.valid.at(0))
+            check_mask_weights(self.evaluate, state, self.valid.at(0))
 
     def validated(
         self,
@@ -230,7 +232,7 @@ class Parts:
         """
         assert self.valid is not None
         batches = self.valid.rewind()
-        return self.task.read(metrics_of_batches(self.evaluate, state, batches, most, beat))
+        return self.task.compute_scores(eval_batches(self.evaluate, state, batches, most, beat))
 
     def written(self, state: hfjax.State, prompt: str, count: int, sampling: Sampling) -> str:
         """Return a prompt and the text of `count` tokens that the model writes after it.
@@ -241,25 +243,25 @@ class Parts:
             count: How many tokens.
             sampling: How the next token is chosen, `hfjax.trainer.sampling.Sampling()`.
         """
-        return self.texts.written(self.layout, state, prompt, count, sampling)
+        return self.texts.complete_prompt(self.layout, state, prompt, count, sampling)
 
     def __str__(self) -> str:
         count = sum(math.prod(a.shape) for a in self.layout.arrays.values())
-        devices = f"{self.mesh.size} of {jax.device_count()} devices, " * self._idle
+        devices = f"{self.mesh.size} of {jax.device_count()} devices, " * self._has_idle_devices
         return (
-            f"{self.model.name}: {short(count)} parameters, {self.layout.strategy.name} on "
+            f"{self.model.name}: {format_count(count)} parameters, {self.layout.strategy.name} on "
             f"{describe_mesh(self.mesh)} ({devices}{self.mesh.devices.flat[0].device_kind})"
         )
 
     @property
-    def _idle(self) -> bool:
+    def _has_idle_devices(self) -> bool:
         return self.mesh.size < jax.device_count()
 
 
-def short(count: float) -> str:
+def format_count(count: float) -> str:
     """Return a large number in few characters.
 
-    >>> short(124_439_808), short(812)
+    >>> format_count(124_439_808), format_count(812)
     ('124.4M', '812')
     """
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -268,90 +270,90 @@ def short(count: float) -> str:
     return f"{count:.4g}"
 
 
-def strategy_of(names: str) -> hfjax.Strategy:
+def parse_strategy(names: str) -> hfjax.Strategy:
     """Return the strategy named so: fsdp+tensor."""
-    given = _names(names)
-    for name in given:
+    parts = _split_names(names)
+    for name in parts:
         if name not in STRATEGIES:
             raise ValueError(
-                f"--strategy {named(names)}: no strategy {name!r}. Join some of "
+                f"--strategy {quote(names)}: no strategy {name!r}. Join some of "
                 f"{', '.join(STRATEGIES)} by +, for instance fsdp+tensor."
             )
-    planes = [name for name in given if name in PLANES]
-    if len(planes) > 1 or len(set(given)) < len(given):
+    data_strategies = [name for name in parts if name in DATA_STRATEGIES]
+    if len(data_strategies) > 1 or len(set(parts)) < len(parts):
         raise ValueError(
-            f"--strategy {named(names)}: at most one of {', '.join(PLANES)}, found "
-            f"{', '.join(planes)}; and each name once. What goes with it: "
-            f"{', '.join(STRATEGIES[len(PLANES) :])}."
+            f"--strategy {quote(names)}: at most one of {', '.join(DATA_STRATEGIES)}, found "
+            f"{', '.join(data_strategies)}; and each name once. What goes with it: "
+            f"{', '.join(STRATEGIES[len(DATA_STRATEGIES) :])}."
         )
-    return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in given))
+    return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in parts))
 
 
-def without_optimizer(names: str) -> str:
+def without_host_optimizer(names: str) -> str:
     """Return a strategy for what has no state of an optimizer.
 
-    >>> without_optimizer("fsdp+host_optimizer"), without_optimizer("host_optimizer")
+    >>> without_host_optimizer("fsdp+host_optimizer"), without_host_optimizer("host_optimizer")
     ('fsdp', 'ddp')
     """
-    return "+".join(name for name in _names(names) if name != "host_optimizer") or "ddp"
+    return "+".join(name for name in _split_names(names) if name != "host_optimizer") or "ddp"
 
 
-def whole(names: str) -> str:
+def unsharded_strategy(names: str) -> str:
     """Return a strategy in which each device has all; what lay on the host stays there.
 
-    >>> whole("fsdp+tensor"), whole("fsdp+host_parameters")
+    >>> unsharded_strategy("fsdp+tensor"), unsharded_strategy("fsdp+host_parameters")
     ('ddp', 'ddp+host_parameters')
     """
-    return "+".join(["ddp", *(name for name in _names(names) if name.startswith("host_"))])
+    return "+".join(["ddp", *(name for name in _split_names(names) if name.startswith("host_"))])
 
 
-def _names(joined: str) -> list[str]:
-    return [name.strip().lower() for name in joined.replace("|", "+").split("+")]
+def _split_names(text: str) -> list[str]:
+    return [name.strip().lower() for name in text.replace("|", "+").split("+")]
 
 
-def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+def build_mesh(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Return the mesh; devices that no size asks for go to the axis that the strategy uses.
 
     None stays idle, but those that `config.devices` leaves out.
     """
-    more = "--cpu-devices" if devices is None else "--count"
-    devices = _first(config.devices, devices or jax.devices())
-    return hfjax.make_mesh(devices=devices, **sizes_of(config, len(devices), more))
+    more_flag = "--cpu-devices" if devices is None else "--count"
+    devices = _take_devices(config.devices, devices or jax.devices())
+    return hfjax.make_mesh(devices=devices, **mesh_sizes(config, len(devices), more_flag))
 
 
-def sizes_of(config: Train, count: int, more: str = "--count") -> dict[str, int]:
+def mesh_sizes(config: Train, count: int, more_flag: str = "--count") -> dict[str, int]:
     """Return the sizes of a mesh of so many devices; -1: those that are left.
 
     Args:
         config: The configuration.
         count: How many devices.
-        more: The flag that asks for more of them.
+        more_flag: The flag that asks for more of them.
     """
     sizes = asdict(config.mesh)
     free = _free_axis(config, count)
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
-    given = {axis: size for axis, size in sizes.items() if size is not None}
-    _check_count(given, count, more)
-    return given
+    axis_sizes = {axis: size for axis, size in sizes.items() if size is not None}
+    _check_device_count(axis_sizes, count, more_flag)
+    return axis_sizes
 
 
-def _first(count: int | None, devices: Sequence[Any]) -> Sequence[Any]:
+def _take_devices(count: int | None, devices: Sequence[Any]) -> Sequence[Any]:
     """Return the first so many devices, if there are so many."""
     if count is None:
         return devices
-    if count > (found := len(devices)):
-        are = "is 1" if found == 1 else f"are {found}"
-        raise ValueError(f"--devices {count}: there {are}. Give a number from 1 to {found}.")
-    if (processes := jax.process_count()) > 1 and count < found:
+    if count > (available := len(devices)):
+        are = "is 1" if available == 1 else f"are {available}"
+        raise ValueError(f"--devices {count}: there {are}. Give a number from 1 to {available}.")
+    if (processes := jax.process_count()) > 1 and count < available:
         raise ValueError(
             f"--devices {count}: in a run of {processes} processes each takes part with all of its "
-            f"devices, {found} together. Start them with fewer, or start fewer."
+            f"devices, {available} together. Start them with fewer, or start fewer."
         )
     return devices[:count]
 
 
-USES = {  # the names of a strategy by the axis that they split over
+AXIS_STRATEGIES = {  # the names of a strategy by the axis that they split over
     **{"fsdp": ("fsdp", "zero3", "hsdp"), "data": ("ddp", "zero1", "zero2")},
     **{"tensor": ("tensor", "sequence", "grid"), "row": ("grid",)},
     **{"context": ("context",), "expert": ("expert",), "pipe": ("pipe",)},
@@ -360,80 +362,84 @@ USES = {  # the names of a strategy by the axis that they split over
 
 def _free_axis(config: Train, devices: int) -> str:
     """Return the axis of the devices that no size asks for."""
-    strategy_of(config.strategy)  # its names are checked
-    used = [axis for axis, of in USES.items() if {*of} & {*_names(config.strategy)}]
-    unsaid = [axis for axis in used if getattr(config.mesh, axis) is None]
-    if len(unsaid) > 1 and devices > 1 and -1 not in asdict(config.mesh).values():
-        flags = " and ".join(f"--mesh.{axis}" for axis in unsaid[1:])
+    parse_strategy(config.strategy)  # its names are checked
+    used = [
+        axis for axis, of in AXIS_STRATEGIES.items() if {*of} & {*_split_names(config.strategy)}
+    ]
+    unset = [axis for axis in used if getattr(config.mesh, axis) is None]
+    if len(unset) > 1 and devices > 1 and -1 not in asdict(config.mesh).values():
+        flags = " and ".join(f"--mesh.{axis}" for axis in unset[1:])
         raise ValueError(
-            f"--strategy {config.strategy}: it splits over {' and '.join(unsaid)}, and no flag "
+            f"--strategy {config.strategy}: it splits over {' and '.join(unset)}, and no flag "
             f"says how many of the {devices} devices go to which. Give {flags}; the others go to "
-            f"{unsaid[0]}."
+            f"{unset[0]}."
         )
-    return next(iter(unsaid), "data")
+    return next(iter(unset), "data")
 
 
-SETTINGS_OF = {"context": "context", "pipeline": "pipe"}  # of these flags: what has to be there
+SETTINGS_AXES = {"context": "context", "pipeline": "pipe"}  # of these flags: what has to be there
 
 
-def check_used(configs: Sequence[Train], words: Sequence[str]) -> None:
+def check_flags_used(configs: Sequence[Train], argv: Sequence[str]) -> None:
     """Refuse flags of a command line of which none of its configurations takes notice.
 
     What a file of configuration says beside them stays: of a pipeline, say, that is off here.
     """
-    typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    typed = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in argv}
     model = configs[0].model
     if model.pretrained is not None and "model.preset" in typed:  # the usual one, even
-        raise ValueError(beside_pretrained("--model.preset", model.preset, model.pretrained))
-    for settings, needed in SETTINGS_OF.items():
-        if any(_uses(config, needed) for config in configs):
+        raise ValueError(pretrained_conflict("--model.preset", model.preset, model.pretrained))
+    for settings, needed in SETTINGS_AXES.items():
+        if any(_uses_axis(config, needed) for config in configs):
             continue
-        for name, usual in asdict(getattr(Train(), settings)).items():
-            given = getattr(getattr(configs[0], settings), name)
-            if f"{settings}.{name}" in typed and given != usual:
+        for name, default in asdict(getattr(Train(), settings)).items():
+            value = getattr(getattr(configs[0], settings), name)
+            if f"{settings}.{name}" in typed and value != default:
                 strategy = configs[0].strategy
                 raise ValueError(
-                    f"--{settings}.{name} {shown(given)}: nothing takes notice of it, since "
+                    f"--{settings}.{name} {brief(value)}: nothing takes notice of it, since "
                     f"--strategy {strategy} has no {needed}. Add it: --strategy {strategy}+{needed}"
                     f" --mesh.{needed} 2. Or leave the flag out."
                 )
 
 
-def _uses(config: Train, axis: str) -> bool:
-    return axis in _names(config.strategy) or getattr(config.mesh, axis) not in (None, 1)
+def _uses_axis(config: Train, axis: str) -> bool:
+    return axis in _split_names(config.strategy) or getattr(config.mesh, axis) not in (None, 1)
 
 
-def _check_count(given: dict[str, int], found: int, more: str) -> None:
+def _check_device_count(sizes: dict[str, int], available: int, more_flag: str) -> None:
     """Refuse a mesh of other devices than there are, by its flags."""
-    typed = {axis: size for axis, size in given.items() if size != -1}
-    needed, rest = math.prod(typed.values()), -1 in given.values()
-    if min(typed.values(), default=1) < 1 or (found % needed == 0 if rest else found == needed):
+    typed = {axis: size for axis, size in sizes.items() if size != -1}
+    needed, rest = math.prod(typed.values()), -1 in sizes.values()
+    if min(typed.values(), default=1) < 1 or (
+        available % needed == 0 if rest else available == needed
+    ):
         return
     flags = " ".join(f"--mesh.{axis} {size}" for axis, size in typed.items())
-    if not rest and found > needed:
-        raise ValueError(f"{flags}: {_idle(typed, found, more)}")
-    are = "is 1" if found == 1 else f"are {found}"
-    fake = " makes fake ones" * (more == "--cpu-devices")
+    if not rest and available > needed:
+        raise ValueError(f"{flags}: {_idle_message(typed, available, more_flag)}")
+    are = "is 1" if available == 1 else f"are {available}"
+    fake = " makes fake ones" * (more_flag == "--cpu-devices")
     todo = (
-        f"Lower a size, or ask for more devices: {more} {needed}{fake}."
-        if found < needed
-        else f"Give sizes whose product divides {found}."
+        f"Lower a size, or ask for more devices: {more_flag} {needed}{fake}."
+        if available < needed
+        else f"Give sizes whose product divides {available}."
     )
     raise ValueError(f"{flags}: {needed} devices are needed, and there {are}. {todo}")
 
 
-def _idle(typed: dict[str, int], found: int, more: str) -> str:
+def _idle_message(typed: dict[str, int], available: int, more_flag: str) -> str:
     """Return how many devices a mesh leaves idle, and what to do."""
     needed = math.prod(typed.values())
     others = needed // typed["data"]
     todo = (
-        f"Leave out --mesh.data, which then is {found // others}"
-        if found % others == 0
-        else f"Give sizes whose product is {found}"
+        f"Leave out --mesh.data, which then is {available // others}"
+        if available % others == 0
+        else f"Give sizes whose product is {available}"
     )
-    flag = "--count" if more == "--count" else "--devices"
+    flag = "--count" if more_flag == "--count" else "--devices"
     fewer = f", or say that so few are meant: {flag} {needed}" * (jax.process_count() == 1)
     return (
-        f"{needed} of the {found} devices {'is' if needed == 1 else 'are'} used, and "
-        f"{found - needed} would stay idle. {todo}{fewer}."
+        f"{needed} of the {available} devices {'is' if needed == 1 else 'are'} used, and "
+        f"{available - needed} would stay idle. {todo}{fewer}."
     )

@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from hfjax.parallel.offload.activations import Offload
-from hfjax.parallel.precision.by_path import by_path
+from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
-from hfjax.trainer.profile import steps_of
-from hfjax.utils.keywords import is_real, is_whole
-from hfjax.utils.read_files import shown
-from hfjax.utils.tables import named
+from hfjax.trainer.profile import parse_steps
+from hfjax.utils.keywords import is_int, is_real
+from hfjax.utils.read_files import brief
+from hfjax.utils.tables import quote
 
 Names = tuple[str, ...]
 
@@ -25,7 +25,7 @@ MOST = 2**31 - 1  # of counts and seconds
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
-def at_least(settings: Any, prefix: str, most: float = MOST, **least: float) -> None:
+def check_bounds(settings: Any, prefix: str, most: float = MOST, **least: float) -> None:
     """Refuse settings out of bounds, and numbers that are none; None is not looked at."""
     for name, bound in least.items():
         value = getattr(settings, name)
@@ -33,30 +33,30 @@ def at_least(settings: Any, prefix: str, most: float = MOST, **least: float) -> 
             continue
         number = is_real(value, -math.inf, math.inf)
         counts = settings.__dataclass_fields__[name].type in (int, int | None)
-        if counts and number and not is_whole(value, -MOST, 2**63) and bound <= value <= most:
+        if counts and number and not is_int(value, -MOST, 2**63) and bound <= value <= most:
             flag = f"{prefix}{name.replace('_', '-')}"
             raise ValueError(
-                f"--{flag} {shown(value)}: a number from {bound} on is needed, a whole one."
+                f"--{flag} {brief(value)}: a number from {bound} on is needed, a whole one."
             )
         if not number or not bound <= value <= most:
             flag = f"{prefix}{name.replace('_', '-')}"
             to = f"to {int(most) if most < 2**53 else most}" if number and value > most else "on"
-            raise ValueError(f"--{flag} {shown(value)}: a number from {bound} {to} is needed.")
+            raise ValueError(f"--{flag} {brief(value)}: a number from {bound} {to} is needed.")
 
 
-def in_float32(settings: Any, prefix: str, *names: str) -> None:
+def check_float32(settings: Any, prefix: str, *names: str) -> None:
     """Refuse numbers below 0, and those that float32 makes infinite or 0."""
-    at_least(settings, prefix, LARGEST, **dict.fromkeys(names, 0))
+    check_bounds(settings, prefix, LARGEST, **dict.fromkeys(names, 0))
     for name in names:
         if 0 < (value := getattr(settings, name) or 0) < SMALLEST:
             flag = f"{prefix}{name.replace('_', '-')}"
             raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
-def beside_pretrained(flag: str, given: Any, folder: Path) -> str:
+def pretrained_conflict(flag: str, value: Any, folder: Path) -> str:
     """Return what to say of a flag that is given beside a folder."""
     return (
-        f"{flag.replace('_', '-')} {given} beside --model.pretrained {named(folder)}: the "
+        f"{flag.replace('_', '-')} {value} beside --model.pretrained {quote(folder)}: the "
         "folder says what the model is. Leave out one of the two."
     )
 
@@ -113,10 +113,10 @@ class Model:
     """Label smoothing: fraction of a target spread over all classes."""
 
     def __post_init__(self):
-        at_least(self, "model.", length=1, layers=1, heads=1, embed=1)
-        at_least(self, "model.", kv_heads=1, mlp=1, head=2)
-        at_least(self, "model.", dropout=0, auxiliary_dropout=0)
-        at_least(self, "model.", experts=1, top_k=1, capacity=0, classes=1, smoothing=0)
+        check_bounds(self, "model.", length=1, layers=1, heads=1, embed=1)
+        check_bounds(self, "model.", kv_heads=1, mlp=1, head=2)
+        check_bounds(self, "model.", dropout=0, auxiliary_dropout=0)
+        check_bounds(self, "model.", experts=1, top_k=1, capacity=0, classes=1, smoothing=0)
         if self.smoothing >= 1:
             raise ValueError(f"--model.smoothing {self.smoothing}: a part from 0 to below 1.")
         for name in ("dropout", "auxiliary_dropout"):
@@ -136,8 +136,8 @@ class Model:
             return
         of_shape = ("layers", "heads", "embed", "kv_heads", "mlp", "head", "experts", "top_k")
         for name in ("preset", "own", *of_shape):
-            if (given := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(beside_pretrained(f"--model.{name}", given, self.pretrained))
+            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(pretrained_conflict(f"--model.{name}", value, self.pretrained))
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class ContextOptions:
     """zigzag: an early and a late part; contiguous: one; auto: by windows."""
 
     def __post_init__(self):
-        at_least(self, "context.", ulysses=1)
+        check_bounds(self, "context.", ulysses=1)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class PipelineOptions:
     """Pieces of the model on each stage (default: as the schedule has them)."""
 
     def __post_init__(self):
-        at_least(self, "pipeline.", microbatches=1, chunks=1)
+        check_bounds(self, "pipeline.", microbatches=1, chunks=1)
         chunks: dict[str, Any] = {} if self.chunks is None else {"chunks": self.chunks}
         try:
             Schedule(self.name, self.microbatches or 1, **chunks)
@@ -226,9 +226,9 @@ class Data:
     """Random change of saturation; 0.4: times 0.6 to 1.4."""
 
     def __post_init__(self):
-        at_least(self, "data.", epochs=1, size=1)
-        at_least(self, "data.", 1, flip=0)
-        in_float32(self, "data.", "brightness", "contrast", "saturation")
+        check_bounds(self, "data.", epochs=1, size=1)
+        check_bounds(self, "data.", 1, flip=0)
+        check_float32(self, "data.", "brightness", "contrast", "saturation")
         if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] < MOST:
             raise ValueError(
                 f"--data.scale {self.scale[0]} {self.scale[1]}: the least and the largest, above 0."
@@ -273,11 +273,11 @@ class Optimizer:
     """Update each layer in the backward pass; needs --optimizer.clip None."""
 
     def __post_init__(self):
-        at_least(self, "optimizer.", warmup=0, hold=0)
-        at_least(self, "optimizer.", 1, momentum=0)
+        check_bounds(self, "optimizer.", warmup=0, hold=0)
+        check_bounds(self, "optimizer.", 1, momentum=0)
         if is_real(self.clip, LARGEST, math.inf):  # no norm is greater
             object.__setattr__(self, "clip", None)
-        in_float32(self, "optimizer.", "rate", "weight_decay", "clip")
+        check_float32(self, "optimizer.", "rate", "weight_decay", "clip")
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class CheckpointOptions:
     """Folder of a run whose parameters to start from, to fine-tune (default: none)."""
 
     def __post_init__(self):
-        at_least(self, "checkpoints.", every=0, keep=1, keep_every=1)
+        check_bounds(self, "checkpoints.", every=0, keep=1, keep_every=1)
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class Log:
     """Tokens of text to write at the end; 0: none."""
 
     def __post_init__(self):
-        at_least(self, "log.", every=0, valid_every=0, valid_batches=1, sample=0)
+        check_bounds(self, "log.", every=0, valid_every=0, valid_batches=1, sample=0)
 
 
 @dataclass(frozen=True)
@@ -383,12 +383,12 @@ class Train:
     """Folder of compiled programs (default: in the user's cache)."""
 
     def __post_init__(self):
-        at_least(self, "", steps=1, batch=1, accumulate=1, split_rows=1)
-        at_least(self, "", devices=1, cpu_devices=1)
-        at_least(self, "", timeout=1, init_timeout=1, minutes=0)
-        at_least(self, "", 2**32 - 1, seed=0)
+        check_bounds(self, "", steps=1, batch=1, accumulate=1, split_rows=1)
+        check_bounds(self, "", devices=1, cpu_devices=1)
+        check_bounds(self, "", timeout=1, init_timeout=1, minutes=0)
+        check_bounds(self, "", 2**32 - 1, seed=0)
         Remat.of(self.remat)
-        precision_of(by_path(self.precision))
+        precision_of(parse_precision(self.precision))
         self._check_offload()
         self._check_microbatches()
         self._check_profile()
@@ -410,7 +410,7 @@ class Train:
     def _check_profile(self) -> None:
         if self.profile is None:
             return
-        first, end = steps_of(self.profile)
+        first, end = parse_steps(self.profile)
         if end > self.steps:
             raise ValueError(
                 f"--profile {self.profile}: the last step is {self.steps - 1} (--steps "

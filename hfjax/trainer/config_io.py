@@ -15,20 +15,22 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hfjax.parallel.offload.activations import several
+from hfjax.parallel.offload.activations import parse_ratios
 from hfjax.trainer.config import Train
-from hfjax.trainer.yaml_fields import Lined, parsed
+from hfjax.trainer.yaml_fields import Lined, parse_yaml
 from hfjax.utils.atomic import replace_text
-from hfjax.utils.read_files import MISSING, contents, is_number, shown, what_is
+from hfjax.utils.read_files import MISSING, brief, is_number, path_kind, read_text
 from hfjax.utils.renamed import old_modules
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 
 # What an optimizer's state depends on.
-STORED = tuple(f"optimizer.{name}" for name in ("name", "own", "ema", "master", "frozen", "scale"))
+STATE_FLAGS = tuple(
+    f"optimizer.{name}" for name in ("name", "own", "ema", "master", "frozen", "scale")
+)
 
 
 # What belongs to a machine, or to one start of a run, and is not saved with it.
-HERE = ("devices", "cpu_devices", "cache", "profile", "minutes")
+MACHINE_FIELDS = ("devices", "cpu_devices", "cache", "profile", "minutes")
 
 
 def load(path: str | Path) -> Train:
@@ -52,298 +54,300 @@ def load(path: str | Path) -> Train:
         (2000, 8)
     """
     path = Path(path)
-    if (kind := what_is(path)) != "a file":
-        found = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
-        raise ValueError(f"--config {named(path)}: {found}.")
+    if (kind := path_kind(path)) != "a file":
+        problem = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
+        raise ValueError(f"--config {quote(path)}: {problem}.")
     if path.suffix == ".py":
-        return _from_python(path)
+        return _load_python(path)
     try:
-        text = contents(path)
+        text = read_text(path)
     except UnicodeDecodeError as wrong:
-        raise ValueError(f"--config {named(path)} is no YAML: {wrong}") from None
-    given = parsed(text, f"--config {named(path)}")
-    if isinstance(given, dict) and (ratios := several(given.get("offload"))):
+        raise ValueError(f"--config {quote(path)} is no YAML: {wrong}") from None
+    settings = parse_yaml(text, f"--config {quote(path)}")
+    if isinstance(settings, dict) and (ratios := parse_ratios(settings.get("offload"))):
         # Until November 2026 each stage of a pipeline could have its own.
-        given["offload"] = f"{max(ratios):g}"
+        settings["offload"] = f"{max(ratios):g}"
         warnings.warn(
-            f"{named(path)}: offload has several ratios. All stages of a pipeline have one now: "
+            f"{quote(path)}: offload has several ratios. All stages of a pipeline have one now: "
             f"the largest, {max(ratios):g}, is taken. Write offload: {max(ratios):g}.",
             stacklevel=2,
         )
-    _without_dropout(given)
-    _rename_schedule(given)
-    return read(Train, {} if given is None else given, named(path))
+    _drop_zero_dropout(settings)
+    _rename_schedule(settings)
+    return parse_dataclass(Train, {} if settings is None else settings, quote(path))
 
 
-def _without_dropout(given: Any) -> None:
+def _drop_zero_dropout(settings: Any) -> None:
     """Take out a dropout of 0 that a run has written: until November 2026 that was the preset's."""
-    model = given.get("model") if isinstance(given, dict) else None
+    model = settings.get("model") if isinstance(settings, dict) else None
     if not isinstance(model, dict) or not {"smoothing", "group_norms", "stored"} <= set(model):
         return
     if "auxiliary_dropout" not in model and model.get("dropout") == "0.0":
         del model["dropout"]
 
 
-def _rename_schedule(given: Any) -> None:
+def _rename_schedule(settings: Any) -> None:
     """Replace the names that two schedules had until November 2026."""
-    pipeline = given.get("pipeline") if isinstance(given, dict) else None
+    pipeline = settings.get("pipeline") if isinstance(settings, dict) else None
     if isinstance(pipeline, dict) and pipeline.get("name") in ("1f1b-half", "interleaved-half"):
         pipeline["name"] = pipeline["name"].replace("half", "published")
 
 
-def _from_python(path: Path) -> Train:
+def _load_python(path: Path) -> Train:
     try:
         with old_modules():
-            found = getattr(_module(path), "config", None)
+            config = getattr(_load_module(path), "config", None)
     except Exception as wrong:  # whatever the file does
-        raise ValueError(f"--config {named(path)}: {_raised(wrong, path)}") from wrong
-    if not isinstance(found, Train):
+        raise ValueError(f"--config {quote(path)}: {_error_message(wrong, path)}") from wrong
+    if not isinstance(config, Train):
         raise ValueError(
-            f"--config {named(path)}: it must define `config`, a hfjax.trainer.Train; "
-            f"found {found!r}."
+            f"--config {quote(path)}: it must define `config`, a hfjax.trainer.Train; "
+            f"found {config!r}."
         )
-    return found
+    return config
 
 
 @dataclass(frozen=True)
-class _Where:
+class _Location:
     """Where something is said: in which file, line and fields."""
 
     file: str
     line: int | None = None
     fields: str = ""
 
-    def of(self, given: Mapping, name: str) -> "_Where":
+    def for_key(self, mapping: Mapping, name: str) -> "_Location":
         """Return where a mapping says something of a name."""
-        line = given.lines.get(name) if isinstance(given, Lined) else None
+        line = mapping.lines.get(name) if isinstance(mapping, Lined) else None
         return replace(self, line=line or self.line)
 
-    def inside(self, given: Mapping, name: str) -> "_Where":
+    def for_field(self, mapping: Mapping, name: str) -> "_Location":
         """Return where a field of a mapping is."""
-        return replace(self.of(given, name), fields=f"{self.fields}: {name}")
+        return replace(self.for_key(mapping, name), fields=f"{self.fields}: {name}")
 
     def __str__(self) -> str:
         line = "" if self.line is None else f":{self.line}"
         return f"{self.file}{line}{self.fields}"
 
 
-def read(kind: type, given: Any, where: str) -> Any:
+def parse_dataclass(kind: type, mapping: Any, file: str) -> Any:
     """Return a dataclass from a mapping; fields that it does not have are refused by name."""
-    return _read(kind, given, _Where(where))
+    return _parse_dataclass(kind, mapping, _Location(file))
 
 
-def _read(kind: type, given: Any, where: _Where) -> Any:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: fields with values are expected, found {shown(given)}.")
+def _parse_dataclass(kind: type, mapping: Any, loc: _Location) -> Any:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"{loc}: fields with values are expected, found {brief(mapping)}.")
     kinds = get_type_hints(kind)
     hints = {field.name: kinds[field.name] for field in fields(kind)}
-    for name in given:
+    for name in mapping:
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=3)
             raise ValueError(
-                f"{where.of(given, name)}: no field {shown(name)}. Nearest: {near or 'none'}. "
+                f"{loc.for_key(mapping, name)}: no field {brief(name)}. Nearest: {near or 'none'}. "
                 f"Fields: {', '.join(hints)}."
             )
-    found = {n: _value(hints[n], x, where.inside(given, n)) for n, x in given.items()}
+    field_values = {
+        n: _parse_value(hints[n], x, loc.for_field(mapping, n)) for n, x in mapping.items()
+    }
     try:
-        return kind(**found)
+        return kind(**field_values)
     except ValueError as wrong:
-        raise ValueError(f"{where}: {wrong}") from None
+        raise ValueError(f"{loc}: {wrong}") from None
 
 
-def _value(hint: Any, given: Any, where: _Where) -> Any:
+def _parse_value(hint: Any, raw: Any, loc: _Location) -> Any:
     """Return a value of the type that a field has."""
     if is_dataclass(hint) and isinstance(hint, type):
-        return _read(hint, given, where)
+        return _parse_dataclass(hint, raw, loc)
     if get_origin(hint) in (Union, types.UnionType):
         options = [h for h in get_args(hint) if h is not type(None)]
-        return None if given is None else _value(options[0], given, where)
+        return None if raw is None else _parse_value(options[0], raw, loc)
     if get_origin(hint) is Literal:
-        fits, value = given in get_args(hint), given
+        fits, value = raw in get_args(hint), raw
     elif get_origin(hint) is tuple:
-        given = [given] if isinstance(given, str | int | float) else given  # one is a list of one
-        fits = isinstance(given, list | tuple)
-        value = tuple(_value(get_args(hint)[0], x, where) for x in given) if fits else given
+        raw = [raw] if isinstance(raw, str | int | float) else raw  # one is a list of one
+        fits = isinstance(raw, list | tuple)
+        value = tuple(_parse_value(get_args(hint)[0], x, loc) for x in raw) if fits else raw
     else:
-        fits, value = _plain(hint, given)
+        fits, value = _parse_plain(hint, raw)
     if not fits:
-        raise ValueError(f"{where}={shown(given)}: {_allowed(hint)} is expected.")
+        raise ValueError(f"{loc}={brief(raw)}: {_allowed_values(hint)} is expected.")
     return value
 
 
-def _allowed(hint: Any) -> str:
+def _allowed_values(hint: Any) -> str:
     """Return in words what a field may be."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    words[Path] = "a path"
-    return words.get(hint, "a list")
+    descriptions = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    descriptions[Path] = "a path"
+    return descriptions.get(hint, "a list")
 
 
-def _plain(hint: Any, given: Any) -> tuple[bool, Any]:
+def _parse_plain(hint: Any, raw: Any) -> tuple[bool, Any]:
     """Return whether a value is of a plain type, and the value as that type."""
     if hint in (int, float):
-        number = _number(given)
+        number = _parse_number(raw)
         if not is_number(number) or (hint is int and number != number // 1):  # also inf and nan
-            return False, given
+            return False, raw
         return True, hint(number)
-    if hint in (str, Path) and isinstance(given, str):
-        return _is_text(given), hint(given)
-    return isinstance(given, hint), given
+    if hint in (str, Path) and isinstance(raw, str):
+        return _is_text(raw), hint(raw)
+    return isinstance(raw, hint), raw
 
 
-def _number(given: Any) -> int | float | None:
+def _parse_number(raw: Any) -> int | float | None:
     """Return the number that was given, or that a text spells; None: it is none."""
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return given
-    for kind in (int, float) if isinstance(given, str) else ():
+    if isinstance(raw, int | float) and not isinstance(raw, bool):
+        return raw
+    for kind in (int, float) if isinstance(raw, str) else ():
         try:
-            return kind(given)
+            return kind(raw)
         except ValueError:
             continue
     return None
 
 
-def _is_text(given: str) -> bool:
+def _is_text(text: str) -> bool:
     """Return whether a text says something, and may be the name of a file."""
     try:
-        os.fsencode(given)
+        os.fsencode(text)
     except UnicodeEncodeError:  # half of a pair
         return False
-    return given != "" and "\0" not in given
+    return text != "" and "\0" not in text
 
 
-def plain(config: Train) -> dict[str, Any]:
+def to_plain(config: Train) -> dict[str, Any]:
     """Return a configuration as YAML and JSON have it."""
 
-    def value(x: Any) -> Any:
-        if isinstance(x, Mapping):
-            return {key: value(y) for key, y in x.items()}
-        if isinstance(x, list | tuple):
-            return [value(y) for y in x]
-        return str(x) if isinstance(x, Path) else x
+    def convert(node: Any) -> Any:
+        if isinstance(node, Mapping):
+            return {key: convert(y) for key, y in node.items()}
+        if isinstance(node, list | tuple):
+            return [convert(y) for y in node]
+        return str(node) if isinstance(node, Path) else node
 
-    return value(asdict(config))
+    return convert(asdict(config))
 
 
 def save(config: Train, path: Path) -> None:
     """Write a configuration that `load` reads, from any folder."""
-    replace_text(path, yaml.safe_dump(plain(anywhere(config)), sort_keys=False))
+    replace_text(path, yaml.safe_dump(to_plain(with_absolute_paths(config)), sort_keys=False))
 
 
-def lasting(config: Train) -> Train:
+def without_machine_fields(config: Train) -> Train:
     """Return the configuration without what belongs to this machine, or to this start."""
     checkpoints = replace(config.checkpoints, resume=Train().checkpoints.resume)
-    here = {name: getattr(Train(), name) for name in HERE}
-    return replace(config, checkpoints=checkpoints, **here)
+    defaults = {name: getattr(Train(), name) for name in MACHINE_FIELDS}
+    return replace(config, checkpoints=checkpoints, **defaults)
 
 
-def differing(config: Train, other: Any) -> list[tuple[str, str]]:
+def state_differences(config: Train, other: Any) -> list[tuple[str, str]]:
     """Return the flags of what is stored that differ from those of another run: here, and there."""
-    mine, theirs = _flat(plain(config)), _recorded(other)
-    stored = [flag for flag in mine if flag.startswith("model.") or flag in STORED]
+    mine, theirs = _flatten(to_plain(config)), _recorded_flags(other)
+    flags = [flag for flag in mine if flag.startswith("model.") or flag in STATE_FLAGS]
     if mine["model.pretrained"] or theirs.get("model.pretrained"):  # in place of a preset
-        stored.remove("model.preset")
-    return _differing(config, theirs, stored)
+        flags.remove("model.preset")
+    return _differences(config, theirs, flags)
 
 
-def changes(config: Train, other: Any) -> list[str]:
+def setting_changes(config: Train, other: Any) -> list[str]:
     """Return the flags of how a run trains that differ from another's, each with what it was."""
-    flags = [flag for flag in _flat(plain(config)) if not flag.startswith(_BESIDE)]
-    differ = _differing(config, _recorded(other), flags)
-    return [f"{here} (before: {there.removeprefix('with ')})" for here, there in differ]
+    flags = [flag for flag in _flatten(to_plain(config)) if not flag.startswith(_NOT_TRAINING)]
+    differ = _differences(config, _recorded_flags(other), flags)
+    return [f"{current} (before: {previous.removeprefix('with ')})" for current, previous in differ]
 
 
-def other_start(config: Train, other: Any) -> str | None:
+def changed_start(config: Train, other: Any) -> str | None:
     """Return what --checkpoints.start names, if it is not what another configuration has there."""
-    differs = _differing(config, _flat(other), ["checkpoints.start"])
+    differs = _differences(config, _flatten(other), ["checkpoints.start"])
     return config.checkpoints.start if differs else None
 
 
-def _recorded(other: Any) -> dict[str, Any]:
+def _recorded_flags(other: Any) -> dict[str, Any]:
     """Return the flags of what a run recorded; a dropout of 0 once was the preset's, see `load`."""
-    found = _flat(other)
-    if "model.auxiliary_dropout" not in found and found.get("model.dropout") == 0:
-        del found["model.dropout"]
-    return found
+    flags = _flatten(other)
+    if "model.auxiliary_dropout" not in flags and flags.get("model.dropout") == 0:
+        del flags["model.dropout"]
+    return flags
 
 
-def _differing(config: Train, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
+def _differences(config: Train, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
     """Return the flags that differ; a path may be whole in one of both, and relative in another."""
-    mine, whole = _flat(plain(config)), _flat(plain(anywhere(config)))
+    mine, absolute = _flatten(to_plain(config)), _flatten(to_plain(with_absolute_paths(config)))
     return [
-        (_flag(flag, mine[flag], ""), _flag(flag, theirs[flag], "with "))
+        (_format_flag(flag, mine[flag], ""), _format_flag(flag, theirs[flag], "with "))
         for flag in flags
-        if flag in theirs and theirs[flag] not in (mine[flag], whole[flag])
+        if flag in theirs and theirs[flag] not in (mine[flag], absolute[flag])
     ]
 
 
 # Of a run, but not of how it trains.
-_BESIDE = (*HERE, "out", "timeout", "init_timeout", "log.", "checkpoints.")
+_NOT_TRAINING = (*MACHINE_FIELDS, "out", "timeout", "init_timeout", "log.", "checkpoints.")
 
 
-def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Return {"model.length": 128} of nested fields; nothing of what is none of ours."""
-    found: dict[str, Any] = {}
-    for name, value in plain.items() if isinstance(plain, dict) else ():
+    flat: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else ():
         nested = isinstance(value, dict)
-        found |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return found
+        flat |= _flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
 
 
-def _flag(name: str, value: Any, word: str) -> str:
+def _format_flag(name: str, value: Any, prefix: str) -> str:
     name = name.replace("_", "-")
     if value in (None, [], False):
         return f"without --{name}"
     values = " ".join(map(str, value)) if isinstance(value, list) else value
-    return f"{word}--{name}" + ("" if value is True else f" {values}")
+    return f"{prefix}--{name}" + ("" if value is True else f" {values}")
 
 
-def anywhere(config: Train) -> Train:
+def with_absolute_paths(config: Train) -> Train:
     """Return the configuration with whole paths in place of relative ones."""
-    whole = lambda place: None if place is None else os.path.abspath(place)
-    code = lambda name: whole(name) if name is not None and ".py:" in name else name
+    absolute = lambda path: None if path is None else os.path.abspath(path)
+    code = lambda name: absolute(name) if name is not None and ".py:" in name else name
     data = replace(
         config.data,
-        train=tuple(os.path.abspath(place) for place in config.data.train),
-        valid=whole(config.data.valid),
+        train=tuple(os.path.abspath(path) for path in config.data.train),
+        valid=absolute(config.data.valid),
     )
-    given = config.model.pretrained
-    pretrained = None if given is None else Path(os.path.abspath(given))
+    folder = config.model.pretrained
+    pretrained = None if folder is None else Path(os.path.abspath(folder))
     own, loss = code(config.model.own), code(config.model.loss)
     model = replace(config.model, own=own, loss=loss, pretrained=pretrained)
     optimizer = replace(config.optimizer, own=code(config.optimizer.own))
-    start = replace(config.checkpoints, start=whole(config.checkpoints.start))
+    start = replace(config.checkpoints, start=absolute(config.checkpoints.start))
     file = None if config.deepspeed is None else Path(os.path.abspath(config.deepspeed))
     paths = {"deepspeed": file, "checkpoints": start}
     return replace(config, data=data, model=model, optimizer=optimizer, **paths)
 
 
-def code_of(config: Train) -> list[str]:
+def code_flags(config: Train) -> list[str]:
     """Return the flags by which a configuration names Python code."""
     model, optimizer = config.model, config.optimizer
-    named = {"model.own": model.own, "model.loss": model.loss, "optimizer.own": optimizer.own}
-    return [f"--{flag} {name}" for flag, name in named.items() if name is not None]
+    functions = {"model.own": model.own, "model.loss": model.loss, "optimizer.own": optimizer.own}
+    return [f"--{flag} {name}" for flag, name in functions.items() if name is not None]
 
 
-def function(name: str, flag: str) -> Callable:
+def load_function(name: str, flag: str) -> Callable:
     """Return the function named as file.py:function, or as package.module:function."""
-    place, _, attribute = name.rpartition(":")
-    file = place.endswith(".py")
-    if not place or not attribute or (place.startswith(".") and not file):
+    source, _, attribute = name.rpartition(":")
+    file = source.endswith(".py")
+    if not source or not attribute or (source.startswith(".") and not file):
         raise ValueError(f"{flag} {name}: file.py:function or package.module:function is expected.")
     try:
-        module = _module(Path(place)) if file else importlib.import_module(place)
+        module = _load_module(Path(source)) if file else importlib.import_module(source)
     except Exception as wrong:  # whatever the file does
-        raise ValueError(f"{flag} {name}: {_raised(wrong, Path(place))}.") from wrong
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        there = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
-        raise ValueError(f"{flag} {name}: {place} has no function {attribute}. There: {there}.")
-    return found
+        raise ValueError(f"{flag} {name}: {_error_message(wrong, Path(source))}.") from wrong
+    target = getattr(module, attribute, None)
+    if not callable(target):
+        names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise ValueError(f"{flag} {name}: {source} has no function {attribute}. There: {names}.")
+    return target
 
 
-def _raised(wrong: Exception, path: Path) -> str:
+def _error_message(wrong: Exception, path: Path) -> str:
     """Return what a Python file raised, and in which line of it."""
     frames = traceback.extract_tb(wrong.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
@@ -352,7 +356,7 @@ def _raised(wrong: Exception, path: Path) -> str:
     return f"{wrong} ({type(wrong).__name__} in line {lines[-1]})"
 
 
-def _module(path: Path) -> types.ModuleType:
+def _load_module(path: Path) -> types.ModuleType:
     """Return a Python file as a module; it may import what lies beside it."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -366,17 +370,17 @@ def _module(path: Path) -> types.ModuleType:
     return module
 
 
-def changed(config: Any) -> dict[str, Any]:
+def changed_fields(config: Any) -> dict[str, Any]:
     """Return what differs from the defaults, {"model.length": 128}."""
 
     def walk(x: Any, default: Any, prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        diffs: dict[str, Any] = {}
         for f in fields(x):
             a, b = getattr(x, f.name), getattr(default, f.name)
             if is_dataclass(a):
-                found |= walk(a, b, f"{prefix}{f.name}.")
+                diffs |= walk(a, b, f"{prefix}{f.name}.")
             elif a != b:
-                found[prefix + f.name] = a
-        return found
+                diffs[prefix + f.name] = a
+        return diffs
 
     return walk(config, type(config)(), "")

@@ -1,6 +1,6 @@
 """What a run prints: a progress bar and log lines on a terminal, plain lines elsewhere.
 
-`Speed` measures tokens and floating-point operations a second, and their share of the peak.
+`SpeedMeter` measures tokens and floating-point operations a second, and their share of the peak.
 """
 
 import math
@@ -27,10 +27,10 @@ from rich.progress import (
 
 from hfjax.distributed.consensus import speaks
 from hfjax.hardware.machine import machine_of
-from hfjax.trainer.build import Parts, short
+from hfjax.trainer.build import Parts, format_count
 from hfjax.utils.mean import SCALE, SKIPPED
-from hfjax.utils.progress import said_while
-from hfjax.utils.tables import harmless, human
+from hfjax.utils.progress import show_progress
+from hfjax.utils.tables import escape_controls, human
 
 
 def peak_flops(device: Any) -> float | None:
@@ -39,106 +39,109 @@ def peak_flops(device: Any) -> float | None:
     return machine.peak if machine else None
 
 
-def memory(device: Any) -> int:
+def peak_memory(device: Any) -> int:
     """Return the most bytes that were in use: of a GPU, or of this process."""
-    found = device.memory_stats() if device.platform != "cpu" else None
-    if found and "peak_bytes_in_use" in found:
-        return found["peak_bytes_in_use"]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def waiting(what: str) -> Any:
+def show_waiting(task: str) -> Any:
     """Say what goes on while it takes long, in the process that speaks."""
-    return said_while(what) if speaks() else nullcontext()
+    return show_progress(task) if speaks() else nullcontext()
 
 
-class Speed:
+class SpeedMeter:
     """Tokens (or images) a second since the last look, without what a run does between steps."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._unit, each = parts.task.unit, parts.task.each
-        self._each = parts.config.batch * each / parts.mesh.size
-        self._flops = parts.task.flops(parts.layout)
-        self._peak = peak_flops(parts.mesh.devices.flat[0])
-        self._device = parts.mesh.local_devices[0]
-        self._waited = 0.0  # for batches, in all
-        self._running = deque[Any]()  # a result of each step that has not ended, as far as we know
-        self._ends = deque[np.ndarray]()  # when steps ended that are not counted yet
-        self._last: np.ndarray | None = None  # when the last one did
-        self._since: np.ndarray | None = None  # None: the first step, which compiles, is no measure
-        self._until = self._now()
+    def __init__(self, components: Parts) -> None:
+        self._unit, units_per_example = components.task.unit, components.task.units_per_example
+        self._units_per_step = components.config.batch * units_per_example / components.mesh.size
+        self._flops = components.task.flops(components.layout)
+        self._peak = peak_flops(components.mesh.devices.flat[0])
+        self._device = components.mesh.local_devices[0]
+        self._wait_time = 0.0  # for batches, in all
+        self._pending = deque[Any]()  # a result of each step that has not ended, as far as we know
+        self._end_times = deque[np.ndarray]()  # when steps ended that are not counted yet
+        self._last_end: np.ndarray | None = None  # when the last one did
+        self._start: np.ndarray | None = None  # None: the first step, which compiles, is no measure
+        self._end = self._now()
         self._steps = 0
         self._seconds: float | None = None  # that a step took when it was last measured
 
     def begin(self, result: Any) -> None:
         """A step has begun, of which this is a result."""
-        self._last = self._now() if self._last is None else self._last
-        self._running.append(result)
+        self._last_end = self._now() if self._last_end is None else self._last_end
+        self._pending.append(result)
 
-    def notice(self) -> None:
+    def poll(self) -> None:
         """Note which steps have ended by now: those of one moment since the last one, evenly.
 
         When their metrics are read says little: several are read at once before a validation.
         """
         count = 0
-        while self._running and self._running[0].is_ready():
-            self._running.popleft()
+        while self._pending and self._pending[0].is_ready():
+            self._pending.popleft()
             count += 1
         if count:
-            now, last = self._now(), self._last
+            now, last = self._now(), self._last_end
             assert last is not None
-            self._ends.extend(last + (now - last) * (i + 1) / count for i in range(count))
-            self._last = now
+            self._end_times.extend(last + (now - last) * (i + 1) / count for i in range(count))
+            self._last_end = now
 
     def _now(self) -> np.ndarray:
         """Return the time, and the time that steps have waited for batches so far."""
-        return np.array([time.perf_counter(), self._waited])
+        return np.array([time.perf_counter(), self._wait_time])
 
-    def count(self) -> None:
+    def count_step(self) -> None:
         """The metrics of a step are read: on one device, others may not have ended it yet."""
-        if not self._ends:
-            self._running[0].block_until_ready()
-            self.notice()
-        self._until = self._ends.popleft()
-        if self._since is None:
-            self._since = self._until
+        if not self._end_times:
+            self._pending[0].block_until_ready()
+            self.poll()
+        self._end = self._end_times.popleft()
+        if self._start is None:
+            self._start = self._end
         else:
             self._steps += 1
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def waiting_for_batch(self) -> Iterator[None]:
         """What is done within is waiting for a batch."""
-        self.notice()
+        self.poll()
         began = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - began
-        self.notice()
+        self._wait_time += time.perf_counter() - began
+        self.poll()
 
     def pause(self) -> None:
         """What follows is no step; the next step begins a new measurement."""
-        self._since, self._last, self._steps = None, None, 0
+        self._start, self._last_end, self._steps = None, None, 0
 
-    def look(self) -> Mapping[str, Any]:
+    def measure(self) -> Mapping[str, Any]:
         """Return the rate, TFLOP/s and MFU per device since the last look; {} if too little ran."""
-        found: dict[str, Any] = {"memory": memory(self._device)}
-        if self._since is None or not self._steps:
-            return found
-        time_passed, waiting_passed = map(float, self._until - self._since)
+        metrics: dict[str, Any] = {"memory": peak_memory(self._device)}
+        if self._start is None or not self._steps:
+            return metrics
+        time_passed, waiting_passed = map(float, self._end - self._start)
         self._seconds = max(time_passed, SHORTEST) / self._steps
-        rate, waited = self._each / self._seconds, waiting_passed / max(time_passed, SHORTEST)
-        self._since, self._steps = self._until, 0
+        rate, waited = (
+            self._units_per_step / self._seconds,
+            waiting_passed / max(time_passed, SHORTEST),
+        )
+        self._start, self._steps = self._end, 0
         flops = rate * self._flops
-        found |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12, "waiting_for_data": waited}
-        return found | ({"mfu": flops / self._peak} if self._peak else {})
+        metrics |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12, "waiting_for_data": waited}
+        return metrics | ({"mfu": flops / self._peak} if self._peak else {})
 
-    def left(self, steps: int) -> float | None:
+    def seconds_left(self, steps: int) -> float | None:
         """Return the seconds that so many steps will take; None: not known yet."""
         return None if self._seconds is None else self._seconds * steps
 
 
 SHORTEST = 1e-9  # seconds: what a clock may not tell apart
-WORTH_TELLING = 0.02  # of the time
+MIN_WAITING = 0.02  # of the time
 RATE = "_per_second"  # ends the name of what a device goes through in that time
 PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take minutes
 
@@ -170,19 +173,19 @@ class Screen:
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, words: str = "") -> None:
+    def say(self, text: str = "") -> None:
         """Print a line, above the progress bar; a terminal shows its control characters."""
-        words = harmless(words) if self._console.is_terminal else words
-        self._console.print(words, markup=False)
+        text = escape_controls(text) if self._console.is_terminal else text
+        self._console.print(text, markup=False)
 
     @contextmanager
-    def busy(self, what: str) -> Iterator[None]:
+    def busy(self, task: str) -> Iterator[None]:
         """Say what goes on while it takes long: beside the bar, or in lines of its own."""
         if self._bar is None:
-            with waiting(what):
+            with show_waiting(task):
                 yield
             return
-        self._bar.update(self._task, description=what)
+        self._bar.update(self._task, description=task)
         try:
             yield
         finally:
@@ -194,32 +197,34 @@ class Screen:
             self._bar.advance(self._task)
 
 
-def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> str:
-    """Return the log line of a step; `left` are the seconds that the other steps will take.
+def step_line(values: Mapping[str, Any], steps: int, seconds_left: float | None = None) -> str:
+    """Return the log line of a step; `seconds_left` are the seconds that the other steps will take.
 
-    >>> line({"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}, 300)
+    >>> step_line({"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}, 300)
     'step  10/300  loss 2.5000  lr 1.00e-03  grad norm 0.250  memory 1.0 GiB'
     """
     number = str(values["step"] + 1).rjust(len(str(steps)))
-    told = [f"step {number}/{steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}"]
-    told.append(f"grad norm {values['grad_norm']:.3f}")
+    fields = [f"step {number}/{steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}"]
+    fields.append(f"grad norm {values['grad_norm']:.3f}")
     if "load_max_over_mean" in values:
-        told.append(f"load of experts {values['load_max_over_mean']:.2f} of the mean")
-        told.append(f"dropped {values['dropped_mean']:.1%}")
+        fields.append(f"load of experts {values['load_max_over_mean']:.2f} of the mean")
+        fields.append(f"dropped {values['dropped_mean']:.1%}")
     if SCALE in values:
-        told.append(f"loss scale {values[SCALE]:g}, {values[SKIPPED]:g} skipped")
+        fields.append(f"loss scale {values[SCALE]:g}, {values[SKIPPED]:g} skipped")
     for name in (name for name in values if name.endswith(RATE)):
-        told.append(f"{short(values[name])} {name.removesuffix(RATE)}/s/device")
-        told.append(f"{values['tflops']:.3g} TFLOP/s/device")
+        fields.append(f"{format_count(values[name])} {name.removesuffix(RATE)}/s/device")
+        fields.append(f"{values['tflops']:.3g} TFLOP/s/device")
     if "mfu" in values:
-        told.append(f"MFU {values['mfu']:.1%}")
-    if (waited := values.get("waiting_for_data", 0)) >= WORTH_TELLING:
-        told.append(f"waiting for data {waited:.0%}")
-    told.append(f"memory {human(values['memory'])}")
-    return "  ".join(told + ([f"{timedelta(seconds=math.ceil(left))} left"] if left else []))
+        fields.append(f"MFU {values['mfu']:.1%}")
+    if (waited := values.get("waiting_for_data", 0)) >= MIN_WAITING:
+        fields.append(f"waiting for data {waited:.0%}")
+    fields.append(f"memory {human(values['memory'])}")
+    return "  ".join(
+        fields + ([f"{timedelta(seconds=math.ceil(seconds_left))} left"] if seconds_left else [])
+    )
 
 
-def validation(step: int, told: str) -> str:
+def validation_line(step: int, scores: str) -> str:
     """Return the line of a validation, of what it found in words."""
     when = f"after step {step}" if step else "before the first step"
-    return f"validated {when}: {told}"
+    return f"validated {when}: {scores}"

@@ -6,42 +6,46 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from hfjax.compat.deepspeed.convert import DeepSpeedSetup, from_deepspeed
-from hfjax.compat.deepspeed.optimizer import InWords
+from hfjax.compat.deepspeed.optimizer import NoFlagText
 from hfjax.trainer.config import Train
-from hfjax.utils.read_files import MISSING, ORDINARY, what_is
-from hfjax.utils.tables import named
+from hfjax.utils.read_files import MISSING, ORDINARY, path_kind
+from hfjax.utils.tables import quote
 
-Kind = TypeVar("Kind", bound=Train)
+ConfigT = TypeVar("ConfigT", bound=Train)
 FILE = "deepspeed.json"  # the copy that a run keeps
 
 
-def with_file(config: Kind, words: Sequence[str], world: int) -> tuple[Kind, DeepSpeedSetup | None]:
+def with_deepspeed_file(
+    config: ConfigT, argv: Sequence[str], world: int
+) -> tuple[ConfigT, DeepSpeedSetup | None]:
     """Return a configuration with what its file of DeepSpeed says, and that file's table.
 
     Args:
         config: What flags and --config say.
-        words: The command line. A flag in it that says something else than the file is an error,
+        argv: The command line. A flag in it that says something else than the file is an error,
             and so is what --config says, unless it is a default.
         world: The number of devices.
     """
     if config.deepspeed is None:
         return config, None
-    if (kind := what_is(config.deepspeed)) != ORDINARY:
-        found = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
-        raise ValueError(f"--deepspeed {named(config.deepspeed)}: {found}.")
+    if (kind := path_kind(config.deepspeed)) != ORDINARY:
+        problem = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
+        raise ValueError(f"--deepspeed {quote(config.deepspeed)}: {problem}.")
     setup = from_deepspeed(config.deepspeed, world)
-    typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
-    usual, changes = Train(), {}
-    left = f"mesh.{'fsdp' if setup.strategy.parts[0].name == 'FSDP' else 'data'}"
+    typed = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in argv}
+    defaults, changes = Train(), {}
+    rest = f"mesh.{'fsdp' if setup.strategy.parts[0].name == 'FSDP' else 'data'}"
     for flag, value in setup.flags.items():
-        mine = _get(config, flag)
-        if not _same(flag, mine, value) and (flag in typed or mine != _get(usual, flag)):
+        current = _get(config, flag)
+        if not _is_same(flag, current, value) and (
+            flag in typed or current != _get(defaults, flag)
+        ):
             raise ValueError(
-                f"--{flag.replace('_', '-')} {mine}: --deepspeed {named(config.deepspeed)} says "
+                f"--{flag.replace('_', '-')} {current}: --deepspeed {quote(config.deepspeed)} says "
                 f"something else for {world} devices, {value}. Leave the flag out (or that line of "
                 "--config), or change the file."
             )
-        if not isinstance(value, InWords) and flag != left:  # it takes the devices that are left
+        if not isinstance(value, NoFlagText) and flag != rest:  # it takes the devices that are left
             outer, _, name = flag.rpartition(".")
             changes.setdefault(outer, {})[name] = value
     plain = changes.pop("", {})
@@ -53,11 +57,9 @@ def _get(config: Any, flag: str) -> Any:
     return reduce(getattr, flag.split("."), config)
 
 
-def _same(flag: str, mine: object, value: object) -> bool:
+def _is_same(flag: str, current: object, value: object) -> bool:
     """Return whether a flag says what the file says, perhaps in other words."""
     if flag == "strategy":
-        names = lambda joined: {
-            *joined.lower().replace("zero3", "fsdp").replace("|", "+").split("+")
-        }
-        return names(mine) == names(value)
-    return mine == value or (flag.startswith("mesh.") and mine == -1)
+        names = lambda text: {*text.lower().replace("zero3", "fsdp").replace("|", "+").split("+")}
+        return names(current) == names(value)
+    return current == value or (flag.startswith("mesh.") and current == -1)

@@ -8,64 +8,66 @@ from typing import Any
 import jax
 
 import hfjax
-from hfjax.distributed.consensus import check_same, in_all
-from hfjax.distributed.exchange import exchanged
+from hfjax.distributed.consensus import check_same, run_on_all
+from hfjax.distributed.exchange import gather_values
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.moe import MoEConfig
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.trainer.config import Model, Train
-from hfjax.trainer.model import ROUND_TO, ModelChoice, loss_of
-from hfjax.trainer.source_snapshot import is_copy, name_of_model, read_copy
-from hfjax.utils.tables import human, named
-from hfjax.weights.families import config_of
+from hfjax.trainer.model import ROUND_TO, ModelChoice, loss_for
+from hfjax.trainer.source_snapshot import is_copy, model_name, read_copy
+from hfjax.utils.tables import human, quote
+from hfjax.weights.families import parse_config
 from hfjax.weights.model_folder import TOKENIZER, read_folder
-from hfjax.weights.pretrained import Pretrained, of_folder
+from hfjax.weights.pretrained import Pretrained, from_folder
 
-FROM_NOTHING = 1e-3  # from this learning rate on a trained model forgets
-LONGEST = 4096  # tokens of a row, where no flag says how many
+MAX_FINETUNING_RATE = 1e-3  # from this learning rate on a trained model forgets
+DEFAULT_MAX_LENGTH = 4096  # tokens of a row, where no flag says how many
 
 
-def model_of(given: Model, pad: int = ROUND_TO) -> Pretrained:
+def open_pretrained(opts: Model, pad: int = ROUND_TO) -> Pretrained:
     """Return the model of a folder, or of a run's own copy of one. All processes call it.
 
     Args:
-        given: What says of which folder, and how it is stored.
+        opts: What says of which folder, and how it is stored.
         pad: The embedding has a multiple of so many rows.
     """
-    path = Path(given.pretrained or "")
-    folder = in_all(lambda: read_copy(path) if is_copy(path) else read_folder(path))
+    path = Path(opts.pretrained or "")
+    folder = run_on_all(lambda: read_copy(path) if is_copy(path) else read_folder(path))
     check_same("folder of the model", {"hash": folder.fingerprint})
-    found = of_folder(folder, given.stored, pad_vocab_to=pad)
-    changes = _changes(given, found.config)
-    return replace(found, config=replace(found.config, **changes)) if changes else found
+    pretrained = from_folder(folder, opts.stored, pad_vocab_to=pad)
+    changes = _config_changes(opts, pretrained.config)
+    return (
+        replace(pretrained, config=replace(pretrained.config, **changes)) if changes else pretrained
+    )
 
 
-def _changes(given: Model, config: Any) -> dict[str, Any]:
+def _config_changes(opts: Model, config: Any) -> dict[str, Any]:
     """Return what flags change of a model's shape: nothing that the weights depend on."""
     changes: dict[str, Any] = {}
-    if given.dropout:  # a model that has none drops nothing
-        _only(config, GPTConfig, f"dropout {given.dropout}", "only a GPT has dropout")
-        changes["dropout"] = given.dropout
-    if given.capacity is not None:
-        _only(config, MoEConfig, f"capacity {given.capacity}", "this model has no experts")
-        changes["capacity"] = given.capacity or None
-    if given.length is not None and given.length > config.length:
+    if opts.dropout:  # a model that has none drops nothing
+        _check_kind(config, GPTConfig, f"dropout {opts.dropout}", "only a GPT has dropout")
+        changes["dropout"] = opts.dropout
+    if opts.capacity is not None:
+        _check_kind(config, MoEConfig, f"capacity {opts.capacity}", "this model has no experts")
+        changes["capacity"] = opts.capacity or None
+    if opts.length is not None and opts.length > config.length:
         if isinstance(config, GPTConfig):
             raise ValueError(
-                f"--model.length {given.length}: {named(given.pretrained)} has learned "
+                f"--model.length {opts.length}: {quote(opts.pretrained)} has learned "
                 f"{config.length} positions, and has none for what lies beyond. Give at most "
                 f"{config.length}."
             )
-        changes["length"] = given.length
+        changes["length"] = opts.length
     return changes
 
 
-def _only(config: Any, kind: type, flag: str, why: str) -> None:
+def _check_kind(config: Any, kind: type, flag: str, why: str) -> None:
     if not isinstance(config, kind):
         raise ValueError(f"--model.{flag}: {why}. Leave it out.")
 
 
-def choice_of(config: Train, model: Pretrained) -> ModelChoice:
+def model_choice(config: Train, model: Pretrained) -> ModelChoice:
     """Return a folder's model as one to train.
 
     Args:
@@ -73,14 +75,14 @@ def choice_of(config: Train, model: Pretrained) -> ModelChoice:
         model: That of the folder.
     """
     shape = model.config
-    length = config.model.length or min(shape.length, LONGEST)
-    name, loss = name_of_model(model.folder), loss_of(config.model)
+    length = config.model.length or min(shape.length, DEFAULT_MAX_LENGTH)
+    name, loss = model_name(model.folder), loss_for(config.model)
     return ModelChoice(name, model.create, loss, shape.vocab, length, shape.length, shape)
 
 
-def told_of_rows(model: Pretrained, length: int) -> str:
+def length_note(model: Pretrained, length: int) -> str:
     """Return what to say of the length of rows."""
-    trained = config_of(model.folder.config).length
+    trained = parse_config(model.folder.config).length
     if length > trained:
         return (
             f"warning: rows of {length} tokens are longer than those that the model was trained "
@@ -90,7 +92,7 @@ def told_of_rows(model: Pretrained, length: int) -> str:
     return f"rows of {length} tokens{more}"
 
 
-def told_of_rate(rate: float) -> str:
+def rate_warning(rate: float) -> str:
     """Return what to say of a rate by which a model forgets what it knows."""
     return (
         f"warning: a learning rate of {rate:g} is for models that begin from nothing; trained ones "
@@ -98,20 +100,20 @@ def told_of_rate(rate: float) -> str:
     )
 
 
-def without_tokenizer(folder: Path) -> str:
+def missing_tokenizer(folder: Path) -> str:
     """Return what to say of a folder where text has to be read."""
     return (
-        f"--model.pretrained {named(folder)}: it has no {TOKENIZER}, and no data is named: text "
+        f"--model.pretrained {quote(folder)}: it has no {TOKENIZER}, and no data is named: text "
         "cannot be read. Put it there (transformers' AutoTokenizer writes it: "
         "tokenizer.save_pretrained(folder)), or give tokens: --data.train DIR."
     )
 
 
-def begun_with(
+def init_from_folder(
     model: Pretrained, layout: hfjax.Layout, seed: int, schedule: PipelineSchedule | None
 ) -> tuple[hfjax.State, str]:
     """Return the state that begins with a folder's weights, and what to say of their reading."""
-    path = named(model.folder.path)
+    path = quote(model.folder.path)
     if is_copy(model.folder.path):
         raise ValueError(
             f"--model.pretrained {path}: it is what a run keeps of its model, and has no weights. "
@@ -122,17 +124,17 @@ def begun_with(
     weights, began = model.weights, time.monotonic()
     state = hfjax.init(layout, seed, schedule, parameters=weights)
     seconds = time.monotonic() - began
-    kinds = sorted({str(p.dtype) for p in layout.placed.values()})
+    dtypes = sorted({str(p.dtype) for p in layout.param_specs.values()})
     return state, (
-        f"read {by_process(weights.read)} of {path} in {seconds:.1f} s; parameters are stored in "
-        f"{' and '.join(kinds)}"
+        f"read {byte_counts(weights.read)} of {path} in {seconds:.1f} s; parameters are stored in "
+        f"{' and '.join(dtypes)}"
     )
 
 
-def by_process(mine: int) -> str:
+def byte_counts(nbytes: int) -> str:
     """Return how many bytes each process has read or written."""
     count = jax.process_count()
     if count == 1:
-        return human(mine)
-    read = exchanged(range(count), mine)
+        return human(nbytes)
+    read = gather_values(range(count), nbytes)
     return ", ".join(f"{human(n)} (process {process})" for process, n in read.items())

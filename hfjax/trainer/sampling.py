@@ -19,17 +19,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.parallel.adapters.forward_signature import TRAIN, asked_by
+from hfjax.parallel.adapters.forward_signature import TRAIN, requested_names
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.offload.host_memory import to_device
-from hfjax.sharding.check_state import check_form, check_takes
+from hfjax.sharding.check_state import check_layout_and_state, check_state_shapes
 from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import rearrange
-from hfjax.sharding.xla_options import options_of
-from hfjax.utils.keywords import check_keywords, is_real, is_whole
+from hfjax.sharding.xla_options import options_for
+from hfjax.utils.keywords import check_keywords, is_int, is_real
 from hfjax.utils.paths import Tree, flatten
-from hfjax.utils.read_files import shown
-from hfjax.utils.rounding import widened
+from hfjax.utils.read_files import brief
+from hfjax.utils.rounding import widen
 
 COLDEST, HOTTEST = 1e-30, 1e30  # logits over them are numbers of float32
 
@@ -48,23 +48,23 @@ class Sampling:
     def __post_init__(self) -> None:
         least = 0 if is_real(self.temperature, 0, 0) else COLDEST
         warm = is_real(self.temperature, least, HOTTEST)
-        if not warm or not (self.top_k is None or is_whole(self.top_k, 1)):
+        if not warm or not (self.top_k is None or is_int(self.top_k, 1)):
             raise ValueError(
-                f"temperature={shown(self.temperature)}, top_k={shown(self.top_k)}: a temperature "
+                f"temperature={brief(self.temperature)}, top_k={brief(self.top_k)}: a temperature "
                 f"of at least 0 (0, or from {COLDEST:g} to {HOTTEST:g}), and at least one token to "
                 "choose from, a whole number (top_k=None: all)."
             )
-        if not is_whole(self.seed, 0, (1 << 32) - 1):
+        if not is_int(self.seed, 0, (1 << 32) - 1):
             raise ValueError(
-                f"--seed {shown(self.seed)}: a number from 0 to {(1 << 32) - 1} is needed, a whole "
+                f"--seed {brief(self.seed)}: a number from 0 to {(1 << 32) - 1} is needed, a whole "
                 "one."
             )
 
-    def later(self, number: int) -> "Sampling":
+    def for_prompt(self, number: int) -> "Sampling":
         """Return it for the prompt of this number: with the seed so much higher."""
         return dataclasses.replace(self, seed=(self.seed + number) % (1 << 32))
 
-    def choose(self, logits_V: jax.Array, key: jax.Array) -> jax.Array:
+    def choose_token(self, logits_V: jax.Array, key: jax.Array) -> jax.Array:
         """Return the next token."""
         if self.temperature == 0:
             return logits_V.argmax()
@@ -135,40 +135,42 @@ def generate(  # noqa: PLR0913  options of one call
     """
     check_keywords("generate", fields, [field.name for field in dataclasses.fields(Sampling)])
     sampling = dataclasses.replace(sampling, **fields)
-    check_takes("generate", layout, state)
+    check_layout_and_state("generate", layout, state)
     _check_counts(count, length=length, vocab=vocab)
-    alone = isinstance(prompt, str | bytes) or all(np.ndim(x) == 0 for x in _not_texts(prompt))
-    prompts: Any = [prompt] if alone else list(prompt)
+    is_single = isinstance(prompt, str | bytes) or all(
+        np.ndim(x) == 0 for x in _without_texts(prompt)
+    )
+    prompts: Any = [prompt] if is_single else list(prompt)
     vocab = getattr(tokenizer, "vocab", None) if vocab is None else vocab
-    found = [_known(x, tokenizer, vocab, length) for x in prompts]
-    length = length or max(map(len, found)) + count
-    follow = _Follow(layout, dataclasses.replace(sampling, seed=0), count, vocab)
-    new = _written(follow, state, sampling.seed, found, length)
-    told = lambda x, tokens: tokenizer.decode(tokens) if isinstance(x, str) else tokens
-    texts = [told(*pair) for pair in zip(prompts, new, strict=True)]
-    return texts[0] if alone else texts
+    token_lists = [_prompt_tokens(x, tokenizer, vocab, length) for x in prompts]
+    length = length or max(map(len, token_lists)) + count
+    generator = _Generator(layout, dataclasses.replace(sampling, seed=0), count, vocab)
+    new_tokens = _generate_tokens(generator, state, sampling.seed, token_lists, length)
+    decode = lambda x, tokens: tokenizer.decode(tokens) if isinstance(x, str) else tokens
+    texts = [decode(*pair) for pair in zip(prompts, new_tokens, strict=True)]
+    return texts[0] if is_single else texts
 
 
 def _check_counts(count: int, **others: int | None) -> None:
     """Refuse what is no positive whole number."""
-    if not is_whole(count, 1):
+    if not is_int(count, 1):
         raise ValueError(
-            f"generate: {shown(count)} tokens are asked for, at least 1 is needed, a whole number."
+            f"generate: {brief(count)} tokens are asked for, at least 1 is needed, a whole number."
         )
-    for name, given in others.items():
-        if given is not None and not is_whole(given, 1):
+    for name, value in others.items():
+        if value is not None and not is_int(value, 1):
             raise ValueError(
-                f"generate: {name}={shown(given)}; a whole number of tokens, at least 1, is "
+                f"generate: {name}={brief(value)}; a whole number of tokens, at least 1, is "
                 "expected, or None: all."
             )
 
 
-def _not_texts(prompt: Any) -> Any:
+def _without_texts(prompt: Any) -> Any:
     """Return what is in a prompt, a text counting as several tokens."""
     return [[0] if isinstance(x, str | bytes) else x for x in prompt]
 
 
-def _known(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -> list[int]:
+def _prompt_tokens(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -> list[int]:
     """Return the tokens of a prompt that the model sees."""
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -176,7 +178,7 @@ def _known(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -
                 "generate: a text is given and no tokenizer. Give tokens, or "
                 'tokenizer=hfjax.data.load_tokenizer("bytes"), or that of your data.'
             )
-        prompt = tokens_of(prompt, tokenizer)
+        prompt = encode_prompt(prompt, tokenizer)
     tokens = np.asarray(list(prompt))
     if not tokens.size:
         raise ValueError("generate: the prompt has no token. Give some text.")
@@ -184,14 +186,14 @@ def _known(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -
     return tokens.tolist()[-(length or 0) :]
 
 
-def tokens_of(prompt: str, tokenizer: Any) -> list[int]:
+def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:
     """Return the tokens of a text; warn if the tokenizer leaves characters of it out."""
     before = getattr(tokenizer, "dropped", 0)
     tokens = tokenizer.encode([prompt])[0].tolist()
     if lost := getattr(tokenizer, "dropped", 0) - before:
         warnings.warn(
             f"the tokenizer has no token for {lost} characters of the prompt "
-            f"{shown(prompt)}: the model does not see them",
+            f"{brief(prompt)}: the model does not see them",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -200,31 +202,31 @@ def tokens_of(prompt: str, tokenizer: Any) -> list[int]:
 
 def _check_tokens(tokens: np.ndarray, vocab: int | None) -> None:
     """Refuse a prompt of anything but tokens of the vocabulary."""
-    whole = tokens.dtype.kind in "iu"
+    is_integer = tokens.dtype.kind in "iu"
     most = np.iinfo(np.int32).max if vocab is None else vocab - 1
-    wrong = tokens[(tokens < 0) | (tokens > most)] if whole else tokens
+    wrong = tokens[(tokens < 0) | (tokens > most)] if is_integer else tokens
     if wrong.size:
         raise ValueError(
-            f"generate: the prompt holds {shown(wrong.tolist()[0])}; tokens are whole numbers from "
+            f"generate: the prompt holds {brief(wrong.tolist()[0])}; tokens are whole numbers from "
             f"0 to {most}. Give tokens of the model's vocabulary."
         )
 
 
-def _written(
-    follow: "_Follow", state: State, seed: int, known: list[list[int]], length: int
+def _generate_tokens(
+    generator: "_Generator", state: State, seed: int, prompts: list[list[int]], length: int
 ) -> list[list[int]]:
     """Return the tokens that follow each of these rows."""
-    layout = follow.layout
-    rows = np.zeros((len(known), length), np.int32)
-    for row, tokens in zip(rows, known, strict=True):
-        row[: len(tokens)] = tokens
-    seeds = np.asarray([(seed + i) % (1 << 32) for i in range(len(known))], np.uint32)
-    state, run = rearrange(layout.as_the_model, state), _program(follow)
+    layout = generator.layout
+    sequences = np.zeros((len(prompts), length), np.int32)
+    for sequence, tokens in zip(sequences, prompts, strict=True):
+        sequence[: len(tokens)] = tokens
+    seeds = np.asarray([(seed + i) % (1 << 32) for i in range(len(prompts))], np.uint32)
+    state, program = rearrange(layout.model_layout, state), _program(generator)
     with jax.set_mesh(layout.mesh):
-        counts = np.asarray(list(map(len, known)), np.int32)
-        found = run(state.params, state.variables, rows, counts, seeds)
-    new, finite, logits = (np.asarray(x.addressable_data(0)) for x in found)
-    for tokens in known:
+        counts = np.asarray(list(map(len, prompts)), np.int32)
+        outs = program(state.params, state.variables, sequences, counts, seeds)
+    new_tokens, finite, logits = (np.asarray(x.addressable_data(0)) for x in outs)
+    for tokens in prompts:
         _check_tokens(np.asarray(tokens), int(logits))
     if not finite.all():
         raise ValueError(
@@ -232,19 +234,19 @@ def _written(
             "token can be chosen. The parameters of this state hold NaN or infinity, or overflow: "
             "give the state of an earlier step."
         )
-    return new.tolist()
+    return new_tokens.tolist()
 
 
 @lru_cache(maxsize=8)
-def _program(follow: "_Follow") -> jax.stages.Wrapped:
+def _program(generator: "_Generator") -> jax.stages.Wrapped:
     """Return the compiled program: asked again for the same, it is not made anew."""
-    options = options_of(follow.layout, Execution())
-    here = NamedSharding(follow.layout.mesh, P())
-    return jax.jit(follow, out_shardings=here, compiler_options=options)
+    options = options_for(generator.layout, Execution())
+    replicated = NamedSharding(generator.layout.mesh, P())
+    return jax.jit(generator, out_shardings=replicated, compiler_options=options)
 
 
 @dataclass(frozen=True)
-class _Follow:
+class _Generator:
     """The program that writes `count` tokens after each of some rows.
 
     It also tells of each row whether all logits were finite, and how many logits a token has.
@@ -256,48 +258,56 @@ class _Follow:
     vocab: int | None
 
     def __call__(
-        self, params: Tree, variables: Any, rows_BS: jax.Array, known_B: jax.Array, seeds_B: Any
+        self, params: Tree, variables: Any, tokens_BS: jax.Array, lengths_B: jax.Array, seeds_B: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the tokens that follow the first `known` of each row.
 
         Parameters of the host are fetched once, for all tokens: each device has its shards.
         """
-        plain = self.layout.as_the_model
-        check_form(plain, State(None, params, None, variables), optimizer=False)
-        blueprint, params = self.layout.blueprint, to_device(flatten(params))
-        model = blueprint.merge(params, flatten(variables), "eval")
-        keys_B, length = jax.vmap(jax.random.key)(seeds_B), rows_BS.shape[1]
-        each = jnp.arange(len(rows_BS))
+        plain = self.layout.model_layout
+        check_state_shapes(plain, State(None, params, None, variables), optimizer=False)
+        template, params = self.layout.template, to_device(flatten(params))
+        model = template.merge(params, flatten(variables), "eval")
+        keys_B, length = jax.vmap(jax.random.key)(seeds_B), tokens_BS.shape[1]
+        indices = jnp.arange(len(tokens_BS))
 
         def body(i, carry):
-            rows, known, new, finite, _ = carry
-            logits = self._logits(model, jnp.pad(rows, ((0, 0), (0, 1))))
-            last = widened(logits[each, known - 1, : self.vocab]).astype(jnp.float32)
+            sequences, lengths, new_tokens, finite, _ = carry
+            logits = self._logits(model, jnp.pad(sequences, ((0, 0), (0, 1))))
+            last = widen(logits[indices, lengths - 1, : self.vocab]).astype(jnp.float32)
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
-            tokens = jax.vmap(self.sampling.choose)(last, keys).astype(rows.dtype)
-            full = known == length
-            rows = jnp.where(full[:, None], jnp.roll(rows, -1, axis=1), rows)
-            rows = rows.at[each, jnp.where(full, length - 1, known)].set(tokens)
+            tokens = jax.vmap(self.sampling.choose_token)(last, keys).astype(sequences.dtype)
+            is_full = lengths == length
+            sequences = jnp.where(is_full[:, None], jnp.roll(sequences, -1, axis=1), sequences)
+            sequences = sequences.at[indices, jnp.where(is_full, length - 1, lengths)].set(tokens)
             finite &= jnp.isfinite(last.max(-1))  # masked ones are -inf
-            known, new = jnp.minimum(known + 1, length), new.at[:, i].set(tokens)
-            return rows, known, new, finite, jnp.int32(logits.shape[-1])
+            lengths, new_tokens = jnp.minimum(lengths + 1, length), new_tokens.at[:, i].set(tokens)
+            return sequences, lengths, new_tokens, finite, jnp.int32(logits.shape[-1])
 
-        new = jnp.zeros((len(rows_BS), self.count), rows_BS.dtype)
-        first = jnp.asarray(rows_BS), known_B, new, jnp.ones(len(rows_BS), bool), jnp.int32(0)
-        return lax.fori_loop(0, self.count, body, first)[2:]
+        new_tokens = jnp.zeros((len(tokens_BS), self.count), tokens_BS.dtype)
+        init = (
+            jnp.asarray(tokens_BS),
+            lengths_B,
+            new_tokens,
+            jnp.ones(len(tokens_BS), bool),
+            jnp.int32(0),
+        )
+        return lax.fori_loop(0, self.count, body, init)[2:]
 
     def _logits(self, model: Any, tokens_BS: jax.Array) -> jax.Array:
         forward, batch = self.layout.forward, {"tokens": tokens_BS}
         if forward is None:
             return model(batch)
-        asked = {name: False if name == TRAIN else None for name in asked_by(forward)}
-        return forward(model, batch, **asked)
+        forward_kwargs = {
+            name: False if name == TRAIN else None for name in requested_names(forward)
+        }
+        return forward(model, batch, **forward_kwargs)
 
 
 LAG = 2  # batches behind which results are read: nothing waits for the device
 
 
-def check_weighs_by_mask(step: Callable, state: State, batch: Mapping[str, Any]) -> None:
+def check_mask_weights(step: Callable, state: State, batch: Mapping[str, Any]) -> None:
     """Refuse a loss that counts rows of mask 0, as they fill up the last batch."""
     empty = dict(batch, mask=np.zeros_like(batch["mask"]))
     if weight := float(step(state, empty)["weight"]):
@@ -308,7 +318,7 @@ def check_weighs_by_mask(step: Callable, state: State, batch: Mapping[str, Any])
         )
 
 
-class Evaluated(NamedTuple):
+class MeanLoss(NamedTuple):
     """A mean loss, and of how many tokens it is the mean."""
 
     loss: float
@@ -337,7 +347,7 @@ def evaluate(
     batches: Iterable[Any],
     most: int | None = None,
     beat: Callable[[], Any] = lambda: None,
-) -> Evaluated:
+) -> MeanLoss:
     """Return the mean loss by `hfjax.eval_step` over all batches, or the first `most` of them.
 
     Args:
@@ -357,12 +367,12 @@ def evaluate(
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
         >>> step = hfjax.eval_step(layout, lambda params, x: (params["w"] * x).mean())
         >>> evaluate(step, hfjax.init(layout), [np.full(8, 1.0), np.full(8, 3.0)])
-        Evaluated(loss=2.0, tokens=16)
+        MeanLoss(loss=2.0, tokens=16)
     """
-    return mean_of(metrics_of_batches(step, state, batches, most, beat))
+    return mean_loss(eval_batches(step, state, batches, most, beat))
 
 
-def metrics_of_batches(
+def eval_batches(
     step: Callable,
     state: State,
     batches: Iterable[Any],
@@ -370,33 +380,33 @@ def metrics_of_batches(
     beat: Callable[[], Any] = lambda: None,
 ) -> list[Mapping[str, np.ndarray]]:
     """Return the metrics of all batches, or of the first `most`; nothing waits for the device."""
-    read: list[Mapping[str, np.ndarray]] = []
+    metrics_read: list[Mapping[str, np.ndarray]] = []
     unread = deque[Any]()
     on_host = lambda metrics: {name: np.asarray(x) for name, x in metrics.items()}
     for batch in itertools.islice(batches, most):
         beat()
         unread.append(step(state, batch))
         while len(unread) > LAG:
-            read.append(on_host(unread.popleft()))
+            metrics_read.append(on_host(unread.popleft()))
             beat()
-    return read + [on_host(metrics) for metrics in unread]
+    return metrics_read + [on_host(metrics) for metrics in unread]
 
 
-def mean_of(metrics: Sequence[Mapping[str, Any]], what: str = "token") -> Evaluated:
+def mean_loss(metrics: Sequence[Mapping[str, Any]], unit: str = "token") -> MeanLoss:
     """Return the mean loss of batches by their weights."""
     if not metrics:
         raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
-    read = list(map(_read, metrics))
-    tokens = sum(weight for weight, _ in read)
+    pairs = list(map(_weight_and_loss, metrics))
+    tokens = sum(weight for weight, _ in pairs)
     if not tokens:
         raise ValueError(
-            f"evaluate: no {what} of {len(read)} batches has a weight, so that there is no mean. "
+            f"evaluate: no {unit} of {len(pairs)} batches has a weight, so that there is no mean. "
             "Look at the data set and its masks."
         )
-    total = sum(weight * loss for weight, loss in read if weight)
-    return Evaluated(total / tokens, round(tokens))
+    loss_sum = sum(weight * loss for weight, loss in pairs if weight)
+    return MeanLoss(loss_sum / tokens, round(tokens))
 
 
-def _read(metrics: Mapping[str, Any]) -> tuple[float, float]:
+def _weight_and_loss(metrics: Mapping[str, Any]) -> tuple[float, float]:
     """Return weight and loss of a batch."""
     return float(metrics["weight"]), float(metrics["loss"])

@@ -1,6 +1,6 @@
 """The loop of a run: steps, log lines, validations, checkpoints, until it ends or is stopped.
 
-`go_on` continues from a checkpoint, after checking that the data is the same.
+`restore_loader` continues from a checkpoint, after checking that the data is the same.
 """
 
 import os
@@ -17,25 +17,25 @@ import jax
 
 import hfjax
 from hfjax.checkpoint import Checkpoints, Keep
-from hfjax.checkpoint.directory import NAME as LOCK, steps_in
-from hfjax.data.indexed_loader import RowLoader
-from hfjax.distributed.consensus import agreed, check_same, speaks
+from hfjax.checkpoint.directory import NAME as LOCK, list_steps
+from hfjax.data.indexed_loader import IndexedLoader
+from hfjax.distributed.consensus import check_same, run_on_first, speaks
 from hfjax.distributed.stop import Stop
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.optimizers.transforms import averaged
-from hfjax.parallel.extensions.context_parallel.sequence_layout import work_of
+from hfjax.parallel.extensions.context_parallel.sequence_layout import describe_work
 from hfjax.trainer import config_io, metrics_file, profile, source_snapshot
 from hfjax.trainer.build import Parts
 from hfjax.trainer.config import Train
-from hfjax.trainer.console import Screen, Speed, line, validation, waiting
+from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
-from hfjax.trainer.metrics_file import METRICS, Journal
+from hfjax.trainer.metrics_file import METRICS, MetricsWriter
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.mean import EXHAUSTED, OVERFLOW
-from hfjax.utils.read_files import ANYTHING, FOLDER, check_fields, contents, what_is, whole
-from hfjax.utils.tables import named
+from hfjax.utils.read_files import ANYTHING, FOLDER, check_fields, integer, path_kind, read_text
+from hfjax.utils.tables import quote
 from hfjax.utils.write_files import check_no_links, check_ordinary_files
 from hfjax.weights.model_folder import ModelFolder
 
@@ -47,87 +47,87 @@ WRITTEN = (
     *metrics_file.WRITTEN,
     *profile.WRITTEN,
 )  # besides checkpoints
-UNFIT = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
+MISMATCH = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
 
 
-def go_on(loader: RowLoader, told: Any, step: Path) -> int:
+def restore_loader(loader: IndexedLoader, record: Any, step: Path) -> int:
     """Put a loader where a step's record says; return how many steps were left out by then."""
     file = f"{step / 'meta' / 'metadata'}: data"
     try:
-        if isinstance(told, dict):
-            told = {"skipped": 0, **told}
-        check_fields(told, {"data": ANYTHING, "skipped": whole(0, int(step.name))})
+        if isinstance(record, dict):
+            record = {"skipped": 0, **record}
+        check_fields(record, {"data": ANYTHING, "skipped": integer(0, int(step.name))})
         file = f"{file}: data"
-        check_fields(told["data"], {"rows": whole(0)})
+        check_fields(record["data"], {"rows": integer(0)})
     except ValueError as wrong:
         raise ValueError(
             f"{file}: {wrong}. hfjax train cannot go on from there: begin anew with its parameters "
-            f"(--checkpoints.start {named(step.parent.parent)} --out ANOTHER)."
+            f"(--checkpoints.start {quote(step.parent.parent)} --out ANOTHER)."
         ) from None
-    loader.restore(told["data"])
-    return told["skipped"]
+    loader.restore(record["data"])
+    return record["skipped"]
 
 
-def check_in_reach(directory: Path) -> None:
+def check_reachable(directory: Path) -> None:
     """Refuse a run that has metrics, and no directory that its checkpoints were written to.
 
     A run locks that directory before it writes metrics, and the file of the lock stays.
     """
-    place, metrics = directory / CHECKPOINTS, directory / METRICS
-    if not os.path.lexists(metrics) or os.path.lexists(place / LOCK):
+    folder, metrics = directory / CHECKPOINTS, directory / METRICS
+    if not os.path.lexists(metrics) or os.path.lexists(folder / LOCK):
         return
-    if (kind := what_is(place)) == FOLDER:
-        if steps_in(place):
+    if (kind := path_kind(folder)) == FOLDER:
+        if list_steps(folder):
             return
         kind = f"a folder without {LOCK}"
     raise ValueError(
-        f"{named(metrics)} is of a run, and its checkpoints are out of reach: {named(place)} is "
+        f"{quote(metrics)} is of a run, and its checkpoints are out of reach: {quote(folder)} is "
         f"{kind}. If they are on a disk that is not mounted, mount it. To begin anew: --out "
-        f"ANOTHER, or mv {named(metrics)} {named(metrics)}.old"
+        f"ANOTHER, or mv {quote(metrics)} {quote(metrics)}.old"
     )
 
 
-def steps_of(given: Path) -> Path:
+def find_steps(folder: Path) -> Path:
     """Return the folder of steps that is meant: that of a run, or one that `hfjax.save` wrote."""
-    found = next((p for p in (given / CHECKPOINTS, given) if steps_in(p)), None)
-    if found is None:
-        what = "it has no checkpoint" if given.exists() else "there is no such folder"
+    steps = next((p for p in (folder / CHECKPOINTS, folder) if list_steps(p)), None)
+    if steps is None:
+        problem = "it has no checkpoint" if folder.exists() else "there is no such folder"
         raise ValueError(
-            f"--checkpoints.start {named(given)}: {what}. Give the folder of a run of hfjax "
+            f"--checkpoints.start {quote(folder)}: {problem}. Give the folder of a run of hfjax "
             "train, or one that hfjax.save wrote."
         )
-    return found
+    return steps
 
 
-def restored(
-    restore: Callable[[], hfjax.Restored], config: Train, steps: Path, resumes: bool = False
+def restore_or_explain(
+    restore: Callable[[], hfjax.Restored], config: Train, steps: Path, is_resumed: bool = False
 ) -> hfjax.Restored:
     """Return what `restore` reads; what does not fit is told by the flags that make it so."""
     try:
-        with waiting("reading the checkpoint"):
+        with show_waiting("reading the checkpoint"):
             return restore()
     except ValueError as mistake:
-        if UNFIT not in str(mistake):
+        if MISMATCH not in str(mistake):
             raise
-        raise ValueError(_unfit(str(mistake), config, steps, resumes)) from None
+        raise ValueError(_mismatch_message(str(mistake), config, steps, is_resumed)) from None
 
 
-def _unfit(told: str, config: Train, steps: Path, resumes: bool) -> str:
-    folder = named(steps.parent if steps.name == CHECKPOINTS else steps)
-    parameters = f"--checkpoints.start {folder} " * ("parameters_only" in told)
-    anew = f", or begin anew: {parameters}--out ANOTHER" * resumes
-    differ = config_io.differing(config, hfjax.recorded(steps)["config"])
-    if not differ:
-        lines = told.rpartition("\n")[0]  # without the advice for Python
-        return f"{lines}\nGive the data and the flags that {folder} was trained with{anew}."
-    here, there = (", ".join(flags) for flags in zip(*differ, strict=True))
+def _mismatch_message(message: str, config: Train, steps: Path, is_resumed: bool) -> str:
+    folder = quote(steps.parent if steps.name == CHECKPOINTS else steps)
+    parameters = f"--checkpoints.start {folder} " * ("parameters_only" in message)
+    restart_hint = f", or begin anew: {parameters}--out ANOTHER" * is_resumed
+    differences = config_io.state_differences(config, hfjax.recorded(steps)["config"])
+    if not differences:
+        lines = message.rpartition("\n")[0]  # without the advice for Python
+        return f"{lines}\nGive the data and the flags that {folder} was trained with{restart_hint}."
+    current, previous = (", ".join(flags) for flags in zip(*differences, strict=True))
     return (
-        f"{here}: {folder} was trained {there}, and its checkpoint does not fit. Give the "
-        f"same{anew}."
+        f"{current}: {folder} was trained {previous}, and its checkpoint does not fit. Give the "
+        f"same{restart_hint}."
     )
 
 
-UNREAD = ("step", "finite", OVERFLOW, EXHAUSTED)  # metrics that are told otherwise
+NOT_LOGGED = ("step", "finite", OVERFLOW, EXHAUSTED)  # metrics that are told otherwise
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
 COMPILING = 3600.0  # seconds that what compiles may take, at least
 WRITING = 600.0  # and a checkpoint
@@ -179,7 +179,7 @@ def train(config: Train) -> Result:
         run = Run(config, Parts(config), watchdog)
         with watchdog.allow(COMPILING, "preparing"):
             run.prepare(enter)
-        return run.go(stop)
+        return run.run_steps(stop)
 
 
 @dataclass
@@ -187,231 +187,242 @@ class Run:
     """One call of `train`."""
 
     config: Train
-    parts: Parts
+    components: Parts
     watchdog: Watchdog
     state: Any = None
-    first: int = 0  # the step that this call begins with
-    last: dict[str, Any] = field(default_factory=dict)  # what was told of the last step read
+    first_step: int = 0  # the step that this call begins with
+    metrics: dict[str, Any] = field(default_factory=dict)  # what was told of the last step read
     valid_loss: float | None = None
-    validated: int = -1  # after which step
-    saved: int = -1  # the step of the last checkpoint that was begun
-    skipped: int = 0  # steps that were not finite: no updates
-    begins_with: ModelFolder | None = None  # whose weights this call begins with
-    begins_trained: bool = False  # with some weights
-    begun: set[str] = field(default_factory=set)  # phases that have compiled
+    validated_step: int = -1  # after which step
+    saved_step: int = -1  # the step of the last checkpoint that was begun
+    skipped_steps: int = 0  # steps that were not finite: no updates
+    source_folder: ModelFolder | None = None  # whose weights this call begins with
+    has_trained_weights: bool = False  # with some weights
+    compiled_phases: set[str] = field(default_factory=set)  # phases that have compiled
 
     # -- before the first step ------------------------------------------------------------
 
     def prepare(self, enter: Any) -> None:
         """Make or restore the state, and open what the run writes to."""
         config, directory = self.config, self.config.directory
-        agreed(lambda: check_no_links(directory, WRITTEN))
-        agreed(lambda: check_ordinary_files(directory, (CONFIG, FILE, *metrics_file.FILES)))
-        agreed(lambda: check_in_reach(directory))
+        run_on_first(lambda: check_no_links(directory, WRITTEN))
+        run_on_first(lambda: check_ordinary_files(directory, (CONFIG, FILE, *metrics_file.FILES)))
+        run_on_first(lambda: check_reachable(directory))
         self.screen = Screen(config.steps)
-        with waiting("preparing the model and the data"):
-            check_same("configuration", config_io.plain(config))
+        with show_waiting("preparing the model and the data"):
+            check_same("configuration", config_io.to_plain(config))
             self._find_model()
-            check_same("data", self.parts.data.identity)
-            _ = self.parts.step, self.parts.evaluate, self.parts.valid  # a mistake is told now
-            told = str(self.parts)
-        self.screen.say(told)
-        for words in self.parts.task.told():
-            self.screen.say(words)
-        for name, value in config_io.changed(config).items():
-            self.screen.say(f"  {name}: {named(value) if isinstance(value, Path) else value}")
+            check_same("data", self.components.data.identity)
+            _ = (
+                self.components.step,
+                self.components.evaluate,
+                self.components.valid,
+            )  # a mistake is told now
+            summary = str(self.components)
+        self.screen.say(summary)
+        for text in self.components.task.startup_lines():
+            self.screen.say(text)
+        for name, value in config_io.changed_fields(config).items():
+            self.screen.say(f"  {name}: {quote(value) if isinstance(value, Path) else value}")
         keep = config.checkpoints
         best = "valid_loss" if keep.keep_best else None
-        if best and self.parts.valid is None:
+        if best and self.components.valid is None:
             raise ValueError("--checkpoints.keep-best needs a validation set: --data.valid DIR.")
-        with waiting("opening the checkpoints"):
+        with show_waiting("opening the checkpoints"):
             self.checkpoints = enter(
                 Checkpoints(
                     directory / CHECKPOINTS,
-                    self.parts.layout,
+                    self.components.layout,
                     keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
-                    config=config_io.plain(config_io.anywhere(config)),
+                    config=config_io.to_plain(config_io.with_absolute_paths(config)),
                     timeout=int(max(config.timeout, WRITING)),
                 )
             )
-        self._begin()
-        with waiting("checking the validation"):
-            self.parts.check_validation(self.state, config.log.valid_batches)
-        self.speed, self.profile = Speed(self.parts), enter(Profile(config.profile, directory))
-        self.screen = enter(Screen(config.steps, self.first))
-        self.journal = None
+        self._restore_or_init()
+        with show_waiting("checking the validation"):
+            self.components.check_validation(self.state, config.log.valid_batches)
+        self.speed, self.profile = (
+            SpeedMeter(self.components),
+            enter(Profile(config.profile, directory)),
+        )
+        self.screen = enter(Screen(config.steps, self.first_step))
+        self.metrics_writer = None
         if speaks():
-            if self.first < config.steps or not (directory / CONFIG).exists():
+            if self.first_step < config.steps or not (directory / CONFIG).exists():
                 self._save_files(directory)  # a complete run keeps what it was trained with
-            self.journal = enter(
-                Journal(directory, config.log, config_io.plain(config), self.first)
+            self.metrics_writer = enter(
+                MetricsWriter(directory, config.log, config_io.to_plain(config), self.first_step)
             )
-            for words in self.journal.notes:
-                self.screen.say(words)
+            for text in self.metrics_writer.notes:
+                self.screen.say(text)
 
     def _find_model(self) -> None:
         """Read what the model is: of a folder, or if the run goes on of its own copy."""
         folder, directory = self.config.model.pretrained, self.config.directory
-        going_on, said = source_snapshot.going_on(self.config, directory / CHECKPOINTS)
-        if going_on is not self.config:
-            self.parts = replace(self.parts, config=going_on)
+        config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
+        if config is not self.config:
+            self.components = replace(self.components, config=config)
         elif folder is not None:
-            agreed(lambda: source_snapshot.check_apart(folder, directory))
-        if said is not None:
-            self.screen.say(said)
-        _ = self.parts.pretrained
+            run_on_first(lambda: source_snapshot.check_separate(folder, directory))
+        if note is not None:
+            self.screen.say(note)
+        _ = self.components.pretrained
 
     def _save_files(self, directory: Path) -> None:
         """Write what the run is made of: with copies of a file of DeepSpeed, of a model's files."""
-        config = config_io.lasting(self.config)
+        config = config_io.without_machine_fields(self.config)
         if config.deepspeed is not None:
-            replace_text(directory / FILE, contents(config.deepspeed))
+            replace_text(directory / FILE, read_text(config.deepspeed))
             config = replace(config, deepspeed=directory / FILE)
         config_io.save(config, directory / CONFIG)
-        if self.begins_with is not None:
-            source_snapshot.keep(self.begins_with, directory)
+        if self.source_folder is not None:
+            source_snapshot.write_copy(self.source_folder, directory)
 
-    def _begin(self) -> None:
+    def _restore_or_init(self) -> None:
         latest = self.checkpoints.latest()
         if latest is not None and self.config.checkpoints.resume == "never":
             raise ValueError(
-                f"--checkpoints.resume never: {named(self.config.directory)} has checkpoints, the "
+                f"--checkpoints.resume never: {quote(self.config.directory)} has checkpoints, the "
                 f"latest of step {latest}. Give another --out, or remove them."
             )
         if latest is None:
-            self.state = self._fresh()
+            self.state = self._new_state()
             return
-        found = self._restored()
-        self.state, self.first = found.state, int(found.step)
-        step = self.config.directory / CHECKPOINTS / str(found.step)
-        self.skipped = go_on(self.parts.data, found.data, step)
-        self.screen.say(f"going on after step {self.first} of {named(self.config.directory)}")
-        before = hfjax.recorded(self.config.directory / CHECKPOINTS, step=self.first)["config"]
-        for words in self._changes(before, found.data):
-            self.screen.say(words)
+        checkpoint = self._restore()
+        self.state, self.first_step = checkpoint.state, int(checkpoint.step)
+        step = self.config.directory / CHECKPOINTS / str(checkpoint.step)
+        self.skipped_steps = restore_loader(self.components.data, checkpoint.data, step)
+        self.screen.say(f"going on after step {self.first_step} of {quote(self.config.directory)}")
+        old_config = hfjax.recorded(self.config.directory / CHECKPOINTS, step=self.first_step)[
+            "config"
+        ]
+        for text in self._change_notes(old_config, checkpoint.data):
+            self.screen.say(text)
 
-    def _changes(self, before: Any, position: dict[str, Any]) -> Iterator[str]:
+    def _change_notes(self, old_config: Any, position: dict[str, Any]) -> Iterator[str]:
         """Yield what is not as it was when the checkpoint was saved that this call goes on from."""
-        if changes := config_io.changes(self.config, before):
+        if changes := config_io.setting_changes(self.config, old_config):
             yield f"settings that changed: {', '.join(changes)}"
-        if start := config_io.other_start(self.config, before):
+        if start := config_io.changed_start(self.config, old_config):
             yield (
-                f"--checkpoints.start {named(start)} is not read: {named(self.config.directory)} "
+                f"--checkpoints.start {quote(start)} is not read: {quote(self.config.directory)} "
                 "has checkpoints. To begin with its parameters: --out ANOTHER"
             )
         if "valid" in position and position["valid"] != self._valid_identity:
             yield (
                 "the data to validate on is not what it was: do not compare losses of validations "
-                f"after step {self.first} with those before"
+                f"after step {self.first_step} with those before"
             )
 
     @property
     def _valid_identity(self) -> Any:
         """What the data to validate on is; None: there is none."""
-        return None if self.parts.valid is None else self.parts.valid.identity["data"]
+        return None if self.components.valid is None else self.components.valid.identity["data"]
 
-    def _restored(self) -> hfjax.Restored:
+    def _restore(self) -> hfjax.Restored:
         directory = self.config.directory
         restore = partial(self.checkpoints.restore, on_damage="previous")
-        return restored(restore, self.config, directory / CHECKPOINTS, resumes=True)
+        return restore_or_explain(restore, self.config, directory / CHECKPOINTS, is_resumed=True)
 
-    def _fresh(self) -> hfjax.State:
-        other, layout = self.config.checkpoints.start, self.parts.layout
-        if other is None:
-            return self._begun()
-        steps = Path(agreed(lambda: str(steps_of(Path(other)))))
+    def _new_state(self) -> hfjax.State:
+        source, layout = self.config.checkpoints.start, self.components.layout
+        if source is None:
+            return self._init_state()
+        steps = Path(run_on_first(lambda: str(find_steps(Path(source)))))
         restore = partial(hfjax.restore, steps, layout, parameters_only=True)
-        found = restored(restore, self.config, steps)
-        self.screen.say(f"starting with the parameters of {named(other)}, step {found.step}")
-        return found.state
+        checkpoint = restore_or_explain(restore, self.config, steps)
+        self.screen.say(f"starting with the parameters of {quote(source)}, step {checkpoint.step}")
+        return checkpoint.state
 
-    def _begun(self) -> hfjax.State:
+    def _init_state(self) -> hfjax.State:
         """Return a state of the seed, or of the weights that the task has for it."""
-        seed, schedule = self.config.seed, self.parts.schedule
-        given = self.config.model.pretrained or self.config.model.weights
-        doing = f"reading {named(given)}" if given else "compiling what makes the parameters"
-        with waiting(doing):
-            found = self.parts.task.begun(self.parts.layout, seed, schedule)
-            if found is None:
-                return hfjax.init(self.parts.layout, seed, schedule)
-        state, said = found
-        for words in said:
-            self.screen.say(words)
-        if self.parts.pretrained is not None:
-            self.begins_with = self.parts.pretrained.folder
-        self.begins_trained = True
+        seed, schedule = self.config.seed, self.components.schedule
+        source = self.config.model.pretrained or self.config.model.weights
+        doing = f"reading {quote(source)}" if source else "compiling what makes the parameters"
+        with show_waiting(doing):
+            initial = self.components.task.init_from_weights(self.components.layout, seed, schedule)
+            if initial is None:
+                return hfjax.init(self.components.layout, seed, schedule)
+        state, lines = initial
+        for text in lines:
+            self.screen.say(text)
+        if self.components.pretrained is not None:
+            self.source_folder = self.components.pretrained.folder
+        self.has_trained_weights = True
         return state
 
     # -- steps ----------------------------------------------------------------------------
 
-    def go(self, stop: Stop) -> Result:
+    def run_steps(self, stop: Stop) -> Result:
         """Run the steps that are left."""
-        began, unread, done = time.monotonic(), deque[Any](), self.first
+        began, pending, done = time.monotonic(), deque[Any](), self.first_step
         limit = None if self.config.minutes is None else 60 * self.config.minutes
-        if self._validation_is_left() and not stop.agreed():
-            self.validate(self.first)
-        for number in range(self.first, self.config.steps):
+        if self._validates_first() and not stop.agreed():
+            self.validate(self.first_step)
+        for number in range(self.first_step, self.config.steps):
             if stop.agreed():
                 break
             self.watchdog.beat(f"reading the batch of step {number}")
-            with self.speed.reading():
-                batch = next(self.parts.data, None)
+            with self.speed.waiting_for_batch():
+                batch = next(self.components.data, None)
             if batch is None:
                 self.screen.say(f"the data ends after {self.config.data.epochs} epochs")
                 break
-            self.profile.before(number)
+            self.profile.before_step(number)
             self.watchdog.beat(f"step {number}")
-            unread.append(self._step(batch))
-            self.speed.begin(unread[-1]["step"])
-            while len(unread) > LAG:
-                self._tell(unread.popleft())
+            pending.append(self._step(batch))
+            self.speed.begin(pending[-1]["step"])
+            while len(pending) > LAG:
+                self._log_step(pending.popleft())
             done = number + 1
             if limit is not None and time.monotonic() - began > limit:
                 stop.request()
-            valid = self._due(done, self._valid_every) and done < self.config.steps
+            valid = self._is_due(done, self._valid_every) and done < self.config.steps
             if valid and not stop.agreed():  # who is told to stop saves and leaves
-                self._tell_all(unread)
+                self._log_all(pending)
                 self.validate(done)
-            if self._due(done, self._save_every) and done < self.config.steps:
-                self._tell_all(unread)  # a step that was not finite is no step to save
+            if self._is_due(done, self._save_every) and done < self.config.steps:
+                self._log_all(pending)  # a step that was not finite is no step to save
                 self.save(done)
-        self._tell_all(unread)
-        return self._end(done, stop.reason)
+        self._log_all(pending)
+        return self._finish(done, stop.reason)
 
     def _step(self, batch: Any) -> Any:
         """Do a step, and return its metrics, which may not be computed yet.
 
         The first one is waited for: here or in another process it compiles.
         """
-        first = "the first step" not in self.begun
+        first = "the first step" not in self.compiled_phases
         with self._phase("the first step") if first else nullcontext():
-            self.state, metrics = self.parts.step(self.state, batch)
+            self.state, metrics = self.components.step(self.state, batch)
             metrics = jax.block_until_ready(metrics) if first else metrics
-        if first and (choice := self.parts.step.context):
-            self.screen.say(f"{choice}\n{work_of(choice.deal, batch)}")
-        if first and (dispatch := self.parts.step.experts):
+        if first and (choice := self.components.step.context):
+            self.screen.say(f"{choice}\n{describe_work(choice.seq_layout, batch)}")
+        if first and (dispatch := self.components.step.experts):
             self.screen.say(str(dispatch))
         return metrics
 
     @contextmanager
     def _phase(self, doing: str) -> Iterator[None]:
         """Let the watchdog wait for what is long, and say so; the first time it compiles."""
-        limit = WRITING if doing in self.begun else COMPILING
-        self.begun.add(doing)
-        said = f"compiling {doing}" if doing.startswith("the first") else doing
-        with self.watchdog.allow(limit, doing), self.screen.busy(said):
+        limit = WRITING if doing in self.compiled_phases else COMPILING
+        self.compiled_phases.add(doing)
+        message = f"compiling {doing}" if doing.startswith("the first") else doing
+        with self.watchdog.allow(limit, doing), self.screen.busy(message):
             yield
 
-    def _due(self, done: int, every: int) -> bool:
+    def _is_due(self, done: int, every: int) -> bool:
         return every > 0 and done % every == 0
 
-    def _validation_is_left(self) -> bool:
+    def _validates_first(self) -> bool:
         """Return whether to validate before the first step: weights of others, or after a stop."""
-        every, done = self._valid_every, self.first
-        after_stop = done > 0 and (self._due(done, every) or done == self.config.steps)
-        if not every or not (self.begins_trained or after_stop):
+        every, done = self._valid_every, self.first_step
+        after_stop = done > 0 and (self._is_due(done, every) or done == self.config.steps)
+        if not every or not (self.has_trained_weights or after_stop):
             return False
-        return agreed(lambda: self.journal is None or done not in self.journal.validated)
+        return run_on_first(
+            lambda: self.metrics_writer is None or done not in self.metrics_writer.validated_steps
+        )
 
     @cached_property
     def _valid_every(self) -> int:
@@ -423,50 +434,54 @@ class Run:
         every = self.config.checkpoints.every
         return max(self.config.steps // 10, 25) if every is None else every
 
-    def _tell_all(self, unread: deque) -> None:
-        while unread:
-            self._tell(unread.popleft())
-        self.parts.step.check(self.state)
+    def _log_all(self, pending: deque) -> None:
+        while pending:
+            self._log_step(pending.popleft())
+        self.components.step.check(self.state)
 
-    def _tell(self, metrics: Any) -> None:
+    def _log_step(self, metrics: Any) -> None:
         """Read the metrics of a step, which is done then, and tell them."""
         numbers = {name: x for name, x in metrics.items() if not x.shape}
-        read = {name: float(x) for name, x in numbers.items() if name not in UNREAD}
+        values = {name: float(x) for name, x in numbers.items() if name not in NOT_LOGGED}
         step, skips = int(metrics["step"]), not bool(metrics["finite"])
         self.watchdog.beat(f"step {step + 1}")
-        self.profile.after(step)
-        self.speed.count()
+        self.profile.after_step(step)
+        self.speed.count_step()
         self.screen.advance()
-        self.last = {"step": step, **read, "lr": float(self.parts.rate(step - self.skipped))}
-        self.skipped += skips
-        if self._due(step + 1, self.config.log.every):
-            self.last |= self.speed.look()
-            left = self.speed.left(self.config.steps - step - 1)
-            self.screen.say(line(self.last, self.config.steps, left))
-        if self.journal is not None:
-            self.journal.write(**self.last)
+        self.metrics = {
+            "step": step,
+            **values,
+            "lr": float(self.components.rate(step - self.skipped_steps)),
+        }
+        self.skipped_steps += skips
+        if self._is_due(step + 1, self.config.log.every):
+            self.metrics |= self.speed.measure()
+            left = self.speed.seconds_left(self.config.steps - step - 1)
+            self.screen.say(step_line(self.metrics, self.config.steps, left))
+        if self.metrics_writer is not None:
+            self.metrics_writer.write(**self.metrics)
 
     # -- between steps --------------------------------------------------------------------
 
     def validate(self, done: int) -> None:
         """Tell the loss on the validation set."""
-        if self.parts.valid is None or self.validated == done:
+        if self.components.valid is None or self.validated_step == done:
             return
         self.speed.pause()
         beat = partial(self.watchdog.beat, "validating")
         beat()
-        if "the first validation" not in self.begun:
-            batch = self.parts.valid.at(0)
+        if "the first validation" not in self.compiled_phases:
+            batch = self.components.valid.at(0)
             with self._phase("the first validation"):
-                jax.block_until_ready(self.parts.evaluate(self._judged, batch))
-        found = self.parts.validated(self._judged, self.config.log.valid_batches, beat)
-        self.valid_loss, self.validated = found.loss, done
-        self.screen.say(validation(done, found.line))
-        if self.journal is not None:
-            self.journal.write(done, valid_loss=found.loss, **found.numbers)
+                jax.block_until_ready(self.components.evaluate(self._eval_state, batch))
+        scores = self.components.validated(self._eval_state, self.config.log.valid_batches, beat)
+        self.valid_loss, self.validated_step = scores.loss, done
+        self.screen.say(validation_line(done, scores.line))
+        if self.metrics_writer is not None:
+            self.metrics_writer.write(done, valid_loss=scores.loss, **scores.numbers)
 
     @property
-    def _judged(self) -> hfjax.State:
+    def _eval_state(self) -> hfjax.State:
         """The state to validate: with the average of the parameters, if there is one."""
         return self.state if self.config.optimizer.ema is None else averaged(self.state)
 
@@ -475,46 +490,46 @@ class Run:
         if self.config.checkpoints.keep_best:
             self.validate(done)
         self.speed.pause()
-        metrics = {"valid_loss": self.valid_loss} if self.validated == done else {}
-        position = {"data": self.parts.data.state(), "skipped": self.skipped}
+        metrics = {"valid_loss": self.valid_loss} if self.validated_step == done else {}
+        position = {"data": self.components.data.state(), "skipped": self.skipped_steps}
         position["valid"] = self._valid_identity
         with self._phase("saving a checkpoint"):
             self.checkpoints.save(self.state, data=position, metrics=metrics)
-        self.saved = done
+        self.saved_step = done
         if speaks() and not (self.config.directory / CONFIG).exists():  # moved or deleted: anew
             self._save_files(self.config.directory)
 
     # -- at the end -----------------------------------------------------------------------
 
-    def _end(self, done: int, reason: str | None) -> Result:
-        if done > self.first and reason is None and self._valid_every:
+    def _finish(self, done: int, reason: str | None) -> Result:
+        if done > self.first_step and reason is None and self._valid_every:
             self.validate(done)
-        if done > self.first and self.saved != done:
+        if done > self.first_step and self.saved_step != done:
             self.save(done)
         with self._phase("writing the last checkpoint"):
             self.checkpoints.wait()
-        if done > self.first and reason is None:
+        if done > self.first_step and reason is None:
             self._sample()
-        self._say_end(done, reason)
-        return Result(self.state, done, self.last.get("loss"), self.valid_loss, reason)
+        self._print_summary(done, reason)
+        return Result(self.state, done, self.metrics.get("loss"), self.valid_loss, reason)
 
     def _sample(self) -> None:
         """Show what the model writes."""
-        if not (count := self.config.log.sample) or not self.parts.reads_text:
+        if not (count := self.config.log.sample) or not self.components.reads_text:
             return
         with self._phase("writing a sample"):
-            text = self.parts.written(self._judged, PROMPT, count, Sampling())
+            text = self.components.written(self._eval_state, PROMPT, count, Sampling())
         self.screen.say(f"what it writes after {PROMPT!r}:")
         self.screen.say(text)
 
-    def _say_end(self, done: int, reason: str | None) -> None:
-        for loader in (self.parts.data, self.parts.valid):
-            for words in [] if loader is None else self.parts.task.after(loader):
-                self.screen.say(words)
-        directory = named(self.config.directory)
+    def _print_summary(self, done: int, reason: str | None) -> None:
+        for loader in (self.components.data, self.components.valid):
+            for text in [] if loader is None else self.components.task.closing_lines(loader):
+                self.screen.say(text)
+        directory = quote(self.config.directory)
         if reason is not None:
             self.screen.say(f"stopped after step {done} ({reason}); start again to go on")
-        elif done == self.first:
+        elif done == self.first_step:
             ended = done < self.config.steps  # the data has
             more = f"--data.epochs {2 * (self.config.data.epochs or 1)}"
             more = more if ended else f"--steps {2 * done}"
@@ -524,7 +539,7 @@ class Run:
                 "with its parameters"
             )
         else:
-            there = (self.config.directory / metrics_file.METRICS).exists()
+            has_metrics = (self.config.directory / metrics_file.METRICS).exists()
             lost = "but no metrics: it was moved or deleted while the run went on"
-            what = f"the checkpoints{' and metrics' if there else f', {lost}'}"
-            self.screen.say(f"done: {done} steps; {directory} has {what}")
+            outputs = f"the checkpoints{' and metrics' if has_metrics else f', {lost}'}"
+            self.screen.say(f"done: {done} steps; {directory} has {outputs}")

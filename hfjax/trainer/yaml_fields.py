@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import yaml
 from yaml.constructor import ConstructorError
 
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 
 # What YAML 1.1 would guess: 5:8 is 308, 010 is 8, 3e-4 a text.
-GUESSED = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
-MOST = 100_000  # characters that aliases (`*name`, also after `<<`) may stand for
+GUESSED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
+MAX_EXPANDED = 100_000  # characters that aliases (`*name`, also after `<<`) may stand for
 
 
 class Lined(dict):
@@ -25,54 +25,54 @@ class _Loader(yaml.SafeLoader):
     """Reads numbers and dates as text; refuses a key that is there twice."""
 
     yaml_implicit_resolvers: ClassVar = {
-        first: [pair for pair in pairs if pair[0] not in GUESSED]
+        first: [pair for pair in pairs if pair[0] not in GUESSED_TAGS]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> Lined:
-    found = Lined()
-    seen = set()
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Lined:
+    mapping = Lined()
+    keys = set()
     for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-        if key.value in seen:
-            raise ConstructorError(None, None, f"{named(key.value)} is there twice", key.start_mark)
-        seen.add(key.value)
+        if key.value in keys:
+            raise ConstructorError(None, None, f"{quote(key.value)} is there twice", key.start_mark)
+        keys.add(key.value)
     loader.flatten_mapping(node)  # what `<<` merges comes first
     for key, value in node.value:
         name = loader.construct_object(key, deep=True)
         if not isinstance(name, Hashable):
             raise ConstructorError(None, None, "a name is expected", key.start_mark)
-        found[name] = loader.construct_object(value, deep=True)
-        found.lines[name] = key.start_mark.line + 1
-    return found
+        mapping[name] = loader.construct_object(value, deep=True)
+        mapping.lines[name] = key.start_mark.line + 1
+    return mapping
 
 
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 
 
-def _written_out(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
+def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
     """Return how many characters a node has where each alias is written out."""
     if isinstance(node, yaml.ScalarNode):
         return 1 + len(node.value)
-    if node not in known:
-        known[node] = None  # until it is counted
-        parts = node.value
+    if node not in sizes:
+        sizes[node] = None  # until it is counted
+        children = node.value
         if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in parts for part in pair]
-        known[node] = 1 + sum(_written_out(part, known) for part in parts)
-    if (size := known[node]) is None:
+            children = [child for pair in children for child in pair]
+        sizes[node] = 1 + sum(_expanded_size(child, sizes) for child in children)
+    if (size := sizes[node]) is None:
         raise ConstructorError(None, None, "found unconstructable recursive node", node.start_mark)
     return size
 
 
 def _check_aliases(node: yaml.Node, text: str) -> None:
     """Refuse aliases of aliases that grow without end: a line each may double what there is."""
-    if _written_out(node, {}) > len(text) + MOST:
-        what = f"its aliases (*name), written out, are more than {MOST} characters"
-        raise ConstructorError(None, None, what, node.start_mark)
+    if _expanded_size(node, {}) > len(text) + MAX_EXPANDED:
+        problem = f"its aliases (*name), written out, are more than {MAX_EXPANDED} characters"
+        raise ConstructorError(None, None, problem, node.start_mark)
 
 
-def parsed(text: str, where: str) -> Any:
+def parse_yaml(text: str, label: str) -> Any:
     """Return what YAML says, numbers as text; a fault is a ValueError with its line."""
     try:
         loader = _Loader(text)
@@ -83,8 +83,8 @@ def parsed(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as wrong:
         mark = wrong.problem_mark or wrong.context_mark
         line = "" if mark is None else f":{mark.line + 1}"
-        raise ValueError(f"{where}{line} is no YAML: {wrong.problem or wrong.context}.") from None
+        raise ValueError(f"{label}{line} is no YAML: {wrong.problem or wrong.context}.") from None
     except RecursionError:
-        raise ValueError(f"{where} is no YAML that can be read: it is nested too deeply.") from None
+        raise ValueError(f"{label} is no YAML that can be read: it is nested too deeply.") from None
     except Exception as wrong:  # of a tag like !!int, PyYAML raises whatever comes
-        raise ValueError(f"{where} is no YAML: {named(str(wrong).splitlines()[0])}.") from None
+        raise ValueError(f"{label} is no YAML: {quote(str(wrong).splitlines()[0])}.") from None

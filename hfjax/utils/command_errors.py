@@ -1,6 +1,6 @@
 """How a command ends: exit status, mistakes on standard error, packages that are not installed.
 
-Training needs neither grain nor tyro, so modules that do are imported with `imported`.
+Training needs neither grain nor tyro, so modules that do are imported with `import_or_explain`.
 """
 
 import os
@@ -11,66 +11,66 @@ from importlib import import_module
 from types import ModuleType
 from typing import IO, Any, TextIO, cast
 
-from hfjax.utils.tables import harmless
+from hfjax.utils.tables import escape_controls
 
 FAILED = 1  # what was asked for went wrong
 MISTAKE = 2  # what was given cannot be; argparse and tyro use the same
 # Told without a traceback.
-WORDS = (ValueError, FloatingPointError, TimeoutError, OSError, MemoryError)
+EXPECTED_ERRORS = (ValueError, FloatingPointError, TimeoutError, OSError, MemoryError)
 
 
 @contextmanager
-def ending_in_words(name: str) -> Iterator[None]:
+def report_errors(name: str) -> Iterator[None]:
     """Run `hfjax NAME`; what is wrong is said on standard error, and by the exit status."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        raise SystemExit(nobody_reads()) from None
-    except WORDS as wrong:
-        raise SystemExit(_told(name, wrong)) from None
+        raise SystemExit(close_stdout()) from None
+    except EXPECTED_ERRORS as wrong:
+        raise SystemExit(_report_error(name, wrong)) from None
 
 
-def carried_out(name: str, act: Callable[[], int | None]) -> int:
-    """Run what `hfjax NAME` does; return its exit status: what `act` returns, or 0 for None."""
+def run_command(name: str, action: Callable[[], int | None]) -> int:
+    """Run what `hfjax NAME` does; return its exit status: what `action` returns, or 0 for None."""
     try:
-        status = act()
+        status = action()
         sys.stdout.flush()
     except BrokenPipeError:
-        return nobody_reads()
-    except WORDS as wrong:
-        return _told(name, wrong)
+        return close_stdout()
+    except EXPECTED_ERRORS as wrong:
+        return _report_error(name, wrong)
     return status or 0
 
 
-def _told(name: str, wrong: Exception) -> int:
+def _report_error(name: str, wrong: Exception) -> int:
     """Say what is wrong; return the exit status."""
     notes = getattr(wrong, "__notes__", [])
-    more = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
+    more = [line for line in notes if not line.startswith("-----")]  # jax on its traceback
     first = f"hfjax {name}: {str(wrong) or 'memory is full'}"
-    print(harmless("\n".join([first, *more])), file=sys.stderr)
+    print(escape_controls("\n".join([first, *more])), file=sys.stderr)
     return MISTAKE if isinstance(wrong, ValueError) else FAILED
 
 
-def nobody_reads() -> int:
+def close_stdout() -> int:
     """Return the exit status when the reader of standard output has seen enough."""
-    to_nowhere(sys.stdout)
+    redirect_to_null(sys.stdout)
     return FAILED
 
 
-def to_nowhere(stream: IO) -> None:
+def redirect_to_null(stream: IO) -> None:
     """Let what a stream still holds, and what follows, go nowhere: the exit would fail to write."""
     with suppress(OSError, ValueError):  # it has no descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
-class _Surviving:
+class _TolerantStream:
     """A stream; when it cannot be written, `lost` is told, and what follows goes nowhere."""
 
-    def __init__(self, stream: TextIO, lost: Callable[[OSError], Any]) -> None:
-        self._stream, self._lost = stream, lost
+    def __init__(self, stream: TextIO, hook: Callable[[OSError], Any]) -> None:
+        self._stream, self._hook = stream, hook
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))
@@ -79,30 +79,30 @@ class _Surviving:
     def flush(self) -> None:
         self._try(self._stream.flush)
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         try:
-            act()
+            action()
         except BlockingIOError:
             return  # its reader is slow, and it does not wait: what is kept is written later
         except OSError as error:
-            to_nowhere(self._stream)
-            self._lost(error)
+            redirect_to_null(self._stream)
+            self._hook(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def surviving(
-    stream: TextIO | None, lost: Callable[[OSError], Any] = lambda _: None
+def tolerant_stream(
+    stream: TextIO | None, hook: Callable[[OSError], Any] = lambda _: None
 ) -> TextIO | None:
-    """Return a stream that raises no error when it cannot be written, but calls `lost` with it."""
-    return None if stream is None else cast("TextIO", _Surviving(stream, lost))
+    """Return a stream that raises no error when it cannot be written, but calls `hook` with it."""
+    return None if stream is None else cast("TextIO", _TolerantStream(stream, hook))
 
 
-def imported(module: str, what: str) -> ModuleType:
+def import_or_explain(module: str, caller: str) -> ModuleType:
     """Return a module of hfjax, imported now; a package that it needs and is not there is named.
 
-    >>> imported("hfjax.utils.command_errors", "this line").__name__
+    >>> import_or_explain("hfjax.utils.command_errors", "this line").__name__
     'hfjax.utils.command_errors'
     """
     try:
@@ -112,16 +112,16 @@ def imported(module: str, what: str) -> ModuleType:
         if package == "hfjax":
             raise
         raise ModuleNotFoundError(
-            f"{what} needs the package {package}, which is not installed: pip install {package}, "
+            f"{caller} needs the package {package}, which is not installed: pip install {package}, "
             "or activate the environment that has it (source .venv/bin/activate)",
             name=missing.name,
         ) from missing
 
 
-def optional(module: str, what: str, extra: str) -> ModuleType:
+def import_optional(module: str, caller: str, extra: str) -> ModuleType:
     """Return a module of a package that hfjax does not need; or say which extra brings it.
 
-    >>> optional("json", "this line", "text").__name__
+    >>> import_optional("json", "this line", "text").__name__
     'json'
     """
     try:
@@ -129,4 +129,4 @@ def optional(module: str, what: str, extra: str) -> ModuleType:
     except ImportError:
         package = {"PIL": "pillow"}.get(name := module.split(".")[0], name)
         how = f"pip install 'hfjax[{extra}]'"
-        raise ValueError(f"{what} needs the package {package}: {how}") from None
+        raise ValueError(f"{caller} needs the package {package}: {how}") from None

@@ -9,46 +9,46 @@ from jax import lax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def project(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+def project(constrain: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
     """Return x @ kernel; the gradient of the kernel contracts rows flattened to one dimension.
 
     Two contracted dimensions are slow on a CPU. Only operands are flattened, never a result, so
-    that a partial sum can still be scattered along the sequence. `place` puts the cotangent.
+    that a partial sum can still be scattered along the sequence. `constrain` puts the cotangent.
     """
     return x_BSI @ kernel_IO
 
 
-def _forward(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> tuple:
+def _forward(constrain: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> tuple:
     return x_BSI @ kernel_IO, (x_BSI, kernel_IO)
 
 
-def _backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array) -> tuple:
+def _backward(constrain: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array) -> tuple:
     x_BSI, kernel_IO = saved
-    dy = place(dy_BSO)
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-    gradients = dy @ kernel_IO.T, rows(x_BSI).T @ rows(dy)
-    return tuple(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=True))
+    dy = constrain(dy_BSO)
+    flatten_batch = lambda a: a.reshape(-1, a.shape[-1])
+    grads = dy @ kernel_IO.T, flatten_batch(x_BSI).T @ flatten_batch(dy)
+    return tuple(g.astype(x.dtype) for g, x in zip(grads, saved, strict=True))
 
 
 project.defvjp(_forward, _backward)
 
 
-def countable(tokens: jax.Array) -> jax.Array:
+def widen_tokens(tokens: jax.Array) -> jax.Array:
     """Return whole numbers in 32 bits or more: those of bytes end before a vocabulary does.
 
-    >>> countable(jnp.uint8(255)) + 1
+    >>> widen_tokens(jnp.uint8(255)) + 1
     Array(256, dtype=int32)
     """
-    short = jnp.issubdtype(tokens.dtype, jnp.integer) and tokens.dtype.itemsize < 4
-    return tokens.astype(jnp.int32) if short else tokens
+    is_short = jnp.issubdtype(tokens.dtype, jnp.integer) and tokens.dtype.itemsize < 4
+    return tokens.astype(jnp.int32) if is_short else tokens
 
 
-def logits_of(
-    place: Callable, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, cap: float = 0.0
+def head_logits(
+    constrain: Callable, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, cap: float = 0.0
 ) -> jax.Array:
     """Return x @ kernel.T, placed by vocabulary; entries that pad the vocabulary are masked."""
-    by_vocab = partial(place, names=("batch", None, "vocab"))
-    logits = by_vocab(project(by_vocab, x_BSD, kernel_VD.T))
+    constrain_vocab = partial(constrain, names=("batch", None, "vocab"))
+    logits = constrain_vocab(project(constrain_vocab, x_BSD, kernel_VD.T))
     logits = cap * jnp.tanh(logits / cap) if cap else logits  # a soft one
     if logits.shape[-1] == vocab:
         return logits

@@ -4,12 +4,12 @@ import os
 from collections import deque
 from pathlib import Path
 
-IMAGES = (
+IMAGE_SUFFIXES = (
     *(".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm"),
     *(".tif", ".tiff", ".webp"),
 )
-LITTER = ("thumbs.db", "desktop.ini", "__macosx")  # what systems leave behind
-FOLDERS, ENTRIES = 200, 100  # so many folders are looked into, and so many names in each
+SYSTEM_NAMES = ("thumbs.db", "desktop.ini", "__macosx")  # what systems leave behind
+MAX_FOLDERS, MAX_ENTRIES = 200, 100  # so many folders are looked into, and so many names in each
 
 
 def is_image(name: str) -> bool:
@@ -18,16 +18,16 @@ def is_image(name: str) -> bool:
     >>> is_image("cat/1.JPG"), is_image("classes.txt")
     (True, False)
     """
-    return name.lower().endswith(IMAGES)
+    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def is_litter(name: str) -> bool:
+def is_system_file(name: str) -> bool:
     """Return whether a file or folder is hidden, or something that a system left behind.
 
-    >>> is_litter(".DS_Store"), is_litter("Thumbs.db"), is_litter("cat")
+    >>> is_system_file(".DS_Store"), is_system_file("Thumbs.db"), is_system_file("cat")
     (True, True, False)
     """
-    return name.startswith(".") or name.lower() in LITTER
+    return name.startswith(".") or name.lower() in SYSTEM_NAMES
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -38,26 +38,26 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def holds_images(folder: Path) -> bool:
+def contains_images(folder: Path) -> bool:
     """Return whether images lie in a folder or in folders of it; large ones are sampled.
 
-    >>> holds_images(Path("/nowhere"))
+    >>> contains_images(Path("/nowhere"))
     False
     """
-    waiting, looked = deque([folder]), 0
-    while waiting and looked < FOLDERS:
-        inside, looked = _beginning(waiting.popleft()), looked + 1
-        folders = [Path(entry.path) for entry in inside if is_folder(entry)]
-        if any(is_image(entry.name) and os.path.isfile(entry.path) for entry in inside):
+    queue, num_searched = deque([folder]), 0
+    while queue and num_searched < MAX_FOLDERS:
+        entries, num_searched = _first_entries(queue.popleft()), num_searched + 1
+        folders = [Path(entry.path) for entry in entries if is_folder(entry)]
+        if any(is_image(entry.name) and os.path.isfile(entry.path) for entry in entries):
             return True
-        waiting.extend(folders)
+        queue.extend(folders)
     return False
 
 
-def _beginning(folder: Path) -> list[os.DirEntry[str]]:
+def _first_entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            pairs = zip(range(ENTRIES), entries, strict=False)
-            return [entry for _, entry in pairs if not is_litter(entry.name)]
+            pairs = zip(range(MAX_ENTRIES), entries, strict=False)
+            return [entry for _, entry in pairs if not is_system_file(entry.name)]
     except OSError:
         return []

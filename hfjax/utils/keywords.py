@@ -17,9 +17,9 @@ import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Kind = TypeVar("Kind", bound=type)
+ClassT = TypeVar("ClassT", bound=type)
 NEAREST = " (nearest: {})"
-SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LONG_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -27,17 +27,17 @@ def closest(name: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
-def nearest_of(name: str, known: Iterable[str], words: str = " Did you mean {}?") -> str:
+def name_hint(name: str, known: Iterable[str], question: str = " Did you mean {}?") -> str:
     """Return a question after the name that is most like one that is not there.
 
-    >>> nearest_of("acumulate", ["clip", "accumulate"])
+    >>> name_hint("acumulate", ["clip", "accumulate"])
     ' Did you mean accumulate?'
     """
     near = closest(name, known)
-    return words.format(near) if near else ""
+    return question.format(near) if near else ""
 
 
-def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(owner: str, keywords: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a keyword that is none of those that are known.
 
     >>> check_keywords("train_step", ["clp"], ["clip", "remat"])
@@ -45,33 +45,33 @@ def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> Non
     TypeError: train_step has no keyword 'clp'. Did you mean clip? All: clip, remat.
     """
     known = list(known)
-    for name in given:
+    for name in keywords:
         if name not in known:
-            near = nearest_of(name, known)
-            raise TypeError(f"{what} has no keyword {name!r}.{near} All: {', '.join(known)}.")
+            near = name_hint(name, known)
+            raise TypeError(f"{owner} has no keyword {name!r}.{near} All: {', '.join(known)}.")
 
 
-def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
+def strict_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function; a keyword that it does not have is refused with those that it has."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
-    what, check = function.__qualname__.removesuffix(".__init__"), check_keywords
+    owner, check = function.__qualname__.removesuffix(".__init__"), check_keywords
 
     def call(*args: Any, **keywords: Any) -> Any:
-        check(what, keywords, known)
+        check(owner, keywords, known)
         return function(*args, **keywords)
 
     # With the globals of its module, by which doctest finds the functions of a module.
-    given = call.__code__, function.__globals__, function.__name__, None, call.__closure__
-    return functools.wraps(function)(FunctionType(*given))
+    code_parts = call.__code__, function.__globals__, function.__name__, None, call.__closure__
+    return functools.wraps(function)(FunctionType(*code_parts))
 
 
-def known_fields(kind: Kind) -> Kind:
+def strict_fields(cls: ClassT) -> ClassT:
     """Return the class; a keyword that it does not have is refused with those that it has."""
-    setattr(kind, "__init__", known_keywords(kind.__init__))  # noqa: B010  pyright: it is a method
-    return kind
+    setattr(cls, "__init__", strict_keywords(cls.__init__))  # noqa: B010  pyright: it is a method
+    return cls
 
 
-def meanings(kind: type, indent: int) -> str:
+def attribute_docs(kind: type, indent: int) -> str:
     """Return what the docstring of a class says of its attributes, indented.
 
     >>> class Point:
@@ -80,43 +80,43 @@ def meanings(kind: type, indent: int) -> str:
     ...     Attributes:
     ...         x: To the right.
     ...     '''
-    >>> meanings(Point, 2)
+    >>> attribute_docs(Point, 2)
     '  x: To the right.'
     """
     text = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     return textwrap.indent(textwrap.dedent(text), " " * indent)
 
 
-def dtype_of(what: str, given: Any) -> np.dtype:
+def parse_dtype(name: str, dtype: Any) -> np.dtype:
     """Return the dtype of a name, short or long, or of what is one; refuse what is none."""
     try:
-        return np.dtype(SHORT.get(given, given))
+        return np.dtype(LONG_NAMES.get(dtype, dtype))
     except TypeError:
-        raise ValueError(f"{what}={given!r}: a dtype, float32, bf16 …, is expected.") from None
+        raise ValueError(f"{name}={dtype!r}: a dtype, float32, bf16 …, is expected.") from None
 
 
-def is_whole(value: object, least: int = 1, most: float = math.inf) -> TypeGuard[int]:
+def is_int(value: object, least: int = 1, most: float = math.inf) -> TypeGuard[int]:
     """Return whether a value is a whole number within bounds; true and false are none.
 
-    >>> is_whole(3, 1), is_whole(1.5, 1), is_whole(True, 1), is_whole(0, 1)
+    >>> is_int(3, 1), is_int(1.5, 1), is_int(True, 1), is_int(0, 1)
     (True, False, False, False)
     """
     return isinstance(value, Integral) and is_real(value, least, most)
 
 
-def check_sizes(what: str, settings: object, *names: str) -> None:
+def check_sizes(owner: str, settings: object, *names: str) -> None:
     """Refuse fields that are no positive whole numbers."""
     for name in names:
-        if not is_whole(given := getattr(settings, name), 1):
-            raise ValueError(f"{what}: {name}={given!r}; a whole number, at least 1, is expected.")
+        if not is_int(size := getattr(settings, name), 1):
+            raise ValueError(f"{owner}: {name}={size!r}; a whole number, at least 1, is expected.")
 
 
-def check_seconds(what: str, **given: Any) -> None:
+def check_seconds(owner: str, **seconds: Any) -> None:
     """Refuse times that are no positive numbers of seconds."""
-    for name, value in given.items():
+    for name, value in seconds.items():
         if not (is_real(value, 0, (1 << 31) - 1) and value > 0):
             raise ValueError(
-                f"{what}: {name}={value!r}; a number of seconds above 0, at most {(1 << 31) - 1}, "
+                f"{owner}: {name}={value!r}; a number of seconds above 0, at most {(1 << 31) - 1}, "
                 "is expected."
             )
 

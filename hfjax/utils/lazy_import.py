@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hfjax.utils.command_errors import imported
-from hfjax.utils.keywords import nearest_of
+from hfjax.utils.command_errors import import_or_explain
+from hfjax.utils.keywords import name_hint
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -29,10 +29,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if (module := source.get(name)) is None:
             near = ""
             if not name.startswith("_"):  # what tools probe for
-                near = nearest_of(name, source) or nearest_of(name.upper(), source)
+                near = name_hint(name, source) or name_hint(name.upper(), source)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{near}")
         if module == package:
-            return imported(f"{package}.{name}", f"{package}.{name}")
-        return getattr(imported(module, f"{package}.{name}"), name)
+            return import_or_explain(f"{package}.{name}", f"{package}.{name}")
+        return getattr(import_or_explain(module, f"{package}.{name}"), name)
 
     return get, lambda: sorted({*namespace, *source}), public

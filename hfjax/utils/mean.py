@@ -45,103 +45,105 @@ class Mean:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def as_mean(value: Any, rows: float, what: str = LOSS) -> Mean:
+def as_mean(value: Any, count: float, name: str = LOSS) -> Mean:
     """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
     if isinstance(value, Mean):
-        total = _number(value.total, what) if what != LOSS else _scalar(value.total, what)
-        weight = _number(value.weight, "its weight")
-        weight = _scalar(weight, "its weight") if what == LOSS else _beside(weight, total, what)
+        total = _as_array(value.total, name) if name != LOSS else _as_scalar(value.total, name)
+        weight = _as_array(value.weight, "its weight")
+        weight = (
+            _as_scalar(weight, "its weight") if name == LOSS else _check_weight(weight, total, name)
+        )
         if not isinstance(value.metrics, Mapping):
             kind = type(value.metrics).__name__
             raise ValueError(
-                f"metrics={{…}} of {what}: a dictionary by name is expected, not {kind}."
+                f"metrics={{…}} of {name}: a dictionary by name is expected, not {kind}."
             )
-        inner = {name: _metric(name, v, rows) for name, v in value.metrics.items()}
-        return Mean(total, jax.lax.stop_gradient(weight), inner)
+        metrics = {name: _as_metric(name, v, count) for name, v in value.metrics.items()}
+        return Mean(total, jax.lax.stop_gradient(weight), metrics)
     if isinstance(value, tuple | list | dict):
         raise ValueError(
-            f"{what} is a {type(value).__name__}, which could mean (loss, aux) or (total, weight). "
+            f"{name} is a {type(value).__name__}, which could mean (loss, aux) or (total, weight). "
             "Return a scalar (the mean over the rows), or hfjax.Mean(total, weight, "
             "metrics={…}) for a weighted loss or for further metrics."
         )
-    mean = _scalar(value, what)
+    mean = _as_scalar(value, name)
     mean = mean.astype("float32") if mean.dtype == jnp.float16 else mean  # rows overflow it
-    return Mean(mean * rows, np.asarray(rows, mean.dtype))  # so that nobody sums it over devices
+    return Mean(mean * count, np.asarray(count, mean.dtype))  # so that nobody sums it over devices
 
 
-def metrics_of(mean: Mean) -> dict[str, jax.Array]:
+def mean_metrics(mean: Mean) -> dict[str, jax.Array]:
     """Return the metrics that a mean carries, and its weight."""
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
 
 
-def check_loss(given: object, what: str = LOSS) -> None:
+def check_loss(loss_fn: object, name: str = LOSS) -> None:
     """Refuse what is no loss(outputs, batch)."""
     kind = None
-    if not callable(given) or isinstance(given, type | BuiltinFunctionType):
-        kind = repr(given)
+    if not callable(loss_fn) or isinstance(loss_fn, type | BuiltinFunctionType):
+        kind = repr(loss_fn)
     else:
         try:
-            inspect.signature(given).bind(None, None)
+            inspect.signature(loss_fn).bind(None, None)
         except TypeError:
-            kind = f"a function of {inspect.signature(given)}"
+            kind = f"a function of {inspect.signature(loss_fn)}"
         except ValueError:  # some of C do not tell
             return
     if kind is not None:
         raise ValueError(
-            f"{what} is {kind}: a function of (outputs, batch) is expected, which returns the mean "
+            f"{name} is {kind}: a function of (outputs, batch) is expected, which returns the mean "
             "over the rows, or hfjax.Mean(total, weight)."
         )
 
 
-OF_SCALE = ("loss_scale", "skipped_steps", "loss_scale_overflow", "loss_scale_exhausted")
-SCALE, SKIPPED, OVERFLOW, EXHAUSTED = OF_SCALE
-RESERVED = ("loss", "grad_norm", "weight", "finite", "step", *OF_SCALE)  # a step tells these
+SCALE_METRICS = ("loss_scale", "skipped_steps", "loss_scale_overflow", "loss_scale_exhausted")
+SCALE, SKIPPED, OVERFLOW, EXHAUSTED = SCALE_METRICS
+RESERVED = ("loss", "grad_norm", "weight", "finite", "step", *SCALE_METRICS)  # a step tells these
 
 
-def _metric(name: str, value: Any, rows: float) -> Mean:
+def _as_metric(name: str, value: Any, count: float) -> Mean:
     if name in RESERVED:
         raise ValueError(f"metric {name!r}: the step tells this itself. Choose another name.")
-    mean = as_mean(value, rows, f"metric {name!r}")
+    mean = as_mean(value, count, f"metric {name!r}")
     if mean.metrics:
         raise ValueError(f"metric {name!r} carries metrics of its own: put all in the loss's Mean.")
     return mean
 
 
-def _scalar(value: Any, what: str) -> jax.Array:
+def _as_scalar(value: Any, name: str) -> jax.Array:
     """Return a number, or refuse what is none."""
-    array = _number(value, what)
+    array = _as_array(value, name)
     if array.shape != ():
         raise ValueError(
-            f"{what} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "
+            f"{name} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "
             "Take the mean over the rows, or return hfjax.Mean(sum of the losses, their number)."
         )
     return array
 
 
-def _beside(weight: jax.Array, total: jax.Array, what: str) -> jax.Array:
+def _check_weight(weight: jax.Array, total: jax.Array, name: str) -> jax.Array:
     """Return the weight of a metric, or refuse one that does not fit its total."""
     fits = weight.ndim in (0, total.ndim) and all(
         n in (1, m) for n, m in zip(weight.shape, total.shape if weight.ndim else (), strict=True)
     )
     if not fits:
         raise ValueError(
-            f"{what}: a weight of shape {weight.shape} beside a total of shape {total.shape}: a "
+            f"{name}: a weight of shape {weight.shape} beside a total of shape {total.shape}: a "
             "number is expected, or as many dimensions, each of that size or 1."
         )
     return weight
 
 
-def _number(value: Any, what: str) -> jax.Array:
+def _as_array(value: Any, name: str) -> jax.Array:
     """Return an array of numbers, or refuse what is none."""
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{what} is of type {type(value).__name__}: a scalar is expected. Return the mean over "
+            f"{name} is of type {type(value).__name__}: a scalar is expected. Return the mean over "
             "the rows, or hfjax.Mean(sum of the losses, their number)."
         ) from None
-    loss = what == LOSS
-    if not jnp.issubdtype(array.dtype, jnp.floating if loss else jnp.number):
-        kind = "real floating-point number" if loss else "number"
-        raise ValueError(f"{what} is {array.dtype}: a {kind} is expected.")
+    is_loss = name == LOSS
+    if not jnp.issubdtype(array.dtype, jnp.floating if is_loss else jnp.number):
+        kind = "real floating-point number" if is_loss else "number"
+        raise ValueError(f"{name} is {array.dtype}: a {kind} is expected.")
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))

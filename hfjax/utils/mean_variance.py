@@ -5,27 +5,27 @@ import jax.numpy as jnp
 
 
 @jax.custom_jvp
-def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return mean and variance over all dimensions but the last, of at least float32.
 
     The variance is that of the deviations from the mean, divided by their number; x² is not made.
 
-    >>> mean, variance = moments(jnp.array([[1000.0], [1002.0]]))
+    >>> mean, variance = mean_and_variance(jnp.array([[1000.0], [1002.0]]))
     >>> float(mean[0]), float(variance[0])
     (1001.0, 1.0)
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    over = tuple(range(x.ndim - 1))
-    mean = x.mean(over, keepdims=True)
-    return mean.reshape(-1), jnp.square(x - mean).mean(over)
+    dims = tuple(range(x.ndim - 1))
+    mean = x.mean(dims, keepdims=True)
+    return mean.reshape(-1), jnp.square(x - mean).mean(dims)
 
 
-@moments.defjvp
-def _derivative(primals: tuple, tangents: tuple) -> tuple:
+@mean_and_variance.defjvp
+def _jvp(primals: tuple, tangents: tuple) -> tuple:
     """Leave out what adds up to zero: how the variance depends on the mean."""
     (x,), (dx,) = primals, tangents
-    mean, variance = moments(x)
-    over = tuple(range(x.ndim - 1))
+    mean, variance = mean_and_variance(x)
+    dims = tuple(range(x.ndim - 1))
     dx = dx.astype(mean.dtype)
-    deviation = x.astype(mean.dtype) - mean.reshape(*[1] * len(over), -1)
-    return (mean, variance), (dx.mean(over), 2 * (deviation * dx).mean(over))
+    deviation = x.astype(mean.dtype) - mean.reshape(*[1] * len(dims), -1)
+    return (mean, variance), (dx.mean(dims), 2 * (deviation * dx).mean(dims))

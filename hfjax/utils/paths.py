@@ -15,15 +15,15 @@ Shaped = jax.Array | jax.ShapeDtypeStruct  # an array, or what says its shape an
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
 
 
-def is_key(x: Any) -> bool:
+def is_random_key(x: Any) -> bool:
     """Return whether what has a dtype, or says it, holds random keys: NumPy has no such type."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def path_of(keys: Iterable[Any]) -> str:
+def join_path(keys: Iterable[Any]) -> str:
     """Return the path that nnx spells as keys.
 
-    >>> path_of(("layers", 0, "kernel"))
+    >>> join_path(("layers", 0, "kernel"))
     'layers/0/kernel'
     """
     return "/".join(map(str, keys))
@@ -50,7 +50,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def parameter_of(
+def find_parameter(
     keys: tuple, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, str] | None:
     """Return where among the keys of an array the path of a parameter begins, and that path.
@@ -65,7 +65,7 @@ def parameter_of(
     return None
 
 
-def nearest(path: str, known: Iterable[str]) -> str:
+def suggest(path: str, known: Iterable[str]) -> str:
     """Return a sentence that names the paths most like one that is not there."""
     known = list(known)
     near = difflib.get_close_matches(path, known, n=3)
@@ -73,10 +73,10 @@ def nearest(path: str, known: Iterable[str]) -> str:
     return f"Nearest: {near or 'none'}. All: layout.specs."
 
 
-def matches(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, str]:
+def match_patterns(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, str]:
     """Return path -> the first pattern that it matches; `*` stands for anything, also for `/`.
 
-    >>> matches(["*/bias", "*"], ["mlp/bias", "mlp/kernel"])
+    >>> match_patterns(["*/bias", "*"], ["mlp/bias", "mlp/kernel"])
     {'mlp/bias': '*/bias', 'mlp/kernel': '*'}
 
     A pattern that matches nothing is refused.
@@ -84,27 +84,29 @@ def matches(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, str]:
     paths = list(paths)
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
-            raise ValueError(f"pattern {pattern!r} matches no parameter. {nearest(pattern, paths)}")
-    found = {p: next((x for x in patterns if fnmatchcase(p, x)), None) for p in paths}
-    return {path: pattern for path, pattern in found.items() if pattern is not None}
+            raise ValueError(f"pattern {pattern!r} matches no parameter. {suggest(pattern, paths)}")
+    first_matches = {p: next((x for x in patterns if fnmatchcase(p, x)), None) for p in paths}
+    return {path: pattern for path, pattern in first_matches.items() if pattern is not None}
 
 
-def natural(path: str) -> list[Any]:
+def natural_sort_key(path: str) -> list[Any]:
     """Return a key that sorts paths by their numbers, not by the digits of these.
 
-    >>> sorted(["layers/10/", "layers/9/"], key=natural)
+    >>> sorted(["layers/10/", "layers/9/"], key=natural_sort_key)
     ['layers/9/', 'layers/10/']
     """
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+    return [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", path)]
 
 
 def check_paths(paths: Sequence[str]) -> None:
     """Refuse two arrays of one path, or one that lies inside of another."""
     known = set(paths)
     parents = lambda path: ("/".join(path.split("/")[:i]) for i in range(1, path.count("/") + 1))
-    twice = [path for path in known if paths.count(path) > 1] if len(known) < len(paths) else []
-    inside = [path for path in paths if known.intersection(parents(path))]
-    if wrong := sorted(twice) + inside:
+    duplicates = (
+        [path for path in known if paths.count(path) > 1] if len(known) < len(paths) else []
+    )
+    nested = [path for path in paths if known.intersection(parents(path))]
+    if wrong := sorted(duplicates) + nested:
         raise ValueError(
             f"two arrays have the path {wrong[0]!r}, or a part of it: a name has a / in it, which "
             "separates the names of a path. Rename it."

@@ -11,8 +11,8 @@ from typing import TextIO
 
 
 @contextmanager
-def said_while(
-    what: str, *, first: float = 3.0, every: float = 30.0, out: TextIO | None = None
+def show_progress(
+    task: str, *, first: float = 3.0, every: float = 30.0, out: TextIO | None = None
 ) -> Iterator[None]:
     """Say what is going on and for how long, once it has taken `first` seconds.
 
@@ -20,20 +20,20 @@ def said_while(
     job's log) a line follows every so many seconds.
 
     Args:
-        what: What is going on, for instance "compiling".
+        task: What is going on, for instance "compiling".
         first: How many seconds pass in silence.
         every: How many seconds lie between two lines that are not on a terminal.
         out: Where it is said. None: `sys.stderr`.
 
     Example:
-        >>> from hfjax.utils.progress import said_while
-        >>> with said_while("compiling"):  # quick: says nothing
+        >>> from hfjax.utils.progress import show_progress
+        >>> with show_progress("compiling"):  # quick: says nothing
         ...     pass
     """
     done = threading.Event()
-    say = _turn if (out := out or sys.stderr).isatty() else _repeat
+    display = _spin if (out := out or sys.stderr).isatty() else _print_lines
     # A daemon: a program that ends inside ends, whatever this thread waits for.
-    thread = threading.Thread(target=say, args=(what, done, first, every, out), daemon=True)
+    thread = threading.Thread(target=display, args=(task, done, first, every, out), daemon=True)
     thread.start()
     try:
         yield
@@ -42,22 +42,22 @@ def said_while(
         thread.join()
 
 
-def _repeat(what: str, done: threading.Event, first: float, every: float, out: TextIO) -> None:
-    for passed in _passed(done, first, every):
-        print(f"{what} … {passed:.0f} s", file=out, flush=True)
+def _print_lines(task: str, done: threading.Event, first: float, every: float, out: TextIO) -> None:
+    for seconds in _elapsed(done, first, every):
+        print(f"{task} … {seconds:.0f} s", file=out, flush=True)
 
 
-def _turn(what: str, done: threading.Event, first: float, _: float, out: TextIO) -> None:
-    wide, longest = shutil.get_terminal_size().columns - 1, 0
-    for passed, sign in zip(_passed(done, first, 0.2), cycle("|/-\\"), strict=False):
-        line = f"{sign} {what} … {passed:.0f} s"[:wide]
+def _spin(task: str, done: threading.Event, first: float, _: float, out: TextIO) -> None:
+    width, longest = shutil.get_terminal_size().columns - 1, 0
+    for seconds, frame in zip(_elapsed(done, first, 0.2), cycle("|/-\\"), strict=False):
+        line = f"{frame} {task} … {seconds:.0f} s"[:width]
         longest = max(longest, len(line))
         print(f"\r{line}", end="", file=out, flush=True)
     if longest:
         print(f"\r{' ' * longest}\r", end="", file=out, flush=True)
 
 
-def _passed(done: threading.Event, first: float, every: float) -> Iterator[float]:
+def _elapsed(done: threading.Event, first: float, every: float) -> Iterator[float]:
     """Yield the seconds since the start: after `first`, then at each turn, until it is done."""
     began, wait = time.monotonic(), first
     while not done.wait(wait):

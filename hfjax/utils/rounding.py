@@ -5,13 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def widened(x: jax.Array) -> jax.Array:
+def widen(x: jax.Array) -> jax.Array:
     """Return x in float32 or wider, with the numbers that its own dtype has.
 
     XLA may leave out a rounding after which a number is widened, in one program and not in another.
     What is then decided, which expert or token is the best, would depend on the mesh.
 
-    >>> widened(jnp.bfloat16(1.01)).item()
+    >>> widen(jnp.bfloat16(1.01)).item()
     1.0078125
     """
     wide, own = x.astype(jnp.promote_types(x.dtype, jnp.float32)), jnp.finfo(x.dtype)

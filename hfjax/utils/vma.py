@@ -11,26 +11,28 @@ from jax.typing import DTypeLike
 from hfjax.utils.paths import Index, Tree
 
 
-def varying(x: Index) -> frozenset[str]:
+def varying_axes(x: Index) -> frozenset[str]:
     """Return the axes over which a value is known to differ between devices."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def alike(tree: Tree, axes: Set[str]) -> Any:
+def mark_varying(tree: Tree, axes: Set[str]) -> Any:
     """Return a tree, marked as differing over these axes (and those over which it does already)."""
 
     def mark(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying(x)))
+        missing = tuple(sorted(axes - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
 
 
-def together(operands: Tree) -> Any:
+def unify_varying(operands: Tree) -> Any:
     """Return a tree whose arrays all differ over the axes over which one of them does."""
-    return alike(operands, frozenset[str]().union(*map(varying, jax.tree.leaves(operands))))
+    return mark_varying(
+        operands, frozenset[str]().union(*map(varying_axes, jax.tree.leaves(operands)))
+    )
 
 
 def zeros(shape: tuple[int, ...], like: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return zeros to sum into, which differ between devices as `like` does."""
-    return alike(jnp.zeros(shape, dtype), varying(like))
+    return mark_varying(jnp.zeros(shape, dtype), varying_axes(like))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hfjax.utils.read_files import check_ordinary
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 
 
 def user_cache() -> Path:
@@ -21,9 +21,9 @@ def check_no_link(path: Path) -> None:
     """Refuse a link where something is to be written or deleted."""
     if path.is_symlink():
         raise ValueError(
-            f"{named(path)} is a link to {named(os.readlink(path))}: hfjax writes and deletes "
+            f"{quote(path)} is a link to {quote(os.readlink(path))}: hfjax writes and deletes "
             "nothing through links inside its folders. Take it out "
-            f"(rm {named(path)}), or give another folder."
+            f"(rm {quote(path)}), or give another folder."
         )
 
 
@@ -40,7 +40,7 @@ def check_ordinary_files(folder: Path, names: tuple[str, ...]) -> None:
             check_ordinary(folder / name)
 
 
-def opened(path: Path, flags: int) -> int:
+def open_ordinary(path: Path, flags: int) -> int:
     """Return the descriptor of an ordinary file that is there or is made; of no link."""
     check_no_link(path)
     if os.path.lexists(path):

@@ -19,7 +19,7 @@ from hfjax.models.moe.router import Router
 from hfjax.models.rope import Rope
 from hfjax.weights.config_values import ConfigValues
 
-Shape = GPTConfig | LlamaConfig | MoEConfig
+ModelConfig = GPTConfig | LlamaConfig | MoEConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SILU: Mapping[str, str] = dict.fromkeys(("silu", "swish"), "silu")
@@ -31,7 +31,7 @@ GELU_TANH: Mapping[str, str] = (
 )
 ACTIVATIONS: Mapping[str, str] = {**SILU, **GELU_TANH}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-LATER_ROPES = {
+UNSUPPORTED_ROPES = {
     "dynamic": "its speeds depend on the longest row so far",
     "longrope": "its speeds depend on the longest row so far",
     "proportional": "it turns a part of each head",
@@ -42,213 +42,228 @@ LATER_ROPES = {
 # -- families ------------------------------------------------------------------------------------
 
 
-def gpt2_shape(of: ConfigValues) -> GPTConfig:
+def gpt2_config(cfg: ConfigValues) -> GPTConfig:
     """Return the shape of a GPT-2."""
-    embed = of.whole("n_embd")
-    of.only("n_inner", 4 * embed, "an MLP is four times as wide as the residual stream:")
-    of.word("activation_function", GELU_TANH, "gelu_new")
-    of.only("layer_norm_epsilon", 1e-5, "GPT's norms have one epsilon:")
-    of.only("scale_attn_weights", True, "scores of attention are scaled:")
-    of.only("scale_attn_by_inverse_layer_idx", False, "scores are scaled alike in all layers:")
-    of.only("add_cross_attention", False, "the model is a decoder by itself:")
-    of.only("tie_word_embeddings", True, "GPT's head is its embedding:")
+    embed = cfg.get_int("n_embd")
+    cfg.require("n_inner", 4 * embed, "an MLP is four times as wide as the residual stream:")
+    cfg.get_choice("activation_function", GELU_TANH, "gelu_new")
+    cfg.require("layer_norm_epsilon", 1e-5, "GPT's norms have one epsilon:")
+    cfg.require("scale_attn_weights", True, "scores of attention are scaled:")
+    cfg.require("scale_attn_by_inverse_layer_idx", False, "scores are scaled alike in all layers:")
+    cfg.require("add_cross_attention", False, "the model is a decoder by itself:")
+    cfg.require("tie_word_embeddings", True, "GPT's head is its embedding:")
     return GPTConfig(
-        vocab=of.whole("vocab_size"),
-        length=of.whole("n_positions"),
-        layers=of.whole("n_layer"),
-        heads=of.whole("n_head"),
+        vocab=cfg.get_int("vocab_size"),
+        length=cfg.get_int("n_positions"),
+        layers=cfg.get_int("n_layer"),
+        heads=cfg.get_int("n_head"),
         embed=embed,
     )
 
 
-def _decoder(of: ConfigValues) -> dict[str, Any]:
+def _decoder_fields(cfg: ConfigValues) -> dict[str, Any]:
     """Return the fields that all but GPT-2 read alike."""
     for name in ("attention_bias", "mlp_bias"):
-        if of.flag(name):
-            of.refuse(name, "only queries, keys and values of qwen2 have biases; take false.")
-    embed, heads = of.whole("hidden_size"), of.whole("num_attention_heads")
-    head = of.maybe_whole("head_dim")
+        if cfg.get_bool(name):
+            cfg.refuse(name, "only queries, keys and values of qwen2 have biases; take false.")
+    embed, heads = cfg.get_int("hidden_size"), cfg.get_int("num_attention_heads")
+    head = cfg.maybe_int("head_dim")
     return {
-        "vocab": of.whole("vocab_size"),
-        "length": of.whole("max_position_embeddings"),
-        "layers": of.whole("num_hidden_layers"),
+        "vocab": cfg.get_int("vocab_size"),
+        "length": cfg.get_int("max_position_embeddings"),
+        "layers": cfg.get_int("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": of.maybe_whole("num_key_value_heads") or heads,
+        "kv_heads": cfg.maybe_int("num_key_value_heads") or heads,
         "embed": embed,
-        "mlp": of.whole("intermediate_size"),
+        "mlp": cfg.get_int("intermediate_size"),
         "head": None if head is None or head * heads == embed else head,
-        "epsilon": of.number("rms_norm_eps"),
-        "tied": of.flag("tie_word_embeddings"),
+        "epsilon": cfg.get_float("rms_norm_eps"),
+        "tied": cfg.get_bool("tie_word_embeddings"),
     }
 
 
-def _activation(of: ConfigValues, name: str = "hidden_act") -> dict[str, Any]:
-    return {"activation": of.word(name, ACTIVATIONS)}
+def _activation(cfg: ConfigValues, name: str = "hidden_act") -> dict[str, Any]:
+    return {"activation": cfg.get_choice(name, ACTIVATIONS)}
 
 
-def llama_shape(of: ConfigValues) -> LlamaConfig:
+def llama_config(cfg: ConfigValues) -> LlamaConfig:
     """Return the shape of a Llama 2 or 3."""
-    return LlamaConfig(**_decoder(of), **_activation(of), rotary=_rotary(of))
+    return LlamaConfig(**_decoder_fields(cfg), **_activation(cfg), rotary=_rotary(cfg))
 
 
-def mistral_shape(of: ConfigValues) -> LlamaConfig:
+def mistral_config(cfg: ConfigValues) -> LlamaConfig:
     """Return the shape of a Mistral."""
     return LlamaConfig(
-        **_decoder(of), **_activation(of), **_one_kind(of, of.maybe_whole("sliding_window"))
+        **_decoder_fields(cfg),
+        **_activation(cfg),
+        **_uniform_layers(cfg, cfg.maybe_int("sliding_window")),
     )
 
 
-def qwen2_shape(of: ConfigValues) -> LlamaConfig:
+def qwen2_config(cfg: ConfigValues) -> LlamaConfig:
     """Return the shape of a Qwen2."""
-    return LlamaConfig(**_decoder(of), **_activation(of), **_qwen_layers(of), qkv_bias=True)
+    return LlamaConfig(
+        **_decoder_fields(cfg), **_activation(cfg), **_qwen_layers(cfg), qkv_bias=True
+    )
 
 
-def qwen3_shape(of: ConfigValues) -> LlamaConfig:
+def qwen3_config(cfg: ConfigValues) -> LlamaConfig:
     """Return the shape of a Qwen3."""
-    return LlamaConfig(**_decoder(of), **_activation(of), **_qwen_layers(of), qk_norm=True)
+    return LlamaConfig(
+        **_decoder_fields(cfg), **_activation(cfg), **_qwen_layers(cfg), qk_norm=True
+    )
 
 
-def _qwen_layers(of: ConfigValues) -> dict[str, Any]:
+def _qwen_layers(cfg: ConfigValues) -> dict[str, Any]:
     """Return the fields of layers, of which the last may see a window."""
-    window, first = _qwen_window(of), of.whole("max_window_layers", least=0)
-    sees = lambda i: SLIDING if window and i >= first else FULL
-    rotary = _rotary(of)
-    return _layers(of, sees, window, {FULL: rotary, SLIDING: rotary})
+    window, first = _qwen_window(cfg), cfg.get_int("max_window_layers", minimum=0)
+    layer_kind = lambda i: SLIDING if window and i >= first else FULL
+    rotary = _rotary(cfg)
+    return _layer_fields(cfg, layer_kind, window, {FULL: rotary, SLIDING: rotary})
 
 
-def _qwen_window(of: ConfigValues) -> int | None:
-    return of.maybe_whole("sliding_window") if of.flag("use_sliding_window") else None
+def _qwen_window(cfg: ConfigValues) -> int | None:
+    return cfg.maybe_int("sliding_window") if cfg.get_bool("use_sliding_window") else None
 
 
-def gemma2_shape(of: ConfigValues) -> LlamaConfig:
+def gemma2_config(cfg: ConfigValues) -> LlamaConfig:
     """Return the shape of a Gemma 2."""
-    rotary = _rotary(of)
-    sees = lambda i: SLIDING if (i + 1) % 2 else FULL
-    return LlamaConfig(**_of_gemma(of, sees, {FULL: rotary, SLIDING: rotary}))
+    rotary = _rotary(cfg)
+    layer_kind = lambda i: SLIDING if (i + 1) % 2 else FULL
+    return LlamaConfig(**_gemma_fields(cfg, layer_kind, {FULL: rotary, SLIDING: rotary}))
 
 
-def gemma3_text_shape(of: ConfigValues) -> LlamaConfig:
+def gemma3_text_config(cfg: ConfigValues) -> LlamaConfig:
     """Return the shape of a Gemma 3."""
-    of.only("attn_logit_softcapping", None, "transformers' Gemma 3 leaves this cap out:")
-    every = of.whole("sliding_window_pattern")
-    sees = lambda i: SLIDING if (i + 1) % every else FULL
-    return LlamaConfig(**_of_gemma(of, sees, _gemma3_rotary(of)), qk_norm=True)
+    cfg.require("attn_logit_softcapping", None, "transformers' Gemma 3 leaves this cap out:")
+    pattern = cfg.get_int("sliding_window_pattern")
+    layer_kind = lambda i: SLIDING if (i + 1) % pattern else FULL
+    return LlamaConfig(**_gemma_fields(cfg, layer_kind, _gemma3_rotary(cfg)), qk_norm=True)
 
 
-def gemma3_shape(of: ConfigValues) -> LlamaConfig:
+def gemma3_config(cfg: ConfigValues) -> LlamaConfig:
     """Return the shape of the part that reads text."""
-    text = of.part("text_config")
+    text = cfg.get_section("text_config")
     if text is None:
-        of.refuse("text_config", "the keys of the part that reads text are expected there.")
-    return gemma3_text_shape(text.with_defaults(GEMMA3))
+        cfg.refuse("text_config", "the keys of the part that reads text are expected there.")
+    return gemma3_text_config(text.with_defaults(GEMMA3))
 
 
-def _of_gemma(of: ConfigValues, sees: Callable, rotary: Mapping[str, Rope]) -> dict[str, Any]:
+def _gemma_fields(
+    cfg: ConfigValues, layer_kind: Callable, rotary: Mapping[str, Rope]
+) -> dict[str, Any]:
     """Return the fields that Gemma 2 and 3 read alike."""
-    if of.flag("use_bidirectional_attention"):
-        of.refuse("use_bidirectional_attention", "attention is causal: take false.")
-    known, scalar = _decoder(of), of.number("query_pre_attn_scalar")
-    width = known["head"] or known["embed"] // known["heads"]
-    window, cap = of.maybe_whole("sliding_window"), of.maybe_number("attn_logit_softcapping")
+    if cfg.get_bool("use_bidirectional_attention"):
+        cfg.refuse("use_bidirectional_attention", "attention is causal: take false.")
+    fields, scalar = _decoder_fields(cfg), cfg.get_float("query_pre_attn_scalar")
+    width = fields["head"] or fields["embed"] // fields["heads"]
+    window, cap = cfg.maybe_int("sliding_window"), cfg.maybe_float("attn_logit_softcapping")
     return {
-        **known,
-        **_activation(of, "hidden_activation"),
-        **_layers(of, sees, window, rotary, cap),
+        **fields,
+        **_activation(cfg, "hidden_activation"),
+        **_layer_fields(cfg, layer_kind, window, rotary, cap),
         "norms_after": True,
         "norm_plus_one": True,
-        "embedding_scale": known["embed"] ** 0.5,
+        "embedding_scale": fields["embed"] ** 0.5,
         "query_scale": None if scalar == width else scalar**-0.5,
-        "logit_cap": of.maybe_number("final_logit_softcapping"),
+        "logit_cap": cfg.maybe_float("final_logit_softcapping"),
     }
 
 
-def mixtral_shape(of: ConfigValues) -> MoEConfig:
+def mixtral_config(cfg: ConfigValues) -> MoEConfig:
     """Return the shape of a Mixtral."""
-    if of.keys.get("router_jitter_noise"):
-        of.refuse("router_jitter_noise", "take 0; Router(noise=) has noise of training.")
-    window = of.maybe_whole("sliding_window")
-    return MoEConfig(**_mixture(of, window, normalised=True), experts=_experts(of, 8))
+    if cfg.keys.get("router_jitter_noise"):
+        cfg.refuse("router_jitter_noise", "take 0; Router(noise=) has noise of training.")
+    window = cfg.maybe_int("sliding_window")
+    return MoEConfig(**_moe_fields(cfg, window, normalised=True), experts=_num_experts(cfg, 8))
 
 
-def qwen3_moe_shape(of: ConfigValues) -> MoEConfig:
+def qwen3_moe_config(cfg: ConfigValues) -> MoEConfig:
     """Return the shape of a Qwen3 with experts."""
-    known = _mixture(of, _qwen_window(of), of.flag("norm_topk_prob"))
-    dense, layers = known.pop("mlp"), known["layers"]
-    every, plain = of.whole("decoder_sparse_step"), of.numbers_below("mlp_only_layers", layers)
-    experts = _experts(of, 128)
-    counts = tuple(0 if i in plain or (i + 1) % every else experts for i in range(layers))
-    alike = all(counts)
+    fields = _moe_fields(cfg, _qwen_window(cfg), cfg.get_bool("norm_topk_prob"))
+    dense, layers = fields.pop("mlp"), fields["layers"]
+    sparse_step, dense_layers = (
+        cfg.get_int("decoder_sparse_step"),
+        cfg.get_indices("mlp_only_layers", layers),
+    )
+    experts = _num_experts(cfg, 128)
+    counts = tuple(
+        0 if i in dense_layers or (i + 1) % sparse_step else experts for i in range(layers)
+    )
+    is_uniform = all(counts)
     return MoEConfig(
-        **known,
-        mlp=of.whole("moe_intermediate_size"),
+        **fields,
+        mlp=cfg.get_int("moe_intermediate_size"),
         qk_norm=True,
-        experts=experts if alike else counts,
-        dense=None if alike else dense,
+        experts=experts if is_uniform else counts,
+        dense=None if is_uniform else dense,
     )
 
 
-def _mixture(of: ConfigValues, window: int | None, normalised: bool) -> dict[str, Any]:
+def _moe_fields(cfg: ConfigValues, window: int | None, normalised: bool) -> dict[str, Any]:
     """Return the fields that models with experts read alike.
 
     The loss of balance is there if `transformers` adds one.
     """
-    of.word("hidden_act", SILU, "silu")
-    how, chosen = "chosen" if normalised else "none", of.whole("num_experts_per_tok")
-    router = Router(normalise=how, balance_loss=0)
-    if of.flag("output_router_logits"):  # of all layers together, and a choice counts as one
-        loss = chosen * of.number("router_aux_loss_coef", least=0)
+    cfg.get_choice("hidden_act", SILU, "silu")
+    normalise, top_k = "chosen" if normalised else "none", cfg.get_int("num_experts_per_tok")
+    router = Router(normalise=normalise, balance_loss=0)
+    if cfg.get_bool("output_router_logits"):  # of all layers together, and a choice counts as one
+        loss = top_k * cfg.get_float("router_aux_loss_coef", minimum=0)
         router = replace(router, balance_loss=loss, balance_over="batch", pools_layers=True)
     return {
-        **_decoder(of),
-        **_one_kind(of, window),
-        "top_k": chosen,
+        **_decoder_fields(cfg),
+        **_uniform_layers(cfg, window),
+        "top_k": top_k,
         "capacity": None,
         "router": router,
     }
 
 
-def _experts(of: ConfigValues, otherwise: int) -> int:
+def _num_experts(cfg: ConfigValues, default: int) -> int:
     """Return the number of experts, by either of its names."""
-    names = [name for name in ("num_experts", "num_local_experts") if name in of]
-    count = of.whole(names[0]) if names else otherwise
-    if of.whole("num_experts_per_tok") > count:
-        of.refuse("num_experts_per_tok", f"at most the number of experts, {count}, is expected.")
+    names = [name for name in ("num_experts", "num_local_experts") if name in cfg]
+    count = cfg.get_int(names[0]) if names else default
+    if cfg.get_int("num_experts_per_tok") > count:
+        cfg.refuse("num_experts_per_tok", f"at most the number of experts, {count}, is expected.")
     return count
 
 
 # -- layers of two kinds ---------------------------------------------------------------------------
 
 
-def _one_kind(of: ConfigValues, window: int | None) -> dict[str, Any]:
+def _uniform_layers(cfg: ConfigValues, window: int | None) -> dict[str, Any]:
     """Return the fields of layers that are all alike."""
     kind = FULL if window is None else SLIDING
-    kinds = of.words("layer_types", (FULL, SLIDING), of.whole("num_hidden_layers"))
+    kinds = cfg.get_choices("layer_types", (FULL, SLIDING), cfg.get_int("num_hidden_layers"))
     if kinds is not None and set(kinds) != {kind}:
-        of.refuse("layer_types", f"all layers of this family are alike: {kind}.")
-    return {"rotary": _rotary(of), "attention": _attention(None, window)}
+        cfg.refuse("layer_types", f"all layers of this family are alike: {kind}.")
+    return {"rotary": _rotary(cfg), "attention": _attention(None, window)}
 
 
-def _layers(
-    of: ConfigValues,
-    sees: Callable[[int], str],
+def _layer_fields(
+    cfg: ConfigValues,
+    layer_kind: Callable[[int], str],
     window: int | None,
     rotary: Mapping[str, Rope],
     cap: float | None = None,
 ) -> dict[str, Any]:
     """Return the fields that say how layers attend, of which some may see a window.
 
-    `sees` is the kind of each where `layer_types` does not say it.
+    `layer_kind` is the kind of each where `layer_types` does not say it.
     """
-    count = of.whole("num_hidden_layers")
-    kinds = of.words("layer_types", (FULL, SLIDING), count) or list(map(sees, range(count)))
-    some = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
-    if some and window is None:
-        of.refuse("layer_types", "layers see a window, and sliding_window gives none.")
+    count = cfg.get_int("num_hidden_layers")
+    kinds = cfg.get_choices("layer_types", (FULL, SLIDING), count) or list(
+        map(layer_kind, range(count))
+    )
+    sliding = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
+    if sliding and window is None:
+        cfg.refuse("layer_types", "layers see a window, and sliding_window gives none.")
     attention = {FULL: _attention(cap, None), SLIDING: _attention(cap, window)}
-    if len(some) in (0, count):
+    if len(sliding) in (0, count):
         return {"attention": attention[kinds[0]], "rotary": rotary[kinds[0]]}
-    other = None if rotary[SLIDING] == rotary[FULL] else rotary[SLIDING]
-    local = LocalLayers(some, attention[SLIDING], other)
+    local_rotary = None if rotary[SLIDING] == rotary[FULL] else rotary[SLIDING]
+    local = LocalLayers(sliding, attention[SLIDING], local_rotary)
     return {"attention": attention[FULL], "rotary": rotary[FULL], "local": local}
 
 
@@ -261,82 +276,85 @@ def _attention(cap: float | None, window: int | None) -> Callable:
 # -- rotary positions ------------------------------------------------------------------------------
 
 
-def _rotary(of: ConfigValues) -> Rope:
+def _rotary(cfg: ConfigValues) -> Rope:
     """Return the rotary positions of all layers; both spellings are read."""
-    found = of.part("rope_scaling") or of.part("rope_parameters") or of.nothing
+    rope_cfg = cfg.get_section("rope_scaling") or cfg.get_section("rope_parameters") or cfg.empty
     for kind in (FULL, SLIDING):
-        if kind in found:
-            found.refuse(kind, "layers of this family share one set of rotary positions.")
-    return _rope(of, found, of.number("rope_theta"))
+        if kind in rope_cfg:
+            rope_cfg.refuse(kind, "layers of this family share one set of rotary positions.")
+    return _rope(cfg, rope_cfg, cfg.get_float("rope_theta"))
 
 
-def _gemma3_rotary(of: ConfigValues) -> dict[str, Rope]:
+def _gemma3_rotary(cfg: ConfigValues) -> dict[str, Rope]:
     """Return the rotary positions of each kind of layer."""
-    bases = {FULL: of.number("rope_theta"), SLIDING: of.number("rope_local_base_freq")}
-    given = of.part("rope_parameters") or of.nothing
-    if flat := given.keys.keys() - bases.keys():
-        given.refuse(min(flat), f"its keys are {FULL} and {SLIDING}, each with its own.")
-    parts = {kind: given.part(kind) or of.nothing for kind in bases}
-    if scaling := of.part("rope_scaling"):  # of the layers that see all
-        parts[FULL] = scaling.with_defaults(parts[FULL].keys)
-    return {kind: _rope(of, parts[kind], bases[kind]) for kind in bases}
+    bases = {FULL: cfg.get_float("rope_theta"), SLIDING: cfg.get_float("rope_local_base_freq")}
+    rope_cfg = cfg.get_section("rope_parameters") or cfg.empty
+    if flat := rope_cfg.keys.keys() - bases.keys():
+        rope_cfg.refuse(min(flat), f"its keys are {FULL} and {SLIDING}, each with its own.")
+    by_kind = {kind: rope_cfg.get_section(kind) or cfg.empty for kind in bases}
+    if scaling := cfg.get_section("rope_scaling"):  # of the layers that see all
+        by_kind[FULL] = scaling.with_defaults(by_kind[FULL].keys)
+    return {kind: _rope(cfg, by_kind[kind], bases[kind]) for kind in bases}
 
 
-def _rope(of: ConfigValues, found: ConfigValues, base: float) -> Rope:
+def _rope(cfg: ConfigValues, rope_cfg: ConfigValues, base: float) -> Rope:
     """Return the rotary positions that a set of keys describes."""
-    kind = _rope_type(of, found)
-    base = found.number("rope_theta", base)
+    kind = _rope_type(cfg, rope_cfg)
+    base = rope_cfg.get_float("rope_theta", base)
     if kind == "default":
         return Rope(base)
     if kind == "linear":
-        return Rope(base, kind, factor=found.number("factor", least=1))
-    inside = of if "original_max_position_embeddings" in of else found
-    length = of.whole("max_position_embeddings")
-    original = inside.whole("original_max_position_embeddings", length)
+        return Rope(base, kind, factor=rope_cfg.get_float("factor", minimum=1))
+    source = cfg if "original_max_position_embeddings" in cfg else rope_cfg
+    length = cfg.get_int("max_position_embeddings")
+    original = source.get_int("original_max_position_embeddings", length)
     if kind == "llama3":
-        low, high = found.number("low_freq_factor"), found.number("high_freq_factor")
-        factor = found.number("factor", least=1)
+        low, high = rope_cfg.get_float("low_freq_factor"), rope_cfg.get_float("high_freq_factor")
+        factor = rope_cfg.get_float("factor", minimum=1)
         return Rope(base, kind, factor=factor, original=original, low=low, high=high)
-    return _yarn(found, base, original, length)
+    return _yarn(rope_cfg, base, original, length)
 
 
-def _rope_type(of: ConfigValues, found: ConfigValues) -> str:
-    name = "rope_type" if "rope_type" in found else "type"
-    given = found.keys.get(name)
-    later = "mrope" if "mrope_section" in found else given
-    if isinstance(later, str) and later in LATER_ROPES:
-        found.refuse(name if given == later else "mrope_section", _not_read(later))
-    for values in (of, found):
-        values.only("partial_rotary_factor", 1.0, "all dimensions of a head are turned:")
-    return found.word(name, ROPE_TYPES, "default")
+def _rope_type(cfg: ConfigValues, rope_cfg: ConfigValues) -> str:
+    name = "rope_type" if "rope_type" in rope_cfg else "type"
+    rope_type = rope_cfg.keys.get(name)
+    unsupported = "mrope" if "mrope_section" in rope_cfg else rope_type
+    if isinstance(unsupported, str) and unsupported in UNSUPPORTED_ROPES:
+        rope_cfg.refuse(
+            name if rope_type == unsupported else "mrope_section", _unsupported_rope(unsupported)
+        )
+    for values in (cfg, rope_cfg):
+        values.require("partial_rotary_factor", 1.0, "all dimensions of a head are turned:")
+    return rope_cfg.get_choice(name, ROPE_TYPES, "default")
 
 
-def _not_read(kind: str) -> str:
+def _unsupported_rope(kind: str) -> str:
     known = ", ".join(ROPE_TYPES)
-    return f"rotary positions of the kind {kind} are not read ({LATER_ROPES[kind]}); {known} are."
+    reason = UNSUPPORTED_ROPES[kind]
+    return f"rotary positions of the kind {kind} are not read ({reason}); {known} are."
 
 
-def _yarn(found: ConfigValues, base: float, original: int, length: int) -> Rope:
-    factor = found.maybe_number("factor")
+def _yarn(rope_cfg: ConfigValues, base: float, original: int, length: int) -> Rope:
+    factor = rope_cfg.maybe_float("factor")
     factor = length / original if factor is None else factor
     rope = partial(Rope, base, "yarn", factor=factor, original=original)
-    attention = found.maybe_number("attention_factor")
-    if attention is None and "mscale" in found and "mscale_all_dim" in found:
-        shares = (found.number(name) for name in ("mscale", "mscale_all_dim"))
-        grown = [1 + share * (rope().grows - 1) for share in shares]
-        attention = grown[0] / grown[1]
+    attention = rope_cfg.maybe_float("attention_factor")
+    if attention is None and "mscale" in rope_cfg and "mscale_all_dim" in rope_cfg:
+        mscales = (rope_cfg.get_float(name) for name in ("mscale", "mscale_all_dim"))
+        scales = [1 + mscale * (rope().attention_scaling - 1) for mscale in mscales]
+        attention = scales[0] / scales[1]
     return rope(
-        fast=found.maybe_number("beta_fast") or 32.0,
-        slow=found.maybe_number("beta_slow") or 1.0,
+        fast=rope_cfg.maybe_float("beta_fast") or 32.0,
+        slow=rope_cfg.maybe_float("beta_slow") or 1.0,
         attention=attention,
-        truncate=found.flag("truncate", otherwise=True),
+        truncate=rope_cfg.get_bool("truncate", default=True),
     )
 
 
 # -- defaults --------------------------------------------------------------------------------------
 
 # Of keys that a file does not have: as in the classes of transformers' configurations.
-_OF_ALL = {
+_COMMON = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "hidden_size": 4096,
@@ -346,7 +364,7 @@ _OF_ALL = {
     "sliding_window": 4096,
 }
 LLAMA = {
-    **_OF_ALL,
+    **_COMMON,
     "vocab_size": 32000,
     "intermediate_size": 11008,
     "max_position_embeddings": 2048,
@@ -366,7 +384,7 @@ MIXTRAL = {
     "router_aux_loss_coef": 0.001,
 }
 QWEN2 = {
-    **_OF_ALL,
+    **_COMMON,
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -385,7 +403,7 @@ QWEN3_MOE = {
     "router_aux_loss_coef": 0.001,
 }
 GEMMA2 = {
-    **_OF_ALL,
+    **_COMMON,
     "vocab_size": 256000,
     "hidden_size": 2304,
     "intermediate_size": 9216,

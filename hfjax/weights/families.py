@@ -13,7 +13,7 @@ from hfjax.models.llama import Llama
 from hfjax.models.moe.moe_llama import MoELlama
 from hfjax.weights import config_keys as keys
 from hfjax.weights.config_values import ConfigValues
-from hfjax.weights.decoder_rules import OF_MIXTRAL, OF_QWEN, decoder_table, gpt_table
+from hfjax.weights.decoder_rules import MIXTRAL_EXPERTS, QWEN_EXPERTS, decoder_table, gpt_table
 from hfjax.weights.tensor_files import KNOWN_TYPES
 from hfjax.weights.tensor_rules import RuleTable
 
@@ -22,31 +22,31 @@ class Family(NamedTuple):
     """How models of a family are read and run.
 
     Attributes:
-        shape: Function of config.json's values: the shape of the model in hfjax's words.
+        to_config: Function of config.json's values: the shape of the model in hfjax's words.
         defaults: The values that a config.json may leave out.
         model: The module, a function of the shape and of `rngs`.
         table: Function of the shape: which tensor lies where.
     """
 
-    shape: Callable[[ConfigValues], keys.Shape]
+    to_config: Callable[[ConfigValues], keys.ModelConfig]
     defaults: Mapping[str, Any]
     model: Callable[..., Any]
     table: Callable[[Any], RuleTable]
 
 
-_mixtral = partial(decoder_table, experts=OF_MIXTRAL)
-_qwen3_moe = partial(decoder_table, experts=OF_QWEN)
+_mixtral = partial(decoder_table, experts=MIXTRAL_EXPERTS)
+_qwen3_moe = partial(decoder_table, experts=QWEN_EXPERTS)
 FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(keys.gpt2_shape, keys.GPT2, GPT, gpt_table),
-    "llama": Family(keys.llama_shape, keys.LLAMA, Llama, decoder_table),
-    "mistral": Family(keys.mistral_shape, keys.MISTRAL, Llama, decoder_table),
-    "qwen2": Family(keys.qwen2_shape, keys.QWEN2, Llama, decoder_table),
-    "qwen3": Family(keys.qwen3_shape, keys.QWEN3, Llama, decoder_table),
-    "gemma2": Family(keys.gemma2_shape, keys.GEMMA2, Llama, decoder_table),
-    "gemma3_text": Family(keys.gemma3_text_shape, keys.GEMMA3, Llama, decoder_table),
-    "gemma3": Family(keys.gemma3_shape, {}, Llama, decoder_table),
-    "mixtral": Family(keys.mixtral_shape, keys.MIXTRAL, MoELlama, _mixtral),
-    "qwen3_moe": Family(keys.qwen3_moe_shape, keys.QWEN3_MOE, MoELlama, _qwen3_moe),
+    "gpt2": Family(keys.gpt2_config, keys.GPT2, GPT, gpt_table),
+    "llama": Family(keys.llama_config, keys.LLAMA, Llama, decoder_table),
+    "mistral": Family(keys.mistral_config, keys.MISTRAL, Llama, decoder_table),
+    "qwen2": Family(keys.qwen2_config, keys.QWEN2, Llama, decoder_table),
+    "qwen3": Family(keys.qwen3_config, keys.QWEN3, Llama, decoder_table),
+    "gemma2": Family(keys.gemma2_config, keys.GEMMA2, Llama, decoder_table),
+    "gemma3_text": Family(keys.gemma3_text_config, keys.GEMMA3, Llama, decoder_table),
+    "gemma3": Family(keys.gemma3_config, {}, Llama, decoder_table),
+    "mixtral": Family(keys.mixtral_config, keys.MIXTRAL, MoELlama, _mixtral),
+    "qwen3_moe": Family(keys.qwen3_moe_config, keys.QWEN3_MOE, MoELlama, _qwen3_moe),
 }
 _LATENT = (
     "its attention has latent keys and values, and turns neighbouring dimensions, which no model "
@@ -55,18 +55,18 @@ _LATENT = (
 REFUSED = dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT)
 
 
-def config_of(given: Mapping[str, Any]) -> keys.Shape:
+def parse_config(config: Mapping[str, Any]) -> keys.ModelConfig:
     """Return the shape of the model that a config.json describes.
 
     Args:
-        given: What the file holds.
+        config: What the file holds.
 
     Example:
-        >>> from hfjax.weights.families import config_of
-        >>> config_of({"model_type": "qwen3", "num_key_value_heads": 8}).qk_norm
+        >>> from hfjax.weights.families import parse_config
+        >>> parse_config({"model_type": "qwen3", "num_key_value_heads": 8}).qk_norm
         True
     """
-    values, family = ConfigValues(given), given.get("model_type")
+    values, family = ConfigValues(config), config.get("model_type")
     if isinstance(family, str) and family in REFUSED:
         values.refuse("model_type", REFUSED[family])
     if not isinstance(family, str) or family not in FAMILIES:
@@ -77,5 +77,5 @@ def config_of(given: Mapping[str, Any]) -> keys.Shape:
             f"weights are read in {', '.join(KNOWN_TYPES)} alone. Take the files of the model "
             "before it was quantized.",
         )
-    row = FAMILIES[family]
-    return row.shape(values.with_defaults(row.defaults))
+    entry = FAMILIES[family]
+    return entry.to_config(values.with_defaults(entry.defaults))

@@ -15,90 +15,105 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hfjax.utils.tables import named
-from hfjax.weights.redistribute_rows import Way
-from hfjax.weights.tensor_files import FileTensor, aligned, fill, open_to_read, stamp_of
+from hfjax.utils.tables import quote
+from hfjax.weights.redistribute_rows import RowPlan
+from hfjax.weights.tensor_files import FileTensor, empty_aligned, file_stamp, fill, open_to_read
 
 
 @dataclass(frozen=True, eq=False)
-class RowsOfFiles:
+class FileRows:
     """Rows of tensors on the devices of a mesh; files stay open until `close`.
 
     What fails in one process must not keep the others waiting for its collectives: it is kept, rows
-    go on with whatever is in them, and `ended` raises it.
+    go on with whatever is in them, and `finish` raises it.
 
     Attributes:
         mesh: The devices.
-        writes: Whether files are written.
-        moved: Bytes of each file that this process read or wrote.
+        writable: Whether files are written.
+        bytes_by_file: Bytes of each file that this process read or wrote.
     """
 
     mesh: Mesh
-    writes: bool = False
-    moved: dict[Path, int] = field(default_factory=dict)
+    writable: bool = False
+    bytes_by_file: dict[Path, int] = field(default_factory=dict)
     _open: dict[Path, int] = field(default_factory=dict)
     _stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     _failures: list[Exception] = field(default_factory=list)
 
     @cached_property
-    def _here(self) -> list[tuple[tuple[int, ...], Any]]:
+    def _local_devices(self) -> list[tuple[tuple[int, ...], Any]]:
         """The devices of this process, with their indices in the mesh."""
-        mine = jax.process_index()
-        return [(at, d) for at, d in np.ndenumerate(self.mesh.devices) if d.process_index == mine]
+        process = jax.process_index()
+        return [
+            (at, d) for at, d in np.ndenumerate(self.mesh.devices) if d.process_index == process
+        ]
 
-    def read(self, tensors: Sequence[FileTensor], way: Way) -> list[np.ndarray]:
+    def read(self, tensors: Sequence[FileTensor], plan: RowPlan) -> list[np.ndarray]:
         """Return the rows of each device that is here; of those that a file has not, zeros."""
-        return [self._of_device(tensors, way, *way.place(at)) for at, _ in self._here]
+        return [
+            self._read_device_rows(tensors, plan, *plan.row_range(at))
+            for at, _ in self._local_devices
+        ]
 
-    def _of_device(
-        self, tensors: Sequence[FileTensor], way: Way, start: int, count: int
+    def _read_device_rows(
+        self, tensors: Sequence[FileTensor], plan: RowPlan, start: int, count: int
     ) -> np.ndarray:
         like = tensors[0]
-        made = aligned((len(tensors), way.rows, *like.shape[1:]), like.dtype)
-        for into, tensor in zip(made, tensors, strict=True):
-            into[count:] = 0
-            at = tensor.begin + start * tensor.row_bytes
-            self._move(tensor, count, partial(fill, at=at, into=into[:count], tensor=tensor))
-        return made.reshape(*way.first, way.rows, *like.shape[1:])
+        rows = empty_aligned((len(tensors), plan.device_rows, *like.shape[1:]), like.dtype)
+        for out, tensor in zip(rows, tensors, strict=True):
+            out[count:] = 0
+            offset = tensor.begin + start * tensor.row_bytes
+            self._transfer(tensor, count, partial(fill, at=offset, into=out[:count], tensor=tensor))
+        return rows.reshape(*plan.stack_shape, plan.device_rows, *like.shape[1:])
 
-    def on_devices(self, parts: Sequence[np.ndarray], way: Way) -> jax.Array:
+    def to_devices(self, device_rows: Sequence[np.ndarray], plan: RowPlan) -> jax.Array:
         """Return what `read` returned as one array."""
-        held = [jax.device_put(x, d) for x, (_, d) in zip(parts, self._here, strict=True)]
-        return jax.make_array_from_single_device_arrays(way.shape, way.sharding, held)
+        arrays = [
+            jax.device_put(x, d) for x, (_, d) in zip(device_rows, self._local_devices, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(plan.shape, plan.sharding, arrays)
 
-    def write(self, tensors: Sequence[FileTensor], array: jax.Array, way: Way) -> None:
+    def write(self, tensors: Sequence[FileTensor], array: jax.Array, plan: RowPlan) -> None:
         """Write the rows that are here, at their places in the files."""
-        places = {device: way.place(at) for at, device in self._here}
+        row_ranges = {device: plan.row_range(at) for at, device in self._local_devices}
         for shard in array.addressable_shards:
-            start, count = places[shard.device]
-            part = np.asarray(shard.data)
-            rows = part.reshape(len(tensors), way.rows, *part.shape[len(way.first) + 1 :])
-            for tensor, narrow in zip(tensors, rows, strict=True):
-                x = narrow.astype(tensor.dtype, copy=False)  # float64, where a device has none
-                self._move(tensor, count, partial(_put, tensor=tensor, start=start, rows=x[:count]))
+            start, count = row_ranges[shard.device]
+            data = np.asarray(shard.data)
+            rows = data.reshape(
+                len(tensors), plan.device_rows, *data.shape[len(plan.stack_shape) + 1 :]
+            )
+            for tensor, tensor_rows in zip(tensors, rows, strict=True):
+                x = tensor_rows.astype(tensor.dtype, copy=False)  # float64, where a device has none
+                self._transfer(
+                    tensor, count, partial(_write_rows, tensor=tensor, start=start, rows=x[:count])
+                )
 
-    def _move(self, tensor: FileTensor, rows: int, move: Callable[[int], None]) -> None:
+    def _transfer(self, tensor: FileTensor, num_rows: int, transfer: Callable[[int], None]) -> None:
         """Move rows by the descriptor of their file; count their bytes, or keep why it failed."""
         try:
-            move(self.descriptor(tensor))
-            self.moved[tensor.file] = self.moved.get(tensor.file, 0) + rows * tensor.row_bytes
+            transfer(self.descriptor(tensor))
+            self.bytes_by_file[tensor.file] = (
+                self.bytes_by_file.get(tensor.file, 0) + num_rows * tensor.row_bytes
+            )
         except (OSError, ValueError) as failure:
             self._failures.append(failure)
 
-    def ended(self) -> int:
+    def finish(self) -> int:
         """Return how many bytes were moved here; raise what failed first."""
         self.close()
         if self._failures:
             raise self._failures[0]
-        return sum(self.moved.values())
+        return sum(self.bytes_by_file.values())
 
     def descriptor(self, tensor: FileTensor) -> int:
         """Return the descriptor of a tensor's file, opened when it is first asked for."""
         if tensor.file not in self._open:
-            opened = os.open(tensor.file, os.O_WRONLY) if self.writes else open_to_read(tensor)
-            self._open[tensor.file] = opened
-            if not self.writes:
-                self._stamps[tensor.file] = stamp_of(opened)
+            descriptor = (
+                os.open(tensor.file, os.O_WRONLY) if self.writable else open_to_read(tensor)
+            )
+            self._open[tensor.file] = descriptor
+            if not self.writable:
+                self._stamps[tensor.file] = file_stamp(descriptor)
         return self._open[tensor.file]
 
     def close(self) -> None:
@@ -106,21 +121,21 @@ class RowsOfFiles:
         while self._open:
             file, descriptor = self._open.popitem()
             try:
-                if self.writes:
+                if self.writable:
                     os.fsync(descriptor)
-                elif stamp_of(descriptor) != self._stamps[file]:
+                elif file_stamp(descriptor) != self._stamps[file]:
                     self._failures.append(
-                        ValueError(f"{named(file)} was written while it was read: read it again.")
+                        ValueError(f"{quote(file)} was written while it was read: read it again.")
                     )
             finally:
                 os.close(descriptor)
 
 
-def _put(descriptor: int, tensor: FileTensor, start: int, rows: np.ndarray) -> None:
+def _write_rows(descriptor: int, tensor: FileTensor, start: int, rows: np.ndarray) -> None:
     """Write rows of a tensor, from one on."""
     assert rows.nbytes == len(rows) * tensor.row_bytes, (tensor, rows.shape, rows.dtype)
-    at = tensor.begin + start * tensor.row_bytes
-    left = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-    while left:
-        done = os.pwrite(descriptor, left, at)
-        left, at = left[done:], at + done
+    offset = tensor.begin + start * tensor.row_bytes
+    remaining = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+    while remaining:
+        num_written = os.pwrite(descriptor, remaining, offset)
+        remaining, offset = remaining[num_written:], offset + num_written

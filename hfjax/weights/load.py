@@ -18,79 +18,87 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.distributed.consensus import in_all
-from hfjax.parallel.offload.host_memory import is_host_sharding, of_results, to_host
+from hfjax.distributed.consensus import run_on_all
+from hfjax.parallel.offload.host_memory import is_host_sharding, result_shardings, to_host
 from hfjax.parallel.param_specs import entries_of
 from hfjax.sharding.layout import Layout
 from hfjax.utils.paths import Flat, flatten
-from hfjax.weights.file_rows import RowsOfFiles
-from hfjax.weights.redistribute_rows import Way, ways_of
+from hfjax.weights.file_rows import FileRows
+from hfjax.weights.redistribute_rows import RowPlan, row_plans
 from hfjax.weights.tensor_files import FileTensor
-from hfjax.weights.tensor_rules import PlacedTensor, Rule, Shape
+from hfjax.weights.tensor_rules import Rule, Shape, TensorMapping
 
-AT_ONCE = 32 << 20  # bytes of files that move together, for each process
+GROUP_BYTES = 32 << 20  # bytes of files that move together, for each process
 
 
-class Group(NamedTuple):
+class TensorGroup(NamedTuple):
     """What moves together: tensors that share a block of a parameter, perhaps of several layers.
 
     Attributes:
         path: The parameter.
-        at: Where in its first dimensions.
-        first: The sizes of the dimensions after these that number tensors.
+        stack_index: Where in its first dimensions.
+        stack_shape: The sizes of the dimensions after these that number tensors.
         slots: For each rule, its pieces in order.
     """
 
     path: str
-    at: tuple[int, ...]
-    first: tuple[int, ...]
-    slots: tuple[tuple[PlacedTensor, ...], ...]
+    stack_index: tuple[int, ...]
+    stack_shape: tuple[int, ...]
+    slots: tuple[tuple[TensorMapping, ...], ...]
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rule of each slot."""
-        return tuple(pieces[0].rule for pieces in self.slots)
+        return tuple(mappings[0].rule for mappings in self.slots)
 
     @property
     def twins(self) -> tuple[bool, ...]:
         """Which of them the files hold twice."""
-        return tuple(pieces[0].twin is not None for pieces in self.slots)
+        return tuple(mappings[0].twin is not None for mappings in self.slots)
 
 
-def groups_of(pieces: Sequence[PlacedTensor], most: int) -> list[Group]:
+def group_mappings(mappings: Sequence[TensorMapping], max_bytes: int) -> list[TensorGroup]:
     """Return what of one parameter moves together: at most so many bytes, if it can be cut so."""
-    numbered = len(pieces[0].index)
-    sizes = tuple(1 + max(p.index[i] for p in pieces) for i in range(numbered))
-    bytes_ = sum(_bytes(piece) for piece in pieces)
-    cut = numbered if _of_many_types(pieces) else 0  # rows of one array have one type
-    while cut < numbered and bytes_ > most:
-        bytes_ //= sizes[cut]
-        cut += 1
-    found: dict[tuple[int, ...], dict[Rule, list[PlacedTensor]]] = {}
-    for piece in sorted(pieces, key=lambda p: (p.index, p.rule.start)):
-        found.setdefault(piece.index[:cut], {}).setdefault(piece.rule, []).append(piece)
+    index_ndim = len(mappings[0].index)
+    sizes = tuple(1 + max(p.index[i] for p in mappings) for i in range(index_ndim))
+    num_bytes = sum(_num_bytes(mapping) for mapping in mappings)
+    num_split_dims = (
+        index_ndim if _has_mixed_dtypes(mappings) else 0
+    )  # rows of one array have one type
+    while num_split_dims < index_ndim and num_bytes > max_bytes:
+        num_bytes //= sizes[num_split_dims]
+        num_split_dims += 1
+    by_index: dict[tuple[int, ...], dict[Rule, list[TensorMapping]]] = {}
+    for mapping in sorted(mappings, key=lambda p: (p.index, p.rule.start)):
+        by_index.setdefault(mapping.index[:num_split_dims], {}).setdefault(mapping.rule, []).append(
+            mapping
+        )
     return [
-        Group(pieces[0].path, index, sizes[cut:], tuple(map(tuple, slots.values())))
-        for index, slots in found.items()
+        TensorGroup(
+            mappings[0].path, index, sizes[num_split_dims:], tuple(map(tuple, slots.values()))
+        )
+        for index, slots in by_index.items()
     ]
 
 
-def _of_many_types(pieces: Sequence[PlacedTensor]) -> bool:
+def _has_mixed_dtypes(mappings: Sequence[TensorMapping]) -> bool:
     """Return whether tensors of one rule differ in type."""
-    kinds = {(piece.rule, piece.tensor.dtype) for piece in pieces if piece.tensor is not None}
-    return len(kinds) > len({piece.rule for piece in pieces})
+    dtypes = {
+        (mapping.rule, mapping.tensor.dtype) for mapping in mappings if mapping.tensor is not None
+    }
+    return len(dtypes) > len({mapping.rule for mapping in mappings})
 
 
-def _bytes(piece: PlacedTensor) -> int:
-    return math.prod(piece.rule.shape) * (piece.tensor.dtype.itemsize if piece.tensor else 4)
+def _num_bytes(mapping: TensorMapping) -> int:
+    return math.prod(mapping.rule.shape) * (mapping.tensor.dtype.itemsize if mapping.tensor else 4)
 
 
-def by_path(pieces: Sequence[PlacedTensor]) -> dict[str, list[PlacedTensor]]:
+def group_by_path(mappings: Sequence[TensorMapping]) -> dict[str, list[TensorMapping]]:
     """Return the pieces of each parameter."""
-    found: dict[str, list[PlacedTensor]] = {}
-    for piece in pieces:
-        found.setdefault(piece.path, []).append(piece)
-    return found
+    groups: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        groups.setdefault(mapping.path, []).append(mapping)
+    return groups
 
 
 @dataclass(eq=False)
@@ -98,106 +106,114 @@ class WeightStream:
     """What is read into the parameters of a layout; `parameters` does it."""
 
     layout: Layout
-    pieces: Sequence[PlacedTensor]
+    mappings: Sequence[TensorMapping]
     read: int = 0  # bytes, by this process
 
     def __post_init__(self) -> None:
-        self.files = RowsOfFiles(self.layout.mesh)
+        self.files = FileRows(self.layout.mesh)
         self._shardings = flatten(self.layout.shardings().params)
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[TensorGroup]:
         """What moves together, in the order of the parameters."""
-        most = AT_ONCE * jax.process_count()
-        return [g for pieces in by_path(self.pieces).values() for g in groups_of(pieces, most)]
+        max_bytes = GROUP_BYTES * jax.process_count()
+        return [
+            g
+            for mappings in group_by_path(self.mappings).values()
+            for g in group_mappings(mappings, max_bytes)
+        ]
 
     def parameters(self) -> Flat:
         """Return all parameters on their shards."""
-        found: Flat = {}
-        told: list[tuple[Group, Any]] = []
-        with ThreadPoolExecutor(1) as beside:
+        params: Flat = {}
+        checks: list[tuple[TensorGroup, Any]] = []
+        with ThreadPoolExecutor(1) as executor:
             try:
-                rows = beside.submit(self.rows_here, self.groups[0])
-                for at, group in enumerate(self.groups):
-                    here, last = rows.result(), at + 1 == len(self.groups)
+                future = executor.submit(self.read_local_rows, self.groups[0])
+                for i, group in enumerate(self.groups):
+                    local_rows, last = future.result(), i + 1 == len(self.groups)
                     if not last:
-                        rows = beside.submit(self.rows_here, self.groups[at + 1])
-                    stack, flags = self.moved(group, here, found.get(group.path))
-                    told.append((group, jax.block_until_ready(flags)))
-                    where = self._shardings[group.path]
-                    ended = last or self.groups[at + 1].path != group.path
-                    to_host_now = ended and is_host_sharding(where)
-                    found[group.path] = _to_host(stack, where) if to_host_now else stack
+                        future = executor.submit(self.read_local_rows, self.groups[i + 1])
+                    stack, flags = self.assemble(group, local_rows, params.get(group.path))
+                    checks.append((group, jax.block_until_ready(flags)))
+                    sharding = self._shardings[group.path]
+                    is_complete = last or self.groups[i + 1].path != group.path
+                    is_offloaded = is_complete and is_host_sharding(sharding)
+                    params[group.path] = _to_host(stack, sharding) if is_offloaded else stack
             finally:
                 self.files.close()
-        self.read = in_all(self.files.ended)
-        check_told(told)
-        return found
+        self.read = run_on_all(self.files.finish)
+        check_values(checks)
+        return params
 
-    def rows_here(self, group: Group) -> list[list[np.ndarray]]:
+    def read_local_rows(self, group: TensorGroup) -> list[list[np.ndarray]]:
         """Return the rows that are here, of each slot and of the twins: they are read."""
-        ways = self._mover(group).ways
-        return [self.files.read(tensors, ways[slot]) for slot, tensors in tensors_of(group)]
+        plans = self._row_mover(group).plans
+        return [self.files.read(tensors, plans[slot]) for slot, tensors in slot_tensors(group)]
 
-    def moved(self, group: Group, here: Sequence[Sequence[np.ndarray]], stack: Any) -> Any:
+    def assemble(
+        self, group: TensorGroup, local_rows: Sequence[Sequence[np.ndarray]], stack: Any
+    ) -> Any:
         """Return a parameter with rows in their place, and whether these are well."""
-        mover = self._mover(group)
-        slots = [slot for slot, _ in tensors_of(group)]
-        rows = [
-            self.files.on_devices(parts, mover.ways[slot])
-            for slot, parts in zip(slots, here, strict=True)
+        mover = self._row_mover(group)
+        slots = [slot for slot, _ in slot_tensors(group)]
+        arrays = [
+            self.files.to_devices(device_rows, mover.plans[slot])
+            for slot, device_rows in zip(slots, local_rows, strict=True)
         ]
-        if stack is None and group.at:
-            stack = mover.empty()
-        kept = () if stack is None else (stack,)
-        return mover.program(kept, np.array(group.at, np.int32), rows)
+        if stack is None and group.stack_index:
+            stack = mover.zeros()
+        stacks = () if stack is None else (stack,)
+        return mover.program(stacks, np.array(group.stack_index, np.int32), arrays)
 
-    def _mover(self, group: Group) -> "RowMover":
+    def _row_mover(self, group: TensorGroup) -> "RowMover":
         spec = self._shardings[group.path].spec
         shape = tuple(self.layout.arrays[group.path].shape)
-        dtype = np.dtype(self.layout.blueprint.parameters[group.path].dtype)
-        where = NamedSharding(self.layout.mesh, P(*spec))
-        return mover(of_program(group.rules), group.twins, group.first, shape, dtype, where)
+        dtype = np.dtype(self.layout.template.parameters[group.path].dtype)
+        sharding = NamedSharding(self.layout.mesh, P(*spec))
+        return row_mover(
+            strip_names(group.rules), group.twins, group.stack_shape, shape, dtype, sharding
+        )
 
 
-def of_program(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def strip_names(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return rules without the names in them: equal ones share a program."""
-    plain = {"theirs": "", "ours": "", "layers": None, "twin": None, "transform": ""}
-    return tuple(replace(rule, **plain) for rule in rules)
+    blank = {"theirs": "", "ours": "", "layers": None, "twin": None, "transform": ""}
+    return tuple(replace(rule, **blank) for rule in rules)
 
 
-def tensors_of(group: Group) -> Iterator[tuple[int, list[FileTensor]]]:
+def slot_tensors(group: TensorGroup) -> Iterator[tuple[int, list[FileTensor]]]:
     """Yield the tensors of each slot, then those of the twins, with the slot's number."""
-    for slot, pieces in enumerate(group.slots):
-        yield slot, [p.tensor for p in pieces if p.tensor is not None]
-    for slot, pieces in enumerate(group.slots):
+    for slot, mappings in enumerate(group.slots):
+        yield slot, [p.tensor for p in mappings if p.tensor is not None]
+    for slot, mappings in enumerate(group.slots):
         if group.twins[slot]:
-            yield slot, [p.twin for p in pieces if p.twin is not None]
+            yield slot, [p.twin for p in mappings if p.twin is not None]
 
 
-def check_told(told: Sequence[tuple[Group, Any]]) -> None:
+def check_values(checks: Sequence[tuple[TensorGroup, Any]]) -> None:
     """Refuse weights that are not finite, and a tensor that a file holds twice unlike."""
-    for group, flags in told:
-        finite, alike = (np.asarray(x) for x in flags)
-        for pieces, fine in zip(group.slots, finite, strict=True):
-            for piece, ok in zip(pieces, fine.reshape(-1), strict=True):
+    for group, flags in checks:
+        finite, twins_equal = (np.asarray(x) for x in flags)
+        for mappings, slot_finite in zip(group.slots, finite, strict=True):
+            for mapping, ok in zip(mappings, slot_finite.reshape(-1), strict=True):
                 if not ok:
                     raise ValueError(
-                        f"{piece.name} holds numbers that are not finite (NaN or infinite): "
+                        f"{mapping.name} holds numbers that are not finite (NaN or infinite): "
                         "nothing can be trained from it. Get the file again, or mend the tensor."
                     )
         twins = [p[0] for p, twin in zip(group.slots, group.twins, strict=True) if twin]
-        for piece, same in zip(twins, alike, strict=True):
-            if not same:
+        for mapping, is_equal in zip(twins, twins_equal, strict=True):
+            if not is_equal:
                 raise ValueError(
-                    f"config.json says tie_word_embeddings, and {piece.rule.twin} differs from "
-                    f"{piece.name}: which one is meant? Say tie_word_embeddings: false in "
-                    f"config.json to train both, or take {piece.rule.twin} out of the files."
+                    f"config.json says tie_word_embeddings, and {mapping.rule.twin} differs from "
+                    f"{mapping.name}: which one is meant? Say tie_word_embeddings: false in "
+                    f"config.json to train both, or take {mapping.rule.twin} out of the files."
                 )
 
 
 def _to_host(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.jit(to_host, out_shardings=of_results(sharding))(x)
+    return jax.jit(to_host, out_shardings=result_shardings(sharding))(x)
 
 
 @dataclass(frozen=True)
@@ -207,109 +223,115 @@ class RowMover:
     Attributes:
         rules: Of its slots.
         twins: Which slots come twice.
-        first: The sizes of the dimensions that number tensors in a group.
+        stack_shape: The sizes of the dimensions that number tensors in a group.
         shape: The shape of the parameter.
         dtype: Its type.
-        where: Where it lies.
+        sharding: Where it lies.
     """
 
     rules: tuple[Rule, ...]
     twins: tuple[bool, ...]
-    first: Shape
+    stack_shape: Shape
     shape: Shape
     dtype: np.dtype
-    where: NamedSharding
+    sharding: NamedSharding
 
     @property
-    def numbered(self) -> int:
+    def index_ndim(self) -> int:
         """How many dimensions the index of a group has."""
-        return len(self.shape) - len(self.first) - len(self.rules[0].order)
+        return len(self.shape) - len(self.stack_shape) - len(self.rules[0].order)
 
     @cached_property
-    def ways(self) -> list[Way]:
+    def plans(self) -> list[RowPlan]:
         """The way of each slot."""
-        entries = entries_of(self.where.spec, len(self.shape))[self.numbered :]
-        shape = self.shape[self.numbered + len(self.first) :]
-        mesh = self.where.mesh
+        entries = entries_of(self.sharding.spec, len(self.shape))[self.index_ndim :]
+        shape = self.shape[self.index_ndim + len(self.stack_shape) :]
+        mesh = self.sharding.mesh
         assert isinstance(mesh, Mesh)
-        return ways_of(mesh, self.rules, self.first, entries, shape)
+        return row_plans(mesh, self.rules, self.stack_shape, entries, shape)
 
     @cached_property
-    def inner(self) -> P:
+    def block_spec(self) -> P:
         """How a block is split."""
         return P(
-            *(e or None for e in entries_of(self.where.spec, len(self.shape))[self.numbered :])
+            *(e or None for e in entries_of(self.sharding.spec, len(self.shape))[self.index_ndim :])
         )
 
-    def empty(self) -> jax.Array:
+    def zeros(self) -> jax.Array:
         """Return a parameter that nothing was put into."""
-        return jax.jit(lambda: jnp.zeros(self.shape, self.dtype), out_shardings=self.where)()
+        return jax.jit(lambda: jnp.zeros(self.shape, self.dtype), out_shardings=self.sharding)()
 
     @cached_property
     def program(self) -> jax.stages.Wrapped:
         """The program (stack or nothing, index, rows) -> (stack, whether rows are well)."""
-        mesh, spec = self.where.mesh, self.where.spec
+        mesh, spec = self.sharding.mesh, self.sharding.spec
         slots = [*range(len(self.rules)), *(i for i, twin in enumerate(self.twins) if twin)]
-        rows = [self.ways[slot].spec for slot in slots]
+        row_specs = [self.plans[slot].spec for slot in slots]
 
-        def move(kept: tuple, index: jax.Array, given: Sequence[jax.Array]) -> Any:
+        def assemble(stacks: tuple, index: jax.Array, arrays: Sequence[jax.Array]) -> Any:
             specs: Any = {
-                "in_specs": ((spec,) * len(kept), P(), rows),
-                "out_specs": (spec if kept else self.inner, (P(), P())),
+                "in_specs": ((spec,) * len(stacks), P(), row_specs),
+                "out_specs": (spec if stacks else self.block_spec, (P(), P())),
             }
-            return jax.shard_map(self._on_device, mesh=mesh, check_vma=False, **specs)(
-                kept, index, given
+            return jax.shard_map(self._assemble_local, mesh=mesh, check_vma=False, **specs)(
+                stacks, index, arrays
             )
 
-        return jax.jit(move, donate_argnums=0)
+        return jax.jit(assemble, donate_argnums=0)
 
-    def _on_device(self, kept: tuple, index: jax.Array, given: Sequence[jax.Array]) -> Any:
-        rows, others = given[: len(self.ways)], given[len(self.ways) :]
-        finite = [self.every(jnp.isfinite(x), len(self.first)) for x in rows]
+    def _assemble_local(self, stacks: tuple, index: jax.Array, arrays: Sequence[jax.Array]) -> Any:
+        rows, twin_rows = arrays[: len(self.plans)], arrays[len(self.plans) :]
+        finite = [self.reduce_all(jnp.isfinite(x), len(self.stack_shape)) for x in rows]
         twins = [x for x, twin in zip(rows, self.twins, strict=True) if twin]
-        alike = [self.every(x == y, 0) for x, y in zip(twins, others, strict=True)]
-        block = self._joined([way.arrive(x) for way, x in zip(self.ways, rows, strict=True)])
-        block = self.ways[0].cut(block).astype(self.dtype)
-        flags = jnp.stack(finite), jnp.array(alike)
-        return (self._put(kept[0], block, index) if kept else block), flags
+        twins_equal = [self.reduce_all(x == y, 0) for x, y in zip(twins, twin_rows, strict=True)]
+        block = self._concat(
+            [plan.rows_to_block(x) for plan, x in zip(self.plans, rows, strict=True)]
+        )
+        block = self.plans[0].slice_local(block).astype(self.dtype)
+        flags = jnp.stack(finite), jnp.array(twins_equal)
+        return (self._write_block(stacks[0], block, index) if stacks else block), flags
 
-    def every(self, flags: jax.Array, first: int) -> jax.Array:
+    def reduce_all(self, flags: jax.Array, num_kept_dims: int) -> jax.Array:
         """Return whether all are set, on all devices, for each tensor."""
-        here = flags.all(tuple(range(first, flags.ndim))).astype(jnp.int32)
-        return lax.pmin(here, self.where.mesh.axis_names) > 0
+        local_flags = flags.all(tuple(range(num_kept_dims, flags.ndim))).astype(jnp.int32)
+        return lax.pmin(local_flags, self.sharding.mesh.axis_names) > 0
 
-    def _joined(self, parts: Sequence[jax.Array]) -> jax.Array:
+    def _concat(self, blocks: Sequence[jax.Array]) -> jax.Array:
         """Return the block that several tensors share."""
-        along = self.rules[0].along
-        return parts[0] if along is None else jnp.concatenate(parts, len(self.first) + along)
+        concat_dim = self.rules[0].concat_dim
+        return (
+            blocks[0]
+            if concat_dim is None
+            else jnp.concatenate(blocks, len(self.stack_shape) + concat_dim)
+        )
 
-    def _put(self, stack: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
+    def _write_block(self, stack: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
         """Return a stack with a block at an index of its first dimensions, which may be split."""
-        at, here = own_index(self.where, stack.shape[: self.numbered], index)
-        start = [*at, *[0] * block.ndim]
-        new = block.reshape(*[1] * self.numbered, *block.shape)
-        if here is not None:
-            new = jnp.where(here, new, lax.dynamic_slice(stack, start, new.shape))
+        start_index, is_local = local_index(self.sharding, stack.shape[: self.index_ndim], index)
+        start = [*start_index, *[0] * block.ndim]
+        new = block.reshape(*[1] * self.index_ndim, *block.shape)
+        if is_local is not None:
+            new = jnp.where(is_local, new, lax.dynamic_slice(stack, start, new.shape))
         return lax.dynamic_update_slice(stack, new, start)
 
 
 @cache
-def mover(*fields: Any) -> RowMover:
+def row_mover(*fields: Any) -> RowMover:
     """Return the mover with these fields: one for each shape, so that it compiles once."""
     return RowMover(*fields)
 
 
-def own_index(where: NamedSharding, sizes: Shape, index: jax.Array) -> tuple[list[Any], Any]:
+def local_index(sharding: NamedSharding, sizes: Shape, index: jax.Array) -> tuple[list[Any], Any]:
     """Return an index within what a device has of a stack, and whether it is there.
 
     None: each device has all of the first dimensions.
     """
-    at, here = [], None
-    for axes, size, i in zip(entries_of(where.spec, len(sizes)), sizes, index, strict=False):
-        if math.prod(where.mesh.shape[a] for a in axes) > 1:
+    indices, is_local = [], None
+    for axes, size, i in zip(entries_of(sharding.spec, len(sizes)), sizes, index, strict=False):
+        if math.prod(sharding.mesh.shape[a] for a in axes) > 1:
             i = i - lax.axis_index(axes) * size
-            inside = (0 <= i) & (i < size)
-            here = inside if here is None else here & inside
+            is_inside = (0 <= i) & (i < size)
+            is_local = is_inside if is_local is None else is_local & is_inside
             i = jnp.clip(i, 0, size - 1)
-        at.append(i)
-    return at, here
+        indices.append(i)
+    return indices, is_local

@@ -16,19 +16,19 @@ from hfjax.utils.read_files import (
     MISSING,
     ORDINARY,
     check_fields,
-    contents,
     object_of,
-    parsed,
-    what_is,
+    parse_json,
+    path_kind,
+    read_text,
 )
-from hfjax.utils.tables import named
+from hfjax.utils.tables import quote
 from hfjax.weights.tensor_files import FileTensor, read_header
 
-CONFIG, WHOLE = "config.json", "model.safetensors"
+CONFIG, SINGLE_FILE = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
-BESIDE = (  # what goes along with a model, if its folder has it
+COMPANIONS = (  # what goes along with a model, if its folder has it
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", GENERATION),
 )
@@ -58,85 +58,87 @@ class ModelFolder:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of config.json, and of what lies where in which file: no weight is read for it."""
-        told = hashlib.sha256(contents(self.path / CONFIG).encode())
+        digest = hashlib.sha256(read_text(self.path / CONFIG).encode())
         for name, t in sorted(self.tensors.items()):
-            told.update(f"{name} {t.file.name} {t.dtype} {t.shape} {t.begin}\n".encode())
-        return told.hexdigest()[:16]
+            digest.update(f"{name} {t.file.name} {t.dtype} {t.shape} {t.begin}\n".encode())
+        return digest.hexdigest()[:16]
 
 
 def read_folder(path: Path) -> ModelFolder:
     """Return what is in a folder; ValueError says what is missing or damaged."""
-    if (kind := what_is(path)) != FOLDER:
+    if (kind := path_kind(path)) != FOLDER:
         raise ValueError(
-            f"{named(path)} is {kind}: the folder of a model is expected, with {CONFIG} and files "
+            f"{quote(path)} is {kind}: the folder of a model is expected, with {CONFIG} and files "
             "of safetensors, as transformers' save_pretrained writes it."
         )
     if not has_file(path / CONFIG):
         raise ValueError(
-            f"{named(path)} has no {CONFIG}, which says what the model is. Give the folder that "
+            f"{quote(path)} has no {CONFIG}, which says what the model is. Give the folder that "
             "holds it: one of a model as transformers' save_pretrained writes it."
         )
-    config = read_object(path / CONFIG)
-    companions(path)  # that a link among them leads to nothing is said now
-    index, whole = path / INDEX, has_file(path / WHOLE)
+    config = read_json_object(path / CONFIG)
+    companion_files(path)  # that a link among them leads to nothing is said now
+    index, has_single_file = path / INDEX, has_file(path / SINGLE_FILE)
     if has_file(index):
-        if whole and WHOLE not in _shards(index).values():
+        if has_single_file and SINGLE_FILE not in _shards(index).values():
             raise ValueError(
-                f"{named(path)} has {WHOLE} and {INDEX} of other files: which one is the model? "
+                f"{quote(path)} has {SINGLE_FILE} and {INDEX} of other files: which one is the "
+                "model? "
                 "Take one of them out."
             )
-        return ModelFolder(path, config, _of_index(path, index))
-    if whole:
-        return ModelFolder(path, config, read_header(path / WHOLE))
-    raise ValueError(_nothing(path))
+        return ModelFolder(path, config, _read_sharded(path, index))
+    if has_single_file:
+        return ModelFolder(path, config, read_header(path / SINGLE_FILE))
+    raise ValueError(_no_weights_message(path))
 
 
 def has_file(path: Path) -> bool:
     """Return whether a file is there; refuse what is there and is none, as a link to nothing."""
-    if (kind := what_is(path)) not in (ORDINARY, MISSING):
+    if (kind := path_kind(path)) not in (ORDINARY, MISSING):
         raise ValueError(
-            f"{named(path)} is {kind}: an ordinary file is expected. Get it again, or take it out."
+            f"{quote(path)} is {kind}: an ordinary file is expected. Get it again, or take it out."
         )
     return kind == ORDINARY
 
 
-def companions(path: Path) -> list[Path]:
+def companion_files(path: Path) -> list[Path]:
     """Return the files of a model's folder that go along with it; refuse links to nothing."""
-    found = [file for pattern in BESIDE for file in sorted(path.glob(pattern))]
-    return [file for file in found if what_is(file) != FOLDER and has_file(file)]
+    files = [file for pattern in COMPANIONS for file in sorted(path.glob(pattern))]
+    return [file for file in files if path_kind(file) != FOLDER and has_file(file)]
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object of JSON that a file holds."""
     try:
-        found = parsed(contents(path))
-        if not isinstance(found, dict):
+        record = parse_json(read_text(path))
+        if not isinstance(record, dict):
             raise ValueError("an object is expected")
-    except ValueError as wrong:
-        raise ValueError(f"{named(path)} cannot be read: {wrong}.".replace("..", ".")) from None
-    return found
+    except ValueError as error:
+        raise ValueError(f"{quote(path)} cannot be read: {error}.".replace("..", ".")) from None
+    return record
 
 
-def _of_index(path: Path, index: Path) -> dict[str, FileTensor]:
+def _read_sharded(path: Path, index: Path) -> dict[str, FileTensor]:
     """Return the tensors that an index names, each from the file that it says."""
     shards = _shards(index)
     for shard in sorted({*shards.values()}):
         if Path(shard).name != shard or shard in ("", ".", ".."):
             raise ValueError(
-                f"{named(index)} names the file {named(shard)}, which is not in the folder itself: "
+                f"{quote(index)} names the file {quote(shard)}, which is not in the folder itself: "
                 "files of a model lie beside their index."
             )
-        if (kind := what_is(path / shard)) != ORDINARY:
+        if (kind := path_kind(path / shard)) != ORDINARY:
             raise ValueError(
-                f"{named(index)} names the file {named(shard)}, which is {kind}: get it again."
+                f"{quote(index)} names the file {quote(shard)}, which is {kind}: get it again."
             )
     headers = {shard: read_header(path / shard) for shard in dict.fromkeys(shards.values())}
-    lost = [name for name, shard in shards.items() if name not in headers[shard]]
-    if lost:
-        where = f"{named(lost[0])} in {named(shards[lost[0]])}"
-        more = f", and {len(lost) - 1} more" * (len(lost) > 1)
+    missing = [name for name, shard in shards.items() if name not in headers[shard]]
+    if missing:
+        example = f"{quote(missing[0])} in {quote(shards[missing[0]])}"
+        more = f", and {len(missing) - 1} more" * (len(missing) > 1)
         raise ValueError(
-            f"{named(index)} names tensors that their files do not hold: {where}{more}. The index "
+            f"{quote(index)} names tensors that their files do not hold: {example}{more}. The "
+            "index "
             "and the files are not of one model: get them again."
         )
     return {name: headers[shard][name] for name, shard in shards.items()}
@@ -145,25 +147,26 @@ def _of_index(path: Path, index: Path) -> dict[str, FileTensor]:
 def _shards(index: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index says."""
     try:
-        return check_fields(read_object(index), {"weight_map": NAMES})["weight_map"]
-    except ValueError as wrong:
-        raise ValueError(f"{named(index)}: {wrong}.".replace("..", ".")) from None
+        return check_fields(read_json_object(index), {"weight_map": NAMES})["weight_map"]
+    except ValueError as error:
+        raise ValueError(f"{quote(index)}: {error}.".replace("..", ".")) from None
 
 
-def _nothing(path: Path) -> str:
+def _no_weights_message(path: Path) -> str:
     """Return what to say of a folder without weights that can be read."""
     pickles = sorted(p.name for pattern in PICKLES for p in path.glob(pattern))
     if pickles:
         return (
-            f"{named(path)} holds its weights as pickles ({named(pickles[0])}), which run code "
-            f"when they are read: they are never opened. Get the model as safetensors ({WHOLE}), "
+            f"{quote(path)} holds its weights as pickles ({quote(pickles[0])}), which run code "
+            "when they are read: they are never opened. Get the model as safetensors "
+            f"({SINGLE_FILE}), "
             "or write it with transformers: model.save_pretrained(folder)."
         )
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if others:
         return (
-            f"{named(path)} has neither {WHOLE} nor {INDEX}, which says what the files are "
-            f"({named(others[0])}{', …' * (len(others) > 1)}). Get the index, too; an adapter is "
+            f"{quote(path)} has neither {SINGLE_FILE} nor {INDEX}, which says what the files are "
+            f"({quote(others[0])}{', …' * (len(others) > 1)}). Get the index, too; an adapter is "
             "no model: merge it into one first."
         )
-    return f"{named(path)} has no weights: neither {WHOLE} nor {INDEX} with its files."
+    return f"{quote(path)} has no weights: neither {SINGLE_FILE} nor {INDEX} with its files."

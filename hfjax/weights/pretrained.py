@@ -14,25 +14,25 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from hfjax.data.tokenizer import load_tokenizer
-from hfjax.distributed.consensus import check_same, in_all
+from hfjax.distributed.consensus import check_same, run_on_all
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import LlamaConfig, LocalLayers
-from hfjax.models.moe.layer import Mixing
+from hfjax.models.moe.layer import MixtureOptions
 from hfjax.models.moe.moe_llama import MoEConfig
 from hfjax.sharding.check_state import check_layout
 from hfjax.sharding.layout import Layout, State
-from hfjax.utils.keywords import check_keywords, dtype_of, is_whole, known_keywords
+from hfjax.utils.keywords import check_keywords, is_int, parse_dtype, strict_keywords
 from hfjax.utils.paths import Flat
-from hfjax.utils.tables import bytes_of, few, human, named
-from hfjax.weights.families import FAMILIES, Family, config_of
+from hfjax.utils.tables import first_lines, human, parse_bytes, quote
+from hfjax.weights.families import FAMILIES, Family, parse_config
 from hfjax.weights.load import WeightStream
 from hfjax.weights.model_folder import TOKENIZER, ModelFolder, has_file, read_folder
-from hfjax.weights.save import write_out
+from hfjax.weights.save import write_folder
 from hfjax.weights.tensor_files import KNOWN_TYPES
-from hfjax.weights.tensor_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
+from hfjax.weights.tensor_rules import RuleTable, Shape, TensorMapping, check_coverage, format_table
 
-STORED = ("float32", "bfloat16")
-COUNTED = ("num_hidden_layers", "n_layer", "num_experts", "num_local_experts")
+PARAM_DTYPES = ("float32", "bfloat16")
+COUNT_KEYS = ("num_hidden_layers", "n_layer", "num_experts", "num_local_experts")
 SHARD = "5GB"
 
 
@@ -78,17 +78,17 @@ class Pretrained:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """The shape of each parameter, by path."""
-        made = nnx.eval_shape(lambda: self.create(nnx.Rngs(0)))
-        found = nnx.to_flat_state(nnx.state(made, nnx.Param))
-        return {"/".join(map(str, path)): x.get_value().shape for path, x in found}
+        model = nnx.eval_shape(lambda: self.create(nnx.Rngs(0)))
+        params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        return {"/".join(map(str, path)): x.get_value().shape for path, x in params}
 
     @cached_property
-    def pieces(self) -> list[PlacedTensor]:
+    def mappings(self) -> list[TensorMapping]:
         """Every tensor with its place; ValueError says what does not fit."""
         try:
-            return self.table.found(self.folder.tensors, self.shapes)
-        except ValueError as wrong:
-            raise ValueError(f"{named(self.folder.path)}: {wrong}") from None
+            return self.table.match_tensors(self.folder.tensors, self.shapes)
+        except ValueError as error:
+            raise ValueError(f"{quote(self.folder.path)}: {error}") from None
 
     @cached_property
     def weights(self) -> "FolderWeights":
@@ -103,33 +103,33 @@ class Pretrained:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the folder; its `end` is the model's own end of a text."""
-        found: Any = load_tokenizer(self.folder.path)
-        if found.vocab > self.config.vocab:
+        tokenizer: Any = load_tokenizer(self.folder.path)
+        if tokenizer.vocab > self.config.vocab:
             raise ValueError(
-                f"{named(self.folder.path / TOKENIZER)} has {found.vocab} tokens, the model's "
+                f"{quote(self.folder.path / TOKENIZER)} has {tokenizer.vocab} tokens, the model's "
                 f"embedding {self.config.vocab} rows (vocab_size of config.json): the two are not "
                 "of one model."
             )
-        return found
+        return tokenizer
 
     @property
     def bytes(self) -> int:
         """The bytes of all tensors that are read."""
-        return sum(t.bytes for p in self.pieces for t in (p.tensor, p.twin) if t is not None)
+        return sum(t.nbytes for p in self.mappings for t in (p.tensor, p.twin) if t is not None)
 
     def __str__(self) -> str:
-        kinds = sorted({str(p.tensor.dtype) for p in self.pieces if p.tensor is not None})
+        kinds = sorted({str(p.tensor.dtype) for p in self.mappings if p.tensor is not None})
         files = len(self.folder.files)
         head = (
-            f"{named(self.folder.path)}: {self.folder.config['model_type']}, "
-            f"{len(self.pieces)} tensors of {', '.join(kinds)}, {human(self.bytes)} in "
+            f"{quote(self.folder.path)}: {self.folder.config['model_type']}, "
+            f"{len(self.mappings)} tensors of {', '.join(kinds)}, {human(self.bytes)} in "
             f"{files} file{'s' * (files > 1)}; stored as {self.stored}"
         )
-        used = {t.name for p in self.pieces for t in (p.tensor, p.twin) if t is not None}
+        used = {t.name for p in self.mappings for t in (p.tensor, p.twin) if t is not None}
         left = [name for name in self.folder.tensors if name not in used]
-        over = f"not read, since they follow from config.json: {', '.join(map(named, left[:4]))}"
+        over = f"not read, since they follow from config.json: {', '.join(map(quote, left[:4]))}"
         more = f" and {len(left) - 4} more" * (len(left) > 4)
-        lines = [head, *(f"  {line}" for line in lines_of(self.table))]
+        lines = [head, *(f"  {line}" for line in format_table(self.table))]
         return "\n".join([*lines, *[f"  {over}{more}"] * bool(left)])
 
 
@@ -148,16 +148,16 @@ class FolderWeights:
     def into(self, layout: Layout) -> Flat:
         """Return the parameters of a layout that stores layers as the model does."""
         check_same("folder of the model", {"hash": self.model.folder.fingerprint})
-        pieces = in_all(lambda: self._fitting(layout))
-        stream = WeightStream(layout, pieces)
-        found = stream.parameters()
+        mappings = run_on_all(lambda: self._mappings_for(layout))
+        stream = WeightStream(layout, mappings)
+        params = stream.parameters()
         self.read = stream.read
-        return found
+        return params
 
-    def _fitting(self, layout: Layout) -> list[PlacedTensor]:
+    def _mappings_for(self, layout: Layout) -> list[TensorMapping]:
         shapes = {path: x.shape for path, x in layout.arrays.items()}
-        check_covers(self.model.pieces, shapes)
-        return self.model.pieces
+        check_coverage(self.model.mappings, shapes)
+        return self.model.mappings
 
 
 def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pretrained:
@@ -178,47 +178,49 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
         >>> import hfjax
         >>> print(hfjax.pretrained("path/to/llama-3.2-1b"))  # doctest: +SKIP
     """
-    _storage_type(stored)
-    return of_folder(in_all(lambda: read_folder(Path(path))), stored, **changes)
+    _param_dtype(stored)
+    return from_folder(run_on_all(lambda: read_folder(Path(path))), stored, **changes)
 
 
-def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> Pretrained:
+def from_folder(folder: ModelFolder, param_dtype: str = "float32", **changes: Any) -> Pretrained:
     """Return the model that a folder describes: `pretrained` without reading it."""
     try:
         check_counts(folder)
-        config = config_of(folder.config)
+        config = parse_config(folder.config)
         check_keywords("pretrained", changes, [field.name for field in fields(config)])
         config = replace(config, **changes)
-    except ValueError as wrong:
-        raise ValueError(f"{named(folder.path)}: {wrong}") from None
+    except ValueError as error:
+        raise ValueError(f"{quote(folder.path)}: {error}") from None
     family = FAMILIES[folder.config["model_type"]]
-    made = Pretrained(folder, family, config, _storage_type(stored))
-    in_all(lambda: len(made.pieces))
-    return made
+    model = Pretrained(folder, family, config, _param_dtype(param_dtype))
+    run_on_all(lambda: len(model.mappings))
+    return model
 
 
 def check_counts(folder: ModelFolder) -> None:
     """Refuse more layers or experts than the files have tensors, before one of each is made."""
     text = folder.config.get("text_config")
-    for part in (folder.config, text if isinstance(text, Mapping) else {}):
-        for key in COUNTED:
-            if is_whole(part.get(key), len(folder.tensors) + 1):
+    for section in (folder.config, text if isinstance(text, Mapping) else {}):
+        for key in COUNT_KEYS:
+            if is_int(section.get(key), len(folder.tensors) + 1):
                 raise ValueError(
-                    f"config.json: {key} is {part[key]}, and the files have "
+                    f"config.json: {key} is {section[key]}, and the files have "
                     f"{len(folder.tensors)} tensors in all: they are not of one model. Get the "
                     "config.json of the files again."
                 )
 
 
-def _storage_type(given: Any) -> str:
+def _param_dtype(dtype: Any) -> str:
     """Return the name of the type in which parameters are stored."""
-    name = dtype_of("stored", given).name
-    if name not in STORED:
-        raise ValueError(f"stored={given!r}: one of {', '.join(STORED)} (fp32, bf16) is expected.")
+    name = parse_dtype("stored", dtype).name
+    if name not in PARAM_DTYPES:
+        raise ValueError(
+            f"stored={dtype!r}: one of {', '.join(PARAM_DTYPES)} (fp32, bf16) is expected."
+        )
     return name
 
 
-@known_keywords
+@strict_keywords
 def export(
     path: str | Path,
     layout: Layout,
@@ -253,39 +255,42 @@ def export(
         )
     model = like if isinstance(like, Pretrained) else pretrained(like)
     _check_like(model, layout)
-    kind = None if dtype is None else dtype_of("dtype", dtype)
-    if kind is not None and kind.name not in KNOWN_TYPES:
+    out_dtype = None if dtype is None else parse_dtype("dtype", dtype)
+    if out_dtype is not None and out_dtype.name not in KNOWN_TYPES:
         raise ValueError(f"dtype={dtype!r}: one of {', '.join(KNOWN_TYPES)} is expected.")
-    most = bytes_of(str(shard), "shard")
-    if most < 1:
+    max_bytes = parse_bytes(str(shard), "shard")
+    if max_bytes < 1:
         raise ValueError(f"shard={shard!r}: a size of at least one byte is expected.")
-    return write_out(Path(path), layout, state, model.folder, model.pieces, kind, most)
+    return write_folder(
+        Path(path), layout, state, model.folder, model.mappings, out_dtype, max_bytes
+    )
 
 
 def _check_like(model: Pretrained, layout: Layout) -> None:
     """Refuse a layout of another model: with both shapes, or what it computes otherwise."""
     shapes = {path: tuple(x.shape) for path, x in layout.arrays.items()}
     lines = [
-        f"{path} is {_shape(shapes.get(path))} in the state, {_shape(model.shapes.get(path))} in "
+        f"{path} is {_format_shape(shapes.get(path))} in the state, "
+        f"{_format_shape(model.shapes.get(path))} in "
         "the model"
         for path in sorted({*shapes, *model.shapes})
         if shapes.get(path) != model.shapes.get(path)
     ]
-    made = getattr(layout.blueprint.abstract("eval"), "config", None)
-    if not lines and isinstance(made, GPTConfig | LlamaConfig):
-        lines = differences(made, config_of(model.folder.config))
+    model_config = getattr(layout.template.abstract("eval"), "config", None)
+    if not lines and isinstance(model_config, GPTConfig | LlamaConfig):
+        lines = differences(model_config, parse_config(model.folder.config))
     if lines:
         raise ValueError(
-            f"the state is not of the model {named(model.folder.path)}:\n  "
-            + "\n  ".join(few(lines))
+            f"the state is not of the model {quote(model.folder.path)}:\n  "
+            + "\n  ".join(first_lines(lines))
             + "\nIts config.json would describe another model. Give the folder of the model that "
             "it began as, and change nothing of that: like=FOLDER."
         )
 
 
-def differences(made: Any, written: Any) -> list[str]:
+def differences(model_config: Any, file_config: Any) -> list[str]:
     """Return what two configurations compute otherwise, whatever they are trained with."""
-    ours, theirs = (_computes(config) for config in (made, written))
+    ours, theirs = (_computation_fields(config) for config in (model_config, file_config))
     return [
         f"{name} is {ours.get(name)} in the state, {theirs.get(name)} in the model"
         for name in {**ours, **theirs}
@@ -293,27 +298,29 @@ def differences(made: Any, written: Any) -> list[str]:
     ]
 
 
-OF_TRAINING = {"vocab", "pad_vocab_to", "length", "dropout", "router", "dense"}
-OF_ROUTERS = ("scores", "normalise", "scale", "groups", "best_groups")
-OF_ATTENTION = ("window", "cap")
+TRAINING_FIELDS = {"vocab", "pad_vocab_to", "length", "dropout", "router", "dense"}
+ROUTER_FIELDS = ("scores", "normalise", "scale", "groups", "best_groups")
+ATTENTION_FIELDS = ("window", "cap")
 
 
-def _computes(config: Any) -> dict[str, Any]:
+def _computation_fields(config: Any) -> dict[str, Any]:
     """Return what of a configuration decides what a model makes of its weights."""
-    words = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OF_MIXING}
-    words = {name: x for name, x in words.items() if name not in OF_TRAINING}
-    words["attention"] = [getattr(config.attention, name, None) for name in OF_ATTENTION]
-    if isinstance(local := words.get("local"), LocalLayers):
-        seen = [getattr(local.attention, name, None) for name in OF_ATTENTION]
-        words["local"] = [local.layers, seen, local.rotary]
+    values = {
+        f.name: getattr(config, f.name) for f in fields(config) if f.name not in MIXING_FIELDS
+    }
+    values = {name: x for name, x in values.items() if name not in TRAINING_FIELDS}
+    values["attention"] = [getattr(config.attention, name, None) for name in ATTENTION_FIELDS]
+    if isinstance(local := values.get("local"), LocalLayers):
+        attention = [getattr(local.attention, name, None) for name in ATTENTION_FIELDS]
+        values["local"] = [local.layers, attention, local.rotary]
     if isinstance(config, MoEConfig):
-        words |= {name: getattr(config, name) for name in ("top_k", "shared", "residual")}
-        words |= {f"router.{name}": getattr(config.router, name) for name in OF_ROUTERS}
-    return words
+        values |= {name: getattr(config, name) for name in ("top_k", "shared", "residual")}
+        values |= {f"router.{name}": getattr(config.router, name) for name in ROUTER_FIELDS}
+    return values
 
 
-OF_MIXING = {f.name for f in fields(Mixing)}
+MIXING_FIELDS = {f.name for f in fields(MixtureOptions)}
 
 
-def _shape(shape: Mapping | Shape | None) -> str:
+def _format_shape(shape: Mapping | Shape | None) -> str:
     return "missing" if shape is None else f"[{', '.join(map(str, shape))}]"

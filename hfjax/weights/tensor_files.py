@@ -16,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hfjax.utils.read_files import check_ordinary, shown
-from hfjax.utils.tables import named
+from hfjax.utils.read_files import brief, check_ordinary
+from hfjax.utils.tables import quote
 
 DTYPES: Mapping[str, np.dtype] = {
     **{"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16)},
@@ -26,7 +26,7 @@ DTYPES: Mapping[str, np.dtype] = {
     **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
     **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
 }
-WORDS = {dtype: word for word, dtype in DTYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 KNOWN_TYPES = ("float32", "bfloat16", "float16", "float64")  # of weights that are read and written
 METADATA = "__metadata__"
 LONGEST = 100_000_000  # bytes of a header: what the reference reader allows
@@ -55,44 +55,44 @@ class FileTensor:
     stamp: tuple[int, ...] | None = None
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """How many bytes it has."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """How many rows: the first dimension; a single number is one."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
         """The bytes of a row."""
-        return self.bytes // max(self.rows, 1)
+        return self.nbytes // max(self.num_rows, 1)
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; ValueError says what is wrong with it."""
-    with os.fdopen(_open(path), "rb") as file:
-        stamp = size, *_ = stamp_of(file.fileno())
+    with os.fdopen(_open_file(path), "rb") as file:
+        stamp = size, *_ = file_stamp(file.fileno())
         length = int.from_bytes(file.read(START), "little")
         if size < START or length > min(size - START, LONGEST):
-            raise _damaged(path, f"its header has {length} bytes, the file {size}")
+            raise _damage_error(path, f"its header has {length} bytes, the file {size}")
         text = file.read(length)
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_once)
+        header = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
     except RecursionError:
-        raise _damaged(path, "its header is nested too deeply") from None
-    except ValueError as wrong:
-        raise _damaged(path, f"its header is no JSON ({wrong})") from None
-    if not isinstance(found, dict):
-        raise _damaged(path, f"its header is {shown(found)}, an object is expected")
-    entries = {name: entry for name, entry in found.items() if name != METADATA}
-    tensors = {name: _tensor(path, name, entries[name], START + length) for name in entries}
-    _check_places(path, tensors.values(), START + length, size)
+        raise _damage_error(path, "its header is nested too deeply") from None
+    except ValueError as error:
+        raise _damage_error(path, f"its header is no JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _damage_error(path, f"its header is {brief(header)}, an object is expected")
+    entries = {name: entry for name, entry in header.items() if name != METADATA}
+    tensors = {name: _parse_entry(path, name, entries[name], START + length) for name in entries}
+    _check_offsets(path, tensors.values(), START + length, size)
     return {name: replace(tensor, stamp=stamp) for name, tensor in tensors.items()}
 
 
-def stamp_of(descriptor: int) -> tuple[int, ...]:
+def file_stamp(descriptor: int) -> tuple[int, ...]:
     """Return by what a file is known again: its size, its time, and the sum of its header.
 
     Whoever copies a file may keep its time; where tensors lie the header says.
@@ -105,94 +105,96 @@ def stamp_of(descriptor: int) -> tuple[int, ...]:
 
 def open_to_read(tensor: FileTensor) -> int:
     """Return the descriptor of a tensor's file; refuse one that is not as its header was read."""
-    descriptor = _open(tensor.file)
-    if tensor.stamp not in (None, stamp_of(descriptor)):
+    descriptor = _open_file(tensor.file)
+    if tensor.stamp not in (None, file_stamp(descriptor)):
         os.close(descriptor)
         raise ValueError(
-            f"{named(tensor.file)} was written or replaced after its header was read, which says "
-            f"where {named(tensor.name)} lies: its size, time or header is another. Read the "
+            f"{quote(tensor.file)} was written or replaced after its header was read, which says "
+            f"where {quote(tensor.name)} lies: its size, time or header is another. Read the "
             "header again: hfjax.pretrained(folder), or read_vision(file)."
         )
     return descriptor
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON; refuse one that names a thing twice."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{named(twice)} stands in it twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{quote(duplicate)} stands in it twice")
     return dict(pairs)
 
 
-def _tensor(path: Path, name: str, entry: Any, data: int) -> FileTensor:
+def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> FileTensor:
     """Return what an entry of a header says."""
-    whole = lambda x: type(x) is int and 0 <= x < 1 << 62
+    is_size = lambda x: type(x) is int and 0 <= x < 1 << 62
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, ends = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
+    dtype, shape, offsets = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _damaged(
-            path, f"{named(name)} is of dtype {shown(dtype)}: one of {', '.join(DTYPES)}"
+        raise _damage_error(
+            path, f"{quote(name)} is of dtype {brief(dtype)}: one of {', '.join(DTYPES)}"
         )
-    if not isinstance(shape, list) or not all(map(whole, shape)):
-        raise _damaged(path, f"{named(name)} has the shape {shown(shape)}")
-    if not isinstance(ends, list) or len(ends) != 2 or not all(map(whole, ends)):
-        raise _damaged(path, f"{named(name)} lies at {shown(ends)}")
-    made = FileTensor(path, name, DTYPES[dtype], tuple(shape), data + ends[0])
-    if made.bytes != ends[1] - ends[0]:
-        raise _damaged(
+    if not isinstance(shape, list) or not all(map(is_size, shape)):
+        raise _damage_error(path, f"{quote(name)} has the shape {brief(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
+        raise _damage_error(path, f"{quote(name)} lies at {brief(offsets)}")
+    tensor = FileTensor(path, name, DTYPES[dtype], tuple(shape), data_start + offsets[0])
+    if tensor.nbytes != offsets[1] - offsets[0]:
+        raise _damage_error(
             path,
-            f"{named(name)} {dtype}{shape} has {made.bytes} bytes, its offsets {ends} leave "
-            f"{ends[1] - ends[0]}",
+            f"{quote(name)} {dtype}{shape} has {tensor.nbytes} bytes, its offsets {offsets} leave "
+            f"{offsets[1] - offsets[0]}",
         )
-    return made
+    return tensor
 
 
-def _check_places(path: Path, tensors: Any, data: int, size: int) -> None:
+def _check_offsets(path: Path, tensors: Any, data_start: int, size: int) -> None:
     """Refuse tensors that overlap, leave holes, or run past the end of the file."""
-    at, last = data, "the header"
-    for tensor in sorted(tensors, key=lambda t: (t.begin, t.bytes)):
-        if tensor.begin != at:
-            what = "overlaps" if tensor.begin < at else "leaves a hole after"
-            raise _damaged(path, f"{named(tensor.name)} {what} {last}")
-        at, last = at + tensor.bytes, named(tensor.name)
-    if at != size:
-        what = (
-            f"the file ends {at - size} bytes before" if at > size else f"{size - at} bytes after"
+    position, last = data_start, "the header"
+    for tensor in sorted(tensors, key=lambda t: (t.begin, t.nbytes)):
+        if tensor.begin != position:
+            problem = "overlaps" if tensor.begin < position else "leaves a hole after"
+            raise _damage_error(path, f"{quote(tensor.name)} {problem} {last}")
+        position, last = position + tensor.nbytes, quote(tensor.name)
+    if position != size:
+        problem = (
+            f"the file ends {position - size} bytes before"
+            if position > size
+            else f"{size - position} bytes after"
         )
-        raise _damaged(path, f"{what} the end of {last}")
+        raise _damage_error(path, f"{problem} the end of {last}")
 
 
-def _damaged(path: Path, what: str) -> ValueError:
+def _damage_error(path: Path, problem: str) -> ValueError:
     return ValueError(
-        f"{named(path)} is no whole file of safetensors: {what}. Get it again, or write it with "
+        f"{quote(path)} is no whole file of safetensors: {problem}. Get it again, or write it with "
         "hfjax export or safetensors' own save_file."
     )
 
 
-def _open(path: Path) -> int:
+def _open_file(path: Path) -> int:
     """Return the descriptor of an ordinary file; ValueError says why it cannot be read."""
     check_ordinary(path)
     try:
         return os.open(path, os.O_RDONLY)
-    except OSError as wrong:
+    except OSError as error:
         raise ValueError(
-            f"{named(path)} cannot be read ({wrong.strerror}). Make it readable, or get it again."
+            f"{quote(path)} cannot be read ({error.strerror}). Make it readable, or get it again."
         ) from None
 
 
 def read_rows(tensor: FileTensor, first: int, count: int) -> np.ndarray:
     """Return `count` rows of a tensor from a row on, in memory that a device takes as it is."""
-    made = aligned((count, *tensor.shape[1:]), tensor.dtype)
+    rows = empty_aligned((count, *tensor.shape[1:]), tensor.dtype)
     descriptor = open_to_read(tensor)
     try:
-        fill(descriptor, tensor.begin + first * tensor.row_bytes, made, tensor)
+        fill(descriptor, tensor.begin + first * tensor.row_bytes, rows, tensor)
     finally:
         os.close(descriptor)
-    return made
+    return rows
 
 
-def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array that nothing was written to, at a multiple of `ALIGNED` bytes."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNED, np.uint8)
@@ -202,15 +204,15 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def fill(descriptor: int, at: int, into: np.ndarray, tensor: FileTensor) -> None:
     """Read bytes of a file from a place on until an array is full."""
-    left = into.reshape(-1).view(np.uint8).data
-    while left:
-        got = os.preadv(descriptor, [left], at)
-        if got == 0:
+    remaining = into.reshape(-1).view(np.uint8).data
+    while remaining:
+        num_read = os.preadv(descriptor, [remaining], at)
+        if num_read == 0:
             raise ValueError(
-                f"{named(tensor.file)} ends within {named(tensor.name)}: it was cut while it was "
+                f"{quote(tensor.file)} ends within {quote(tensor.name)}: it was cut while it was "
                 "read. Get it again."
             )
-        left, at = left[got:], at + got
+        remaining, at = remaining[num_read:], at + num_read
 
 
 def header_of(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
@@ -222,18 +224,22 @@ def header_of(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
     at = 0
     for name, (dtype, shape) in tensors.items():
         end = at + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        entries[name] = {
+            "dtype": DTYPE_CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(START, "little") + text, START + len(text) + at
 
 
-def placed(
+def plan_file(
     path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Iterator[FileTensor]:
     """Yield where tensors of a file that is to be written will lie."""
-    at = len(header_of(tensors)[0])
+    offset = len(header_of(tensors)[0])
     for name, (dtype, shape) in tensors.items():
-        yield FileTensor(path, name, dtype, shape, at)
-        at += math.prod(shape) * dtype.itemsize
+        yield FileTensor(path, name, dtype, shape, offset)
+        offset += math.prod(shape) * dtype.itemsize

@@ -1,8 +1,8 @@
 """Which tensor of a file lies where in which parameter: a table of rules, each with its inverse.
 
 A rule takes the dimensions of a tensor apart (`view`), orders them as ours are (`order`), and says
-where the result lies (`along`, `start`). So every element has one place, and the way back is the
-same table read from right to left.
+where the result lies (`concat_dim`, `start`). So every element has one place, and the way back is
+the same table read from right to left.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
-from hfjax.utils.keywords import NEAREST, nearest_of
-from hfjax.utils.tables import aligned as in_columns, few, named
+from hfjax.utils.keywords import NEAREST, name_hint
+from hfjax.utils.tables import align as in_columns, first_lines, quote
 from hfjax.weights.tensor_files import KNOWN_TYPES, FileTensor
 
 Shape = tuple[int, ...]
@@ -28,7 +28,7 @@ class Rule:
         shape: The shape in the file.
         view: The same elements with dimensions taken apart, or one of size 1 more.
         order: The dimensions of the view in our order.
-        along: The dimension of ours that several tensors share, or that is padded at its end.
+        concat_dim: The dimension of ours that several tensors share, or that is padded at its end.
         start: Where in it this tensor begins.
         layers: The layers that have it. None: all.
         twin: A name that the same tensor has too, if a file holds it twice: it must not differ.
@@ -45,7 +45,7 @@ class Rule:
     shape: Shape
     view: Shape
     order: tuple[int, ...]
-    along: int | None = None
+    concat_dim: int | None = None
     start: int = 0
     layers: frozenset[int] | None = None
     twin: str | None = None
@@ -57,19 +57,19 @@ class Rule:
         return tuple(self.view[i] for i in self.order)
 
 
-def as_it_is(theirs: str, ours: str, *shape: int, **more: Any) -> Rule:
+def copy_rule(theirs: str, ours: str, *shape: int, **more: Any) -> Rule:
     """Return the rule of a tensor that ours is equal to."""
     return Rule(theirs, ours, shape, shape, tuple(range(len(shape))), **more)
 
 
-def turned(theirs: str, ours: str, rows: int, columns: int, **more: Any) -> Rule:
+def transpose_rule(theirs: str, ours: str, rows: int, columns: int, **more: Any) -> Rule:
     """Return the rule of a matrix that ours is the transpose of: torch has [out, in]."""
     more = {"transform": "transpose", **more}
     return Rule(theirs, ours, (rows, columns), (rows, columns), (1, 0), **more)
 
 
 @dataclass(frozen=True)
-class PlacedTensor:
+class TensorMapping:
     """One tensor of a file: its rule, and where it lies among layers and experts.
 
     Attributes:
@@ -105,65 +105,76 @@ class RuleTable:
     prefix: str = ""
     ignored: tuple[str, ...] = ()
 
-    def pieces(self) -> Iterator[PlacedTensor]:
+    def expand(self) -> Iterator[TensorMapping]:
         """Yield every tensor with its place, rule by rule."""
         for rule in self.rules:
             counted = [name for name in self.counts if f"{{{name}}}" in rule.theirs]
             inner = [name for name in counted if f"{{{name}}}" not in rule.ours]
             for numbers in product(*(range(self.counts[name]) for name in counted)):
-                of = dict(zip(counted, numbers, strict=True))
-                if rule.layers is None or of["layer"] in rule.layers:
-                    index = tuple(of[name] for name in inner)
-                    yield PlacedTensor(
-                        rule, rule.theirs.format(**of), rule.ours.format(**of), index
+                values = dict(zip(counted, numbers, strict=True))
+                if rule.layers is None or values["layer"] in rule.layers:
+                    index = tuple(values[name] for name in inner)
+                    yield TensorMapping(
+                        rule, rule.theirs.format(**values), rule.ours.format(**values), index
                     )
 
-    def found(
+    def match_tensors(
         self, tensors: Mapping[str, FileTensor], shapes: Mapping[str, Shape]
-    ) -> list[PlacedTensor]:
+    ) -> list[TensorMapping]:
         """Return every piece with its tensor; ValueError says all that does not fit, at once.
 
         Args:
             tensors: Those of the files, by name.
             shapes: Those of the parameters, by path.
         """
-        cut = len(self.prefix) * (not any(name.startswith(self.prefix) for name in tensors))
-        pieces = [self._with_tensors(piece, tensors, cut) for piece in self.pieces()]
-        check_covers(pieces, shapes)
-        used = {t.name for piece in pieces for t in (piece.tensor, piece.twin) if t is not None}
-        over = [
+        prefix_length = len(self.prefix) * (
+            not any(name.startswith(self.prefix) for name in tensors)
+        )
+        mappings = [
+            self._attach_tensors(mapping, tensors, prefix_length) for mapping in self.expand()
+        ]
+        check_coverage(mappings, shapes)
+        used = {
+            t.name for mapping in mappings for t in (mapping.tensor, mapping.twin) if t is not None
+        }
+        unused = [
             t
             for name, t in tensors.items()
             if name not in used and not any(fnmatchcase(name, pattern) for pattern in self.ignored)
         ]
-        if lines := misfits(pieces, over):
+        if lines := find_mismatches(mappings, unused):
             raise ValueError(
                 "the tensors of the files are not those of the model that config.json describes:"
                 "\n  " + "\n  ".join(lines) + "\nNo weight was read. Give the folder of one model "
                 "with its own config.json; hfjax import FOLDER shows what is expected."
             )
-        return pieces
+        return mappings
 
-    def _with_tensors(
-        self, piece: PlacedTensor, tensors: Mapping[str, FileTensor], cut: int
-    ) -> PlacedTensor:
-        at = lambda name: None if name is None else tensors.get(name[cut:], tensors.get(name))
-        return replace(piece, tensor=at(piece.name), twin=at(piece.rule.twin))
+    def _attach_tensors(
+        self, mapping: TensorMapping, tensors: Mapping[str, FileTensor], prefix_length: int
+    ) -> TensorMapping:
+        lookup = lambda name: (
+            None if name is None else tensors.get(name[prefix_length:], tensors.get(name))
+        )
+        return replace(mapping, tensor=lookup(mapping.name), twin=lookup(mapping.rule.twin))
 
 
-def check_covers(pieces: Sequence[PlacedTensor], shapes: Mapping[str, Shape]) -> None:
+def check_coverage(mappings: Sequence[TensorMapping], shapes: Mapping[str, Shape]) -> None:
     """Refuse tensors that do not fit their parameters, and parameters that have no tensor."""
-    for piece in pieces:
-        shape, rule = shapes.get(piece.path), piece.rule
-        own = None if shape is None else shape[len(piece.index) :]
-        if shape is None or not _fits(rule, own or ()):
-            there = "is not in the model" if shape is None else f"is {_shape(shape)} there"
-            raise ValueError(f"{piece.name} -> {piece.path} {_shape(rule.block)}: it {there}.")
-    filled = {piece.path for piece in pieces}
+    for mapping in mappings:
+        shape, rule = shapes.get(mapping.path), mapping.rule
+        block_shape = None if shape is None else shape[len(mapping.index) :]
+        if shape is None or not _fits(rule, block_shape or ()):
+            problem = "is not in the model" if shape is None else f"is {_format_shape(shape)} there"
+            raise ValueError(
+                f"{mapping.name} -> {mapping.path} {_format_shape(rule.block)}: it {problem}."
+            )
+    filled = {mapping.path for mapping in mappings}
     for path, shape in shapes.items():
         if path not in filled:
             raise ValueError(
-                f"{path} {_shape(shape)} of the model has no tensor in the files of its family: "
+                f"{path} {_format_shape(shape)} of the model has no tensor in the files of its "
+                "family: "
                 "the layout is not of the model that hfjax.pretrained returned."
             )
 
@@ -172,33 +183,34 @@ def _fits(rule: Rule, shape: Shape) -> bool:
     """Return whether a block lies in a parameter; along one dimension it may be a part."""
     if len(rule.block) != len(shape):
         return False
-    end = lambda i, n: rule.start + n <= shape[i] if i == rule.along else n == shape[i]
+    end = lambda i, n: rule.start + n <= shape[i] if i == rule.concat_dim else n == shape[i]
     return all(end(i, n) for i, n in enumerate(rule.block))
 
 
-def misfits(pieces: Sequence[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:
+def find_mismatches(mappings: Sequence[TensorMapping], unused: Sequence[FileTensor]) -> list[str]:
     """Return what does not fit, a line each: of pieces with their tensors, and of tensors left."""
-    wrong = [*_misshapen(pieces), *_of_two_types(pieces)]
-    return [*_missing(pieces, over), *wrong, *_over(over, pieces)]
+    wrong = [*_shape_lines(mappings), *_dtype_lines(mappings)]
+    return [*_missing_lines(mappings, unused), *wrong, *_unused_lines(unused, mappings)]
 
 
-def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:
-    lost = [piece for piece in pieces if piece.tensor is None]
-    left = [tensor.name for tensor in over]
-    return few(
+def _missing_lines(mappings: Iterable[TensorMapping], unused: Sequence[FileTensor]) -> list[str]:
+    missing = [mapping for mapping in mappings if mapping.tensor is None]
+    names = [tensor.name for tensor in unused]
+    return first_lines(
         [
-            f"{piece.name} {_shape(piece.rule.shape)} (our {piece.path}) is missing"
-            f"{named(nearest_of(piece.name, left[:1000], NEAREST))}"
-            for piece in lost
+            f"{mapping.name} {_format_shape(mapping.rule.shape)} (our {mapping.path}) is missing"
+            f"{quote(name_hint(mapping.name, names[:1000], NEAREST))}"
+            for mapping in missing
         ]
     )
 
 
-def _misshapen(pieces: Iterable[PlacedTensor]) -> list[str]:
-    both = [(p, t) for p in pieces for t in (p.tensor, p.twin) if t is not None]
-    return few(
+def _shape_lines(mappings: Iterable[TensorMapping]) -> list[str]:
+    both = [(p, t) for p in mappings for t in (p.tensor, p.twin) if t is not None]
+    return first_lines(
         [
-            f"{named(t.name)} is {t.dtype}{_shape(t.shape)}, {_shape(p.rule.shape)} of "
+            f"{quote(t.name)} is {t.dtype}{_format_shape(t.shape)}, {_format_shape(p.rule.shape)} "
+            "of "
             f"{', '.join(KNOWN_TYPES[:-1])} or {KNOWN_TYPES[-1]} is expected (our {p.path})"
             for p, t in both
             if t.shape != p.rule.shape or t.dtype.name not in KNOWN_TYPES
@@ -206,53 +218,59 @@ def _misshapen(pieces: Iterable[PlacedTensor]) -> list[str]:
     )
 
 
-def _of_two_types(pieces: Iterable[PlacedTensor]) -> list[str]:
+def _dtype_lines(mappings: Iterable[TensorMapping]) -> list[str]:
     return [
-        f"{named(t.name)} is {t.dtype}, and {named(p.tensor.name)}, which is the same (config.json "
+        f"{quote(t.name)} is {t.dtype}, and {quote(p.tensor.name)}, which is the same (config.json "
         f"says tie_word_embeddings), {p.tensor.dtype}: store it once, or both in one type"
-        for p in pieces
+        for p in mappings
         if (t := p.twin) is not None and p.tensor is not None and p.tensor.dtype != t.dtype
     ]
 
 
-def _over(over: Sequence[FileTensor], pieces: Sequence[PlacedTensor]) -> list[str]:
-    known = [piece.name for piece in pieces if piece.tensor is None]
-    return few(
+def _unused_lines(unused: Sequence[FileTensor], mappings: Sequence[TensorMapping]) -> list[str]:
+    known = [mapping.name for mapping in mappings if mapping.tensor is None]
+    return first_lines(
         [
-            f"{named(t.name)} {_shape(t.shape)} is no tensor of this model"
-            f"{named(nearest_of(t.name, known[:1000], NEAREST))}"
-            for t in over
+            f"{quote(t.name)} {_format_shape(t.shape)} is no tensor of this model"
+            f"{quote(name_hint(t.name, known[:1000], NEAREST))}"
+            for t in unused
         ]
     )
 
 
-def _shape(shape: Shape) -> str:
+def _format_shape(shape: Shape) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def lines_of(table: RuleTable) -> list[str]:
+def format_table(table: RuleTable) -> list[str]:
     """Return the table as people read it, a line for each rule."""
-    rows = [("tensor of the files", "shape", "parameter", "where in it", "how")]
+    entries = [("tensor of the files", "shape", "parameter", "where in it", "how")]
     for rule in table.rules:
         ranges = {name: f"0…{count - 1}" for name, count in table.counts.items()}
-        numbers = ranges if rule.layers is None else ranges | {"layer": _runs(rule.layers)}
-        where = [numbers[n] for n in table.counts if f"{{{n}}}" in rule.theirs]
-        inner = ", ".join([*where, *_slices(rule)])
-        rows.append(
-            (rule.theirs, _shape(rule.shape), rule.ours, f"[{inner}]", rule.transform or "as it is")
+        numbers = ranges if rule.layers is None else ranges | {"layer": _format_ranges(rule.layers)}
+        indices = [numbers[n] for n in table.counts if f"{{{n}}}" in rule.theirs]
+        inner = ", ".join([*indices, *_slices(rule)])
+        entries.append(
+            (
+                rule.theirs,
+                _format_shape(rule.shape),
+                rule.ours,
+                f"[{inner}]",
+                rule.transform or "as it is",
+            )
         )
-    return in_columns(rows)
+    return in_columns(entries)
 
 
 def _slices(rule: Rule) -> list[str]:
-    part = lambda i, n: f"{rule.start}:{rule.start + n}" if i == rule.along else ":"
-    return [part(i, n) for i, n in enumerate(rule.block)]
+    slice_text = lambda i, n: f"{rule.start}:{rule.start + n}" if i == rule.concat_dim else ":"
+    return [slice_text(i, n) for i, n in enumerate(rule.block)]
 
 
-def _runs(numbers: Iterable[int]) -> str:
+def _format_ranges(numbers: Iterable[int]) -> str:
     """Return numbers as people write them.
 
-    >>> _runs([0, 1, 2, 5])
+    >>> _format_ranges([0, 1, 2, 5])
     '0…2,5'
     """
     runs: list[list[int]] = []

@@ -16,20 +16,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from hfjax.distributed.consensus import agreed, in_all
+from hfjax.distributed.consensus import run_on_all, run_on_first
 from hfjax.models.vision.deeplab import DeepLabConfig
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.sharding.layout import Layout, State
 from hfjax.step.batches import full
 from hfjax.step.init_state import init
-from hfjax.utils.atomic import replacing
+from hfjax.utils.atomic import atomic_file
 from hfjax.utils.paths import Flat, flatten, nest
 from hfjax.utils.read_files import check_ordinary
-from hfjax.utils.tables import named
-from hfjax.weights.load import by_path
+from hfjax.utils.tables import quote
+from hfjax.weights.load import group_by_path
 from hfjax.weights.model_folder import PICKLES
-from hfjax.weights.save import in_full_precision
+from hfjax.weights.save import full_precision_params
 from hfjax.weights.tensor_files import (
     FileTensor,
     header_of,
@@ -37,8 +37,8 @@ from hfjax.weights.tensor_files import (
     read_header,
     read_rows,
 )
-from hfjax.weights.tensor_rules import PlacedTensor, Shape, check_covers, misfits
-from hfjax.weights.vision_rules import COUNTER, HEADS, shapes_of, vision_table
+from hfjax.weights.tensor_rules import Shape, TensorMapping, check_coverage, find_mismatches
+from hfjax.weights.vision_rules import COUNTER, HEADS, array_shapes, vision_table
 
 VARIANCE, BACKBONE = "running_var", "backbone."
 NEW_HEAD = "--model.new-head (read_vision(…, new_head=True))"
@@ -49,42 +49,42 @@ class FileArray:
     """A parameter that lies in a file; of a stack, each layer a tensor. Slices of it are read.
 
     Attributes:
-        pieces: Its tensors, layer by layer.
+        mappings: Its tensors, layer by layer.
         shape: Its shape.
     """
 
-    pieces: Sequence[PlacedTensor]
+    mappings: Sequence[TensorMapping]
     shape: Shape
 
     @property
     def dtype(self) -> np.dtype:
         """The type in the file."""
-        assert self.pieces[0].tensor is not None
-        return self.pieces[0].tensor.dtype
+        assert self.mappings[0].tensor is not None
+        return self.mappings[0].tensor.dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)
-        if not self.pieces[0].index:
-            return _turned(self.pieces[0])[index]
-        some, rest = index[0], index[1:]
-        if not isinstance(some, slice):
+        if not self.mappings[0].index:
+            return _open_tensor(self.mappings[0])[index]
+        layer_index, rest = index[0], index[1:]
+        if not isinstance(layer_index, slice):
             return np.asarray(self)[index]
-        layers = [_turned(piece)[rest] for piece in self.pieces[some]]
+        layers = [_open_tensor(mapping)[rest] for mapping in self.mappings[layer_index]]
         return np.stack(layers) if layers else np.asarray(self)[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        layers = [_turned(piece) for piece in self.pieces]
-        whole = np.stack(layers) if self.pieces[0].index else layers[0]
-        return np.array(whole, dtype or self.dtype)
+        layers = [_open_tensor(mapping) for mapping in self.mappings]
+        array = np.stack(layers) if self.mappings[0].index else layers[0]
+        return np.array(array, dtype or self.dtype)
 
 
-def _turned(piece: PlacedTensor) -> np.ndarray:
+def _open_tensor(mapping: TensorMapping) -> np.ndarray:
     """Return a tensor in our order; what of it is asked for is read then."""
-    assert piece.tensor is not None
-    held, rule = piece.tensor, piece.rule
-    with os.fdopen(open_to_read(held), "rb") as file:
-        found = np.memmap(file, held.dtype, "r", held.begin, held.shape)
-    return found.reshape(rule.view).transpose(rule.order)
+    assert mapping.tensor is not None
+    tensor, rule = mapping.tensor, mapping.rule
+    with os.fdopen(open_to_read(tensor), "rb") as file:
+        data = np.memmap(file, tensor.dtype, "r", tensor.begin, tensor.shape)
+    return data.reshape(rule.view).transpose(rule.order)
 
 
 def read_vision(
@@ -107,32 +107,32 @@ def read_vision(
         >>> config = ResNetConfig.preset("resnet50")  # doctest: +SKIP
         >>> weights = read_vision("resnet50.safetensors", config)  # doctest: +SKIP
     """
-    return in_all(lambda: _arrays_of(Path(file), config, new_head))
+    return run_on_all(lambda: _open_arrays(Path(file), config, new_head))
 
 
-def _arrays_of(path: Path, config: VisionConfig, new_head: bool) -> dict[str, FileArray | None]:
+def _open_arrays(path: Path, config: VisionConfig, new_head: bool) -> dict[str, FileArray | None]:
     """Return what lies where in a file, once all of it fits."""
     _refuse_pickles(path)
-    tensors, shapes = read_header(path), shapes_of(config)
-    alone = _is_backbone(config, tensors)
-    if alone:
+    tensors, shapes = read_header(path), array_shapes(config)
+    is_backbone = _is_backbone(config, tensors)
+    if is_backbone:
         if not new_head:
             raise ValueError(
-                f"{named(path)} is of a ResNet alone, without what segments. To keep the backbone "
+                f"{quote(path)} is of a ResNet alone, without what segments. To keep the backbone "
                 f"and draw the rest anew: {NEW_HEAD}."
             )
         fits = lambda name: not name.startswith("fc.")
         tensors = {f"{BACKBONE}{name}": t for name, t in tensors.items() if fits(name)}
-    pieces = list(vision_table(config).pieces())
-    check_covers(pieces, shapes)
-    pieces = [replace(piece, tensor=tensors.get(piece.name)) for piece in pieces]
-    drawn = lambda p: _of_head(p.path) or (alone and not p.name.startswith(BACKBONE))
-    kept = [piece for piece in pieces if not (new_head and drawn(piece))]
-    _check(path, pieces, kept, tensors)
-    found: dict[str, FileArray | None] = dict.fromkeys(shapes)
-    for of, parts in by_path(kept).items():
-        found[of] = FileArray(sorted(parts, key=lambda p: p.index), shapes[of])
-    return found
+    mappings = list(vision_table(config).expand())
+    check_coverage(mappings, shapes)
+    mappings = [replace(mapping, tensor=tensors.get(mapping.name)) for mapping in mappings]
+    is_random = lambda p: _is_head(p.path) or (is_backbone and not p.name.startswith(BACKBONE))
+    required = [mapping for mapping in mappings if not (new_head and is_random(mapping))]
+    _check_tensors(path, mappings, required, tensors)
+    arrays: dict[str, FileArray | None] = dict.fromkeys(shapes)
+    for param, param_mappings in group_by_path(required).items():
+        arrays[param] = FileArray(sorted(param_mappings, key=lambda p: p.index), shapes[param])
+    return arrays
 
 
 def _is_backbone(config: VisionConfig, tensors: Mapping[str, FileTensor]) -> bool:
@@ -145,39 +145,39 @@ def _refuse_pickles(path: Path) -> None:
     """Refuse a file of torch's by its name, before anything of it is read."""
     if any(path.match(pattern) for pattern in PICKLES):
         raise ValueError(
-            f"{named(path)} is a pickle, which runs code when it is read: it is never opened. "
-            f"Where torch is: safetensors.torch.save_file(torch.load({named(path.name)!r}, "
-            f"weights_only=True), {named(path.with_suffix('.safetensors').name)!r}); give that."
+            f"{quote(path)} is a pickle, which runs code when it is read: it is never opened. "
+            f"Where torch is: safetensors.torch.save_file(torch.load({quote(path.name)!r}, "
+            f"weights_only=True), {quote(path.with_suffix('.safetensors').name)!r}); give that."
         )
     check_ordinary(path)
 
 
-def _of_head(path: str) -> bool:
+def _is_head(path: str) -> bool:
     return path.startswith(tuple(f"{head}/" for head in HEADS))
 
 
-def _check(
+def _check_tensors(
     path: Path,
-    pieces: Sequence[PlacedTensor],
-    kept: Sequence[PlacedTensor],
+    mappings: Sequence[TensorMapping],
+    required: Sequence[TensorMapping],
     tensors: Mapping[str, FileTensor],
 ) -> None:
     """Refuse tensors that are not those of the model: the head alone, or what else."""
-    known = {piece.name for piece in pieces}
-    over = [t for name, t in tensors.items() if name not in known and _is_read(name)]
-    others = [p for p in kept if not _of_head(p.path)]
-    lines = misfits(others, over)
+    known = {mapping.name for mapping in mappings}
+    unused = [t for name, t in tensors.items() if name not in known and _is_read(name)]
+    body = [p for p in required if not _is_head(p.path)]
+    lines = find_mismatches(body, unused)
     if lines:
         raise ValueError(
-            f"the tensors of {named(path)} are not those of the model:\n  "
+            f"the tensors of {quote(path)} are not those of the model:\n  "
             + "\n  ".join(lines)
             + "\nNothing was read. Give the weights of a model of this shape, or the shape "
             "of the one that the file is of."
         )
-    heads = misfits([p for p in kept if _of_head(p.path)], ())
+    heads = find_mismatches([p for p in required if _is_head(p.path)], ())
     if heads:
         raise ValueError(
-            f"{named(path)} is of a model with other classes:\n  "
+            f"{quote(path)} is of a model with other classes:\n  "
             + "\n  ".join(heads)
             + "\nTo keep the rest and draw the last layer anew: --model.new-head "
             "(read_vision(…, new_head=True)). Or give the number of classes of the file."
@@ -202,23 +202,23 @@ def with_weights(
         seed: Whole number, as `hfjax.init` takes it.
         schedule: The pipeline schedule of the training step.
     """
-    of_step = {path: x for path, x in weights.items() if path in layout.arrays}
-    state = init(layout, seed=seed, schedule=schedule, parameters=of_step)
+    params = {path: x for path, x in weights.items() if path in layout.arrays}
+    state = init(layout, seed=seed, schedule=schedule, parameters=params)
     variables = flatten(state.variables)
-    given = {path: x for path, x in weights.items() if path not in of_step and x is not None}
-    if unknown := [path for path in given if path not in variables]:
+    statistics = {path: x for path, x in weights.items() if path not in params and x is not None}
+    if unknown := [path for path in statistics if path not in variables]:
         raise ValueError(
             f"{unknown[0]} is neither a parameter nor a variable of the layout's model: the "
             "weights are of another shape or norm than the layout."
         )
-    put = {path: _put(x, variables[path]) for path, x in given.items()}
-    return replace(state, variables=nest({**variables, **put}))
+    new_variables = {path: _place_like(x, variables[path]) for path, x in statistics.items()}
+    return replace(state, variables=nest({**variables, **new_variables}))
 
 
-def _put(x: Any, like: jax.Array) -> jax.Array:
+def _place_like(x: Any, like: jax.Array) -> jax.Array:
     """Return an array where another is, in its type."""
-    part = lambda index: np.array(x[index], like.dtype)
-    return jax.make_array_from_callback(like.shape, like.sharding, part)
+    read_slice = lambda index: np.array(x[index], like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, read_slice)
 
 
 def write_vision(
@@ -238,25 +238,25 @@ def write_vision(
         like: The file that the state began from: its types are kept, and its counts of batches go
             on. None: the types of the state, counts from 0.
     """
-    arrays = full({**in_full_precision(layout, state), **_statistics(state, config)})
+    arrays = full({**full_precision_params(layout, state), **_statistics(state, config)})
     steps = 0 if isinstance(config, ConvNetConfig) and config.norm == "frozen" else int(state.step)
-    before = {} if like is None else read_header(Path(like))
-    agreed(lambda: _write(Path(file), arrays, config, before, steps))
+    like_tensors = {} if like is None else read_header(Path(like))
+    run_on_first(lambda: _write_file(Path(file), arrays, config, like_tensors, steps))
 
 
 def _statistics(state: State, config: VisionConfig) -> Flat:
     """Return the variables of a state that a file holds."""
-    shapes = shapes_of(config)
+    shapes = array_shapes(config)
     return {path: x for path, x in flatten(state.variables).items() if path in shapes}
 
 
-def _write(
+def _write_file(
     path: Path, arrays: Flat, config: VisionConfig, like: Mapping[str, FileTensor], steps: int
 ) -> None:
-    made = dict(named_tensors(arrays, config, like, steps))
-    tensors = {name: made[name] for name in (*(n for n in like if n in made), *made)}
+    by_name = dict(named_tensors(arrays, config, like, steps))
+    tensors = {name: by_name[name] for name in (*(n for n in like if n in by_name), *by_name)}
     header, _ = header_of({name: (x.dtype, x.shape) for name, x in tensors.items()})
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         file.write(header)
         for x in tensors.values():
             file.write(np.ascontiguousarray(x).tobytes())
@@ -269,18 +269,18 @@ def named_tensors(
     steps: int = 0,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a file by name, in torch's order of dimensions."""
-    pieces = list(vision_table(config).pieces())
-    check_covers(pieces, {path: x.shape for path, x in arrays.items()})
-    for piece in pieces:
-        rule = piece.rule
-        block = arrays[piece.path][piece.index]
+    mappings = list(vision_table(config).expand())
+    check_coverage(mappings, {path: x.shape for path, x in arrays.items()})
+    for mapping in mappings:
+        rule = mapping.rule
+        block = arrays[mapping.path][mapping.index]
         array = block.transpose(np.argsort(rule.order)).reshape(rule.shape)
         yield (
-            piece.name,
-            array.astype(like[piece.name].dtype if piece.name in like else block.dtype),
+            mapping.name,
+            array.astype(like[mapping.name].dtype if mapping.name in like else block.dtype),
         )
-        part, _, last = piece.name.rpartition(".")
+        prefix, _, last = mapping.name.rpartition(".")
         if last == VARIANCE:
-            counter = f"{part}.{COUNTER}"
-            first = read_rows(like[counter], 0, 1).item() if counter in like else 0
-            yield counter, np.array(first + steps, np.int64)
+            counter = f"{prefix}.{COUNTER}"
+            num_batches = read_rows(like[counter], 0, 1).item() if counter in like else 0
+            yield counter, np.array(num_batches + steps, np.int64)

@@ -6,9 +6,14 @@ which `metrics` carries to `routed_loss`; `moe_llama` is the model.
 """
 
 from hfjax.models.moe.layer import MoE
-from hfjax.models.moe.metrics import Routed, Told, after_step
+from hfjax.models.moe.metrics import RoutedOutputs, RouterMetrics, after_step
 from hfjax.models.moe.moe_llama import PRESETS, MoEConfig, MoELlama
-from hfjax.models.moe.routed_loss import next_token_loss, over_batch, takes_routing, with_routing
+from hfjax.models.moe.routed_loss import (
+    next_token_loss,
+    over_batch,
+    uses_router_metrics,
+    with_routing,
+)
 from hfjax.models.moe.router import Router
 
 __all__ = [
@@ -16,12 +21,12 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "MoELlama",
-    "Routed",
+    "RoutedOutputs",
     "Router",
-    "Told",
+    "RouterMetrics",
     "after_step",
     "next_token_loss",
     "over_batch",
-    "takes_routing",
+    "uses_router_metrics",
     "with_routing",
 ]

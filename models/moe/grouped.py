@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.models.moe.slots import Sorted, in_order
+from hfjax.models.moe.slots import SortedChoices, sort_choices
 
 Apply = Callable[[Any, jax.Array], jax.Array]  # (arrays of one expert, [N, D]) -> [N, D]
 
@@ -26,12 +26,12 @@ class Block(NamedTuple):
     tokens: jax.Array  # the rows of x, T where there is none
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """Which choices go to which block."""
 
-    sort: Sorted  # of one group
+    sort: SortedChoices  # of one group
     ends: jax.Array  # [E]: how many blocks there are up to the last of each expert
-    total: jax.Array  # how many there are
+    num_blocks: jax.Array  # how many there are
 
     def block(self, number: jax.Array, size: int, k: int) -> Block:
         """Return a block of the plan."""
@@ -39,77 +39,77 @@ class Plan(NamedTuple):
         expert = jnp.searchsorted(self.ends, number, side="right").astype(jnp.int32)
         before = self.ends[expert] - -(-counts[expert] // size)
         rank = (number - before) * size + jnp.arange(size, dtype=jnp.int32)
-        found = choices.at[first[expert] + rank].get(mode="clip")
-        found = jnp.where(rank < counts[expert], found, len(choices))
-        return Block(expert, found, found // k)
+        block_choices = choices.at[first[expert] + rank].get(mode="clip")
+        block_choices = jnp.where(rank < counts[expert], block_choices, len(choices))
+        return Block(expert, block_choices, block_choices // k)
 
 
-def planned(experts_Tk: jax.Array, count: int, size: int) -> Plan:
+def plan_blocks(experts_Tk: jax.Array, count: int, size: int) -> BlockPlan:
     """Return the blocks for choices among experts 0 to count - 1; other numbers are of none."""
     known = jnp.where((experts_Tk >= 0) & (experts_Tk < count), experts_Tk, count)[None]
-    sort = in_order(known, jnp.zeros(known.shape, jnp.int32), count)
+    sort = sort_choices(known, jnp.zeros(known.shape, jnp.int32), count)
     ends = jnp.cumsum(-(-sort.counts[0] // size))
-    return Plan(sort, ends, ends[-1])
+    return BlockPlan(sort, ends, ends[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def in_blocks(
+def run_grouped(
     apply: Apply, size: int, arrays: Any, x_TD: jax.Array, experts_Tk: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """Return the weighted sum of what each token's experts make of it; those here are `arrays`."""
-    k, plan = experts_Tk.shape[1], _plan(size, arrays, experts_Tk)
+    k, plan = experts_Tk.shape[1], _plan_for(size, arrays, experts_Tk)
     wide = jnp.promote_types(x_TD.dtype, jnp.float32)
 
     def body(number: jax.Array, y: jax.Array) -> jax.Array:
         block = plan.block(number, size, k)
-        made = apply(_of(arrays, block.expert), _take(x_TD, block.tokens))
-        weighed = _take(weights.reshape(-1), block.choices)[:, None] * made.astype(wide)
-        return y.at[block.tokens].add(weighed.astype(wide), mode="drop")
+        expert_out = apply(_select_expert(arrays, block.expert), _take(x_TD, block.tokens))
+        weighted = _take(weights.reshape(-1), block.choices)[:, None] * expert_out.astype(wide)
+        return y.at[block.tokens].add(weighted.astype(wide), mode="drop")
 
     zeros = jnp.zeros(x_TD.shape, wide)
-    return lax.fori_loop(0, plan.total, body, zeros).astype(x_TD.dtype)
+    return lax.fori_loop(0, plan.num_blocks, body, zeros).astype(x_TD.dtype)
 
 
 def _forward(
     apply: Apply, size: int, arrays: Any, x: jax.Array, experts: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    return in_blocks(apply, size, arrays, x, experts, weights), (arrays, x, experts, weights)
+    return run_grouped(apply, size, arrays, x, experts, weights), (arrays, x, experts, weights)
 
 
 def _backward(apply: Apply, size: int, saved: tuple, dy_TD: jax.Array) -> tuple:
     arrays, x_TD, experts_Tk, weights = saved
-    k, plan = experts_Tk.shape[1], _plan(size, arrays, experts_Tk)
+    k, plan = experts_Tk.shape[1], _plan_for(size, arrays, experts_Tk)
     flat = weights.reshape(-1)
-    wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+    zeros_like = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
     def body(number: jax.Array, sums: tuple) -> tuple:
         d_arrays, dx, d_weights = sums
         block = plan.block(number, size, k)
-        of_one = _of(arrays, block.expert)
-        made, adjoint = jax.vjp(apply, of_one, _take(x_TD, block.tokens))
+        expert_arrays = _select_expert(arrays, block.expert)
+        expert_out, vjp = jax.vjp(apply, expert_arrays, _take(x_TD, block.tokens))
         dy = _take(dy_TD, block.tokens)
-        d_made = (_take(flat, block.choices)[:, None] * dy).astype(made.dtype)
-        d_one, d_rows = adjoint(d_made)
-        d_arrays = jax.tree.map(lambda s, d: s.at[block.expert].add(d), d_arrays, d_one)
+        d_out = (_take(flat, block.choices)[:, None] * dy).astype(expert_out.dtype)
+        d_expert, d_rows = vjp(d_out)
+        d_arrays = jax.tree.map(lambda s, d: s.at[block.expert].add(d), d_arrays, d_expert)
         dx = dx.at[block.tokens].add(d_rows.astype(dx.dtype), mode="drop")
-        along = (made.astype(d_weights.dtype) * dy).sum(-1).astype(d_weights.dtype)
-        return d_arrays, dx, d_weights.at[block.choices].add(along, mode="drop")
+        d_weight = (expert_out.astype(d_weights.dtype) * dy).sum(-1).astype(d_weights.dtype)
+        return d_arrays, dx, d_weights.at[block.choices].add(d_weight, mode="drop")
 
-    zeros = jax.tree.map(wide, arrays), wide(x_TD), wide(flat)
-    d_arrays, dx, d_weights = lax.fori_loop(0, plan.total, body, zeros)
+    zeros = jax.tree.map(zeros_like, arrays), zeros_like(x_TD), zeros_like(flat)
+    d_arrays, dx, d_weights = lax.fori_loop(0, plan.num_blocks, body, zeros)
     d_arrays = jax.tree.map(lambda d, x: d.astype(x.dtype), d_arrays, arrays)
     d_weights = d_weights.reshape(weights.shape).astype(weights.dtype)
     return d_arrays, dx.astype(x_TD.dtype), None, d_weights
 
 
-in_blocks.defvjp(_forward, _backward)
+run_grouped.defvjp(_forward, _backward)
 
 
-def _plan(size: int, arrays: Any, experts_Tk: jax.Array) -> Plan:
-    return planned(experts_Tk, len(jax.tree.leaves(arrays)[0]), size)
+def _plan_for(size: int, arrays: Any, experts_Tk: jax.Array) -> BlockPlan:
+    return plan_blocks(experts_Tk, len(jax.tree.leaves(arrays)[0]), size)
 
 
-def _of(arrays: Any, expert: jax.Array) -> Any:
+def _select_expert(arrays: Any, expert: jax.Array) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, 0, False), arrays)
 
 

@@ -15,36 +15,53 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend import source_info_util
 
-from hfjax.models.layers import Linear, RowKey, anywhere, plain, project, stacked, unnumbered
+from hfjax.models.layers import (
+    ExampleKey,
+    Linear,
+    local_ops,
+    no_constraint,
+    no_number,
+    project,
+    stack_layers,
+)
 from hfjax.models.llama import MLP
-from hfjax.models.moe.experts import Choices, Mixture
-from hfjax.models.moe.losses import balance, spread, z_losses
-from hfjax.models.moe.metrics import Told
-from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
-from hfjax.models.moe.slots import capacity as capacity_of, in_order, places
-from hfjax.utils.keywords import is_real, is_whole, known_fields, meanings
-from hfjax.utils.rounding import widened
+from hfjax.models.moe.experts import DroplessRouting, Mixture
+from hfjax.models.moe.losses import balance, per_token, z_losses
+from hfjax.models.moe.metrics import RouterMetrics
+from hfjax.models.moe.router import (
+    JITTER,
+    ExpertChoice,
+    Router,
+    RouterNoise,
+    choose_experts,
+    is_chosen,
+)
+from hfjax.models.moe.slots import assign_slots, capacity as capacity_of, sort_choices
+from hfjax.utils.keywords import attribute_docs, is_int, is_real, strict_fields
+from hfjax.utils.rounding import widen
 
 source_info_util.register_exclusion(__file__)  # the line of a mixture is the user's
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
-PIECES: Any = {"stays_split": True}  # a mixture takes pieces of a parameter: those on a device
-nowhere = partial(anywhere, names=())  # logits of routers are never split
+KEEP_SHARDED: Any = {
+    "keep_sharded": True
+}  # a mixture takes pieces of a parameter: those on a device
+no_split = partial(no_constraint, names=())  # logits of routers are never split
 
 
 class RouterBias(nnx.Variable):
     """What is added to an expert's score when experts are chosen; a step moves it, no optimizer."""
 
 
-class SwiGLUs(nnx.Module):
+class SwiGLUExperts(nnx.Module):
     """Experts that are gated MLPs; gate and up share one kernel: [E, D, mlp, 2]."""
 
     def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs) -> None:
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
         up, down = normal(0.02, count, embed, mlp, 2), normal(scale, count, mlp, embed)
-        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None), **PIECES)
-        self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"), **PIECES)
-        self.place = anywhere
+        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None), **KEEP_SHARDED)
+        self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"), **KEEP_SHARDED)
+        self.place = no_constraint
 
     def arrays(self) -> tuple[jax.Array, jax.Array]:
         """Return the arrays of the experts that are here, which other reads would join."""
@@ -54,17 +71,17 @@ class SwiGLUs(nnx.Module):
         """Return what one expert makes of some rows."""
         gate_up, down = arrays
         width, mlp, _ = gate_up.shape
-        made = (x_ND @ gate_up.reshape(width, -1)).reshape(-1, mlp, 2)
-        made = checkpoint_name(self.place(made, (None, "mlp", None)), "mlp_up")
-        gated = jax.nn.silu(made[..., 0]) * made[..., 1]
+        hidden = (x_ND @ gate_up.reshape(width, -1)).reshape(-1, mlp, 2)
+        hidden = checkpoint_name(self.place(hidden, (None, "mlp", None)), "mlp_up")
+        gated = jax.nn.silu(hidden[..., 0]) * hidden[..., 1]
         return self.place(gated @ down, (None, None))
 
 
-class OwnExperts(nnx.Module):
+class CustomExperts(nnx.Module):
     """Experts that are modules of one's own, all alike."""
 
     def __init__(self, count: int, create: Callable, *, rngs: nnx.Rngs) -> None:
-        self.each = stacked(count, create, rngs)
+        self.each = stack_layers(count, create, rngs)
         others = nnx.to_flat_state(nnx.state(self.each, nnx.Not(nnx.Param)))
         if others:
             raise ValueError(
@@ -73,7 +90,7 @@ class OwnExperts(nnx.Module):
             )
         for _, parameter in nnx.to_flat_state(nnx.state(self.each, nnx.Param)):
             names = parameter.get_metadata("axes", (None,) * (parameter[...].ndim - 1))
-            parameter.set_metadata(axes=(EXPERTS, *names), **PIECES)
+            parameter.set_metadata(axes=(EXPERTS, *names), **KEEP_SHARDED)
 
     def arrays(self) -> nnx.State:
         """Return the arrays of the experts that are here."""
@@ -84,9 +101,9 @@ class OwnExperts(nnx.Module):
         return nnx.merge(nnx.graphdef(self.each), arrays)(x_ND)
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
-class Mixing:
+class MixtureOptions:
     """How a mixture works: fields that `MoE` takes as keywords, and that `MoEConfig` has.
 
     Attributes:
@@ -102,8 +119,8 @@ class Mixing:
         block: Rows of a product, where there is no capacity.
 
     Example:
-        >>> from hfjax.models.moe.layer import Mixing
-        >>> Mixing(top_k=1, router="switch").router.normalise
+        >>> from hfjax.models.moe.layer import MixtureOptions
+        >>> MixtureOptions(top_k=1, router="switch").router.normalise
         'none'
     """
 
@@ -122,9 +139,9 @@ class Mixing:
         object.__setattr__(self, "router", router)
         for name in ("capacity", "eval_capacity"):
             factor = getattr(self, name)
-            word = name == "eval_capacity" and factor == "same"
+            is_same = name == "eval_capacity" and factor == "same"
             number = is_real(factor, sys.float_info.min, sys.float_info.max)
-            if factor is not None and not word and not number:
+            if factor is not None and not is_same and not number:
                 raise ValueError(
                     f"{name}={factor!r} of a mixture: a positive factor of the mean number of "
                     "tokens of an expert, or None: an expert takes all that come."
@@ -139,13 +156,13 @@ class Mixing:
         least = {"top_k": 1, "min_capacity": 0, "group": 1, "block": 1, "shared": 0}
         for name, low in least.items():
             number = getattr(self, name)
-            if not is_whole(number, low) and (name, number) != ("group", None):
+            if not is_int(number, low) and (name, number) != ("group", None):
                 raise ValueError(
                     f"{name}={number!r} of a mixture: a whole number, at least {low}."
                     f"{' None: a row.' * (name == 'group')}"
                 )
 
-    def factor(self, training: bool) -> float | None:
+    def capacity_factor(self, training: bool) -> float | None:
         """Return the factor of the capacity, None if there is no capacity."""
         other = training or self.eval_capacity == "same"
         return self.capacity if other else self.eval_capacity  # type: ignore[return-value]
@@ -155,7 +172,7 @@ class MoE(nnx.Module):
     """A mixture of experts in place of an MLP: each token goes to the `top_k` that it chooses.
 
     Called with x [B, S, D] (or [B, D]) it returns what the experts make of it, and what it tells
-    the loss (`Told`): hand that from layer to layer, and to the loss.
+    the loss (`RouterMetrics`): hand that from layer to layer, and to the loss.
 
     Args:
         embed: The width of the tokens.
@@ -164,7 +181,8 @@ class MoE(nnx.Module):
         expert: Function of `nnx.Rngs` that returns one expert. None: a gated MLP.
         scale: The scale of the kernels that write to the residual stream.
         rngs: Where random numbers come from.
-        mixing: Fields of `Mixing`, for instance `top_k=2, capacity=1.25, shared=1, router=…`:
+        mixing: Fields of `MixtureOptions`, for instance `top_k=2, capacity=1.25, shared=1,
+            router=…`:
 
             {fields}
 
@@ -189,26 +207,30 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         **mixing: Any,
     ) -> None:
-        self.mixing = how = Mixing(**mixing)
+        self.mixing = options = MixtureOptions(**mixing)
         self.embed, self.experts = embed, experts
-        _check(experts, how)
+        _check(experts, options)
         normal = lambda *shape: 0.02 * jax.random.normal(rngs.params(), shape)
         self.router_kernel = nnx.Param(normal(embed, experts), axes=("embed", None))
         self.router_bias = (
-            RouterBias(jnp.zeros(experts), needs_after_step=True) if how.router.bias_rate else None
+            RouterBias(jnp.zeros(experts), needs_after_step=True)
+            if options.router.bias_rate
+            else None
         )
         if expert is None:
-            self.each: Any = SwiGLUs(experts, embed, mlp, scale, rngs=rngs)
+            self.each: Any = SwiGLUExperts(experts, embed, mlp, scale, rngs=rngs)
         else:
-            self.each = OwnExperts(experts, expert, rngs=rngs)
-        self.shared = MLP(embed, how.shared * mlp, scale, rngs=rngs) if how.shared else None
-        self.residual = MLP(embed, mlp, scale, rngs=rngs) if how.residual else None
+            self.each = CustomExperts(experts, expert, rngs=rngs)
+        self.shared = MLP(embed, options.shared * mlp, scale, rngs=rngs) if options.shared else None
+        self.residual = MLP(embed, mlp, scale, rngs=rngs) if options.residual else None
         mix = partial(Linear, (embed, 2), ("embed", None), 1, 0.02)
-        self.mix = mix(rngs=rngs) if how.residual else None
-        draws = how.router.draws
-        self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if draws else None
+        self.mix = mix(rngs=rngs) if options.residual else None
+        draws = options.router.draws
+        self.key = (
+            ExampleKey(rngs.dropout(), per_example=True, per_position=True) if draws else None
+        )
         self.deterministic = False
-        self.number, self.kernels = unnumbered, plain
+        self.number, self.kernels = no_number, local_ops
 
     @property
     def router(self) -> Router:
@@ -216,13 +238,17 @@ class MoE(nnx.Module):
         return self.mixing.router
 
     def __call__(
-        self, x: jax.Array, told: Told | None = None, used: jax.Array | None = None
-    ) -> tuple[jax.Array, Told]:
+        self,
+        x: jax.Array,
+        router_metrics: RouterMetrics | None = None,
+        used: jax.Array | None = None,
+    ) -> tuple[jax.Array, RouterMetrics]:
         """Return what the experts make of x, and what is told up to here.
 
         Args:
             x: Tokens [B, S, D]; or [B, D], or images [B, H, W, D].
-            told: What the layers before told. None: this is the first and last that tells.
+            router_metrics: What the layers before told. None: this is the first and last that
+                tells.
             used: Which tokens count, [B, S], flags or 1 and 0; the others go nowhere. None: all.
         """
         if x.ndim < 2 or x.shape[-1] != self.embed:
@@ -230,63 +256,67 @@ class MoE(nnx.Module):
                 f"MoE(embed={self.embed}) is given an array of shape {x.shape}: tokens are "
                 f"[B, S, {self.embed}], [B, {self.embed}], or images [B, H, W, {self.embed}]."
             )
-        start = partial(Told.start, x, 1, self.experts, self.router.over_batch)
-        before = start() if told is None else told
-        rows = x.reshape(len(x), -1, x.shape[-1])
-        y, new = self._mixed(rows, None if used is None else _flags(used, x))
+        start = partial(RouterMetrics.start, x, 1, self.experts, self.router.over_batch)
+        before = start() if router_metrics is None else router_metrics
+        x_BSD = x.reshape(len(x), -1, x.shape[-1])
+        y, new = self._run_experts(x_BSD, None if used is None else _used_flags(used, x))
         if self.shared is not None:
-            y = y + self.shared(rows)
+            y = y + self.shared(x_BSD)
         if self.residual is not None:
             assert self.mix is not None
-            share = jax.nn.softmax(self.mix(rows))
-            y = y * share[..., :1] + self.residual(rows) * share[..., 1:]
+            share = jax.nn.softmax(self.mix(x_BSD))
+            y = y * share[..., :1] + self.residual(x_BSD) * share[..., 1:]
         new = replace(new, loss=new.loss.reshape(x.shape[:-1]))
-        return y.reshape(x.shape).astype(x.dtype), before.then(new)
+        return y.reshape(x.shape).astype(x.dtype), before.append(new)
 
-    def _mixed(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, Told]:
+    def _run_experts(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, RouterMetrics]:
         """Return what the experts make of tokens, and what this layer tells."""
-        drawn = Drawn() if self.deterministic else self._drawn(x)
-        wide = widened(x)
-        seen = wide if drawn.jitter is None else wide * drawn.jitter
-        logits: Any = project(nowhere, seen, widened(self.router_kernel[...]).astype(wide.dtype))
+        noise = RouterNoise() if self.deterministic else self._draw_noise(x)
+        wide = widen(x)
+        noisy = wide if noise.jitter is None else wide * noise.jitter
+        logits: Any = project(no_split, noisy, widen(self.router_kernel[...]).astype(wide.dtype))
         bias = None if self.router_bias is None else self.router_bias[...].astype(wide.dtype)
-        chosen = choose(self.router, self.mixing.top_k, logits, bias, drawn)
+        choice = choose_experts(self.router, self.mixing.top_k, logits, bias, noise)
         if used is not None:
-            none = jnp.where(used[..., None], chosen.experts, self.experts)
-            chosen = chosen._replace(experts=none)
-        group = self._group(x)
+            none = jnp.where(used[..., None], choice.experts, self.experts)
+            choice = choice._replace(experts=none)
+        group = self._group_size(x)
         by_group = lambda a: a.reshape(-1, group, a.shape[-1])
-        routed, kept = self._routed(jax.tree.map(by_group, chosen), drawn, by_group)
+        routing, has_slot = self._route(jax.tree.map(by_group, choice), noise, by_group)
         tells = self.router.tells and not self.deterministic
         arrays, block = self.each.arrays(), self.mixing.block
         mixture = Mixture(self.experts, arrays, self.each.apply, block, tells)
         dtypes = {a.dtype for a in jax.tree.leaves(arrays)}
-        alike = x.astype(*dtypes) if len(dtypes) == 1 else x  # precision by path: theirs
-        y = self.kernels.experts(mixture, by_group(alike), routed)
-        return y.reshape(x.shape).astype(x.dtype), self._told(logits, chosen, used, kept, by_group)
+        x_cast = x.astype(*dtypes) if len(dtypes) == 1 else x  # precision by path: theirs
+        y = self.kernels.experts(mixture, by_group(x_cast), routing)
+        return y.reshape(x.shape).astype(x.dtype), self._router_metrics(
+            logits, choice, used, has_slot, by_group
+        )
 
-    def _routed(self, chosen: Chosen, drawn: Drawn, by_group: Callable) -> tuple[Any, Any]:
+    def _route(
+        self, choice: ExpertChoice, noise: RouterNoise, by_group: Callable
+    ) -> tuple[Any, Any]:
         """Return where tokens of groups go, and which choices have a place (None: all)."""
-        factor = self.mixing.factor(training=not self.deterministic)
-        experts, weights = chosen.experts, chosen.weights
+        factor = self.mixing.capacity_factor(training=not self.deterministic)
+        experts, weights = choice.experts, choice.weights
         if factor is None:
             none = experts == self.experts
-            return Choices(experts, self._normalised(jnp.where(none, 0, weights))), None
+            return DroplessRouting(experts, self._normalize(jnp.where(none, 0, weights))), None
         _, tokens, k = experts.shape
         size = capacity_of(tokens, k, self.experts, factor, self.mixing.min_capacity)
         self._warn_of_empty(size, tokens, factor)
-        sort = in_order(experts, self._priority(chosen, drawn, by_group), self.experts)
-        where = places(sort, experts, weights, size)
-        kept = where.place_of < self.experts * size
-        return where._replace(weights=self._normalised(where.weights)), kept
+        sort = sort_choices(experts, self._priority(choice, noise, by_group), self.experts)
+        slots = assign_slots(sort, experts, weights, size)
+        has_slot = slots.slot_of < self.experts * size
+        return slots._replace(weights=self._normalize(slots.weights)), has_slot
 
     def _warn_of_empty(self, size: int, tokens: int, factor: float) -> None:
         """Warn of groups so small that most places stay empty, and are computed all the same."""
-        wanted, places_there = tokens * self.mixing.top_k * max(factor, 1), self.experts * size
-        if places_there > 2 * wanted:
+        num_choices, num_slots = tokens * self.mixing.top_k * max(factor, 1), self.experts * size
+        if num_slots > 2 * num_choices:
             warnings.warn(
                 f"groups of {tokens} tokens choose {self.mixing.top_k} experts each, and the "
-                f"{self.experts} experts have {places_there} places for them, {size} each "
+                f"{self.experts} experts have {num_slots} places for them, {size} each "
                 f"(capacity={factor}, min_capacity={self.mixing.min_capacity}): all of them are "
                 "computed and sent. Make groups larger (group=: tokens of a row, or a number of "
                 "whole rows), or take capacity=None.",
@@ -294,55 +324,66 @@ class MoE(nnx.Module):
                 stacklevel=2,
             )
 
-    def _normalised(self, weights: jax.Array) -> jax.Array:
+    def _normalize(self, weights: jax.Array) -> jax.Array:
         if self.router.normalise != "kept":
             return weights
         least = jnp.finfo(jnp.float32).eps
         return weights * self.router.scale / jnp.maximum(weights.sum(-1, keepdims=True), least)
 
-    def _priority(self, chosen: Chosen, drawn: Drawn, by_group: Callable) -> jax.Array:
+    def _priority(self, choice: ExpertChoice, noise: RouterNoise, by_group: Callable) -> jax.Array:
         """Return a number for each choice: the lower take the places of an expert first."""
-        if drawn.priority is not None:
-            return -by_group(drawn.priority)
+        if noise.priority is not None:
+            return -by_group(noise.priority)
         if self.router.priority == "probability":
-            return -jax.lax.stop_gradient(chosen.weights)
-        late = self.router.priority == "choice"
-        return jnp.broadcast_to(jnp.arange(self.mixing.top_k) * late, chosen.experts.shape)
+            return -jax.lax.stop_gradient(choice.weights)
+        by_choice = self.router.priority == "choice"
+        return jnp.broadcast_to(jnp.arange(self.mixing.top_k) * by_choice, choice.experts.shape)
 
-    def _told(
-        self, logits: jax.Array, chosen: Chosen, used: jax.Array | None, kept: Any, by_group: Any
-    ) -> Told:
+    def _router_metrics(
+        self,
+        logits: jax.Array,
+        choice: ExpertChoice,
+        used: jax.Array | None,
+        has_slot: Any,
+        by_group: Any,
+    ) -> RouterMetrics:
         """Return what this layer tells the loss."""
-        rows, router = len(logits), self.router
-        of_row = lambda x: x.reshape(rows, 1, -1, x.shape[-1]).sum(2)
-        real = jnp.ones(logits.shape[:-1], bool) if used is None else used
-        scores = jnp.where(real[..., None], chosen.scores, 0)
-        counts = is_chosen(chosen.experts, self.experts)
+        batch_size, router = len(logits), self.router
+        sum_sequence = lambda x: x.reshape(batch_size, 1, -1, x.shape[-1]).sum(2)
+        is_used = jnp.ones(logits.shape[:-1], bool) if used is None else used
+        scores = jnp.where(is_used[..., None], choice.scores, 0)
+        counts = is_chosen(choice.experts, self.experts)
         load = counts.sum(-2).astype(logits.dtype)
         share = counts[..., 0, :].astype(load.dtype) if router.first_choices_only else load
-        losses = jnp.zeros(real.shape, logits.dtype)
+        losses = jnp.zeros(is_used.shape, logits.dtype)
         if router.balance_loss and router.balance_over != "batch" and not self.deterministic:
-            whole_row = router.balance_over == "row"
-            cut = (lambda a: a.reshape(rows, -1, a.shape[-1])) if whole_row else by_group
-            if whole_row:  # of a sequence, by scores alone: DeepSeek-V3's report, equation 18
+            by_sequence = router.balance_over == "row"
+            regroup = (
+                (lambda a: a.reshape(batch_size, -1, a.shape[-1])) if by_sequence else by_group
+            )
+            if by_sequence:  # of a sequence, by scores alone: DeepSeek-V3's report, equation 18
                 best = jax.lax.top_k(jax.lax.stop_gradient(scores), self.mixing.top_k)[1]
-                share = is_chosen(best, self.experts).sum(-2, dtype=load.dtype) * real[..., None]
-            found = balance(cut(share), cut(scores))
-            losses += router.balance_loss * spread(found, real.shape)
+                share = is_chosen(best, self.experts).sum(-2, dtype=load.dtype) * is_used[..., None]
+            group_losses = balance(regroup(share), regroup(scores))
+            losses += router.balance_loss * per_token(group_losses, is_used.shape)
         if router.z_loss and not self.deterministic:
             losses += router.z_loss * z_losses(logits)
         entropy = -(scores * jnp.log(jnp.maximum(scores, 1e-30))).sum(-1, keepdims=True)
-        known = by_group(chosen.experts) < self.experts
-        lost = jnp.zeros_like(known) if kept is None else known & ~kept
-        summed = of_row(scores) if router.over_batch else jnp.zeros((rows, 1, 0), logits.dtype)
-        return Told(
-            loss=jnp.where(real, losses, 0),
-            load=jax.lax.stop_gradient(of_row(load)),
-            scores=summed,
-            dropped=lost.reshape(rows, 1, -1).sum(-1).astype(logits.dtype),
-            entropy=jax.lax.stop_gradient(of_row(entropy)[..., 0]),
-            tokens=of_row(real[..., None].astype(logits.dtype))[..., 0],
-            number=jnp.full((rows, 1), self.number, logits.dtype),
+        known = by_group(choice.experts) < self.experts
+        lost = jnp.zeros_like(known) if has_slot is None else known & ~has_slot
+        score_sums = (
+            sum_sequence(scores)
+            if router.over_batch
+            else jnp.zeros((batch_size, 1, 0), logits.dtype)
+        )
+        return RouterMetrics(
+            loss=jnp.where(is_used, losses, 0),
+            load=jax.lax.stop_gradient(sum_sequence(load)),
+            scores=score_sums,
+            dropped=lost.reshape(batch_size, 1, -1).sum(-1).astype(logits.dtype),
+            entropy=jax.lax.stop_gradient(sum_sequence(entropy)[..., 0]),
+            tokens=sum_sequence(is_used[..., None].astype(logits.dtype))[..., 0],
+            number=jnp.full((batch_size, 1), self.number, logits.dtype),
             experts=self.experts,
         )
 
@@ -350,34 +391,37 @@ class MoE(nnx.Module):
     def _needs_no_group(self) -> bool:
         """Whether tokens have nothing to do with each other: no places, and no loss of groups."""
         of_groups = self.router.balance_loss > 0 and self.router.balance_over == "group"
-        return self.mixing.factor(not self.deterministic) is None and not of_groups
+        return self.mixing.capacity_factor(not self.deterministic) is None and not of_groups
 
-    def _group(self, x: jax.Array) -> int:
+    def _group_size(self, x: jax.Array) -> int:
         """Return the number of tokens of a group."""
-        (rows, row), run = x.shape[:2], self.kernels.run_length(x.shape[1])
-        wanted = self.mixing.group
-        group = (run if self._needs_no_group else row) if wanted is None else wanted
-        whole_rows = run == row and group % row == 0 and rows * row % group == 0
-        if run % group and not whole_rows:
+        (batch_size, length), run = x.shape[:2], self.kernels.run_length(x.shape[1])
+        requested = self.mixing.group
+        group = (run if self._needs_no_group else length) if requested is None else requested
+        is_whole_sequences = (
+            run == length and group % length == 0 and batch_size * length % group == 0
+        )
+        if run % group and not is_whole_sequences:
             fits = [n for n in range(1, run + 1) if run % n == 0]
-            if run == row:
-                fits += [n * row for n in range(2, rows + 1) if rows % n == 0]
+            if run == length:
+                fits += [n * length for n in range(2, batch_size + 1) if batch_size % n == 0]
             raise ValueError(
-                f"MoE(group={wanted}): groups of {group} tokens, and {run} that follow each "
-                f"other are on one device (of {row} in a row, {rows} rows). A group lies on one "
+                f"MoE(group={requested}): groups of {group} tokens, and {run} that follow each "
+                f"other are on one device (of {length} in a row, {batch_size} rows). A group lies "
+                "on one "
                 f"device: choose one of {', '.join(map(str, fits[-8:]))}."
             )
         return group
 
-    def _drawn(self, x: jax.Array) -> Drawn:
+    def _draw_noise(self, x: jax.Array) -> RouterNoise:
         """Return the random numbers of each token: by its row and its position in it."""
         if self.key is None:
-            return Drawn()
+            return RouterNoise()
         keys, router = self.key[...], self.router
         if keys.ndim == 0:  # outside a training step: the rows are those of x
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(len(x)))
-        at = jnp.arange(x.shape[1])
-        keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, at)
+        positions = jnp.arange(x.shape[1])
+        keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, positions)
 
         def draw(number: int, make: Callable, *shape: int) -> jax.Array:
             each = lambda key: make(jax.random.fold_in(key, number), shape, dtype)
@@ -386,7 +430,7 @@ class MoE(nnx.Module):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         uniform, gumbel = jax.random.uniform, jax.random.gumbel
         jitter = lambda: 1 + JITTER * (2 * draw(0, uniform, x.shape[-1]) - 1)
-        return Drawn(
+        return RouterNoise(
             jitter=jitter() if router.noise == "jitter" else None,
             first=draw(1, gumbel, self.experts) if router.noise == "rsample" else None,
             second=draw(2, gumbel, self.experts) if router.sample_second else None,
@@ -394,7 +438,7 @@ class MoE(nnx.Module):
         )
 
 
-def _flags(used: jax.Array, x: jax.Array) -> jax.Array:
+def _used_flags(used: jax.Array, x: jax.Array) -> jax.Array:
     """Return which tokens count as flags [B, S], or raise."""
     other = not isinstance(used, Tracer) and not np.isin(np.asarray(used), (0, 1)).all()
     used = jnp.asarray(used)
@@ -412,15 +456,16 @@ def _flags(used: jax.Array, x: jax.Array) -> jax.Array:
     return used.astype(bool).reshape(len(x), -1)
 
 
-def _check(experts: int, how: Mixing) -> None:
+def _check(experts: int, options: MixtureOptions) -> None:
     """Refuse a number of experts that this mixture cannot have."""
-    router = how.router
-    if not isinstance(experts, int) or experts < 1 or how.top_k > experts:
+    router = options.router
+    if not isinstance(experts, int) or experts < 1 or options.top_k > experts:
         raise ValueError(
-            f"MoE(experts={experts}, top_k={how.top_k}): a token chooses at least one expert, and "
+            f"MoE(experts={experts}, top_k={options.top_k}): a token chooses at least one expert, "
+            "and "
             "each at most once. Choose top_k from 1 to the number of experts."
         )
-    if router.sample_second and how.top_k == 1 < experts:
+    if router.sample_second and options.top_k == 1 < experts:
         raise ValueError(
             "MoE(top_k=1) with Router(sample_second=True): there is no second choice to draw. Take "
             'top_k=2, or sample_second=False; noise="rsample" draws the first.'
@@ -430,13 +475,14 @@ def _check(experts: int, how: Mixing) -> None:
             f"Router(groups={router.groups}) of {experts} experts: groups are of equal size. "
             f"Choose a number that divides {experts}."
         )
-    left = router.best_groups * (experts // router.groups)
-    if how.top_k > left:
+    num_available = router.best_groups * (experts // router.groups)
+    if options.top_k > num_available:
         raise ValueError(
-            f"MoE(top_k={how.top_k}): Router(groups={router.groups}, best_groups="
-            f"{router.best_groups}) leaves {left} of {experts} experts to choose from. Choose "
+            f"MoE(top_k={options.top_k}): Router(groups={router.groups}, best_groups="
+            f"{router.best_groups}) leaves {num_available} of {experts} experts to choose from. "
+            "Choose "
             "more groups, or fewer experts."
         )
 
 
-MoE.__doc__ = (MoE.__doc__ or "").replace("{fields}", meanings(Mixing, 12).lstrip())
+MoE.__doc__ = (MoE.__doc__ or "").replace("{fields}", attribute_docs(MixtureOptions, 12).lstrip())

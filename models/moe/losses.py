@@ -26,9 +26,11 @@ def balance(choices: jax.Array, scores: jax.Array, sum_over: Callable | None = N
     (1.0, 2.0)
     """
     sums = choices.sum(-2), scores.sum(-2)
-    counted, scored = sums if sum_over is None else map(sum_over, sums)
+    choice_sums, score_sums = sums if sum_over is None else map(sum_over, sums)
     share = lambda x: x / jnp.maximum(x.sum(-1, keepdims=True), 1e-20)
-    return counted.shape[-1] * (jax.lax.stop_gradient(share(counted)) * share(scored)).sum(-1)
+    return choice_sums.shape[-1] * (
+        jax.lax.stop_gradient(share(choice_sums)) * share(score_sums)
+    ).sum(-1)
 
 
 def z_losses(logits: jax.Array) -> jax.Array:
@@ -36,6 +38,8 @@ def z_losses(logits: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits, axis=-1) ** 2
 
 
-def spread(found: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
+def per_token(group_losses: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
     """Return, for each token, the number of its group."""
-    return jnp.repeat(found.reshape(-1), math.prod(tokens) // found.size).reshape(tokens)
+    return jnp.repeat(group_losses.reshape(-1), math.prod(tokens) // group_losses.size).reshape(
+        tokens
+    )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.utils.mean import ENTROPY
-from hfjax.utils.paths import natural
+from hfjax.utils.paths import natural_sort_key
 
 BIAS = "router_bias"  # the name of the variable that holds a layer's biases
 LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
@@ -25,7 +25,7 @@ LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
     meta_fields=["experts"],
 )
 @dataclass(frozen=True)
-class Told:
+class RouterMetrics:
     """What the layers before have told of each row.
 
     Attributes:
@@ -50,7 +50,9 @@ class Told:
     experts: int
 
     @classmethod
-    def start(cls, x: jax.Array, layers: int, experts: int, scores: bool = False) -> "Told":
+    def start(
+        cls, x: jax.Array, layers: int, experts: int, scores: bool = False
+    ) -> "RouterMetrics":
         """Return what is told before the first layer.
 
         Args:
@@ -65,7 +67,7 @@ class Told:
         none = zeros(layers)
         return cls(jnp.zeros(x.shape[:-1], dtype), *sums, none, none, none, none, experts)
 
-    def then(self, other: "Told") -> "Told":
+    def append(self, other: "RouterMetrics") -> "RouterMetrics":
         """Return this with what one more layer tells: layers move up, the newest comes last.
 
         Args:
@@ -84,22 +86,24 @@ class Told:
                 "experts that a layer has, and scores=True where a router balances over the batch."
             )
         names = ("load", "scores", "dropped", "entropy", "tokens", "number")
-        joined = {name: join(getattr(self, name), getattr(other, name)) for name in names}
-        return replace(self, loss=self.loss + other.loss, **joined)
+        arrays = {name: join(getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, loss=self.loss + other.loss, **arrays)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["outputs", "told"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["outputs", "router_metrics"], meta_fields=[]
+)
 @dataclass(frozen=True)
-class Routed:
+class RoutedOutputs:
     """The outputs of a model, with what its mixtures told: what a loss is given that asks for it.
 
     Attributes:
         outputs: What the model returns elsewhere: logits, or what stands for them.
-        told: What its layers told.
+        router_metrics: What its layers told.
     """
 
     outputs: Any
-    told: Told
+    router_metrics: RouterMetrics
 
 
 def after_step(
@@ -123,34 +127,34 @@ def after_step(
     """
     if LOAD not in metrics:
         return {}, dict(metrics)
-    load, told = metrics[LOAD], dict(metrics)
-    layers, most = load.shape
-    counts = [most] * layers if counts is None else counts
-    told["load_max_over_mean"] = (load.max(-1) * jnp.asarray(counts)).max()
+    load, new_metrics = metrics[LOAD], dict(metrics)
+    layers, num_experts = load.shape
+    counts = [num_experts] * layers if counts is None else counts
+    new_metrics["load_max_over_mean"] = (load.max(-1) * jnp.asarray(counts)).max()
     for name in (DROPPED, ENTROPY):
-        told[f"{name}_mean"] = metrics[name].mean()
-    mixture = lambda path: natural(path.removesuffix(BIAS))
-    paths = sorted((path for path in variables if path.rsplit("/", 1)[-1] == BIAS), key=mixture)
-    changed, first = {}, 0
+        new_metrics[f"{name}_mean"] = metrics[name].mean()
+    mixture_key = lambda path: natural_sort_key(path.removesuffix(BIAS))
+    paths = sorted((path for path in variables if path.rsplit("/", 1)[-1] == BIAS), key=mixture_key)
+    new_biases, first = {}, 0
     for path in paths if rate else ():
         bias = variables[path]
-        rows = bias.reshape(-1, bias.shape[-1])
-        of = load[first : first + len(rows), : bias.shape[-1]]
-        first += len(rows)
-        if of.shape == rows.shape:
-            step = rate * _towards_mean(of)
+        biases = bias.reshape(-1, bias.shape[-1])
+        layer_load = load[first : first + len(biases), : bias.shape[-1]]
+        first += len(biases)
+        if layer_load.shape == biases.shape:
+            step = rate * _bias_direction(layer_load)
             step = step - step.mean(-1, keepdims=True) if recentre else step
-            changed[path] = (rows + step.astype(bias.dtype)).reshape(bias.shape)
+            new_biases[path] = (biases + step.astype(bias.dtype)).reshape(bias.shape)
     if rate and first != layers:
         raise ValueError(
             f"after_step: {first} layers have a {BIAS}, and {layers} told their load. A bias is "
             "moved by the load of its own layer: give all mixtures of a model a bias (Router("
             "bias_rate=…)), or none, call each once, and hand `told` from one to the next."
         )
-    return changed, told
+    return new_biases, new_metrics
 
 
-def _towards_mean(load: jax.Array) -> jax.Array:
+def _bias_direction(load: jax.Array) -> jax.Array:
     """Return 1 where experts had less than the mean, -1 where more; rounded shares may be equal."""
     mean = load.mean(-1, keepdims=True)
     return jnp.where(jnp.abs(mean - load) > 1e-6 * mean, jnp.sign(mean - load), 0)

@@ -10,33 +10,33 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hfjax.models.layers import (
+    FULL_SEQUENCE,
     STREAM,
-    WHOLE,
-    added,
-    anywhere,
-    plain,
+    add_residual,
+    local_ops,
+    no_constraint,
     residual_scale,
     run_stacked,
-    stacked,
+    stack_layers,
 )
 from hfjax.models.llama import (
     MLP,
     Attention,
     LlamaConfig,
+    compute_logits,
     embedding,
-    logits_of,
+    make_norm,
     mark_local,
-    norm_of,
     residual_stream,
     unembedding,
 )
 from hfjax.models.loss import next_tokens
-from hfjax.models.moe.layer import Mixing, MoE
-from hfjax.models.moe.metrics import Routed, Told, after_step
+from hfjax.models.moe.layer import MixtureOptions, MoE
+from hfjax.models.moe.metrics import RoutedOutputs, RouterMetrics, after_step
 from hfjax.models.moe.routed_loss import over_batch
 from hfjax.models.moe.router import Router
 from hfjax.models.rope import Rope
-from hfjax.utils.keywords import is_whole
+from hfjax.utils.keywords import is_int
 
 
 class Stream(NamedTuple):
@@ -44,15 +44,15 @@ class Stream(NamedTuple):
 
     x: jax.Array  # [B, S, D]
     documents: jax.Array | None  # [B, S]
-    told: Told
+    router_metrics: RouterMetrics
 
 
 @dataclass(frozen=True)
-class MoEConfig(Mixing, LlamaConfig):
+class MoEConfig(MixtureOptions, LlamaConfig):
     """The shape of a Llama whose MLPs are mixtures; `mlp` is the width of one expert.
 
-    The fields of `LlamaConfig` and `Mixing`, and these two. Presets: mixtral-tiny, deepseek-tiny,
-    mixtral-8x7b and deepseek-16b.
+    The fields of `LlamaConfig` and `MixtureOptions`, and these two. Presets: mixtral-tiny,
+    deepseek-tiny, mixtral-8x7b and deepseek-16b.
 
     Attributes:
         experts: How many experts each mixture has; or the number in each layer, 0 for a plain MLP:
@@ -69,10 +69,10 @@ class MoEConfig(Mixing, LlamaConfig):
     dense: int | None = None
 
     def __post_init__(self) -> None:
-        Mixing.__post_init__(self)
+        MixtureOptions.__post_init__(self)
         LlamaConfig.__post_init__(self)
-        given: Any = self.experts if hasattr(self.experts, "__len__") else [self.experts]
-        if isinstance(given, str) or not all(is_whole(count, 0) for count in given):
+        counts: Any = self.experts if hasattr(self.experts, "__len__") else [self.experts]
+        if isinstance(counts, str) or not all(is_int(count, 0) for count in counts):
             raise ValueError(
                 f"MoEConfig: experts={self.experts!r}: a whole number, at least 0, or one for each "
                 "layer (0: a plain MLP)."
@@ -133,32 +133,34 @@ class Block(nnx.Module):
     """One layer: attention, and a mixture or an MLP, each behind a norm."""
 
     def __init__(self, config: MoEConfig, experts: int, *, rngs: nnx.Rngs) -> None:
-        self.norm1, self.norm2 = norm_of(config), norm_of(config)
-        self.norm1_after = norm_of(config) if config.norms_after else None
-        self.norm2_after = norm_of(config) if config.norms_after else None
+        self.norm1, self.norm2 = make_norm(config), make_norm(config)
+        self.norm1_after = make_norm(config) if config.norms_after else None
+        self.norm2_after = make_norm(config) if config.norms_after else None
         self.attention = Attention(config, rngs=rngs)
         scale = residual_scale(config.layers)
         if experts:
-            how: Any = {field.name: getattr(config, field.name) for field in fields(Mixing)}
-            how["top_k"] = min(config.top_k, experts)
-            mixture = MoE(config.embed, config.mlp, experts, scale=scale, rngs=rngs, **how)
+            options: Any = {
+                field.name: getattr(config, field.name) for field in fields(MixtureOptions)
+            }
+            options["top_k"] = min(config.top_k, experts)
+            mixture = MoE(config.embed, config.mlp, experts, scale=scale, rngs=rngs, **options)
             self.mlp: Any = mixture
         else:
-            wide = config.dense or config.top_k * config.mlp
-            self.mlp = MLP(config.embed, wide, scale, rngs=rngs)
-        self.place = anywhere
+            mlp_width = config.dense or config.top_k * config.mlp
+            self.mlp = MLP(config.embed, mlp_width, scale, rngs=rngs)
+        self.place = no_constraint
 
     def __call__(self, stream: Stream) -> Stream:
-        x, documents, told = stream
+        x, documents, router_metrics = stream
         attention = partial(self.attention, documents_BS=documents)
-        x = added(self.place, x, attention, self.norm1, self.norm1_after)
+        x = add_residual(self.place, x, attention, self.norm1, self.norm1_after)
         if isinstance(self.mlp, MLP):
-            x = added(self.place, x, self.mlp, self.norm2, self.norm2_after)
-            return Stream(x, documents, told)
-        normed = self.norm2(self.place(x, STREAM))
-        y, told = self.mlp(self.place(normed, WHOLE, STREAM), told)
+            x = add_residual(self.place, x, self.mlp, self.norm2, self.norm2_after)
+            return Stream(x, documents, router_metrics)
+        normalized = self.norm2(self.place(x, STREAM))
+        y, router_metrics = self.mlp(self.place(normalized, FULL_SEQUENCE, STREAM), router_metrics)
         y, after = self.place(y, STREAM), self.norm2_after
-        return Stream(x + (y if after is None else after(y)), documents, told)
+        return Stream(x + (y if after is None else after(y)), documents, router_metrics)
 
 
 class MoELlama(nnx.Module):
@@ -173,24 +175,26 @@ class MoELlama(nnx.Module):
         counts = config.by_layer
         if len(set(counts)) == 1:
             make = lambda rngs: Block(config, counts[0], rngs=rngs)
-            self.layers: Any = stacked(config.layers, make, rngs)
+            self.layers: Any = stack_layers(config.layers, make, rngs)
             mark_local(config, self.layers)
         else:
             self.layers = nnx.List([Block(config, count, rngs=rngs) for count in counts])
             for number in () if config.local is None else config.local.layers:
                 self.layers[number].attention.is_local[...] = jnp.ones((), bool)
-        self.norm = norm_of(config)
+        self.norm = make_norm(config)
         self.unembed = unembedding(config, rngs)
         self.deterministic = False
-        self.place, self.kernels = anywhere, plain
+        self.place, self.kernels = no_constraint, local_ops
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Stream:
         """Return what enters the layers, of `batch["tokens"]` [B, S + 1] and perhaps documents."""
-        made = next_tokens(batch)
-        x = residual_stream(self, made["tokens"])
+        inputs = next_tokens(batch)
+        x = residual_stream(self, inputs["tokens"])
         mixtures = [count for count in self.config.by_layer if count]
-        told = Told.start(x, len(mixtures), max(mixtures), self.config.router.over_batch)
-        return Stream(x, made.get("documents"), told)
+        router_metrics = RouterMetrics.start(
+            x, len(mixtures), max(mixtures), self.config.router.over_batch
+        )
+        return Stream(x, inputs.get("documents"), router_metrics)
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -201,9 +205,13 @@ class MoELlama(nnx.Module):
         """Return the logits [B, S, V], or what the step's loss takes in their place."""
         router, training = self.config.router, not self.deterministic
         counts = [n for n in self.config.by_layer if n]
-        told = over_batch(stream.told, router, self.kernels, counts, training)
+        router_metrics = over_batch(stream.router_metrics, router, self.kernels, counts, training)
         needs = router.tells and training
-        return self.kernels.told(logits_of(self, stream.x), partial(Routed, told=told), needs)
+        return self.kernels.record_metrics(
+            compute_logits(self, stream.x),
+            partial(RoutedOutputs, router_metrics=router_metrics),
+            needs,
+        )
 
     def after_step(self, variables: Mapping[str, Any], metrics: Mapping[str, Any]) -> Any:
         """Return the routers' biases after a step, and its metrics with what sums them up."""

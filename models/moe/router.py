@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.utils.keywords import is_real, is_whole
+from hfjax.utils.keywords import is_int, is_real
 
 SCORES = ("softmax", "sigmoid")
 NORMALISE = ("none", "chosen", "kept")
@@ -76,25 +76,25 @@ class Router:
     pools_layers: bool = False
 
     def __post_init__(self) -> None:
-        words = {
+        choices = {
             "scores": SCORES,
             "normalise": NORMALISE,
             "noise": NOISE,
             "priority": PRIORITY,
             "balance_over": OVER,
         }
-        for name, allowed in words.items():
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"Router({name}={getattr(self, name)!r}): one of "
                     f"{', '.join(map(str, allowed))}."
                 )
         for name in ("bias_rate", "balance_loss", "z_loss", "scale"):
-            if not is_real(given := getattr(self, name), 0, sys.float_info.max):
-                raise ValueError(f"Router({name}={given!r}): a finite number, at least 0.")
+            if not is_real(setting := getattr(self, name), 0, sys.float_info.max):
+                raise ValueError(f"Router({name}={setting!r}): a finite number, at least 0.")
         for name in ("recentre", "sample_second", "first_choices_only", "pools_layers"):
-            if not isinstance(given := getattr(self, name), bool):
-                raise ValueError(f"Router({name}={given!r}): true or false.")
+            if not isinstance(setting := getattr(self, name), bool):
+                raise ValueError(f"Router({name}={setting!r}): true or false.")
         draws_experts = self.noise == "rsample" or self.sample_second
         if draws_experts and (self.scores != "softmax" or self.bias_rate):
             raise ValueError(
@@ -103,7 +103,7 @@ class Router:
                 'in it. Take scores="softmax" and bias_rate=0, or draw nothing.'
             )
         self._check_over()
-        if not (is_whole(self.groups, 1) and is_whole(self.best_groups, 1, self.groups)):
+        if not (is_int(self.groups, 1) and is_int(self.best_groups, 1, self.groups)):
             raise ValueError(
                 f"Router(groups={self.groups!r}, best_groups={self.best_groups!r}): a token "
                 "chooses at least one group, and not more than there are. Give whole numbers."
@@ -178,7 +178,7 @@ PRESETS: Mapping[str, Router] = {
 }
 
 
-class Drawn(NamedTuple):
+class RouterNoise(NamedTuple):
     """Random numbers of a microbatch, None where none are asked for."""
 
     jitter: jax.Array | None = None  # factors of the router's inputs, [..., D]
@@ -187,7 +187,7 @@ class Drawn(NamedTuple):
     priority: jax.Array | None = None  # from 0 to 1, [..., k]
 
 
-class Chosen(NamedTuple):
+class ExpertChoice(NamedTuple):
     """What each token chose, before places run out."""
 
     experts: jax.Array  # [..., k] int32
@@ -195,24 +195,24 @@ class Chosen(NamedTuple):
     scores: jax.Array  # [..., E], adding up to 1
 
 
-def choose(
-    router: Router, k: int, logits: jax.Array, bias: jax.Array | None, drawn: Drawn
-) -> Chosen:
+def choose_experts(
+    router: Router, k: int, logits: jax.Array, bias: jax.Array | None, noise: RouterNoise
+) -> ExpertChoice:
     """Return the k experts of each token and what they weigh; logits are [..., E], in float32."""
     softmax = router.scores == "softmax"
     scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
     ranked = scores if bias is None else scores + bias.reshape((1,) * (scores.ndim - 1) + (-1,))
-    ranked = _of_best_groups(router, lax.stop_gradient(ranked))
-    experts = _top(k, ranked, lax.stop_gradient(logits), drawn)
-    weights = picked(scores, experts)
+    ranked = _mask_groups(router, lax.stop_gradient(ranked))
+    experts = _top_experts(k, ranked, lax.stop_gradient(logits), noise)
+    weights = take_experts(scores, experts)
     if router.normalise == "chosen":
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    shares = scores if softmax else scores / (scores.sum(-1, keepdims=True) + 1e-20)
+    probs = scores if softmax else scores / (scores.sum(-1, keepdims=True) + 1e-20)
     scale = 1 if router.normalise == "kept" else router.scale  # which `layer.py` does at the end
-    return Chosen(experts, weights * scale, shares)
+    return ExpertChoice(experts, weights * scale, probs)
 
 
-def picked(x: jax.Array, experts: jax.Array) -> jax.Array:
+def take_experts(x: jax.Array, experts: jax.Array) -> jax.Array:
     """Return x[..., experts]; its gradient is a sum, no scatter."""
     return jnp.where(is_chosen(experts, x.shape[-1]), x[..., None, :], 0).sum(-1)
 
@@ -223,7 +223,7 @@ def is_chosen(experts: jax.Array, count: int) -> jax.Array:
     return experts[..., None] == lax.broadcasted_iota(experts.dtype, shape, experts.ndim)
 
 
-def _of_best_groups(router: Router, ranked: jax.Array) -> jax.Array:
+def _mask_groups(router: Router, ranked: jax.Array) -> jax.Array:
     """Return scores, -inf outside of the groups that each token prefers."""
     if router.groups == 1:
         return ranked
@@ -233,20 +233,20 @@ def _of_best_groups(router: Router, ranked: jax.Array) -> jax.Array:
     return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 
 
-def _top(k: int, ranked: jax.Array, logits: jax.Array, drawn: Drawn) -> jax.Array:
+def _top_experts(k: int, ranked: jax.Array, logits: jax.Array, noise: RouterNoise) -> jax.Array:
     """Return the numbers of the k experts that each token ranks highest, best first."""
-    if drawn.first is None and drawn.second is None:
+    if noise.first is None and noise.second is None:
         return lax.top_k(ranked, k)[1]
     logits = jnp.where(jnp.isneginf(ranked), -jnp.inf, logits)  # outside of a token's groups
-    first = jnp.argmax(ranked if drawn.first is None else logits + drawn.first, -1)[..., None]
+    first = jnp.argmax(ranked if noise.first is None else logits + noise.first, -1)[..., None]
     if k == 1:
         return first.astype(jnp.int32)
-    without = lambda x, some: jnp.where(is_chosen(some, x.shape[-1]).any(-2), -jnp.inf, x)
-    if drawn.second is None:
-        rest = lax.top_k(without(ranked, first), k - 1)[1]
+    mask_out = lambda x, experts: jnp.where(is_chosen(experts, x.shape[-1]).any(-2), -jnp.inf, x)
+    if noise.second is None:
+        rest = lax.top_k(mask_out(ranked, first), k - 1)[1]
         return jnp.concatenate([first.astype(jnp.int32), rest], -1)
-    second = jnp.argmax(without(logits + drawn.second, first), -1)[..., None]
+    second = jnp.argmax(mask_out(logits + noise.second, first), -1)[..., None]
     two = jnp.concatenate([first, second], -1).astype(jnp.int32)
     if k == 2:
         return two
-    return jnp.concatenate([two, lax.top_k(without(ranked, two), k - 2)[1]], -1)
+    return jnp.concatenate([two, lax.top_k(mask_out(ranked, two), k - 2)[1]], -1)

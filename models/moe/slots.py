@@ -18,11 +18,11 @@ from jax import lax
 from hfjax.models.moe.router import is_chosen
 
 
-class Places(NamedTuple):
+class Slots(NamedTuple):
     """Who goes where: both directions of the same pairs."""
 
     choice_at: jax.Array  # [G, E, C]: the choice that has a place, T k if none
-    place_of: jax.Array  # [G, T, k]: the place of a choice, E C if it has none
+    slot_of: jax.Array  # [G, T, k]: the place of a choice, E C if it has none
     weights: jax.Array  # [G, T, k]: what each choice weighs, 0 if it has no place
 
 
@@ -32,11 +32,11 @@ def capacity(tokens: int, k: int, experts: int, factor: float, least: int) -> in
     >>> capacity(tokens=64, k=2, experts=8, factor=1.25, least=4)
     20
     """
-    wanted = np.float32(tokens / experts) * np.float32(factor * k)
-    return min(tokens, max(math.ceil(wanted), least))
+    scaled_mean = np.float32(tokens / experts) * np.float32(factor * k)
+    return min(tokens, max(math.ceil(scaled_mean), least))
 
 
-class Sorted(NamedTuple):
+class SortedChoices(NamedTuple):
     """Choices in the order of experts, and of priority for each expert."""
 
     choices: jax.Array  # [G, T k]
@@ -44,7 +44,7 @@ class Sorted(NamedTuple):
     counts: jax.Array  # [G, E]
 
 
-def in_order(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) -> Sorted:
+def sort_choices(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) -> SortedChoices:
     """Return the choices of each expert, lower priorities first; an expert E is none.
 
     Priorities that are whole numbers are below k.
@@ -53,34 +53,38 @@ def in_order(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) -> Sor
     flat = lambda x: x.reshape(x.shape[0], -1)
     experts, priority = flat(experts_GTk), flat(priority_GTk)
     numbers = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), experts.shape)
-    whole = jnp.issubdtype(priority.dtype, jnp.integer)
-    if whole and (count + 1) * k * size < 2**31:  # one key: a fifth of the time of three
+    is_integer = jnp.issubdtype(priority.dtype, jnp.integer)
+    if is_integer and (count + 1) * k * size < 2**31:  # one key: a fifth of the time of three
         choices = lax.sort((experts * k + priority) * size + numbers, dimension=1) % size
         choices = choices.astype(jnp.int32)  # of 64 bits, if the priorities are
     else:
         *_, choices = lax.sort((experts, priority, numbers), dimension=1, num_keys=3)
     counts = is_chosen(experts, count).sum(1, dtype=jnp.int32)
-    return Sorted(choices, jnp.cumsum(counts, 1) - counts, counts)
+    return SortedChoices(choices, jnp.cumsum(counts, 1) - counts, counts)
 
 
-def places(sort: Sorted, experts_GTk: jax.Array, weights_GTk: jax.Array, size: int) -> Places:
+def assign_slots(
+    sort: SortedChoices, experts_GTk: jax.Array, weights_GTk: jax.Array, size: int
+) -> Slots:
     """Return who goes where if each expert takes `size` tokens of a group."""
     (groups, tokens, k), count = experts_GTk.shape, sort.counts.shape[1]
     rank = lax.broadcasted_iota("int32", (1, 1, size), 2)
-    at = (sort.first[:, :, None] + rank).reshape(groups, -1)
-    taken = (rank < sort.counts[:, :, None]).reshape(groups, -1)
-    choice_at = jnp.where(taken, jnp.take_along_axis(sort.choices, at, 1, mode="clip"), tokens * k)
-    place_of = _inverse(choice_at, tokens * k).reshape(groups, tokens, k)
-    weights = jnp.where(place_of < count * size, weights_GTk, 0)
-    return Places(choice_at.reshape(groups, count, size), place_of, weights)
+    index = (sort.first[:, :, None] + rank).reshape(groups, -1)
+    is_taken = (rank < sort.counts[:, :, None]).reshape(groups, -1)
+    choice_at = jnp.where(
+        is_taken, jnp.take_along_axis(sort.choices, index, 1, mode="clip"), tokens * k
+    )
+    slot_of = _invert(choice_at, tokens * k).reshape(groups, tokens, k)
+    weights = jnp.where(slot_of < count * size, weights_GTk, 0)
+    return Slots(choice_at.reshape(groups, count, size), slot_of, weights)
 
 
-def choices_at(place_of_GTk: jax.Array, count: int) -> jax.Array:
+def choices_at_slots(slot_of_GTk: jax.Array, count: int) -> jax.Array:
     """Return the choice at each of `count` places, [G, count]; a place beyond is none."""
-    return _inverse(place_of_GTk.reshape(len(place_of_GTk), -1), count)
+    return _invert(slot_of_GTk.reshape(len(slot_of_GTk), -1), count)
 
 
-def _inverse(pairs_GN: jax.Array, count: int) -> jax.Array:
+def _invert(pairs_GN: jax.Array, count: int) -> jax.Array:
     """Return, for each number below `count`, where in `pairs` it is; N where it is not."""
     size = pairs_GN.shape[1]
     numbers = jnp.arange(size, dtype=jnp.int32)
@@ -88,77 +92,77 @@ def _inverse(pairs_GN: jax.Array, count: int) -> jax.Array:
     return jax.vmap(lambda at: none.at[at].set(numbers, mode="drop"))(pairs_GN)
 
 
-def _rows(x: jax.Array, numbers: jax.Array) -> jax.Array:
+def _take_rows(x: jax.Array, numbers: jax.Array) -> jax.Array:
     """Return rows of x [G, N, D] by number [G, ...], zeros for numbers beyond."""
     take = lambda x, at: x.at[at].get(mode="fill", fill_value=0)
     return jax.vmap(take)(x, numbers)
 
 
 @jax.custom_vjp
-def to_places(x_GTD: jax.Array, where: Places) -> jax.Array:
+def dispatch(x_GTD: jax.Array, slots: Slots) -> jax.Array:
     """Return what lies at each place, [G, E, C, D]: a token, or zeros."""
-    return _to_places(x_GTD, where)
+    return _dispatch(x_GTD, slots)
 
 
-def _to_places(x_GTD: jax.Array, where: Places) -> jax.Array:
-    return _rows(x_GTD, where.choice_at // _k(where))
+def _dispatch(x_GTD: jax.Array, slots: Slots) -> jax.Array:
+    return _take_rows(x_GTD, slots.choice_at // _top_k(slots))
 
 
-def _to_places_forward(x_GTD: jax.Array, where: Places) -> tuple[jax.Array, Places]:
-    return _to_places(x_GTD, where), where
+def _dispatch_forward(x_GTD: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
+    return _dispatch(x_GTD, slots), slots
 
 
-def _to_places_backward(where: Places, d_places: jax.Array) -> tuple[jax.Array, None]:
-    flat = d_places.reshape(len(d_places), -1, d_places.shape[-1])
-    return _sum_of(lambda j: _rows(flat, where.place_of[..., j]), where), None
+def _dispatch_backward(slots: Slots, d_slots: jax.Array) -> tuple[jax.Array, None]:
+    flat = d_slots.reshape(len(d_slots), -1, d_slots.shape[-1])
+    return _sum_choices(lambda j: _take_rows(flat, slots.slot_of[..., j]), slots), None
 
 
-to_places.defvjp(_to_places_forward, _to_places_backward)
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @jax.custom_vjp
-def from_places(y_places: jax.Array, where: Places) -> jax.Array:
+def combine(y_slots: jax.Array, slots: Slots) -> jax.Array:
     """Return the weighted sum of what each token's experts made of it, [G, T, D]."""
-    return _from_places(y_places, where)
+    return _combine(y_slots, slots)
 
 
-def _from_places(y_places: jax.Array, where: Places) -> jax.Array:
-    rows = _made(y_places, where)
-    weighed = lambda j: where.weights[..., j, None] * rows(j)
-    return _sum_of(weighed, where).astype(y_places.dtype)
+def _combine(y_slots: jax.Array, slots: Slots) -> jax.Array:
+    choice_output = _choice_outputs(y_slots, slots)
+    weighted = lambda j: slots.weights[..., j, None] * choice_output(j)
+    return _sum_choices(weighted, slots).astype(y_slots.dtype)
 
 
-def _from_places_forward(
-    y_places: jax.Array, where: Places
-) -> tuple[jax.Array, tuple[jax.Array, Places]]:
-    return _from_places(y_places, where), (y_places, where)
+def _combine_forward(y_slots: jax.Array, slots: Slots) -> tuple[jax.Array, tuple[jax.Array, Slots]]:
+    return _combine(y_slots, slots), (y_slots, slots)
 
 
-def _from_places_backward(saved: tuple[jax.Array, Places], dy_GTD: jax.Array) -> tuple:
-    y_places, where = saved
-    flat = where.weights.reshape(len(where.weights), -1, 1)
-    d_places = _rows(flat, where.choice_at) * _rows(dy_GTD, where.choice_at // _k(where))
-    rows, wide = _made(y_places, where), dy_GTD.astype(where.weights.dtype)
-    d_weights = jnp.stack([(wide * rows(j)).sum(-1) for j in range(_k(where))], -1)
-    return d_places.astype(y_places.dtype), Places(None, None, d_weights)  # type: ignore[arg-type]
+def _combine_backward(saved: tuple[jax.Array, Slots], dy_GTD: jax.Array) -> tuple:
+    y_slots, slots = saved
+    flat = slots.weights.reshape(len(slots.weights), -1, 1)
+    d_slots = _take_rows(flat, slots.choice_at) * _take_rows(
+        dy_GTD, slots.choice_at // _top_k(slots)
+    )
+    choice_output, wide = _choice_outputs(y_slots, slots), dy_GTD.astype(slots.weights.dtype)
+    d_weights = jnp.stack([(wide * choice_output(j)).sum(-1) for j in range(_top_k(slots))], -1)
+    return d_slots.astype(y_slots.dtype), Slots(None, None, d_weights)  # type: ignore[arg-type]
 
 
-from_places.defvjp(_from_places_forward, _from_places_backward)
+combine.defvjp(_combine_forward, _combine_backward)
 
 
-def _k(where: Places) -> int:
-    return where.place_of.shape[2]
+def _top_k(slots: Slots) -> int:
+    return slots.slot_of.shape[2]
 
 
-def _made(y_places: jax.Array, where: Places) -> Callable[[int], jax.Array]:
+def _choice_outputs(y_slots: jax.Array, slots: Slots) -> Callable[[int], jax.Array]:
     """Return number of a choice -> what its expert made of each token, [G, T, D]."""
-    flat = y_places.reshape(len(y_places), -1, y_places.shape[-1])
-    return lambda j: _rows(flat, where.place_of[..., j])
+    flat = y_slots.reshape(len(y_slots), -1, y_slots.shape[-1])
+    return lambda j: _take_rows(flat, slots.slot_of[..., j])
 
 
-def _sum_of(of_choice: Callable[[int], jax.Array], where: Places) -> jax.Array:
+def _sum_choices(choice_term: Callable[[int], jax.Array], slots: Slots) -> jax.Array:
     """Return the sum over the choices of a token."""
-    total = of_choice(0)
-    for j in range(1, _k(where)):
-        total = total + of_choice(j)
-    return total
+    out = choice_term(0)
+    for j in range(1, _top_k(slots)):
+        out = out + choice_term(j)
+    return out

@@ -13,18 +13,18 @@ from hfjax.models.layers import Dropout, run_listed
 from hfjax.models.vision.convolutions import (
     Conv,
     ConvNorm,
-    by_inputs,
-    mean_of_positions,
-    resized,
+    fan_in_uniform,
+    global_avg_pool,
+    resize,
 )
 from hfjax.models.vision.resnet import (
     PRESETS as RESNETS,
     Features,
     ResNetConfig,
     Stem,
-    blocks_of,
+    make_blocks,
 )
-from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, check_tuple
+from hfjax.models.vision.vision_config import CONV_REFUSALS, check_tuple
 from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "DeepLab", "DeepLabConfig"]
@@ -68,19 +68,19 @@ class DeepLabConfig(ResNetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = type(self).__name__
-        check_sizes(what, self, "pyramid")
-        check_tuple(what, "rates", self.rates)
+        owner = type(self).__name__
+        check_sizes(owner, self, "pyramid")
+        check_tuple(owner, "rates", self.rates)
         for name in ("dropout", "auxiliary_dropout"):
-            if not is_real(given := getattr(self, name), 0, 1):
+            if not is_real(rate := getattr(self, name), 0, 1):
                 raise ValueError(
-                    f"{what}: {name}={given!r}; the part that is dropped is from 0 to 1."
+                    f"{owner}: {name}={rate!r}; the part that is dropped is from 0 to 1."
                 )
         if not isinstance(self.auxiliary, bool):
-            raise ValueError(f"{what}: auxiliary={self.auxiliary!r}; true or false.")
+            raise ValueError(f"{owner}: auxiliary={self.auxiliary!r}; true or false.")
         if self.auxiliary and len(self.depths) < 2:
             raise ValueError(
-                f"{what}: auxiliary=True with depths={self.depths}; it classifies what leaves the "
+                f"{owner}: auxiliary=True with depths={self.depths}; it classifies what leaves the "
                 "stage before the last. Give two stages or more, or auxiliary=False."
             )
         narrow = (self.inside_auxiliary // 4,) if self.auxiliary else ()
@@ -89,7 +89,7 @@ class DeepLabConfig(ResNetConfig):
     @property
     def inside_auxiliary(self) -> int:
         """The channels that leave the stage before the last."""
-        return [b.outside for b in self.blocks if b.stage == len(self.depths) - 2][-1]
+        return [b.out_channels for b in self.blocks if b.stage == len(self.depths) - 2][-1]
 
 
 PRESETS: Mapping[str, DeepLabConfig] = {
@@ -113,37 +113,37 @@ DeepLabConfig.known = PRESETS
 class Pyramid(nnx.Module):
     """What a position shows with what is around it, near and far, and in the whole image (ASPP)."""
 
-    def __init__(self, inside: int, config: DeepLabConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, in_channels: int, config: DeepLabConfig, *, rngs: nnx.Rngs) -> None:
         width = config.pyramid
-        made = lambda size, inside, dilation=1: convolved(
-            (size, size, inside, width), config, dilation, rngs
+        make_conv = lambda size, in_channels, dilation=1: make_conv_norm(
+            (size, size, in_channels, width), config, dilation, rngs
         )
-        self.here = made(1, inside)
-        self.around = nnx.List([made(3, inside, rate) for rate in config.rates])
-        self.image = made(1, inside)
-        self.project = made(1, width * (2 + len(config.rates)))
+        self.here = make_conv(1, in_channels)
+        self.around = nnx.List([make_conv(3, in_channels, rate) for rate in config.rates])
+        self.image = make_conv(1, in_channels)
+        self.project = make_conv(1, width * (2 + len(config.rates)))
         self.dropout = Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the channels of each position."""
-        rows, height, width, _ = x.shape
-        whole = jax.nn.relu(self.image(mean_of_positions(x).reshape(rows, 1, 1, -1)))
-        whole = jnp.broadcast_to(whole, (rows, height, width, whole.shape[3]))
+        batch_size, height, width, _ = x.shape
+        image = jax.nn.relu(self.image(global_avg_pool(x).reshape(batch_size, 1, 1, -1)))
+        image = jnp.broadcast_to(image, (batch_size, height, width, image.shape[3]))
         each = [jax.nn.relu(conv(x)) for conv in (self.here, *self.around)]
-        joined = jnp.concatenate([*each, whole], axis=3)
-        return self.dropout(jax.nn.relu(self.project(joined)))
+        features = jnp.concatenate([*each, image], axis=3)
+        return self.dropout(jax.nn.relu(self.project(features)))
 
 
 class Classifier(nnx.Module):
     """A 3x3 and a norm, then what each position is: a 1x1 to the classes."""
 
     def __init__(
-        self, inside: int, width: int, config: DeepLabConfig, dropout: float, *, rngs: nnx.Rngs
+        self, in_channels: int, width: int, config: DeepLabConfig, dropout: float, *, rngs: nnx.Rngs
     ) -> None:
-        self.inner = convolved((3, 3, inside, width), config, 1, rngs)
+        self.inner = make_conv_norm((3, 3, in_channels, width), config, 1, rngs)
         self.dropout = Dropout(dropout, rngs=rngs)
         self.outer = Conv(
-            (1, 1, width, config.classes), bias=True, draw=by_inputs(width), rngs=rngs
+            (1, 1, width, config.classes), bias=True, kernel_init=fan_in_uniform(width), rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -151,12 +151,12 @@ class Classifier(nnx.Module):
         return self.outer(self.dropout(jax.nn.relu(self.inner(x))))
 
 
-def convolved(
+def make_conv_norm(
     shape: tuple[int, int, int, int], config: DeepLabConfig, dilation: int, rngs: nnx.Rngs
 ) -> ConvNorm:
     """Return a convolution and its norm that begin as torch's own do."""
-    draw = by_inputs(shape[0] * shape[1] * shape[2])
-    return ConvNorm(Conv(shape, dilation=dilation, draw=draw, rngs=rngs), config, rngs=rngs)
+    init = fan_in_uniform(shape[0] * shape[1] * shape[2])
+    return ConvNorm(Conv(shape, dilation=dilation, kernel_init=init, rngs=rngs), config, rngs=rngs)
 
 
 class DeepLab(nnx.Module):
@@ -166,20 +166,22 @@ class DeepLab(nnx.Module):
     in evaluations too; without `auxiliary` there is no "aux".
     """
 
-    refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
+    refuses: ClassVar[Mapping[str, str]] = CONV_REFUSALS
 
     def __init__(self, config: DeepLabConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.stem = Stem(config, rngs=rngs)
-        self.layers = blocks_of(config, rngs)
+        self.layers = make_blocks(config, rngs)
         before_last = sum(config.depths[:-1])
         if config.auxiliary:
             self.layers[before_last - 1].keeps = True
-        inside = config.inside_auxiliary if config.auxiliary else 0
-        self.pyramid = Pyramid(config.blocks[-1].outside, config, rngs=rngs)
+        in_channels = config.inside_auxiliary if config.auxiliary else 0
+        self.pyramid = Pyramid(config.blocks[-1].out_channels, config, rngs=rngs)
         self.classifier = Classifier(config.pyramid, config.pyramid, config, 0.0, rngs=rngs)
-        made = partial(Classifier, inside, inside // 4, config, config.auxiliary_dropout, rngs=rngs)
-        self.auxiliary = made() if config.auxiliary else None
+        make_auxiliary = partial(
+            Classifier, in_channels, in_channels // 4, config, config.auxiliary_dropout, rngs=rngs
+        )
+        self.auxiliary = make_auxiliary() if config.auxiliary else None
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Features:
         """Return what the first block is given of `batch["image"]` [B, H, W, 3], of any size."""
@@ -189,11 +191,11 @@ class DeepLab(nnx.Module):
 
     def head(self, features: Features) -> dict[str, jax.Array]:
         """Return the logits of each pixel."""
-        full = lambda logits: resized(logits, (features.height, features.width))
-        found = {"out": full(self.classifier(self.pyramid(features.x)))}
-        if self.auxiliary is not None and features.kept is not None:
-            found["aux"] = full(self.auxiliary(features.kept))
-        return found
+        full = lambda logits: resize(logits, (features.height, features.width))
+        outputs = {"out": full(self.classifier(self.pyramid(features.x)))}
+        if self.auxiliary is not None and features.aux_input is not None:
+            outputs["aux"] = full(self.auxiliary(features.aux_input))
+        return outputs
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
         return self.head(run_listed(self.layers, self.embed(batch)))

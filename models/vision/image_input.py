@@ -10,7 +10,9 @@ from jax.typing import DTypeLike
 from hfjax.models.vision.vision_config import VisionConfig
 
 
-def pixels_of(batch: Mapping[str, jax.Array], config: VisionConfig, dtype: DTypeLike) -> jax.Array:
+def normalize_images(
+    batch: Mapping[str, jax.Array], config: VisionConfig, dtype: DTypeLike
+) -> jax.Array:
     """Return `batch["image"]` [B, H, W, 3], normalised, in the type that a model computes in.
 
     Args:
@@ -21,11 +23,11 @@ def pixels_of(batch: Mapping[str, jax.Array], config: VisionConfig, dtype: DType
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from hfjax.models.vision.image_input import pixels_of
+        >>> from hfjax.models.vision.image_input import normalize_images
         >>> from hfjax.models.vision.vision_config import VisionConfig
         >>> config = VisionConfig(mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 0.5))
         >>> white = {"image": jnp.full((1, 1, 1, 3), 255, jnp.uint8)}
-        >>> pixels_of(white, config, jnp.float32).tolist()
+        >>> normalize_images(white, config, jnp.float32).tolist()
         [[[[1.0, 1.0, 0.0]]]]
     """
     if "image" not in batch:

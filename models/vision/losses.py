@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hfjax.utils.head import countable
+from hfjax.utils.head import widen_tokens
 from hfjax.utils.keywords import is_real
 from hfjax.utils.mean import Mean
 
@@ -50,14 +50,14 @@ def classification_loss(
             "that segments use segmentation_loss."
         )
     labels = _labels(batch, outputs.shape[:-1], "[rows], one class for each image")
-    weights = _of_rows(batch, labels) * (labels >= 0)
-    logits = _wide(outputs)
+    weights = _example_weights(batch, labels) * (labels >= 0)
+    logits = _widen(outputs)
     losses = _cross_entropy(logits, labels, smoothing)
     rank = _rank(logits, labels)
-    total, weight = (_counted(losses, weights)).sum(), weights.sum()
-    within = {"top1": 1} | ({"top5": 5} if outputs.shape[-1] > 5 else {})
-    right = lambda n: Mean((weights * (rank < n)).sum(), weight)
-    return Mean(total, weight, metrics={name: right(n) for name, n in within.items()})
+    loss_sum, weight = (_weigh(losses, weights)).sum(), weights.sum()
+    top_k = {"top1": 1} | ({"top5": 5} if outputs.shape[-1] > 5 else {})
+    accuracy = lambda n: Mean((weights * (rank < n)).sum(), weight)
+    return Mean(loss_sum, weight, metrics={name: accuracy(n) for name, n in top_k.items()})
 
 
 def segmentation_loss(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]) -> Mean:
@@ -78,22 +78,24 @@ def segmentation_loss(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.
         >>> round(float(made.total), 3), float(made.weight)  # 1.5 * log(3) of one pixel
         (1.648, 1.0)
     """
-    logits, labels, weights = _of_pixels(outputs, batch)
-    total = _counted(_cross_entropy(logits, labels), weights).sum()
+    logits, labels, weights = _pixel_inputs(outputs, batch)
+    loss_sum = _weigh(_cross_entropy(logits, labels), weights).sum()
     if "aux" in outputs:
-        more = _cross_entropy(_wide(outputs["aux"]), labels)
-        total = total + AUXILIARY * _counted(more, weights).sum()
-    right = (weights * (_rank(logits, labels) < 1)).sum()
+        aux_losses = _cross_entropy(_widen(outputs["aux"]), labels)
+        loss_sum = loss_sum + AUXILIARY * _weigh(aux_losses, weights).sum()
+    num_correct = (weights * (_rank(logits, labels) < 1)).sum()
     weight = weights.sum()
-    return Mean(total, weight, metrics={"pixels": Mean(right, weight)})
+    return Mean(loss_sum, weight, metrics={"pixels": Mean(num_correct, weight)})
 
 
-def scored(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]) -> Mean:
+def segmentation_eval_loss(
+    outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]
+) -> Mean:
     """Return the segmentation loss with one more metric, the confusion: who is taken for whom.
 
     It is [3, classes, classes] and holds how many pixels of a class (first) are taken for another
-    (second), over the number of rows, in digits of base 256; `counts_of` makes numbers of it,
-    which are exact.
+    (second), over the number of rows, in digits of base 256; `confusion_counts` makes numbers of
+    it, which are exact.
 
     Args:
         outputs: {"out": logits [B, H, W, classes]}, and "aux" if the model has it.
@@ -101,66 +103,68 @@ def scored(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]) -> 
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from hfjax.models.vision.losses import counts_of, scored
+        >>> from hfjax.models.vision.losses import confusion_counts, segmentation_eval_loss
         >>> logits, labels = jnp.array([[[[1.0, 2.0], [1.0, 0.0]]]]), jnp.array([[[0, 0]]])
-        >>> confusion = scored({"out": logits}, {"label": labels}).metrics["confusion"]
-        >>> counts_of(confusion.total / confusion.weight, rows=1).tolist()
+        >>> mean = segmentation_eval_loss({"out": logits}, {"label": labels})
+        >>> confusion = mean.metrics["confusion"]
+        >>> confusion_counts(confusion.total / confusion.weight, num_examples=1).tolist()
         [[1, 1], [0, 0]]
     """
-    logits, labels, weights = _of_pixels(outputs, batch)
-    rows, classes = logits.shape[0], logits.shape[-1]
-    flat = lambda x: x.reshape(rows, -1, 1)
+    logits, labels, weights = _pixel_inputs(outputs, batch)
+    num_examples, classes = logits.shape[0], logits.shape[-1]
+    flat = lambda x: x.reshape(num_examples, -1, 1)
     of_class = lax.broadcasted_iota(jnp.int32, (1, 1, classes), 2)
     truth = ((flat(labels) == of_class) & (flat(weights) > 0)).astype(jnp.float32)
-    taken = (flat(jnp.argmax(logits, axis=-1)) == of_class).astype(jnp.float32)
-    counts = jnp.einsum("bpt,bpc->btc", truth, taken, precision=lax.Precision.HIGHEST)
-    whole = counts.astype(jnp.int32)
-    digits = [whole % DIGIT, whole // DIGIT % DIGIT, whole // DIGIT**2]
-    total = jnp.stack([digit.astype(jnp.float32).sum(0) for digit in digits])
-    confusion = Mean(total, jnp.asarray(rows, jnp.float32))
+    predicted = (flat(jnp.argmax(logits, axis=-1)) == of_class).astype(jnp.float32)
+    counts = jnp.einsum("bpt,bpc->btc", truth, predicted, precision=lax.Precision.HIGHEST)
+    int_counts = counts.astype(jnp.int32)
+    digits = [int_counts % DIGIT, int_counts // DIGIT % DIGIT, int_counts // DIGIT**2]
+    digit_sums = jnp.stack([digit.astype(jnp.float32).sum(0) for digit in digits])
+    confusion = Mean(digit_sums, jnp.asarray(num_examples, jnp.float32))
     mean = segmentation_loss(outputs, batch)
     return replace(mean, metrics={**mean.metrics, "confusion": confusion})
 
 
-MOST_ROWS = 4096  # of a step: digits of so many add up to less than 2 ** 20
+MAX_EXAMPLES = 4096  # of a step: digits of so many add up to less than 2 ** 20
 
 
-def counts_of(confusion: Any, rows: int) -> np.ndarray:
-    """Return the counts [classes, classes] of a step whose loss was `scored`, exactly.
+def confusion_counts(confusion: Any, num_examples: int) -> np.ndarray:
+    """Return the counts [classes, classes] of a step with `segmentation_eval_loss`, exactly.
 
     A sum of digits is below 2 ** 20 and divided by the number of rows in float32: an error of some
     units in the last place, times the rows, is less than a half.
 
     Args:
         confusion: The metric of the step.
-        rows: The rows of its batch, all of them: at most 4096, of images of less than 2 ** 24
-            pixels.
+        num_examples: The rows of its batch, all of them: at most 4096, of images of less than 2 **
+            24 pixels.
     """
-    if not 0 < rows <= MOST_ROWS:
+    if not 0 < num_examples <= MAX_EXAMPLES:
         raise ValueError(
-            f"counts_of(…, rows={rows!r}): from 1 to {MOST_ROWS} rows, of which float32 adds the "
+            f"counts_of(…, rows={num_examples!r}): from 1 to {MAX_EXAMPLES} rows, of which "
+            "float32 adds the "
             "counts exactly. Evaluate fewer rows in a step."
         )
-    digits = np.rint(np.asarray(confusion, np.float64) * rows).astype(np.int64)
+    digits = np.rint(np.asarray(confusion, np.float64) * num_examples).astype(np.int64)
     return digits[0] + DIGIT * digits[1] + DIGIT**2 * digits[2]
 
 
-def _wide(logits: jax.Array) -> jax.Array:
+def _widen(logits: jax.Array) -> jax.Array:
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def _labels(batch: Mapping[str, jax.Array], shape: tuple[int, ...], words: str) -> jax.Array:
+def _labels(batch: Mapping[str, jax.Array], shape: tuple[int, ...], expected: str) -> jax.Array:
     """Return the labels; refuse what are none of these outputs."""
-    labels = countable(jnp.asarray(batch["label"]))
+    labels = widen_tokens(jnp.asarray(batch["label"]))
     if labels.shape != shape or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
             f"labels {labels.dtype}{list(labels.shape)} beside outputs of {list(shape)}: whole "
-            f"numbers {words}, are expected."
+            f"numbers {expected}, are expected."
         )
     return labels
 
 
-def _of_rows(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:
+def _example_weights(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:
     """Return what each row weighs, with the dimensions of the labels."""
     mask = jnp.asarray(batch["mask"] if "mask" in batch else jnp.ones(labels.shape[:1]))
     if mask.shape != labels.shape[:1] or jnp.issubdtype(mask.dtype, jnp.complexfloating):
@@ -172,7 +176,7 @@ def _of_rows(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:
     return weights.reshape(-1, *(1,) * (labels.ndim - 1))
 
 
-def _of_pixels(
+def _pixel_inputs(
     outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return logits, labels, and what each pixel weighs."""
@@ -181,28 +185,28 @@ def _of_pixels(
             'the outputs of a model that segments are expected, {"out": logits [B, H, W, classes]},'
             f" found {type(outputs).__name__}. For one class an image use classification_loss."
         )
-    logits = _wide(outputs["out"])
+    logits = _widen(outputs["out"])
     labels = _labels(batch, logits.shape[:-1], "[rows, height, width], one for each pixel")
-    weights = _of_rows(batch, labels) * ((labels >= 0) & (labels != IGNORED))
+    weights = _example_weights(batch, labels) * ((labels >= 0) & (labels != IGNORED))
     return logits, labels, weights
 
 
-def _counted(losses: jax.Array, weights: jax.Array) -> jax.Array:
+def _weigh(losses: jax.Array, weights: jax.Array) -> jax.Array:
     """Return losses times what they weigh; what weighs nothing is nothing, even where it is NaN."""
     return jnp.where(weights == 0, 0, losses * weights)
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array, smoothing: float = 0.0) -> jax.Array:
     """Return the cross entropy of labels along the last dimension of logits."""
-    picked = _picked(logits, labels)
-    whole = jax.nn.logsumexp(logits, axis=-1)
-    losses = whole - picked
+    label_logits = _label_logits(logits, labels)
+    logsumexp = jax.nn.logsumexp(logits, axis=-1)
+    losses = logsumexp - label_logits
     if smoothing:
-        losses = (1 - smoothing) * losses + smoothing * (whole - logits.mean(-1))
+        losses = (1 - smoothing) * losses + smoothing * (logsumexp - logits.mean(-1))
     return jnp.where(labels < logits.shape[-1], losses, jnp.nan)
 
 
-def _picked(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _label_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the logit of each label."""
     return jnp.where(_columns(logits) == labels[..., None], logits, 0).sum(-1)
 
@@ -212,8 +216,8 @@ def _rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     What is no number comes before, so that it is never right.
     """
-    of_label, columns = _picked(logits, labels)[..., None], _columns(logits)
-    after = (logits < of_label) | ((logits == of_label) & (columns >= labels[..., None]))
+    label_logit, columns = _label_logits(logits, labels)[..., None], _columns(logits)
+    after = (logits < label_logit) | ((logits == label_logit) & (columns >= labels[..., None]))
     return (~after).sum(-1)
 
 

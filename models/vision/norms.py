@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from hfjax.models.layers import plain
+from hfjax.models.layers import local_ops
 from hfjax.models.vision.vision_config import ConvNetConfig
 
 CHANNELS = ("channel_out",)
 EPSILON = 1e-5
 
 
-def norm_after(config: ConvNetConfig, size: int, *, rngs: nnx.Rngs) -> nnx.Module:
+def make_norm(config: ConvNetConfig, size: int, *, rngs: nnx.Rngs) -> nnx.Module:
     """Return the norm that a model has after a convolution to so many channels."""
     if config.norm == "group":
         return GroupNorm(size, config.norm_groups)
@@ -50,14 +50,14 @@ class BatchNorm(nnx.BatchNorm):
     def __init__(
         self, size: int, *, momentum: float = 0.1, epsilon: float = EPSILON, rngs: nnx.Rngs
     ) -> None:
-        named: Any = {"scale_metadata": {"axes": CHANNELS}, "bias_metadata": {"axes": CHANNELS}}
+        metadata: Any = {"scale_metadata": {"axes": CHANNELS}, "bias_metadata": {"axes": CHANNELS}}
         wide: Any = jnp.zeros(()).dtype  # float64 in x64 mode
         super().__init__(
-            size, momentum=1 - momentum, epsilon=epsilon, param_dtype=wide, rngs=rngs, **named
+            size, momentum=1 - momentum, epsilon=epsilon, param_dtype=wide, rngs=rngs, **metadata
         )
         self.mean = nnx.BatchStat(jnp.zeros((size,)))
         self.var = nnx.BatchStat(jnp.ones((size,)))
-        self.kernels = plain
+        self.kernels = local_ops
 
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
@@ -72,14 +72,14 @@ class BatchNorm(nnx.BatchNorm):
         if mask is not None:
             raise ValueError("BatchNorm(x, mask=…): all rows and positions count. Leave mask out.")
         running = self.use_running_average if use_running_average is None else use_running_average
-        mean, variance = (self.mean[...], self.var[...]) if running else self._of_batch(x)
+        mean, variance = (self.mean[...], self.var[...]) if running else self._batch_stats(x)
         assert self.scale is not None
         assert self.bias is not None
-        return _normalised(x, mean, variance, self.scale[...], self.bias[...], self.epsilon)
+        return _normalize(x, mean, variance, self.scale[...], self.bias[...], self.epsilon)
 
-    def _of_batch(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _batch_stats(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return mean and variance of x; running ones are kept."""
-        mean, variance, count = self.kernels.moments(x, self.axis_name)
+        mean, variance, count = self.kernels.channel_stats(x, self.axis_name)
         if count < 2:
             raise ValueError(
                 f"BatchNorm in training of {list(x.shape)}: one number a channel, and a variance "
@@ -87,10 +87,10 @@ class BatchNorm(nnx.BatchNorm):
                 'norm="group" or norm="frozen".'
             )
         new = (mean, variance * (count / (count - 1)))
-        for kept, found in zip((self.mean, self.var), new, strict=True):
-            old = kept[...]
-            mixed = self.momentum * old + (1 - self.momentum) * found.astype(old.dtype)
-            kept[...] = lax.stop_gradient(mixed)
+        for running, batch_stat in zip((self.mean, self.var), new, strict=True):
+            old = running[...]
+            mixed = self.momentum * old + (1 - self.momentum) * batch_stat.astype(old.dtype)
+            running[...] = lax.stop_gradient(mixed)
         return mean, variance
 
 
@@ -122,9 +122,9 @@ class FrozenBatchNorm(nnx.Module):
         Args:
             x: [rows, ..., channels].
         """
-        held = (self.mean, self.var, self.scale, self.bias)
-        mean, variance, scale, bias = (variable[...] for variable in held)
-        return _normalised(x, mean, variance, scale, bias, self.epsilon)
+        variables = (self.mean, self.var, self.scale, self.bias)
+        mean, variance, scale, bias = (variable[...] for variable in variables)
+        return _normalize(x, mean, variance, scale, bias, self.epsilon)
 
 
 class GroupNorm(nnx.Module):
@@ -158,10 +158,12 @@ class GroupNorm(nnx.Module):
         centred = wide - wide.mean((1, 3), keepdims=True)
         variance = (centred**2).mean((1, 3), keepdims=True)
         unit = (centred * lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
-        return (unit * _like(x, self.scale[...]) + _like(x, self.bias[...])).astype(x.dtype)
+        return (
+            unit * _broadcast_channels(x, self.scale[...]) + _broadcast_channels(x, self.bias[...])
+        ).astype(x.dtype)
 
 
-def _normalised(
+def _normalize(
     x: jax.Array,
     mean: jax.Array,
     variance: jax.Array,
@@ -172,11 +174,13 @@ def _normalised(
     """Return x less the mean over the deviation, scaled and moved, channel by channel."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     factor = lax.rsqrt(variance.astype(wide) + epsilon) * scale.astype(wide)
-    y = (x.astype(wide) - _like(x, mean)) * _like(x, factor) + _like(x, bias)
+    y = (x.astype(wide) - _broadcast_channels(x, mean)) * _broadcast_channels(
+        x, factor
+    ) + _broadcast_channels(x, bias)
     return y.astype(x.dtype)
 
 
-def _like(x: jax.Array, of_channels: jax.Array) -> jax.Array:
+def _broadcast_channels(x: jax.Array, channels: jax.Array) -> jax.Array:
     """Return numbers of channels with the dimensions of x, in float32 or wider."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return of_channels.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))
+    return channels.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -13,9 +13,9 @@ import jax
 from flax import nnx
 
 from hfjax.models.layers import Linear, run_listed
-from hfjax.models.vision.convolutions import Conv, ConvNorm, mean_of_positions
-from hfjax.models.vision.image_input import pixels_of
-from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, ConvNetConfig
+from hfjax.models.vision.convolutions import Conv, ConvNorm, global_avg_pool
+from hfjax.models.vision.image_input import normalize_images
+from hfjax.models.vision.vision_config import CONV_REFUSALS, ConvNetConfig
 from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "RegNet", "RegNetConfig"]
@@ -29,8 +29,8 @@ class RegNetBlockShape(NamedTuple):
     Attributes:
         stage: The number of its stage, the first is 0.
         number: Its own in the stage.
-        inside: Channels that enter.
-        outside: Channels that leave; all of its convolutions have as many.
+        in_channels: Channels that enter.
+        out_channels: Channels that leave; all of its convolutions have as many.
         group: Channels of a group of its 3x3.
         squeezed: Channels between squeeze and excitation.
         stride: Of its 3x3.
@@ -38,8 +38,8 @@ class RegNetBlockShape(NamedTuple):
 
     stage: int
     number: int
-    inside: int
-    outside: int
+    in_channels: int
+    out_channels: int
     group: int
     squeezed: int
     stride: int
@@ -47,7 +47,7 @@ class RegNetBlockShape(NamedTuple):
     @property
     def skips(self) -> bool:
         """Whether what enters is added as it is; else a 1x1 and a norm go between."""
-        return self.stride == 1 and self.inside == self.outside
+        return self.stride == 1 and self.in_channels == self.out_channels
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,20 @@ class RegNetConfig(ConvNetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = type(self).__name__
-        check_sizes(what, self, "depth", "first", "group", "stem")
+        owner = type(self).__name__
+        check_sizes(owner, self, "depth", "first", "group", "stem")
         if self.first % QUANTUM:
             raise ValueError(
-                f"{what}: first={self.first}; a multiple of {QUANTUM} is expected, as all widths "
+                f"{owner}: first={self.first}; a multiple of {QUANTUM} is expected, as all widths "
                 "are."
             )
         for name, least, above in (("slope", 0, False), ("step", 1, True), ("squeeze", 0, True)):
-            given = getattr(self, name)
-            if not is_real(given, least, 1e9) or (above and given <= least):
-                words = "above" if above else "at least"
-                raise ValueError(f"{what}: {name}={given!r}; a number {words} {least} is expected.")
+            number = getattr(self, name)
+            if not is_real(number, least, 1e9) or (above and number <= least):
+                relation = "above" if above else "at least"
+                raise ValueError(
+                    f"{owner}: {name}={number!r}; a number {relation} {least} is expected."
+                )
         self.check_norms(self.stem, *(width for width, _, _ in self.stages))
 
     @property
@@ -106,37 +108,37 @@ class RegNetConfig(ConvNetConfig):
             for n in range(self.depth)
         ]
         widths = [QUANTUM * round(self.first * self.step**n / QUANTUM) for n in powers]
-        found = []
-        for width, alike in groupby(widths):
+        stages = []
+        for width, repeats in groupby(widths):
             group = min(self.group, width)
-            found.append((_nearest(width, group), group, len(list(alike))))
-        return found
+            stages.append((_round_to_group(width, group), group, len(list(repeats))))
+        return stages
 
     @property
     def blocks(self) -> list[RegNetBlockShape]:
         """The shape of each block, in order."""
-        found, inside = [], self.stem
+        shapes, in_channels = [], self.stem
         for stage, (width, group, depth) in enumerate(self.stages):
             for number in range(depth):
-                squeezed, stride = round(self.squeeze * inside), 2 if number == 0 else 1
-                found.append(
-                    RegNetBlockShape(stage, number, inside, width, group, squeezed, stride)
+                squeezed, stride = round(self.squeeze * in_channels), 2 if number == 0 else 1
+                shapes.append(
+                    RegNetBlockShape(stage, number, in_channels, width, group, squeezed, stride)
                 )
-                inside = width
-        return found
+                in_channels = width
+        return shapes
 
 
-def _nearest(width: int, group: int) -> int:
+def _round_to_group(width: int, group: int) -> int:
     """Return the multiple of a group that is nearest, and not smaller by more than a tenth.
 
-    >>> _nearest(112, 24), _nearest(8, 24)
+    >>> _round_to_group(112, 24), _round_to_group(8, 24)
     (120, 24)
     """
-    near = max(group, (width + group // 2) // group * group)
-    return near + group if near < 0.9 * width else near
+    rounded = max(group, (width + group // 2) // group * group)
+    return rounded + group if rounded < 0.9 * width else rounded
 
 
-def _sizes(depth: int, first: int, slope: float, step: float, group: int) -> RegNetConfig:
+def _make_preset(depth: int, first: int, slope: float, step: float, group: int) -> RegNetConfig:
     return RegNetConfig(depth=depth, first=first, slope=slope, step=step, group=group)
 
 
@@ -144,14 +146,14 @@ PRESETS: Mapping[str, RegNetConfig] = {
     "regnet-tiny": RegNetConfig(
         classes=10, depth=3, first=16, slope=8.0, step=2.0, group=8, stem=8, norm_groups=4
     ),
-    "regnet-y-400mf": _sizes(16, 48, 27.89, 2.09, 8),
-    "regnet-y-800mf": _sizes(14, 56, 38.84, 2.4, 16),
-    "regnet-y-1.6gf": _sizes(27, 48, 20.71, 2.65, 24),
-    "regnet-y-3.2gf": _sizes(21, 80, 42.63, 2.66, 24),
-    "regnet-y-8gf": _sizes(17, 192, 76.82, 2.19, 56),
-    "regnet-y-16gf": _sizes(18, 200, 106.23, 2.48, 112),
-    "regnet-y-32gf": _sizes(20, 232, 115.89, 2.53, 232),
-    "regnet-y-128gf": _sizes(27, 456, 160.83, 2.52, 264),
+    "regnet-y-400mf": _make_preset(16, 48, 27.89, 2.09, 8),
+    "regnet-y-800mf": _make_preset(14, 56, 38.84, 2.4, 16),
+    "regnet-y-1.6gf": _make_preset(27, 48, 20.71, 2.65, 24),
+    "regnet-y-3.2gf": _make_preset(21, 80, 42.63, 2.66, 24),
+    "regnet-y-8gf": _make_preset(17, 192, 76.82, 2.19, 56),
+    "regnet-y-16gf": _make_preset(18, 200, 106.23, 2.48, 112),
+    "regnet-y-32gf": _make_preset(20, 232, 115.89, 2.53, 232),
+    "regnet-y-128gf": _make_preset(27, 456, 160.83, 2.52, 264),
 }
 
 RegNetConfig.known = PRESETS
@@ -160,13 +162,13 @@ RegNetConfig.known = PRESETS
 class SqueezeExcitation(nnx.Module):
     """Channels times what two linear maps make of their means over the image, between 0 and 1."""
 
-    def __init__(self, inside: int, squeezed: int, *, rngs: nnx.Rngs) -> None:
-        self.squeeze = Conv((1, 1, inside, squeezed), bias=True, rngs=rngs)
-        self.excite = Conv((1, 1, squeezed, inside), bias=True, rngs=rngs)
+    def __init__(self, in_channels: int, squeezed: int, *, rngs: nnx.Rngs) -> None:
+        self.squeeze = Conv((1, 1, in_channels, squeezed), bias=True, rngs=rngs)
+        self.excite = Conv((1, 1, squeezed, in_channels), bias=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the channels, weighed."""
-        mean = mean_of_positions(x).reshape(x.shape[0], 1, 1, -1)
+        mean = global_avg_pool(x).reshape(x.shape[0], 1, 1, -1)
         return x * jax.nn.sigmoid(self.excite(jax.nn.relu(self.squeeze(mean))))
 
 
@@ -174,15 +176,17 @@ class RegNetBlock(nnx.Module):
     """A 3x3 in groups between two 1x1, weighed by what it sees, added to what entered."""
 
     def __init__(self, shape: RegNetBlockShape, config: RegNetConfig, *, rngs: nnx.Rngs) -> None:
-        inside, outside = shape.inside, shape.outside
-        made = lambda size, inside, stride=1: ConvNorm(
-            Conv((size, size, inside, outside), stride=stride, rngs=rngs), config, rngs=rngs
+        in_channels, out_channels = shape.in_channels, shape.out_channels
+        make_conv = lambda size, in_channels, stride=1: ConvNorm(
+            Conv((size, size, in_channels, out_channels), stride=stride, rngs=rngs),
+            config,
+            rngs=rngs,
         )
-        self.skip = None if shape.skips else made(1, inside, shape.stride)
-        self.narrow = made(1, inside)
-        self.grouped = made(3, shape.group, shape.stride)
-        self.weigh = SqueezeExcitation(outside, shape.squeezed, rngs=rngs)
-        self.widen = made(1, outside)
+        self.skip = None if shape.skips else make_conv(1, in_channels, shape.stride)
+        self.narrow = make_conv(1, in_channels)
+        self.grouped = make_conv(3, shape.group, shape.stride)
+        self.weigh = SqueezeExcitation(out_channels, shape.squeezed, rngs=rngs)
+        self.widen = make_conv(1, out_channels)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return what leaves the block."""
@@ -197,24 +201,24 @@ class RegNet(nnx.Module):
     Named in each layer, for remat: conv, what a convolution makes.
     """
 
-    refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
+    refuses: ClassVar[Mapping[str, str]] = CONV_REFUSALS
 
     def __init__(self, config: RegNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         conv = Conv((3, 3, 3, config.stem), stride=2, rngs=rngs)
         self.stem = ConvNorm(conv, config, rngs=rngs)
         self.layers = nnx.List([RegNetBlock(shape, config, rngs=rngs) for shape in config.blocks])
-        shape, axes = (config.blocks[-1].outside, config.classes), ("channel_in", "class")
+        shape, axes = (config.blocks[-1].out_channels, config.classes), ("channel_in", "class")
         self.fc = Linear(shape, axes, 1, 0.01, rngs=rngs)
 
     def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Return what the first block is given of `batch["image"]` [B, H, W, 3]."""
-        image = pixels_of(batch, self.config, self.stem.conv.kernel[...].dtype)
+        image = normalize_images(batch, self.config, self.stem.conv.kernel[...].dtype)
         return jax.nn.relu(self.stem(image))
 
     def head(self, x: jax.Array) -> jax.Array:
         """Return the logits [B, classes]."""
-        return self.fc(mean_of_positions(x))
+        return self.fc(global_avg_pool(x))
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return self.head(run_listed(self.layers, self.embed(batch)))

@@ -16,19 +16,19 @@ from hfjax.models.layers import Linear, run_listed
 from hfjax.models.vision.convolutions import (
     Conv,
     ConvNorm,
-    by_inputs,
+    fan_in_uniform,
+    global_avg_pool,
     max_pool,
-    mean_of_positions,
 )
-from hfjax.models.vision.image_input import pixels_of
-from hfjax.models.vision.norms import norm_after
-from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, ConvNetConfig, check_tuple
-from hfjax.utils.keywords import is_whole
+from hfjax.models.vision.image_input import normalize_images
+from hfjax.models.vision.norms import make_norm
+from hfjax.models.vision.vision_config import CONV_REFUSALS, ConvNetConfig, check_tuple
+from hfjax.utils.keywords import is_int
 
 __all__ = ["PRESETS", "ResNet", "ResNetConfig"]
 
-WIDER = {"basic": 1, "bottleneck": 4}  # what a block hands on, in widths of its own
-STEMS = {"imagenet": 4, "small": 1}  # and how many pixels of a side become one
+EXPANSION = {"basic": 1, "bottleneck": 4}  # what a block hands on, in widths of its own
+STEM_STRIDES = {"imagenet": 4, "small": 1}  # and how many pixels of a side become one
 
 
 class BlockShape(NamedTuple):
@@ -37,25 +37,25 @@ class BlockShape(NamedTuple):
     Attributes:
         stage: The number of its stage, the first is 0.
         number: Its own in the stage.
-        inside: Channels that enter.
+        in_channels: Channels that enter.
         width: Channels of its 3x3.
-        outside: Channels that leave.
+        out_channels: Channels that leave.
         stride: Of its first 3x3.
         dilation: Of that.
     """
 
     stage: int
     number: int
-    inside: int
+    in_channels: int
     width: int
-    outside: int
+    out_channels: int
     stride: int
     dilation: int
 
     @property
     def skips(self) -> bool:
         """Whether what enters is added as it is; else a 1x1 and a norm go between."""
-        return self.stride == 1 and self.inside == self.outside
+        return self.stride == 1 and self.in_channels == self.out_channels
 
 
 @dataclass(frozen=True)
@@ -90,47 +90,51 @@ class ResNetConfig(ConvNetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = type(self).__name__
-        for name, known in (("block", WIDER), ("stem", STEMS)):
-            if (given := getattr(self, name)) not in known:
-                raise ValueError(f"{what}: {name}={given!r}; one of {', '.join(known)}.")
-        check_tuple(what, "depths", self.depths)
-        check_tuple(what, "widths", self.widths, len(self.depths))
-        self._check_stride(what)
+        owner = type(self).__name__
+        for name, allowed in (("block", EXPANSION), ("stem", STEM_STRIDES)):
+            if (setting := getattr(self, name)) not in allowed:
+                raise ValueError(f"{owner}: {name}={setting!r}; one of {', '.join(allowed)}.")
+        check_tuple(owner, "depths", self.depths)
+        check_tuple(owner, "widths", self.widths, len(self.depths))
+        self._check_stride(owner)
         self.check_norms(*self.widths)
 
-    def _check_stride(self, what: str) -> None:
+    def _check_stride(self, owner: str) -> None:
         """Refuse an output stride that no strides make, and basic blocks that are dilated."""
-        begin = STEMS[self.stem]
-        allowed = [begin * 2**n for n in range(len(self.depths))]
-        given = self.output_stride
-        if given is not None and not (is_whole(given, 1) and given in allowed):
+        stem_stride = STEM_STRIDES[self.stem]
+        allowed = [stem_stride * 2**n for n in range(len(self.depths))]
+        stride = self.output_stride
+        if stride is not None and not (is_int(stride, 1) and stride in allowed):
             raise ValueError(
-                f"{what}: output_stride={given!r}; one of {', '.join(map(str, allowed))} with "
+                f"{owner}: output_stride={stride!r}; one of {', '.join(map(str, allowed))} with "
                 f'stem="{self.stem}" and {len(self.depths)} stages, or None.'
             )
-        if given not in (None, allowed[-1]) and self.block == "basic":
+        if stride not in (None, allowed[-1]) and self.block == "basic":
             raise ValueError(
-                f"{what}: output_stride={given} dilates blocks, and basic blocks are not dilated "
+                f"{owner}: output_stride={stride} dilates blocks, and basic blocks are not dilated "
                 '(torchvision has none). Choose block="bottleneck".'
             )
 
     @property
     def blocks(self) -> list[BlockShape]:
         """The shape of each block, in order."""
-        found: list[BlockShape] = []
-        inside, at, dilation = self.widths[0], STEMS[self.stem], 1
+        shapes: list[BlockShape] = []
+        in_channels, total_stride, dilation = self.widths[0], STEM_STRIDES[self.stem], 1
         for stage, (depth, width) in enumerate(zip(self.depths, self.widths, strict=True)):
-            outside, before = width * WIDER[self.block], dilation
+            out_channels, first_dilation = width * EXPANSION[self.block], dilation
             stride = 1 if stage == 0 else 2
-            if stride == 2 and at == self.output_stride:
+            if stride == 2 and total_stride == self.output_stride:
                 stride, dilation = 1, 2 * dilation
-            at *= stride
-            found += [BlockShape(stage, 0, inside, width, outside, stride, before)]
-            later = partial(BlockShape, inside=outside, width=width, outside=outside)
-            found += [later(stage, n, stride=1, dilation=dilation) for n in range(1, depth)]
-            inside = outside
-        return found
+            total_stride *= stride
+            shapes += [
+                BlockShape(stage, 0, in_channels, width, out_channels, stride, first_dilation)
+            ]
+            make_shape = partial(
+                BlockShape, in_channels=out_channels, width=width, out_channels=out_channels
+            )
+            shapes += [make_shape(stage, n, stride=1, dilation=dilation) for n in range(1, depth)]
+            in_channels = out_channels
+        return shapes
 
 
 _RESNET = ResNetConfig()
@@ -148,7 +152,9 @@ ResNetConfig.known = PRESETS
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["x", "kept"], meta_fields=["height", "width"]
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "aux_input"],
+    meta_fields=["height", "width"],
 )
 @dataclass(frozen=True)
 class Features:
@@ -156,13 +162,13 @@ class Features:
 
     Attributes:
         x: What leaves a block.
-        kept: What left the stage before the last, once it did.
+        aux_input: What left the stage before the last, once it did.
         height: Of the image.
         width: Of the image.
     """
 
     x: jax.Array
-    kept: jax.Array | None
+    aux_input: jax.Array | None
     height: int
     width: int
 
@@ -174,12 +180,12 @@ class Stem(nnx.Module):
         self.small = config.stem == "small"
         size, stride = (3, 1) if self.small else (7, 2)
         self.conv = Conv((size, size, 3, config.widths[0]), stride=stride, rngs=rngs)
-        self.norm = norm_after(config, config.widths[0], rngs=rngs)
+        self.norm = make_norm(config, config.widths[0], rngs=rngs)
         self.config = config
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Return what the first block is given of the images of a batch."""
-        image = pixels_of(batch, self.config, self.conv.kernel[...].dtype)
+        image = normalize_images(batch, self.config, self.conv.kernel[...].dtype)
         x = jax.nn.relu(self.norm(self.conv(image)))
         return x if self.small else max_pool(x)
 
@@ -191,38 +197,38 @@ class Block(nnx.Module):
     """
 
     def __init__(self, shape: BlockShape, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
-        inside, width, outside = shape.inside, shape.width, shape.outside
+        in_channels, width, out_channels = shape.in_channels, shape.width, shape.out_channels
         first = partial(Conv, stride=shape.stride, dilation=shape.dilation, rngs=rngs)
-        norm = partial(norm_after, config, rngs=rngs)
+        norm = partial(make_norm, config, rngs=rngs)
         narrows = config.block == "bottleneck"
         if narrows:
-            self.conv1 = Conv((1, 1, inside, width), rngs=rngs)
+            self.conv1 = Conv((1, 1, in_channels, width), rngs=rngs)
             self.conv2 = first((3, 3, width, width))
         else:
-            self.conv1 = first((3, 3, inside, width))
+            self.conv1 = first((3, 3, in_channels, width))
             self.conv2 = Conv((3, 3, width, width), rngs=rngs)
-        self.conv3 = Conv((1, 1, width, outside), rngs=rngs) if narrows else None
+        self.conv3 = Conv((1, 1, width, out_channels), rngs=rngs) if narrows else None
         self.norm1, self.norm2 = norm(width), norm(width)
-        self.norm3 = norm(outside) if narrows else None
-        skip = partial(Conv, (1, 1, inside, outside), stride=shape.stride, rngs=rngs)
+        self.norm3 = norm(out_channels) if narrows else None
+        skip = partial(Conv, (1, 1, in_channels, out_channels), stride=shape.stride, rngs=rngs)
         self.skip = None if shape.skips else ConvNorm(skip(), config, rngs=rngs)
         self.keeps = False
 
     def __call__(self, stream: Any) -> Any:
         """Return what leaves the block, `Features` if such entered."""
         if not isinstance(stream, Features):
-            return self._added(stream)
-        x = self._added(stream.x)
-        return replace(stream, x=x, kept=x if self.keeps else stream.kept)
+            return self._add_residual(stream)
+        x = self._add_residual(stream.x)
+        return replace(stream, x=x, aux_input=x if self.keeps else stream.aux_input)
 
-    def _added(self, x: jax.Array) -> jax.Array:
+    def _add_residual(self, x: jax.Array) -> jax.Array:
         y = self.norm2(self.conv2(jax.nn.relu(self.norm1(self.conv1(x)))))
         if self.conv3 is not None and self.norm3 is not None:
             y = self.norm3(self.conv3(jax.nn.relu(y)))
         return jax.nn.relu(y + (x if self.skip is None else self.skip(x)))
 
 
-def blocks_of(config: ResNetConfig, rngs: nnx.Rngs) -> nnx.List:
+def make_blocks(config: ResNetConfig, rngs: nnx.Rngs) -> nnx.List:
     """Return the blocks of a ResNet."""
     return nnx.List([Block(shape, config, rngs=rngs) for shape in config.blocks])
 
@@ -233,16 +239,16 @@ class ResNet(nnx.Module):
     Named in each layer, for remat: conv, what a convolution makes.
     """
 
-    refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
+    refuses: ClassVar[Mapping[str, str]] = CONV_REFUSALS
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.stem = Stem(config, rngs=rngs)
-        self.layers = blocks_of(config, rngs)
-        inside = config.blocks[-1].outside
-        draw = by_inputs(inside)
-        shape, axes = (inside, config.classes), ("channel_in", "class")
-        self.fc = Linear(shape, axes, 1, draw, bias=draw, rngs=rngs)
+        self.layers = make_blocks(config, rngs)
+        in_channels = config.blocks[-1].out_channels
+        init = fan_in_uniform(in_channels)
+        shape, axes = (in_channels, config.classes), ("channel_in", "class")
+        self.fc = Linear(shape, axes, 1, init, bias=init, rngs=rngs)
 
     def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Return what the first block is given of `batch["image"]` [B, H, W, 3]."""
@@ -250,7 +256,7 @@ class ResNet(nnx.Module):
 
     def head(self, x: jax.Array) -> jax.Array:
         """Return the logits [B, classes]."""
-        return self.fc(mean_of_positions(x))
+        return self.fc(global_avg_pool(x))
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return self.head(run_listed(self.layers, self.embed(batch)))

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfjax.models.model_config import Presets
-from hfjax.utils.keywords import check_sizes, is_real, is_whole
+from hfjax.utils.keywords import check_sizes, is_int, is_real
 
 # Mesh axes over which models of images are not split, and what to do: hfjax.layout refuses them.
-OF_IMAGES: Mapping[str, str] = {
+IMAGE_REFUSALS: Mapping[str, str] = {
     "context": "CONTEXT shares long rows of tokens, and images are none. Use data or fsdp.",
     "row": "GRID is not for models of images. Use data or fsdp, for a ViT also tensor.",
 }
-OF_CONVOLUTIONS: Mapping[str, str] = {
-    **OF_IMAGES,
+CONV_REFUSALS: Mapping[str, str] = {
+    **IMAGE_REFUSALS,
     "tensor": "TENSOR and SEQUENCE do not split convolutions. Use data or fsdp.",
 }
 NORMS = ("batch", "group", "frozen")
@@ -36,15 +36,15 @@ class VisionConfig(Presets):
     std: tuple[float, ...] = STD
 
     def __post_init__(self) -> None:
-        what = type(self).__name__
-        check_sizes(what, self, "classes")
+        owner = type(self).__name__
+        check_sizes(owner, self, "classes")
         for name, least in (("mean", -math.inf), ("std", 0.0)):
-            given = getattr(self, name)
-            fits = isinstance(given, tuple) and len(given) == 3
-            if not fits or not all(is_real(x, -1e30, 1e30) and x > least for x in given):
+            numbers = getattr(self, name)
+            fits = isinstance(numbers, tuple) and len(numbers) == 3
+            if not fits or not all(is_real(x, -1e30, 1e30) and x > least for x in numbers):
                 above = " above 0" if least == 0 else ""
                 raise ValueError(
-                    f"{what}: {name}={given!r}; three finite numbers{above} are expected, "
+                    f"{owner}: {name}={numbers!r}; three finite numbers{above} are expected, "
                     "of red, green and blue. Those of ImageNet are "
                     f"{MEAN if name == 'mean' else STD}."
                 )
@@ -66,10 +66,10 @@ class ConvNetConfig(VisionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = type(self).__name__
-        check_sizes(what, self, "norm_groups")
+        owner = type(self).__name__
+        check_sizes(owner, self, "norm_groups")
         if self.norm not in NORMS:
-            raise ValueError(f"{what}: norm={self.norm!r}; one of {', '.join(NORMS)}.")
+            raise ValueError(f"{owner}: norm={self.norm!r}; one of {', '.join(NORMS)}.")
 
     def check_norms(self, *widths: int) -> None:
         """Refuse channels that do not divide into the groups of a group norm."""
@@ -81,11 +81,11 @@ class ConvNetConfig(VisionConfig):
                 )
 
 
-def check_tuple(what: str, name: str, given: Any, count: int | None = None) -> None:
+def check_tuple(owner: str, name: str, numbers: Any, count: int | None = None) -> None:
     """Refuse what is no tuple of positive whole numbers, of so many if a count is given."""
-    fits = isinstance(given, tuple) and len(given) > 0 and all(map(is_whole, given))
-    if not fits or len(given) != (count or len(given)):
-        many = "whole numbers" if count is None else f"{count} whole numbers"
+    fits = isinstance(numbers, tuple) and len(numbers) > 0 and all(map(is_int, numbers))
+    if not fits or len(numbers) != (count or len(numbers)):
+        expected = "whole numbers" if count is None else f"{count} whole numbers"
         raise ValueError(
-            f"{what}: {name}={given!r}; a tuple of {many}, at least 1 each, is expected."
+            f"{owner}: {name}={numbers!r}; a tuple of {expected}, at least 1 each, is expected."
         )

@@ -15,21 +15,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.layers import (
+    FULL_SEQUENCE,
     STREAM,
-    WHOLE,
-    Draw,
     Dropout,
+    Initializer,
     LayerNorm,
     Linear,
-    added,
-    anywhere,
-    plain,
+    add_residual,
+    local_ops,
+    no_constraint,
     run_stacked,
-    stacked,
+    stack_layers,
 )
-from hfjax.models.vision.convolutions import by_inputs
-from hfjax.models.vision.image_input import pixels_of
-from hfjax.models.vision.vision_config import OF_IMAGES, VisionConfig
+from hfjax.models.vision.convolutions import fan_in_uniform
+from hfjax.models.vision.image_input import normalize_images
+from hfjax.models.vision.vision_config import IMAGE_REFUSALS, VisionConfig
 from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "ViT", "ViTConfig", "full_attention"]
@@ -85,20 +85,21 @@ class ViTConfig(VisionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = type(self).__name__
-        check_sizes(what, self, "image", "patch", "layers", "heads", "embed", "mlp")
+        owner = type(self).__name__
+        check_sizes(owner, self, "image", "patch", "layers", "heads", "embed", "mlp")
         if not is_real(self.dropout, 0, 1):
             raise ValueError(
-                f"{what}: dropout={self.dropout!r}; the part that is dropped is from 0 to 1."
+                f"{owner}: dropout={self.dropout!r}; the part that is dropped is from 0 to 1."
             )
         if self.image % self.patch:
             raise ValueError(
-                f"{what}: image={self.image} does not divide by patch={self.patch}. Choose a patch "
+                f"{owner}: image={self.image} does not divide by patch={self.patch}. Choose a "
+                "patch "
                 "that divides the image, or images of another size."
             )
         if self.embed % self.heads:
             raise ValueError(
-                f"{what}: embed={self.embed} does not divide by heads={self.heads}. "
+                f"{owner}: embed={self.embed} does not divide by heads={self.heads}. "
                 "Choose heads that divide embed."
             )
 
@@ -124,13 +125,13 @@ PRESETS: Mapping[str, ViTConfig] = {
 ViTConfig.known = PRESETS
 
 
-def evenly(inputs: int, outputs: int) -> Draw:
+def xavier_uniform(inputs: int, outputs: int) -> Initializer:
     """Return what draws a matrix evenly, its variance 2 / (inputs + outputs): Xavier's."""
     bound = math.sqrt(6 / (inputs + outputs))
     return lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
-def nearly_zero(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def tiny_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return normal numbers times a millionth: biases of the MLP begin so."""
     return 1e-6 * jax.random.normal(key, shape)
 
@@ -141,12 +142,12 @@ class Attention(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         width, embed = config.embed // config.heads, config.embed
         heads, axes = (config.heads, 3, width), ("embed", "heads", None, None)
-        draw = evenly(embed, 3 * embed)
-        self.qkv = Linear((embed, *heads), axes, 3, draw, rngs=rngs)
+        init = xavier_uniform(embed, 3 * embed)
+        self.qkv = Linear((embed, *heads), axes, 3, init, rngs=rngs)
         shape = (config.heads, width, embed)
-        self.out = Linear(shape, ("heads", None, "embed"), 1, by_inputs(embed), rngs=rngs)
+        self.out = Linear(shape, ("heads", None, "embed"), 1, fan_in_uniform(embed), rngs=rngs)
         self.attend = config.attention
-        self.place, self.kernels = anywhere, plain
+        self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
@@ -160,12 +161,12 @@ class MLP(nnx.Module):
     """Two linear maps with a GELU between, exact as torch's."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
-        wide = (config.embed, config.mlp)
-        drawn: Any = {"scale": evenly(*wide), "bias": nearly_zero, "rngs": rngs}
-        self.up = Linear(wide, ("embed", "mlp"), 1, **drawn)
-        self.down = Linear(wide[::-1], ("mlp", "embed"), 1, **drawn)
+        sizes = (config.embed, config.mlp)
+        linear_args: Any = {"scale": xavier_uniform(*sizes), "bias": tiny_normal, "rngs": rngs}
+        self.up = Linear(sizes, ("embed", "mlp"), 1, **linear_args)
+        self.down = Linear(sizes[::-1], ("mlp", "embed"), 1, **linear_args)
         self.dropout = Dropout(config.dropout, rngs=rngs)
-        self.place = anywhere
+        self.place = no_constraint
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up = checkpoint_name(self.place(self.up(x_BSD), ("batch", None, "mlp")), "mlp_up")
@@ -182,11 +183,11 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.dropout1 = Dropout(config.dropout, rngs=rngs)
         self.dropout2 = Dropout(config.dropout, rngs=rngs)
-        self.place = anywhere
+        self.place = no_constraint
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x = added(self.place, x_BSD, self.attention, self.norm1, self.dropout1)
-        return added(self.place, x, self.mlp, self.norm2, self.dropout2)
+        x = add_residual(self.place, x_BSD, self.attention, self.norm1, self.dropout1)
+        return add_residual(self.place, x, self.mlp, self.norm2, self.dropout2)
 
 
 class ViT(nnx.Module):
@@ -195,7 +196,7 @@ class ViT(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
-    refuses: ClassVar[Mapping[str, str]] = OF_IMAGES
+    refuses: ClassVar[Mapping[str, str]] = IMAGE_REFUSALS
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -204,34 +205,40 @@ class ViT(nnx.Module):
         scale = 1 / math.sqrt(patch * patch * 3)
         self.patches = Linear(shape, axes, 1, scale, rngs=rngs)
         self.token = nnx.Param(jnp.zeros((embed,)), axes=("embed",))
-        positions = 0.02 * jax.random.normal(rngs.params(), (config.positions, embed))
-        self.positions = nnx.Param(positions, axes=("position", "embed"))
+        position_table = 0.02 * jax.random.normal(rngs.params(), (config.positions, embed))
+        self.positions = nnx.Param(position_table, axes=("position", "embed"))
         self.dropout = Dropout(config.dropout, rngs=rngs)
-        self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.layers = stack_layers(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm = LayerNorm(embed, epsilon=EPSILON)
         self.fc = Linear((embed, config.classes), ("embed", "class"), 1, 0.0, rngs=rngs)
-        self.place = anywhere
+        self.place = no_constraint
 
     def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Return the residual stream of `batch["image"]` [B, H, W, 3]: a token, then patches."""
-        x = pixels_of(batch, self.config, self.patches.kernel[...].dtype)
+        x = normalize_images(batch, self.config, self.patches.kernel[...].dtype)
         size, patch = self.config.image, self.config.patch
         if x.shape[1:3] != (size, size):
             raise ValueError(
                 f"images of {x.shape[1]}x{x.shape[2]} pixels, the model is made for {size}x{size}: "
                 f"resize them, or set ViTConfig.image (a multiple of patch={patch})."
             )
-        side = size // patch
-        cut = x.reshape(x.shape[0], side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
-        made = self.patches(cut.reshape(x.shape[0], side * side, patch, patch, 3))
-        token = jnp.broadcast_to(self.token[...].reshape(1, 1, -1), (x.shape[0], 1, made.shape[2]))
-        joined = jnp.concatenate([token.astype(made.dtype), made], axis=1)
-        joined = self.place(joined, WHOLE) + self.positions[...][None]
-        return self.dropout(self.place(joined, STREAM))
+        grid_size = size // patch
+        patches = x.reshape(x.shape[0], grid_size, patch, grid_size, patch, 3).transpose(
+            0, 1, 3, 2, 4, 5
+        )
+        patch_embeds = self.patches(
+            patches.reshape(x.shape[0], grid_size * grid_size, patch, patch, 3)
+        )
+        token = jnp.broadcast_to(
+            self.token[...].reshape(1, 1, -1), (x.shape[0], 1, patch_embeds.shape[2])
+        )
+        stream = jnp.concatenate([token.astype(patch_embeds.dtype), patch_embeds], axis=1)
+        stream = self.place(stream, FULL_SEQUENCE) + self.positions[...][None]
+        return self.dropout(self.place(stream, STREAM))
 
     def head(self, x_BSD: jax.Array) -> jax.Array:
         """Return the logits [B, classes]."""
-        x = self.place(self.norm(x_BSD), WHOLE, STREAM)
+        x = self.place(self.norm(x_BSD), FULL_SEQUENCE, STREAM)
         return self.fc(x[:, 0])
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -18,21 +18,21 @@ from hfjax.pallas_kernels.attention.common import (
     LOG2E,
     ROWS,
     Plan,
-    across,
-    added,
-    filled,
-    slot_of,
-    sums,
-    write,
+    accumulator,
+    constant,
+    matmul_add,
+    rows_to_matrix,
+    slot_index,
+    write_tile,
 )
 from hfjax.pallas_kernels.attention.keys import (
-    Keys,
-    Rows,
+    KeyBuffers,
+    QueryRows,
+    key_buffers,
     launch_over_queries,
-    shared_keys,
-    shared_rows,
+    row_buffers,
 )
-from hfjax.pallas_kernels.mosaic import by_row, load
+from hfjax.pallas_kernels.mosaic import load, row_layout
 from hfjax.utils.paths import Index
 
 
@@ -50,61 +50,66 @@ class Inputs(NamedTuple):
     key_documents: Any = None
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """Shared memory and barriers of one block of threads of the kernel that makes dq."""
 
-    keys: Keys
+    keys: KeyBuffers
     q: Any
     do: Any
-    rows_here: Any
+    rows_ready: Any
 
 
-def queries(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> jax.Array:
+def query_gradient(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> jax.Array:
     """Return dq."""
-    rows = shared_rows(plan)
-    rows_here = plgpu.Barrier(num_arrivals=2, num_barriers=plan.cut.consumers)
-    scratch = Shared(shared_keys(plan), rows, rows, rows_here)
+    buffers = row_buffers(plan)
+    rows_ready = plgpu.Barrier(num_arrivals=2, num_barriers=plan.tiling.consumers)
+    scratch = SharedMemory(key_buffers(plan), buffers, buffers, rows_ready)
     dq = (jax.ShapeDtypeStruct(inputs.q.shape, dtype),)
     return launch_over_queries(plan, "flash_backward_queries", _multiply, inputs, dq, scratch)[0]
 
 
-def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
-    thread = mine.thread
-    here = shared.rows_here.at[thread]
-    plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
-    plgpu.copy_gmem_to_smem(mine.of(inputs.do), shared.do.at[thread], here)
-    lse, delta = (load(mine.per_row(x), by_row()) for x in (inputs.lse, inputs.delta))
-    plgpu.barrier_wait(here)
-    step = partial(_step, mine, shared, (lse, delta))
-    dq = mine.visited(step, filled((ROWS, mine.plan.shape.width), 0.0))
-    write(mine.of(outputs[0]), dq * mine.plan.scale, shared.q.at[thread])
+def _multiply(rows: QueryRows, inputs: Inputs, outputs: tuple, smem: SharedMemory) -> None:
+    thread = rows.thread
+    ready = smem.rows_ready.at[thread]
+    plgpu.copy_gmem_to_smem(rows.take(inputs.q), smem.q.at[thread], ready)
+    plgpu.copy_gmem_to_smem(rows.take(inputs.do), smem.do.at[thread], ready)
+    lse, delta = (load(rows.take_stats(x), row_layout()) for x in (inputs.lse, inputs.delta))
+    plgpu.barrier_wait(ready)
+    step = partial(_step, rows, smem, (lse, delta))
+    dq = rows.fold_tiles(step, constant((ROWS, rows.plan.shape.width), 0.0))
+    write_tile(rows.take(outputs[0]), dq * rows.plan.scale, smem.q.at[thread])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _step(
-    mine: Rows, shared: Shared, per_row: tuple[Any, Any], step: Index, dq: jax.Array, partly: bool
+    rows: QueryRows,
+    smem: SharedMemory,
+    row_stats: tuple[Any, Any],
+    step: Index,
+    dq: jax.Array,
+    is_partial: bool,
 ) -> jax.Array:
     """Return dq after one more tile of keys."""
-    plan, keys, thread = mine.plan, shared.keys, mine.thread
-    slot = slot_of(step, plan.cut.stages)
+    plan, keys, thread = rows.plan, smem.keys, rows.thread
+    slot = slot_index(step, plan.tiling.stages)
     k, v = keys.k.at[slot], keys.v.at[slot]
-    plgpu.barrier_wait(keys.k_here.at[slot])
-    plgpu.barrier_wait(keys.v_here.at[slot])
+    plgpu.barrier_wait(keys.k_ready.at[slot])
+    plgpu.barrier_wait(keys.v_ready.at[slot])
 
     def multiply(s_ref: Any, dp_ref: Any) -> tuple[jax.Array, jax.Array]:
-        plgpu.wgmma(s_ref, shared.q.at[thread], k.transpose((1, 0)))
-        plgpu.wgmma(dp_ref, shared.do.at[thread], v.transpose((1, 0)))
+        plgpu.wgmma(s_ref, smem.q.at[thread], k.transpose((1, 0)))
+        plgpu.wgmma(dp_ref, smem.do.at[thread], v.transpose((1, 0)))
         return s_ref[...], dp_ref[...]
 
-    tile = sums((ROWS, plan.cut.tile))
+    tile = accumulator((ROWS, plan.tiling.tile))
     s, dp = pl.run_scoped(multiply, tile, tile)
     plgpu.barrier_arrive(keys.v_free.at[slot])
-    if partly:
-        s = mine.masked(s, step, keys)
+    if is_partial:
+        s = rows.mask_scores(s, step, keys)
         if plan.documents:  # read by other means than the next are written
             plgpu.commit_smem()
-    lse, delta = (across(x, s.shape) for x in per_row)
+    lse, delta = (rows_to_matrix(x, s.shape) for x in row_stats)
     ds = jnp.exp2(s * (plan.scale * LOG2E) - lse) * (dp - delta)
-    dq = added(dq, ds.astype(plan.dtype), k)
+    dq = matmul_add(dq, ds.astype(plan.dtype), k)
     plgpu.barrier_arrive(keys.k_free.at[slot])
     return dq

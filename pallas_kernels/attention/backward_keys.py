@@ -19,174 +19,189 @@ from hfjax.pallas_kernels.attention.common import (
     LOG2E,
     ROWS,
     Plan,
-    Visit,
-    again,
-    both_added,
-    by_column,
-    by_roles,
-    down,
+    TileVisits,
+    column_layout,
+    columns_to_matrix,
+    constant,
     drain,
-    filled,
+    indices,
     launch,
-    numbers,
-    read_visit,
-    seen,
-    slot_of,
-    write,
+    matmul_add_all,
+    opaque_index,
+    read_visits,
+    run_roles,
+    slot_index,
+    visible_mask,
+    write_tile,
 )
 from hfjax.pallas_kernels.attention.keys import (
-    documents_of,
+    load_documents,
+    row_buffers,
     same_document,
-    shared_rows,
 )
 from hfjax.pallas_kernels.mosaic import load
 from hfjax.utils.paths import Index
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """Shared memory and barriers of one block of threads: own rows, then tiles that visit."""
 
     k: Any
     v: Any
-    rows_here: Any
+    rows_ready: Any
     q: Any
     do: Any
     lse: Any
     delta: Any
     documents: Any
-    here: Any
+    ready: Any
     free: Any
 
 
-def keys(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def key_gradients(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return (dk, dv)."""
     shape = plan.shape
     grid = {"batch": shape.batch, "group": shape.groups, "tile": inputs.visits.shape[1]}
     outputs = (jax.ShapeDtypeStruct(inputs.k.shape, dtype),) * 2
 
-    def body(inputs: Inputs, outputs: tuple, shared: Shared) -> None:
-        _body(plan, inputs, outputs, shared)
+    def body(inputs: Inputs, outputs: tuple, smem: SharedMemory) -> None:
+        _body(plan, inputs, outputs, smem)
 
-    scratch = _shared(plan)
+    scratch = _shared_memory(plan)
     dk, dv = launch(plan, "flash_backward_keys", body, grid, inputs, outputs, scratch)
     return dk, dv
 
 
-def _shared(plan: Plan) -> Shared:
-    cut, width = plan.cut, plan.shape.width
+def _shared_memory(plan: Plan) -> SharedMemory:
+    tiling, width = plan.tiling, plan.shape.width
     tiles = plgpu.SMEM(
-        (cut.stages, cut.tile, width), plan.dtype, transforms=mosaic.tiled(plan.dtype)
+        (tiling.stages, tiling.tile, width),
+        plan.dtype,
+        transforms=mosaic.tile_transforms(plan.dtype),
     )
-    numbers = plgpu.SMEM((cut.stages, cut.tile), jnp.float32)
-    documents = plgpu.SMEM((cut.stages, cut.tile), jnp.int32) if plan.documents else None
-    rows, rows_here = shared_rows(plan), plgpu.Barrier(num_arrivals=2, num_barriers=cut.consumers)
-    here = plgpu.Barrier(num_arrivals=4 + plan.documents, num_barriers=cut.stages)
-    free = plgpu.Barrier(num_arrivals=cut.consumers, num_barriers=cut.stages)
-    return Shared(rows, rows, rows_here, tiles, tiles, numbers, numbers, documents, here, free)
+    numbers = plgpu.SMEM((tiling.stages, tiling.tile), jnp.float32)
+    documents = plgpu.SMEM((tiling.stages, tiling.tile), jnp.int32) if plan.documents else None
+    buffers, rows_ready = (
+        row_buffers(plan),
+        plgpu.Barrier(num_arrivals=2, num_barriers=tiling.consumers),
+    )
+    ready = plgpu.Barrier(num_arrivals=4 + plan.documents, num_barriers=tiling.stages)
+    free = plgpu.Barrier(num_arrivals=tiling.consumers, num_barriers=tiling.stages)
+    return SharedMemory(
+        buffers, buffers, rows_ready, tiles, tiles, numbers, numbers, documents, ready, free
+    )
 
 
-def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
+def _body(plan: Plan, inputs: Inputs, outputs: tuple, smem: SharedMemory) -> None:
     batch, group, tile = (lax.axis_index(x) for x in ("batch", "group", "tile"))
-    visit = read_visit(inputs.visits, batch, tile)
+    visits = read_visits(inputs.visits, batch, tile)
 
     def multiply(thread: jax.Array) -> None:
-        first = tile * plan.cut.rows + thread * ROWS
-        documents = documents_of(plan, inputs.key_documents, batch, first)
-        mine = _Mine(plan, visit, shared, thread, first, documents)
-        _multiply(mine, inputs, outputs, (batch, pl.ds(first, ROWS), group))
+        first = tile * plan.tiling.rows + thread * ROWS
+        documents = load_documents(plan, inputs.key_documents, batch, first)
+        key_rows = _KeyRows(plan, visits, smem, thread, first, documents)
+        _multiply(key_rows, inputs, outputs, (batch, pl.ds(first, ROWS), group))
 
-    by_roles(plan, multiply, lambda: _feed(plan, inputs, shared, visit, (batch, group)))
+    run_roles(plan, multiply, lambda: _copy_tiles(plan, inputs, smem, visits, (batch, group)))
 
 
-def _feed(plan: Plan, inputs: Inputs, shared: Shared, visit: Visit, place: tuple) -> None:
+def _copy_tiles(
+    plan: Plan, inputs: Inputs, smem: SharedMemory, visits: TileVisits, coords: tuple
+) -> None:
     """Bring the tiles of a visit, head after head of those that share these keys."""
-    batch, group = place
-    count, stages, heads = visit.steps, plan.cut.stages, plan.shape.shared
+    batch, group = coords
+    count, stages, heads = visits.steps, plan.tiling.stages, plan.shape.group_size
 
     @pl.loop(0, heads)
-    def _head(among: jax.Array) -> None:
+    def _head(head_in_group: jax.Array) -> None:
         @pl.loop(0, count)
         def _tile(step: jax.Array) -> None:
-            turn = among * count + step
-            slot, head = slot_of(turn, stages), group * heads + among
-            rows = pl.ds(visit.tile(step) * plan.cut.tile, plan.cut.tile)
-            free, here = shared.free.at[slot], shared.here.at[slot]
-            pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free))
-            bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], here)
-            bring(inputs.q.at[batch, rows, head], shared.q)
-            bring(inputs.do.at[batch, rows, head], shared.do)
-            bring(inputs.lse.at[batch, head, rows], shared.lse)
-            bring(inputs.delta.at[batch, head, rows], shared.delta)
+            index = head_in_group * count + step
+            slot, head = slot_index(index, stages), group * heads + head_in_group
+            rows = pl.ds(visits.tile(step) * plan.tiling.tile, plan.tiling.tile)
+            free, ready = smem.free.at[slot], smem.ready.at[slot]
+            pl.when(index >= stages)(lambda: plgpu.barrier_wait(free))
+            copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], ready)
+            copy(inputs.q.at[batch, rows, head], smem.q)
+            copy(inputs.do.at[batch, rows, head], smem.do)
+            copy(inputs.lse.at[batch, head, rows], smem.lse)
+            copy(inputs.delta.at[batch, head, rows], smem.delta)
             if plan.documents:
-                bring(inputs.query_documents.at[batch, rows], shared.documents)
+                copy(inputs.query_documents.at[batch, rows], smem.documents)
 
-    drain(count * heads, stages, shared.free)
+    drain(count * heads, stages, smem.free)
 
 
-class _Mine(NamedTuple):
+class _KeyRows(NamedTuple):
     """One warpgroup's rows of keys, and what visits them."""
 
     plan: Plan
-    visit: Visit
-    shared: Shared
+    visits: TileVisits
+    smem: SharedMemory
     thread: Any
     first: Any
     documents: Any
 
-    def masked(self, s: jax.Array, step: Index, slot: Index) -> jax.Array:
+    def mask_scores(self, s: jax.Array, step: Index, slot: Index) -> jax.Array:
         """Return what scores begin with, -inf where the query (column) does not see the key."""
-        query = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
-        same = same_document(self.documents, self.shared.documents, lambda: slot, s.shape)
-        key = numbers(s.shape, 0, self.first)
-        return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
+        query = indices(s.shape, 1, self.visits.partial_tile(step) * self.plan.tiling.tile)
+        same = same_document(self.documents, self.smem.documents, lambda: slot, s.shape)
+        key = indices(s.shape, 0, self.first)
+        return jnp.where(visible_mask(self.plan, self.visits, query, key, same), s, -jnp.inf)
 
-    def visited(self, sums: tuple) -> tuple:
+    def fold_tiles(self, sums: tuple) -> tuple:
         """Return (dk, dv) after all heads' tiles; only those seen in part are masked."""
-        whole, count = self.visit.whole, self.visit.steps
+        num_full, count = self.visits.num_full, self.visits.steps
 
-        def head(among: Index, sums: tuple) -> tuple:
-            once = lambda partly: lambda i, x: _step(self, (among * count + i, i), x, partly)
-            sums = lax.fori_loop(0, whole, once(False), sums)
-            return lax.fori_loop(whole, count, once(True), sums) if self.plan.partly else sums
+        def head(head_in_group: Index, sums: tuple) -> tuple:
+            tile_step = lambda is_partial: (
+                lambda i, x: _step(self, (head_in_group * count + i, i), x, is_partial)
+            )
+            sums = lax.fori_loop(0, num_full, tile_step(False), sums)
+            return (
+                lax.fori_loop(num_full, count, tile_step(True), sums)
+                if self.plan.has_partial_tiles
+                else sums
+            )
 
-        heads = self.plan.shape.shared
+        heads = self.plan.shape.group_size
         return head(0, sums) if heads == 1 else lax.fori_loop(0, heads, head, sums)
 
 
-def _multiply(mine: _Mine, inputs: Inputs, outputs: tuple, rows: tuple) -> None:
-    plan, shared, thread = mine.plan, mine.shared, mine.thread
-    here = shared.rows_here.at[thread]
-    k, v = shared.k.at[thread], shared.v.at[thread]
-    plgpu.copy_gmem_to_smem(inputs.k.at[rows], k, here)
-    plgpu.copy_gmem_to_smem(inputs.v.at[rows], v, here)
-    plgpu.barrier_wait(here)
-    zeros = filled((ROWS, plan.shape.width), 0.0)
-    dk, dv = mine.visited((zeros, zeros))
-    write(outputs[0].at[rows], dk * plan.scale, k)
-    write(outputs[1].at[rows], dv, v)
+def _multiply(key_rows: _KeyRows, inputs: Inputs, outputs: tuple, index: tuple) -> None:
+    plan, smem, thread = key_rows.plan, key_rows.smem, key_rows.thread
+    ready = smem.rows_ready.at[thread]
+    k, v = smem.k.at[thread], smem.v.at[thread]
+    plgpu.copy_gmem_to_smem(inputs.k.at[index], k, ready)
+    plgpu.copy_gmem_to_smem(inputs.v.at[index], v, ready)
+    plgpu.barrier_wait(ready)
+    zeros = constant((ROWS, plan.shape.width), 0.0)
+    dk, dv = key_rows.fold_tiles((zeros, zeros))
+    write_tile(outputs[0].at[index], dk * plan.scale, k)
+    write_tile(outputs[1].at[index], dv, v)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(mine: _Mine, turn: tuple[Any, Any], sums: tuple, partly: bool) -> tuple:
+def _step(key_rows: _KeyRows, steps: tuple[Any, Any], sums: tuple, is_partial: bool) -> tuple:
     """Return (dk, dv) after one more tile of queries; a turn counts all, and this head's."""
-    plan, shared, thread = mine.plan, mine.shared, again(mine.thread)
-    slot = slot_of(turn[0], plan.cut.stages)
-    q, do = shared.q.at[slot], shared.do.at[slot]
-    plgpu.barrier_wait(shared.here.at[slot])
-    shape, unit = (ROWS, plan.cut.tile), plan.scale * LOG2E
-    lse = down(load(shared.lse.at[slot], by_column()) * (-1 / unit), shape)
-    if partly:
-        lse = mine.masked(lse, turn[1], slot)
-    delta = down(-load(shared.delta.at[slot], by_column()), shape)
-    s, dp = both_added(  # sums begin with what would be subtracted: no registers for it later
-        (lse, shared.k.at[thread], q.transpose((1, 0))),
-        (delta, shared.v.at[thread], do.transpose((1, 0))),
+    plan, smem, thread = key_rows.plan, key_rows.smem, opaque_index(key_rows.thread)
+    slot = slot_index(steps[0], plan.tiling.stages)
+    q, do = smem.q.at[slot], smem.do.at[slot]
+    plgpu.barrier_wait(smem.ready.at[slot])
+    shape, unit = (ROWS, plan.tiling.tile), plan.scale * LOG2E
+    lse = columns_to_matrix(load(smem.lse.at[slot], column_layout()) * (-1 / unit), shape)
+    if is_partial:
+        lse = key_rows.mask_scores(lse, steps[1], slot)
+    delta = columns_to_matrix(-load(smem.delta.at[slot], column_layout()), shape)
+    s, dp = matmul_add_all(  # sums begin with what would be subtracted: no registers for it later
+        (lse, smem.k.at[thread], q.transpose((1, 0))),
+        (delta, smem.v.at[thread], do.transpose((1, 0))),
     )
     p = jnp.exp2(s * unit)
     ds = p * dp
     dk, dv = sums
-    half = lambda x: x.astype(plan.dtype)
-    dk, dv = both_added((dk, half(ds), q), (dv, half(p), do))
+    narrow = lambda x: x.astype(plan.dtype)
+    dk, dv = matmul_add_all((dk, narrow(ds), q), (dv, narrow(p), do))
     plgpu.commit_smem()  # numbers per column were read by other means than the next are written
-    plgpu.barrier_arrive(shared.free.at[slot])
+    plgpu.barrier_arrive(smem.free.at[slot])
     return dk, dv

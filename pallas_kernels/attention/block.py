@@ -6,7 +6,7 @@ one block finishes it (FlashAttention, Dao et al., 2022; -3, Shah et al., 2024).
 `attention` and `attend` are one block, finished, with a gradient. All need a Hopper GPU and
 half-precision operands; `reference…` of the same signature runs anywhere, in any precision.
 
-A mask is static (`Mask`: causal, window); where queries and keys stand may be traced (`Places`),
+A mask is static (`Mask`: causal, window); where queries and keys stand may be traced (`Positions`),
 since the block that arrives depends on the device. Queries that see nothing give zeros, an lse
 of -inf and no gradient. Lengths that are no multiples of the tiles are padded in a copy.
 
@@ -28,14 +28,14 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.pallas_kernels.attention import launch, reference as flash_reference
-from hfjax.pallas_kernels.attention.launch import HERE, TUNING, Tuning, refuses
-from hfjax.pallas_kernels.attention.mask import Mask, Places
+from hfjax.pallas_kernels.attention.launch import FROM_ZERO, TUNING, Tuning, refuses
+from hfjax.pallas_kernels.attention.mask import Mask, Positions
 from hfjax.pallas_kernels.attention.reference import Final, State
 
 __all__ = [
     "Final",
     "Mask",
-    "Places",
+    "Positions",
     "State",
     "Tuning",
     "attend",
@@ -60,20 +60,20 @@ def flash_block(
     v_BTGD: jax.Array,
     state: State | None = None,
     mask: Mask = CAUSAL,
-    places: Places = HERE,
+    positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> State:
     """Return the state of the queries after one more block of keys; blocks may come in any order.
 
     It has no gradient of its own: `attend` has, and `flash_block_backward` is one block's.
     """
-    _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
+    _check(q_BSHD, k_BTGD, v_BTGD, positions, tuning)
     if state is not None and state.o.shape != q_BSHD.shape:
         raise ValueError(
             f"state.o {list(state.o.shape)} is not of q_BSHD {list(q_BSHD.shape)}: "
             "a state goes on with the queries that it began with."
         )
-    return launch.block((q_BSHD, k_BTGD, v_BTGD), state, mask, places, tuning)
+    return launch.block((q_BSHD, k_BTGD, v_BTGD), state, mask, positions, tuning)
 
 
 def reference(
@@ -82,7 +82,7 @@ def reference(
     v_BTGD: jax.Array,
     state: State | None = None,
     mask: Mask = CAUSAL,
-    places: Places = HERE,
+    positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> State:
     """Return what `flash_block` does, in plain JAX: any float, any head dimension; differentiable.
@@ -90,7 +90,7 @@ def reference(
     The backward pass of JAX's own keeps a state per block of keys: `reference_attend` does not.
     """
     del tuning
-    return flash_reference.block(q_BSHD, k_BTGD, v_BTGD, state, mask, places)
+    return flash_reference.block(q_BSHD, k_BTGD, v_BTGD, state, mask, positions)
 
 
 def finish(state: State) -> tuple[jax.Array, jax.Array]:
@@ -116,16 +116,16 @@ def flash_block_backward(
     v_BTGD: jax.Array,
     final: Final,
     mask: Mask = CAUSAL,
-    places: Places = HERE,
+    positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return what one block of keys adds to dq, and its dk and dv, in float32: ready to be summed.
 
     The same bits every time: no sum depends on the order in which the GPU works.
     """
-    _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
+    _check(q_BSHD, k_BTGD, v_BTGD, positions, tuning)
     operands = (q_BSHD, k_BTGD, v_BTGD)
-    return launch.block_backward(operands, final, mask, places, tuning, jnp.float32)
+    return launch.block_backward(operands, final, mask, positions, tuning, jnp.float32)
 
 
 def reference_backward(
@@ -134,12 +134,12 @@ def reference_backward(
     v_BTGD: jax.Array,
     final: Final,
     mask: Mask = CAUSAL,
-    places: Places = HERE,
+    positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return what `flash_block_backward` does, in plain JAX, in float32 or wider."""
     del tuning
-    return flash_reference.block_backward(q_BSHD, k_BTGD, v_BTGD, final, mask, places)
+    return flash_reference.block_backward(q_BSHD, k_BTGD, v_BTGD, final, mask, positions)
 
 
 def attention(
@@ -154,8 +154,8 @@ def attention(
 
     With the number of each token's document, it stays inside documents.
     """
-    places = Places(0, 0, documents_BS, documents_BS)
-    return attend(q_BSHD, k_BTGD, v_BTGD, mask, places, tuning)[0]
+    positions = Positions(0, 0, documents_BS, documents_BS)
+    return attend(q_BSHD, k_BTGD, v_BTGD, mask, positions, tuning)[0]
 
 
 def reference_attention(
@@ -167,8 +167,8 @@ def reference_attention(
     tuning: Tuning = TUNING,
 ) -> jax.Array:
     """Return what `attention` does, in plain JAX."""
-    places = Places(0, 0, documents_BS, documents_BS)
-    return reference_attend(q_BSHD, k_BTGD, v_BTGD, mask, places, tuning)[0]
+    positions = Positions(0, 0, documents_BS, documents_BS)
+    return reference_attend(q_BSHD, k_BTGD, v_BTGD, mask, positions, tuning)[0]
 
 
 def attend(
@@ -176,12 +176,14 @@ def attend(
     k_BTGD: jax.Array,
     v_BTGD: jax.Array,
     mask: Mask = CAUSAL,
-    places: Places = HERE,
+    positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (attention in the dtype of the queries, lse in float32); both have gradients."""
-    _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
-    return _attend(Form(mask, tuning, places.starts, True), q_BSHD, k_BTGD, v_BTGD, places)
+    _check(q_BSHD, k_BTGD, v_BTGD, positions, tuning)
+    return _attend(
+        AttentionImpl(mask, tuning, positions.starts, True), q_BSHD, k_BTGD, v_BTGD, positions
+    )
 
 
 def reference_attend(
@@ -189,20 +191,22 @@ def reference_attend(
     k_BTGD: jax.Array,
     v_BTGD: jax.Array,
     mask: Mask = CAUSAL,
-    places: Places = HERE,
+    positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what `attend` does, in plain JAX; lse in float32 or wider. No score is kept."""
-    return _attend(Form(mask, tuning, places.starts, False), q_BSHD, k_BTGD, v_BTGD, places)
+    return _attend(
+        AttentionImpl(mask, tuning, positions.starts, False), q_BSHD, k_BTGD, v_BTGD, positions
+    )
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, tuning: Tuning) -> None:
-    if reason := refuses(q, k, v, places, tuning):
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, positions: Positions, tuning: Tuning) -> None:
+    if reason := refuses(q, k, v, positions, tuning):
         raise ValueError(reason)
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionImpl:
     """Attention by kernels or in plain JAX: its forward pass, and its backward pass by hand."""
 
     mask: Mask
@@ -210,47 +214,52 @@ class Form:
     starts: tuple[int, int] | None
     kernels: bool
 
-    def known(self, places: Places) -> Places:
+    def resolve_starts(self, positions: Positions) -> Positions:
         """Return places whose starts are numbers, where they were when it was called."""
         if self.starts is None:
-            return places
-        return places._replace(query_start=self.starts[0], key_start=self.starts[1])
+            return positions
+        return positions._replace(query_start=self.starts[0], key_start=self.starts[1])
 
-    def forward(self, operands: tuple, places: Places) -> tuple[jax.Array, jax.Array]:
+    def forward(self, operands: tuple, positions: Positions) -> tuple[jax.Array, jax.Array]:
         """Return (attention, lse)."""
         if self.kernels:
-            return launch.whole(operands, self.mask, places, self.tuning)
+            return launch.forward(operands, self.mask, positions, self.tuning)
         q, k, v = operands
-        out, lse = finish(flash_reference.block(q, k, v, None, self.mask, places))
+        out, lse = finish(flash_reference.block(q, k, v, None, self.mask, positions))
         return out.astype(q.dtype), lse
 
-    def backward(self, operands: tuple, final: Final, places: Places) -> tuple:
+    def backward(self, operands: tuple, final: Final, positions: Positions) -> tuple:
         """Return the gradients of the operands."""
         dtype = operands[0].dtype
         if self.kernels:
-            how = (self.mask, places, self.tuning, dtype)
-            return launch.block_backward(operands, final, *how)
+            options = (self.mask, positions, self.tuning, dtype)
+            return launch.block_backward(operands, final, *options)
         q, k, v = operands
-        pulled = flash_reference.block_backward(q, k, v, final, self.mask, places)
-        return tuple(x.astype(dtype) for x in pulled)
+        grads = flash_reference.block_backward(q, k, v, final, self.mask, positions)
+        return tuple(x.astype(dtype) for x in grads)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    how: Form, q: jax.Array, k: jax.Array, v: jax.Array, places: Places
+    impl: AttentionImpl, q: jax.Array, k: jax.Array, v: jax.Array, positions: Positions
 ) -> tuple[jax.Array, jax.Array]:
-    return how.forward((q, k, v), how.known(places))
+    return impl.forward((q, k, v), impl.resolve_starts(positions))
 
 
-def _attend_forward(how: Form, q: jax.Array, k: jax.Array, v: jax.Array, places: Places):
-    out, lse = how.forward((q, k, v), how.known(places))
-    return (out, lse), (q, k, v, places, out, lse)
+def _attend_forward(
+    impl: AttentionImpl, q: jax.Array, k: jax.Array, v: jax.Array, positions: Positions
+):
+    out, lse = impl.forward((q, k, v), impl.resolve_starts(positions))
+    return (out, lse), (q, k, v, positions, out, lse)
 
 
-def _attend_backward(how: Form, kept: tuple, cotangents: tuple):
-    q, k, v, places, out, lse = kept
+def _attend_backward(impl: AttentionImpl, residuals: tuple, cotangents: tuple):
+    q, k, v, positions, out, lse = residuals
     do, dlse = cotangents
-    return (*how.backward((q, k, v), final(out, lse, do, dlse), how.known(places)), None)
+    return (
+        *impl.backward((q, k, v), final(out, lse, do, dlse), impl.resolve_starts(positions)),
+        None,
+    )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.mask import Mask
-from hfjax.pallas_kernels.mosaic import WARPGROUP, Part, Ref
+from hfjax.pallas_kernels.mosaic import WARPGROUP, Ref, RefSlice
 from hfjax.utils.paths import Index
 
 ROWS = 64  # of a warpgroup's tile: the rows of one wgmma
@@ -27,7 +27,7 @@ FEEDER_REGISTERS = 24
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tiling:
     """How a kernel cuts its work: warpgroups of 64 rows, and the tiles that they visit."""
 
     consumers: int = 2  # warpgroups that multiply
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     width: int
 
     @property
-    def shared(self) -> int:
+    def group_size(self) -> int:
         """How many heads of queries share a head of keys."""
         return self.heads // self.groups
 
@@ -63,7 +63,7 @@ class Plan:
     mask: Mask
     shape: Shape
     keys: int  # how many there were before they were padded to whole tiles
-    cut: Tile
+    tiling: Tiling
     documents: bool
     dtype: Any
 
@@ -76,12 +76,12 @@ class Plan:
         return self.keys < self.shape.keys
 
     @property
-    def partly(self) -> bool:
+    def has_partial_tiles(self) -> bool:
         """Whether any tile can be seen in part."""
         return self.documents or not self.mask.everything or self.ragged
 
 
-class Visit(NamedTuple):
+class TileVisits(NamedTuple):
     """One row of the table of visits: see `flash_mask`."""
 
     start: Any
@@ -92,7 +92,7 @@ class Visit(NamedTuple):
     high: Any
 
     @property
-    def whole(self) -> Index:
+    def num_full(self) -> Index:
         """How many tiles are seen whole; they come first."""
         return self.full_end - self.full
 
@@ -102,18 +102,20 @@ class Visit(NamedTuple):
 
     def tile(self, step: Index) -> jax.Array:
         """Return the number of the tile visited in a step."""
-        return jnp.where(step < self.whole, self.full + step, self.part(step))
+        return jnp.where(step < self.num_full, self.full + step, self.partial_tile(step))
 
-    def part(self, step: Index) -> jax.Array:
+    def partial_tile(self, step: Index) -> jax.Array:
         """Return the number of a tile that is seen in part: those before and after the whole."""
-        rest, before = step - self.whole, self.full - self.start
-        return jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
+        past_full, before = step - self.num_full, self.full - self.start
+        return jnp.where(
+            past_full < before, self.start + past_full, self.full_end + past_full - before
+        )
 
 
-def read_visit(visits_ref: Ref, batch: Index, tile: Index) -> Visit:
+def read_visits(visits_ref: Ref, batch: Index, tile: Index) -> TileVisits:
     """Return a row of the table; without documents all batches have the same."""
-    row = visits_ref.at[batch if visits_ref.shape[0] > 1 else 0, tile]
-    return Visit(*(row[i] for i in range(len(Visit._fields))))
+    entry = visits_ref.at[batch if visits_ref.shape[0] > 1 else 0, tile]
+    return TileVisits(*(entry[i] for i in range(len(TileVisits._fields))))
 
 
 def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: Any) -> Any:
@@ -125,9 +127,9 @@ def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: 
     present = [name for name, x in inputs._asdict().items() if x is not None]
 
     def on_refs(*refs: jax.Ref) -> None:
-        given = dict(zip(present, refs, strict=False))
+        refs_by_name = dict(zip(present, refs, strict=False))
         absent = dict.fromkeys(inputs._fields)
-        body(type(inputs)(**(absent | given)), refs[len(present) : -1], refs[-1])
+        body(type(inputs)(**(absent | refs_by_name)), refs[len(present) : -1], refs[-1])
 
     return mosaic.kernel(
         on_refs,
@@ -135,7 +137,7 @@ def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: 
         (scratch,),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        num_threads=plan.cut.consumers + 1,
+        num_threads=plan.tiling.consumers + 1,
         thread_name="thread",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
@@ -158,16 +160,16 @@ def registers(consumers: int) -> int:
     return min(240, left // consumers // 8 * 8)
 
 
-def by_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], None]) -> None:
+def run_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], None]) -> None:
     """Run `multiply(number)` in the warpgroups that multiply and `feed()` in the last one."""
-    thread, consumers = lax.axis_index("thread"), plan.cut.consumers
+    thread, consumers = lax.axis_index("thread"), plan.tiling.consumers
 
-    more = registers(consumers)
-    mosaic.role(thread < consumers, more, "increase", lambda: multiply(thread))
-    mosaic.role(thread == consumers, FEEDER_REGISTERS, "decrease", feed)
+    num_registers = registers(consumers)
+    mosaic.run_role(thread < consumers, num_registers, "increase", lambda: multiply(thread))
+    mosaic.run_role(thread == consumers, FEEDER_REGISTERS, "decrease", feed)
 
 
-def slot_of(step: Index, stages: int) -> jax.Array:
+def slot_index(step: Index, stages: int) -> jax.Array:
     """Return the place in shared memory of a step's tile."""
     return lax.rem(step, jnp.int32(stages))
 
@@ -178,30 +180,30 @@ def drain(count: Index, stages: int, *free: jax.Ref) -> None:
     @pl.loop(jnp.maximum(count - stages, 0), count)
     def _tile(step: jax.Array) -> None:
         for barrier in free:
-            plgpu.barrier_wait(barrier.at[slot_of(step, stages)])
+            plgpu.barrier_wait(barrier.at[slot_index(step, stages)])
 
 
-def sums(shape: tuple[int, int], start: Any = None) -> Any:
+def accumulator(shape: tuple[int, int], start: Any = None) -> Any:
     """Return registers in which the matrix units sum, in float32, from `start` where given."""
-    kind: Any = getattr(plgpu, "ACC")  # noqa: B009  (not declared as exported)
-    return kind(shape, jnp.float32) if start is None else kind.init(start)
+    acc_type: Any = getattr(plgpu, "ACC")  # noqa: B009  (not declared as exported)
+    return acc_type(shape, jnp.float32) if start is None else acc_type.init(start)
 
 
-def added(total: jax.Array, a: "jax.Array | Ref", b: Ref) -> jax.Array:
+def matmul_add(acc: jax.Array, a: "jax.Array | Ref", b: Ref) -> jax.Array:
     """Return total + a @ b: a in registers or shared memory, b in shared memory."""
-    return both_added((total, a, b))[0]
+    return matmul_add_all((acc, a, b))[0]
 
 
-def both_added(*parts: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+def matmul_add_all(*operands: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     """Return total + a @ b of each (total, a, b), issued together."""
     if mosaic.interpreter is not None:
-        return tuple(total + _interpreted(a, b) for total, a, b in parts)
+        return tuple(acc + _interpreted(a, b) for acc, a, b in operands)
 
     def accumulate(refs: tuple) -> None:
-        for ref, (_, a, b) in zip(refs, parts, strict=True):
+        for ref, (_, a, b) in zip(refs, operands, strict=True):
             plgpu.wgmma(ref, a, b)
 
-    return pl.run_state(accumulate)(tuple(sums(x.shape, x) for x, _, _ in parts))
+    return pl.run_state(accumulate)(tuple(accumulator(x.shape, x) for x, _, _ in operands))
 
 
 def _interpreted(a: Any, b: Any) -> jax.Array:
@@ -215,10 +217,10 @@ def _interpreted(a: Any, b: Any) -> jax.Array:
         plgpu.wgmma(sum_ref, a, b)
         return sum_ref[...]
 
-    return pl.run_scoped(multiply, sums((a.shape[0], b.shape[1])))
+    return pl.run_scoped(multiply, accumulator((a.shape[0], b.shape[1])))
 
 
-def again(x: Index) -> jax.Array:
+def opaque_index(x: Index) -> jax.Array:
     """Return a number that the compiler takes for a new one in every step.
 
     It would keep every address made of it in registers during the whole loop, and spill sums.
@@ -226,62 +228,62 @@ def again(x: Index) -> jax.Array:
     return lax.optimization_barrier(x)
 
 
-def matrix() -> Any:
+def matrix_layout() -> Any:
     """Return the layout in which the matrix units leave their sums in registers."""
     return plgpu.Layout.WGMMA
 
 
-def by_column() -> Any:
+def column_layout() -> Any:
     """Return the layout of one number for each column of such sums."""
-    return matrix().reduce(0)
+    return matrix_layout().reduce(0)
 
 
-def filled(shape: tuple[int, ...], value: float, layout: Any = None) -> jax.Array:
+def constant(shape: tuple[int, ...], value: float, layout: Any = None) -> jax.Array:
     """Return a constant array that lies in registers like a sum of the matrix units."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or matrix())
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or matrix_layout())
 
 
-def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def rows_to_matrix(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one number per row as a matrix."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def down(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def columns_to_matrix(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one number per column as a matrix."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def numbers(shape: tuple[int, ...], axis: int, first: Index) -> jax.Array:
+def indices(shape: tuple[int, ...], axis: int, first: Index) -> jax.Array:
     """Return the row's or the column's number, counted from `first`, everywhere in a tile."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=matrix()) + first
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=matrix_layout()) + first
 
 
-def seen(
-    plan: Plan, visit: Visit, query: jax.Array, key: jax.Array, same: jax.Array | None
+def visible_mask(
+    plan: Plan, visits: TileVisits, query: jax.Array, key: jax.Array, same: jax.Array | None
 ) -> jax.Array:
     """Return where a query sees a key, from their numbers and whether their documents agree.
 
     Only what the mask needs is compared, and nothing subtracted: what is the same in every tile
     takes one register per row or column then.
     """
-    parts = [] if same is None else [same]
+    conditions = [] if same is None else [same]
     if not plan.mask.everything:
-        parts.append(key <= query + visit.high)
+        conditions.append(key <= query + visits.high)
     if plan.mask.window is not None:
-        parts.append(key >= query + visit.low)
+        conditions.append(key >= query + visits.low)
     if plan.ragged:
-        parts.append(key < plan.keys)
-    result = parts[0]
-    for part in parts[1:]:
-        result = jnp.logical_and(result, part)
-    return result
+        conditions.append(key < plan.keys)
+    is_visible = conditions[0]
+    for condition in conditions[1:]:
+        is_visible = jnp.logical_and(is_visible, condition)
+    return is_visible
 
 
-def write(ref: Part, value: jax.Array, shared: Part) -> None:
+def write_tile(ref: RefSlice, value: jax.Array, smem: RefSlice) -> None:
     """Write a tile to device memory: float32 from registers, others by way of shared memory."""
     if ref.dtype == jnp.float32:  # four threads write 32 bytes that lie together
         ref[...] = value
         return
-    shared[...] = value.astype(ref.dtype)
+    smem[...] = value.astype(ref.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(shared, ref)
+    plgpu.copy_smem_to_gmem(smem, ref)

@@ -19,23 +19,23 @@ from hfjax.pallas_kernels.attention.common import (
     LOG2E,
     ROWS,
     Plan,
-    across,
-    added,
-    again,
-    filled,
-    matrix,
-    slot_of,
-    sums,
-    write,
+    accumulator,
+    constant,
+    matmul_add,
+    matrix_layout,
+    opaque_index,
+    rows_to_matrix,
+    slot_index,
+    write_tile,
 )
 from hfjax.pallas_kernels.attention.keys import (
-    Keys,
-    Rows,
+    KeyBuffers,
+    QueryRows,
+    key_buffers,
     launch_over_queries,
-    shared_keys,
-    shared_rows,
+    row_buffers,
 )
-from hfjax.pallas_kernels.mosaic import Part, by_row, load
+from hfjax.pallas_kernels.mosaic import RefSlice, load, row_layout
 from hfjax.utils.paths import Index
 
 FLOOR = -1e30  # a maximum below every score: exponentials of what is masked are then plain zeros
@@ -55,111 +55,113 @@ class Inputs(NamedTuple):
     l: Any = None
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """Shared memory and barriers of one block of threads."""
 
-    keys: Keys
+    keys: KeyBuffers
     q: Any
-    q_here: Any
-    turn: Any
+    q_ready: Any
+    pingpong: Any
 
 
 def run(plan: Plan, inputs: Inputs, outputs: tuple) -> tuple[jax.Array, ...]:
     """Return (out, lse) or, where three outputs are asked for, the new state (o, m, l)."""
-    q_here = plgpu.Barrier(num_barriers=plan.cut.consumers)
-    turn = plgpu.Barrier(num_arrivals=plan.cut.consumers)
-    scratch = Shared(shared_keys(plan), shared_rows(plan), q_here, turn)
+    q_ready = plgpu.Barrier(num_barriers=plan.tiling.consumers)
+    pingpong = plgpu.Barrier(num_arrivals=plan.tiling.consumers)
+    scratch = SharedMemory(key_buffers(plan), row_buffers(plan), q_ready, pingpong)
     return launch_over_queries(plan, "flash_forward", _multiply, inputs, outputs, scratch)
 
 
-def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
-    thread = mine.thread
-    here = shared.q_here.at[thread]
-    plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
-    state = _initial(mine, inputs)
-    plgpu.barrier_wait(here)
-    turns = mine.plan.cut.consumers == 2
-    if turns:  # the second warpgroup is half a step behind
-        pl.when(thread == 1)(lambda: _take_turns(shared))
-    state = mine.visited(partial(_step, mine, shared), state)
-    if turns:
-        pl.when(thread == 0)(lambda: _take_turns(shared))
+def _multiply(rows: QueryRows, inputs: Inputs, outputs: tuple, smem: SharedMemory) -> None:
+    thread = rows.thread
+    ready = smem.q_ready.at[thread]
+    plgpu.copy_gmem_to_smem(rows.take(inputs.q), smem.q.at[thread], ready)
+    state = _initial_state(rows, inputs)
+    plgpu.barrier_wait(ready)
+    is_pingpong = rows.plan.tiling.consumers == 2
+    if is_pingpong:  # the second warpgroup is half a step behind
+        pl.when(thread == 1)(lambda: _swap_warpgroups(smem))
+    state = rows.fold_tiles(partial(_step, rows, smem), state)
+    if is_pingpong:
+        pl.when(thread == 0)(lambda: _swap_warpgroups(smem))
     if len(outputs) == 3:
-        _write_state(mine, outputs, *state)
+        _write_state(rows, outputs, *state)
     else:
-        _write_attention(mine, outputs, shared.q.at[thread], state)
+        _write_attention(rows, outputs, smem.q.at[thread], state)
 
 
-def _initial(mine: Rows, inputs: Inputs) -> tuple:
+def _initial_state(rows: QueryRows, inputs: Inputs) -> tuple:
     """Return (o, m, l) before the first key: m counts powers of two."""
     if inputs.o is None:
-        o = filled((ROWS, mine.plan.shape.width), 0.0)
-        return o, filled((ROWS,), FLOOR, by_row()), filled((ROWS,), 0.0, by_row())
-    o = load(mine.of(inputs.o), matrix())
-    m, l = (load(mine.per_row(x), by_row()) for x in (inputs.m, inputs.l))
+        o = constant((ROWS, rows.plan.shape.width), 0.0)
+        return o, constant((ROWS,), FLOOR, row_layout()), constant((ROWS,), 0.0, row_layout())
+    o = load(rows.take(inputs.o), matrix_layout())
+    m, l = (load(rows.take_stats(x), row_layout()) for x in (inputs.m, inputs.l))
     return o, jnp.maximum(m * LOG2E, FLOOR), l
 
 
-def _take_turns(shared: Shared) -> None:
-    plgpu.barrier_arrive(shared.turn)
-    plgpu.barrier_wait(shared.turn)
+def _swap_warpgroups(smem: SharedMemory) -> None:
+    plgpu.barrier_arrive(smem.pingpong)
+    plgpu.barrier_wait(smem.pingpong)
 
 
-def _scores(mine: Rows, shared: Shared, slot: Index) -> jax.Array:
+def _scores(rows: QueryRows, smem: SharedMemory, slot: Index) -> jax.Array:
     """Return q @ k.T; the other warpgroup goes on as soon as this product is issued."""
 
     def multiply(s_ref: Any) -> jax.Array:
         plgpu.wgmma(
-            s_ref, shared.q.at[again(mine.thread)], shared.keys.k.at[slot].transpose((1, 0))
+            s_ref, smem.q.at[opaque_index(rows.thread)], smem.keys.k.at[slot].transpose((1, 0))
         )
-        if mine.plan.cut.consumers == 2:
-            _take_turns(shared)
+        if rows.plan.tiling.consumers == 2:
+            _swap_warpgroups(smem)
         return s_ref[...]
 
-    return pl.run_scoped(multiply, sums((ROWS, mine.plan.cut.tile)))
+    return pl.run_scoped(multiply, accumulator((ROWS, rows.plan.tiling.tile)))
 
 
-def _step(mine: Rows, shared: Shared, step: Index, state: tuple, partly: bool) -> tuple:
+def _step(
+    rows: QueryRows, smem: SharedMemory, step: Index, state: tuple, is_partial: bool
+) -> tuple:
     """Return (o, m, l) after one more tile of keys."""
-    plan, keys = mine.plan, shared.keys
-    turns = plan.cut.consumers == 2
-    (o, m, l), slot = state, slot_of(step, plan.cut.stages)
-    plgpu.barrier_wait(keys.k_here.at[slot])
-    s = _scores(mine, shared, slot)
-    if partly:
-        s = mine.masked(s, step, keys)
+    plan, keys = rows.plan, smem.keys
+    is_pingpong = plan.tiling.consumers == 2
+    (o, m, l), slot = state, slot_index(step, plan.tiling.stages)
+    plgpu.barrier_wait(keys.k_ready.at[slot])
+    s = _scores(rows, smem, slot)
+    if is_partial:
+        s = rows.mask_scores(s, step, keys)
         if plan.documents:  # read by other means than the next are written
             plgpu.commit_smem()
     plgpu.barrier_arrive(keys.k_free.at[slot])
     unit = plan.scale * LOG2E
-    highest = jnp.maximum(m, s.max(axis=1) * unit)
-    shrink = jnp.exp2(m - highest)
-    p = jnp.exp2(s * unit - across(highest, s.shape))
-    o, l = o * across(shrink, o.shape), l * shrink + p.sum(axis=1)
+    new_max = jnp.maximum(m, s.max(axis=1) * unit)
+    rescale = jnp.exp2(m - new_max)
+    p = jnp.exp2(s * unit - rows_to_matrix(new_max, s.shape))
+    o, l = o * rows_to_matrix(rescale, o.shape), l * rescale + p.sum(axis=1)
     weights = p.astype(plan.dtype)
-    o, highest, l, weights = lax.optimization_barrier((o, highest, l, weights))
-    if turns:
-        plgpu.barrier_arrive(shared.turn)
-    plgpu.barrier_wait(keys.v_here.at[slot])
-    if turns:
-        plgpu.barrier_wait(shared.turn)
-    o = added(o, weights, keys.v.at[slot])
+    o, new_max, l, weights = lax.optimization_barrier((o, new_max, l, weights))
+    if is_pingpong:
+        plgpu.barrier_arrive(smem.pingpong)
+    plgpu.barrier_wait(keys.v_ready.at[slot])
+    if is_pingpong:
+        plgpu.barrier_wait(smem.pingpong)
+    o = matmul_add(o, weights, keys.v.at[slot])
     plgpu.barrier_arrive(keys.v_free.at[slot])
-    return o, highest, l
+    return o, new_max, l
 
 
-def _write_state(mine: Rows, outputs: tuple, o: jax.Array, m: Index, l: jax.Array) -> None:
-    mine.of(outputs[0])[...] = o
-    mine.per_row(outputs[1])[...] = jnp.where(m > FLOOR, m * LN2, -jnp.inf)
-    mine.per_row(outputs[2])[...] = l
+def _write_state(rows: QueryRows, outputs: tuple, o: jax.Array, m: Index, l: jax.Array) -> None:
+    rows.take(outputs[0])[...] = o
+    rows.take_stats(outputs[1])[...] = jnp.where(m > FLOOR, m * LN2, -jnp.inf)
+    rows.take_stats(outputs[2])[...] = l
 
 
-def _write_attention(mine: Rows, outputs: tuple, shared_rows: Part, state: tuple) -> None:
+def _write_attention(rows: QueryRows, outputs: tuple, smem: RefSlice, state: tuple) -> None:
     """Write what is attended to and its lse: 0 and -inf for rows that see nothing."""
     o, m, l = state
-    some = l > 0.0
-    lse = jnp.where(some, m * LN2 + jnp.log(l), -jnp.inf)
-    mine.per_row(outputs[1])[...] = lse
-    inverse = jnp.where(some, 1.0 / l, 0.0)
-    write(mine.of(outputs[0]), o * across(inverse, o.shape), shared_rows)
+    sees_any = l > 0.0
+    lse = jnp.where(sees_any, m * LN2 + jnp.log(l), -jnp.inf)
+    rows.take_stats(outputs[1])[...] = lse
+    inverse = jnp.where(sees_any, 1.0 / l, 0.0)
+    write_tile(rows.take(outputs[0]), o * rows_to_matrix(inverse, o.shape), smem)
     plgpu.wait_smem_to_gmem(0)

@@ -12,80 +12,84 @@ from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.common import (
     ROWS,
     Plan,
-    Visit,
-    across,
-    by_column,
-    by_roles,
-    down,
+    TileVisits,
+    column_layout,
+    columns_to_matrix,
     drain,
+    indices,
     launch,
-    numbers,
-    read_visit,
-    seen,
-    slot_of,
+    read_visits,
+    rows_to_matrix,
+    run_roles,
+    slot_index,
+    visible_mask,
 )
-from hfjax.pallas_kernels.mosaic import Part, Ref, by_row, load
+from hfjax.pallas_kernels.mosaic import Ref, RefSlice, load, row_layout
 from hfjax.utils.paths import Index
 
 
-class Keys(NamedTuple):
+class KeyBuffers(NamedTuple):
     """Shared memory for `stages` tiles of keys and values, and who may touch them."""
 
     k: Any
     v: Any
     documents: Any
-    k_here: Any
-    v_here: Any
+    k_ready: Any
+    v_ready: Any
     k_free: Any
     v_free: Any
 
 
-def shared_keys(plan: Plan) -> Keys:
+def key_buffers(plan: Plan) -> KeyBuffers:
     """Return what a block of threads allocates."""
-    cut, width = plan.cut, plan.shape.width
+    tiling, width = plan.tiling, plan.shape.width
     tiles = plgpu.SMEM(
-        (cut.stages, cut.tile, width), plan.dtype, transforms=mosaic.tiled(plan.dtype)
+        (tiling.stages, tiling.tile, width),
+        plan.dtype,
+        transforms=mosaic.tile_transforms(plan.dtype),
     )
-    documents = plgpu.SMEM((cut.stages, cut.tile), jnp.int32) if plan.documents else None
-    k_here = plgpu.Barrier(num_arrivals=1 + plan.documents, num_barriers=cut.stages)
-    v_here = plgpu.Barrier(num_barriers=cut.stages)
-    free = plgpu.Barrier(num_arrivals=cut.consumers, num_barriers=cut.stages)
-    return Keys(tiles, tiles, documents, k_here, v_here, free, free)
+    documents = plgpu.SMEM((tiling.stages, tiling.tile), jnp.int32) if plan.documents else None
+    k_ready = plgpu.Barrier(num_arrivals=1 + plan.documents, num_barriers=tiling.stages)
+    v_ready = plgpu.Barrier(num_barriers=tiling.stages)
+    free = plgpu.Barrier(num_arrivals=tiling.consumers, num_barriers=tiling.stages)
+    return KeyBuffers(tiles, tiles, documents, k_ready, v_ready, free, free)
 
 
-def shared_rows(plan: Plan) -> Any:
+def row_buffers(plan: Plan) -> Any:
     """Return shared memory for every warpgroup's own rows."""
-    shape = (plan.cut.consumers, ROWS, plan.shape.width)
-    return plgpu.SMEM(shape, plan.dtype, transforms=mosaic.tiled(plan.dtype))
+    shape = (plan.tiling.consumers, ROWS, plan.shape.width)
+    return plgpu.SMEM(shape, plan.dtype, transforms=mosaic.tile_transforms(plan.dtype))
 
 
-def feed_keys(plan: Plan, inputs: Any, keys: Keys, visit: Visit, place: tuple[Any, Any]) -> None:
-    """Bring the tiles of a visit; `place` is (batch, head of keys)."""
-    batch, group = place
+def feed_keys(
+    plan: Plan, inputs: Any, keys: KeyBuffers, visits: TileVisits, coords: tuple[Any, Any]
+) -> None:
+    """Bring the tiles of a visit; `coords` is (batch, head of keys)."""
+    batch, group = coords
 
-    @pl.loop(0, visit.steps)
+    @pl.loop(0, visits.steps)
     def _tile(step: jax.Array) -> None:
-        slot = slot_of(step, plan.cut.stages)
-        rows = pl.ds(visit.tile(step) * plan.cut.tile, plan.cut.tile)
-        again = step >= plan.cut.stages
-        pl.when(again)(lambda: plgpu.barrier_wait(keys.k_free.at[slot]))
-        here = keys.k_here.at[slot]
-        plgpu.copy_gmem_to_smem(inputs.k.at[batch, rows, group], keys.k.at[slot], here)
+        slot = slot_index(step, plan.tiling.stages)
+        rows = pl.ds(visits.tile(step) * plan.tiling.tile, plan.tiling.tile)
+        is_reused = step >= plan.tiling.stages
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(keys.k_free.at[slot]))
+        ready = keys.k_ready.at[slot]
+        plgpu.copy_gmem_to_smem(inputs.k.at[batch, rows, group], keys.k.at[slot], ready)
         if plan.documents:
             documents = inputs.key_documents.at[batch, rows]
-            plgpu.copy_gmem_to_smem(documents, keys.documents.at[slot], here)
-        pl.when(again)(lambda: plgpu.barrier_wait(keys.v_free.at[slot]))
-        here = keys.v_here.at[slot]
-        plgpu.copy_gmem_to_smem(inputs.v.at[batch, rows, group], keys.v.at[slot], here)
+            plgpu.copy_gmem_to_smem(documents, keys.documents.at[slot], ready)
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(keys.v_free.at[slot]))
+        ready = keys.v_ready.at[slot]
+        plgpu.copy_gmem_to_smem(inputs.v.at[batch, rows, group], keys.v.at[slot], ready)
 
-    drain(visit.steps, plan.cut.stages, keys.k_free, keys.v_free)
+    drain(visits.steps, plan.tiling.stages, keys.k_free, keys.v_free)
 
 
-def documents_of(plan: Plan, documents_BS: Ref, batch: Index, first: Index) -> jax.Array | None:
+def load_documents(plan: Plan, documents_BS: Ref, batch: Index, first: Index) -> jax.Array | None:
     """Return the documents of a warpgroup's rows, in registers, where there are any."""
     if not plan.documents:
         return None
-    return load(documents_BS.at[batch, pl.ds(first, ROWS)], by_row())
+    return load(documents_BS.at[batch, pl.ds(first, ROWS)], row_layout())
 
 
 def same_document(
@@ -94,46 +98,46 @@ def same_document(
     """Return which rows lie in the same document as which of the others, those in a slot."""
     if documents is None:
         return None
-    columns = load(others.at[slot()], by_column())
-    return across(documents, shape) == down(columns, shape)
+    columns = load(others.at[slot()], column_layout())
+    return rows_to_matrix(documents, shape) == columns_to_matrix(columns, shape)
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """One warpgroup's rows of queries, and what they visit."""
 
     plan: Plan
-    visit: Visit
+    visits: TileVisits
     thread: Any
     first: Any  # row's number
     batch: Any
     head: Any
     documents: Any  # of the rows, in registers
 
-    def of(self, x_BSHD: Ref) -> Part:
+    def take(self, x_BSHD: Ref) -> RefSlice:
         """Return these rows of an operand."""
         return x_BSHD.at[self.batch, pl.ds(self.first, ROWS), self.head]
 
-    def per_row(self, x_BHS: Ref) -> Part:
+    def take_stats(self, x_BHS: Ref) -> RefSlice:
         """Return these rows of an operand with one number per row."""
         return x_BHS.at[self.batch, self.head, pl.ds(self.first, ROWS)]
 
-    def masked(self, s: jax.Array, step: Index, keys: Keys) -> jax.Array:
+    def mask_scores(self, s: jax.Array, step: Index, keys: KeyBuffers) -> jax.Array:
         """Return scores, -inf where the query does not see the key."""
-        key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
-        slot = lambda: slot_of(step, self.plan.cut.stages)
+        key = indices(s.shape, 1, self.visits.partial_tile(step) * self.plan.tiling.tile)
+        slot = lambda: slot_index(step, self.plan.tiling.stages)
         same = same_document(self.documents, keys.documents, slot, s.shape)
-        query = numbers(s.shape, 0, self.first)
-        return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
+        query = indices(s.shape, 0, self.first)
+        return jnp.where(visible_mask(self.plan, self.visits, query, key, same), s, -jnp.inf)
 
-    def visited(self, step: Callable, state: Any) -> Any:
+    def fold_tiles(self, step: Callable, state: Any) -> Any:
         """Return the state after all tiles: `step(number, state, seen in part)`, whole ones first.
 
         Only tiles seen in part are masked.
         """
-        once = lambda partly: lambda i, x: step(i, x, partly)
-        state = lax.fori_loop(0, self.visit.whole, once(False), state)
-        if self.plan.partly:
-            state = lax.fori_loop(self.visit.whole, self.visit.steps, once(True), state)
+        tile_step = lambda is_partial: lambda i, x: step(i, x, is_partial)
+        state = lax.fori_loop(0, self.visits.num_full, tile_step(False), state)
+        if self.plan.has_partial_tiles:
+            state = lax.fori_loop(self.visits.num_full, self.visits.steps, tile_step(True), state)
         return state
 
 
@@ -144,20 +148,20 @@ def launch_over_queries(
     shape = plan.shape
     grid = {"batch": shape.batch, "head": shape.heads, "tile": inputs.visits.shape[1]}
 
-    def body(inputs: Any, outputs: tuple, shared: Any) -> None:
+    def body(inputs: Any, outputs: tuple, smem: Any) -> None:
         batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
         if plan.mask.causal:  # the longest first: what is left at the end is short
             tile = inputs.visits.shape[1] - 1 - tile
-        visit = read_visit(inputs.visits, batch, tile)
+        visits = read_visits(inputs.visits, batch, tile)
 
         def consume(thread: jax.Array) -> None:
-            first = tile * plan.cut.rows + thread * ROWS
-            documents = documents_of(plan, inputs.query_documents, batch, first)
-            rows = Rows(plan, visit, thread, first, batch, head, documents)
-            multiply(rows, inputs, outputs, shared)
+            first = tile * plan.tiling.rows + thread * ROWS
+            documents = load_documents(plan, inputs.query_documents, batch, first)
+            query_rows = QueryRows(plan, visits, thread, first, batch, head, documents)
+            multiply(query_rows, inputs, outputs, smem)
 
-        group = lax.div(head, jnp.int32(shape.shared))
-        feed = lambda: feed_keys(plan, inputs, shared.keys, visit, (batch, group))
-        by_roles(plan, consume, feed)
+        group = lax.div(head, jnp.int32(shape.group_size))
+        feed = lambda: feed_keys(plan, inputs, smem.keys, visits, (batch, group))
+        run_roles(plan, consume, feed)
 
     return launch(plan, name, body, grid, inputs, outputs, scratch)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.pallas_kernels.mosaic import padded
+from hfjax.pallas_kernels.mosaic import pad_axis
 
 FAR = 2**29  # farther apart than any two positions
 
@@ -33,7 +33,7 @@ class Mask:
         return not self.causal and self.window is None
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Where queries and keys stand: their first positions, and the documents that they are of.
 
     Starts may be traced. Documents are given for both sides or for none: attention stays inside.
@@ -61,45 +61,45 @@ class Tiles(NamedTuple):
     key_tile: int
 
 
-def bounds(mask: Mask, places: Places) -> tuple[Any, Any]:
+def bounds(mask: Mask, positions: Positions) -> tuple[Any, Any]:
     """Return (low, high) of key number - query number: what lies outside is not seen."""
-    if places.starts is None:
-        shift = jnp.int32(places.query_start) - jnp.int32(places.key_start)
+    if positions.starts is None:
+        shift = jnp.int32(positions.query_start) - jnp.int32(positions.key_start)
     else:
-        shift = np.int32(places.starts[0] - places.starts[1])
+        shift = np.int32(positions.starts[0] - positions.starts[1])
     low = np.int32(-FAR) if mask.window is None else shift - (mask.window - 1)
     high = np.int32(FAR) if mask.window is None else shift + (mask.window - 1)
     return low, shift if mask.causal else high
 
 
 def visible(
-    mask: Mask, places: Places, query: jax.Array, key: jax.Array
+    mask: Mask, positions: Positions, query: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return which of the keys (numbers) each query (numbers) sees, by position and by document.
 
     The first is [Q, K]; the second [B, Q, K], or None without documents.
     """
-    low, high = bounds(mask, places)
-    apart = key[None, :] - query[:, None]
-    near = (apart >= low) & (apart <= high)
-    if places.query_documents is None or places.key_documents is None:
+    low, high = bounds(mask, positions)
+    distance = key[None, :] - query[:, None]
+    near = (distance >= low) & (distance <= high)
+    if positions.query_documents is None or positions.key_documents is None:
         return near, None
-    of_query, of_key = places.query_documents[:, query], places.key_documents[:, key]
+    of_query, of_key = positions.query_documents[:, query], positions.key_documents[:, key]
     return near, of_query[:, :, None] == of_key[:, None, :]
 
 
-def _ends(documents: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+def _document_ranges(documents: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     """Return the least and the greatest document of each tile: [B, tiles] each."""
-    tiles = padded(documents, 1, tile, mode="edge").reshape(documents.shape[0], -1, tile)
+    tiles = pad_axis(documents, 1, tile, mode="edge").reshape(documents.shape[0], -1, tile)
     return tiles.min(-1), tiles.max(-1)
 
 
-def tiles_seen(mask: Mask, places: Places, tiles: Tiles) -> tuple[Any, Any]:
+def tile_visibility(mask: Mask, positions: Positions, tiles: Tiles) -> tuple[Any, Any]:
     """Return whether query tiles may see anything, and see everything, of key tiles: [B, n, m].
 
     Where all is known now, they are numpy's: constants of the program that runs.
     """
-    low, high = bounds(mask, places)
+    low, high = bounds(mask, positions)
     first = np.arange(0, tiles.queries, tiles.query_tile, dtype=np.int32)[:, None]
     last = np.minimum(first + tiles.query_tile, tiles.queries) - 1
     left = np.arange(0, tiles.keys, tiles.key_tile, dtype=np.int32)[None, :]
@@ -107,10 +107,10 @@ def tiles_seen(mask: Mask, places: Places, tiles: Tiles) -> tuple[Any, Any]:
     some = ((right - first >= low) & (left - last <= high))[None]
     every = ((left - last >= low) & (right - first <= high))[None]
     every = every & (left + tiles.key_tile <= tiles.keys)[None]
-    if places.query_documents is None or places.key_documents is None:
+    if positions.query_documents is None or positions.key_documents is None:
         return some, every
-    of_queries = _ends(places.query_documents, tiles.query_tile)
-    of_keys = _ends(places.key_documents, tiles.key_tile)
+    of_queries = _document_ranges(positions.query_documents, tiles.query_tile)
+    of_keys = _document_ranges(positions.key_documents, tiles.key_tile)
     q_low, q_high = (x[:, :, None] for x in of_queries)
     k_low, k_high = (x[:, None, :] for x in of_keys)
     some = some & (q_low <= k_high) & (k_low <= q_high)
@@ -132,22 +132,22 @@ def _spans(some: jax.Array | np.ndarray, every: jax.Array | np.ndarray) -> list[
     return [start, full, xp.maximum(full_end, full), end]
 
 
-def _table(mask: Mask, places: Places, spans: list[Any]) -> jax.Array:
+def _table(mask: Mask, positions: Positions, spans: list[Any]) -> jax.Array:
     xp = np if isinstance(spans[0], np.ndarray) else jnp
-    limits = [xp.broadcast_to(x, spans[0].shape) for x in bounds(mask, places)]
+    limits = [xp.broadcast_to(x, spans[0].shape) for x in bounds(mask, positions)]
     return jnp.asarray(xp.stack([x.astype(np.int32) for x in (*spans, *limits)], axis=-1))
 
 
-def visits_of_queries(mask: Mask, places: Places, tiles: Tiles) -> jax.Array:
+def query_visits(mask: Mask, positions: Positions, tiles: Tiles) -> jax.Array:
     """Return what each tile of queries visits, [B or 1, query tiles, 6].
 
     Tiles of keys from the first to the second number and from the third to the fourth are seen
     in part; those between are seen whole; none else is seen. Then low and high.
     """
-    return _table(mask, places, _spans(*tiles_seen(mask, places, tiles)))
+    return _table(mask, positions, _spans(*tile_visibility(mask, positions, tiles)))
 
 
-def visits_of_keys(mask: Mask, places: Places, tiles: Tiles) -> jax.Array:
+def key_visits(mask: Mask, positions: Positions, tiles: Tiles) -> jax.Array:
     """Return what each tile of keys is visited by, [B or 1, key tiles, 6], in tiles of queries."""
-    some, every = (x.swapaxes(1, 2) for x in tiles_seen(mask, places, tiles))
-    return _table(mask, places, _spans(some, every))
+    some, every = (x.swapaxes(1, 2) for x in tile_visibility(mask, positions, tiles))
+    return _table(mask, positions, _spans(some, every))

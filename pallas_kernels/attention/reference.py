@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hfjax.pallas_kernels.attention.mask import Mask, Places, Tiles, tiles_seen, visible
-from hfjax.pallas_kernels.mosaic import padded
-from hfjax.utils.vma import together, zeros
+from hfjax.pallas_kernels.attention.mask import Mask, Positions, Tiles, tile_visibility, visible
+from hfjax.pallas_kernels.mosaic import pad_axis
+from hfjax.utils.vma import unify_varying, zeros
 
 BLOCK = 512  # queries and keys
 
@@ -49,88 +49,92 @@ class _Blocks(NamedTuple):
     number: jax.Array
 
 
-def _in_blocks(length: int, *arrays: jax.Array) -> _Blocks:
+def _split_blocks(length: int, *arrays: jax.Array) -> _Blocks:
     size = min(BLOCK, length)
-    cut = []
+    blocked_arrays = []
     for x in arrays:
-        grown = padded(x, 1, size)
-        blocks = grown.reshape(x.shape[0], -1, size, *x.shape[2:])
-        cut.append(jnp.moveaxis(blocks, 1, 0))
+        padded_x = pad_axis(x, 1, size)
+        blocks = padded_x.reshape(x.shape[0], -1, size, *x.shape[2:])
+        blocked_arrays.append(jnp.moveaxis(blocks, 1, 0))
     count = -(-length // size)
-    return _Blocks(tuple(cut), jnp.arange(count * size, dtype=jnp.int32).reshape(count, size))
+    return _Blocks(
+        tuple(blocked_arrays), jnp.arange(count * size, dtype=jnp.int32).reshape(count, size)
+    )
 
 
-def _whole(blocks: jax.Array, length: int) -> jax.Array:
+def _merge_blocks(blocks: jax.Array, length: int) -> jax.Array:
     """Return blocks [n, B, block, ...] as they were before they were cut."""
-    joined = jnp.moveaxis(blocks, 0, 1)
-    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
+    merged = jnp.moveaxis(blocks, 0, 1)
+    return merged.reshape(merged.shape[0], -1, *merged.shape[3:])[:, :length]
 
 
-class _Sight(NamedTuple):
+class _Visibility(NamedTuple):
     """Who sees what, by numbers of queries and keys."""
 
     mask: Mask
-    places: Places
+    positions: Positions
     keys: int
     some: Any  # [query blocks, key blocks]: whether anything is seen
 
     @property
-    def always(self) -> bool:
+    def sees_all(self) -> bool:
         """Whether every block of queries is known to see something of every block of keys."""
         return isinstance(self.some, np.ndarray) and bool(self.some.all())
 
     @classmethod
-    def of(cls, mask: Mask, places: Places, queries: int, keys: int) -> "_Sight":
+    def build(cls, mask: Mask, positions: Positions, queries: int, keys: int) -> "_Visibility":
         tiles = Tiles(queries, keys, min(BLOCK, queries), min(BLOCK, keys))
-        return cls(mask, places, keys, tiles_seen(mask, places, tiles)[0].any(0))
+        return cls(mask, positions, keys, tile_visibility(mask, positions, tiles)[0].any(0))
 
-    def masked(self, s: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    def mask_scores(self, s: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
         """Return scores [B, G, R, Q, K], -inf where the query does not see the key."""
-        near, same = visible(self.mask, self.places, query, key)
+        near, same = visible(self.mask, self.positions, query, key)
         near &= (key < self.keys)[None, :]
-        seen = near[None] if same is None else near[None] & same
-        return jnp.where(seen[:, None, None], s, -jnp.inf)
+        is_visible = near[None] if same is None else near[None] & same
+        return jnp.where(is_visible[:, None, None], s, -jnp.inf)
 
 
-def _as_one(q: _Blocks, k: _Blocks, sight: _Sight) -> tuple[_Blocks, _Blocks, jax.Array]:
+def _tie_together(
+    q: _Blocks, k: _Blocks, visibility: _Visibility
+) -> tuple[_Blocks, _Blocks, jax.Array]:
     """Return the same, such that numbers are known no earlier than what they number.
 
     Where a layer is rematerialised, JAX would else make all masks ahead, for all pairs of blocks
     and all heads, and keep them: as large as the scores.
     """
-    return lax.optimization_barrier((q, k, jnp.asarray(sight.some)))
+    return lax.optimization_barrier((q, k, jnp.asarray(visibility.some)))
 
 
-def _wide(x: jax.Array) -> np.dtype:
+def _sum_dtype(x: jax.Array) -> np.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    s = jnp.einsum("bsgrd,btgd->bgrst", q, k, preferred_element_type=_wide(q))
+    s = jnp.einsum("bsgrd,btgd->bgrst", q, k, preferred_element_type=_sum_dtype(q))
     return s * q.shape[-1] ** -0.5
 
 
-def _grouped(x_BSHD: jax.Array, groups: int) -> jax.Array:
+def _group_heads(x_BSHD: jax.Array, groups: int) -> jax.Array:
     batch, length, heads, width = x_BSHD.shape
     return x_BSHD.reshape(batch, length, groups, heads // groups, width)
 
 
-def _rows_last(x_BHS: jax.Array, groups: int) -> jax.Array:
+def _heads_last(x_BHS: jax.Array, groups: int) -> jax.Array:
     """Return [B, S, G, R]."""
     batch, heads, length = x_BHS.shape
     return jnp.moveaxis(x_BHS.reshape(batch, groups, heads // groups, length), 3, 1)
 
 
 def _heads_first(x_BSGR: jax.Array) -> jax.Array:
-    batch, length, groups, shared = x_BSGR.shape
-    return x_BSGR.reshape(batch, length, groups * shared).swapaxes(1, 2)
+    batch, length, groups, group_size = x_BSGR.shape
+    return x_BSGR.reshape(batch, length, groups * group_size).swapaxes(1, 2)
 
 
-def nothing_seen(q_BSHD: jax.Array) -> State:
+def initial_state(q_BSHD: jax.Array) -> State:
     """Return the state of queries before their first key."""
     batch, length, heads, _ = q_BSHD.shape
-    rows, wide = (batch, heads, length), _wide(q_BSHD)
-    none = zeros(rows, q_BSHD, wide)
+    stats_shape, wide = (batch, heads, length), _sum_dtype(q_BSHD)
+    none = zeros(stats_shape, q_BSHD, wide)
     return State(zeros(q_BSHD.shape, q_BSHD, wide), none - jnp.inf, none)
 
 
@@ -140,49 +144,57 @@ def block(
     v_BTGD: jax.Array,
     state: State | None,
     mask: Mask,
-    places: Places,
+    positions: Positions,
 ) -> State:
     """Return the state after one more block of keys."""
     queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
-    q_BSHD, k_BTGD, v_BTGD, state, places = together((q_BSHD, k_BTGD, v_BTGD, state, places))
-    sight = _Sight.of(mask, places, queries, keys)
-    o, m, l = nothing_seen(q_BSHD) if state is None else state
-    q = _in_blocks(
-        queries,
-        _grouped(q_BSHD, groups),
-        _grouped(o, groups),
-        _rows_last(m, groups),
-        _rows_last(l, groups),
+    q_BSHD, k_BTGD, v_BTGD, state, positions = unify_varying(
+        (q_BSHD, k_BTGD, v_BTGD, state, positions)
     )
-    k = _in_blocks(keys, k_BTGD, v_BTGD)
-    q, k, some_seen = _as_one(q, k, sight)
+    visibility = _Visibility.build(mask, positions, queries, keys)
+    o, m, l = initial_state(q_BSHD) if state is None else state
+    q = _split_blocks(
+        queries,
+        _group_heads(q_BSHD, groups),
+        _group_heads(o, groups),
+        _heads_last(m, groups),
+        _heads_last(l, groups),
+    )
+    k = _split_blocks(keys, k_BTGD, v_BTGD)
+    q, k, some_seen = _tie_together(q, k, visibility)
 
-    def rows(block: tuple) -> tuple[jax.Array, ...]:
+    def attend_block(block: tuple) -> tuple[jax.Array, ...]:
         (q, *state), query, some = block
-        step = lambda state, other: (_more(sight, q, query, state, other), None)
+        step = lambda state, other: (_attend_keys(visibility, q, query, state, other), None)
         return lax.scan(jax.checkpoint(step), tuple(state), (k.arrays, k.number, some))[0]
 
-    o, m, l = (_whole(x, queries) for x in lax.map(rows, (q.arrays, q.number, some_seen)))
+    o, m, l = (
+        _merge_blocks(x, queries) for x in lax.map(attend_block, (q.arrays, q.number, some_seen))
+    )
     return State(o.reshape(q_BSHD.shape), _heads_first(m), _heads_first(l))
 
 
-def _more(sight: _Sight, q: jax.Array, query: jax.Array, state: tuple, other: tuple) -> tuple:
+def _attend_keys(
+    visibility: _Visibility, q: jax.Array, query: jax.Array, state: tuple, key_block: tuple
+) -> tuple:
     """Return (o, m, l) of a block of queries after a block of keys; it may see none of them."""
-    (k, v), key, some = other
+    (k, v), key, some = key_block
 
-    def visit(state: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def attend(state: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         o, m, l = state
-        s = sight.masked(_scores(q, k), query, key)
+        s = visibility.mask_scores(_scores(q, k), query, key)
         before = jnp.moveaxis(m, 1, 3)  # [B, G, R, Q]
-        highest = lax.stop_gradient(jnp.maximum(before, s.max(-1)))
-        base = jnp.where(highest > -jnp.inf, highest, 0.0)
-        shrink = jnp.exp(lax.stop_gradient(before) - base)
+        new_max = lax.stop_gradient(jnp.maximum(before, s.max(-1)))
+        base = jnp.where(new_max > -jnp.inf, new_max, 0.0)
+        rescale = jnp.exp(lax.stop_gradient(before) - base)
         p = jnp.exp(s - base[..., None])
         new = jnp.einsum("bgrst,btgd->bsgrd", p.astype(v.dtype), v, preferred_element_type=o.dtype)
-        l = l * jnp.moveaxis(shrink, 3, 1) + jnp.moveaxis(p.sum(-1), 3, 1)
-        return o * jnp.moveaxis(shrink, 3, 1)[..., None] + new, jnp.moveaxis(highest, 3, 1), l
+        l = l * jnp.moveaxis(rescale, 3, 1) + jnp.moveaxis(p.sum(-1), 3, 1)
+        return o * jnp.moveaxis(rescale, 3, 1)[..., None] + new, jnp.moveaxis(new_max, 3, 1), l
 
-    return visit(state) if sight.always else lax.cond(some, visit, lambda state: state, state)
+    return (
+        attend(state) if visibility.sees_all else lax.cond(some, attend, lambda state: state, state)
+    )
 
 
 def block_backward(
@@ -191,40 +203,48 @@ def block_backward(
     v_BTGD: jax.Array,
     final: Final,
     mask: Mask,
-    places: Places,
+    positions: Positions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return what one block of keys adds to dq, and its dk and dv: float32 or wider."""
     queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
-    q_BSHD, k_BTGD, v_BTGD, final, places = together((q_BSHD, k_BTGD, v_BTGD, final, places))
-    sight = _Sight.of(mask, places, queries, keys)
-    lse, delta = (_rows_last(x, groups) for x in (final.lse, final.delta))
-    do = _grouped(final.do, groups)
-    q = _in_blocks(queries, _grouped(q_BSHD, groups), do, lse, delta)
-    k = _in_blocks(keys, k_BTGD, v_BTGD)
-    q, k, some_seen = _as_one(q, k, sight)
-    wide = _wide(q_BSHD)
+    q_BSHD, k_BTGD, v_BTGD, final, positions = unify_varying(
+        (q_BSHD, k_BTGD, v_BTGD, final, positions)
+    )
+    visibility = _Visibility.build(mask, positions, queries, keys)
+    lse, delta = (_heads_last(x, groups) for x in (final.lse, final.delta))
+    do = _group_heads(final.do, groups)
+    q = _split_blocks(queries, _group_heads(q_BSHD, groups), do, lse, delta)
+    k = _split_blocks(keys, k_BTGD, v_BTGD)
+    q, k, some_seen = _tie_together(q, k, visibility)
+    wide = _sum_dtype(q_BSHD)
 
-    def rows(sums: tuple, block: tuple) -> tuple[tuple, jax.Array]:
+    def block_step(sums: tuple, block: tuple) -> tuple[tuple, jax.Array]:
         operands, query, some = block
         start = zeros(operands[0].shape, q_BSHD, wide)
-        step = lambda dq, other: _pulled(sight, operands, query, dq, other)
+        step = lambda dq, other: _block_gradients(visibility, operands, query, dq, other)
         dq, more = lax.scan(step, start, (k.arrays, k.number, some))
         return jax.tree.map(jnp.add, sums, more), dq
 
     none = tuple(zeros(x.shape, x, wide) for x in k.arrays)
-    (dk, dv), dq = lax.scan(rows, none, (q.arrays, q.number, some_seen))
-    return _whole(dq, queries).reshape(q_BSHD.shape), _whole(dk, keys), _whole(dv, keys)
+    (dk, dv), dq = lax.scan(block_step, none, (q.arrays, q.number, some_seen))
+    return (
+        _merge_blocks(dq, queries).reshape(q_BSHD.shape),
+        _merge_blocks(dk, keys),
+        _merge_blocks(dv, keys),
+    )
 
 
-def _pulled(sight: _Sight, operands: tuple, query: jax.Array, dq: jax.Array, other: tuple) -> tuple:
+def _block_gradients(
+    visibility: _Visibility, operands: tuple, query: jax.Array, dq: jax.Array, key_block: tuple
+) -> tuple:
     """Return dq of a block of queries after a block of keys, and (dk, dv) of these keys."""
-    (q, do, lse, delta), ((k, v), key, some) = operands, other
+    (q, do, lse, delta), ((k, v), key, some) = operands, key_block
     wide = dq.dtype
 
-    def visit(dq: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        s = sight.masked(_scores(q, k), query, key)
-        total = jnp.moveaxis(jnp.where(lse > -jnp.inf, lse, jnp.inf), 1, 3)[..., None]
-        p = jnp.exp(s - total)
+    def gradients(dq: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        s = visibility.mask_scores(_scores(q, k), query, key)
+        row_lse = jnp.moveaxis(jnp.where(lse > -jnp.inf, lse, jnp.inf), 1, 3)[..., None]
+        p = jnp.exp(s - row_lse)
         dp = jnp.einsum("bsgrd,btgd->bgrst", do, v, preferred_element_type=wide)
         ds = (p * (dp - jnp.moveaxis(delta, 1, 3)[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
         more = jnp.einsum("bgrst,btgd->bsgrd", ds, k, preferred_element_type=wide)
@@ -233,4 +253,8 @@ def _pulled(sight: _Sight, operands: tuple, query: jax.Array, dq: jax.Array, oth
         return dq + more, (dk, dv)
 
     nothing = tuple(zeros(x.shape, x, wide) for x in (k, v))
-    return visit(dq) if sight.always else lax.cond(some, visit, lambda dq: (dq, nothing), dq)
+    return (
+        gradients(dq)
+        if visibility.sees_all
+        else lax.cond(some, gradients, lambda dq: (dq, nothing), dq)
+    )

@@ -26,11 +26,11 @@ from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.collectives import kernel, reference as plain
 from hfjax.pallas_kernels.collectives.reference import Axis
-from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable
+from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable_reason
 from hfjax.utils.paths import Shaped
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-LARGEST = 8  # GPUs of a host that reach each other's memory
+MAX_GPUS = 8  # GPUs of a host that reach each other's memory
 
 
 @dataclass(frozen=True)
@@ -43,55 +43,55 @@ class Tuning:
 
 
 def refuses(
-    what: str, x: Shaped, axis: Axis, size: int, wire: DTypeLike = jnp.bfloat16
+    op: str, x: Shaped, axis: Axis, size: int, wire: DTypeLike = jnp.bfloat16
 ) -> str | None:
-    """Return why the kernel of `what` cannot take `x` over an axis of that size, or None.
+    """Return why the kernel of `op` cannot take `x` over an axis of that size, or None.
 
-    `what` is "all_gather" or "reduce_scatter".
+    `op` is "all_gather" or "reduce_scatter".
     """
-    given = f"{what} of x {x.shape} {x.dtype} over {axis!r} of size {size}, sent as {wire}"
+    call = f"{op} of x {x.shape} {x.dtype} over {axis!r} of size {size}, sent as {wire}"
     if not isinstance(axis, str):
-        return f"{given}: one axis is needed. Use the reference for several."
-    if not 1 <= size <= LARGEST:
-        return f"{given}: at most {LARGEST} GPUs reach each other. Use the reference."
-    if reason := unreachable(size, Tuning().blocks):
-        return f"{given}: {reason}"
+        return f"{call}: one axis is needed. Use the reference for several."
+    if not 1 <= size <= MAX_GPUS:
+        return f"{call}: at most {MAX_GPUS} GPUs reach each other. Use the reference."
+    if reason := unreachable_reason(size, Tuning().blocks):
+        return f"{call}: {reason}"
     if x.dtype not in DTYPES or jnp.dtype(wire) not in map(jnp.dtype, DTYPES):
-        return f"{given}: float32, bfloat16 or float16 is needed for both. Cast x."
-    if what == "reduce_scatter" and (x.ndim == 0 or x.shape[0] % size):
-        return f"{given}: the rows must be a multiple of {size}. Pad them."
-    pieces = 1 if what == "all_gather" else size
+        return f"{call}: float32, bfloat16 or float16 is needed for both. Cast x."
+    if op == "reduce_scatter" and (x.ndim == 0 or x.shape[0] % size):
+        return f"{call}: the rows must be a multiple of {size}. Pad them."
+    num_pieces = 1 if op == "all_gather" else size
     aligned = 16 // min(x.dtype.itemsize, jnp.dtype(wire).itemsize)
-    if x.size == 0 or x.size % (pieces * aligned):
+    if x.size == 0 or x.size % (num_pieces * aligned):
         return (
-            f"{given}: a piece must be a multiple of {aligned} elements (16 bytes), so x one of "
-            f"{pieces * aligned}. Pad x, or use the reference."
+            f"{call}: a piece must be a multiple of {aligned} elements (16 bytes), so x one of "
+            f"{num_pieces * aligned}. Pad x, or use the reference."
         )
     return None
 
 
-def _ring(what: str, x: jax.Array, axis: Axis, wire: DTypeLike) -> MeshRing:
+def _make_ring(op: str, x: jax.Array, axis: Axis, wire: DTypeLike) -> MeshRing:
     size = lax.axis_size(axis)
-    if reason := refuses(what, x, axis, size, wire):
+    if reason := refuses(op, x, axis, size, wire):
         raise ValueError(reason)
     assert isinstance(axis, str)
     return MeshRing(axis, size)
 
 
-def tuned(tuning: Tuning) -> list[Callable]:
+def make_collectives(tuning: Tuning) -> list[Callable]:
     """Return `all_gather` and `reduce_scatter` with a tuning."""
 
     def gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
-        ring = _ring("all_gather", x, axis, wire)
-        found = kernel.gather(ring, x.reshape(-1), wire, tuning)
-        return found.reshape(ring.size * x.shape[0], *x.shape[1:])
+        ring = _make_ring("all_gather", x, axis, wire)
+        gathered = kernel.gather(ring, x.reshape(-1), wire, tuning)
+        return gathered.reshape(ring.size * x.shape[0], *x.shape[1:])
 
     def scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
-        ring = _ring("reduce_scatter", x, axis, wire)
-        total = kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
-        return total.reshape(x.shape[0] // ring.size, *x.shape[1:])
+        ring = _make_ring("reduce_scatter", x, axis, wire)
+        summed = kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
+        return summed.reshape(x.shape[0] // ring.size, *x.shape[1:])
 
-    return plain.family(gather, scatter)
+    return plain.make_pair(gather, scatter)
 
 
-all_gather, reduce_scatter = tuned(Tuning())
+all_gather, reduce_scatter = make_collectives(Tuning())

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.utils.vma import alike, varying
+from hfjax.utils.vma import mark_varying, varying_axes
 
 Axis = str | tuple[str, ...]
 
 
-def differing(x: jax.Array, axis: Axis) -> jax.Array:
+def as_varying(x: jax.Array, axis: Axis) -> jax.Array:
     """Return `x`, marked as differing along the axis where shard_map keeps account of that."""
-    return alike(x, varying(lax.axis_index(axis)))
+    return mark_varying(x, varying_axes(lax.axis_index(axis)))
 
 
 def _gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
@@ -34,28 +34,28 @@ def _scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
             f"x {x.shape} over {axis!r} of size {size}: the rows must be a multiple of that size. "
             "Pad the rows, or reduce over another axis."
         )
-    pieces = x.reshape(size, x.shape[0] // size, *x.shape[1:])  # by the device that owns them
-    total = lax.dynamic_index_in_dim(pieces, lax.axis_index(axis), keepdims=False)
-    total = total.astype(jnp.promote_types(x.dtype, jnp.float32))
+    chunks = x.reshape(size, x.shape[0] // size, *x.shape[1:])  # by the device that owns them
+    summed = lax.dynamic_index_in_dim(chunks, lax.axis_index(axis), keepdims=False)
+    summed = summed.astype(jnp.promote_types(x.dtype, jnp.float32))
     if size == 1:
-        return total
-    received = lax.all_to_all(pieces.astype(wire), axis, split_axis=0, concat_axis=0)
+        return summed
+    received = lax.all_to_all(chunks.astype(wire), axis, split_axis=0, concat_axis=0)
     rank = lax.axis_index(axis)
     for other in range(size):  # the lowest rank first
         # A select, not a product: what stands in the own place is not read, it may be NaN.
-        total = total + jnp.where(other == rank, 0, received[other].astype(total.dtype))
-    return total
+        summed = summed + jnp.where(other == rank, 0, received[other].astype(summed.dtype))
+    return summed
 
 
-def _pull(
-    move: Callable, axis: Axis, wire: DTypeLike, like: jax.Array, cotangent: jax.Array
+def _vjp(
+    collective: Callable, axis: Axis, wire: DTypeLike, like: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array]:
     if lax.axis_size(axis) > 1:  # else nothing is sent, so nothing is rounded
-        cotangent = move(cotangent, axis, wire)
+        cotangent = collective(cotangent, axis, wire)
     return (cotangent.astype(like.dtype),)
 
 
-def family(gather: Callable, scatter: Callable) -> list[Callable]:
+def make_pair(gather: Callable, scatter: Callable) -> list[Callable]:
     """Return `all_gather` and `reduce_scatter`, differentiable, of (x, axis, wire=bfloat16).
 
     The first returns the rows of all devices along the axis, in `wire`, the second this device's
@@ -63,13 +63,13 @@ def family(gather: Callable, scatter: Callable) -> list[Callable]:
     gather goes through the scatter and the other way round.
     """
 
-    def differentiable(move: Callable, back: Callable) -> Callable:
-        function = jax.custom_vjp(move, nondiff_argnums=(1, 2))
-        forward = lambda x, *how: (move(x, *how), jnp.zeros((0,), x.dtype))
-        function.defvjp(forward, partial(_pull, back))
-        return lambda x, axis, wire=jnp.bfloat16: function(differing(x, axis), axis, wire)
+    def make_differentiable(collective: Callable, transpose: Callable) -> Callable:
+        function = jax.custom_vjp(collective, nondiff_argnums=(1, 2))
+        forward = lambda x, *how: (collective(x, *how), jnp.zeros((0,), x.dtype))
+        function.defvjp(forward, partial(_vjp, transpose))
+        return lambda x, axis, wire=jnp.bfloat16: function(as_varying(x, axis), axis, wire)
 
-    return [differentiable(gather, scatter), differentiable(scatter, gather)]
+    return [make_differentiable(gather, scatter), make_differentiable(scatter, gather)]
 
 
-all_gather, reduce_scatter = family(_gather, _scatter)
+all_gather, reduce_scatter = make_pair(_gather, _scatter)

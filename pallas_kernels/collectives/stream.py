@@ -22,7 +22,7 @@ from hfjax.utils.paths import Index
 
 COLUMNS = 256  # the most elements of a side of one copy
 SLOTS = 2  # tiles on their way out
-SHARED = 200 * 1024  # bytes of shared memory that tiles may take
+SHARED_BYTES = 200 * 1024  # bytes of shared memory that tiles may take
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tiles:
         return pl.cdiv(self.rows, self.tile)
 
     @property
-    def whole(self) -> int:
+    def padded_rows(self) -> int:
         """The rows of all tiles: what is written has so many."""
         return self.count * self.tile
 
@@ -54,24 +54,24 @@ class Tiles:
         return pl.ds(self.at(step) * self.tile, self.tile)
 
 
-def folded(n: int) -> tuple[int, int]:
+def matrix_shape(n: int) -> tuple[int, int]:
     """Return rows and columns that n elements are seen as.
 
-    >>> folded(1024), folded(24)
+    >>> matrix_shape(1024), matrix_shape(24)
     ((4, 256), (3, 8))
     """
     columns = gcd(n, COLUMNS)
     return n // columns, columns
 
 
-def fitting(elements: int, bytes_each: int) -> int:
+def max_elements(elements: int, bytes_each: int) -> int:
     """Return how many elements a tile has, at most, that takes `bytes_each` of shared memory."""
-    while elements * bytes_each > SHARED:
+    while elements * bytes_each > SHARED_BYTES:
         elements //= 2
     return elements
 
 
-def tiles(rows: int, tile: int, blocks: int) -> Tiles:
+def make_tiles(rows: int, tile: int, blocks: int) -> Tiles:
     """Return tiles of at most `tile` rows for at most `blocks` blocks, none of them idle."""
     tile = min(tile, COLUMNS)
     return Tiles(rows, tile, min(blocks, pl.cdiv(rows, tile)))
@@ -85,13 +85,23 @@ def stream(step: Callable, tiles: Tiles, inputs: Sequence[tuple], rounds: int, s
     next: wait for what left it before.
     """
 
-    def run(index: tuple, *shared: Ref) -> None:
-        each, turn = index
-        step(each, turn, lax.rem(each * rounds + turn, jnp.int32(SLOTS)), *shared)
+    def run(index: tuple, *smem: Ref) -> None:
+        tile_step, round_number = index
+        step(
+            tile_step,
+            round_number,
+            lax.rem(tile_step * rounds + round_number, jnp.int32(SLOTS)),
+            *smem,
+        )
 
     specs = [
-        plgpu.BlockSpec(shape, lambda each, turn, place=place: place(tiles.at(each), turn))
-        for _, shape, place in inputs
+        plgpu.BlockSpec(
+            shape,
+            lambda tile_step, round_number, tile_index=tile_index: tile_index(
+                tiles.at(tile_step), round_number
+            ),
+        )
+        for _, shape, tile_index in inputs
     ]
     grid = (tiles.steps(), rounds)
     plgpu.emit_pipeline(run, grid=grid, in_specs=specs, max_concurrent_steps=stages)(

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.pallas_kernels.mosaic import padded
+from hfjax.pallas_kernels.mosaic import pad_axis
 from hfjax.utils.paths import Index
 from hfjax.utils.vma import zeros
 
@@ -27,9 +27,9 @@ EVEN = 8  # rows of a matrix as the copies of a GPU take them
 class Tuning:
     """Sizes: of a tile in shared memory, of the ring, of the order of tiles, of the parts.
 
-    `parts`: backward, the vocabulary goes through memory in so many parts (what is there of the
-    logits at once is 1 / parts of them), fewer where one would be narrower than `least` columns,
-    below which matrix products are inefficient.
+    `num_parts`: backward, the vocabulary goes through memory in so many parts (what is there of the
+    logits at once is 1 / parts of them), fewer where one would be narrower than `min_columns`
+    columns, below which matrix products are inefficient.
     """
 
     columns: int = 256
@@ -37,8 +37,8 @@ class Tuning:
     stages: int = 4
     group: int = 16  # tiles of rows that run side by side: their x stays in the L2 cache
     blocks: int = 132  # multiprocessors of an H100 or H200
-    parts: int = 8
-    least: int = 2048
+    num_parts: int = 8
+    min_columns: int = 2048
 
     def __post_init__(self) -> None:
         if self.columns not in (64, 128, 192, 256) or self.depth != 64:
@@ -46,22 +46,25 @@ class Tuning:
                 f"Tuning(columns={self.columns}, depth={self.depth}): columns are 64, 128, 192 or "
                 "256 (one matrix instruction), depth is 64 (128 bytes, the swizzle)."
             )
-        if self.stages < 2 or min(self.group, self.blocks, self.parts, self.least) < 1:
+        if self.stages < 2 or min(self.group, self.blocks, self.num_parts, self.min_columns) < 1:
             raise ValueError(f"{self}: give at least 2 stages, and 1 of all others.")
 
-    def parts_of(self, vocab: int) -> int:
+    def count_parts(self, vocab: int) -> int:
         """Return into how many parts a vocabulary is split: rather a few more, if that is even.
 
-        >>> Tuning().parts_of(50304), Tuning(parts=20).parts_of(50304), Tuning().parts_of(6288)
-        (8, 24, 3)
+        >>> tuning = Tuning()
+        >>> tuning.count_parts(50304), tuning.count_parts(6288)
+        (8, 3)
         """
-        count = min(self.parts, max(1, vocab // self.least))
+        count = min(self.num_parts, max(1, vocab // self.min_columns))
         even = (n for n in range(count, count * 3 // 2) if vocab % (n * EVEN) == 0)
         return next(even, count)
 
 
 KERNEL = Tuning()
-PLAIN = Tuning(parts=20, least=512)  # its logits are float32, and caches of CPUs are small
+PLAIN = Tuning(
+    num_parts=20, min_columns=512
+)  # its logits are float32, and caches of CPUs are small
 
 
 @dataclass(frozen=True)
@@ -71,65 +74,67 @@ class Columns:
     first: Any
     real: Any
 
-    def labels(self, labels_N: jax.Array) -> jax.Array:
+    def local_labels(self, labels_N: jax.Array) -> jax.Array:
         """Return each label as a column here; no column of ours where it is none of them."""
-        here = labels_N - self.first
-        return jnp.where((labels_N >= 0) & (here >= 0) & (here < self.real), here, -1)
+        column = labels_N - self.first
+        return jnp.where((labels_N >= 0) & (column >= 0) & (column < self.real), column, -1)
 
-    def part(self, labels_N: jax.Array, part: Index, parts: int) -> tuple[jax.Array, jax.Array]:
+    def part_labels(
+        self, labels_N: jax.Array, part: Index, num_parts: int
+    ) -> tuple[jax.Array, jax.Array]:
         """Return (the labels' columns in a part, how many columns of it are real)."""
-        here = self.labels(labels_N)
-        ours = (here >= 0) & (lax.rem(here, jnp.int32(parts)) == part)
-        real = lax.div(jnp.int32(self.real) - part + parts - 1, jnp.int32(parts))
-        return jnp.where(ours, lax.div(here, jnp.int32(parts)), -1), real
+        column = self.local_labels(labels_N)
+        is_ours = (column >= 0) & (lax.rem(column, jnp.int32(num_parts)) == part)
+        real = lax.div(jnp.int32(self.real) - part + num_parts - 1, jnp.int32(num_parts))
+        return jnp.where(is_ours, lax.div(column, jnp.int32(num_parts)), -1), real
 
 
-def in_parts(w_VD: jax.Array, parts: int) -> jax.Array:
+def split_parts(w_VD: jax.Array, num_parts: int) -> jax.Array:
     """Return w as [C, P, D], padded with zeros where it does not split evenly."""
-    return padded(w_VD, 0, parts * EVEN).reshape(-1, parts, w_VD.shape[1])
+    return pad_axis(w_VD, 0, num_parts * EVEN).reshape(-1, num_parts, w_VD.shape[1])
 
 
-def take(a_CPD: jax.Array, part: Index) -> jax.Array:
+def take_part(a_CPD: jax.Array, part: Index) -> jax.Array:
     """Return a part of a matrix, [C, D]."""
     return lax.dynamic_index_in_dim(a_CPD, part, 1, keepdims=False)
 
 
-def wide(dtype: DTypeLike) -> np.dtype:
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the dtype in which sums are taken: float32, or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def product(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
-    """Return a matrix product over dimension dims[0] of a and dims[1] of b, summed in `wide`."""
+def matmul(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """Return a matmul over dimension dims[0] of a and dims[1] of b, summed in `sum_dtype`."""
     contracted = (((dims[0],), (dims[1],)), ((), ()))
-    return lax.dot_general(a, b, contracted, preferred_element_type=wide(a.dtype))
+    return lax.dot_general(a, b, contracted, preferred_element_type=sum_dtype(a.dtype))
 
 
 def statistics(
     x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array, columns: Columns, tuning: Tuning
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return max, sum of exponentials relative to it, and the label's logit, of each row."""
-    parts = tuning.parts_of(w_VD.shape[0])
-    w_CPD = in_parts(w_VD, parts)
+    num_parts = tuning.count_parts(w_VD.shape[0])
+    w_CPD = split_parts(w_VD, num_parts)
 
-    def one(part: jax.Array, carry: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
-        most, total, picked = carry
+    def add_part(part: jax.Array, carry: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+        row_max, sum_exp, picked = carry
         part = jnp.int32(part)
-        labels, real = columns.part(labels_N, part, parts)
+        labels, real = columns.part_labels(labels_N, part, num_parts)
         logits, ids = _logits(x_ND, w_CPD, part, real)
-        new = jnp.maximum(most, logits.max(1))
-        total = total * jnp.exp(most - new) + jnp.exp(logits - new[:, None]).sum(1)
-        return new, total, picked + jnp.where(ids == labels[:, None], logits, 0).sum(1)
+        new_max = jnp.maximum(row_max, logits.max(1))
+        sum_exp = sum_exp * jnp.exp(row_max - new_max) + jnp.exp(logits - new_max[:, None]).sum(1)
+        return new_max, sum_exp, picked + jnp.where(ids == labels[:, None], logits, 0).sum(1)
 
-    zero = zeros(x_ND.shape[:1], x_ND, wide(x_ND.dtype))
-    return lax.fori_loop(0, parts, one, (zero + LOWEST, zero, zero))
+    zero = zeros(x_ND.shape[:1], x_ND, sum_dtype(x_ND.dtype))
+    return lax.fori_loop(0, num_parts, add_part, (zero + LOWEST, zero, zero))
 
 
 def _logits(
     x_ND: jax.Array, w_CPD: jax.Array, part: Index, real: Index
 ) -> tuple[jax.Array, jax.Array]:
     """Return (the logits of a part [N, C], -inf where no column is real; the columns' numbers)."""
-    logits = product(x_ND, take(w_CPD, part), (1, 1))
+    logits = matmul(x_ND, take_part(w_CPD, part), (1, 1))
     ids = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
     return jnp.where(ids < real, logits, -jnp.inf), ids
 
@@ -147,5 +152,5 @@ def probabilities(
     """
     (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
     logits, ids = _logits(x_ND, w_CPD, numbers[0], numbers[1])
-    found = jnp.exp(logits - logsumexp[:, None])
-    return jnp.where(ids == labels[:, None], found - 1, found).astype(x_ND.dtype)
+    probs = jnp.exp(logits - logsumexp[:, None])
+    return jnp.where(ids == labels[:, None], probs - 1, probs).astype(x_ND.dtype)

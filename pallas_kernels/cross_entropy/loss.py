@@ -39,9 +39,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.pallas_kernels.cross_entropy import logits, tiles
-from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning, product, take, wide
+from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning, matmul, sum_dtype, take_part
 from hfjax.utils.paths import Shaped
-from hfjax.utils.vma import alike, varying, zeros
+from hfjax.utils.vma import mark_varying, varying_axes, zeros
 
 __all__ = ["Tuning", "cross_entropy", "reference", "refuses"]
 
@@ -60,9 +60,9 @@ def cross_entropy(
 
     `vocab`: how many columns are real where w has rows beyond (padding) that are none.
     """
-    if why := refuses(x_ND, w_VD, labels_N):
-        raise ValueError(why)
-    return _each_row(x_ND, w_VD, labels_N, Problem.of(True, axis, vocab, tuning))
+    if reason := refuses(x_ND, w_VD, labels_N):
+        raise ValueError(reason)
+    return _row_losses(x_ND, w_VD, labels_N, Problem.of(True, axis, vocab, tuning))
 
 
 def reference(
@@ -79,17 +79,17 @@ def reference(
     devices cost dw's sum, one part at a time; columns over devices cost dx's sum, once and in
     float32, and three sums of [N] for each part.
     """
-    if why := _misshapen(x_ND, w_VD, labels_N):
-        raise ValueError(why)
+    if reason := _check_shapes(x_ND, w_VD, labels_N):
+        raise ValueError(reason)
     dtype = jnp.promote_types(x_ND.dtype, w_VD.dtype)
     operands = (x_ND.astype(dtype), w_VD.astype(dtype))
-    return _each_row(*operands, labels_N, Problem.of(False, axis, vocab, tuning))
+    return _row_losses(*operands, labels_N, Problem.of(False, axis, vocab, tuning))
 
 
 def refuses(x_ND: Shaped, w_VD: Shaped, labels_N: Shaped) -> str | None:
     """Return why the kernel cannot take these operands, or None."""
-    if why := _misshapen(x_ND, w_VD, labels_N):
-        return why
+    if reason := _check_shapes(x_ND, w_VD, labels_N):
+        return reason
     if x_ND.dtype != w_VD.dtype or x_ND.dtype not in (jnp.bfloat16, jnp.float16):
         return (
             f"cross_entropy: x is {x_ND.dtype}, w is {w_VD.dtype}; the kernel takes both in "
@@ -103,7 +103,7 @@ def refuses(x_ND: Shaped, w_VD: Shaped, labels_N: Shaped) -> str | None:
     return None
 
 
-def _misshapen(x: Shaped, w: Shaped, labels: Shaped) -> str | None:
+def _check_shapes(x: Shaped, w: Shaped, labels: Shaped) -> str | None:
     fit = x.ndim == w.ndim == 2 and x.shape[1] == w.shape[1] and labels.shape == x.shape[:1]
     if not fit or not x.size or not w.size or not jnp.issubdtype(labels.dtype, jnp.integer):
         return (
@@ -134,24 +134,24 @@ class Problem:
 
     def size(self, w_VD: jax.Array) -> int:
         """Return the columns of the whole vocabulary that are real."""
-        whole = w_VD.shape[0] * (lax.axis_size(self.axes) if self.axes else 1)
-        return whole if self.vocab is None else min(self.vocab, whole)
+        num_columns = w_VD.shape[0] * (lax.axis_size(self.axes) if self.axes else 1)
+        return num_columns if self.vocab is None else min(self.vocab, num_columns)
 
     def columns(self, w_VD: jax.Array) -> Columns:
         """Return which columns of the vocabulary are here."""
-        here = w_VD.shape[0]
-        first = lax.axis_index(self.axes) * here if self.axes else 0
-        return Columns(first, jnp.clip(self.size(w_VD) - first, 0, here))
+        num_local = w_VD.shape[0]
+        first = lax.axis_index(self.axes) * num_local if self.axes else 0
+        return Columns(first, jnp.clip(self.size(w_VD) - first, 0, num_local))
 
     @property
     def tracked(self) -> frozenset[str]:
         """The axes over which JAX knows values to differ (shard_map's check_vma)."""
-        return frozenset[str]().union(*(varying(lax.axis_index(axis)) for axis in self.axes))
+        return frozenset[str]().union(*(varying_axes(lax.axis_index(axis)) for axis in self.axes))
 
 
-def _each_row(x: jax.Array, w: jax.Array, labels: jax.Array, problem: Problem) -> jax.Array:
-    axes = problem.tracked.union(*map(varying, (x, w, labels)))
-    return _losses(problem, alike(x, axes), alike(w, axes), labels.astype(jnp.int32))
+def _row_losses(x: jax.Array, w: jax.Array, labels: jax.Array, problem: Problem) -> jax.Array:
+    axes = problem.tracked.union(*map(varying_axes, (x, w, labels)))
+    return _losses(problem, mark_varying(x, axes), mark_varying(w, axes), labels.astype(jnp.int32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,22 +163,22 @@ def forward(
     problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array
 ) -> tuple[jax.Array, tuple]:
     """Return (the loss of each row, what `backward` needs: the operands and logsumexp)."""
-    found = problem.statistics(x_ND, w_VD, labels_N, problem.columns(w_VD), problem.tuning)
-    logsumexp, picked = _over(problem.axes, *found)
+    stats = problem.statistics(x_ND, w_VD, labels_N, problem.columns(w_VD), problem.tuning)
+    logsumexp, picked = _reduce_stats(problem.axes, *stats)
     losses = jnp.where(labels_N < problem.size(w_VD), logsumexp - picked, jnp.nan)
     losses = jnp.where(labels_N < 0, 0, losses)
     return losses, (x_ND, w_VD, labels_N, logsumexp)
 
 
-def _over(
-    axes: tuple[str, ...], most: jax.Array, total: jax.Array, picked: jax.Array
+def _reduce_stats(
+    axes: tuple[str, ...], row_max: jax.Array, sum_exp: jax.Array, picked: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return (logsumexp, picked logit) over the shares of all devices of the axes."""
     if not axes:
-        return most + jnp.log(total), picked
-    highest = lax.pmax(most, axes)
-    total, picked = lax.psum(jnp.stack([total * jnp.exp(most - highest), picked]), axes)
-    return highest + jnp.log(total), picked
+        return row_max + jnp.log(sum_exp), picked
+    global_max = lax.pmax(row_max, axes)
+    sum_exp, picked = lax.psum(jnp.stack([sum_exp * jnp.exp(row_max - global_max), picked]), axes)
+    return global_max + jnp.log(sum_exp), picked
 
 
 def backward(problem: Problem, saved: tuple, g_N: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -186,8 +186,8 @@ def backward(problem: Problem, saved: tuple, g_N: jax.Array) -> tuple[jax.Array,
     x_ND, w_VD, labels_N, _ = saved
     g_N = jnp.where(labels_N < problem.size(w_VD), g_N, jnp.nan)
     g_N = jnp.where(labels_N < 0, 0, g_N)
-    most = jnp.abs(g_N).max()
-    scale = jnp.where(most > 0, most, 1)
+    largest = jnp.abs(g_N).max()
+    scale = jnp.where(largest > 0, largest, 1)
     dx, dw = _gradients(problem, saved, (g_N / scale).astype(x_ND.dtype), scale)
     return (dx * g_N[:, None]).astype(x_ND.dtype), dw.astype(w_VD.dtype), None
 
@@ -200,36 +200,34 @@ def _gradients(
     The weights of rows go with x: the probabilities, whose dtype has few bits, stay in [-1, 1].
     """
     x_ND, w_VD, labels_N, logsumexp = saved
-    parts = problem.tuning.parts_of(w_VD.shape[0])
-    w_CPD, weighed_ND = logits.in_parts(w_VD, parts), x_ND * weights_N[:, None]
+    num_parts = problem.tuning.count_parts(w_VD.shape[0])
+    w_CPD, weighted_ND = logits.split_parts(w_VD, num_parts), x_ND * weights_N[:, None]
     columns = problem.columns(w_VD)
 
-    def one(part, gradients):
+    def add_part(part, gradients):
         dx, dw_CPD = gradients
         part = jnp.int32(part)
-        labels, real = columns.part(labels_N, part, parts)
-        numbers, rows = (part, real), (logsumexp, labels)
-        found = problem.probabilities(numbers, (x_ND, w_CPD), rows, problem.tuning)
-        beyond = found.shape[1] - w_CPD.shape[0]  # columns of zeros, for the kernel's tiles
-        w_CD = jnp.pad(take(w_CPD, part), ((0, beyond), (0, 0)))
-        dw = (product(found, weighed_ND, (0, 0)) * scale)[: w_CPD.shape[0]].astype(w_VD.dtype)
+        labels, real = columns.part_labels(labels_N, part, num_parts)
+        numbers, row_inputs = (part, real), (logsumexp, labels)
+        probs = problem.probabilities(numbers, (x_ND, w_CPD), row_inputs, problem.tuning)
+        num_padding = probs.shape[1] - w_CPD.shape[0]  # columns of zeros, for the kernel's tiles
+        w_CD = jnp.pad(take_part(w_CPD, part), ((0, num_padding), (0, 0)))
+        dw = (matmul(probs, weighted_ND, (0, 0)) * scale)[: w_CPD.shape[0]].astype(w_VD.dtype)
         dw_CPD = lax.dynamic_update_index_in_dim(dw_CPD, dw, part, 1)
-        return dx + product(found, w_CD, (1, 0)), dw_CPD
+        return dx + matmul(probs, w_CD, (1, 0)), dw_CPD
 
-    start = zeros(x_ND.shape, x_ND, wide(x_ND.dtype)), zeros(w_CPD.shape, w_VD, w_VD.dtype)
-    dx, dw_CPD = lax.fori_loop(0, parts, one, start)
+    start = zeros(x_ND.shape, x_ND, sum_dtype(x_ND.dtype)), zeros(w_CPD.shape, w_VD, w_VD.dtype)
+    dx, dw_CPD = lax.fori_loop(0, num_parts, add_part, start)
     return dx, dw_CPD.reshape(-1, w_VD.shape[1])[: w_VD.shape[0]]
 
 
-def _transposed(
-    problem: Problem, saved: tuple, g_N: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _backward(problem: Problem, saved: tuple, g_N: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     if not problem.tracked and problem.axes:
         g_N = lax.psum(g_N, problem.axes)  # as the transpose of a sum does without check_vma
     return backward(problem, saved, g_N)
 
 
-_losses.defvjp(forward, _transposed)
+_losses.defvjp(forward, _backward)
 
 PLAIN = (logits.statistics, logits.probabilities)
 KERNEL = (tiles.statistics, tiles.probabilities)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.cross_entropy.logits import EVEN, Tuning
-from hfjax.pallas_kernels.mosaic import Part, kernel, padded, role, tiled
+from hfjax.pallas_kernels.mosaic import RefSlice, kernel, pad_axis, run_role, tile_transforms
 from hfjax.utils.paths import Index
 
 ROWS = 64  # of one warpgroup: what one wgmma takes
@@ -45,12 +45,12 @@ class Walk:
     def unit(self, number: Index) -> tuple[Any, Any]:
         """Return (row of tiles, lane): rows of a group change first, then lanes, then groups."""
         number = jnp.asarray(number, jnp.int32)
-        band, within = divmod_(number, self.group * self.lanes)
+        band, in_band = divmod_(number, self.group * self.lanes)
         height = jnp.minimum(self.group, self.rows - band * self.group)
-        lane, row = divmod_(within, height)
+        lane, row = divmod_(in_band, height)
         return band * self.group + row, lane
 
-    def mine(self, block: Index) -> jax.Array:
+    def block_units(self, block: Index) -> jax.Array:
         """Return how many units a block takes: numbers block, block + blocks, …"""
         return lax.div(self.units - block + self.blocks - 1, jnp.int32(self.blocks))
 
@@ -59,10 +59,10 @@ class Walk:
         return lax.div(self.columns - lane + self.lanes - 1, jnp.int32(self.lanes))
 
 
-def divmod_(number: Index, by: Index) -> tuple[Any, Any]:
+def divmod_(number: Index, divisor: Index) -> tuple[Any, Any]:
     """Return quotient and remainder of what is not negative."""
-    by = jnp.asarray(by, jnp.int32)
-    return lax.div(number, by), lax.rem(number, by)
+    divisor = jnp.asarray(divisor, jnp.int32)
+    return lax.div(number, divisor), lax.rem(number, divisor)
 
 
 def best_lanes(rows: int, columns: int, tuning: Tuning) -> int:
@@ -99,24 +99,28 @@ def launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -
     """
 
     def body(numbers: jax.Ref, x: jax.Ref, w: jax.Ref, *refs) -> None:
-        *refs, x_ring, w_ring, full, free = refs
-        ring = Ring(x, w, x_ring, w_ring, full, free, walk, tuning)
+        *refs, x_stages, w_stages, full, free = refs
+        buffers = StageBuffers(x, w, x_stages, w_stages, full, free, walk, tuning)
         warpgroup = lax.axis_index("warpgroup")
 
         def multiply() -> None:
-            ring.multiply(work(numbers, refs, warpgroup), warpgroup)
+            buffers.multiply(work(numbers, refs, warpgroup), warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        role(warpgroup < WORKERS, 232, "increase", multiply)
-        role(warpgroup == WORKERS, 40, "decrease", lambda: ring.fill(numbers[0]))
+        run_role(warpgroup < WORKERS, 232, "increase", multiply)
+        run_role(warpgroup == WORKERS, 40, "decrease", lambda: buffers.fill(numbers[0]))
 
-    def launched(numbers: jax.Array, x: jax.Array, w: jax.Array, *more: jax.Array):
-        ring = [
+    def run_kernel(numbers: jax.Array, x: jax.Array, w: jax.Array, *more: jax.Array):
+        stage_shapes = [
             plgpu.SMEM(
-                (tuning.stages, WORKERS, ROWS, tuning.depth), x.dtype, transforms=tiled(x.dtype)
+                (tuning.stages, WORKERS, ROWS, tuning.depth),
+                x.dtype,
+                transforms=tile_transforms(x.dtype),
             ),
             plgpu.SMEM(
-                (tuning.stages, tuning.columns, tuning.depth), w.dtype, transforms=tiled(w.dtype)
+                (tuning.stages, tuning.columns, tuning.depth),
+                w.dtype,
+                transforms=tile_transforms(w.dtype),
             ),
             plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=tuning.stages),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=tuning.stages),
@@ -124,26 +128,26 @@ def launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -
         run = kernel(
             body,
             out,
-            [*scratch, *ring],
+            [*scratch, *stage_shapes],
             grid=(walk.blocks,),
             grid_names=("block",),
             num_threads=WORKERS + 1,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )
-        return run(numbers, padded(x, 0, EVEN), w, *more)
+        return run(numbers, pad_axis(x, 0, EVEN), w, *more)
 
-    return launched
+    return run_kernel
 
 
 @dataclass(frozen=True)
-class Ring:
+class StageBuffers:
     """The stages in shared memory between the warpgroup that copies and those that multiply."""
 
     x: Any
     w: Any
-    x_ring: Any
-    w_ring: Any
+    x_stages: Any
+    w_stages: Any
     full: Any
     free: Any
     walk: Walk
@@ -175,7 +179,7 @@ class Ring:
             end(carry, row, lane)
             return step
 
-        return lax.fori_loop(0, self.walk.mine(block), unit, jnp.int32(0))
+        return lax.fori_loop(0, self.walk.block_units(block), unit, jnp.int32(0))
 
     def column(self, lane: jax.Array, number: jax.Array) -> jax.Array:
         column = (number * self.walk.lanes + lane) * self.tuning.columns
@@ -190,46 +194,48 @@ class Ring:
         ) -> None:
             columns = pl.ds(self.column(lane, number), self.tuning.columns)
             w = self.w.at[columns, part]
-            lax.fori_loop(0, self.steps, partial(self._fetch, row * TILE, w, step), None)
+            lax.fori_loop(0, self.steps, partial(self._copy_stage, row * TILE, w, step), None)
 
         steps = self.each_tile(nothing, tile, nothing)
         for behind in range(self.tuning.stages, 0, -1):
-            self._until_read(steps - behind)
+            self._wait_read(steps - behind)
 
-    def _until_read(self, step: jax.Array) -> None:
+    def _wait_read(self, step: jax.Array) -> None:
         @pl.when(step >= 0)
         def _wait() -> None:
             plgpu.barrier_wait(self.free.at[self.slot(step)])
 
-    def _fetch(self, row: jax.Array, w: Part, step: jax.Array, k: jax.Array, _: None) -> None:
-        self._until_read(step + k - self.tuning.stages)
+    def _copy_stage(
+        self, row: jax.Array, w: RefSlice, step: jax.Array, k: jax.Array, _: None
+    ) -> None:
+        self._wait_read(step + k - self.tuning.stages)
         slot = self.slot(step + k)
         full = self.full.at[slot]
         depth = pl.ds(pl.multiple_of(k * self.tuning.depth, self.tuning.depth), self.tuning.depth)
         for worker in range(WORKERS):
-            mine = pl.multiple_of(row + worker * ROWS, ROWS)
-            rows = self.x.at[pl.ds(mine, ROWS), depth]
-            plgpu.copy_gmem_to_smem(rows, self.x_ring.at[slot, worker], full)
-        plgpu.copy_gmem_to_smem(w.at[:, depth], self.w_ring.at[slot], full)
+            first_row = pl.multiple_of(row + worker * ROWS, ROWS)
+            x_rows = self.x.at[pl.ds(first_row, ROWS), depth]
+            plgpu.copy_gmem_to_smem(x_rows, self.x_stages.at[slot, worker], full)
+        plgpu.copy_gmem_to_smem(w.at[:, depth], self.w_stages.at[slot], full)
 
     def multiply(self, work: Work, worker: jax.Array) -> None:
         """Hand the logits of each tile, [64, columns] in registers, to the work."""
         shape = plgpu.WGMMAAccumulatorRef((ROWS, self.tuning.columns), jnp.float32)
-        mine = lambda row: pl.multiple_of(row * TILE + worker * ROWS, ROWS)
+        first_row = lambda row: pl.multiple_of(row * TILE + worker * ROWS, ROWS)
 
         def tile(carry, row: jax.Array, lane: jax.Array, number: jax.Array, step: jax.Array):
             logits = pl.run_scoped(partial(self._product, worker, step), shape)
-            return work.tile(carry, logits, mine(row), self.column(lane, number))
+            return work.tile(carry, logits, first_row(row), self.column(lane, number))
 
-        end = lambda carry, row, lane: work.end(carry, mine(row), lane)
-        self.each_tile(lambda row: work.start(mine(row)), tile, end)
+        end = lambda carry, row, lane: work.end(carry, first_row(row), lane)
+        self.each_tile(lambda row: work.start(first_row(row)), tile, end)
 
     def _product(self, worker: jax.Array, step: jax.Array, logits: Any) -> jax.Array:
         def one(k: jax.Array, _: None) -> None:
             slot = self.slot(step + k)
             plgpu.barrier_wait(self.full.at[slot])
-            columns = self.w_ring.at[slot].transpose((1, 0))
-            plgpu.wgmma(logits, self.x_ring.at[slot, worker], columns)
+            columns = self.w_stages.at[slot].transpose((1, 0))
+            plgpu.wgmma(logits, self.x_stages.at[slot, worker], columns)
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)

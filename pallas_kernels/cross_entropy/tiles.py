@@ -15,7 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.cross_entropy.logits import EVEN, LOG2E, LOWEST, Columns, Tuning, in_parts
+from hfjax.pallas_kernels.cross_entropy.logits import (
+    EVEN,
+    LOG2E,
+    LOWEST,
+    Columns,
+    Tuning,
+    split_parts,
+)
 from hfjax.pallas_kernels.cross_entropy.tile_loop import (
     ROWS,
     TILE,
@@ -25,12 +32,12 @@ from hfjax.pallas_kernels.cross_entropy.tile_loop import (
     best_lanes,
     launch,
 )
-from hfjax.pallas_kernels.mosaic import by_row, load, padded, tiled
+from hfjax.pallas_kernels.mosaic import load, pad_axis, row_layout, tile_transforms
 
 STORE = 64  # columns that are stored at once: 128 bytes
 
 
-def _within(logits: jax.Array, limit: jax.Array, otherwise: float) -> jax.Array:
+def _mask_columns(logits: jax.Array, limit: jax.Array, otherwise: float) -> jax.Array:
     """Return the logits, `otherwise` in columns from `limit` on; most tiles have none of these."""
 
     def masked(logits: jax.Array) -> jax.Array:
@@ -47,14 +54,14 @@ def statistics(
 
     The label's logit is a product of two gathered rows: cheaper than a search in every tile.
     """
-    most_LN, total_LN = _per_lane(jnp.stack([0, columns.real]), x_ND, in_parts(w_VD, 1), tuning)
-    most_1N = most_LN.max(0, keepdims=True)
-    total = (total_LN * jnp.exp2(most_LN - most_1N)).sum(0)
-    labels = columns.labels(labels_N)
-    rows = w_VD[jnp.maximum(labels, 0)].astype(jnp.float32)
-    picked = jnp.where(labels < 0, 0, (x_ND.astype(jnp.float32) * rows).sum(1))
+    max_LN, sum_exp_LN = _per_lane(jnp.stack([0, columns.real]), x_ND, split_parts(w_VD, 1), tuning)
+    max_1N = max_LN.max(0, keepdims=True)
+    sum_exp = (sum_exp_LN * jnp.exp2(max_LN - max_1N)).sum(0)
+    labels = columns.local_labels(labels_N)
+    label_rows = w_VD[jnp.maximum(labels, 0)].astype(jnp.float32)
+    picked = jnp.where(labels < 0, 0, (x_ND.astype(jnp.float32) * label_rows).sum(1))
     count = x_ND.shape[0]
-    return most_1N[0, :count] / LOG2E, total[:count], picked
+    return max_1N[0, :count] / LOG2E, sum_exp[:count], picked
 
 
 def _per_lane(
@@ -70,22 +77,24 @@ def _per_lane(
 
 
 def _statistics(numbers: jax.Ref, refs: Sequence[jax.Ref], worker: jax.Array) -> Work:
-    *out, most_smem, total_smem = refs
-    staged = (most_smem.at[worker], total_smem.at[worker])
+    *out, max_smem, sum_exp_smem = refs
+    staged = (max_smem.at[worker], sum_exp_smem.at[worker])
     limit = numbers[1]
 
     def start(row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), by_row())
+        constant = lambda value: plgpu.layout_cast(
+            jnp.full((ROWS,), value, jnp.float32), row_layout()
+        )
         return constant(LOWEST), constant(0.0)
 
     def tile(
         carry: tuple, logits: jax.Array, row: jax.Array, column: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        most, total = carry
-        scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
-        new = jnp.maximum(most, scaled.max(axis=1))
-        exponentials = jnp.exp2(scaled - lax.broadcast_in_dim(new, scaled.shape, [0]))
-        return new, total * jnp.exp2(most - new) + exponentials.sum(axis=1)
+        row_max, sum_exp = carry
+        scaled = _mask_columns(logits, limit - column, -jnp.inf) * LOG2E
+        new_max = jnp.maximum(row_max, scaled.max(axis=1))
+        exponentials = jnp.exp2(scaled - lax.broadcast_in_dim(new_max, scaled.shape, [0]))
+        return new_max, sum_exp * jnp.exp2(row_max - new_max) + exponentials.sum(axis=1)
 
     def end(carry: tuple, row: jax.Array, lane: jax.Array) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -112,12 +121,14 @@ def probabilities(
     (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
     rows, tiles = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     walk = Walk(rows, tiles, tiles, tuning.group, min(tuning.blocks, rows * tiles))
-    shape = (_up(x_ND.shape[0], EVEN), _up(w_CPD.shape[0], STORE))
+    shape = (_round_up(x_ND.shape[0], EVEN), _round_up(w_CPD.shape[0], STORE))
     out = jax.ShapeDtypeStruct(shape, x_ND.dtype)
-    places = 2 - tuning.columns // STORE % 2  # two in turn, where a tile ends on the second
-    staged = plgpu.SMEM((WORKERS, places, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
+    num_slots = 2 - tuning.columns // STORE % 2  # two in turn, where a tile ends on the second
+    staged = plgpu.SMEM(
+        (WORKERS, num_slots, ROWS, STORE), x_ND.dtype, transforms=tile_transforms(x_ND.dtype)
+    )
     run = launch(_probabilities, out, [staged], walk, tuning)
-    more = [padded(row, 0, TILE) for row in (logsumexp * LOG2E, labels)]
+    more = [pad_axis(x, 0, TILE) for x in (logsumexp * LOG2E, labels)]
     return run(jnp.stack(numbers), x_ND, w_CPD, *more)[: x_ND.shape[0]]
 
 
@@ -127,21 +138,21 @@ def _probabilities(numbers: jax.Ref, refs: Sequence[jax.Ref], worker: jax.Array)
 
     def start(row: jax.Array) -> tuple[jax.Array, ...]:
         rows = pl.ds(row, ROWS)
-        return tuple(load(ref.at[rows], by_row()) for ref in (logsumexp, labels))
+        return tuple(load(ref.at[rows], row_layout()) for ref in (logsumexp, labels))
 
     def tile(
         carry: tuple, logits: jax.Array, row: jax.Array, column: jax.Array
     ) -> tuple[jax.Array, ...]:
         lse, label = (lax.broadcast_in_dim(c, logits.shape, [0]) for c in carry)
-        scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
-        found = jnp.exp2(scaled - lse)
-        ids = plgpu.broadcasted_iota(jnp.int32, found.shape, 1, layout=plgpu.Layout.WGMMA)
-        found = jnp.where(ids + column == label, found - 1.0, found).astype(out.dtype)
-        places = staged.shape[1]
-        for i in range(found.shape[1] // STORE):
-            smem = staged.at[worker, i % places]
-            plgpu.wait_smem_to_gmem(places - 1, wait_read_only=True)
-            smem[...] = found[:, i * STORE : (i + 1) * STORE]
+        scaled = _mask_columns(logits, limit - column, -jnp.inf) * LOG2E
+        probs = jnp.exp2(scaled - lse)
+        ids = plgpu.broadcasted_iota(jnp.int32, probs.shape, 1, layout=plgpu.Layout.WGMMA)
+        probs = jnp.where(ids + column == label, probs - 1.0, probs).astype(out.dtype)
+        num_slots = staged.shape[1]
+        for i in range(probs.shape[1] // STORE):
+            smem = staged.at[worker, i % num_slots]
+            plgpu.wait_smem_to_gmem(num_slots - 1, wait_read_only=True)
+            smem[...] = probs[:, i * STORE : (i + 1) * STORE]
             plgpu.commit_smem()
             columns = pl.ds(pl.multiple_of(column + i * STORE, STORE), STORE)
             plgpu.copy_smem_to_gmem(smem, out.at[pl.ds(row, ROWS), columns])
@@ -150,5 +161,5 @@ def _probabilities(numbers: jax.Ref, refs: Sequence[jax.Ref], worker: jax.Array)
     return Work(start, tile, lambda *_: None)
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

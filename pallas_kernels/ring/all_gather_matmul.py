@@ -17,24 +17,26 @@ The gradient: ring_gradients.py.
 import jax
 from jax import lax
 
-from hfjax.pallas_kernels.ring.products import by_jax, by_kernel, check, refusal
-from hfjax.pallas_kernels.ring.tiles import USUAL, Tuning
+from hfjax.pallas_kernels.ring.products import check, jax_pair, kernel_pair, refusal
+from hfjax.pallas_kernels.ring.tiles import DEFAULT_TUNING, Tuning
 from hfjax.utils.paths import Shaped
 
 
 def all_gather_matmul(
-    x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL
+    x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = DEFAULT_TUNING
 ) -> jax.Array:
     """Return (all ranks' x along `axis`, one below the other) @ w; inside `jax.shard_map`."""
     check(refuses(x_MK, w_KN, lax.axis_size(axis), tuning))
-    return by_kernel.gathered(x_MK, w_KN, axis, tuning)
+    return kernel_pair.gather(x_MK, w_KN, axis, tuning)
 
 
-def reference(x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL) -> jax.Array:
+def reference(
+    x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = DEFAULT_TUNING
+) -> jax.Array:
     """Return the same in plain JAX; sums of partial gradients cross the links in float32."""
-    return by_jax.gathered(x_MK, w_KN, axis, tuning)
+    return jax_pair.gather(x_MK, w_KN, axis, tuning)
 
 
-def refuses(x_MK: Shaped, w_KN: Shaped, size: int, tuning: Tuning = USUAL) -> str | None:
+def refuses(x_MK: Shaped, w_KN: Shaped, size: int, tuning: Tuning = DEFAULT_TUNING) -> str | None:
     """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
     return refusal(x_MK, w_KN, x_MK.shape[0], size, tuning)

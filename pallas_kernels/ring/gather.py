@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.mosaic import Part, Ref
-from hfjax.pallas_kernels.ring.peers import Ring, ahead
+from hfjax.pallas_kernels.mosaic import Ref, RefSlice
+from hfjax.pallas_kernels.ring.peers import Ring, rank_ahead
 from hfjax.pallas_kernels.ring.tiles import (
     DEPTH,
     HALF,
@@ -24,9 +24,9 @@ from hfjax.pallas_kernels.ring.tiles import (
     Tuning,
     copy_operands,
     launch,
+    make_tiles,
     multiply,
-    place_of,
-    tiles_of,
+    tile_slices,
     write_back,
 )
 
@@ -49,10 +49,10 @@ class _Gather:
     ) -> None:
         self.ring, self.stages, self.x, self.w, self.out = ring, stages, x, w, out
         self.depths = pl.cdiv(w.shape[0], DEPTH)
-        self.tiles = tiles_of(stages.tuning, ring.size, x.shape[0], w.shape[1])
+        self.tiles = make_tiles(stages.tuning, ring.size, x.shape[0], w.shape[1])
         if landed:
-            self.before = ahead(ring, ring.size - 1)
-            self.landed = ring.mine(landed[0])
+            self.before = rank_ahead(ring, ring.size - 1)
+            self.landed = ring.local(landed[0])
             self.landed_before = ring.peer(landed[0], self.before)
             self.arrived = ring.semaphores((ring.size - 1) * self.tiles.rows)
 
@@ -70,22 +70,22 @@ class _Gather:
         return of_mine() if self.ring.size == 1 else lax.cond(step == 0, of_mine, of_landed)
 
     def consumes(self) -> None:
-        self.tiles.walk(self._consume, jnp.int32(0))
+        self.tiles.walk(self._consume_tile, jnp.int32(0))
 
-    def _consume(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
+    def _consume_tile(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
-        passes_on = (lax.axis_index("warpgroup") == 0) & (column == 0)
-        passes_on &= step < self.ring.size - 1
+        is_sender = (lax.axis_index("warpgroup") == 0) & (column == 0)
+        is_sender &= step < self.ring.size - 1
 
         def when_passing(action: Callable):
-            return pl.when(passes_on)(action) if self.ring.size > 1 else None
+            return pl.when(is_sender)(action) if self.ring.size > 1 else None
 
-        def pass_on(k: jax.Array, place: jax.Array) -> None:
+        def pass_on(k: jax.Array, slot: jax.Array) -> None:
             @when_passing
             def _() -> None:
-                rows, _ = place_of(row, column, self.stages.tuning)
-                there = self.landed_before.at[step, rows, pl.ds(k * DEPTH, DEPTH)]
-                plgpu.copy_smem_to_gmem(self.stages.a.at[place], there)
+                rows, _ = tile_slices(row, column, self.stages.tuning)
+                remote = self.landed_before.at[step, rows, pl.ds(k * DEPTH, DEPTH)]
+                plgpu.copy_smem_to_gmem(self.stages.a.at[slot], remote)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
         all_read = lambda: when_passing(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
@@ -100,12 +100,12 @@ class _Gather:
         return begin + self.depths
 
     def _store(self, chunks: tuple, step: jax.Array, row: jax.Array, column: jax.Array) -> None:
-        rows, columns = place_of(row, column, self.stages.tuning)
-        shard = ahead(self.ring, step)
+        rows, columns = tile_slices(row, column, self.stages.tuning)
+        shard = rank_ahead(self.ring, step)
         first = rows.start + lax.axis_index("warpgroup") * HALF
 
-        def store(chunk: Part, within: int) -> None:
-            there = pl.ds(first, HALF), pl.ds(columns.start + within, chunk.shape[1])
-            plgpu.copy_smem_to_gmem(chunk, self.out.at[shard, *there])
+        def store(chunk: RefSlice, column_offset: int) -> None:
+            index = pl.ds(first, HALF), pl.ds(columns.start + column_offset, chunk.shape[1])
+            plgpu.copy_smem_to_gmem(chunk, self.out.at[shard, *index])
 
         write_back(self.stages, chunks, store)

@@ -18,31 +18,33 @@ The gradient: ring_gradients.py.
 import jax
 from jax import lax
 
-from hfjax.pallas_kernels.ring.products import by_jax, by_kernel, check, refusal
-from hfjax.pallas_kernels.ring.tiles import USUAL, Tuning
+from hfjax.pallas_kernels.ring.products import check, jax_pair, kernel_pair, refusal
+from hfjax.pallas_kernels.ring.tiles import DEFAULT_TUNING, Tuning
 from hfjax.utils.paths import Shaped
 
 
 def matmul_reduce_scatter(
-    x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL
+    x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = DEFAULT_TUNING
 ) -> jax.Array:
     """Return this rank's rows of the sum along `axis` of x @ w; inside `jax.shard_map`."""
     check(refuses(x_RK, w_KN, lax.axis_size(axis), tuning))
-    return by_kernel.scattered(x_RK, w_KN, axis, tuning)
+    return kernel_pair.scatter(x_RK, w_KN, axis, tuning)
 
 
-def reference(x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL) -> jax.Array:
+def reference(
+    x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = DEFAULT_TUNING
+) -> jax.Array:
     """Return the same in plain JAX; partial sums cross the links in float32."""
-    check(_uneven(x_RK, lax.axis_size(axis)))
-    return by_jax.scattered(x_RK, w_KN, axis, tuning)
+    check(_check_even(x_RK, lax.axis_size(axis)))
+    return jax_pair.scatter(x_RK, w_KN, axis, tuning)
 
 
-def refuses(x_RK: Shaped, w_KN: Shaped, size: int, tuning: Tuning = USUAL) -> str | None:
+def refuses(x_RK: Shaped, w_KN: Shaped, size: int, tuning: Tuning = DEFAULT_TUNING) -> str | None:
     """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
-    return _uneven(x_RK, size) or refusal(x_RK, w_KN, x_RK.shape[0] // size, size, tuning)
+    return _check_even(x_RK, size) or refusal(x_RK, w_KN, x_RK.shape[0] // size, size, tuning)
 
 
-def _uneven(x: Shaped, size: int) -> str | None:
+def _check_even(x: Shaped, size: int) -> str | None:
     if x.shape[0] % size == 0:
         return None
     return f"x {list(x.shape)}: {size} ranks share its {x.shape[0]} rows evenly. Pad them"

@@ -32,10 +32,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import current_platform, plgpu
-from hfjax.pallas_kernels.mosaic import Part, Ref
+from hfjax.pallas_kernels.mosaic import Ref, RefSlice
 from hfjax.utils.paths import Index
 
-MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
+MAX_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class MeshRing:
         # On a mesh of one device axis_index asks NVSHMEM, which need not be there.
         return jnp.int32(0) if self.size == 1 else lax.axis_index(self.axis)
 
-    def mine(self, ref: Ref) -> Ref:
+    def local(self, ref: Ref) -> Ref:
         """Return this rank's part of a buffer."""
         return ref
 
     def peer(self, ref: Any, rank: Index) -> Any:
         """Return the same buffer on another rank, to store to or to load from."""
-        there: Any = {self.axis: rank}
-        return ref if self.size == 1 else plgpu.remote_ref(ref, there)
+        device: Any = {self.axis: rank}
+        return ref if self.size == 1 else plgpu.remote_ref(ref, device)
 
     def semaphores(self, count: int) -> Any:
         """Return `count` semaphores on each rank, which are zero."""
@@ -90,10 +90,10 @@ class VirtualRing:
     def rank(self) -> jax.Array:
         return lax.axis_index("rank")
 
-    def mine(self, ref: Ref) -> Part:
+    def local(self, ref: Ref) -> RefSlice:
         return ref.at[self.rank()]
 
-    def peer(self, ref: Ref, rank: Index) -> Part:
+    def peer(self, ref: Ref, rank: Index) -> RefSlice:
         return ref.at[rank]
 
     def semaphores(self, count: int) -> tuple[Any, int]:
@@ -111,12 +111,12 @@ class VirtualRing:
 Ring = MeshRing | VirtualRing
 
 
-def ahead(ring: Ring, steps: Index) -> jax.Array:
+def rank_ahead(ring: Ring, steps: Index) -> jax.Array:
     """Return the rank that is `steps` (at most the ring's size) places after this one."""
     return lax.rem(ring.rank() + steps, jnp.int32(ring.size))
 
 
-def unreachable(size: int, blocks: int) -> str | None:
+def unreachable_reason(size: int, blocks: int) -> str | None:
     """Return why a ring of `size` ranks with so many blocks each cannot run here, or None."""
     processors = current_platform.processors()
     if processors and blocks > processors:
@@ -130,9 +130,9 @@ def unreachable(size: int, blocks: int) -> str | None:
             "GPUs of their own process. Start one process per host, or use `reference`"
         )
     mesh = jax.sharding.get_abstract_mesh().size
-    if size > 1 and mesh > MOST_GPUS:
+    if size > 1 and mesh > MAX_GPUS:
         return (
-            f"a mesh of {mesh} GPUs: the runtime aligns the start of at most {MOST_GPUS}. "
+            f"a mesh of {mesh} GPUs: the runtime aligns the start of at most {MAX_GPUS}. "
             "Use `reference`"
         )
     return None

@@ -17,19 +17,19 @@ from hfjax.utils.paths import Index
 
 def shards(x: jax.Array, axis: str) -> Iterator[tuple]:
     """Yield (rank, its x) for every rank, the nearest ones first."""
-    size, me = lax.axis_size(axis), lax.axis_index(axis)
-    onward = backward = x
-    yield me, x
+    size, own_rank = lax.axis_size(axis), lax.axis_index(axis)
+    forward = backward = x
+    yield own_rank, x
     for step in range(1, size // 2 + 1):
-        onward = lax.ppermute(onward, axis, _by(size, 1))
-        yield (me - step) % size, onward
+        forward = lax.ppermute(forward, axis, _shift(size, 1))
+        yield (own_rank - step) % size, forward
         if 2 * step < size:
-            backward = lax.ppermute(backward, axis, _by(size, -1))
-            yield (me + step) % size, backward
+            backward = lax.ppermute(backward, axis, _shift(size, -1))
+            yield (own_rank + step) % size, backward
 
 
-def _by(size: int, places: int) -> list:
-    return [(rank, (rank + places) % size) for rank in range(size)]
+def _shift(size: int, offset: int) -> list:
+    return [(rank, (rank + offset) % size) for rank in range(size)]
 
 
 def _product(a: Any, b: Any) -> jax.Array:
@@ -38,7 +38,7 @@ def _product(a: Any, b: Any) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=wide)
 
 
-def _rows(x: Any, rank: Index, count: int) -> jax.Array:
+def _slice_rows(x: Any, rank: Index, count: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, rank * count, count, 0)
 
 
@@ -57,20 +57,20 @@ def matmul_scatter(x_RK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
 
     Two sums of half the columns go round in opposite directions, in float32 (on the links too).
     """
-    size, me = lax.axis_size(axis), lax.axis_index(axis)
+    size, own_rank = lax.axis_size(axis), lax.axis_index(axis)
     rows, middle = x_RK.shape[0] // size, w_KN.shape[1] // 2
     halves = []
-    for part, way in ((w_KN[:, :middle], 1), (w_KN[:, middle:], -1)):
-        total = _product(_rows(x_RK, (me - way) % size, rows), part)
+    for w_half, direction in ((w_KN[:, :middle], 1), (w_KN[:, middle:], -1)):
+        acc = _product(_slice_rows(x_RK, (own_rank - direction) % size, rows), w_half)
         for step in range(2, size + 1):
-            total = lax.ppermute(total, axis, _by(size, way))
-            total += _product(_rows(x_RK, (me - way * step) % size, rows), part)
-        halves.append(total.astype(x_RK.dtype))
+            acc = lax.ppermute(acc, axis, _shift(size, direction))
+            acc += _product(_slice_rows(x_RK, (own_rank - direction * step) % size, rows), w_half)
+        halves.append(acc.astype(x_RK.dtype))
     return jnp.concatenate(halves, 1)
 
 
-def gathered_gradient(x_MK: jax.Array, y_RN: jax.Array, axis: str) -> jax.Array:
+def weight_gradient(x_MK: jax.Array, y_RN: jax.Array, axis: str) -> jax.Array:
     """Return (all ranks' x, one below the other)^T times y, [K, N], and never hold all of x."""
     rows = x_MK.shape[0]
-    parts = (_product(x.T, _rows(y_RN, rank, rows)) for rank, x in shards(x_MK, axis))
-    return reduce(jnp.add, parts)
+    products = (_product(x.T, _slice_rows(y_RN, rank, rows)) for rank, x in shards(x_MK, axis))
+    return reduce(jnp.add, products)

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.mosaic import Part, Ref
-from hfjax.pallas_kernels.ring.peers import Ring, ahead
+from hfjax.pallas_kernels.mosaic import Ref, RefSlice
+from hfjax.pallas_kernels.ring.peers import Ring, rank_ahead
 from hfjax.pallas_kernels.ring.tiles import (
     CHUNK,
     CONSUMERS,
@@ -29,9 +29,9 @@ from hfjax.pallas_kernels.ring.tiles import (
     Tuning,
     copy_operands,
     launch,
+    make_tiles,
     multiply,
-    place_of,
-    tiles_of,
+    tile_slices,
     write_back,
 )
 
@@ -54,67 +54,69 @@ class _Scatter:
     ) -> None:
         self.ring, self.stages, self.x, self.w, self.out = ring, stages, x, w, out
         self.depths = pl.cdiv(w.shape[0], DEPTH)
-        self.tiles = tiles_of(stages.tuning, ring.size, x.shape[1], w.shape[1])
+        self.tiles = make_tiles(stages.tuning, ring.size, x.shape[1], w.shape[1])
         self.last = ring.size - 1  # the step of this rank's own rows
-        self.elsewhere = []
+        self.peer_refs = []
         if landed:
-            self.landed = ring.mine(landed[0])
-            self.elsewhere = [ring.peer(landed[0], ahead(ring, s + 1)) for s in range(self.last)]
+            self.landed = ring.local(landed[0])
+            self.peer_refs = [
+                ring.peer(landed[0], rank_ahead(ring, s + 1)) for s in range(self.last)
+            ]
             self.arrived = ring.semaphores(self.tiles.each_step)
 
     def copy(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
-        rows_of_owner = self.x.at[ahead(self.ring, step + 1)]
+        rows_of_owner = self.x.at[rank_ahead(self.ring, step + 1)]
         end = copy_operands(self.stages, rows_of_owner, self.w, (row, column), begin)
         if not self.last:
             return end
 
-        def also_landed() -> jax.Array:
+        def copy_landed() -> jax.Array:
             index = row * self.tiles.columns + column
             self.ring.wait(self.arrived, index, CONSUMERS * self.last)
             return lax.fori_loop(
                 0, self.last, lambda source, n: self._copy_landed(source, row, column, n), end
             )
 
-        return lax.cond(step == self.last, also_landed, lambda: end)
+        return lax.cond(step == self.last, copy_landed, lambda: end)
 
     def _copy_landed(
         self, source: jax.Array, row: jax.Array, column: jax.Array, begin: jax.Array
     ) -> jax.Array:
         """Copy a tile that another rank sent, a half for each consumer, to where B's copies go."""
-        rows, columns = place_of(row, column, self.stages.tuning)
+        rows, columns = tile_slices(row, column, self.stages.tuning)
         height = HALF // 2  # in two copies: as many as a stage of operands has
 
         def copy(half: jax.Array, number: jax.Array) -> jax.Array:
-            place = self.stages.claim(number)
+            slot = self.stages.claim(number)
             for first in (0, height):
-                these = pl.ds(rows.start + half * HALF + first, height)
+                half_rows = pl.ds(rows.start + half * HALF + first, height)
                 plgpu.copy_gmem_to_smem(
-                    self.landed.at[source, these, columns],
-                    self.stages.b.at[place, pl.ds(first, height)],
-                    self.stages.full.at[place],
+                    self.landed.at[source, half_rows, columns],
+                    self.stages.b.at[slot, pl.ds(first, height)],
+                    self.stages.full.at[slot],
                 )
             return number + 1
 
         return lax.fori_loop(0, CONSUMERS, copy, begin)
 
     def consumes(self) -> None:
-        self.tiles.walk(self._consume, jnp.int32(0))
+        self.tiles.walk(self._consume_tile, jnp.int32(0))
         if self.last:
-            self._tell_of(self.tiles.last())
+            self._signal_sent(self.tiles.last())
 
-    def _consume(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
+    def _consume_tile(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
         chunks = multiply(self.stages, self.depths, begin)
         end = begin + self.depths
         if self.last:
-            self._tell_of(tile - self.tiles.blocks)
+            self._signal_sent(tile - self.tiles.blocks)
             landed = jnp.where(step == self.last, self.last, 0)
             chunks, end = lax.fori_loop(0, landed, self._add_landed, (chunks, end))
         self._store(chunks, step, row, column)
         return end
 
-    def _tell_of(self, tile: jax.Array) -> None:
+    def _signal_sent(self, tile: jax.Array) -> None:
         """Tell the owner of this block's last but one tile that it is there; it long is by now."""
         step, row, column = self.tiles.at(tile)
 
@@ -122,36 +124,36 @@ class _Scatter:
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
             index = row * self.tiles.columns + column
-            self.ring.signal(self.arrived, index, ahead(self.ring, step + 1))
+            self.ring.signal(self.arrived, index, rank_ahead(self.ring, step + 1))
 
     def _add_landed(self, _: jax.Array, carry: tuple) -> tuple:
         """Add this consumer's half of a tile, and give back both."""
         chunks, number = carry
-        places = [self.stages.filled(number + half) for half in range(CONSUMERS)]
-        place = lax.select(lax.axis_index("warpgroup") == 0, *places)
+        slots = [self.stages.wait_full(number + half) for half in range(CONSUMERS)]
+        slot = lax.select(lax.axis_index("warpgroup") == 0, *slots)
         chunks = tuple(
-            chunk + self._landed(place, c * CHUNK).astype(jnp.float32)
+            chunk + self._load_landed(slot, c * CHUNK).astype(jnp.float32)
             for c, chunk in enumerate(chunks)
         )
         plgpu.commit_smem()  # read, before a copy may write there
         for half in range(CONSUMERS):
-            self.stages.free(number + half)
+            self.stages.release(number + half)
         return chunks, number + CONSUMERS
 
-    def _landed(self, place: jax.Array, column: int) -> jax.Array:
-        chunk = self.stages.b.at[place, :, pl.ds(column, CHUNK)]
+    def _load_landed(self, slot: jax.Array, column: int) -> jax.Array:
+        chunk = self.stages.b.at[slot, :, pl.ds(column, CHUNK)]
         return plgpu.layout_cast(chunk[...], plgpu.Layout.WGMMA)
 
     def _store(self, chunks: tuple, step: jax.Array, row: jax.Array, column: jax.Array) -> None:
-        rows, columns = place_of(row, column, self.stages.tuning)
+        rows, columns = tile_slices(row, column, self.stages.tuning)
         first = rows.start + lax.axis_index("warpgroup") * HALF
 
-        def store(chunk: Part, within: int) -> None:
-            there = pl.ds(first, HALF), pl.ds(columns.start + within, chunk.shape[1])
+        def store(chunk: RefSlice, column_offset: int) -> None:
+            index = pl.ds(first, HALF), pl.ds(columns.start + column_offset, chunk.shape[1])
             # The local one comes first: jax lowers the first branch once more, to look at its
             # type, and the copy to a peer of that throw-away lowering would be remembered.
-            refs = [self.out.at[there]]
-            refs += [ref.at[s, *there] for s, ref in enumerate(self.elsewhere)]
+            refs = [self.out.at[index]]
+            refs += [ref.at[s, *index] for s, ref in enumerate(self.peer_refs)]
             which = lax.rem(step + 1, jnp.int32(self.ring.size))
             lax.switch(which, [partial(plgpu.copy_smem_to_gmem, chunk, ref) for ref in refs])
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.mosaic import Ref, kernel, role, tiled
+from hfjax.pallas_kernels.mosaic import Ref, kernel, run_role, tile_transforms
 from hfjax.pallas_kernels.ring.peers import Ring
 from hfjax.utils.paths import Index, Shaped
 
@@ -50,7 +50,7 @@ class Tuning:
             )
 
 
-USUAL = Tuning()
+DEFAULT_TUNING = Tuning()
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class Tiles:
 
     def at(self, number: Index) -> tuple:
         """Return the step, row and column of a tile."""
-        within = lax.rem(number, jnp.int32(self.each_step))
-        row, column = plgpu.planar_snake(within, (self.rows, self.columns), 0, self.band)
+        in_step = lax.rem(number, jnp.int32(self.each_step))
+        row, column = plgpu.planar_snake(in_step, (self.rows, self.columns), 0, self.band)
         return lax.div(number, jnp.int32(self.each_step)), row, column
 
-    def walk(self, visit: Callable, carry: Any) -> Any:
-        """Return the carry after `visit(number, carry)` on each tile of this block, in order."""
+    def walk(self, step_fn: Callable, carry: Any) -> Any:
+        """Return the carry after `step_fn(number, carry)` on each tile of this block, in order."""
         block = lax.axis_index("block")
         return lax.fori_loop(
-            0, self._mine(), lambda i, carry: visit(block + i * self.blocks, carry), carry
+            0, self._mine(), lambda i, carry: step_fn(block + i * self.blocks, carry), carry
         )
 
     def last(self) -> jax.Array:
@@ -89,13 +89,13 @@ class Tiles:
         return lax.div(after, jnp.int32(self.blocks))
 
 
-def tiles_of(tuning: Tuning, steps: int, rows: int, columns: int) -> Tiles:
+def make_tiles(tuning: Tuning, steps: int, rows: int, columns: int) -> Tiles:
     """Return the walk over the tiles of `steps` products of `rows` x `columns`."""
     shape = pl.cdiv(rows, ROWS), pl.cdiv(columns, tuning.columns)
     return Tiles(steps, *shape, blocks=tuning.blocks, band=tuning.band)
 
 
-def place_of(row: Index, column: Index, tuning: Tuning) -> tuple:
+def tile_slices(row: Index, column: Index, tuning: Tuning) -> tuple:
     """Return the rows and the columns of a tile."""
     return pl.ds(row * ROWS, ROWS), pl.ds(column * tuning.columns, tuning.columns)
 
@@ -111,40 +111,40 @@ class Stages:
     empty: Any
     tuning: Tuning
 
-    def place(self, number: Index) -> jax.Array:
+    def slot(self, number: Index) -> jax.Array:
         return lax.rem(number, jnp.int32(self.tuning.stages))
 
     def claim(self, number: Index) -> jax.Array:
         """Return the place of copy `number` once it is free again (the copier asks)."""
-        place = self.place(number)
+        slot = self.slot(number)
 
         @pl.when(number >= self.tuning.stages)
         def _() -> None:
-            plgpu.barrier_wait(self.empty.at[place])
+            plgpu.barrier_wait(self.empty.at[slot])
 
-        return place
+        return slot
 
-    def filled(self, number: Index) -> jax.Array:
+    def wait_full(self, number: Index) -> jax.Array:
         """Return the place of copy `number` once it holds its data (a consumer asks)."""
-        plgpu.barrier_wait(self.full.at[self.place(number)])
-        return self.place(number)
+        plgpu.barrier_wait(self.full.at[self.slot(number)])
+        return self.slot(number)
 
-    def free(self, number: Index) -> None:
-        plgpu.barrier_arrive(self.empty.at[self.place(number)])
+    def release(self, number: Index) -> None:
+        plgpu.barrier_arrive(self.empty.at[self.slot(number)])
 
-    def settle(self, count: jax.Array) -> None:
+    def drain(self, count: jax.Array) -> None:
         """Wait until the last of `count` copies were consumed: no barrier is left half way."""
         last = lax.min(count, jnp.int32(self.tuning.stages))
 
         @pl.loop(count - last, count)
         def _(number: jax.Array) -> None:
-            plgpu.barrier_wait(self.empty.at[self.place(number)])
+            plgpu.barrier_wait(self.empty.at[self.slot(number)])
 
 
 def scratch(tuning: Tuning, w: Shaped) -> list:
     """Return the shared memory of `Stages`, in the order of its fields."""
     stages, dtype = tuning.stages, w.dtype
-    transforms = tiled(dtype, math.gcd(DEPTH, *w.shape))
+    transforms = tile_transforms(dtype, math.gcd(DEPTH, *w.shape))
     return [
         plgpu.SMEM((stages, ROWS, DEPTH), dtype, transforms=transforms),
         plgpu.SMEM((stages, DEPTH, tuning.columns), dtype, transforms=transforms),
@@ -157,12 +157,12 @@ def scratch(tuning: Tuning, w: Shaped) -> list:
 def copy_operands(stages: Stages, a: Ref, b: Ref, tile: tuple, begin: jax.Array) -> jax.Array:
     """Copy the operands of a (row, column), depth by depth; return the number of the next copy."""
     row, column = tile
-    rows, columns = place_of(row, column, stages.tuning)
+    rows, columns = tile_slices(row, column, stages.tuning)
 
     def copy(k: jax.Array, number: jax.Array) -> jax.Array:
-        place, depths = stages.claim(number), pl.ds(k * DEPTH, DEPTH)
-        plgpu.copy_gmem_to_smem(a.at[rows, depths], stages.a.at[place], stages.full.at[place])
-        plgpu.copy_gmem_to_smem(b.at[depths, columns], stages.b.at[place], stages.full.at[place])
+        slot, depths = stages.claim(number), pl.ds(k * DEPTH, DEPTH)
+        plgpu.copy_gmem_to_smem(a.at[rows, depths], stages.a.at[slot], stages.full.at[slot])
+        plgpu.copy_gmem_to_smem(b.at[depths, columns], stages.b.at[slot], stages.full.at[slot])
         return number + 1
 
     return lax.fori_loop(0, pl.cdiv(b.shape[0], DEPTH), copy, begin)
@@ -176,38 +176,38 @@ def multiply(
     stages: Stages,
     depths: int,
     begin: jax.Array,
-    also: Callable = _nothing,
-    last: Callable = _nothing,
+    on_stage: Callable = _nothing,
+    before_release: Callable = _nothing,
 ) -> tuple[jax.Array, ...]:
     """Return this warpgroup's half of a tile in fp32, a chunk of columns after the other.
 
-    `also(k, place)` is done with each place while it is multiplied; a place is given back one step
-    later, and the last one after `last()`.
+    `on_stage(k, place)` is done with each place while it is multiplied; a place is given back one
+    step later, and the last one after `before_release()`.
     """
     half = pl.ds(lax.axis_index("warpgroup") * HALF, HALF)
 
-    def accumulated(acc: Any) -> tuple[jax.Array, ...]:
+    def accumulate(acc: Any) -> tuple[jax.Array, ...]:
         def step(k: jax.Array, number: jax.Array) -> jax.Array:
-            place = stages.filled(number)
-            plgpu.wgmma(acc, stages.a.at[place, half], stages.b.at[place])
-            also(k, place)
+            slot = stages.wait_full(number)
+            plgpu.wgmma(acc, stages.a.at[slot, half], stages.b.at[slot])
+            on_stage(k, slot)
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)
             def _() -> None:
-                stages.free(number - 1)
+                stages.release(number - 1)
 
             return number + 1
 
         end = lax.fori_loop(0, depths, step, begin)
         plgpu.wgmma_wait(0)
-        last()
-        stages.free(end - 1)
+        before_release()
+        stages.release(end - 1)
         value = acc[...]
         return tuple(value[:, c : c + CHUNK] for c in range(0, stages.tuning.columns, CHUNK))
 
     shape = (HALF, stages.tuning.columns)
-    return pl.run_scoped(accumulated, plgpu.ACC(shape, jnp.float32))  # pyright: ignore
+    return pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))  # pyright: ignore
 
 
 def write_back(stages: Stages, chunks: tuple, store: Callable) -> None:
@@ -234,26 +234,26 @@ def launch(
     `body(ring, stages, x, w, out, landed)` has what the copier does, and what a consumer does.
     """
     shapes = shapes[: min(ring.size, 2)]  # alone, nothing lands
-    made = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
+    out_shapes = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
 
-    def whole(*refs: jax.Ref) -> None:
+    def run_block(*refs: jax.Ref) -> None:
         x, w, out, *landed, a, b, staged, full, empty = refs
         stages = Stages(a, b, staged, full, empty, tuning)
-        work = body(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
+        work = body(ring, stages, ring.local(x), ring.local(w), ring.local(out), landed)
         warpgroup = lax.axis_index("warpgroup")
 
         def consume() -> None:
             work.consumes()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        copy = lambda: stages.settle(work.tiles.walk(work.copy, jnp.int32(0)))
-        role(warpgroup == CONSUMERS, COPIER_REGISTERS, "decrease", copy)
-        role(warpgroup < CONSUMERS, CONSUMER_REGISTERS, "increase", consume)
+        copy = lambda: stages.drain(work.tiles.walk(work.copy, jnp.int32(0)))
+        run_role(warpgroup == CONSUMERS, COPIER_REGISTERS, "decrease", copy)
+        run_role(warpgroup < CONSUMERS, CONSUMER_REGISTERS, "increase", consume)
 
-    whole.__name__ = name
+    run_block.__name__ = name
     return kernel(
-        whole,
-        made,
+        run_block,
+        out_shapes,
         scratch(tuning, jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)),
         grid=(*ring.ranks, tuning.blocks),
         grid_names=(*ring.rank_names, "block"),

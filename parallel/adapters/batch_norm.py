@@ -14,38 +14,38 @@ from typing import Any
 
 from flax import linen, nnx
 
-from hfjax.parallel.mesh import SAMPLE_AXES
-from hfjax.parallel.spmd.global_batch import devices_along
+from hfjax.parallel.mesh import DATA_AXES
+from hfjax.parallel.spmd.global_batch import axis_size_or_one
 from hfjax.parallel.spmd.partition_context import is_recording
 from hfjax.parallel.spmd.rule_calls import own_rows
-from hfjax.utils.paths import path_of
+from hfjax.utils.paths import join_path
 
 
-def convert(model: nnx.Module, synchronised: bool) -> int:
+def convert_batch_norms(model: nnx.Module, synchronised: bool) -> int:
     """Let BatchNorm be over the rows of all devices, or of each; return how many there are."""
     modules = [module for _, module in nnx.iter_modules(model)]
     norms = [module for module in modules if isinstance(module, nnx.BatchNorm)]
     for module in norms:
         if not synchronised:
-            module.__class__ = _on_own_rows(type(module))
+            module.__class__ = _per_device_norm(type(module))
             continue
         if type(module) is nnx.BatchNorm:
             module.__class__ = SyncBatchNorm
-        setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
-    of_linen = (nnx.state(m, nnx.BatchStat) for m in modules if isinstance(m, nnx.bridge.ToNNX))
-    paths = ({path_of(keys) for keys, _ in nnx.to_flat_state(state)} for state in of_linen)
-    return len(norms) + sum(map(linen_norms, paths))
+        setattr(module, "axis_name", DATA_AXES)  # noqa: B010  flax declares one name
+    linen_states = (nnx.state(m, nnx.BatchStat) for m in modules if isinstance(m, nnx.bridge.ToNNX))
+    paths = ({join_path(keys) for keys, _ in nnx.to_flat_state(state)} for state in linen_states)
+    return len(norms) + sum(map(count_linen_norms, paths))
 
 
-def notes_of(count: int, synchronised: bool) -> list[str]:
+def batch_norm_notes(count: int, synchronised: bool) -> list[str]:
     """Return what `print(layout)` says of so many BatchNorms."""
-    where = "each device (sync_batch_norm=False)"
+    extent = "each device (sync_batch_norm=False)"
     if synchronised:
-        where = "all devices, as one device does (sync_batch_norm=False: as the model is written)"
-    return [f"BatchNorm ({count}): normalises over the rows of {where}"] if count else []
+        extent = "all devices, as one device does (sync_batch_norm=False: as the model is written)"
+    return [f"BatchNorm ({count}): normalises over the rows of {extent}"] if count else []
 
 
-def linen_norms(paths: Collection[str]) -> int:
+def count_linen_norms(paths: Collection[str]) -> int:
     """Return how many BatchNorms of Linen keep statistics under these paths.
 
     Their modules exist in calls only, and `model_init` may have called them before.
@@ -54,14 +54,14 @@ def linen_norms(paths: Collection[str]) -> int:
     return sum(name == "mean" and var in paths for name, var in pairs)
 
 
-ONE_ROW = (
+ONE_EXAMPLE = (
     "sync_batch_norm=False: each device has one row, the one that BatchNorm sees. Leave "
     "sync_batch_norm at True, give more rows, or use GroupNorm."
 )
 
 
 @cache
-def _on_own_rows(kind: type) -> type:
+def _per_device_norm(norm_class: type) -> type:
     """Return a kind of BatchNorm whose calls run on each device's own rows."""
 
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +69,9 @@ def _on_own_rows(kind: type) -> type:
 
         def run(state: Any, x: Any, arrays: Any) -> Any:
             if x.shape[0] == 1:
-                warnings.warn(ONE_ROW, UserWarning, stacklevel=2)
+                warnings.warn(ONE_EXAMPLE, UserWarning, stacklevel=2)
             module = nnx.merge(graph, state)
-            y = kind.__call__(module, x, *args, **{**kwargs, **arrays})
+            y = norm_class.__call__(module, x, *args, **{**kwargs, **arrays})
             return y, nnx.state(module)
 
         arrays = {name: v for name, v in kwargs.items() if hasattr(v, "shape")}
@@ -79,36 +79,36 @@ def _on_own_rows(kind: type) -> type:
         nnx.update(self, state)
         return y
 
-    return type(kind.__name__, (kind,), {"__call__": call})
+    return type(norm_class.__name__, (norm_class,), {"__call__": call})
 
 
-def linen_on_own_rows(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+def linen_per_device(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
     """Let Linen's BatchNorm normalise over the rows of each device: an interceptor of methods."""
     module = context.module
-    own = isinstance(module, linen.BatchNorm) and context.method_name == "__call__"
-    if not own or module.is_initializing() or not is_recording():
+    is_norm = isinstance(module, linen.BatchNorm) and context.method_name == "__call__"
+    if not is_norm or module.is_initializing() or not is_recording():
         return call(*args, **kwargs)
     settings = {f.name: getattr(module, f.name) for f in fields(module) if f.init}
-    alone = type(module)(**{**settings, "parent": None})
+    norm = type(module)(**{**settings, "parent": None})
     writes = module.is_mutable_collection("batch_stats")
     arrays = {name: v for name, v in kwargs.items() if hasattr(v, "shape")}
 
-    def run(held: Any, x: Any, arrays: Any) -> Any:
+    def run(variables: Any, x: Any, arrays: Any) -> Any:
         more: Any = {**kwargs, **arrays, "mutable": ["batch_stats"] if writes else False}
-        return alone.apply(held, x, *args[1:], **more)
+        return norm.apply(variables, x, *args[1:], **more)
 
-    found = own_rows(run)(dict(module.variables), args[0], arrays)
+    out = own_rows(run)(dict(module.variables), args[0], arrays)
     if not writes:
-        return found
-    y, written = found
-    for name, value in written["batch_stats"].items():
+        return out
+    y, updates = out
+    for name, value in updates["batch_stats"].items():
         module.put_variable("batch_stats", name, value)
     return y
 
 
 def check_mask(module: Any, mask: Any) -> None:
     """Refuse a mask where flax would average the means of devices, however many rows each has."""
-    if mask is not None and math.prod(map(devices_along, SAMPLE_AXES)) > 1:
+    if mask is not None and math.prod(map(axis_size_or_one, DATA_AXES)) > 1:
         raise ValueError(
             f"{type(module).__name__} with mask=: flax averages the statistics of devices whatever "
             "number of rows of each counts, which is not what one device computes. Mask before "
@@ -131,6 +131,6 @@ def synchronise_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -
     """Let Linen's BatchNorm normalise over the rows of all devices: an interceptor of methods."""
     module = context.module
     if isinstance(module, linen.BatchNorm) and context.method_name == "__call__":
-        object.__setattr__(module, "axis_name", SAMPLE_AXES)  # of this call's own instance
+        object.__setattr__(module, "axis_name", DATA_AXES)  # of this call's own instance
         check_mask(module, kwargs.get("mask"))
     return call(*args, **kwargs)

@@ -17,10 +17,10 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from hfjax.utils.paths import is_key
+from hfjax.utils.paths import is_random_key
 from hfjax.utils.tables import human
 
-_GIVEN: ContextVar[Sequence[Any] | None] = ContextVar("arrays of a built model", default=None)
+_ARRAYS: ContextVar[Sequence[Any] | None] = ContextVar("arrays of a built model", default=None)
 
 
 class HoldsLayersError(Exception):
@@ -36,29 +36,29 @@ UNTRACEABLE = (
 )
 
 
-class Built:
+class EagerInit:
     """Returns a model that was built, with the arrays of the seed at hand.
 
     Attributes:
         notes: What is told of it.
     """
 
-    def __init__(self, make: Callable[[Any], Any], why: Exception) -> None:
+    def __init__(self, make: Callable[[Any], Any], cause: Exception) -> None:
         self._make = make
         try:
-            model = self._for_real(0)
+            model = self._construct(0)
         except Exception as error:
             raise ValueError(
-                f"model_init cannot be traced ({_first_line(why)}), and fails where it is built "
+                f"model_init cannot be traced ({_first_line(cause)}), and fails where it is built "
                 f"for real, on the CPU: {type(error).__name__}: {_first_line(error)}"
             ) from error
-        self._graph, self._form, leaves = _apart(model)
-        self._is_key = [is_key(x) for x in leaves]
+        self._graph, self._treedef, leaves = _split_model(model)
+        self._is_key = [is_random_key(x) for x in leaves]
         self._first = list(map(_on_host, leaves))
         self._last = 0, self._first  # a seed, and what was built for it
         size = human(sum(x.nbytes for x in self._first))
         self.notes = (
-            f"model_init cannot be traced ({_first_line(why)}): the model is built for real, on "
+            f"model_init cannot be traced ({_first_line(cause)}): the model is built for real, on "
             f"the CPU, {size}, here and for each seed",
         )
 
@@ -67,52 +67,52 @@ class Built:
         if seed == 0:
             return self._first
         if seed != self._last[0]:
-            self._last = seed, list(map(_on_host, _apart(self._for_real(seed))[2]))
+            self._last = seed, list(map(_on_host, _split_model(self._construct(seed))[2]))
         return self._last[1]
 
     def __call__(self, seed: Any) -> Any:
         """Return the model with the arrays that are held; of a seed that is traced those of 0."""
-        given = _GIVEN.get()
-        if given is None and not isinstance(seed, Tracer):
-            given = self.arrays(seed)
-        arrays = map(jnp.asarray, self._first if given is None else given)
+        host_arrays = _ARRAYS.get()
+        if host_arrays is None and not isinstance(seed, Tracer):
+            host_arrays = self.arrays(seed)
+        arrays = map(jnp.asarray, self._first if host_arrays is None else host_arrays)
         pairs = zip(arrays, self._is_key, strict=True)
         leaves = [jax.random.wrap_key_data(x) if keyed else x for x, keyed in pairs]
-        model = jax.tree.unflatten(self._form, leaves)
+        model = jax.tree.unflatten(self._treedef, leaves)
         return model if self._graph is None else nnx.merge(self._graph, model)
 
-    def _for_real(self, seed: int) -> Any:
+    def _construct(self, seed: int) -> Any:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return self._make(seed)
 
 
-_LAST: list[tuple[Callable, Built]] = []  # what was built last, and by what
+_LAST: list[tuple[Callable, EagerInit]] = []  # what was built last, and by what
 
 
-def built_by(model_init: Callable, make: Callable[[Any], Any], why: Exception) -> Built:
+def eager_init(model_init: Callable, make: Callable[[Any], Any], cause: Exception) -> EagerInit:
     """Return what `model_init` builds: once for layouts in a row, for it may draw other numbers."""
     if not _LAST or _LAST[0][0] is not model_init:
-        _LAST[:] = [(model_init, Built(make, why))]
+        _LAST[:] = [(model_init, EagerInit(make, cause))]
     return _LAST[0][1]
 
 
 @contextmanager
-def holding(arrays: Sequence[Any]) -> Iterator[None]:
+def use_arrays(arrays: Sequence[Any]) -> Iterator[None]:
     """Let models that are built have these arrays."""
-    before = _GIVEN.set(arrays)
+    before = _ARRAYS.set(arrays)
     try:
         yield
     finally:
-        _GIVEN.reset(before)
+        _ARRAYS.reset(before)
 
 
-def in_functions(model: nnx.Module) -> list[str]:
+def layers_in_functions(model: nnx.Module) -> list[str]:
     """Return the attributes of a model that are functions which keep layers."""
-    found = []
+    attributes = []
     for _, module in nnx.iter_modules(model):
-        kept = (name for name, value in vars(module).items() if _keeps_layers(value))
-        found += [f"{type(module).__name__}.{name}" for name in kept]
-    names = sorted(set(found))
+        holders = (name for name, value in vars(module).items() if _keeps_layers(value))
+        attributes += [f"{type(module).__name__}.{name}" for name in holders]
+    names = sorted(set(attributes))
     return names if len(names) < 5 else [*names[:3], f"{len(names) - 3} others"]
 
 
@@ -121,15 +121,15 @@ def _keeps_layers(value: object) -> bool:
     return any(isinstance(x, nnx.Module) or _keeps_layers(x) for x in cells)
 
 
-def _apart(model: Any) -> tuple[Any, Any, list[Any]]:
+def _split_model(model: Any) -> tuple[Any, Any, list[Any]]:
     """Return the graph of a module (None: a pytree), the form of its state, and its arrays."""
     graph, tree = nnx.split(model) if isinstance(model, nnx.Module) else (None, model)
-    leaves, form = jax.tree.flatten(tree)
-    return graph, form, leaves
+    leaves, treedef = jax.tree.flatten(tree)
+    return graph, treedef, leaves
 
 
 def _on_host(x: jax.Array) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    return np.asarray(jax.random.key_data(x) if is_random_key(x) else x)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,10 +10,10 @@ from flax import nnx
 
 from hfjax.utils.paths import Flat, Index
 
-KEY, ROW_KEYS, TRAIN = "key", "row_keys", "train"
+KEY, EXAMPLE_KEYS, TRAIN = "key", "example_keys", "train"
 
 
-def asked_by(forward: Callable | None) -> tuple[str, ...]:
+def requested_names(forward: Callable | None) -> tuple[str, ...]:
     """Return what `forward` asks for by name beside the model and the batch."""
     if forward is None:
         return ()
@@ -24,8 +24,8 @@ def asked_by(forward: Callable | None) -> tuple[str, ...]:
     except (TypeError, ValueError):  # it has none to look at
         return ()
     bound = forward.keywords if isinstance(forward, functools.partial) else {}
-    asked = [name for name in list(parameters)[2:] if name not in bound]
-    names = tuple(name for name in (KEY, ROW_KEYS, TRAIN) if name in asked)
+    unbound = [name for name in list(parameters)[2:] if name not in bound]
+    names = tuple(name for name in (KEY, EXAMPLE_KEYS, TRAIN) if name in unbound)
     try:
         inspect.signature(forward).bind_partial("model", "batch")
     except TypeError as error:
@@ -41,33 +41,34 @@ def asked_by(forward: Callable | None) -> tuple[str, ...]:
         raise ValueError(
             f"forward{inspect.signature(forward)}: {unknown[0]!r} is not known. It is given "
             "(model, batch) and may ask by name for `key` (a random key of the step, another one "
-            "on each device), `row_keys` (one for each row, the same on every mesh) and `train` "
+            "on each device), `example_keys` (one for each row, the same on every mesh) and "
+            "`train` "
             "(whether this is a training step)."
         )
     return names
 
 
-def keys_asked(asks: Sequence[str]) -> dict[str, nnx.Variable]:
+def key_templates(names: Sequence[str]) -> dict[str, nnx.Variable]:
     """Return path -> template of the random keys that `forward` asks for."""
     abstract = jax.eval_shape(lambda: jax.random.key(0))
     kinds = {
         KEY: nnx.RngKey(abstract, tag="forward"),
-        ROW_KEYS: nnx.Variable(abstract, per_row=True),
+        EXAMPLE_KEYS: nnx.Variable(abstract, per_example=True),
     }
-    return {variable_of(name): kinds[name] for name in asks if name in kinds}
+    return {key_path(name): kinds[name] for name in names if name in kinds}
 
 
-def with_keys(create: Callable[[Any], Flat], paths: Iterable[str]) -> Callable[[Any], Flat]:
+def add_keys(create: Callable[[Any], Flat], paths: Iterable[str]) -> Callable[[Any], Flat]:
     """Return a function of a seed that makes what `create` makes, and a key for each path."""
     paths = list(paths)
 
-    def both(seed: Index) -> Flat:
+    def create_all(seed: Index) -> Flat:
         key = jax.random.fold_in(jax.random.key(seed), 2)
         return create(seed) | {path: jax.random.fold_in(key, i) for i, path in enumerate(paths)}
 
-    return both if paths else create
+    return create_all if paths else create
 
 
-def variable_of(name: str) -> str:
+def key_path(name: str) -> str:
     """Return the path in the state of a random key that `forward` asks for."""
     return f"forward.{name}"

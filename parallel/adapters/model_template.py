@@ -13,31 +13,31 @@ from flax import linen, nnx
 from jax import lax
 
 from hfjax.parallel.adapters.batch_norm import (
-    convert,
-    linen_norms,
-    linen_on_own_rows,
-    notes_of,
+    batch_norm_notes,
+    convert_batch_norms,
+    count_linen_norms,
+    linen_per_device,
     synchronise_linen,
 )
 from hfjax.parallel.adapters.constructed import (
     UNTRACEABLE,
-    Built,
+    EagerInit,
     HoldsLayersError,
-    built_by,
-    in_functions,
+    eager_init,
+    layers_in_functions,
 )
-from hfjax.parallel.adapters.forward_signature import asked_by, keys_asked, with_keys
-from hfjax.parallel.adapters.pytrees import Tree, tree_apart
-from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, STACK, STAYS, on_one_device
-from hfjax.parallel.spmd.global_batch import axes_of, devices_along
+from hfjax.parallel.adapters.forward_signature import add_keys, key_templates, requested_names
+from hfjax.parallel.adapters.pytrees import TreeTemplate, split_tree
+from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, KEEP_SHARDED, STACK, on_one_device
+from hfjax.parallel.spmd.global_batch import axis_size_or_one, logical_axes
 from hfjax.parallel.spmd.partition_context import is_recording
-from hfjax.parallel.spmd.rule_calls import named
-from hfjax.utils.paths import Flat, Index, check_paths, natural, path_of
+from hfjax.parallel.spmd.rule_calls import keep_as_call
+from hfjax.utils.paths import Flat, Index, check_paths, join_path, natural_sort_key
 
 LAYERS = "layers/"
 
 
-Flattened = Sequence[tuple[tuple, Any]]  # keys inside a layer, variable
+FlatVariables = Sequence[tuple[tuple, Any]]  # keys inside a layer, variable
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Layer:
 
     number: int
     graph: Any  # a graph definition, or the function that the layer is
-    parameters: Flattened = ()
-    variables: Flattened = ()
+    parameters: FlatVariables = ()
+    variables: FlatVariables = ()
 
     @property
     def paths(self) -> list[str]:
         """The paths of the parameters."""
-        return [raw(variable).path for _, variable in self.parameters]
+        return [raw_value(variable).path for _, variable in self.parameters]
 
 
-def fill(variables: Flattened, array_of: Callable[[str], Any]) -> nnx.State:
+def fill(variables: FlatVariables, array_of: Callable[[str], Any]) -> nnx.State:
     """Return variables of a layer that hold the arrays of their paths."""
-    held = [(keys, _held(v, array_of(raw(v).path))) for keys, v in variables]
-    return nnx.from_flat_state(held)
+    flat_state = [(keys, _with_value(v, array_of(raw_value(v).path))) for keys, v in variables]
+    return nnx.from_flat_state(flat_state)
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ModelTemplate:
     """The static part of a model, and one template variable for each of its arrays."""
 
     create: Callable[[Any], Flat]  # seed -> {path: array}, parameters and other variables alike
@@ -70,21 +70,24 @@ class Blueprint:
     variables: Mapping[str, Any]  # path -> template of what is not a parameter
     graphs: Mapping[str, Any]  # "train", "eval", "model" (as made) -> graph definition, or a Tree
     keys: Mapping[str, tuple]  # path -> where an array lies in the graph
-    three_parts: bool = False
+    is_layer_stack: bool = False
     stacked: bool = False  # the layers are one module of stacked arrays
     sync_batch_norm: bool = True  # BatchNorm is over the rows of all devices
     notes: tuple[str, ...] = ()  # what was done to the model, and what of it is not trained
     prepare: Callable | None = None  # the model's own: batch -> batch, of whole rows
-    as_made: Mapping[str, Any] = field(default_factory=dict)  # `parameters` of nnx without hooks
-    built: Built | None = None  # what built the model, where its constructor cannot be traced
+    unhooked_parameters: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # `parameters` of nnx without hooks
+    # What built the model, where its constructor cannot be traced.
+    eager_init: EagerInit | None = None
 
-    def prepared(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a batch of whole rows as the model wants it, before positions are dealt."""
         return batch if self.prepare is None else self.prepare(batch)
 
     def after_step(self, variables: Flat, metrics: Flat) -> tuple[Flat, Flat]:
         """Return the variables that the model's own `after_step` changes, and the metrics."""
-        if isinstance(self.graphs["train"], Tree):
+        if isinstance(self.graphs["train"], TreeTemplate):
             return {}, metrics
         hook = getattr(self.abstract("train"), "after_step", None)
         return ({}, metrics) if hook is None else hook(variables, metrics)
@@ -92,63 +95,67 @@ class Blueprint:
     def merge(self, parameters: Flat, variables: Flat, mode: str) -> Any:
         """Return the model that holds these arrays."""
         graph = self.graphs[mode]
-        if isinstance(graph, Tree):
-            return graph.filled({**variables, **parameters})
+        if isinstance(graph, TreeTemplate):
+            return graph.fill({**variables, **parameters})
         states = [
-            nnx.from_flat_state({self.keys[p]: _held(like[p], v) for p, v in values.items()})
+            nnx.from_flat_state({self.keys[p]: _with_value(like[p], v) for p, v in values.items()})
             for like, values in (
-                (self.as_made if mode == "model" else self.parameters, parameters),
+                (self.unhooked_parameters if mode == "model" else self.parameters, parameters),
                 (self.variables, {p: v for p, v in variables.items() if p in self.keys}),
             )
         ]
         return nnx.merge(graph, *states)
 
     @property
-    def listed(self) -> bool:
+    def is_layer_list(self) -> bool:
         """Whether the model is in three parts and its layers are a list."""
-        return self.three_parts and not self.stacked
+        return self.is_layer_stack and not self.stacked
 
     def layers(self, mode: str) -> list[Layer]:
         """Return the layers of a list, or the one layer that all stacked ones are."""
         templates = {**self.parameters, **self.variables}
-        found: list[Layer] = []
+        split_layers: list[Layer] = []
 
         def take_apart(parameters: Flat, variables: Flat) -> None:
             paths = {id(x): path for path, x in (parameters | variables).items()}
-            away = lambda x: _held(templates[paths[id(x)]], Placeholder(paths[id(x)]))
+            placeholder_of = lambda x: _with_value(
+                templates[paths[id(x)]], Placeholder(paths[id(x)])
+            )
             layers = self.merge(parameters, variables, mode).layers
-            items = items_of(layers) if self.listed else [layers]
-            found[:] = [_layer(number, x, away) for number, x in enumerate(items)]
+            items = items_of(layers) if self.is_layer_list else [layers]
+            split_layers[:] = [
+                _split_layer(number, x, placeholder_of) for number, x in enumerate(items)
+            ]
 
         jax.eval_shape(take_apart, *self._shapes)
-        return found
+        return split_layers
 
     @property
-    def number_of_layers(self) -> int:
+    def num_layers(self) -> int:
         """How many layers a model in three parts has."""
-        if self.listed:
+        if self.is_layer_list:
             return len(self.layers("train"))
-        held = {**self.parameters, **self.variables}.items()
-        return next(v.shape[0] for path, v in held if path.startswith(LAYERS))
+        entries = {**self.parameters, **self.variables}.items()
+        return next(v.shape[0] for path, v in entries if path.startswith(LAYERS))
 
-    def equipped(self, kernels: Any) -> "Blueprint":
-        """Return the blueprint whose modules choose kernels by `kernels`.
+    def with_ops(self, ops: Any) -> "ModelTemplate":
+        """Return the blueprint whose modules choose kernels by `ops`.
 
-        They are those whose `kernels` is that of `hfjax.models.layers.plain` (marked
+        They are those whose `ops` is that of `hfjax.models.layers.local_ops` (marked
         `chooses_kernels`).
         """
-        return replace(self, graphs={mode: self._equipped(mode, kernels) for mode in self.graphs})
+        return replace(self, graphs={mode: self._graph_with_ops(mode, ops) for mode in self.graphs})
 
-    def _equipped(self, mode: str, kernels: Any) -> Any:
+    def _graph_with_ops(self, mode: str, ops: Any) -> Any:
         graph = self.graphs[mode]
 
         def hand_over(parameters: Flat, variables: Flat) -> None:
             nonlocal graph
             model = self.merge(parameters, variables, mode)
-            hand(model, "kernels", "chooses_kernels", kernels)
+            inject(model, "kernels", "chooses_kernels", ops)
             graph = nnx.split(model, nnx.Param, ...)[0]
 
-        if not isinstance(graph, Tree):
+        if not isinstance(graph, TreeTemplate):
             jax.eval_shape(hand_over, *self._shapes)
         return graph
 
@@ -158,35 +165,37 @@ class Blueprint:
 
     @property
     def _shapes(self) -> tuple[Flat, Flat]:
-        shapes = lambda templates: {path: raw(v) for path, v in templates.items()}
+        shapes = lambda templates: {path: raw_value(v) for path, v in templates.items()}
         return shapes(self.parameters), shapes(self.variables)
 
-    def variables_of(self, model: Any) -> Flat:
+    def model_variables(self, model: Any) -> Flat:
         """Return the arrays of a model that are not parameters."""
         if not self.variables or not isinstance(model, nnx.Module):
             return {}
-        return _raw(nnx.state(model, nnx.Not(nnx.Param)))
+        return _raw_values(nnx.state(model, nnx.Not(nnx.Param)))
 
-    def around(self) -> AbstractContextManager:
+    def call_context(self) -> AbstractContextManager:
         """Return the context in which the model and the loss are called."""
-        intercept = synchronise_linen if self.sync_batch_norm else linen_on_own_rows
+        intercept = synchronise_linen if self.sync_batch_norm else linen_per_device
         return linen.intercept_methods(intercept)
 
-    def of_rows(self, path: str) -> bool:
+    def is_batched(self, path: str) -> bool:
         """Return whether a variable has a row for each row of the batch."""
-        return axes_of(self.variables[path])[:1] == ("batch",)
+        return logical_axes(self.variables[path])[:1] == ("batch",)
 
-    def takes_pieces(self, path: str) -> bool:
+    def takes_shards(self, path: str) -> bool:
         """Return whether the module of a parameter takes pieces of it: it marks it so."""
         template = self.parameters[path]
-        return isinstance(template, nnx.Variable) and bool(template.get_metadata(STAYS, False))
+        return isinstance(template, nnx.Variable) and bool(
+            template.get_metadata(KEEP_SHARDED, False)
+        )
 
-    def axes(self, path: str, given: Mapping[str, tuple]) -> tuple[str | None, ...]:
+    def axes(self, path: str, overrides: Mapping[str, tuple]) -> tuple[str | None, ...]:
         """Return the logical name of each dimension of a parameter."""
         template = self.parameters[path]
-        if path in given:
-            return tuple(given[path])
-        axes = axes_of(template)
+        if path in overrides:
+            return tuple(overrides[path])
+        axes = logical_axes(template)
         stack = (STACK,) if self.stacked and path.startswith(LAYERS) else ()
         unnamed = (None,) * (len(template.shape) - len(stack))
         return (*stack, *(axes or unnamed))
@@ -202,126 +211,133 @@ def items_of(layers: Any) -> Iterable[Any]:
     return layers.layers if isinstance(layers, nnx.Sequential) else layers
 
 
-def has_three_parts(model: object) -> bool:
+def has_layer_stack(model: object) -> bool:
     """Return whether a model has `layers`, and methods `embed` and `head`."""
     methods = [getattr(type(model), name, None) for name in ("embed", "head")]
     return hasattr(model, "layers") and all(map(inspect.isfunction, methods))
 
 
-def raw(template: Any) -> Any:
+def raw_value(template: Any) -> Any:
     """Return what a variable holds; an array that is in no variable itself."""
     return template.get_raw_value() if isinstance(template, nnx.Variable) else template
 
 
-def _held(template: Any, value: Any) -> Any:
+def _with_value(template: Any, value: Any) -> Any:
     return template.replace(value) if isinstance(template, nnx.Variable) else value
 
 
-def _layer(number: int, layer: Any, away: Callable[[Any], Any]) -> Layer:
+def _split_layer(number: int, layer: Any, placeholder_of: Callable[[Any], Any]) -> Layer:
     if not isinstance(layer, nnx.Module):  # a function, as nnx.Sequential may hold
         return Layer(number, layer)
     graph, *states = nnx.split(layer, nnx.Param, ...)
-    held = [[(keys, away(raw(x))) for keys, x in nnx.to_flat_state(state)] for state in states]
-    return Layer(number, graph, *held)
+    flat_states = [
+        [(keys, placeholder_of(raw_value(x))) for keys, x in nnx.to_flat_state(state)]
+        for state in states
+    ]
+    return Layer(number, graph, *flat_states)
 
 
-def rngs_of(seed: Index) -> nnx.Rngs:
+def make_rngs(seed: Index) -> nnx.Rngs:
     """Return one stream for parameters and one for dropout, so that a rate changes no weight."""
     key = jax.random.key(seed)
     return nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))
 
 
-def _flat(state: nnx.State) -> dict[str, Any]:
-    return {path_of(keys): leaf for keys, leaf in nnx.to_flat_state(state)}
+def _flatten_state(state: nnx.State) -> dict[str, Any]:
+    return {join_path(keys): leaf for keys, leaf in nnx.to_flat_state(state)}
 
 
-def _raw(state: nnx.State) -> Flat:
-    return {path: raw(leaf) for path, leaf in _flat(state).items()}
+def _raw_values(state: nnx.State) -> Flat:
+    return {path: raw_value(leaf) for path, leaf in _flatten_state(state).items()}
 
 
-def blueprint(
+def make_template(
     model_init: Callable,
     place: Callable,
     forward: Callable | None = None,
     sync_batch_norm: bool = True,
-) -> Blueprint:
+) -> ModelTemplate:
     """Return the blueprint of what `model_init(rngs)` makes; allocates nothing.
 
-    Modules whose `place` is that of `hfjax.models.layers.anywhere` (marked `places_activations`)
-    are handed the function that places activations by name. A training step keeps the mode in
-    which the model was built, part by part; an evaluation calls its `eval()`.
+    Modules whose `place` is that of `hfjax.models.layers.no_constraint` (marked
+    `places_activations`) are handed the function that places activations by name. A training step
+    keeps the mode in which the model was built, part by part; an evaluation calls its `eval()`.
     """
-    asks = asked_by(forward)
-    make = lambda seed: _made(model_init, seed)
-    built: Built | None = None
-    found: dict[str, Any] = {}
+    requested = requested_names(forward)
+    make = lambda seed: _init_model(model_init, seed)
+    eager: EagerInit | None = None
+    fields: dict[str, Any] = {}
 
-    def take_apart() -> Any:
+    def split_model() -> Any:
         model = make(0)
         if not isinstance(model, nnx.Module):
             return None
-        as_made = nnx.split(model, nnx.Param, ...)[0]
-        hand(model, "place", "places_activations", place)
-        number(model)
-        if (hidden := in_functions(model)) and built is None:
+        initial = nnx.split(model, nnx.Param, ...)[0]
+        inject(model, "place", "places_activations", place)
+        number_modules(model)
+        if (hidden := layers_in_functions(model)) and eager is None:
             raise HoldsLayersError(f"{', '.join(hidden)} keep layers in functions")
         frozen = [f"not trained, since functions keep them: layers of {', '.join(hidden)}"]
-        notes = notes_of(convert(model, sync_batch_norm), sync_batch_norm)
-        found["notes"] = (*notes, *(frozen if hidden else ()))
-        _settle(model)
+        notes = batch_norm_notes(convert_batch_norms(model, sync_batch_norm), sync_batch_norm)
+        fields["notes"] = (*notes, *(frozen if hidden else ()))
+        _set_train_mode(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
         model.eval()
         evaluating = nnx.split(model, nnx.Param, ...)[0]
-        found["graphs"] = {"model": as_made, "train": graph, "eval": evaluating}
-        found["three_parts"] = parts = has_three_parts(model)
-        found["stacked"] = parts and not is_list(getattr(model, "layers", None))
-        found["prepare"] = getattr(type(model), "prepare", None)
+        fields["graphs"] = {"model": initial, "train": graph, "eval": evaluating}
+        fields["is_layer_stack"] = is_stack = has_layer_stack(model)
+        fields["stacked"] = is_stack and not is_list(getattr(model, "layers", None))
+        fields["prepare"] = getattr(type(model), "prepare", None)
         return states
 
     with nnx.use_eager_sharding(False):  # names of axes are ours to read, on our own mesh
         try:
-            states = jax.eval_shape(on_one_device(take_apart))
-        except UNTRACEABLE as why:
-            make = built = built_by(model_init, make, why)
-            states = jax.eval_shape(on_one_device(take_apart))
+            states = jax.eval_shape(on_one_device(split_model))
+        except UNTRACEABLE as cause:
+            make = eager = eager_init(model_init, make, cause)
+            states = jax.eval_shape(on_one_device(split_model))
     if states is None:
-        tree = Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm, built=built)
-        norms = linen_norms([path for path in tree.parameters if path.startswith("batch_stats/")])
-        notes = notes_of(norms, sync_batch_norm)
-        return _asking(replace(tree, notes=(*notes, *tree.notes)), asks)
-    where = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
-    check_paths(list(map(path_of, where)))
-    parameters, variables = map(_flat, states)
+        tree = ModelTemplate(**split_tree(make), sync_batch_norm=sync_batch_norm, eager_init=eager)
+        norms = count_linen_norms(
+            [path for path in tree.parameters if path.startswith("batch_stats/")]
+        )
+        notes = batch_norm_notes(norms, sync_batch_norm)
+        return _add_forward_keys(replace(tree, notes=(*notes, *tree.notes)), requested)
+    key_paths = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
+    check_paths(list(map(join_path, key_paths)))
+    parameters, variables = map(_flatten_state, states)
 
     def create(seed: Index) -> Flat:
         with nnx.use_eager_sharding(False):
-            return on_one_device(lambda: _raw(nnx.split(make(seed), ...)[1]))()
+            return on_one_device(lambda: _raw_values(nnx.split(make(seed), ...)[1]))()
 
-    made = Blueprint(
+    template = ModelTemplate(
         sync_batch_norm=sync_batch_norm,
         # Traced once, however many programs begin with it; what is built has other arrays in each.
-        create=create if built else jax.jit(create, inline=True),
-        built=built,
-        parameters={path: _hooked(v) for path, v in parameters.items()},
-        as_made=parameters,
+        create=create if eager else jax.jit(create, inline=True),
+        eager_init=eager,
+        parameters={path: _with_hooks(v) for path, v in parameters.items()},
+        unhooked_parameters=parameters,
         variables=variables,
-        keys={path_of(keys): keys for keys in where},
-        **found,
+        keys={join_path(keys): keys for keys in key_paths},
+        **fields,
     )
-    return _asking(made, asks)
+    return _add_forward_keys(template, requested)
 
 
-def _asking(made: Blueprint, asks: Sequence[str]) -> Blueprint:
+def _add_forward_keys(template: ModelTemplate, requested: Sequence[str]) -> ModelTemplate:
     """Return the blueprint whose state also holds the random keys that `forward` asks for."""
-    wanted = keys_asked(asks)
-    create = with_keys(made.create, wanted)
-    notes = (*made.notes, *(made.built.notes if made.built else ()))
-    return replace(made, create=create, variables={**made.variables, **wanted}, notes=notes)
+    forward_keys = key_templates(requested)
+    create = add_keys(template.create, forward_keys)
+    notes = (*template.notes, *(template.eager_init.notes if template.eager_init else ()))
+    return replace(
+        template, create=create, variables={**template.variables, **forward_keys}, notes=notes
+    )
 
 
-def _made(model_init: Callable, seed: Index) -> Any:
+def _init_model(model_init: Callable, seed: Index) -> Any:
     """Return what `model_init` makes; arrays in attributes of its modules are data."""
-    model = model_init(rngs_of(seed))
+    model = model_init(make_rngs(seed))
     if isinstance(model, nnx.Module):
         for _, node in nnx.iter_graph(model):
             if isinstance(node, nnx.Pytree):
@@ -331,7 +347,7 @@ def _made(model_init: Callable, seed: Index) -> Any:
     return model
 
 
-def _settle(model: nnx.Module) -> None:
+def _set_train_mode(model: nnx.Module) -> None:
     """Switch to training what was built without saying in which mode."""
     for _, module in nnx.iter_modules(model):
         for name in ("deterministic", "use_running_average"):
@@ -340,7 +356,7 @@ def _settle(model: nnx.Module) -> None:
 
 
 @dataclass(frozen=True)
-class WholeElsewhere:
+class GatherExperts:
     """A hook of a parameter of which a mixture takes the pieces on each device.
 
     The mixture reads it without hooks (`get_raw_value`); what else reads it is given all pieces.
@@ -351,23 +367,27 @@ class WholeElsewhere:
 
     def __call__(self, variable: Any, value: Any) -> Any:
         """Return what the variable holds, whole."""
-        pieces = variable.get_raw_value()
-        one_expert = pieces.ndim < -self.dim  # as its own module reads it
-        if one_expert or pieces.shape[self.dim] == self.size:
+        shard = variable.get_raw_value()
+        one_expert = shard.ndim < -self.dim  # as its own module reads it
+        if one_expert or shard.shape[self.dim] == self.size:
             return value
-        if not (_axes_of_experts() or is_recording()):  # on shapes
+        if not (_expert_axes() or is_recording()):  # on shapes
             return value
-        if value is not pieces:  # a part of what is here
+        if value is not shard:  # a part of what is here
             raise ValueError(
                 "a parameter of a mixture of experts is indexed outside of the mixture, and this "
-                f"device has {pieces.shape[self.dim]} of {self.size} experts. Read it whole, then "
+                f"device has {shard.shape[self.dim]} of {self.size} experts. Read it whole, then "
                 "index it: parameter[...][index]."
             )
-        join = partial(_joined, value.ndim + self.dim)
-        times = self.size // pieces.shape[self.dim]
-        alike = lambda x: jnp.concatenate([x] * times, self.dim)
-        rule = lambda call, scope, body, given: [call.again(scope.whole(given[0]))]
-        return named(rule, join, alike, ELSEWHERE)(value) if is_recording() else join(value)
+        gather = partial(_gather_experts, value.ndim + self.dim)
+        times = self.size // shard.shape[self.dim]
+        repeat = lambda x: jnp.concatenate([x] * times, self.dim)
+        rule = lambda call, ctx, body, args: [call.reapply(ctx.replicate(args[0]))]
+        return (
+            keep_as_call(rule, gather, repeat, ELSEWHERE)(value)
+            if is_recording()
+            else gather(value)
+        )
 
 
 ELSEWHERE = (
@@ -376,22 +396,22 @@ ELSEWHERE = (
 )
 
 
-def _axes_of_experts() -> tuple[str, ...]:
-    return tuple(axis for axis in EXPERT_AXES if devices_along(axis) > 1)
+def _expert_axes() -> tuple[str, ...]:
+    return tuple(axis for axis in EXPERT_AXES if axis_size_or_one(axis) > 1)
 
 
-def _joined(dim: int, pieces: jax.Array) -> jax.Array:
-    return lax.all_gather(pieces, _axes_of_experts(), axis=dim, tiled=True)
+def _gather_experts(dim: int, shard: jax.Array) -> jax.Array:
+    return lax.all_gather(shard, _expert_axes(), axis=dim, tiled=True)
 
 
-def _hooked(variable: nnx.Variable) -> nnx.Variable:
+def _with_hooks(variable: nnx.Variable) -> nnx.Variable:
     """Return the variable with hooks: reading it where it is not is refused, pieces are joined."""
     own = variable.get_metadata("on_get_value", ())
     own = own if isinstance(own, tuple) else (own,)
-    names, hooks = axes_of(variable), [refuse_elsewhere]
-    if variable.get_metadata(STAYS, False) and EXPERTS in names:
+    names, hooks = logical_axes(variable), [refuse_placeholder]
+    if variable.get_metadata(KEEP_SHARDED, False) and EXPERTS in names:
         dim = names.index(EXPERTS) - len(names)
-        hooks.append(WholeElsewhere(dim, variable.shape[dim]))
+        hooks.append(GatherExperts(dim, variable.shape[dim]))
     variable = variable.copy()
     variable.set_metadata(on_get_value=(*hooks, *own))
     return variable
@@ -400,24 +420,25 @@ def _hooked(variable: nnx.Variable) -> nnx.Variable:
 # -- what modules are handed: those that mark an attribute of theirs get it ----------------------
 
 
-def hand(model: nnx.Module, name: str, mark: str, given: Any) -> None:
-    """Put `given` in the attribute `name` of all modules whose own one there is marked."""
+def inject(model: nnx.Module, name: str, mark: str, value: Any) -> None:
+    """Put `value` in the attribute `name` of all modules whose own one there is marked."""
     for _, module in nnx.iter_modules(model):
         if getattr(getattr(module, name, None), mark, False):
-            setattr(module, name, given)
+            setattr(module, name, value)
 
 
-def number(model: nnx.Module) -> None:
+def number_modules(model: nnx.Module) -> None:
     """Give modules that take a number theirs, in the order of paths: one for all layers of a stack.
 
-    They are those whose `number` is `hfjax.models.layers.unnumbered` (marked `takes_number`).
+    They are those whose `number_modules` is `hfjax.models.layers.unnumbered` (marked
+    `takes_number`).
     """
     takes = lambda module: getattr(getattr(module, "number", None), "takes_number", False)
-    found = {
-        f"{path_of(keys)}/": module for keys, module in nnx.iter_modules(model) if takes(module)
+    modules = {
+        f"{join_path(keys)}/": module for keys, module in nnx.iter_modules(model) if takes(module)
     }
-    for i, path in enumerate(sorted(found, key=natural)):
-        setattr(found[path], "number", i)  # noqa: B010  modules of any kind
+    for i, path in enumerate(sorted(modules, key=natural_sort_key)):
+        setattr(modules[path], "number", i)  # noqa: B010  modules of any kind
 
 
 class Placeholder:
@@ -448,10 +469,10 @@ class Placeholder:
 
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul neg abs len iter lt le gt ge float array"
 for _name in _OPERATORS.split():
-    for _side in ("", "r"):
-        setattr(Placeholder, f"__{_side}{_name}__", Placeholder._refuse)
+    for _prefix in ("", "r"):
+        setattr(Placeholder, f"__{_prefix}{_name}__", Placeholder._refuse)
 
 
-def refuse_elsewhere(variable: nnx.Variable, value: Any) -> Any:
+def refuse_placeholder(variable: nnx.Variable, value: Any) -> Any:
     """Return what a variable holds, unless that is elsewhere: a hook of every parameter."""
     return value._refuse() if isinstance(value, Placeholder) else value

@@ -14,29 +14,29 @@ from hfjax.utils.paths import Flat, Index, check_paths
 
 
 @dataclass(frozen=True)
-class Tree:
+class TreeTemplate:
     """A bare pytree without its arrays."""
 
     definition: Any
     leaves: tuple[Any, ...]  # paths of arrays, and what is no array as it is
     is_path: tuple[bool, ...]
 
-    def filled(self, arrays: Flat) -> Any:
+    def fill(self, arrays: Flat) -> Any:
         """Return the tree that holds these arrays."""
         pairs = zip(self.leaves, self.is_path, strict=True)
         return self.definition.unflatten([arrays[x] if path else x for x, path in pairs])
 
 
-def tree_apart(make: Callable[[Any], Any]) -> dict[str, Any]:
+def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the fields of a `Blueprint` of a bare pytree: its loss is given the tree.
 
     Arrays of whole numbers and keys are variables; what is no array stays as it is.
     """
-    found: list[tuple[Any, Any]] = []
-    form: Any = None
+    leaves: list[tuple[Any, Any]] = []
+    treedef: Any = None
 
     def arrays(seed: Index):
-        nonlocal form
+        nonlocal treedef
         tree = make(seed)
         if isinstance(tree, linen.Module):
             raise ValueError(
@@ -45,50 +45,53 @@ def tree_apart(make: Callable[[Any], Any]) -> dict[str, Any]:
                 "the parameters, module.init(rngs.params(), inputs), with forward=lambda params, "
                 "batch: module.apply(params, …)."
             )
-        found[:], form = jax.tree_util.tree_flatten_with_path(tree)
-        return {i: leaf for i, (_, leaf) in enumerate(found) if _is_array(leaf)}
+        leaves[:], treedef = jax.tree_util.tree_flatten_with_path(tree)
+        return {i: leaf for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)}
 
     shapes = jax.eval_shape(on_one_device(lambda: arrays(0)))
     if not shapes:
         raise ValueError(
-            f"model_init returned {_what(found, form)}: an nnx.Module or a pytree of arrays is "
+            f"model_init returned {_describe(leaves, treedef)}: an nnx.Module or a pytree of "
+            "arrays is "
             "expected."
         )
-    paths = [jax.tree_util.keystr(keys, simple=True, separator="/") or "array" for keys, _ in found]
+    paths = [
+        jax.tree_util.keystr(keys, simple=True, separator="/") or "array" for keys, _ in leaves
+    ]
     check_paths([paths[i] for i in shapes])
-    rest = {i: leaf for i, (_, leaf) in enumerate(found) if i not in shapes}
-    _check_numbers(found, rest, paths)
-    is_path = tuple(i in shapes for i in range(len(found)))
-    tree = Tree(form, tuple(rest.get(i, path) for i, path in enumerate(paths)), is_path)
-    trained = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    rest = {i: leaf for i, (_, leaf) in enumerate(leaves) if i not in shapes}
+    _check_numbers(leaves, rest, paths)
+    is_path = tuple(i in shapes for i in range(len(leaves)))
+    tree = TreeTemplate(treedef, tuple(rest.get(i, path) for i, path in enumerate(paths)), is_path)
+    is_trainable = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
 
     def create(seed: Index):
-        made = on_one_device(lambda: arrays(seed))()
-        return {paths[i]: x if trained(x) else jnp.asarray(x) for i, x in made.items()}
+        values = on_one_device(lambda: arrays(seed))()
+        return {paths[i]: x if is_trainable(x) else jnp.asarray(x) for i, x in values.items()}
 
     return dict(
         create=create,
-        parameters={paths[i]: x for i, x in shapes.items() if trained(x)},
-        variables={paths[i]: x for i, x in shapes.items() if not trained(x)},
+        parameters={paths[i]: x for i, x in shapes.items() if is_trainable(x)},
+        variables={paths[i]: x for i, x in shapes.items() if not is_trainable(x)},
         graphs=dict.fromkeys(("model", "train", "eval"), tree),
         keys={paths[i]: () for i in shapes},
-        notes=tuple(_numbers_left(rest, paths)),
+        notes=tuple(_number_notes(rest, paths)),
     )
 
 
-def _what(found: Sequence[tuple[Any, Any]], form: Any) -> str:
-    kinds = sorted({type(leaf).__name__ for _, leaf in found})
-    return f"no array, but {', '.join(kinds)}" if kinds else type(form.unflatten([])).__name__
+def _describe(leaves: Sequence[tuple[Any, Any]], treedef: Any) -> str:
+    kinds = sorted({type(leaf).__name__ for _, leaf in leaves})
+    return f"no array, but {', '.join(kinds)}" if kinds else type(treedef.unflatten([])).__name__
 
 
 def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _check_numbers(found: Sequence, rest: Mapping[int, Any], paths: Sequence[str]) -> None:
+def _check_numbers(leaves: Sequence, rest: Mapping[int, Any], paths: Sequence[str]) -> None:
     """Refuse a Python float where it may be meant as a parameter: in a plain container."""
     for i, leaf in rest.items():
-        attribute = any(isinstance(key, jax.tree_util.GetAttrKey) for key in found[i][0])
+        attribute = any(isinstance(key, jax.tree_util.GetAttrKey) for key in leaves[i][0])
         if isinstance(leaf, float | complex) and not attribute:
             raise ValueError(
                 f"{paths[i]} is the Python number {leaf}: is it a parameter? Write "
@@ -96,7 +99,7 @@ def _check_numbers(found: Sequence, rest: Mapping[int, Any], paths: Sequence[str
             )
 
 
-def _numbers_left(rest: Mapping[int, Any], paths: Sequence[str]) -> Iterator[str]:
+def _number_notes(rest: Mapping[int, Any], paths: Sequence[str]) -> Iterator[str]:
     numbers = [paths[i] for i, leaf in rest.items() if isinstance(leaf, float | complex)]
     if numbers:
         yield f"Python numbers stay as they are and are not trained: {', '.join(numbers)}"

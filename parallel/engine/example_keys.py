@@ -1,8 +1,8 @@
 """Random keys on devices: one for each row of the global batch, or one for each device.
 
-A variable that holds a key and says `per_row=True` becomes one key per row of the global batch, so
-that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes one per device
-and microbatch: as random, but other masks on another mesh.
+A variable that holds a key and says `per_example=True` becomes one key per row of the global batch,
+so that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes one per
+device and microbatch: as random, but other masks on another mesh.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,19 +14,19 @@ from jax import lax
 from jax.sharding import Mesh
 
 from hfjax.parallel.adapters.model_template import LAYERS
-from hfjax.parallel.mesh import row_axes, size_of
-from hfjax.parallel.spmd.global_batch import per_row
-from hfjax.utils.paths import Flat, Index, is_key
+from hfjax.parallel.mesh import active_batch_axes, size_of
+from hfjax.parallel.spmd.global_batch import per_example
+from hfjax.utils.paths import Flat, Index, is_random_key
 
 
-def keys_here(
+def local_keys(
     templates: Mapping[str, Any],
     mesh: Mesh,
     variables: Flat,
-    local_rows: int,
+    local_batch_size: int,
     step: Index,
-    whole: bool = False,
-    dealt: bool = False,
+    global_keys: bool = False,
+    redistributed: bool = False,
 ) -> tuple[Callable, Flat]:
     """Return what gives the variables that hold keys on this device, and the other variables.
 
@@ -34,31 +34,35 @@ def keys_here(
         templates: Path -> template of a variable.
         mesh: The mesh.
         variables: What they hold in the state.
-        local_rows: How many rows of the batch this device has.
+        local_batch_size: How many rows of the batch this device has.
         step: The number of the step.
-        whole: Keys are those of all rows of a microbatch, as one device has them; else those of
-            this device.
-        dealt: Microbatches have the rows that they have on one device.
+        global_keys: Keys are those of all rows of a microbatch, as one device has them; else those
+            of this device.
+        redistributed: Microbatches have the rows that they have on one device.
 
     Returns:
         Function of (layer or None, number of a microbatch, its rows), and the statistics.
     """
     random = {p: v for p, v in variables.items() if is_random(templates[p])}
-    axes = row_axes(mesh)
+    axes = active_batch_axes(mesh)
 
-    def keys(layer: Index | None, number: Index, rows: int) -> Flat:
+    def keys(layer: Index | None, number: Index, batch_size: int) -> Flat:
         device = lax.axis_index(axes) if axes else 0
-        of_all = number * rows * size_of(axes, mesh)
-        first = of_all + device * rows if dealt else device * local_rows + number * rows
-        drawn = of_all if whole else first
-        of_layer = variables_of(random, layer).items()
-        given = step, first, rows, drawn
-        return {p: keys_for(templates[p], key, *given) for p, key in of_layer}
+        global_first = number * batch_size * size_of(axes, mesh)
+        first = (
+            global_first + device * batch_size
+            if redistributed
+            else device * local_batch_size + number * batch_size
+        )
+        key_index = global_first if global_keys else first
+        layer_keys = layer_variables(random, layer).items()
+        key_args = step, first, batch_size, key_index
+        return {p: derive_keys(templates[p], key, *key_args) for p, key in layer_keys}
 
     return keys, {p: v for p, v in variables.items() if p not in random}
 
 
-def variables_of(variables: Flat, layer: Index | None) -> Flat:
+def layer_variables(variables: Flat, layer: Index | None) -> Flat:
     """Return the variables of one of the stacked layers (None: all as they are)."""
     if layer is None:
         return variables
@@ -68,26 +72,26 @@ def variables_of(variables: Flat, layer: Index | None) -> Flat:
 
 def is_random(variable: object) -> bool:
     """Return whether a variable is the state of a random generator: any typed key is."""
-    return isinstance(variable, nnx.RngState) or is_key(variable) or per_row(variable)
+    return isinstance(variable, nnx.RngState) or is_random_key(variable) or per_example(variable)
 
 
-def keys_for(
+def derive_keys(
     variable: Any,
     key: jax.Array,
     step: Index,
-    first_row: Index,
-    rows: int,
-    drawn: Index | None = None,
+    first_example: Index,
+    batch_size: int,
+    key_index: Index | None = None,
 ) -> jax.Array:
-    """Return what a variable holds while the rows from `first_row` (counted globally) run.
+    """Return what a variable holds while the rows from `first_example` (counted globally) run.
 
-    A key that is not one for each row is that of the row `drawn` (None: the first).
+    A key that is not one for each row is that of the row `key_index` (None: the first).
     """
-    if not (per_row(variable) or isinstance(variable, nnx.RngKey) or is_key(variable)):
+    if not (per_example(variable) or isinstance(variable, nnx.RngKey) or is_random_key(variable)):
         return key
-    if not per_row(variable):
-        return _fold(_fold(key, step), first_row if drawn is None else drawn)
-    ids = first_row + lax.iota("int32", rows)
+    if not per_example(variable):
+        return _fold(_fold(key, step), first_example if key_index is None else key_index)
+    ids = first_example + lax.iota("int32", batch_size)
     return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)
 
 

@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from hfjax.parallel.mesh import BATCH_AXES
-from hfjax.parallel.spmd.global_batch import devices_along
+from hfjax.parallel.spmd.global_batch import axis_size_or_one
 
 
 def gather_rows(x: Any) -> Any:
@@ -28,7 +28,7 @@ def gather_rows(x: Any) -> Any:
         >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["rows"])
         16
     """
-    axes = tuple(axis for axis in BATCH_AXES if devices_along(axis) > 1)
+    axes = tuple(axis for axis in BATCH_AXES if axis_size_or_one(axis) > 1)
     if not axes:
         return x
-    return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)
+    return jax.tree.map(lambda leaf: lax.all_gather(leaf, axes, axis=0, tiled=True), x)

@@ -14,15 +14,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from hfjax.parallel.engine.comm_plan import (
-    Choose,
-    Movement,
-    by_xla,
-    legs,
-    on_tensor_shards,
+    ChooseKernel,
+    CommPlan,
+    collectives,
+    map_tensor_shards,
     scatter,
+    use_xla,
 )
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use, size_of
-from hfjax.parallel.param_specs import Dims, Placed, entries_of, keep
+from hfjax.parallel.param_specs import Dims, ParamSpecs, entries_of, keep_axes
 from hfjax.parallel.precision.dtypes import Precision
 from hfjax.parallel.strategy import Axes
 from hfjax.utils.paths import Flat
@@ -33,15 +33,15 @@ def one_scatter_per_axis(dims: Dims) -> Dims:
     return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
 
 
-def reduce_gradient(move: Movement, gradient: jax.Array, dtype: DTypeLike) -> jax.Array:
+def reduce_gradient(plan: CommPlan, gradient: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the gradient of a whole parameter in the shape and dtype in which it accumulates.
 
     It is scattered, or summed over `psum_at_once`, or neither; `reduce_dtype` is what is sent and
     added in, if anything is.
     """
-    sent, axes = move.scatters or move.psum_at_once, move.psum_at_once
-    gradient = gradient.astype(move.reduce_dtype if sent else dtype)
-    gradient = scatter(gradient, move.scatters, move.tensor_dims)
+    sent, axes = plan.scatters or plan.psum_axes, plan.psum_axes
+    gradient = gradient.astype(plan.reduce_dtype if sent else dtype)
+    gradient = scatter(gradient, plan.scatters, plan.tensor_dims)
     return (lax.psum(gradient, axes) if axes else gradient).astype(dtype)
 
 
@@ -56,46 +56,52 @@ class Reduction:
 
     precision: Precision
     hierarchical: bool
-    choose: Choose  # what scatters, as `legs` asks for it
+    choose_kernel: ChooseKernel  # what scatters, as `collectives` asks for it
     axes: Axes  # along which each device has a gradient of its own
-    psum_at_once: Mapping[str, Axes]  # path -> axes over which its gradient is summed already
+    summed_axes: Mapping[str, Axes]  # path -> axes over which its gradient is summed already
 
-    def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
+    def __call__(self, gradients: Flat, param_specs: Mapping[str, ParamSpecs]) -> Flat:
         """Return the gradients summed over all devices, each placed as its moments."""
         groups: dict[Axes, Flat] = {}
         for path, gradient in gradients.items():
-            dtype = self.precision.at(path).of(placed[path].dtype).reduce
-            shard, axes = self._scatter(placed[path], gradient.astype(dtype))
+            dtype = self.precision.at(path).of(param_specs[path].dtype).reduce
+            shard, axes = self._scatter(param_specs[path], gradient.astype(dtype))
             groups.setdefault(axes, {})[path] = shard
         summed: Flat = {}
         for axes, group in groups.items():
-            mesh = placed[next(iter(group))].mesh
-            rows = in_use(mesh, BATCH_AXES)
-            if self.hierarchical and len(rows) > 1 and set(rows) <= set(axes):
+            mesh = param_specs[next(iter(group))].mesh
+            batch_axes = in_use(mesh, BATCH_AXES)
+            if self.hierarchical and len(batch_axes) > 1 and set(batch_axes) <= set(axes):
                 rest = tuple(axis for axis in axes if axis not in BATCH_AXES)
                 group = lax.psum(group, rest) if rest else group
-                summed |= {path: _sum_by_node(placed[path], g) for path, g in group.items()}
+                summed |= {path: _sum_by_node(param_specs[path], g) for path, g in group.items()}
             else:
                 summed |= lax.psum(group, axes) if axes else group
         return {path: summed[path].astype(gradient.dtype) for path, gradient in gradients.items()}
 
-    def _scatter(self, p: Placed, gradient: jax.Array) -> tuple[jax.Array, Axes]:
+    def _scatter(self, spec: ParamSpecs, gradient: jax.Array) -> tuple[jax.Array, Axes]:
         """Scatter what the moments are split by and the gradient is not; return axes to sum."""
-        todo = p.moment_only_dims("gradient")
+        todo = spec.optimizer_only_dims("gradient")
         todo = one_scatter_per_axis(todo) if self.hierarchical else todo
-        choose = by_xla if p.tensor_dims else self.choose
-        scatters = legs("reduce_scatter", todo, gradient, gradient.dtype, p.mesh, choose)
-        gradient = scatter(gradient, scatters, p.tensor_dims)
-        done = p.split_axes("gradient", "moment").union(p.stays, self.psum_at_once.get(p.path, ()))
+        choose_kernel = use_xla if spec.tensor_dims else self.choose_kernel
+        scatters = collectives(
+            "reduce_scatter", todo, gradient, gradient.dtype, spec.mesh, choose_kernel
+        )
+        gradient = scatter(gradient, scatters, spec.tensor_dims)
+        done = spec.split_axes("gradient", "moment").union(
+            spec.sharded_compute, self.summed_axes.get(spec.path, ())
+        )
         return gradient, tuple(axis for axis in self.axes if axis not in done)
 
 
-def _sum_by_node(p: Placed, gradient: jax.Array) -> jax.Array:
+def _sum_by_node(spec: ParamSpecs, gradient: jax.Array) -> jax.Array:
     """Scatter over the innermost axis (in a node), add over the others, gather over it."""
-    *across, inside = in_use(p.mesh, BATCH_AXES)
-    size = size_of((inside,), p.mesh)
-    taken = entries_of(keep(p.parameter, (*TENSOR_AXES, *p.stays)), len(p.shape))
-    free = [d for d, n in enumerate(p.shape) if not taken[d] and n % size == 0]
+    *across, inside = in_use(spec.mesh, BATCH_AXES)
+    size = size_of((inside,), spec.mesh)
+    entries = entries_of(
+        keep_axes(spec.parameter, (*TENSOR_AXES, *spec.sharded_compute)), len(spec.shape)
+    )
+    free = [d for d, n in enumerate(spec.shape) if not entries[d] and n % size == 0]
     if not free:
         return lax.psum(gradient, BATCH_AXES)
 
@@ -104,4 +110,4 @@ def _sum_by_node(p: Placed, gradient: jax.Array) -> jax.Array:
         shard = lax.psum(shard, tuple(across))
         return lax.all_gather(shard, inside, axis=free[0], tiled=True, to="invarying")
 
-    return on_tensor_shards(add, p.tensor_dims, len(p.shape))(gradient)
+    return map_tensor_shards(add, spec.tensor_dims, len(spec.shape))(gradient)

@@ -1,7 +1,7 @@
 """What every data plane knows of a step, and what it does on each device with that.
 
 `StepContext` is made once, when the step is built: the model without its arrays, where each
-parameter lies, the mesh, how the step runs. Its `traced` is what becomes known while the step is
+parameter lies, the mesh, how the step runs. Its `trace` is what becomes known while the step is
 traced.
 """
 
@@ -18,30 +18,37 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
-from hfjax.parallel.adapters.model_template import LAYERS, Blueprint
-from hfjax.parallel.engine.comm_plan import Choose, Leg, Movement, by_xla, legs, pin_tensor_axes
-from hfjax.parallel.engine.example_keys import keys_here
+from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate
+from hfjax.parallel.engine.comm_plan import (
+    ChooseKernel,
+    CommPlan,
+    DimCollective,
+    collectives,
+    pin_tensor_axes,
+    use_xla,
+)
+from hfjax.parallel.engine.example_keys import local_keys
 from hfjax.parallel.engine.layer_remat import LayerOptions
-from hfjax.parallel.engine.model_ops import Traced
+from hfjax.parallel.engine.model_ops import TraceRecord
 from hfjax.parallel.engine.reduce_gradients import Reduction, one_scatter_per_axis, reduce_gradient
-from hfjax.parallel.engine.unshard import Stored
+from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
     AXES,
     PIPE_AXIS,
     SEQUENCE_AXES,
+    active_batch_axes,
+    auto_axes,
+    grid_axes,
     in_use,
     manual_axes,
     meanings,
-    partitioned,
     platform_of,
-    row_axes,
-    sides,
     size_of,
 )
-from hfjax.parallel.param_specs import Placed
+from hfjax.parallel.param_specs import ParamSpecs
 from hfjax.parallel.precision.dtypes import Dtypes
-from hfjax.parallel.spmd.placements import Side
+from hfjax.parallel.spmd.placements import AxisGroup
 from hfjax.parallel.spmd.report import check_gathers
 from hfjax.parallel.strategy import Axes
 from hfjax.utils.mean import Mean, as_mean
@@ -52,20 +59,20 @@ from hfjax.utils.paths import Flat, Tree
 class StepContext:
     """A step on one device, between the parameters at rest and the reduced gradients."""
 
-    blueprint: Blueprint
-    placed: Mapping[str, Placed]
+    template: ModelTemplate
+    param_specs: Mapping[str, ParamSpecs]
     mesh: Mesh
     execution: Execution
     loss: Callable
     forward: Callable | None
-    traced: Traced
+    trace: TraceRecord
     one_microbatch: bool  # no gradient has to wait for another (in a pipeline: never)
     gathered_for_step: frozenset[str]  # paths of parameters that are gathered once in a step
 
     @property
-    def in_parts(self) -> bool:
+    def is_layer_stack(self) -> bool:
         """Whether the model is run in three parts (else it is called as it is)."""
-        return self.forward is None and self.blueprint.three_parts
+        return self.forward is None and self.template.is_layer_stack
 
     @property
     def platform(self) -> str:
@@ -73,46 +80,50 @@ class StepContext:
         return platform_of(self.mesh)
 
     @property
-    def trained(self) -> list[str]:
+    def trainable(self) -> list[str]:
         """The parameters that have a gradient."""
-        return [path for path, p in self.placed.items() if not p.frozen]
+        return [path for path, p in self.param_specs.items() if not p.frozen]
 
     @cached_property
     def options(self) -> LayerOptions:
         """How layers run."""
-        in_layers = (p for path, p in self.placed.items() if path.startswith(LAYERS))
+        in_layers = (p for path, p in self.param_specs.items() if path.startswith(LAYERS))
         gathers = any(p.split_dims("parameter") for p in in_layers)
-        of_mesh = meanings(self.mesh).items()
-        others = in_use(self.mesh, [a for a, what in of_mesh if what.stays or not what.rows])
-        return LayerOptions(self.execution, gathers, not others, self.platform, self.traced)
+        mesh_axes = meanings(self.mesh).items()
+        others = in_use(
+            self.mesh, [a for a, meaning in mesh_axes if meaning.keeps_sharded or not meaning.batch]
+        )
+        return LayerOptions(self.execution, gathers, not others, self.platform, self.trace)
 
     def policy(self, views: bool = False) -> Callable | None:
         """Return what a layer may save whose parameters are fetched outside of it."""
-        return self.options.remat.policy(0, views, keep=False, seen=self.traced.names)
+        return self.options.remat.policy(0, views, keep=False, seen_names=self.trace.names)
 
     # -- on devices ---------------------------------------------------------------------------
 
     @property
-    def rows(self) -> Axes:
+    def batch_axes(self) -> Axes:
         """The axes over which rows are split."""
-        return row_axes(self.mesh)
+        return active_batch_axes(self.mesh)
 
     @property
-    def shares(self) -> Axes:
+    def sequence_axes(self) -> Axes:
         """The axes whose devices have parts of the same rows."""
         return in_use(self.mesh, SEQUENCE_AXES)
 
     @property
-    def samples(self) -> Axes:
+    def data_axes(self) -> Axes:
         """The axes over which rows are split, and positions."""
-        return (*self.rows, *self.shares)
+        return (*self.batch_axes, *self.sequence_axes)
 
     @property
     def axes(self) -> Axes:
         """The axes over which what is computed differs: of stages, a grid, rows, positions."""
-        of_mesh = meanings(self.mesh).items()
-        stays = [axis for axis, what in of_mesh if what.stays and not what.rows]
-        return (*in_use(self.mesh, stays), *self.samples)
+        mesh_axes = meanings(self.mesh).items()
+        model_axes = [
+            axis for axis, meaning in mesh_axes if meaning.keeps_sharded and not meaning.batch
+        ]
+        return (*in_use(self.mesh, model_axes), *self.data_axes)
 
     def shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Map over the manual axes.
@@ -122,19 +133,19 @@ class StepContext:
         A model that is called as it is may have callbacks, which run where all axes are manual: so
         are those that the partitioner has no use for.
         """
-        alone = not self.in_parts and not partitioned(self.mesh)
-        names = set(AXES if alone else manual_axes(self.mesh))
+        all_manual = not self.is_layer_stack and not auto_axes(self.mesh)
+        names = set(AXES if all_manual else manual_axes(self.mesh))
         specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(device, mesh=self.mesh, axis_names=names, check_vma=False, **specs)
 
     def specs(self, column: str) -> dict[str, P]:
         """Return where a column has each parameter, along the manual axes."""
-        return {path: p.manual(column) for path, p in self.placed.items()}
+        return {path: p.manual_spec(column) for path, p in self.param_specs.items()}
 
     @property
     def batch_spec(self) -> P:
         """How a batch is split: devices of an axis of the sequence are given the same rows."""
-        return P(self.rows)
+        return P(self.batch_axes)
 
     def in_specs(self, variables: Flat) -> tuple[dict[str, P], dict[str, P], P]:
         """Return how parameters, variables and a batch are split."""
@@ -142,8 +153,8 @@ class StepContext:
 
     def variable_specs(self, variables: Flat) -> dict[str, P]:
         """Return how variables are split: those with a row for each row of the batch are."""
-        rows = self.of_rows(variables)
-        return {path: P(self.rows) if path in rows else P() for path in variables}
+        batched = self.batched_variables(variables)
+        return {path: P(self.batch_axes) if path in batched else P() for path in variables}
 
     def sum(self, tree: Tree) -> Any:
         """Return the sum over all devices that compute something of their own."""
@@ -154,8 +165,12 @@ class StepContext:
 
         Rows and positions that the model sees have been joined already, in its own program.
         """
-        joined = (*self.shares, *sides(self.mesh), *(self.rows if self.sees_all_rows else ()))
-        axes = tuple(axis for axis in self.axes if axis not in joined)
+        reduced_axes = (
+            *self.sequence_axes,
+            *grid_axes(self.mesh),
+            *(self.batch_axes if self.sees_global_batch else ()),
+        )
+        axes = tuple(axis for axis in self.axes if axis not in reduced_axes)
 
         def average(x: jax.Array) -> jax.Array:
             if not axes:
@@ -165,81 +180,85 @@ class StepContext:
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
             return lax.pmean(wide, axes).astype(x.dtype)
 
-        rows = self.of_rows(statistics)
-        return {path: average(x) for path, x in statistics.items() if path not in rows}
+        batched = self.batched_variables(statistics)
+        return {path: average(x) for path, x in statistics.items() if path not in batched}
 
     # -- variables and the loss ---------------------------------------------------------------
 
-    def of_rows(self, variables: Flat) -> Flat:
+    def batched_variables(self, variables: Flat) -> Flat:
         """Return those variables that have a row for each row of the batch."""
-        return {path: x for path, x in variables.items() if self.blueprint.of_rows(path)}
+        return {path: x for path, x in variables.items() if self.template.is_batched(path)}
 
-    def inputs(self, batch: Any) -> Any:
+    def cast_inputs(self, batch: Any) -> Any:
         """Return the batch with floating-point inputs in the compute dtype, if there is one."""
         dtype = self.execution.precision.compute
         cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
         return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)
 
-    def keys(self, variables: Flat, rows: int, step: jax.Array, dealt: bool = False) -> tuple:
-        """Return `keys_here` of these variables, for so many rows of a device."""
-        of = self.blueprint.variables, self.mesh, variables, rows, step
-        return keys_here(*of, self.sees_all_rows, dealt)
+    def keys(
+        self, variables: Flat, batch_size: int, step: jax.Array, redistributed: bool = False
+    ) -> tuple:
+        """Return `local_keys` of these variables, for so many rows of a device."""
+        key_args = self.template.variables, self.mesh, variables, batch_size, step
+        return local_keys(*key_args, self.sees_global_batch, redistributed)
 
-    def dealt(self, batch: Any) -> Any:
+    def slice_sequence(self, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""
-        return self.traced.kernels.dealt(self.blueprint.prepared, batch)
+        return self.trace.ops.slice_sequence(self.template.prepare_batch, batch)
 
     @property
-    def side(self) -> Side:
+    def batch_group(self) -> AxisGroup:
         """The devices that have other rows."""
-        return self.traced.rows.side
+        return self.trace.global_batch.group
 
     @property
-    def sees_all_rows(self) -> bool:
+    def sees_global_batch(self) -> bool:
         """Whether the model sees the rows of all devices, not its own device's only."""
         return self.execution.rows != "own"
 
     @property
-    def own_losses(self) -> int:
+    def num_local_losses(self) -> int:
         """How many devices have a loss of their own rows, of which the loss is the average."""
-        return 1 if self.sees_all_rows else size_of(self.rows, self.mesh)
+        return 1 if self.sees_global_batch else size_of(self.batch_axes, self.mesh)
 
     def check_gathers(self) -> None:
         """Tell what is gathered since no rule knows an operation, or refuse it."""
-        gradients = (math.prod(self.placed[path].here) * 4 for path in self.trained)
-        rows, strict = self.traced.rows, self.execution.rows == "strict"
-        sent = sum(gradients)
-        check_gathers(rows.joins, strict, sent)
-        self.traced.kernels.check_positions(rows.joins_inner, sent)
+        gradients = (math.prod(self.param_specs[path].local_shape) * 4 for path in self.trainable)
+        global_batch, strict = self.trace.global_batch, self.execution.rows == "strict"
+        sent_bytes = sum(gradients)
+        check_gathers(global_batch.comms, strict, sent_bytes)
+        self.trace.ops.check_positions(global_batch.inner_comms, sent_bytes)
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of the rows of all devices, as values."""
-        rows = self.traced.rows
-        return rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch))
+        global_batch = self.trace.global_batch
+        return global_batch.run(
+            "the loss", self.mean_of_batch, outputs, global_batch.as_sharded(batch)
+        )
 
-    def mean_of_rows(self, outputs: Any, batch: Any) -> Mean:
+    def mean_of_batch(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch all of whose rows are given."""
-        return as_mean(self.loss(outputs, batch), rows_of(batch))
+        return as_mean(self.loss(outputs, batch), num_examples(batch))
 
     def share(self, mean: Mean) -> Mean:
         """Return this device's share of a loss that is given as values.
 
         Where rules of derivatives may ask for it, the weight is that of all devices.
         """
-        mine, rows = self.traced.rows.shares(mean), self.traced.rows
-        if not self.traced.weighed:
-            return mine
-        if self.sees_all_rows and rows.is_replicated(mean.weight):
-            return replace(mine, weight=jnp.asarray(mean.weight))
+        local_mean, global_batch = self.trace.global_batch.as_partial(mean), self.trace.global_batch
+        if not self.trace.weighted:
+            return local_mean
+        if self.sees_global_batch and global_batch.is_replicated(mean.weight):
+            return replace(local_mean, weight=jnp.asarray(mean.weight))
         axes = tuple(axis for axis in self.axes if axis != PIPE_AXIS)  # all stages compute it
-        return replace(mine, weight=jnp.asarray(lax.psum(mine.weight, axes)))
+        return replace(local_mean, weight=jnp.asarray(lax.psum(local_mean.weight, axes)))
 
-    def over_devices(self, mean: Mean) -> Mean:
+    def reduce_loss(self, mean: Mean) -> Mean:
         """Return the loss of all devices, given the share of each."""
-        if not self.traced.weighed:
+        if not self.trace.weighted:
             return self.sum(mean)
-        total, metrics = self.sum((mean.total, mean.metrics))
-        return replace(mean, total=total, metrics=metrics)
+        loss_total, metrics = self.sum((mean.total, mean.metrics))
+        return replace(mean, total=loss_total, metrics=metrics)
 
     def divisor(self, weight: jax.Array) -> Any:
         """Return by what the total of a microbatch is divided before its backward pass.
@@ -248,82 +267,95 @@ class StepContext:
         it sees in plain JAX. Devices that see only their own rows each have the average. Where all
         rules are linear it is 1: the result is the same, and nothing has to be sent first.
         """
-        if not self.traced.weighed:
+        if not self.trace.weighted:
             return 1.0
-        each = weight / self.own_losses if self.own_losses > 1 else weight
+        each = weight / self.num_local_losses if self.num_local_losses > 1 else weight
         return jnp.where(each == 0, jnp.ones_like(each), each)
 
-    def seed_of(self, scale: jax.Array, microbatches: int) -> jax.Array:
+    def loss_seed(self, scale: jax.Array, microbatches: int) -> jax.Array:
         """Return the cotangent of the loss of a microbatch under a loss scale.
 
         It is DeepSpeed's: devices that have rows of their own each scale the mean of theirs.
         """
-        return scale * (size_of(self.rows, self.mesh) / self.own_losses / microbatches)
+        return scale * (size_of(self.batch_axes, self.mesh) / self.num_local_losses / microbatches)
 
     # -- moving parameters and gradients --------------------------------------------------------
 
-    def movement(self, p: Placed, training: bool = True) -> Movement:
+    def comm_plan(self, spec: ParamSpecs, training: bool = True) -> CommPlan:
         """Return how a parameter moves: gathered when it is read, its gradient scattered."""
-        dtypes = self._dtypes(p)
-        gathers, scatters = self._legs[p.path]
-        if training and p.path in self.gathered_for_step:
+        dtypes = self._dtypes(spec)
+        gathers, scatters = self._collectives[spec.path]
+        if training and spec.path in self.gathered_for_step:
             gathers = ()
-        return Movement(
-            path=p.path,
-            shape=p.here,
+        return CommPlan(
+            path=spec.path,
+            shape=spec.local_shape,
             gathers=gathers,
             scatters=scatters,
-            psum_at_once=self._psum_at_once(p),
-            tensor_dims=p.tensor_dims,
+            psum_axes=self._psum_axes(spec),
+            tensor_dims=spec.tensor_dims,
             compute_dtype=dtypes.compute,
             gather_dtype=dtypes.gather if gathers else dtypes.compute,
             reduce_dtype=dtypes.reduce,
-            read=self.traced.unread.discard,
+            on_read=self.trace.unread.discard,
         )
 
-    def _dtypes(self, p: Placed) -> Dtypes:
-        return self.execution.precision.at(p.path).of(p.dtype)
+    def _dtypes(self, spec: ParamSpecs) -> Dtypes:
+        return self.execution.precision.at(spec.path).of(spec.dtype)
 
     @cached_property
-    def _legs(self) -> dict[str, tuple[tuple[Leg, ...], tuple[Leg, ...]]]:
+    def _collectives(
+        self,
+    ) -> dict[str, tuple[tuple[DimCollective, ...], tuple[DimCollective, ...]]]:
         """How each parameter is gathered and its gradient scattered, in forms chosen here."""
-        return {path: (self._gathers(p), self._scatters(p)) for path, p in self.placed.items()}
+        return {path: (self._gathers(p), self._scatters(p)) for path, p in self.param_specs.items()}
 
-    def _gathers(self, p: Placed) -> tuple[Leg, ...]:
-        dtype = self._dtypes(p).gather
-        x = self._read(p, p.local("parameter"), p.dtype)
-        return legs("all_gather", p.split_dims("parameter"), x, dtype, self.mesh, self._choose(p))
+    def _gathers(self, spec: ParamSpecs) -> tuple[DimCollective, ...]:
+        dtype = self._dtypes(spec).gather
+        x = self._collective_input(spec, spec.shard_shape("parameter"), spec.dtype)
+        return collectives(
+            "all_gather",
+            spec.split_dims("parameter"),
+            x,
+            dtype,
+            self.mesh,
+            self._choose_kernel(spec),
+        )
 
-    def _scatters(self, p: Placed) -> tuple[Leg, ...]:
-        dtype, dims = self._dtypes(p).reduce, p.split_dims("gradient")
+    def _scatters(self, spec: ParamSpecs) -> tuple[DimCollective, ...]:
+        dtype, dims = self._dtypes(spec).reduce, spec.split_dims("gradient")
         dims = one_scatter_per_axis(dims) if self._hierarchical else dims
-        x = self._read(p, p.here, dtype)
-        return legs("reduce_scatter", dims, x, dtype, self.mesh, self._choose(p))
+        x = self._collective_input(spec, spec.local_shape, dtype)
+        return collectives("reduce_scatter", dims, x, dtype, self.mesh, self._choose_kernel(spec))
 
-    def _read(self, p: Placed, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    def _collective_input(
+        self, spec: ParamSpecs, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
         """Return what is moved at once: of stacked layers one, unless all are for a whole step."""
-        one = p.stacked and p.path not in self.gathered_for_step
+        one = spec.stacked and spec.path not in self.gathered_for_step
         return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)
 
-    def _choose(self, p: Placed) -> Choose:
-        return by_xla if p.tensor_dims else self.traced.kernels.sender
+    def _choose_kernel(self, spec: ParamSpecs) -> ChooseKernel:
+        return use_xla if spec.tensor_dims else self.trace.ops.choose_kernel
 
-    def movements(self, training: bool) -> dict[str, Movement]:
+    def comm_plans(self, training: bool) -> dict[str, CommPlan]:
         """Return how each parameter moves."""
-        return {path: self.movement(p, training) for path, p in self.placed.items()}
+        return {path: self.comm_plan(p, training) for path, p in self.param_specs.items()}
 
-    def stored(self, parameters: Flat, slots: Flat | None) -> dict[str, Stored]:
+    def sharded_params(self, parameters: Flat, slots: Flat | None) -> dict[str, ShardedParam]:
         """Return what this device stores of each parameter, with the slot of its gradient."""
-        moves = self.movements(slots is not None)
+        plans = self.comm_plans(slots is not None)
         slot = lambda path: (slots or {}).get(path)
-        return {path: Stored(x, slot(path), moves[path]) for path, x in parameters.items()}
+        return {path: ShardedParam(x, slot(path), plans[path]) for path, x in parameters.items()}
 
     def gather_once(self, parameters: Flat) -> Flat:
         """Return the parameters, some of them gathered for the whole step."""
-        move = lambda p: replace(self.movement(self.placed[p], False), read=lambda _: None)
-        fetch = lambda path, x: Stored(x, None, move(path)).fetch()
-        now = self.gathered_for_step
-        return {path: fetch(path, x) if path in now else x for path, x in parameters.items()}
+        plan_of = lambda p: replace(
+            self.comm_plan(self.param_specs[p], False), on_read=lambda _: None
+        )
+        unshard = lambda path, x: ShardedParam(x, None, plan_of(path)).unshard()
+        once = self.gathered_for_step
+        return {path: unshard(path, x) if path in once else x for path, x in parameters.items()}
 
     def slots(self) -> Flat:
         """Return zeros of the shape and place in which each gradient accumulates.
@@ -332,64 +364,67 @@ class StepContext:
         respect to the slot is the reduced gradient of the parameter.
         """
 
-        def zeros(p: Placed) -> jax.Array:
-            return jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
+        def zeros(spec: ParamSpecs) -> jax.Array:
+            return jnp.zeros(
+                spec.shard_shape("gradient"), jnp.promote_types(spec.dtype, jnp.float32)
+            )
 
-        return self.pin({path: zeros(self.placed[path]) for path in self.trained})
+        return self.pin({path: zeros(self.param_specs[path]) for path in self.trainable})
 
     def reduce_outside(self, gradients: Flat) -> Flat:
         """Return the gradients of what lies outside the layers, where they accumulate."""
         wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
-        pairs = ((self.placed[path], g) for path, g in gradients.items())
+        pairs = ((self.param_specs[path], g) for path, g in gradients.items())
         trained = [(p, g) for p, g in pairs if not p.frozen]
-        return {p.path: reduce_gradient(self.movement(p), g, wide(p)) for p, g in trained}
+        return {p.path: reduce_gradient(self.comm_plan(p), g, wide(p)) for p, g in trained}
 
     def pin(self, gradients: Flat) -> Flat:
         """Keep the tensor axes of accumulated gradients where the parameters have them."""
-        return pin_tensor_axes(gradients, self.placed, "gradient")
+        return pin_tensor_axes(gradients, self.param_specs, "gradient")
 
     @property
     def reduction(self) -> Reduction:
         """What sums gradients over the devices after the last microbatch."""
-        psum_at_once = {path: self._psum_at_once(p) for path, p in self.placed.items()}
-        psum_at_once |= self.traced.summed
+        summed_axes = {path: self._psum_axes(p) for path, p in self.param_specs.items()}
+        summed_axes |= self.trace.summed
         precision = self.execution.precision
-        choose = self.traced.kernels.sender
-        return Reduction(precision, self._hierarchical, choose, self.axes, psum_at_once)
+        choose_kernel = self.trace.ops.choose_kernel
+        return Reduction(precision, self._hierarchical, choose_kernel, self.axes, summed_axes)
 
     @property
     def _hierarchical(self) -> bool:
         return self.execution.reduction == "hierarchical"
 
-    def _psum_at_once(self, p: Placed) -> Axes:
+    def _psum_axes(self, spec: ParamSpecs) -> Axes:
         """Return the axes over which a gradient is summed as soon as its layer is done.
 
         That is when there is no further microbatch to wait for, each parameter is read once, and
         it is large: small ones go together at the end.
         """
-        if p.small or self._hierarchical or not (self.in_parts and self.one_microbatch):
+        if spec.small or self._hierarchical or not (self.is_layer_stack and self.one_microbatch):
             return ()
-        return self.summed_over(p)
+        return self.grad_sum_axes(spec)
 
-    def summed_over(self, p: Placed) -> Axes:
+    def grad_sum_axes(self, spec: ParamSpecs) -> Axes:
         """Return the axes over which a gradient is summed, and not split."""
-        split = p.split_axes("gradient", "moment").union(p.stays)
+        split = spec.split_axes("gradient", "moment").union(spec.sharded_compute)
         return tuple(axis for axis in self.axes if axis not in split)
 
     # -- after a trace ------------------------------------------------------------------------
 
-    def check_kept(self) -> None:
+    def check_remat(self) -> None:
         """Refuse an offload, or names, that the layers which were traced have no use for."""
-        self.traced.offloaded.check()
-        self.options.remat.check(self.traced.names)
+        self.trace.offloaded.check()
+        self.options.remat.check(self.trace.names)
 
     def warn_of_unread(self) -> None:
         """Warn of parameters that the loss does not depend on: their gradients are zero."""
-        idle = sorted(path for path in self.traced.unread if not self.placed[path].frozen)
+        idle = sorted(path for path in self.trace.unread if not self.param_specs[path].frozen)
         if idle:
             names = ", ".join(f'"{path}"' for path in idle)
             warnings.warn(
-                f"the loss reads {len(idle)} of {len(self.placed)} parameters nowhere: {names}. "
+                f"the loss reads {len(idle)} of {len(self.param_specs)} parameters nowhere: "
+                f"{names}. "
                 "Their gradients are zero, and an optimizer may still change them (weight decay). "
                 f"To leave them as they are: layout.freeze({names}).",
                 UserWarning,
@@ -397,29 +432,34 @@ class StepContext:
             )
 
 
-def gathered_once(
-    placed: Mapping[str, Placed], run: Execution, kept: bool = False, whole: bool = False
+def params_gathered_once(
+    param_specs: Mapping[str, ParamSpecs],
+    execution: Execution,
+    keep_unsharded: bool = False,
+    full_gradients: bool = False,
 ) -> frozenset[str]:
     """Return the paths of the split parameters that are gathered once in a step.
 
     Args:
-        placed: All parameters.
-        run: How the step runs.
-        kept: Those that stay gathered from their forward to their backward pass are.
-        whole: Those whose gradient accumulates whole are.
+        param_specs: All parameters.
+        execution: How the step runs.
+        keep_unsharded: Those that stay gathered from their forward to their backward pass are.
+        full_gradients: Those whose gradient accumulates whole are.
     """
-    split = {path: p for path, p in placed.items() if p.split_dims("parameter")}
-    if kept and not run.reshard_after_forward:
+    split = {path: p for path, p in param_specs.items() if p.split_dims("parameter")}
+    if keep_unsharded and not execution.reshard_after_forward:
         return frozenset(split)
-    return frozenset(path for path, p in split.items() if whole and not p.split_dims("gradient"))
+    return frozenset(
+        path for path, p in split.items() if full_gradients and not p.split_dims("gradient")
+    )
 
 
-def gradients_at_moments(placed: Mapping[str, Placed]) -> dict[str, Placed]:
+def scatter_gradients_early(param_specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
     """Return the placement for one microbatch: gradients go straight to where the moments are."""
-    at_once = lambda p: replace(p, gradient=p.moment) if p.gradient == p.parameter else p
-    return {path: at_once(p) for path, p in placed.items()}
+    early = lambda p: replace(p, gradient=p.moment) if p.gradient == p.parameter else p
+    return {path: early(p) for path, p in param_specs.items()}
 
 
-def rows_of(batch: Any) -> int:
+def num_examples(batch: Any) -> int:
     """Return the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]

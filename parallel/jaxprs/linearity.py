@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from hfjax.parallel.jaxprs.program import CALLS, body_of
 
 
-class Form(IntEnum):
+class Linearity(IntEnum):
     """How a value follows from the inputs in question."""
 
     ZERO = 0
@@ -19,7 +19,7 @@ class Form(IntEnum):
     OTHER = 3
 
 
-ZERO, LINEAR, CONSTANT, OTHER = Form
+ZERO, LINEAR, CONSTANT, OTHER = Linearity
 
 # Linear in each operand, or in the first: the others are indices.
 VIEWS = frozenset(
@@ -49,52 +49,62 @@ def is_linear(jaxpr: Jaxpr, inputs: Sequence[bool]) -> bool:
         >>> linear(lambda x, g: x * x * g - 2 * g), linear(lambda x, g: g + 1), linear(jax.lax.max)
         (True, False, False)
     """
-    forms = _forms(jaxpr, [LINEAR if mine else CONSTANT for mine in inputs])
-    return all(form in (ZERO, LINEAR) for form in forms)
+    outputs = _classify_program(jaxpr, [LINEAR if is_input else CONSTANT for is_input in inputs])
+    return all(output in (ZERO, LINEAR) for output in outputs)
 
 
-def _forms(jaxpr: Jaxpr, inputs: Sequence[Form]) -> list[Form]:
+def _classify_program(jaxpr: Jaxpr, inputs: Sequence[Linearity]) -> list[Linearity]:
     """Return the forms of what a program returns."""
     known = dict.fromkeys(jaxpr.constvars, CONSTANT) | dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(v) -> Form:
+    def read(v) -> Linearity:
         if isinstance(v, Literal):
             return CONSTANT if np.any(v.val) else ZERO
         return known[v]
 
     for equation in jaxpr.eqns:
-        forms = _of_equation(equation, list(map(read, equation.invars)))
-        known.update(zip(equation.outvars, forms, strict=True))
+        outputs = _classify_equation(equation, list(map(read, equation.invars)))
+        known.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _of_equation(equation: JaxprEqn, given: list[Form]) -> list[Form]:
+def _classify_equation(equation: JaxprEqn, operands: list[Linearity]) -> list[Linearity]:
     """Return the forms of what an equation returns."""
     name, body = equation.primitive.name, body_of(equation)
-    if name in CALLS and body and len(body[0].invars) == len(given):
-        return _forms(body[0], given)
-    if name in VIEWS and len(given) == len(equation.outvars):
-        whole = lambda out: not jnp.issubdtype(out.aval.dtype, jnp.inexact)
-        pairs = zip(given, equation.outvars, strict=True)
-        return [OTHER if form is LINEAR and whole(out) else form for form, out in pairs]
-    return [_form(name, given)] * len(equation.outvars)
+    if name in CALLS and body and len(body[0].invars) == len(operands):
+        return _classify_program(body[0], operands)
+    if name in VIEWS and len(operands) == len(equation.outvars):
+        is_integer = lambda out: not jnp.issubdtype(out.aval.dtype, jnp.inexact)
+        pairs = zip(operands, equation.outvars, strict=True)
+        return [
+            OTHER if operand is LINEAR and is_integer(out) else operand for operand, out in pairs
+        ]
+    return [_classify_operation(name, operands)] * len(equation.outvars)
 
 
-def _form(name: str, given: list[Form]) -> Form:
+def _classify_operation(name: str, operands: list[Linearity]) -> Linearity:
     """Return the form of the one result of an operation."""
-    seen = set(given)
+    operand_set = set(operands)
     if name in VIEWS:
-        return given[0] if seen.isdisjoint({LINEAR, OTHER}.difference(given[:1])) else OTHER
+        return (
+            operands[0]
+            if operand_set.isdisjoint({LINEAR, OTHER}.difference(operands[:1]))
+            else OTHER
+        )
     if name in SUMS:
-        summed = set(given[SUMS[name]])
-        rest = [form for i, form in enumerate(given) if i not in range(len(given))[SUMS[name]]]
-        if OTHER in seen or LINEAR in rest or {LINEAR, CONSTANT} <= summed:
+        summands = set(operands[SUMS[name]])
+        rest = [
+            operand
+            for i, operand in enumerate(operands)
+            if i not in range(len(operands))[SUMS[name]]
+        ]
+        if OTHER in operand_set or LINEAR in rest or {LINEAR, CONSTANT} <= summands:
             return OTHER
-        return max(summed)
-    if seen.isdisjoint({LINEAR, OTHER}):
+        return max(summands)
+    if operand_set.isdisjoint({LINEAR, OTHER}):
         return CONSTANT
-    if name in PRODUCTS and given.count(LINEAR) == 1 and OTHER not in seen:
-        return ZERO if ZERO in seen else LINEAR
-    if name == "div" and given == [LINEAR, CONSTANT]:
+    if name in PRODUCTS and operands.count(LINEAR) == 1 and OTHER not in operand_set:
+        return ZERO if ZERO in operand_set else LINEAR
+    if name == "div" and operands == [LINEAR, CONSTANT]:
         return LINEAR
     return OTHER

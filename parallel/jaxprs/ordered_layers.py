@@ -26,104 +26,109 @@ from hfjax.parallel.jaxprs.program import Residuals
 
 
 @dataclass(frozen=True)
-class Turn:
+class OrderedLayer:
     """One layer, as functions.
 
     Attributes:
         apply: (whole, still, variables, x) -> (y, aux): the layer, with parameters that are trained
             and those that are frozen.
-        gather: Makes a stored parameter whole.
+        unshard: Makes a stored parameter whole.
         reduce: What is added to the gradients, of the cotangents of the trained ones.
-        again: Whether the layer computes again what it does not keep.
+        recompute: Whether the layer computes again what it does not keep.
     """
 
     apply: Callable
-    gather: Callable
+    unshard: Callable
     reduce: Callable
-    again: bool
+    recompute: bool
 
 
-def in_turn(turns: Sequence[Turn]) -> Callable:
+def ordered_layers(layers: Sequence[OrderedLayer]) -> Callable:
     """Return `run(stored, slots, variables, x) -> (y, [aux])`; the first three for each layer.
 
     `stored` are pairs, of trained and of frozen parameters. It is differentiated with respect to
     slots, which take what `reduce` makes, and to x.
     """
-    count = len(turns)
+    count = len(layers)
 
     @jax.custom_vjp
     def run(
-        stored: Sequence[tuple], slots: Sequence[Any], variables: Sequence[Any], x
+        params: Sequence[tuple], slots: Sequence[Any], variables: Sequence[Any], x
     ) -> tuple[Any, list]:
-        stored, told = list(stored), []
-        for i, turn in enumerate(turns):
-            x, whole = _enter(x, _whole(turn, stored[i]), stored, i + 1)
-            x, aux = turn.apply(*whole, variables[i], x)
-            told.append(aux)
-        return x, told
+        params, aux_list = list(params), []
+        for i, layer in enumerate(layers):
+            x, full_params = _tie_layer(x, _unshard_params(layer, params[i]), params, i + 1)
+            x, aux = layer.apply(*full_params, variables[i], x)
+            aux_list.append(aux)
+        return x, aux_list
 
     def forward(
-        stored: Sequence[tuple], slots: Sequence[Any], variables: Sequence[Any], x
+        params: Sequence[tuple], slots: Sequence[Any], variables: Sequence[Any], x
     ) -> tuple[tuple, tuple]:
-        stored, told, kept = list(stored), [], []
-        programs: dict[Callable, Residuals] = {}  # of equal layers one
-        for i, turn in enumerate(turns):
-            x, whole = _enter(x, _whole(turn, stored[i]), stored, i + 1)
-            known = whole, variables[i]
-            if turn.apply not in programs:
-                programs[turn.apply] = Residuals(_with_pullback(turn.apply), known, x)
-            program = programs[turn.apply]
-            (x, aux), stash = program.forward(known, x)
-            told.append(aux)
-            kept.append((stash, program.constants))
-        return (x, told), (_Programs(programs), stored, variables, kept)
+        params, aux_list, stashes = list(params), [], []
+        layer_residuals: dict[Callable, Residuals] = {}  # of equal layers one
+        for i, layer in enumerate(layers):
+            x, full_params = _tie_layer(x, _unshard_params(layer, params[i]), params, i + 1)
+            known = full_params, variables[i]
+            if layer.apply not in layer_residuals:
+                layer_residuals[layer.apply] = Residuals(_with_pullback(layer.apply), known, x)
+            residuals = layer_residuals[layer.apply]
+            (x, aux), stash = residuals.forward(known, x)
+            aux_list.append(aux)
+            stashes.append((stash, residuals.constants))
+        return (x, aux_list), (_Programs(layer_residuals), params, variables, stashes)
 
     def backward(residuals: tuple, cotangents: tuple) -> tuple:
-        programs, stored, variables, kept = residuals
-        dy, stored = cotangents[0], list(stored)
-        dy, stored[-1] = _tied(dy, stored[-1])
+        layer_residuals, params, variables, stashes = residuals
+        dy, params = cotangents[0], list(params)
+        dy, params[-1] = _tie(dy, params[-1])
         gradients: list[Any] = [None] * count
         for i in reversed(range(count)):
-            turn, (stash, constants) = turns[i], kept[i]
-            program = programs.of[turn.apply]
+            layer, (stash, constants) = layers[i], stashes[i]
+            layer_program = layer_residuals.by_apply[layer.apply]
             if i + 2 < count:
-                dy, gradients[i + 2] = _tied(dy, gradients[i + 2])
-            own = _whole(turn, stored[i], program.reads), (stash if turn.again else None)
-            dy, (whole, waited) = _enter(dy, own, stored, i - 1)
-            stash = waited if turn.again else stash
-            found, dy = program.pullback((whole, variables[i]), stash, constants)(dy)
+                dy, gradients[i + 2] = _tie(dy, gradients[i + 2])
+            own_arrays = (
+                _unshard_params(layer, params[i], layer_program.reads_known),
+                (stash if layer.recompute else None),
+            )
+            dy, (full_params, tied_stash) = _tie_layer(dy, own_arrays, params, i - 1)
+            stash = tied_stash if layer.recompute else stash
+            grads, dy = layer_program.pullback((full_params, variables[i]), stash, constants)(dy)
             if i + 1 < count:
-                found, gradients[i + 1] = _tied(found, gradients[i + 1])
-            gradients[i] = turn.reduce(found)
+                grads, gradients[i + 1] = _tie(grads, gradients[i + 1])
+            gradients[i] = layer.reduce(grads)
         return None, gradients, None, dy
 
     run.defvjp(forward, backward)
     return run
 
 
-def _whole(turn: Turn, stored: tuple, wanted: Sequence[bool] = ()) -> tuple:
+def _unshard_params(layer: OrderedLayer, params: tuple, read_mask: Sequence[bool] = ()) -> tuple:
     """Return whole parameters; of those that nobody wants something that nobody reads."""
-    pairs = zip_longest(chain(*stored), wanted[: sum(map(len, stored))], fillvalue=True)
-    whole = iter([turn.gather(p) if want else jnp.zeros(()) for p, want in pairs])
-    return tuple([next(whole) for _ in part] for part in stored)
+    pairs = zip_longest(chain(*params), read_mask[: sum(map(len, params))], fillvalue=True)
+    full_params = iter([layer.unshard(p) if is_read else jnp.zeros(()) for p, is_read in pairs])
+    return tuple([next(full_params) for _ in group] for group in params)
 
 
-def _enter(x: Any, own: Any, stored: list, other: int) -> tuple[Any, Any]:
+def _tie_layer(x: Any, own_arrays: Any, params: list, other: int) -> tuple[Any, Any]:
     """Return what enters a layer and its own; what the other one stores is read no earlier."""
-    if not 0 <= other < len(stored):
-        x, own = _tied(x, own)
+    if not 0 <= other < len(params):
+        x, own_arrays = _tie(x, own_arrays)
     else:
-        x, own, stored[other] = _tied(x, own, stored[other])
-    return x, own
+        x, own_arrays, params[other] = _tie(x, own_arrays, params[other])
+    return x, own_arrays
 
 
-def _tied(*trees: Any) -> Sequence[Any]:
+def _tie(*trees: Any) -> Sequence[Any]:
     """Return the trees: nothing reads one before all are there. (Integers have no cotangents.)"""
-    leaves, form = jax.tree.flatten(trees)
-    real = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
-    for i, x in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
+    leaves, treedef = jax.tree.flatten(trees)
+    float_ids = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
+    for i, x in zip(
+        float_ids, lax.optimization_barrier([leaves[i] for i in float_ids]), strict=True
+    ):
         leaves[i] = x
-    return form.unflatten(leaves)
+    return treedef.unflatten(leaves)
 
 
 def _with_pullback(apply: Callable) -> Callable:
@@ -133,9 +138,9 @@ def _with_pullback(apply: Callable) -> Callable:
     """
 
     def run(known: tuple, x) -> tuple[tuple, Callable]:
-        (whole, still), variables = known
-        of = lambda whole, x: apply(whole, still, variables, x)
-        y, pullback, aux = jax.vjp(of, whole, x, has_aux=True)
+        (trained, frozen), variables = known
+        apply_trained = lambda trained, x: apply(trained, frozen, variables, x)
+        y, pullback, aux = jax.vjp(apply_trained, trained, x, has_aux=True)
         return (y, aux), pullback
 
     return run
@@ -146,4 +151,4 @@ def _with_pullback(apply: Callable) -> Callable:
 class _Programs:
     """The programs of layers, handed from the forward pass to the backward pass: no arrays."""
 
-    of: dict[Callable, Residuals]
+    by_apply: dict[Callable, Residuals]

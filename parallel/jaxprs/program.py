@@ -31,9 +31,9 @@ CALLS = (
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor that is kept for a backward pass: `what` made it, and how it was named."""
+    """One tensor that is kept for a backward pass: `operation` made it, and how it was named."""
 
-    what: str
+    operation: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
@@ -41,7 +41,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatProgram:
     """Some equations of a program with the inputs and outputs that they have by themselves."""
 
     equations: Sequence[Any]
@@ -50,61 +50,71 @@ class Piece:
     constants: dict[Var, Any]
 
     def __call__(self, *values: Any) -> list[Any]:
-        known = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
-        return _run(self.equations, known, self.outputs)
+        env = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+        return _eval_equations(self.equations, env, self.outputs)
 
-    def part(self, targets: Sequence[Any], inputs: Sequence[Var] | None = None) -> "Piece":
+    def subprogram(
+        self, targets: Sequence[Any], inputs: Sequence[Var] | None = None
+    ) -> "FlatProgram":
         """Return what computes these targets."""
-        equations = [self.equations[i] for i in sorted(needed(self.equations, targets))]
+        equations = [self.equations[i] for i in sorted(needed_equations(self.equations, targets))]
         inputs = self.inputs if inputs is None else inputs
-        return Piece(equations, inputs, list(targets), self.constants)
+        return FlatProgram(equations, inputs, list(targets), self.constants)
 
-    def function(self, inputs: Sequence[Var], targets: Sequence[Any], form: Any) -> Callable:
+    def function(self, inputs: Sequence[Var], targets: Sequence[Any], out_tree: Any) -> Callable:
         """Return what computes these targets as a function of trees, its result of this form."""
-        part = self.part(targets, inputs)
-        return lambda *given: form.unflatten(part(*jax.tree.leaves(given)))
+        program = self.subprogram(targets, inputs)
+        return lambda *args: out_tree.unflatten(program(*jax.tree.leaves(args)))
 
     @property
-    def reads(self) -> set[Var]:
+    def read_vars(self) -> set[Var]:
         """What its equations use, and its outputs."""
-        used = (equation.invars for equation in self.equations)
-        return {v for values in (*used, self.outputs) for v in variables(values)}
+        operands = (equation.invars for equation in self.equations)
+        return {v for values in (*operands, self.outputs) for v in variables(values)}
 
 
-def piece(function: Callable, *arguments: Any, instead: Callable | None = None) -> Piece:
+def trace_flat(
+    function: Callable, *arguments: Any, override: Callable | None = None
+) -> FlatProgram:
     """Return the program of a function of trees, with the bodies of calls in their place.
 
     Its inputs and outputs are the leaves of what the function is given and returns.
-    `instead(equation, values)` may be run in place of an equation, by default `inlined`.
+    `override(equation, values)` may be run in place of an equation, by default `inline_call`.
     """
-    traced = jax.make_jaxpr(function)(*arguments)
-    run = lambda *values: evaluated(traced.jaxpr, traced.consts, values, instead or inlined)
+    closed_jaxpr = jax.make_jaxpr(function)(*arguments)
+    run = lambda *values: eval_jaxpr(
+        closed_jaxpr.jaxpr, closed_jaxpr.consts, values, override or inline_call
+    )
     flat = jax.make_jaxpr(run)(*jax.tree.leaves(arguments))
     constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-    return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
+    return FlatProgram(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
 
 
-def evaluated(jaxpr: Jaxpr, constants: Sequence, values: Sequence, instead: Callable) -> list:
+def eval_jaxpr(jaxpr: Jaxpr, constants: Sequence, values: Sequence, override: Callable) -> list:
     """Return what a program gives for these values."""
-    known = dict(zip(jaxpr.constvars, constants, strict=True))
-    known |= zip(jaxpr.invars, values, strict=True)
-    return _run(jaxpr.eqns, known, jaxpr.outvars, instead)
+    env = dict(zip(jaxpr.constvars, constants, strict=True))
+    env |= zip(jaxpr.invars, values, strict=True)
+    return _eval_equations(jaxpr.eqns, env, jaxpr.outvars, override)
 
 
-def inlined(equation: JaxprEqn, values: Sequence, instead: Callable | None = None) -> list | None:
+def inline_call(
+    equation: JaxprEqn, values: Sequence, override: Callable | None = None
+) -> list | None:
     """Return what the body of a call gives; None: it is no call."""
     body = body_of(equation) if equation.primitive.name in CALLS else None
     fits = body is not None and len(body[0].invars) == len(values)
-    return evaluated(*body, values, instead or inlined) if body and fits else None
+    return eval_jaxpr(*body, values, override or inline_call) if body and fits else None
 
 
-def _run(equations: Sequence, known: dict, outputs: Sequence, instead: Any = None) -> list:
-    read = lambda v: v.val if isinstance(v, Literal) else known[v]
+def _eval_equations(
+    equations: Sequence, env: dict, outputs: Sequence, override: Any = None
+) -> list:
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
     for equation in equations:
         values = [read(v) for v in equation.invars]
-        results = instead and instead(equation, values)
+        results = override and override(equation, values)
         results = bind(equation, values) if results is None else results
-        known.update(zip(equation.outvars, results, strict=True))
+        env.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in outputs]
 
 
@@ -121,8 +131,8 @@ def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
 
 def body_of(equation: JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
     """Return the program of a call, loop or branch with its constants; None if it has none."""
-    named = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-    return next((_with_constants(body) for body in named if body is not None), None)
+    candidates = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    return next((_with_constants(body) for body in candidates if body is not None), None)
 
 
 def bodies_of(equation: JaxprEqn) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -139,33 +149,33 @@ def _with_constants(body: Any) -> tuple[Any, Sequence[Any]]:
     return (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
 
 
-def parts_of_scan(equation: JaxprEqn) -> tuple[int, int]:
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """Return how many inputs of a scan are constants, and how many are carried.
 
     Told from the shapes: what is sliced has a dimension more than in the body. (The parameters of
     the equation are others from one version of jax to the next.)
     """
     body = equation.params["jaxpr"].jaxpr
-    more = lambda out, within: sum(
-        o.aval.ndim > i.aval.ndim for o, i in zip(out, within, strict=True)
+    count_sliced = lambda out, inner: sum(
+        o.aval.ndim > i.aval.ndim for o, i in zip(out, inner, strict=True)
     )
-    carried = len(equation.outvars) - more(equation.outvars, body.outvars)
-    sliced = more(equation.invars, body.invars)
-    return len(equation.invars) - carried - sliced, carried
+    num_carried = len(equation.outvars) - count_sliced(equation.outvars, body.outvars)
+    num_sliced = count_sliced(equation.invars, body.invars)
+    return len(equation.invars) - num_carried - num_sliced, num_carried
 
 
-def needed(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
+def needed_equations(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
     """Return the numbers of the equations that the targets follow from, or that have effects."""
-    wanted, chosen = set(variables(targets)), set()
+    live_vars, numbers = set(variables(targets)), set()
     for i in reversed(range(len(equations))):
         equation = equations[i]
-        if _acts(equation) or any(v in wanted for v in equation.outvars):
-            chosen.add(i)
-            wanted.update(variables(equation.invars))
-    return chosen
+        if _has_effects(equation) or any(v in live_vars for v in equation.outvars):
+            numbers.add(i)
+            live_vars.update(variables(equation.invars))
+    return numbers
 
 
-def _acts(equation: JaxprEqn) -> bool:
+def _has_effects(equation: JaxprEqn) -> bool:
     """Return whether an equation does something beside its results, as a callback does.
 
     That a collective names an axis is an effect to JAX, and no reason to run it in vain.
@@ -178,10 +188,10 @@ def variables(values: Iterable[Any]) -> list[Var]:
     return [v for v in values if isinstance(v, Var)]
 
 
-def grouped(values: Sequence[Any], *trees: Any) -> list[list]:
+def split_by_trees(values: Sequence[Any], *trees: Any) -> list[list]:
     """Return as many of the values as each tree has leaves, one after the other."""
-    left = iter(values)
-    return [list(islice(left, len(jax.tree.leaves(tree)))) for tree in trees]
+    rest = iter(values)
+    return [list(islice(rest, len(jax.tree.leaves(tree)))) for tree in trees]
 
 
 def bytes_of(avals: Iterable[Any]) -> int:
@@ -200,79 +210,87 @@ class Residuals:
         stash: Those of what is stashed.
         tensors: A description of each.
         constants: What the program closes over.
-        reads: Which leaves of `known` the pullback reads.
+        reads_known: Which leaves of `known` the pullback reads.
     """
 
     def __init__(self, function: Callable, known: Any, x: Any) -> None:
-        forms: list[Any] = []
+        out_trees: list[Any] = []
 
-        def whole(known, x) -> tuple:
+        def wrapper(known, x) -> tuple:
             results = function(known, x)
-            forms[:] = map(jax.tree.structure, results)
+            out_trees[:] = map(jax.tree.structure, results)
             return results
 
-        program = piece(whole, known, x)
-        self._known, x = grouped(program.inputs, known, x)
-        out, self._pullback = forms
-        outputs, self._kept = program.outputs[: out.num_leaves], program.outputs[out.num_leaves :]
-        kept, depends = dict.fromkeys(variables(self._kept)), _following(x, program.equations)
-        at_hand = depends.union(self._known, program.constants)
-        self._remake = program.part([v for v in kept if v not in at_hand], self._known)
-        self._stashed = [v for v in kept if v in depends]
-        read = self._remake.reads.union(kept)
-        self.reads = [v in read for v in self._known]
-        form = treedef_tuple((out, jax.tree.structure(self._stashed)))
-        self.forward = program.function(program.inputs, [*outputs, *self._stashed], form)
-        self.out, self.stash = ([v.aval for v in values] for values in (outputs, self._stashed))
-        self.tensors = _tensors(program, self._stashed)
+        program = trace_flat(wrapper, known, x)
+        self._known_vars, x = split_by_trees(program.inputs, known, x)
+        out, self._pullback_tree = out_trees
+        outputs, self._residuals = (
+            program.outputs[: out.num_leaves],
+            program.outputs[out.num_leaves :],
+        )
+        residual_vars, dependents = (
+            dict.fromkeys(variables(self._residuals)),
+            _dependents(x, program.equations),
+        )
+        available = dependents.union(self._known_vars, program.constants)
+        self._recompute = program.subprogram(
+            [v for v in residual_vars if v not in available], self._known_vars
+        )
+        self._stash_vars = [v for v in residual_vars if v in dependents]
+        used_vars = self._recompute.read_vars.union(residual_vars)
+        self.reads_known = [v in used_vars for v in self._known_vars]
+        out_tree = treedef_tuple((out, jax.tree.structure(self._stash_vars)))
+        self.forward = program.function(program.inputs, [*outputs, *self._stash_vars], out_tree)
+        self.out, self.stash = ([v.aval for v in values] for values in (outputs, self._stash_vars))
+        self.tensors = _describe_residuals(program, self._stash_vars)
         self.constants = list(program.constants.values())
 
     def pullback(self, known: Any, stash: Sequence[Any], constants: Sequence[Any]) -> Callable:
         """Return the pullback; in another trace its constants are other tracers."""
-        given = jax.tree.leaves(known)
-        held = dict(zip(self._remake.constants, constants, strict=True))
-        values = held | dict(zip(self._known, given, strict=True))
-        values |= zip(self._stashed, stash, strict=True)
-        remade = replace(self._remake, constants=held)(*given)
-        values |= zip(self._remake.outputs, remade, strict=True)
+        known_leaves = jax.tree.leaves(known)
+        constant_values = dict(zip(self._recompute.constants, constants, strict=True))
+        values = constant_values | dict(zip(self._known_vars, known_leaves, strict=True))
+        values |= zip(self._stash_vars, stash, strict=True)
+        recomputed = replace(self._recompute, constants=constant_values)(*known_leaves)
+        values |= zip(self._recompute.outputs, recomputed, strict=True)
         read = lambda v: v.val if isinstance(v, Literal) else values[v]
-        return self._pullback.unflatten([read(v) for v in self._kept])
+        return self._pullback_tree.unflatten([read(v) for v in self._residuals])
 
 
-def _following(inputs: Iterable[Var], equations: Iterable[Any]) -> set[Var]:
+def _dependents(inputs: Iterable[Var], equations: Iterable[Any]) -> set[Var]:
     """Return these inputs, and all that depends on them."""
-    depends = set(inputs)
+    dependents = set(inputs)
     for equation in equations:
-        if not depends.isdisjoint(variables(equation.invars)):
-            depends.update(equation.outvars)
-    return depends
+        if not dependents.isdisjoint(variables(equation.invars)):
+            dependents.update(equation.outvars)
+    return dependents
 
 
 # What hands a tensor on in another form: the one that made it is further back.
-_SAME = (
+_PASS_THROUGH = (
     *("reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "name"),
     *("sharding_constraint", "reduce_precision", "optimization_barrier"),
 )
 
 
-def _tensors(program: Piece, kept: Iterable[Var]) -> list[Tensor]:
+def _describe_residuals(program: FlatProgram, residual_vars: Iterable[Var]) -> list[Tensor]:
     """Return a description of each of these variables of a program."""
-    makes = {v: e for e in program.equations for v in e.outvars}
+    producers = {v: e for e in program.equations for v in e.outvars}
     names = _names(program)
-    return [_tensor(v, makes, names) for v in kept]
+    return [_describe_residual(v, producers, names) for v in residual_vars]
 
 
-def _tensor(v: Var, makes: Mapping, names: Mapping[Var, set[str]]) -> Tensor:
-    back, named = v, set(names.get(v, ()))
-    while back in makes and makes[back].primitive.name in _SAME:
-        back = makes[back].invars[0]
-        named |= names.get(back, set())
-    what = makes[back].primitive.name if back in makes else "input"
+def _describe_residual(v: Var, producers: Mapping, names: Mapping[Var, set[str]]) -> Tensor:
+    source, all_names = v, set(names.get(v, ()))
+    while source in producers and producers[source].primitive.name in _PASS_THROUGH:
+        source = producers[source].invars[0]
+        all_names |= names.get(source, set())
+    operation = producers[source].primitive.name if source in producers else "input"
     aval: Any = v.aval
-    return Tensor(what, aval.shape, str(aval.dtype), bytes_of([aval]), frozenset(named))
+    return Tensor(operation, aval.shape, str(aval.dtype), bytes_of([aval]), frozenset(all_names))
 
 
-def _names(program: Piece) -> dict[Var, set[str]]:
+def _names(program: FlatProgram) -> dict[Var, set[str]]:
     """Return the names that tensors were given by `checkpoint_name`, before and after it."""
     names: dict[Var, set[str]] = {}
     for equation in program.equations:
@@ -283,6 +301,6 @@ def _names(program: Piece) -> dict[Var, set[str]]:
     return names
 
 
-def packed(avals: Iterable[Any]) -> list[Tensor]:
+def describe_packed(avals: Iterable[Any]) -> list[Tensor]:
     """Return a description of arrays into which several tensors are packed."""
     return [Tensor("packed", a.shape, str(a.dtype), bytes_of([a])) for a in avals]

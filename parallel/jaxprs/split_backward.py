@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from hfjax.parallel.jaxprs.program import (
-    Piece,
+    FlatProgram,
     Residuals,
     Tensor,
     body_of,
     bytes_of,
-    grouped,
-    needed,
-    piece,
+    needed_equations,
+    split_by_trees,
+    trace_flat,
     variables,
 )
-from hfjax.parallel.jaxprs.stage_fns import arrays_of, cotangents
+from hfjax.parallel.jaxprs.stage_fns import to_arrays, to_cotangents
 
 # Equations that W does not do again when it could have their results from B.
-_DEAR = (
+_EXPENSIVE = (
     "dot_general",
     "conv_general_dilated",
     "scan",
@@ -58,12 +58,12 @@ _VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "copy")
 
 
 @dataclass(frozen=True)
-class Dissected:
+class SplitBackward:
     """A layer's passes as functions; what they hand on are lists (or dicts) of arrays.
 
     forward(known, x) -> (y, stash, late); backward(known, stash, late, dy) -> (dx, gradients);
     or in two halves: input_backward(known, stash, late, dy) -> (dx, cross) and
-    weight_backward(known, late, cross) -> gradients. `stash` waits for B, `late` for W too.
+    weight_backward(known, late, cross) -> gradients. `stash` waits for B, `w_residuals` for W too.
     """
 
     forward: Callable
@@ -71,12 +71,12 @@ class Dissected:
     input_backward: Callable
     weight_backward: Callable
     stash: Any  # shapes and dtypes
-    late: Any
-    cross: Any
+    w_residuals: Any
+    b_to_w: Any
     tensors: Sequence[Tensor] = ()  # what is in stash, then in late, if that is known
 
 
-def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dissected:
+def trace_passes(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> SplitBackward:
     """Return the passes of `layer(known, slots, x) -> y` (y like x).
 
     The gradients are those of `slots`, whose values the layer does not read.
@@ -84,135 +84,145 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
 
     def with_pullback(known, x) -> tuple[Any, Callable]:
         y, pullback = jax.vjp(lambda slots, x: layer(known, slots, x), slots, x)
-        check_same(x, y)
+        check_same_shapes(x, y)
         return y, pullback
 
-    ahead = Residuals(with_pullback, known, x)
+    residuals = Residuals(with_pullback, known, x)
 
     def pull(known, stash: Sequence[Any], dy: Sequence[Any]) -> tuple:
-        dy = cotangents(jax.tree.structure(x).unflatten(dy))
-        gradients, dx = ahead.pullback(known, stash, ahead.constants)(dy)
-        return arrays_of(dx, x), gradients
+        dy = to_cotangents(jax.tree.structure(x).unflatten(dy))
+        gradients, dx = residuals.pullback(known, stash, residuals.constants)(dy)
+        return to_arrays(dx, x), gradients
 
-    behind = piece(pull, known, ahead.stash, ahead.out)
-    return _passes(ahead, behind, known, slots, x, split)
+    backward_program = trace_flat(pull, known, residuals.stash, residuals.out)
+    return _split_passes(residuals, backward_program, known, slots, x, split)
 
 
-def _passes(
-    ahead: Residuals, behind: Piece, known: Any, slots: Any, x: Any, split: bool
-) -> Dissected:
+def _split_passes(
+    residuals: Residuals, backward_program: FlatProgram, known: Any, slots: Any, x: Any, split: bool
+) -> SplitBackward:
     """Return the passes, of the program of a backward pass: (known, stash, dy) -> (dx, slots)."""
-    known, stash, dy = grouped(behind.inputs, known, ahead.stash, x)
-    dx, gradients = grouped(behind.outputs, x, slots)
-    second, cross = _second_half(behind, dx, gradients, dy)
-    used = second.reads if split else ()
-    late = [i for i, v in enumerate(stash) if v in used]
-    early = [i for i in range(len(stash)) if i not in late]
+    known, stash, dy = split_by_trees(backward_program.inputs, known, residuals.stash, x)
+    dx, gradients = split_by_trees(backward_program.outputs, x, slots)
+    w_program, b_to_w = _weight_half(backward_program, dx, gradients, dy)
+    w_reads = w_program.read_vars if split else ()
+    w_ids = [i for i, v in enumerate(stash) if v in w_reads]
+    b_ids = [i for i in range(len(stash)) if i not in w_ids]
 
     def forward(known, x) -> tuple[Any, list, list]:
-        y, stash = ahead.forward(known, x)
-        return y, [stash[i] for i in early], [stash[i] for i in late]
+        y, stash = residuals.forward(known, x)
+        return y, [stash[i] for i in b_ids], [stash[i] for i in w_ids]
 
-    given = [*known, *(stash[i] for i in (*early, *late)), *dy]
-    by_weights = [*known, *(stash[i] for i in late), *cross]
-    form = jax.tree.structure
-    return Dissected(
+    b_inputs = [*known, *(stash[i] for i in (*b_ids, *w_ids)), *dy]
+    w_inputs = [*known, *(stash[i] for i in w_ids), *b_to_w]
+    structure = jax.tree.structure
+    return SplitBackward(
         forward,
-        backward=behind.function(given, [*dx, *gradients], form((x, slots))),
-        input_backward=behind.function(given, [*dx, *cross], form((x, cross))),
-        weight_backward=second.function(by_weights, gradients, form(slots)),
-        stash=[ahead.stash[i] for i in early],
-        late=[ahead.stash[i] for i in late],
-        cross=[v.aval for v in cross],
-        tensors=[ahead.tensors[i] for i in (*early, *late)],
+        backward=backward_program.function(b_inputs, [*dx, *gradients], structure((x, slots))),
+        input_backward=backward_program.function(b_inputs, [*dx, *b_to_w], structure((x, b_to_w))),
+        weight_backward=w_program.function(w_inputs, gradients, structure(slots)),
+        stash=[residuals.stash[i] for i in b_ids],
+        w_residuals=[residuals.stash[i] for i in w_ids],
+        b_to_w=[v.aval for v in b_to_w],
+        tensors=[residuals.tensors[i] for i in (*b_ids, *w_ids)],
     )
 
 
-def _second_half(
-    behind: Piece, dx: Sequence[Any], gradients: Sequence[Any], dy: Sequence[Var]
-) -> tuple[Piece, list[Var]]:
+def _weight_half(
+    backward_program: FlatProgram, dx: Sequence[Any], gradients: Sequence[Any], dy: Sequence[Var]
+) -> tuple[FlatProgram, list[Var]]:
     """Return W, what of a backward pass the input's gradient does not need; what crosses to it."""
-    second = needed(behind.equations, gradients) - needed(behind.equations, dx)
-    second -= _better_early(behind.equations, second)
-    cross, numbers = _crossing(behind, second, gradients, set(dy))
-    equations = [behind.equations[i] for i in sorted(numbers)]
-    second_half = Piece(equations, behind.inputs, gradients, behind.constants)
-    used = second_half.reads
-    return second_half, [*cross, *(v for v in dy if v in used)]
+    w_equations = needed_equations(backward_program.equations, gradients) - needed_equations(
+        backward_program.equations, dx
+    )
+    w_equations -= _cheaper_in_b(backward_program.equations, w_equations)
+    b_to_w, numbers = _find_b_to_w(backward_program, w_equations, gradients, set(dy))
+    equations = [backward_program.equations[i] for i in sorted(numbers)]
+    w_program = FlatProgram(
+        equations, backward_program.inputs, gradients, backward_program.constants
+    )
+    w_reads = w_program.read_vars
+    return w_program, [*b_to_w, *(v for v in dy if v in w_reads)]
 
 
-def _crossing(
-    behind: Piece, second: set[int], gradients: Sequence[Any], dy: set[Var]
+def _find_b_to_w(
+    backward_program: FlatProgram, w_equations: set[int], gradients: Sequence[Any], dy: set[Var]
 ) -> tuple[list[Var], set[int]]:
     """Return the values that cross, and the second half with what is cheaper to redo."""
-    makes = {v: i for i, e in enumerate(behind.equations) for v in e.outvars}
-    redo = _Redo(behind.equations, makes, dy)
-    wanted = [v for i in second for v in behind.equations[i].invars] + list(gradients)
-    cross, todo = [], list(dict.fromkeys(variables(wanted)))
-    again = set(second)
+    producers = {v: i for i, e in enumerate(backward_program.equations) for v in e.outvars}
+    recompute = _Recompute(backward_program.equations, producers, dy)
+    targets = [v for i in w_equations for v in backward_program.equations[i].invars] + list(
+        gradients
+    )
+    b_to_w, todo = [], list(dict.fromkeys(variables(targets)))
+    w_and_recomputed = set(w_equations)
     for v in todo:  # grows
-        if v not in makes or makes[v] in second:
+        if v not in producers or producers[v] in w_equations:
             continue
-        cheap = redo.equations(v)
+        cheap = recompute.equations(v)
         if cheap is not None:
-            again |= cheap
-        elif behind.equations[makes[v]].primitive.name in _VIEWS:
-            again.add(makes[v])
-            new = variables(behind.equations[makes[v]].invars)
+            w_and_recomputed |= cheap
+        elif backward_program.equations[producers[v]].primitive.name in _VIEWS:
+            w_and_recomputed.add(producers[v])
+            new = variables(backward_program.equations[producers[v]].invars)
             todo += [u for u in new if u not in todo]
         else:
-            cross.append(v)
-    return cross, again
+            b_to_w.append(v)
+    return b_to_w, w_and_recomputed
 
 
-def _better_early(equations: Sequence[Any], second: set[int]) -> set[int]:
+def _cheaper_in_b(equations: Sequence[Any], w_equations: set[int]) -> set[int]:
     """Return the equations of W that B does, since their results are smaller than what they eat.
 
     For instance attention's p @ v, of which W needs only the result: else p would cross. Not so
     the products that are the gradients of weights themselves.
     """
-    made_late = {v for i in second for v in equations[i].outvars}
-    feeds, wanted = set(), set()
-    for i in sorted(second, reverse=True):
-        if any(v in wanted for v in equations[i].outvars):
-            feeds.add(i)
-        if i in feeds or equations[i].primitive.name in _DEAR:
-            wanted.update(variables(equations[i].invars))
-    early = set()
-    for i in sorted(feeds):
-        eaten = variables(equations[i].invars)
-        smaller = bytes_of(v.aval for v in equations[i].outvars) < bytes_of(v.aval for v in eaten)
-        if smaller and not made_late.intersection(eaten):
-            early.add(i)
-            made_late.difference_update(equations[i].outvars)
-    return early
+    w_outputs = {v for i in w_equations for v in equations[i].outvars}
+    feeding, live_vars = set(), set()
+    for i in sorted(w_equations, reverse=True):
+        if any(v in live_vars for v in equations[i].outvars):
+            feeding.add(i)
+        if i in feeding or equations[i].primitive.name in _EXPENSIVE:
+            live_vars.update(variables(equations[i].invars))
+    b_equations = set()
+    for i in sorted(feeding):
+        operands = variables(equations[i].invars)
+        smaller = bytes_of(v.aval for v in equations[i].outvars) < bytes_of(
+            v.aval for v in operands
+        )
+        if smaller and not w_outputs.intersection(operands):
+            b_equations.add(i)
+            w_outputs.difference_update(equations[i].outvars)
+    return b_equations
 
 
-class _Redo:
+class _Recompute:
     """Which values elementwise work alone makes from what is known or stashed."""
 
-    def __init__(self, equations: Sequence[Any], makes: dict[Var, int], dy: set[Var]) -> None:
-        self.all, self.makes, self.dy = equations, makes, dy
-        self.seen: dict[Var, frozenset[int] | None] = {}
+    def __init__(self, equations: Sequence[Any], producers: dict[Var, int], dy: set[Var]) -> None:
+        self.all_equations, self.producers, self.dy = equations, producers, dy
+        self.cache: dict[Var, frozenset[int] | None] = {}
 
     def equations(self, v: Var | Literal) -> frozenset[int] | None:
         """Return the equations that make a value again; None if that is dear or needs dy."""
-        if isinstance(v, Literal) or (v not in self.makes and v not in self.dy):
+        if isinstance(v, Literal) or (v not in self.producers and v not in self.dy):
             return frozenset()
         if v in self.dy:
             return None
-        if v not in self.seen:
-            self.seen[v] = self._from(self.makes[v])
-        return self.seen[v]
+        if v not in self.cache:
+            self.cache[v] = self._through_equation(self.producers[v])
+        return self.cache[v]
 
-    def _from(self, i: int) -> frozenset[int] | None:
-        equation = self.all[i]
-        if equation.primitive.name in _DEAR or body_of(equation) is not None:
+    def _through_equation(self, i: int) -> frozenset[int] | None:
+        equation = self.all_equations[i]
+        if equation.primitive.name in _EXPENSIVE or body_of(equation) is not None:
             return None
-        parts = [self.equations(u) for u in equation.invars]
-        if any(part is None for part in parts):
+        operand_sets = [self.equations(u) for u in equation.invars]
+        if any(operand_set is None for operand_set in operand_sets):
             return None
-        return frozenset([i]).union(*(part for part in parts if part is not None))
+        return frozenset([i]).union(
+            *(operand_set for operand_set in operand_sets if operand_set is not None)
+        )
 
 
 def zeros_like(shapes: Any) -> Any:
@@ -220,7 +230,7 @@ def zeros_like(shapes: Any) -> Any:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
 
-def check_same(x: Any, y: Any) -> None:
+def check_same_shapes(x: Any, y: Any) -> None:
     """Refuse a stacked layer that hands on something else than it is given."""
     shape = lambda tree: [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(tree)]
     if jax.tree.structure(x) != jax.tree.structure(y) or shape(x) != shape(y):

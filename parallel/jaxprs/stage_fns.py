@@ -14,56 +14,58 @@ from hfjax.utils.paths import Flat, Index
 
 
 @dataclass(frozen=True)
-class ModelParts:
+class StageFns:
     """What the stages run, each function for one microbatch `m`."""
 
-    first: Callable  # (outside, m) -> x, what enters the first layer
-    passes: Callable  # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m)
-    last: Callable  # (outside, x, m) -> (total, aux): what is differentiated, and what is told
-    values: Flat  # parameters of this stage's units, [chunks * units, ...]
-    outside: Flat  # parameters of first and last
+    embed: Callable  # (outside, m) -> x, what enters the first layer
+    # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m).
+    layer_passes: Callable
+    head: Callable  # (outside, x, m) -> (total, aux): what is differentiated, and what is told
+    stage_params: Flat  # parameters of this stage's units, [chunks * units, ...]
+    outer_params: Flat  # parameters of first and last
     slots: Mapping[str, Any]  # shapes and dtypes of one unit's gradients
-    order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
-    keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
+    unit_order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
+    # The passes of the last microbatch, if that recomputes less.
+    last_passes: Callable | None = None
     # m -> by what its total is divided before its backward pass; gradients are added as its own.
     divisor: Callable = lambda m: 1.0
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
 
     def embed_pass(self, m: Index) -> tuple[Any, Callable]:
         """Return what enters the first layer; its gradient -> that of what lies outside."""
-        x, pullback = jax.vjp(lambda outside: self.first(outside, m), self.outside)
-        return x, lambda dx: pullback(cotangents(dx))[0]
+        x, pullback = jax.vjp(lambda outer_params: self.embed(outer_params, m), self.outer_params)
+        return x, lambda dx: pullback(to_cotangents(dx))[0]
 
-    def head_pass(self, y: Any, m: Index, tell: Callable) -> tuple[Any, Flat, Any, Any]:
-        """Return the gradients of y and of what lies outside; `tell(aux)`: (told, divisor)."""
-        last = lambda outside, y: self.last(outside, y, m)
-        total, pullback, aux = jax.vjp(last, self.outside, y, has_aux=True)
-        told, divisor = tell(aux)
-        gradients, dy = pullback(cotangent(total, self.seed, divisor))
-        return arrays_of(dy, y), gradients, told, divisor
+    def head_pass(self, y: Any, m: Index, record_aux: Callable) -> tuple[Any, Flat, Any, Any]:
+        """Return the gradients of y and of outer parameters; `record_aux(aux)`: (aux, divisor)."""
+        head = lambda outer_params, y: self.head(outer_params, y, m)
+        loss_sum, pullback, aux = jax.vjp(head, self.outer_params, y, has_aux=True)
+        metrics, divisor = record_aux(aux)
+        gradients, dy = pullback(loss_cotangent(loss_sum, self.seed, divisor))
+        return to_arrays(dy, y), gradients, metrics, divisor
 
 
-def cotangents(dy: Any) -> Any:
+def to_cotangents(dy: Any) -> Any:
     """Return gradients as a pullback takes them: those of whole numbers and masks are none."""
     inexact = lambda a: jnp.issubdtype(a.dtype, jnp.inexact)
     return jax.tree.map(lambda a: a if inexact(a) else np.zeros(a.shape, jax.dtypes.float0), dy)
 
 
-def arrays_of(gradients: Any, like: Any) -> Any:
+def to_arrays(gradients: Any, like: Any) -> Any:
     """Return gradients as arrays like these: zeros where a pullback gave none."""
-    none = lambda g: g.dtype == jax.dtypes.float0
-    zeros = lambda g, a: jnp.zeros(a.shape, a.dtype) if none(g) else g
+    is_missing = lambda g: g.dtype == jax.dtypes.float0
+    zeros = lambda g, a: jnp.zeros(a.shape, a.dtype) if is_missing(g) else g
     return jax.tree.map(zeros, gradients, like)
 
 
-def cotangent(total: jax.Array, seed: Any, divisor: Any) -> jax.Array:
+def loss_cotangent(loss_sum: jax.Array, seed: Any, divisor: Any) -> jax.Array:
     """Return the cotangent of a total: that of total / divisor, times the seed."""
-    return jnp.asarray(seed, total.dtype) / jnp.asarray(divisor, total.dtype)
+    return jnp.asarray(seed, loss_sum.dtype) / jnp.asarray(divisor, loss_sum.dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
 @dataclass(frozen=True)
-class Extras:
+class PipelineOutput:
     """What a pass tells where it is asked to: the mean of each microbatch, [M], and the outputs.
 
     Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
@@ -74,6 +76,6 @@ class Extras:
     outputs: Any
 
 
-def mean_of(told: Mean | Extras) -> Mean:
-    """Return the Mean of what a pass tells: a Mean, or `Extras`."""
-    return told.means if isinstance(told, Extras) else told
+def mean_of(output: Mean | PipelineOutput) -> Mean:
+    """Return the Mean of what a pass tells: a Mean, or `PipelineOutput`."""
+    return output.means if isinstance(output, PipelineOutput) else output

@@ -8,28 +8,28 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hfjax.parallel.adapters.model_template import LAYERS, Blueprint, Placeholder
-from hfjax.parallel.layer_stack.batch_split import of_part, part_of
-from hfjax.parallel.spmd.global_batch import OnRows
+from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate, Placeholder
+from hfjax.parallel.layer_stack.batch_split import chunk_value, slice_chunk
+from hfjax.parallel.spmd.global_batch import GlobalBatch
 from hfjax.utils.paths import Flat
 
 
 @dataclass(frozen=True)
-class Ends:
+class EmbedAndHead:
     """Runs `embed` and `head` of a model, whose layers are elsewhere.
 
     What they read, `outside`, is whole: whoever calls has fetched it.
     """
 
-    blueprint: Blueprint
+    template: ModelTemplate
     mode: str
-    rows: OnRows
+    global_batch: GlobalBatch
 
     def model(self, outside: Flat, variables: Flat) -> Any:
         """Return the model with what lies outside of its layers."""
-        layers = [path for path in self.blueprint.parameters if path.startswith(LAYERS)]
+        layers = [path for path in self.template.parameters if path.startswith(LAYERS)]
         parameters = outside | {path: Placeholder(path) for path in layers}
-        return self.blueprint.merge(parameters, variables, self.mode)
+        return self.template.merge(parameters, variables, self.mode)
 
     def run(self, name: str, outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
         """Return the values that `embed` or `head` makes of values, and the variables after it."""
@@ -38,29 +38,36 @@ class Ends:
             model = self.model(outside, variables)
             y = getattr(model, name)(x)
             if name == "embed":
-                y = entering(
+                y = cast_entry(
                     y,
                     lambda outside: self.model(outside, variables).embed(x),
                     outside,
-                    self.rows.enters,
+                    self.global_batch.input_dtype,
                 )
-            return y, variables | self.blueprint.variables_of(model)
+            return y, variables | self.template.model_variables(model)
 
-        before = self.rows.of_variables(variables, self.blueprint.variables)
-        given = self.rows.of_parameters(outside, self.blueprint.parameters)
-        y, after = self.rows.run(name, run, given, before, x)
-        return y, self.rows.written(before, after, name)
+        before = self.global_batch.variable_values(variables, self.template.variables)
+        outer_params = self.global_batch.parameter_values(outside, self.template.parameters)
+        y, after = self.global_batch.run(name, run, outer_params, before, x)
+        return y, self.global_batch.local_variables(before, after, name)
 
-    def embed_of_part(self, outside: Flat, variables: Flat, batch: Any, count: int) -> Any:
+    def embed_chunk(self, outside: Flat, variables: Flat, batch: Any, count: int) -> Any:
         """Return what `embed` makes of the first of so many parts of the rows here."""
-        templates = self.blueprint.variables
-        held = {path: of_part(templates[path], x, 0, count) for path, x in variables.items()}
-        inputs = jax.tree.map(lambda x: part_of(x, 0, count), batch)
-        again = replace(self, rows=replace(self.rows, told={}, told_inner={}))
-        return again.run("embed", outside, held, again.rows.values(inputs))[0]
+        templates = self.template.variables
+        chunk_variables = {
+            path: chunk_value(templates[path], x, 0, count) for path, x in variables.items()
+        }
+        inputs = jax.tree.map(lambda x: slice_chunk(x, 0, count), batch)
+        fresh = replace(
+            self,
+            global_batch=replace(self.global_batch, component_comms={}, inner_component_comms={}),
+        )
+        return fresh.run("embed", outside, chunk_variables, fresh.global_batch.as_sharded(inputs))[
+            0
+        ]
 
 
-def entering(x: Any, embed: Callable, parameters: Flat, dtype: DTypeLike | None) -> Any:
+def cast_entry(x: Any, embed: Callable, parameters: Flat, dtype: DTypeLike | None) -> Any:
     """Return what enters the first layer as it is where all parameters have this dtype.
 
     Args:
@@ -71,7 +78,7 @@ def entering(x: Any, embed: Callable, parameters: Flat, dtype: DTypeLike | None)
     """
     if dtype is None:
         return x
-    floats = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
-    alone = lambda a: jax.ShapeDtypeStruct(a.shape, dtype if floats(a) else a.dtype)
-    like = jax.eval_shape(embed, jax.tree.map(alone, parameters))
+    is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
+    uniform = lambda a: jax.ShapeDtypeStruct(a.shape, dtype if is_float(a) else a.dtype)
+    like = jax.eval_shape(embed, jax.tree.map(uniform, parameters))
     return jax.tree.map(lambda x, like: x.astype(like.dtype), x, like)

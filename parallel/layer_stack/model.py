@@ -5,40 +5,47 @@ from functools import partial
 from typing import Any
 
 from hfjax.parallel.adapters.model_template import LAYERS
-from hfjax.parallel.engine.step_context import StepContext, rows_of
-from hfjax.parallel.engine.unshard import Stored, fetched
-from hfjax.parallel.layer_stack.batch_split import RowParts
-from hfjax.parallel.layer_stack.embed_and_head import Ends
+from hfjax.parallel.engine.step_context import StepContext, num_examples
+from hfjax.parallel.engine.unshard import ShardedParam, unshard
+from hfjax.parallel.layer_stack.batch_split import BatchChunks
+from hfjax.parallel.layer_stack.embed_and_head import EmbedAndHead
 from hfjax.parallel.layer_stack.run_layers import run_layers
 from hfjax.utils.paths import Flat
 
 
 @dataclass(frozen=True)
-class InThreeParts:
+class LayerStackModel:
     """A model in three parts: rows go through embed, layers and head, each on those here."""
 
     context: StepContext
 
     def run(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
+        self,
+        params: dict[str, ShardedParam],
+        variables: Flat,
+        batch: Any,
+        mode: str,
+        returns: str = "loss",
     ) -> tuple[Any, Flat]:
         """Return the loss, or the outputs, as values, and the variables after it."""
         context, options = self.context, self.context.options
-        in_layers = {p: x for p, x in stored.items() if p.startswith(LAYERS)}
-        outside = fetched({path: x for path, x in stored.items() if path not in in_layers})
-        ends = Ends(context.blueprint, mode, context.traced.rows)
-        inputs, parts = context.inputs(batch), options.execution.split_rows
-        x, variables = ends.run("embed", outside, variables, context.traced.rows.values(inputs))
-        if parts > 1:
-            again = partial(ends.embed_of_part, outside, variables, inputs)
+        layer_params = {p: x for p, x in params.items() if p.startswith(LAYERS)}
+        outside = unshard({path: x for path, x in params.items() if path not in layer_params})
+        ends = EmbedAndHead(context.template, mode, context.trace.global_batch)
+        inputs, num_chunks = context.cast_inputs(batch), options.execution.split_rows
+        x, variables = ends.run(
+            "embed", outside, variables, context.trace.global_batch.as_sharded(inputs)
+        )
+        if num_chunks > 1:
+            embed_chunk = partial(ends.embed_chunk, outside, variables, inputs)
             # XLA runs what is independent in an order that differs by device, on CPUs, and
             # collectives of one part then meet those of another.
             in_order = options.platform == "cpu"
-            x = RowParts.of(x, rows_of(batch), parts, again, in_order=in_order)
+            x = BatchChunks.of(x, num_examples(batch), num_chunks, embed_chunk, in_order=in_order)
         model = ends.model(outside, variables)
-        x = run_layers(model.layers, in_layers, x, options)
-        variables = variables | context.blueprint.variables_of(model)
-        x = x.whole() if isinstance(x, RowParts) else x
+        x = run_layers(model.layers, layer_params, x, options)
+        variables = variables | context.template.model_variables(model)
+        x = x.concat() if isinstance(x, BatchChunks) else x
         outputs, variables = ends.run("head", outside, variables, x)
-        value = outputs if wants == "outputs" else context.mean(outputs, batch)
+        value = outputs if returns == "outputs" else context.mean(outputs, batch)
         return value, variables

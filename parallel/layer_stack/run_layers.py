@@ -14,41 +14,43 @@ from jax import lax
 
 from hfjax.parallel.adapters.model_template import Placeholder, is_list, items_of
 from hfjax.parallel.engine.layer_remat import LayerOptions
-from hfjax.parallel.engine.unshard import Stored, fetched
-from hfjax.parallel.jaxprs.split_backward import check_same
-from hfjax.parallel.layer_stack.batch_split import by_parts
+from hfjax.parallel.engine.unshard import ShardedParam, unshard
+from hfjax.parallel.jaxprs.split_backward import check_same_shapes
+from hfjax.parallel.layer_stack.batch_split import run_chunks
 from hfjax.parallel.layer_stack.ordered_layers import (
-    InTurn,
-    apart,
-    goes_in_turn,
-    run_in_turn,
+    UnrolledLayer,
+    is_unrolled,
+    run_unrolled,
     unroll,
+    unstack,
 )
-from hfjax.parallel.spmd.global_batch import OnRows
+from hfjax.parallel.spmd.global_batch import GlobalBatch
 
 
-def run_layers(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+def run_layers(
+    layers: Any, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+) -> Any:
     """Return what layers make of x, values or a `RowParts`; they keep what they write.
 
-    `stored` are their parameters, by path; in the layers each is `Placeholder`.
+    `params` are their parameters, by path; in the layers each is `Placeholder`.
     """
-    return (_run_list if is_list(layers) else _run_stack)(layers, stored, x, run)
+    return (_run_list if is_list(layers) else _run_stack)(layers, params, x, options)
 
 
-def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, Any]:
+def _split_layer(layer: nnx.Module, params: Mapping[str, ShardedParam]) -> tuple[Any, Any, Any]:
     """Return a layer's graph, its parameters, which are stored ones, and its variables."""
     graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
     is_away = lambda x: isinstance(x, Placeholder)
-    parameters = jax.tree.map(lambda x: stored[x.path], parameters, is_leaf=is_away)
+    parameters = jax.tree.map(lambda x: params[x.path], parameters, is_leaf=is_away)
     return graph, parameters, variables
 
 
 def layer_function(
     graph: nnx.GraphDef,
     policy: Callable | None,
-    rows: OnRows,
+    global_batch: GlobalBatch,
     barrier: bool = True,
-    row: int | None = None,
+    index: int | None = None,
     name: str = "layers",
     times: int = 1,
 ) -> Callable:
@@ -57,124 +59,134 @@ def layer_function(
     The layer's parameters are fetched together, once, however often it reads them; given those of
     several layers it takes its row. Within a loop nothing merges what is recomputed with what it
     was computed from: a barrier against that would only keep the next layer's gathers from
-    starting early. What `rows` is told is told of the part `name`, which
+    starting early. What `global_batch` is told is told of the part `name`, which
     stands for so many layers.
     """
 
-    layer = on_rows(graph, rows, name, times)
+    layer = layer_on_batch(graph, global_batch, name, times)
 
     def apply(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
-        if row is not None:
-            parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
-        return layer(fetched(parameters), variables, x)
+        if index is not None:
+            parameters, variables = jax.tree.map(lambda a: a[index], (parameters, variables))
+        return layer(unshard(parameters), variables, x)
 
     return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
 
 
-def on_rows(graph: nnx.GraphDef, rows: OnRows, name: str, times: int = 1) -> Callable:
+def layer_on_batch(
+    graph: nnx.GraphDef, global_batch: GlobalBatch, name: str, times: int = 1
+) -> Callable:
     """Return (whole parameters, variables, x) -> (x, variables) for one layer."""
 
     def call(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
-        before = _raw(variables)  # merged variables are those of the state: written in place
+        before = _raw_values(variables)  # merged variables are those of the state: written in place
         layer = nnx.merge(graph, parameters, variables)
         x = layer(x)
-        return x, _written(layer, before)
+        return x, _written_variables(layer, before)
 
-    def apply(here: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
-        def run(rows: OnRows, x, variables: nnx.State) -> tuple[Any, nnx.State]:
-            given = rows.of_parameters(here), rows.of_state(variables), x
-            x, written = rows.run(name, call, *given, times=times)
-            return x, rows.state_here(written, f"variables of {name}", times)
+    def apply(params: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
+        def run(global_batch: GlobalBatch, x, variables: nnx.State) -> tuple[Any, nnx.State]:
+            args = global_batch.parameter_values(params), global_batch.state_values(variables), x
+            x, written = global_batch.run(name, call, *args, times=times)
+            return x, global_batch.local_state(written, f"variables of {name}", times)
 
-        return by_parts(run, rows, name, x, variables)
+        return run_chunks(run, global_batch, name, x, variables)
 
     return apply
 
 
-def _written(layer: nnx.Module, before: dict) -> nnx.State:
+def _written_variables(layer: nnx.Module, before: dict) -> nnx.State:
     """Return the variables that the layer has written to."""
     now = nnx.state(layer, nnx.Not(nnx.Param))
-    values = _raw(now)
+    values = _raw_values(now)
     flat = nnx.to_flat_state(now)
     return nnx.from_flat_state([(keys, v) for keys, v in flat if values[keys] is not before[keys]])
 
 
-def _raw(state: nnx.State) -> dict:
+def _raw_values(state: nnx.State) -> dict:
     raw = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x
     return {keys: raw(variable) for keys, variable in nnx.to_flat_state(state)}
 
 
-def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+def _run_stack(
+    layers: nnx.Module, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+) -> Any:
     """Return x after all layers: a scan over units of them, and those that are left over."""
-    graph, *arrays = _split(layers, stored)
-    count, size = jax.tree.leaves(arrays)[0].shape[0], run.remat.unit
-    turns, rows = unroll(run, count), run.traced.rows
-    barrier = turns is True or turns != 1
+    graph, *arrays = _split_layer(layers, params)
+    count, size = jax.tree.leaves(arrays)[0].shape[0], options.remat.unit
+    unroll_factor, global_batch = unroll(options, count), options.trace.global_batch
+    barrier = unroll_factor is True or unroll_factor != 1
     units, rest = divmod(count, size)
-    unit = _unit(graph, size, count, run, barrier)
-    apply = run.offloading(unit, "layers", units, barrier)
-    many = tuple(_rows(arrays, 0, units, size))
+    unit = _unit_function(graph, size, count, options, barrier)
+    apply = options.wrap_offload(unit, "layers", units, barrier)
+    many = tuple(_slice_units(arrays, 0, units, size))
     one = jax.tree.map(lambda a: a[0], many)
-    kinds = rows.kinds(lambda x: unit(*one, x)[0], x)
+    placements = global_batch.carry_placements(lambda x: unit(*one, x)[0], x)
 
-    def kept(
+    def run_layer(
         layer: Callable, parameters: nnx.State, variables: nnx.State, x
     ) -> tuple[Any, nnx.State]:
         y, written = layer(parameters, variables, x)
-        y = rows.as_kinds(y, kinds, "between layers", count)
-        check_same(x, y)
+        y = global_batch.redistribute(y, placements, "between layers", count)
+        check_same_shapes(x, y)
         return y, written
 
-    x = rows.as_kinds(x, kinds, "before layers")
-    if goes_in_turn(run, count):
-        layer = partial(kept, on_rows(graph, rows, "layers", count))
-        x, written = _stack_in_turn(layer, many, x, run)
+    x = global_batch.redistribute(x, placements, "before layers")
+    if is_unrolled(options, count):
+        layer = partial(run_layer, layer_on_batch(graph, global_batch, "layers", count))
+        x, written = _run_stack_unrolled(layer, many, x, options)
     else:
-        turn = lambda x, unit: kept(apply, unit[0], unit[1], x)
-        x, written = lax.scan(turn, x, many, unroll=turns)
+        body = lambda x, unit: run_layer(apply, unit[0], unit[1], x)
+        x, written = lax.scan(body, x, many, unroll=unroll_factor)
     if size > 1:
         written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
     if rest:
-        last = run.offloading(_unit(graph, rest, count, run, True), "last layers", 1, True)
-        few = jax.tree.map(lambda a: a[0], _rows(arrays, units * size, 1, rest))
+        last = options.wrap_offload(
+            _unit_function(graph, rest, count, options, True), "last layers", 1, True
+        )
+        few = jax.tree.map(lambda a: a[0], _slice_units(arrays, units * size, 1, rest))
         x, more = last(*few, x)
         more = jax.tree.map(lambda a: a.reshape(rest, *a.shape[rest > 1 :]), more)
-        written = jax.tree.map(lambda *parts: jnp.concatenate(parts), written, more)
+        written = jax.tree.map(lambda *chunks: jnp.concatenate(chunks), written, more)
     nnx.update(layers, written)
     return x
 
 
-def _stack_in_turn(
-    layer: Callable, stacks: tuple[nnx.State, ...], x: Any, run: LayerOptions
+def _run_stack_unrolled(
+    layer: Callable, stacks: tuple[nnx.State, ...], x: Any, options: LayerOptions
 ) -> tuple[Any, Any]:
     """Return x after stacked layers without a loop, and what they wrote, stacked."""
     parameters, variables = stacks
-    one, count = InTurn(layer, parameters, run), jax.tree.leaves(stacks)[0].shape[0]
-    slots = apart(one.slots(parameters)) or [[]] * count
+    one, count = UnrolledLayer(layer, parameters, options), jax.tree.leaves(stacks)[0].shape[0]
+    slots = unstack(one.slots(parameters)) or [[]] * count
     parameters, variables = zip(
         *(jax.tree.map(lambda a, i=i: a[i], (parameters, variables)) for i in range(count)),
         strict=True,
     )
-    x, written = run_in_turn([one] * count, parameters, slots, variables, x)
-    return x, jax.tree.map(lambda *rows: jnp.stack(rows), *written)
+    x, written = run_unrolled([one] * count, parameters, slots, variables, x)
+    return x, jax.tree.map(lambda *per_layer: jnp.stack(per_layer), *written)
 
 
-def _rows(arrays: list[nnx.State], first: int, units: int, size: int) -> list[nnx.State]:
+def _slice_units(arrays: list[nnx.State], first: int, units: int, size: int) -> list[nnx.State]:
     """Return [units, size, ...] of stacked layers, from the first on; [units, ...] if size is 1."""
 
     def split(a: jax.Array) -> jax.Array:
-        part = a if units * size == len(a) else a[first : first + units * size]
-        return part if size == 1 else part.reshape(units, size, *a.shape[1:])
+        block = a if units * size == len(a) else a[first : first + units * size]
+        return block if size == 1 else block.reshape(units, size, *a.shape[1:])
 
     return jax.tree.map(split, arrays)
 
 
-def _unit(graph: nnx.GraphDef, size: int, count: int, run: LayerOptions, barrier: bool) -> Callable:
+def _unit_function(
+    graph: nnx.GraphDef, size: int, count: int, options: LayerOptions, barrier: bool
+) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for some of `count` stacked layers."""
-    rows = run.traced.rows
-    one = lambda i, row: layer_function(graph, run.policy(i), rows, barrier, row, times=count)
+    global_batch = options.trace.global_batch
+    one = lambda i, index: layer_function(
+        graph, options.policy(i), global_batch, barrier, index, times=count
+    )
     if size == 1:
-        return _together(one(0, None), run, barrier)
+        return _remat_group(one(0, None), options, barrier)
     functions = [one(number, number) for number in range(size)]
 
     def apply(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
@@ -184,73 +196,79 @@ def _unit(graph: nnx.GraphDef, size: int, count: int, run: LayerOptions, barrier
             written.append(new)
         return x, jax.tree.map(lambda *layers: jnp.stack(layers), *written)
 
-    return _together(apply, run, barrier)
+    return _remat_group(apply, options, barrier)
 
 
-def _together(apply: Callable, run: LayerOptions, barrier: bool) -> Callable:
+def _remat_group(apply: Callable, options: LayerOptions, barrier: bool) -> Callable:
     """Return the function of a group of layers, of which only what enters it is kept."""
-    if run.remat.group == 1:
+    if options.remat.group == 1:
         return apply
     nothing = jax.checkpoint_policies.nothing_saveable
     return jax.checkpoint(apply, policy=nothing, prevent_cse=barrier)
 
 
-def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+def _run_list(
+    layers: Any, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+) -> Any:
     modules = list(items_of(layers))
-    if modules and goes_in_turn(run):
-        return _list_in_turn(modules, stored, x, run)
-    group = run.remat.group
+    if modules and is_unrolled(options):
+        return _run_list_unrolled(modules, params, x, options)
+    group = options.remat.group
     for first in range(0, len(modules), group):
-        part = modules[first : first + group]
-        apply = _together(_chain(part, first, run), run, barrier=True)
-        apply = run.offloading(apply, f"layers/{first}", 1, barrier=True)
-        split = [_split(m, stored) for m in part if isinstance(m, nnx.Module)]
+        members = modules[first : first + group]
+        apply = _remat_group(_chain(members, first, options), options, barrier=True)
+        apply = options.wrap_offload(apply, f"layers/{first}", 1, barrier=True)
+        split = [_split_layer(m, params) for m in members if isinstance(m, nnx.Module)]
         parameters, variables = [s[1] for s in split], [s[2] for s in split]
         x, written = apply(parameters, variables, x)
         for module, new in zip(
-            (m for m in part if isinstance(m, nnx.Module)), written, strict=True
+            (m for m in members if isinstance(m, nnx.Module)), written, strict=True
         ):
             nnx.update(module, new)
     return x
 
 
-def _list_in_turn(modules: list, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+def _run_list_unrolled(
+    modules: list, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+) -> Any:
     """Return x after listed layers, each gathered beside the one before it."""
-    rows, turns = run.traced.rows, []
-    parts = [_split(m, stored) if isinstance(m, nnx.Module) else (m, [], None) for m in modules]
-    for number, (graph, parameters, _) in enumerate(parts):
+    global_batch, layers = options.trace.global_batch, []
+    split_modules = [
+        _split_layer(m, params) if isinstance(m, nnx.Module) else (m, [], None) for m in modules
+    ]
+    for number, (graph, parameters, _) in enumerate(split_modules):
         name = f"layers/{number}"
         if isinstance(graph, nnx.GraphDef):
-            layer = on_rows(graph, rows, name)
+            layer = layer_on_batch(graph, global_batch, name)
         else:  # a function, as nnx.Sequential may hold
-            layer = partial(_call_function, graph, name, rows)
-        turns.append(InTurn(layer, parameters, run))
-    _, parameters, variables = zip(*parts, strict=True)
-    slots = [one.slots(its) for one, its in zip(turns, parameters, strict=True)]
-    x, written = run_in_turn(turns, parameters, slots, variables, x)
+            layer = partial(_call_function, graph, name, global_batch)
+        layers.append(UnrolledLayer(layer, parameters, options))
+    _, parameters, variables = zip(*split_modules, strict=True)
+    slots = [one.slots(its) for one, its in zip(layers, parameters, strict=True)]
+    x, written = run_unrolled(layers, parameters, slots, variables, x)
     for module, new in zip(modules, written, strict=True):
         if isinstance(module, nnx.Module):
             nnx.update(module, new)
     return x
 
 
-def _chain(part: list, first: int, run: LayerOptions) -> Callable:
+def _chain(members: list, first: int, options: LayerOptions) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
-    graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
-    rows = run.traced.rows
+    graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in members]
+    global_batch = options.trace.global_batch
 
     def apply(
         parameters: Sequence[nnx.State], variables: Sequence[nnx.State], x
     ) -> tuple[Any, list[nnx.State]]:
-        held, written = iter(zip(parameters, variables, strict=True)), []
+        states, written = iter(zip(parameters, variables, strict=True)), []
         for number, graph in enumerate(graphs):
             name = f"layers/{first + number}"
             if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
-                x, _ = _call_function(graph, name, rows, None, None, x)
+                x, _ = _call_function(graph, name, global_batch, None, None, x)
                 continue
-            policy = run.policy((first + number) % run.remat.every)
-            function = layer_function(graph, policy, rows, name=name)
-            x, new = function(*next(held), x)
+            policy = options.policy((first + number) % options.remat.every)
+            function = layer_function(graph, policy, global_batch, name=name)
+            x, new = function(*next(states), x)
             written.append(new)
         return x, written
 
@@ -258,10 +276,12 @@ def _chain(part: list, first: int, run: LayerOptions) -> Callable:
 
 
 def _call_function(
-    function: Callable, name: str, rows: OnRows, _: Any, __: Any, x: Any
+    function: Callable, name: str, global_batch: GlobalBatch, _: Any, __: Any, x: Any
 ) -> tuple[Any, None]:
-    return by_parts(partial(_function, function, name), rows, name, x, None)
+    return run_chunks(partial(_apply_function, function, name), global_batch, name, x, None)
 
 
-def _function(function: Callable, name: str, rows: OnRows, x: Any, _: Any) -> tuple[Any, None]:
-    return rows.run(name, function, x), None
+def _apply_function(
+    function: Callable, name: str, global_batch: GlobalBatch, x: Any, _: Any
+) -> tuple[Any, None]:
+    return global_batch.run(name, function, x), None

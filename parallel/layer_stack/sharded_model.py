@@ -1,6 +1,6 @@
 """A model in three parts as a pass over a batch sees it: before, in, and after its layers.
 
-`PlacedModel` makes the `ModelParts` of one device, which pipeline stages and the loop over layers
+`ShardedModel` makes the `StageFns` of one device, which pipeline stages and the loop over layers
 run.
 """
 
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from hfjax.parallel.adapters.model_template import LAYERS, Blueprint, Layer, fill, raw
-from hfjax.parallel.engine.comm_plan import Movement
+from hfjax.parallel.adapters.model_template import LAYERS, Layer, ModelTemplate, fill, raw_value
+from hfjax.parallel.engine.comm_plan import CommPlan
 from hfjax.parallel.engine.example_keys import is_random
-from hfjax.parallel.engine.unshard import Stored
-from hfjax.parallel.jaxprs.split_backward import Dissected, dissect
-from hfjax.parallel.jaxprs.stage_fns import Extras, ModelParts
+from hfjax.parallel.engine.unshard import ShardedParam
+from hfjax.parallel.jaxprs.split_backward import SplitBackward, trace_passes
+from hfjax.parallel.jaxprs.stage_fns import PipelineOutput, StageFns
 from hfjax.parallel.layer_order import Arrangement
-from hfjax.parallel.layer_stack.embed_and_head import Ends
+from hfjax.parallel.layer_stack.embed_and_head import EmbedAndHead
 from hfjax.parallel.layer_stack.run_layers import layer_function
-from hfjax.parallel.spmd.global_batch import Kinds, OnRows
+from hfjax.parallel.spmd.global_batch import GlobalBatch, Placements
 from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, Index
 
@@ -42,138 +42,150 @@ NO_STATISTICS = (
 
 
 @dataclass(frozen=True)
-class PlacedModel:
+class ShardedModel:
     """One pass over the microbatches of a step, on this device."""
 
-    blueprint: Blueprint
+    template: ModelTemplate
     arrangement: Arrangement
     parameters: Flat  # as stored: of the layers, this stage's rows
-    movements: Mapping[str, Movement]
+    comm_plans: Mapping[str, CommPlan]
     slots: Mapping[str, Any]  # shape and dtype of the gradient of each parameter that has one
     variables: Callable  # (m, number of a layer or None) -> variables for this microbatch
     inputs: Callable  # m -> what the model is given
     mean: Callable  # (outputs, m) -> Mean of values
     share: Callable  # Mean of values -> this device's share
-    rows: OnRows
+    global_batch: GlobalBatch
     mode: str
     policy: Callable | None
-    wanted: str | None  # "losses" or "outputs": see Extras
+    returns: str | None  # "losses" or "outputs": see Extras
     keeps_last: bool  # in the last microbatch nothing is recomputed
-    unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
+    no_write_reason: str = field(
+        default=IN_A_PIPELINE, kw_only=True
+    )  # why no variable is written to
     # Makes of a layer's function one that keeps something else for its backward pass.
-    keeping: Callable = field(default=lambda function: function, kw_only=True)
+    wrap_layer: Callable = field(default=lambda function: function, kw_only=True)
     seed: Any = field(default=1.0, kw_only=True)  # the cotangent of the loss of a microbatch
 
-    def model(self) -> ModelParts:
+    def model(self) -> StageFns:
         """Return what the executor runs."""
         layers = [path for path in self.parameters if path.startswith(LAYERS)]
-        row = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
-        return ModelParts(
-            first=self.first,
-            last=self.last,
-            passes=self.passes,
-            values={path: self.parameters[path] for path in layers},
-            outside=self.outside,
-            slots={path: row(self.slots[path]) for path in layers if path in self.slots},
-            order=self.arrangement.order,
-            keep=replace(self, policy=None).passes if self.keeps_last else None,
+        layer_shape = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+        return StageFns(
+            embed=self.first,
+            head=self.last,
+            layer_passes=self.passes,
+            stage_params={path: self.parameters[path] for path in layers},
+            outer_params=self.outer_params,
+            slots={path: layer_shape(self.slots[path]) for path in layers if path in self.slots},
+            unit_order=self.arrangement.order,
+            last_passes=replace(self, policy=None).passes if self.keeps_last else None,
             seed=self.seed,
         )
 
     @cached_property
-    def outside(self) -> Flat:
+    def outer_params(self) -> Flat:
         """What lies outside the layers, fetched once for all microbatches."""
-        outside = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
-        return {path: self.stored(path, value, None).fetch() for path, value in outside.items()}
+        outer = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
+        return {
+            path: self.sharded_param(path, value, None).unshard() for path, value in outer.items()
+        }
 
-    def stored(self, path: str, value: jax.Array, slot: jax.Array | None) -> Stored:
+    def sharded_param(self, path: str, value: jax.Array, slot: jax.Array | None) -> ShardedParam:
         """Return what a device stores of a parameter, with the slot of its gradient."""
-        return Stored(value, slot, self.movements[path])
+        return ShardedParam(value, slot, self.comm_plans[path])
 
     def first(self, outside: Flat, m: Index) -> Any:
         """Return what enters the first layer."""
-        return self.rows.as_kinds(self._embedded(outside, m), self._kinds, "before layers")
+        return self.global_batch.redistribute(
+            self._embed(outside, m), self._placements, "before layers"
+        )
 
-    def _embedded(self, outside: Flat, m: Index) -> Any:
-        return self._end("embed", outside, self.rows.values(self.inputs(m)), m)
+    def _embed(self, outside: Flat, m: Index) -> Any:
+        return self._run_end("embed", outside, self.global_batch.as_sharded(self.inputs(m)), m)
 
-    def _end(self, name: str, outside: Flat, x: Any, m: Index) -> Any:
+    def _run_end(self, name: str, outside: Flat, x: Any, m: Index) -> Any:
         """Return what embed or head makes of x."""
         before = self.variables(m, None)
-        y, after = Ends(self.blueprint, self.mode, self.rows).run(name, outside, before, x)
+        y, after = EmbedAndHead(self.template, self.mode, self.global_batch).run(
+            name, outside, before, x
+        )
         self._check_unwritten(name, [p for p, x in after.items() if x is not before[p]])
         return y
 
     @cached_property
-    def _kinds(self) -> Kinds | None:
+    def _placements(self) -> Placements | None:
         """The kinds of what stacked layers hand on; None: layers of a list hand on what they do."""
-        if self.blueprint.listed or self.rows.alone:
+        if self.template.is_layer_list or self.global_batch.is_single_device:
             return None
         layers = {path: x for path, x in self.parameters.items() if path.startswith(LAYERS)}
         zero = jnp.int32(0)
 
         def layer(x: Any) -> Any:
             one = {path: lax.index_in_dim(x, 0, 0, False) for path, x in layers.items()}
-            return self._unit((one, zero, zero), {}, x, as_it_is=True)
+            return self._unit((one, zero, zero), {}, x, skip_placement=True)
 
-        return self.rows.kinds(layer, jax.eval_shape(self._embedded, self.outside, zero))
+        return self.global_batch.carry_placements(
+            layer, jax.eval_shape(self._embed, self.outer_params, zero)
+        )
 
     def last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
         """Return the total of the loss, which is differentiated, and what is told."""
-        outputs = self._end("head", outside, x, m)
+        outputs = self._run_end("head", outside, x, m)
         mean = self.mean(outputs, m)
-        mine = self.share(mean)
-        return mine.total, self._told(mine, outputs)
+        local_mean = self.share(mean)
+        return local_mean.total, self._pass_output(local_mean, outputs)
 
-    def _told(self, mean: Mean, outputs: Any) -> "Mean | Extras":
-        if self.wanted is None:
+    def _pass_output(self, mean: Mean, outputs: Any) -> "Mean | PipelineOutput":
+        if self.returns is None:
             return mean
-        return Extras(mean, outputs if self.wanted == "outputs" else None)
+        return PipelineOutput(mean, outputs if self.returns == "outputs" else None)
 
     @cached_property
     def layers(self) -> list[Layer]:
         """The layers of a list, or the one layer that all stacked ones are."""
-        return self.blueprint.layers(self.mode)
+        return self.template.layers(self.mode)
 
-    def passes(self, known: tuple, slots: Flat, x: Any, split: bool) -> Dissected:
+    def passes(self, known: tuple, slots: Flat, x: Any, split: bool) -> SplitBackward:
         """Return the passes of a unit: of one layer."""
-        return dissect(self._unit, known, slots, x, split)
+        return trace_passes(self._unit, known, slots, x, split)
 
-    def _unit(self, known: tuple, slots: Flat, x: Any, as_it_is: bool = False) -> Any:
+    def _unit(self, known: tuple, slots: Flat, x: Any, skip_placement: bool = False) -> Any:
         values, number, m = known
         layer = self.layers[0]
-        held = self.variables(m, number) if layer.variables else {}
-        stored = lambda path: self.stored(path, values[path], slots.get(path))
-        y = self.apply(layer, stored, held, x)
-        if as_it_is:
+        layer_variables = self.variables(m, number) if layer.variables else {}
+        param_of = lambda path: self.sharded_param(path, values[path], slots.get(path))
+        y = self.apply(layer, param_of, layer_variables, x)
+        if skip_placement:
             return y
-        return self.rows.as_kinds(y, self._kinds, "between layers", self.blueprint.number_of_layers)
+        return self.global_batch.redistribute(
+            y, self._placements, "between layers", self.template.num_layers
+        )
 
     def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
         """Return what a layer of a list makes of `x`, its parameters being stored ones."""
-        stored = lambda path: self.stored(path, values[path], slots.get(path))
-        held = self.variables(0, None) if layer.variables else {}
-        return self.apply(layer, stored, held, x)
+        param_of = lambda path: self.sharded_param(path, values[path], slots.get(path))
+        layer_variables = self.variables(0, None) if layer.variables else {}
+        return self.apply(layer, param_of, layer_variables, x)
 
     def apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
         """Return what a layer makes of `x`."""
         if not isinstance(layer.graph, nnx.GraphDef):
-            return self.rows.run(f"{LAYERS}{layer.number}", layer.graph, x)
-        listed = self.blueprint.listed
+            return self.global_batch.run(f"{LAYERS}{layer.number}", layer.graph, x)
+        listed = self.template.is_layer_list
         name = f"{LAYERS}{layer.number}" if listed else "layers"
-        times = 1 if listed else self.blueprint.number_of_layers
-        run = layer_function(layer.graph, self.policy, self.rows, name=name, times=times)
-        function = self.keeping(run)
-        held = fill(layer.variables, variables.__getitem__)
-        y, written = function(fill(layer.parameters, parameter), held, x)
-        path = {keys: raw(variable).path for keys, variable in layer.variables}
+        times = 1 if listed else self.template.num_layers
+        run = layer_function(layer.graph, self.policy, self.global_batch, name=name, times=times)
+        function = self.wrap_layer(run)
+        state = fill(layer.variables, variables.__getitem__)
+        y, written = function(fill(layer.parameters, parameter), state, x)
+        path = {keys: raw_value(variable).path for keys, variable in layer.variables}
         self._check_unwritten("a layer", [path[keys] for keys, _ in nnx.to_flat_state(written)])
         return y
 
-    def _check_unwritten(self, part: str, written: list[str]) -> None:
+    def _check_unwritten(self, who: str, written: list[str]) -> None:
         """Refuse to lose what is written; random generators have other keys in each microbatch."""
-        names = [path for path in written if not is_random(self.blueprint.variables[path])]
+        names = [path for path in written if not is_random(self.template.variables[path])]
         if names:
             raise ValueError(
-                f"{part} writes to {', '.join(names)}: {self.unwritten}. {NO_STATISTICS}"
+                f"{who} writes to {', '.join(names)}: {self.no_write_reason}. {NO_STATISTICS}"
             )

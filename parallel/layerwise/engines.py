@@ -1,10 +1,10 @@
 """Data planes whose loop over layers is written out, forward and backward.
 
-`LayerwisePlane` fetches layers from the host, one ahead of the layer that runs. `LayerUpdatePlane`
-also updates each layer within the backward pass and then drops its gradient: the gradients are
-reduced over all devices, divided by the weight of the loss (the head computes it first) and
-applied. Parameters and moments are stacks that the loop carries and updates in place. Rows of a
-stack keep their first dimension, of length 1, so that specs and masks fit.
+`LayerwiseEngine` fetches layers from the host, one ahead of the layer that runs.
+`LayerUpdateEngine` also updates each layer within the backward pass and then drops its gradient:
+the gradients are reduced over all devices, divided by the weight of the loss (the head computes it
+first) and applied. Parameters and moments are stacks that the loop carries and updates in place.
+Rows of a stack keep their first dimension, of length 1, so that specs and masks fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,18 +17,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.parallel.adapters.model_template import LAYERS, Layer
-from hfjax.parallel.engine.example_keys import variables_of
-from hfjax.parallel.engine.gradient_engine import LoopPlane, Pass, StepInputs, check_traced
+from hfjax.parallel.engine.example_keys import layer_variables
+from hfjax.parallel.engine.gradient_engine import LoopEngine, PassOutput, StepInputs, check_trace
 from hfjax.parallel.engine.layer_remat import offload_residuals
-from hfjax.parallel.engine.step_context import StepContext, rows_of
+from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.layer_order import arrange
-from hfjax.parallel.layer_stack.sharded_model import IN_A_LOOP, PlacedModel
+from hfjax.parallel.layer_stack.sharded_model import IN_A_LOOP, ShardedModel
 from hfjax.parallel.layerwise.layer_update import (
     Carry,
     LayerUpdate,
     ListedUpdate,
     StackedUpdate,
-    averaged,
+    average_gradients,
 )
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.offload.host_memory import is_on_host, to_device
@@ -37,224 +37,256 @@ from hfjax.utils.paths import Flat, Index
 
 
 @dataclass(frozen=True)
-class LayerwisePlane(LoopPlane):
+class LayerwiseEngine(LoopEngine):
     """A plane that runs a model in three parts layer by layer."""
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
-        """Return (statistics, batch, number) -> `Pass`, of one microbatch."""
+        """Return (statistics, batch, number) -> `PassOutput`, of one microbatch."""
         context = self.context
 
-        def run(statistics: Flat, batch, number: Index) -> Pass:
-            rows = rows_of(batch)
-            of = lambda m, i: {**variables_of(statistics, i), **keys(i, number, rows)}
-            placed = self.placed(parameters, of, batch, "train")
-            sums = {path: x for path, x in placed.slots.items() if path.startswith(LAYERS)}
-            through = self.passes(placed, lambda sums: placed.parameters, self._collect)
-            told = lambda mean: (mean, context.divisor(mean.weight))
-            sums, outside, mean = through.run(sums, told)
-            found = sums | context.reduce_outside(outside)
-            gradients = context.pin({path: found[path] for path in context.trained})
-            return Pass(gradients, mean, statistics, context.divisor(mean.weight))
+        def run(statistics: Flat, batch, number: Index) -> PassOutput:
+            batch_size = num_examples(batch)
+            get_variables = lambda m, i: {
+                **layer_variables(statistics, i),
+                **keys(i, number, batch_size),
+            }
+            sharded_model = self.sharded_model(parameters, get_variables, batch, "train")
+            sums = {path: x for path, x in sharded_model.slots.items() if path.startswith(LAYERS)}
+            layer_passes = self.passes(
+                sharded_model, lambda sums: sharded_model.parameters, self._collect
+            )
+            loss_and_divisor = lambda mean: (mean, context.divisor(mean.weight))
+            sums, outside, mean = layer_passes.run(sums, loss_and_divisor)
+            grads = sums | context.reduce_outside(outside)
+            gradients = context.pin({path: grads[path] for path in context.trainable})
+            return PassOutput(gradients, mean, statistics, context.divisor(mean.weight))
 
         return run
 
-    def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
+    def eval_local(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return the loss of this device's rows."""
         return self._forward(parameters, variables, batch, None)
 
-    def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+    def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model for this device's rows."""
         return self._forward(parameters, variables, batch, "outputs").outputs
 
-    def _forward(self, parameters: Flat, variables: Flat, batch: Any, wanted: str | None) -> Any:
-        of = lambda m, i: variables_of(variables, i)
-        placed = replace(self.placed(parameters, of, batch, "eval"), wanted=wanted)
-        return self.passes(placed, lambda own: placed.parameters, self._collect).evaluate({})
+    def _forward(self, parameters: Flat, variables: Flat, batch: Any, returns: str | None) -> Any:
+        get_variables = lambda m, i: layer_variables(variables, i)
+        sharded_model = replace(
+            self.sharded_model(parameters, get_variables, batch, "eval"), returns=returns
+        )
+        return self.passes(
+            sharded_model, lambda own: sharded_model.parameters, self._collect
+        ).evaluate({})
 
     @property
     def layers(self) -> int:
         """How many layers the model has."""
-        return self.context.blueprint.number_of_layers
+        return self.context.template.num_layers
 
-    def placed(self, parameters: Flat, variables: Callable, batch: Any, mode: str) -> PlacedModel:
+    def sharded_model(
+        self, parameters: Flat, variables: Callable, batch: Any, mode: str
+    ) -> ShardedModel:
         """Return the model in three parts; what is outside of the layers is on the device."""
         context, of_layers = self.context, lambda path: path.startswith(LAYERS)
-        inputs = context.inputs(batch)
-        return PlacedModel(
-            blueprint=context.blueprint,
+        inputs = context.cast_inputs(batch)
+        return ShardedModel(
+            template=context.template,
             arrangement=arrange([self.layers], [(0, 0)]),
             parameters={p: x if of_layers(p) else to_device(x) for p, x in parameters.items()},
-            movements=context.movements(mode == "train"),
+            comm_plans=context.comm_plans(mode == "train"),
             slots=context.slots(),
             variables=variables,
             inputs=lambda m: inputs,
             mean=lambda outputs, m: context.mean(outputs, batch),
             share=context.share,
-            rows=context.traced.rows,
+            global_batch=context.trace.global_batch,
             mode=mode,
             policy=context.policy(),
-            wanted=None,
+            returns=None,
             keeps_last=False,
-            unwritten=IN_A_LOOP,
-            keeping=self._keeping,
-            seed=context.traced.seed,
+            no_write_reason=IN_A_LOOP,
+            wrap_layer=self._wrap_layer,
+            seed=context.trace.seed,
         )
 
     def passes(
-        self, placed: PlacedModel, stored: Callable, after: Callable
+        self, sharded_model: ShardedModel, params_of: Callable, after_backward: Callable
     ) -> StackedPasses | ListedPasses:
-        """Return the pass through the layers, whose parameters are `stored(carry)`."""
-        through = self._through_list if self.context.blueprint.listed else self._through_stack
-        of_layers = lambda carry: {p: x for p, x in stored(carry).items() if p.startswith(LAYERS)}
-        return through(placed, of_layers, after)
+        """Return the pass through the layers, whose parameters are `params_of(carry)`."""
+        make_passes = (
+            self._listed_passes if self.context.template.is_layer_list else self._stacked_passes
+        )
+        layer_params = lambda carry: {
+            p: x for p, x in params_of(carry).items() if p.startswith(LAYERS)
+        }
+        return make_passes(sharded_model, layer_params, after_backward)
 
-    def _through_stack(
-        self, placed: PlacedModel, stored: Callable, after: Callable
+    def _stacked_passes(
+        self, sharded_model: ShardedModel, params_of: Callable, after_backward: Callable
     ) -> StackedPasses:
-        model = placed.model()
+        model = sharded_model.model()
         first = lambda x: lax.index_in_dim(x, 0, 0, keepdims=False)
-        row = lambda x, i: lax.dynamic_index_in_dim(x, i, 0, False)
+        layer_of = lambda x, i: lax.dynamic_index_in_dim(x, i, 0, False)
 
-        def rows(carry: Any, i: Index, on_host: bool) -> Flat:
-            mine = {p: x for p, x in stored(carry).items() if is_on_host(x) == on_host}
-            return {path: row(x, i) for path, x in mine.items()}
+        def layer_params(carry: Any, i: Index, on_host: bool) -> Flat:
+            mine = {p: x for p, x in params_of(carry).items() if is_on_host(x) == on_host}
+            return {path: layer_of(x, i) for path, x in mine.items()}
 
         return StackedPasses(
-            model=replace(model, slots={path: first(placed.slots[path]) for path in model.slots}),
+            model=replace(
+                model, slots={path: first(sharded_model.slots[path]) for path in model.slots}
+            ),
             layers=self.layers,
-            near=lambda carry, i: rows(carry, i, on_host=False),
-            far=lambda carry, i: to_device(rows(carry, i, on_host=True)),
-            after=after,
+            device_params=lambda carry, i: layer_params(carry, i, on_host=False),
+            host_params=lambda carry, i: to_device(layer_params(carry, i, on_host=True)),
+            after_backward=after_backward,
             unroll=self.context.execution.unroll or 1,
         )
 
-    def _through_list(self, placed: PlacedModel, stored: Callable, after: Callable) -> ListedPasses:
-        layers = self.context.blueprint.layers(placed.mode)
+    def _listed_passes(
+        self, sharded_model: ShardedModel, params_of: Callable, after_backward: Callable
+    ) -> ListedPasses:
+        layers = self.context.template.layers(sharded_model.mode)
 
         def function(layer: Layer) -> Callable:
-            return lambda stored, slots, x: placed.run(layer, stored, slots, x)
+            return lambda params, slots, x: sharded_model.run(layer, params, slots, x)
 
         return ListedPasses(
-            model=placed.model(),
+            model=sharded_model.model(),
             layers=[function(layer) for layer in layers],
-            stored=lambda carry, i: {path: stored(carry)[path] for path in layers[i].paths},
-            slots=[{p: placed.slots[p] for p in x.paths if p in placed.slots} for x in layers],
-            after=after,
+            params=lambda carry, i: {path: params_of(carry)[path] for path in layers[i].paths},
+            slots=[
+                {p: sharded_model.slots[p] for p in x.paths if p in sharded_model.slots}
+                for x in layers
+            ],
+            after_backward=after_backward,
         )
 
     @property
-    def _keeping(self) -> Callable:
+    def _wrap_layer(self) -> Callable:
         """Return what makes a layer keep no weights: in a loop written out none does."""
-        if not self.context.blueprint.listed:
+        if not self.context.template.is_layer_list:
             return lambda function: function
         return lambda function: offload_residuals(function, lambda tensors: {}, barrier=True)
 
-    def _collect(self, sums: Flat, i: Index, stored: Flat, gradients: Flat, told: Mean) -> Flat:
+    def _collect(self, sums: Flat, i: Index, params: Flat, gradients: Flat, mean: Mean) -> Flat:
         """Return the gradients of all layers, with those of layer i."""
-        if self.context.blueprint.listed:
+        if self.context.template.is_layer_list:
             return sums | gradients
         put = lambda x, g: lax.dynamic_update_index_in_dim(x, g, i, 0)
         return {path: put(x, gradients[path]) for path, x in sums.items()}
 
 
 @dataclass(frozen=True)
-class LayerUpdatePlane:
+class LayerUpdateEngine:
     """A layer by layer plane whose layers are updated during the backward pass.
 
     Nothing accumulates: the gradient of each parameter lies where its moments do.
     """
 
-    plane: LayerwisePlane
+    engine: LayerwiseEngine
 
     @classmethod
-    def of(cls, context: StepContext) -> "LayerUpdatePlane":
+    def of(cls, context: StepContext) -> "LayerUpdateEngine":
         """Return the plane: gradients go straight to where their moments are."""
-        placed = {path: replace(p, gradient=p.moment) for path, p in context.placed.items()}
-        return cls(LayerwisePlane(replace(context, placed=placed)))
+        param_specs = {
+            path: replace(p, gradient=p.moment) for path, p in context.param_specs.items()
+        }
+        return cls(LayerwiseEngine(replace(context, param_specs=param_specs)))
 
     def train(
         self,
-        held: StepInputs,
+        inputs: StepInputs,
         batch: Any,
         step: jax.Array,
         apply: Callable,
-        belongs: Mapping[str, str],
+        owner_paths: Mapping[str, str],
     ) -> tuple[StepInputs, Flat, jax.Array, Flat, Mean]:
         """Return the layers' new state; squares; finite; gradients outside the layers; Mean.
 
         `apply(gradients, moments, counts, parameters) -> (parameters, moments)` is given rows of
-        the layers' stacks. All gradients, and squares, are those of the mean. `belongs` says of
+        the layers' stacks. All gradients, and squares, are those of the mean. `owner_paths` says of
         each of the moments to which parameter it belongs.
         """
-        context = self.plane.context
+        context = self.engine.context
 
-        def device(held: StepInputs, batch, step: jax.Array) -> tuple:
-            context.traced.begin(context.placed)
-            context.traced.weighed = True
-            placed = self._of_step(held, batch, step)
-            update = self._update(held, apply, belongs)
-            stored = lambda carry: self._stored(carry, placed)
-            through = self.plane.passes(placed, stored, update)
-            carry, outside, mean = through.run(self._carry(held), self._told)
-            check_traced(context, mean)
+        def device(inputs: StepInputs, batch, step: jax.Array) -> tuple:
+            context.trace.begin(context.param_specs)
+            context.trace.weighted = True
+            sharded_model = self._sharded_model(inputs, batch, step)
+            update = self._update(inputs, apply, owner_paths)
+            params_of = lambda carry: self._current_params(carry, sharded_model)
+            layer_passes = self.engine.passes(sharded_model, params_of, update)
+            carry, outside, mean = layer_passes.run(self._carry(inputs), self._loss_and_divisor)
+            check_trace(context, mean)
             gradients = context.pin(context.reduce_outside(outside))
-            gradients = update.reduction(gradients, context.placed)
-            gradients = averaged(gradients, context.own_losses)
-            new = StepInputs(carry.parameters, {}, carry.moments, {})
+            gradients = update.reduction(gradients, context.param_specs)
+            gradients = average_gradients(gradients, context.num_local_losses)
+            new = StepInputs(carry.parameters, {}, carry.optimizer_state, {})
             return new, carry.squares, carry.finite, gradients, mean
 
-        specs, moments = context.specs("parameter"), context.specs("moment")
-        of_moments = {name: moments[path] for name, path in belongs.items()}
-        trained = {path: specs[path] for path in self._of_layers}
-        outside = {path: moments[path] for path in context.trained if path not in trained}
-        given = StepInputs(specs, P(), of_moments, P())
-        in_specs = (given, context.batch_spec, P())
-        out_specs = (StepInputs(trained, P(), of_moments, P()), P(), P(), outside, P())
-        return context.shard_map(device, in_specs, out_specs)(held, batch, step)
+        specs, optimizer_specs = context.specs("parameter"), context.specs("moment")
+        state_specs = {name: optimizer_specs[path] for name, path in owner_paths.items()}
+        layer_specs = {path: specs[path] for path in self._layer_paths}
+        outside = {
+            path: optimizer_specs[path] for path in context.trainable if path not in layer_specs
+        }
+        input_specs = StepInputs(specs, P(), state_specs, P())
+        in_specs = (input_specs, context.batch_spec, P())
+        out_specs = (StepInputs(layer_specs, P(), state_specs, P()), P(), P(), outside, P())
+        return context.shard_map(device, in_specs, out_specs)(inputs, batch, step)
 
-    def _told(self, mean: Mean) -> tuple[Mean, jax.Array]:
+    def _loss_and_divisor(self, mean: Mean) -> tuple[Mean, jax.Array]:
         """Return the Mean of all devices, and the divisor."""
-        return self.plane.context.over_devices(mean), self.plane.context.divisor(mean.weight)
+        return self.engine.context.reduce_loss(mean), self.engine.context.divisor(mean.weight)
 
     @property
-    def _of_layers(self) -> list[str]:
+    def _layer_paths(self) -> list[str]:
         """The layers' parameters that have a gradient."""
-        return [path for path in self.plane.context.trained if path.startswith(LAYERS)]
+        return [path for path in self.engine.context.trainable if path.startswith(LAYERS)]
 
-    def _of_step(self, held: StepInputs, batch: Any, step: jax.Array) -> PlacedModel:
+    def _sharded_model(self, inputs: StepInputs, batch: Any, step: jax.Array) -> ShardedModel:
         """Return the model in three parts, on the rows of this device."""
-        context, rows = self.plane.context, rows_of(batch)
-        keys, statistics = context.keys(held.variables, rows, step)
-        batch = context.dealt(batch)
-        parameters = context.gather_once(held.parameters)
-        variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}
-        return self.plane.placed(parameters, variables, batch, "train")
+        context, batch_size = self.engine.context, num_examples(batch)
+        keys, statistics = context.keys(inputs.variables, batch_size, step)
+        batch = context.slice_sequence(batch)
+        parameters = context.gather_once(inputs.parameters)
+        variables = lambda m, i: {**layer_variables(statistics, i), **keys(i, m, batch_size)}
+        return self.engine.sharded_model(parameters, variables, batch, "train")
 
-    def _update(self, held: StepInputs, apply: Callable, belongs: Mapping[str, str]) -> LayerUpdate:
-        context = self.plane.context
-        kind = ListedUpdate if context.blueprint.listed else StackedUpdate
+    def _update(
+        self, inputs: StepInputs, apply: Callable, owner_paths: Mapping[str, str]
+    ) -> LayerUpdate:
+        context = self.engine.context
+        kind = ListedUpdate if context.template.is_layer_list else StackedUpdate
         return kind(
-            placed={path: context.placed[path] for path in self._of_layers},
+            param_specs={path: context.param_specs[path] for path in self._layer_paths},
             reduction=context.reduction,
-            apply=lambda gradients, moments, old: apply(gradients, moments, held.counts, old),
-            belongs=belongs,
-            own_losses=context.own_losses,
-            nonfinite=context.execution.nonfinite,
+            apply=lambda gradients, optimizer_state, old: apply(
+                gradients, optimizer_state, inputs.counts, old
+            ),
+            owner_paths=owner_paths,
+            num_local_losses=context.num_local_losses,
+            on_nonfinite=context.execution.nonfinite,
         )
 
-    def _carry(self, held: StepInputs) -> Carry:
+    def _carry(self, inputs: StepInputs) -> Carry:
         """Return what is to be updated, as it is before."""
-        placed = self.plane.context.placed
-        zeros = jnp.zeros(1 if self.plane.context.blueprint.listed else self.plane.layers)
-        wide = lambda path: zeros.astype(jnp.promote_types(placed[path].dtype, jnp.float32))
+        param_specs = self.engine.context.param_specs
+        zeros = jnp.zeros(1 if self.engine.context.template.is_layer_list else self.engine.layers)
+        wide = lambda path: zeros.astype(jnp.promote_types(param_specs[path].dtype, jnp.float32))
         return Carry(
-            {path: held.parameters[path] for path in self._of_layers},
-            held.moments,
-            {path: wide(path) for path in self._of_layers},
+            {path: inputs.parameters[path] for path in self._layer_paths},
+            inputs.optimizer_state,
+            {path: wide(path) for path in self._layer_paths},
             jnp.array(True),
         )
 
-    def _stored(self, carry: Carry, placed: PlacedModel) -> Flat:
+    def _current_params(self, carry: Carry, sharded_model: ShardedModel) -> Flat:
         """Return the layers' parameters as they are stored, or as they stay gathered."""
-        gathered = self.plane.context.gathered_for_step
-        return placed.parameters | {p: x for p, x in carry.parameters.items() if p not in gathered}
+        gathered = self.engine.context.gathered_for_step
+        return sharded_model.parameters | {
+            p: x for p, x in carry.parameters.items() if p not in gathered
+        }

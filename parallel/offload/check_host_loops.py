@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.offload.activations import ToHost
-from hfjax.parallel.offload.host_memory import is_target
-from hfjax.parallel.offload.host_residuals import kept
+from hfjax.parallel.offload.host_memory import is_compile_only
+from hfjax.parallel.offload.host_residuals import save_residuals_on_host
 
-LAYERS, ROWS, WIDTH = 5, 32, 128  # of an odd number of layers no row but one is right by chance
+LAYERS, BATCH, WIDTH = 5, 32, 128  # of an odd number of layers no row but one is right by chance
 
 
 def check_host_loops(mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
@@ -29,20 +29,22 @@ def check_host_loops(mesh: Mesh, options: Mapping[str, Any] | None = None) -> No
 
     Devices that are there to compile for only cannot be asked.
     """
-    if platform_of(mesh) == "gpu" and not is_target(mesh):
+    if platform_of(mesh) == "gpu" and not is_compile_only(mesh):
         _check(mesh.local_devices[0], tuple(sorted((options or {}).items())))
 
 
 @cache
 def _check(device: Any, options: tuple) -> None:
     run = lambda on_host: _gradient(device, dict(options), on_host)
-    with ThreadPoolExecutor(1) as outside:  # of any trace that is under way
-        found, wanted = outside.map(run, (True, False))
-    apart = max(float(np.abs(f - w).max()) for f, w in zip(found, wanted, strict=True))
-    if not apart <= 1e-3 * float(np.abs(wanted[0]).max()):
+    with ThreadPoolExecutor(1) as executor:  # of any trace that is under way
+        host_gradients, device_gradients = executor.map(run, (True, False))
+    max_error = max(
+        float(np.abs(f - w).max()) for f, w in zip(host_gradients, device_gradients, strict=True)
+    )
+    if not max_error <= 1e-3 * float(np.abs(device_gradients[0]).max()):
         raise ValueError(
             f"{device.device_kind}: gradients of a loop that keeps tensors in host memory are "
-            f"wrong here (by up to {apart:.2g}, jax {jax.__version__}): a known fault of XLA, "
+            f"wrong here (by up to {max_error:.2g}, jax {jax.__version__}): a known fault of XLA, "
             "openxla/xla #46231. Use a newer jax; or nothing on the host (remat instead of "
             "offload); or, in a program of your own, disable the pass: "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator."
@@ -58,15 +60,15 @@ def _gradient(device: Any, options: dict[str, Any], on_host: bool) -> list[np.nd
     share = (
         (lambda tensors: {i: ToHost() for i in range(len(tensors))}) if on_host else lambda _: {}
     )
-    run = kept(layer, share, barrier=False)
+    run = save_residuals_on_host(layer, share, barrier=False)
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
         y, _ = lax.scan(lambda x, w: (run((), w, x)[0], None), x, weights)
         return (y**2).sum()
 
     random = np.random.default_rng(0)
-    shapes = (LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)
+    shapes = (LAYERS, WIDTH, WIDTH), (BATCH, WIDTH)
     arrays = [np.float32(random.normal(size=shape) / WIDTH**0.5) for shape in shapes]
-    here = [jax.device_put(x, device) for x in arrays]
+    inputs = [jax.device_put(x, device) for x in arrays]
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=options or None)
-    return [np.asarray(x) for x in gradient(*here)]
+    return [np.asarray(x) for x in gradient(*inputs)]

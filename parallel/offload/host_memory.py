@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.utils.paths import Tree
 
-KIND = "pinned_host"
+HOST_MEMORY_KIND = "pinned_host"
 Key = TypeVar("Key", int, str)
-KEPT = ("moments", "master", "parameters")  # what of a state may lie on the host
+STATE_PARTS = ("moments", "master", "parameters")  # what of a state may lie on the host
 
 
 def memory_rules(rules: Mapping[str, Any]) -> Mapping[str, str | float]:
@@ -26,23 +26,23 @@ def memory_rules(rules: Mapping[str, Any]) -> Mapping[str, str | float]:
     >>> dict(memory_rules({"moments": 1.0, "master": "host"}))
     {'moments': 'host', 'master': 'host'}
     """
-    tidy: dict[str, str | float] = {}
-    for rule, where in rules.items():
-        if rule not in KEPT:
-            raise ValueError(f"memory row {rule!r}: one of {', '.join(KEPT)}.")
-        tidy[rule] = _memory_of(rule, where)
-    return MappingProxyType(tidy)
+    checked: dict[str, str | float] = {}
+    for rule, memory in rules.items():
+        if rule not in STATE_PARTS:
+            raise ValueError(f"memory row {rule!r}: one of {', '.join(STATE_PARTS)}.")
+        checked[rule] = _memory_of(rule, memory)
+    return MappingProxyType(checked)
 
 
-def _memory_of(rule: str, where: Any) -> str | float:
-    if where in ("host", "device"):
-        return where
-    number = isinstance(where, int | float) and not isinstance(where, bool)
-    if rule == "moments" and number and 0 <= where <= 1:
-        return "device" if where == 0 else "host" if where == 1 else float(where)
-    if number:
+def _memory_of(rule: str, memory: Any) -> str | float:
+    if memory in ("host", "device"):
+        return memory
+    is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
+    if rule == "moments" and is_number and 0 <= memory <= 1:
+        return "device" if memory == 0 else "host" if memory == 1 else float(memory)
+    if is_number:
         raise ValueError(
-            f"memory row {rule} -> {where!r}: "
+            f"memory row {rule} -> {memory!r}: "
             + (
                 "the share of the moments' bytes that lies on the host is from 0 to 1."
                 if rule == "moments"
@@ -50,16 +50,16 @@ def _memory_of(rule: str, where: Any) -> str | float:
             )
         )
     share = ", or a share of the bytes from 0 (device) to 1 (host)" if rule == "moments" else ""
-    raise ValueError(f'memory row {rule} -> {where!r}: "host" or "device"{share}.')
+    raise ValueError(f'memory row {rule} -> {memory!r}: "host" or "device"{share}.')
 
 
-def show_memory(where: str | float) -> str:
+def show_memory(memory: str | float) -> str:
     """Return a rule of the column `memory` as people read it.
 
     >>> show_memory(0.25)
     '25% host'
     """
-    return where if isinstance(where, str) else f"{100 * where:.4g}% host"
+    return memory if isinstance(memory, str) else f"{100 * memory:.4g}% host"
 
 
 def largest_first(sizes: Mapping[Key, int], room: float) -> tuple[list[Key], list[Key]]:
@@ -70,9 +70,9 @@ def largest_first(sizes: Mapping[Key, int], room: float) -> tuple[list[Key], lis
     """
     chosen, rest = [], []
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-        fits = sizes[key] <= room
-        (chosen if fits else rest).append(key)
-        room -= sizes[key] * fits
+        has_room = sizes[key] <= room
+        (chosen if has_room else rest).append(key)
+        room -= sizes[key] * has_room
     return chosen, rest
 
 
@@ -83,14 +83,14 @@ def to_host(tree: Tree) -> Any:
 
 def to_device(tree: Tree) -> Any:
     """Return the arrays, copied into device memory where they are not there."""
-    fetch = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
-    return jax.tree.map(fetch, tree)
+    put = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
+    return jax.tree.map(put, tree)
 
 
-def one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
+def map_one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
     """Return what becomes of the arrays of a tree; those on the host take turns on the device."""
-    leaves, form = jax.tree.flatten(tree)
-    others = [jax.tree.leaves(of) for of in rest]
+    leaves, treedef = jax.tree.flatten(tree)
+    others = [jax.tree.leaves(leaf_tree) for leaf_tree in rest]
     new, last = [], None
     for x, *more in zip(leaves, *others, strict=True):
         if not is_on_host(x):
@@ -100,7 +100,7 @@ def one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
             x, last = lax.optimization_barrier((x, last))
         last = to_host(change(to_device(x), *more))
         new.append(last)
-    return form.unflatten(new)
+    return treedef.unflatten(new)
 
 
 def is_on_host(x: object) -> bool:
@@ -108,51 +108,54 @@ def is_on_host(x: object) -> bool:
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
 
-def on_host(mesh: Mesh, spec: P) -> NamedSharding:
+def host_sharding(mesh: Mesh, spec: P) -> NamedSharding:
     """Return the sharding that splits an array like `spec` does, in host memory."""
     check_has_host_memory(mesh)
-    if is_target(mesh):
-        return _OnTargetHost(mesh, spec)
-    return NamedSharding(mesh, spec, memory_kind=KIND)
+    if is_compile_only(mesh):
+        return _CompileOnlyHostSharding(mesh, spec)
+    return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY_KIND)
 
 
 def is_host_sharding(sharding: jax.sharding.Sharding) -> bool:
     """Return whether what is placed so lies in host memory."""
-    return sharding.memory_kind == KIND
+    return sharding.memory_kind == HOST_MEMORY_KIND
 
 
-def of_results(shardings: Any) -> Any:
+def result_shardings(shardings: Any) -> Any:
     """Return the shardings to give for what a program returns, of those of its arguments.
 
     On devices that are there to compile for only, jax knows no memory kinds: that of a result
     follows from the program.
     """
-    plain = lambda s: NamedSharding(s.mesh, s.spec) if isinstance(s, _OnTargetHost) else s
-    return jax.tree.map(plain, shardings)
+    without_memory = lambda s: (
+        NamedSharding(s.mesh, s.spec) if isinstance(s, _CompileOnlyHostSharding) else s
+    )
+    return jax.tree.map(without_memory, shardings)
 
 
 def check_has_host_memory(mesh: Mesh) -> None:
     """Refuse a mesh whose devices cannot reach memory of the host."""
-    kinds = _kinds(mesh)
-    if kinds and KIND not in kinds:
+    memory_kinds = _memory_kinds(mesh)
+    if memory_kinds and HOST_MEMORY_KIND not in memory_kinds:
         raise ValueError(
             f"{describe_mesh(mesh)} of {mesh.devices.flat[0].device_kind}: these devices have no "
-            f"{KIND} memory (only {', '.join(kinds)}), so nothing can be kept on the host. Leave "
+            f"{HOST_MEMORY_KIND} memory (only {', '.join(memory_kinds)}), so nothing can be kept "
+            "on the host. Leave "
             "out the offload, or run on a GPU, a TPU or a CPU with a newer jax."
         )
 
 
-def is_target(mesh: Mesh) -> bool:
+def is_compile_only(mesh: Mesh) -> bool:
     """Return whether the devices are there to compile for only."""
-    return not _kinds(mesh)
+    return not _memory_kinds(mesh)
 
 
-def _kinds(mesh: Mesh) -> list[str]:
+def _memory_kinds(mesh: Mesh) -> list[str]:
     device = mesh.local_devices[0] if mesh.local_devices else mesh.devices.flat[0]
     return sorted({memory.kind for memory in device.addressable_memories()})
 
 
-class _OnTargetHost(NamedSharding):
+class _CompileOnlyHostSharding(NamedSharding):
     """A sharding in host memory, of devices that are there to compile for only.
 
     jax forgets the memory kind of a sharding over such devices, since they cannot tell which they
@@ -160,12 +163,14 @@ class _OnTargetHost(NamedSharding):
     is compiled as for real devices, and its memory is told apart.
     """
 
-    memory_kind = _memory_kind = KIND  # pyright: ignore
+    memory_kind = _memory_kind = HOST_MEMORY_KIND  # pyright: ignore
 
     def __hash__(self) -> int:
-        return hash((self.mesh, self.spec, KIND))
+        return hash((self.mesh, self.spec, HOST_MEMORY_KIND))
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _OnTargetHost) and self.mesh == other.mesh and self.spec == other.spec
+            isinstance(other, _CompileOnlyHostSharding)
+            and self.mesh == other.mesh
+            and self.spec == other.spec
         )

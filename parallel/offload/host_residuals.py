@@ -16,51 +16,58 @@ from hfjax.parallel.jaxprs.program import Residuals, Tensor
 from hfjax.parallel.offload.activations import Share, join, split
 from hfjax.parallel.offload.host_memory import to_device, to_host
 
-Choose = Callable[[Sequence[Tensor]], Share]
+ChooseTensors = Callable[[Sequence[Tensor]], Share]
 
 
-def kept(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
+def save_residuals_on_host(
+    function: Callable, choose_tensors: ChooseTensors, barrier: bool = True
+) -> Callable:
     """Return `function(known, weights, x) -> (y, aux)`, parts of what it keeps on the host.
 
-    It is differentiated with respect to weights and x. `choose` is told the tensors that depend on
-    x and are needed for the backward pass. Outside of loops a barrier keeps XLA from dropping the
-    round trip and from merging what is made again with what it was made from.
+    It is differentiated with respect to weights and x. `choose_tensors` is told the tensors that
+    depend on x and are needed for the backward pass. Outside of loops a barrier keeps XLA from
+    dropping the round trip and from merging what is made again with what it was made from.
     """
 
     @jax.custom_vjp
     def run(known, weights, x) -> tuple[Any, Any]:
         return function(known, weights, x)
 
-    def with_pullback(given: tuple, x) -> tuple[tuple, Callable]:
-        known, weights = given
-        of = lambda weights, x: function(known, weights, x)
-        y, pullback, aux = jax.vjp(of, weights, x, has_aux=True)
+    def with_pullback(operands: tuple, x) -> tuple[tuple, Callable]:
+        known, weights = operands
+        call = lambda weights, x: function(known, weights, x)
+        y, pullback, aux = jax.vjp(call, weights, x, has_aux=True)
         return (y, aux), pullback
 
     def forward(known, weights, x) -> tuple[tuple, Partial]:
-        given = known, weights
-        residuals = Residuals(with_pullback, given, x)
-        share = choose(residuals.tensors)
-        out, stash = residuals.forward(given, x)
+        operands = known, weights
+        residuals = Residuals(with_pullback, operands, x)
+        share = choose_tensors(residuals.tensors)
+        out, stash = residuals.forward(operands, x)
 
-        def pullback(parts: Sequence[tuple], constants: Sequence[Any], given: tuple) -> Callable:
-            stash = join(share, ((to_device(gone), stayed) for gone, stayed in parts))
-            return residuals.pullback(given, stash, constants)
+        def pullback(
+            halves: Sequence[tuple], constants: Sequence[Any], operands: tuple
+        ) -> Callable:
+            stash = join(share, ((to_device(on_host), on_device) for on_host, on_device in halves))
+            return residuals.pullback(operands, stash, constants)
 
-        parts = [(_sent(goes, barrier), stays) for goes, stays in split(share, stash)]
-        return out, Partial(pullback, parts, residuals.constants, given)
+        halves = [
+            (_send_to_host(on_host, barrier), on_device)
+            for on_host, on_device in split(share, stash)
+        ]
+        return out, Partial(pullback, halves, residuals.constants, operands)
 
-    def backward(waiting: Partial, cotangents: tuple) -> tuple:
+    def backward(residuals: Partial, cotangents: tuple) -> tuple:
         dy = cotangents[0]
         if barrier:
-            waiting, dy = lax.optimization_barrier((waiting, dy))
-        gradients, dx = waiting()(dy)
+            residuals, dy = lax.optimization_barrier((residuals, dy))
+        gradients, dx = residuals()(dy)
         return None, gradients, dx
 
     run.defvjp(forward, backward)
     return run
 
 
-def _sent(arrays: list[jax.Array], barrier: bool) -> list[jax.Array]:
-    there = to_host(arrays)
-    return lax.optimization_barrier(there) if barrier and there else there
+def _send_to_host(arrays: list[jax.Array], barrier: bool) -> list[jax.Array]:
+    host_arrays = to_host(arrays)
+    return lax.optimization_barrier(host_arrays) if barrier and host_arrays else host_arrays

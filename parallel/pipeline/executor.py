@@ -6,8 +6,8 @@ whose slots the table's compiler has assigned, so neither the size of the progra
 depends on the number of microbatches.
 
 `Pipeline` is a stage: first the state that it holds, then `_tick`, what it does in a tick. What
-may be done in more than one way is an object: `weights` (which parameters a pass uses, and when
-they are updated) and `unit` (what of a layer is computed again).
+may be done in more than one way is an object: `stage_params` (which parameters a pass uses, and
+when they are updated) and `layer_passes` (what of a layer is computed again).
 """
 
 from collections.abc import Callable
@@ -19,16 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.parallel.jaxprs.program import packed
-from hfjax.parallel.jaxprs.split_backward import Dissected, zeros_like
-from hfjax.parallel.jaxprs.stage_fns import ModelParts
+from hfjax.parallel.jaxprs.program import describe_packed
+from hfjax.parallel.jaxprs.split_backward import SplitBackward, zeros_like
+from hfjax.parallel.jaxprs.stage_fns import StageFns
 from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.offload.activations import Share, of_part
-from hfjax.parallel.pipeline.activation_checkpointing import EveryMicrobatch, ExceptLast, UnitPasses
-from hfjax.parallel.pipeline.stage_params import FixedWeights, Weights
-from hfjax.parallel.pipeline.stash_buffers import Ring, Slots, StageLinks
-from hfjax.parallel.pipeline.tick import OUTSIDE, SegmentFacts, StageTick, State
-from hfjax.parallel.schedules.compile import SIDES, Ticks
+from hfjax.parallel.offload.activations import Share, share_of_range
+from hfjax.parallel.pipeline.activation_checkpointing import (
+    LayerPasses,
+    RematExceptLast,
+    UniformRemat,
+)
+from hfjax.parallel.pipeline.stage_params import FixedParams, StageParams
+from hfjax.parallel.pipeline.stash_buffers import Slots, StageLinks, StashBuffer
+from hfjax.parallel.pipeline.tick import OUTER_TASKS, SegmentFacts, StageTick, State
+from hfjax.parallel.schedules.compile import LINK_NAMES, Ticks
 from hfjax.utils.paths import Flat, Index
 
 
@@ -40,25 +44,25 @@ class Pipeline:
     """
 
     ticks: Ticks
-    model: ModelParts
+    model: StageFns
     unroll: int | bool = 1
-    choose: Callable | None = None  # (tensors, layers of a stage) -> which go to the host
-    weights: Weights = FixedWeights()
+    choose_offload: Callable | None = None  # (tensors, layers of a stage) -> which go to the host
+    stage_params: StageParams = FixedParams()
     # Slots of a tick follow one another, though they are of different microbatches. XLA runs what
     # is independent in an order that differs by device, on CPUs, and a layer's collectives of one
     # microbatch then meet those of another.
     in_order: Callable[[], bool] = lambda: False  # asked once what came before is traced
     # Asked with what traces a layer: a `lax.cond` by which idle slots skip it, None where none may.
     branches: Callable[[Callable], Callable | None] = lambda program: None
-    last: Any = None  # `LastTick`, if it sums gradients over devices
+    last_tick: Any = None  # `LastTick`, if it sums gradients over devices
 
     @property
     def _trains(self) -> bool:
         return self.ticks.table.trains
 
     @property
-    def _split(self) -> bool:
-        return self.ticks.table.split
+    def _splits_backward(self) -> bool:
+        return self.ticks.table.splits_backward
 
     @cached_property
     def stage(self) -> Index:
@@ -66,360 +70,417 @@ class Pipeline:
 
     @cached_property
     def _links(self) -> StageLinks:
-        return StageLinks(self.ticks, self.stage, keeps=self._either is None)
+        return StageLinks(self.ticks, self.stage, keeps_old=self._cond is None)
 
     @cached_property
-    def _x(self) -> Any:
+    def _zero_x(self) -> Any:
         """Zeros like what goes from layer to layer."""
-        return zeros_like(jax.eval_shape(self.model.first, self.model.outside, jnp.int32(0)))
+        return zeros_like(jax.eval_shape(self.model.embed, self.model.outer_params, jnp.int32(0)))
 
     @cached_property
     def chunks(self) -> Slots:
-        _, chunks, units = self.model.order.shape
-        return Slots(chunks, units, apart=self.unroll is True or units == 1)
+        _, chunks, units = self.model.unit_order.shape
+        return Slots(chunks, units, per_unit=self.unroll is True or units == 1)
 
     @cached_property
-    def values(self) -> Any:
-        return self.chunks.of(self.model.values)
+    def chunk_params(self) -> Any:
+        return self.chunks.from_stacked(self.model.stage_params)
 
     @cached_property
-    def _layers(self) -> jax.Array:
+    def _layer_numbers(self) -> jax.Array:
         """The numbers of this stage's layers, [chunks, units]."""
-        return jnp.asarray(self.model.order, jnp.int32)[self.stage]
+        return jnp.asarray(self.model.unit_order, jnp.int32)[self.stage]
 
     @cached_property
-    def _padded(self) -> bool:
-        return bool((self.model.order < 0).any())
+    def _is_padded(self) -> bool:
+        return bool((self.model.unit_order < 0).any())
 
     @cached_property
-    def _passes(self) -> Dissected:
-        return self._dissected(self.model.passes)
+    def _passes(self) -> SplitBackward:
+        return self._make_passes(self.model.layer_passes)
 
     @cached_property
-    def _either(self) -> Callable | None:
-        given = self._known_of_one, self._x
-        return self.branches(partial(jax.make_jaxpr(self._passes.forward), *given))
+    def _cond(self) -> Callable | None:
+        operands = self._first_known_values, self._zero_x
+        return self.branches(partial(jax.make_jaxpr(self._passes.forward), *operands))
 
     @cached_property
-    def unit(self) -> UnitPasses:
+    def layer_passes(self) -> LayerPasses:
         """How a layer runs in a tick."""
-        if self.model.keep is None or not self._trains:
-            return EveryMicrobatch(self._passes)
-        keeping, last = self._dissected(self.model.keep), self.ticks.table.microbatches - 1
-        return ExceptLast(self._passes, keeping, self.chunks, last)
+        if self.model.last_passes is None or not self._trains:
+            return UniformRemat(self._passes)
+        no_remat_passes, last_microbatch = (
+            self._make_passes(self.model.last_passes),
+            self.ticks.table.microbatches - 1,
+        )
+        return RematExceptLast(self._passes, no_remat_passes, self.chunks, last_microbatch)
 
-    def _dissected(self, passes: Callable) -> Dissected:
-        return passes(self._known_of_one, self._no_gradients, self._x, self._split)
+    def _make_passes(self, passes: Callable) -> SplitBackward:
+        return passes(
+            self._first_known_values, self._zero_gradients, self._zero_x, self._splits_backward
+        )
 
     @property
-    def _known_of_one(self) -> tuple:
-        return self._known(self.chunks.get(self.values, 0, 0), 0, 0, jnp.int32(0))
+    def _first_known_values(self) -> tuple:
+        return self._known_values(self.chunks.get(self.chunk_params, 0, 0), 0, 0, jnp.int32(0))
 
-    def _used(self, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
-        return self.weights.parameters(self, state, at, kind, unit)
+    def _params_of_layer(self, state: State, tick: StageTick, kind: str, unit: Index) -> Flat:
+        return self.stage_params.layer_params(self, state, tick, kind, unit)
 
-    def _known(self, parameters: Flat, unit: Index, chunk: Index, m: Index) -> tuple:
-        return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
+    def _known_values(self, parameters: Flat, unit: Index, chunk: Index, m: Index) -> tuple:
+        return parameters, jnp.maximum(self._layer_numbers[chunk, unit], 0), m
 
     @cached_property
-    def _rings(self) -> dict[str, Ring]:
+    def _stash_buffers(self) -> dict[str, StashBuffer]:
         """Ring buffers: `stash` are residuals that B reads, `late` those that W reads too.
 
         `cross` is what B computes for W.
         """
         passes, chunks = self._passes, self.chunks
-        number, share = len(jax.tree.leaves(passes.stash)), self._share
-        parts = {
-            "stash": (passes.stash, of_part(share, 0, number)),
-            "late": (passes.late, of_part(share, number, None)),
-            "cross": (passes.cross if self._split else [], {}),
+        num_stash, share = len(jax.tree.leaves(passes.stash)), self._host_share
+        entries = {
+            "stash": (passes.stash, share_of_range(share, 0, num_stash)),
+            "late": (passes.w_residuals, share_of_range(share, num_stash, None)),
+            "cross": (passes.b_to_w if self._splits_backward else [], {}),
         }
-        store = lambda name: Slots(self.ticks.depth[name], chunks.units, chunks.apart)
-        return {name: Ring(like, store(name), gone) for name, (like, gone) in parts.items()}
+        store = lambda name: Slots(self.ticks.depth[name], chunks.units, chunks.per_unit)
+        return {
+            name: StashBuffer(like, store(name), host_share)
+            for name, (like, host_share) in entries.items()
+        }
 
     @property
-    def _share(self) -> Share:
+    def _host_share(self) -> Share:
         """What of stash and late goes to the host."""
-        if self.choose is None:
+        if self.choose_offload is None:
             return {}
-        passes, (_, chunks, units) = self._passes, self.model.order.shape
-        tensors = passes.tensors or packed(jax.tree.leaves((passes.stash, passes.late)))
-        return self.choose(tensors, chunks * units)
+        passes, (_, chunks, units) = self._passes, self.model.unit_order.shape
+        tensors = passes.tensors or describe_packed(
+            jax.tree.leaves((passes.stash, passes.w_residuals))
+        )
+        return self.choose_offload(tensors, chunks * units)
 
     def queue(self, name: str) -> Slots:
         return Slots(self.ticks.depth[name], 1, True)
 
-    def start(self) -> State:
+    def init_state(self) -> State:
         """Return the state before the first tick."""
         m, table = jnp.int32(0), self.ticks.table
-        _, aux = jax.eval_shape(self.model.last, self.model.outside, self._x, m)
-        tell = lambda a: jnp.zeros((table.microbatches, *a.shape), a.dtype)
-        state: State = {"aux": jax.tree.map(tell, aux), "sent": {}}
+        _, aux = jax.eval_shape(self.model.head, self.model.outer_params, self._zero_x, m)
+        per_microbatch = lambda a: jnp.zeros((table.microbatches, *a.shape), a.dtype)
+        state: State = {"aux": jax.tree.map(per_microbatch, aux), "sent": {}}
         if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
-            x = self.model.first(self.model.outside, m)
-            state["x"] = self.queue("x").filled(x)
-            state["sent"] = {link: x for kind, link in self.ticks.lines if "F" in kind}
+            x = self.model.embed(self.model.outer_params, m)
+            state["x"] = self.queue("x").fill_slots(x)
+            state["sent"] = {link: x for kind, link in self.ticks.messages if "F" in kind}
         if not self._trains:
             return state
-        state |= {"made": self._x, "dy": self.queue("dy").full(self._x)}
-        state |= {name: ring.empty() for name, ring in self._rings.items()}
-        state |= {"kept": self.unit.empty(), "gradients": self.chunks.full(self.model.slots)}
-        wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
-        state["outside"] = jax.tree.map(wide, self.model.outside)
-        return state | self.weights.start(self)
+        state |= {"made": self._zero_x, "dy": self.queue("dy").full(self._zero_x)}
+        state |= {name: buffer.empty() for name, buffer in self._stash_buffers.items()}
+        state |= {
+            "kept": self.layer_passes.init_carry(),
+            "gradients": self.chunks.full(self.model.slots),
+        }
+        widen = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
+        state["outside"] = jax.tree.map(widen, self.model.outer_params)
+        return state | self.stage_params.init_state(self)
 
     def run(self) -> tuple[Any, Any, Any]:
         """Return the gradients of units [chunks * units, ...], all others, and aux [M, ...]."""
         state = self.run_ticks()
         if not self._trains:
             return None, None, state["aux"]
-        return self.chunks.stacked(state["gradients"]), state["outside"], state["aux"]
+        return self.chunks.to_stacked(state["gradients"]), state["outside"], state["aux"]
 
     def run_ticks(self) -> State:
         """Return the state after the last tick."""
         facts = SegmentFacts(self.ticks, 0, self.ticks.table.ticks)
         columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
-        columns |= {name: jnp.asarray(facts.when[name]) for name in OUTSIDE}
-        state = self.start()
+        columns |= {name: jnp.asarray(facts.runs[name]) for name in OUTER_TASKS}
+        state = self.init_state()
         for start, end, kinds in self.ticks.segments:
             tick = partial(self._tick, kinds, SegmentFacts(self.ticks, start, end))
-            rows = {name: column[start:end] for name, column in columns.items()}
-            state, _ = lax.scan(tick, state, rows)
+            segment_columns = {name: column[start:end] for name, column in columns.items()}
+            state, _ = lax.scan(tick, state, segment_columns)
         return state
 
     # -- a tick -----------------------------------------------------------------------------
 
-    def _tick(self, kinds: str, facts: SegmentFacts, state: State, row: dict) -> tuple[State, None]:
+    def _tick(
+        self, kinds: str, facts: SegmentFacts, state: State, columns: dict
+    ) -> tuple[State, None]:
         """Run one tick of this stage: receive, F and the head, B, W; then update, if it does."""
-        at = StageTick({name: column[self.stage] for name, column in row.items()}, facts)
-        before, state = state, self._receive(dict(state), at)
+        tick = StageTick({name: column[self.stage] for name, column in columns.items()}, facts)
+        before, state = state, self._receive(dict(state), tick)
         if "F" in kinds:
-            state = self._forward(state, at)
-            at = at.after(state) if self.in_order() else at
+            state = self._forward(state, tick)
+            tick = tick.wait_for(state) if self.in_order() else tick
         if "B" in kinds:
-            state = self._backward(state, at)
-            at = at.after(state) if self.in_order() else at
-        if self.ticks.shared:
-            state = self._sent(state, "FB", state["made"], at)
+            state = self._backward(state, tick)
+            tick = tick.wait_for(state) if self.in_order() else tick
+        if self.ticks.shares_permutes:
+            state = self._send(state, "FB", state["made"], tick)
         if "W" in kinds:
-            state = self._weight_half(state, at)
-        state = self.last.others(self.chunks, before, state, at) if self._closes(at) else state
-        return self.weights.after_tick(self, kinds, before, state, at), None
+            state = self._backward_weight(state, tick)
+        state = (
+            self.last_tick.reduce_idle_chunks(self.chunks, before, state, tick)
+            if self._is_last_tick(tick)
+            else state
+        )
+        return self.stage_params.after_tick(self, kinds, before, state, tick), None
 
-    def _receive(self, state: State, at: StageTick) -> State:
+    def _receive(self, state: State, tick: StageTick) -> State:
         """Put what neighbours sent in the last tick into its slots.
 
         dx is sent here, so that it travels under the forward slot, unless it shares a permute.
         """
         for link in self.ticks.links["F"]:
-            if at.facts.arriving("F", link):
-                x, slot = state["sent"][link], at[f"x_{SIDES[link]}"]
-                x = self._links.arrived(x, self.queue("x").get(state["x"], 0, slot), link)
+            if tick.facts.has_arrivals("F", link):
+                x, slot = state["sent"][link], tick[f"x_{LINK_NAMES[link]}"]
+                x = self._links.select_received(x, self.queue("x").get(state["x"], 0, slot), link)
                 state["x"] = self.queue("x").put(state["x"], 0, slot, x)
         for link in self.ticks.links["B"]:
-            if at.facts.arriving("B", link):
-                send, slot = partial(self._links.send, state["made"]), at[f"dy_{SIDES[link]}"]
-                dy = state["sent"][link] if self.ticks.shared else send("B", link)
+            if tick.facts.has_arrivals("B", link):
+                send, slot = (
+                    partial(self._links.send, state["made"]),
+                    tick[f"dy_{LINK_NAMES[link]}"],
+                )
+                dy = state["sent"][link] if self.ticks.shares_permutes else send("B", link)
                 state["dy"] = self.queue("dy").put(state["dy"], 0, slot, dy)
         return state
 
-    def _sent(self, state: State, kind: str, message: Any, at: StageTick) -> State:
+    def _send(self, state: State, kind: str, message: Any, tick: StageTick) -> State:
         """Return the state with what arrives where this message is sent."""
-        used = [link for kinds, link in self.ticks.lines if kinds == kind]
-        used = [link for link in used if at.facts.arriving(kind, link, later=1)]
-        new = {link: self._links.send(message, kind, link) for link in used}
-        return state | {"sent": state["sent"] | new}
+        links = [link for kinds, link in self.ticks.messages if kinds == kind]
+        links = [link for link in links if tick.facts.has_arrivals(kind, link, later=1)]
+        arrivals = {link: self._links.send(message, kind, link) for link in links}
+        return state | {"sent": state["sent"] | arrivals}
 
     # -- forward ----------------------------------------------------------------------------
 
-    def _forward(self, state: State, at: StageTick) -> State:
-        m, chunk = at.positive("F_microbatch"), at.positive("F_chunk")
-        y, state = self._layers_forward(state, self._entering(state, at, m), at, m, chunk)
-        state = state | {"made": y} if self.ticks.shared else self._sent(state, "F", y, at)
-        return self._head(state, at, y, m)
+    def _forward(self, state: State, tick: StageTick) -> State:
+        m, chunk = tick.index("F_microbatch"), tick.index("F_chunk")
+        y, state = self._layers_forward(state, self._chunk_input(state, tick, m), tick, m, chunk)
+        state = (
+            state | {"made": y} if self.ticks.shares_permutes else self._send(state, "F", y, tick)
+        )
+        return self._run_head(state, tick, y, m)
 
-    def _entering(self, state: State, at: StageTick, m: Index) -> Any:
+    def _chunk_input(self, state: State, tick: StageTick, m: Index) -> Any:
         """Return what enters the chunk: from the neighbour, or from the batch."""
-        embed = lambda: self.model.first(self.model.outside, m)
+        embed = lambda: self.model.embed(self.model.outer_params, m)
         if not self.ticks.depth["x"]:
             return embed()
-        x = self.queue("x").get(state["x"], 0, at.positive("F_x"))
-        return at.branch("first", embed, lambda: x)
+        x = self.queue("x").get(state["x"], 0, tick.index("F_x"))
+        return tick.branch("first", embed, lambda: x)
 
-    def _layers_forward(self, state: State, x: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
+    def _layers_forward(
+        self, state: State, x: Any, tick: StageTick, m: Index, chunk: Index
+    ) -> tuple:
         names = ("stash", "late") if self._trains else ()
 
         def step(carry: tuple, unit: Index) -> tuple:
-            x, rings, kept = carry
+            x, buffers, unit_carry = carry
 
-            def run(x, kept) -> tuple[Any, dict[str, Any], Any]:
-                known = self._known(self._used(state, at, "F", unit), unit, chunk, m)
-                (y, *saved), kept = self.unit.forward(known, x, kept, at, unit)
-                return y, dict(zip(names, saved, strict=False)), kept
+            def run(x, unit_carry) -> tuple[Any, dict[str, Any], Any]:
+                known = self._known_values(
+                    self._params_of_layer(state, tick, "F", unit), unit, chunk, m
+                )
+                (y, *residuals), unit_carry = self.layer_passes.forward(
+                    known, x, unit_carry, tick, unit
+                )
+                return y, dict(zip(names, residuals, strict=False)), unit_carry
 
-            taken = lambda: {name: self._take(rings, name, unit, at, "F") for name in names}
-            skip = lambda x, kept: (x, taken(), kept)
-            y, saved, kept = self._at_work(("F", at, unit, chunk), run, skip, x, kept)
-            rings = {name: self._put(rings, name, unit, at, "F", saved[name]) for name in names}
-            return self._if_there(unit, chunk, y, x), rings, kept
+            read_buffers = lambda: {
+                name: self._read_stash(buffers, name, unit, tick, "F") for name in names
+            }
+            skip = lambda x, unit_carry: (x, read_buffers(), unit_carry)
+            y, residuals, unit_carry = self._run_or_skip(
+                ("F", tick, unit, chunk), run, skip, x, unit_carry
+            )
+            buffers = {
+                name: self._write_stash(buffers, name, unit, tick, "F", residuals[name])
+                for name in names
+            }
+            return self._where_layer(unit, chunk, y, x), buffers, unit_carry
 
         carry = x, {name: state[name] for name in names}, state.get("kept")
-        y, rings, kept = self.chunks.loop(step, carry, unroll=int(self.unroll))
-        return y, state | rings | ({"kept": kept} if "kept" in state else {})
+        y, buffers, unit_carry = self.chunks.loop(step, carry, unroll=int(self.unroll))
+        return y, state | buffers | ({"kept": unit_carry} if "kept" in state else {})
 
-    def _if_there(self, unit: Index, chunk: Index, new: Any, old: Any) -> Any:
+    def _where_layer(self, unit: Index, chunk: Index, new: Any, old: Any) -> Any:
         """Return `new` if there is a layer at this place, `old` where storage is only padded."""
-        if not self._padded or self._either:
+        if not self._is_padded or self._cond:
             return new
-        there = self._layers[chunk, unit] >= 0
-        return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, old)
+        is_layer = self._layer_numbers[chunk, unit] >= 0
+        return jax.tree.map(lambda a, b: jnp.where(is_layer, a, b), new, old)
 
-    def _at_work(self, slot: tuple, run: Callable, skip: Callable, *operands: Any) -> Any:
+    def _run_or_skip(self, slot: tuple, run: Callable, skip: Callable, *operands: Any) -> Any:
         """Return `run(*operands)`; with branches `skip(*operands)` where there is nothing to do.
 
         Neither rings nor messages pass through a branch: rings would be copied, and a permute
         would wait for stages that take the other.
         """
-        kind, at, unit, chunk = slot
-        if self._either is None or (at.facts.always(kind) and not self._padded):
+        kind, tick, unit, chunk = slot
+        if self._cond is None or (tick.facts.always_runs(kind) and not self._is_padded):
             return run(*operands)
-        there = at.active(kind)
-        if self._padded:
-            there &= self._layers[chunk, unit] >= 0
-        return self._either(there, run, skip, *operands)
+        is_active = tick.is_active(kind)
+        if self._is_padded:
+            is_active &= self._layer_numbers[chunk, unit] >= 0
+        return self._cond(is_active, run, skip, *operands)
 
-    def _head(self, state: State, at: StageTick, y: Any, m: Index) -> State:
+    def _run_head(self, state: State, tick: StageTick, y: Any, m: Index) -> State:
         """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
-        tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
+        store_aux = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
 
         def evaluate(aux) -> Any:
-            return tell(self.model.last(self.model.outside, y, m)[1], aux)
+            return store_aux(self.model.head(self.model.outer_params, y, m)[1], aux)
 
         if not self._trains:
-            return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
+            return state | {"aux": tick.branch("last", evaluate, lambda aux: aux, state["aux"])}
 
         def run(aux, outside: Flat) -> tuple[Any, Flat, Any]:
-            known = lambda told: (told, self.model.divisor(m))
-            dy, gradients, told, divisor = self.model.head_pass(y, m, known)
-            outside = _add(outside, gradients, divisor)
-            return tell(told, aux), outside, dy
+            known = lambda with_divisor: (with_divisor, self.model.divisor(m))
+            dy, gradients, with_divisor, divisor = self.model.head_pass(y, m, known)
+            outside = _add_gradients(outside, gradients, divisor)
+            return store_aux(with_divisor, aux), outside, dy
 
         def skip(aux, outside: Flat) -> tuple[Any, Flat, Any]:
-            return aux, outside, self.queue("dy").get(state["dy"], 0, at.positive("H_dy"))
+            return aux, outside, self.queue("dy").get(state["dy"], 0, tick.index("H_dy"))
 
-        aux, outside, dy = at.branch("last", run, skip, state["aux"], state["outside"])
+        aux, outside, dy = tick.branch("last", run, skip, state["aux"], state["outside"])
         state |= {"aux": aux, "outside": outside}
-        if at.facts.never("last"):
+        if tick.facts.never_runs("last"):
             return state
-        return state | {"dy": self.queue("dy").put(state["dy"], 0, at.positive("H_dy"), dy)}
+        return state | {"dy": self.queue("dy").put(state["dy"], 0, tick.index("H_dy"), dy)}
 
     # -- backward ---------------------------------------------------------------------------
 
-    def _backward(self, state: State, at: StageTick) -> State:
-        m, chunk = at.positive("B_microbatch"), at.positive("B_chunk")
-        dy = self.queue("dy").get(state["dy"], 0, at.positive("B_dy"))
-        half = self._input_half if self._split else self._both_halves
-        dx, state = half(state, dy, at, m, chunk)
-        state = self._embedding(state, at, dx, m)
-        if self.ticks.shared:  # a stage that runs no B may have made a y
-            dx = jax.tree.map(partial(jnp.where, at.active("B")), dx, state["made"])
+    def _backward(self, state: State, tick: StageTick) -> State:
+        m, chunk = tick.index("B_microbatch"), tick.index("B_chunk")
+        dy = self.queue("dy").get(state["dy"], 0, tick.index("B_dy"))
+        backward = self._backward_input if self._splits_backward else self._backward_full
+        dx, state = backward(state, dy, tick, m, chunk)
+        state = self._backward_embed(state, tick, dx, m)
+        if self.ticks.shares_permutes:  # a stage that runs no B may have made a y
+            dx = jax.tree.map(partial(jnp.where, tick.is_active("B")), dx, state["made"])
         return state | {"made": dx}
 
-    def _both_halves(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
+    def _backward_full(
+        self, state: State, dy: Any, tick: StageTick, m: Index, chunk: Index
+    ) -> tuple:
         def step(carry: tuple, unit: Index) -> tuple:
             dy, gradients = carry
 
             def run(dy) -> tuple[Any, Flat]:
-                stash = self._take(state, "stash", unit, at, "B")
-                if self._closes(at):  # or XLA recomputes several layers at once
+                stash = self._read_stash(state, "stash", unit, tick, "B")
+                if self._is_last_tick(tick):  # or XLA recomputes several layers at once
                     stash, dy = lax.optimization_barrier((stash, dy))
-                known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
-                return self.unit.backward(known, stash, dy, state["kept"], at, unit)
+                known = self._known_values(
+                    self._params_of_layer(state, tick, "B", unit), unit, chunk, m
+                )
+                return self.layer_passes.backward(known, stash, dy, state["kept"], tick, unit)
 
-            skip = lambda dy: (dy, self._no_gradients)
-            dx, new = self._at_work(("B", at, unit, chunk), run, skip, dy)
-            gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
-            return (self._if_there(unit, chunk, dx, dy), gradients)
+            skip = lambda dy: (dy, self._zero_gradients)
+            dx, new = self._run_or_skip(("B", tick, unit, chunk), run, skip, dy)
+            gradients = self._accumulate(gradients, new, unit, chunk, tick, "B")
+            return (self._where_layer(unit, chunk, dx, dy), gradients)
 
-        dx, gradients = self._units(step, (dy, state["gradients"]), at)
+        dx, gradients = self._loop_units(step, (dy, state["gradients"]), tick)
         return dx, state | {"gradients": gradients}
 
-    def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
+    def _backward_input(
+        self, state: State, dy: Any, tick: StageTick, m: Index, chunk: Index
+    ) -> tuple:
         def step(carry: tuple, unit: Index) -> tuple:
-            dy, cross = carry
+            dy, b_to_w = carry
 
             def run(dy) -> tuple:
-                stash, late = (self._take(state, name, unit, at, "B") for name in ("stash", "late"))
-                known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
-                return self._passes.input_backward(known, stash, late, dy)
+                stash, w_residuals = (
+                    self._read_stash(state, name, unit, tick, "B") for name in ("stash", "late")
+                )
+                known = self._known_values(
+                    self._params_of_layer(state, tick, "B", unit), unit, chunk, m
+                )
+                return self._passes.input_backward(known, stash, w_residuals, dy)
 
-            skip = lambda dy: (dy, self._take({"cross": cross}, "cross", unit, at, "B"))
-            dx, crossing = self._at_work(("B", at, unit, chunk), run, skip, dy)
-            cross = self._put({"cross": cross}, "cross", unit, at, "B", crossing)
-            return (self._if_there(unit, chunk, dx, dy), cross)
+            skip = lambda dy: (dy, self._read_stash({"cross": b_to_w}, "cross", unit, tick, "B"))
+            dx, new_b_to_w = self._run_or_skip(("B", tick, unit, chunk), run, skip, dy)
+            b_to_w = self._write_stash({"cross": b_to_w}, "cross", unit, tick, "B", new_b_to_w)
+            return (self._where_layer(unit, chunk, dx, dy), b_to_w)
 
-        dx, cross = self._units(step, (dy, state["cross"]), at)
-        return dx, state | {"cross": cross}
+        dx, b_to_w = self._loop_units(step, (dy, state["cross"]), tick)
+        return dx, state | {"cross": b_to_w}
 
-    def _weight_half(self, state: State, at: StageTick) -> State:
-        m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
+    def _backward_weight(self, state: State, tick: StageTick) -> State:
+        m, chunk = tick.index("W_microbatch"), tick.index("W_chunk")
 
         def step(gradients, unit: Index):
             def run() -> Flat:
-                late, cross = (self._take(state, name, unit, at, "W") for name in ("late", "cross"))
-                known = self._known(self._used(state, at, "W", unit), unit, chunk, m)
-                return self._passes.weight_backward(known, late, cross)
+                w_residuals, b_to_w = (
+                    self._read_stash(state, name, unit, tick, "W") for name in ("late", "cross")
+                )
+                known = self._known_values(
+                    self._params_of_layer(state, tick, "W", unit), unit, chunk, m
+                )
+                return self._passes.weight_backward(known, w_residuals, b_to_w)
 
-            new = self._at_work(("W", at, unit, chunk), run, lambda: self._no_gradients)
-            return self._accumulate(gradients, new, unit, chunk, at, "W")
+            new = self._run_or_skip(("W", tick, unit, chunk), run, lambda: self._zero_gradients)
+            return self._accumulate(gradients, new, unit, chunk, tick, "W")
 
-        return state | {"gradients": self._units(step, state["gradients"], at)}
+        return state | {"gradients": self._loop_units(step, state["gradients"], tick)}
 
-    def _closes(self, at: StageTick) -> bool:
-        return self.last is not None and at.facts.start == self.ticks.table.ticks - 1
+    def _is_last_tick(self, tick: StageTick) -> bool:
+        return self.last_tick is not None and tick.facts.start == self.ticks.table.ticks - 1
 
-    def _units(self, step: Callable, carry: Any, at: StageTick) -> Any:
-        unroll = self._closes(at) or int(self.unroll)
+    def _loop_units(self, step: Callable, carry: Any, tick: StageTick) -> Any:
+        unroll = self._is_last_tick(tick) or int(self.unroll)
         return self.chunks.loop(step, carry, reverse=True, unroll=unroll)
 
     @property
-    def _no_gradients(self) -> Flat:
+    def _zero_gradients(self) -> Flat:
         return zeros_like(self.model.slots)
 
-    def _take(self, rings: State, name: str, unit: Index, at: StageTick, kind: str) -> Any:
-        return self._rings[name].get(rings[name], unit, at.positive(f"{kind}_{name}"))
+    def _read_stash(
+        self, buffers: State, name: str, unit: Index, tick: StageTick, kind: str
+    ) -> Any:
+        return self._stash_buffers[name].get(buffers[name], unit, tick.index(f"{kind}_{name}"))
 
-    def _put(self, rings: State, name: str, unit: Index, at: StageTick, kind: str, new: Any) -> Any:
-        return self._rings[name].put(rings[name], unit, at.positive(f"{kind}_{name}"), new)
+    def _write_stash(
+        self, buffers: State, name: str, unit: Index, tick: StageTick, kind: str, new: Any
+    ) -> Any:
+        return self._stash_buffers[name].put(buffers[name], unit, tick.index(f"{kind}_{name}"), new)
 
     def _accumulate(
-        self, gradients: Any, new: Flat, unit: Index, chunk: Index, at: StageTick, kind: str
+        self, gradients: Any, new: Flat, unit: Index, chunk: Index, tick: StageTick, kind: str
     ) -> Any:
         """Add a layer's gradient, unless the slot is idle or there is no layer."""
-        real = None if self._either or at.facts.always(kind) else at.active(kind)
-        if self._padded and not self._either:
-            there = self._layers[chunk, unit] >= 0
-            real = there if real is None else real & there
-        if real is not None:
-            new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
-        divisor = self.model.divisor(at.positive(f"{kind}_microbatch"))
-        total = _add(self.weights.sums(self, gradients, unit, chunk, at), new, divisor)
-        total = self.last.sum(total) if self._closes(at) else total
-        return self.chunks.put(gradients, unit, chunk, total)
+        is_real = None if self._cond or tick.facts.always_runs(kind) else tick.is_active(kind)
+        if self._is_padded and not self._cond:
+            is_layer = self._layer_numbers[chunk, unit] >= 0
+            is_real = is_layer if is_real is None else is_real & is_layer
+        if is_real is not None:
+            new = jax.tree.map(lambda a: jnp.where(is_real, a, jnp.zeros((), a.dtype)), new)
+        divisor = self.model.divisor(tick.index(f"{kind}_microbatch"))
+        grad_sum = _add_gradients(
+            self.stage_params.grad_sums(self, gradients, unit, chunk, tick), new, divisor
+        )
+        grad_sum = self.last_tick.reduce_layer(grad_sum) if self._is_last_tick(tick) else grad_sum
+        return self.chunks.put(gradients, unit, chunk, grad_sum)
 
-    def _embedding(self, state: State, at: StageTick, dx: Any, m: Index) -> State:
+    def _backward_embed(self, state: State, tick: StageTick, dx: Any, m: Index) -> State:
         """On the first stage: the gradient of what came before the layers."""
 
         def run(outside: Flat) -> Flat:
-            _, leave = self.model.embed_pass(m)
-            return _add(outside, leave(dx), self.model.divisor(m))
+            _, pull_back = self.model.embed_pass(m)
+            return _add_gradients(outside, pull_back(dx), self.model.divisor(m))
 
         return state | {
-            "outside": at.branch("first_backward", run, lambda outside: outside, state["outside"])
+            "outside": tick.branch("first_backward", run, lambda outside: outside, state["outside"])
         }
 
 
-def _add(sums: Flat, new: Flat, divisor: Any) -> Flat:
+def _add_gradients(sums: Flat, new: Flat, divisor: Any) -> Flat:
     """Return sums with new gradients, of total / divisor, made those of the total."""
     if isinstance(divisor, float):
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)

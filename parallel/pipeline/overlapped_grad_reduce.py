@@ -21,21 +21,23 @@ class LastTick:
     """What the last tick does with the gradients of a stage's layers."""
 
     table: Table
-    sum: Callable[[Any], Any]  # of the gradients of a layer, over devices
+    reduce_layer: Callable[[Any], Any]  # of the gradients of a layer, over devices
 
-    def others(self, chunks: Slots, before: State, after: State, at: StageTick) -> State:
+    def reduce_idle_chunks(
+        self, chunks: Slots, before: State, after: State, tick: StageTick
+    ) -> State:
         """Return the state in which the gradients of the chunks that were idle are summed too."""
         gradients = after["gradients"]
-        busy = at.positive("W_chunk" if self.table.split else "B_chunk")
+        busy_chunk = tick.index("W_chunk" if self.table.splits_backward else "B_chunk")
         for hop in range(1, chunks.slots):
             for unit in range(chunks.units):
-                chunk = (busy + hop) % chunks.slots
-                total = self.sum(chunks.get(before["gradients"], unit, chunk))
-                gradients = chunks.put(gradients, unit, chunk, total)
+                chunk = (busy_chunk + hop) % chunks.slots
+                grad_sum = self.reduce_layer(chunks.get(before["gradients"], unit, chunk))
+                gradients = chunks.put(gradients, unit, chunk, grad_sum)
         return after | {"gradients": gradients}
 
 
-def last_apart(ticks: Ticks) -> Ticks:
+def split_last_tick(ticks: Ticks) -> Ticks:
     """Return the same ticks, the last one in a segment of its own."""
     *segments, (start, end, kinds) = ticks.segments
     before = [(start, end - 1, kinds)] if end - start > 1 else []

@@ -1,6 +1,6 @@
 """Which parameters the passes of a pipeline use, and what becomes of a stage's gradients.
 
-In most schedules parameters stay as they are until all microbatches are done: `FixedWeights`. A
+In most schedules parameters stay as they are until all microbatches are done: `FixedParams`. A
 stage of an asynchronous pipeline updates its own in between (`wings/asynchronous`).
 """
 
@@ -17,51 +17,59 @@ class Stage(Protocol):
     @property
     def chunks(self) -> Any: ...  # Slots; pyright takes no cached_property for it
     @property
-    def values(self) -> Any: ...
+    def chunk_params(self) -> Any: ...
     @property
     def stage(self) -> Any: ...
     def queue(self, name: str) -> Any: ...
 
 
-class Weights(ABC):
+class StageParams(ABC):
     """Where a stage's parameters come from in a tick, and what becomes of its gradients."""
 
     @abstractmethod
-    def start(self, stage: Stage) -> State:
+    def init_state(self, stage: Stage) -> State:
         """Return what it adds to the state before the first tick."""
 
     @abstractmethod
-    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
+    def layer_params(
+        self, stage: Stage, state: State, tick: StageTick, kind: str, unit: Index
+    ) -> Flat:
         """Return the parameters of a layer that a slot of this kind (F, B, W) uses."""
 
     @abstractmethod
-    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Flat:
+    def grad_sums(
+        self, stage: Stage, gradients: Any, unit: Index, chunk: Index, tick: StageTick
+    ) -> Flat:
         """Return the sum to which the gradient of a layer is added."""
 
     @abstractmethod
     def after_tick(
-        self, stage: Stage, kinds: str, before: State, after: State, at: StageTick
+        self, stage: Stage, kinds: str, before: State, after: State, tick: StageTick
     ) -> State:
         """Return the state at the end of a tick."""
 
 
-class FixedWeights(Weights):
+class FixedParams(StageParams):
     """Parameters stay as they are, and gradients are added up, until all microbatches are done."""
 
-    def start(self, stage: Stage) -> State:
+    def init_state(self, stage: Stage) -> State:
         """Add nothing."""
         return {}
 
-    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
+    def layer_params(
+        self, stage: Stage, state: State, tick: StageTick, kind: str, unit: Index
+    ) -> Flat:
         """Return those that the step was given."""
-        return stage.chunks.get(stage.values, unit, at.positive(f"{kind}_chunk"))
+        return stage.chunks.get(stage.chunk_params, unit, tick.index(f"{kind}_chunk"))
 
-    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Flat:
+    def grad_sums(
+        self, stage: Stage, gradients: Any, unit: Index, chunk: Index, tick: StageTick
+    ) -> Flat:
         """Return the sum over all microbatches so far."""
         return stage.chunks.get(gradients, unit, chunk)
 
     def after_tick(
-        self, stage: Stage, kinds: str, before: State, after: State, at: StageTick
+        self, stage: Stage, kinds: str, before: State, after: State, tick: StageTick
     ) -> State:
         """Change nothing."""
         return after

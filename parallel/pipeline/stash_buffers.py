@@ -1,6 +1,6 @@
 """Ring buffers of a pipeline: residuals that wait for backward passes, and links between stages.
 
-`StageLinks` are the permutes between stages, `Slots` the arrays by unit and slot, `Ring` the
+`StageLinks` are the permutes between stages, `Slots` the arrays by unit and slot, `StashBuffer` the
 residuals, of which parts may wait in host memory.
 """
 
@@ -26,7 +26,7 @@ class StageLinks:
 
     ticks: Ticks
     stage: Any  # the number of this one
-    keeps: bool  # idle slots compute, on what layers are used to
+    keeps_old: bool  # idle slots compute, on what layers are used to
 
     def send(self, x: Any, kind: str, link: int) -> Any:
         """Return what arrives on this link: nothing is sent where the table never sends."""
@@ -35,63 +35,65 @@ class StageLinks:
         route = self.ticks.route(kind, link)
         return jax.tree.map(lambda a: lax.ppermute(a, PIPE_AXIS, route), x)
 
-    def arrived(self, x: Any, old: Any, link: int) -> Any:
+    def select_received(self, x: Any, old: Any, link: int) -> Any:
         """Return what arrived, `old` on a stage to which the table never sends (zeros arrive)."""
-        if not self.keeps or link == 0:
+        if not self.keeps_old or link == 0:
             return x
-        to = [there for _, there in self.ticks.route("F", link)]
-        reached = jnp.asarray(np.isin(np.arange(self.ticks.table.stages), to))
-        here = reached[self.stage]
-        return jax.tree.map(lambda a, b: jnp.where(here, a, b), x, old)
+        targets = [target for _, target in self.ticks.route("F", link)]
+        reached = jnp.asarray(np.isin(np.arange(self.ticks.table.stages), targets))
+        is_reached = reached[self.stage]
+        return jax.tree.map(lambda a, b: jnp.where(is_reached, a, b), x, old)
 
 
 @dataclass(frozen=True)
 class Slots:
     """How arrays of every unit (layer of a chunk) and slot (of a ring, or chunk) are kept.
 
-    `apart`: each unit has arrays of its own, and one slot is no dimension at all, so that what is
-    put and taken within one tick is not copied. Else [slots, units, ...], indexed in a loop.
+    `per_unit`: each unit has arrays of its own, and one slot is no dimension at all, so that what
+    is put and taken within one tick is not copied. Else [slots, units, ...], indexed in a loop.
     """
 
     slots: int
     units: int
-    apart: bool
+    per_unit: bool
 
     def full(self, like: Any, value: float = 0) -> Any:
         """Return a store whose entries have these shapes and dtypes, all of one value."""
-        ahead = () if not self.apart else ((self.slots,) if self.slots > 1 else ())
-        shape = ahead if self.apart else (self.slots, self.units)
+        slot_dims = () if not self.per_unit else ((self.slots,) if self.slots > 1 else ())
+        shape = slot_dims if self.per_unit else (self.slots, self.units)
         fill = lambda a: jnp.full((*shape, *a.shape), value, a.dtype)
         make = lambda: jax.tree.map(fill, like)
-        return [make() for _ in range(self.units)] if self.apart else make()
+        return [make() for _ in range(self.units)] if self.per_unit else make()
 
-    def filled(self, value: Any) -> list:
+    def fill_slots(self, value: Any) -> list:
         """Return a store of one unit whose slots all hold this value."""
-        assert self.apart
+        assert self.per_unit
         repeat = lambda a: jnp.broadcast_to(a, (self.slots, *a.shape)) if self.slots > 1 else a
         return [jax.tree.map(repeat, value)]
 
-    def of(self, stacked: Any) -> Any:
+    def from_stacked(self, stacked: Any) -> Any:
         """Return the store of arrays [slots * units, ...]."""
         split = lambda a: a.reshape(self.slots, self.units, *a.shape[1:])
-        if not self.apart:
+        if not self.per_unit:
             return jax.tree.map(split, stacked)
         pick = lambda a, i: split(a)[:, i] if self.slots > 1 else a[i]
         return [jax.tree.map(lambda a, i=i: pick(a, i), stacked) for i in range(self.units)]
 
-    def stacked(self, store: Any) -> Any:
+    def to_stacked(self, store: Any) -> Any:
         """Return arrays [slots * units, ...]."""
-        if not self.apart:
+        if not self.per_unit:
             return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), store)
-        join = lambda *arrays: jnp.stack(arrays, axis=min(self.slots - 1, 1))
-        rows = jax.tree.map(join, *store)
+        stack = lambda *arrays: jnp.stack(arrays, axis=min(self.slots - 1, 1))
+        arrays_by_slot = jax.tree.map(stack, *store)
         return (
-            rows if self.slots == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows)
+            arrays_by_slot
+            if self.slots == 1
+            else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays_by_slot)
         )
 
     def get(self, store: Any, unit: Index, slot: Index) -> Any:
         """Return one entry."""
-        if self.apart:
+        if self.per_unit:
             pick = lambda a: lax.dynamic_index_in_dim(a, slot, 0, keepdims=False)
             return jax.tree.map(pick, store[unit]) if self.slots > 1 else store[unit]
         one = lambda a: lax.dynamic_slice(a, _at(a, slot, unit), (1, 1, *a.shape[2:]))
@@ -99,7 +101,7 @@ class Slots:
 
     def put(self, store: Any, unit: Index, slot: Index, value: Any) -> Any:
         """Return the store with one entry changed."""
-        if not self.apart:
+        if not self.per_unit:
             change = lambda a, x: lax.dynamic_update_slice(a, x[None, None], _at(a, slot, unit))
             return jax.tree.map(change, store, value)
         change = lambda a, x: lax.dynamic_update_index_in_dim(a, x, slot, 0)
@@ -108,7 +110,7 @@ class Slots:
 
     def loop(self, body: Callable, carry: Any, reverse: bool = False, unroll: int = 1) -> Any:
         """Return the carry after `body(carry, unit)` of every unit."""
-        if self.apart:
+        if self.per_unit:
             for unit in reversed(range(self.units)) if reverse else range(self.units):
                 carry = body(carry, unit)
             return carry
@@ -122,7 +124,7 @@ def _at(array: jax.Array, slot: Index, unit: Index) -> tuple:
 
 
 @dataclass(frozen=True)
-class Ring:
+class StashBuffer:
     """A ring of trees of arrays, an entry for each unit of a stage and slot.
 
     It is two stores of lists of arrays: what lies on the host, and what lies on the device.
@@ -135,26 +137,30 @@ class Ring:
     def empty(self) -> tuple[Any, Any]:
         """Return the ring before anything was put."""
         host, device = map(self.store.full, jax.eval_shape(self._split, self.like))
-        return jax.tree.map(self._on_host, host), device
+        return jax.tree.map(self._host_zeros, host), device
 
-    def put(self, ring: tuple[Any, Any], unit: Index, slot: Index, values: Any) -> tuple[Any, Any]:
+    def put(
+        self, buffer: tuple[Any, Any], unit: Index, slot: Index, values: Any
+    ) -> tuple[Any, Any]:
         """Return the ring with one entry changed."""
-        (host, device), (gone, kept) = ring, self._split(values)
-        host = self.store.put(host, unit, slot, to_host(gone))
-        return host, self.store.put(device, unit, slot, kept)
+        (host, device), (host_values, device_values) = buffer, self._split(values)
+        host = self.store.put(host, unit, slot, to_host(host_values))
+        return host, self.store.put(device, unit, slot, device_values)
 
-    def get(self, ring: tuple[Any, Any], unit: Index, slot: Index) -> Any:
+    def get(self, buffer: tuple[Any, Any], unit: Index, slot: Index) -> Any:
         """Return one entry, on the device."""
-        host, device = (self.store.get(store, unit, slot) for store in ring)
+        host, device = (self.store.get(store, unit, slot) for store in buffer)
         values = join(self.share, zip(to_device(host), device, strict=True))
         return jax.tree.unflatten(jax.tree.structure(self.like), values)
 
-    def _on_host(self, zeros: jax.Array) -> jax.Array:
+    def _host_zeros(self, zeros: jax.Array) -> jax.Array:
         """Return zeros in host memory, filled row by row: the device never holds them all."""
-        row = lambda _, __: (None, to_host(jnp.zeros(zeros.shape[1:], zeros.dtype)))
-        return lax.scan(row, None, length=zeros.shape[0])[1] if zeros.ndim else to_host(zeros)
+        make_entry = lambda _, __: (None, to_host(jnp.zeros(zeros.shape[1:], zeros.dtype)))
+        return (
+            lax.scan(make_entry, None, length=zeros.shape[0])[1] if zeros.ndim else to_host(zeros)
+        )
 
     def _split(self, values: Any) -> tuple[list, list]:
         """Return what of the arrays goes to the host, and what stays."""
-        parts = list(split(self.share, jax.tree.leaves(values)))
-        return [goes for goes, _ in parts], [stays for _, stays in parts]
+        halves = list(split(self.share, jax.tree.leaves(values)))
+        return [on_host for on_host, _ in halves], [on_device for _, on_device in halves]

@@ -18,7 +18,7 @@ from hfjax.parallel.offload.host_memory import to_device
 from hfjax.parallel.schedules.compile import Ticks
 
 State = dict[str, Any]  # what a stage holds from tick to tick
-OUTSIDE = ("first", "last", "first_backward")  # tasks that use parameters outside the layers
+OUTER_TASKS = ("first", "last", "first_backward")  # tasks that use parameters outside the layers
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,40 @@ class SegmentFacts:
     start: int
     end: int
 
-    def always(self, what: str) -> bool:
-        return bool(self.when[what].all())
+    def always_runs(self, task: str) -> bool:
+        return bool(self.runs[task].all())
 
-    def never(self, what: str) -> bool:
-        return not self.when[what].any()
+    def never_runs(self, task: str) -> bool:
+        return not self.runs[task].any()
 
-    def arriving(self, kind: str, link: int, later: int = 0) -> bool:
+    def has_arrivals(self, kind: str, link: int, later: int = 0) -> bool:
         """Whether anything arrives by a link in this segment, or so many ticks later."""
-        return self.ticks.arriving(kind, link, self.start + later, self.end + later)
+        return self.ticks.has_arrivals(kind, link, self.start + later, self.end + later)
 
     @cached_property
-    def when(self) -> dict[str, np.ndarray]:
+    def runs(self) -> dict[str, np.ndarray]:
         """Whether each kind of task runs: bool [ticks, stages] each."""
         table = self.ticks.table
         tasks = table.cells[self.start : self.end]
-        when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
+        runs = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
         g = tasks % table.virtual
-        when["first"] = when["F"] & (g[..., 0] == 0)
-        when["last"] = when["F"] & (g[..., 0] == table.virtual - 1)
-        when["first_backward"] = when["B"] & (g[..., 1] == 0)
-        return when
+        runs["first"] = runs["F"] & (g[..., 0] == 0)
+        runs["last"] = runs["F"] & (g[..., 0] == table.virtual - 1)
+        runs["first_backward"] = runs["B"] & (g[..., 1] == 0)
+        return runs
 
 
 @dataclass(frozen=True)
 class StageTick:
     """One row of the table for this stage."""
 
-    row: dict[str, Any]
+    entries: dict[str, Any]
     facts: SegmentFacts
 
     def __getitem__(self, name: str) -> jax.Array:
-        return self.row[name]
+        return self.entries[name]
 
-    def after(self, state: State) -> "StageTick":
+    def wait_for(self, state: State) -> "StageTick":
         """Return the same row, which nothing can read before a state is there.
 
         XLA repeats a sum in every fusion that reads the row, hundreds of times, and compiles three
@@ -75,22 +75,22 @@ class StageTick:
         firsts = to_device([x.reshape(-1)[:1] for x in floats if x.size])
         if not firsts:
             return self
-        both = jnp.concatenate([jnp.isnan(x) & jnp.isinf(x) for x in firsts])
-        never = lax.sort(both.astype(jnp.int32))[-1]
-        late = lambda x: x if x.dtype == bool else x + never
-        return replace(self, row={name: late(x) for name, x in self.row.items()})
+        impossible = jnp.concatenate([jnp.isnan(x) & jnp.isinf(x) for x in firsts])
+        zero = lax.sort(impossible.astype(jnp.int32))[-1]
+        delay = lambda x: x if x.dtype == bool else x + zero
+        return replace(self, entries={name: delay(x) for name, x in self.entries.items()})
 
-    def positive(self, name: str) -> jax.Array:
+    def index(self, name: str) -> jax.Array:
         """Return a number to index with, 0 where the slot is idle."""
-        return jnp.maximum(self.row[name], 0)
+        return jnp.maximum(self.entries[name], 0)
 
-    def active(self, kind: str) -> jax.Array:
-        return self.row[f"{kind}_microbatch"] >= 0
+    def is_active(self, kind: str) -> jax.Array:
+        return self.entries[f"{kind}_microbatch"] >= 0
 
-    def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:
-        """Return `yes(*operands)` where it is so, `no(*operands)` elsewhere."""
-        if self.facts.always(what):
-            return yes(*operands)
-        if self.facts.never(what):
-            return no(*operands)
-        return lax.cond(self.row[what], yes, no, *operands)
+    def branch(self, task: str, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:
+        """Return `true_fun(*operands)` where it is so, `false_fun(*operands)` elsewhere."""
+        if self.facts.always_runs(task):
+            return true_fun(*operands)
+        if self.facts.never_runs(task):
+            return false_fun(*operands)
+        return lax.cond(self.entries[task], true_fun, false_fun, *operands)

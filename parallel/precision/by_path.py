@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hfjax.parallel.precision.dtypes import Dtypes, LossScale, Precision, precision_of
-from hfjax.utils.tables import aligned
+from hfjax.utils.tables import align
 
 ALL = "*"
 
@@ -75,8 +75,8 @@ class PrecisionByPath:
     @property
     def reduce(self) -> Any:
         """The narrowest dtype of a reduction that an entry asks for."""
-        asked = [x.reduce for _, x in self.given if x.reduce is not None]
-        return min(asked, key=lambda dtype: dtype.itemsize, default=None)
+        dtypes = [x.reduce for _, x in self.given if x.reduce is not None]
+        return min(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
     @cached_property
     def scale(self) -> LossScale | None:
@@ -84,35 +84,37 @@ class PrecisionByPath:
         return next((x.scale for _, x in self.given if x.scale), None)
 
     def __str__(self) -> str:
-        words = (f"{pattern}: {x.compute or 'stored'}" for pattern, x in self.given)
-        return f"{{{', '.join(words)}}}"
+        entries = (f"{pattern}: {x.compute or 'stored'}" for pattern, x in self.given)
+        return f"{{{', '.join(entries)}}}"
 
 
 @dataclass(frozen=True)
 class DtypesByPath:
     """In which dtypes a step computes with each parameter, gathers and reduces it; print it."""
 
-    found: Mapping[str, Dtypes]
+    dtypes: Mapping[str, Dtypes]
 
     def __str__(self) -> str:
-        rows = [(path, *(jnp.dtype(x).name for x in found)) for path, found in self.found.items()]
-        return "\n".join(aligned([("parameter", "computed", "gathered", "reduced"), *rows]))
+        lines = [
+            (path, *(jnp.dtype(x).name for x in dtypes)) for path, dtypes in self.dtypes.items()
+        ]
+        return "\n".join(align([("parameter", "computed", "gathered", "reduced"), *lines]))
 
 
-def named(precision: PrecisionByPath, path: str) -> bool:
+def matches_path(precision: PrecisionByPath, path: str) -> bool:
     """Return whether a pattern other than "*" matches a path."""
     return any(pattern != ALL and fnmatchcase(path, pattern) for pattern, _ in precision.given)
 
 
-def by_path(given: Any) -> Any:
+def parse_precision(spec: Any) -> Any:
     """Return a precision, by path if it is given so: {"*": "bf16", …}, or "bf16,*norm*=fp32"."""
-    if isinstance(given, str) and "=" in given:
-        first, *rest = (entry.strip() for entry in given.split(","))
-        pairs = {path: word for path, _, word in (entry.partition("=") for entry in rest)}
+    if isinstance(spec, str) and "=" in spec:
+        first, *rest = (entry.strip() for entry in spec.split(","))
+        pairs = {path: name for path, _, name in (entry.partition("=") for entry in rest)}
         if "=" in first or ALL in pairs or len(pairs) < len(rest):
             raise ValueError(
-                f"precision={given!r}: a word for all else comes first, then pattern=word, each "
+                f"precision={spec!r}: a word for all else comes first, then pattern=word, each "
                 "pattern once: bf16,*norm*=fp32."
             )
         return PrecisionByPath({ALL: first, **pairs})
-    return PrecisionByPath(given) if isinstance(given, Mapping) else given
+    return PrecisionByPath(spec) if isinstance(spec, Mapping) else spec

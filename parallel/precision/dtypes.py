@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from hfjax.utils.keywords import dtype_of, is_real, is_whole, known_fields
+from hfjax.utils.keywords import is_int, is_real, parse_dtype, strict_fields
 
 WIDE = ("float32", "float64", "bfloat16")
 
@@ -18,7 +18,7 @@ class Dtypes(NamedTuple):
     reduce: Any
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
 class LossScale:
     """By what a float16 step multiplies its loss, so that small gradients do not become zero.
@@ -56,10 +56,10 @@ class LossScale:
                 f"loss scale initial={self.initial:g}: it lies outside of minimum="
                 f"{self.minimum:g} and maximum={self.maximum:g}. Choose it between them."
             )
-        if not (self.window is None or is_whole(self.window)):
-            what = "a positive number of steps, or None for a scale that is fixed."
-            raise ValueError(f"loss scale window={self.window!r}: {what}")
-        if not is_whole(self.hysteresis):
+        if not (self.window is None or is_int(self.window)):
+            expected = "a positive number of steps, or None for a scale that is fixed."
+            raise ValueError(f"loss scale window={self.window!r}: {expected}")
+        if not is_int(self.hysteresis):
             raise ValueError(f"loss scale hysteresis={self.hysteresis!r}: at least 1 overflow.")
         if max(self.window or 1, self.hysteresis) >= 2**31:
             raise ValueError("loss scale: window and hysteresis are less than 2^31.")
@@ -67,7 +67,7 @@ class LossScale:
             raise ValueError(f"loss scale consecutive={self.consecutive!r}: True or False.")
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of a step: float32, bfloat16, float16 or float64 each, by name (or bf16 …) or as such.
@@ -92,12 +92,14 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("compute", "gather", "reduce"):
-            given = getattr(self, name)
-            dtype = None if given is None else dtype_of(f"precision {name}", given)
-            known = WIDE if name == "reduce" else (*WIDE, "float16")
-            if dtype is not None and dtype.name not in known:
+            value = getattr(self, name)
+            dtype = None if value is None else parse_dtype(f"precision {name}", value)
+            allowed = WIDE if name == "reduce" else (*WIDE, "float16")
+            if dtype is not None and dtype.name not in allowed:
                 why = " A sum over devices overflows float16." if dtype == jnp.float16 else ""
-                raise ValueError(f"precision {name}={dtype.name}: one of {', '.join(known)}.{why}")
+                raise ValueError(
+                    f"precision {name}={dtype.name}: one of {', '.join(allowed)}.{why}"
+                )
             object.__setattr__(self, name, dtype)
         if self.scale is not None and not isinstance(self.scale, LossScale):
             raise ValueError(f"precision scale={self.scale!r}: a hfjax.LossScale is expected.")
@@ -145,13 +147,13 @@ PRECISIONS = {
 }
 
 
-def precision_of(given: Any) -> Precision:
+def precision_of(spec: Any) -> Precision:
     """Return a precision that was given, or the one that a word stands for."""
-    if hasattr(given, "at"):
-        return given
-    if not isinstance(given, str) or given not in PRECISIONS:
+    if hasattr(spec, "at"):
+        return spec
+    if not isinstance(spec, str) or spec not in PRECISIONS:
         raise ValueError(
-            f"precision={given!r}: one of {', '.join(PRECISIONS)}, or hfjax.Precision(compute=…, "
+            f"precision={spec!r}: one of {', '.join(PRECISIONS)}, or hfjax.Precision(compute=…, "
             "gather=…, reduce=…)."
         )
-    return PRECISIONS[given]
+    return PRECISIONS[spec]

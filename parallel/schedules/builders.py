@@ -14,75 +14,81 @@ from itertools import accumulate, pairwise
 
 from hfjax.parallel.schedules.table import (
     Cell,
-    Homes,
     Lane,
+    StageMap,
     Table,
     Task,
-    lane_of,
+    add_weight_slots,
     lay_out,
-    with_weights,
+    make_lane,
 )
 
 
-def loop(stages: int, chunks: int) -> Homes:
+def loop_stage_map(stages: int, chunks: int) -> StageMap:
     """Return the placement that goes round and round the stages.
 
-    >>> loop(2, 2)
+    >>> loop_stage_map(2, 2)
     ((0, 0), (1, 0), (0, 1), (1, 1))
     """
     return tuple((g % stages, g // stages) for g in range(stages * chunks))
 
 
-def _rounds(microbatches: int, stages: int) -> list[range]:
+def _split_rounds(microbatches: int, stages: int) -> list[range]:
     """Return the microbatches in rounds of at least `stages`, as even as can be.
 
     Shorter rounds would let stages wait for the next chunk, a longer one after a shorter one too.
 
-    >>> _rounds(10, 4)
+    >>> _split_rounds(10, 4)
     [range(0, 5), range(5, 10)]
     """
     rounds = max(1, microbatches // stages)
-    least, longer = divmod(microbatches, rounds)
-    edges = accumulate((least + (i < longer) for i in range(rounds)), initial=0)
+    shortest, longer = divmod(microbatches, rounds)
+    edges = accumulate((shortest + (i < longer) for i in range(rounds)), initial=0)
     return [range(first, end) for first, end in pairwise(edges)]
 
 
-def _looped(stages: int, chunks: int, rounds: list[range]) -> list[list[Lane]]:
+def _loop_lanes(stages: int, chunks: int, rounds: list[range]) -> list[list[Lane]]:
     """Return the forward and backward lanes of each stage: round by round, chunk by chunk."""
-    forward = [(c, m) for turn in rounds for c in range(chunks) for m in turn]
+    forward = [(c, m) for round_ in rounds for c in range(chunks) for m in round_]
     backward = [(chunks - 1 - c, m) for c, m in forward]
     kinds = (("F", forward), ("B", backward))
-    place = lambda order, stage: [(c * stages + stage, m) for c, m in order]
-    return [[lane_of(kind, place(order, s)) for kind, order in kinds] for s in range(stages)]
+    to_virtual = lambda order, stage: [(c * stages + stage, m) for c, m in order]
+    return [[make_lane(kind, to_virtual(order, s)) for kind, order in kinds] for s in range(stages)]
 
 
-def combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """Forward and backward slots side by side; both in rounds (Megatron-LM's interleaved order)."""
-    lanes = _looped(stages, chunks, _rounds(microbatches, stages))
-    return lay_out(name, loop(stages, chunks), lanes)
+    lanes = _loop_lanes(stages, chunks, _split_rounds(microbatches, stages))
+    return lay_out(name, loop_stage_map(stages, chunks), lanes)
 
 
-def all_then_all(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_gpipe(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """All forwards, then all backwards."""
-    lanes = _looped(stages, chunks, [range(microbatches)])
-    return lay_out(name, loop(stages, chunks), [[[*forward, *back]] for forward, back in lanes])
+    lanes = _loop_lanes(stages, chunks, [range(microbatches)])
+    return lay_out(
+        name,
+        loop_stage_map(stages, chunks),
+        [[[*forward, *backward]] for forward, backward in lanes],
+    )
 
 
-def zero_bubble(build: Callable, name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_zero_bubble(
+    build: Callable, name: str, stages: int, microbatches: int, chunks: int
+) -> Table:
     """A combined schedule with a weights slot in every tick."""
-    return with_weights(build(name, stages, microbatches, chunks))
+    return add_weight_slots(build(name, stages, microbatches, chunks))
 
 
-def alternating(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_1f1b(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """A forward or a backward in a tick, in turn once enough forwards have run."""
-    rounds = _rounds(microbatches, stages)
+    rounds = _split_rounds(microbatches, stages)
     lanes = []
-    for stage, (forward, backward) in enumerate(_looped(stages, chunks, rounds)):
+    for stage, (forward, backward) in enumerate(_loop_lanes(stages, chunks, rounds)):
         ahead = stages - 1 - stage
         if chunks > 1:
             ahead = 2 * ahead + (chunks - 1) * max(map(len, rounds))
         lanes.append([_alternate(forward, backward, ahead)])
-    return lay_out(name, loop(stages, chunks), lanes, branches=True)
+    return lay_out(name, loop_stage_map(stages, chunks), lanes, branches=True)
 
 
 def _alternate(forward: Lane, backward: Lane, ahead: int) -> Lane:
@@ -93,14 +99,14 @@ def _alternate(forward: Lane, backward: Lane, ahead: int) -> Lane:
     return [*forward[:ahead], *steady, *backward[len(forward) - ahead :]]
 
 
-def zb_h(times: int, name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_zb_h(times: int, name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """Zero bubble of one chunk a stage, with `times` the stash of 1F1B."""
-    delay = lambda s: _delayed_weights(s, microbatches, times * (stages - 1 - s), times * s)
-    lanes = [[delay(stage)] for stage in range(stages)]
-    return lay_out(name, loop(stages, chunks), lanes, branches=True)
+    make_stage_lane = lambda s: _zb_h_lane(s, microbatches, times * (stages - 1 - s), times * s)
+    lanes = [[make_stage_lane(stage)] for stage in range(stages)]
+    return lay_out(name, loop_stage_map(stages, chunks), lanes, branches=True)
 
 
-def _delayed_weights(stage: int, microbatches: int, ahead: int, behind: int) -> Lane:
+def _zb_h_lane(stage: int, microbatches: int, ahead: int, behind: int) -> Lane:
     """Return 1F1B with the weights `behind` backwards late, and the rest of them in the drain."""
     task = lambda kind, m: (Task(kind, stage, m),)
     lane: list[Cell] = [task("F", m) for m in range(min(ahead, microbatches))]
@@ -111,16 +117,16 @@ def _delayed_weights(stage: int, microbatches: int, ahead: int, behind: int) -> 
     return [*lane, *(task("W", m) for m in range(max(0, microbatches - behind), microbatches))]
 
 
-def vee(stages: int) -> Homes:
+def v_stage_map(stages: int) -> StageMap:
     """Return the placement that goes down the stages and up again: two chunks on each.
 
-    >>> vee(2)
+    >>> v_stage_map(2)
     ((0, 0), (1, 0), (1, 1), (0, 1))
     """
     return (*((s, 0) for s in range(stages)), *((s, 1) for s in reversed(range(stages))))
 
 
-def v_combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_v_combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """Forward and backward slots side by side, on a V."""
     last = 2 * stages - 1
     lanes = []
@@ -128,17 +134,20 @@ def v_combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
         order = [(g, m) for g in mine for m in range(microbatches)]
         forward = sorted(order, key=lambda task: 2 * task[1] + task[0])
         backward = sorted(order, key=lambda task: 2 * task[1] - task[0])
-        lanes.append([lane_of("F", forward), lane_of("B", backward)])
-    return lay_out(name, vee(stages), lanes)
+        lanes.append([make_lane("F", forward), make_lane("B", backward)])
+    return lay_out(name, v_stage_map(stages), lanes)
 
 
-class _Line:
+class _VLane:
     """The cells of one stage as they are written down, step by step."""
 
     def __init__(self, stage: int, stages: int) -> None:
-        self.homes = (stage, 2 * stages - 1 - stage)  # the virtual stages of chunk 0 and chunk 1
+        self.virtual_stages = (
+            stage,
+            2 * stages - 1 - stage,
+        )  # the virtual stages of chunk 0 and chunk 1
         self.count: Counter[tuple[str, int]] = Counter()
-        self.late: list[int] = []  # chunks whose weights wait, the oldest first
+        self.pending_weights: list[int] = []  # chunks whose weights wait, the oldest first
         self.cells: list[Cell] = []
 
     def add(self, times: int, *cells: str) -> None:
@@ -151,60 +160,64 @@ class _Line:
 
     def _tasks(self, work: str) -> list[Task]:
         if work == "W":
-            return [self._next("W", self.late.pop(0))]
+            return [self._next("W", self.pending_weights.pop(0))]
         kind, chunk = work[0], int(work[1])
         if kind == "B":
             return [self._next("B", chunk), self._next("W", chunk)]
         if kind == "I":
-            self.late.append(chunk)
+            self.pending_weights.append(chunk)
         return [self._next({"I": "B"}.get(kind, kind), chunk)]
 
     def _next(self, kind: str, chunk: int) -> Task:
         self.count[kind, chunk] += 1
-        return Task(kind, self.homes[chunk], self.count[kind, chunk] - 1)
+        return Task(kind, self.virtual_stages[chunk], self.count[kind, chunk] - 1)
 
-    def first(self, microbatches: int) -> Lane:
+    def finish(self, microbatches: int) -> Lane:
         """Return the weights that wait at the end, and no task of later microbatches."""
-        self.add(len(self.late), "W")
-        kept = (tuple(t for t in cell if t.microbatch < microbatches) for cell in self.cells)
-        return [cell for cell in kept if cell]
+        self.add(len(self.pending_weights), "W")
+        lane_cells = (tuple(t for t in cell if t.microbatch < microbatches) for cell in self.cells)
+        return [cell for cell in lane_cells if cell]
 
 
-def on_v(write: Callable, name: str, stages: int, microbatches: int, chunks: int) -> Table:
-    """A schedule on a V of which `write` writes the line of each stage."""
-    lanes = [[write(stage, stages, microbatches)] for stage in range(stages)]
-    return lay_out(name, vee(stages), lanes, branches=True)
+def build_on_v(
+    make_stage_lane: Callable, name: str, stages: int, microbatches: int, chunks: int
+) -> Table:
+    """A schedule on a V of which `make_stage_lane` writes the line of each stage."""
+    lanes = [[make_stage_lane(stage, stages, microbatches)] for stage in range(stages)]
+    return lay_out(name, v_stage_map(stages), lanes, branches=True)
 
 
-def zb_v(stage: int, stages: int, microbatches: int) -> Lane:
+def zb_v_lane(stage: int, stages: int, microbatches: int) -> Lane:
     """Return a stage of zero bubble on a V."""
-    written = max(microbatches, 2 * stages - 1)  # fewer do not fill the V: write them, drop them
-    line, below = _Line(stage, stages), stages - 1 - stage
-    line.add(2 * below + 1, "F0")
+    num_written = max(
+        microbatches, 2 * stages - 1
+    )  # fewer do not fill the V: write them, drop them
+    line, stages_below = _VLane(stage, stages), stages - 1 - stage
+    line.add(2 * stages_below + 1, "F0")
     line.add(stage, "F1", "F0")
-    line.add(below + 1, "F1", "I1", "W")
-    for step in range(written - stages):
-        forward = ("F0",) if step < written - 2 * below - 1 - stage else ()
+    line.add(stages_below + 1, "F1", "I1", "W")
+    for step in range(num_written - stages):
+        forward = ("F0",) if step < num_written - 2 * stages_below - 1 - stage else ()
         line.add(1, *forward, "I0", "W", "F1", "I1", "W")
     line.add(stage, "I0", "I1")
-    line.add(below + 1, "I0", "W")
-    return line.first(microbatches)
+    line.add(stages_below + 1, "I0", "W")
+    return line.finish(microbatches)
 
 
-def dualpipe_v(stage: int, stages: int, microbatches: int) -> Lane:
+def dualpipe_v_lane(stage: int, stages: int, microbatches: int) -> Lane:
     """Return the eight steps of dualpipev.py; under two microbatches a stage the first of those."""
-    written = max(microbatches, 2 * stages)
-    line, below = _Line(stage, stages), stages - 1 - stage
-    line.add(2 * below, "F0")  # 1
+    num_written = max(microbatches, 2 * stages)
+    line, stages_below = _VLane(stage, stages), stages - 1 - stage
+    line.add(2 * stages_below, "F0")  # 1
     line.add(stage + 1, "F0", "F1")  # 2
-    line.add(below, "I1", "W", "F1")  # 3
-    for step in range(written - 2 * stages + stage + 1):  # 4, the main one: overlapped pairs
-        apart = step == 0 and below == 0
-        line.add(1, *(("F0", "B1") if apart else ("F0+B1",)), "F1+B0")
-    line.add(below, "B1", "F1+B0")  # 5
+    line.add(stages_below, "I1", "W", "F1")  # 3
+    for step in range(num_written - 2 * stages + stage + 1):  # 4, the main one: overlapped pairs
+        is_separate = step == 0 and stages_below == 0
+        line.add(1, *(("F0", "B1") if is_separate else ("F0+B1",)), "F1+B0")
+    line.add(stages_below, "B1", "F1+B0")  # 5
     half = (stage + 1) // 2
     for step in range(stage + 1):  # 6: from the middle on, weights wait
-        late = step > half or (step == half and stage % 2)
-        line.add(1, "I1" if late else "B1", "I0" if step >= half else "B0")
-    line.add(below, "W", "I0")  # 7; step 8, the weights left, is what `first` adds
-    return line.first(microbatches)
+        splits_backward = step > half or (step == half and stage % 2)
+        line.add(1, "I1" if splits_backward else "B1", "I0" if step >= half else "B0")
+    line.add(stages_below, "W", "I0")  # 7; step 8, the weights left, is what `first` adds
+    return line.finish(microbatches)

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.parallel.schedules.table import KINDS, Table, Task, check
+from hfjax.parallel.schedules.table import KINDS, Table, Task, check_table
 
-RINGS = ("x", "dy", "stash", "late", "cross")
-SIDES = {0: "self", 1: "left", -1: "right"}
+BUFFERS = ("x", "dy", "stash", "late", "cross")
+LINK_NAMES = {0: "self", 1: "left", -1: "right"}
 # The column that writes -> its ring.
 WRITES = {
-    **{f"{ring}_{side}": ring for ring in ("x", "dy") for side in SIDES.values()},
+    **{f"{buffer}_{source}": buffer for buffer in ("x", "dy") for source in LINK_NAMES.values()},
     "F_stash": "stash",
     "F_late": "late",
     "H_dy": "dy",
@@ -49,37 +49,41 @@ class Ticks:
     @cached_property
     def links(self) -> dict[str, tuple[int, ...]]:
         """The links in use."""
-        used = lambda found: tuple(link for link, there in found.items() if there.any())
-        return {kind: used(found) for kind, found in self.arrivals.items()}
+        links_in_use = lambda arrivals: tuple(
+            link for link, arrives in arrivals.items() if arrives.any()
+        )
+        return {kind: links_in_use(arrivals) for kind, arrivals in self.arrivals.items()}
 
     @cached_property
-    def shared(self) -> bool:
+    def shares_permutes(self) -> bool:
         """Whether F and B share permutes: a stage makes one message a tick, on a link of both.
 
         Only with branches: without them idle slots would compute on messages of the other kind.
         """
-        both = {*self.links["F"]} & {*self.links["B"]} - {0}
+        common_links = {*self.links["F"]} & {*self.links["B"]} - {0}
         busy = self.table.cells[:, :, :2] >= 0
-        return bool(both) and self.table.branches and not busy.all(axis=2).any()
+        return bool(common_links) and self.table.branches and not busy.all(axis=2).any()
 
-    def arriving(self, kind: str, link: int, start: int, end: int) -> bool:
+    def has_arrivals(self, kind: str, link: int, start: int, end: int) -> bool:
         """Whether anything that a task of these kinds made arrives by a link in these ticks."""
         return any(self.arrivals[k][link][start:end].any() for k in kind)
 
     def route(self, kind: str, link: int) -> list[tuple[int, int]]:
         """Return which stage sends to which on a link: activations up, their gradients down."""
-        homes = [stage for stage, _ in self.table.homes]
-        up = [(here, there) for here, there in pairwise(homes) if here != there]
-        down = [(there, here) for here, there in up]
-        on = lambda here, there: (there - here - link) % self.table.stages == 0
-        return sorted({pair for pair in up * ("F" in kind) + down * ("B" in kind) if on(*pair)})
+        stage_map = [stage for stage, _ in self.table.stage_map]
+        up = [(source, target) for source, target in pairwise(stage_map) if source != target]
+        down = [(target, source) for source, target in up]
+        is_on_link = lambda source, target: (target - source - link) % self.table.stages == 0
+        return sorted(
+            {pair for pair in up * ("F" in kind) + down * ("B" in kind) if is_on_link(*pair)}
+        )
 
     @property
-    def lines(self) -> list[tuple[str, int]]:
+    def messages(self) -> list[tuple[str, int]]:
         """Kind and link of each message of a tick."""
-        links = sorted({*self.links["F"], *self.links["B"]}, key=[*SIDES].index)
-        apart = [(kind, link) for kind in "FB" for link in self.links[kind]]
-        return [("FB", link) for link in links] if self.shared else apart
+        links = sorted({*self.links["F"], *self.links["B"]}, key=[*LINK_NAMES].index)
+        separate = [(kind, link) for kind in "FB" for link in self.links[kind]]
+        return [("FB", link) for link in links] if self.shares_permutes else separate
 
 
 def compile_table(table: Table) -> Ticks:
@@ -90,22 +94,32 @@ def compile_table(table: Table) -> Ticks:
     >>> ticks.segments, ticks.depth["stash"]
     (((0, 3, 'F'), (3, 11, 'FB'), (11, 14, 'B')), 7)
     """
-    values = list(_values(check(table)))
-    columns, segments = _work(table), segments_of(table)
+    values = list(_values(check_table(table)))
+    columns, segments = _work_columns(table), find_segments(table)
     columns |= {name: np.full_like(columns["F_chunk"], -1) for name in (*WRITES, *READS)}
-    lives = {ring: [value for value in values if value.ring == ring] for ring in RINGS}
-    depth = {ring: _place(lives[ring], columns, table) for ring in RINGS}
-    comes = lambda ring, side: np.any(columns[f"{ring}_{side}"] >= 0, axis=1)
-    rings = {"F": "x", "B": "dy"}.items()
-    arrivals = {k: {hop: comes(r, side) for hop, side in SIDES.items()} for k, r in rings}
-    for ring in RINGS:
-        _fill(ring, lives[ring], columns, _runs(table, columns, segments), depth)
+    values_by_buffer = {
+        buffer: [value for value in values if value.buffer == buffer] for buffer in BUFFERS
+    }
+    depth = {buffer: _assign_slots(values_by_buffer[buffer], columns, table) for buffer in BUFFERS}
+    arrives = lambda buffer, source: np.any(columns[f"{buffer}_{source}"] >= 0, axis=1)
+    buffers = {"F": "x", "B": "dy"}.items()
+    arrivals = {
+        k: {hop: arrives(r, source) for hop, source in LINK_NAMES.items()} for k, r in buffers
+    }
+    for buffer in BUFFERS:
+        _assign_idle_slots(
+            buffer,
+            values_by_buffer[buffer],
+            columns,
+            _phase_activity(table, columns, segments),
+            depth,
+        )
     return Ticks(table, columns, depth, segments, arrivals)
 
 
 @dataclass(frozen=True)
 class _Value:
-    ring: str
+    buffer: str
     stage: int
     written: Use
     read: tuple[Use, ...]
@@ -125,47 +139,52 @@ def _values(table: Table) -> Iterator[_Value]:
     """Yield every value that waits for a task."""
     times = table.times()
     for (kind, g, m), tick in times.items():
-        stage = table.homes[g][0]
+        stage = table.stage_map[g][0]
         if kind == "F" and g > 0:
-            sent = _arrival("x", table, g - 1, g, times[Task("F", g - 1, m)])
-            yield _Value("x", stage, sent, (("F_x", tick),))
+            arrival = _arrival("x", table, g - 1, g, times[Task("F", g - 1, m)])
+            yield _Value("x", stage, arrival, (("F_x", tick),))
         elif kind == "B":
-            yield from _values_of_backward(table, times, Task(kind, g, m))
+            yield from _backward_values(table, times, Task(kind, g, m))
         elif kind == "W":
-            made, used = times[Task("F", g, m)], times[Task("B", g, m)]
-            yield _Value("late", stage, ("F_late", made), (("B_late", used), ("W_late", tick)))
-            yield _Value("cross", stage, ("B_cross", used), (("W_cross", tick),))
+            forward_tick, backward_tick = times[Task("F", g, m)], times[Task("B", g, m)]
+            yield _Value(
+                "late",
+                stage,
+                ("F_late", forward_tick),
+                (("B_late", backward_tick), ("W_late", tick)),
+            )
+            yield _Value("cross", stage, ("B_cross", backward_tick), (("W_cross", tick),))
 
 
-def _values_of_backward(table: Table, times: dict[Task, int], task: Task) -> Iterator[_Value]:
+def _backward_values(table: Table, times: dict[Task, int], task: Task) -> Iterator[_Value]:
     _, g, m = task
-    stage, made, tick = table.homes[g][0], times[Task("F", g, m)], times[task]
-    yield _Value("stash", stage, ("F_stash", made), (("B_stash", tick),))
+    stage, forward_tick, tick = table.stage_map[g][0], times[Task("F", g, m)], times[task]
+    yield _Value("stash", stage, ("F_stash", forward_tick), (("B_stash", tick),))
     if g == table.virtual - 1:
-        yield _Value("dy", stage, ("H_dy", made), (("B_dy", tick),))
+        yield _Value("dy", stage, ("H_dy", forward_tick), (("B_dy", tick),))
     else:
-        sent = _arrival("dy", table, g + 1, g, times[Task("B", g + 1, m)])
-        yield _Value("dy", stage, sent, (("B_dy", tick),))
+        arrival = _arrival("dy", table, g + 1, g, times[Task("B", g + 1, m)])
+        yield _Value("dy", stage, arrival, (("B_dy", tick),))
 
 
-def _arrival(ring: str, table: Table, source: int, target: int, tick: int) -> Use:
+def _arrival(buffer: str, table: Table, source: int, target: int, tick: int) -> Use:
     """Return the column of the link by which a message comes, one tick after it was made."""
-    return f"{ring}_{SIDES[hop_of(table, source, target)]}", tick + 1
+    return f"{buffer}_{LINK_NAMES[link_between(table, source, target)]}", tick + 1
 
 
-def hop_of(table: Table, source: int, target: int) -> int:
+def link_between(table: Table, source: int, target: int) -> int:
     """Return the link from one virtual stage to another."""
-    here, there = table.homes[source][0], table.homes[target][0]
-    if here == there:
+    source_stage, target_stage = table.stage_map[source][0], table.stage_map[target][0]
+    if source_stage == target_stage:
         return 0
     if table.stages == 2:  # left and right are the same stage: one link for each direction
         return target - source
-    return 1 if (there - here) % table.stages == 1 else -1
+    return 1 if (target_stage - source_stage) % table.stages == 1 else -1
 
 
-def _work(table: Table) -> dict[str, np.ndarray]:
+def _work_columns(table: Table) -> dict[str, np.ndarray]:
     """Return the columns that say which microbatch and which chunk each slot works on."""
-    chunk_of = np.array([chunk for _, chunk in table.homes], np.int32)
+    chunk_of = np.array([chunk for _, chunk in table.stage_map], np.int32)
     columns = {}
     for slot, kind in enumerate(KINDS):
         cells = table.cells[:, :, slot]
@@ -175,12 +194,15 @@ def _work(table: Table) -> dict[str, np.ndarray]:
     return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
-def segments_of(table: Table) -> tuple[tuple[int, int, str], ...]:
+def find_segments(table: Table) -> tuple[tuple[int, int, str], ...]:
     """Return the runs of ticks that use the same kinds; with branches one run holds all."""
-    used = np.any(table.cells >= 0, axis=1)
+    used_by_tick = np.any(table.cells >= 0, axis=1)
     if table.branches:
-        used = np.broadcast_to(used.any(axis=0), used.shape)
-    kinds = ["".join(k for k, on in zip(KINDS, row, strict=True) if on) for row in used]
+        used_by_tick = np.broadcast_to(used_by_tick.any(axis=0), used_by_tick.shape)
+    kinds = [
+        "".join(k for k, is_used in zip(KINDS, used_kinds, strict=True) if is_used)
+        for used_kinds in used_by_tick
+    ]
     runs, tick = [], 0
     for run, same in groupby(kinds):
         first, tick = tick, tick + len(list(same))
@@ -188,7 +210,7 @@ def segments_of(table: Table) -> tuple[tuple[int, int, str], ...]:
     return tuple(runs)
 
 
-def _place(values: list[_Value], columns: dict[str, np.ndarray], table: Table) -> int:
+def _assign_slots(values: list[_Value], columns: dict[str, np.ndarray], table: Table) -> int:
     """Give each value the first slot free at its birth, in all its columns; return the slots."""
     ends: list[list[int]] = [[] for _ in range(table.stages)]
     for value in sorted(values, key=lambda value: value.life):
@@ -201,8 +223,8 @@ def _place(values: list[_Value], columns: dict[str, np.ndarray], table: Table) -
     return max(map(len, ends))
 
 
-def _fill(
-    ring: str,
+def _assign_idle_slots(
+    buffer: str,
     values: list[_Value],
     columns: dict[str, np.ndarray],
     runs: dict[str, np.ndarray],
@@ -210,13 +232,13 @@ def _fill(
 ) -> None:
     """Let idle stages write where nothing lives, else into one slot more."""
     ticks, stages = columns["F_chunk"].shape
-    busy = np.zeros((ticks * 5, stages, depth[ring] + 1), bool)
+    busy = np.zeros((ticks * 5, stages, depth[buffer] + 1), bool)
     for value in values:
         born, dies = value.life
         busy[
             born : dies + 1, value.stage, columns[value.written[0]][value.written[1], value.stage]
         ] = True
-    for name in (name for name, into in WRITES.items() if into == ring):
+    for name in (name for name, into in WRITES.items() if into == buffer):
         column = columns[name]
         if (column < 0).all():
             continue
@@ -224,16 +246,18 @@ def _fill(
         free = (~busy[PHASES[phase] :: 5]).argmax(axis=2)
         idle = (column < 0) & runs[phase]
         column[idle] = free[idle]
-        depth[ring] = max(depth[ring], int(column.max()) + 1)
+        depth[buffer] = max(depth[buffer], int(column.max()) + 1)
 
 
-def _runs(
+def _phase_activity(
     table: Table, columns: dict[str, np.ndarray], segments: tuple[tuple[int, int, str], ...]
 ) -> dict[str, np.ndarray]:
     """Return in which ticks each stage runs each phase: messages arrive in all of them."""
     runs = {}
     for kind in KINDS:
-        used = [np.full((end - first, 1), kind in kinds) for first, end, kinds in segments]
-        runs[kind] = columns[f"{kind}_microbatch"] >= 0 if table.branches else np.concatenate(used)
+        active = [np.full((end - first, 1), kind in kinds) for first, end, kinds in segments]
+        runs[kind] = (
+            columns[f"{kind}_microbatch"] >= 0 if table.branches else np.concatenate(active)
+        )
     always = np.full((table.ticks, 1), True)
     return runs | {"H": runs["F"], "x": always, "dy": always}

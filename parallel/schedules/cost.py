@@ -12,20 +12,20 @@ from itertools import pairwise
 import numpy as np
 
 from hfjax.parallel.schedules.compile import (
+    LINK_NAMES,
     PHASES,
-    SIDES,
     WRITES,
     Ticks,
     compile_table,
-    hop_of,
-    segments_of,
+    find_segments,
+    link_between,
 )
-from hfjax.parallel.schedules.table import KINDS, Table, Task, needs
+from hfjax.parallel.schedules.table import KINDS, Table, Task, dependencies
 
-compiled_once = lru_cache(maxsize=1)(compile_table)
+compile_cached = lru_cache(maxsize=1)(compile_table)
 # Which of the slots F, B and W are busy, by the number that says so in bits.
-SLOTS = np.array([[number >> slot & 1 for slot in range(3)] for number in range(8)], bool)
-MODELS = ("lockstep", "neighbour", "free")
+BUSY_SLOTS = np.array([[number >> slot & 1 for slot in range(3)] for number in range(8)], bool)
+TIME_MODELS = ("lockstep", "neighbour", "free")
 
 
 def cost(
@@ -45,39 +45,41 @@ def cost(
     >>> cost(Schedule("1f1b", microbatches=16).table(stages=4))  # (16 + 4 - 1) * (1 + 2)
     57.0
     """
-    if model not in MODELS:
-        raise ValueError(f"model={model!r}: one of {', '.join(MODELS)}.")
-    each = _each(table, forward, backward, weights)
+    if model not in TIME_MODELS:
+        raise ValueError(f"model={model!r}: one of {', '.join(TIME_MODELS)}.")
+    task_times = _task_times(table, forward, backward, weights)
     if model == "lockstep":
-        return _lockstep(table, each)
-    durations = _durations(table, each)
-    return _free(table, durations) if model == "free" else _neighbour(durations.sum(axis=2))
+        return _lockstep_time(table, task_times)
+    durations = _durations(table, task_times)
+    return (
+        _free_time(table, durations) if model == "free" else _neighbour_time(durations.sum(axis=2))
+    )
 
 
-def starts(
+def start_times(
     table: Table, forward: float = 1, backward: float = 2, weights: float = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return when each slot starts and how long it takes, in lockstep: [ticks, stages, slots]."""
-    durations = _durations(table, _each(table, forward, backward, weights))
+    durations = _durations(table, _task_times(table, forward, backward, weights))
     ticks = durations.sum(axis=2).max(axis=1)
     begins = np.cumsum(ticks) - ticks
     return begins[:, None, None] + durations.cumsum(axis=2) - durations, durations
 
 
-def _durations(table: Table, each: np.ndarray) -> np.ndarray:
+def _durations(table: Table, task_times: np.ndarray) -> np.ndarray:
     """Return how long each slot of each stage takes, whether it has a task or is masked."""
     busy = table.cells >= 0
     if not table.branches:
         busy = np.broadcast_to(busy.any(axis=1, keepdims=True), busy.shape)
-    return busy * each
+    return busy * task_times
 
 
-def _lockstep(table: Table, each: np.ndarray) -> float:
+def _lockstep_time(table: Table, task_times: np.ndarray) -> float:
     """Return the time in lockstep: ticks in which the same slots are busy take the same."""
-    longest = (SLOTS * each).sum(axis=1)
-    sets, of_ticks = _busy_sets(table)
-    taken = np.array([longest[list(busy)].max() for busy in sets])
-    return float(taken[of_ticks].sum())
+    longest = (BUSY_SLOTS * task_times).sum(axis=1)
+    sets, set_of_tick = _busy_sets(table)
+    set_times = np.array([longest[list(busy)].max() for busy in sets])
+    return float(set_times[set_of_tick].sum())
 
 
 @lru_cache(maxsize=2048)
@@ -87,15 +89,17 @@ def _busy_sets(table: Table) -> tuple[list[tuple[int, ...]], np.ndarray]:
     Without branches all stages run what one of them does.
     """
     bits = (table.cells >= 0) << np.arange(len(KINDS))
-    of_stages = np.bitwise_or.reduce(bits, axis=2)
+    bits_by_stage = np.bitwise_or.reduce(bits, axis=2)
     if not table.branches:
-        of_stages = np.bitwise_or.reduce(of_stages, axis=1, keepdims=True)
-    together = np.bitwise_or.reduce(1 << of_stages, axis=1)
-    sets, of_ticks = np.unique(together, return_inverse=True)
-    return [tuple(b for b in range(8) if one >> b & 1) for one in sets.tolist()], of_ticks
+        bits_by_stage = np.bitwise_or.reduce(bits_by_stage, axis=1, keepdims=True)
+    busy_by_tick = np.bitwise_or.reduce(1 << bits_by_stage, axis=1)
+    sets, set_of_tick = np.unique(busy_by_tick, return_inverse=True)
+    return [
+        tuple(busy for busy in range(8) if set_bits >> busy & 1) for set_bits in sets.tolist()
+    ], set_of_tick
 
 
-def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
+def _task_times(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
     """Return the time of one task of each kind."""
     times = np.array((forward, backward, weights), float)
     if not np.isfinite(times).all() or times.min() < 0 or forward + backward <= 0:
@@ -103,22 +107,24 @@ def _each(table: Table, forward: float, backward: float, weights: float) -> np.n
             f"forward={forward}, backward={backward}, weights={weights}: times are finite numbers, "
             "none negative, and those of forward and backward not both zero."
         )
-    if table.split and weights > backward:
+    if table.splits_backward and weights > backward:
         raise ValueError(
             f"weights={weights} is part of backward={backward}: give at most {backward}."
         )
-    whole = (forward, backward - weights, weights) if table.split else (forward, backward, 0)
-    return np.array(whole, float) / table.chunks
+    kind_times = (
+        (forward, backward - weights, weights) if table.splits_backward else (forward, backward, 0)
+    )
+    return np.array(kind_times, float) / table.chunks
 
 
-def _neighbour(durations: np.ndarray) -> float:
+def _neighbour_time(durations: np.ndarray) -> float:
     ends = np.zeros(durations.shape[1])
     for duration in durations:
         ends = np.maximum(ends, np.maximum(np.roll(ends, 1), np.roll(ends, -1))) + duration
     return float(ends.max())
 
 
-def _free(table: Table, durations: np.ndarray) -> float:
+def _free_time(table: Table, durations: np.ndarray) -> float:
     """Return the time if a stage begins a tick as soon as all that its tasks need is there.
 
     As in the executor its slots run one after another, no F overlaps a B, and a forward's message
@@ -127,14 +133,14 @@ def _free(table: Table, durations: np.ndarray) -> float:
     cells: dict[tuple[int, int], list[Task]] = {}
     for task, tick, stage in table.tasks():
         cells.setdefault((tick, stage), []).append(task)
-    ends, there = np.zeros(table.stages), dict[Task, float]()
+    ends, ready_times = np.zeros(table.stages), dict[Task, float]()
     for tick, stage in np.ndindex(durations.shape[:2]):
         tasks = cells.get((tick, stage), [])
-        inputs = {need for task in tasks for need, _ in needs(task, table.virtual)}
-        begin = max([ends[stage], *(there[need] for need in inputs.difference(tasks))])
+        inputs = {need for task in tasks for need, _ in dependencies(task, table.virtual)}
+        begin = max([ends[stage], *(ready_times[need] for need in inputs.difference(tasks))])
         ends[stage] = begin + durations[tick, stage].sum()
         first = begin + durations[tick, stage, 0]
-        there |= {task: first if task.kind == "F" else ends[stage] for task in tasks}
+        ready_times |= {task: first if task.kind == "F" else ends[stage] for task in tasks}
     return float(ends.max())
 
 
@@ -166,26 +172,26 @@ def stash(table: Table) -> tuple[float, ...]:
     """
     if not table.trains:
         return (0.0,) * table.stages
-    times, last = table.times(), "W" if table.split else "B"
-    kept = np.zeros((table.ticks + 1, table.stages), int)
+    times, last = table.times(), "W" if table.splits_backward else "B"
+    changes = np.zeros((table.ticks + 1, table.stages), int)
     for task, tick, stage in table.tasks():
         if task.kind == "F":
-            kept[tick, stage] += 1
-            kept[times[task._replace(kind=last)] + 1, stage] -= 1
-    return tuple((kept.cumsum(axis=0).max(axis=0) / table.chunks).tolist())
+            changes[tick, stage] += 1
+            changes[times[task._replace(kind=last)] + 1, stage] -= 1
+    return tuple((changes.cumsum(axis=0).max(axis=0) / table.chunks).tolist())
 
 
-def crossing(table: Table) -> tuple[float, ...]:
+def b_to_w_stash(table: Table) -> tuple[float, ...]:
     """Return of how many microbatches each stage has room for what W needs of B, in whole stages.
 
     These are slots of the executor's ring `cross`; only a split table has any.
 
     >>> from hfjax.parallel.schedules import Schedule
-    >>> crossing(Schedule("zb-h1", microbatches=16).table(stages=4))
+    >>> b_to_w_stash(Schedule("zb-h1", microbatches=16).table(stages=4))
     (1.0, 2.0, 3.0, 4.0)
     """
     columns = [
-        compiled_once(table).columns[name] for name, into in WRITES.items() if into == "cross"
+        compile_cached(table).columns[name] for name, into in WRITES.items() if into == "cross"
     ]
     slots = np.stack(columns).max(axis=(0, 1)) + 1
     return tuple((slots / table.chunks).tolist())
@@ -198,93 +204,97 @@ def messages(table: Table) -> dict[tuple[int, int], int]:
     >>> messages(Schedule("1f1b", microbatches=16).table(stages=3))
     {(0, 1): 16, (1, 0): 16, (1, 2): 16, (2, 1): 16}
     """
-    sent = Counter()
+    counts = Counter()
     for task, _, stage in table.tasks():
-        for need, _ in needs(task, table.virtual):
-            source = table.homes[need.virtual][0]
-            sent[source, stage] += source != stage
-    return {link: count for link, count in sorted(sent.items()) if count}
+        for need, _ in dependencies(task, table.virtual):
+            source = table.stage_map[need.virtual][0]
+            counts[source, stage] += source != stage
+    return {link: count for link, count in sorted(counts.items()) if count}
 
 
-def permutes(table: Table) -> int:
+def count_permutes(table: Table) -> int:
     """Return how many collective-permutes the program has, for each array that layers hand on.
 
     Each tick of a segment sends on every link that the segment uses, needed or not.
 
     >>> from hfjax.parallel.schedules import Schedule
-    >>> permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
+    >>> count_permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
     38
     """
-    return sum(count for _, _, count in permutes_of(compiled_once(table)))
+    return sum(count for _, _, count in list_permutes(compile_cached(table)))
 
 
-def permutes_of(ticks: Ticks) -> Iterator[tuple[str, int, int]]:
+def list_permutes(ticks: Ticks) -> Iterator[tuple[str, int, int]]:
     """Yield kind, link and number of the permutes of a program, segment by segment."""
     for start, end, _ in ticks.segments:
-        for kind, link in ticks.lines:
-            later = kind != "B"  # which is sent at the start of the next tick
-            if link and ticks.arriving(kind, link, start + later, end + later):
+        for kind, link in ticks.messages:
+            is_later = kind != "B"  # which is sent at the start of the next tick
+            if link and ticks.has_arrivals(kind, link, start + is_later, end + is_later):
                 yield kind, link, end - start
 
 
-def sent(table: Table) -> dict[tuple[int, int], int]:
+def sent_messages(table: Table) -> dict[tuple[int, int], int]:
     """Return how many messages one stage sends another, needed or not, in their order."""
-    ticks, found = compiled_once(table), Counter()
-    for kind, link, count in permutes_of(ticks):
+    ticks, counts = compile_cached(table), Counter()
+    for kind, link, count in list_permutes(ticks):
         for pair in ticks.route(kind, link):
-            found[pair] += count
-    return dict(sorted(found.items()))
+            counts[pair] += count
+    return dict(sorted(counts.items()))
 
 
-def outline(table: Table) -> Ticks:
+def compile_outline(table: Table) -> Ticks:
     """Return a compiled table without its columns, of the rings only stash and cross.
 
     This is what a prediction asks. It is a tenth of the work of `compile_table`; the table is one
     that a schedule built, and is not checked again.
 
     >>> from hfjax.parallel.schedules import Schedule
-    >>> outline(Schedule("1f1b", microbatches=8).table(stages=4)).depth
+    >>> compile_outline(Schedule("1f1b", microbatches=8).table(stages=4)).depth
     {'stash': 7, 'cross': 0}
     """
-    forward, backward, weights = _ticks_of_tasks(table)
+    forward, backward, weights = _task_ticks(table)
     depth = {"stash": 0, "cross": 0}
     if table.trains:
-        depth["stash"] = _slots(table, "F", forward, "B", backward)
-    if table.split:
-        depth["cross"] = _slots(table, "B", backward, "W", weights)
-    arrivals = {"F": _arriving(table, "F", forward), "B": _arriving(table, "B", backward)}
-    return Ticks(table, {}, depth, segments_of(table), arrivals)
+        depth["stash"] = _count_slots(table, "F", forward, "B", backward)
+    if table.splits_backward:
+        depth["cross"] = _count_slots(table, "B", backward, "W", weights)
+    arrivals = {"F": _find_arrivals(table, "F", forward), "B": _find_arrivals(table, "B", backward)}
+    return Ticks(table, {}, depth, find_segments(table), arrivals)
 
 
-def _ticks_of_tasks(table: Table) -> np.ndarray:
+def _task_ticks(table: Table) -> np.ndarray:
     """Return the tick of each task: [kinds, virtual stages, microbatches]; -1: there is none."""
-    found = np.full((len(KINDS), table.virtual, table.microbatches), -1)
+    ticks = np.full((len(KINDS), table.virtual, table.microbatches), -1)
     tick, stage, slot = np.nonzero(table.cells >= 0)
     microbatch, virtual = np.divmod(table.cells[tick, stage, slot], table.virtual)
-    found[slot, virtual, microbatch] = tick
-    return found
+    ticks[slot, virtual, microbatch] = tick
+    return ticks
 
 
-def _slots(table: Table, write: str, made: np.ndarray, read: str, used: np.ndarray) -> int:
+def _count_slots(
+    table: Table, write: str, write_ticks: np.ndarray, read: str, read_ticks: np.ndarray
+) -> int:
     """Return the slots of a ring that one phase writes: values alive at once.
 
     It is one more where a stage that idles runs the phase while all of its slots are taken.
     """
-    stage = np.broadcast_to(np.array([at for at, _ in table.homes])[:, None], made.shape)
-    change = np.zeros((table.ticks * 5 + 1, table.stages), int)
-    np.add.at(change, (made * 5 + PHASES[write], stage), 1)
-    np.add.at(change, (used * 5 + PHASES[read] + 1, stage), -1)
-    alive = change.cumsum(axis=0)
-    most, tasks = int(alive.max()), table.cells[:, :, KINDS.index(write)] >= 0
-    idle = tasks.any(axis=1, keepdims=True) & ~tasks & (not table.branches)
-    return most + bool((idle & (alive[PHASES[write] : -1 : 5] == most)).any())
+    stage = np.broadcast_to(
+        np.array([stage_of for stage_of, _ in table.stage_map])[:, None], write_ticks.shape
+    )
+    changes = np.zeros((table.ticks * 5 + 1, table.stages), int)
+    np.add.at(changes, (write_ticks * 5 + PHASES[write], stage), 1)
+    np.add.at(changes, (read_ticks * 5 + PHASES[read] + 1, stage), -1)
+    alive = changes.cumsum(axis=0)
+    peak, has_task = int(alive.max()), table.cells[:, :, KINDS.index(write)] >= 0
+    idle = has_task.any(axis=1, keepdims=True) & ~has_task & (not table.branches)
+    return peak + bool((idle & (alive[PHASES[write] : -1 : 5] == peak)).any())
 
 
-def _arriving(table: Table, kind: str, made: np.ndarray) -> dict[int, np.ndarray]:
+def _find_arrivals(table: Table, kind: str, made_ticks: np.ndarray) -> dict[int, np.ndarray]:
     """Return in which ticks messages of a kind arrive, by link."""
-    found = {hop: np.zeros(table.ticks, bool) for hop in SIDES}
+    arrivals = {hop: np.zeros(table.ticks, bool) for hop in LINK_NAMES}
     pairs = pairwise(range(table.virtual))
     for source, target in pairs if kind == "F" else ((b, a) for a, b in pairs):
-        if (made[source] >= 0).all():
-            found[hop_of(table, source, target)][made[source] + 1] = True
-    return found
+        if (made_ticks[source] >= 0).all():
+            arrivals[link_between(table, source, target)][made_ticks[source] + 1] = True
+    return arrivals

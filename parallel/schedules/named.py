@@ -6,10 +6,17 @@ from functools import cache, partial
 from pathlib import Path
 
 from hfjax.parallel.schedules import builders
-from hfjax.parallel.schedules.table import Homes, Table, check, homes_fault, lane_of, lay_out
+from hfjax.parallel.schedules.table import (
+    StageMap,
+    Table,
+    check_table,
+    lay_out,
+    make_lane,
+    stage_map_fault,
+)
 from hfjax.parallel.schedules.text import parse_table
 from hfjax.parallel.schedules.versions import Versions, weight_versions
-from hfjax.utils.keywords import is_whole, known_fields
+from hfjax.utils.keywords import is_int, strict_fields
 
 BALANCES = ("even", "parameters", "flops")
 
@@ -19,97 +26,98 @@ class Builder:
     """What builds a table, from its name, stages, microbatches and chunks; what it can build."""
 
     build: Callable[[str, int, int, int], Table]
-    about: str
+    description: str
     chunks: int = 1  # how many it takes when none are named
-    fixed: bool = True  # False: any number of chunks
+    fixed_chunks: bool = True  # False: any number of chunks
     every: Callable[[int], int] | None = None  # asynchronous: stages -> microbatches of an update
 
 
-def forward_table(homes: Homes, microbatches: int) -> Table:
+def forward_table(stage_map: StageMap, microbatches: int) -> Table:
     """Return the table of an evaluation: forwards only, the deepest chunk of a stage first."""
-    stages = 1 + max(stage for stage, _ in homes)
-    if wrong := homes_fault(homes, stages):
-        raise ValueError(f"forward: {wrong[0]}")
+    stages = 1 + max(stage for stage, _ in stage_map)
+    if problem := stage_map_fault(stage_map, stages):
+        raise ValueError(f"forward: {problem[0]}")
     lanes = [[] for _ in range(stages)]
-    for g in reversed(range(len(homes))):
-        lanes[homes[g][0]].append(lane_of("F", [(g, m) for m in range(microbatches)]))
-    return lay_out("forward", homes, lanes)
+    for g in reversed(range(len(stage_map))):
+        lanes[stage_map[g][0]].append(make_lane("F", [(g, m) for m in range(microbatches)]))
+    return lay_out("forward", stage_map, lanes)
 
 
-def _forward(name: str, stages: int, microbatches: int, chunks: int) -> Table:
-    return forward_table(builders.loop(stages, chunks), microbatches)
+def _build_forward(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    return forward_table(builders.loop_stage_map(stages, chunks), microbatches)
 
 
 SCHEDULES: dict[str, Builder] = {
-    "gpipe": Builder(
-        builders.all_then_all, "All forwards, then all backwards (Huang et al. 2019)."
+    "gpipe": Builder(builders.build_gpipe, "All forwards, then all backwards (Huang et al. 2019)."),
+    "1f1b": Builder(
+        builders.build_combined, "A forward and a backward in every tick (1F1B, combined)."
     ),
-    "1f1b": Builder(builders.combined, "A forward and a backward in every tick (1F1B, combined)."),
     "1f1b-published": Builder(
-        builders.alternating,
+        builders.build_1f1b,
         "A forward or a backward in a tick: the memory of 1F1B (PipeDream-flush).",
     ),
     "interleaved": Builder(
-        builders.combined,
+        builders.build_combined,
         "1f1b with more chunks: the bubble divided by them (Narayanan et al. 2021).",
         chunks=2,
-        fixed=False,
+        fixed_chunks=False,
     ),
     "interleaved-published": Builder(
-        builders.alternating,
+        builders.build_1f1b,
         "A forward or a backward in a tick, interleaved as in Megatron-LM.",
         chunks=2,
-        fixed=False,
+        fixed_chunks=False,
     ),
     "looped-bfs": Builder(
-        builders.all_then_all,
+        builders.build_gpipe,
         "gpipe with more chunks, breadth first (Lamy-Poirier 2023).",
         chunks=2,
-        fixed=False,
+        fixed_chunks=False,
     ),
     "zb": Builder(
-        partial(builders.zero_bubble, builders.combined),
+        partial(builders.build_zero_bubble, builders.build_combined),
         "1f1b or interleaved with a weights slot in every tick (after Qi et al. 2023).",
-        fixed=False,
+        fixed_chunks=False,
     ),
     "zb-h1": Builder(
-        partial(builders.zb_h, 1),
+        partial(builders.build_zb_h, 1),
         "Zero bubble, the stash of 1F1B; what W needs of B is kept besides (Qi et al. 2023).",
     ),
     "zb-h2": Builder(
-        partial(builders.zb_h, 2), "zb-h1 with twice that stash: no stage rests once it has begun."
+        partial(builders.build_zb_h, 2),
+        "zb-h1 with twice that stash: no stage rests once it has begun.",
     ),
     "zb-v": Builder(
-        partial(builders.on_v, builders.zb_v),
+        partial(builders.build_on_v, builders.zb_v_lane),
         "Zero bubble on a V; what W needs of B is kept besides (Qi et al. 2024).",
         chunks=2,
     ),
-    "v": Builder(builders.v_combined, "1f1b on a V: about half its memory.", chunks=2),
+    "v": Builder(builders.build_v_combined, "1f1b on a V: about half its memory.", chunks=2),
     "v-zb": Builder(
-        partial(builders.zero_bubble, builders.v_combined),
+        partial(builders.build_zero_bubble, builders.build_v_combined),
         "v with a weights slot in every tick.",
         chunks=2,
     ),
     "dualpipe-v": Builder(
-        partial(builders.on_v, builders.dualpipe_v),
+        partial(builders.build_on_v, builders.dualpipe_v_lane),
         "Forward and backward of two microbatches in one tick (DeepSeek's DualPipeV).",
         chunks=2,
     ),
     "pipedream": Builder(
-        builders.alternating,
+        builders.build_1f1b,
         "Stages update after every backward, without a flush: stale weights (Narayanan 2019).",
         every=lambda stages: 1,
     ),
     "2bw": Builder(
-        builders.alternating,
+        builders.build_1f1b,
         "Updates by groups of microbatches, one group late, without a flush (PipeDream-2BW, 2021).",
         every=lambda stages: max(stages, 2),
     ),
-    "forward": Builder(_forward, "Forwards only, for an evaluation.", fixed=False),
+    "forward": Builder(_build_forward, "Forwards only, for an evaluation.", fixed_chunks=False),
 }
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
 class Schedule:
     """How the microbatches of a step go through the pipeline.
@@ -155,14 +163,14 @@ class Schedule:
         if self.own is not None and not isinstance(self.own, Table):
             raise ValueError(f"own={self.own!r}: a Table is expected; text: Schedule.from_text(…).")
         if self.own is not None:
-            check(self.own)
+            check_table(self.own)
             for field in ("name", "microbatches", "chunks"):
-                given, found = getattr(self, field), getattr(self.own, field)
-                if given not in (getattr(Schedule, field), found):
+                value, table_value = getattr(self, field), getattr(self.own, field)
+                if value not in (getattr(Schedule, field), table_value):
                     raise ValueError(
-                        f"{field}={given!r}, the table has {found!r}. Leave {field} away."
+                        f"{field}={value!r}, the table has {table_value!r}. Leave {field} away."
                     )
-                object.__setattr__(self, field, found)
+                object.__setattr__(self, field, table_value)
             return
         if not isinstance(self.name, str):
             raise ValueError(f"name={self.name!r}: one of {', '.join(SCHEDULES)}.")
@@ -171,7 +179,7 @@ class Schedule:
                 f"no schedule {self.name!r}. Schedules: {', '.join(SCHEDULES)}; "
                 "a table of your own: Schedule.from_text, Schedule.from_csv."
             )
-        if not is_whole(self.microbatches):
+        if not is_int(self.microbatches):
             raise ValueError(
                 f"microbatches={self.microbatches!r}: a positive number of microbatches."
             )
@@ -199,7 +207,7 @@ class Schedule:
             0F0 0F1 .   .   0B0 0B1
             .   1F0 1F1 1B0 1B1 .
         """
-        if not is_whole(stages):
+        if not is_int(stages):
             raise ValueError(f"stages={stages!r}: a positive number of stages.")
         table = self.own or build_table(self.name, stages, self.microbatches, self.chunks or 1)
         if table.stages != stages:
@@ -229,8 +237,8 @@ class Schedule:
         table, builder = self.table(stages), SCHEDULES.get(self.name)
         if not self.asynchronous or builder is None or builder.every is None:
             return None
-        usual = min(builder.every(stages), self.microbatches)
-        return weight_versions(table, self.every or usual)
+        default = min(builder.every(stages), self.microbatches)
+        return weight_versions(table, self.every or default)
 
     @classmethod
     def from_text(
@@ -257,9 +265,9 @@ class Schedule:
             0F0 0F1     0B0     0B1
             .   1F0+1B0 1F1+1B1 .
         """
-        asked = "auto" if branches is None else branches
-        wanted = asked if isinstance(asked, bool) else None
-        return cls(own=parse_table(text, name, wanted), balance=balance, branches=asked)
+        setting = "auto" if branches is None else branches
+        table_branches = setting if isinstance(setting, bool) else None
+        return cls(own=parse_table(text, name, table_branches), balance=balance, branches=setting)
 
     @classmethod
     def from_csv(
@@ -289,8 +297,8 @@ class Schedule:
             text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a mark
         except UnicodeDecodeError:
             raise ValueError(f"{path} is no text: a line of cells per stage is expected.") from None
-        except OSError as wrong:
-            raise ValueError(f"{path} cannot be read: {wrong.strerror}.") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
         return cls.from_text(text, name=path.stem, balance=balance, branches=branches)
 
 
@@ -304,7 +312,7 @@ def build_table(name: str, stages: int, microbatches: int, chunks: int) -> Table
 
 def _check_balance(balance: object) -> None:
     if balance in BALANCES or (
-        isinstance(balance, tuple) and balance and all(map(is_whole, balance))
+        isinstance(balance, tuple) and balance and all(map(is_int, balance))
     ):
         return
     raise ValueError(
@@ -317,24 +325,24 @@ def _check_every(schedule: Schedule) -> None:
     """2bw alone has groups of microbatches; of one microbatch each they would be pipedream's."""
     if schedule.every is None:
         return
-    given = f"every={schedule.every!r} of {schedule.name}"
+    setting = f"every={schedule.every!r} of {schedule.name}"
     if schedule.own is not None or schedule.name != "2bw":
         raise ValueError(
-            f"{given}: only 2bw updates after a number of microbatches that you choose. Leave it "
+            f"{setting}: only 2bw updates after a number of microbatches that you choose. Leave it "
             'away, or use Schedule("2bw", …).'
         )
-    if not is_whole(schedule.every) or schedule.every < 2:
+    if not is_int(schedule.every) or schedule.every < 2:
         raise ValueError(
-            f"{given}: a number of microbatches, at least 2. To update after each of them: "
+            f"{setting}: a number of microbatches, at least 2. To update after each of them: "
             'Schedule("pipedream", …).'
         )
 
 
 def _check_chunks(name: str, builder: Builder, chunks: object) -> None:
-    if not is_whole(chunks):
+    if not is_int(chunks):
         raise ValueError(f"chunks={chunks!r}: a positive number of chunks.")
-    if builder.fixed and chunks != builder.chunks:
-        others = ", ".join(other for other, b in SCHEDULES.items() if not b.fixed)
+    if builder.fixed_chunks and chunks != builder.chunks:
+        others = ", ".join(other for other, b in SCHEDULES.items() if not b.fixed_chunks)
         raise ValueError(
             f"chunks={chunks}: {name} has {builder.chunks} on each stage. Leave chunks away, or "
             f"use a schedule that takes any number: {others}."

@@ -27,23 +27,23 @@ from hfjax.parallel.schedules.table import (
     KINDS,
     Cell,
     DeadlockError,
-    Homes,
+    StageMap,
     Table,
     Task,
     check_order,
-    homes_fault,
+    dependencies,
     lay_out,
-    needs,
+    stage_map_fault,
 )
-from hfjax.utils.tables import aligned
+from hfjax.utils.tables import align
 
 _TASK = re.compile(r"([0-9]{1,5})([FBIW])([0-9]{1,5})")  # \d would be any script's digits
-NEAR = 4  # cells shown on each side of a marked one, and lines where there are many
-LONGEST = 24  # letters of a word that are shown
-NOTHING: Mapping[int, str] = {}
+MARGIN = 4  # cells shown on each side of a marked one, and lines where there are many
+MAX_TEXT = 24  # letters of a word that are shown
+NO_NOTES: Mapping[int, str] = {}
 
 
-class WrittenAt(NamedTuple):
+class CellPosition(NamedTuple):
     """Where a cell is written."""
 
     line: int
@@ -54,110 +54,110 @@ class WrittenAt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Written:
+class TextTable:
     """The words of a table, a line per stage; tasks have the kind that is written: F, B, I or W."""
 
     name: str
-    words: Sequence[Sequence[str]]
+    cell_texts: Sequence[Sequence[str]]
 
     @cached_property
     def cells(self) -> list[list[tuple[Task, ...]]]:
         """The tasks of each word."""
         return [
-            [self._tasks(WrittenAt(s, i), word) for i, word in enumerate(line)]
-            for s, line in enumerate(self.words)
+            [self._parse_cell(CellPosition(s, i), text) for i, text in enumerate(line)]
+            for s, line in enumerate(self.cell_texts)
         ]
 
     @cached_property
-    def split(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether the weights' part of a backward pass is a task of its own."""
         return any(task.kind in "IW" for task, _ in self.tasks())
 
-    def tasks(self) -> Iterator[tuple[Task, WrittenAt]]:
+    def tasks(self) -> Iterator[tuple[Task, CellPosition]]:
         """Yield every task and where it is, line by line."""
         for s, line in enumerate(self.cells):
             for i, cell in enumerate(line):
-                yield from ((task, WrittenAt(s, i)) for task in cell)
+                yield from ((task, CellPosition(s, i)) for task in cell)
 
     def slots(self, task: Task) -> tuple[Task, ...]:
         """Return a task as the slots that it takes: a whole B of a split table takes two."""
-        kinds = {"I": "B", "B": "BW" if self.split else "B"}.get(task.kind, task.kind)
+        kinds = {"I": "B", "B": "BW" if self.splits_backward else "B"}.get(task.kind, task.kind)
         return tuple(task._replace(kind=kind) for kind in kinds)
 
     @cached_property
-    def found(self) -> dict[Task, tuple[Task, WrittenAt]]:
+    def slot_tasks(self) -> dict[Task, tuple[Task, CellPosition]]:
         """What takes a slot -> the first task that does, as it is written, and where."""
-        found: dict[Task, tuple[Task, WrittenAt]] = {}
-        for task, place in self.tasks():
+        slot_tasks: dict[Task, tuple[Task, CellPosition]] = {}
+        for task, position in self.tasks():
             for slot in self.slots(task):
-                found.setdefault(slot, (task, place))
-        return found
+                slot_tasks.setdefault(slot, (task, position))
+        return slot_tasks
 
     @cached_property
     def virtual(self) -> int:
         """The number of virtual stages."""
         return 1 + max(task.virtual for task, _ in self.tasks())
 
-    def homes(self) -> Homes:
+    def stage_map(self) -> StageMap:
         """Return where each virtual stage lies: chunks count up in the order of the model."""
-        lines = [self._first(g)[1].line for g in range(self.virtual)]
+        lines = [self._first_task(g)[1].line for g in range(self.virtual)]
         return tuple((line, lines[:g].count(line)) for g, line in enumerate(lines))
 
-    def _tasks(self, place: WrittenAt, word: str) -> tuple[Task, ...]:
-        parts = word.split("+") if word.strip(". ") else []
-        matches = [_TASK.fullmatch(part.strip()) for part in parts]
+    def _parse_cell(self, position: CellPosition, text: str) -> tuple[Task, ...]:
+        task_texts = text.split("+") if text.strip(". ") else []
+        matches = [_TASK.fullmatch(task_text.strip()) for task_text in task_texts]
         tasks = tuple(Task(m[2], int(m[1]), int(m[3])) for m in matches if m)
-        if len(tasks) < len(parts):
-            spelt = "" if word.isascii() else f" ({word[:LONGEST]!a})"
-            raise self.refused(
-                f">{_short(word)}<{spelt} is no cell. Write tasks joined by +, each a virtual "
+        if len(tasks) < len(task_texts):
+            escaped = "" if text.isascii() else f" ({text[:MAX_TEXT]!a})"
+            raise self.error_at(
+                f">{_shorten(text)}<{escaped} is no cell. Write tasks joined by +, each a virtual "
                 "stage, one of F, B (backward), I (backward, input only), W (weights) and a "
                 "microbatch, in digits 0 to 9: 2B0; or . for idle.",
-                place,
+                position,
             )
         return tasks
 
-    def refused(
-        self, says: str, *marked: WrittenAt, beside: Mapping[int, str] = NOTHING
+    def error_at(
+        self, message: str, *marks: CellPosition, notes: Mapping[int, str] = NO_NOTES
     ) -> ValueError:
         """Return the error that says what is wrong, over the words around the marked cells."""
-        lines = self._lines(marked)
-        shown = aligned([self._shown(s, marked) for s in lines], others=str.center)
-        grid = (f"{row}{beside.get(s, '')}" for s, row in zip(lines, shown, strict=True))
-        return ValueError("\n  ".join([f"{self.name}: {says}", *grid]))
+        lines = self._visible_lines(marks)
+        texts = align([self._line_texts(s, marks) for s in lines], justify=str.center)
+        grid = (f"{text}{notes.get(s, '')}" for s, text in zip(lines, texts, strict=True))
+        return ValueError("\n  ".join([f"{self.name}: {message}", *grid]))
 
-    def _lines(self, marked: Sequence[WrittenAt]) -> list[int]:
+    def _visible_lines(self, marks: Sequence[CellPosition]) -> list[int]:
         """Return which lines are shown: all, or those about the marked ones if there are many."""
-        few = len(self.words) <= 4 * NEAR
-        near = lambda s: any(abs(s - place.line) <= NEAR for place in marked)
-        return [s for s in range(len(self.words)) if few or near(s)]
+        has_few = len(self.cell_texts) <= 4 * MARGIN
+        near = lambda s: any(abs(s - position.line) <= MARGIN for position in marks)
+        return [s for s in range(len(self.cell_texts)) if has_few or near(s)]
 
-    def _shown(self, s: int, marked: Sequence[WrittenAt]) -> list[str]:
+    def _line_texts(self, s: int, marks: Sequence[CellPosition]) -> list[str]:
         """Return the words of a line around all marked cells, or, if they are far, around its own.
 
         All lines have as many cells: also those whose mark is near the beginning.
         """
-        cells = [place.cell for place in marked]
-        mine = [place.cell for place in marked if place.line == s]
-        far = max(cells) - min(cells) > 2 * NEAR
-        about = (mine or cells)[:1] if far else cells
-        first = max(0, min(about) - NEAR)
-        end = first + 2 * NEAR + 1 if far else max(about) + NEAR + 1
-        words = [_short(word.strip(" .")) or "." for word in self.words[s]]
-        words = [f">{word}<" if i in mine else word for i, word in enumerate(words)]
-        rest = [""] * (max(map(len, self.words)) - len(words))
-        words = [*words, *rest][first:end]
-        label = f"stage {s}" + ("  …" if first else "   " * far)
-        more = "…" if len(self.words[s]) > end else ""
-        return [label, *words, *[""] * (end - first - len(words)), more]
+        cells = [position.cell for position in marks]
+        own_cells = [position.cell for position in marks if position.line == s]
+        is_far = max(cells) - min(cells) > 2 * MARGIN
+        shown_cells = (own_cells or cells)[:1] if is_far else cells
+        first = max(0, min(shown_cells) - MARGIN)
+        end = first + 2 * MARGIN + 1 if is_far else max(shown_cells) + MARGIN + 1
+        texts = [_shorten(text.strip(" .")) or "." for text in self.cell_texts[s]]
+        texts = [f">{text}<" if i in own_cells else text for i, text in enumerate(texts)]
+        padding = [""] * (max(map(len, self.cell_texts)) - len(texts))
+        texts = [*texts, *padding][first:end]
+        label = f"stage {s}" + ("  …" if first else "   " * is_far)
+        ellipsis = "…" if len(self.cell_texts[s]) > end else ""
+        return [label, *texts, *[""] * (end - first - len(texts)), ellipsis]
 
     # -- what is wrong ------------------------------------------------------------------------
 
     def check(self) -> None:
         """Refuse a table that is not every task once, each virtual stage on one line."""
         self._check_cells()
-        self._check_twice()
-        self._check_halves()
+        self._check_duplicates()
+        self._check_backward_halves()
         self._check_lines()
         self._check_homes()
         self._check_microbatches()
@@ -165,150 +165,165 @@ class Written:
 
     def _check_cells(self) -> None:
         if not any(True for _ in self.tasks()):
-            says = "no task found. Write a line per stage, e.g. 0F0 0F1 0B0 0B1."
-            raise ValueError(f"{self.name}: {says}")
+            message = "no task found. Write a line per stage, e.g. 0F0 0F1 0B0 0B1."
+            raise ValueError(f"{self.name}: {message}")
         for s, line in enumerate(self.cells):
             if not any(line):
-                says = f"stage {s} has no task. Write its tasks, or leave its line out."
-                raise self.refused(says, WrittenAt(s, 0))
+                message = f"stage {s} has no task. Write its tasks, or leave its line out."
+                raise self.error_at(message, CellPosition(s, 0))
             for i, cell in enumerate(line):
-                taken = Counter(slot.kind for task in cell for slot in self.slots(task))
-                if twice := [kind for kind in KINDS if taken[kind] > 1]:
-                    raise self.refused(
-                        f">{'+'.join(map(str, cell))}< has two tasks for the {twice[0]} slot, a "
+                slot_counts = Counter(slot.kind for task in cell for slot in self.slots(task))
+                if duplicates := [kind for kind in KINDS if slot_counts[kind] > 1]:
+                    raise self.error_at(
+                        f">{'+'.join(map(str, cell))}< has two tasks for the {duplicates[0]} "
+                        "slot, a "
                         "stage has one slot of each kind in a tick. Write them as two cells.",
-                        WrittenAt(s, i),
+                        CellPosition(s, i),
                     )
 
-    def _check_twice(self) -> None:
-        for task, place in self.tasks():
-            for first, there in map(self.found.__getitem__, self.slots(task)):
-                if (first, there) != (task, place):
-                    says = f"{task} is here a second time, first as {first} in {there}. Remove one."
-                    raise self.refused(says, place)
+    def _check_duplicates(self) -> None:
+        for task, position in self.tasks():
+            for first, first_position in map(self.slot_tasks.__getitem__, self.slots(task)):
+                if (first, first_position) != (task, position):
+                    message = (
+                        f"{task} is here a second time, first as {first} in {first_position}. "
+                        "Remove one."
+                    )
+                    raise self.error_at(message, position)
 
-    def _check_halves(self) -> None:
+    def _check_backward_halves(self) -> None:
         """Refuse a backward with respect to the input without its weights part, and the reverse."""
-        for task, place in self.tasks():
+        for task, position in self.tasks():
             other = task._replace(kind={"I": "W", "W": "I"}.get(task.kind, task.kind))
-            if task.kind in "IW" and self.slots(other)[0] not in self.found:
-                raise self.refused(
+            if task.kind in "IW" and self.slots(other)[0] not in self.slot_tasks:
+                raise self.error_at(
                     f">{task}< is without {other}. Add that, or write {task._replace(kind='B')} "
                     "for the whole backward.",
-                    place,
+                    position,
                 )
 
     def _check_lines(self) -> None:
         """Refuse a task on another line than most tasks of its virtual stage."""
-        count = Counter((task.virtual, place.line) for task, place in self.tasks())
-        all_of = Counter(place.line for _, place in self.tasks())
-        homes: dict[int, int] = {}  # of two lines with as many the one with fewer others
-        for g, line in sorted(count, key=lambda key: (count[key], -all_of[key[1]], -key[1])):
-            homes[g] = line
-        for task, place in self.tasks():
-            if place.line != homes[task.virtual]:
-                raise self.refused(
-                    f"{task} is on the line of stage {place.line}, other tasks of virtual stage "
-                    f"{task.virtual} are on that of stage {homes[task.virtual]}. Write all tasks "
+        count = Counter((task.virtual, position.line) for task, position in self.tasks())
+        line_counts = Counter(position.line for _, position in self.tasks())
+        stage_map: dict[int, int] = {}  # of two lines with as many the one with fewer others
+        for g, line in sorted(count, key=lambda key: (count[key], -line_counts[key[1]], -key[1])):
+            stage_map[g] = line
+        for task, position in self.tasks():
+            if position.line != stage_map[task.virtual]:
+                raise self.error_at(
+                    f"{task} is on the line of stage {position.line}, other tasks of virtual stage "
+                    f"{task.virtual} are on that of stage {stage_map[task.virtual]}. Write all "
+                    "tasks "
                     "of one on the same line.",
-                    place,
+                    position,
                 )
 
     def _check_homes(self) -> None:
-        there = {task.virtual for task, _ in self.tasks()}
+        virtual_stages = {task.virtual for task, _ in self.tasks()}
         for g in range(self.virtual):
-            if g not in there:
-                task, place = self._first(min(h for h in there if h > g))
-                raise self.refused(
+            if g not in virtual_stages:
+                task, position = self._first_task(min(h for h in virtual_stages if h > g))
+                raise self.error_at(
                     f"virtual stage {g} has no task, and there is {task} (marked). Virtual stages "
                     f"are numbered from 0 in model order: add the tasks of {g}, or number this one "
                     "anew.",
-                    place,
+                    position,
                 )
-        if wrong := homes_fault(self.homes(), len(self.words)):
-            says, g = wrong
-            raise self.refused(says, self._first(g)[1])
+        if problem := stage_map_fault(self.stage_map(), len(self.cell_texts)):
+            message, g = problem
+            raise self.error_at(message, self._first_task(g)[1])
 
-    def _first(self, virtual: int) -> tuple[Task, WrittenAt]:
-        return next(found for found in self.tasks() if found[0].virtual == virtual)
+    def _first_task(self, virtual: int) -> tuple[Task, CellPosition]:
+        return next(entry for entry in self.tasks() if entry[0].virtual == virtual)
 
     @cached_property
-    def _of_microbatch(self) -> dict[int, list[Task]]:
+    def _tasks_by_microbatch(self) -> dict[int, list[Task]]:
         """The F and B of each microbatch that there are."""
-        found: dict[int, list[Task]] = {}
-        for slot in self.found:
+        tasks: dict[int, list[Task]] = {}
+        for slot in self.slot_tasks:
             if slot.kind != "W":
-                found.setdefault(slot.microbatch, []).append(slot)
-        return found
+                tasks.setdefault(slot.microbatch, []).append(slot)
+        return tasks
 
     @cached_property
     def _kinds(self) -> str:
-        return "FB" if any(slot.kind == "B" for slot in self.found) else "F"
+        return "FB" if any(slot.kind == "B" for slot in self.slot_tasks) else "F"
 
-    def _lacking(self, m: int) -> list[Task]:
+    def _missing_tasks(self, m: int) -> list[Task]:
         """Return what a microbatch lacks, in order."""
         every = (Task(kind, g, m) for kind in self._kinds for g in range(self.virtual))
-        return [task for task in every if task not in self.found]
+        return [task for task in every if task not in self.slot_tasks]
 
     def _check_microbatches(self) -> None:
         """Refuse a gap between microbatches, and a last one of which most is missing."""
-        last = max(self._of_microbatch)
+        last = max(self._tasks_by_microbatch)
         for m in range(last):
-            if m not in self._of_microbatch:
-                n = min(n for n in self._of_microbatch if n > m)
-                task, place = self.found[self._of_microbatch[n][0]]
-                raise self.refused(
+            if m not in self._tasks_by_microbatch:
+                n = min(n for n in self._tasks_by_microbatch if n > m)
+                task, position = self.slot_tasks[self._tasks_by_microbatch[n][0]]
+                raise self.error_at(
                     f"microbatch {m} has no task, and there is {task} (marked). Microbatches are "
                     f"numbered from 0: add the tasks of {m}, number this one anew, or remove it.",
-                    place,
+                    position,
                 )
-        lacking, there = self._lacking(last), self._of_microbatch[last]
-        if last and len(there) <= len(lacking):
-            task, place = self.found[there[0]]
-            some = ", ".join(map(str, lacking[:3])) + (" …" if len(lacking) > 3 else "")
-            raise self.refused(
-                f"{task} is of microbatch {last}, which lacks {some}. Remove it, or add those.",
-                place,
+        missing_tasks, present_tasks = self._missing_tasks(last), self._tasks_by_microbatch[last]
+        if last and len(present_tasks) <= len(missing_tasks):
+            task, position = self.slot_tasks[present_tasks[0]]
+            examples = ", ".join(map(str, missing_tasks[:3])) + (
+                " …" if len(missing_tasks) > 3 else ""
+            )
+            raise self.error_at(
+                f"{task} is of microbatch {last}, which lacks {examples}. Remove it, or add those.",
+                position,
             )
 
     def _check_missing(self) -> None:
-        for m in sorted(self._of_microbatch):
-            for task in self._lacking(m):
-                line = self.homes()[task.virtual][0]
-                where, (near, place) = self._near(task, line)
-                says = f"{task} is missing. Add it to stage {line}, {where} {near} (marked)."
-                raise self.refused(says, place)
+        for m in sorted(self._tasks_by_microbatch):
+            for task in self._missing_tasks(m):
+                line = self.stage_map()[task.virtual][0]
+                direction, (neighbour, position) = self._find_neighbour(task, line)
+                message = (
+                    f"{task} is missing. Add it to stage {line}, {direction} {neighbour} (marked)."
+                )
+                raise self.error_at(message, position)
 
-    def _near(self, task: Task, line: int) -> tuple[str, tuple[Task, WrittenAt]]:
+    def _find_neighbour(self, task: Task, line: int) -> tuple[str, tuple[Task, CellPosition]]:
         """Return a task that a missing one comes after, or before, preferably on its line."""
-        for need, _ in needs(task, self.virtual):
-            if need in self.found:
-                return "after", self.found[need]
-        waits = lambda other: any(need == task for need, _ in needs(other, self.virtual))
-        found = [
-            self.found[other] for other in self._of_microbatch[task.microbatch] if waits(other)
+        for need, _ in dependencies(task, self.virtual):
+            if need in self.slot_tasks:
+                return "after", self.slot_tasks[need]
+        waits_for_task = lambda other: any(
+            need == task for need, _ in dependencies(other, self.virtual)
+        )
+        candidates = [
+            self.slot_tasks[other]
+            for other in self._tasks_by_microbatch[task.microbatch]
+            if waits_for_task(other)
         ]
-        found = found or [self.found[self._of_microbatch[task.microbatch][0]]]
-        return "before", min(found, key=lambda found: found[1].line != line)
+        candidates = candidates or [self.slot_tasks[self._tasks_by_microbatch[task.microbatch][0]]]
+        return "before", min(candidates, key=lambda candidates: candidates[1].line != line)
 
-    def stuck(self, waits: Sequence[tuple[Sequence[Task], Sequence[Task]]]) -> ValueError:
+    def deadlock_error(self, waits: Sequence[tuple[Sequence[Task], Sequence[Task]]]) -> ValueError:
         """Return the refusal of a deadlock: the cells that come next, what each one waits for."""
-        marked = [self.found[cell[0]][1] for cell, _ in waits]
-        name = lambda slots: " and ".join(dict.fromkeys(str(self.found[s][0]) for s in slots))
-        beside = {
-            place.line: f"   waits for {name(awaited)}"
-            for place, (_, awaited) in zip(marked, waits, strict=True)
+        marks = [self.slot_tasks[cell[0]][1] for cell, _ in waits]
+        task_names = lambda slots: " and ".join(
+            dict.fromkeys(str(self.slot_tasks[s][0]) for s in slots)
+        )
+        notes = {
+            position.line: f"   waits for {task_names(awaited_tasks)}"
+            for position, (_, awaited_tasks) in zip(marks, waits, strict=True)
         }
-        return self.refused(
+        return self.error_at(
             "deadlock, no stage can run its next cell (marked). Reorder a line so that what is "
             "waited for comes first:",
-            *marked,
-            beside=beside,
+            *marks,
+            notes=notes,
         )
 
 
-def _short(word: str) -> str:
-    return word if len(word) <= LONGEST else word[: LONGEST - 1] + "…"
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 def parse_table(text: str, name: str = "own", branches: bool | None = None) -> Table:
@@ -321,45 +336,45 @@ def parse_table(text: str, name: str = "own", branches: bool | None = None) -> T
     0F0 .       0B0
     .   1F0+1B0 .
     """
-    written = Written(name, _words(text))
-    written.check()
-    table = _table(written)
-    branched = replace(table, branches=True)
+    text_table = TextTable(name, _split_cells(text))
+    text_table.check()
+    table = _to_table(text_table)
+    table_with_branches = replace(table, branches=True)
     if branches is None:
-        branches = cost(branched) < cost(table) * (1 - 1e-6)
-    return branched if branches else table
+        branches = cost(table_with_branches) < cost(table) * (1 - 1e-6)
+    return table_with_branches if branches else table
 
 
-def _words(text: str) -> list[list[str]]:
-    kept = (line.strip() for line in text.splitlines())
-    rows = [line for line in kept if line and not line.startswith("#")]
-    comma = any("," in row for row in rows)
-    return [re.split(r"\s*,\s*", row) if comma else row.split() for row in rows]
+def _split_cells(text: str) -> list[list[str]]:
+    stripped_lines = (line.strip() for line in text.splitlines())
+    lines = [line for line in stripped_lines if line and not line.startswith("#")]
+    comma = any("," in line for line in lines)
+    return [re.split(r"\s*,\s*", line) if comma else line.split() for line in lines]
 
 
-def _table(written: Written) -> Table:
+def _to_table(text_table: TextTable) -> Table:
     """Return the table of the words as ticks if they can run as they stand, else in their order."""
-    homes = written.homes()
-    slots = lambda cell: tuple(slot for task in cell for slot in written.slots(task))
-    lines = [[slots(cell) for cell in line] for line in written.cells]
-    table = _as_ticks(written.name, lines, homes)
+    stage_map = text_table.stage_map()
+    cell_slots = lambda cell: tuple(slot for task in cell for slot in text_table.slots(task))
+    lines = [[cell_slots(cell) for cell in line] for line in text_table.cells]
+    table = _table_as_written(text_table.name, lines, stage_map)
     try:
         check_order(table)
     except ValueError:
         try:
-            return lay_out(written.name, homes, [[[c for c in line if c]] for line in lines])
+            return lay_out(text_table.name, stage_map, [[[c for c in line if c]] for line in lines])
         except DeadlockError as deadlock:
-            raise written.stuck(deadlock.waits) from None
+            raise text_table.deadlock_error(deadlock.waits) from None
     return table
 
 
-def _as_ticks(name: str, lines: list[list[Cell]], homes: Homes) -> Table:
+def _table_as_written(name: str, lines: list[list[Cell]], stage_map: StageMap) -> Table:
     """Return the table with the i-th cell of every line in tick i, ticks of no work left out."""
     cells = np.full((max(map(len, lines)), len(lines), len(KINDS)), -1, np.int32)
     for stage, line in enumerate(lines):
         for tick, cell in enumerate(line):
             for kind, virtual, microbatch in cell:
-                cells[tick, stage, KINDS.index(kind)] = microbatch * len(homes) + virtual
+                cells[tick, stage, KINDS.index(kind)] = microbatch * len(stage_map) + virtual
     cells = cells[(cells >= 0).any(axis=(1, 2))]
-    microbatches = 1 + int(cells.max()) // len(homes)
-    return Table(name, len(lines), microbatches, len(homes) // len(lines), homes, cells)
+    microbatches = 1 + int(cells.max()) // len(stage_map)
+    return Table(name, len(lines), microbatches, len(stage_map) // len(lines), stage_map, cells)

@@ -44,61 +44,63 @@ def weight_versions(table: Table, every: int = 1) -> Versions:
     numbers = np.where(table.cells < 0, -1, table.cells // table.virtual)
     forward, backward = numbers[:, :, 0], numbers[:, :, 1]
     _check(table, forward, backward, every)
-    uses = _uses(forward, backward, every)
+    uses = _version_uses(forward, backward, every)
     stages = range(table.stages)
-    slots = [_colour({kind: use[:, s] for kind, use in uses.items()}) for s in stages]
-    rings = [np.array([*slot, -1], np.int32) for slot in slots]  # version -1 -> slot -1
+    slots = [_assign_slots({kind: use[:, s] for kind, use in uses.items()}) for s in stages]
+    slot_arrays = [np.array([*slot, -1], np.int32) for slot in slots]  # version -1 -> slot -1
     columns = {
-        f"{kind}_version": np.stack([rings[s][use[:, s]] for s in stages], axis=1)
+        f"{kind}_version": np.stack([slot_arrays[s][use[:, s]] for s in stages], axis=1)
         for kind, use in uses.items()
     }
-    stale = np.where(uses["B"] >= 0, uses["L"] - uses["B"], 0).max(axis=0)
+    staleness = np.where(uses["B"] >= 0, uses["L"] - uses["B"], 0).max(axis=0)
     final = tuple(slot[-1] for slot in slots)
-    return Versions(columns, 1 + max(map(max, slots)), final, tuple(stale.tolist()))
+    return Versions(columns, 1 + max(map(max, slots)), final, tuple(staleness.tolist()))
 
 
-def _uses(forward: np.ndarray, backward: np.ndarray, every: int) -> dict[str, np.ndarray]:
+def _version_uses(forward: np.ndarray, backward: np.ndarray, every: int) -> dict[str, np.ndarray]:
     """Return the columns as versions, 0, 1, 2 ..., not yet as slots."""
-    updates, latest = _updates(backward, every)
+    updates, latest = _find_updates(backward, every)
     by_forward = latest if every == 1 else np.maximum(forward // every - 1, 0)
     by_forward = np.where(forward < 0, -1, by_forward)
     by_backward = np.full_like(by_forward, -1)
     for stage in range(forward.shape[1]):
-        of = dict(zip(forward[:, stage], by_forward[:, stage], strict=True)) | {-1: -1}
-        by_backward[:, stage] = [of[m] for m in backward[:, stage]]
-    made = np.where(updates, latest + 1, -1)
-    return {"F": by_forward, "B": by_backward, "L": latest, "U": made}
+        version_of = dict(zip(forward[:, stage], by_forward[:, stage], strict=True)) | {-1: -1}
+        by_backward[:, stage] = [version_of[m] for m in backward[:, stage]]
+    new_versions = np.where(updates, latest + 1, -1)
+    return {"F": by_forward, "B": by_backward, "L": latest, "U": new_versions}
 
 
-def _colour(uses: dict[str, np.ndarray]) -> list[int]:
+def _assign_slots(uses: dict[str, np.ndarray]) -> list[int]:
     """Return the slot of each version of a stage: the first that no living version has."""
     births = [-1, *np.flatnonzero(uses["U"] >= 0).tolist()]
     slots: list[int] = []
     ends: dict[int, float] = {}  # slot -> the tick after whose B slot it is free
     for version, born in enumerate(births):
-        last = [np.flatnonzero(uses[kind] == version) for kind in ("F", "B", "L")]
+        use_ticks = [np.flatnonzero(uses[kind] == version) for kind in ("F", "B", "L")]
         slot = next(i for i in range(len(births)) if ends.get(i, -1) <= born)
-        latest = version == len(births) - 1
-        ends[slot] = np.inf if latest else max(int(ticks[-1]) for ticks in last if len(ticks))
+        is_latest = version == len(births) - 1
+        ends[slot] = (
+            np.inf if is_latest else max(int(ticks[-1]) for ticks in use_ticks if len(ticks))
+        )
         slots.append(slot)
     return slots
 
 
-def _updates(backward: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
+def _find_updates(backward: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where an update comes after the B slot, and the latest version before each tick."""
     updates = (backward >= 0) & (backward % every == every - 1)
     return updates, np.cumsum(updates, axis=0) - updates
 
 
-def _ready(forward: np.ndarray, backward: np.ndarray, every: int) -> bool:
+def _is_ready(forward: np.ndarray, backward: np.ndarray, every: int) -> bool:
     """Return whether the version of every forward is there before its tick."""
-    _, latest = _updates(backward, every)
+    _, latest = _find_updates(backward, every)
     return every == 1 or bool((forward // every - 1 <= latest).all())
 
 
 def _check(table: Table, forward: np.ndarray, backward: np.ndarray, every: int) -> None:
-    ordered = all((np.diff(column[column >= 0]) > 0).all() for column in backward.T)
-    if table.chunks > 1 or table.split or not table.trains or not ordered:
+    is_ordered = all((np.diff(column[column >= 0]) > 0).all() for column in backward.T)
+    if table.chunks > 1 or table.splits_backward or not table.trains or not is_ordered:
         raise ValueError(
             f"{table.name}: weight versions are for tables with one chunk on each stage, whole "
             "backwards and microbatches in order. Use 1f1b or 1f1b-published."
@@ -109,8 +111,8 @@ def _check(table: Table, forward: np.ndarray, backward: np.ndarray, every: int) 
             f"every={every!r}: an update comes after a number of microbatches that divides "
             f"{table.microbatches}: one of {divides}."
         )
-    if not _ready(forward, backward, every):
-        fits = [n for n in divides if _ready(forward, backward, n)]
+    if not _is_ready(forward, backward, every):
+        fits = [n for n in divides if _is_ready(forward, backward, n)]
         raise ValueError(
             f"every={every}: under {table.name} with {table.stages} stages a group of microbatches "
             "begins before the update that it waits for, that of the group two before it. Update "

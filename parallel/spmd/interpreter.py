@@ -10,10 +10,18 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from hfjax.parallel.jaxprs.program import PLAIN_CALLS, needed
-from hfjax.parallel.spmd.partition_context import Join, Scope, traced_whole
-from hfjax.parallel.spmd.placements import Cut, Later, Made, Part, Side, Sum, is_value
-from hfjax.parallel.spmd.rule_calls import call_of, calls_in, check_whole
+from hfjax.parallel.jaxprs.program import PLAIN_CALLS, needed_equations
+from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, trace_global
+from hfjax.parallel.spmd.placements import (
+    AxisGroup,
+    LazyValue,
+    PartialValue,
+    ShardedValue,
+    Split,
+    Ungathered,
+    is_distributed,
+)
+from hfjax.parallel.spmd.rule_calls import call_of, calls_in, check_calls
 from hfjax.parallel.spmd.rules import indexing, random_bits, reductions, user_collectives, views
 from hfjax.parallel.spmd.rules.control_flow import call, cond, remat, scan, while_loop
 from hfjax.parallel.spmd.rules.custom_derivatives import custom_jvp, custom_vjp, linear_solve
@@ -23,7 +31,7 @@ Values = Sequence[Any]
 
 CALLS = (*PLAIN_CALLS, "composite")
 # Rules of programs: a parameter that is not gathered yet may enter.
-PROGRAMS: dict[str, Callable] = {
+PROGRAM_RULES: dict[str, Callable] = {
     **dict.fromkeys(CALLS, call),
     **dict.fromkeys(("checkpoint", "remat", "remat2"), remat),
     "scan": scan,
@@ -34,87 +42,95 @@ PROGRAMS: dict[str, Callable] = {
     "custom_linear_solve": linear_solve,
 }
 # Rules that matter also where all that enters is the same on all devices.
-MAKING: dict[str, Callable] = {
+REPLICATED_RULES: dict[str, Callable] = {
     "iota": views.iota,
-    "broadcast_in_dim": views.moved,
+    "broadcast_in_dim": views.apply_view,
     "random_bits": random_bits.random_bits,
     **user_collectives.RULES,
 }
 RULES: dict[str, Callable] = {
     **dict.fromkeys(POINTWISE, pointwise),
-    **dict.fromkeys(views.MOVES, views.moved),
+    **dict.fromkeys(views.VIEWS, views.apply_view),
     "optimization_barrier": barrier,
     "concatenate": views.concatenate,
     "stack": views.stack,
     "unstack": views.unstack,
     "pad": views.pad,
-    "split": views.split,
+    "split": views.split_array,
     **reductions.RULES,
     **indexing.RULES,
     **random_bits.RULES,
-    **MAKING,
-    **PROGRAMS,
+    **REPLICATED_RULES,
+    **PROGRAM_RULES,
 }
 
 
-def run(scope: Scope, jaxpr: Jaxpr, constants: Values, values: Values) -> list[Any]:
+def eval_partitioned(
+    ctx: PartitionContext, jaxpr: Jaxpr, constants: Values, values: Values
+) -> list[Any]:
     """Return what a program makes of values, which may be parts as its inputs may."""
     env = dict(zip(jaxpr.constvars, constants, strict=True))
     env |= zip(jaxpr.invars, values, strict=True)
     read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for number in sorted(needed(jaxpr.eqns, jaxpr.outvars)):
+    for number in sorted(needed_equations(jaxpr.eqns, jaxpr.outvars)):
         equation = jaxpr.eqns[number]
-        with _at(scope, equation):
-            found = results(scope, equation, [read(v) for v in equation.invars])
-        for value in found:
-            scope.note(value)
-        env.update(zip(equation.outvars, found, strict=True))
+        with _source_context(ctx, equation):
+            outs = eval_equation(ctx, equation, [read(v) for v in equation.invars])
+        for value in outs:
+            ctx.track_dim(value)
+        env.update(zip(equation.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _at(scope: Scope, equation: JaxprEqn) -> AbstractContextManager:
+def _source_context(ctx: PartitionContext, equation: JaxprEqn) -> AbstractContextManager:
     """Return the context of an equation: errors and profiles show the user's line and names."""
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
-    where = info if scope.place is None or source_info_util.summarize(info) else scope.place
-    return source_info_util.user_context(where.traceback, name_stack=names)
+    source = (
+        info if ctx.outer_source is None or source_info_util.summarize(info) else ctx.outer_source
+    )
+    return source_info_util.user_context(source.traceback, name_stack=names)
 
 
-def results(scope: Scope, equation: JaxprEqn, values: Values) -> Sequence[Any]:
+def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Sequence[Any]:
     """Return what an equation makes of values, by its rule or on the whole."""
     name = equation.primitive.name
-    scope.equation, scope.known = equation, True
+    ctx.equation, ctx.has_rule = equation, True
     rule = RULES.get(name)
-    if name in CALLS and (kept := call_of(equation)):
-        return list(kept(scope, equation, values))
-    special = any(is_value(v) or isinstance(v, Made | Later) for v in values)
-    plain = scope.side.size == 1 or (name not in MAKING and name not in PROGRAMS)
-    if name not in PROGRAMS:
-        check_whole(scope, equation)
+    if name in CALLS and (rule_call := call_of(equation)):
+        return list(rule_call(ctx, equation, values))
+    has_distributed = any(
+        is_distributed(v) or isinstance(v, LazyValue | Ungathered) for v in values
+    )
+    runs_as_written = ctx.group.size == 1 or (
+        name not in REPLICATED_RULES and name not in PROGRAM_RULES
+    )
+    if name not in PROGRAM_RULES:
+        check_calls(ctx, equation)
     elif any(calls_in(equation)):
-        plain = False
-    if plain and not special:
-        return scope.bind(equation, values)
-    if name not in PROGRAMS:
-        values = [scope.whole(v) if isinstance(v, Later) else v for v in values]
-    found = rule(scope, equation, values) if rule else None
-    return on_the_whole(scope, equation, values) if found is None else list(found)
+        runs_as_written = False
+    if runs_as_written and not has_distributed:
+        return ctx.bind(equation, values)
+    if name not in PROGRAM_RULES:
+        values = [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values]
+    outs = rule(ctx, equation, values) if rule else None
+    return fall_back_to_replicated(ctx, equation, values) if outs is None else list(outs)
 
 
-def on_the_whole(scope: Scope, equation: JaxprEqn, values: Values) -> list[Any]:
+def fall_back_to_replicated(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> list[Any]:
     """Gather rows, run the equation whole on every device, and deal what comes of it again."""
-    scope.equation, scope.known = equation, False
-    cut = next((v.cut for v in values if isinstance(v, Part)), None)
-    size = cut and next(scope.shape(v)[v.cut.dim] for v in values if isinstance(v, Part))
-    given = list(map(scope.whole, values))
+    ctx.equation, ctx.has_rule = equation, False
+    split = next((v.split for v in values if isinstance(v, ShardedValue)), None)
+    size = split and next(ctx.shape(v)[v.split.dim] for v in values if isinstance(v, ShardedValue))
+    operands = list(map(ctx.replicate, values))
     if equation.primitive.name == "fft":
-        given = list(map(_in_order, given))
-    found = scope.bind(equation, given)
-    scope.known = True
-    return list(found) if cut is None else [_dealt(scope, x, cut, size) for x in found]
+        operands = list(map(_as_row_major, operands))
+    outs = ctx.bind(equation, operands)
+    ctx.has_rule = True
+    return list(outs) if split is None else [_reshard(ctx, x, split, size) for x in outs]
 
 
-def _in_order(x: jax.Array) -> jax.Array:
+def _as_row_major(x: jax.Array) -> jax.Array:
     """Return an array that lies in memory in the order of its dimensions.
 
     XLA's CPU lays out what is gathered as it likes, and its fft takes no other order.
@@ -122,51 +138,57 @@ def _in_order(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
 
-def _dealt(scope: Scope, x: Any, cut: Cut, size: Any) -> Any:
-    fits = [d for d, n in enumerate(x.shape) if n == size]
-    if not fits:
+def _reshard(ctx: PartitionContext, x: Any, split: Split, size: Any) -> Any:
+    dims = [d for d, n in enumerate(x.shape) if n == size]
+    if not dims:
         return x
-    at = cut if cut.dim in fits else Cut(fits[0])
-    return Part(scope.side.cut(x, at), at) if scope.side.divides(x.shape, at) else x
+    target = split if split.dim in dims else Split(dims[0])
+    return (
+        ShardedValue(ctx.group.slice_local(x, target), target)
+        if ctx.group.divides(x.shape, target)
+        else x
+    )
 
 
-def in_parts(
-    side: Side, function: Callable, *arguments: Any, told: list[Join] | None = None
+def run_partitioned(
+    group: AxisGroup, function: Callable, *arguments: Any, comms: list[CommEvent] | None = None
 ) -> Any:
     """Return what a function makes of whole arguments, run on what this device has of them.
 
     Args:
-        side: The devices.
+        group: The devices.
         function: Of trees of arrays; it is traced at the sizes of the whole.
-        arguments: Trees of arrays (whole), `Part` and `Sum`.
-        told: Is given what joins rows.
+        arguments: Trees of arrays (whole), `ShardedValue` and `PartialValue`.
+        comms: Is given what joins rows.
 
     Returns:
-        A tree of arrays, `Part` and `Sum`.
+        A tree of arrays, `ShardedValue` and `PartialValue`.
     """
-    leaves = jax.tree.leaves(arguments, is_leaf=is_value)
-    traced, result = traced_whole(side, function, *whole_shapes(side, arguments))
-    scope = scope_of(side, [] if told is None else told, leaves)
-    found = run(scope, traced.jaxpr, traced.consts, leaves)
-    return jax.tree.unflatten(jax.tree.structure(result), list(map(scope.settled, found)))
+    leaves = jax.tree.leaves(arguments, is_leaf=is_distributed)
+    program, out_shapes = trace_global(group, function, *global_shapes(group, arguments))
+    ctx = make_context(group, [] if comms is None else comms, leaves)
+    outs = eval_partitioned(ctx, program.jaxpr, program.consts, leaves)
+    return jax.tree.unflatten(jax.tree.structure(out_shapes), list(map(ctx.materialize, outs)))
 
 
-def scope_of(side: Side, told: list[Join], values: Values, **more: Any) -> Scope:
+def make_context(
+    group: AxisGroup, comms: list[CommEvent], values: Values, **fields: Any
+) -> PartitionContext:
     """Return the scope of a program that is given these values."""
-    scope = Scope(side, told, {}, run, **more)
+    ctx = PartitionContext(group, comms, {}, eval_partitioned, **fields)
     for value in values:
-        scope.note(value)
-    return scope
+        ctx.track_dim(value)
+    return ctx
 
 
-def whole_shapes(side: Side, tree: Any) -> Any:
+def global_shapes(group: AxisGroup, tree: Any) -> Any:
     """Return the shapes of the whole of each value of a tree."""
 
-    def whole(value: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(value, Part):
-            shape = side.whole_shape(value.x.shape, value.cut)
+    def global_shape(value: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(value, ShardedValue):
+            shape = group.global_shape(value.x.shape, value.split)
             return jax.ShapeDtypeStruct(shape, value.x.dtype)
-        x = value.x if isinstance(value, Sum) else value
+        x = value.x if isinstance(value, PartialValue) else value
         return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype)
 
-    return jax.tree.map(whole, tree, is_leaf=is_value)
+    return jax.tree.map(global_shape, tree, is_leaf=is_distributed)

@@ -11,79 +11,93 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.parallel.spmd.placements import Side
+from hfjax.parallel.spmd.placements import AxisGroup
 
 
-class Trip(NamedTuple):
+class ChunkTransfer(NamedTuple):
     """One piece on its way: a device and its piece, and where it becomes which piece."""
 
     device: int
-    piece: int
-    to: int
-    place: int
+    chunk: int
+    to_device: int
+    to_chunk: int
 
     @property
-    def back(self) -> "Trip":
+    def inverse(self) -> "ChunkTransfer":
         """The way back."""
-        return Trip(self.to, self.place, self.device, self.piece)
+        return ChunkTransfer(self.to_device, self.to_chunk, self.device, self.chunk)
 
 
-def deal_rows(side: Side, count: int, x: jax.Array, back: bool = False) -> jax.Array:
+def redistribute_examples(
+    group: AxisGroup, num_microbatches: int, x: jax.Array, inverse: bool = False
+) -> jax.Array:
     """Return this device's rows as parts of the microbatches of one device, or back again."""
-    pieces = x.reshape(count, -1, *x.shape[1:])
-    found = jnp.zeros_like(pieces)
-    for turn in turns(side.size, count):
-        ways = sorted(way.back if back else way for way in turn)
-        places = {way.to: way.place for way in ways}
-        sent = lax.dynamic_index_in_dim(pieces, _of(side, [way.piece for way in ways]), 0, False)
-        sent = lax.ppermute(sent, side.axes, [(way.device, way.to) for way in ways])
-        place = _of(side, [places[device] for device in range(side.size)])
-        found = lax.dynamic_update_index_in_dim(found, sent, place, 0)
-    return found.reshape(x.shape)
+    chunks = x.reshape(num_microbatches, -1, *x.shape[1:])
+    out = jnp.zeros_like(chunks)
+    for transfer_round in transfer_rounds(group.size, num_microbatches):
+        transfers = sorted(transfer.inverse if inverse else transfer for transfer in transfer_round)
+        target_chunks = {transfer.to_device: transfer.to_chunk for transfer in transfers}
+        message = lax.dynamic_index_in_dim(
+            chunks, _own_number(group, [transfer.chunk for transfer in transfers]), 0, False
+        )
+        message = lax.ppermute(
+            message, group.axes, [(transfer.device, transfer.to_device) for transfer in transfers]
+        )
+        target_chunk = _own_number(group, [target_chunks[device] for device in range(group.size)])
+        out = lax.dynamic_update_index_in_dim(out, message, target_chunk, 0)
+    return out.reshape(x.shape)
 
 
-def _of(side: Side, numbers: list[int]) -> jax.Array:
+def _own_number(group: AxisGroup, numbers: list[int]) -> jax.Array:
     """Return this device's number."""
-    return jnp.asarray(numbers)[side.here]
+    return jnp.asarray(numbers)[group.axis_index]
 
 
-def turns(devices: int, count: int) -> list[list[Trip]]:
+def transfer_rounds(devices: int, num_microbatches: int) -> list[list[ChunkTransfer]]:
     """Return which piece each device sends where, turn by turn.
 
     Piece j of device d is number d * count + j of all. Microbatch m of one device has the numbers
     from m * devices on, one for each device.
 
     Example:
-        >>> turns(2, 2)[0]
-        [Trip(device=0, piece=1, to=1, place=0), Trip(device=1, piece=0, to=0, place=1)]
+        >>> transfer_rounds(2, 2)[0]  # doctest: +NORMALIZE_WHITESPACE
+        [ChunkTransfer(device=0, chunk=1, to_device=1, to_chunk=0),
+         ChunkTransfer(device=1, chunk=0, to_device=0, to_chunk=1)]
     """
-    left = [set() for _ in range(devices)]
-    for number in range(devices * count):
-        way = Trip(number // count, number % count, number % devices, number // devices)
-        left[way.device].add(way)
-    found = []
-    for _ in range(count):
-        turn = _one_for_each(left)
-        for way in turn:
-            left[way.device].remove(way)
-        found.append(turn)
-    return found
+    pending = [set() for _ in range(devices)]
+    for number in range(devices * num_microbatches):
+        transfer = ChunkTransfer(
+            number // num_microbatches,
+            number % num_microbatches,
+            number % devices,
+            number // devices,
+        )
+        pending[transfer.device].add(transfer)
+    rounds = []
+    for _ in range(num_microbatches):
+        transfers = _match_devices(pending)
+        for transfer in transfers:
+            pending[transfer.device].remove(transfer)
+        rounds.append(transfers)
+    return rounds
 
 
-def _one_for_each(left: list[set[Trip]]) -> list[Trip]:
+def _match_devices(pending: list[set[ChunkTransfer]]) -> list[ChunkTransfer]:
     """Return one way from each device, one to each: as many are left from and to all of them."""
-    taken: dict[int, Trip] = {}  # by who receives it
+    by_receiver: dict[int, ChunkTransfer] = {}  # by who receives it
 
-    def send(device: int, seen: set[int]) -> bool:
-        for way in sorted(left[device]):
-            if way.to not in seen:
-                seen.add(way.to)
-                if way.to not in taken or send(taken[way.to].device, seen):
-                    taken[way.to] = way
+    def assign(device: int, visited: set[int]) -> bool:
+        for transfer in sorted(pending[device]):
+            if transfer.to_device not in visited:
+                visited.add(transfer.to_device)
+                if transfer.to_device not in by_receiver or assign(
+                    by_receiver[transfer.to_device].device, visited
+                ):
+                    by_receiver[transfer.to_device] = transfer
                     return True
         return False
 
-    for device in range(len(left)):
-        found = send(device, set())
-        assert found
-    return sorted(taken.values())
+    for device in range(len(pending)):
+        is_assigned = assign(device, set())
+        assert is_assigned
+    return sorted(by_receiver.values())

@@ -3,7 +3,7 @@
 The table of rules knows one side. So a program of whole rows, whole positions and whole widths is
 run for each side in turn: on parts of the first inner side, while it is traced whole along the
 others; what that makes is a program, and is run on parts of the next, and last of the rows. Outside
-of programs a value of which devices have parts along an inner side is `Along`: around what they
+of programs a value of which devices have parts along an inner side is `Nested`: around what they
 have of it along the sides that come after.
 """
 
@@ -15,32 +15,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.parallel.spmd.partition_context import Join, bytes_of
+from hfjax.parallel.spmd.partition_context import CommEvent, bytes_of
 from hfjax.parallel.spmd.placements import (
-    SAME,
-    SUM,
-    Cut,
-    Kind,
-    Side,
-    is_value,
-    kept_kinds,
-    kind_of,
-    of_kind,
+    PARTIAL,
+    REPLICATED,
+    AxisGroup,
+    Placement,
+    Split,
+    from_local,
+    is_distributed,
+    loop_placements,
+    placement_of,
 )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["kind", "side"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["placement", "group_name"]
+)
 @dataclass(frozen=True, eq=False)
-class Along:
+class Nested:
     """What a device holds of a value along an inner side, by its name: an array, or a value."""
 
     x: Any
-    kind: Kind
-    side: str
+    placement: Placement
+    group_name: str
 
 
 def _is_leaf(value: object) -> bool:
-    return isinstance(value, Along) or is_value(value)
+    return isinstance(value, Nested) or is_distributed(value)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -48,145 +50,170 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class InnerSides:
+class InnerAxes:
     """Runs functions on parts of the inner sides, within what is run on parts of the rows.
 
     Attributes:
-        sides: The devices along each; programs are run on parts of the first first.
-        in_parts: (side, function, *values, told) -> values: runs a program in parts.
-        splits: Name of a dimension of parameters -> the side that has parts of it.
+        groups: The devices along each; programs are run on parts of the first first.
+        run_partitioned: (side, function, *values, told) -> values: runs a program in parts.
+        dim_groups: Name of a dimension of parameters -> the side that has parts of it.
     """
 
-    sides: tuple[Side, ...]
-    in_parts: Callable
-    splits: Mapping[str, str] = field(default_factory=dict, hash=False)
+    groups: tuple[AxisGroup, ...]
+    run_partitioned: Callable
+    dim_groups: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def running(self, function: Callable, told: list[Join]) -> Callable:
+    def wrap(self, function: Callable, comms: list[CommEvent]) -> Callable:
         """Return the function of values of the inner sides that runs a function of the whole."""
-        return self._through(self.sides, function, told)
+        return self._wrap_groups(self.groups, function, comms)
 
-    def _through(self, sides: Sequence[Side], function: Callable, told: list[Join]) -> Callable:
-        for side in sides:
-            function = partial(self._run, side, function, told)
+    def _wrap_groups(
+        self, groups: Sequence[AxisGroup], function: Callable, comms: list[CommEvent]
+    ) -> Callable:
+        for group in groups:
+            function = partial(self._run, group, function, comms)
         return function
 
-    def _run(self, side: Side, function: Callable, told: list[Join], *given: Any) -> Any:
-        mine = lambda v: isinstance(v, Along) and v.side == side.name
-        value = lambda v: of_kind(v.x, v.kind) if mine(v) else v
-        values = jax.tree.map(value, given, is_leaf=mine)
-        found = self.in_parts(side, function, *values, told=told)
-        again = lambda v: Along(v.x, kind_of(v), side.name) if is_value(v) else v
-        return jax.tree.map(again, found, is_leaf=is_value)
+    def _run(self, group: AxisGroup, function: Callable, comms: list[CommEvent], *args: Any) -> Any:
+        is_own = lambda v: isinstance(v, Nested) and v.group_name == group.name
+        unwrap = lambda v: from_local(v.x, v.placement) if is_own(v) else v
+        values = jax.tree.map(unwrap, args, is_leaf=is_own)
+        outs = self.run_partitioned(group, function, *values, comms=comms)
+        rewrap = lambda v: Nested(v.x, placement_of(v), group.name) if is_distributed(v) else v
+        return jax.tree.map(rewrap, outs, is_leaf=is_distributed)
 
     # -- what comes in ----------------------------------------------------------------------------
 
-    def mine(self, x: jax.Array, cut: Cut) -> Along:
+    def slice_local(self, x: jax.Array, split: Split) -> Nested:
         """Return what this device holds of a whole array along the one side that there is."""
-        (side,) = self.sides
-        return Along(side.cut(x, cut), cut, side.name)
+        (group,) = self.groups
+        return Nested(group.slice_local(x, split), split, group.name)
 
-    def parameter(self, names: Sequence[str | None], x: Any) -> jax.Array | Along:
+    def wrap_param(self, names: Sequence[str | None], x: Any) -> jax.Array | Nested:
         """Return what this device holds of a parameter, by the names of its dimensions."""
-        more = jnp.ndim(x) - len(names)  # of stacked layers all, or one
-        names = [*[None] * more, *names[max(0, -more) :]]
-        for side in reversed(self.sides):
-            dims = [d for d, name in enumerate(names) if self.splits.get(name or "") == side.name]
-            x = Along(x, Cut(dims[0]), side.name) if dims else x
+        extra_dims = jnp.ndim(x) - len(names)  # of stacked layers all, or one
+        names = [*[None] * extra_dims, *names[max(0, -extra_dims) :]]
+        for group in reversed(self.groups):
+            dims = [
+                d for d, name in enumerate(names) if self.dim_groups.get(name or "") == group.name
+            ]
+            x = Nested(x, Split(dims[0]), group.name) if dims else x
         return x
 
     # -- other kinds ------------------------------------------------------------------------------
 
-    def _kind(self, level: int, value: object) -> Kind:
-        while isinstance(value, Along):
-            if value.side == self.sides[level].name:
-                return value.kind
+    def _placement(self, level: int, value: object) -> Placement:
+        while isinstance(value, Nested):
+            if value.group_name == self.groups[level].name:
+                return value.placement
             value = value.x
-        return SAME
+        return REPLICATED
 
-    def _turned(self, level: int, rows: Side, turn: Callable, value: Any) -> Any:
-        """Return a value with `turn(kind, array)` of what is held along a side."""
-        side, inner = self.sides[level], [side.name for side in self.sides[:level]]
-        if isinstance(value, Along) and value.side in inner:
-            return replace(value, x=self._turned(level, rows, turn, value.x))
-        kind = self._kind(level, value)
-        x = value.x if isinstance(value, Along) and value.side == side.name else value
-        function = self._through(self.sides[level + 1 :], partial(turn, kind), [])
-        return self.in_parts(rows, function, x) if rows.size > 1 else function(x)
+    def _map_level(
+        self, level: int, batch_group: AxisGroup, transform: Callable, value: Any
+    ) -> Any:
+        """Return a value with `transform(kind, array)` of what is held along a side."""
+        group, inner_names = self.groups[level], [group.name for group in self.groups[:level]]
+        if isinstance(value, Nested) and value.group_name in inner_names:
+            return replace(value, x=self._map_level(level, batch_group, transform, value.x))
+        placement = self._placement(level, value)
+        x = value.x if isinstance(value, Nested) and value.group_name == group.name else value
+        function = self._wrap_groups(self.groups[level + 1 :], partial(transform, placement), [])
+        return (
+            self.run_partitioned(batch_group, function, x) if batch_group.size > 1 else function(x)
+        )
 
-    def _as_kind(self, level: int, rows: Side, kind: Kind, value: Any) -> Any:
-        if self._kind(level, value) == kind:
+    def _redistribute(
+        self, level: int, batch_group: AxisGroup, placement: Placement, value: Any
+    ) -> Any:
+        if self._placement(level, value) == placement:
             return value
-        side = self.sides[level]
+        group = self.groups[level]
 
-        def turn(before: Kind, x: Any) -> Any:
-            found = side.as_kind(of_kind(x, before), kind)
-            return found if kind == SAME else Along(found, kind, side.name)
+        def transform(before: Placement, x: Any) -> Any:
+            out = group.redistribute(from_local(x, before), placement)
+            return out if placement == REPLICATED else Nested(out, placement, group.name)
 
-        return self._turned(level, rows, turn, value)
+        return self._map_level(level, batch_group, transform, value)
 
-    def whole(self, rows: Side, tree: Any) -> Any:
+    def replicate(self, batch_group: AxisGroup, tree: Any) -> Any:
         """Return the whole of each value along the inner sides; what is whole is itself."""
 
-        def whole(value: Any) -> Any:
-            for level in range(len(self.sides)):
-                value = self._as_kind(level, rows, SAME, value)
+        def replicate_value(value: Any) -> Any:
+            for level in range(len(self.groups)):
+                value = self._redistribute(level, batch_group, REPLICATED, value)
             return value
 
-        return jax.tree.map(whole, tree, is_leaf=_is_leaf)
+        return jax.tree.map(replicate_value, tree, is_leaf=_is_leaf)
 
-    def shares(self, rows: Side, tree: Any) -> Any:
+    def as_partial(self, batch_group: AxisGroup, tree: Any) -> Any:
         """Return this device's share of each value; the shares add up to it."""
 
-        def share(value: Any) -> Any:
-            for level, side in enumerate(self.sides):
-                turn = lambda kind, x, side=side: side.shares(of_kind(jnp.asarray(x), kind))
-                value = self._turned(level, rows, turn, value)
+        def to_partial(value: Any) -> Any:
+            for level, group in enumerate(self.groups):
+                transform = lambda placement, x, group=group: group.as_partial_tree(
+                    from_local(jnp.asarray(x), placement)
+                )
+                value = self._map_level(level, batch_group, transform, value)
             return value
 
-        return jax.tree.map(share, tree, is_leaf=_is_leaf)
+        return jax.tree.map(to_partial, tree, is_leaf=_is_leaf)
 
-    def as_kinds(self, rows: Side, tree: Any, kinds: Sequence[Sequence[Kind]]) -> Any:
+    def redistribute(
+        self, batch_group: AxisGroup, tree: Any, placements: Sequence[Sequence[Placement]]
+    ) -> Any:
         """Return a tree of values in these kinds, along each side."""
-        for level, wanted in enumerate(kinds):
-            leaves, form = jax.tree.flatten(tree, is_leaf=_is_leaf)
-            if len(leaves) != len(wanted):
+        for level, level_placements in enumerate(placements):
+            leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
+            if len(leaves) != len(level_placements):
                 return tree
-            pairs = zip(leaves, wanted, strict=True)
-            tree = form.unflatten([self._as_kind(level, rows, kind, v) for v, kind in pairs])
+            pairs = zip(leaves, level_placements, strict=True)
+            tree = treedef.unflatten(
+                [self._redistribute(level, batch_group, placement, v) for v, placement in pairs]
+            )
         return tree
 
-    def joins(
-        self, part: str, tree: Any, kinds: Sequence[Sequence[Kind]], times: int
-    ) -> list[Join]:
+    def find_comms(
+        self, component: str, tree: Any, placements: Sequence[Sequence[Placement]], times: int
+    ) -> list[CommEvent]:
         """Return what is completed or gathered where values are taken in these kinds."""
-        found: list[Join] = []
+        comms: list[CommEvent] = []
         leaves = _leaves(tree)
-        for level, wanted in enumerate(kinds):
-            if len(leaves) != len(wanted):
-                return found
-            for value, kind in zip(leaves, wanted, strict=True):
-                now = self._kind(level, value)
-                if now not in (kind, SAME):
+        for level, level_placements in enumerate(placements):
+            if len(leaves) != len(level_placements):
+                return comms
+            for value, placement in zip(leaves, level_placements, strict=True):
+                current = self._placement(level, value)
+                if current not in (placement, REPLICATED):
                     size = sum(map(bytes_of, jax.tree.leaves(value)))
-                    how = "sum" if now == SUM else "gather"
-                    found.append(Join(f"({part})", "", how, size, times))
-        return found
+                    action = "sum" if current == PARTIAL else "gather"
+                    comms.append(CommEvent(f"({component})", "", action, size, times))
+        return comms
 
-    def kept(self, rows: Side, body: Callable, x: Any) -> list[list[Kind]]:
+    def carry_placements(
+        self, batch_group: AxisGroup, body: Callable, x: Any
+    ) -> list[list[Placement]]:
         """Return the kinds of x that `body(x)`, which returns something like x, keeps."""
-        known: list[list[Kind]] = []
-        for level in range(len(self.sides)):
+        outer_placements: list[list[Placement]] = []
+        for level in range(len(self.groups)):
 
-            def run(kinds: list[Kind], level: int = level) -> list[Kind]:
-                turn = lambda x: body(self.as_kinds(rows, x, [*known, kinds]))
-                found = jax.eval_shape(turn, x)
-                return [self._kind(level, v) for v in _leaves(found)]
+            def run(placements: list[Placement], level: int = level) -> list[Placement]:
+                step = lambda x: body(
+                    self.redistribute(batch_group, x, [*outer_placements, placements])
+                )
+                outs = jax.eval_shape(step, x)
+                return [self._placement(level, v) for v in _leaves(outs)]
 
-            first = [self._kind(level, v) for v in _leaves(x)]
-            known.append(kept_kinds([SAME if kind == SUM else kind for kind in first], run))
-        return known
+            initial = [self._placement(level, v) for v in _leaves(x)]
+            outer_placements.append(
+                loop_placements(
+                    [REPLICATED if placement == PARTIAL else placement for placement in initial],
+                    run,
+                )
+            )
+        return outer_placements
 
 
-def many_times(joins: list[Join], times: int) -> None:
+def scale_times(comms: list[CommEvent], times: int) -> None:
     """Let what was told of a program be told of so many runs of it."""
-    joins[:] = [replace(join, times=join.times * times) for join in joins]
+    comms[:] = [replace(comm, times=comm.times * times) for comm in comms]

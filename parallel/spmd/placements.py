@@ -2,11 +2,11 @@
 
 A program is traced at the sizes of the whole. When it is run, a value is
 
-- an array: every device has the whole, the same one (`SAME`);
-- `Part`: a dimension is split, and a device has its entries (its kind is the `Cut`);
-- `Sum`: the sum over the devices is the value (`SUM`). What is linear leaves it so;
-- `Made`: whole, and not made yet (an iota, a mask, random bits). A part can be made by itself;
-- `Later`: whole, and not gathered yet (a parameter).
+- an array: every device has the whole, the same one (`REPLICATED`);
+- `ShardedValue`: a dimension is split, and a device has its entries (its kind is the `Split`);
+- `PartialValue`: the sum over the devices is the value (`PARTIAL`). What is linear leaves it so;
+- `LazyValue`: whole, and not made yet (an iota, a mask, random bits). A part can be made by itself;
+- `Ungathered`: whole, and not gathered yet (a parameter).
 
 Derivatives are JAX's own, since all of this is a program that JAX differentiates. The cotangent of
 a Part is its part, that of a Same value is a Sum, and that of a Sum is Same.
@@ -26,328 +26,350 @@ from jax.typing import DTypeLike
 Shape = tuple[int, ...]
 
 
-class Cut(NamedTuple):
-    """How a dimension is split: it has `outer` blocks, and a device its part of each of them.
+class Split(NamedTuple):
+    """How a dimension is split: it has `blocks` blocks, and a device its part of each of them.
 
     [B] -> [S * B] has S blocks, for instance, and so has `concatenate` of S arrays of B rows.
     """
 
     dim: int
-    outer: int = 1
+    blocks: int = 1
 
-    def moved(self, dim: int) -> "Cut":
+    def with_dim(self, dim: int) -> "Split":
         """Return the same cut of another dimension."""
-        return Cut(dim, self.outer)
+        return Split(dim, self.blocks)
 
 
-SAME, SUM = "same", "sum"
-Kind = Cut | str
-ROWS = Cut(0)
+REPLICATED, PARTIAL = "same", "sum"
+Placement = Split | str
+BATCH_SPLIT = Split(0)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["cut"])
+@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["split"])
 @dataclass(frozen=True, eq=False)
-class Part:
+class ShardedValue:
     """A value of which a device has its entries along a dimension."""
 
     x: jax.Array
-    cut: Cut = ROWS
+    split: Split = BATCH_SPLIT
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
-class Sum:
+class PartialValue:
     """A value that is the sum over the devices of what they have."""
 
     x: jax.Array
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class LazyValue:
     """A value that no device has made yet.
 
     Attributes:
         shape: Of the whole.
         dtype: Its dtype.
         make: (scope, cut or None) -> this device's part of it, or the whole.
-        fixed: Whether it follows from nothing but numbers that the program holds.
+        is_constant: Whether it follows from nothing but numbers that the program holds.
     """
 
     shape: Shape
     dtype: Any
-    make: Callable[[Any, Cut | None], jax.Array]
-    fixed: bool = False
+    make: Callable[[Any, Split | None], jax.Array]
+    is_constant: bool = False
 
 
-class Later(ABC):
+class Ungathered(ABC):
     """A parameter that is gathered when an equation uses it, once."""
 
-    stored: Any  # a pytree, which may enter a loop or a rematerialised function
+    param: Any  # a pytree, which may enter a loop or a rematerialised function
 
     @abstractmethod
-    def whole(self) -> jax.Array:
+    def unshard(self) -> jax.Array:
         """Return the whole parameter."""
 
     @property
     @abstractmethod
-    def slices(self) -> bool:
+    def can_slice(self) -> bool:
         """Whether a loop may slice it before it is gathered."""
 
 
-def kind_of(value: object) -> Kind:
+def placement_of(value: object) -> Placement:
     """Return what a device holds of a value."""
-    if isinstance(value, Part):
-        return value.cut
-    return SUM if isinstance(value, Sum) else SAME
+    if isinstance(value, ShardedValue):
+        return value.split
+    return PARTIAL if isinstance(value, PartialValue) else REPLICATED
 
 
-def of_kind(x: jax.Array, kind: Kind) -> Part | Sum | jax.Array:
+def from_local(x: jax.Array, placement: Placement) -> ShardedValue | PartialValue | jax.Array:
     """Return the value of which a device holds this."""
-    if isinstance(kind, Cut):
-        return Part(x, kind)
-    return Sum(x) if kind == SUM else x
+    if isinstance(placement, Split):
+        return ShardedValue(x, placement)
+    return PartialValue(x) if placement == PARTIAL else x
 
 
-def dual(kind: Kind) -> Kind:
+def cotangent_placement(placement: Placement) -> Placement:
     """Return what a device holds of the cotangent of a value."""
-    return kind if isinstance(kind, Cut) else SAME if kind == SUM else SUM
+    return (
+        placement
+        if isinstance(placement, Split)
+        else REPLICATED
+        if placement == PARTIAL
+        else PARTIAL
+    )
 
 
-def _next_kind(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:
+def _next_placement(
+    placement: Placement, returned: Placement, number: int, fixed: set[int]
+) -> Placement:
     """Return the kind to try next, of what a loop carries under this number.
 
     What is whole may become a part or a sum, once; `fixed` are those that came back the same.
     """
-    if found == kind or (isinstance(kind, Cut) and not isinstance(found, Cut)):
-        return kind
-    if kind == SAME:
-        return found
+    if returned == placement or (isinstance(placement, Split) and not isinstance(returned, Split)):
+        return placement
+    if placement == REPLICATED:
+        return returned
     fixed.add(number)
-    return found if kind == SUM and isinstance(found, Cut) else SAME
+    return returned if placement == PARTIAL and isinstance(returned, Split) else REPLICATED
 
 
-def kept_kinds(kinds: list[Kind], run: Callable[[list[Kind]], list[Kind]]) -> list[Kind]:
+def loop_placements(
+    placements: list[Placement], run: Callable[[list[Placement]], list[Placement]]
+) -> list[Placement]:
     """Return the kinds that a loop keeps: the first that `run(kinds)`, one turn, returns again."""
     fixed: set[int] = set()
     while True:
-        found = run(kinds)
-        if len(found) != len(kinds):  # which JAX refuses
-            return kinds
+        outs = run(placements)
+        if len(outs) != len(placements):  # which JAX refuses
+            return placements
         new = [
-            kind if i in fixed else _next_kind(kind, after, i, fixed)
-            for i, (kind, after) in enumerate(zip(kinds, found, strict=True))
+            placement if i in fixed else _next_placement(placement, out, i, fixed)
+            for i, (placement, out) in enumerate(zip(placements, outs, strict=True))
         ]
-        if new == kinds:
-            return kinds
-        kinds = new
+        if new == placements:
+            return placements
+        placements = new
 
 
-def is_value(x: object) -> bool:
+def is_distributed(x: object) -> bool:
     """Return whether this is a value of which devices do not have the whole."""
-    return isinstance(x, Part | Sum)
+    return isinstance(x, ShardedValue | PartialValue)
 
 
-def held(value: Any) -> jax.Array:
+def local_array(value: Any) -> jax.Array:
     """Return the array of which a value consists here."""
-    return value.x if isinstance(value, Part | Sum) else jnp.asarray(value)
+    return value.x if isinstance(value, ShardedValue | PartialValue) else jnp.asarray(value)
 
 
 @dataclass(frozen=True)
-class Side:
+class AxisGroup:
     """The devices that hold parts of something: of rows, of positions, of heads.
 
     Attributes:
         axes: The mesh axes along which they lie.
         size: How many they are.
         name: What they hold parts of.
-        pieces: Which pieces, all of one size, each of them holds, in order; None: one each.
+        chunks: Which pieces, all of one size, each of them holds, in order; None: one each.
         blocks: Over how many devices rows are split besides: it deals parts of those of each.
     """
 
     axes: tuple[str, ...]
     size: int
     name: str = "rows"
-    pieces: tuple[tuple[int, ...], ...] | None = None
+    chunks: tuple[tuple[int, ...], ...] | None = None
     blocks: int = 1
 
     @property
-    def here(self) -> jax.Array:
+    def axis_index(self) -> jax.Array:
         """The number of this device."""
         return lax.axis_index(self.axes)
 
     @property
-    def held(self) -> tuple[tuple[int, ...], ...]:
+    def device_chunks(self) -> tuple[tuple[int, ...], ...]:
         """The pieces that each device holds."""
-        return self.pieces or tuple((i,) for i in range(self.size))
+        return self.chunks or tuple((i,) for i in range(self.size))
 
     @property
-    def count(self) -> int:
+    def num_chunks(self) -> int:
         """How many pieces a dimension has."""
-        return self.size * len(self.held[0])
+        return self.size * len(self.device_chunks[0])
 
     @property
-    def held_here(self) -> jax.Array:
+    def local_chunks(self) -> jax.Array:
         """The numbers of the pieces that this device holds."""
-        return jnp.asarray(self.held, "int32")[self.here] if self.pieces else self.here[None]
+        return (
+            jnp.asarray(self.device_chunks, "int32")[self.axis_index]
+            if self.chunks
+            else self.axis_index[None]
+        )
 
-    def local(self, shape: Shape, cut: Cut) -> Shape:
+    def local_shape(self, shape: Shape, split: Split) -> Shape:
         """Return the shape of a part."""
-        return (*shape[: cut.dim], shape[cut.dim] // self.size, *shape[cut.dim + 1 :])
+        return (*shape[: split.dim], shape[split.dim] // self.size, *shape[split.dim + 1 :])
 
-    def whole_shape(self, shape: Shape, cut: Cut) -> Shape:
+    def global_shape(self, shape: Shape, split: Split) -> Shape:
         """Return the shape of the whole that has parts of this one."""
-        return (*shape[: cut.dim], shape[cut.dim] * self.size, *shape[cut.dim + 1 :])
+        return (*shape[: split.dim], shape[split.dim] * self.size, *shape[split.dim + 1 :])
 
-    def divides(self, shape: Shape, cut: Cut) -> bool:
+    def divides(self, shape: Shape, split: Split) -> bool:
         """Return whether an array can be split so."""
-        return shape[cut.dim] > 0 and shape[cut.dim] % (self.count * cut.outer) == 0
+        return shape[split.dim] > 0 and shape[split.dim] % (self.num_chunks * split.blocks) == 0
 
     # -- what devices send each other --------------------------------------------------------
 
-    def whole_of(self, value: Any) -> jax.Array:
+    def replicate(self, value: Any) -> jax.Array:
         """Return the whole of a value, on every device."""
-        if isinstance(value, Part):
-            return self.joined(value.x, value.cut)
-        return self.total(value.x) if isinstance(value, Sum) else value
+        if isinstance(value, ShardedValue):
+            return self.all_gather(value.x, value.split)
+        return self.all_reduce(value.x) if isinstance(value, PartialValue) else value
 
-    def total(self, x: jax.Array) -> jax.Array:
+    def all_reduce(self, x: jax.Array) -> jax.Array:
         """Return the sum over the devices, of at least float32."""
-        return lax.psum(wide(x), self.axes).astype(x.dtype)
+        return lax.psum(widen(x), self.axes).astype(x.dtype)
 
-    def greatest(self, x: jax.Array) -> jax.Array:
+    def all_reduce_max(self, x: jax.Array) -> jax.Array:
         """Return the greatest over the devices; NaN where one has it."""
-        return _by_order(lambda x: lax.pmax(x, self.axes), wide(x), "max").astype(x.dtype)
+        return _reduce_by_order(lambda x: lax.pmax(x, self.axes), widen(x), "max").astype(x.dtype)
 
-    def least(self, x: jax.Array) -> jax.Array:
+    def all_reduce_min(self, x: jax.Array) -> jax.Array:
         """Return the least over the devices; NaN where one has it."""
-        return _by_order(lambda x: lax.pmin(x, self.axes), wide(x), "min").astype(x.dtype)
+        return _reduce_by_order(lambda x: lax.pmin(x, self.axes), widen(x), "min").astype(x.dtype)
 
-    def stacked(self, x: jax.Array) -> jax.Array:
+    def all_gather_stack(self, x: jax.Array) -> jax.Array:
         """Return what all devices have, [devices, ...]."""
-        return self._gathered(x[None], 0)
+        return self._gather_tiled(x[None], 0)
 
-    def joined(self, x: jax.Array, cut: Cut) -> jax.Array:
+    def all_gather(self, x: jax.Array, split: Split) -> jax.Array:
         """Return the whole of which the devices have parts."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = self.joined(jax.random.key_data(x), cut)
+            data = self.all_gather(jax.random.key_data(x), split)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        if cut.outer == 1 and not self.pieces:
-            return self._gathered(x, cut.dim)
-        blocks = self._blocks(x, cut.dim, cut.outer, x.shape[cut.dim] // cut.outer)
-        found = self._gathered(blocks, cut.dim + 1)
-        if self.pieces:
-            order = sorted(range(self.count), key=self._in_turn.__getitem__)
-            found = self._reordered(found, cut.dim + 1, order)
-        return found.reshape(self.whole_shape(x.shape, cut))
+        if split.blocks == 1 and not self.chunks:
+            return self._gather_tiled(x, split.dim)
+        blocks = self._split_dim(x, split.dim, split.blocks, x.shape[split.dim] // split.blocks)
+        gathered = self._gather_tiled(blocks, split.dim + 1)
+        if self.chunks:
+            order = sorted(range(self.num_chunks), key=self._chunk_order.__getitem__)
+            gathered = self._reorder_chunks(gathered, split.dim + 1, order)
+        return gathered.reshape(self.global_shape(x.shape, split))
 
     @property
-    def _in_turn(self) -> list[int]:
+    def _chunk_order(self) -> list[int]:
         """The pieces of all devices, one device after the other."""
-        return [piece for pieces in self.held for piece in pieces]
+        return [chunk for chunks in self.device_chunks for chunk in chunks]
 
-    def _blocks(self, x: jax.Array, dim: int, *sizes: int) -> jax.Array:
+    def _split_dim(self, x: jax.Array, dim: int, *sizes: int) -> jax.Array:
         return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
-    def _reordered(self, x: jax.Array, dim: int, order: list[int]) -> jax.Array:
+    def _reorder_chunks(self, x: jax.Array, dim: int, order: list[int]) -> jax.Array:
         """Return an array whose pieces along a dimension are in this order."""
-        pieces = self._blocks(x, dim, self.count, x.shape[dim] // self.count)
-        at = lambda i: lax.index_in_dim(pieces, i, dim, keepdims=False)
-        return lax.concatenate([at(i) for i in order], dim)
+        chunks = self._split_dim(x, dim, self.num_chunks, x.shape[dim] // self.num_chunks)
+        take = lambda i: lax.index_in_dim(chunks, i, dim, keepdims=False)
+        return lax.concatenate([take(i) for i in order], dim)
 
-    def _gathered(self, x: jax.Array, dim: int) -> jax.Array:
+    def _gather_tiled(self, x: jax.Array, dim: int) -> jax.Array:
         gather = partial(lax.all_gather, axis_name=self.axes, axis=dim, tiled=True)
         if x.dtype == jnp.bool_:
             return gather(x.astype("uint8")).astype(bool)
-        if wide(x).dtype == x.dtype:
+        if widen(x).dtype == x.dtype:
             return gather(x)
         narrow = jax.custom_jvp(gather)  # its derivative is a sum, of wide numbers
-        narrow.defjvp(lambda xs, dxs: (gather(*xs), gather(wide(*dxs)).astype(x.dtype)))
+        narrow.defjvp(lambda xs, dxs: (gather(*xs), gather(widen(*dxs)).astype(x.dtype)))
         return narrow(x)
 
-    def scattered(self, x: jax.Array, cut: Cut) -> jax.Array:
+    def reduce_scatter(self, x: jax.Array, split: Split) -> jax.Array:
         """Return this device's part of the sum over the devices."""
-        if cut.outer > 1:
-            return self.cut(self.total(x), cut)
-        in_turn = self._reordered(x, cut.dim, self._in_turn) if self.pieces else x
-        return self._scatter(in_turn, cut.dim)
+        if split.blocks > 1:
+            return self.slice_local(self.all_reduce(x), split)
+        ordered = self._reorder_chunks(x, split.dim, self._chunk_order) if self.chunks else x
+        return self._psum_scatter(ordered, split.dim)
 
-    def _scatter(self, x: jax.Array, dim: int) -> jax.Array:
-        found = lax.psum_scatter(wide(x), self.axes, scatter_dimension=dim, tiled=True)
-        return found.astype(x.dtype)
+    def _psum_scatter(self, x: jax.Array, dim: int) -> jax.Array:
+        out = lax.psum_scatter(widen(x), self.axes, scatter_dimension=dim, tiled=True)
+        return out.astype(x.dtype)
 
-    def cut(self, x: jax.Array, cut: Cut) -> jax.Array:
+    def slice_local(self, x: jax.Array, split: Split) -> jax.Array:
         """Return this device's part of a whole array: nothing is sent."""
-        each = x.shape[cut.dim] // (cut.outer * self.count)
-        if cut.outer == 1:
-            take = lambda i: lax.dynamic_slice_in_dim(x, i * each, each, cut.dim)
-            return _concatenated([take(i) for i in self._each_here], cut.dim)
-        blocks = self._blocks(x, cut.dim, cut.outer, self.count, each)
-        index = lambda i: lax.dynamic_index_in_dim(blocks, i, cut.dim + 1, keepdims=False)
-        mine = _concatenated([index(i) for i in self._each_here], cut.dim + 1)
-        return mine.reshape(self.local(x.shape, cut))
+        chunk_size = x.shape[split.dim] // (split.blocks * self.num_chunks)
+        if split.blocks == 1:
+            take = lambda i: lax.dynamic_slice_in_dim(x, i * chunk_size, chunk_size, split.dim)
+            return _concatenate([take(i) for i in self._chunk_indices], split.dim)
+        blocks = self._split_dim(x, split.dim, split.blocks, self.num_chunks, chunk_size)
+        index = lambda i: lax.dynamic_index_in_dim(blocks, i, split.dim + 1, keepdims=False)
+        chunks = _concatenate([index(i) for i in self._chunk_indices], split.dim + 1)
+        return chunks.reshape(self.local_shape(x.shape, split))
 
     @property
-    def _each_here(self) -> list[jax.Array]:
+    def _chunk_indices(self) -> list[jax.Array]:
         """The number of each piece that this device holds."""
-        return [self.held_here[i] for i in range(len(self.held[0]))] if self.pieces else [self.here]
+        return (
+            [self.local_chunks[i] for i in range(len(self.device_chunks[0]))]
+            if self.chunks
+            else [self.axis_index]
+        )
 
-    def numbers(self, size: int, outer: int, dtype: DTypeLike = "int32") -> jax.Array:
+    def global_indices(self, size: int, blocks: int, dtype: DTypeLike = "int32") -> jax.Array:
         """Return the numbers, in a dimension of this size, of the entries that are here."""
-        each = size // outer // self.count
-        first = self.held_here.astype(dtype) * each
-        here = (first[:, None] + lax.iota(dtype, each)[None]).reshape(-1)
-        blocks = lax.iota(dtype, outer) * (size // outer)
-        return (blocks[:, None] + here[None]).reshape(-1)
+        chunk_size = size // blocks // self.num_chunks
+        starts = self.local_chunks.astype(dtype) * chunk_size
+        indices = (starts[:, None] + lax.iota(dtype, chunk_size)[None]).reshape(-1)
+        block_starts = lax.iota(dtype, blocks) * (size // blocks)
+        return (block_starts[:, None] + indices[None]).reshape(-1)
 
-    def average(self, x: jax.Array) -> jax.Array:
+    def all_reduce_mean(self, x: jax.Array) -> jax.Array:
         """Return the average over the devices; of whole numbers the greatest."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return self.greatest(x)
-        return (lax.psum(wide(x), self.axes) / self.size).astype(x.dtype)
+            return self.all_reduce_max(x)
+        return (lax.psum(widen(x), self.axes) / self.size).astype(x.dtype)
 
-    def shared(self, x: jax.Array) -> jax.Array:
+    def as_partial(self, x: jax.Array) -> jax.Array:
         """Return this device's share of a whole array: the shares add up to it."""
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return x / self.size
-        return jnp.where(self.here == 0, x, jnp.zeros_like(x))
+        return jnp.where(self.axis_index == 0, x, jnp.zeros_like(x))
 
-    def shares(self, tree: Any) -> Any:
+    def as_partial_tree(self, tree: Any) -> Any:
         """Return this device's share of each value of a tree; of a part there is none."""
         if self.size == 1:
             return tree
-        share = lambda v: v.x if isinstance(v, Sum) else self.shared(jnp.asarray(self.whole_of(v)))
-        return jax.tree.map(share, tree, is_leaf=is_value)
+        to_partial = lambda v: (
+            v.x if isinstance(v, PartialValue) else self.as_partial(jnp.asarray(self.replicate(v)))
+        )
+        return jax.tree.map(to_partial, tree, is_leaf=is_distributed)
 
-    def as_kind(self, value: Any, kind: Kind) -> jax.Array:
+    def redistribute(self, value: Any, placement: Placement) -> jax.Array:
         """Return what a device holds of a value where it is of this kind."""
-        if kind_of(value) == kind:
-            return value.x if is_value(value) else jnp.asarray(value)
-        whole = jnp.asarray(self.whole_of(value))
-        if isinstance(kind, Cut):
-            return self.cut(whole, kind)
-        return self.shares(whole) if kind == SUM else whole
+        if placement_of(value) == placement:
+            return value.x if is_distributed(value) else jnp.asarray(value)
+        full_array = jnp.asarray(self.replicate(value))
+        if isinstance(placement, Split):
+            return self.slice_local(full_array, placement)
+        return self.as_partial_tree(full_array) if placement == PARTIAL else full_array
 
-    def agreed(self, x: jax.Array) -> jax.Array:
+    def broadcast_from_first(self, x: jax.Array) -> jax.Array:
         """Return what the first device decides, where rounding may differ between devices."""
-        mine = jnp.where(self.here == 0, x.astype("int32"), 0)
-        return lax.psum(mine, self.axes).astype(x.dtype)
+        contribution = jnp.where(self.axis_index == 0, x.astype("int32"), 0)
+        return lax.psum(contribution, self.axes).astype(x.dtype)
 
 
-def _concatenated(arrays: list[jax.Array], dim: int) -> jax.Array:
+def _concatenate(arrays: list[jax.Array], dim: int) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, dim)
 
 
-def _by_order(extreme: Callable, x: jax.Array, end: str) -> jax.Array:
+def _reduce_by_order(extreme: Callable, x: jax.Array, limit: str) -> jax.Array:
     """Return an extreme by whole numbers in the order of x; XLA's own, on CPUs, drops NaN."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extreme(x)
-    whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
-    turned = lambda n: jnp.where(n < 0, n ^ whole.max, n)  # its own inverse
-    found = extreme(jnp.where(jnp.isnan(x), getattr(whole, end), turned(x.view(whole.dtype))))
-    return turned(found).view(x.dtype)
+    int_info = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+    flip_order = lambda n: jnp.where(n < 0, n ^ int_info.max, n)  # its own inverse
+    best = extreme(
+        jnp.where(jnp.isnan(x), getattr(int_info, limit), flip_order(x.view(int_info.dtype)))
+    )
+    return flip_order(best).view(x.dtype)
 
 
-def wide(x: jax.Array) -> jax.Array:
+def widen(x: jax.Array) -> jax.Array:
     """Return an array of which sums are exact enough, and known to all of XLA's backends."""
     if x.dtype == jnp.bool_:
         return x.astype("int32")

@@ -5,12 +5,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hfjax.parallel.spmd.partition_context import Join
-from hfjax.utils.tables import aligned, human
+from hfjax.parallel.spmd.partition_context import CommEvent
+from hfjax.utils.tables import align, human
 
-LARGE, SHARE = 2**20, 0.01  # what is gathered for want of a rule is told from so many bytes on
+LARGE_BYTES, LARGE_FRACTION = (
+    2**20,
+    0.01,
+)  # what is gathered for want of a rule is told from so many bytes on
 
-_HOW = {
+_ACTIONS = {
     "sum": "summed over devices, {}",
     "greatest": "greatest of all devices, {}",
     "least": "least of all devices, {}",
@@ -24,42 +27,42 @@ _HOW = {
 
 
 @dataclass(frozen=True)
-class Joins:
+class CommReport:
     """What joins rows in the model and the loss of a step; print it."""
 
-    joins: tuple[Join, ...]
-    of: str = "rows"
+    comms: tuple[CommEvent, ...]
+    subject: str = "rows"
 
     def __str__(self) -> str:
-        if not self.joins:
-            return f"no {self.of} meet"
+        if not self.comms:
+            return f"no {self.subject} meet"
         times: Counter = Counter()
-        for j in self.joins:
-            times[j.line, j.operation, j.how, j.bytes, j.known] += j.times
-        rows = [
+        for j in self.comms:
+            times[j.line, j.operation, j.action, j.bytes, j.has_rule] += j.times
+        entries = [
             (
                 line or "(no line)",
                 operation,
-                _HOW[how].format(human(size))
-                + ("" if known or how != "gather" else ", since no rule knows it"),
+                _ACTIONS[action].format(human(size))
+                + ("" if has_rule or action != "gather" else ", since no rule knows it"),
                 f"{count} times" if count > 1 else "once",
             )
-            for (line, operation, how, size, known), count in times.items()
+            for (line, operation, action, size, has_rule), count in times.items()
         ]
-        return "\n".join(aligned(rows))
+        return "\n".join(align(entries))
 
 
-def check_gathers(joins: Sequence[Join], strict: bool, sent: int) -> None:
+def check_gathers(comms: Sequence[CommEvent], strict: bool, gradient_bytes: int) -> None:
     """Warn of arrays that are gathered since no rule knows an operation, or refuse all.
 
     They are those of 1 MiB, or of 1 % of the bytes that a step sends for its gradients.
     """
-    unknown = [j for j in joins if j.how == "gather" and not j.known]
-    least = min(LARGE, SHARE * sent)
-    told = [j for j in unknown if strict or j.bytes * j.times >= least]
-    for line, operation in dict.fromkeys((j.line, j.operation) for j in told):
-        found = [j for j in told if (j.line, j.operation) == (line, operation)]
-        size = human(sum(j.bytes * j.times for j in found))
+    gathers = [j for j in comms if j.action == "gather" and not j.has_rule]
+    threshold = min(LARGE_BYTES, LARGE_FRACTION * gradient_bytes)
+    large_gathers = [j for j in gathers if strict or j.bytes * j.times >= threshold]
+    for line, operation in dict.fromkeys((j.line, j.operation) for j in large_gathers):
+        line_gathers = [j for j in large_gathers if (j.line, j.operation) == (line, operation)]
+        size = human(sum(j.bytes * j.times for j in line_gathers))
         text = (
             f"{line}: {operation}: rows meet, and no rule runs this on parts of them, so each "
             f"device gathers {size} in a microbatch and runs it whole. "

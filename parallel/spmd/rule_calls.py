@@ -16,180 +16,189 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from hfjax.parallel.jaxprs.program import bodies_of, body_of
-from hfjax.parallel.spmd.partition_context import Scope, is_recording, recording, traced_whole
+from hfjax.parallel.spmd.partition_context import (
+    PartitionContext,
+    is_recording,
+    record_calls,
+    trace_global,
+)
 from hfjax.parallel.spmd.placements import (
-    ROWS,
-    Cut,
-    Kind,
-    Later,
-    Made,
-    Part,
-    Side,
-    Sum,
-    held,
-    is_value,
-    kind_of,
-    of_kind,
+    BATCH_SPLIT,
+    AxisGroup,
+    LazyValue,
+    PartialValue,
+    Placement,
+    ShardedValue,
+    Split,
+    Ungathered,
+    from_local,
+    is_distributed,
+    local_array,
+    placement_of,
 )
 
 source_info_util.register_exclusion(__file__)  # the line of a named call is the user's
 
-ROWS_SIDE = Side((), 1).name
+BATCH_GROUP = AxisGroup((), 1).name
 
 
 class CallName(str):
     """The name of a call in a program; it holds the call, however often JAX reuses the program."""
 
     __slots__ = ("call",)
-    call: "NamedCall"
+    call: "RuleCall"
 
 
-def call_of(equation: JaxprEqn) -> "NamedCall | None":
+def call_of(equation: JaxprEqn) -> "RuleCall | None":
     """Return the named call that an equation is, if it is one."""
     name = equation.params.get("name")
     return name.call if isinstance(name, CallName) else None
 
 
 @dataclass(frozen=True)
-class NamedCall:
+class RuleCall:
     """A call that was recorded.
 
     Attributes:
         rule: (call, scope, its program, arguments) -> results: trees of values.
         function: What was called, of trees of arrays.
-        again: The same, kept by name if it is called while another program is traced.
-        arguments: Their form.
-        results: The form of what it returned.
+        reapply: The same, kept by name if it is called while another program is traced.
+        in_tree: Their form.
+        out_tree: The form of what it returned.
         program: What was traced.
-        refuses: What it is, and what to do, where its program is not that of all rows.
-        stands_in: Whether what was traced has the right shapes only, and cannot run.
+        refusal: What it is, and what to do, where its program is not that of all rows.
+        is_placeholder: Whether what was traced has the right shapes only, and cannot run.
     """
 
     rule: Callable
     function: Callable
-    again: Callable
-    arguments: Any
-    results: Any
+    reapply: Callable
+    in_tree: Any
+    out_tree: Any
     program: ClosedJaxpr
-    refuses: str = ""
-    stands_in: bool = False
+    refusal: str = ""
+    is_placeholder: bool = False
 
-    def _another(self, equation: JaxprEqn) -> str:
+    def _find_transform(self, equation: JaxprEqn) -> str:
         """Return what JAX has made of the call, if it is another: its derivative, or a `vmap`."""
-        results = len(equation.outvars) == self.results.num_leaves
-        if results and len(equation.invars) > self.arguments.num_leaves:
+        same_outputs = len(equation.outvars) == self.out_tree.num_leaves
+        if same_outputs and len(equation.invars) > self.in_tree.num_leaves:
             return "an array that the function closes over (hand it in as an argument) is in"
         program = equation.params["jaxpr"]
-        if results and (program is self.program or str(program) == str(self.program)):
+        if same_outputs and (program is self.program or str(program) == str(self.program)):
             return ""
         pairs = zip(program.in_avals, self.program.in_avals, strict=False)
-        more = {now.ndim - before.ndim for now, before in pairs}
-        return VMAP if results and more in ({1}, {0, 1}) else GRAD
+        added_dims = {now.ndim - before.ndim for now, before in pairs}
+        return VMAP if same_outputs and added_dims in ({1}, {0, 1}) else GRAD
 
-    def __call__(self, scope: Scope, equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    def __call__(
+        self, ctx: PartitionContext, equation: JaxprEqn, values: Sequence[Any]
+    ) -> Sequence[Any]:
         """Return what the call makes of values."""
         body = body_of(equation)
         assert body is not None
-        another = self._another(equation)
-        if another and scope.side.size == 1 and not self.stands_in:
-            return scope.run(scope, *body, values)
-        if another and self.refuses:
-            raise ValueError(f"{scope.line}: {another} {self.refuses}")
-        if another:
-            return scope.run(scope, *body, values)
-        found = self.rule(self, scope, body, self.arguments.unflatten(values))
-        return jax.tree.leaves(found, is_leaf=is_value)
+        transform = self._find_transform(equation)
+        if transform and ctx.group.size == 1 and not self.is_placeholder:
+            return ctx.run(ctx, *body, values)
+        if transform and self.refusal:
+            raise ValueError(f"{ctx.line}: {transform} {self.refusal}")
+        if transform:
+            return ctx.run(ctx, *body, values)
+        outs = self.rule(self, ctx, body, self.in_tree.unflatten(values))
+        return jax.tree.leaves(outs, is_leaf=is_distributed)
 
 
 VMAP = "jax.vmap is around"
 GRAD = "the model differentiates, within its own program, with respect to something in"
 
 
-def calls_in(equation: JaxprEqn) -> Iterator[NamedCall]:
+def calls_in(equation: JaxprEqn) -> Iterator[RuleCall]:
     """Yield the named calls in the programs that an equation holds."""
     for jaxpr, _ in bodies_of(equation):
-        for inside in jaxpr.eqns:
-            if call := call_of(inside):
+        for inner in jaxpr.eqns:
+            if call := call_of(inner):
                 yield call
-            yield from calls_in(inside)
+            yield from calls_in(inner)
 
 
-def check_whole(scope: Scope, equation: JaxprEqn) -> None:
+def check_calls(ctx: PartitionContext, equation: JaxprEqn) -> None:
     """Refuse to run a program as it is written where a call in it cannot be so."""
     for call in calls_in(equation):
-        if call.stands_in or (call.refuses and scope.side.size > 1):
+        if call.is_placeholder or (call.refusal and ctx.group.size > 1):
             name = equation.primitive.name
             raise ValueError(
-                f"{scope.line}: {name}, which runs on all rows, is around {call.refuses}"
+                f"{ctx.line}: {name}, which runs on all rows, is around {call.refusal}"
             )
 
 
 # -- what is traced in the place of a call that cannot be traced with all rows ---------------------
 
-_stand_in = Primitive("stand_in")  # it has shapes: whoever runs it has forgotten a rule
-_stand_in.multiple_results = True
-_stand_in.def_abstract_eval(lambda *_, results, **more: list(results))
+_placeholder = Primitive("stand_in")  # it has shapes: whoever runs it has forgotten a rule
+_placeholder.multiple_results = True
+_placeholder.def_abstract_eval(lambda *_, results, **more: list(results))
 
 
-def _standing_in(shapes: Callable, refuses: str) -> Callable:
+def _make_placeholder(shapes: Callable, refusal: str) -> Callable:
     """Return what gives results like those of `shapes`, to a program that is never run."""
     line = source_info_util.summarize(source_info_util.current())
 
     def function(*arguments: Any) -> Any:
-        found, form = jax.tree.flatten(jax.eval_shape(shapes, *arguments))
-        results = tuple(ShapedArray(x.shape, x.dtype) for x in found)
-        words = {"line": line, "refuses": refuses}
+        out_shapes, out_tree = jax.tree.flatten(jax.eval_shape(shapes, *arguments))
+        out_avals = tuple(ShapedArray(x.shape, x.dtype) for x in out_shapes)
+        params = {"line": line, "refuses": refusal}
         leaves = jax.tree.leaves(arguments)
-        return form.unflatten(_stand_in.bind(*leaves, results=results, **words))
+        return out_tree.unflatten(_placeholder.bind(*leaves, results=out_avals, **params))
 
     return function
 
 
-def _refusing(why: str) -> Callable:
+def _refuse_with(reason: str) -> Callable:
     def refuse(*_: Any, line: str, refuses: str, **more: Any) -> Any:
-        raise ValueError(f"{line}: {why} {refuses}")
+        raise ValueError(f"{line}: {reason} {refuses}")
 
     return refuse
 
 
-_stand_in.def_impl(_refusing("outside of a step there is"))
-ad.primitive_jvps[_stand_in] = _refusing(GRAD)
-batching.primitive_batchers[_stand_in] = _refusing(VMAP)
+_placeholder.def_impl(_refuse_with("outside of a step there is"))
+ad.primitive_jvps[_placeholder] = _refuse_with(GRAD)
+batching.primitive_batchers[_placeholder] = _refuse_with(VMAP)
 mlir.register_lowering(
-    _stand_in, _refusing("a program is run as it is written (a fault of hfjax) with")
+    _placeholder, _refuse_with("a program is run as it is written (a fault of hfjax) with")
 )
 
 
-def named(
-    rule: Callable, function: Callable, shapes: Callable | None = None, refuses: str = ""
+def keep_as_call(
+    rule: Callable, function: Callable, shapes: Callable | None = None, refusal: str = ""
 ) -> Callable:
     """Return a function of trees of arrays that is kept by name in the program being traced.
 
     `shapes` gives the shapes of what it returns, where it cannot be traced with all rows.
     """
 
-    def run(*arguments: Any) -> Any:
-        traced = function if shapes is None else _standing_in(shapes, refuses)
-        leaves, form = jax.tree.flatten(arguments)
-        results: Any = None
+    def wrapper(*arguments: Any) -> Any:
+        body_function = function if shapes is None else _make_placeholder(shapes, refusal)
+        leaves, in_tree = jax.tree.flatten(arguments)
+        out_tree: Any = None
 
         def flat(*leaves: Any) -> list[Any]:
-            nonlocal results
-            found, results = jax.tree.flatten(traced(*form.unflatten(leaves)))
-            return found
+            nonlocal out_tree
+            out_leaves, out_tree = jax.tree.flatten(body_function(*in_tree.unflatten(leaves)))
+            return out_leaves
 
         flat.__name__ = name = CallName("named")
         jitted = jax.jit(flat)
-        program, stands_in = jitted.trace(*leaves).jaxpr, shapes is not None
-        found = jitted(*leaves)
-        call = NamedCall(rule, function, again, form, results, program, refuses, stands_in)
+        program, is_placeholder = jitted.trace(*leaves).jaxpr, shapes is not None
+        out_leaves = jitted(*leaves)
+        call = RuleCall(
+            rule, function, reapply, in_tree, out_tree, program, refusal, is_placeholder
+        )
         name.call = call
-        return results.unflatten(found)
+        return out_tree.unflatten(out_leaves)
 
-    def again(*arguments: Any) -> Any:
-        return run(*arguments) if is_recording() else function(*arguments)
+    def reapply(*arguments: Any) -> Any:
+        return wrapper(*arguments) if is_recording() else function(*arguments)
 
-    return run
+    return wrapper
 
 
 def own_rows(function: Callable) -> Callable:
@@ -209,10 +218,10 @@ def own_rows(function: Callable) -> Callable:
         [[-1.0], [1.0]]
     """
 
-    return _kept(function, _on_own_rows, refuses=OWN_ROWS)
+    return _wrap_call(function, _run_per_device, refusal=PER_DEVICE)
 
 
-OWN_ROWS = (
+PER_DEVICE = (
     "hfjax.own_rows. Let own_rows be around: hfjax.own_rows(jax.vmap(function)), "
     "hfjax.own_rows(jax.grad(function))."
 )
@@ -227,98 +236,102 @@ WRITES = (
 )
 
 
-def row_by_row(function: Callable) -> Callable:
+def local_map(function: Callable) -> Callable:
     """Return the same of a function that does not join rows: its derivative is that of all rows."""
-    return _kept(function, _on_own_parts)
+    return _wrap_call(function, _run_local)
 
 
-def like_tokens(function: Callable, travels: bool) -> Callable:
+def map_token_groups(function: Callable, with_dispatch: bool) -> Callable:
     """Return the same of a function of (arrays, groups of tokens, …) that returns such groups.
 
     Where tokens travel in it from the groups of each device, it cannot be traced with all rows.
     """
-    if not travels:
-        return _kept(function, _on_own_groups)
-    return _kept(function, _on_own_groups, lambda arrays, x, *more: x, EXPERTS)
+    if not with_dispatch:
+        return _wrap_call(function, _run_token_groups)
+    return _wrap_call(function, _run_token_groups, lambda arrays, x, *more: x, EXPERTS)
 
 
-def _kept(
-    function: Callable, rule: Callable, shapes: Callable | None = None, refuses: str = ""
+def _wrap_call(
+    function: Callable, rule: Callable, shapes: Callable | None = None, refusal: str = ""
 ) -> Callable:
-    def alone(*arguments: Any) -> Any:  # what it calls runs on the same rows
-        with recording(False):
+    def run_unrecorded(*arguments: Any) -> Any:  # what it calls runs on the same rows
+        with record_calls(False):
             return function(*arguments)
 
-    def run(*arguments: Any) -> Any:
+    def wrapper(*arguments: Any) -> Any:
         if not is_recording():
             return function(*arguments)
         try:
-            return named(rule, alone, shapes, refuses)(*arguments)
+            return keep_as_call(rule, run_unrecorded, shapes, refusal)(*arguments)
         except TraceContextError as error:
             raise ValueError(WRITES) from error
 
-    return run
+    return wrapper
 
 
-def _on_own_parts(call: NamedCall, scope: Scope, body: tuple, arguments: tuple) -> list:
+def _run_local(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
     """Run a function on what is here."""
-    leaves, form = jax.tree.flatten(arguments, is_leaf=_is_leaf)
-    found = call.again(*form.unflatten([held(v) for v in _settled(scope, leaves)]))
+    leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
+    outs = call.reapply(*in_tree.unflatten([local_array(v) for v in _materialize(ctx, leaves)]))
     jaxpr, _ = body
-    pairs = zip(jax.tree.leaves(found), jaxpr.outvars, strict=True)
-    return [_joined(scope, jnp.asarray(x), v.aval.shape) for x, v in pairs]
+    pairs = zip(jax.tree.leaves(outs), jaxpr.outvars, strict=True)
+    return [_as_global(ctx, jnp.asarray(x), v.aval.shape) for x, v in pairs]
 
 
-def _on_own_rows(call: NamedCall, scope: Scope, body: tuple, arguments: tuple) -> list:
+def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
     """Run a function on the rows that are here, of which it sees all positions."""
-    if scope.side.name == ROWS_SIDE:
-        return _on_own_parts(call, scope, body, arguments)
-    leaves, form = jax.tree.flatten(arguments, is_leaf=_is_leaf)
-    values = _settled(scope, leaves)
-    kinds_in, kinds = list(map(kind_of, values)), list[Kind]()
+    if ctx.group.name == BATCH_GROUP:
+        return _run_local(call, ctx, body, arguments)
+    leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
+    values = _materialize(ctx, leaves)
+    in_placements, out_placements = list(map(placement_of, values)), list[Placement]()
 
     def function(*arrays: jax.Array) -> list[Any]:
-        given = [of_kind(x, kind) for x, kind in zip(arrays, kinds_in, strict=True)]
-        shapes = [jax.ShapeDtypeStruct(scope.shape(v), held(v).dtype) for v in given]
-        flat = lambda *leaves: jax.tree.leaves(call.function(*form.unflatten(leaves)))
-        traced, _ = traced_whole(scope.side, flat, *shapes)
-        inner = scope.inside()
-        found = inner.run(inner, traced.jaxpr, traced.consts, given)
-        found = list(map(inner.settled, found))
-        kinds[:] = map(kind_of, found)
-        return list(map(held, found))
+        operands = [
+            from_local(x, placement) for x, placement in zip(arrays, in_placements, strict=True)
+        ]
+        shapes = [jax.ShapeDtypeStruct(ctx.shape(v), local_array(v).dtype) for v in operands]
+        flat = lambda *leaves: jax.tree.leaves(call.function(*in_tree.unflatten(leaves)))
+        program, _ = trace_global(ctx.group, flat, *shapes)
+        inner = ctx.child()
+        outs = inner.run(inner, program.jaxpr, program.consts, operands)
+        outs = list(map(inner.materialize, outs))
+        out_placements[:] = map(placement_of, outs)
+        return list(map(local_array, outs))
 
-    found = own_rows(function)(*map(held, values))
-    return [of_kind(x, kind) for x, kind in zip(found, kinds, strict=True)]
+    outs = own_rows(function)(*map(local_array, values))
+    return [from_local(x, placement) for x, placement in zip(outs, out_placements, strict=True)]
 
 
-def _settled(scope: Scope, values: Sequence[Any]) -> list[Any]:
+def _materialize(ctx: PartitionContext, values: Sequence[Any]) -> list[Any]:
     """Return values as parts and arrays."""
-    return [scope.whole(v) if isinstance(v, Sum) else scope.settled(v) for v in values]
+    return [ctx.replicate(v) if isinstance(v, PartialValue) else ctx.materialize(v) for v in values]
 
 
-def _on_own_groups(call: NamedCall, scope: Scope, body: tuple, arguments: tuple) -> list:
+def _run_token_groups(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
     """Run a function on the groups of tokens that are here, or on all where they do not divide."""
     arrays, *tokens = arguments
-    leaves, form = jax.tree.flatten(tokens, is_leaf=_is_leaf)
-    of_groups = isinstance(leaves[0], Part) and leaves[0].cut.dim == 0
-    cut = leaves[0].cut if of_groups else ROWS
-    fits = (scope.shape(v) and scope.side.divides(scope.shape(v), cut) for v in leaves)
-    divides = scope.side.size > 1 and all(fits)
-    here = [scope.part(v, cut) if divides else scope.whole(v) for v in leaves]
-    whole = jax.tree.map(scope.whole, arrays, is_leaf=_is_leaf)
-    found = call.again(whole, *form.unflatten(here))
-    return [Part(x, cut) if divides else x for x in jax.tree.leaves(found)]
+    leaves, in_tree = jax.tree.flatten(tokens, is_leaf=_is_leaf)
+    is_split_by_group = isinstance(leaves[0], ShardedValue) and leaves[0].split.dim == 0
+    split = leaves[0].split if is_split_by_group else BATCH_SPLIT
+    divisible = (ctx.shape(v) and ctx.group.divides(ctx.shape(v), split) for v in leaves)
+    divides = ctx.group.size > 1 and all(divisible)
+    operands = [ctx.shard(v, split) if divides else ctx.replicate(v) for v in leaves]
+    full_arrays = jax.tree.map(ctx.replicate, arrays, is_leaf=_is_leaf)
+    outs = call.reapply(full_arrays, *in_tree.unflatten(operands))
+    return [ShardedValue(x, split) if divides else x for x in jax.tree.leaves(outs)]
 
 
 def _is_leaf(value: object) -> bool:
-    return is_value(value) or isinstance(value, Made | Later)
+    return is_distributed(value) or isinstance(value, LazyValue | Ungathered)
 
 
-def _joined(scope: Scope, x: jax.Array, whole: tuple[int, ...]) -> Part | jax.Array:
+def _as_global(
+    ctx: PartitionContext, x: jax.Array, global_shape: tuple[int, ...]
+) -> ShardedValue | jax.Array:
     """Return what devices have made of their rows as a value of the whole."""
-    split = [d for d, (n, m) in enumerate(zip(x.shape, whole, strict=True)) if n != m]
-    if split:
-        return Part(x, Cut(split[0]))
-    scope.tell("average", x)
-    return scope.side.average(x)
+    split_dims = [d for d, (n, m) in enumerate(zip(x.shape, global_shape, strict=True)) if n != m]
+    if split_dims:
+        return ShardedValue(x, Split(split_dims[0]))
+    ctx.record("average", x)
+    return ctx.group.all_reduce_mean(x)

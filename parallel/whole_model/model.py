@@ -4,45 +4,64 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hfjax.parallel.adapters.forward_signature import TRAIN, asked_by, variable_of
+from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
 from hfjax.parallel.engine.step_context import StepContext
-from hfjax.parallel.engine.unshard import Stored
-from hfjax.parallel.whole_model.unshard_on_use import gather_on_use
+from hfjax.parallel.engine.unshard import ShardedParam
+from hfjax.parallel.whole_model.unshard_on_use import unshard_on_use
 from hfjax.utils.paths import Flat
 
 
 @dataclass(frozen=True)
-class CalledAsItIs:
+class WholeModel:
     """A model whose own program is run, in parts: it and the loss see all rows."""
 
     context: StepContext
 
     def run(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, wants: str = "loss"
+        self,
+        params: dict[str, ShardedParam],
+        variables: Flat,
+        batch: Any,
+        mode: str,
+        returns: str = "loss",
     ) -> tuple[Any, Flat]:
         """Return the loss, or the outputs, as values, and the variables after it."""
         context = self.context
 
         def call(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
-            model = context.blueprint.merge(parameters, variables, mode)
-            outputs = called(context.forward, model, variables, context.inputs(batch), mode)
-            value = outputs if wants == "outputs" else context.mean_of_rows(outputs, batch)
-            return value, variables | context.blueprint.variables_of(model)
+            model = context.template.merge(parameters, variables, mode)
+            outputs = call_model(
+                context.forward, model, variables, context.cast_inputs(batch), mode
+            )
+            value = outputs if returns == "outputs" else context.mean_of_batch(outputs, batch)
+            return value, variables | context.template.model_variables(model)
 
-        rows, templates = context.traced.rows, context.blueprint.variables
-        given, told = rows.of_variables(variables, templates), rows.telling("the model")
-        side, with_rows = context.side, rows.values(batch)
-        whole, parameters = rows.within("the model", call), context.blueprint.parameters
-        here = lambda held, *more: whole(rows.of_parameters(held, parameters), *more)
-        found, changed = gather_on_use(here, stored, given, with_rows, side=side, told=told)
-        return found, rows.written(given, changed, "the model")
+        global_batch, templates = context.trace.global_batch, context.template.variables
+        variable_values, comms = (
+            global_batch.variable_values(variables, templates),
+            global_batch.start_comms("the model"),
+        )
+        group, inputs = context.batch_group, global_batch.as_sharded(batch)
+        run_global, parameters = (
+            global_batch.wrap_inner("the model", call),
+            context.template.parameters,
+        )
+        run_local = lambda local_params, *more: run_global(
+            global_batch.parameter_values(local_params, parameters), *more
+        )
+        out, changed = unshard_on_use(
+            run_local, params, variable_values, inputs, group=group, comms=comms
+        )
+        return out, global_batch.local_variables(variable_values, changed, "the model")
 
 
-def called(forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
+def call_model(
+    forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str
+) -> Any:
     """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
     if forward is None:
         return model(inputs) if callable(model) else model
     training = mode == "train"
-    key = lambda name: variables[variable_of(name)] if training else None
-    asked = {n: training if n == TRAIN else key(n) for n in asked_by(forward)}
-    return forward(model, inputs, **asked)
+    key = lambda name: variables[key_path(name)] if training else None
+    options = {n: training if n == TRAIN else key(n) for n in requested_names(forward)}
+    return forward(model, inputs, **options)

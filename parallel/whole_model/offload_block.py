@@ -8,13 +8,13 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from hfjax.parallel.engine.layer_remat import may_cut, offload_residuals
+from hfjax.parallel.engine.layer_remat import can_split_locally, offload_residuals
 from hfjax.parallel.jaxprs.program import Tensor
-from hfjax.parallel.offload.activations import Offload, Offloaded, Share, share
+from hfjax.parallel.offload.activations import Offload, OffloadReport, Share, select_tensors
 from hfjax.parallel.offload.check_host_loops import check_host_loops
-from hfjax.parallel.offload.host_residuals import kept
-from hfjax.parallel.whole_model.unshard_on_use import wrapping
-from hfjax.utils.keywords import is_whole
+from hfjax.parallel.offload.host_residuals import save_residuals_on_host
+from hfjax.parallel.whole_model.unshard_on_use import wrap_at_run
+from hfjax.utils.keywords import is_int
 from hfjax.utils.paths import Tree
 
 
@@ -53,19 +53,19 @@ def offload(
     """
     if isinstance(ratio, str):
         raise ValueError(f"offload(block, ratio={ratio!r}): a number from 0 to 1 is expected.")
-    wanted = Offload(ratio=ratio, names=names, dots=dots, tag=tag)
+    settings = Offload(ratio=ratio, names=names, dots=dots, tag=tag)
     if isinstance(block, nnx.Module):
         if weights != 0:
             raise ValueError("offload(block, weights=…) is for functions: a module knows its own.")
-        return OffloadedModule(block, wanted)
+        return OffloadedModule(block, settings)
     if not callable(block):
         raise ValueError(f"offload(block): a module or a function is expected, found {block!r}.")
-    return _OffloadedFunction(block, wanted, _numbers(weights))
+    return _OffloadedFunction(block, settings, _numbers(weights))
 
 
 def _numbers(weights: Any) -> tuple[int, ...]:
     numbers = (weights,) if isinstance(weights, int) else weights
-    if not isinstance(numbers, list | tuple) or not all(is_whole(n, 0) for n in numbers):
+    if not isinstance(numbers, list | tuple) or not all(is_int(n, 0) for n in numbers):
         raise ValueError(
             f"offload(block, weights={weights!r}): numbers of arguments from 0 on are expected, "
             "for instance 0, (0, 2), or () where there are no weights."
@@ -73,17 +73,17 @@ def _numbers(weights: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-class _Choice:
+class _OffloadChooser:
     """Chooses for one block, and keeps the report; equal to itself only."""
 
-    def __init__(self, wanted: Offload) -> None:
+    def __init__(self, settings: Offload) -> None:
         check_host_loops(Mesh(jax.local_devices()[:1], "data"))
-        self.wanted, self.report = wanted, Offloaded(wanted)
+        self.settings, self.report = settings, OffloadReport(settings)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Share:
-        chosen = share(self.wanted, tensors, may_cut())
-        self.report.rows.clear()
-        self.report.add(self.wanted.tag, 1, tensors, chosen)
+        chosen = select_tensors(self.settings, tensors, can_split_locally())
+        self.report.entries.clear()
+        self.report.add(self.settings.tag, 1, tensors, chosen)
         self.report.check()
         return chosen
 
@@ -91,17 +91,17 @@ class _Choice:
 class _OffloadedFunction:
     """A function of arrays that keeps part of its activations in host memory."""
 
-    def __init__(self, function: Callable, wanted: Offload, weights: Sequence[int]) -> None:
-        self.function, self.weights, self._choice = function, weights, _Choice(wanted)
+    def __init__(self, function: Callable, settings: Offload, weights: Sequence[int]) -> None:
+        self.function, self.weights, self._choice = function, weights, _OffloadChooser(settings)
         update_wrapper(self, function)
 
     @property
-    def offloaded(self) -> Offloaded:
+    def offloaded(self) -> OffloadReport:
         """What is kept and what of it goes to the host, once a gradient was traced."""
         return self._choice.report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._choice.wanted.idle:
+        if self._choice.settings.idle:
             return self.function(*args, **kwargs)
         if missing := [i for i in self.weights if i >= len(args)]:
             raise ValueError(
@@ -109,57 +109,61 @@ class _OffloadedFunction:
                 f"{len(args)} by position (by name: {', '.join(kwargs) or 'none'}). Give weights "
                 "by position, or say which they are: offload(block, weights=0)."
             )
-        held = [args[i] for i in self.weights]
-        rest, join = _apart(([x for i, x in enumerate(args) if i not in self.weights], kwargs))
+        weight_args = [args[i] for i in self.weights]
+        rest, join = _split_arrays(
+            ([x for i, x in enumerate(args) if i not in self.weights], kwargs)
+        )
 
-        def run(held, rest):
+        def run(weight_args, rest):
             others, kwargs = join(rest)
-            left = {True: iter(held), False: iter(others)}
-            both = [next(left[i in self.weights]) for i in range(len(args))]
-            return self.function(*both, **kwargs)
+            remaining = {True: iter(weight_args), False: iter(others)}
+            merged = [next(remaining[i in self.weights]) for i in range(len(args))]
+            return self.function(*merged, **kwargs)
 
-        pure, closed = jax.closure_convert(run, held, rest)
+        pure, closed = jax.closure_convert(run, weight_args, rest)
         apply = lambda known, weights, rest: (pure(weights[0], rest, *weights[1]), ())
-        return kept(apply, self._choice)((), (held, closed), rest)[0]
+        return save_residuals_on_host(apply, self._choice)((), (weight_args, closed), rest)[0]
 
 
 class OffloadedModule(nnx.Module):
     """A module that keeps part of the activations of `block` in host memory."""
 
-    def __init__(self, block: nnx.Module, wanted: Offload) -> None:
+    def __init__(self, block: nnx.Module, settings: Offload) -> None:
         self.block = block
-        self._choice = _Choice(wanted)
+        self._choice = _OffloadChooser(settings)
 
     @property
-    def offloaded(self) -> Offloaded:
+    def offloaded(self) -> OffloadReport:
         """What is kept and what of it goes to the host, once a gradient was traced."""
         return self._choice.report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._choice.wanted.idle:
+        if self._choice.settings.idle:
             return self.block(*args, **kwargs)
         graph, parameters, variables = nnx.split(self.block, nnx.Param, ...)
-        given, join = _apart((args, kwargs))
+        arrays, join = _split_arrays((args, kwargs))
 
-        def run(parameters, variables, given):
-            args, kwargs = join(given)
+        def run(parameters, variables, arrays):
+            args, kwargs = join(arrays)
             block = nnx.merge(graph, parameters, variables)
             return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
 
-        keeping = lambda run: offload_residuals(run, self._choice)
-        y, variables = wrapping(keeping, run)(parameters, variables, given)
+        with_offload = lambda run: offload_residuals(run, self._choice)
+        y, variables = wrap_at_run(with_offload, run)(parameters, variables, arrays)
         nnx.update(self.block, variables)
         return y
 
 
-def _apart(tree: Tree) -> tuple[list, Callable]:
+def _split_arrays(tree: Tree) -> tuple[list, Callable]:
     """Return the arrays of a tree, and what puts others in their place beside the rest."""
-    leaves, form = jax.tree.flatten(tree)
-    are = [hasattr(leaf, "dtype") for leaf in leaves]
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [hasattr(leaf, "dtype") for leaf in leaves]
 
     def join(arrays: list) -> Any:
         arrays_left = iter(arrays)
-        both = [next(arrays_left) if a else leaf for a, leaf in zip(are, leaves, strict=True)]
-        return form.unflatten(both)
+        merged = [
+            next(arrays_left) if a else leaf for a, leaf in zip(is_array, leaves, strict=True)
+        ]
+        return treedef.unflatten(merged)
 
-    return [leaf for a, leaf in zip(are, leaves, strict=True) if a], join
+    return [leaf for a, leaf in zip(is_array, leaves, strict=True) if a], join

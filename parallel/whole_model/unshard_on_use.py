@@ -17,22 +17,27 @@ from typing import Any
 
 import jax
 
-from hfjax.parallel.engine.unshard import Stored
+from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.mesh import EXPERT_AXES
-from hfjax.parallel.spmd.interpreter import run, scope_of, whole_shapes
-from hfjax.parallel.spmd.partition_context import Join, Scope, is_recording, traced_whole
-from hfjax.parallel.spmd.placements import Later, Side, is_value
-from hfjax.parallel.spmd.rule_calls import NamedCall, named
+from hfjax.parallel.spmd.interpreter import eval_partitioned, global_shapes, make_context
+from hfjax.parallel.spmd.partition_context import (
+    CommEvent,
+    PartitionContext,
+    is_recording,
+    trace_global,
+)
+from hfjax.parallel.spmd.placements import AxisGroup, Ungathered, is_distributed
+from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
 
-ALONE = Side((), 1)
+ONE_DEVICE = AxisGroup((), 1)
 
 
-def gather_on_use(
+def unshard_on_use(
     function: Callable,
-    parameters: Mapping[str, Stored],
+    parameters: Mapping[str, ShardedParam],
     *arguments: Any,
-    side: Side = ALONE,
-    told: list[Join] | None = None,
+    group: AxisGroup = ONE_DEVICE,
+    comms: list[CommEvent] | None = None,
 ) -> Any:
     """Return `function({path: whole parameter}, *arguments)`, given stored parameters.
 
@@ -40,25 +45,25 @@ def gather_on_use(
         function: Of trees of whole arrays.
         parameters: As this device stores them.
         arguments: Trees of arrays, and of `Part`s where this device has some of the rows.
-        side: The devices that have the others.
-        told: Is given what joins rows.
+        group: The devices that have the others.
+        comms: Is given what joins rows.
 
     Returns:
         A tree of arrays, which all devices have whole, of `Part` and of `Sum`.
     """
-    whole = {path: stored.full_shape for path, stored in parameters.items()}
-    with _alone():
-        shapes = whole_shapes(side, arguments)
-        traced, result = traced_whole(side, function, whole, *shapes)
-    pending = {path: _Parameter(stored) for path, stored in parameters.items()}
-    values = jax.tree.leaves((pending, arguments), is_leaf=is_value)
-    given = {"later": _Parameter, "watch": _tell_split}
-    scope = scope_of(side, [] if told is None else told, values, **given)
-    found = run(scope, traced.jaxpr, traced.consts, values)
-    return jax.tree.unflatten(jax.tree.structure(result), list(map(scope.settled, found)))
+    full_shapes = {path: param.full_shape for path, param in parameters.items()}
+    with _hide_mesh():
+        shapes = global_shapes(group, arguments)
+        program, out_shapes = trace_global(group, function, full_shapes, *shapes)
+    params = {path: _Parameter(param) for path, param in parameters.items()}
+    values = jax.tree.leaves((params, arguments), is_leaf=is_distributed)
+    handlers = {"make_ungathered": _Parameter, "on_sliced_params": _warn_split}
+    ctx = make_context(group, [] if comms is None else comms, values, **handlers)
+    outs = eval_partitioned(ctx, program.jaxpr, program.consts, values)
+    return jax.tree.unflatten(jax.tree.structure(out_shapes), list(map(ctx.materialize, outs)))
 
 
-def _alone() -> Any:
+def _hide_mesh() -> Any:
     """Return the context in which a model sees no mesh, unless the partitioner has part of it.
 
     Collectives over named axes work all the same, and the kind of device stays known.
@@ -70,36 +75,38 @@ def _alone() -> Any:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-class _Parameter(Later):
+class _Parameter(Ungathered):
     """A parameter that is gathered when an equation uses it, once."""
 
-    def __init__(self, stored: Stored) -> None:
-        self.stored, self._whole = stored, None
+    def __init__(self, param: ShardedParam) -> None:
+        self.param, self._full = param, None
 
-    def whole(self) -> jax.Array:
+    def unshard(self) -> jax.Array:
         """Return the whole parameter."""
-        if self._whole is None:
-            self._whole = self.stored.fetch()
-        return self._whole
+        if self._full is None:
+            self._full = self.param.unshard()
+        return self._full
 
     @property
-    def slices(self) -> bool:
+    def can_slice(self) -> bool:
         """Whether its first dimension is whole on this device, so that a scan may slice it."""
-        move, ndim = self.stored.movement, self.stored.value.ndim
-        return all(leg.dim != -ndim for leg in (*move.gathers, *move.scatters))
+        plan, ndim = self.param.comm_plan, self.param.value.ndim
+        return all(collective.dim != -ndim for collective in (*plan.gathers, *plan.scatters))
 
 
-def _tell_split(scanned: Iterable[Any]) -> None:
+def _warn_split(scanned: Iterable[Any]) -> None:
     """Warn of stacks that have to be whole in a scan, since the layers themselves are split.
 
     A stack of experts is none of layers.
     """
-    of_experts = lambda move: any(set(leg.axes) & set(EXPERT_AXES) for leg in move.gathers)
-    moves = [p.stored.movement for p in scanned if not p.slices]
-    split = [move for move in moves if not of_experts(move)]
+    of_experts = lambda plan: any(
+        set(collective.axes) & set(EXPERT_AXES) for collective in plan.gathers
+    )
+    plans = [p.param.comm_plan for p in scanned if not p.can_slice]
+    split = [plan for plan in plans if not of_experts(plan)]
     if split:
-        rest = lambda move: ", ".join(["None"] * (len(move.shape) - 1))
-        names = ", ".join(f'"{move.path}": ("layers", {rest(move)})' for move in split)
+        rest = lambda plan: ", ".join(["None"] * (len(plan.shape) - 1))
+        names = ", ".join(f'"{plan.path}": ("layers", {rest(plan)})' for plan in split)
         warnings.warn(
             f"{len(split)} stacked parameters are split along the dimension over which the model "
             "scans, so all layers are gathered before the scan. To gather them one by one, name "
@@ -112,26 +119,32 @@ def _tell_split(scanned: Iterable[Any]) -> None:
 # -- calls that are wrapped when the program runs -----------------------------------------------
 
 
-def wrapping(wrap: Callable, function: Callable) -> Callable:
+def wrap_at_run(wrap: Callable, function: Callable) -> Callable:
     """Return `wrap(function)`, of a function of trees of arrays.
 
     In a model that is being traced it is wrapped only when the program runs: it is then given
     stored parameters, and gathers them when and as often as it wants.
     """
-    return named(partial(_wrapped, wrap), function) if is_recording() else wrap(function)
+    return (
+        keep_as_call(partial(_wrapping_rule, wrap), function) if is_recording() else wrap(function)
+    )
 
 
-def _wrapped(wrap: Callable, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
-    """Return what a wrapped call returns: the rule of `wrapping`."""
-    is_stored = lambda x: isinstance(x, Stored) or is_value(x)
+def _wrapping_rule(
+    wrap: Callable, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
+) -> Any:
+    """Return what a wrapped call returns: the rule of `wrap_at_run`."""
+    is_param_or_value = lambda x: isinstance(x, ShardedParam) or is_distributed(x)
 
     def function(*arguments: Any) -> Any:
-        inner = scope.inside()
-        leaves = jax.tree.leaves(arguments, is_leaf=is_stored)
-        here = [_Parameter(x) if isinstance(x, Stored) else x for x in leaves]
-        found = inner.run(inner, *body, here)
-        return call.results.unflatten(list(map(inner.settled, found)))
+        inner = ctx.child()
+        leaves = jax.tree.leaves(arguments, is_leaf=is_param_or_value)
+        values = [_Parameter(x) if isinstance(x, ShardedParam) else x for x in leaves]
+        outs = inner.run(inner, *body, values)
+        return call.out_tree.unflatten(list(map(inner.materialize, outs)))
 
-    leaves, form = jax.tree.flatten(arguments, is_leaf=is_value)
-    stored = [v.stored if isinstance(v, _Parameter) else scope.settled(v) for v in leaves]
-    return wrapping(wrap, function)(*form.unflatten(stored))  # again, if another program is traced
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_distributed)
+    params = [v.param if isinstance(v, _Parameter) else ctx.materialize(v) for v in leaves]
+    return wrap_at_run(wrap, function)(
+        *treedef.unflatten(params)
+    )  # again, if another program is traced

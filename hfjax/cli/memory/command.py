@@ -10,123 +10,130 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from hfjax.analysis.search_offload import Least, least_offload
+from hfjax.analysis.search_offload import OffloadSearch, least_offload
 from hfjax.analysis.targets import (
     FRACTION,
     GPUS,
     can_compile_for_gpus,
-    fraction_taken,
     how_to_install,
+    memory_fraction,
     target_devices,
 )
-from hfjax.cli.arguments import parsed
+from hfjax.cli.arguments import parse_flags
 from hfjax.cli.memory import plot
-from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
+from hfjax.cli.memory.settings import AUTO, Memory, alternatives, memory_settings
 from hfjax.cli.memory.table import Report, table
 from hfjax.cli.run import config_of
-from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
-from hfjax.planner.programs.estimate import compiled, estimate
+from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, describe_mesh, in_use
+from hfjax.planner.programs.estimate import estimate, program_memory
 from hfjax.planner.programs.placeholder_attention import fused_attention
-from hfjax.planner.programs.planned_run import Planned, compile_for_gpu
-from hfjax.trainer.build import check_used
-from hfjax.trainer.deepspeed_flags import with_file
-from hfjax.utils.command_errors import FAILED, carried_out, ending_in_words
-from hfjax.utils.progress import said_while
-from hfjax.utils.tables import bytes_of, human
+from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
+from hfjax.trainer.build import check_flags_used
+from hfjax.trainer.deepspeed_flags import with_deepspeed_file
+from hfjax.utils.command_errors import FAILED, report_errors, run_command
+from hfjax.utils.progress import show_progress
+from hfjax.utils.tables import human, parse_bytes
 
 WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax memory` with these arguments; return the exit status."""
-    with ending_in_words("memory"):
+    with report_errors("memory"):
         default, rest = config_of(argv)
-        given: Memory = parsed(Memory, rest, "memory", of_run(default), config=True)
-        if given.deepspeed is not None:
-            here = given.cpu_devices or (jax.device_count() if given.gpu == "here" else given.count)
-            given, _ = with_file(given, rest, here)
-        check_used([config for _, config in alternatives(given)], rest)
+        settings: Memory = parse_flags(
+            Memory, rest, "memory", memory_settings(default), config=True
+        )
+        if settings.deepspeed is not None:
+            num_devices = settings.cpu_devices or (
+                jax.device_count() if settings.gpu == "here" else settings.count
+            )
+            settings, _ = with_deepspeed_file(settings, rest, num_devices)
+        check_flags_used([config for _, config in alternatives(settings)], rest)
     console = Console(highlight=False)
-    return carried_out("memory", lambda: _tell(given, console))
+    return run_command("memory", lambda: _print_report(settings, console))
 
 
-def _tell(given: Memory, console: Console) -> int | None:
-    _prepare(given)
-    if given.gpu != "here" and given.offload != AUTO and not can_compile_for_gpus():
+def _print_report(settings: Memory, console: Console) -> int | None:
+    _prepare(settings)
+    if settings.gpu != "here" and settings.offload != AUTO and not can_compile_for_gpus():
         print(
             f"no package here compiles for CUDA: this is compiled for the CPU, and what it says of "
-            f"temporaries and peak is not of a {given.gpu.upper()}. Install what compiles for it "
+            f"temporaries and peak is not of a {settings.gpu.upper()}. Install what compiles for "
+            "it "
             f"(no GPU is needed): {how_to_install()}",
             file=sys.stderr,
             flush=True,
         )
-    found = report(given, lambda row: print(row, file=sys.stderr, flush=True))
-    headings = [estimate.heading.splitlines() for estimate in found.estimates]
+    memory_report = report(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    headings = [estimate.heading.splitlines() for estimate in memory_report.estimates]
     columns = sum(3 + max(COLUMN, *map(len, lines)) for lines in headings)
     console.width = max(console.width, WIDTH + columns)
-    console.print(table(found))
-    for note in found.notes:
+    console.print(table(memory_report))
+    for note in memory_report.notes:
         console.print(f"* {note}", style="dim")
-    if given.json is not None:
-        given.json.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
-    if given.out is not None:
-        plot.draw(found, given.out)
-        console.print(f"{given.out} is drawn.")
-    if found.missed is None:
+    if settings.json is not None:
+        settings.json.write_text(json.dumps(asdict(memory_report), indent=1), encoding="utf-8")
+    if settings.out is not None:
+        plot.draw(memory_report, settings.out)
+        console.print(f"{settings.out} is drawn.")
+    if memory_report.missed is None:
         return None
-    print(f"hfjax memory: {found.missed}", file=sys.stderr)
+    print(f"hfjax memory: {memory_report.missed}", file=sys.stderr)
     return FAILED
 
 
-def _prepare(given: Memory) -> None:
+def _prepare(settings: Memory) -> None:
     """Set JAX up before its first use."""
-    if given.gpu == "here" and given.cpu_devices is None:
+    if settings.gpu == "here" and settings.cpu_devices is None:
         return
     jax.config.update("jax_platforms", "cpu")
-    here = given.cpu_devices if given.gpu == "here" else given.count
-    jax.config.update("jax_num_cpu_devices", here)
+    num_devices = settings.cpu_devices if settings.gpu == "here" else settings.count
+    jax.config.update("jax_num_cpu_devices", num_devices)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
 
 
-def report(given: Memory, tell: Callable[[str], Any] = lambda row: None) -> Report:
-    """Return what the settings take, and their alternatives; `tell` gets each peak as it comes."""
-    devices = _devices(given)
-    parts, notes, missed = _planned(given, devices), [], None
-    device = parts.mesh.devices.flat[0]
-    memory, of = _memory(given, device)
-    list(alternatives(given))  # what is wrong with them is said before anything is compiled
-    if given.offload == AUTO:
-        least = _least(given, devices, memory, tell)
+def report(settings: Memory, log: Callable[[str], Any] = lambda line: None) -> Report:
+    """Return what the settings take, and their alternatives; `log` gets each peak as it comes."""
+    devices = _devices(settings)
+    run, notes, missed = _plan_run(settings, devices), [], None
+    device = run.mesh.devices.flat[0]
+    memory, device_name = _device_memory(settings, device)
+    list(alternatives(settings))  # what is wrong with them is said before anything is compiled
+    if settings.offload == AUTO:
+        least = _search_offload(settings, devices, memory, log)
         ratio = 1 if least.ratio is None else least.ratio
-        given = replace(given, offload=f"{ratio:g}" if ratio else None)
-        notes, missed = [_said(least)], _missed(least)
-    found, refused = [], {}
-    for name, config in alternatives(given):
+        settings = replace(settings, offload=f"{ratio:g}" if ratio else None)
+        notes, missed = [_offload_note(least)], _offload_failure(least)
+    estimates, refused = [], {}
+    for name, config in alternatives(settings):
         try:
-            with said_while(f"compiling {name}"):
-                found.append(estimate(name, _planned(config, devices)))
-            tell(f"{name}: peak {human(found[-1].peak)}")
+            with show_progress(f"compiling {name}"):
+                estimates.append(estimate(name, _plan_run(config, devices)))
+            log(f"{name}: peak {human(estimates[-1].peak)}")
         except ValueError as wrong:
-            if not found:
+            if not estimates:
                 raise
             refused[name] = str(wrong)
-            tell(f"{name}: cannot be, as told below the table")
+            log(f"{name}: cannot be, as told below the table")
     kind = "CPU" if device.platform == "cpu" else device.device_kind
-    rows = f"{given.batch} {parts.task.rows()}, precision {given.precision}"
-    where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)}"
-    title = f"{parts.model.name}, {where} ({parts.mesh.size} x {kind}), {rows}"
-    if any(e.sent_whole for e in found):
+    batch_text = f"{settings.batch} {run.task.describe_example()}, precision {settings.precision}"
+    layout_text = f"{run.layout.strategy.name} on {describe_mesh(run.mesh)}"
+    title = f"{run.model.name}, {layout_text} ({run.mesh.size} x {kind}), {batch_text}"
+    if any(e.sent_whole for e in estimates):
         notes.append("sent in a step: some of it is counted whole along tensor, more than is sent.")
-    notes = (*notes, *_notes(given, parts))
-    return Report(title, tuple(found), refused, memory, of, notes, missed)
+    notes = (*notes, *_notes(settings, run))
+    return Report(title, tuple(estimates), refused, memory, device_name, notes, missed)
 
 
 # -- the least offload --------------------------------------------------------------------
 
 
-def _least(given: Memory, devices: Any, memory: int | None, tell: Callable[[str], Any]) -> Least:
+def _search_offload(
+    settings: Memory, devices: Any, memory: int | None, log: Callable[[str], Any]
+) -> OffloadSearch:
     """Return the least offload that fits the memory of a device, by programs compiled for it."""
-    if not _for_gpu(given):
+    if not _is_for_gpu(settings):
         raise ValueError(
             "--offload auto compares programs compiled for the GPU: the compiler for CPUs counts "
             f"no offload. Install what compiles: {how_to_install()}"
@@ -136,24 +143,24 @@ def _least(given: Memory, devices: Any, memory: int | None, tell: Callable[[str]
 
     def peak(ratio: float) -> int:
         name = f"offload={ratio:g}"
-        with said_while(f"compiling {name}"):
+        with show_progress(f"compiling {name}"):
             offload = f"{ratio:g}" if ratio else None  # without any, layers run in no loop
-            parts = _planned(replace(given, offload=offload), devices)
-            found = compiled(compile_for_gpu(parts.trace().lower()))["peak"]
-        tell(f"{name}: peak {human(found)}")
-        return found
+            run = _plan_run(replace(settings, offload=offload), devices)
+            size = program_memory(compile_for_gpu(run.trace().lower()))["peak"]
+        log(f"{name}: peak {human(size)}")
+        return size
 
     return least_offload(peak, memory)
 
 
-def _said(least: Least) -> str:
+def _offload_note(least: OffloadSearch) -> str:
     peaks = ", ".join(f"{ratio:g}: {human(least.peaks[ratio])}" for ratio in sorted(least.peaks))
-    found = "no ratio fits" if least.ratio is None else f"{least.ratio:g} is the least that fits"
-    text = f"offload auto: {found} {human(least.memory)}. Peaks as compiled: {peaks}"
+    verdict = "no ratio fits" if least.ratio is None else f"{least.ratio:g} is the least that fits"
+    text = f"offload auto: {verdict} {human(least.memory)}. Peaks as compiled: {peaks}"
     return text + ("" if least.monotone else ". Here and there more offload takes more memory.")
 
 
-def _missed(least: Least) -> str | None:
+def _offload_failure(least: OffloadSearch) -> str | None:
     if least.ratio is not None:
         return None
     return (
@@ -167,66 +174,72 @@ def _missed(least: Least) -> str | None:
 # -- devices ------------------------------------------------------------------------------
 
 
-def _for_gpu(given: Memory) -> bool:
+def _is_for_gpu(settings: Memory) -> bool:
     """Return whether the step is compiled for a GPU."""
-    if given.gpu == "here":
+    if settings.gpu == "here":
         return jax.default_backend() == "gpu"
     return can_compile_for_gpus()
 
 
-def _devices(given: Memory) -> Sequence[Any] | None:
-    if given.gpu == "here":
+def _devices(settings: Memory) -> Sequence[Any] | None:
+    if settings.gpu == "here":
         return None
     if can_compile_for_gpus():
-        return target_devices(given.gpu, given.count)
+        return target_devices(settings.gpu, settings.count)
     devices = jax.devices()
-    if len(devices) < given.count:
-        raise ValueError(f"--count {given.count}: there are {len(devices)} devices to stand in.")
-    return devices[: given.count]
+    if len(devices) < settings.count:
+        raise ValueError(f"--count {settings.count}: there are {len(devices)} devices to stand in.")
+    return devices[: settings.count]
 
 
-def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
-    elsewhere = devices is not None and devices[0].platform != "cpu"
-    known = replace(given, offload=None) if given.offload == AUTO else given
-    attention = fused_attention if elsewhere else None
-    return Planned(known, devices, given.vocab, attention=attention)
+def _plan_run(settings: Memory, devices: Sequence[Any] | None) -> PlannedRun:
+    is_gpu = devices is not None and devices[0].platform != "cpu"
+    known = replace(settings, offload=None) if settings.offload == AUTO else settings
+    attention = fused_attention if is_gpu else None
+    return PlannedRun(known, devices, settings.vocab, attention=attention)
 
 
-def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
+def _device_memory(settings: Memory, device: Any) -> tuple[int | None, str]:
     """Return the memory that a program has of a device, and of what it is."""
-    if given.device_memory is not None:
-        return bytes_of(given.device_memory), "device memory"
-    if given.gpu != "here":
-        return int(fraction_taken() * GPUS[given.gpu].memory), GPUS[given.gpu].name
+    if settings.device_memory is not None:
+        return parse_bytes(settings.device_memory), "device memory"
+    if settings.gpu != "here":
+        return int(memory_fraction() * GPUS[settings.gpu].memory), GPUS[settings.gpu].name
     stats = device.memory_stats() if device.platform != "cpu" else None
     return (stats or {}).get("bytes_limit"), device.device_kind
 
 
-def _notes(given: Memory, parts: Planned) -> Iterator[str]:
+def _notes(settings: Memory, run: PlannedRun) -> Iterator[str]:
     """Yield what to bear in mind."""
-    if given.gpu != "here" and given.device_memory is None and (part := fraction_taken()) < 1:
+    if (
+        settings.gpu != "here"
+        and settings.device_memory is None
+        and (fraction := memory_fraction()) < 1
+    ):
         yield (
-            f"JAX takes {part:.0%} of the {human(GPUS[given.gpu].memory)} of a "
-            f"{given.gpu.upper()}. For more set {FRACTION}, here and where it runs: {FRACTION}=0.95"
+            f"JAX takes {fraction:.0%} of the {human(GPUS[settings.gpu].memory)} of a "
+            f"{settings.gpu.upper()}. For more set {FRACTION}, here and where it runs: "
+            f"{FRACTION}=0.95"
         )
-    if not _for_gpu(given) and given.gpu != "here":
+    if not _is_for_gpu(settings) and settings.gpu != "here":
         yield (
             "temporaries and peak are those of a program compiled for CPUs, which lays memory out "
-            f"otherwise than a {given.gpu.upper()} and counts no offload. To compile for the GPU, "
+            f"otherwise than a {settings.gpu.upper()} and counts no offload. To compile for the "
+            "GPU, "
             f"which need not be here: {how_to_install()}"
         )
-    if parts.attention and parts.model.shape is not None and parts.task.unit == "tokens":
+    if run.attention and run.model.shape is not None and run.task.unit == "tokens":
         yield (
             "attention is one call in cuDNN's place: it keeps queries, keys, values, the result "
             "and a number for each query. cuDNN's own working memory is not counted. In float32 it "
             "is XLA's, which keeps scores, here as where it runs."
         )
-    if partitioned(parts.mesh):
+    if auto_axes(run.mesh):
         yield (
             "kept for the backward pass: as the trace says, whole along tensor; the compiled "
             "program splits some of it."
         )
-    if in_use(parts.mesh, (PIPE_AXIS,)):
+    if in_use(run.mesh, (PIPE_AXIS,)):
         yield (
             "kept by layers: all slots of the rings that microbatches in flight share, on each "
             "stage. First and last stage are alike: in one program."

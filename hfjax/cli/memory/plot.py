@@ -37,26 +37,28 @@ def draw(report: Report, path: Path) -> None:
     size = (max(7.0, 2.2 + 1.5 * len(estimates)), 6.5 if host else 5.0)
     figure = Figure(size, layout="constrained")
     panels = figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
-    _device(panels[0], report)
+    _draw_device(panels[0], report)
     if host:
-        _stack(panels[1], estimates, HOST)
-        _finish(panels[1], report, "host, per device", host)
+        _draw_stack(panels[1], estimates, HOST)
+        _finish_axes(panels[1], report, "host, per device", host)
     title = report.title.replace("), ", ")\n", 1)
     panels[0].set_title(title, fontsize=10, loc="left", color=INK)
     figure.savefig(path, dpi=140)
 
 
-def _device(axes: Any, report: Report) -> None:
+def _draw_device(axes: Any, report: Report) -> None:
     """Draw the bars of the device: what is known stacked, the rest of the compiled peak grey."""
     estimates, limit = report.estimates, report.memory
-    _stack(axes, estimates, PARTS)
-    top = max(max(e.known, e.peak) for e in estimates)
+    _draw_stack(axes, estimates, PARTS)
+    top = max(max(e.known_bytes, e.peak) for e in estimates)
     if limit is not None and limit < 4 * top:
         top = max(top, limit)
     for x, e in enumerate(estimates):
-        rest, above = max(e.peak - e.known, 0), _above(max(e.known, e.peak), limit, top)
+        rest, above = max(e.peak - e.known_bytes, 0), _above(max(e.known_bytes, e.peak), limit, top)
         label = "other temporaries (compiled)" if x == 0 else None
-        axes.bar(x, rest, WIDE, e.known, color=REST, hatch="///", edgecolor="white", label=label)
+        axes.bar(
+            x, rest, WIDE, e.known_bytes, color=REST, hatch="///", edgecolor="white", label=label
+        )
         axes.hlines(e.peak, x - 0.37, x + 0.37, color=INK, linewidth=2)
         axes.annotate(
             human(e.peak), (x, above), (0, 4), textcoords="offset points",
@@ -68,9 +70,9 @@ def _device(axes: Any, report: Report) -> None:
         axes.plot([], [], color=LIMIT, linestyle="--", label=f"{report.device}: {human(limit)}")
         if limit <= top:
             axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.3)
-    _finish(axes, report, "device", top)
-    place: Any = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "reverse": True}
-    axes.legend(fontsize=8, frameon=False, **place)
+    _finish_axes(axes, report, "device", top)
+    legend_options: Any = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "reverse": True}
+    axes.legend(fontsize=8, frameon=False, **legend_options)
 
 
 def _above(bar: int, limit: int | None, top: int) -> int:
@@ -79,17 +81,17 @@ def _above(bar: int, limit: int | None, top: int) -> int:
     return limit if limit is not None and on_line else bar
 
 
-def _stack(axes: Any, estimates: Any, parts: dict[str, tuple[str, str]]) -> None:
+def _draw_stack(axes: Any, estimates: Any, segments: dict[str, tuple[str, str]]) -> None:
     bottoms = [0] * len(estimates)
-    for label, (name, colour) in parts.items():
+    for label, (name, colour) in segments.items():
         sizes = [getattr(e, name) or 0 for e in estimates]
         if any(sizes):
-            look: Any = {"color": colour, "edgecolor": "white", "linewidth": 0.8, "label": label}
-            axes.bar(range(len(sizes)), sizes, WIDE, bottoms, **look)
+            style: Any = {"color": colour, "edgecolor": "white", "linewidth": 0.8, "label": label}
+            axes.bar(range(len(sizes)), sizes, WIDE, bottoms, **style)
         bottoms = [a + b for a, b in zip(bottoms, sizes, strict=True)]
 
 
-def _finish(axes: Any, report: Report, what: str, top: int) -> None:
+def _finish_axes(axes: Any, report: Report, label: str, top: int) -> None:
     """Scale and label the axes: ticks are at round numbers of the unit."""
     from matplotlib.ticker import MultipleLocator
 
@@ -99,7 +101,7 @@ def _finish(axes: Any, report: Report, what: str, top: int) -> None:
     axes.set_ylim(0, max(top, 1) * ROOM)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
     axes.yaxis.set_major_locator(MultipleLocator(step))
-    axes.set_ylabel(f"{letter} ({what})", fontsize=9, color=INK)
+    axes.set_ylabel(f"{letter} ({label})", fontsize=9, color=INK)
     names = [e.heading for e in report.estimates]
     axes.set_xticks(range(len(names)), names, fontsize=9)
     axes.set_xlim(-0.6, len(names) - 0.4)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 from hfjax.parallel.offload.activations import Offload
 from hfjax.planner.search import OFFLOADS, REMATS
 from hfjax.trainer import config_io
-from hfjax.trainer.config import Train, at_least, beside_pretrained
-from hfjax.trainer.yaml_fields import parsed
-from hfjax.utils.tables import bytes_of
+from hfjax.trainer.config import Train, check_bounds, pretrained_conflict
+from hfjax.trainer.yaml_fields import parse_yaml
+from hfjax.utils.tables import parse_bytes
 
 AUTO = "auto"  # the least offload that fits
 ON_HOST = "host_optimizer"
@@ -46,71 +46,74 @@ class Memory(Train):
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(self, "", count=1, vocab=1)
+        check_bounds(self, "", count=1, vocab=1)
         if self.cpu_devices is not None and self.gpu != "here":
             raise ValueError(
                 f"--cpu-devices {self.cpu_devices} goes with --gpu here: how many GPUs to compile "
                 "for is said by --count."
             )
         if self.vocab is not None and self.model.pretrained is not None:
-            raise ValueError(beside_pretrained("--vocab", self.vocab, self.model.pretrained))
+            raise ValueError(pretrained_conflict("--vocab", self.vocab, self.model.pretrained))
         if self.device_memory is not None:
-            bytes_of(self.device_memory, "--device-memory")
+            parse_bytes(self.device_memory, "--device-memory")
         if self.out is not None and self.out.suffix != ".png":
             raise ValueError(f"--out {self.out}: the picture is a .png file.")
 
 
-def of_run(config: Train, **changes: Any) -> Memory:
+def memory_settings(config: Train, **changes: Any) -> Memory:
     """Return the configuration of a run as one that is only planned."""
-    taken = {f.name: getattr(config, f.name) for f in fields(Train)}
-    return Memory(**{**taken, "out": None, "devices": None, "cpu_devices": None, **changes})
+    values = {f.name: getattr(config, f.name) for f in fields(Train)}
+    return Memory(**{**values, "out": None, "devices": None, "cpu_devices": None, **changes})
 
 
-def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
+def alternatives(settings: Memory) -> Iterator[tuple[str, Memory]]:
     """Yield the settings given and what to put beside them, each by its name."""
-    yield _name(given), given
-    if given.compare is None:
-        plain = replace(given, offload=None) if given.offload else given
-        remats = [f"remat={remat}" for remat in REMATS if remat != given.remat or given.offload]
-        yield from ((words, changed(plain, words)) for words in remats)
-        ratios = [ratio for ratio in OFFLOADS if _offload(ratio) != _offload(given.offload)]
+    yield _name(settings), settings
+    if settings.compare is None:
+        plain = replace(settings, offload=None) if settings.offload else settings
+        remats = [
+            f"remat={remat}" for remat in REMATS if remat != settings.remat or settings.offload
+        ]
+        yield from ((changes, apply_changes(plain, changes)) for changes in remats)
+        ratios = [ratio for ratio in OFFLOADS if _offload(ratio) != _offload(settings.offload)]
         for ratio in ratios:
-            beside = replace(given, offload=ratio)
-            yield _name(beside), beside
-        if ON_HOST not in given.strategy:
-            words = f"strategy={given.strategy}+{ON_HOST}"
-            yield words, changed(given, words)
+            variant = replace(settings, offload=ratio)
+            yield _name(variant), variant
+        if ON_HOST not in settings.strategy:
+            changes = f"strategy={settings.strategy}+{ON_HOST}"
+            yield changes, apply_changes(settings, changes)
     else:
-        for words in given.compare:
-            if words != "none":
-                yield words, changed(given, words)
+        for changes in settings.compare:
+            if changes != "none":
+                yield changes, apply_changes(settings, changes)
 
 
-def _name(given: Memory) -> str:
-    return f"remat={given.remat}" + (f",offload={given.offload}" if given.offload else "")
+def _name(settings: Memory) -> str:
+    return f"remat={settings.remat}" + (f",offload={settings.offload}" if settings.offload else "")
 
 
-def _offload(words: str | None) -> Offload | None:
-    return None if words in (None, AUTO) else Offload.of(str(words))
+def _offload(text: str | None) -> Offload | None:
+    return None if text in (None, AUTO) else Offload.of(str(text))
 
 
-def changed(given: Memory, words: str) -> Memory:
+def apply_changes(settings: Memory, changes: str) -> Memory:
     """Return the settings with those of `FLAG=VALUE,…` in place of their own.
 
-    >>> changed(Memory(), "remat=names:qkv,mlp_up,accumulate=4").remat
+    >>> apply_changes(Memory(), "remat=names:qkv,mlp_up,accumulate=4").remat
     'names:qkv,mlp_up'
     """
-    plain = config_io.plain(given)
-    for word in re.split(r",(?=[^,=]*=)", words):
-        flag, equals, value = word.strip().removeprefix("--").partition("=")
+    plain = config_io.to_plain(settings)
+    for change in re.split(r",(?=[^,=]*=)", changes):
+        flag, equals, value = change.strip().removeprefix("--").partition("=")
         *outer, last = flag.replace("-", "_").split(".")
-        place = plain
+        target = plain
         for name in outer:
-            place = place.get(name) if isinstance(place, dict) else None
-        if not equals or not isinstance(place, dict) or last not in place:
+            target = target.get(name) if isinstance(target, dict) else None
+        if not equals or not isinstance(target, dict) or last not in target:
             raise ValueError(
-                f"--compare {words}: FLAG=VALUE is expected, of a flag of hfjax train: remat=full, "
+                f"--compare {changes}: FLAG=VALUE is expected, of a flag of hfjax train: "
+                "remat=full, "
                 "or several joined by commas: remat=full,accumulate=4."
             )
-        place[last] = None if value == "None" else parsed(value, f"--compare {words}")
-    return replace(config_io.read(Memory, plain, "--compare"), compare=given.compare)
+        target[last] = None if value == "None" else parse_yaml(value, f"--compare {changes}")
+    return replace(config_io.parse_dataclass(Memory, plain, "--compare"), compare=settings.compare)

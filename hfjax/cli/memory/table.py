@@ -26,7 +26,7 @@ class Report:
 
 
 # section -> rows: what is told, and the field of an Estimate (a * leaves out rows that are all 0)
-ROWS: dict[str, dict[str, str]] = {
+SECTIONS: dict[str, dict[str, str]] = {
     "from the layout": {
         "parameters": "parameters",
         "gradients": "gradients",
@@ -56,45 +56,45 @@ ROWS: dict[str, dict[str, str]] = {
 
 def table(report: Report) -> Group:
     """Return the table, its title above and what was refused below."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    shown.add_column("bytes per device", no_wrap=True)
-    for number, found in enumerate(report.estimates):
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    grid.add_column("bytes per device", no_wrap=True)
+    for number, estimate in enumerate(report.estimates):
         style = "bold" if number == 0 else ""
-        shown.add_column(found.heading, justify="right", style=style, no_wrap=True)
-    for section, rows in ROWS.items():
-        _add_section(shown, section, rows, report)
+        grid.add_column(estimate.heading, justify="right", style=style, no_wrap=True)
+    for section, labels in SECTIONS.items():
+        _add_section(grid, section, labels, report)
     if report.memory is not None:
-        _add_verdict(shown, report.memory, report)
-    lines: list[Any] = [Text(report.title, style="bold"), Text(), shown]
+        _add_verdict(grid, report.memory, report)
+    lines: list[Any] = [Text(report.title, style="bold"), Text(), grid]
     refused = [Text(f"{name}: {why}", style="red") for name, why in report.refused.items()]
     return Group(*lines, *refused)
 
 
-def _add_section(shown: Table, section: str, rows: dict[str, str], report: Report) -> None:
+def _add_section(grid: Table, section: str, labels: dict[str, str], report: Report) -> None:
     columns = report.estimates
-    kept = {
-        what: name.rstrip("*")
-        for what, name in rows.items()
+    visible = {
+        label: name.rstrip("*")
+        for label, name in labels.items()
         if not name.endswith("*") or any(getattr(e, name[:-1]) for e in columns)
     }
-    if not kept:
+    if not visible:
         return
-    shown.add_row(Text(section, style="italic cyan"))
-    for number, (what, name) in enumerate(kept.items()):
+    grid.add_row(Text(section, style="italic cyan"))
+    for number, (label, name) in enumerate(visible.items()):
         cells = [_cell(e, name) for e in columns]
-        shown.add_row(f"  {what}", *cells, end_section=number == len(kept) - 1)
+        grid.add_row(f"  {label}", *cells, end_section=number == len(visible) - 1)
 
 
-def _cell(found: Estimate, name: str) -> str:
-    size = getattr(found, name)
+def _cell(estimate: Estimate, name: str) -> str:
+    size = getattr(estimate, name)
     return "?" if size is None else human(size)
 
 
-def _add_verdict(shown: Table, memory: int, report: Report) -> None:
+def _add_verdict(grid: Table, memory: int, report: Report) -> None:
     """Add how much of the device's memory the peak is."""
     cells = []
-    for found in report.estimates:
-        part = found.peak / memory
-        colour = "green" if part < 0.9 else "yellow" if part <= 1 else "red"
-        cells.append(Text(f"{part:.1%}", style=colour))
-    shown.add_row(f"peak of {human(memory)}", *cells)
+    for estimate in report.estimates:
+        fraction = estimate.peak / memory
+        colour = "green" if fraction < 0.9 else "yellow" if fraction <= 1 else "red"
+        cells.append(Text(f"{fraction:.1%}", style=colour))
+    grid.add_row(f"peak of {human(memory)}", *cells)

@@ -14,50 +14,57 @@ import yaml
 from rich.console import Console, Group
 
 from hfjax.cli import draw_timeline
-from hfjax.cli.arguments import parsed
-from hfjax.cli.plan.compare import Answer, answer, says_all, words_of
-from hfjax.cli.plan.compare_table import told, transfers
+from hfjax.cli.arguments import parse_flags
+from hfjax.cli.plan.compare import Answer, find_answer, is_complete, parse_query
+from hfjax.cli.plan.compare_table import transfer_totals, why_report
 from hfjax.cli.plan.hardware import (
     Constants,
+    calibration_path,
     check_whole_nodes,
     constants_of,
-    place_of,
     why_not_compiled,
 )
 from hfjax.cli.plan.settings import (
     PlanSettings,
     check_no_deepspeed,
     check_searched,
-    not_taken,
-    of_plan,
-    rows_of,
+    ignored_settings,
+    plan_settings,
     run_of,
+    step_batch_size,
 )
-from hfjax.cli.plan.table import headed, heading, noted, notes_of, shown, write
+from hfjax.cli.plan.table import heading, heading_lines, note_lines, notes_of, plan_table, write
 from hfjax.cli.plan.timeline import timeline
 from hfjax.cli.run import config_of
 from hfjax.planner.calibration.calibrate import calibrate
-from hfjax.planner.make_plan import Compiling, PlanRow, StepPlan, make_plan, row_of, unsearched
-from hfjax.planner.programs.planned_run import Planned
-from hfjax.planner.score import Scored
+from hfjax.planner.make_plan import (
+    CompileOptions,
+    PlanEntry,
+    StepPlan,
+    empty_plan,
+    make_plan,
+    plan_entry,
+)
+from hfjax.planner.programs.planned_run import PlannedRun
+from hfjax.planner.score import ScoredCandidate
 from hfjax.trainer import config_io
-from hfjax.trainer.build import check_used
+from hfjax.trainer.build import check_flags_used
 from hfjax.trainer.config import Train
 from hfjax.utils.atomic import replace_text
-from hfjax.utils.command_errors import carried_out, ending_in_words
+from hfjax.utils.command_errors import report_errors, run_command
 from hfjax.utils.paths import nest
-from hfjax.utils.progress import said_while
-from hfjax.utils.tables import bytes_of, human
+from hfjax.utils.progress import show_progress
+from hfjax.utils.tables import human, parse_bytes
 
 
 @dataclass(frozen=True)
-class MadePlan:
+class PlanReport:
     """A plan and what it was made with."""
 
     plan: StepPlan
-    given: PlanSettings
+    settings: PlanSettings
     notes: tuple[str, ...] = ()
-    words: tuple[tuple[str, Any], ...] = ()  # of --why
+    query: tuple[tuple[str, Any], ...] = ()  # of --why
     answer: Answer | None = None
 
     @property
@@ -68,54 +75,56 @@ class MadePlan:
     @property
     def compile(self) -> int:
         """How many rows were to be compiled."""
-        return self.given.compile
+        return self.settings.compile
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax plan` with these arguments; return the exit status."""
-    with ending_in_words("plan"):
+    with report_errors("plan"):
         default, rest = config_of(argv)
         check_searched(rest)
         check_no_deepspeed(default, rest)
-        given: PlanSettings = parsed(PlanSettings, rest, "plan", of_plan(default), config=True)
-        check_used([given], rest)
-    if given.calibrate is not None:
-        return carried_out("plan", lambda: _calibrate(given.count))
+        settings: PlanSettings = parse_flags(
+            PlanSettings, rest, "plan", plan_settings(default), config=True
+        )
+        check_flags_used([settings], rest)
+    if settings.calibrate is not None:
+        return run_command("plan", lambda: _calibrate(settings.count))
     console = Console(highlight=False)
-    return carried_out("plan", lambda: _tell(given, default, console))
+    return run_command("plan", lambda: _run_plan(settings, default, console))
 
 
 def _calibrate(count: int) -> None:
     """Measure the constants of this machine and keep them; of CPUs, of so many fake devices."""
-    _have_devices(count)
-    place = place_of(jax.devices()[0].device_kind)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    calibrate(place, _say)
+    _set_cpu_devices(count)
+    path = calibration_path(jax.devices()[0].device_kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    calibrate(path, _say)
     print("hfjax plan --gpu here takes it.")
 
 
-def _have_devices(count: int) -> None:
+def _set_cpu_devices(count: int) -> None:
     with suppress(RuntimeError):  # JAX runs already: it has what it has
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _say(words: object) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _say(message: object) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
-def _tell(given: PlanSettings, default: Train, console: Console) -> None:
-    words = None if given.why is None else words_of(given.why, given.count)
-    constants = constants_of(given.gpu)
-    check_whole_nodes(constants.machine, given.count)
+def _run_plan(settings: PlanSettings, default: Train, console: Console) -> None:
+    query = None if settings.why is None else parse_query(settings.why, settings.count)
+    constants = constants_of(settings.gpu)
+    check_whole_nodes(constants.machine, settings.count)
     _prepare()
-    search = words is None or not says_all(words, given.count)
-    made = planned(given, default, constants, _say, search)
-    if words is not None:
-        with said_while("looking for what --why says"):
-            found = answer(made.plan, words, _say)
-        made = replace(made, words=tuple(words.items()), answer=found)
-    _show(made, console)
-    _write(made, console)
+    search = query is None or not is_complete(query, settings.count)
+    report = build_plan(settings, default, constants, _say, search)
+    if query is not None:
+        with show_progress("looking for what --why says"):
+            why_answer = find_answer(report.plan, query, _say)
+        report = replace(report, query=tuple(query.items()), answer=why_answer)
+    _show(report, console)
+    _write(report, console)
 
 
 def _prepare() -> None:
@@ -124,136 +133,146 @@ def _prepare() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
 
 
-def planned(
-    given: PlanSettings,
+def build_plan(
+    settings: PlanSettings,
     default: Train,
     constants: Constants,
-    tell: Callable[[str], Any] = lambda words: None,
+    log: Callable[[str], Any] = lambda message: None,
     search: bool = True,
-) -> MadePlan:
+) -> PlanReport:
     """Return the plan of the settings.
 
     Args:
-        given: The settings.
+        settings: The settings.
         default: The configuration that they began with: that of --config.
         constants: The GPU's.
-        tell: Called with words on what goes on.
+        log: Called with words on what goes on.
         search: Whether anything is searched; else the plan has no rows.
     """
-    one = Planned(run_of(given, default, 1), jax.devices()[:1], given.vocab)
-    rows = rows_of(given, one.task.unit, one.task.each)
-    config = run_of(given, default, rows)
-    memory = None if given.device_memory is None else bytes_of(given.device_memory)
-    of: dict[str, Any] = {"gpu": constants.machine, "count": given.count, "vocab": given.vocab}
-    of["memory"] = memory
+    run = PlannedRun(run_of(settings, default, 1), jax.devices()[:1], settings.vocab)
+    batch_size = step_batch_size(settings, run.task.unit, run.task.units_per_example)
+    config = run_of(settings, default, batch_size)
+    memory = None if settings.device_memory is None else parse_bytes(settings.device_memory)
+    target: dict[str, Any] = {
+        "gpu": constants.machine,
+        "count": settings.count,
+        "vocab": settings.vocab,
+    }
+    target["memory"] = memory
     if not search:
-        return MadePlan(unsearched(config, **of), given, constants.notes)
-    with said_while(f"planning for {given.count} x {constants.machine.name}"):
-        compiling = Compiling(given.compile, cache=given.cache)
-        plan = make_plan(config, **of, compile=compiling, tell=tell)
-    left = not_taken(default)
+        return PlanReport(empty_plan(config, **target), settings, constants.notes)
+    with show_progress(f"planning for {settings.count} x {constants.machine.name}"):
+        options = CompileOptions(settings.compile, cache=settings.cache)
+        plan = make_plan(config, **target, compile=options, tell=log)
+    left = ignored_settings(default)
     notes = [f"searched anew, in place of what --config says: {', '.join(left)}"] if left else []
-    return MadePlan(plan, given, (*constants.notes, *notes))
+    return PlanReport(plan, settings, (*constants.notes, *notes))
 
 
 # -- what is shown and written --------------------------------------------------------------
 
 
-def _show(made: MadePlan, console: Console) -> None:
-    plan, given = made.plan, made.given
-    lines = list(heading(plan, made))
-    notes = [*notes_of(plan, given), *made.notes]
-    if made.answer is None:
-        write(console, shown(plan, given.rows, lines, notes))
+def _show(report: PlanReport, console: Console) -> None:
+    plan, settings = report.plan, report.settings
+    lines = list(heading(plan, report))
+    notes = [*notes_of(plan, settings), *report.notes]
+    if report.answer is None:
+        write(console, plan_table(plan, settings.rows, lines, notes))
     else:
-        assert given.why is not None
-        group = told(plan, made.answer, given.why, dict(made.words))
-        write(console, Group(*headed(lines), group, *noted(notes)))
+        assert settings.why is not None
+        group = why_report(plan, report.answer, settings.why, dict(report.query))
+        write(console, Group(*heading_lines(lines), group, *note_lines(notes)))
 
 
-def _write(made: MadePlan, console: Console) -> None:
-    given, plan = made.given, made.plan
-    row = plan.best if made.answer is None else _row_of(made.answer, plan)
-    if given.json is not None:
-        replace_text(given.json, json.dumps(as_json(made), indent=1))
-    if given.picture is not None and row is not None:
-        draw_timeline.write(given.picture, timeline(plan, row))
-        console.print(f"{given.picture} is drawn.")
-    if given.out is None and row is not None:
-        words = "--out plan.yaml writes it for hfjax train --config plan.yaml."
-        console.print(("The first: " if made.answer is None else "This one: ") + words)
-    elif given.out is not None:
-        if row is None:
-            raise ValueError(f"--out {given.out}: what --why says does not run; none is written.")
-        replace_text(given.out, as_yaml(plan, row))
-        console.print(f"{given.out} is written: hfjax train --config {given.out}")
+def _write(report: PlanReport, console: Console) -> None:
+    settings, plan = report.settings, report.plan
+    entry = plan.best if report.answer is None else _answer_entry(report.answer, plan)
+    if settings.json is not None:
+        replace_text(settings.json, json.dumps(as_json(report), indent=1))
+    if settings.picture is not None and entry is not None:
+        draw_timeline.write(settings.picture, timeline(plan, entry))
+        console.print(f"{settings.picture} is drawn.")
+    if settings.out is None and entry is not None:
+        hint = "--out plan.yaml writes it for hfjax train --config plan.yaml."
+        console.print(("The first: " if report.answer is None else "This one: ") + hint)
+    elif settings.out is not None:
+        if entry is None:
+            raise ValueError(
+                f"--out {settings.out}: what --why says does not run; none is written."
+            )
+        replace_text(settings.out, as_yaml(plan, entry))
+        console.print(f"{settings.out} is written: hfjax train --config {settings.out}")
 
 
-def _row_of(found: Answer, plan: StepPlan) -> PlanRow | None:
+def _answer_entry(why_answer: Answer, plan: StepPlan) -> PlanEntry | None:
     """Return what --why found as a row; None: it does not run."""
-    s = found.scored
+    s = why_answer.scored
     if s is None:
         return None
-    same = [r for r in (*plan.rows, *plan.others) if r.candidate == s.candidate]
-    return same[0] if same else replace(row_of(s, s, plan), reason="--why")
+    matches = [r for r in (*plan.entries, *plan.others) if r.candidate == s.candidate]
+    return matches[0] if matches else replace(plan_entry(s, s, plan), reason="--why")
 
 
-def as_yaml(plan: StepPlan, row: PlanRow) -> str:
+def as_yaml(plan: StepPlan, entry: PlanEntry) -> str:
     """Return the settings of a row as `hfjax train --config` takes them: what is not usual."""
-    config = config_io.anywhere(plan.settings(row))
+    config = config_io.with_absolute_paths(plan.settings(entry))
     plain = lambda x: str(x) if isinstance(x, Path) else list(x) if isinstance(x, tuple) else x
-    changed = {name.replace(".", "/"): plain(x) for name, x in config_io.changed(config).items()}
-    ms, peak = 1000 * row.time.total, human(row.peak.total)
+    changed = {
+        name.replace(".", "/"): plain(x) for name, x in config_io.changed_fields(config).items()
+    }
+    ms, peak = 1000 * entry.time.total, human(entry.peak.total)
     head = (
-        f"# hfjax plan: {row.candidate}\n# on {plan.count} x {plan.machine.name}: {ms:,.1f} ms a "
+        f"# hfjax plan: {entry.candidate}\n# on {plan.count} x {plan.machine.name}: {ms:,.1f} ms a "
         f"step and {peak} of a GPU are predicted\n"
     )
     return head + yaml.safe_dump(nest(changed), sort_keys=False)
 
 
-def as_json(made: MadePlan) -> dict[str, Any]:
+def as_json(report: PlanReport) -> dict[str, Any]:
     """Return all numbers of a plan."""
-    plan, task = made.plan, made.plan.scorer.one.task
-    rows = [_numbers(plan, row) for row in plan.rows]
-    others = [_numbers(plan, row) for row in plan.others]
-    found: dict[str, Any] = {
+    plan, task = report.plan, report.plan.scorer.base_run.task
+    entries = [_entry_numbers(plan, entry) for entry in plan.entries]
+    others = [_entry_numbers(plan, entry) for entry in plan.others]
+    document: dict[str, Any] = {
         "model": task.model.name,
         "gpu": plan.machine.name,
         "count": plan.count,
         "memory": plan.memory,
         "rows_of_a_step": plan.config.batch,
         "unit": task.unit,
-        "each": task.each,
+        "each": task.units_per_example,
         "searched": plan.searched,
         "refused": plan.refused,
         "seconds": plan.seconds,
-        "notes": [*plan.notes, *made.notes],
-        "rows": rows,
+        "notes": [*plan.notes, *report.notes],
+        "rows": entries,
         "others": others,
     }
-    if made.answer is not None:
-        row = _row_of(made.answer, plan)
-        found["why"] = {
-            "words": dict(made.words),
-            "refusal": made.answer.refusal,
-            "row": None if row is None else _numbers(plan, row),
+    if report.answer is not None:
+        entry = _answer_entry(report.answer, plan)
+        document["why"] = {
+            "words": dict(report.query),
+            "refusal": report.answer.refusal,
+            "row": None if entry is None else _entry_numbers(plan, entry),
         }
-    return found
+    return document
 
 
-def _numbers(plan: StepPlan, row: PlanRow) -> dict[str, Any]:
-    scored = Scored(row.candidate, row.time, row.peak)
+def _entry_numbers(plan: StepPlan, entry: PlanEntry) -> dict[str, Any]:
+    scored = ScoredCandidate(entry.candidate, entry.time, entry.peak)
     return {
-        "settings": {k: _plain(v) for k, v in config_io.changed(plan.settings(row)).items()},
-        "shown": dict(row.candidate.shown),
-        "seconds": {**row.time.parts, "total": row.time.total},
-        "bytes": {**row.peak.parts, "total": row.peak.total},
-        "compiled": row.compiled is not None,
-        "transfers": transfers(plan, scored),
-        "tokens_per_second_of_a_gpu": row.tokens,
-        "mfu": row.mfu,
-        "fits": row.fits,
-        "reason": row.reason,
+        "settings": {
+            k: _plain(v) for k, v in config_io.changed_fields(plan.settings(entry)).items()
+        },
+        "shown": dict(entry.candidate.columns),
+        "seconds": {**entry.time.parts, "total": entry.time.total},
+        "bytes": {**entry.peak.parts, "total": entry.peak.total},
+        "compiled": entry.compiled is not None,
+        "transfers": transfer_totals(plan, scored),
+        "tokens_per_second_of_a_gpu": entry.tokens,
+        "mfu": entry.mfu,
+        "fits": entry.fits,
+        "reason": entry.reason,
     }
 
 

@@ -10,7 +10,7 @@ import jax
 
 from hfjax.analysis.targets import GPUS, can_compile_for_gpus, how_to_install
 from hfjax.hardware.machine import MACHINES, Machine, machine_of
-from hfjax.planner.make_plan import machine_named
+from hfjax.planner.make_plan import machine_by_name
 from hfjax.utils.write_files import user_cache
 
 ASK = "import jax; print('kind', jax.devices()[0].device_kind, sep='|')"
@@ -31,10 +31,10 @@ def constants_of(gpu: str) -> Constants:
         ValueError: There are none, or they were measured on another device.
     """
     if gpu == "here":
-        return _here()
+        return _local_constants()
     if gpu.endswith(".toml"):
-        return _of_file(Path(gpu))
-    return Constants(machine_named(gpu))
+        return _file_constants(Path(gpu))
+    return Constants(machine_by_name(gpu))
 
 
 def check_whole_nodes(machine: Machine, count: int) -> None:
@@ -57,27 +57,29 @@ def why_not_compiled(gpu: str) -> str | None:
     return None
 
 
-def place_of(device_kind: str) -> Path:
+def calibration_path(device_kind: str) -> Path:
     """Return where the constants measured on a kind of device are kept."""
     name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
     return user_cache() / "machines" / f"{name}.toml"
 
 
-def device_here() -> str:
+def local_device_kind() -> str:
     """Return the kind of this machine's first device; another process asks JAX."""
-    asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
-    _, _, kind = asked.stdout.strip().rpartition("\n")[2].partition("|")
-    if asked.returncode or not kind:
-        last = asked.stderr.strip().splitlines()[-1:] or [f"exit status {asked.returncode}"]
+    process = subprocess.run(
+        [sys.executable, "-c", ASK], capture_output=True, text=True, check=False
+    )
+    _, _, kind = process.stdout.strip().rpartition("\n")[2].partition("|")
+    if process.returncode or not kind:
+        last = process.stderr.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
         raise ValueError(f"--gpu here: JAX tells of no device ({last[0]}).")
     return kind
 
 
-def _here() -> Constants:
-    kind = device_here()
-    place = place_of(kind)
-    if place.is_file():
-        machine = Machine.load(place)
+def _local_constants() -> Constants:
+    kind = local_device_kind()
+    path = calibration_path(kind)
+    if path.is_file():
+        machine = Machine.load(path)
         machine.check_calibrated_for(kind, jax.__version__)
         return Constants(machine)
     if (known := machine_of(kind)) is not None:
@@ -92,14 +94,14 @@ def _here() -> Constants:
     )
 
 
-def _of_file(path: Path) -> Constants:
+def _file_constants(path: Path) -> Constants:
     if not path.is_file():
         raise ValueError(f"--gpu {path}: there is no such file. Known: {', '.join(MACHINES)}.")
     machine = Machine.load(path)
     measured = machine.calibrated
     if measured is None:
         return Constants(machine)
-    if not any(word in measured.device for word in machine.kinds):
+    if not any(name in measured.device for name in machine.kinds):
         raise ValueError(
             f"--gpu {path}: measured on {measured.device}, and the file says that it is of "
             f"{' or '.join(machine.kinds)}. Give the file of that GPU, or calibrate again on it: "

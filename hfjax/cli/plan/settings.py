@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from hfjax.cli.draw_timeline import check_ending
-from hfjax.planner.make_plan import KEEP
+from hfjax.planner.make_plan import MAX_ENTRIES
 from hfjax.trainer import config_io
-from hfjax.trainer.config import Train, at_least, beside_pretrained
-from hfjax.utils.tables import bytes_of
+from hfjax.trainer.config import Train, check_bounds, pretrained_conflict
+from hfjax.utils.tables import parse_bytes
 
 # What is searched, and by which word --why says it.
 SEARCHED = {
@@ -68,14 +68,14 @@ class PlanSettings(Train):
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(self, "", count=1, vocab=1, compile=0)
-        at_least(self, "", KEEP, rows=1)
+        check_bounds(self, "", count=1, vocab=1, compile=0)
+        check_bounds(self, "", MAX_ENTRIES, rows=1)
         if self.vocab is not None and self.model.pretrained is not None:
-            raise ValueError(beside_pretrained("--vocab", self.vocab, self.model.pretrained))
+            raise ValueError(pretrained_conflict("--vocab", self.vocab, self.model.pretrained))
         if self.device_memory is not None:
-            self._check_memory(bytes_of(self.device_memory, "--device-memory"))
+            self._check_memory(parse_bytes(self.device_memory, "--device-memory"))
         if self.tokens_per_step is not None:
-            number_of(self.tokens_per_step)
+            parse_count(self.tokens_per_step)
         for flag in ("out", "json", "picture"):
             path = getattr(self, flag)
             if path is not None and not os.access(path.parent, os.W_OK):
@@ -100,39 +100,41 @@ class PlanSettings(Train):
             )
 
 
-def number_of(text: str) -> int:
+def parse_count(text: str) -> int:
     """Return how many tokens a text says.
 
-    >>> number_of("4M"), number_of("1_000"), number_of("512k")
+    >>> parse_count("4M"), parse_count("1_000"), parse_count("512k")
     (4194304, 1000, 524288)
     """
-    found = re.fullmatch(r"(\d[\d_]*)([KMG]?)", text.strip().upper())
-    if not found or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d[\d_]*)([KMG]?)", text.strip().upper())
+    if not match or int(match[1]) == 0:
         raise ValueError(
             f"--tokens-per-step {text}: a number is expected, as in 1_000_000, or one of 1024 or "
             "1024 x 1024: 512K, 4M."
         )
-    return int(found[1]) * TIMES[found[2]]
+    return int(match[1]) * TIMES[match[2]]
 
 
-def of_plan(config: Train) -> PlanSettings:
+def plan_settings(config: Train) -> PlanSettings:
     """Return the configuration of a run as one that is planned: without how it is laid out."""
     known = {f.name for f in fields(PlanSettings)} - {"out"}
-    taken = {f.name: getattr(config, f.name) for f in fields(Train) if f.name in known}
+    values = {f.name: getattr(config, f.name) for f in fields(Train) if f.name in known}
     usual = Train()
-    anew = {name: getattr(usual, name) for name in (*SEARCHED, *COUNTED)}
-    return PlanSettings(**{**taken, **anew})
+    defaults = {name: getattr(usual, name) for name in (*SEARCHED, *COUNTED)}
+    return PlanSettings(**{**values, **defaults})
 
 
-def not_taken(config: Train) -> list[str]:
+def ignored_settings(config: Train) -> list[str]:
     """Return what a file of configuration says of how a run is laid out."""
-    names = [name for name in config_io.changed(config) if name.partition(".")[0] in SEARCHED]
+    names = [
+        name for name in config_io.changed_fields(config) if name.partition(".")[0] in SEARCHED
+    ]
     return [name.replace("_", "-") for name in names]
 
 
-def check_searched(words: Sequence[str]) -> None:
+def check_searched(argv: Sequence[str]) -> None:
     """Refuse flags of what is searched, and of what another flag says here."""
-    typed = [word.partition("=") for word in words if word.startswith("--")]
+    typed = [arg.partition("=") for arg in argv if arg.startswith("--")]
     for flag, _, _ in typed:
         name = flag.removeprefix("--").replace("-", "_")
         if (top := name.partition(".")[0]) in SEARCHED:
@@ -149,43 +151,44 @@ def check_searched(words: Sequence[str]) -> None:
         )
 
 
-def check_no_deepspeed(config: Train, words: Sequence[str]) -> None:
+def check_no_deepspeed(config: Train, argv: Sequence[str]) -> None:
     """Refuse a configuration of DeepSpeed: it says how a run is laid out."""
-    if config.deepspeed is not None or any(w.startswith("--deepspeed") for w in words):
+    if config.deepspeed is not None or any(w.startswith("--deepspeed") for w in argv):
         raise ValueError(
             "--deepspeed: its file says how a run is laid out, and hfjax plan searches that. Leave "
             "it out, and say what else it has by flags: --precision, --optimizer.rate …"
         )
 
 
-def run_of(given: PlanSettings, default: Train, rows: int) -> Train:
+def run_of(settings: PlanSettings, default: Train, batch_size: int) -> Train:
     """Return the run whose layout is searched, with so many rows in a step."""
-    taken = {f.name: getattr(given, f.name) for f in fields(Train)}
-    return replace(Train(**{**taken, "out": default.out}), batch=rows)
+    values = {f.name: getattr(settings, f.name) for f in fields(Train)}
+    return replace(Train(**{**values, "out": default.out}), batch=batch_size)
 
 
-def rows_of(given: PlanSettings, unit: str, each: int) -> int:
+def step_batch_size(settings: PlanSettings, unit: str, each: int) -> int:
     """Return the rows of a step.
 
     Args:
-        given: The settings.
+        settings: The settings.
         unit: What a row is counted in: tokens, images.
         each: How many of them it has.
     """
-    if given.tokens_per_step is None:
-        return given.batch
+    if settings.tokens_per_step is None:
+        return settings.batch
     if unit != "tokens":
         raise ValueError(
-            f"--tokens-per-step {given.tokens_per_step}: the model is of {unit}. Say by --batch "
+            f"--tokens-per-step {settings.tokens_per_step}: the model is of {unit}. Say by --batch "
             "how many a step takes."
         )
-    tokens = number_of(given.tokens_per_step)
-    rows, rest = divmod(tokens, each)
+    tokens = parse_count(settings.tokens_per_step)
+    batch_size, rest = divmod(tokens, each)
     if not rest:
-        return rows
-    said = lambda n: f"{n * each:,} ({n} row{'s' if n > 1 else ''})"
-    low = [said(rows)] if rows else []
+        return batch_size
+    describe = lambda n: f"{n * each:,} ({n} row{'s' if n > 1 else ''})"
+    low = [describe(batch_size)] if batch_size else []
     raise ValueError(
-        f"--tokens-per-step {given.tokens_per_step}: {tokens:,} tokens are no whole rows of {each} "
-        f"(--model.length). The nearest that are: {' and '.join([*low, said(rows + 1)])}."
+        f"--tokens-per-step {settings.tokens_per_step}: {tokens:,} tokens are no whole rows of "
+        f"{each} "
+        f"(--model.length). The nearest that are: {' and '.join([*low, describe(batch_size + 1)])}."
     )

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hfjax.analysis.targets import FRACTION
-from hfjax.planner.make_plan import PlanRow, StepPlan, part_of_memory
-from hfjax.utils.tables import aligned, human
+from hfjax.planner.make_plan import PlanEntry, StepPlan, memory_share
+from hfjax.utils.tables import align, human
 
 LEGEND = "mesh, strategy, schedule, microbatches x rows, remat, offload (why not the first)"
 # heading -> seconds of a step
@@ -62,87 +62,87 @@ class ByteScale:
         return next(cls(unit, n) for unit, n in units if size >= n or n == 1)
 
 
-def heading(plan: StepPlan, given: Any) -> Iterator[str]:
+def heading(plan: StepPlan, report: Any) -> Iterator[str]:
     """Yield the lines above the table."""
-    task, config = plan.scorer.one.task, plan.config
-    rows = f"{config.batch:,} {task.rows()}"
+    task, config = plan.scorer.base_run.task, plan.config
+    batch_text = f"{config.batch:,} {task.describe_example()}"
     if task.unit == "tokens":
-        rows = f"{config.batch * plan.scorer.length:,} tokens in a step ({rows})"
+        batch_text = f"{config.batch * plan.scorer.length:,} tokens in a step ({batch_text})"
     else:
-        rows += " in a step"
+        batch_text += " in a step"
     nodes = -(-plan.count // plan.machine.per_node)
     of_nodes = f" ({nodes} nodes)" if nodes > 1 else ""
     yield (
-        f"{task.model.name} on {plan.count} x {plan.machine.name}{of_nodes}, {rows}, "
+        f"{task.model.name} on {plan.count} x {plan.machine.name}{of_nodes}, {batch_text}, "
         f"precision {config.precision}"
     )
     yield f"a step may use {human(plan.memory)} of a device's {human(plan.machine.memory)}"
-    if not plan.rows:
+    if not plan.entries:
         yield "nothing searched, since --why says all; predicted by formulas"
         return
     refused = f", {plan.refused:,} refused" if plan.refused else ""
-    compiled = sum(row.compiled is not None for row in (*plan.rows, *plan.others))
+    compiled = sum(entry.compiled is not None for entry in (*plan.entries, *plan.others))
     took = f"{plan.seconds:.0f} s"
     if compiled:
         yield f"{plan.searched:,} ways searched{refused}, the first {compiled} compiled, in {took}"
         return
-    why = f" ({given.why_not})" if given.compile and given.why_not else ""
+    why = f" ({report.why_not})" if report.compile and report.why_not else ""
     yield f"{plan.searched:,} ways searched in {took}{refused}; predicted by formulas{why}"
 
 
-def shown(plan: StepPlan, most: int, lines: Sequence[str], notes: Sequence[str]) -> Group:
+def plan_table(plan: StepPlan, limit: int, lines: Sequence[str], notes: Sequence[str]) -> Group:
     """Return the table, its heading above, and below what is only nearly better."""
-    rows = plan.rows[:most]
+    entries = plan.entries[:limit]
     scale = TimeScale.of(plan.best.time.total)
-    unit = plan.scorer.one.task.unit
-    parts: list[Any] = [*headed(lines), Text(), _table(rows, plan.memory, scale, unit)]
-    faster = [r for r in plan.others if r.time.total < plan.best.time.total][:most]
+    unit = plan.scorer.base_run.task.unit
+    blocks: list[Any] = [*heading_lines(lines), Text(), _table(entries, plan.memory, scale, unit)]
+    faster = [r for r in plan.others if r.time.total < plan.best.time.total][:limit]
     if faster:
-        parts += [Text("\nwould be faster, but does not fit:", style="bold"), Text()]
-        parts.append(_table(faster, plan.memory, scale, unit, ranked=False))
-    return Group(*parts, *noted(notes))
+        blocks += [Text("\nwould be faster, but does not fit:", style="bold"), Text()]
+        blocks.append(_table(faster, plan.memory, scale, unit, ranked=False))
+    return Group(*blocks, *note_lines(notes))
 
 
-def noted(notes: Sequence[str]) -> Iterator[Text]:
+def note_lines(notes: Sequence[str]) -> Iterator[Text]:
     """Yield the lines below a table."""
     yield Text()
     for note in notes:
         yield Text(f"* {note}", style="dim")
 
 
-def headed(lines: Sequence[str]) -> Iterator[Text]:
+def heading_lines(lines: Sequence[str]) -> Iterator[Text]:
     """Yield the lines above a table."""
     for number, line in enumerate(lines):
         yield Text(line, style="" if number else "bold")
 
 
 def _table(
-    rows: Sequence[PlanRow], memory: int, scale: TimeScale, unit: str, ranked: bool = True
+    entries: Sequence[PlanEntry], memory: int, scale: TimeScale, unit: str, ranked: bool = True
 ) -> Table:
-    size = ByteScale.of(max(row.peak.total for row in rows))
+    size = ByteScale.of(max(entry.peak.total for entry in entries))
     columns = [*PARTS, f"{unit}/s\nper GPU", "MFU", f"peak\n{size.unit}", "margin"]
     columns[0] += f"\n{scale.unit}"
     above, below = zip(*(name.rpartition("\n")[::2] for name in columns), strict=True)
-    numbers = [_numbers(row, memory, scale, size) for row in rows]
-    lines = aligned([above, below, *numbers], range(len(columns)), gap=" ")
+    numbers = [_numbers(entry, memory, scale, size) for entry in entries]
+    lines = align([above, below, *numbers], range(len(columns)), gap=" ")
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("", "\n".join([LEGEND, *lines[:2]]), style="bold")
-    for n, (row, line) in enumerate(zip(rows, lines[2:], strict=True), 1):
-        text = Text(str(row.candidate), style="bold" if ranked and n == 1 else "")
-        text.append(f" ({row.reason})" if row.reason else "", style="dim")
+    for n, (entry, line) in enumerate(zip(entries, lines[2:], strict=True), 1):
+        text = Text(str(entry.candidate), style="bold" if ranked and n == 1 else "")
+        text.append(f" ({entry.reason})" if entry.reason else "", style="dim")
         text.append(f"\n{line}")
-        text.stylize(_colour(1 - row.peak.total / memory), len(text) - len(line.split()[-1]))
+        text.stylize(_colour(1 - entry.peak.total / memory), len(text) - len(line.split()[-1]))
         table.add_row(f"{n:>2}" if ranked else "  ", text)
     return table
 
 
-def _numbers(row: PlanRow, memory: int, scale: TimeScale, size: ByteScale) -> list[str]:
+def _numbers(entry: PlanEntry, memory: int, scale: TimeScale, size: ByteScale) -> list[str]:
     return [
-        *(scale.text(part(row.time)) for part in PARTS.values()),
-        f"{row.tokens:,.0f}",
-        f"{row.mfu:.1%}",
-        f"{row.peak.total / size.bytes:.1f}" + ("" if row.compiled is None else "c"),
-        f"{1 - row.peak.total / memory:.0%}",
+        *(scale.text(read_seconds(entry.time)) for read_seconds in PARTS.values()),
+        f"{entry.tokens:,.0f}",
+        f"{entry.mfu:.1%}",
+        f"{entry.peak.total / size.bytes:.1f}" + ("" if entry.compiled is None else "c"),
+        f"{1 - entry.peak.total / memory:.0%}",
     ]
 
 
@@ -157,21 +157,21 @@ def write(console: Console, group: Group) -> None:
     console.print(group)
 
 
-def notes_of(plan: StepPlan, given: Any) -> Iterator[str]:
+def notes_of(plan: StepPlan, settings: Any) -> Iterator[str]:
     """Yield what to bear in mind."""
-    if given.device_memory is None and (part := part_of_memory(plan.machine)) < 1:
+    if settings.device_memory is None and (fraction := memory_share(plan.machine)) < 1:
         yield (
-            f"JAX takes {part:.0%} of a GPU's memory; {FRACTION}=0.95, here and where it runs, "
+            f"JAX takes {fraction:.0%} of a GPU's memory; {FRACTION}=0.95, here and where it runs, "
             "takes more"
         )
-    task = plan.scorer.one.task
-    if task.unit == "tokens" and given.vocab is None and given.model.pretrained is None:
+    task = plan.scorer.base_run.task
+    if task.unit == "tokens" and settings.vocab is None and settings.model.pretrained is None:
         yield f"the vocabulary is that of the data, {task.model.vocab:,}; --vocab says another one"
-    if plan.machine.platform == "gpu" and plan.scorer.numbers[0] >= 4:
+    if plan.machine.platform == "gpu" and plan.scorer.itemsizes[0] >= 4:
         yield (
-            f"products are in float32, as --precision {given.precision} says; --precision bf16 "
+            f"products are in float32, as --precision {settings.precision} says; --precision bf16 "
             "takes about half of the time"
         )
-    if any(row.compiled is not None for row in plan.rows):
+    if any(entry.compiled is not None for entry in plan.entries):
         yield "c: peak and exposed transfers as compiled; the others by formula"
     yield from plan.notes

@@ -10,23 +10,23 @@ from hfjax.compat.deepspeed.key_entries import (
     IGNORED,
     REFUSED,
     TAKEN,
-    fits,
+    describe_value,
+    find_entry,
+    is_allowed,
     is_default,
     is_section,
-    kind_of,
-    row_of,
-    to_write,
+    suggest_value,
 )
 from hfjax.compat.deepspeed.known_keys import OPTIMIZERS, SECTIONS, TABLE, usual_name
-from hfjax.utils.keywords import closest, nearest_of
-from hfjax.utils.read_files import contents, shown
-from hfjax.utils.tables import aligned, named
+from hfjax.utils.keywords import closest, name_hint
+from hfjax.utils.read_files import brief, read_text
+from hfjax.utils.tables import align, quote
 
 UNKNOWN = "DeepSpeed has no such key"
 
 
 @dataclass
-class Given:
+class DeepSpeedConfig:
     """What a file says: {path: value}, and what becomes of each path, in words.
 
     There are also words of what it does not say and DeepSpeed does all the same. Paths are those of
@@ -36,17 +36,17 @@ class Given:
     file: str
     values: dict[str, Any]
     names: dict[str, str]
-    words: dict[str, str] = field(default_factory=dict)
+    outcomes: dict[str, str] = field(default_factory=dict)
 
-    def of(self, path: str) -> Any:
+    def get(self, path: str) -> Any:
         """Return the value of a path, or DeepSpeed's default; None: there is none."""
         value = self.values.get(path)
         if value is None:
-            default = TABLE[self.typed(path)].default
+            default = TABLE[self.table_path(path)].default
             return None if isinstance(default, type) else default
         return value
 
-    def typed(self, path: str) -> str:
+    def table_path(self, path: str) -> str:
         """Return the path by which the table knows it: of its kind of optimizer or schedule."""
         section, _, rest = path.partition(".")
         if section in ("optimizer", "scheduler") and rest.startswith("params"):
@@ -59,136 +59,144 @@ class Given:
         return OPTIMIZERS.get(kind.lower(), kind) if section == "optimizer" else kind
 
     @property
-    def tensor(self) -> int:
+    def tensor_size(self) -> int:
         """Over how many devices a layer is split."""
-        sizes = (self.of(f"tensor_parallel.{key}") for key in ("autotp_size", "tp.tp_size"))
+        sizes = (self.get(f"tensor_parallel.{key}") for key in ("autotp_size", "tp.tp_size"))
         return int(max(1, *sizes))
 
-    def take(self, path: str, words: str) -> None:
+    def take(self, path: str, meaning: str) -> None:
         """Say as what a path is taken, if the file has it and it is not refused."""
-        self._say(path, f"{TAKEN} {words}")
+        self._record(path, f"{TAKEN} {meaning}")
 
     def ignore(self, path: str, why: str) -> None:
         """Say why a path changes nothing, if the file has it."""
-        self._say(path, f"{IGNORED} {why}")
+        self._record(path, f"{IGNORED} {why}")
 
     def refuse(self, path: str, why: str) -> None:
         """Say why a path, or DeepSpeed's default of it, is refused: an error at the end."""
-        self.words[path] = f"{REFUSED} {why}"
+        self.outcomes[path] = f"{REFUSED} {why}"
 
-    def imply(self, path: str, words: str) -> None:
+    def imply(self, path: str, meaning: str) -> None:
         """Say what DeepSpeed does by default, if the file does not have a path."""
         if path not in self.values:
-            self.words[path] = f"{TAKEN} {words}"
+            self.outcomes[path] = f"{TAKEN} {meaning}"
 
     def table(self) -> tuple[tuple[str, str, str], ...]:
         """Return a line for each key: its path, its value, what becomes of it."""
-        name = lambda path: named(self.names.get(path, path))
-        rows = self.words.items()
-        return tuple((name(path), _shown(self.values, path), words) for path, words in rows)
+        name = lambda path: quote(self.names.get(path, path))
+        entries = self.outcomes.items()
+        return tuple(
+            (name(path), _format_entry(self.values, path), outcome) for path, outcome in entries
+        )
 
     def is_refused(self) -> bool:
         """Return whether something is."""
-        return any(words.startswith(REFUSED) for words in self.words.values())
+        return any(outcome.startswith(REFUSED) for outcome in self.outcomes.values())
 
-    def error(self, says: str = "") -> ValueError:
+    def error(self, message: str = "") -> ValueError:
         """Return the error that has the whole table, below what it says or what is refused."""
         table = self.table()
-        refused = ", ".join(path for path, _, words in table if words.startswith(REFUSED))
-        says = says or f"{refused}: refused, as said below."
-        return ValueError("\n".join([f"{self.file}: {says}", *aligned(table)]))
+        refused = ", ".join(path for path, _, outcome in table if outcome.startswith(REFUSED))
+        message = message or f"{refused}: refused, as said below."
+        return ValueError("\n".join([f"{self.file}: {message}", *align(table)]))
 
-    def _say(self, path: str, words: str) -> None:
-        if path in self.values and not self.words.get(path, "").startswith(REFUSED):
-            self.words[path] = words
+    def _record(self, path: str, outcome: str) -> None:
+        if path in self.values and not self.outcomes.get(path, "").startswith(REFUSED):
+            self.outcomes[path] = outcome
 
 
-def read(source: str | Path | Mapping[str, Any]) -> Given:
+def read_config(source: str | Path | Mapping[str, Any]) -> DeepSpeedConfig:
     """Return what a file or a dict says; what no row of the table allows is refused."""
-    plain = isinstance(source, Mapping)
-    file = "the configuration" if plain else named(source)
-    found = source if plain else _parsed(Path(source))
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{file}: an object of JSON is expected, found {shown(found)}.")
+    is_dict = isinstance(source, Mapping)
+    file = "the configuration" if is_dict else quote(source)
+    root = source if is_dict else _parse_file(Path(source))
+    if not isinstance(root, Mapping):
+        raise ValueError(f"{file}: an object of JSON is expected, found {brief(root)}.")
     try:
-        leaves = dict(_leaves(found))
+        leaves = dict(_iter_leaves(root))
     except RecursionError:
         raise ValueError(f"{file}: it is nested too deeply.") from None
     paths = {path: usual_name(path, leaves) for path in leaves}
     values = {paths[path]: value for path, value in leaves.items()}
     names = {usual: path for path, usual in paths.items() if path != usual}
-    given = Given(file, values, names)
-    wrong = {path: _wrong(given, path, value) for path, value in values.items()}
-    for path, why in wrong.items():
-        given.refuse(path, why) if why else _by_table(given, path, values[path])
-    if any(wrong.values()):
-        raise given.error()
-    return given
+    config = DeepSpeedConfig(file, values, names)
+    problems = {path: _find_problem(config, path, value) for path, value in values.items()}
+    for path, why in problems.items():
+        config.refuse(path, why) if why else _apply_table(config, path, values[path])
+    if any(problems.values()):
+        raise config.error()
+    return config
 
 
-def _parsed(path: Path) -> Any:
+def _parse_file(path: Path) -> Any:
     text = ""
     try:
-        text = contents(path)
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_constant)
-    except json.JSONDecodeError as wrong:
-        lines = text.splitlines()[wrong.lineno - 1 : wrong.lineno]
-        comment = any(mark in line for mark in ("//", "/*", "#") for line in lines)
-        why = "JSON has no comments: remove it" if comment else f"it is no JSON: {wrong.msg}"
-        raise ValueError(f"{named(path)}, line {wrong.lineno}: {why}.") from None
-    except RecursionError:
-        raise ValueError(f"{named(path)}: it is nested too deeply.") from None
-    except ValueError as wrong:
-        told = str(wrong)
-        raise ValueError(told if named(path) in told else f"{named(path)}: {told}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    names = [name for name, _ in pairs]
-    if twice := [name for name in found if names.count(name) > 1]:
-        values = [shown(value) for name, value in pairs if name == twice[0]]
-        raise ValueError(
-            f"the key {named(twice[0])} is there twice, {' and '.join(values)}: keep one."
+        text = read_text(path)
+        return json.loads(
+            text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
         )
-    return found
+    except json.JSONDecodeError as error:
+        lines = text.splitlines()[error.lineno - 1 : error.lineno]
+        comment = any(mark in line for mark in ("//", "/*", "#") for line in lines)
+        why = "JSON has no comments: remove it" if comment else f"it is no JSON: {error.msg}"
+        raise ValueError(f"{quote(path)}, line {error.lineno}: {why}.") from None
+    except RecursionError:
+        raise ValueError(f"{quote(path)}: it is nested too deeply.") from None
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(
+            message if quote(path) in message else f"{quote(path)}: {message}"
+        ) from None
 
 
-def _constant(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON: write a finite one.")
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    merged = dict(pairs)
+    names = [name for name, _ in pairs]
+    if duplicates := [name for name in merged if names.count(name) > 1]:
+        values = [brief(value) for name, value in pairs if name == duplicates[0]]
+        raise ValueError(
+            f"the key {quote(duplicates[0])} is there twice, {' and '.join(values)}: keep one."
+        )
+    return merged
 
 
-def _leaves(given: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
+def _reject_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON: write a finite one.")
+
+
+def _iter_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every path with its value; an object without keys is a value."""
-    for name, value in given.items():
-        path = f'{outer}"{name}"' if "." in str(name) else f"{outer}{name}"
+    for name, value in tree.items():
+        path = f'{prefix}"{name}"' if "." in str(name) else f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}.")
+            yield from _iter_leaves(value, f"{path}.")
         else:
             yield path, value
 
 
-def _wrong(given: Given, path: str, value: Any) -> str | None:
+def _find_problem(config: DeepSpeedConfig, path: str, value: Any) -> str | None:
     """Return what is wrong with a key, if something is: it is unknown, or no such value."""
-    typed = given.typed(path)
-    row, nothing = row_of(TABLE, typed), value in ({}, None)
-    if row is None:
-        section, params, _ = typed.partition(").params")
+    table_path = config.table_path(path)
+    entry, is_empty = find_entry(TABLE, table_path), value in ({}, None)
+    if entry is None:
+        section, params, _ = table_path.partition(").params")
         if params and not is_section(TABLE, f"{section}{params}"):
             return None  # the type is refused
-        if is_section(TABLE, typed):
-            return None if nothing else "an object is expected"
-        return _unknown(path, typed)
-    if value == "auto" and row.default != "auto":
-        return f'it is "auto", which a Trainer fills in: write {to_write(row)}'
-    if fits(row, value):
+        if is_section(TABLE, table_path):
+            return None if is_empty else "an object is expected"
+        return _unknown_key_message(path, table_path)
+    if value == "auto" and entry.default != "auto":
+        return f'it is "auto", which a Trainer fills in: write {suggest_value(entry)}'
+    if is_allowed(entry, value):
         return None
-    quoted = isinstance(value, str) and "number" in kind_of(row) and _spells_number(value)
-    todo = f". Write {value} without quotes" if quoted else ""
-    return f"{kind_of(row)} is expected{todo}"
+    is_quoted = (
+        isinstance(value, str) and "number" in describe_value(entry) and _spells_number(value)
+    )
+    advice = f". Write {value} without quotes" if is_quoted else ""
+    return f"{describe_value(entry)} is expected{advice}"
 
 
-def _unknown(path: str, typed: str) -> str | None:
+def _unknown_key_message(path: str, table_path: str) -> str | None:
     """Return what is said of a key that DeepSpeed does not have, with the nearest of its place.
 
     None: it is outside of all sections, where DeepSpeed reads no other keys, and near to none.
@@ -197,18 +205,20 @@ def _unknown(path: str, typed: str) -> str | None:
         return f"{UNKNOWN}: nest objects"
     if (usual := usual_name(path, ())) != path:
         return f"{usual} is the same, and that or its section is there too: keep one"
-    inside, _, name = typed.rpartition(".")
-    beside = {key.rpartition(".")[2]: key for key in TABLE if key.startswith(f"{inside}.")}
-    if ").params" in typed:
-        return f"{inside} has no such key.{nearest_of(name, beside)} There are {', '.join(beside)}"
+    parent, _, name = table_path.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in TABLE if key.startswith(f"{parent}.")}
+    if ").params" in table_path:
+        return (
+            f"{parent} has no such key.{name_hint(name, siblings)} There are {', '.join(siblings)}"
+        )
     keys = [key for key in TABLE if "(" not in key and "*" not in key]
-    names = {key.rpartition(".")[2]: key for key in keys} | beside
-    near = nearest_of(typed, keys)
-    if not near and (last := closest(name, names)):
-        near = f" Did you mean {names[last]}?"
+    names = {key.rpartition(".")[2]: key for key in keys} | siblings
+    suggestion = name_hint(table_path, keys)
+    if not suggestion and (last := closest(name, names)):
+        suggestion = f" Did you mean {names[last]}?"
     if path.partition(".")[0] in SECTIONS:
-        return f"{UNKNOWN}.{near}"
-    return f"{UNKNOWN}, and passes over it.{near} If not, remove it" if near else None
+        return f"{UNKNOWN}.{suggestion}"
+    return f"{UNKNOWN}, and passes over it.{suggestion} If not, remove it" if suggestion else None
 
 
 def _spells_number(text: str) -> bool:
@@ -218,30 +228,30 @@ def _spells_number(text: str) -> bool:
         return False
 
 
-def _json(value: Any, longest: int = 60) -> str:
+def _format_json(value: Any, max_length: int = 60) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        return shown(value)
-    return text if len(text) <= longest else shown(value)
+        return brief(value)
+    return text if len(text) <= max_length else brief(value)
 
 
-def _shown(values: dict[str, Any], path: str) -> str:
-    return _json(values[path], 30)[:30] if path in values else "not there"
+def _format_entry(values: dict[str, Any], path: str) -> str:
+    return _format_json(values[path], 30)[:30] if path in values else "not there"
 
 
-def _by_table(given: Given, path: str, value: Any) -> None:
+def _apply_table(config: DeepSpeedConfig, path: str, value: Any) -> None:
     """Say what the table says; what is taken is said again by who takes it."""
-    row = row_of(TABLE, given.typed(path))
-    if row is None and path.partition(".")[0] not in SECTIONS:
-        given.ignore(path, f"{UNKNOWN}, and passes over it too")
-    elif row is None or value == {}:
-        given.ignore(path, "nothing here takes it")
-    elif row.verdict == TAKEN:
-        given.take(path, row.words.format(_json(value)))
-    elif row.verdict == IGNORED:
-        given.ignore(path, row.words)
-    elif is_default(row, value):
-        given.ignore(path, "it is the default, and no other is here")
+    entry = find_entry(TABLE, config.table_path(path))
+    if entry is None and path.partition(".")[0] not in SECTIONS:
+        config.ignore(path, f"{UNKNOWN}, and passes over it too")
+    elif entry is None or value == {}:
+        config.ignore(path, "nothing here takes it")
+    elif entry.verdict == TAKEN:
+        config.take(path, entry.meaning.format(_format_json(value)))
+    elif entry.verdict == IGNORED:
+        config.ignore(path, entry.meaning)
+    elif is_default(entry, value):
+        config.ignore(path, "it is the default, and no other is here")
     else:
-        given.refuse(path, row.words)
+        config.refuse(path, entry.meaning)

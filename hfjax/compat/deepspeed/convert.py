@@ -7,15 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from hfjax.compat.deepspeed.compute import computed, word_of
-from hfjax.compat.deepspeed.config_file import Given, read
-from hfjax.compat.deepspeed.optimizer import Updates, updates
-from hfjax.compat.deepspeed.parallelism import Placing, batch, microbatches, placed, sizes
+from hfjax.compat.deepspeed.compute import parse_execution, precision_name
+from hfjax.compat.deepspeed.config_file import DeepSpeedConfig, read_config
+from hfjax.compat.deepspeed.optimizer import Updates, parse_updates
+from hfjax.compat.deepspeed.parallelism import (
+    Parallelism,
+    batch_sizes,
+    mesh_sizes,
+    microbatch_arguments,
+    parse_parallelism,
+)
 from hfjax.parallel.mesh import AXES, show_sizes
 from hfjax.parallel.strategy import Strategy
-from hfjax.utils.keywords import is_whole
-from hfjax.utils.read_files import shown
-from hfjax.utils.tables import aligned
+from hfjax.utils.keywords import is_int
+from hfjax.utils.read_files import brief
+from hfjax.utils.tables import align
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class DeepSpeedSetup:
         times = self.execution["accumulate"]
         head = f"{self.file}: {self.strategy.name} on {show_sizes(self.mesh)}, {self.rows} rows"
         head += f" in {times} microbatches" * (times > 1)
-        return "\n".join([head, *aligned([("key", "value", "what becomes of it"), *self.table])])
+        return "\n".join([head, *align([("key", "value", "what becomes of it"), *self.table])])
 
 
 def from_deepspeed(
@@ -61,7 +67,7 @@ def from_deepspeed(
 
     Raises:
         ValueError: A key is unknown, its value is none that it may have, or what it asks for is not
-            here: the message has the table.
+            parsed: the message has the table.
 
     Example:
         >>> import hfjax
@@ -70,36 +76,36 @@ def from_deepspeed(
         ('DDP', {'data': 8}, 32, {'accumulate': 1, 'clip': 0.5})
     """
     world = jax.device_count() if world is None else world
-    if not is_whole(world):
-        raise ValueError(f"from_deepspeed: world={shown(world)}: a number of devices is expected.")
-    given = read(source)
-    here = of_file(given)
-    place = here.place
-    mesh = sizes(given, place, world)
-    rows, count = batch(given, world // place.others)
-    times = microbatches(place, count)
-    flags = {**here.flags, "batch": rows, "accumulate": times["accumulate"]}
+    if not is_int(world):
+        raise ValueError(f"from_deepspeed: world={brief(world)}: a number of devices is expected.")
+    config = read_config(source)
+    parsed = parse_config(config)
+    parallelism = parsed.parallelism
+    mesh = mesh_sizes(config, parallelism, world)
+    batch_size, num_microbatches = batch_sizes(config, world // parallelism.model_parallel_size)
+    split_arguments = microbatch_arguments(parallelism, num_microbatches)
+    flags = {**parsed.flags, "batch": batch_size, "accumulate": split_arguments["accumulate"]}
     flags |= {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
-    if "schedule" in times:
-        flags |= {"pipeline.name": "1f1b", "pipeline.microbatches": count}
-    updated = here.updates
+    if "schedule" in split_arguments:
+        flags |= {"pipeline.name": "1f1b", "pipeline.microbatches": num_microbatches}
+    updates = parsed.updates
     return DeepSpeedSetup(
-        place.strategy,
-        {**times, **here.execution},
-        updated.optimizer,
-        updated.rate,
+        parallelism.strategy,
+        {**split_arguments, **parsed.execution},
+        updates.optimizer,
+        updates.rate,
         mesh,
-        rows,
-        given.table(),
+        batch_size,
+        config.table(),
         flags,
-        given.file,
+        config.file,
     )
 
 
-class OnAnyDevices(NamedTuple):
+class ParsedConfig(NamedTuple):
     """What a file says that is the same on any number of devices."""
 
-    place: Placing
+    parallelism: Parallelism
     execution: dict[str, Any]
     updates: Updates
 
@@ -107,17 +113,17 @@ class OnAnyDevices(NamedTuple):
     def flags(self) -> dict[str, Any]:
         """What the flags of `hfjax train` would say."""
         fields = self.execution
-        found = {"strategy": "+".join(self.place.names), "optimizer.clip": fields["clip"]}
-        found |= {name: fields[name] for name in ("remat", "nonfinite") if name in fields}
+        flags = {"strategy": "+".join(self.parallelism.names), "optimizer.clip": fields["clip"]}
+        flags |= {name: fields[name] for name in ("remat", "nonfinite") if name in fields}
         if "offload" in fields:
-            found["offload"] = f"{fields['offload']:g}"
+            flags["offload"] = f"{fields['offload']:g}"
         of_optimizer = {f"optimizer.{name}": x for name, x in self.updates.flags.items()}
-        return {**found, "precision": word_of(fields), **of_optimizer}
+        return {**flags, "precision": precision_name(fields), **of_optimizer}
 
 
-def of_file(given: Given) -> OnAnyDevices:
+def parse_config(config: DeepSpeedConfig) -> ParsedConfig:
     """Return what is the same on any number of devices; what is refused is an error."""
-    found = OnAnyDevices(placed(given), computed(given), updates(given))
-    if given.is_refused():
-        raise given.error()
-    return found
+    parsed = ParsedConfig(parse_parallelism(config), parse_execution(config), parse_updates(config))
+    if config.is_refused():
+        raise config.error()
+    return parsed

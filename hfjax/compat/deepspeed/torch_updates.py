@@ -31,33 +31,33 @@ def adagrad(rate: Callable, start: float, eps: float) -> optax.GradientTransform
     return optax.chain(first, optax.scale_by_learning_rate(rate))
 
 
-def lamb(rate: Callable, given: dict[str, Any]) -> optax.GradientTransformation:
+def lamb(rate: Callable, settings: dict[str, Any]) -> optax.GradientTransformation:
     """Return Lamb with bounded ratios: moments are not corrected, the rate is.
 
     Args:
         rate: The learning rate, by the number of updates.
-        given: The parameters of FusedLamb.
+        settings: The parameters of FusedLamb.
     """
-    b1, b2 = given["betas"]
-    inside, eps = given["eps_inside_sqrt"], given["eps"]
-    low, high, decay = (given[name] for name in ("min_coeff", "max_coeff", "weight_decay"))
+    b1, b2 = settings["betas"]
+    inside, eps = settings["eps_inside_sqrt"], settings["eps"]
+    low, high, decay = (settings[name] for name in ("min_coeff", "max_coeff", "weight_decay"))
     root = lambda v: jnp.sqrt(v + eps) if inside else jnp.sqrt(v) + eps
 
-    def bounded(update: jax.Array, param: jax.Array) -> jax.Array:
+    def bound_update(update: jax.Array, param: jax.Array) -> jax.Array:
         of_param, of_update = jnp.linalg.norm(param), jnp.linalg.norm(update)
-        moves = (of_param > 0) & (of_update > 0)
-        ratio = jnp.clip(of_param / jnp.where(moves, of_update, 1.0), low, high)
-        return update * jnp.where(moves, ratio, 1.0)
+        is_nonzero = (of_param > 0) & (of_update > 0)
+        ratio = jnp.clip(of_param / jnp.where(is_nonzero, of_update, 1.0), low, high)
+        return update * jnp.where(is_nonzero, ratio, 1.0)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        new = _next_moments(updates, state, b1, b2)
+        new = _update_moments(updates, state, b1, b2)
         step = -rate(state.count)
-        if given["bias_correction"]:
+        if settings["bias_correction"]:
             step = step * jnp.sqrt(1 - b2**new.count) / (1 - b1**new.count)
-        moved = jax.tree.map(lambda m, v, p: m / root(v) + decay * p, new.mu, new.nu, params)
-        return jax.tree.map(lambda u, p: step * bounded(u, p), moved, params), new
+        directions = jax.tree.map(lambda m, v, p: m / root(v) + decay * p, new.mu, new.nu, params)
+        return jax.tree.map(lambda u, p: step * bound_update(u, p), directions, params), new
 
-    return optax.GradientTransformation(_no_moments, update)
+    return optax.GradientTransformation(_init_moments, update)
 
 
 def uncorrected_adam(
@@ -72,21 +72,21 @@ def uncorrected_adam(
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        new = _next_moments(updates, state, *settings["betas"])
+        new = _update_moments(updates, state, *settings["betas"])
         return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + settings["eps"]), new.mu, new.nu), new
 
-    moments = optax.GradientTransformation(_no_moments, update)
+    adam = optax.GradientTransformation(_init_moments, update)
     decay = optax.add_decayed_weights(settings["weight_decay"])
-    parts = [moments, decay] if decoupled else [decay, moments]
-    return optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    transforms = [adam, decay] if decoupled else [decay, adam]
+    return optax.chain(*transforms, optax.scale_by_learning_rate(rate))
 
 
-def _no_moments(params: Any) -> optax.ScaleByAdamState:
+def _init_moments(params: Any) -> optax.ScaleByAdamState:
     zeros = tree_utils.tree_zeros_like(params)
     return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
 
 
-def _next_moments(updates: Any, state: Any, b1: float, b2: float) -> optax.ScaleByAdamState:
+def _update_moments(updates: Any, state: Any, b1: float, b2: float) -> optax.ScaleByAdamState:
     """Return a state whose moments have seen one gradient more."""
     mu = tree_utils.tree_update_moment(updates, state.mu, b1, 1)
     nu = tree_utils.tree_update_moment_per_elem_norm(updates, state.nu, b2, 2)

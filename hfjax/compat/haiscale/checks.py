@@ -18,22 +18,22 @@ REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
 OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")
 
 
-def check_parts(kind: type, chunked: bool, parts: object) -> None:
+def check_partition(kind: type, chunked: bool, partition: object) -> None:
     """Refuse a partition that this class does not run."""
-    if not isinstance(parts, Partition):
+    if not isinstance(partition, Partition):
         raise ValueError(
-            f"{kind.__name__} takes a partition, found {type(parts).__name__}. Make one: "
+            f"{kind.__name__} takes a partition, found {type(partition).__name__}. Make one: "
             f"{kind.__name__}(hfjax.partition(layers, stages=4), microbatches=8)."
         )
-    if chunked and parts.chunks == 1:
+    if chunked and partition.chunks == 1:
         raise ValueError(
             f"{kind.__name__} runs several parts of the model on each stage, the partition has "
             "one. Use partition(…, chunks=2), or PipeDream."
         )
-    if not chunked and parts.chunks > 1:
+    if not chunked and partition.chunks > 1:
         raise ValueError(
             f"{kind.__name__} runs one part of the model on each stage, the partition has "
-            f"chunks={parts.chunks}. Use Interleaved1F1B, or leave chunks away."
+            f"chunks={partition.chunks}. Use Interleaved1F1B, or leave chunks away."
         )
 
 
@@ -61,44 +61,44 @@ def check_options(microbatches: int | None, remat: str, options: Mapping[str, An
     return microbatches
 
 
-def check_mesh(mesh: Any, parts: Partition) -> Mesh:
+def check_mesh(mesh: Any, partition: Partition) -> Mesh:
     """Return the mesh, if it has the stages of the partition."""
     if not isinstance(mesh, Mesh) or mesh.axis_names != AXES:
         raise ValueError(
             f"mesh is {mesh!r}: a mesh of hfjax.make_mesh is expected, for instance "
-            f"hfjax.make_mesh(pipe={parts.stages}, data=2)."
+            f"hfjax.make_mesh(pipe={partition.stages}, data=2)."
         )
-    if shared := in_use(mesh, SEQUENCE_AXES):
+    if used_axes := in_use(mesh, SEQUENCE_AXES):
         raise ValueError(
             f"mesh {describe_mesh(mesh)}: a pipe takes whole rows, and devices along "
-            f"{', '.join(shared)} would share them. Use data in its place, or hfjax.train_step "
+            f"{', '.join(used_axes)} would share them. Use data in its place, or hfjax.train_step "
             "with a schedule and hfjax.PIPE | hfjax.CONTEXT."
         )
-    if mesh.shape[PIPE_AXIS] != parts.stages:
+    if mesh.shape[PIPE_AXIS] != partition.stages:
         raise ValueError(
             f"mesh {describe_mesh(mesh)} has {mesh.shape[PIPE_AXIS]} stages (pipe), the partition "
-            f"{parts.stages}. Use make_mesh(pipe={parts.stages}, …), or partition for "
+            f"{partition.stages}. Use make_mesh(pipe={partition.stages}, …), or partition for "
             f"stages={mesh.shape[PIPE_AXIS]}."
         )
     return mesh
 
 
-def check_like(what: str, new: object, old: Mapping[str, Any]) -> None:
+def check_like(name: str, new: object, old: Mapping[str, Any]) -> None:
     """Refuse parameters of another form than those that are there."""
     if not isinstance(new, Mapping):
-        raise ValueError(f"{what}: a dictionary is expected, found {type(new).__name__}.")
-    found, wanted = _forms(new), _forms(old)
-    for path in [*wanted, *found]:
-        given, expected = found.get(path, "nothing"), wanted.get(path, "nothing")
-        if given != expected:
+        raise ValueError(f"{name}: a dictionary is expected, found {type(new).__name__}.")
+    new_arrays, old_arrays = _describe_arrays(new), _describe_arrays(old)
+    for path in [*old_arrays, *new_arrays]:
+        actual, expected = new_arrays.get(path, "nothing"), old_arrays.get(path, "nothing")
+        if actual != expected:
             raise ValueError(
-                f"{what}: {path} is {given}, expected is {expected}. Give what "
+                f"{name}: {path} is {actual}, expected is {expected}. Give what "
                 "optax.apply_updates(pipe.parameters, updates) returns, or pipe.load(…) what "
                 "pipe.canonical() returned."
             )
 
 
-def _forms(tree: Mapping[str, Any]) -> dict[str, str]:
+def _describe_arrays(tree: Mapping[str, Any]) -> dict[str, str]:
     return {p: f"{jnp.dtype(x.dtype).name} {tuple(x.shape)}" for p, x in flatten(tree).items()}
 
 
@@ -106,12 +106,12 @@ def check_batch(x: Any, labels: Any, criterion: Any) -> dict[str, Any]:
     """Return x and labels as a batch of the engine, if they go with each other."""
     _check_labels(labels)
     _check_criterion(criterion, labels)
-    _check_rows(x, labels)
+    _check_examples(x, labels)
     return {"x": x, "labels": tuple(labels)}
 
 
 @contextmanager
-def fitting(batch: Any) -> Iterator[None]:
+def explain_shape_errors(batch: Any) -> Iterator[None]:
     """Run what calls layers and criterion: where shapes do not fit, tell what they were given."""
     try:
         yield
@@ -152,22 +152,25 @@ def _check_criterion(criterion: object, labels: tuple) -> None:
         ) from None
 
 
-def _check_rows(x: Any, labels: tuple) -> None:
+def _check_examples(x: Any, labels: tuple) -> None:
     """Refuse labels that do not have a row for each row of x."""
-    rows = _rows(x, "x")
-    if not rows or not all(rows):
+    batch_sizes = _batch_sizes(x, "x")
+    if not batch_sizes or not all(batch_sizes):
         raise ValueError("x has no rows: give an array with at least one.")
-    counts = [("x", n) for n in rows]
-    counts += [(f"labels[{i}]", n) for i, y in enumerate(labels) for n in _rows(y, f"labels[{i}]")]
+    counts = [("x", n) for n in batch_sizes]
+    counts += [
+        (f"labels[{i}]", n) for i, y in enumerate(labels) for n in _batch_sizes(y, f"labels[{i}]")
+    ]
     for name, count in counts:
-        if count != rows[0]:
+        if count != batch_sizes[0]:
             raise ValueError(
-                f"{name} has {count} rows, x has {rows[0]}. Give one row of each label for each "
+                f"{name} has {count} rows, x has {batch_sizes[0]}. Give one row of each label for "
+                "each "
                 "row of x."
             )
 
 
-def _rows(tree: Tree, name: str) -> list[int]:
+def _batch_sizes(tree: Tree, name: str) -> list[int]:
     for leaf in jax.tree.leaves(tree):
         if not getattr(leaf, "shape", ()):
             raise ValueError(

@@ -16,10 +16,10 @@ from jax import lax
 
 from hfjax.parallel.adapters.model_template import is_list, items_of
 from hfjax.parallel.layer_costs import flop_costs, parameter_costs
-from hfjax.parallel.layer_order import balanced, counts
-from hfjax.utils.keywords import is_whole
-from hfjax.utils.paths import path_of
-from hfjax.utils.tables import aligned
+from hfjax.parallel.layer_order import balance_layers, layer_counts
+from hfjax.utils.keywords import is_int
+from hfjax.utils.paths import join_path
+from hfjax.utils.tables import align
 
 BALANCES = ("parameters", "flops")  # a schedule has "even" too
 
@@ -66,7 +66,7 @@ def partition(
 
     Args:
         layers: A list of modules or functions, nnx.Sequential, nnx.List, or one module of stacked
-            arrays (`hfjax.models.layers.stacked`).
+            arrays (`hfjax.models.layers.stack_layers`).
         stages: The size of the mesh's pipe axis.
         balance: By what the parts are made even, "parameters" or "flops"; or how many layers each
             part has, in the model's order.
@@ -83,46 +83,52 @@ def partition(
         >>> hfjax.partition(layers, stages=4).counts
         (2, 2, 1, 1)
     """
-    for name, given in (("stages", stages), ("chunks", chunks)):
-        if not is_whole(given):
-            raise ValueError(f"{name}={given!r}: a positive whole number is expected.")
-    found = layers_of(layers)
+    for name, value in (("stages", stages), ("chunks", chunks)):
+        if not is_int(value):
+            raise ValueError(f"{name}={value!r}: a positive whole number is expected.")
+    layer_list = list_layers(layers)
     unit = "flops" if balance == "flops" else "bytes"
     give = "what enters the first layer, partition(…, example=x)"
-    costs = parameter_costs(found) if unit == "bytes" else flop_costs(found, example, give)
-    numbers = _numbers(balance, costs, stages * chunks)
-    kept = tuple(found) if is_list(layers) else layers
-    return Partition(kept, stages, chunks, tuple(numbers), tuple(costs), unit)
+    costs = (
+        parameter_costs(layer_list) if unit == "bytes" else flop_costs(layer_list, example, give)
+    )
+    layer_counts = _layer_counts(balance, costs, stages * chunks)
+    model_layers = tuple(layer_list) if is_list(layers) else layers
+    return Partition(model_layers, stages, chunks, tuple(layer_counts), tuple(costs), unit)
 
 
-def _numbers(balance: str | Sequence[int], costs: Sequence[float], parts: int) -> list[int]:
+def _layer_counts(
+    balance: str | Sequence[int], costs: Sequence[float], num_parts: int
+) -> list[int]:
     """Return the number of layers of each part."""
-    even = counts(len(costs), parts)
+    even = layer_counts(len(costs), num_parts)
     if isinstance(balance, str) and balance in BALANCES:
-        return even if len(set(costs)) == 1 else balanced(costs, parts)
+        return even if len(set(costs)) == 1 else balance_layers(costs, num_parts)
     try:
-        given = [] if isinstance(balance, str) else [operator.index(n) for n in balance]
+        requested_counts = [] if isinstance(balance, str) else [operator.index(n) for n in balance]
     except TypeError:
-        given = []
-    if not given:
+        requested_counts = []
+    if not requested_counts:
         raise ValueError(
             f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
             f"part in the model's order, e.g. {even}."
         )
-    return counts(len(costs), parts, given)
+    return layer_counts(len(costs), num_parts, requested_counts)
 
 
-def _table(parts: Partition) -> Iterator[str]:
-    chunks = f" x {parts.chunks} chunks" if parts.chunks > 1 else ""
-    yield f"{len(parts.costs)} layers on {parts.stages} stages{chunks}"
-    ends = np.cumsum(parts.counts)
-    sums = [sum(parts.costs[end - n : end]) for n, end in zip(parts.counts, ends, strict=True)]
-    rows = [("part", "stage", "chunk", "layers", parts.unit, "share")]
-    for g, (n, end, cost) in enumerate(zip(parts.counts, ends, sums, strict=True)):
-        which = f"{end - n}" if n == 1 else f"{end - n}-{end - 1}"
-        place = (str(g), str(g % parts.stages), str(g // parts.stages))
-        rows.append((*place, which, f"{cost:,.0f}", f"{cost / max(sum(sums), 1):.1%}"))
-    yield from (f"  {line}" for line in aligned(rows, others=str.rjust))
+def _table(assignment: Partition) -> Iterator[str]:
+    chunks = f" x {assignment.chunks} chunks" if assignment.chunks > 1 else ""
+    yield f"{len(assignment.costs)} layers on {assignment.stages} stages{chunks}"
+    ends = np.cumsum(assignment.counts)
+    sums = [
+        sum(assignment.costs[end - n : end]) for n, end in zip(assignment.counts, ends, strict=True)
+    ]
+    entries = [("part", "stage", "chunk", "layers", assignment.unit, "share")]
+    for g, (n, end, cost) in enumerate(zip(assignment.counts, ends, sums, strict=True)):
+        layer_range = f"{end - n}" if n == 1 else f"{end - n}-{end - 1}"
+        cells = (str(g), str(g % assignment.stages), str(g // assignment.stages))
+        entries.append((*cells, layer_range, f"{cost:,.0f}", f"{cost / max(sum(sums), 1):.1%}"))
+    yield from (f"  {line}" for line in align(entries, justify=str.rjust))
 
 
 class Chain(nnx.Module):
@@ -140,28 +146,29 @@ class Chain(nnx.Module):
         return x
 
 
-def layers_of(layers: Any) -> list[Any]:
+def list_layers(layers: Any) -> list[Any]:
     """Return layers one by one: of a list, or the shapes of those that one module stacks."""
     if is_list(layers):
-        return _check_list(list(items_of(layers)))
+        return _check_layers(list(items_of(layers)))
     if not isinstance(layers, nnx.Module):
         raise ValueError(
             f"layers is {type(layers).__name__}: a list of modules, nnx.Sequential, nnx.List, or "
-            "one module of stacked arrays (hfjax.models.layers.stacked) is expected."
+            "one module of stacked arrays (hfjax.models.layers.stack_layers) is expected."
         )
     graph, state = nnx.split(layers)
-    rows = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(state)}
-    if len(rows) != 1 or 0 in rows:
+    lengths = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(state)}
+    if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            f"layers is one {type(layers).__name__}, whose arrays have {sorted(rows)} rows: in a "
+            f"layers is one {type(layers).__name__}, whose arrays have {sorted(lengths)} rows: in "
+            "a "
             "module of stacked layers all arrays have one row for each layer. Make it with "
-            "hfjax.models.layers.stacked(count, create, rngs), or give a list of modules."
+            "hfjax.models.layers.stack_layers(count, create, rngs), or give a list of modules."
         )
-    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    return [nnx.merge(graph, row)] * rows.pop()
+    layer_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    return [nnx.merge(graph, layer_state)] * lengths.pop()
 
 
-def _check_list(layers: list[Any]) -> list[Any]:
+def _check_layers(layers: list[Any]) -> list[Any]:
     owner: dict[int, int] = {}
     for i, layer in enumerate(layers):
         if not callable(layer) or isinstance(layer, type):
@@ -178,7 +185,7 @@ def _check_list(layers: list[Any]) -> list[Any]:
     return layers
 
 
-def stack(layers: Sequence[Any]) -> Any:
+def stack_layers(layers: Sequence[Any]) -> Any:
     """Return equal layers as one module of stacked arrays, others as nnx.List."""
     if not all(isinstance(layer, nnx.Module) for layer in layers):
         return nnx.List(layers)
@@ -186,7 +193,7 @@ def stack(layers: Sequence[Any]) -> Any:
     shape = lambda state: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
     if any(g != graphs[0] for g in graphs) or any(shape(s) != shape(states[0]) for s in states):
         return nnx.List(layers)
-    return nnx.merge(graphs[0], jax.tree.map(lambda *rows: jnp.stack(rows), *states))
+    return nnx.merge(graphs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
 
 
 def model_init(layers: Any) -> Callable:
@@ -197,17 +204,17 @@ def model_init(layers: Any) -> Callable:
     return lambda rngs: nnx.merge(graph, jax.tree.map(zeros, shapes))
 
 
-def refilled(layer: Any, values: Mapping[str, Any]) -> Any:
+def replace_params(layer: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of the layer with these parameters, by path."""
     if not isinstance(layer, nnx.Module):
         return layer
     graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
     flat = nnx.to_flat_state(parameters)
-    new = [(keys, p.replace(values[path_of(keys)])) for keys, p in flat]
+    new = [(keys, p.replace(values[join_path(keys)])) for keys, p in flat]
     return nnx.merge(graph, nnx.from_flat_state(new), rest)
 
 
-def emptied(layer: Any) -> Any:
+def to_shapes(layer: Any) -> Any:
     """Return a copy of the layer with shapes in place of its parameters."""
     if not isinstance(layer, nnx.Module):
         return layer

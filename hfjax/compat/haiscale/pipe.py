@@ -21,18 +21,24 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.checks.check_step import check_runs, is_traced
-from hfjax.checks.deadlock import checked
+from hfjax.checks.check_step import check_execution, is_traced
+from hfjax.checks.deadlock import check_deadlock
 from hfjax.compat.haiscale.checks import (
     REMAT,
     check_batch,
     check_like,
     check_mesh,
     check_options,
-    check_parts,
-    fitting,
+    check_partition,
+    explain_shape_errors,
 )
-from hfjax.compat.haiscale.partition import Partition, emptied, model_init, refilled, stack
+from hfjax.compat.haiscale.partition import (
+    Partition,
+    model_init,
+    replace_params,
+    stack_layers,
+    to_shapes,
+)
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.make_mesh import make_mesh
@@ -42,12 +48,12 @@ from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy
 from hfjax.sharding.layout import State, layout
 from hfjax.sharding.reorder_layers import canonical, copy_to, rearrange
-from hfjax.sharding.stage_assignment import forward_table_of, on_stages
-from hfjax.sharding.xla_options import options_of
+from hfjax.sharding.stage_assignment import assign_stages, evaluation_table
+from hfjax.sharding.xla_options import options_for
 from hfjax.step.batches import check_batch as check_rows, full, shard_batch
-from hfjax.step.build import data_plane, ingredients
+from hfjax.step.build import engine_for, step_spec
 from hfjax.utils.mean import Mean, as_mean
-from hfjax.utils.paths import flatten, nest, path_of
+from hfjax.utils.paths import flatten, join_path, nest
 
 MANY = 8  # programs of one pipe, from which on it looks like a mistake
 NEW_CRITERIA = (
@@ -58,18 +64,18 @@ NEW_CRITERIA = (
 Parameters = dict[str, Any]  # {"layers": {…}}, each array on its stages
 
 
-class _Jitted(NamedTuple):
+class _JittedProgram(NamedTuple):
     """A program by itself, and as a part of one of the user's, whose options count."""
 
-    alone: Any
-    within: Any
+    standalone: Any
+    nested: Any
 
     def __call__(self, *arguments: Any) -> Any:
-        return (self.within if is_traced(arguments) else self.alone)(*arguments)
+        return (self.nested if is_traced(arguments) else self.standalone)(*arguments)
 
     def lower(self, *arguments: Any) -> Any:
         """Return the program by itself, lowered."""
-        return self.alone.lower(*arguments)
+        return self.standalone.lower(*arguments)
 
 
 class Pipe:
@@ -102,23 +108,29 @@ class Pipe:
             options: Fields of `Execution`: precision, reduction, reshard_after_forward, unroll,
                 compiler_options.
         """
-        check_parts(type(self), self.chunked, parts)
+        check_partition(type(self), self.chunked, parts)
         microbatches = check_options(microbatches, remat, options)
         mesh = make_mesh(pipe=parts.stages, data=-1) if mesh is None else check_mesh(mesh, parts)
         schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
-        given = stack(parts.layers) if isinstance(parts.layers, tuple) else parts.layers
+        model_layers = (
+            stack_layers(parts.layers) if isinstance(parts.layers, tuple) else parts.layers
+        )
         strategy = strategy or (PIPE if parts.stages > 1 else DDP)
-        plan = layout(model_init(given), optax.identity(), mesh, strategy)
+        base_layout = layout(model_init(model_layers), optax.identity(), mesh, strategy)
         self._schedule = schedule
         self._execution = Execution(schedule=schedule, remat=Remat(REMAT[remat]), **options)
-        self.mesh, self.microbatches, self.layout = mesh, microbatches, on_stages(plan, schedule)
-        check_runs(self.layout, self._execution, training=True)
+        self.mesh, self.microbatches, self.layout = (
+            mesh,
+            microbatches,
+            assign_stages(base_layout, schedule),
+        )
+        check_execution(self.layout, self._execution, training=True)
         self._shardings = self.layout.shardings()
-        on_all = lambda x: copy_to(x, self._on(P()))
-        self._variables = jax.tree.map(on_all, _nested(given, nnx.Not(nnx.Param)))
-        self._shapes = _nested(emptied(given), nnx.Param)
-        self.load(_nested(given, nnx.Param))
-        self.parts = replace(parts, layers=_emptied(parts.layers))
+        on_all = lambda x: copy_to(x, self._sharding(P()))
+        self._variables = jax.tree.map(on_all, _nest_arrays(model_layers, nnx.Not(nnx.Param)))
+        self._shapes = _nest_arrays(to_shapes(model_layers), nnx.Param)
+        self.load(_nest_arrays(model_layers, nnx.Param))
+        self.parts = replace(parts, layers=_layers_to_shapes(parts.layers))
         self.metrics: dict[str, jax.Array] = {}  # of the last forward_backward, over all rows
         self._gradients: Parameters | None = None
         self._calls = 0
@@ -139,7 +151,7 @@ class Pipe:
     @parameters.setter
     def parameters(self, new: Any) -> None:
         check_like("parameters", new, self._parameters)
-        self._parameters = jax.tree.map(_moved, new, self._shardings.params)
+        self._parameters = jax.tree.map(_to_sharding, new, self._shardings.params)
 
     @property
     def gradients(self) -> Parameters:
@@ -162,9 +174,9 @@ class Pipe:
             >>> pipe.canonical()["layers"]["kernel"].shape
             (4, 4, 4)
         """
-        given = self._parameters if tree is None else tree
-        check_like("canonical", given, self._parameters)
-        return canonical(self.layout, self._state(given, self.layout.order)).params
+        params = self._parameters if tree is None else tree
+        check_like("canonical", params, self._parameters)
+        return canonical(self.layout, self._make_state(params, self.layout.order)).params
 
     def load(self, parameters: Parameters) -> None:
         """Take parameters in the model's order, as `canonical` gives them.
@@ -182,9 +194,9 @@ class Pipe:
             0.0
         """
         check_like("load", parameters, self._shapes)
-        held = self._state(jax.tree.map(np.array, parameters), None)  # copies
-        stored = rearrange(self.layout, held).params
-        self._parameters = jax.device_put(stored, self._shardings.params)
+        state = self._make_state(jax.tree.map(np.array, parameters), None)  # copies
+        params = rearrange(self.layout, state).params
+        self._parameters = jax.device_put(params, self._shardings.params)
 
     def layers(self) -> Any:
         """Return the layers in the form in which they were given, with the parameters of now.
@@ -192,16 +204,18 @@ class Pipe:
         They are whole, in host memory. `load` has an example.
         """
         values = flatten(full(self.canonical())["layers"])
-        given = self.parts.layers
-        if not isinstance(given, tuple):
-            return refilled(given, values)
-        if self.layout.blueprint.stacked:
-            row = lambda i: {path: rows[i] for path, rows in values.items()}
+        layers = self.parts.layers
+        if not isinstance(layers, tuple):
+            return replace_params(layers, values)
+        if self.layout.template.stacked:
+            params_of_layer = lambda i: {path: array[i] for path, array in values.items()}
         else:
-            row = lambda i: {p.partition("/")[2]: x for p, x in values.items() if _first(p) == i}
-        return [refilled(layer, row(i)) for i, layer in enumerate(given)]
+            params_of_layer = lambda i: {
+                p.partition("/")[2]: x for p, x in values.items() if _layer_index(p) == i
+            }
+        return [replace_params(layer, params_of_layer(i)) for i, layer in enumerate(layers)]
 
-    def _state(self, parameters: Parameters, order: Any) -> State:
+    def _make_state(self, parameters: Parameters, order: Any) -> State:
         return State(np.int32(0), parameters, optax.EmptyState(), self._variables, order)
 
     # -- running ------------------------------------------------------------------------------
@@ -245,8 +259,8 @@ class Pipe:
             (4,)
         """
         batch = self._batch(x, labels, criterion, self.microbatches)
-        wanted = "outputs" if return_outputs else "losses"
-        run = self._program(criterion, wanted, self._training)
+        returns = "outputs" if return_outputs else "losses"
+        run = self._program(criterion, returns, self._build_train)
         step = np.int32(self._calls)
         gradients, losses, outputs, self.metrics = run(
             self._parameters, self._variables, batch, step
@@ -279,10 +293,10 @@ class Pipe:
         """
         batch = check_batch(x, labels, criterion)
         check_rows(self.layout, batch, self.microbatches)
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch_sharding)
         batch = jax.tree.map(shape, batch)
-        wanted = "outputs" if return_outputs else "losses"
-        run = self._program(criterion, wanted, self._training)
+        returns = "outputs" if return_outputs else "losses"
+        run = self._program(criterion, returns, self._build_train)
         return run.lower(self._parameters, self._variables, batch, np.int32(0))
 
     def forward(self, x: Any) -> Any:
@@ -300,7 +314,7 @@ class Pipe:
             (8, 4)
         """
         batch = self._batch(x, (), _no_loss, 1)
-        run = self._program(_no_loss, "outputs", self._evaluating)
+        run = self._program(_no_loss, "outputs", self._build_eval)
         return run(self._parameters, self._variables, batch)
 
     __call__ = forward
@@ -323,7 +337,7 @@ class Pipe:
             0.0
         """
         batch = self._batch(x, labels, criterion, 1)
-        run = self._program(criterion, None, self._evaluating)
+        run = self._program(criterion, None, self._build_eval)
         return run(self._parameters, self._variables, batch)
 
     def __repr__(self) -> str:
@@ -334,62 +348,69 @@ class Pipe:
 
     # -- programs -----------------------------------------------------------------------------
 
-    def _program(self, criterion: Callable, wanted: str | None, build: Callable) -> Any:
+    def _program(self, criterion: Callable, returns: str | None, build: Callable) -> Any:
         """Return the jitted function for a criterion; it compiles once for each shape."""
         name = criterion if isinstance(criterion, Hashable) else id(criterion)
-        key = (build.__name__, name, wanted)
+        key = (build.__name__, name, returns)
         if key not in self._programs:
             if len(self._programs) == MANY:
                 warnings.warn(NEW_CRITERIA, stacklevel=3)
-            self._programs[key] = build(criterion, wanted)
+            self._programs[key] = build(criterion, returns)
         return self._programs[key]
 
-    def _training(self, criterion: Callable, wanted: str) -> Callable:
+    def _build_train(self, criterion: Callable, returns: str) -> Callable:
         table = self._schedule.table(self.parts.stages)
-        plane = data_plane(ingredients(self.layout, _loss(criterion), self._execution, table))
-        plane = replace(plane, wanted=wanted)
+        engine = engine_for(step_spec(self.layout, _make_loss(criterion), self._execution, table))
+        engine = replace(engine, returns=returns)
 
         def run(
             parameters: Parameters, variables: Parameters, batch, step: jax.Array
         ) -> tuple[Parameters, jax.Array, Any, dict[str, jax.Array]]:
             flat = (flatten(parameters), flatten(variables))
-            with fitting(batch):
-                gradients, told, _ = plane.gradients(*flat, batch, step)
-            mean = jax.tree.map(lambda x: x.sum(0), told.means)
-            scale = lambda path, g: (g / mean.weight).astype(self.layout.placed[path].dtype)
+            with explain_shape_errors(batch):
+                gradients, output, _ = engine.gradients(*flat, batch, step)
+            mean = jax.tree.map(lambda x: x.sum(0), output.means)
+            scale = lambda path, g: (g / mean.weight).astype(self.layout.param_specs[path].dtype)
             scaled = nest({path: scale(path, g) for path, g in gradients.items()})
-            return scaled, told.means.total / told.means.weight, told.outputs, _metrics(mean)
+            return scaled, output.means.total / output.means.weight, output.outputs, _metrics(mean)
 
-        moments = {path: self._on(p.moment) for path, p in self.layout.placed.items()}
-        return self._jit(run, (nest(moments), self._on(P()), self._rows, self._on(P())))
+        grad_shardings = {
+            path: self._sharding(p.moment) for path, p in self.layout.param_specs.items()
+        }
+        return self._jit(
+            run,
+            (nest(grad_shardings), self._sharding(P()), self._batch_sharding, self._sharding(P())),
+        )
 
-    def _evaluating(self, criterion: Callable, wanted: str | None) -> Callable:
-        ran = self._execution
-        plain = Execution(precision=ran.precision, compiler_options=ran.compiler_options)
+    def _build_eval(self, criterion: Callable, returns: str | None) -> Callable:
+        execution = self._execution
+        eval_execution = Execution(
+            precision=execution.precision, compiler_options=execution.compiler_options
+        )
 
         def run(parameters: Parameters, variables: Parameters, batch):
-            loss = _loss(criterion)
-            table = forward_table_of(self.layout, self._schedule, batch)
-            plane = data_plane(ingredients(self.layout, loss, plain, table))
-            plane = replace(plane, wanted=wanted)
-            with fitting(batch):
-                told = plane.evaluate(flatten(parameters), flatten(variables), batch)
-            return _metrics(told) if wanted is None else told.outputs
+            loss = _make_loss(criterion)
+            table = evaluation_table(self.layout, self._schedule, batch)
+            engine = engine_for(step_spec(self.layout, loss, eval_execution, table))
+            engine = replace(engine, returns=returns)
+            with explain_shape_errors(batch):
+                output = engine.evaluate(flatten(parameters), flatten(variables), batch)
+            return _metrics(output) if returns is None else output.outputs
 
-        return self._jit(run, self._on(P()) if wanted is None else self._rows)
+        return self._jit(run, self._sharding(P()) if returns is None else self._batch_sharding)
 
     def _jit(self, run: Callable, out_shardings: Any) -> Callable:
-        options = options_of(self.layout, self._execution)
-        within = jax.jit(run, out_shardings=out_shardings)
-        alone = jax.jit(run, out_shardings=out_shardings, compiler_options=options)
-        return _Jitted(checked(alone, self.mesh), within)
+        options = options_for(self.layout, self._execution)
+        nested = jax.jit(run, out_shardings=out_shardings)
+        standalone = jax.jit(run, out_shardings=out_shardings, compiler_options=options)
+        return _JittedProgram(check_deadlock(standalone, self.mesh), nested)
 
-    def _on(self, spec: P) -> NamedSharding:
+    def _sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
     @property
-    def _rows(self) -> NamedSharding:
-        return self._on(P(batch_axes(self.mesh)))
+    def _batch_sharding(self) -> NamedSharding:
+        return self._sharding(P(batch_axes(self.mesh)))
 
     # -- batches ------------------------------------------------------------------------------
 
@@ -444,33 +465,35 @@ class Interleaved1F1B(Pipe):
     chunked = True
 
 
-def _moved(x: Any, sharding: NamedSharding) -> jax.Array:
+def _to_sharding(x: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array where it is wanted: itself, if it lies there, otherwise a copy."""
-    there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
-    return x if there else copy_to(x, sharding)
+    is_placed = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+    return x if is_placed else copy_to(x, sharding)
 
 
-def _nested(layers: Any, which: Any) -> Parameters:
+def _nest_arrays(layers: Any, which: Any) -> Parameters:
     """Return the arrays of the layers under their paths in the model."""
     flat = nnx.to_flat_state(nnx.state(layers, which))
-    paths = {LAYERS + path_of(keys): v.get_raw_value() for keys, v in flat}
+    paths = {LAYERS + join_path(keys): v.get_raw_value() for keys, v in flat}
     return nest(paths)
 
 
-def _emptied(layers: Any) -> Any:
-    return tuple(map(emptied, layers)) if isinstance(layers, tuple) else emptied(layers)
+def _layers_to_shapes(layers: Any) -> Any:
+    return tuple(map(to_shapes, layers)) if isinstance(layers, tuple) else to_shapes(layers)
 
 
-def _first(path: str) -> int:
+def _layer_index(path: str) -> int:
     return int(path.partition("/")[0])
 
 
-def _loss(criterion: Callable) -> Callable:
+def _make_loss(criterion: Callable) -> Callable:
     """Return the criterion as the engine calls it."""
 
     def loss(outputs, batch):
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        return as_mean(criterion(outputs, *batch["labels"]), rows, "what the criterion returns")
+        batch_size = jax.tree.leaves(batch)[0].shape[0]
+        return as_mean(
+            criterion(outputs, *batch["labels"]), batch_size, "what the criterion returns"
+        )
 
     return loss
 
@@ -480,5 +503,5 @@ def _no_loss(outputs: Any) -> Mean:
 
 
 def _metrics(mean: Mean) -> dict[str, jax.Array]:
-    own = {name: m.total / m.weight for name, m in mean.metrics.items()}
-    return {"loss": mean.total / mean.weight, **own}
+    metrics = {name: m.total / m.weight for name, m in mean.metrics.items()}
+    return {"loss": mean.total / mean.weight, **metrics}

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.utils.keywords import is_real, known_fields
+from hfjax.utils.keywords import is_real, strict_fields
 
 ATTEMPTS = 10  # to find a crop that lies inside, as torchvision
 
 
-@known_fields
+@strict_fields
 @dataclass(frozen=True)
 class Augment:
     """How much the images of training are changed at random.
@@ -53,8 +53,8 @@ class Augment:
         pair = getattr(self, name)
         if name == "scale" and pair is None:
             return
-        two = isinstance(pair, tuple | list) and len(pair) == 2
-        if not two or not all(is_real(x, 0, most) and 0 < x < most for x in pair):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(is_real(x, 0, most) and 0 < x < most for x in pair):
             raise ValueError(f"{name}={pair!r}: the least and the largest, both above 0.")
         if pair[0] > pair[1]:
             raise ValueError(f"{name}={pair!r}: the least comes first.")
@@ -76,50 +76,50 @@ class Augment:
             raise ValueError(f"scale={scale!r}: of classes a part of the area, at most 1.")
         return Augment(**{**asdict(self), "scale": scale})
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
-def generator(seed: int, epoch: int, number: int) -> np.random.Generator:
+def generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     """Return what draws for a row in an epoch, the same on every machine.
 
     >>> round(generator(0, 0, 5).random(), 6), round(generator(0, 1, 5).random(), 6)
     (0.915996, 0.60108)
     """
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, number])))
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, index])))
 
 
-def uniform(u: float, least: float, most: float) -> float:
+def uniform(u: float, low: float, high: float) -> float:
     """Return what a number from 0 to 1 is between two bounds."""
-    return least + (most - least) * u
+    return low + (high - low) * u
 
 
-def whole(u: float, most: int) -> int:
-    """Return a whole number from 0 to `most`, each as often, for a number from 0 to 1."""
-    return min(int(u * (most + 1)), most)
+def uniform_int(u: float, high: int) -> int:
+    """Return a whole number from 0 to `high`, each as often, for a number from 0 to 1."""
+    return min(int(u * (high + 1)), high)
 
 
-def crop(
-    draw: np.random.Generator, width: int, height: int, augment: Augment
+def random_crop(
+    rng: np.random.Generator, width: int, height: int, augment: Augment
 ) -> tuple[int, int, int, int]:
     """Return left, top, right, bottom of a part of an image, as torchvision's RandomResizedCrop."""
     assert augment.scale is not None
-    sizes, (x, y) = draw.random((ATTEMPTS, 2)), draw.random(2)
+    sizes, (x, y) = rng.random((ATTEMPTS, 2)), rng.random(2)
     for area, ratio in sizes:
         size = width * height * uniform(area, *augment.scale)
-        wide = math.exp(uniform(ratio, *map(math.log, augment.ratio)))
-        w, h = round(math.sqrt(size * wide)), round(math.sqrt(size / wide))
+        aspect_ratio = math.exp(uniform(ratio, *map(math.log, augment.ratio)))
+        w, h = round(math.sqrt(size * aspect_ratio)), round(math.sqrt(size / aspect_ratio))
         if 0 < w <= width and 0 < h <= height:
-            left, top = whole(x, width - w), whole(y, height - h)
+            left, top = uniform_int(x, width - w), uniform_int(y, height - h)
             return left, top, left + w, top + h
-    return central(width, height, augment.ratio)
+    return central_crop(width, height, augment.ratio)
 
 
-def central(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
+def central_crop(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
     """Return the largest part in the middle whose width for its height is allowed.
 
-    >>> central(200, 100, (3 / 4, 4 / 3))
+    >>> central_crop(200, 100, (3 / 4, 4 / 3))
     (33, 0, 166, 100)
     """
     w, h = width, height
@@ -131,12 +131,12 @@ def central(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, i
     return left, top, left + w, top + h
 
 
-def colours(draw: np.random.Generator, augment: Augment) -> Iterator[tuple[str, float]]:
+def color_factors(rng: np.random.Generator, augment: Augment) -> Iterator[tuple[str, float]]:
     """Yield what of the colours is changed and by which factor, in an order that is drawn."""
     amounts = augment.brightness, augment.contrast, augment.saturation
     if not any(amounts):
         return
-    factors, ranks = draw.random(3), draw.random(3)
+    factors, ranks = rng.random(3), rng.random(3)
     for i in np.argsort(ranks, kind="stable"):
         if amount := amounts[i]:
             enhancer = ("Brightness", "Contrast", "Color")[i]

@@ -13,33 +13,33 @@ import numpy as np
 from hfjax.data.images.decode import (
     MOST_PIXELS,
     DamagedImageError,
-    allow,
     pillow,
+    raise_pixel_limit,
     read_image,
     read_mask,
 )
 from hfjax.data.images.find_images import (
     IMAGES,
     MASKS,
-    Below,
-    checked_names,
+    ImageListing,
+    check_class_names,
     class_folders,
     has_masks,
-    images_below,
-    paired,
-    part_of,
-    written_classes,
+    list_images,
+    match_masks,
+    read_class_names,
+    split_folder,
 )
 from hfjax.data.images.pixels import IGNORED
-from hfjax.utils.image_names import is_litter
-from hfjax.utils.keywords import is_whole
-from hfjax.utils.tables import named
+from hfjax.utils.image_names import is_system_file
+from hfjax.utils.keywords import is_int
+from hfjax.utils.tables import quote
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SHOWN = 5  # names in a message
-TOGETHER = 1024  # images that wait for threads
+MAX_NAMES = 5  # names in a message
+READ_AHEAD = 1024  # images that wait for threads
 
 T = TypeVar("T")
 
@@ -93,93 +93,95 @@ class ImageSet:
         classes: int | Sequence[str] | None = None,
         most_pixels: int = MOST_PIXELS,
     ) -> None:
-        if not is_whole(most_pixels, 1):
+        if not is_int(most_pixels, 1):
             raise ValueError(f"most_pixels={most_pixels!r}: a whole number from 1 on.")
         pillow()
-        allow(most_pixels)
+        raise_pixel_limit(most_pixels)
         self.most_pixels = most_pixels
-        self.directory = part_of(Path(directory), part)
+        self.directory = split_folder(Path(directory), part)
         self.kind = "masks" if has_masks(self.directory) else "classes"
-        open_it = self._with_masks if self.kind == "masks" else self._by_class
-        open_it(classes)
+        open_folder = self._open_masks if self.kind == "masks" else self._open_classes
+        open_folder(classes)
 
     # -- by class -------------------------------------------------------------------------
 
-    def _by_class(self, classes: int | Sequence[str] | None) -> None:
+    def _open_classes(self, classes: int | Sequence[str] | None) -> None:
         folders = class_folders(self.directory)
         if isinstance(classes, int):
             raise ValueError(
-                f"classes={classes}: {named(self.directory)} has folders of classes; give names."
+                f"classes={classes}: {quote(self.directory)} has folders of classes; give names."
             )
-        self.classes = folders if classes is None else checked_names(classes, "classes")
+        self.classes = folders if classes is None else check_class_names(classes, "classes")
         self._check_folders(folders)
-        found = [images_below(self.directory / name) for name in folders]
-        for name, images in zip(folders, found, strict=True):
+        listings = [list_images(self.directory / name) for name in folders]
+        for name, images in zip(folders, listings, strict=True):
             if not images.names:
                 raise ValueError(
-                    f"class {named(name)} has no image: {named(self.directory / name)} holds "
-                    f"{images.others} other files. Add images, or remove the folder."
+                    f"class {quote(name)} has no image: {quote(self.directory / name)} holds "
+                    f"{images.num_others} other files. Add images, or remove the folder."
                 )
-        self.names = [f"{f}/{x}" for f, i in zip(folders, found, strict=True) for x in i.names]
-        self.sizes = [size for images in found for size in images.sizes]
-        numbers = [self.classes.index(name) for name in folders]
-        self.labels = np.repeat(np.array(numbers, np.int32), [len(i.names) for i in found])
-        beside = sum(1 for entry in os.scandir(self.directory) if _counts(entry))
-        self.passed_over = beside + sum(images.others for images in found)
+        self.names = [f"{f}/{x}" for f, i in zip(folders, listings, strict=True) for x in i.names]
+        self.sizes = [size for images in listings for size in images.sizes]
+        folder_labels = [self.classes.index(name) for name in folders]
+        self.labels = np.repeat(np.array(folder_labels, np.int32), [len(i.names) for i in listings])
+        num_unread = sum(1 for entry in os.scandir(self.directory) if _is_unread_file(entry))
+        self.passed_over = num_unread + sum(images.num_others for images in listings)
         self.masks: list[str] = []
 
     def _check_folders(self, folders: list[str]) -> None:
-        if strange := [name for name in folders if name not in self.classes]:
+        if unexpected := [name for name in folders if name not in self.classes]:
             raise ValueError(
-                f"{named(self.directory)} has folders of classes that are not among the "
-                f"{len(self.classes)} asked for: {_some(strange)}. Remove them, or name them."
+                f"{quote(self.directory)} has folders of classes that are not among the "
+                f"{len(self.classes)} asked for: {_abbreviate(unexpected)}. Remove them, or name "
+                "them."
             )
 
     # -- with masks -----------------------------------------------------------------------
 
-    def _with_masks(self, classes: int | Sequence[str] | None) -> None:
-        images = images_below(self.directory / IMAGES)
-        masks = images_below(self.directory / MASKS)
+    def _open_masks(self, classes: int | Sequence[str] | None) -> None:
+        images = list_images(self.directory / IMAGES)
+        masks = list_images(self.directory / MASKS)
         if not images.names:
             raise ValueError(
-                f"{named(self.directory / IMAGES)} holds no image ({images.others} other files)."
+                f"{quote(self.directory / IMAGES)} holds no image ({images.num_others} other "
+                "files)."
             )
         self.names = images.names
-        self.masks = paired(self.directory, images, masks)
-        self.sizes = images.sizes + _sizes_of(masks, self.masks)
+        self.masks = match_masks(self.directory, images, masks)
+        self.sizes = images.sizes + _file_sizes(masks, self.masks)
         self.labels = np.zeros(0, np.int32)
-        beside = sum(1 for entry in os.scandir(self.directory) if _counts(entry))
-        spare = len(masks.names) - len(self.masks)
-        self.passed_over = beside + images.others + masks.others + spare
-        self.classes = self._names_of_labels(classes)
+        num_unread = sum(1 for entry in os.scandir(self.directory) if _is_unread_file(entry))
+        num_unpaired = len(masks.names) - len(self.masks)
+        self.passed_over = num_unread + images.num_others + masks.num_others + num_unpaired
+        self.classes = self._class_names(classes)
 
-    def _names_of_labels(self, classes: int | Sequence[str] | None) -> list[str]:
+    def _class_names(self, classes: int | Sequence[str] | None) -> list[str]:
         if classes is None:
-            classes = written_classes(self.directory) or self._largest_label() + 1
+            classes = read_class_names(self.directory) or self._largest_label() + 1
         if not isinstance(classes, int):
-            classes = checked_names(classes, "classes")
+            classes = check_class_names(classes, "classes")
         count = classes if isinstance(classes, int) else len(classes)
-        if not is_whole(count, 1, IGNORED):
+        if not is_int(count, 1, IGNORED):
             raise ValueError(f"classes={count!r}: masks have 1 to {IGNORED} classes.")
         return classes if isinstance(classes, list) else list(map(str, range(count)))
 
     def _largest_label(self) -> int:
-        largest = max(self.each(self._largest_of))
+        largest = max(self.each(self._largest_in_mask))
         if largest < 0:
             raise ValueError(
-                f"{named(self.directory / MASKS)}: every label is {IGNORED}, which does not count. "
+                f"{quote(self.directory / MASKS)}: every label is {IGNORED}, which does not count. "
                 "Labels of classes are 0, 1, …: give other masks."
             )
         return largest
 
-    def _largest_of(self, index: int) -> int:
+    def _largest_in_mask(self, index: int) -> int:
         """Return the largest label of a mask; -1 if there is none, or the file is damaged."""
         try:
             mask = self.mask(index)
         except DamagedImageError:  # said when its row is read
             return -1
-        counted = mask[mask != IGNORED]
-        return int(counted.max()) if counted.size else -1
+        labels = mask[mask != IGNORED]
+        return int(labels.max()) if labels.size else -1
 
     # -- what is in it --------------------------------------------------------------------
 
@@ -190,8 +192,8 @@ class ImageSet:
         return f"ImageSet({self})"
 
     def __str__(self) -> str:
-        what = "with masks of" if self.kind == "masks" else "of"
-        return f"{named(self.directory)}: {len(self)} images {what} {len(self.classes)} classes"
+        phrase = "with masks of" if self.kind == "masks" else "of"
+        return f"{quote(self.directory)}: {len(self)} images {phrase} {len(self.classes)} classes"
 
     def __getitem__(self, index: int) -> "tuple[Image, np.ndarray]":
         image = read_image(self.path(index), self.most_pixels)
@@ -218,8 +220,8 @@ class ImageSet:
             >>> ImageSet(folder.name).path(0).name
             '1.png'
         """
-        below = IMAGES if self.kind == "masks" else "."
-        return self.directory / below / self.names[index]
+        subfolder = IMAGES if self.kind == "masks" else "."
+        return self.directory / subfolder / self.names[index]
 
     def mask(self, index: int) -> np.ndarray:
         """Return the labels of the mask of an image, uint8 [height, width].
@@ -261,17 +263,18 @@ class ImageSet:
             >>> data = ImageSet(folder.name)
             >>> data.check_mask(0, *data[0])
         """
-        path = named(self.directory / MASKS / self.masks[index])
+        path = quote(self.directory / MASKS / self.masks[index])
         if mask.shape != (image.height, image.width):
             raise ValueError(
                 f"{path} has {mask.shape[1]} x {mask.shape[0]} pixels, its image "
                 f"{image.width} x {image.height} (turned as its EXIF says). Make them alike."
             )
-        if told := self.beyond(mask):
+        if unknown_labels := self.beyond(mask):
             raise ValueError(
-                f"{path} has labels beyond the {len(self.classes)} classes: {told}. Labels are 0 "
+                f"{path} has labels beyond the {len(self.classes)} classes: {unknown_labels}. "
+                "Labels are 0 "
                 f"to {len(self.classes) - 1}, and {IGNORED} for what does not count; `hfjax data "
-                f"{named(self.directory)}` names all such masks."
+                f"{quote(self.directory)}` names all such masks."
             )
 
     def beyond(self, mask: np.ndarray) -> str:
@@ -295,10 +298,12 @@ class ImageSet:
         """
         if (mask + np.uint8(1)).max(initial=0) <= len(self.classes):  # 255 becomes 0
             return ""
-        high = mask[(mask >= len(self.classes)) & (mask != IGNORED)]
-        labels, counts = np.unique(high, return_counts=True)
-        told = [f"{label} ({n} pixels)" for label, n in zip(labels, counts, strict=True)]
-        return ", ".join(told[:SHOWN]) + (f" and {len(told) - SHOWN} more" * (len(told) > SHOWN))
+        unknown = mask[(mask >= len(self.classes)) & (mask != IGNORED)]
+        labels, counts = np.unique(unknown, return_counts=True)
+        descriptions = [f"{label} ({n} pixels)" for label, n in zip(labels, counts, strict=True)]
+        return ", ".join(descriptions[:MAX_NAMES]) + (
+            f" and {len(descriptions) - MAX_NAMES} more" * (len(descriptions) > MAX_NAMES)
+        )
 
     def each(self, read: Callable[[int], T]) -> Iterator[T]:
         """Yield what is read of each image, in order, by as many threads as there are cores.
@@ -318,25 +323,25 @@ class ImageSet:
             >>> list(data.each(lambda index: data[index][0].size))
             [(40, 30)]
         """
-        with ThreadPoolExecutor(cores()) as pool:
-            for start in range(0, len(self), TOGETHER):
-                yield from pool.map(read, range(start, min(start + TOGETHER, len(self))))
+        with ThreadPoolExecutor(num_cores()) as pool:
+            for start in range(0, len(self), READ_AHEAD):
+                yield from pool.map(read, range(start, min(start + READ_AHEAD, len(self))))
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of names and sizes of all files, and of the classes."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         names = [*self.names, *self.masks]
         lines = [f"{name}\0{size}" for name, size in zip(names, self.sizes, strict=True)]
         for text in (self.kind, *self.classes, *lines):
-            found.update(text.encode("utf-8", "surrogateescape") + b"\n")
-        return found.hexdigest()[:16]
+            digest.update(text.encode("utf-8", "surrogateescape") + b"\n")
+        return digest.hexdigest()[:16]
 
 
-def cores() -> int:
+def num_cores() -> int:
     """Return how many cores this process may use."""
-    mine = getattr(os, "sched_getaffinity", None)
-    return len(mine(0)) if mine else os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def check_same_classes(train: ImageSet, valid: ImageSet) -> None:
@@ -365,34 +370,39 @@ def check_same_classes(train: ImageSet, valid: ImageSet) -> None:
     """
     if train.kind != valid.kind:
         raise ValueError(
-            f"{named(train.directory)} is a set of {train.kind}, {named(valid.directory)} one of "
+            f"{quote(train.directory)} is a set of {train.kind}, {quote(valid.directory)} one of "
             f"{valid.kind}: give two of one kind."
         )
-    named_alike = train.classes[: len(valid.classes)] == valid.classes
-    if train.classes == valid.classes or (train.kind == "masks" and named_alike):
+    has_same_prefix = train.classes[: len(valid.classes)] == valid.classes
+    if train.classes == valid.classes or (train.kind == "masks" and has_same_prefix):
         return
     more = [name for name in valid.classes if name not in train.classes]
     fewer = [name for name in train.classes if name not in valid.classes]
-    told = [f"only the first has {_some(fewer)}"] if fewer else []
-    told += [f"only the second has {_some(more)}"] if more else []
+    differences = [f"only the first has {_abbreviate(fewer)}"] if fewer else []
+    differences += [f"only the second has {_abbreviate(more)}"] if more else []
     raise ValueError(
-        f"{named(train.directory)} has {len(train.classes)} classes and {named(valid.directory)} "
-        f"{len(valid.classes)}; {' and '.join(told) or 'their order is another one'}. Labels "
+        f"{quote(train.directory)} has {len(train.classes)} classes and {quote(valid.directory)} "
+        f"{len(valid.classes)}; {' and '.join(differences) or 'their order is another one'}. "
+        "Labels "
         "would not mean the same: move folders or lines of classes.txt so that both are alike, or "
         "open the second as ImageSet(…, classes=train.classes)."
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(named, names[:SHOWN])) + more
+def _abbreviate(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(map(quote, names[:MAX_NAMES])) + more
 
 
-def _counts(entry: os.DirEntry[str]) -> bool:
+def _is_unread_file(entry: os.DirEntry[str]) -> bool:
     """Return whether something beside the folders is a file that is not read."""
-    return os.path.isfile(entry.path) and not is_litter(entry.name) and entry.name != "classes.txt"
+    return (
+        os.path.isfile(entry.path)
+        and not is_system_file(entry.name)
+        and entry.name != "classes.txt"
+    )
 
 
-def _sizes_of(found: Below, names: Sequence[str]) -> list[int]:
-    sizes = dict(zip(found.names, found.sizes, strict=True))
+def _file_sizes(listing: ImageListing, names: Sequence[str]) -> list[int]:
+    sizes = dict(zip(listing.names, listing.sizes, strict=True))
     return [sizes[name] for name in names]

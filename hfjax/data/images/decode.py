@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hfjax.utils.command_errors import optional
-from hfjax.utils.tables import human, named
+from hfjax.utils.command_errors import import_optional
+from hfjax.utils.tables import human, quote
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,7 +27,7 @@ GONE = (
 )
 PHOTOMETRIC = 262  # of TIFF: 0 where 0 is white
 ORIENTATION = 274  # of EXIF: how to turn what is stored
-TURNS = (
+EXIF_TRANSPOSES = (
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE"),
     *("ROTATE_270", "TRANSVERSE", "ROTATE_90"),
 )
@@ -40,10 +40,10 @@ class DamagedImageError(ValueError):
 @functools.cache
 def pillow() -> Any:
     """Return Pillow's module of images, or say how to get it."""
-    return optional("PIL.Image", "reading images", "images")
+    return import_optional("PIL.Image", "reading images", "images")
 
 
-def allow(most_pixels: int) -> None:
+def raise_pixel_limit(most_pixels: int) -> None:
     """Raise Pillow's own limit if a larger one is asked for; it holds for the whole program."""
     image = pillow()
     if image.MAX_IMAGE_PIXELS is not None and most_pixels > image.MAX_IMAGE_PIXELS:
@@ -52,37 +52,39 @@ def allow(most_pixels: int) -> None:
 
 def read_image(path: Path, most_pixels: int = MOST_PIXELS) -> "Image":
     """Return an image upright and as RGB, by Pillow's `convert`: transparency is dropped."""
-    return with_mode(path, most_pixels)[1]
+    return read_with_mode(path, most_pixels)[1]
 
 
-def with_mode(path: Path, most_pixels: int = MOST_PIXELS) -> "tuple[str, Image]":
+def read_with_mode(path: Path, most_pixels: int = MOST_PIXELS) -> "tuple[str, Image]":
     """Return the mode in which an image is stored, and the image."""
-    with _opened(path, most_pixels) as image:
+    with _open_image(path, most_pixels) as image:
         mode = image.mode
-        if _highest(image) > FULL:
-            raise ValueError(_not_of_8_bits(path, mode, SIXTEEN))
-        return mode, _as_rgb(_loaded(path, image), path)
+        if _max_level(image) > FULL:
+            raise ValueError(_bit_depth_message(path, mode, SIXTEEN))
+        return mode, _to_rgb(_load_upright(path, image), path)
 
 
 def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
     """Return the labels of a mask: the indices of a palette, or levels of grey."""
-    with _opened(path, most_pixels) as image:
+    with _open_image(path, most_pixels) as image:
         if image.mode not in LABELS:
             raise ValueError(
-                f"{named(path)} has mode {image.mode}: a mask has one label for each pixel, 0 to "
+                f"{quote(path)} has mode {image.mode}: a mask has one label for each pixel, 0 to "
                 "255. Write it as PNG with a palette (mode P) or in grey (mode L)."
             )
-        if why := _other_labels(image):
+        if why := _label_problem(image):
             raise ValueError(
-                f"{named(path)} {why}: its labels would be others. Write it as PNG with a palette "
+                f"{quote(path)} {why}: its labels would be others. Write it as PNG with a palette "
                 "(mode P) or in grey (mode L)."
             )
-        most = _highest(image)
-        levels = np.asarray(_loaded(path, image), np.uint8)
-        return levels if most == FULL else np.rint(levels * (most / FULL)).astype(np.uint8)
+        max_level = _max_level(image)
+        levels = np.asarray(_load_upright(path, image), np.uint8)
+        return (
+            levels if max_level == FULL else np.rint(levels * (max_level / FULL)).astype(np.uint8)
+        )
 
 
-def _other_labels(image: "Image") -> str | None:
+def _label_problem(image: "Image") -> str | None:
     """Return why the pixels of a mask are not those that were written; None: they are."""
     if image.format in ("JPEG", "MPO"):
         return "is a JPEG, which changes pixels"
@@ -90,80 +92,82 @@ def _other_labels(image: "Image") -> str | None:
     return "is a TIFF in which 0 is white, and is read inverted" if inverted else None
 
 
-def _highest(image: "Image") -> int:
+def _max_level(image: "Image") -> int:
     """Return the highest level of an image that is opened and not loaded: 3 of 2 bits.
 
     Pillow stretches levels to 255, or drops the low byte of 16 bits; only how it decodes tells.
     """
-    for decoder, _, _, how in getattr(image, "tile", []):
-        rawmode, *more = how if isinstance(how, tuple) else (how,)
+    for decoder, _, _, args in getattr(image, "tile", []):
+        rawmode, *more = args if isinstance(args, tuple) else (args,)
         if decoder in ("ppm", "ppm_plain") and more:
             return more[0]
-        if found := FEWER_BITS.match(str(rawmode)):
-            return 2 ** int(found[1]) - 1
+        if match := FEWER_BITS.match(str(rawmode)):
+            return 2 ** int(match[1]) - 1
         if SIXTEEN_BITS.search(str(rawmode)):
             return 2**16 - 1
     return FULL
 
 
 @contextmanager
-def _opened(path: Path, most_pixels: int) -> Iterator["Image"]:
+def _open_image(path: Path, most_pixels: int) -> Iterator["Image"]:
     """Give an image whose header is read, if its pixels are not too many."""
     library = pillow()
     try:
         image = library.open(path)
-    except (library.DecompressionBombError, library.DecompressionBombWarning) as wrong:
-        raise ValueError(_too_large(path, str(wrong), most_pixels)) from None
-    except FileNotFoundError as wrong:
-        raise FileNotFoundError(wrong.errno, GONE, str(path)) from None
-    except Exception as wrong:
-        raise _damaged(path, wrong) from None
+    except (library.DecompressionBombError, library.DecompressionBombWarning) as error:
+        raise ValueError(_too_large_message(path, str(error), most_pixels)) from None
+    except FileNotFoundError as error:
+        raise FileNotFoundError(error.errno, GONE, str(path)) from None
+    except Exception as error:
+        raise _decode_error(path, error) from None
     with image:
         width, height = image.size
         if width * height > most_pixels:
             size = f"{width} x {height} pixels, {human(3 * width * height)} of memory"
-            raise ValueError(_too_large(path, size, most_pixels))
+            raise ValueError(_too_large_message(path, size, most_pixels))
         yield image
 
 
-def _too_large(path: Path, what: str, most: int) -> str:
+def _too_large_message(path: Path, reason: str, max_pixels: int) -> str:
     return (
-        f"{named(path)} is too large to be decoded ({what}): at most {most} pixels are. Make it "
+        f"{quote(path)} is too large to be decoded ({reason}): at most {max_pixels} pixels are. "
+        "Make it "
         "smaller or leave it out; if it is meant, give ImageSet(…, most_pixels=…)."
     )
 
 
-def _damaged(path: Path, wrong: Exception) -> Exception:
+def _decode_error(path: Path, error: Exception) -> Exception:
     """Return the error of a file that does not decode; what the system says stays as it is."""
-    if isinstance(wrong, MemoryError) or getattr(wrong, "errno", None) is not None:
-        return wrong
-    told = named(str(wrong)).replace(repr(str(path)), "it").rstrip(".")
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+        return error
+    message = quote(str(error)).replace(repr(str(path)), "it").rstrip(".")
     return DamagedImageError(
-        f"{named(path)} does not decode: {told or type(wrong).__name__}. Copy it again, or take it "
+        f"{quote(path)} does not decode: {message or type(error).__name__}. Copy it again, or "
+        "take it "
         "out; broken='skip' (--data.broken skip) takes the next image instead."
     )
 
 
-def _loaded(path: Path, image: "Image") -> "Image":
+def _load_upright(path: Path, image: "Image") -> "Image":
     """Return an image with its pixels, turned as its EXIF says."""
     try:
         image.load()
-    except Exception as wrong:
-        raise _damaged(path, wrong) from None
-    turn = _turn(image)
-    return image if turn is None else image.transpose(turn)
+    except Exception as error:
+        raise _decode_error(path, error) from None
+    transpose = _exif_transpose(image)
+    return image if transpose is None else image.transpose(transpose)
 
 
-def _turn(image: "Image") -> Any:
+def _exif_transpose(image: "Image") -> Any:
     try:
         tag = image.getexif().get(ORIENTATION, 1)
     except Exception:  # EXIF that cannot be read says nothing
         return None
-    known = isinstance(tag, int) and 2 <= tag <= 8
-    return getattr(pillow().Transpose, TURNS[tag - 2]) if known else None
+    is_known = isinstance(tag, int) and 2 <= tag <= 8
+    return getattr(pillow().Transpose, EXIF_TRANSPOSES[tag - 2]) if is_known else None
 
 
-def _as_rgb(image: "Image", path: Path) -> "Image":
+def _to_rgb(image: "Image", path: Path) -> "Image":
     if image.mode == "RGB":
         return image
     if image.mode == "P" and "transparency" in image.info:
@@ -171,11 +175,11 @@ def _as_rgb(image: "Image", path: Path) -> "Image":
     if image.mode in PLAIN:
         return image.convert("RGB")
     bits = SIXTEEN if image.mode[0] in "IF" else "no colours of 8 bits"
-    raise ValueError(_not_of_8_bits(path, image.mode, bits))
+    raise ValueError(_bit_depth_message(path, image.mode, bits))
 
 
-def _not_of_8_bits(path: Path, mode: str, bits: str) -> str:
+def _bit_depth_message(path: Path, mode: str, bits: str) -> str:
     return (
-        f"{named(path)} has mode {mode}, {bits}: images of 8 bits are read. Convert it, and "
+        f"{quote(path)} has mode {mode}, {bits}: images of 8 bits are read. Convert it, and "
         "choose how its levels become 0 to 255."
     )

@@ -5,24 +5,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hfjax.data.examples import Row
-from hfjax.data.images.augment import Augment, colours, crop, generator, uniform, whole
+from hfjax.data.examples import ArrayDict
+from hfjax.data.images.augment import (
+    Augment,
+    color_factors,
+    generator,
+    random_crop,
+    uniform,
+    uniform_int,
+)
 from hfjax.data.images.dataset import ImageSet
 from hfjax.data.images.decode import DamagedImageError
 from hfjax.data.images.pixels import (
     IGNORED,
     Box,
-    array,
-    centre,
-    coloured,
-    filled_up,
-    flipped,
-    ignored_up,
-    longer_to,
-    nearest_part,
-    resized_crop,
-    resized_part,
-    shorter_to,
+    adjust_colors,
+    center_box,
+    crop_and_resize,
+    flip_horizontal,
+    pad_image,
+    pad_labels,
+    resize_labels,
+    resize_region,
+    size_by_longer_side,
+    size_by_shorter_side,
+    to_array,
 )
 
 if TYPE_CHECKING:
@@ -30,8 +37,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ImageRows:
-    """The rows of a set. Without `augment` as they are evaluated; `skipped` are the broken ones."""
+class ImageExamples:
+    """The examples of a set, for evaluation without `augment`; `skipped_names` do not decode."""
 
     data: ImageSet
     size: int
@@ -39,42 +46,42 @@ class ImageRows:
     augment: Augment | None
     resize: int  # the shorter side before the middle is cut out; of classes, evaluated
     skip: bool
-    masked: bool
-    skipped: set[str] = field(default_factory=set)
+    with_mask: bool
+    skipped_names: set[str] = field(default_factory=set)
 
-    def row(self, number: int, place: int) -> Row:
+    def example(self, index: int, position: int) -> ArrayDict:
         """Return a row; of one that does not decode the next one that does, or one of mask 0."""
-        draw = None
-        if self.skip and self.masked and self._is_broken(number):
-            return self.nothing()
+        rng = None
+        if self.skip and self.with_mask and self._is_broken(index):
+            return self.padding_example()
         if self.augment is not None:
-            draw = generator(self.seed, place // len(self.data), number)
-        image, label = self._decoded(number)
-        make = self._of_class if self.data.kind == "classes" else self._of_mask
-        row = make(image, label, draw)
-        return {**row, "mask": np.ones((), np.float32)} if self.masked else row
+            rng = generator(self.seed, position // len(self.data), index)
+        image, label = self._decode(index)
+        transform = self._class_example if self.data.kind == "classes" else self._mask_example
+        arrays = transform(image, label, rng)
+        return {**arrays, "mask": np.ones((), np.float32)} if self.with_mask else arrays
 
-    def _is_broken(self, number: int) -> bool:
+    def _is_broken(self, index: int) -> bool:
         """Return whether an image does not decode; each counts once where scores are told."""
         try:
-            _ = self.data[number]
+            _ = self.data[index]
         except DamagedImageError:
-            self.skipped.add(self.data.names[number])
+            self.skipped_names.add(self.data.names[index])
             return True
         return False
 
-    def _decoded(self, number: int) -> tuple["Image", np.ndarray]:
+    def _decode(self, start: int) -> tuple["Image", np.ndarray]:
         count = len(self.data)
-        for index in range(number, number + count):
+        for index in range(start, start + count):
             try:
                 return self.data[index % count]
             except DamagedImageError:
                 if not self.skip:
                     raise
-                self.skipped.add(self.data.names[index % count])
+                self.skipped_names.add(self.data.names[index % count])
         raise ValueError(f"{self.data}: none of its images decodes.")
 
-    def nothing(self) -> Row:
+    def padding_example(self) -> ArrayDict:
         """Return a black image of mask 0: of class 0, or with ignored labels."""
         image = np.zeros((self.size, self.size, 3), np.uint8)
         label = np.zeros((), np.uint8)
@@ -82,49 +89,66 @@ class ImageRows:
             label = np.full((self.size, self.size), IGNORED, np.uint8)
         return {"image": image, "label": label, "mask": np.zeros((), np.float32)}
 
-    def together(self, rows: list[Row]) -> Row:
+    def collate(self, examples: list[ArrayDict]) -> ArrayDict:
         """Return rows as a batch; labels, one byte so far, become int32."""
         types = {"label": np.int32}
-        return {k: np.stack([row[k] for row in rows], dtype=types.get(k)) for k in rows[0]}
+        return {
+            k: np.stack([example[k] for example in examples], dtype=types.get(k))
+            for k in examples[0]
+        }
 
     # -- classes --------------------------------------------------------------------------
 
-    def _of_class(self, image: "Image", label: np.ndarray, draw: np.random.Generator | None) -> Row:
-        if draw is None:
-            sides = shorter_to(*image.size, self.resize)
-            found = array(resized_part(image, sides, centre(*sides, self.size)))
+    def _class_example(
+        self, image: "Image", label: np.ndarray, rng: np.random.Generator | None
+    ) -> ArrayDict:
+        if rng is None:
+            scaled_size = size_by_shorter_side(*image.size, self.resize)
+            pixels = to_array(
+                resize_region(image, scaled_size, center_box(*scaled_size, self.size))
+            )
         else:
-            found = self._changed(image, draw)
-        return {"image": found, "label": label}
+            pixels = self._apply_augment(image, rng)
+        return {"image": pixels, "label": label}
 
-    def _changed(self, image: "Image", draw: np.random.Generator) -> np.ndarray:
+    def _apply_augment(self, image: "Image", rng: np.random.Generator) -> np.ndarray:
         assert self.augment is not None
-        part = resized_crop(image, crop(draw, *image.size, self.augment), self.size)
-        if draw.random() < self.augment.flip:
-            part = flipped(part)
-        return array(coloured(part, colours(draw, self.augment)))
+        cropped_image = crop_and_resize(
+            image, random_crop(rng, *image.size, self.augment), self.size
+        )
+        if rng.random() < self.augment.flip:
+            cropped_image = flip_horizontal(cropped_image)
+        return to_array(adjust_colors(cropped_image, color_factors(rng, self.augment)))
 
     # -- masks ----------------------------------------------------------------------------
 
-    def _of_mask(self, image: "Image", mask: np.ndarray, draw: np.random.Generator | None) -> Row:
-        sides, box, flip = self._fitted(image.size, draw)
-        part, labels = resized_part(image, sides, box), nearest_part(mask, sides, box, flip)
-        if draw is not None and self.augment is not None:
-            part = coloured(flipped(part) if flip else part, colours(draw, self.augment))
+    def _mask_example(
+        self, image: "Image", mask: np.ndarray, rng: np.random.Generator | None
+    ) -> ArrayDict:
+        scaled_size, box, flip = self._crop_params(image.size, rng)
+        cropped_image, labels = (
+            resize_region(image, scaled_size, box),
+            resize_labels(mask, scaled_size, box, flip),
+        )
+        if rng is not None and self.augment is not None:
+            cropped_image = adjust_colors(
+                flip_horizontal(cropped_image) if flip else cropped_image,
+                color_factors(rng, self.augment),
+            )
         return {
-            "image": array(filled_up(part, self.size)),
-            "label": ignored_up(labels, self.size),
+            "image": to_array(pad_image(cropped_image, self.size)),
+            "label": pad_labels(labels, self.size),
         }
 
-    def _fitted(
-        self, size: tuple[int, int], draw: np.random.Generator | None
+    def _crop_params(
+        self, size: tuple[int, int], rng: np.random.Generator | None
     ) -> tuple[tuple[int, int], Box, bool]:
         """Return the sides after scaling, the part of it that is taken, and whether to flip it."""
-        if draw is None or self.augment is None or self.augment.scale is None:
-            sides = longer_to(*size, self.size)
-            return sides, (0, 0, *sides), False
-        scale, flip, x, y = draw.random(4)
-        width, height = longer_to(*size, self.size * uniform(scale, *self.augment.scale))
+        if rng is None or self.augment is None or self.augment.scale is None:
+            scaled_size = size_by_longer_side(*size, self.size)
+            return scaled_size, (0, 0, *scaled_size), False
+        scale, flip, x, y = rng.random(4)
+        width, height = size_by_longer_side(*size, self.size * uniform(scale, *self.augment.scale))
         w, h = min(width, self.size), min(height, self.size)
-        left, top = whole(x, width - w), whole(y, height - h)
+        left, top = uniform_int(x, width - w), uniform_int(y, height - h)
         return (width, height), (left, top, left + w, top + h), bool(flip < self.augment.flip)

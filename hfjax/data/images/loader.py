@@ -10,21 +10,21 @@ import grain
 import numpy as np
 
 from hfjax.data.images.augment import Augment
-from hfjax.data.images.dataset import ImageSet, cores
-from hfjax.data.images.examples import ImageRows
-from hfjax.data.indexed_loader import RowLoader, check_epochs, check_numbers
-from hfjax.data.sampler import order
-from hfjax.utils.keywords import known_fields
-from hfjax.utils.tables import named
+from hfjax.data.images.dataset import ImageSet, num_cores
+from hfjax.data.images.examples import ImageExamples
+from hfjax.data.indexed_loader import IndexedLoader, check_epochs, check_numbers
+from hfjax.data.sampler import example_order
+from hfjax.utils.keywords import strict_fields
+from hfjax.utils.tables import quote
 
 BROKEN = ("refuse", "skip")
 MOST_THREADS = 16  # more wait for each other
-BEYOND = 256 / 224  # of the shorter side over what is cut out, when evaluated
+RESIZE_RATIO = 256 / 224  # of the shorter side over what is cut out, when evaluated
 
 
-@known_fields
+@strict_fields
 @dataclass(eq=False)
-class ImageLoader(RowLoader):
+class ImageLoader(IndexedLoader):
     """An iterator over batches {"image": uint8 [rows, size, size, 3], "label": int32 […]}.
 
     Labels are [rows], or [rows, size, size] of a set with masks. Images and their order are a
@@ -82,18 +82,18 @@ class ImageLoader(RowLoader):
 
     def __post_init__(self) -> None:
         options = ("threads", "prefetch", "resize", "shuffle")
-        given = [name for name in options if getattr(self, name) is not None]
+        explicit = [name for name in options if getattr(self, name) is not None]
         least = {"rows": 1, "size": 1, "seed": 0, "threads": 0, "prefetch": self._threads}
         least |= {"resize": self.size}
-        optional = {k: n for k, n in least.items() if k not in options or k in given}
-        flags = ("train", "pad_last", *(name for name in ("shuffle",) if name in given))
+        optional = {k: n for k, n in least.items() if k not in options or k in explicit}
+        flags = ("train", "pad_last", *(name for name in ("shuffle",) if name in explicit))
         check_numbers(self, optional, flags)
         check_epochs(self)
         if self.broken not in BROKEN:
             raise ValueError(f"broken={self.broken!r}: one of {', '.join(BROKEN)}.")
         if self.rows > self.rows_per_epoch and not self.pad_last:
             raise ValueError(
-                f"a batch of {self.rows} rows: {named(self.images.directory)} has "
+                f"a batch of {self.rows} rows: {quote(self.images.directory)} has "
                 f"{self.rows_per_epoch} images. Lower rows, or give more images."
             )
         self._source  # noqa: B018  what is wrong with augment is said now
@@ -119,7 +119,7 @@ class ImageLoader(RowLoader):
     @property
     def skipped(self) -> list[str]:
         """The images that did not decode so far, relative to the directory: of broken="skip"."""
-        return sorted(self._rows.skipped)
+        return sorted(self._examples.skipped_names)
 
     def check(self, classes: int) -> None:
         """Refuse a model with fewer classes than the data.
@@ -137,45 +137,48 @@ class ImageLoader(RowLoader):
             >>> Image.new("RGB", (40, 30)).save(Path(folder.name, "cat", "1.png"))
             >>> ImageLoader(folder.name, rows=1, size=16).check(classes=10)
         """
-        if classes < (here := len(self.images.classes)):
+        if classes < (num_classes := len(self.images.classes)):
             raise ValueError(
-                f"{named(self.images.directory)} has {here} classes, the model {classes}. Give the "
-                f"model {here}, or leave images out."
+                f"{quote(self.images.directory)} has {num_classes} classes, the model {classes}. "
+                "Give the "
+                f"model {num_classes}, or leave images out."
             )
 
     # -- what it reads --------------------------------------------------------------------
 
     @property
     def _threads(self) -> int:
-        return min(cores(), MOST_THREADS) if self.threads is None else self.threads
+        return min(num_cores(), MOST_THREADS) if self.threads is None else self.threads
 
     @property
     def _shuffles(self) -> bool:
         return self.train if self.shuffle is None else self.shuffle
 
     @cached_property
-    def _rows(self) -> ImageRows:
+    def _examples(self) -> ImageExamples:
         augment = (self.augment or Augment()).of_kind(self.images.kind) if self.train else None
-        resize = round(self.size * BEYOND) if self.resize is None else self.resize
+        resize = round(self.size * RESIZE_RATIO) if self.resize is None else self.resize
         skip = self.broken == "skip"
-        return ImageRows(self.images, self.size, self.seed, augment, resize, skip, self.pad_last)
+        return ImageExamples(
+            self.images, self.size, self.seed, augment, resize, skip, self.pad_last
+        )
 
-    def _function_of(self) -> dict[str, Any]:
-        made, data = self._rows, self.images
+    def _identity_fields(self) -> dict[str, Any]:
+        examples, data = self._examples, self.images
         return {
             "size": self.size,
-            "augment": None if made.augment is None else made.augment.told(),
-            "resize": made.resize if data.kind == "classes" and not self.train else None,
+            "augment": None if examples.augment is None else examples.augment.to_json(),
+            "resize": examples.resize if data.kind == "classes" and not self.train else None,
             "shuffle": self._shuffles,
             "seed": self.seed,
             "data": {"kind": data.kind, "images": len(data), "files": data.fingerprint},
         }
 
     def _order(self, epochs: int | None) -> grain.MapDataset[int]:
-        return order([len(self.images)], [1.0], self.seed, self._shuffles, epochs)
+        return example_order([len(self.images)], [1.0], self.seed, self._shuffles, epochs)
 
-    def _reader(self) -> ImageRows:
-        return self._rows
+    def _make_source(self) -> ImageExamples:
+        return self._examples
 
     def _read_options(self) -> grain.ReadOptions:
         waiting = self._threads + 2 if self.prefetch is None else self.prefetch

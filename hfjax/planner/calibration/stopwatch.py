@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-MOST_CALLS = 1000
+MAX_CALLS = 1000
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Stopwatch:
     rounds: int = 7
 
     @property
-    def one(self) -> Any:
+    def first_device(self) -> Any:
         """The first of the devices."""
         return self.devices[0]
 
@@ -59,15 +59,17 @@ class Stopwatch:
         """
         count = len(self.devices)
         if not self.processor or count == 1:
-            return self.together(function, *operands, in_place=in_place)
+            return self.total_seconds(function, *operands, in_place=in_place)
         mesh = Mesh(np.array(self.devices), ("x",))
         every = NamedSharding(mesh, P("x"))
-        spread = lambda x: jax.device_put(np.broadcast_to(np.asarray(x), (count, *x.shape)), every)
-        alone = lambda *given: jax.tree.map(lambda y: y[None], function(*(x[0] for x in given)))
-        run = jax.shard_map(alone, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-        return self.together(run, *map(spread, operands), in_place=in_place) / count
+        replicate = lambda x: jax.device_put(
+            np.broadcast_to(np.asarray(x), (count, *x.shape)), every
+        )
+        run_local = lambda *args: jax.tree.map(lambda y: y[None], function(*(x[0] for x in args)))
+        run = jax.shard_map(run_local, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        return self.total_seconds(run, *map(replicate, operands), in_place=in_place) / count
 
-    def together(self, function: Callable, *operands: Any, in_place: bool = False) -> float:
+    def total_seconds(self, function: Callable, *operands: Any, in_place: bool = False) -> float:
         """Return the seconds of a call by all devices that take part.
 
         Args:
@@ -77,14 +79,14 @@ class Stopwatch:
         """
         donated = (0,) if in_place else ()
         run = jax.jit(function, donate_argnums=donated).lower(*operands).compile()
-        given = [jax.numpy.copy(operands[0]), *operands[1:]] if in_place else list(operands)
+        args = [jax.numpy.copy(operands[0]), *operands[1:]] if in_place else list(operands)
 
         def block(calls: int) -> float:
             began, result = self._now(), None
             for _ in range(calls):
-                result = run(*given)
+                result = run(*args)
                 if in_place:
-                    given[0] = result
+                    args[0] = result
             jax.block_until_ready(result)
             return (self._now() - began) / calls
 
@@ -92,7 +94,7 @@ class Stopwatch:
         began = time.perf_counter()
         block(2)
         each = max((time.perf_counter() - began) / 2, 1e-7)
-        calls = int(min(max(self.block / each, 2), MOST_CALLS))
+        calls = int(min(max(self.block / each, 2), MAX_CALLS))
         return max(statistics.median(block(calls) for _ in range(self.rounds)), 1e-9)
 
     def _now(self) -> float:

@@ -23,10 +23,10 @@ from typing import IO, Any
 
 import hfjax
 from hfjax.analysis.targets import can_compile_for_gpus, how_to_install
-from hfjax.planner.programs.compile_step import Compiled, CompiledTransfer
+from hfjax.planner.programs.compile_step import CompiledTransfer, ProgramStats
 from hfjax.trainer import config_io
 from hfjax.trainer.config import Train
-from hfjax.utils.atomic import replacing
+from hfjax.utils.atomic import atomic_file
 from hfjax.utils.version import version
 from hfjax.utils.write_files import user_cache
 
@@ -35,14 +35,14 @@ LIMIT, LIMIT_OF_PIPELINES = 60.0, 240.0  # seconds; quiet ones take a quarter of
 # Fields of a run that its program does not depend on, or only in the values of constants.
 NOT_OF_PROGRAM = (
     *("out", "steps", "seed", "checkpoints", "log", "timeout", "init_timeout"),
-    *config_io.HERE,
+    *config_io.MACHINE_FIELDS,
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 LARGEST = 256 * 2**20  # bytes of compiled kernels that are kept
 
 
 @dataclass(frozen=True)
-class Failed:
+class CompileFailure:
     """A candidate that has no compiled program, and why."""
 
     why: str
@@ -56,7 +56,7 @@ def compile_candidate(
     *,
     limit: float | None = None,
     cache: Path | None = None,
-) -> Compiled | Failed:
+) -> ProgramStats | CompileFailure:
     """Return what the compiled program of a configuration tells, or why there is none.
 
     Args:
@@ -77,28 +77,28 @@ def compile_candidate(
             f"{how_to_install()}"
         )
     folder = (user_cache() if cache is None else cache) / "plans"
-    asked = {"settings": _settings(config), "gpu": gpu, "count": count, "vocab": vocab}
-    place = folder / f"{_key(asked)}.json" if _is_known(config, vocab) else None
-    if place is not None and (found := _read(place)) is not None:
-        return found
+    request = {"settings": _settings(config), "gpu": gpu, "count": count, "vocab": vocab}
+    path = folder / f"{_cache_key(request)}.json" if _is_known(config, vocab) else None
+    if path is not None and (program := _read(path)) is not None:
+        return program
     if limit is None:
         limit = LIMIT_OF_PIPELINES if _is_pipeline(config) else LIMIT
-    with _kernels(folder, gpu) as kernels:
-        asked["kernels"] = None if kernels is None else str(kernels)
-        answer = _answer(json.dumps(asked), limit)
-    if isinstance(answer, Failed):
+    with _kernel_cache(folder, gpu) as kernels:
+        request["kernels"] = None if kernels is None else str(kernels)
+        answer = _answer(json.dumps(request), limit)
+    if isinstance(answer, CompileFailure):
         return answer
-    if (found := _compiled(answer)) is None:
-        return Failed(f"died: it told {answer[:80]!r}")
-    if place is not None:
-        _write(place, json.dumps(asdict(found), indent=1).encode())
-    return found
+    if (program := _parse_program(answer)) is None:
+        return CompileFailure(f"died: it told {answer[:80]!r}")
+    if path is not None:
+        _write(path, json.dumps(asdict(program), indent=1).encode())
+    return program
 
 
 # -- the process --------------------------------------------------------------------------
 
 
-def _answer(asked: str, limit: float) -> str | Failed:
+def _answer(request: str, limit: float) -> str | CompileFailure:
     """Return the last line that a process prints which is asked for a program, or why none."""
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -111,22 +111,22 @@ def _answer(asked: str, limit: float) -> str | Failed:
             start_new_session=True,  # Ctrl-C comes here; the end of its input tells it of our death
         )
         try:
-            status = _ended(process, asked, limit)
+            status = _send_and_wait(process, request, limit)
         finally:
             _kill(process)
         if status is None:
-            return Failed(f"took more than {limit:g} s")
+            return CompileFailure(f"took more than {limit:g} s")
         if status < 0:
-            return Failed(f"died: {signal.Signals(-status).name}")
+            return CompileFailure(f"died: {signal.Signals(-status).name}")
         line = _last_line(out if status == 0 else errors)
-        return line if status == 0 else Failed(f"died: {line or f'exit status {status}'}")
+        return line if status == 0 else CompileFailure(f"died: {line or f'exit status {status}'}")
 
 
-def _ended(process: subprocess.Popen, asked: str, limit: float) -> int | None:
+def _send_and_wait(process: subprocess.Popen, request: str, limit: float) -> int | None:
     """Ask a process and wait for its end; None: it is not reached within the limit."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has died already
-        process.stdin.write(asked.encode() + b"\n")
+        process.stdin.write(request.encode() + b"\n")
         process.stdin.flush()
     with suppress(subprocess.TimeoutExpired):
         return process.wait(limit)
@@ -155,13 +155,13 @@ def _last_line(file: IO[bytes]) -> str:
 def _settings(config: Train) -> dict[str, Any]:
     """Return what of a configuration its program depends on, as JSON has it."""
     run = Train(**{f.name: getattr(config, f.name) for f in fields(Train)})
-    plain = config_io.plain(config_io.anywhere(run))
+    plain = config_io.to_plain(config_io.with_absolute_paths(run))
     return {name: value for name, value in plain.items() if name not in NOT_OF_PROGRAM}
 
 
 def _is_known(config: Train, vocab: int | None) -> bool:
     """Return whether settings alone say what the program is: no file, data or code does."""
-    named = (config.model.pretrained, config.deepspeed, *config_io.code_of(config))
+    named = (config.model.pretrained, config.deepspeed, *config_io.code_flags(config))
     return vocab is not None and not any(named)
 
 
@@ -169,81 +169,83 @@ def _is_pipeline(config: Train) -> bool:
     return config.mesh.pipe not in (None, 1) or "pipe" in config.strategy.lower()
 
 
-def _key(asked: Mapping[str, Any]) -> str:
+def _cache_key(request: Mapping[str, Any]) -> str:
     """Return the name of what is asked for: another one for other versions or sources."""
-    told = {**asked, "versions": _versions(), "flags": os.environ.get("XLA_FLAGS", "")}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    content = {**request, "versions": _versions(), "flags": os.environ.get("XLA_FLAGS", "")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @once
 def _versions() -> dict[str, str]:
     """Return the versions of what compiles, and a hash of hfjax's own sources."""
-    found = {"hfjax": version(), "sources": _sources()}
+    versions = {"hfjax": version(), "sources": _source_hash()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = installed(name)
-    return found
+            versions[name] = installed(name)
+    return versions
 
 
-def _sources() -> str:
-    found = hashlib.sha256()
+def _source_hash() -> str:
+    digest = hashlib.sha256()
     for folder, inner, names in os.walk(Path(hfjax.__file__).parent, followlinks=True):
         inner.sort()
         for name in sorted(names):
             if name.endswith((".py", ".json")):
-                found.update(name.encode() + Path(folder, name).read_bytes())
-    return found.hexdigest()
+                digest.update(name.encode() + Path(folder, name).read_bytes())
+    return digest.hexdigest()
 
 
-def _read(place: Path) -> Compiled | None:
+def _read(path: Path) -> ProgramStats | None:
     """Return what is kept in a file; None: there is none, or it is damaged."""
     try:
-        return _compiled(place.read_text(encoding="utf-8"))
+        return _parse_program(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def _compiled(text: str) -> Compiled | None:
+def _parse_program(text: str) -> ProgramStats | None:
     """Return a result from JSON; None: it is none."""
     try:
-        given = json.loads(text)
-        rows = tuple(CompiledTransfer(**row) for row in given.pop("transfers"))
-        numbers = [*given.values(), *(n for row in rows for n in list(vars(row).values())[2:])]
-        found = Compiled(**{**given, "transfers": rows, "depths": tuple(given["depths"])})
+        values = json.loads(text)
+        transfers = tuple(CompiledTransfer(**t) for t in values.pop("transfers"))
+        numbers = [*values.values(), *(n for t in transfers for n in list(vars(t).values())[2:])]
+        program = ProgramStats(
+            **{**values, "transfers": transfers, "depths": tuple(values["depths"])}
+        )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     sane = lambda n: isinstance(n, list) or (isinstance(n, int | float) and 0 <= n < math.inf)
-    return found if all(map(sane, numbers)) else None
+    return program if all(map(sane, numbers)) else None
 
 
-def _write(place: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> None:
     """Write a file in one piece, if it can be written: what is kept is only quicker."""
     with suppress(OSError, ValueError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
             file.write(content)
 
 
 @contextmanager
-def _kernels(folder: Path, gpu: str) -> Iterator[Path | None]:
+def _kernel_cache(folder: Path, gpu: str) -> Iterator[Path | None]:
     """Give a copy of the file of compiled kernels; it takes the file's place afterwards.
 
     Kernels take most of the time and are the same in many programs. None: nothing can be written.
     """
-    place = folder / f"kernels-{gpu}-{installed('jaxlib')}"
+    path = folder / f"kernels-{gpu}-{installed('jaxlib')}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = tempfile.mkdtemp(dir=folder)
+        scratch = tempfile.mkdtemp(dir=folder)
     except OSError:
         yield None
         return
     try:
-        copy = Path(own, "kernels")
+        copy = Path(scratch, "kernels")
         with suppress(OSError):
-            shutil.copyfile(place, copy)
+            shutil.copyfile(path, copy)
         yield copy
         with suppress(OSError):
             if copy.stat().st_size <= LARGEST:
-                os.replace(copy, place)
+                os.replace(copy, path)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -17,21 +17,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 import jax
 
 from hfjax.analysis.overlap import Flight, flights
 from hfjax.analysis.targets import target_devices
-from hfjax.parallel.engine.gradient_engine import AutodiffPlane
+from hfjax.parallel.engine.gradient_engine import AutodiffEngine
 from hfjax.parallel.layer_stack.ordered_layers import unroll
-from hfjax.planner.programs.estimate import compiled as memory_of
-from hfjax.planner.programs.live_bytes import at_layers, live_bytes
+from hfjax.planner.programs.estimate import program_memory as memory_of
+from hfjax.planner.programs.live_bytes import live_bytes, temporaries_at_depth
 from hfjax.planner.programs.placeholder_attention import fused_attention
-from hfjax.planner.programs.planned_run import Planned, compile_for_gpu
+from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
 from hfjax.trainer import config_io
 from hfjax.trainer.config import Train
-from hfjax.utils.tables import counted
+from hfjax.utils.tables import count_equal
 
 # Four layers and less are scheduled in a way of their own, and DDP's sums of gradients are joined
 # across layers: two and four told 5 % too much of the peak of llama3-8b, four and eight 3 % too
@@ -56,7 +57,7 @@ class CompiledTransfer:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class ProgramStats:
     """What a compiled program tells of one step on one device.
 
     Attributes:
@@ -81,7 +82,7 @@ class Compiled:
 
 def compile_step(
     config: Train, gpu: str, count: int, vocab: int | None = None, kernels: Path | None = None
-) -> Compiled:
+) -> ProgramStats:
     """Return what the program of a configuration tells; it is compiled in this process.
 
     Args:
@@ -93,42 +94,44 @@ def compile_step(
     """
     began = time.perf_counter()
     devices = target_devices(gpu, count)
-    plan = lambda config: Planned(config, devices, vocab, attention=fused_attention)
+    plan = lambda config: PlannedRun(config, devices, vocab, attention=fused_attention)
     at = lambda layers: plan(replace(config, model=replace(config.model, layers=layers)))
-    parts = plan(config)
-    layers = layers_without_loop(parts)
+    run = plan(config)
+    layers = layers_without_loop(run)
     if layers is None or layers <= 2 * DEPTHS[1]:  # which takes no longer
-        found = program_of(parts, kernels)[0]
+        stats = compile_program(run, kernels)[0]
     else:
-        found = of_two_depths(at, layers, kernels)
-    return replace(found, seconds=time.perf_counter() - began)
+        stats = compile_two_depths(at, layers, kernels)
+    return replace(stats, seconds=time.perf_counter() - began)
 
 
-def layers_without_loop(parts: Planned) -> int | None:
+def layers_without_loop(run: PlannedRun) -> int | None:
     """Return how many layers a step has if none is in a loop and another number may be asked for.
 
     None: they loop, or a pipeline runs them, or the model is no preset, whose layers are alike.
     """
-    given, plane = parts.config.model, parts.step.plane
-    preset = given.own is None and given.pretrained is None and parts.task.unit == "tokens"
-    if not preset or not isinstance(plane, AutodiffPlane) or not plane.context.in_parts:
+    model, engine = run.config.model, run.step.engine
+    preset = model.own is None and model.pretrained is None and run.task.unit == "tokens"
+    if not preset or not isinstance(engine, AutodiffEngine) or not engine.context.is_layer_stack:
         return None
-    layers = plane.context.blueprint.number_of_layers
-    return layers if unroll(plane.context.options, layers) is True else None
+    layers = engine.context.template.num_layers
+    return layers if unroll(engine.context.options, layers) is True else None
 
 
-def program_of(parts: Planned, kernels: Path | None = None) -> tuple[Compiled, tuple[float, float]]:
+def compile_program(
+    run: PlannedRun, kernels: Path | None = None
+) -> tuple[ProgramStats, tuple[float, float]]:
     """Return what the program of a run's step tells, compiled as it is; and its `live_bytes`."""
-    program = _compile(parts.trace().lower(), kernels)
+    program = _compile(run.trace().lower(), kernels)
     memory = memory_of(program)
-    found = Compiled(
+    stats = ProgramStats(
         peak=memory["peak"],
         arguments=memory["arguments"],
         temporaries=memory["temporaries"],
         host=memory["host_compiled"],
         transfers=_transfers(flights(program)),
     )
-    return found, live_bytes(program.as_text() or "")
+    return stats, live_bytes(program.as_text() or "")
 
 
 def _compile(lowered: jax.stages.Lowered, kernels: Path | None) -> jax.stages.Compiled:
@@ -140,82 +143,84 @@ def _compile(lowered: jax.stages.Lowered, kernels: Path | None) -> jax.stages.Co
     return compile_for_gpu(lowered)
 
 
-def _transfers(found: Iterable[Flight]) -> tuple[CompiledTransfer, ...]:
+def _transfers(in_flight: Iterable[Flight]) -> tuple[CompiledTransfer, ...]:
     """Return flights as plain rows, equal ones together."""
-    rows = []
-    for f in found:
-        covered, axes = _rounded(f.seconds * f.covered), "+".join(f.axes)
-        told = _rounded(f.seconds), covered, _rounded(f.flops), f.synchronous
-        rows.append(CompiledTransfer(f.kind, axes, f.bytes, f.count, *told))
-    return tuple(counted(rows))
+    transfers = []
+    for f in in_flight:
+        covered, axes = _round_digits(f.seconds * f.covered), "+".join(f.axes)
+        numbers = _round_digits(f.seconds), covered, _round_digits(f.flops), f.synchronous
+        transfers.append(CompiledTransfer(f.kind, axes, f.bytes, f.count, *numbers))
+    return tuple(count_equal(transfers))
 
 
-def _rounded(number: float) -> float:
+def _round_digits(number: float) -> float:
     return float(f"{number:.{DIGITS}g}")
 
 
 # -- two depths ---------------------------------------------------------------------------
 
 
-def of_two_depths(
-    at: Callable[[int], Planned], layers: int, kernels: Path | None = None
-) -> Compiled:
+def compile_two_depths(
+    at: Callable[[int], PlannedRun], layers: int, kernels: Path | None = None
+) -> ProgramStats:
     """Return what a program of so many layers tells; `at` plans one of any other number."""
-    (few, live_few), (more, live_more) = (program_of(at(depth), kernels) for depth in DEPTHS)
-    found, sizes = at_depth(layers, few, more), (few.temporaries, more.temporaries)
-    temporaries = at_layers(layers, DEPTHS, sizes, (live_few, live_more))
-    peak = found.peak + temporaries - found.temporaries
-    return replace(found, temporaries=temporaries, peak=peak, depths=DEPTHS)
+    (few, live_few), (more, live_more) = (compile_program(at(depth), kernels) for depth in DEPTHS)
+    stats, sizes = extrapolate_depth(layers, few, more), (few.temporaries, more.temporaries)
+    temporaries = temporaries_at_depth(layers, DEPTHS, sizes, (live_few, live_more))
+    peak = stats.peak + temporaries - stats.temporaries
+    return replace(stats, temporaries=temporaries, peak=peak, depths=DEPTHS)
 
 
-def at_depth(layers: int, few: Compiled, more: Compiled) -> Compiled:
+def extrapolate_depth(layers: int, few: ProgramStats, more: ProgramStats) -> ProgramStats:
     """Return what a program of so many layers tells, of which two others have `DEPTHS`.
 
-    >>> program = lambda peak: Compiled(peak, 0, 0, 0, ())
-    >>> at_depth(24, program(16.0), program(22.0)).peak
+    >>> program = lambda peak: ProgramStats(peak, 0, 0, 0, ())
+    >>> extrapolate_depth(24, program(16.0), program(22.0)).peak
     34.0
     """
     further = (layers - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
     line = lambda a, b: b + (b - a) * further
-    numbers = [f.name for f in fields(Compiled) if f.name not in ("transfers", "depths")]
+    numbers = [f.name for f in fields(ProgramStats) if f.name not in ("transfers", "depths")]
     values = {name: line(getattr(few, name), getattr(more, name)) for name in numbers}
     groups = dict.fromkeys((t.kind, t.axes) for t in (*few.transfers, *more.transfers))
-    of = lambda rows, group: [t for t in rows if (t.kind, t.axes) == group]
-    rows = [
-        row
+    of = lambda transfers, group: [t for t in transfers if (t.kind, t.axes) == group]
+    transfers = [
+        transfer
         for group in groups
-        for row in _at_depth(of(few.transfers, group), of(more.transfers, group), line)
+        for transfer in _extrapolate_transfers(
+            of(few.transfers, group), of(more.transfers, group), line
+        )
     ]
-    return Compiled(**values, transfers=tuple(rows))
+    return ProgramStats(**values, transfers=tuple(transfers))
 
 
-def _at_depth(
+def _extrapolate_transfers(
     few: Sequence[CompiledTransfer],
     more: Sequence[CompiledTransfer],
     line: Callable[[float, float], float],
 ) -> list[CompiledTransfer]:
     """Return the transfers of one kind along some axes: those of both depths, and others' mean."""
     plain = lambda t: replace(t, count=0)
-    a, b = ({plain(t): t.count for t in rows} for rows in (few, more))
+    a, b = ({plain(t): t.count for t in transfers} for transfers in (few, more))
     counts = {t: line(a[t], b[t]) for t in a if t in b}
     same = {t: count for t, count in counts.items() if count >= 0}
-    rest = lambda rows: [t for t in rows if plain(t) not in same]
-    mean = _mean(rest(few), rest(more), line)
+    rest = lambda transfers: [t for t in transfers if plain(t) not in same]
+    mean = _merge_transfers(rest(few), rest(more), line)
     if mean is None:
-        same, mean = {}, _mean(few, more, line) or []
+        same, mean = {}, _merge_transfers(few, more, line) or []
     return [*(replace(t, count=count) for t, count in same.items() if count), *mean]
 
 
-def _mean(
+def _merge_transfers(
     few: Sequence[CompiledTransfer],
     more: Sequence[CompiledTransfer],
     line: Callable[[float, float], float],
 ) -> list[CompiledTransfer] | None:
     """Return all transfers as one row, no row if there are none; None: fewer than none are left."""
-    total = lambda rows, of: sum(of(t) * t.count for t in rows)
-    count = line(total(few, lambda t: 1), total(more, lambda t: 1))
+    weighted_sum = lambda transfers, of: sum(of(t) * t.count for t in transfers)
+    count = line(weighted_sum(few, lambda t: 1), weighted_sum(more, lambda t: 1))
     sums = {
-        name: line(*(total(rows, lambda t: getattr(t, name)) for rows in (few, more)))  # noqa: B023
+        name: line(*(weighted_sum(transfers, attrgetter(name)) for transfers in (few, more)))
         for name in ("bytes", "seconds", "covered", "flops")
     }
     if count <= 0 or min(sums.values()) < 0:
@@ -223,8 +228,8 @@ def _mean(
     means = {name: value / count for name, value in sums.items()}
     means["covered"] = min(means["covered"], means["seconds"])
     first = (*more, *few)[0]
-    alone = all(t.synchronous for t in (*few, *more))
-    return [CompiledTransfer(first.kind, first.axes, count=count, synchronous=alone, **means)]
+    synchronous = all(t.synchronous for t in (*few, *more))
+    return [CompiledTransfer(first.kind, first.axes, count=count, synchronous=synchronous, **means)]
 
 
 # -- a process of its own -----------------------------------------------------------------
@@ -232,17 +237,17 @@ def _mean(
 
 def main() -> None:
     """Compile what a line of standard input asks for; print what it tells, or what is wrong."""
-    given = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     jax.config.update("jax_platforms", "cpu")  # what it compiles for is not here
-    kernels = given["kernels"] and Path(given["kernels"])
+    kernels = request["kernels"] and Path(request["kernels"])
     try:
-        config = config_io.read(Train, given["settings"], "settings")
-        found = compile_step(config, given["gpu"], given["count"], given["vocab"], kernels)
+        config = config_io.parse_dataclass(Train, request["settings"], "settings")
+        stats = compile_step(config, request["gpu"], request["count"], request["vocab"], kernels)
     except Exception as wrong:  # of the settings, the model or the compiler
         print(f"{type(wrong).__name__}: {' '.join(str(wrong).split())}", file=sys.stderr)
         raise SystemExit(1) from None
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(stats)))
 
 
 def _end_with_parent() -> None:

@@ -9,11 +9,11 @@ import jax
 from hfjax.analysis.count_transfers import transfers
 from hfjax.analysis.residuals import stashes
 from hfjax.parallel.adapters.model_template import LAYERS
-from hfjax.parallel.layerwise.engines import LayerwisePlane
+from hfjax.parallel.layerwise.engines import LayerwiseEngine
 from hfjax.parallel.mesh import platform_of
-from hfjax.parallel.offload.host_memory import KIND
-from hfjax.parallel.pipeline.engine import PipelinePlane, waiting
-from hfjax.planner.programs.planned_run import Planned, compile_for_gpu
+from hfjax.parallel.offload.host_memory import HOST_MEMORY_KIND
+from hfjax.parallel.pipeline.engine import PipelineEngine, waiting_bytes
+from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
 from hfjax.utils.paths import flatten
 
 STATE = ("parameters", "moments", "master")
@@ -58,7 +58,7 @@ class Estimate:
         return sum(size or 0 for size in (self.layers, self.ends, self.messages))
 
     @property
-    def known(self) -> int:
+    def known_bytes(self) -> int:
         """All that the layout and the trace tell of the device."""
         return self.parameters + self.moments + self.master + self.gradients + self.stashes
 
@@ -69,79 +69,81 @@ class Estimate:
         return state + (self.host_stashes or 0)
 
 
-def estimate(name: str, parts: Planned) -> Estimate:
+def estimate(name: str, run: PlannedRun) -> Estimate:
     """Return what a step takes: it is traced and compiled, nothing is allocated."""
-    step = parts.step
-    traced = parts.trace()
-    moved = transfers(traced)
+    step = run.step
+    traced = run.trace()
+    copies = transfers(traced)
     return Estimate(
         name,
-        gradients=_gradients(step),
-        **_state(step.layout),
-        **_waiting(step, traced, parts.batch),
-        to_host=moved.to_host,
-        to_device=moved.to_device,
-        sent_whole=any(row.whole for row in moved),
+        gradients=_gradient_bytes(step),
+        **_state_bytes(step.layout),
+        **_residual_bytes(step, traced, run.batch),
+        to_host=copies.to_host,
+        to_device=copies.to_device,
+        sent_whole=any(copy.is_global for copy in copies),
         platform=platform_of(step.layout.mesh),
-        **compiled(compile_for_gpu(traced.lower())),
+        **program_memory(compile_for_gpu(traced.lower())),
     )
 
 
-def _gradients(step: Any) -> int:
+def _gradient_bytes(step: Any) -> int:
     """Return the bytes of the gradients that are there at once: all, or the ends' and a layer's."""
     sizes = step.layout.gradient_bytes
     if not step.execution.optimizer_in_backward:
         return sum(sizes.values())
     layers: dict[str, int] = {}
     for path in [path for path in sizes if path.startswith(LAYERS)]:
-        number = path.split("/")[1] if step.layout.blueprint.listed else "each"
-        rows = 1 if number != "each" else step.layout.placed[path].shape[0]
-        layers[number] = layers.get(number, 0) + sizes.pop(path) // rows
+        number = path.split("/")[1] if step.layout.template.is_layer_list else "each"
+        num_layers = 1 if number != "each" else step.layout.param_specs[path].shape[0]
+        layers[number] = layers.get(number, 0) + sizes.pop(path) // num_layers
     return sum(sizes.values()) + max(layers.values())
 
 
-def _state(layout: Any) -> dict[str, int]:
+def _state_bytes(layout: Any) -> dict[str, int]:
     """Return bytes of one device for each part of the state, by where it lies."""
-    found = dict.fromkeys([*STATE, *(f"host_{part}" for part in STATE)], 0)
+    sizes = dict.fromkeys([*STATE, *(f"host_{kind}" for kind in STATE)], 0)
     state = layout.abstract_state()
     for keys, x in jax.tree_util.tree_leaves_with_path((state.params, state.optimizer)):
         names = {str(getattr(key, "name", getattr(key, "key", ""))) for key in keys}
-        part = "parameters" if keys[0].idx == 0 else "master" if "master" in names else "moments"
-        there = "host_" if x.sharding.memory_kind == KIND else ""
-        found[there + part] += prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    return found
+        kind = "parameters" if keys[0].idx == 0 else "master" if "master" in names else "moments"
+        prefix = "host_" if x.sharding.memory_kind == HOST_MEMORY_KIND else ""
+        sizes[prefix + kind] += prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return sizes
 
 
-def _waiting(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int | None]:
+def _residual_bytes(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int | None]:
     """Return what waits for the backward pass: of a pipeline its rings, else by the trace.
 
     A loop that is written out, forward and backward, does not tell.
     """
-    kept = None if isinstance(step.plane, LayerwisePlane) else stashes(traced)
-    if kept is None:
+    residuals = None if isinstance(step.engine, LayerwiseEngine) else stashes(traced)
+    if residuals is None:
         return dict.fromkeys(("layers", "ends", "messages", "host_stashes"))
-    here = lambda layers: sum(k.total for k in kept if k.layers == layers and not k.host)
-    found: dict[str, int | None] = {
-        "layers": here(True),
-        "ends": here(False),
+    device_bytes = lambda layers: sum(
+        k.total for k in residuals if k.layers == layers and not k.host
+    )
+    sizes: dict[str, int | None] = {
+        "layers": device_bytes(True),
+        "ends": device_bytes(False),
         "messages": 0,
-        "host_stashes": sum(k.total for k in kept if k.host),
+        "host_stashes": sum(k.total for k in residuals if k.host),
     }
-    if isinstance(step.plane, PipelinePlane):
-        found |= _in_rings(step, batch)
-    return found
+    if isinstance(step.engine, PipelineEngine):
+        sizes |= _pipeline_bytes(step, batch)
+    return sizes
 
 
-def _in_rings(step: Any, batch: Any) -> dict[str, int | None]:
+def _pipeline_bytes(step: Any, batch: Any) -> dict[str, int | None]:
     schedule = step.execution.schedule
-    if schedule.versions(step.plane.ticks.table.stages) is not None:
+    if schedule.versions(step.engine.ticks.table.stages) is not None:
         return dict.fromkeys(
             ("layers", "messages", "host_stashes")
         )  # it has an executor of its own
     state = step.layout.abstract_state()
-    given = flatten(state.params), flatten(state.variables)
-    told = waiting(step.plane, *given, batch, state.step)
-    activations, messages = told["activations"], told["messages"]
+    inputs = flatten(state.params), flatten(state.variables)
+    stash_sizes = waiting_bytes(step.engine, *inputs, batch, state.step)
+    activations, messages = stash_sizes["activations"], stash_sizes["messages"]
     return {
         "layers": activations[0],
         "messages": messages[0],
@@ -149,7 +151,7 @@ def _in_rings(step: Any, batch: Any) -> dict[str, int | None]:
     }
 
 
-def compiled(program: jax.stages.Compiled) -> dict[str, int]:
+def program_memory(program: jax.stages.Compiled) -> dict[str, int]:
     """Return what a program takes, as its compiler tells."""
     memory: Any = program.memory_analysis()
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes

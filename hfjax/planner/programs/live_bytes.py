@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from hfjax.analysis import hlo
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
-_GIVEN = ("parameter", "constant")
-_SAME = ("bitcast", "tuple", "while", "optimization-barrier")  # these make no array
+_INPUTS = ("parameter", "constant")
+_ALIASING = ("bitcast", "tuple", "while", "optimization-barrier")  # these make no array
 _BACKWARD = "transpose("  # as JAX names what it derives
 
 Array = tuple[str, int]  # an instruction, and which of its results
@@ -39,16 +39,16 @@ def live_bytes(text: str) -> tuple[float, float]:
         op = hlo._parse(rest)
         read = [array for operand in op.operands for array in arrays.get(operand, [])]
         dies.update(dict.fromkeys(read, at))
-        if op.opcode in _SAME or op.opcode.endswith("-done"):
+        if op.opcode in _ALIASING or op.opcode.endswith("-done"):
             arrays[name] = read
         elif op.opcode == "get-tuple-element":
             number = int(op.attributes["index"])
             arrays[name] = read[number : number + 1]
         else:
-            made = dict(_made(name, rest, op.opcode))
-            arrays[name] = list(made)
-            sizes |= made
-            born.update(dict.fromkeys(made, at))
+            outputs = dict(_output_sizes(name, rest, op.opcode))
+            arrays[name] = list(outputs)
+            sizes |= outputs
+            born.update(dict.fromkeys(outputs, at))
             if op.opcode in ("fusion", "custom-call", "dot") and _BACKWARD in rest:
                 backward.append(at)
     results = set(arrays[next(reversed(lines))])
@@ -58,24 +58,24 @@ def live_bytes(text: str) -> tuple[float, float]:
             change[born[array]] += size
             change[dies.get(array, born[array]) + 1] -= size
     middle = backward[len(backward) // 2] if backward else len(lines)
-    return _most(change, middle)
+    return _max_of_halves(change, middle)
 
 
-def _made(name: str, rest: str, opcode: str) -> Iterator[tuple[Array, float]]:
+def _output_sizes(name: str, rest: str, opcode: str) -> Iterator[tuple[Array, float]]:
     """Yield the arrays that an instruction makes, with their bytes; arguments have none."""
-    found = _ARRAY.findall(hlo._split(rest, " ")[0])
-    sizes = [math.prod(map(int, filter(None, s.split(",")))) * _width(b) for _, b, s in found]
+    shapes = _ARRAY.findall(hlo._split(rest, " ")[0])
+    sizes = [math.prod(map(int, filter(None, s.split(",")))) * _width(b) for _, b, s in shapes]
     if opcode.endswith("-start") and opcode != "all-reduce-start" and len(sizes) > 1:
         sizes = sizes[len(sizes) // 2 :]  # the first half is what it is given
     for number, size in enumerate(sizes):
-        yield (name, number), 0.0 if opcode in _GIVEN else size
+        yield (name, number), 0.0 if opcode in _INPUTS else size
 
 
 def _width(bits: str) -> float:
     return int(bits) / 8 if bits else 1.0
 
 
-def _most(change: list[float], middle: int) -> tuple[float, float]:
+def _max_of_halves(change: list[float], middle: int) -> tuple[float, float]:
     halves, live = [0.0, 0.0], 0.0
     for at, more in enumerate(change):
         live += more
@@ -84,7 +84,7 @@ def _most(change: list[float], middle: int) -> tuple[float, float]:
     return halves[0], halves[1]
 
 
-def at_layers(
+def temporaries_at_depth(
     layers: int,
     depths: tuple[int, int],
     temporaries: tuple[float, float],
@@ -99,14 +99,14 @@ def at_layers(
         live: What is live in the halves of each.
 
     Example:
-        >>> at_layers(24, (6, 12), (10.0, 11.0), ((4.0, 5.0), (10.0, 6.0)))
+        >>> temporaries_at_depth(24, (6, 12), (10.0, 11.0), ((4.0, 5.0), (10.0, 6.0)))
         22.0
-        >>> at_layers(24, (6, 12), (10.0, 16.0), ((11.0, 5.0), (18.0, 6.0)))
+        >>> temporaries_at_depth(24, (6, 12), (10.0, 16.0), ((11.0, 5.0), (18.0, 6.0)))
         30.0
     """
     line = lambda a, b: b + (b - a) * (layers - depths[1]) / (depths[1] - depths[0])
-    found = [line(*temporaries)]
+    estimates = [line(*temporaries)]
     for few, more in zip(*live, strict=True):
         too_much = max(few - temporaries[0], more - temporaries[1], 0)
-        found.append(line(few, more) - too_much)
-    return max(found)
+        estimates.append(line(few, more) - too_much)
+    return max(estimates)

@@ -16,15 +16,15 @@ from hfjax.analysis.targets import can_compile_for_gpus, target_devices
 from hfjax.parallel.mesh import EXPERTS
 from hfjax.parallel.strategy import TENSOR
 from hfjax.planner.programs.placeholder_attention import fused_attention
-from hfjax.planner.programs.planned_run import Planned
+from hfjax.planner.programs.planned_run import PlannedRun
 from hfjax.planner.programs.program_costs import (
     Bytes,
     Costs,
     FusedCall,
     GrowingProduct,
-    at_once,
     costs_of,
-    kept,
+    live_across,
+    peak_sizes,
     plus,
     product_of,
     total_of,
@@ -37,15 +37,15 @@ from hfjax.trainer.config import Mesh, Train
 class Sizes:
     """Bytes of one model on a device: each a pair, of every row and fixed."""
 
-    kept: Bytes  # by a layer for its backward pass, where layers are in no loop
-    stashed: Bytes  # the same where a loop hands it on
-    carried: float  # from layer to layer, of every row
+    residuals: Bytes  # by a layer for its backward pass, where layers are in no loop
+    loop_residuals: Bytes  # the same where a loop hands it on
+    carry: float  # from layer to layer, of every row
     forward: list[Bytes]  # while a layer runs
     backward: list[Bytes]
     head: list[Bytes]  # while what is around the layers runs
-    around: Bytes  # what waits there while layers run backward
+    end_residuals: Bytes  # what waits there while layers run backward
     logits: float  # of every row, as the head makes them
-    crossed: float  # what gradients of a layer's weights need of its backward pass, of every row
+    b_to_w: float  # what gradients of a layer's weights need of its backward pass, of every row
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,16 @@ class ModelProfile:
         return self.program.layers
 
     @cached_property
-    def _parts(self) -> dict[str, Costs]:
-        parts, out = self.program.parts, self.program
-        carried = [] if out.carried is None else [out.carried]
-        ends = [*parts["before"], *parts["between"], *parts["after"]]
+    def _part_costs(self) -> dict[str, Costs]:
+        operations, program = self.program.parts, self.program
+        carry = [] if program.carry is None else [program.carry]
+        ends = [*operations["before"], *operations["between"], *operations["after"]]
         return {
-            "joint": costs_of([*parts["layers"], *parts["backward"]], carried, self._border),
-            "forward": costs_of(parts["layers"], [*carried, *out.stashed]),
-            "backward": costs_of(parts["backward"], []),
+            "joint": costs_of(
+                [*operations["layers"], *operations["backward"]], carry, self._border
+            ),
+            "forward": costs_of(operations["layers"], [*carry, *program.residuals]),
+            "backward": costs_of(operations["backward"], []),
             "ends": costs_of(ends, []),
         }
 
@@ -89,36 +91,36 @@ class ModelProfile:
     def sizes(self, share: Share) -> Sizes:
         """Return bytes on one of the devices that share layers."""
         if share not in self._sizes:
-            self._sizes[share] = self._sized(share)
+            self._sizes[share] = self._compute_sizes(share)
         return self._sizes[share]
 
-    def _sized(self, share: Share) -> Sizes:
-        parts, program = self._parts, self.program
-        total = lambda values: total_of(values, share)
+    def _compute_sizes(self, share: Share) -> Sizes:
+        costs, program = self._part_costs, self.program
+        total_size = lambda values: total_of(values, share)
         first = len(program.parts["before"])
-        ends = parts["ends"]
-        waits = [v for v in kept(ends, first) if not v.given and v.of_rows]
-        held = [v for v in kept(parts["joint"], self._border) if not v.given]
-        made = [v for v in ends.made if v.of_rows]
+        ends = costs["ends"]
+        end_residuals = [v for v in live_across(ends, first) if not v.is_input and v.per_example]
+        residuals = [v for v in live_across(costs["joint"], self._border) if not v.is_input]
+        outputs = [v for v in ends.product_outputs if v.per_example]
         return Sizes(
-            kept=plus(total(held), self._gathered(held, share)),
-            stashed=total([v for v in program.stashed if not v.given]),
-            carried=program.carried.size(share)[0] if program.carried else 0.0,
-            forward=at_once(parts["forward"], share, results_stay=False),
-            backward=at_once(parts["backward"], share, results_stay=False),
-            head=at_once(ends, share),
-            around=total(waits),
-            logits=max((v.size(share)[0] for v in made), default=0.0),
-            crossed=total([v for v in parts["forward"].made if v.of_rows])[0],
+            residuals=plus(total_size(residuals), self._gather_overhead(residuals, share)),
+            loop_residuals=total_size([v for v in program.residuals if not v.is_input]),
+            carry=program.carry.size(share)[0] if program.carry else 0.0,
+            forward=peak_sizes(costs["forward"], share, keep_results=False),
+            backward=peak_sizes(costs["backward"], share, keep_results=False),
+            head=peak_sizes(ends, share),
+            end_residuals=total_size(end_residuals),
+            logits=max((v.size(share)[0] for v in outputs), default=0.0),
+            b_to_w=total_size([v for v in costs["forward"].product_outputs if v.per_example])[0],
         )
 
-    def _gathered(self, held: list[Operand], share: Share) -> Bytes:
+    def _gather_overhead(self, residuals: list[Operand], share: Share) -> Bytes:
         """Return the bytes by which kept values are larger that a split product reads whole."""
         if not share.sequence or share.tensor == 1:
             return 0.0, 0.0
-        whole = {id(v) for v in self._parts["joint"].gathered}
-        more = [v for v in held if id(v) in whole and not v.split]
-        return sum(v.of_rows * (1 - 1 / share.tensor) for v in more), 0.0
+        gathered_ids = {id(v) for v in self._part_costs["joint"].gathered}
+        gathered = [v for v in residuals if id(v) in gathered_ids and not v.split]
+        return sum(v.per_example * (1 - 1 / share.tensor) for v in gathered), 0.0
 
     @cached_property
     def linear_maps(self) -> tuple[tuple[int, int], ...]:
@@ -126,24 +128,24 @@ class ModelProfile:
 
         Those into it that follow one another (queries, keys and values; gate and up) are one.
         """
-        found: list[tuple[int, int]] = []
-        into: list[tuple[int, int]] = []
+        maps: list[tuple[int, int]] = []
+        inputs: list[tuple[int, int]] = []
         for one in self._forward_products:
             (_, _, n, k), split = product_of(one).two, one.makes[0].split
-            if one.summed and into:
-                found += [(into[0][0], sum(outputs for _, outputs in into)), (k, n)]
-                into = []
-            elif split and not one.summed:
-                into.append((k, n))
-        return tuple(found)
+            if one.is_partial and inputs:
+                maps += [(inputs[0][0], sum(outputs for _, outputs in inputs)), (k, n)]
+                inputs = []
+            elif split and not one.is_partial:
+                inputs.append((k, n))
+        return tuple(maps)
 
     @cached_property
-    def summed(self) -> tuple[int, ...]:
+    def reduction_bytes(self) -> tuple[int, ...]:
         """The bytes, of a row, of what a layer sums over a tensor axis forward; experts left out.
 
         Of a model whose layers are no stack: of all layers, half of what both passes sum.
         """
-        sums = [x.makes[0].of_rows for x in self._forward_products if x.summed]
+        sums = [x.makes[0].per_example for x in self._forward_products if x.is_partial]
         return tuple(sums if self.layers else sums[: len(sums) // 2])
 
     @property
@@ -151,7 +153,7 @@ class ModelProfile:
         """Yield products of rows with weights; where layers are no stack also those backward."""
         for one in self.program.parts["layers" if self.layers else "before"]:
             of_experts = any(v.experts for v in one.reads)
-            weights = sum(not v.of_rows for v in one.reads)
+            weights = sum(not v.per_example for v in one.reads)
             if one.name == "dot_general" and weights == 1 and not of_experts:
                 yield one
 
@@ -159,10 +161,10 @@ class ModelProfile:
         """Return what a part computes: layers, forward or backward alone of them, ends."""
         key = part, share
         if key not in self._sizes:
-            costs = self._parts["ends" if part == "ends" else "joint"]
+            costs = self._part_costs["ends" if part == "ends" else "joint"]
             border, end = self._border, float("inf")
             span = {"forward": (0, border), "backward": (border, end)}.get(part, (0, end))
-            costs = costs.part(*span)
+            costs = costs.select(*span)
             traffic = costs.traffic(share)
             products, attention = tuple(costs.products), tuple(costs.attention)
             self._sizes[key] = Work(products, attention, traffic, costs.launches)
@@ -180,30 +182,32 @@ def profile_of(
     It is traced on one device: the sides of its mesh, its batch and its strategy do not count.
     `attention` takes the place of the model's own; None: its own is read, as CPUs run it.
     """
-    alone = {"mesh": Mesh(), "accumulate": 1, "offload": None, "split_rows": 1}
-    one = replace(config, strategy="ddp", kernels="auto", reduction="flat", **alone)
+    single_device = {"mesh": Mesh(), "accumulate": 1, "offload": None, "split_rows": 1}
+    base = replace(config, strategy="ddp", kernels="auto", reduction="flat", **single_device)
     devices = jax.devices()[:1]
     if gpu is not None and can_compile_for_gpus():
         devices = target_devices(gpu, 1)
-    traces, parts = [], None
-    for rows in (2, 3):
-        parts = Planned(replace(one, batch=rows), devices, vocab, attention=attention)
-        execution = {**parts.execution, "unroll": 1, "schedule": None}
-        step = hfjax.train_step(parts.layout, parts.model.loss, **execution)
-        traces.append(parts.trace(step))
-    assert parts is not None
-    layout = parts.layout
+    traces, run = [], None
+    for batch_size in (2, 3):
+        run = PlannedRun(replace(base, batch=batch_size), devices, vocab, attention=attention)
+        execution = {**run.execution, "unroll": 1, "schedule": None}
+        step = hfjax.train_step(run.layout, run.model.loss, **execution)
+        traces.append(run.trace(step))
+    assert run is not None
+    layout = run.layout
     rules = TENSOR.parameters
     dims = {
         path: frozenset(d for d, name in enumerate(a.axes) if name in rules)
         for path, a in layout.arrays.items()
     }
-    given = jax.tree_util.tree_leaves_with_path(traces[0].args_info)
-    split = [dims.get(_path(keys), frozenset()) for keys, _ in given]
-    stacked = [p.shape[0] for p in layout.placed.values() if p.stacked]
+    args_info = jax.tree_util.tree_leaves_with_path(traces[0].args_info)
+    split = [dims.get(_path(keys), frozenset()) for keys, _ in args_info]
+    stacked = [p.shape[0] for p in layout.param_specs.values() if p.stacked]
     experts = [a.shape[a.axes.index(EXPERTS)] for a in layout.arrays.values() if EXPERTS in a.axes]
-    read = read_step(traces[0], traces[1], split, max(stacked, default=0), max(experts, default=0))
-    return ModelProfile(read)
+    program = read_step(
+        traces[0], traces[1], split, max(stacked, default=0), max(experts, default=0)
+    )
+    return ModelProfile(program)
 
 
 def _path(keys: Any) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
 from hfjax.models.attention import dot_product
-from hfjax.parallel.extensions.kernel_dispatch.per_shard import OnShards
+from hfjax.parallel.extensions.kernel_dispatch.per_shard import ShardedFunction
 from hfjax.parallel.mesh import AXES, COLUMN_AXIS
 
 FORWARD, BACKWARD = "hfjax_fused_attention", "hfjax_fused_attention_backward"
@@ -26,7 +26,7 @@ STATUS_RETURNING = 2  # of calls whose addresses are all that a compiler asks fo
 
 
 @cache
-def _known() -> None:
+def _register_targets() -> None:
     """Give the names an address, which programs for GPUs need and nothing here calls."""
     address = jax.ffi.pycapsule(ctypes.CDLL(None).abs)
     for name in (FORWARD, BACKWARD):
@@ -45,16 +45,16 @@ def fused_attention(
     cuDNN's is of half precision only: in float32 a step has XLA's, which keeps scores.
     """
     if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
-        by_xla = partial(dot_product, implementation="xla", window=window)
-        return by_xla(q_BSHD, k_BSGD, v_BSGD, documents_BS)
+        xla_attention = partial(dot_product, implementation="xla", window=window)
+        return xla_attention(q_BSHD, k_BSGD, v_BSGD, documents_BS)
     heads, documents = P(None, None, COLUMN_AXIS), P()
-    given: tuple[jax.Array, ...] = (q_BSHD, k_BSGD, v_BSGD)
+    inputs: tuple[jax.Array, ...] = (q_BSHD, k_BSGD, v_BSGD)
     if documents_BS is not None:  # cuDNN is handed a mask of pairs of positions
-        given = (*given, (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None])
-    specs = (heads, heads, heads, documents)[: len(given)]
+        inputs = (*inputs, (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None])
+    specs = (heads, heads, heads, documents)[: len(inputs)]
     mesh: Any = jax.sharding.get_abstract_mesh()
     mesh = NO_MESH if mesh.empty else mesh
-    return OnShards(mesh, *_passes(window), specs, heads, (heads, heads))(*given)
+    return ShardedFunction(mesh, *_passes(window), specs, heads, (heads, heads))(*inputs)
 
 
 @cache
@@ -69,15 +69,15 @@ def _forward(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, *docu
     return out, (out, sums)
 
 
-def _backward(window: int | None, given: tuple, kept: tuple, gradient: jax.Array) -> tuple:
-    q, k, v, *documents = given
+def _backward(window: int | None, inputs: tuple, residuals: tuple, gradient: jax.Array) -> tuple:
+    q, k, v, *documents = inputs
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
-    found = _call(BACKWARD, window, shapes, q, k, v, *kept, gradient, *documents)
+    grads = _call(BACKWARD, window, shapes, q, k, v, *residuals, gradient, *documents)
     none = [jnp.zeros(x.shape, jax.dtypes.float0) for x in documents]
-    return (*found, *none)
+    return (*grads, *none)
 
 
 def _call(name: str, window: int | None, results: tuple, *operands: Any) -> Any:
-    _known()
+    _register_targets()
     call = jax.ffi.ffi_call(name, results, custom_call_api_version=STATUS_RETURNING)
     return call(*operands, **({} if window is None else {WINDOW: np.int32(window)}))

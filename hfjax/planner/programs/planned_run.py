@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from hfjax.pallas_kernels.capabilities import replaced_by
+from hfjax.pallas_kernels.capabilities import replace_attention
 from hfjax.trainer.build import Parts
 
 NO_TILES = "Couldn't find output tile sizes"  # of a product: XLA's compiler for GPUs gives up
@@ -14,7 +14,7 @@ PLAIN = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclass(frozen=True)
-class Planned(Parts):
+class PlannedRun(Parts):
     """Parts of a run whose step is compiled, never run.
 
     Args:
@@ -30,7 +30,7 @@ class Planned(Parts):
 
     def trace(self, step: Any = None) -> jax.stages.Traced:
         """Return a step traced for the batch; None: the step of the run."""
-        with replaced_by(self.attention):
+        with replace_attention(self.attention):
             return (step or self.step).trace(self.batch)
 
 

@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from hfjax.planner.programs.placeholder_attention import BACKWARD, FORWARD
 
 Dims = frozenset[int]
-WHOLE: Dims = frozenset()
+UNSPLIT: Dims = frozenset()
 # What writes nothing: another look at what is there; of products' operands also a transposition.
 VIEWS = {
     *("reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "name"),
@@ -29,7 +29,7 @@ VIEWS = {
 REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 # What XLA puts into no fusion: its operands and results are in memory.
-ALONE = {
+UNFUSED = {
     *("sort", "top_k", "scatter", "scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "fft"),
     *("while", "cond", "scan", "pallas_call", "ffi_call", "custom_call", "reduce_window_sum"),
     *("select_and_scatter_add", "reduce_window_max", "select_and_gather_add", "gather"),
@@ -57,26 +57,28 @@ class Operand:
     three: tuple[int, ...]
     itemsize: int
     dtype: str
-    split: Dims = WHOLE
-    row: "Operand | None" = None  # of a stack that a loop makes: what one turn makes
+    split: Dims = UNSPLIT
+    element: "Operand | None" = None  # of a stack that a loop makes: what one turn makes
     experts: bool = False  # its first dimension is that of experts, of their weights
-    given: bool = False  # it is there before the program: a parameter, the batch
+    is_input: bool = False  # it is there before the program: a parameter, the batch
 
     @property
-    def of_rows(self) -> int:
+    def per_example(self) -> int:
         """The bytes that each row adds."""
         return (math.prod(self.three) - math.prod(self.two)) * self.itemsize
 
     @property
     def fixed(self) -> int:
         """The bytes that do not depend on rows."""
-        return max(math.prod(self.two) * self.itemsize - 2 * self.of_rows, 0)
+        return max(math.prod(self.two) * self.itemsize - 2 * self.per_example, 0)
 
     def size(self, share: Share) -> tuple[float, float]:
         """Return bytes a row and fixed bytes on a device."""
-        parts = share.tensor if self.split else 1
-        rows = share.tensor if self.split or share.sequence else 1
-        return self.of_rows / rows, self.fixed / parts / (share.expert if self.experts else 1)
+        shards = share.tensor if self.split else 1
+        example_shards = share.tensor if self.split or share.sequence else 1
+        return self.per_example / example_shards, self.fixed / shards / (
+            share.expert if self.experts else 1
+        )
 
 
 @dataclass(eq=False)
@@ -88,9 +90,9 @@ class Operation:
     makes: list[Operand]
     params: Mapping[str, Any]
     times: float = 1
-    summed: bool = False  # over what tensor splits: each device has a part of the sum
-    inside: "list[Operation]" = field(default_factory=list)  # of a loop that is no loop of layers
-    turns: tuple[float, float] = (1, 1)  # of a loop that data bounds, for two rows and for three
+    is_partial: bool = False  # over what tensor splits: each device has a part of the sum
+    body: "list[Operation]" = field(default_factory=list)  # of a loop that is no loop of layers
+    trips: tuple[float, float] = (1, 1)  # of a loop that data bounds, for two rows and for three
 
 
 @dataclass
@@ -99,8 +101,8 @@ class StepProgram:
 
     parts: dict[str, list[Operation]]
     layers: int  # turns of the loops over layers; 0: there are none, all is in `before`
-    stashed: list[Operand]  # what the forward loop hands to the backward one, of one layer
-    carried: Operand | None  # what goes from layer to layer
+    residuals: list[Operand]  # what the forward loop hands to the backward one, of one layer
+    carry: Operand | None  # what goes from layer to layer
 
 
 def read_step(
@@ -116,17 +118,17 @@ def read_step(
         experts: How many experts a layer has.
     """
     reader = _Reader(layers, experts)
-    given = [
+    args = [
         Operand(tuple(a.aval.shape), tuple(b.aval.shape), a.aval.dtype.itemsize, a.aval.dtype.name)
         for a, b in zip(two.jaxpr.jaxpr.invars, three.jaxpr.jaxpr.invars, strict=True)
     ]
-    for value, dims in zip(given, split, strict=True):
-        value.split, value.given = dims, True
+    for value, dims in zip(args, split, strict=True):
+        value.split, value.is_input = dims, True
         if dims:
-            reader.placed[value.two] = dims
-    reader.walk(two.jaxpr.jaxpr, three.jaxpr.jaxpr, given, reader.parts["before"])
-    found = [v.row for v in reader.handed if v.row is not None]
-    return StepProgram(reader.parts, reader.layers, unique(found), reader.carried)
+            reader.param_dims[value.two] = dims
+    reader.walk(two.jaxpr.jaxpr, three.jaxpr.jaxpr, args, reader.parts["before"])
+    residuals = [v.element for v in reader.loop_inputs if v.element is not None]
+    return StepProgram(reader.parts, reader.layers, unique(residuals), reader.carry)
 
 
 def unique(values: Iterable[Operand]) -> list[Operand]:
@@ -139,95 +141,95 @@ class _Reader:
 
     def __init__(self, layers: int, experts: int) -> None:
         self.stack, self.layers, self.experts = layers, 0, experts
-        self.placed: dict[tuple[int, ...], Dims] = {}  # shape of a parameter -> how it is split
+        self.param_dims: dict[tuple[int, ...], Dims] = {}  # shape of a parameter -> how it is split
         self.parts: dict[str, list[Operation]] = {name: [] for name in PARTS}
-        self.handed: list[Operand] = []
-        self.carried: Operand | None = None
-        self.now = "before"
-        self.deep = 0
+        self.loop_inputs: list[Operand] = []
+        self.carry: Operand | None = None
+        self.part = "before"
+        self.depth = 0
 
     def walk(
-        self, one: Jaxpr, two: Jaxpr, given: Sequence[Operand], out: list[Operation]
+        self, one: Jaxpr, two: Jaxpr, args: Sequence[Operand], out: list[Operation]
     ) -> list[Operand]:
         """Read a program that is given these values; return what it makes."""
-        known: dict[Any, Operand] = dict(zip(one.invars, given, strict=True))
+        known: dict[Any, Operand] = dict(zip(one.invars, args, strict=True))
         for a, b in zip(one.constvars, two.constvars, strict=True):
-            known[a] = _fresh(a, b)
+            known[a] = _new_operand(a, b)
         get = lambda v, w: _literal(v, w) if isinstance(v, Literal) else known[v]
         for e, f in zip(one.eqns, two.eqns, strict=True):
             reads = [get(v, w) for v, w in zip(e.invars, f.invars, strict=True)]
-            makes = self._equation(e, f, reads, out)
+            makes = self._read_equation(e, f, reads, out)
             known.update(zip(e.outvars, makes, strict=True))
-            if not self.deep:
-                out = self.parts[self.now]
+            if not self.depth:
+                out = self.parts[self.part]
         return [get(v, w) for v, w in zip(one.outvars, two.outvars, strict=True)]
 
-    def _equation(
+    def _read_equation(
         self, e: JaxprEqn, f: JaxprEqn, reads: list[Operand], out: list[Operation]
     ) -> list[Operand]:
         name = e.primitive.name
         if name == "ffi_call" and e.params["target_name"] in (FORWARD, BACKWARD):
-            return self._attention(e.params["target_name"], e, f, reads, out)
+            return self._read_attention(e.params["target_name"], e, f, reads, out)
         if name in CALLS and (inner := _body(e)) is not None:
-            return self._call(e, f, inner, reads, out)
+            return self._read_call(e, f, inner, reads, out)
         if name == "scan":
-            return self._scan(e, f, reads, out)
-        makes = [_fresh(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
-        done = Operation(name, reads, makes, e.params)
+            return self._read_scan(e, f, reads, out)
+        makes = [_new_operand(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
+        op = Operation(name, reads, makes, e.params)
         if name in ("while", "cond"):
-            done.inside = self._within(e, f)
-        _split(done)
-        for made in makes:
-            if made.of_rows:
+            op.body = self._read_bodies(e, f)
+        _propagate_split(op)
+        for output in makes:
+            if output.per_example:
                 continue
-            made.experts = len(made.two) > 2 and made.two[0] == self.experts > 1
-            if not made.split and made.two in self.placed and "scatter" in name:
-                made.split = self.placed[made.two]  # the gradient of a table
-        out.append(done)
+            output.experts = len(output.two) > 2 and output.two[0] == self.experts > 1
+            if not output.split and output.two in self.param_dims and "scatter" in name:
+                output.split = self.param_dims[output.two]  # the gradient of a table
+        out.append(op)
         return makes
 
-    def _call(
+    def _read_call(
         self, e: JaxprEqn, f: JaxprEqn, inner: Jaxpr, reads: list, out: list
     ) -> list[Operand]:
         other = _body(f)
         assert other is not None
         reads = reads[len(reads) - len(inner.invars) :]
         step = e.primitive.name == "shard_map"
-        self.deep += not step
-        found = self.walk(inner, other, reads, out)
-        self.deep -= not step
+        self.depth += not step
+        outputs = self.walk(inner, other, reads, out)
+        self.depth -= not step
         if step:  # what follows is the optimizer's
-            self.now, self.parts["optimizer"] = "optimizer", []
-        return found
+            self.part, self.parts["optimizer"] = "optimizer", []
+        return outputs
 
-    def _attention(self, name: str, e: Any, f: Any, reads: list, out: list) -> list[Operand]:
-        makes = [_fresh(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
+    def _read_attention(self, name: str, e: Any, f: Any, reads: list, out: list) -> list[Operand]:
+        makes = [_new_operand(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
         if reads[0].split:
             for value in makes:
                 value.split = frozenset({2 if len(value.two) == 4 else 1})
         out.append(Operation(name, reads, makes, e.params))
         return makes
 
-    def _within(self, e: JaxprEqn, f: JaxprEqn) -> list[Operation]:
+    def _read_bodies(self, e: JaxprEqn, f: JaxprEqn) -> list[Operation]:
         """Return the operations of a loop or of branches, on values of their own."""
-        found: list[Operation] = []
+        operations: list[Operation] = []
         names = ("body_jaxpr",) if e.primitive.name == "while" else ("branches",)
         bodies = [(_jaxprs(e.params[n]), _jaxprs(f.params[n])) for n in names]
-        self.deep += 1
+        self.depth += 1
         for ones, twos in bodies:
             for one, two in zip(ones, twos, strict=True):
-                given = [_fresh(v, w) for v, w in zip(one.invars, two.invars, strict=True)]
-                self.walk(one, two, given, found)
-        self.deep -= 1
+                args = [_new_operand(v, w) for v, w in zip(one.invars, two.invars, strict=True)]
+                self.walk(one, two, args, operations)
+        self.depth -= 1
         if e.primitive.name == "while":
-            turns = self._blocks(e), self._blocks(f)
-            for one in _all(found):
-                one.turns = turns
+            trips = self._block_count(e), self._block_count(f)
+            for one in _walk_operations(operations):
+                one.trips = trips
         else:  # one branch runs: which, the data says
-            _repeated(found, 1 / len(bodies[0][0]))
-        return found
+            _scale_times(operations, 1 / len(bodies[0][0]))
+        return operations
 
-    def _blocks(self, e: JaxprEqn) -> float:
+    def _block_count(self, e: JaxprEqn) -> float:
         """Return how often a loop over blocks of choices runs, as experts without a capacity have.
 
         The loop is given an array of all choices, and counts a block's own; about half a block of
@@ -235,55 +237,59 @@ class _Reader:
         """
         body = _jaxprs(e.params["body_jaxpr"])[0]
         counts = [f.outvars[0].aval for f in _equations(body) if f.primitive.name == "iota"]
-        choices, block = map(_most_whole, ([v.aval for v in e.invars], counts))
+        choices, block = map(_largest_int_array, ([v.aval for v in e.invars], counts))
         if self.experts < 2 or not 1 < block < choices:
             return 1
         return choices / block + self.experts / 2
 
-    def _scan(self, e: JaxprEqn, f: JaxprEqn, reads: list[Operand], out: list) -> list[Operand]:
+    def _read_scan(
+        self, e: JaxprEqn, f: JaxprEqn, reads: list[Operand], out: list
+    ) -> list[Operand]:
         one, two = e.params["jaxpr"].jaxpr, f.params["jaxpr"].jaxpr
-        consts, carry = _of_scan(e, one)
-        length, deep = e.params["length"], self.deep
-        of_layers = deep == 0 and length == self.stack > 0 and self.now in ("before", "between")
-        given = list(reads[: consts + carry])
+        consts, carry = _scan_counts(e, one)
+        length, depth = e.params["length"], self.depth
+        of_layers = depth == 0 and length == self.stack > 0 and self.part in ("before", "between")
+        args = list(reads[: consts + carry])
         for n, value in enumerate(reads[consts + carry :]):
             v, w = one.invars[consts + carry + n], two.invars[consts + carry + n]
-            if value.row is not None:
-                given.append(value.row)
+            if value.element is not None:
+                args.append(value.element)
                 if of_layers:
-                    self.handed.append(value)
+                    self.loop_inputs.append(value)
                 continue
-            row = _fresh(v, w)
-            row.split = frozenset(d - 1 for d in value.split if d > 0)
-            row.given = value.given
-            given.append(row)
+            element = _new_operand(v, w)
+            element.split = frozenset(d - 1 for d in value.split if d > 0)
+            element.is_input = value.is_input
+            args.append(element)
         if of_layers:
             self.layers = length
-            self.now = "layers" if self.now == "before" else "backward"
-            inner = self.parts[self.now]
+            self.part = "layers" if self.part == "before" else "backward"
+            inner = self.parts[self.part]
         else:
             inner = []
-        self.deep += 1
-        made = self.walk(one, two, given, inner)
-        self.deep -= 1
-        if of_layers and self.now == "layers":
-            self.carried = max(made[:carry], key=lambda v: v.of_rows, default=None)
-            self.now = "between"
+        self.depth += 1
+        outputs = self.walk(one, two, args, inner)
+        self.depth -= 1
+        if of_layers and self.part == "layers":
+            self.carry = max(outputs[:carry], key=lambda v: v.per_example, default=None)
+            self.part = "between"
         elif of_layers:
-            self.now = "after"
+            self.part = "after"
         stacks = []
-        for row, v, w in zip(made[carry:], e.outvars[carry:], f.outvars[carry:], strict=True):
-            stack = _fresh(v, w)
-            stack.split, stack.row = frozenset(d + 1 for d in row.split), row
+        for element, v, w in zip(
+            outputs[carry:], e.outvars[carry:], f.outvars[carry:], strict=True
+        ):
+            stack = _new_operand(v, w)
+            stack.split, stack.element = frozenset(d + 1 for d in element.split), element
             stacks.append(stack)
         if not of_layers:
-            makes = [*made[:carry], *stacks]
-            out.append(Operation("scan", reads, makes, e.params, inside=_repeated(inner, length)))
+            makes = [*outputs[:carry], *stacks]
+            out.append(Operation("scan", reads, makes, e.params, body=_scale_times(inner, length)))
             return makes
-        return [*made[:carry], *stacks]
+        return [*outputs[:carry], *stacks]
 
 
-def _of_scan(e: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
+def _scan_counts(e: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
     """Return how many constants a loop has, and how many values it carries: by their dimensions.
 
     What it takes rows of, and what it stacks, has one more outside; versions of JAX name the
@@ -294,21 +300,21 @@ def _of_scan(e: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
     return sum(same(v, w) for v, w in zip(e.invars, body.invars, strict=True)) - carry, carry
 
 
-def _repeated(operations: list[Operation], times: float) -> list[Operation]:
+def _scale_times(operations: list[Operation], times: float) -> list[Operation]:
     for one in operations:
         one.times *= times
-        _repeated(one.inside, times)
+        _scale_times(one.body, times)
     return operations
 
 
-def _all(operations: Iterable[Operation]) -> Iterator[Operation]:
+def _walk_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
     """Yield operations, and those inside of them."""
     for one in operations:
         yield one
-        yield from _all(one.inside)
+        yield from _walk_operations(one.body)
 
 
-def _most_whole(arrays: Iterable[Any]) -> int:
+def _largest_int_array(arrays: Iterable[Any]) -> int:
     """Return the size of the largest array of integers."""
     return max((a.size for a in arrays if jnp.issubdtype(a.dtype, jnp.integer)), default=0)
 
@@ -321,7 +327,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from _equations(inner)
 
 
-def _fresh(v: Any, w: Any) -> Operand:
+def _new_operand(v: Any, w: Any) -> Operand:
     aval = v.aval
     dtype = getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 4)
@@ -330,8 +336,8 @@ def _fresh(v: Any, w: Any) -> Operand:
 
 
 def _literal(v: Literal, w: Literal) -> Operand:
-    value = _fresh(v, w)
-    value.given = True
+    value = _new_operand(v, w)
+    value.is_input = True
     return value
 
 
@@ -342,95 +348,95 @@ def _body(e: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-def _jaxprs(given: Any) -> list[Jaxpr]:
-    several = given if isinstance(given, tuple | list) else [given]
+def _jaxprs(bodies: Any) -> list[Jaxpr]:
+    several = bodies if isinstance(bodies, tuple | list) else [bodies]
     return [getattr(x, "jaxpr", x) for x in several]
 
 
 # -- which dimensions a tensor axis splits --------------------------------------------------
 
 
-def _split(done: Operation) -> None:
+def _propagate_split(op: Operation) -> None:
     """Say which dimensions of what an operation makes are split, of those of what it reads."""
-    if not any(v.split for v in done.reads):
+    if not any(v.split for v in op.reads):
         return
-    rule = _RULES.get(done.name)
+    rule = _RULES.get(op.name)
     if rule is not None:
-        rule(done)
+        rule(op)
         return
-    for made in done.makes:
-        alike = [v.split for v in done.reads if len(v.two) == len(made.two)]
-        dims = frozenset().union(*alike)
-        made.split = frozenset(d for d in dims if made.two[d] > 1)
+    for output in op.makes:
+        splits = [v.split for v in op.reads if len(v.two) == len(output.two)]
+        dims = frozenset().union(*splits)
+        output.split = frozenset(d for d in dims if output.two[d] > 1)
 
 
-def _of_product(done: Operation) -> None:
-    (a_in, b_in), (a_batch, b_batch) = done.params["dimension_numbers"]
-    a, b = done.reads
+def _split_product(op: Operation) -> None:
+    (a_in, b_in), (a_batch, b_batch) = op.params["dimension_numbers"]
+    a, b = op.reads
     free_a = [d for d in range(len(a.two)) if d not in (*a_in, *a_batch)]
     free_b = [d for d in range(len(b.two)) if d not in (*b_in, *b_batch)]
-    places = [("a", d) for d in (*a_batch, *free_a)] + [("b", d) for d in free_b]
+    dims = [("a", d) for d in (*a_batch, *free_a)] + [("b", d) for d in free_b]
     inner = any(d in a.split for d in a_in) or any(d in b.split for d in b_in)
-    done.summed = inner
-    found = {n for n, (of, d) in enumerate(places) if d in (a if of == "a" else b).split}
-    found |= {n for n, d in enumerate(b_batch) if d in b.split}
-    done.makes[0].split = WHOLE if inner and not found else frozenset(found)
+    op.is_partial = inner
+    split_dims = {n for n, (of, d) in enumerate(dims) if d in (a if of == "a" else b).split}
+    split_dims |= {n for n, d in enumerate(b_batch) if d in b.split}
+    op.makes[0].split = UNSPLIT if inner and not split_dims else frozenset(split_dims)
 
 
-def _of_transpose(done: Operation) -> None:
-    back = {d: n for n, d in enumerate(done.params["permutation"])}
-    done.makes[0].split = frozenset(back[d] for d in done.reads[0].split)
+def _split_transpose(op: Operation) -> None:
+    back = {d: n for n, d in enumerate(op.params["permutation"])}
+    op.makes[0].split = frozenset(back[d] for d in op.reads[0].split)
 
 
-def _of_reshape(done: Operation) -> None:
+def _split_reshape(op: Operation) -> None:
     """A split dimension stays so where its leading part begins a dimension of the result."""
-    old, new = done.reads[0].two, done.makes[0].two
+    old, new = op.reads[0].two, op.makes[0].two
     before = lambda shape, d: math.prod(shape[:d])
-    found = set()
-    for d in done.reads[0].split:
-        places = [n for n in range(len(new)) if new[n] > 1 and before(new, n) <= before(old, d)]
-        if places and before(new, places[-1]) * new[places[-1]] > before(old, d):
-            found.add(places[-1])
-    done.makes[0].split = frozenset(found)
+    split_dims = set()
+    for d in op.reads[0].split:
+        new_dims = [n for n in range(len(new)) if new[n] > 1 and before(new, n) <= before(old, d)]
+        if new_dims and before(new, new_dims[-1]) * new[new_dims[-1]] > before(old, d):
+            split_dims.add(new_dims[-1])
+    op.makes[0].split = frozenset(split_dims)
 
 
-def _of_broadcast(done: Operation) -> None:
-    where, given = done.params["broadcast_dimensions"], done.reads[0]
-    done.makes[0].split = frozenset(where[d] for d in given.split if given.two[d] > 1)
+def _split_broadcast(op: Operation) -> None:
+    dims, operand = op.params["broadcast_dimensions"], op.reads[0]
+    op.makes[0].split = frozenset(dims[d] for d in operand.split if operand.two[d] > 1)
 
 
-def _of_reduction(done: Operation) -> None:
-    axes = done.params["axes"]
-    rest = [d for d in range(len(done.reads[0].two)) if d not in axes]
-    done.summed = any(d in done.reads[0].split for d in axes)
-    for made in done.makes:
-        made.split = frozenset(n for n, d in enumerate(rest) if d in done.reads[0].split)
+def _split_reduction(op: Operation) -> None:
+    axes = op.params["axes"]
+    rest = [d for d in range(len(op.reads[0].two)) if d not in axes]
+    op.is_partial = any(d in op.reads[0].split for d in axes)
+    for output in op.makes:
+        output.split = frozenset(n for n, d in enumerate(rest) if d in op.reads[0].split)
 
 
-def _of_squeeze(done: Operation) -> None:
-    gone = done.params["dimensions"]
-    rest = [d for d in range(len(done.reads[0].two)) if d not in gone]
-    done.makes[0].split = frozenset(n for n, d in enumerate(rest) if d in done.reads[0].split)
+def _split_squeeze(op: Operation) -> None:
+    gone = op.params["dimensions"]
+    rest = [d for d in range(len(op.reads[0].two)) if d not in gone]
+    op.makes[0].split = frozenset(n for n, d in enumerate(rest) if d in op.reads[0].split)
 
 
-def _whole(done: Operation) -> None:
-    done.summed = True
+def _mark_partial(op: Operation) -> None:
+    op.is_partial = True
 
 
-def _as_last(done: Operation) -> None:
+def _split_like_first(op: Operation) -> None:
     """A scatter adds to what has the shape of its first operand."""
-    done.makes[0].split = done.reads[0].split
+    op.makes[0].split = op.reads[0].split
 
 
 _RULES = {
-    "dot_general": _of_product,
-    "transpose": _of_transpose,
-    "reshape": _of_reshape,
-    "broadcast_in_dim": _of_broadcast,
-    "squeeze": _of_squeeze,
-    "gather": _whole,
-    "conv_general_dilated": _whole,
-    "scatter-add": _as_last,
-    "scatter_add": _as_last,
-    **dict.fromkeys(REDUCES, _of_reduction),
+    "dot_general": _split_product,
+    "transpose": _split_transpose,
+    "reshape": _split_reshape,
+    "broadcast_in_dim": _split_broadcast,
+    "squeeze": _split_squeeze,
+    "gather": _mark_partial,
+    "conv_general_dilated": _mark_partial,
+    "scatter-add": _split_like_first,
+    "scatter_add": _split_like_first,
+    **dict.fromkeys(REDUCES, _split_reduction),
 }

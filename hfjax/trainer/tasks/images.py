@@ -14,29 +14,34 @@ from flax import nnx
 
 import hfjax
 from hfjax.data.images import Augment, ImageLoader, ImageSet, check_same_classes, parts_of
-from hfjax.data.images.find_images import has_masks, part_of
+from hfjax.data.images.find_images import has_masks, split_folder
 from hfjax.models.vision import deeplab, vit
-from hfjax.models.vision.losses import classification_loss, counts_of, scored, segmentation_loss
+from hfjax.models.vision.losses import (
+    classification_loss,
+    confusion_counts,
+    segmentation_eval_loss,
+    segmentation_loss,
+)
 from hfjax.models.vision.preset_table import PRESETS
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
 from hfjax.trainer.config import Data, Model, Train
-from hfjax.trainer.config_io import function
-from hfjax.trainer.model import own_loss_of
-from hfjax.trainer.sampling import mean_of
-from hfjax.utils.image_names import holds_images
-from hfjax.utils.read_files import shown
-from hfjax.utils.tables import aligned, named
+from hfjax.trainer.config_io import load_function
+from hfjax.trainer.model import load_loss
+from hfjax.trainer.sampling import mean_loss
+from hfjax.utils.image_names import contains_images
+from hfjax.utils.read_files import brief
+from hfjax.utils.tables import align, quote
 from hfjax.weights.vision_files import read_vision, with_weights
-from hfjax.weights.vision_rules import model_of
+from hfjax.weights.vision_rules import model_factory
 
 CLASSES, MASKS = "classes", "masks"
 SIZES = {CLASSES: 224, MASKS: 513}  # of images, where nothing says another
-SMALL = 32  # the same for models with a stem for small images
-OF_TEXT = (
+SMALL_SIZE = 32  # the same for models with a stem for small images
+TEXT_OPTS = (
     *("length", "layers", "heads", "embed", "kv_heads", "mlp", "head"),
     *("experts", "top_k", "capacity", "stored"),
 )
-OF_TOKENS = ("weights", "packing")
+TOKEN_OPTS = ("weights", "packing")
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class ImageModel:
     size: int  # of the images, in pixels
     classes: int
     shape: VisionConfig | None = None  # the configuration of a preset
-    own_loss: bool = False
+    has_user_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,23 +78,28 @@ class ImageScores:
     @property
     def line(self) -> str:
         """The scores in a line."""
-        told = [f"{WORDS.get(name, name)} {x:.2%}" for name, x in self.numbers.items()]
-        return ", ".join([f"loss {self.loss:.4f}", *told, f"{self.count} {self.unit}"])
+        scores = [f"{SCORE_NAMES.get(name, name)} {x:.2%}" for name, x in self.numbers.items()]
+        return ", ".join([f"loss {self.loss:.4f}", *scores, f"{self.count} {self.unit}"])
 
     @property
     def table(self) -> str:
         """The scores of each class, if there are any."""
         if self.iou is None:
             return ""
-        words = lambda x: "does not occur" if x is None else f"{x:.2%}"
-        return "\n".join(aligned([[named(c), words(x)] for c, x in self.iou.items()]))
+        format_score = lambda x: "does not occur" if x is None else f"{x:.2%}"
+        return "\n".join(align([[quote(c), format_score(x)] for c, x in self.iou.items()]))
 
 
-WORDS = {"valid_top1": "top-1", "valid_top5": "top-5", "valid_pixels": "pixels", "valid_iou": "IoU"}
+SCORE_NAMES = {
+    "valid_top1": "top-1",
+    "valid_top5": "top-5",
+    "valid_pixels": "pixels",
+    "valid_iou": "IoU",
+}
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageTask:
     """A task: the class of an image, or of each of its pixels.
 
     Attributes:
@@ -98,10 +108,10 @@ class Pictures:
 
     config: Train
     unit = "images"
-    each = 1
+    units_per_example = 1
 
     def __post_init__(self) -> None:
-        _check_words(self.config)
+        _check_flags(self.config)
 
     @property
     def _preset(self) -> VisionConfig | None:
@@ -117,28 +127,28 @@ class Pictures:
     @cached_property
     def images(self) -> ImageSet:
         """The images to train on."""
-        given = self.config.data.train
-        if len(given) != 1:
+        folders = self.config.data.train
+        if len(folders) != 1:
             raise ValueError(
-                f"--data.train {' '.join(map(named, given)) or '(none)'}: a model of images is "
+                f"--data.train {' '.join(map(quote, folders)) or '(none)'}: a model of images is "
                 "trained on one folder: of classes (photos/cat/1.jpg), or images/ and masks/."
             )
-        place = part_of(Path(given[0]), "train")
-        masks = self.config.model.classes if has_masks(place) else None
-        found = ImageSet(given[0], part="train", classes=masks)
-        self._check_kind(found)
-        return found
+        train_folder = split_folder(Path(folders[0]), "train")
+        masks = self.config.model.classes if has_masks(train_folder) else None
+        image_set = ImageSet(folders[0], part="train", classes=masks)
+        self._check_kind(image_set)
+        return image_set
 
-    def _check_kind(self, found: ImageSet) -> None:
+    def _check_kind(self, image_set: ImageSet) -> None:
         preset = self._preset
         if preset is None or self.config.model.loss is not None:
             return
         needed = MASKS if isinstance(preset, deeplab.DeepLabConfig) else CLASSES
-        if found.kind != needed:
+        if image_set.kind != needed:
             has = {CLASSES: "folders of classes", MASKS: "images and masks"}
             does = {CLASSES: "says what an image shows", MASKS: "says what each pixel shows"}
             raise ValueError(
-                f"--data.train {named(found.directory)} has {has[found.kind]}, and "
+                f"--data.train {quote(image_set.directory)} has {has[image_set.kind]}, and "
                 f"--model.preset {self.config.model.preset} {does[needed]}: it needs "
                 f"{has[needed]}."
             )
@@ -146,17 +156,19 @@ class Pictures:
     @cached_property
     def model(self) -> ImageModel:
         """The model, for the classes of the data."""
-        given, size = self.config.model, self._size
-        loss = own_loss_of(given) or self._usual_loss
-        own_loss = given.loss is not None
-        if given.own is not None:
-            init = _own(given, self.classes, size)
-            return ImageModel(given.own, init, loss, size, self.classes, None, own_loss)
+        opts, size = self.config.model, self._size
+        loss = load_loss(opts) or self._default_loss
+        has_user_loss = opts.loss is not None
+        if opts.own is not None:
+            init = _user_model(opts, self.classes, size)
+            return ImageModel(opts.own, init, loss, size, self.classes, None, has_user_loss)
         shape = self._shape(size)
-        return ImageModel(given.preset, model_of(shape), loss, size, shape.classes, shape, own_loss)
+        return ImageModel(
+            opts.preset, model_factory(shape), loss, size, shape.classes, shape, has_user_loss
+        )
 
     @property
-    def _usual_loss(self) -> Callable:
+    def _default_loss(self) -> Callable:
         smoothing = self.config.model.smoothing
         if self.kind == MASKS:
             if smoothing:
@@ -169,48 +181,48 @@ class Pictures:
     @property
     def classes(self) -> int:
         """How many classes there are."""
-        given, preset = self.config.model.classes, self._preset
+        count, preset = self.config.model.classes, self._preset
         if self.config.data.train:
-            here = len(self.images.classes)
-            if given is not None and given < here:
+            least = len(self.images.classes)
+            if count is not None and count < least:
                 raise ValueError(
-                    f"--model.classes {given}: {named(self.images.directory)} has {here} classes. "
-                    f"Give {here} or more, or leave the flag out."
+                    f"--model.classes {count}: {quote(self.images.directory)} has {least} classes. "
+                    f"Give {least} or more, or leave the flag out."
                 )
-            return given or here
-        return given or (1000 if preset is None else preset.classes)
+            return count or least
+        return count or (1000 if preset is None else preset.classes)
 
     @property
     def _size(self) -> int:
-        preset, given = self._preset, self.config.data.size
+        preset, requested = self._preset, self.config.data.size
         if isinstance(preset, vit.ViTConfig):
-            return given or preset.image
+            return requested or preset.image
         small = getattr(preset, "stem", None) == "small"
-        return given or (SMALL if small else SIZES[self.kind])
+        return requested or (SMALL_SIZE if small else SIZES[self.kind])
 
     def _shape(self, size: int) -> VisionConfig:
         """Return the shape of a preset, as flags change it."""
-        given, preset = self.config.model, self._preset
+        opts, preset = self.config.model, self._preset
         assert preset is not None
         changes: dict[str, Any] = {"classes": self.classes}
-        norm = "frozen" if given.frozen_norms else "group" if given.group_norms else None
+        norm = "frozen" if opts.frozen_norms else "group" if opts.group_norms else None
         if norm is not None:
             if not isinstance(preset, ConvNetConfig):
                 raise ValueError(
-                    f"--model.{norm}-norms: {given.preset} has no BatchNorm. Leave it out."
+                    f"--model.{norm}-norms: {opts.preset} has no BatchNorm. Leave it out."
                 )
             changes["norm"] = norm
-        changes |= _rates(given, preset)
+        changes |= _dropout_rates(opts, preset)
         if isinstance(preset, vit.ViTConfig):
             changes["image"] = size
         return replace(preset, **changes)
 
     @property
-    def scored(self) -> Callable:
+    def eval_loss(self) -> Callable:
         """The loss with what an evaluation counts."""
-        if self.model.own_loss:
+        if self.model.has_user_loss:
             return self.model.loss
-        return classification_loss if self.kind == CLASSES else scored
+        return classification_loss if self.kind == CLASSES else segmentation_eval_loss
 
     def flops(self, layout: hfjax.Layout) -> float:
         """Return what training needs for one image: three times what XLA counts forward."""
@@ -225,23 +237,23 @@ class Pictures:
             model.eval()
             return model(batch)
 
-        found: Any = jax.jit(forward).lower(state, shapes).cost_analysis()
-        return 3.0 * float((found or {}).get("flops", 0.0))
+        cost: Any = jax.jit(forward).lower(state, shapes).cost_analysis()
+        return 3.0 * float((cost or {}).get("flops", 0.0))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of a batch."""
-        rows, size = self.config.batch, self._size
-        label = (rows,) if self.kind == CLASSES else (rows, size, size)
+        batch_size, size = self.config.batch, self._size
+        label = (batch_size,) if self.kind == CLASSES else (batch_size, size, size)
         return {
-            "image": jax.ShapeDtypeStruct((rows, size, size, 3), jnp.uint8),
+            "image": jax.ShapeDtypeStruct((batch_size, size, size, 3), jnp.uint8),
             "label": jax.ShapeDtypeStruct(label, jnp.int32),
         }
 
-    def rows(self) -> str:
+    def describe_example(self) -> str:
         """Return what a row is."""
         return f"images of {self._size} x {self._size}"
 
-    def told(self) -> list[str]:
+    def startup_lines(self) -> list[str]:
         """Return what to say before training: the data, and how bytes are normalised."""
         shape, size = self.model.shape, self.model.size
         lines = [f"{self.images}; {size} x {size} pixels"]
@@ -250,82 +262,82 @@ class Pictures:
             lines.append(f"normalised by mean {numbers('mean')}, deviation {numbers('std')}")
         return lines
 
-    def begun(
+    def init_from_weights(
         self, layout: hfjax.Layout, seed: int, schedule: hfjax.Schedule | None
     ) -> tuple[hfjax.State, list[str]] | None:
         """Return the state that begins with the weights of a file, and what to say."""
-        given, shape = self.config.model, self.model.shape
-        if given.weights is None or shape is None:
+        opts, shape = self.config.model, self.model.shape
+        if opts.weights is None or shape is None:
             return None
-        weights = read_vision(given.weights, shape, new_head=given.new_head)
+        weights = read_vision(opts.weights, shape, new_head=opts.new_head)
         state = with_weights(layout, weights, seed, schedule)
-        drawn = [path for path, x in weights.items() if x is None]
-        said = f"read the weights of {named(given.weights)}"
-        return state, [f"{said}; drawn anew: {', '.join(drawn)}" if drawn else said]
+        new_paths = [path for path, x in weights.items() if x is None]
+        note = f"read the weights of {quote(opts.weights)}"
+        return state, [f"{note}; drawn anew: {', '.join(new_paths)}" if new_paths else note]
 
     # -- data -----------------------------------------------------------------------------
 
-    def batches(self, mine: Callable) -> ImageLoader:
+    def train_loader(self, local_slice: Callable) -> ImageLoader:
         """Return the batches to train on."""
-        given = self.config.data
-        changed = {name: getattr(given, name) for name in ("flip", *COLOURS)}
-        augment = Augment(scale=given.scale, **changed)
-        if self.kind == CLASSES and given.scale is not None and given.scale[1] > 1:
+        data = self.config.data
+        colours = {name: getattr(data, name) for name in ("flip", *COLOURS)}
+        augment = Augment(scale=data.scale, **colours)
+        if self.kind == CLASSES and data.scale is not None and data.scale[1] > 1:
             raise ValueError(
-                f"--data.scale {given.scale[0]} {given.scale[1]}: of classes it is the part of the "
+                f"--data.scale {data.scale[0]} {data.scale[1]}: of classes it is the part of the "
                 "area that is cut out, from above 0 to 1."
             )
-        fields: Any = {"augment": augment, "epochs": given.epochs, "seed": self.config.seed}
-        return self._loader(mine, self.images, train=True, **fields)
+        fields: Any = {"augment": augment, "epochs": data.epochs, "seed": self.config.seed}
+        return self._make_loader(local_slice, self.images, train=True, **fields)
 
-    def checks(self, mine: Callable) -> ImageLoader | None:
+    def valid_loader(self, local_slice: Callable) -> ImageLoader | None:
         """Return the batches to validate on; None: there are none."""
-        given = self.config.data
-        if given.valid is None and "valid" not in parts_of(given.train[0]):
+        data = self.config.data
+        if data.valid is None and "valid" not in parts_of(data.train[0]):
             return None
-        known, place = self.images.classes, given.valid or given.train[0]
-        found = ImageSet(place, part="valid", classes=known if self.kind == MASKS else None)
-        if set(found.classes) < set(known):  # of folders: labels go by name, `after` tells of it
-            found = ImageSet(place, part="valid", classes=known)
-        check_same_classes(self.images, found)
-        return self._loader(mine, found, train=False, epochs=1, pad_last=True)
+        classes, folder = self.images.classes, data.valid or data.train[0]
+        valid = ImageSet(folder, part="valid", classes=classes if self.kind == MASKS else None)
+        if set(valid.classes) < set(classes):  # of folders: labels go by name, `after` tells of it
+            valid = ImageSet(folder, part="valid", classes=classes)
+        check_same_classes(self.images, valid)
+        return self._make_loader(local_slice, valid, train=False, epochs=1, pad_last=True)
 
-    def _loader(self, mine: Callable, data: ImageSet, **fields: Any) -> ImageLoader:
+    def _make_loader(self, local_slice: Callable, data: ImageSet, **fields: Any) -> ImageLoader:
         batch = self.config.batch
-        made = ImageLoader(data, batch, self._size, broken=self.config.data.broken, **fields)
-        made.check(self.model.classes)
-        made.mine = mine(batch)
-        return made
+        loader = ImageLoader(data, batch, self._size, broken=self.config.data.broken, **fields)
+        loader.check(self.model.classes)
+        loader.mine = local_slice(batch)
+        return loader
 
-    def after(self, loader: Any) -> list[str]:
+    def closing_lines(self, loader: Any) -> list[str]:
         """Return what to say after training: which images did not decode, which classes lack."""
-        return [*self._without_images(loader.images), *self._skipped(loader)]
+        return [*self._missing_class_lines(loader.images), *self._skipped_lines(loader)]
 
-    def _without_images(self, data: ImageSet) -> list[str]:
+    def _missing_class_lines(self, data: ImageSet) -> list[str]:
         """Return a line of the classes of which a set has no image."""
         if data.kind == MASKS or not (left := set(range(len(data.classes))) - set(data.labels)):
             return []
-        some = ", ".join(named(data.classes[i]) for i in sorted(left)[:5]) + ", …" * (len(left) > 5)
+        some = ", ".join(quote(data.classes[i]) for i in sorted(left)[:5]) + ", …" * (len(left) > 5)
         count = len(data.classes)
         return [
-            f"{named(data.directory)} has images of {count - len(left)} of the {count} classes; of "
+            f"{quote(data.directory)} has images of {count - len(left)} of the {count} classes; of "
             f"these it has none, and the scores tell nothing of them: {some}"
         ]
 
-    def _skipped(self, loader: Any) -> list[str]:
-        if not (left := loader.skipped):
+    def _skipped_lines(self, loader: Any) -> list[str]:
+        if not (skipped := loader.skipped):
             return []
-        some = ", ".join(map(named, left[:5])) + ", …" * (len(left) > 5)
-        where = named(loader.images.directory)
+        some = ", ".join(map(quote, skipped[:5])) + ", …" * (len(skipped) > 5)
+        folder = quote(loader.images.directory)
         instead = "others took their places" if loader.train else "they do not count"
-        return [f"{where}: {len(left)} images did not decode, and {instead}: {some}"]
+        return [f"{folder}: {len(skipped)} images did not decode, and {instead}: {some}"]
 
     # -- scores ---------------------------------------------------------------------------
 
-    def read(self, metrics: Sequence[Mapping[str, Any]]) -> ImageScores:
+    def compute_scores(self, metrics: Sequence[Mapping[str, Any]]) -> ImageScores:
         """Return the scores of all batches."""
         unit = "images" if self.kind == CLASSES else "pixels"
-        loss, count = mean_of(metrics, unit.removesuffix("s"))
+        loss, count = mean_loss(metrics, unit.removesuffix("s"))
         weights = np.array([float(m["weight"]) for m in metrics])
         mean = lambda name: float(
             sum(w * float(m[name]) for w, m in zip(weights, metrics, strict=True) if w)
@@ -335,26 +347,26 @@ class Pictures:
         numbers = {f"valid_{name}": mean(name) for name in known}
         if "confusion" not in metrics[0]:
             return ImageScores(loss, count, unit, numbers)
-        counts = sum(counts_of(m["confusion"], self.config.batch) for m in metrics)
+        counts = sum(confusion_counts(m["confusion"], self.config.batch) for m in metrics)
         iou = intersection_over_union(np.asarray(counts, np.int64))
-        there = [x for x in iou if x is not None]
-        numbers["valid_iou"] = float(np.mean(there)) if there else 0.0
+        present = [x for x in iou if x is not None]
+        numbers["valid_iou"] = float(np.mean(present)) if present else 0.0
         names = [*self.images.classes, *map(str, range(len(self.images.classes), len(iou)))]
         return ImageScores(loss, count, unit, numbers, dict(zip(names, iou, strict=True)))
 
 
-def _rates(given: Model, preset: VisionConfig) -> dict[str, float]:
+def _dropout_rates(opts: Model, preset: VisionConfig) -> dict[str, float]:
     """Return the rates of dropout that are asked for, of a preset that has them."""
-    found = {}
+    rates = {}
     for name in RATES:
-        if (rate := getattr(given, name)) is None:
+        if (rate := getattr(opts, name)) is None:
             continue
         if hasattr(preset, name):
-            found[name] = rate
+            rates[name] = rate
         elif rate:  # without dropout nothing is dropped
-            flag, what = name.replace("_", "-"), name.replace("_", " ")
-            raise ValueError(f"--model.{flag} {rate}: {given.preset} has no {what}. Leave it out.")
-    return found
+            flag, label = name.replace("_", "-"), name.replace("_", " ")
+            raise ValueError(f"--model.{flag} {rate}: {opts.preset} has no {label}. Leave it out.")
+    return rates
 
 
 COLOURS = ("brightness", "contrast", "saturation")
@@ -371,33 +383,33 @@ def intersection_over_union(counts: np.ndarray) -> list[float | None]:
     return [float(r / u) if u else None for r, u in zip(right, union, strict=True)]
 
 
-def _own(given: Model, classes: int, size: int) -> Callable:
-    make = function(str(given.own), "--model.own")
+def _user_model(opts: Model, classes: int, size: int) -> Callable:
+    make = load_function(str(opts.own), "--model.own")
     if len(inspect.signature(make).parameters) != 2:
         raise ValueError(
-            f"--model.own {given.own}: a function of (classes, size) is expected, since the data "
+            f"--model.own {opts.own}: a function of (classes, size) is expected, since the data "
             f"are images, which returns model_init(rngs); found {inspect.signature(make)}."
         )
     return make(classes, size)
 
 
-def _check_words(config: Train) -> None:
+def _check_flags(config: Train) -> None:
     """Refuse what says something of text, of a model of images."""
-    usual: Any = (Model(), Data())
+    defaults: Any = (Model(), Data())
     of = f"{config.model.own or config.model.preset} is a model of images"
     for settings, plain, prefix, names in (
-        (config.model, usual[0], "model", OF_TEXT),
-        (config.data, usual[1], "data", OF_TOKENS),
+        (config.model, defaults[0], "model", TEXT_OPTS),
+        (config.data, defaults[1], "data", TOKEN_OPTS),
     ):
         for name in names:
-            if (given := getattr(settings, name)) != getattr(plain, name):
+            if (value := getattr(settings, name)) != getattr(plain, name):
                 flag = f"--{prefix}.{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {shown(given)}: {of}. Leave it out.")
+                raise ValueError(f"{flag} {brief(value)}: {of}. Leave it out.")
     if config.model.weights is not None and config.model.own is not None:
         raise ValueError("--model.weights is of presets: load the weights in --model.own yourself.")
     if config.model.frozen_norms and config.model.group_norms:
         raise ValueError("--model.frozen-norms and --model.group-norms: give one of the two.")
-    _check_nothing_ignored(config)
+    _check_combinations(config)
     if config.model.new_head and config.model.weights is None:
         raise ValueError("--model.new-head goes with --model.weights FILE: a head is new anyway.")
 
@@ -405,39 +417,39 @@ def _check_words(config: Train) -> None:
 RATES = ("dropout", "auxiliary_dropout")
 
 
-def _check_nothing_ignored(config: Train) -> None:
+def _check_combinations(config: Train) -> None:
     """Refuse flags of which nothing takes notice beside others."""
-    given, start = config.model, config.checkpoints.start
-    norms = [name for name in ("frozen_norms", "group_norms") if getattr(given, name)]
-    flags = [*norms, *(name for name in RATES if getattr(given, name) is not None)]
-    if given.own is not None and flags:
+    opts, start = config.model, config.checkpoints.start
+    norms = [name for name in ("frozen_norms", "group_norms") if getattr(opts, name)]
+    flags = [*norms, *(name for name in RATES if getattr(opts, name) is not None)]
+    if opts.own is not None and flags:
         raise ValueError(
-            f"--model.{flags[0].replace('_', '-')} is of presets, and --model.own {given.own} is "
+            f"--model.{flags[0].replace('_', '-')} is of presets, and --model.own {opts.own} is "
             "none: say it there."
         )
-    if given.smoothing and given.loss is not None:
-        raise ValueError(f"--model.smoothing beside --model.loss {given.loss}: say it there.")
-    if given.weights is not None and start is not None:
+    if opts.smoothing and opts.loss is not None:
+        raise ValueError(f"--model.smoothing beside --model.loss {opts.loss}: say it there.")
+    if opts.weights is not None and start is not None:
         raise ValueError(
-            f"--model.weights {given.weights} beside --checkpoints.start {start}: a run begins "
+            f"--model.weights {opts.weights} beside --checkpoints.start {start}: a run begins "
             "with one of the two. Leave the other out."
         )
-    if given.frozen_norms and given.weights is None and start is None:
+    if opts.frozen_norms and opts.weights is None and start is None:
         raise ValueError(
             "--model.frozen-norms keeps norms as weights have them, and none are given: add "
             "--model.weights FILE or --checkpoints.start RUN, or take --model.group-norms."
         )
 
 
-def of_images(config: Train) -> bool:
+def is_image_task(config: Train) -> bool:
     """Return whether a configuration is of images: its preset is, or the data of its own model."""
     if config.model.own is None:
         return config.model.pretrained is None and config.model.preset in PRESETS
-    return bool(config.data.train) and holds_images(Path(config.data.train[0]))
+    return bool(config.data.train) and contains_images(Path(config.data.train[0]))
 
 
 # Flags that only images take notice of: fields of Model and Data.
-OF_IMAGES: Mapping[str, tuple[str, ...]] = {
+IMAGE_OPTS: Mapping[str, tuple[str, ...]] = {
     "model": (
         *("weights", "new_head", "frozen_norms", "group_norms", "classes", "smoothing"),
         "auxiliary_dropout",
@@ -446,22 +458,22 @@ OF_IMAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def check_no_images(config: Train) -> None:
+def check_text_only(config: Train) -> None:
     """Refuse what says something of images, of a model of text."""
     plain = asdict(Train())
-    for prefix, names in OF_IMAGES.items():
+    for prefix, names in IMAGE_OPTS.items():
         for name in names:
-            if (given := getattr(getattr(config, prefix), name)) != plain[prefix][name]:
+            if (value := getattr(getattr(config, prefix), name)) != plain[prefix][name]:
                 raise ValueError(
-                    f"--{prefix}.{name.replace('_', '-')} {shown(given)}: it is of images, and "
+                    f"--{prefix}.{name.replace('_', '-')} {brief(value)}: it is of images, and "
                     f"{config.model.own or config.model.preset} is a model of text. Leave it out, "
                     f"or choose one of {', '.join(PRESETS)}."
                 )
-    given = config.data.train
-    if given and holds_images(Path(given[0])):
+    value = config.data.train
+    if value and contains_images(Path(value[0])):
         model = config.model.pretrained or config.model.preset
         raise ValueError(
-            f"--data.train {named(given[0])} holds images, and {named(model)} is a model of text. "
+            f"--data.train {quote(value[0])} holds images, and {quote(model)} is a model of text. "
             f"Give --model.preset, one of {', '.join(PRESETS)}; or make a data set of text: "
             "hfjax data."
         )

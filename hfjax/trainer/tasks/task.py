@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 
 import hfjax
-from hfjax.data.indexed_loader import RowLoader
+from hfjax.data.indexed_loader import IndexedLoader
 
 
 class Scores(Protocol):
@@ -33,7 +33,7 @@ class Scores(Protocol):
         ...
 
 
-class TaskOfRun(Protocol):
+class Task(Protocol):
     """What a run learns from."""
 
     unit: str
@@ -45,12 +45,12 @@ class TaskOfRun(Protocol):
         ...
 
     @property
-    def each(self) -> int:
+    def units_per_example(self) -> int:
         """How many of these units a row has."""
         ...
 
     @property
-    def scored(self) -> Callable:
+    def eval_loss(self) -> Callable:
         """(outputs, batch) -> the loss with what an evaluation counts."""
         ...
 
@@ -62,32 +62,32 @@ class TaskOfRun(Protocol):
         """Return the shapes of a batch; nothing is read."""
         ...
 
-    def rows(self) -> str:
+    def describe_example(self) -> str:
         """Return what a row is, in words: rows of 64 tokens."""
         ...
 
-    def batches(self, mine: Callable) -> RowLoader:
-        """Return the batches to train on; `mine(rows)` are the rows of this process."""
+    def train_loader(self, local_slice: Callable) -> IndexedLoader:
+        """Return the batches to train on; `local_slice(rows)` are the rows of this process."""
         ...
 
-    def checks(self, mine: Callable) -> RowLoader | None:
+    def valid_loader(self, local_slice: Callable) -> IndexedLoader | None:
         """Return the batches to validate on: each row once, in order; None: there are none."""
         ...
 
-    def told(self) -> list[str]:
+    def startup_lines(self) -> list[str]:
         """Return what to say before training."""
         ...
 
-    def begun(
+    def init_from_weights(
         self, layout: hfjax.Layout, seed: int, schedule: hfjax.Schedule | None
     ) -> tuple[hfjax.State, list[str]] | None:
         """Return a state that begins with given weights, and what to say; None: none are given."""
         ...
 
-    def after(self, loader: Any) -> list[str]:
+    def closing_lines(self, loader: Any) -> list[str]:
         """Return what to say after training on the batches of a loader."""
         ...
 
-    def read(self, metrics: Sequence[Mapping[str, Any]]) -> Scores:
+    def compute_scores(self, metrics: Sequence[Mapping[str, Any]]) -> Scores:
         """Return the scores of an evaluation, of the metrics of all its batches."""
         ...

@@ -17,17 +17,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.parallel.pipeline.stage_params import Stage, Weights
+from hfjax.parallel.pipeline.stage_params import Stage, StageParams
 from hfjax.parallel.pipeline.stash_buffers import Slots
 from hfjax.parallel.pipeline.tick import StageTick, State
 from hfjax.parallel.schedules.versions import Versions
 from hfjax.utils.paths import Flat, Index
 
-_OWN = ("versions", "optimizer", "squares")  # of a stage; the same on all devices that share it
+_STAGE_STATE = (
+    "versions",
+    "optimizer",
+    "squares",
+)  # of a stage; the same on all devices that share it
 
 
 @dataclass(frozen=True)
-class VersionedWeights(Weights):
+class VersionedParams(StageParams):
     """How a stage updates its layers. The model is a `weighed` one."""
 
     versions: Versions
@@ -37,67 +41,79 @@ class VersionedWeights(Weights):
     reduce: Callable  # (gradients of a total, its weight) -> gradients of the mean, over all rows
     apply: Callable  # (gradients, optimizer, parameters) -> (parameters, optimizer)
 
-    def start(self, stage: Stage) -> State:
+    def init_state(self, stage: Stage) -> State:
         """Return every version as the parameters were; `squares` differs between stages only."""
-        all_same = lambda a: jnp.broadcast_to(a, (self.versions.slots, *a.shape))
+        repeat_versions = lambda a: jnp.broadcast_to(a, (self.versions.slots, *a.shape))
         return {
             "weight": jnp.zeros(()),
-            "versions": {path: all_same(a) for path, a in self.layers.items()},
+            "versions": {path: repeat_versions(a) for path, a in self.layers.items()},
             "optimizer": self.optimizer,
             "squares": jnp.zeros(()) * stage.stage,
         }
 
-    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
+    def layer_params(
+        self, stage: Stage, state: State, tick: StageTick, kind: str, unit: Index
+    ) -> Flat:
         """Return those of the version that the table names."""
-        return self._slots.get(state["versions"], unit, at.positive(f"{kind}_version"))
+        return self._slots.get(state["versions"], unit, tick.index(f"{kind}_version"))
 
-    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Flat:
+    def grad_sums(
+        self, stage: Stage, gradients: Any, unit: Index, chunk: Index, tick: StageTick
+    ) -> Flat:
         """Begin at zero after an update: the update itself needs not write zeros."""
-        first = lambda a: jnp.where(at["B_first"] > 0, jnp.zeros((), a.dtype), a)
-        return jax.tree.map(first, stage.chunks.get(gradients, unit, chunk))
+        zero_if_first = lambda a: jnp.where(tick["B_first"] > 0, jnp.zeros((), a.dtype), a)
+        return jax.tree.map(zero_if_first, stage.chunks.get(gradients, unit, chunk))
 
     def after_tick(
-        self, stage: Stage, kinds: str, before: State, after: State, at: StageTick
+        self, stage: Stage, kinds: str, before: State, after: State, tick: StageTick
     ) -> State:
         """Update, if the table says so: the stage's own state stays one for all its devices."""
-        after = after | {name: before[name] for name in _OWN}
-        return self._updated(stage, self._weighed(stage, after, at), at) if "B" in kinds else after
+        after = after | {name: before[name] for name in _STAGE_STATE}
+        return (
+            self._maybe_update(stage, self._add_weight(stage, after, tick), tick)
+            if "B" in kinds
+            else after
+        )
 
-    def final(self, stage: Stage, state: State) -> Flat:
+    def final_params(self, stage: Stage, state: State) -> Flat:
         """Return the parameters after the last tick."""
-        return _version(state["versions"], jnp.asarray(self.versions.final)[stage.stage])
+        return _read_version(state["versions"], jnp.asarray(self.versions.final)[stage.stage])
 
     @cached_property
     def _slots(self) -> Slots:
         """The versions of this stage's layers, [slots, units, ...]."""
-        return Slots(self.versions.slots, self.units, apart=False)
+        return Slots(self.versions.slots, self.units, per_unit=False)
 
-    def _weighed(self, stage: Stage, state: State, at: StageTick) -> State:
+    def _add_weight(self, stage: Stage, state: State, tick: StageTick) -> State:
         """Add the weight of the microbatch that came with its dy."""
-        _, weight = stage.queue("dy").get(state["dy"], 0, at.positive("B_dy"))
-        weight = jnp.where(at["B_microbatch"] >= 0, weight, 0)
-        before = jnp.where(at["B_first"] > 0, 0, state["weight"])
+        _, weight = stage.queue("dy").get(state["dy"], 0, tick.index("B_dy"))
+        weight = jnp.where(tick["B_microbatch"] >= 0, weight, 0)
+        before = jnp.where(tick["B_first"] > 0, 0, state["weight"])
         return state | {"weight": before + weight}
 
-    def _updated(self, stage: Stage, state: State, at: StageTick) -> State:
-        def update(own: State) -> State:
-            sums = stage.chunks.stacked(state["gradients"])
+    def _maybe_update(self, stage: Stage, state: State, tick: StageTick) -> State:
+        def update(stage_state: State) -> State:
+            sums = stage.chunks.to_stacked(state["gradients"])
             gradients = self.reduce(sums, state["weight"])
-            return self._update(own, gradients, at["L_version"], at["U_version"])
+            return self._update(stage_state, gradients, tick["L_version"], tick["U_version"])
 
-        own = {name: state[name] for name in _OWN}
-        return state | lax.cond(at["U_version"] >= 0, update, lambda own: own, own)
+        stage_state = {name: state[name] for name in _STAGE_STATE}
+        return state | lax.cond(
+            tick["U_version"] >= 0, update, lambda stage_state: stage_state, stage_state
+        )
 
-    def _update(self, held: State, gradients: Flat, latest: Index, target: Index) -> State:
+    def _update(self, state: State, gradients: Flat, latest: Index, target: Index) -> State:
         """Return the stage's own state with the weights after the latest in slot `target`."""
-        old = _version(held["versions"], latest)
-        new, optimizer = self.apply(gradients, held["optimizer"], old)
-        put = lambda a, x: lax.dynamic_update_index_in_dim(a, x, target, 0)
-        versions = {path: put(a, new[path]) for path, a in held["versions"].items()}
+        old = _read_version(state["versions"], latest)
+        new, optimizer = self.apply(gradients, state["optimizer"], old)
+        write_version = lambda a, x: lax.dynamic_update_index_in_dim(a, x, target, 0)
+        versions = {path: write_version(a, new[path]) for path, a in state["versions"].items()}
         square = sum(jnp.sum(jnp.square(g), dtype=float) for g in gradients.values())
-        return dict(zip(_OWN, (versions, optimizer, held["squares"] + square), strict=True))
+        return dict(
+            zip(_STAGE_STATE, (versions, optimizer, state["squares"] + square), strict=True)
+        )
 
 
-def _version(versions: Flat, slot: Index) -> Flat:
+def _read_version(versions: Flat, slot: Index) -> Flat:
     pick = lambda a: lax.dynamic_index_in_dim(a, slot, 0, keepdims=False)
     return {path: pick(a) for path, a in versions.items()}

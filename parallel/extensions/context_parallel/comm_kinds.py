@@ -15,10 +15,10 @@ G counts heads as they are sent: where u does not divide them, each is repeated.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
-from hfjax.parallel.extensions.context_parallel.ulysses import repeats
+from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
+from hfjax.parallel.extensions.context_parallel.ulysses import num_repeats
 from hfjax.parallel.settings import CONTEXT_FORMS as FORMS, Context
-from hfjax.utils.tables import aligned, human
+from hfjax.utils.tables import align, human
 
 
 def check_devices(settings: Context, devices: int) -> None:
@@ -47,66 +47,74 @@ def check_devices(settings: Context, devices: int) -> None:
 class AttentionCall:
     """One attention that a model asks for, of a microbatch on one device (tensor axes divided)."""
 
-    rows: int
-    positions: int  # of whole rows
+    batch_size: int
+    seq_len: int  # of whole rows
     heads: int
     key_heads: int
     width: int
     itemsize: int
     documents: bool
-    own: bool  # the user's: without an exchange of all heads its keys and values are gathered
+    is_custom: bool  # the user's: without an exchange of all heads its keys and values are gathered
     window: int | None = None
     value_width: int | None = None  # if it is another than that of queries and keys
     times: int = 1  # layers
 
     @property
-    def wide(self) -> int:
+    def grad_itemsize(self) -> int:
         """The bytes of a number in which gradients travel."""
         return max(self.itemsize, 4)
 
 
 @dataclass(frozen=True)
-class Option:
+class CommOption:
     """A form with its groups, and what each device sends by it."""
 
-    form: str
+    kind: str
     ulysses: int
-    deal: Deal
+    seq_layout: SequenceLayout
 
     @property
     def devices(self) -> int:
         """How many share a row."""
-        return self.deal.devices
+        return self.seq_layout.devices
 
     @property
     def name(self) -> str:
         """What is shown."""
-        crossed = 1 < self.ulysses < self.devices
-        return f"{self.form}, ulysses={self.ulysses}" if crossed else self.form
+        is_mixed = 1 < self.ulysses < self.devices
+        return f"{self.kind}, ulysses={self.ulysses}" if is_mixed else self.kind
 
     def bytes(self, call: AttentionCall) -> tuple[int, int]:
         """Return the bytes that a device sends for one attention: forward, backward."""
-        n, u, here = self.devices, self.ulysses, call.rows * call.positions // self.devices
-        if call.own and u < n:
-            gathered = (n - 1) * 2 * here * call.key_heads * call.width
-            return gathered * call.itemsize, gathered * call.wide
-        window = call.window if self.form == "ring" else None  # a gather sends everything
-        hops = self.deal.hops(call.positions, window)
-        groups = call.key_heads * repeats(call.key_heads, u)
-        exchanged = (u - 1) * here * call.width * 2 * (call.heads + groups) * call.itemsize // u
-        numbers = hops * 2 * here * groups * call.width  # u times the positions, groups / u
-        documents = (n - 1) * 4 * here * call.documents
-        forward = exchanged + numbers * call.itemsize + documents
-        return forward, exchanged + numbers * (call.itemsize + call.wide)
+        n, u, local_tokens = (
+            self.devices,
+            self.ulysses,
+            call.batch_size * call.seq_len // self.devices,
+        )
+        if call.is_custom and u < n:
+            gathered_numbers = (n - 1) * 2 * local_tokens * call.key_heads * call.width
+            return gathered_numbers * call.itemsize, gathered_numbers * call.grad_itemsize
+        window = call.window if self.kind == "ring" else None  # a gather sends everything
+        hops = self.seq_layout.hops(call.seq_len, window)
+        sent_heads = call.key_heads * num_repeats(call.key_heads, u)
+        exchanged_bytes = (
+            (u - 1) * local_tokens * call.width * 2 * (call.heads + sent_heads) * call.itemsize // u
+        )
+        numbers = (
+            hops * 2 * local_tokens * sent_heads * call.width
+        )  # u times the positions, groups / u
+        documents = (n - 1) * 4 * local_tokens * call.documents
+        forward = exchanged_bytes + numbers * call.itemsize + documents
+        return forward, exchanged_bytes + numbers * (call.itemsize + call.grad_itemsize)
 
-    def total(self, calls: Iterable[AttentionCall]) -> int:
+    def total_bytes(self, calls: Iterable[AttentionCall]) -> int:
         """Return the bytes that a device sends for all of them, forward and backward."""
         return sum(sum(self.bytes(call)) * call.times for call in calls)
 
     def refuses(self, calls: Iterable[AttentionCall]) -> str | None:
         """Return why these cannot go so, or None."""
         for call in calls:
-            if call.own and self.ulysses < self.devices:
+            if call.is_custom and self.ulysses < self.devices:
                 continue  # by its own equations
             if call.heads % self.ulysses:
                 fits = [u for u in range(1, self.devices + 1) if _fits(u, self.devices, call)]
@@ -115,7 +123,7 @@ class Option:
                     f"{call.heads} heads that a device has do not divide. These groups do: "
                     f"ulysses={', '.join(map(str, fits))}"
                 )
-            if call.own and call.key_heads % self.ulysses:
+            if call.is_custom and call.key_heads % self.ulysses:
                 return (
                     f"the model's own attention has {call.key_heads} heads of keys for "
                     f"{self.ulysses} devices: with each of them repeated it is another program. "
@@ -133,7 +141,7 @@ def _fits(ulysses: int, devices: int, call: AttentionCall) -> bool:
     return devices % ulysses == 0 and call.heads % ulysses == 0
 
 
-def options(settings: Context, devices: int, order: str) -> list[Option]:
+def list_options(settings: Context, devices: int, order: str) -> list[CommOption]:
     """Return what the settings allow, what is preferred first."""
     groups = [n for n in range(1, devices + 1) if devices % n == 0]
     if settings.ulysses is not None:
@@ -142,9 +150,11 @@ def options(settings: Context, devices: int, order: str) -> list[Option]:
         groups = [devices]
     elif settings.form != "auto":
         groups = [1]
-    forms = FORMS[:2] if settings.form == "auto" else (settings.form,)
-    of = lambda form, u: Option(form if u < devices else "ulysses", u, Deal(devices, order, u))
-    return list(dict.fromkeys(of(form, u) for u in groups for form in forms))
+    kinds = FORMS[:2] if settings.form == "auto" else (settings.form,)
+    make_option = lambda kind, u: CommOption(
+        kind if u < devices else "ulysses", u, SequenceLayout(devices, order, u)
+    )
+    return list(dict.fromkeys(make_option(kind, u) for u in groups for kind in kinds))
 
 
 @dataclass(frozen=True)
@@ -153,54 +163,54 @@ class ContextChoice:
 
     settings: Context
     calls: tuple[AttentionCall, ...]
-    option: Option
+    option: CommOption
     lines: tuple[tuple[str, ...], ...]
 
     @property
-    def deal(self) -> Deal:
+    def seq_layout(self) -> SequenceLayout:
         """How positions are dealt."""
-        return self.option.deal
+        return self.option.seq_layout
 
     def __str__(self) -> str:
         head = ("form", "forward", "backward", "both", "")
-        deal = self.deal
-        shown = aligned([head, *self.lines])
-        who = f"{deal.devices} devices share a row, {deal.order} order"
-        return "\n".join([f"{who}; bytes that each sends for one microbatch:", *shown])
+        seq_layout = self.seq_layout
+        table = align([head, *self.lines])
+        title = f"{seq_layout.devices} devices share a row, {seq_layout.order} order"
+        return "\n".join([f"{title}; bytes that each sends for one microbatch:", *table])
 
     __repr__ = __str__
 
 
-def choose(
-    settings: Context, devices: int, calls: Sequence[AttentionCall], no_ring: str | None = None
+def choose_comm_kind(
+    settings: Context, devices: int, calls: Sequence[AttentionCall], ring_refusal: str | None = None
 ) -> ContextChoice:
-    """Return the form that sends least of those that can run; `no_ring` says why no ring can."""
+    """Return the kind that sends least of those that can run; `ring_refusal`: why no ring can."""
     check_devices(settings, devices)
-    packed, order = any(call.documents for call in calls), settings.order
+    has_documents, order = any(call.documents for call in calls), settings.order
     if order == "auto":
         order = "contiguous" if calls and all(call.window for call in calls) else "zigzag"
     possible, lines = [], []
-    for option in options(settings, devices, order):
-        ring = option.form == "ring" and option.ulysses < devices
-        why = option.refuses(calls) or (no_ring if ring else None)
+    for option in list_options(settings, devices, order):
+        is_ring = option.kind == "ring" and option.ulysses < devices
+        why = option.refuses(calls) or (ring_refusal if is_ring else None)
         lines.append((option, why))
         if why is None:
-            rank = (*(FORMS[1::-1] if packed else FORMS[:2]), FORMS[2]).index(option.form)
-            possible.append((option.total(calls), rank, option))
+            rank = (*(FORMS[1::-1] if has_documents else FORMS[:2]), FORMS[2]).index(option.kind)
+            possible.append((option.total_bytes(calls), rank, option))
     if not possible:
         raise ValueError(f'Context(form="{settings.form}"): {lines[0][1]}.')
     best = min(possible, key=lambda x: x[:2])[2]
-    told = tuple(_line(option, why, calls, option == best) for option, why in lines)
-    return ContextChoice(settings, tuple(calls), best, told)
+    table = tuple(_line(option, why, calls, option == best) for option, why in lines)
+    return ContextChoice(settings, tuple(calls), best, table)
 
 
 def _line(
-    option: Option, why: str | None, calls: Sequence[AttentionCall], best: bool
+    option: CommOption, why: str | None, calls: Sequence[AttentionCall], best: bool
 ) -> tuple[str, ...]:
-    each = [option.bytes(call) for call in calls for _ in range(call.times)]
-    forward, backward = (sum(sizes) for sizes in zip((0, 0), *each, strict=True))
+    call_bytes = [option.bytes(call) for call in calls for _ in range(call.times)]
+    forward, backward = (sum(sizes) for sizes in zip((0, 0), *call_bytes, strict=True))
     sizes = [human(n) for n in (forward, backward, forward + backward)]
-    note = "chosen" if best else f"cannot: {why}" if why else ""
-    times = max((repeats(call.key_heads, option.ulysses) for call in calls), default=1)
-    again = f"heads of keys are sent {times} times" if times > 1 and not why else ""
-    return (option.name, *sizes, ", ".join(filter(None, (note, again))))
+    verdict = "chosen" if best else f"cannot: {why}" if why else ""
+    times = max((num_repeats(call.key_heads, option.ulysses) for call in calls), default=1)
+    repeat_note = f"heads of keys are sent {times} times" if times > 1 and not why else ""
+    return (option.name, *sizes, ", ".join(filter(None, (verdict, repeat_note))))

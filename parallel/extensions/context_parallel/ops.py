@@ -3,7 +3,7 @@
 Model and loss see whole rows. What they do is run on the positions that a device has
 (parallel/in_parts); an attention that they ask for is kept by name, and goes across the devices in
 a form of its own. Before a step is traced, a look at the model finds which attentions it asks for
-(hfjax/checks/probe_model.py), hence the form that sends least: `FoundAlongRows`.
+(hfjax/checks/probe_model.py), hence the form that sends least: `SequenceProbe`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,36 +18,36 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.engine import model_ops
-from hfjax.parallel.engine.comm_plan import mapped
+from hfjax.parallel.engine.comm_plan import shard_map_over
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
-from hfjax.parallel.extensions.context_parallel.ring_attention import Travel
+from hfjax.parallel.extensions.context_parallel.ring_attention import Ring
 from hfjax.parallel.extensions.context_parallel.ring_block import (
-    AnyMask,
-    AttendedBlock,
-    Balanced,
-    Visit,
+    AttentionBlock,
+    MaskedBlock,
+    RingBlock,
+    ZigzagBlock,
 )
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
-from hfjax.parallel.extensions.context_parallel.ulysses import Exchange
-from hfjax.parallel.extensions.kernel_dispatch.ops import TakesKernels
-from hfjax.parallel.extensions.kernel_dispatch.per_shard import OnShards
+from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
+from hfjax.parallel.extensions.context_parallel.ulysses import HeadAllToAll
+from hfjax.parallel.extensions.kernel_dispatch.ops import KernelOps
+from hfjax.parallel.extensions.kernel_dispatch.per_shard import ShardedFunction
 from hfjax.parallel.mesh import SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.settings import Context
-from hfjax.parallel.spmd.interpreter import in_parts
-from hfjax.parallel.spmd.nested import InnerSides
-from hfjax.parallel.spmd.partition_context import Join, Scope
-from hfjax.parallel.spmd.placements import Cut, Part, Side, is_value
-from hfjax.parallel.spmd.rule_calls import NamedCall, named
+from hfjax.parallel.spmd.interpreter import run_partitioned
+from hfjax.parallel.spmd.nested import InnerAxes
+from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext
+from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, Split, is_distributed
+from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
 from hfjax.utils.tables import human
 
 source_info_util.register_exclusion(__file__)  # the line of an attention is the user's
 
 HEADS = P(None, None, TENSOR_AXES)  # of [B, S, H, D]
-POSITIONS = Cut(1)
+POSITIONS = Split(1)
 
 
 @dataclass(frozen=True)
-class FoundAlongRows:
+class SequenceProbe:
     """What a look at a model finds along its rows.
 
     Attributes:
@@ -63,18 +63,18 @@ class FoundAlongRows:
 
 @final
 @dataclass(frozen=True)
-class OnSharedRows(TakesKernels):
+class ContextParallelOps(KernelOps):
     """Deals positions, and attends across the devices that share a row.
 
     Attributes:
         settings: What the user asked for.
-        no_ring: Why keys and values cannot go around a ring, if they cannot.
-        seen: What a look at the model found; None before it.
+        ring_refusal: Why keys and values cannot go around a ring, if they cannot.
+        probe: What a look at the model found; None before it.
     """
 
     settings: Context
-    no_ring: str | None = None
-    seen: FoundAlongRows | None = None
+    ring_refusal: str | None = None
+    probe: SequenceProbe | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -87,54 +87,59 @@ class OnSharedRows(TakesKernels):
         return size_of(self.axes, self.mesh)
 
     @property
-    def found(self) -> FoundAlongRows:
+    def probe_result(self) -> SequenceProbe:
         """What a look at the model found."""
-        assert self.seen is not None
-        return self.seen
+        assert self.probe is not None
+        return self.probe
 
     @property
-    def deal(self) -> Deal:
+    def seq_layout(self) -> SequenceLayout:
         """How positions are dealt."""
-        return self.found.choice.deal
+        return self.probe_result.choice.seq_layout
 
     # -- positions ------------------------------------------------------------------------------
 
-    def inner_sides(self) -> tuple[Side, ...]:
+    def inner_groups(self) -> tuple[AxisGroup, ...]:
         """Return the devices that have other positions, once a look has told who has which."""
-        if self.seen is None:
+        if self.probe is None:
             return ()
-        return (Side(self.axes, self.devices, "positions", self.deal.pieces),)
+        return (AxisGroup(self.axes, self.devices, "positions", self.seq_layout.block_ids),)
 
     def run_length(self, length: int) -> int:
         """Return how many positions of a row follow each other on one device."""
-        return self.deal.run(length) if length == self.found.length else length
+        return self.seq_layout.run_length(length) if length == self.probe_result.length else length
 
-    def dealt(self, prepared: Callable, batch: Any) -> Any:
+    def slice_sequence(self, prepare: Callable, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""
-        inner = InnerSides(self.inner_sides(), in_parts)
-        cut = lambda dim, x: x if dim is None else inner.mine(x, Cut(dim))
-        return jax.tree.map(cut, self.found.dims, prepared(batch), is_leaf=lambda x: x is None)
+        inner_axes = InnerAxes(self.inner_groups(), run_partitioned)
+        take_local = lambda dim, x: x if dim is None else inner_axes.slice_local(x, Split(dim))
+        return jax.tree.map(
+            take_local, self.probe_result.dims, prepare(batch), is_leaf=lambda x: x is None
+        )
 
-    def check_positions(self, joins: Sequence[Join], sent: int) -> None:
+    def check_positions(self, comms: Sequence[CommEvent], sent_bytes: int) -> None:
         """Refuse to gather more along rows than the step sends besides."""
-        gathers = [join for join in joins if join.how == "gather"]
-        choice, limit = self.found.choice, self.settings.gather
+        gathers = [comm for comm in comms if comm.action == "gather"]
+        choice, limit = self.probe_result.choice, self.settings.gather
         if limit is None:
-            limit = max(LEAST, sent, choice.option.total(choice.calls))
-        size = sum(join.bytes * join.times for join in gathers)
+            limit = max(MIN_GATHER_LIMIT, sent_bytes, choice.option.total_bytes(choice.calls))
+        size = sum(comm.bytes * comm.times for comm in gathers)
         if size <= limit:
             return
         lines: dict[tuple[str, str], int] = {}
-        for join in gathers:
-            key = join.line, join.operation
-            lines[key] = lines.get(key, 0) + join.bytes * join.times
-        spread = any(call.own and choice.option.ulysses < self.devices for call in choice.calls)
-        first = sorted(lines.items(), key=lambda item: -item[1])
-        shown = "; ".join(f"{line}: {name}: {human(n)}" for (line, name), n in first[:5])
+        for comm in gathers:
+            key = comm.line, comm.operation
+            lines[key] = lines.get(key, 0) + comm.bytes * comm.times
+        gathers_custom = any(
+            call.is_custom and choice.option.ulysses < self.devices for call in choice.calls
+        )
+        largest = sorted(lines.items(), key=lambda item: -item[1])
+        details = "; ".join(f"{line}: {name}: {human(n)}" for (line, name), n in largest[:5])
         raise ValueError(
             f"positions of a row meet outside of attention: {self.devices} devices share rows, and "
             f"gather {human(size)} in a microbatch, more than the limit of {human(limit)} "
-            f"({shown}). {OWN if spread else INSTEAD} Or raise the limit: "
+            f"({details}). {CUSTOM_ATTENTION_HINT if gathers_custom else GATHER_HINT} Or raise "
+            "the limit: "
             "hfjax.Context(gather=…), in bytes."
         )
 
@@ -142,105 +147,115 @@ class OnSharedRows(TakesKernels):
 
     def attention(self, attend: Callable) -> Callable:
         """Return attention of the queries here to whole rows; one of the user's own stays it."""
-        return lambda *given, **more: self._named(attend, operands_of(attend, given, more))
+        return lambda *args, **kwargs: self._named_attention(
+            attend, attention_operands(attend, args, kwargs)
+        )
 
-    def _named(self, attend: Callable, operands: tuple[jax.Array, ...]) -> jax.Array:
+    def _named_attention(self, attend: Callable, operands: tuple[jax.Array, ...]) -> jax.Array:
         """Return what is attended to; the call is kept by name in the program of whole rows."""
-        program, form = jax.make_jaxpr(attend, return_shape=True)(*operands)
+        program, out_shapes = jax.make_jaxpr(attend, return_shape=True)(*operands)
 
-        def whole(held: Sequence[Any], *operands: Any) -> Any:
-            leaves = jaxpr_as_fun(program.replace(consts=held))(*operands)
-            return jax.tree.unflatten(jax.tree.structure(form), leaves)
+        def attend_global(consts: Sequence[Any], *operands: Any) -> Any:
+            leaves = jaxpr_as_fun(program.replace(consts=consts))(*operands)
+            return jax.tree.unflatten(jax.tree.structure(out_shapes), leaves)
 
-        return named(partial(self._rule, attend), whole)(program.consts, *operands)
+        return keep_as_call(partial(self._attention_rule, attend), attend_global)(
+            program.consts, *operands
+        )
 
-    def _rule(
-        self, attend: Callable, call: NamedCall, scope: Scope, body: Any, arguments: Any
+    def _attention_rule(
+        self, attend: Callable, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
     ) -> Any:
         """Attend across devices, or run an attention of the user's own by its equations."""
-        held, *operands = arguments
-        own = not getattr(attend, "is_causal_attention", False)
-        split = any(isinstance(v, Part) for v in operands)
-        shapes = [jax.ShapeDtypeStruct(scope.shape(v), "float32") for v in operands]
+        consts, *operands = arguments
+        is_custom = not getattr(attend, "is_causal_attention", False)
+        is_split = any(isinstance(v, ShardedValue) for v in operands)
+        shapes = [jax.ShapeDtypeStruct(ctx.shape(v), "float32") for v in operands]
         results = [v.aval for v in body[0].outvars]
-        known = split and is_attention(shapes, results, self.found.length)
-        spread = own and self.deal.ulysses < self.devices
-        if not known or spread or any(map(is_value, held)):
-            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
-        if own:
-            held = list(map(scope.whole, held))
-            attend = partial(self._of_own_heads, partial(call.function, held))
-        return Part(self._attend(attend, *(scope.part(v, POSITIONS) for v in operands)), POSITIONS)
+        is_attention_call = is_split and is_attention(shapes, results, self.probe_result.length)
+        is_gathered = is_custom and self.seq_layout.ulysses < self.devices
+        if not is_attention_call or is_gathered or any(map(is_distributed, consts)):
+            return ctx.run(ctx, *body, jax.tree.leaves(arguments, is_leaf=is_distributed))
+        if is_custom:
+            consts = list(map(ctx.replicate, consts))
+            attend = partial(self._attend_local_heads, partial(call.function, consts))
+        return ShardedValue(
+            self._attend(attend, *(ctx.shard(v, POSITIONS) for v in operands)), POSITIONS
+        )
 
-    def _of_own_heads(self, attend: Callable, *operands: jax.Array) -> jax.Array:
+    def _attend_local_heads(self, attend: Callable, *operands: jax.Array) -> jax.Array:
         """Return what an attention of all heads makes of those that are here."""
-        side, heads = Side(self.axes, self.devices, "heads"), Cut(2, self._shards)
-        given = [Part(x, heads) if x.ndim == 4 else x for x in operands]
-        (found,) = jax.tree.leaves(in_parts(side, attend, *given), is_leaf=is_value)
-        return side.as_kind(found, heads)
+        group, heads = AxisGroup(self.axes, self.devices, "heads"), Split(2, self._head_shards)
+        inputs = [ShardedValue(x, heads) if x.ndim == 4 else x for x in operands]
+        (out,) = jax.tree.leaves(run_partitioned(group, attend, *inputs), is_leaf=is_distributed)
+        return group.redistribute(out, heads)
 
     def _attend(self, attend: Callable, *operands: jax.Array) -> jax.Array:
         """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
         replaceable = getattr(attend, "is_causal_attention", False)
-        here = partial(self.kernels.attend, attend) if replaceable else attend
-        deal, (q, k, v, *documents) = self.deal, operands
-        exchange = Exchange(deal, self.axes, self._on_shards)
+        attend_local = partial(self.kernels.attend, attend) if replaceable else attend
+        seq_layout, (q, k, v, *documents) = self.seq_layout, operands
+        exchange = HeadAllToAll(seq_layout, self.axes, self._map_shards)
         if documents:
-            documents = [exchange.documents(documents[0])]
-        if deal.ulysses > 1:
-            k, v = (exchange.repeated(x, self._shards) for x in (k, v))
+            documents = [exchange.gather_documents(documents[0])]
+        if seq_layout.ulysses > 1:
+            k, v = (exchange.repeat_heads(x, self._head_shards) for x in (k, v))
             q, k, v = (exchange.to_heads(x) for x in (q, k, v))
-        if deal.ring == 1:
-            attended = here(q, k, v, *(d[0] for d in documents))
+        if seq_layout.ring_size == 1:
+            out = attend_local(q, k, v, *(d[0] for d in documents))
         else:
-            kernels = self.kernels.of_attention(*operands[:3]) == "pallas"
+            kernels = self.kernels.attention_impl(*operands[:3]) == "pallas"
             window = getattr(attend, "window", None)
-            attended = self._across(kernels, window, q, k, v, *documents)
-        return exchange.to_positions(attended) if deal.ulysses > 1 else attended
+            out = self._ring_attention(kernels, window, q, k, v, *documents)
+        return exchange.to_positions(out) if seq_layout.ulysses > 1 else out
 
-    def _across(self, kernels: bool, window: int | None, *operands: jax.Array) -> jax.Array:
+    def _ring_attention(self, kernels: bool, window: int | None, *operands: jax.Array) -> jax.Array:
         """Return attention whose keys and values travel from group to group."""
-        deal, gathers = self.deal, self.found.choice.option.form == "allgather"
-        length = operands[0].shape[1] * deal.ring  # of whole rows
-        travel = partial(Travel, deal, self.axes, gathers=gathers, hops=deal.hops(length, window))
+        seq_layout, gathers = self.seq_layout, self.probe_result.choice.option.kind == "allgather"
+        length = operands[0].shape[1] * seq_layout.ring_size  # of whole rows
+        make_ring = partial(
+            Ring, seq_layout, self.axes, gathers=gathers, hops=seq_layout.hops(length, window)
+        )
 
-        def visit(documents: Sequence[jax.Array]) -> Visit:
-            if deal.order == "zigzag" and not documents and window is None:
-                return Balanced(deal, AttendedBlock(kernels))
-            mask, inside = Mask(window=window), documents[0] if documents else None
-            return AnyMask(deal, AttendedBlock(kernels), mask, inside)
+        def make_block(documents: Sequence[jax.Array]) -> RingBlock:
+            if seq_layout.order == "zigzag" and not documents and window is None:
+                return ZigzagBlock(seq_layout, AttentionBlock(kernels))
+            mask, document_ids = Mask(window=window), documents[0] if documents else None
+            return MaskedBlock(seq_layout, AttentionBlock(kernels), mask, document_ids)
 
         def forward(q: jax.Array, k: jax.Array, v: jax.Array, *documents: jax.Array):
-            return travel(visit(documents)).forward(q, k, v)
+            return make_ring(make_block(documents)).forward(q, k, v)
 
-        def backward(operands: tuple, kept: tuple, do: jax.Array):
+        def backward(operands: tuple, residuals: tuple, do: jax.Array):
             q, k, v, *documents = operands
-            gradients = travel(visit(documents)).backward((q, k, v), kept, do)
+            gradients = make_ring(make_block(documents)).backward((q, k, v), residuals, do)
             return *gradients, *(None for _ in documents)
 
         specs = (HEADS, HEADS, HEADS, P())[: len(operands)]
-        kept = (HEADS, P(None, TENSOR_AXES))
-        return OnShards(self.mesh, forward, backward, specs, HEADS, kept)(*operands)
+        residual_specs = (HEADS, P(None, TENSOR_AXES))
+        return ShardedFunction(self.mesh, forward, backward, specs, HEADS, residual_specs)(
+            *operands
+        )
 
     @property
-    def _shards(self) -> int:
+    def _head_shards(self) -> int:
         """Over how many devices heads are split."""
         return size_of(TENSOR_AXES, self.mesh)
 
-    def _on_shards(self, function: Callable) -> Callable:
+    def _map_shards(self, function: Callable) -> Callable:
         axes = in_use(self.mesh, TENSOR_AXES)
-        return mapped(function, axes, HEADS, HEADS) if axes else function
+        return shard_map_over(function, axes, HEADS, HEADS) if axes else function
 
-    named_sides, lookup = model_ops.no_names, model_ops.rows_of_table
+    named_groups, lookup = model_ops.no_named_groups, model_ops.lookup_table
 
 
-LEAST = 2**20  # less is sent without a word
-INSTEAD = (
-    "Let attention be asked for (self.kernels = hfjax.models.layers.plain; "
+MIN_GATHER_LIMIT = 2**20  # less is sent without a word
+GATHER_HINT = (
+    "Let attention be asked for (self.kernels = hfjax.models.layers.local_ops; "
     "self.kernels.attention(attend)(q, k, v)), shift targets in a method prepare(batch) of the "
     "model, or keep positions apart; print(step.positions) shows what meets."
 )
-OWN = (
+CUSTOM_ATTENTION_HINT = (
     "The attention of this model is a function of its own (hfjax.models.attention.capped is one): "
     "every device gathers its keys and values. Share each row between as many devices as divide "
     'its heads, by hfjax.Context(form="ulysses"), or between fewer. What meets beside it: keep '
@@ -249,16 +264,17 @@ OWN = (
 )
 
 
-def operands_of(
-    attend: Callable, given: Sequence[Any], named: Mapping[str, Any]
+def attention_operands(
+    attend: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[jax.Array, ...]:
     """Return the operands of an attention over rows that devices share, or raise."""
-    positional, rest = model_ops.by_position(attend, given, named)
+    positional, extra_kwargs = model_ops.bind_positional(attend, args, kwargs)
     operands = tuple(x for x in positional if x is not None)
-    if rest or not 3 <= len(operands) <= 4:
+    if extra_kwargs or not 3 <= len(operands) <= 4:
         raise ValueError(
-            f"attention with {len(operands)} arrays{', and ' if rest else ''}"
-            f"{', '.join(rest)}: where devices share rows it takes (q, k, v), and one array "
+            f"attention with {len(operands)} arrays{', and ' if extra_kwargs else ''}"
+            f"{', '.join(extra_kwargs)}: where devices share rows it takes (q, k, v), and one "
+            "array "
             "[B, S] more, without names. Close over anything else."
         )
     return operands
@@ -266,26 +282,26 @@ def operands_of(
 
 def is_attention(operands: Sequence[Any], results: Sequence[Any], length: int) -> bool:
     """Return whether shapes are those of attention of whole rows: of q, k, v [B, S, H, D]."""
-    of_heads = all(len(x.shape) == 4 for x in (*operands[:3], *results))
-    whole_rows = all(len(x.shape) > 1 and x.shape[1] == length for x in (*operands, *results))
-    one = of_heads and whole_rows and len(results) == 1
-    return one and results[0].shape[2] == operands[0].shape[2]
+    have_heads = all(len(x.shape) == 4 for x in (*operands[:3], *results))
+    have_length = all(len(x.shape) > 1 and x.shape[1] == length for x in (*operands, *results))
+    is_single = have_heads and have_length and len(results) == 1
+    return is_single and results[0].shape[2] == operands[0].shape[2]
 
 
-def dims_of(batch: Any, given: Mapping[str, int | None] | None = None) -> Any:
+def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> Any:
     """Return the dimension of each array of a batch that is the sequence, None where none is."""
     paths = jax.tree_util.tree_map_with_path(
         lambda keys, x: jax.tree_util.keystr(keys, simple=True, separator="/"), batch
     )
-    given = given or {}
-    if unknown := given.keys() - set(jax.tree.leaves(paths)):
+    dims = dims or {}
+    if unknown := dims.keys() - set(jax.tree.leaves(paths)):
         raise ValueError(
             f"Context(sequence=…) names {', '.join(sorted(unknown))}, which no array of the batch "
             f"is. It has: {', '.join(jax.tree.leaves(paths))}."
         )
 
-    def of(path: str, x: Any) -> int | None:
-        dim = given.get(path, 1 if x.ndim > 1 else None)
+    def sequence_dim(path: str, x: Any) -> int | None:
+        dim = dims.get(path, 1 if x.ndim > 1 else None)
         if dim is not None and not 1 <= dim < x.ndim:
             raise ValueError(
                 f"Context(sequence={{{path!r}: {dim}}}) of an array {list(x.shape)}: a dimension "
@@ -293,4 +309,4 @@ def dims_of(batch: Any, given: Mapping[str, int | None] | None = None) -> Any:
             )
         return dim
 
-    return jax.tree.map(of, paths, batch)
+    return jax.tree.map(sequence_dim, paths, batch)

@@ -22,20 +22,20 @@ from jax import lax
 
 from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.attention.reference import State
-from hfjax.parallel.extensions.context_parallel.ring_block import Visit
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
+from hfjax.parallel.extensions.context_parallel.ring_block import RingBlock
+from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
 from hfjax.utils.paths import Index
 
 Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Travel:
+class Ring:
     """Attention whose queries stay, of each device that shares a row."""
 
-    deal: Deal
+    seq_layout: SequenceLayout
     axes: Axes  # of the mesh: their devices share a row
-    visit: Visit
+    ring_block: RingBlock
     gathers: bool  # keys and values at once, not around a ring
     hops: int  # how many groups before this one have keys that it may see
 
@@ -44,30 +44,30 @@ class Travel:
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return what the queries here attend to, and what the backward pass needs of it."""
         me, kv = self.me, jnp.stack([k, v])
-        take, moving = self._sources(kv)
-        state = self.visit.forward(q, kv, None, me, None)
+        next_block, moving = self._sources(kv)
+        state = self.ring_block.forward(q, kv, None, me, None)
 
         def join(state: State, kv: jax.Array, source: jax.Array) -> State:
-            return self.visit.forward(q, kv, state, me, source)
+            return self.ring_block.forward(q, kv, state, me, source)
 
-        for_each = self._for_each_source(take, moving, join, state)
-        out, lse = flash_block.finish(for_each)
+        final_state = self._scan_sources(next_block, moving, join, state)
+        out, lse = flash_block.finish(final_state)
         out = out.astype(q.dtype)
         return out, (out, lse)
 
     def backward(
         self,
         operands: tuple[jax.Array, jax.Array, jax.Array],
-        kept: tuple[jax.Array, jax.Array],
+        residuals: tuple[jax.Array, jax.Array],
         do: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the gradients of queries, keys and values."""
         q, k, v = operands
-        final, kv, me = flash_block.final(*kept, do), jnp.stack([k, v]), self.me
-        pulled = lambda kv, source: self.visit.backward(q, kv, final, me, source)
-        own = pulled(kv, None)
-        send_back = self._gathered_back if self.gathers else self._around_and_back
-        dq, dkv = send_back(kv, pulled, *own) if self.hops else own
+        final, kv, me = flash_block.final(*residuals, do), jnp.stack([k, v]), self.me
+        block_vjp = lambda kv, source: self.ring_block.backward(q, kv, final, me, source)
+        own = block_vjp(kv, None)
+        reduce_gradients = self._gather_backward if self.gathers else self._ring_backward
+        dq, dkv = reduce_gradients(kv, block_vjp, *own) if self.hops else own
         return dq.astype(q.dtype), dkv[0].astype(k.dtype), dkv[1].astype(v.dtype)
 
     # -- who is where ---------------------------------------------------------------------------
@@ -75,25 +75,28 @@ class Travel:
     @property
     def me(self) -> jax.Array:
         """The number of this device's group."""
-        return lax.axis_index(self.axes) // self.deal.ulysses
+        return lax.axis_index(self.axes) // self.seq_layout.ulysses
 
     def _source(self, hop: Index) -> jax.Array:
         """Return the group whose keys are here after some hops."""
-        return (self.me - hop) % self.deal.ring
+        return (self.me - hop) % self.seq_layout.ring_size
 
     def send(self, x: jax.Array, hops: int = 1) -> jax.Array:
         """Return what the group `hops` before this one has."""
-        step, count = self.deal.ulysses * hops, self.deal.devices
+        step, count = self.seq_layout.ulysses * hops, self.seq_layout.devices
         pairs = [(i, (i + step) % count) for i in range(count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), x)
 
     @property
     def groups(self) -> list[list[int]] | None:
         """The devices among which something is gathered: those with the same heads."""
-        if self.deal.ulysses == 1:
+        if self.seq_layout.ulysses == 1:
             return None
-        ring = range(self.deal.ring)
-        return [[m + self.deal.ulysses * g for g in ring] for m in range(self.deal.ulysses)]
+        group_ids = range(self.seq_layout.ring_size)
+        return [
+            [m + self.seq_layout.ulysses * g for g in group_ids]
+            for m in range(self.seq_layout.ulysses)
+        ]
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return what every group has, [ring, …]."""
@@ -106,21 +109,21 @@ class Travel:
         if not self.hops:
             return (lambda moving, hop: (moving, moving)), kv
         if self.gathers:
-            every = self.gather(kv)
-            return (lambda moving, hop: (moving[self._source(hop)], moving)), every
+            all_kv = self.gather(kv)
+            return (lambda moving, hop: (moving[self._source(hop)], moving)), all_kv
         return (lambda moving, hop: (moving, self.send(moving))), self.send(kv)
 
-    def _for_each_source(self, take: Callable, moving: Any, join: Callable, state: Any) -> Any:
+    def _scan_sources(self, next_block: Callable, moving: Any, join: Callable, state: Any) -> Any:
         """Return the state after the keys of all other groups; the last hop sends nothing on."""
         last = self.hops
 
-        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
+        def step(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
             state, moving = carry
-            kv, moving = take(moving, hop)
+            kv, moving = next_block(moving, hop)
             return (join(state, kv, self._source(hop)), moving), None
 
         if last > 1:
-            (state, moving), _ = lax.scan(visit, (state, moving), jnp.arange(1, last))
+            (state, moving), _ = lax.scan(step, (state, moving), jnp.arange(1, last))
         if last < 1:
             return state
         kv = moving[self._source(last)] if self.gathers else moving
@@ -128,44 +131,44 @@ class Travel:
 
     # -- backward -------------------------------------------------------------------------------
 
-    def _around_and_back(
-        self, kv: jax.Array, pulled: Callable, dq: jax.Array, own: jax.Array
+    def _ring_backward(
+        self, kv: jax.Array, block_vjp: Callable, dq: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The gradient of a block follows it, one hop later: it is sent while the next is made."""
         last = self.hops
         kv = self.send(kv)
         if last == 1:
-            more, dkv = pulled(kv, self._source(1))
+            more, dkv = block_vjp(kv, self._source(1))
             return dq + more, own + self.send(dkv, -last)
-        following = self.send(kv)
-        more, dkv = pulled(kv, self._source(1))
+        next_kv = self.send(kv)
+        more, dkv = block_vjp(kv, self._source(1))
 
-        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
+        def step(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
             dq, kv, dkv = carry
-            following, arrived = self.send(kv), self.send(dkv)
-            more, here = pulled(kv, self._source(hop))
-            return (dq + more, following, arrived + here), None
+            next_kv, arrived = self.send(kv), self.send(dkv)
+            more, local_dkv = block_vjp(kv, self._source(hop))
+            return (dq + more, next_kv, arrived + local_dkv), None
 
-        carry = (dq + more, following, dkv)
+        carry = (dq + more, next_kv, dkv)
         if last > 2:
-            carry, _ = lax.scan(visit, carry, jnp.arange(2, last))
+            carry, _ = lax.scan(step, carry, jnp.arange(2, last))
         dq, kv, dkv = carry
         arrived = self.send(dkv)
-        more, here = pulled(kv, self._source(last))
-        return dq + more, own + self.send(arrived + here, -last)
+        more, local_dkv = block_vjp(kv, self._source(last))
+        return dq + more, own + self.send(arrived + local_dkv, -last)
 
-    def _gathered_back(
-        self, kv: jax.Array, pulled: Callable, dq: jax.Array, own: jax.Array
+    def _gather_backward(
+        self, kv: jax.Array, block_vjp: Callable, dq: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        every = self.gather(kv)
-        sums = jnp.zeros(every.shape, own.dtype).at[self.me].set(own)
+        all_kv = self.gather(kv)
+        sums = jnp.zeros(all_kv.shape, own.dtype).at[self.me].set(own)
 
-        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
+        def step(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
             dq, sums = carry
             source = self._source(hop)
-            more, dkv = pulled(every[source], source)
+            more, dkv = block_vjp(all_kv[source], source)
             return (dq + more, sums.at[source].set(dkv)), None
 
-        (dq, sums), _ = lax.scan(visit, (dq, sums), jnp.arange(1, self.hops + 1))
-        scattered = lax.psum_scatter(sums, self.axes, axis_index_groups=self.groups)
-        return dq, scattered
+        (dq, sums), _ = lax.scan(step, (dq, sums), jnp.arange(1, self.hops + 1))
+        own_dkv = lax.psum_scatter(sums, self.axes, axis_index_groups=self.groups)
+        return dq, own_dkv

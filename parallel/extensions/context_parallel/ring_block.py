@@ -1,10 +1,10 @@
 """What one device computes when the keys and values of one group of devices are there.
 
-A `Visit` says which blocks are due, and joins them to the state of the queries (o, m and l, in
-float32 or wider). `Balanced` is for rows in zigzag order under a plain causal mask: of a block
+A `RingBlock` says which blocks are due, and joins them to the state of the queries (o, m and l, in
+float32 or wider). `ZigzagBlock` is for rows in zigzag order under a plain causal mask: of a block
 that comes from another device exactly two equal, unmasked parts are due, whoever sent it. So there
-are no branches and nothing masked is computed. `AnyMask` does everything else: it compares chunk by
-chunk, and skips at run time what no query sees.
+are no branches and nothing masked is computed. `MaskedBlock` does everything else: it compares
+chunk by chunk, and skips at run time what no query sees.
 
 [B]atch, [S] positions here, [H]eads, [G]roups: heads of keys, head [D]im.
 """
@@ -17,32 +17,32 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.pallas_kernels.attention import block as flash_block
-from hfjax.pallas_kernels.attention.mask import Mask, Places
-from hfjax.pallas_kernels.attention.reference import Final, State, nothing_seen
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
+from hfjax.pallas_kernels.attention.mask import Mask, Positions
+from hfjax.pallas_kernels.attention.reference import Final, State, initial_state
+from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
 
 CAUSAL, EVERYTHING = Mask(), Mask(causal=False)
 
 
 @dataclass(frozen=True)
-class AttendedBlock:
+class AttentionBlock:
     """One block of attention with its state in and out, and its gradients: kernels or plain."""
 
     kernels: bool
 
     def __call__(
-        self, q: jax.Array, kv: jax.Array, state: State | None, mask: Mask, places: Places
+        self, q: jax.Array, kv: jax.Array, state: State | None, mask: Mask, positions: Positions
     ) -> State:
         """Return the state of queries after these keys."""
         run = flash_block.flash_block if self.kernels else flash_block.reference
-        return run(q, kv[0], kv[1], state, mask, places)
+        return run(q, kv[0], kv[1], state, mask, positions)
 
     def backward(
-        self, q: jax.Array, kv: jax.Array, final: Final, mask: Mask, places: Places
+        self, q: jax.Array, kv: jax.Array, final: Final, mask: Mask, positions: Positions
     ) -> tuple[jax.Array, jax.Array]:
         """Return what these keys add to dq, and the gradients of keys and values, stacked."""
         plain, kernel = flash_block.reference_backward, flash_block.flash_block_backward
-        dq, dk, dv = (kernel if self.kernels else plain)(q, kv[0], kv[1], final, mask, places)
+        dq, dk, dv = (kernel if self.kernels else plain)(q, kv[0], kv[1], final, mask, positions)
         return dq, jnp.stack([dk, dv])
 
 
@@ -50,11 +50,11 @@ Source = jax.Array | None  # whose keys they are: the number of a device; None: 
 
 
 @dataclass(frozen=True)
-class Visit(ABC):
+class RingBlock(ABC):
     """Which blocks of attention are due between the queries here and keys from some device."""
 
-    deal: Deal
-    block: AttendedBlock
+    seq_layout: SequenceLayout
+    block: AttentionBlock
 
     @abstractmethod
     def forward(
@@ -73,23 +73,23 @@ def _halves(x: jax.Array, dim: int) -> list[jax.Array]:
     return jnp.split(x, 2, axis=dim)
 
 
-def _halves_of_rows(rows: Any) -> list[Any]:
+def _state_halves(state: Any) -> list[Any]:
     """Return the first and the second half of a State or Final: o and do are [B, S, …]."""
-    parts = [_halves(x, 1 if x.ndim == 4 else 2) for x in rows]
-    return [type(rows)(*half) for half in zip(*parts, strict=True)]
+    halves = [_halves(x, 1 if x.ndim == 4 else 2) for x in state]
+    return [type(state)(*half) for half in zip(*halves, strict=True)]
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _concat_halves(first: Any, second: Any) -> Any:
     join = lambda a, b: jnp.concatenate([a, b], axis=1 if a.ndim == 4 else 2)
     return jax.tree.map(join, first, second)
 
 
-def _either(choose: jax.Array, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(choose, a, b), one, other)
+def _select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(pred, a, b), on_true, on_false)
 
 
 @dataclass(frozen=True)
-class Balanced(Visit):
+class ZigzagBlock(RingBlock):
     """Zigzag order under a plain causal mask: q0, q1 and k0, k1 are the two chunks of a device.
 
     The second chunk of queries comes after every first chunk of keys: (q1, k0) is always due. From
@@ -102,38 +102,42 @@ class Balanced(Visit):
         """Return the state of the queries after one more device's keys."""
         (q0, q1), (kv0, kv1) = _halves(q, 1), _halves(kv, 2)
         if source is None:
-            states = [self.block(x, y, None, CAUSAL, Places()) for x, y in ((q0, kv0), (q1, kv1))]
-            return _joined(states[0], self.block(q1, kv0, states[1], EVERYTHING, Places()))
-        first, second = _halves_of_rows(state)
-        second = self.block(q1, kv0, second, EVERYTHING, Places())
-        earlier = source < me
-        q, kv, before = _either(earlier, (q0, kv0, first), (q1, kv1, second))
-        after = self.block(q, kv, before, EVERYTHING, Places())
-        return _joined(_either(earlier, after, first), _either(earlier, second, after))
+            states = [
+                self.block(x, y, None, CAUSAL, Positions()) for x, y in ((q0, kv0), (q1, kv1))
+            ]
+            return _concat_halves(
+                states[0], self.block(q1, kv0, states[1], EVERYTHING, Positions())
+            )
+        first, second = _state_halves(state)
+        second = self.block(q1, kv0, second, EVERYTHING, Positions())
+        is_earlier = source < me
+        q, kv, before = _select(is_earlier, (q0, kv0, first), (q1, kv1, second))
+        after = self.block(q, kv, before, EVERYTHING, Positions())
+        return _concat_halves(_select(is_earlier, after, first), _select(is_earlier, second, after))
 
     def backward(
         self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
         (q0, q1), (kv0, kv1) = _halves(q, 1), _halves(kv, 2)
-        final0, final1 = _halves_of_rows(final)
-        dq1, dkv0 = self.block.backward(q1, kv0, final1, EVERYTHING, Places())
+        final0, final1 = _state_halves(final)
+        dq1, dkv0 = self.block.backward(q1, kv0, final1, EVERYTHING, Positions())
         if source is None:
-            dq0, more = self.block.backward(q0, kv0, final0, CAUSAL, Places())
-            dq2, dkv1 = self.block.backward(q1, kv1, final1, CAUSAL, Places())
-            return _joined(dq0, dq1 + dq2), jnp.concatenate([dkv0 + more, dkv1], 2)
-        earlier = source < me
-        q, kv, last = _either(earlier, (q0, kv0, final0), (q1, kv1, final1))
-        dq, dkv = self.block.backward(q, kv, last, EVERYTHING, Places())
-        none = jnp.zeros((), dq.dtype)
-        dq = _joined(jnp.where(earlier, dq, none), dq1 + jnp.where(earlier, none, dq))
-        none = jnp.zeros((), dkv.dtype)
-        here = dkv0 + jnp.where(earlier, dkv, none)
-        return dq, jnp.concatenate([here, jnp.where(earlier, none, dkv)], 2)
+            dq0, more = self.block.backward(q0, kv0, final0, CAUSAL, Positions())
+            dq2, dkv1 = self.block.backward(q1, kv1, final1, CAUSAL, Positions())
+            return _concat_halves(dq0, dq1 + dq2), jnp.concatenate([dkv0 + more, dkv1], 2)
+        is_earlier = source < me
+        q, kv, last = _select(is_earlier, (q0, kv0, final0), (q1, kv1, final1))
+        dq, dkv = self.block.backward(q, kv, last, EVERYTHING, Positions())
+        zero = jnp.zeros((), dq.dtype)
+        dq = _concat_halves(jnp.where(is_earlier, dq, zero), dq1 + jnp.where(is_earlier, zero, dq))
+        zero = jnp.zeros((), dkv.dtype)
+        first_dkv = dkv0 + jnp.where(is_earlier, dkv, zero)
+        return dq, jnp.concatenate([first_dkv, jnp.where(is_earlier, zero, dkv)], 2)
 
 
 @dataclass(frozen=True, eq=False)
-class AnyMask(Visit):
+class MaskedBlock(RingBlock):
     """Any order, window and documents: chunk by chunk, with the positions of both.
 
     `documents` are those of the positions that each group holds, [ring, B, S], if there are any.
@@ -146,47 +150,47 @@ class AnyMask(Visit):
         self, q: jax.Array, kv: jax.Array, state: State | None, me: jax.Array, source: Source
     ) -> State:
         """Return the state of the queries after one more device's keys."""
-        state = nothing_seen(q) if state is None else state
-        parts = _parts(state, self._count, (1, 2, 2))
-        queries = jnp.split(q, self._count, axis=1)
-        for i, (x, part) in enumerate(zip(queries, parts, strict=True)):
-            for j, y in enumerate(jnp.split(kv, self._count, axis=2)):
-                places = self._places(x.shape[1], me, source, i, j)
-                part = self.block(x, y, State(*part), self.mask, places)
-            parts[i] = part
-        return State(*map(jnp.concatenate, zip(*parts, strict=True), (1, 2, 2)))
+        state = initial_state(q) if state is None else state
+        chunk_states = _split_state(state, self._num_chunks, (1, 2, 2))
+        queries = jnp.split(q, self._num_chunks, axis=1)
+        for i, (x, chunk_state) in enumerate(zip(queries, chunk_states, strict=True)):
+            for j, y in enumerate(jnp.split(kv, self._num_chunks, axis=2)):
+                positions = self._positions(x.shape[1], me, source, i, j)
+                chunk_state = self.block(x, y, State(*chunk_state), self.mask, positions)
+            chunk_states[i] = chunk_state
+        return State(*map(jnp.concatenate, zip(*chunk_states, strict=True), (1, 2, 2)))
 
     def backward(
         self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
-        finals = _parts(final, self._count, (1, 2, 2))
-        dq: list[Any] = [0] * self._count
-        dkv: list[Any] = [0] * self._count
-        for i, x in enumerate(jnp.split(q, self._count, axis=1)):
-            for j, y in enumerate(jnp.split(kv, self._count, axis=2)):
-                places = self._places(x.shape[1], me, source, i, j)
-                more = self.block.backward(x, y, Final(*finals[i]), self.mask, places)
+        finals = _split_state(final, self._num_chunks, (1, 2, 2))
+        dq: list[Any] = [0] * self._num_chunks
+        dkv: list[Any] = [0] * self._num_chunks
+        for i, x in enumerate(jnp.split(q, self._num_chunks, axis=1)):
+            for j, y in enumerate(jnp.split(kv, self._num_chunks, axis=2)):
+                positions = self._positions(x.shape[1], me, source, i, j)
+                more = self.block.backward(x, y, Final(*finals[i]), self.mask, positions)
                 dq[i], dkv[j] = dq[i] + more[0], dkv[j] + more[1]
         return jnp.concatenate(dq, axis=1), jnp.concatenate(dkv, axis=2)
 
     @property
-    def _count(self) -> int:
-        return self.deal.chunks.shape[1]
+    def _num_chunks(self) -> int:
+        return self.seq_layout.chunks.shape[1]
 
-    def _places(self, size: int, me: jax.Array, source: Source, i: int, j: int) -> Places:
+    def _positions(self, size: int, me: jax.Array, source: Source, i: int, j: int) -> Positions:
         """Return where chunk i of the queries and chunk j of the keys stand."""
         source = me if source is None else source
-        starts = jnp.asarray(self.deal.chunks * size, jnp.int32)
+        starts = jnp.asarray(self.seq_layout.chunks * size, jnp.int32)
         documents = [self._documents(x, n) for x, n in ((me, i), (source, j))]
-        return Places(starts[me, i], starts[source, j], *documents)
+        return Positions(starts[me, i], starts[source, j], *documents)
 
     def _documents(self, device: jax.Array, chunk: int) -> jax.Array | None:
         if self.documents is None:
             return None
-        return jnp.split(self.documents[device], self._count, axis=1)[chunk]
+        return jnp.split(self.documents[device], self._num_chunks, axis=1)[chunk]
 
 
-def _parts(rows: State | Final, count: int, dims: tuple[int, ...]) -> list[Any]:
-    pairs = zip(rows, dims, strict=True)
+def _split_state(state: State | Final, count: int, dims: tuple[int, ...]) -> list[Any]:
+    pairs = zip(state, dims, strict=True)
     return list(zip(*(jnp.split(x, count, axis=dim) for x, dim in pairs), strict=True))

@@ -15,20 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.parallel.extensions.context_parallel.sequence_layout import Deal
-from hfjax.parallel.spmd.rule_calls import row_by_row
+from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
+from hfjax.parallel.spmd.rule_calls import local_map
 
 Axes = tuple[str, ...]
 POSITIONS, HEADS = 1, 2  # dimensions
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HeadAllToAll:
     """What neighbours of a row exchange, [B, S, H, D] each."""
 
-    deal: Deal
+    seq_layout: SequenceLayout
     axes: Axes  # of the mesh: their devices share a row
-    on_shards: Callable[[Callable], Callable]  # runs a function of [B, S, H, D] on tensor shards
+    map_shards: Callable[[Callable], Callable]  # runs a function of [B, S, H, D] on tensor shards
 
     def to_heads(self, x: jax.Array) -> jax.Array:
         """Return the positions of all neighbours, of a part of the heads."""
@@ -39,53 +39,59 @@ class Exchange:
         return self._run(False, x)
 
     def _run(self, to_heads: bool, x: jax.Array) -> jax.Array:
-        return row_by_row(partial(_exchanged, self, to_heads))(x)
+        return local_map(partial(_all_to_all, self, to_heads))(x)
 
-    def documents(self, documents_BS: jax.Array) -> jax.Array:
+    def gather_documents(self, documents_BS: jax.Array) -> jax.Array:
         """Return the documents of all positions, as each group holds them: [ring, B, S / ring]."""
-        every = lax.all_gather(documents_BS, self.axes)
-        rows = every.reshape(self.deal.ring, self.deal.ulysses, *documents_BS.shape)
-        return jnp.concatenate([rows[:, i] for i in range(self.deal.ulysses)], axis=2)
+        gathered = lax.all_gather(documents_BS, self.axes)
+        by_group = gathered.reshape(
+            self.seq_layout.ring_size, self.seq_layout.ulysses, *documents_BS.shape
+        )
+        return jnp.concatenate([by_group[:, i] for i in range(self.seq_layout.ulysses)], axis=2)
 
     @property
     def groups(self) -> list[list[int]] | None:
         """The devices that exchange."""
-        size = self.deal.ulysses
-        if size == self.deal.devices:
+        size = self.seq_layout.ulysses
+        if size == self.seq_layout.devices:
             return None
-        return [list(range(first, first + size)) for first in range(0, self.deal.devices, size)]
+        return [
+            list(range(first, first + size)) for first in range(0, self.seq_layout.devices, size)
+        ]
 
-    def repeated(self, x_BSGD: jax.Array, shards: int) -> jax.Array:
+    def repeat_heads(self, x_BSGD: jax.Array, shards: int) -> jax.Array:
         """Return keys or values with each head as often as it takes to give everyone its own.
 
         `shards` is over how many devices of the tensor axes the heads are split.
         """
-        times = repeats(x_BSGD.shape[HEADS] // shards, self.deal.ulysses)
+        times = num_repeats(x_BSGD.shape[HEADS] // shards, self.seq_layout.ulysses)
         return jnp.repeat(x_BSGD, times, axis=HEADS) if times > 1 else x_BSGD
 
 
-def repeats(heads: int, devices: int) -> int:
+def num_repeats(heads: int, devices: int) -> int:
     """Return how often heads of keys are repeated so that they divide over the devices.
 
-    >>> repeats(8, 4), repeats(2, 8), repeats(4, 6)
+    >>> num_repeats(8, 4), num_repeats(2, 8), num_repeats(4, 6)
     (1, 4, 3)
     """
     return devices // math.gcd(heads, devices)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _exchanged(exchange: Exchange, to_heads: bool, x: jax.Array) -> jax.Array:
-    split, joined = (HEADS, POSITIONS) if to_heads else (POSITIONS, HEADS)
-    how: dict[str, Any] = {"tiled": True, "axis_index_groups": exchange.groups}
-    return exchange.on_shards(lambda x: lax.all_to_all(x, exchange.axes, split, joined, **how))(x)
+def _all_to_all(exchange: HeadAllToAll, to_heads: bool, x: jax.Array) -> jax.Array:
+    split_axis, concat_axis = (HEADS, POSITIONS) if to_heads else (POSITIONS, HEADS)
+    options: dict[str, Any] = {"tiled": True, "axis_index_groups": exchange.groups}
+    return exchange.map_shards(
+        lambda x: lax.all_to_all(x, exchange.axes, split_axis, concat_axis, **options)
+    )(x)
 
 
-def _forward(exchange: Exchange, to_heads: bool, x: jax.Array) -> tuple[jax.Array, None]:
-    return _exchanged(exchange, to_heads, x), None
+def _forward(exchange: HeadAllToAll, to_heads: bool, x: jax.Array) -> tuple[jax.Array, None]:
+    return _all_to_all(exchange, to_heads, x), None
 
 
-def _backward(exchange: Exchange, to_heads: bool, _: None, dx: jax.Array) -> tuple[jax.Array]:
-    return (_exchanged(exchange, not to_heads, dx),)
+def _backward(exchange: HeadAllToAll, to_heads: bool, _: None, dx: jax.Array) -> tuple[jax.Array]:
+    return (_all_to_all(exchange, not to_heads, dx),)
 
 
-_exchanged.defvjp(_forward, _backward)
+_all_to_all.defvjp(_forward, _backward)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfjax.parallel.settings import DISPATCH
-from hfjax.utils.tables import aligned, human
+from hfjax.utils.tables import align, human
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class MixtureCall:
     groups: int
     tokens: int  # of a group
     k: int
-    places: int | None  # of all experts together, of a group; None: without a capacity
+    slots: int | None  # of all experts together, of a group; None: without a capacity
     width: int
     itemsize: int
-    weight: int  # bytes of a weight
+    weight_itemsize: int  # bytes of a weight
 
     def bytes(self, dispatch: str) -> tuple[int, int]:
         """Return the bytes that a device sends: forward, backward."""
-        n, one_way = self.devices, self.groups * self.width * self.itemsize
+        n, token_bytes = self.devices, self.groups * self.width * self.itemsize
         if dispatch == "all_to_all":
-            assert self.places is not None
-            each = 2 * (n - 1) * one_way * self.places // n
-            return each, each
-        weights = self.groups * self.tokens * self.k * self.weight
+            assert self.slots is not None
+            one_pass = 2 * (n - 1) * token_bytes * self.slots // n
+            return one_pass, one_pass
+        weights = self.groups * self.tokens * self.k * self.weight_itemsize
         numbers = self.groups * self.tokens * self.k * 4
-        there_and_back = 2 * one_way * self.tokens
-        return (n - 1) * (there_and_back + numbers + weights), (n - 1) * (there_and_back + weights)
+        round_trip = 2 * token_bytes * self.tokens
+        return (n - 1) * (round_trip + numbers + weights), (n - 1) * (round_trip + weights)
 
-    def again(self, dispatch: str) -> int:
+    def recompute_bytes(self, dispatch: str) -> int:
         """Return the bytes that are sent again if the layer is computed again."""
         forward, _ = self.bytes(dispatch)
         back = (self.devices - 1) * self.groups * self.tokens * self.width * self.itemsize
@@ -56,7 +56,7 @@ class MixtureCall:
 
     def refuses(self, dispatch: str) -> str | None:
         """Return why tokens cannot go so, or None."""
-        if dispatch == "all_to_all" and self.places is None:
+        if dispatch == "all_to_all" and self.slots is None:
             return "without a capacity no device knows how many tokens will come"
         return None
 
@@ -66,32 +66,32 @@ class DispatchChoice:
     """How tokens get to the experts of a step, and what each way sends: print it."""
 
     calls: tuple[tuple[MixtureCall, str], ...]
-    asked: str = "auto"
+    dispatch: str = "auto"
 
     def __str__(self) -> str:
         lines = [("dispatch", "forward", "backward", "both", "computed again", "")]
         for call, chosen in self.calls:
-            lines += [self._line(call, way, chosen) for way in DISPATCH]
+            lines += [self._line(call, kind, chosen) for kind in DISPATCH]
         devices = self.calls[0][0].devices if self.calls else 1
         head = f"experts on {devices} devices; bytes that each sends for one layer and microbatch:"
-        return "\n".join([head, *aligned(lines)])
+        return "\n".join([head, *align(lines)])
 
     __repr__ = __str__
 
-    def _line(self, call: MixtureCall, way: str, chosen: str) -> tuple[str, ...]:
-        if why := call.refuses(way):
-            return (way, "-", "-", "-", "-", f"cannot: {why}")
-        both = call.bytes(way)
-        shown = (human(n) for n in (*both, sum(both), call.again(way)))
-        why = "it sends least" if self.asked == "auto" else "asked for"
-        return (way, *shown, f"chosen: {why}" if way == chosen else "")
+    def _line(self, call: MixtureCall, kind: str, chosen: str) -> tuple[str, ...]:
+        if why := call.refuses(kind):
+            return (kind, "-", "-", "-", "-", f"cannot: {why}")
+        both = call.bytes(kind)
+        sizes = (human(n) for n in (*both, sum(both), call.recompute_bytes(kind)))
+        why = "it sends least" if self.dispatch == "auto" else "asked for"
+        return (kind, *sizes, f"chosen: {why}" if kind == chosen else "")
 
 
-def choose(dispatch: str, call: MixtureCall) -> str:
+def choose_dispatch(dispatch: str, call: MixtureCall) -> str:
     """Return the dispatch that is asked for; auto: the one that sends the fewest bytes."""
-    possible: Sequence[str] = [way for way in DISPATCH if call.refuses(way) is None]
+    possible: Sequence[str] = [kind for kind in DISPATCH if call.refuses(kind) is None]
     if dispatch == "auto":
-        return min(possible, key=lambda way: sum(call.bytes(way)))
+        return min(possible, key=lambda kind: sum(call.bytes(kind)))
     if why := call.refuses(dispatch):
         raise ValueError(
             f'dispatch="{dispatch}": {why}. Give the mixture a capacity (MoE(capacity=1.25)), or '

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-class ExpertsHere(Protocol):
+class LocalExperts(Protocol):
     """What a model hands over: see hfjax/models/moe/experts.py."""
 
     def to_experts(self, x_GTD: jax.Array, routed: Any) -> jax.Array:
@@ -28,39 +28,43 @@ class ExpertsHere(Protocol):
         """Return what the tokens get back."""
         ...
 
-    def part(self, x_GTD: jax.Array, routed: Any, every: Callable, first: jax.Array) -> jax.Array:
+    def partial_output(
+        self, x_GTD: jax.Array, routed: Any, all_gather: Callable, first: jax.Array
+    ) -> jax.Array:
         """Return what the experts that are here, from number `first` on, add to all tokens."""
         ...
 
     @property
-    def here(self) -> int:
+    def num_local(self) -> int:
         """How many experts are here."""
         ...
 
 
 def all_to_all(
-    mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...]
+    mixture: LocalExperts, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...]
 ) -> jax.Array:
     """Return what the experts of all devices make of the tokens here: places travel."""
-    there = lax.all_to_all(mixture.to_experts(x_GTD, routed), axes, 0, 1, tiled=True)
-    back = lax.all_to_all(mixture.run(there), axes, 1, 0, tiled=True)
-    return mixture.from_experts(back, routed)
+    expert_inputs = lax.all_to_all(mixture.to_experts(x_GTD, routed), axes, 0, 1, tiled=True)
+    expert_outputs = lax.all_to_all(mixture.run(expert_inputs), axes, 1, 0, tiled=True)
+    return mixture.from_experts(expert_outputs, routed)
 
 
 def gather(
-    mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...], wide: bool = False
+    mixture: LocalExperts, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...], wide: bool = False
 ) -> jax.Array:
     """Return what the experts of all devices make of the tokens here: tokens travel.
 
     `wide`: sums are of float32, also where tokens are of bfloat16 (XLA aborts on these on CPUs).
     """
-    narrow = jnp.issubdtype(x_GTD.dtype, jnp.floating) and x_GTD.dtype.itemsize < 4
-    summed, every = _wide(axes) if wide and narrow else _as_they_are(axes)
-    first = lax.axis_index(axes) * mixture.here
-    return summed(mixture.part(every(x_GTD), routed, every, first))
+    is_narrow = jnp.issubdtype(x_GTD.dtype, jnp.floating) and x_GTD.dtype.itemsize < 4
+    reduce_scatter, all_gather = (
+        _wide_collectives(axes) if wide and is_narrow else _tiled_collectives(axes)
+    )
+    first = lax.axis_index(axes) * mixture.num_local
+    return reduce_scatter(mixture.partial_output(all_gather(x_GTD), routed, all_gather, first))
 
 
-def _as_they_are(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
+def _tiled_collectives(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
     """Return this device's part of the sum over devices, and what all devices have."""
     return (
         lambda x: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True),
@@ -68,15 +72,19 @@ def _as_they_are(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
     )
 
 
-def _wide(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
+def _wide_collectives(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
     """Return both with sums of float32; arrays that are gathered stay narrow."""
-    summed, every = _as_they_are(axes)
-    sum_of = lambda x: summed(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
-    return _with_derivative(sum_of, every), _with_derivative(every, sum_of)
+    reduce_scatter, all_gather = _tiled_collectives(axes)
+    wide_reduce_scatter = lambda x: reduce_scatter(
+        x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    ).astype(x.dtype)
+    return _with_derivative(wide_reduce_scatter, all_gather), _with_derivative(
+        all_gather, wide_reduce_scatter
+    )
 
 
-def _with_derivative(function: Callable, transposed: Callable) -> Callable:
+def _with_derivative(function: Callable, transpose: Callable) -> Callable:
     """Return a linear function whose derivative is another."""
     linear = jax.custom_vjp(function)
-    linear.defvjp(lambda x: (function(x), None), lambda _, dy: (transposed(dy),))
+    linear.defvjp(lambda x: (function(x), None), lambda _, dy: (transpose(dy),))
     return linear

@@ -15,18 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
 from hfjax.parallel.remat import STATISTICS
-from hfjax.parallel.spmd.global_batch import devices_along
-from hfjax.parallel.spmd.partition_context import Scope, is_recording
-from hfjax.parallel.spmd.placements import Part, Side, held
-from hfjax.parallel.spmd.rule_calls import NamedCall, named
-from hfjax.utils.mean_variance import moments
+from hfjax.parallel.spmd.global_batch import axis_size_or_one
+from hfjax.parallel.spmd.partition_context import PartitionContext, is_recording
+from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, local_array
+from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
+from hfjax.utils.mean_variance import mean_and_variance
 
 source_info_util.register_exclusion(__file__)  # the line of a norm is the user's
 
-Moments = tuple[jax.Array, jax.Array]
+MeanVariance = tuple[jax.Array, jax.Array]
 
 
-def of_rows(
+def batch_stats(
     self: Any, x: jax.Array, axes: tuple[str, ...] | None = None
 ) -> tuple[jax.Array, jax.Array, int]:
     """Return mean and variance of each channel, and of how many numbers: a method of `Local`.
@@ -34,54 +34,62 @@ def of_rows(
     A model that sees the rows of all devices gets those of all rows. One that sees its own gets
     those of the rows along `axes`, if it asks for any.
     """
-    here = x.size // x.shape[-1]
-    along = tuple(axis for axis in axes or () if devices_along(axis) > 1)
-    side = Side(along, math.prod(map(devices_along, along)))
-    if along:
-        mean, variance = joined(side, x)
+    local_count = x.size // x.shape[-1]
+    comm_axes = tuple(axis for axis in axes or () if axis_size_or_one(axis) > 1)
+    group = AxisGroup(comm_axes, math.prod(map(axis_size_or_one, comm_axes)))
+    if comm_axes:
+        mean, variance = global_stats(group, x)
     else:
-        mean, variance = named(_in_parts, moments)(x) if is_recording() else moments(x)
-    return mean, variance, here * side.size
+        mean, variance = (
+            keep_as_call(_stats_rule, mean_and_variance)(x)
+            if is_recording()
+            else mean_and_variance(x)
+        )
+    return mean, variance, local_count * group.size
 
 
-def _in_parts(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> list[jax.Array]:
+def _stats_rule(
+    call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
+) -> list[jax.Array]:
     """Run by the rule if rows or positions are split; else as it is written."""
-    x = scope.settled(arguments[0])
-    last = len(scope.shape(x)) - 1
-    if scope.side.size == 1 or not isinstance(x, Part) or x.cut.dim == last:
-        return scope.run(scope, *body, [x])
-    mean, variance = joined(scope.side, held(x))
-    scope.tell("gather", jnp.zeros((scope.side.size, 2, mean.size), mean.dtype))
+    x = ctx.materialize(arguments[0])
+    last = len(ctx.shape(x)) - 1
+    if ctx.group.size == 1 or not isinstance(x, ShardedValue) or x.split.dim == last:
+        return ctx.run(ctx, *body, [x])
+    mean, variance = global_stats(ctx.group, local_array(x))
+    ctx.record("gather", jnp.zeros((ctx.group.size, 2, mean.size), mean.dtype))
     return [mean, variance]
 
 
-def joined(side: Side, x: jax.Array) -> Moments:
+def global_stats(group: AxisGroup, x: jax.Array) -> MeanVariance:
     """Return mean and variance over what all devices of a side have, equally much of it."""
-    found: Any = _joined(side, x)
-    return found
+    stats: Any = _global_stats(group, x)
+    return stats
 
 
-def _found(side: Side, x: jax.Array) -> Moments:
-    here = jnp.stack(moments(x))
-    means, variances = jnp.moveaxis(side.stacked(here), 1, 0)
+def _compute_stats(group: AxisGroup, x: jax.Array) -> MeanVariance:
+    local_stats = jnp.stack(mean_and_variance(x))
+    means, variances = jnp.moveaxis(group.all_gather_stack(local_stats), 1, 0)
     mean = means.mean(0)
     variance = (variances + jnp.square(means - mean[None])).mean(0)
-    named = partial(checkpoint_name, name=STATISTICS)  # kept where layers are computed again
-    return named(mean), named(variance)
+    save_name = partial(checkpoint_name, name=STATISTICS)  # kept where layers are computed again
+    return save_name(mean), save_name(variance)
 
 
-def _forward(side: Side, x: jax.Array) -> tuple[Moments, tuple[jax.Array, jax.Array]]:
-    found = _found(side, x)
-    return found, (x, found[0])
+def _forward(group: AxisGroup, x: jax.Array) -> tuple[MeanVariance, tuple[jax.Array, jax.Array]]:
+    stats = _compute_stats(group, x)
+    return stats, (x, stats[0])
 
 
-def _backward(side: Side, saved: tuple[jax.Array, jax.Array], given: Moments) -> tuple[jax.Array]:
-    x, mean = saved
-    sums = side.total(jnp.stack(given)) / (side.size * (x.size // x.shape[-1]))
-    like = lambda of_channels: of_channels.reshape(*[1] * (x.ndim - 1), -1)
-    deviation = x.astype(mean.dtype) - like(mean)
-    return ((like(sums[0]) + 2 * like(sums[1]) * deviation).astype(x.dtype),)
+def _backward(
+    group: AxisGroup, residuals: tuple[jax.Array, jax.Array], cotangents: MeanVariance
+) -> tuple[jax.Array]:
+    x, mean = residuals
+    sums = group.all_reduce(jnp.stack(cotangents)) / (group.size * (x.size // x.shape[-1]))
+    to_channels = lambda of_channels: of_channels.reshape(*[1] * (x.ndim - 1), -1)
+    deviation = x.astype(mean.dtype) - to_channels(mean)
+    return ((to_channels(sums[0]) + 2 * to_channels(sums[1]) * deviation).astype(x.dtype),)
 
 
-_joined = jax.custom_vjp(_found, nondiff_argnums=(0,))
-_joined.defvjp(_forward, _backward)
+_global_stats = jax.custom_vjp(_compute_stats, nondiff_argnums=(0,))
+_global_stats.defvjp(_forward, _backward)

@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from hfjax import pallas_kernels
-from hfjax.parallel.settings import Wanted
+from hfjax.parallel.settings import KernelChoices
 
 HOPPER = "9.0"  # compute capability of what the kernels are written for
 
 MEASURED = Path(pallas_kernels.__file__).parent / "measured.json"
-FASTER = 1.02  # a kernel that takes XLA's place: less is noise
+MIN_SPEEDUP = 1.02  # a kernel that takes XLA's place: less is noise
 
 
 Shape = Mapping[str, int]  # sizes of operands by their letters: S, D; how many numbers is N
 
 
-def show(shape: Shape | None) -> str:
+def format_shape(shape: Shape | None) -> str:
     """Return a shape as people read it.
 
-    >>> show({"S": 1024, "D": 64})
+    >>> format_shape({"S": 1024, "D": 64})
     'S=1024 D=64'
     """
     return " ".join(f"{letter}={size}" for letter, size in (shape or {}).items())
@@ -40,22 +40,22 @@ class KernelChoice:
     """The form that was taken of a capability, and why."""
 
     kernel: str
-    form: str  # pallas, xla, or reference: the plain JAX beside the kernel
+    impl: str  # pallas, xla, or reference: the plain JAX beside the kernel
     why: str
-    of: str = ""  # the operands for which it was taken
+    operands: str = ""  # the operands for which it was taken
 
     def __str__(self) -> str:
-        return f"{self.kernel}: {self.form} ({self.why})"
+        return f"{self.kernel}: {self.impl} ({self.why})"
 
 
-def check_kernels(wanted: Wanted, device: Any) -> None:
+def check_kernels(choices: KernelChoices, device: Any) -> None:
     """Refuse kernels that were asked for where none can run."""
-    if "pallas" in (wanted.rest, *dict(wanted.named).values()) and (why := cannot_run(device)):
+    if "pallas" in (choices.rest, *dict(choices.named).values()) and (why := cannot_run(device)):
         raise ValueError(f'kernels="pallas": {why}. Use kernels="auto", or "xla".')
 
 
-def choose(
-    wanted: Wanted,
+def choose_impl(
+    choices: KernelChoices,
     kernel: str,
     device: Any,
     refusal: str | None = None,
@@ -67,21 +67,23 @@ def choose(
     `refusal` says why the kernel cannot take the operands, `impossible` why no form but XLA's
     fits the step. A kernel that was asked for and cannot run is an error.
     """
-    word = wanted.word(kernel)
-    if word == "xla":
-        return KernelChoice(kernel, word, "asked for")
-    if word == "reference":
-        return KernelChoice(kernel, "xla" if impossible else word, impossible or "asked for")
+    setting = choices.choice(kernel)
+    if setting == "xla":
+        return KernelChoice(kernel, setting, "asked for")
+    if setting == "reference":
+        return KernelChoice(kernel, "xla" if impossible else setting, impossible or "asked for")
     obstacle = cannot_run(device) or impossible or refusal
-    if word == "pallas":
+    if setting == "pallas":
         if obstacle:
             raise ValueError(
                 f'kernels="pallas": {kernel} cannot run here: {obstacle.rstrip(".")}. Use '
-                f'kernels="auto", or {wanted.without(kernel)}.'
+                f'kernels="auto", or {choices.without(kernel)}.'
             )
         return KernelChoice(kernel, "pallas", "asked for")
     return (
-        KernelChoice(kernel, "xla", obstacle) if obstacle else _as_measured(kernel, device, shape)
+        KernelChoice(kernel, "xla", obstacle)
+        if obstacle
+        else _choose_by_measurement(kernel, device, shape)
     )
 
 
@@ -98,37 +100,40 @@ def cannot_run(device: Any) -> str | None:
     return None
 
 
-def _as_measured(kernel: str, device: Any, shape: Shape | None) -> KernelChoice:
-    known = measured(device.device_kind).get(kernel)
-    if not known:
+def _choose_by_measurement(kernel: str, device: Any, shape: Shape | None) -> KernelChoice:
+    measurements = measurements_of(device.device_kind).get(kernel)
+    if not measurements:
         return KernelChoice(
             kernel, "xla", f"not measured on {device.device_kind} yet: `make gpu` measures"
         )
-    found = min(known, key=lambda one: (_apart(one["shape"], shape or {}), one["ratio"]))
-    at = f"at {where} " if (where := show(found["shape"])) else ""
-    told = f"measured {found['ratio']:.2f}x {found['rival']} {at}on {device.device_kind}"
-    form = "pallas" if found["ratio"] >= FASTER else "xla"
-    return KernelChoice(kernel, form, f"{told}, jax {found['jax']}")
+    nearest = min(
+        measurements,
+        key=lambda entry: (_shape_distance(entry["shape"], shape or {}), entry["ratio"]),
+    )
+    at = f"at {shape_text} " if (shape_text := format_shape(nearest["shape"])) else ""
+    reason = f"measured {nearest['ratio']:.2f}x {nearest['rival']} {at}on {device.device_kind}"
+    impl = "pallas" if nearest["ratio"] >= MIN_SPEEDUP else "xla"
+    return KernelChoice(kernel, impl, f"{reason}, jax {nearest['jax']}")
 
 
-def _apart(one: Shape, other: Shape) -> float:
+def _shape_distance(one: Shape, other: Shape) -> float:
     """Return how far two shapes are from each other, in doublings of their sizes.
 
-    >>> _apart({"S": 1024, "D": 64}, {"S": 4096, "D": 128})
+    >>> _shape_distance({"S": 1024, "D": 64}, {"S": 4096, "D": 128})
     3.0
     """
     return sum(abs(math.log2(one[letter] / other[letter])) for letter in one.keys() & other.keys())
 
 
-def measured(device_kind: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+def measurements_of(device_kind: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """Return what was measured on devices of a kind ("NVIDIA H100 80GB HBM3" is an NVIDIA H100).
 
     That is a list of each kernel's shapes.
     """
-    names = [name for name in _table() if device_kind.startswith(name)]
-    return _table()[max(names, key=len)] if names else {}
+    names = [name for name in _load_measured() if device_kind.startswith(name)]
+    return _load_measured()[max(names, key=len)] if names else {}
 
 
 @cache
-def _table() -> Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]:
+def _load_measured() -> Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]:
     return json.loads(MEASURED.read_text())

@@ -16,20 +16,20 @@ from hfjax.parallel.extensions.kernel_dispatch import batch_stats, tensor_sharde
 from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import (
     KernelChoice,
     Shape,
-    choose,
-    show,
+    choose_impl,
+    format_shape,
 )
 from hfjax.parallel.mesh import (
     PIPE_AXIS,
     SEQUENCE_AXES,
     TENSOR_AXES,
+    active_batch_axes,
     in_use,
-    row_axes,
     size_of,
 )
-from hfjax.parallel.settings import KERNELS, Wanted
+from hfjax.parallel.settings import KERNELS, KernelChoices
 from hfjax.parallel.spmd.partition_context import is_recording
-from hfjax.utils.tables import aligned
+from hfjax.utils.tables import align
 
 OWN_LOGITS = (
     "the model hands over logits of its own, and the kernel makes x @ kernel.T: scale x before, "
@@ -44,17 +44,17 @@ class Kernels:
     Known once the step is traced: what nothing in the step asked for is not in it.
     """
 
-    wanted: Wanted
+    requested: KernelChoices
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
     choices: dict[str, list[KernelChoice]] = field(default_factory=dict, compare=False)  # by kernel
 
     @classmethod
-    def of(cls, wanted: Wanted, mesh: Mesh, loss: Callable) -> "Kernels":
+    def of(cls, requested: KernelChoices, mesh: Mesh, loss: Callable) -> "Kernels":
         """Return the kernels of a step with this loss."""
-        return cls(wanted, mesh, getattr(loss, "takes_projection", False))
+        return cls(requested, mesh, getattr(loss, "takes_projection", False))
 
-    def form(
+    def impl(
         self,
         kernel: str,
         refusal: str | None = None,
@@ -63,31 +63,33 @@ class Kernels:
     ) -> str:
         """Return the form to take: pallas, xla or reference. See `Wanted.choose`."""
         device = self.mesh.devices.flat[0]
-        return self._keep(choose(self.wanted, kernel, device, refusal, impossible, shape), shape)
+        return self._record(
+            choose_impl(self.requested, kernel, device, refusal, impossible, shape), shape
+        )
 
-    def form_of_one(self, kernel: str, refusal: str | None, shape: Shape) -> str:
+    def array_impl(self, kernel: str, refusal: str | None, shape: Shape) -> str:
         """Return the form to take for one of many arrays; one that does not fit goes by XLA."""
-        if refusal and self.wanted.word(kernel) == "pallas":
-            return self._keep(KernelChoice(kernel, "xla", refusal), shape)
-        return self.form(kernel, refusal, shape=shape)
+        if refusal and self.requested.choice(kernel) == "pallas":
+            return self._record(KernelChoice(kernel, "xla", refusal), shape)
+        return self.impl(kernel, refusal, shape=shape)
 
-    def sender(self, move: model_ops.Move) -> tensor_sharded.CastingSender | None:
+    def choose_kernel(self, op: model_ops.CollectiveOp) -> tensor_sharded.CastingKernel | None:
         """Return what moves an array (a `Move` of engine/comm_plan.py) in place of XLA, or None."""
-        refusal = tensor_sharded.sending_refuses(move)
-        form = self.form_of_one(move.kind, refusal, {"N": move.x.size})
-        return tensor_sharded.CastingSender(form) if form in tensor_sharded.FORMS else None
+        refusal = tensor_sharded.sending_refuses(op)
+        impl = self.array_impl(op.kind, refusal, {"N": op.x.size})
+        return tensor_sharded.CastingKernel(impl) if impl in tensor_sharded.IMPLS else None
 
-    def forms(self, kernel: str) -> set[str]:
+    def impls(self, kernel: str) -> set[str]:
         """Return the forms that were taken of a kernel, over all operands."""
-        return {choice.form for choice in self.choices.get(kernel, ())}
+        return {choice.impl for choice in self.choices.get(kernel, ())}
 
-    def _keep(self, choice: KernelChoice, shape: Shape | None) -> str:
+    def _record(self, choice: KernelChoice, shape: Shape | None) -> str:
         """Return the form of a choice, which is remembered with what it was made for."""
-        known = self.choices.setdefault(choice.kernel, [])
-        choice = replace(choice, of=show(shape))
-        if choice not in known:
-            known.append(choice)
-        return choice.form
+        choices = self.choices.setdefault(choice.kernel, [])
+        choice = replace(choice, operands=format_shape(shape))
+        if choice not in choices:
+            choices.append(choice)
+        return choice.impl
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map between two named dimensions.
@@ -104,109 +106,117 @@ class Kernels:
         x_BSD: jax.Array,
         kernel_VD: jax.Array,
         vocab: int,
-        own: Callable | None,
-        made: Callable,
+        custom_logits: Callable | None,
+        make_logits: Callable,
     ) -> Any:
-        """Return a projection that logits are never made of, or `made()`: logits.
+        """Return a projection that logits are never made of, or `make_logits()`: logits.
 
         Args:
             x_BSD: What the head multiplies.
             kernel_VD: Its matrix.
             vocab: The rows of it that count.
-            own: What makes logits that are more than x @ kernel.T, or None.
-            made: What makes logits.
+            custom_logits: What makes logits that are more than x @ kernel.T, or None.
+            make_logits: What makes logits.
         """
-        rows = jax.ShapeDtypeStruct((self._here(x_BSD[..., 0].size), x_BSD.shape[-1]), x_BSD.dtype)
-        labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
-        refusal = cross_entropy.refuses(rows, kernel_VD, labels)
-        shape = {"N": rows.shape[0], "V": self._share(kernel_VD.shape[0]), "D": rows.shape[1]}
-        impossible = self._no_projection(kernel_VD) or (OWN_LOGITS if own else None)
-        form = self.form("cross_entropy", refusal, impossible, shape)
-        if form not in tensor_sharded.FORMS:
-            return made()
-        return Projection(x_BSD, kernel_VD, tensor_sharded.losses(self.mesh, form, vocab))
+        tokens = jax.ShapeDtypeStruct(
+            (self._local_count(x_BSD[..., 0].size), x_BSD.shape[-1]), x_BSD.dtype
+        )
+        labels = jax.ShapeDtypeStruct(tokens.shape[:1], "int32")
+        refusal = cross_entropy.refuses(tokens, kernel_VD, labels)
+        shape = {
+            "N": tokens.shape[0],
+            "V": self._vocab_shard(kernel_VD.shape[0]),
+            "D": tokens.shape[1],
+        }
+        impossible = self._projection_refusal(kernel_VD) or (OWN_LOGITS if custom_logits else None)
+        impl = self.impl("cross_entropy", refusal, impossible, shape)
+        if impl not in tensor_sharded.IMPLS:
+            return make_logits()
+        return Projection(x_BSD, kernel_VD, tensor_sharded.sharded_losses(self.mesh, impl, vocab))
 
     def attend(self, plain: Callable, *operands: jax.Array) -> jax.Array:
         """Return attention of q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
         operands = tuple(x for x in operands if x is not None)
-        form = self.of_attention(*operands)
-        if form not in tensor_sharded.FORMS:
+        impl = self.attention_impl(*operands)
+        if impl not in tensor_sharded.IMPLS:
             return plain(*operands)
         window = getattr(plain, "window", None)
-        return tensor_sharded.attention(self.mesh, form, len(operands) == 4, window)(*operands)
+        return tensor_sharded.sharded_attention(self.mesh, impl, len(operands) == 4, window)(
+            *operands
+        )
 
-    def of_attention(self, *operands: jax.Array) -> str:
+    def attention_impl(self, *operands: jax.Array) -> str:
         """Return the form of attention to take for these operands."""
         q, k, v, *_ = operands
-        impossible = self._uneven("heads of keys", k.shape[2])
+        impossible = self._uneven_refusal("heads of keys", k.shape[2])
         shape = {"S": q.shape[1], "D": q.shape[3]}
-        return self.form("flash_block", flash_block.refuses(q, k, v), impossible, shape)
+        return self.impl("flash_block", flash_block.refuses(q, k, v), impossible, shape)
 
     def _multiply(
         self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: jax.Array
     ) -> jax.Array:
-        impossible = self._no_ring(x_BSI)
+        impossible = self._ring_refusal(x_BSI)
         refusal = impossible or tensor_sharded.ring_refuses(self.mesh, kind, x_BSI, kernel_IO)
-        rows, (inputs, outputs) = self._here(x_BSI[..., 0].size), kernel_IO.shape
-        form = self.form(kind, refusal, impossible, {"M": rows, "K": inputs, "N": outputs})
-        if form not in tensor_sharded.FORMS:
+        num_tokens, (inputs, outputs) = self._local_count(x_BSI[..., 0].size), kernel_IO.shape
+        impl = self.impl(kind, refusal, impossible, {"M": num_tokens, "K": inputs, "N": outputs})
+        if impl not in tensor_sharded.IMPLS:
             return plain(x_BSI, kernel_IO)
-        return tensor_sharded.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
+        return tensor_sharded.ring_matmul(self.mesh, impl, kind)(x_BSI, kernel_IO)
 
     # -- what only XLA's form can do --------------------------------------------------------------
 
-    def _here(self, count: int) -> int:
+    def _local_count(self, count: int) -> int:
         """Return how many positions of rows are here; a model that is traced sees all."""
-        return count // size_of(self._parts, self.mesh) if is_recording() else count
+        return count // size_of(self._data_axes, self.mesh) if is_recording() else count
 
     @property
-    def _parts(self) -> tuple[str, ...]:
+    def _data_axes(self) -> tuple[str, ...]:
         """The axes whose devices have other rows and positions than those of a model's trace."""
-        return (*row_axes(self.mesh), *in_use(self.mesh, SEQUENCE_AXES))
+        return (*active_batch_axes(self.mesh), *in_use(self.mesh, SEQUENCE_AXES))
 
-    def _share(self, count: int) -> int:
+    def _vocab_shard(self, count: int) -> int:
         return -(-count // size_of(TENSOR_AXES, self.mesh))
 
-    def _uneven(self, what: str, count: int) -> str | None:
+    def _uneven_refusal(self, label: str, count: int) -> str | None:
         shards = size_of(TENSOR_AXES, self.mesh)
         if count % shards == 0:
             return None
-        return f"{count} {what} do not divide by a tensor axis of {shards}"
+        return f"{count} {label} do not divide by a tensor axis of {shards}"
 
-    def _no_projection(self, kernel_VD: jax.Array) -> str | None:
+    def _projection_refusal(self, kernel_VD: jax.Array) -> str | None:
         if self.without_logits:
-            return self._uneven("rows of the vocabulary", kernel_VD.shape[0])
+            return self._uneven_refusal("rows of the vocabulary", kernel_VD.shape[0])
         return (
             "the loss takes logits; mark one that takes a projection with "
             "hfjax.pallas_kernels.capabilities.takes_projection"
         )
 
-    def _no_ring(self, x_BSI: jax.Array) -> str | None:
+    def _ring_refusal(self, x_BSI: jax.Array) -> str | None:
         if self.mesh.shape[PIPE_AXIS] > 1:
             return "no ring in a pipeline: not all stages would take part in it"
-        shared = size_of(SEQUENCE_AXES, self.mesh) if is_recording() else 1
-        return self._uneven("positions", x_BSI.shape[1] // shared)
+        seq_shards = size_of(SEQUENCE_AXES, self.mesh) if is_recording() else 1
+        return self._uneven_refusal("positions", x_BSI.shape[1] // seq_shards)
 
     def __str__(self) -> str:
         lines = [line for kernel in KERNELS for line in self._lines(kernel)]
-        return "\n".join(aligned(lines))
+        return "\n".join(align(lines))
 
     def _lines(self, kernel: str) -> list[tuple[str, ...]]:
         """Return a line for each form and reason: the kernel, both, and the operands that go so."""
-        together: dict[tuple[str, str], list[str]] = {}
+        operands: dict[tuple[str, str], list[str]] = {}
         for choice in self.choices.get(kernel, ()):
-            together.setdefault((choice.form, choice.why), []).append(choice.of)
-        if not together:
+            operands.setdefault((choice.impl, choice.why), []).append(choice.operands)
+        if not operands:
             return [(kernel, "-", "nothing in this step has use for it", "")]
-        return [(kernel, *key, "; ".join(filter(None, of))) for key, of in together.items()]
+        return [(kernel, *key, "; ".join(filter(None, shapes))) for key, shapes in operands.items()]
 
 
 @dataclass(frozen=True)
-class TakesKernels(model_ops.InStep):
+class KernelOps(model_ops.CommonOps):
     """What those have in common that take kernels where they are handed to them."""
 
     kernels: Kernels
-    moments, sum_over_batch = batch_stats.of_rows, model_ops.sum_over_samples
+    channel_stats, sum_over_batch = batch_stats.batch_stats, model_ops.sum_over_data
 
     @property
     def mesh(self) -> Mesh:
@@ -221,17 +231,17 @@ class TakesKernels(model_ops.InStep):
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
-        made = partial(model_ops.made_logits, self, x_BSD, kernel_VD, vocab, logits)
-        return self.kernels.outputs(x_BSD, kernel_VD, vocab, logits, made)
+        make_logits = partial(model_ops.make_logits, self, x_BSD, kernel_VD, vocab, logits)
+        return self.kernels.outputs(x_BSD, kernel_VD, vocab, logits, make_logits)
 
-    def sender(self, move: model_ops.Move) -> model_ops.Sender | None:
+    def choose_kernel(self, op: model_ops.CollectiveOp) -> model_ops.CollectiveKernel | None:
         """Return what moves an array in place of XLA, or None."""
-        return self.kernels.sender(move)
+        return self.kernels.choose_kernel(op)
 
 
 @final
 @dataclass(frozen=True)
-class WithKernels(TakesKernels):
+class WholeSequenceOps(KernelOps):
     """The `Local` of devices that have whole rows: their kernels are all that is asked for."""
 
     def attention(self, attend: Callable) -> Callable:
@@ -239,9 +249,13 @@ class WithKernels(TakesKernels):
         replaceable = getattr(attend, "is_causal_attention", False)
         if not replaceable:
             return attend
-        by_position = partial(model_ops.by_position, attend)
-        return lambda *given, **named: self.kernels.attend(attend, *by_position(given, named)[0])
+        by_position = partial(model_ops.bind_positional, attend)
+        return lambda *args, **kwargs: self.kernels.attend(attend, *by_position(args, kwargs)[0])
 
-    run_length, dealt, lookup = model_ops.all_here, model_ops.whole_batch, model_ops.rows_of_table
-    inner_sides, named_sides = model_ops.no_sides, model_ops.no_names
-    check_positions = model_ops.none_joined
+    run_length, slice_sequence, lookup = (
+        model_ops.full_length,
+        model_ops.unsliced_batch,
+        model_ops.lookup_table,
+    )
+    inner_groups, named_groups = model_ops.no_inner_groups, model_ops.no_named_groups
+    check_positions = model_ops.skip_position_check

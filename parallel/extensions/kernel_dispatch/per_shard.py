@@ -13,13 +13,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from hfjax.parallel.engine.comm_plan import mapped
-from hfjax.parallel.mesh import partitioned
-from hfjax.parallel.spmd.rule_calls import row_by_row
+from hfjax.parallel.engine.comm_plan import shard_map_over
+from hfjax.parallel.mesh import auto_axes
+from hfjax.parallel.spmd.rule_calls import local_map
 
 
 @dataclass(frozen=True, eq=False)
-class OnShards:
+class ShardedFunction:
     """`forward(*operands) -> (result, kept)`, `backward(operands, kept, gradient) -> gradients`.
 
     The specs say how operands, the result and what is kept lie over the tensor axes.
@@ -28,35 +28,41 @@ class OnShards:
     mesh: Mesh
     forward: Callable
     backward: Callable
-    operands: tuple
-    result: Any
-    kept: Any
+    operand_specs: tuple
+    result_spec: Any
+    residual_specs: Any
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Return the result; in a program that is traced with all rows, on this device's own."""
         run = lambda *operands: _run(self, operands)
-        return row_by_row(run)(*operands)
+        return local_map(run)(*operands)
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Return the function, run on each shard."""
-        axes = partitioned(self.mesh)
-        return mapped(function, axes, in_specs, out_specs) if axes else function
+        axes = auto_axes(self.mesh)
+        return shard_map_over(function, axes, in_specs, out_specs) if axes else function
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(shards: OnShards, operands: tuple) -> jax.Array:
+def _run(shards: ShardedFunction, operands: tuple) -> jax.Array:
     return _forward(shards, operands)[0]
 
 
-def _forward(shards: OnShards, operands: tuple) -> tuple[Any, tuple]:
-    run = shards.map(shards.forward, shards.operands, (shards.result, shards.kept))
-    result, kept = run(*operands)
-    return result, (operands, kept)
+def _forward(shards: ShardedFunction, operands: tuple) -> tuple[Any, tuple]:
+    run = shards.map(
+        shards.forward, shards.operand_specs, (shards.result_spec, shards.residual_specs)
+    )
+    result, residuals = run(*operands)
+    return result, (operands, residuals)
 
 
-def _backward(shards: OnShards, saved: tuple, gradient: jax.Array) -> tuple:
-    in_specs = (shards.operands, shards.kept, shards.result)
-    return (shards.map(shards.backward, in_specs, shards.operands)(*saved, gradient),)
+def _backward(shards: ShardedFunction, operands_and_residuals: tuple, gradient: jax.Array) -> tuple:
+    in_specs = (shards.operand_specs, shards.residual_specs, shards.result_spec)
+    return (
+        shards.map(shards.backward, in_specs, shards.operand_specs)(
+            *operands_and_residuals, gradient
+        ),
+    )
 
 
 _run.defvjp(_forward, _backward)

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from hfjax.utils.keywords import is_whole
-from hfjax.utils.tables import aligned, human
+from hfjax.utils.keywords import is_int
+from hfjax.utils.tables import align, human
 
 
 class Config(Protocol):
@@ -42,40 +42,42 @@ class Config(Protocol):
         ...
 
 
-Found = tuple[Fraction, Fraction]  # numbers that a device sends: of activations, of weights
+CommVolume = tuple[Fraction, Fraction]  # numbers that a device sends: of activations, of weights
 
 
-def sent_on_grid(
-    maps: Mapping[str, tuple[int, int]], tokens: int, sides: tuple[int, int, int], times: int = 3
-) -> Found:
+def grid_comm_volume(
+    maps: Mapping[str, tuple[int, int]], tokens: int, shape: tuple[int, int, int], times: int = 3
+) -> CommVolume:
     """Return what each device sends for these maps on sides (a, r, c): activations, weights.
 
-    >>> [int(n) for n in sent_on_grid({"up": (8, 32)}, 16, (2, 1, 4))]  # r = 1: FSDP x TP
+    >>> [int(n) for n in grid_comm_volume({"up": (8, 32)}, 16, (2, 1, 4))]  # r = 1: FSDP x TP
     [96, 96]
     """
-    a, r, c = sides
+    a, r, c = shape
     activations = weights = Fraction(0)
     for number, (inputs, outputs) in enumerate(maps.values()):
-        into, out_of = (c, r) if number % 2 == 0 else (r, c)  # gathered over one, scattered over
-        moved = (into - 1) * inputs + (out_of - 1) * outputs
-        activations += Fraction(2 * tokens * moved, a * r * c)
+        gather_size, scatter_size = (
+            (c, r) if number % 2 == 0 else (r, c)
+        )  # gathered over one, scattered over
+        features = (gather_size - 1) * inputs + (scatter_size - 1) * outputs
+        activations += Fraction(2 * tokens * features, a * r * c)
         weights += Fraction(times * (a - 1) * inputs * outputs, a * r * c)
     return activations, weights
 
 
-def sent_by_summa(
-    maps: Mapping[str, tuple[int, int]], tokens: int, side: int, depth: int = 1
-) -> Found:
+def summa_comm_volume(
+    maps: Mapping[str, tuple[int, int]], tokens: int, size: int, depth: int = 1
+) -> CommVolume:
     """Return what each device sends for these maps on `depth` squares: activations, weights.
 
-    >>> [int(n) for n in sent_by_summa({"up": (8, 32)}, 16, side=2)]
+    >>> [int(n) for n in summa_comm_volume({"up": (8, 32)}, 16, size=2)]
     [96, 192]
     """
     features = sum(inputs for inputs, _ in maps.values())
     numbers = sum(inputs * outputs for inputs, outputs in maps.values())
-    part = Fraction(3 * (side - 1), side**2)
-    over_layers = Fraction(2 * (depth - 1) * numbers, depth * side**2)
-    return part * tokens * features / depth, part * numbers + over_layers
+    share = Fraction(3 * (size - 1), size**2)
+    over_layers = Fraction(2 * (depth - 1) * numbers, depth * size**2)
+    return share * tokens * features / depth, share * numbers + over_layers
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,11 @@ class GridCost:
     """What one way to arrange the devices sends, and why it cannot be, if it cannot."""
 
     name: str
-    sides: tuple[int, int, int]  # fsdp, row, tensor; of SUMMA: layers, rows and columns
+    shape: tuple[int, int, int]  # fsdp, row, tensor; of SUMMA: layers, rows and columns
     activations: int  # bytes that each device sends for one layer, forward and backward
     weights: int
     longest_row: int  # tokens; attention splits whole rows of the batch over fsdp and row
-    refused: str = ""
+    refusal: str = ""
 
     @property
     def bytes(self) -> int:
@@ -99,13 +101,13 @@ class GridCost:
 class GridCosts:
     """All ways to arrange the devices, what sends least first: print it."""
 
-    rows: tuple[GridCost, ...]
+    entries: tuple[GridCost, ...]
     title: str
 
     @property
     def least(self) -> GridCost:
         """What can be and sends least. SUMMA, which hfjax has only for comparison, counts too."""
-        return next(row for row in self.rows if not row.refused)
+        return next(entry for entry in self.entries if not entry.refusal)
 
     def named(self, name: str) -> GridCost:
         """Return what sends least of a name, for instance "FSDP | TENSOR"; of those that can be.
@@ -113,28 +115,30 @@ class GridCosts:
         Args:
             name: As the table shows it. If none of this name can be, the first is returned.
         """
-        found = [row for row in self.rows if row.name == name]
-        if not found:
-            known = sorted({row.name for row in self.rows})
+        matches = [entry for entry in self.entries if entry.name == name]
+        if not matches:
+            known = sorted({entry.name for entry in self.entries})
             raise ValueError(f"no row {name!r}. There are: {', '.join(known)}.")
-        return min(found, key=lambda row: bool(row.refused))  # the first of equals: the least
+        return min(matches, key=lambda entry: bool(entry.refusal))  # the first of equals: the least
 
     def __iter__(self) -> Iterator[GridCost]:
-        return iter(self.rows)
+        return iter(self.entries)
 
     def __str__(self) -> str:
         head = ("", "sides", "activations", "weights", "both", "longest row", "")
         least = self.least
-        lines = [_cells(row, "least" if row is least else row.refused) for row in self.rows]
-        return "\n".join([self.title, *aligned([head, *lines], numbers=(2, 3, 4, 5))])
+        lines = [
+            _line(entry, "least" if entry is least else entry.refusal) for entry in self.entries
+        ]
+        return "\n".join([self.title, *align([head, *lines], numbers=(2, 3, 4, 5))])
 
     __repr__ = __str__
 
 
-def _cells(row: GridCost, note: str) -> tuple[str, ...]:
-    sides = " x ".join(map(str, row.sides))
-    sizes = [human(n) for n in (row.activations, row.weights, row.bytes)]
-    return (row.name, sides, *sizes, str(row.longest_row), note)
+def _line(entry: GridCost, remark: str) -> tuple[str, ...]:
+    shape = " x ".join(map(str, entry.shape))
+    sizes = [human(n) for n in (entry.activations, entry.weights, entry.bytes)]
+    return (entry.name, shape, *sizes, str(entry.longest_row), remark)
 
 
 def best_grid(
@@ -161,46 +165,46 @@ def best_grid(
         >>> import hfjax
         >>> from hfjax.models.llama import LlamaConfig
         >>> found = hfjax.best_grid(LlamaConfig.preset("llama3-70b"), devices=64, tokens=8192)
-        >>> found.least.sides, found.named("FSDP | TENSOR").sides
+        >>> found.least.shape, found.named("FSDP | TENSOR").shape
         ((2, 4, 8), (8, 1, 8))
     """
     _check(config, devices, tokens, itemsize)
     maps, times = config.linear_maps, 3 if reshard_after_forward else 2
-    rows = []
-    for sides in _all_sides(devices):
-        found = sent_on_grid(maps, tokens, sides, times)
-        longest = tokens // (sides[0] * sides[1])
-        refused = _refused(config, tokens, sides)
-        rows.append(_cost(_name(sides), sides, found, itemsize, longest, refused))
-    for depth, side in _squares(devices):
-        found = sent_by_summa(maps, tokens, side, depth)
+    entries = []
+    for shape in _grid_shapes(devices):
+        volume = grid_comm_volume(maps, tokens, shape, times)
+        longest = tokens // (shape[0] * shape[1])
+        refusal = _refusal(config, tokens, shape)
+        entries.append(_grid_cost(_grid_name(shape), shape, volume, itemsize, longest, refusal))
+    for depth, size in _square_grids(devices):
+        volume = summa_comm_volume(maps, tokens, size, depth)
         name = "SUMMA (2D)" if depth == 1 else "Tesseract (2.5D)"
-        refused = _refused(config, tokens, (depth, side, side))
-        longest = tokens // (depth * side)
-        rows.append(_cost(name, (depth, side, side), found, itemsize, longest, refused))
-    rows.sort(key=lambda row: row.bytes)
-    _check_that_some_can_be(rows, devices, tokens)
-    kept = "gathered twice" if reshard_after_forward else "gathered once and kept"
+        refusal = _refusal(config, tokens, (depth, size, size))
+        longest = tokens // (depth * size)
+        entries.append(_grid_cost(name, (depth, size, size), volume, itemsize, longest, refusal))
+    entries.sort(key=lambda entry: entry.bytes)
+    _check_any_fits(entries, devices, tokens)
+    gather_text = "gathered twice" if reshard_after_forward else "gathered once and kept"
     title = (
         f"{devices} devices, {tokens} tokens: bytes that each sends for one layer, forward and "
-        f"backward (sides: fsdp x row x tensor; weights {kept})"
+        f"backward (sides: fsdp x row x tensor; weights {gather_text})"
     )
-    return GridCosts(tuple(rows), title)
+    return GridCosts(tuple(entries), title)
 
 
-def _check_that_some_can_be(rows: list[GridCost], devices: int, tokens: int) -> None:
-    if not all(row.refused for row in rows):
+def _check_any_fits(entries: list[GridCost], devices: int, tokens: int) -> None:
+    if not all(entry.refusal for entry in entries):
         return
-    if all(tokens % (a * c) or tokens % (a * r) for a, r, c in (row.sides for row in rows)):
+    if all(tokens % (a * c) or tokens % (a * r) for a, r, c in (entry.shape for entry in entries)):
         raise ValueError(
             f"{tokens} tokens on {devices} devices: no sides divide them. "
             f"A multiple of {devices} divides on all sides."
         )
-    first = rows[0]
+    first = entries[0]
     more = f", or a multiple of {devices} tokens" if tokens % devices else ""
     raise ValueError(
         f"{tokens} tokens on {devices} devices: no sides divide tokens, heads and widths; for "
-        f"instance {first.name} of {' x '.join(map(str, first.sides))}: {first.refused}. Take "
+        f"instance {first.name} of {' x '.join(map(str, first.shape))}: {first.refusal}. Take "
         f"other devices{more}."
     )
 
@@ -212,11 +216,11 @@ def _check(config: object, devices: object, tokens: object, itemsize: object) ->
             "object that has `linear_maps` and `heads` as they have."
         )
     for name, value in (("devices", devices), ("tokens", tokens), ("itemsize", itemsize)):
-        if not is_whole(value):
+        if not is_int(value):
             raise ValueError(f"{name}={value!r}: a positive integer is expected.")
 
 
-def _all_sides(devices: int) -> Iterator[tuple[int, int, int]]:
+def _grid_shapes(devices: int) -> Iterator[tuple[int, int, int]]:
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for a in divisors:
         for r in divisors:
@@ -224,34 +228,34 @@ def _all_sides(devices: int) -> Iterator[tuple[int, int, int]]:
                 yield a, r, devices // a // r
 
 
-def _squares(devices: int) -> Iterator[tuple[int, int]]:
+def _square_grids(devices: int) -> Iterator[tuple[int, int]]:
     """Yield (layers, side) of all squares of at least 2 x 2, on layers that use all devices."""
-    for side in range(2, math.isqrt(devices) + 1):
-        if devices % side**2 == 0:
-            yield devices // side**2, side
+    for size in range(2, math.isqrt(devices) + 1):
+        if devices % size**2 == 0:
+            yield devices // size**2, size
 
 
-def _name(sides: tuple[int, int, int]) -> str:
-    a, r, c = sides
+def _grid_name(shape: tuple[int, int, int]) -> str:
+    a, r, c = shape
     if r > 1:
         return "cube" if a == r == c else "FSDP | GRID" if a > 1 else "GRID"
-    words = ["FSDP"] * (a > 1) + ["TENSOR"] * (c > 1)
-    return " | ".join(words) if words else "one device"
+    names = ["FSDP"] * (a > 1) + ["TENSOR"] * (c > 1)
+    return " | ".join(names) if names else "one device"
 
 
-def _refused(config: Config, tokens: int, sides: tuple[int, int, int]) -> str:
+def _refusal(config: Config, tokens: int, shape: tuple[int, int, int]) -> str:
     """Return why these sides cannot be, if they cannot: what does not divide, mostly."""
-    a, r, c = sides
+    a, r, c = shape
     if r > 1 and c == 1:
         return "a grid of rows needs tensor > 1 too"
     heads = getattr(config, "kv_heads", config.heads)
     if heads % c:
         return f"{heads} heads do not divide by {c}"
     for number, (name, (inputs, outputs)) in enumerate(config.linear_maps.items()):
-        into, out_of = (r, c) if number % 2 == 0 else (c, r)
-        if inputs % into or outputs % out_of:
-            return f"{name} of {inputs} x {outputs} does not divide by {into} x {out_of}"
-        if inputs // into % a and outputs // out_of % a:
+        in_size, out_size = (r, c) if number % 2 == 0 else (c, r)
+        if inputs % in_size or outputs % out_size:
+            return f"{name} of {inputs} x {outputs} does not divide by {in_size} x {out_size}"
+        if inputs // in_size % a and outputs // out_size % a:
             return f"{name} of {inputs} x {outputs} does not divide by fsdp={a}, and stays whole"
     for number in (a * c, a * r):
         if tokens % number:
@@ -259,8 +263,13 @@ def _refused(config: Config, tokens: int, sides: tuple[int, int, int]) -> str:
     return ""
 
 
-def _cost(
-    name: str, sides: tuple[int, int, int], found: Found, itemsize: int, longest: int, why: str
+def _grid_cost(
+    name: str,
+    shape: tuple[int, int, int],
+    volume: CommVolume,
+    itemsize: int,
+    longest: int,
+    why: str,
 ) -> GridCost:
-    activations, weights = (math.ceil(numbers * itemsize) for numbers in found)
-    return GridCost(name, sides, activations, weights, longest, why)
+    activations, weights = (math.ceil(numbers * itemsize) for numbers in volume)
+    return GridCost(name, shape, activations, weights, longest, why)

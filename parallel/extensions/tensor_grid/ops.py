@@ -31,14 +31,14 @@ from jax.sharding import Mesh
 
 from hfjax.pallas_kernels.capabilities import Projection
 from hfjax.parallel.engine import model_ops
-from hfjax.parallel.engine.comm_plan import by_xla
+from hfjax.parallel.engine.comm_plan import use_xla
 from hfjax.parallel.extensions.kernel_dispatch import batch_stats
-from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, row_axes, size_of
-from hfjax.parallel.spmd.partition_context import Scope
-from hfjax.parallel.spmd.placements import Cut, Part, Side, is_value
-from hfjax.parallel.spmd.rule_calls import NamedCall, named
+from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, active_batch_axes, size_of
+from hfjax.parallel.spmd.partition_context import PartitionContext
+from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, Split, is_distributed
+from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
 from hfjax.parallel.strategy import Axes
-from hfjax.utils.head import countable
+from hfjax.utils.head import widen_tokens
 
 source_info_util.register_exclusion(__file__)  # the line of what is asked for is the user's
 
@@ -47,39 +47,41 @@ BATCH, SEQUENCE, LAST = 0, 1, 2  # dimensions of an activation
 
 @final
 @dataclass(frozen=True)
-class OnGrid(model_ops.InStep):
+class GridOps(model_ops.CommonOps):
     """What modules ask for where row and tensor are larger than 1.
 
     Attributes:
         mesh: The mesh.
         splits: The strategy's rows of parameters: logical axis -> mesh axes.
         without_logits: Whether the loss takes a projection in place of logits.
-        own_rows: Whether a model sees the rows of its own place along data and fsdp only.
+        local_batch: Whether a model sees the rows of its own place along data and fsdp only.
     """
 
     mesh: Mesh
     splits: Mapping[str, Axes]
     without_logits: bool = False
-    own_rows: bool = False
-    moments, sum_over_batch = batch_stats.of_rows, model_ops.sum_over_samples
+    local_batch: bool = False
+    channel_stats, sum_over_batch = batch_stats.batch_stats, model_ops.sum_over_data
 
-    def inner_sides(self) -> tuple[Side, ...]:
+    def inner_groups(self) -> tuple[AxisGroup, ...]:
         """Return the devices along tensor, and those along row."""
-        blocks = 1 if self.own_rows else size_of(row_axes(self.mesh), self.mesh)
-        side = lambda axis: Side((axis,), self.mesh.shape[axis], axis, blocks=blocks)
-        return side(COLUMN_AXIS), side(ROW_AXIS)
+        blocks = 1 if self.local_batch else size_of(active_batch_axes(self.mesh), self.mesh)
+        make_group = lambda axis: AxisGroup((axis,), self.mesh.shape[axis], axis, blocks=blocks)
+        return make_group(COLUMN_AXIS), make_group(ROW_AXIS)
 
-    def named_sides(self) -> Mapping[str, str]:
+    def named_groups(self) -> Mapping[str, str]:
         """Return which side has parts of a dimension of parameters, by its name."""
-        sides = (COLUMN_AXIS, ROW_AXIS)
-        return {name: axes[0] for name, axes in self.splits.items() if axes and axes[0] in sides}
+        grid_axes = (COLUMN_AXIS, ROW_AXIS)
+        return {
+            name: axes[0] for name, axes in self.splits.items() if axes and axes[0] in grid_axes
+        }
 
-    def _part(self, side: Side) -> Cut:
+    def _activation_split(self, group: AxisGroup) -> Split:
         """Return what the stream, or the inside, has a part of along a side beside widths.
 
         Rows of the inside are parts of those that each place along data and fsdp has.
         """
-        return Cut(SEQUENCE) if side.name == COLUMN_AXIS else Cut(BATCH, side.blocks)
+        return Split(SEQUENCE) if group.name == COLUMN_AXIS else Split(BATCH, group.blocks)
 
     # -- linear maps ----------------------------------------------------------------------------
 
@@ -88,70 +90,85 @@ class OnGrid(model_ops.InStep):
 
         One that leads neither out of the stream nor back is run by its equations.
         """
-        into = self.leads_into(between)
-        return multiply if into is None else named(partial(self._product, into), multiply)
+        is_inward = self.leads_in(between)
+        return (
+            multiply
+            if is_inward is None
+            else keep_as_call(partial(self._matmul_rule, is_inward), multiply)
+        )
 
-    def leads_into(self, between: tuple[str | None, str | None]) -> bool | None:
+    def leads_in(self, between: tuple[str | None, str | None]) -> bool | None:
         """Return whether a map leads out of the stream; False: back; None: neither."""
-        ways: dict[tuple[Axes, ...], bool] = {
+        directions: dict[tuple[Axes, ...], bool] = {
             ((ROW_AXIS,), (COLUMN_AXIS,)): True,
             ((COLUMN_AXIS,), (ROW_AXIS,)): False,
         }
-        return ways.get(tuple(self.splits.get(name or "", ()) for name in between))
+        return directions.get(tuple(self.splits.get(name or "", ()) for name in between))
 
-    def _product(self, into: bool, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    def _matmul_rule(
+        self, is_inward: bool, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
+    ) -> Any:
         """Multiply along one side: gather what is not contracted, or scatter the sum.
 
         Into: the sequence comes together over tensor, and rows are dealt over row. Out of: the
         rows come together over row, and the sequence is dealt over tensor.
         """
-        (x, kernel), side = arguments, scope.side
-        shape = scope.shape(x)
-        known = side.name in (COLUMN_AXIS, ROW_AXIS) and len(shape) == 3
-        if not known or not isinstance(kernel, Part) or kernel.cut.outer > 1:
-            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
-        gathers = (side.name == COLUMN_AXIS) == into
-        at, contracted = self._part(side), kernel.cut.dim == 0
-        if contracted == gathers or not side.divides(shape, at):
-            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
-        if gathers:
-            whole = self._whole(scope, x, at)
-            return Part(call.again(whole, kernel.x), Cut(LAST))
-        parts = call.again(scope.part(x, Cut(LAST)), kernel.x)
-        return Part(_sum_of_parts(parts, side.name, at), at)
+        (x, kernel), group = arguments, ctx.group
+        shape = ctx.shape(x)
+        is_grid = group.name in (COLUMN_AXIS, ROW_AXIS) and len(shape) == 3
+        if not is_grid or not isinstance(kernel, ShardedValue) or kernel.split.blocks > 1:
+            return ctx.run(ctx, *body, jax.tree.leaves(arguments, is_leaf=is_distributed))
+        is_gather = (group.name == COLUMN_AXIS) == is_inward
+        split, is_contracted = self._activation_split(group), kernel.split.dim == 0
+        if is_contracted == is_gather or not group.divides(shape, split):
+            return ctx.run(ctx, *body, jax.tree.leaves(arguments, is_leaf=is_distributed))
+        if is_gather:
+            gathered = self._gather(ctx, x, split)
+            return ShardedValue(call.reapply(gathered, kernel.x), Split(LAST))
+        partial_sums = call.reapply(ctx.shard(x, Split(LAST)), kernel.x)
+        return ShardedValue(_reduce_scatter(partial_sums, group.name, split), split)
 
-    def _whole(self, scope: Scope, x: Any, at: Cut) -> jax.Array:
-        if not isinstance(x, Part) or x.cut != at:
-            return scope.whole(x)
-        return _gathered(x.x, scope.side.name, at)
+    def _gather(self, ctx: PartitionContext, x: Any, split: Split) -> jax.Array:
+        if not isinstance(x, ShardedValue) or x.split != split:
+            return ctx.replicate(x)
+        return _all_gather(x.x, ctx.group.name, split)
 
     # -- the stream -----------------------------------------------------------------------------
 
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return the row of each token; along tensor, which splits the table, of the stream."""
-        return named(self._looked_up, partial(model_ops.rows_of_table, self))(table_VD, tokens_BS)
+        return keep_as_call(self._lookup_rule, partial(model_ops.lookup_table, self))(
+            table_VD, tokens_BS
+        )
 
-    def _looked_up(self, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    def _lookup_rule(self, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any) -> Any:
         table, tokens = arguments
-        if scope.side.name != COLUMN_AXIS or not isinstance(table, Part) or table.cut != Cut(0):
-            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
-        tokens, at = scope.whole(tokens), Cut(SEQUENCE)
+        if (
+            ctx.group.name != COLUMN_AXIS
+            or not isinstance(table, ShardedValue)
+            or table.split != Split(0)
+        ):
+            return ctx.run(ctx, *body, jax.tree.leaves(arguments, is_leaf=is_distributed))
+        tokens, split = ctx.replicate(tokens), Split(SEQUENCE)
         self.check_length(tokens.shape[SEQUENCE])
-        rows, sides = table.x.shape[0], scope.side.size
-        count, tokens = rows * sides, countable(tokens)
+        shard_size, num_shards = table.x.shape[0], ctx.group.size
+        count, tokens = shard_size * num_shards, widen_tokens(tokens)
         tokens = jnp.clip(jnp.where(tokens < 0, tokens + count, tokens), 0, count - 1)
-        here = tokens - lax.axis_index(COLUMN_AXIS) * rows
-        mine = (here >= 0) & (here < rows)
-        found = jnp.where(mine[..., None], table.x[jnp.clip(here, 0, rows - 1)], 0)
-        return Part(_sum_of_parts(found, COLUMN_AXIS, at), at)
+        local_ids = tokens - lax.axis_index(COLUMN_AXIS) * shard_size
+        is_local = (local_ids >= 0) & (local_ids < shard_size)
+        embeddings = jnp.where(
+            is_local[..., None], table.x[jnp.clip(local_ids, 0, shard_size - 1)], 0
+        )
+        return ShardedValue(_reduce_scatter(embeddings, COLUMN_AXIS, split), split)
 
     def check_length(self, length: int) -> None:
         """Refuse rows of a length that the devices along tensor cannot split."""
-        sides = self.mesh.shape[COLUMN_AXIS]
-        if length % sides:
-            fits = [n for n in range(sides, 1, -1) if length % n == 0]
+        num_shards = self.mesh.shape[COLUMN_AXIS]
+        if length % num_shards:
+            fits = [n for n in range(num_shards, 1, -1) if length % n == 0]
             raise ValueError(
-                f"rows of {length} tokens: on a grid {COLUMN_AXIS}={sides} splits the sequence, "
+                f"rows of {length} tokens: on a grid {COLUMN_AXIS}={num_shards} splits the "
+                "sequence, "
                 f"and has to divide it: {fits or 'only 1'} would. Take another length, or another "
                 f"{COLUMN_AXIS}."
             )
@@ -162,22 +179,28 @@ class OnGrid(model_ops.InStep):
         """Return the attention to run; hfjax's own is run on the rows and heads that are here."""
         if not getattr(attend, "is_causal_attention", False):
             return attend
-        run = named(self._attended, attend)
-        by_position = partial(model_ops.by_position, attend)
-        return lambda *given, **more: run(
-            *(x for x in by_position(given, more)[0] if x is not None)
+        run = keep_as_call(self._attention_rule, attend)
+        by_position = partial(model_ops.bind_positional, attend)
+        return lambda *args, **kwargs: run(
+            *(x for x in by_position(args, kwargs)[0] if x is not None)
         )
 
-    def _attended(self, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    def _attention_rule(
+        self, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
+    ) -> Any:
         q, *others = arguments
-        known = scope.side.name in (COLUMN_AXIS, ROW_AXIS) and isinstance(q, Part)
-        if not known or q.cut.dim not in (BATCH, LAST):
-            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
-        has = lambda v: q.cut.dim == BATCH or len(scope.shape(v)) == 4  # documents have no heads
-        if not all(scope.side.divides(scope.shape(v), q.cut) for v in others if has(v)):
-            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
-        here = [scope.part(v, q.cut) if has(v) else scope.whole(v) for v in others]
-        return Part(call.again(q.x, *here), q.cut)
+        is_known = ctx.group.name in (COLUMN_AXIS, ROW_AXIS) and isinstance(q, ShardedValue)
+        if not is_known or q.split.dim not in (BATCH, LAST):
+            return ctx.run(ctx, *body, jax.tree.leaves(arguments, is_leaf=is_distributed))
+        has_split_dim = lambda v: (
+            q.split.dim == BATCH or len(ctx.shape(v)) == 4
+        )  # documents have no heads
+        if not all(ctx.group.divides(ctx.shape(v), q.split) for v in others if has_split_dim(v)):
+            return ctx.run(ctx, *body, jax.tree.leaves(arguments, is_leaf=is_distributed))
+        local_operands = [
+            ctx.shard(v, q.split) if has_split_dim(v) else ctx.replicate(v) for v in others
+        ]
+        return ShardedValue(call.reapply(q.x, *local_operands), q.split)
 
     # -- the head and the loss --------------------------------------------------------------------
 
@@ -188,7 +211,7 @@ class OnGrid(model_ops.InStep):
         if logits is not None:
             return logits()
         if self.without_logits:
-            losses = named(partial(self._lost, vocab), partial(self._losses, vocab))
+            losses = keep_as_call(partial(self._loss_rule, vocab), partial(self._losses, vocab))
             return Projection(x_BSD, kernel_VD, losses)
         return self._logits(vocab, x_BSD, kernel_VD)
 
@@ -210,61 +233,63 @@ class OnGrid(model_ops.InStep):
         logits = self._logits(vocab, x_BSD, kernel_VD)
         return _cross_entropy(logits, targets_BS, lambda x: x, lambda x: x, 0, kernel_VD.shape[0])
 
-    def _lost(self, vocab: int, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    def _loss_rule(
+        self, vocab: int, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
+    ) -> Any:
         """Return the same along tensor, where the vocabulary stays split."""
         x, kernel, targets = arguments
-        split = isinstance(kernel, Part) and kernel.cut == Cut(0)
-        if scope.side.name != COLUMN_AXIS or not split:
-            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
-        here, count = kernel.x.shape[0], kernel.x.shape[0] * scope.side.size
-        first = lax.axis_index(COLUMN_AXIS) * here
-        whole = self._whole(scope, x, Cut(SEQUENCE))
-        logits = self._logits(vocab, whole, kernel.x, first, scope.side.size)
-        greatest, total = (
+        is_split = isinstance(kernel, ShardedValue) and kernel.split == Split(0)
+        if ctx.group.name != COLUMN_AXIS or not is_split:
+            return ctx.run(ctx, *body, jax.tree.leaves(arguments, is_leaf=is_distributed))
+        shard_size, count = kernel.x.shape[0], kernel.x.shape[0] * ctx.group.size
+        first = lax.axis_index(COLUMN_AXIS) * shard_size
+        x_full = self._gather(ctx, x, Split(SEQUENCE))
+        logits = self._logits(vocab, x_full, kernel.x, first, ctx.group.size)
+        pmax, psum = (
             partial(lax.pmax, axis_name=COLUMN_AXIS),
             partial(lax.psum, axis_name=COLUMN_AXIS),
         )
-        return _cross_entropy(logits, scope.whole(targets), greatest, total, first, count)
+        return _cross_entropy(logits, ctx.replicate(targets), pmax, psum, first, count)
 
-    run_length, dealt = model_ops.all_here, model_ops.whole_batch
-    check_positions, sender = model_ops.none_joined, staticmethod(by_xla)
+    run_length, slice_sequence = model_ops.full_length, model_ops.unsliced_batch
+    check_positions, choose_kernel = model_ops.skip_position_check, staticmethod(use_xla)
 
 
 def _cross_entropy(
     logits: jax.Array,
     targets_BS: jax.Array,
-    greatest_of: Callable,
-    total: Callable,
+    pmax: Callable,
+    psum: Callable,
     first: Any,
     count: int,
 ) -> jax.Array:
     """Return the cross entropy of each target, of logits of which the first has this number."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     numbers = first + lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
-    greatest = greatest_of(lax.stop_gradient(logits.max(-1)))
+    greatest = pmax(lax.stop_gradient(logits.max(-1)))
     picked = jnp.where(numbers == targets_BS[..., None], logits, 0).sum(-1)
     exponentials = jnp.exp(logits - greatest[..., None]).sum(-1)
-    exponentials, picked = total(jnp.stack([exponentials, picked]))
+    exponentials, picked = psum(jnp.stack([exponentials, picked]))
     losses = jnp.log(exponentials) + greatest - picked
     return jnp.where(targets_BS < count, losses, jnp.nan)
 
 
-def _gathered(x: jax.Array, axis: str, at: Cut) -> jax.Array:
+def _all_gather(x: jax.Array, axis: str, split: Split) -> jax.Array:
     """Return the whole of which the devices along an axis have parts."""
     gather = lambda x, dim: lax.all_gather(x, axis, axis=dim, tiled=True)
-    return _in_blocks(gather, x, at)
+    return _apply_to_blocks(gather, x, split)
 
 
-def _sum_of_parts(x: jax.Array, axis: str, at: Cut) -> jax.Array:
+def _reduce_scatter(x: jax.Array, axis: str, split: Split) -> jax.Array:
     """Return this device's part of the sum over an axis."""
     scatter = lambda x, dim: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    return _in_blocks(scatter, x, at)
+    return _apply_to_blocks(scatter, x, split)
 
 
-def _in_blocks(move: Callable, x: jax.Array, at: Cut) -> jax.Array:
+def _apply_to_blocks(collective: Callable, x: jax.Array, split: Split) -> jax.Array:
     """Return what a move along a dimension makes of each of its blocks."""
-    if at.outer == 1:
-        return move(x, at.dim)
-    before, after = x.shape[: at.dim], x.shape[at.dim + 1 :]
-    found = move(x.reshape(*before, at.outer, -1, *after), at.dim + 1)
-    return found.reshape(*before, -1, *after)
+    if split.blocks == 1:
+        return collective(x, split.dim)
+    before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
+    out = collective(x.reshape(*before, split.blocks, -1, *after), split.dim + 1)
+    return out.reshape(*before, -1, *after)

@@ -16,187 +16,205 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.parallel.adapters.model_template import Layer
-from hfjax.parallel.engine.unshard import at_hand
-from hfjax.parallel.jaxprs.split_backward import Dissected, dissect, zeros_like
-from hfjax.parallel.jaxprs.stage_fns import ModelParts
-from hfjax.parallel.layer_stack.sharded_model import PlacedModel
+from hfjax.parallel.engine.unshard import unsharded
+from hfjax.parallel.jaxprs.split_backward import SplitBackward, trace_passes, zeros_like
+from hfjax.parallel.jaxprs.stage_fns import StageFns
+from hfjax.parallel.layer_stack.sharded_model import ShardedModel
 from hfjax.parallel.packing import PACKED, PackedLayers, Packing
 from hfjax.utils.paths import Flat, Index
 
 
 @dataclass(frozen=True, eq=False)
-class Switch:
+class StageSwitch:
     """The passes of virtual stages, each dissected by itself; x and y have one form for all."""
 
-    parts: Sequence[Dissected]  # known: (parameters by path, microbatch)
+    stage_passes: Sequence[SplitBackward]  # known: (parameters by path, microbatch)
     parameters: Packing  # of each virtual stage, by path
-    whole: Callable  # (stored row, slots) -> its buffers whole, in the dtype of arithmetic
+    unshard: Callable  # (stored row, slots) -> its buffers whole, in the dtype of arithmetic
     slots: Any  # what takes the gradients of a stored row
 
-    def dissected(self) -> Dissected:
+    def split_backward(self) -> SplitBackward:
         """Return the passes of whichever virtual stage `known` names: (stored row, number, m)."""
-        return Dissected(
+        return SplitBackward(
             forward=self._forward,
             backward=self._backward,
             input_backward=self._input_backward,
             weight_backward=self._weight_backward,
             stash=self._stash.like,
-            late=self._late.like,
-            cross=self._cross.like,
+            w_residuals=self._w_residuals.like,
+            b_to_w=self._b_to_w.like,
         )
 
     @cached_property
     def _stash(self) -> Packing:
-        return Packing([part.stash for part in self.parts])
+        return Packing([passes.stash for passes in self.stage_passes])
 
     @cached_property
-    def _late(self) -> Packing:
-        return Packing([part.late for part in self.parts])
+    def _w_residuals(self) -> Packing:
+        return Packing([passes.w_residuals for passes in self.stage_passes])
 
     @cached_property
-    def _cross(self) -> Packing:
-        return Packing([part.cross for part in self.parts])
+    def _b_to_w(self) -> Packing:
+        return Packing([passes.b_to_w for passes in self.stage_passes])
 
     def _forward(self, known: tuple, x: Any) -> tuple:
         values, g, m = known
 
-        def run(i: int, rows: Flat, m: Index, x: Flat) -> tuple:
-            y, stash, late = self.parts[i].forward(self._known(i, rows, m), x)
-            return y, self._stash.pack(i, stash), self._late.pack(i, late)
+        def run(i: int, buffers: Flat, m: Index, x: Flat) -> tuple:
+            y, stash, w_residuals = self.stage_passes[i].forward(
+                self._known_values(i, buffers, m), x
+            )
+            return y, self._stash.pack(i, stash), self._w_residuals.pack(i, w_residuals)
 
-        return self._choose(g, run, self.whole(values, None), m, x)
+        return self._switch(g, run, self.unshard(values, None), m, x)
 
-    def _backward(self, known: tuple, stash: Flat, late: list, dy: Flat) -> tuple[Flat, Flat]:
+    def _backward(
+        self, known: tuple, stash: Flat, w_residuals: list, dy: Flat
+    ) -> tuple[Flat, Flat]:
         values, g, m = known
-        rows, scatter = self._fetch(values)
+        buffers, scatter = self._unshard_vjp(values)
 
-        def run(i: int, rows: Flat, m: Index, stash: Flat, dy: Flat) -> tuple[Flat, Flat]:
-            given = self._known(i, rows, m), self._stash.unpack(i, stash), []
-            dx, gradients = self.parts[i].backward(*given, dy)
-            return dx, self._gradients(i, rows, gradients)
+        def run(i: int, buffers: Flat, m: Index, stash: Flat, dy: Flat) -> tuple[Flat, Flat]:
+            operands = self._known_values(i, buffers, m), self._stash.unpack(i, stash), []
+            dx, gradients = self.stage_passes[i].backward(*operands, dy)
+            return dx, self._pack_gradients(i, buffers, gradients)
 
-        dx, gradients = self._choose(g, run, rows, m, stash, dy)
+        dx, gradients = self._switch(g, run, buffers, m, stash, dy)
         return dx, scatter(gradients)
 
-    def _input_backward(self, known: tuple, stash: Flat, late: Flat, dy: Flat) -> tuple[Flat, Flat]:
+    def _input_backward(
+        self, known: tuple, stash: Flat, w_residuals: Flat, dy: Flat
+    ) -> tuple[Flat, Flat]:
         values, g, m = known
 
         def run(
-            i: int, rows: Flat, m: Index, stash: Flat, late: Flat, dy: Flat
+            i: int, buffers: Flat, m: Index, stash: Flat, w_residuals: Flat, dy: Flat
         ) -> tuple[Flat, Flat]:
-            waiting = self._stash.unpack(i, stash), self._late.unpack(i, late)
-            dx, cross = self.parts[i].input_backward(self._known(i, rows, m), *waiting, dy)
-            return dx, self._cross.pack(i, cross)
+            residuals = self._stash.unpack(i, stash), self._w_residuals.unpack(i, w_residuals)
+            dx, b_to_w = self.stage_passes[i].input_backward(
+                self._known_values(i, buffers, m), *residuals, dy
+            )
+            return dx, self._b_to_w.pack(i, b_to_w)
 
-        return self._choose(g, run, self.whole(values, None), m, stash, late, dy)
+        return self._switch(g, run, self.unshard(values, None), m, stash, w_residuals, dy)
 
-    def _weight_backward(self, known: tuple, late: Flat, cross: Flat) -> Flat:
+    def _weight_backward(self, known: tuple, w_residuals: Flat, b_to_w: Flat) -> Flat:
         values, g, m = known
-        rows, scatter = self._fetch(values)
+        buffers, scatter = self._unshard_vjp(values)
 
-        def run(i: int, rows: Flat, m: Index, late: Flat, cross: Flat) -> Flat:
-            waiting = self._late.unpack(i, late), self._cross.unpack(i, cross)
-            gradients = self.parts[i].weight_backward(self._known(i, rows, m), *waiting)
-            return self._gradients(i, rows, gradients)
+        def run(i: int, buffers: Flat, m: Index, w_residuals: Flat, b_to_w: Flat) -> Flat:
+            residuals = self._w_residuals.unpack(i, w_residuals), self._b_to_w.unpack(i, b_to_w)
+            gradients = self.stage_passes[i].weight_backward(
+                self._known_values(i, buffers, m), *residuals
+            )
+            return self._pack_gradients(i, buffers, gradients)
 
-        return scatter(self._choose(g, run, rows, m, late, cross))
+        return scatter(self._switch(g, run, buffers, m, w_residuals, b_to_w))
 
-    def _choose(self, g: Index, run: Callable, *operands: Any) -> Any:
-        return lax.switch(g, [partial(run, i) for i in range(len(self.parts))], *operands)
+    def _switch(self, g: Index, run: Callable, *operands: Any) -> Any:
+        return lax.switch(g, [partial(run, i) for i in range(len(self.stage_passes))], *operands)
 
-    def _known(self, i: int, rows: Flat, m: Index) -> tuple[Any, Index]:
-        return self.parameters.unpack(i, rows), m
+    def _known_values(self, i: int, buffers: Flat, m: Index) -> tuple[Any, Index]:
+        return self.parameters.unpack(i, buffers), m
 
-    def _fetch(self, values: Flat) -> tuple[Any, Callable]:
+    def _unshard_vjp(self, values: Flat) -> tuple[Any, Callable]:
         """Return the whole rows, and what takes their gradients to where these accumulate."""
-        rows, pullback = jax.vjp(lambda slots: self.whole(values, slots), self.slots)
-        return rows, lambda gradients: pullback(gradients)[0]
+        buffers, pullback = jax.vjp(lambda slots: self.unshard(values, slots), self.slots)
+        return buffers, lambda gradients: pullback(gradients)[0]
 
-    def _gradients(self, i: int, rows: Flat, gradients: Any) -> Flat:
-        return self.parameters.pack(i, gradients, {name: row.dtype for name, row in rows.items()})
+    def _pack_gradients(self, i: int, buffers: Flat, gradients: Any) -> Flat:
+        return self.parameters.pack(
+            i, gradients, {name: buffer.dtype for name, buffer in buffers.items()}
+        )
 
 
 @dataclass(frozen=True)
-class HeterogeneousModel:
+class UnevenStageModel:
     """One pass over the microbatches of a step, on this device, of a model with unlike layers.
 
-    It runs the parts of `placed`, a unit being all the layers of a virtual stage, and packs what
-    goes in and out of them.
+    It runs the parts of `sharded_model`, a unit being all the layers of a virtual stage, and packs
+    what goes in and out of them.
     """
 
-    placed: PlacedModel
+    sharded_model: ShardedModel
     packed: PackedLayers
 
-    def model(self) -> ModelParts:
+    def model(self) -> StageFns:
         """Return what the executor runs."""
-        placed = self.placed
-        keeping = replace(self, placed=replace(placed, policy=None))
+        sharded_model = self.sharded_model
+        no_remat_model = replace(self, sharded_model=replace(sharded_model, policy=None))
         return replace(
-            placed.model(),
-            first=self._first,
-            last=self._last,
-            passes=self._passes,
-            order=placed.arrangement.virtual[:, :, None],
-            keep=keeping._passes if placed.keeps_last else None,
+            sharded_model.model(),
+            embed=self._first,
+            head=self._last,
+            layer_passes=self._passes,
+            unit_order=sharded_model.arrangement.virtual[:, :, None],
+            last_passes=no_remat_model._passes if sharded_model.keeps_last else None,
         )
 
     @cached_property
-    def _parts(self) -> Sequence[Sequence[Layer]]:
-        numbers = self.placed.arrangement.parts
-        return [[self.placed.layers[n] for n in part] for part in numbers]
+    def _stage_layers(self) -> Sequence[Sequence[Layer]]:
+        numbers = self.sharded_model.arrangement.stage_layers
+        return [[self.sharded_model.layers[n] for n in stage] for stage in numbers]
 
     @cached_property
     def _between(self) -> Packing:
         """What leaves embed and each virtual stage."""
         m = jnp.int32(0)
-        shapes = [jax.eval_shape(self.placed.first, self.placed.outside, m)]
-        for g in range(len(self._parts)):
-            parameters, x = zeros_like(self._compute(g)), zeros_like(shapes[-1])
+        shapes = [jax.eval_shape(self.sharded_model.first, self.sharded_model.outer_params, m)]
+        for g in range(len(self._stage_layers)):
+            parameters, x = zeros_like(self._compute_shapes(g)), zeros_like(shapes[-1])
             shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
         return Packing(shapes)
 
     def _first(self, outside: Flat, m: Index) -> Flat:
-        return self._between.pack(0, self.placed.first(outside, m))
+        return self._between.pack(0, self.sharded_model.first(outside, m))
 
     def _last(self, outside: Flat, x: Flat, m: Index) -> tuple[jax.Array, Any]:
-        return self.placed.last(outside, self._between.unpack(len(self._parts), x), m)
+        return self.sharded_model.last(outside, self._between.unpack(len(self._stage_layers), x), m)
 
-    def _passes(self, known: tuple, slots: Flat, x: Flat, split: bool) -> Dissected:
-        parts = [self._part(g, known[2], x, split) for g in range(len(self._parts))]
-        return Switch(parts, self.packed.packing, self._whole, slots).dissected()
+    def _passes(self, known: tuple, slots: Flat, x: Flat, split: bool) -> SplitBackward:
+        stage_passes = [
+            self._passes_of_stage(g, known[2], x, split) for g in range(len(self._stage_layers))
+        ]
+        return StageSwitch(stage_passes, self.packed.packing, self._unshard, slots).split_backward()
 
-    def _part(self, g: int, m: Index, x: Flat, split: bool) -> Dissected:
+    def _passes_of_stage(self, g: int, m: Index, x: Flat, split: bool) -> SplitBackward:
         """Return the passes of one virtual stage, from packed x to packed y."""
 
         def run(known: tuple, slots: Flat, x: Flat) -> Flat:
             y = self._run(g, known, slots, self._between.unpack(g, x))
             return self._between.pack(g + 1, y)
 
-        parameters = zeros_like(self._compute(g))
-        return dissect(run, (parameters, m), parameters, x, split)
+        parameters = zeros_like(self._compute_shapes(g))
+        return trace_passes(run, (parameters, m), parameters, x, split)
 
     def _run(self, g: int, known: tuple, slots: Flat, x: Any) -> Any:
         """Return what the layers of a virtual stage make of x."""
         parameters, m = known
-        placed, part = self.placed, self._parts[g]
-        parameter = lambda path: at_hand(path, parameters[path], slots.get(path))
-        held = placed.variables(m, None) if any(layer.variables for layer in part) else {}
-        for layer in part:
-            x = placed.apply(layer, parameter, held, x)
+        model, layers = self.sharded_model, self._stage_layers[g]
+        parameter = lambda path: unsharded(path, parameters[path], slots.get(path))
+        variables = model.variables(m, None) if any(layer.variables for layer in layers) else {}
+        for layer in layers:
+            x = model.apply(layer, parameter, variables, x)
         return x
 
-    def _whole(self, values: Flat, slots: Flat | None) -> Flat:
+    def _unshard(self, values: Flat, slots: Flat | None) -> Flat:
         """Return the rows of a virtual stage, by dtype as stored, in that of the arithmetic."""
         slot = lambda path: None if slots is None else slots[path]
         return {
-            path.removeprefix(PACKED): self.placed.stored(path, value, slot(path)).fetch()
+            path.removeprefix(PACKED): self.sharded_model.sharded_param(
+                path, value, slot(path)
+            ).unshard()
             for path, value in values.items()
         }
 
-    def _compute(self, g: int) -> Flat:
+    def _compute_shapes(self, g: int) -> Flat:
         """Return shapes and dtypes of the parameters of a virtual stage, as they are fetched."""
-        compute = lambda a: self.placed.movements[PACKED + jnp.dtype(a.dtype).name].compute_dtype
+        compute_dtype = lambda a: (
+            self.sharded_model.comm_plans[PACKED + jnp.dtype(a.dtype).name].compute_dtype
+        )
         return {
-            path: jax.ShapeDtypeStruct(a.shape, compute(a))
+            path: jax.ShapeDtypeStruct(a.shape, compute_dtype(a))
             for path, a in self.packed.packing.trees[g].items()
         }

@@ -12,34 +12,40 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
 
-from hfjax.parallel.jaxprs.program import PLAIN_CALLS, bodies_of, body_of, needed, parts_of_scan
-from hfjax.parallel.spmd.partition_context import Join, Scope, aval_of
+from hfjax.parallel.jaxprs.program import (
+    PLAIN_CALLS,
+    bodies_of,
+    body_of,
+    needed_equations,
+    scan_counts,
+)
+from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, aval_of
 from hfjax.parallel.spmd.placements import (
-    SAME,
-    SUM,
-    Cut,
-    Kind,
-    Later,
-    Made,
-    Part,
-    Sum,
-    held,
-    kept_kinds,
-    kind_of,
-    of_kind,
+    PARTIAL,
+    REPLICATED,
+    LazyValue,
+    PartialValue,
+    Placement,
+    ShardedValue,
+    Split,
+    Ungathered,
+    from_local,
+    local_array,
+    loop_placements,
+    placement_of,
 )
 from hfjax.parallel.spmd.rule_calls import call_of
 
 Values = Sequence[Any]
-Body = Callable[[Scope, Values], Values]
+Body = Callable[[PartitionContext, Values], Values]
 
 
-def call(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def call(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Run the body in the place of the call."""
-    before, scope.place = scope.place, scope.where
-    found = scope.run(scope, *_body(equation), values)
-    scope.place = before
-    return found
+    outer_source, ctx.outer_source = ctx.outer_source, ctx.source_info
+    outs = ctx.run(ctx, *_body(equation), values)
+    ctx.outer_source = outer_source
+    return outs
 
 
 def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:
@@ -48,173 +54,203 @@ def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:
     return body
 
 
-def body_in(jaxpr: Jaxpr, constants: Sequence[Any]) -> Body:
+def make_body(jaxpr: Jaxpr, constants: Sequence[Any]) -> Body:
     """Return (scope, values) -> values of a program."""
-    return lambda scope, values: scope.run(scope, jaxpr, constants, values)
+    return lambda ctx, values: ctx.run(ctx, jaxpr, constants, values)
 
 
-def entering(scope: Scope, values: Values) -> list[Any]:
+def prepare_operands(ctx: PartitionContext, values: Values) -> list[Any]:
     """Return values as they may enter a program inside: sums complete, what is to be made made."""
-    done = (scope.whole(v) if isinstance(v, Sum) else scope.made(v) for v in values)
-    return list(done)
+    operands = (
+        ctx.replicate(v) if isinstance(v, PartialValue) else ctx.evaluate_lazy(v) for v in values
+    )
+    return list(operands)
 
 
-def again(arrays: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
+def values_from_local(arrays: Sequence[Any], placements: Sequence[Placement]) -> list[Any]:
     """Return values of these kinds."""
-    return [of_kind(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
+    return [from_local(x, placement) for x, placement in zip(arrays, placements, strict=True)]
 
 
-def found_without_devices(
-    scope: Scope, body: Body, arrays: Sequence[Any], kinds: Sequence[Kind], more: Any = ()
-) -> tuple[list[Kind], list[Join]]:
+def infer_placements(
+    ctx: PartitionContext,
+    body: Body,
+    arrays: Sequence[Any],
+    placements: Sequence[Placement],
+    extra: Any = (),
+) -> tuple[list[Placement], list[CommEvent]]:
     """Return the kinds of what a program returns, and what joins rows in it.
 
     `body(scope, values, *more)` is given values of these kinds, and trees of arrays besides.
     """
-    told: list[Join] = []
-    found: list[Kind] = []
+    comms: list[CommEvent] = []
+    out_placements: list[Placement] = []
 
     def run(arrays: Sequence[Any], more: Any) -> list[Any]:
-        inner = scope.inside(told=told)
-        values = list(map(inner.settled, body(inner, again(arrays, kinds), *more)))
-        found[:] = map(kind_of, values)
-        return list(map(held, values))
+        inner = ctx.child(comms=comms)
+        values = list(
+            map(inner.materialize, body(inner, values_from_local(arrays, placements), *more))
+        )
+        out_placements[:] = map(placement_of, values)
+        return list(map(local_array, values))
 
-    jax.eval_shape(run, list(arrays), more)
-    return found, told
+    jax.eval_shape(run, list(arrays), extra)
+    return out_placements, comms
 
 
-def joined_kinds(many: Sequence[Sequence[Kind]]) -> list[Kind]:
+def common_placements(placement_lists: Sequence[Sequence[Placement]]) -> list[Placement]:
     """Return the kinds that hold for what each of some programs returns."""
-    return [_either(set(kinds)) for kinds in zip(*many, strict=True)]
+    return [_common_placement(set(placements)) for placements in zip(*placement_lists, strict=True)]
 
 
-def _either(kinds: set[Kind]) -> Kind:
-    cuts = [kind for kind in kinds if isinstance(kind, Cut)]
-    if cuts:
-        return cuts[0] if len(cuts) == 1 else SAME
-    return SUM if SUM in kinds else SAME
+def _common_placement(placements: set[Placement]) -> Placement:
+    splits = [placement for placement in placements if isinstance(placement, Split)]
+    if splits:
+        return splits[0] if len(splits) == 1 else REPLICATED
+    return PARTIAL if PARTIAL in placements else REPLICATED
 
 
-def remat(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def remat(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Run inside, by the policy that is given: what is gathered there is gathered again."""
-    values = [v if isinstance(v, Later) else entering(scope, [v])[0] for v in values]
-    is_later = [isinstance(v, Later) for v in values]
-    kinds_in = [None if late else kind_of(v) for v, late in zip(values, is_later, strict=True)]
-    kinds: list[Kind] = []
+    values = [v if isinstance(v, Ungathered) else prepare_operands(ctx, [v])[0] for v in values]
+    ungathered_mask = [isinstance(v, Ungathered) for v in values]
+    in_placements = [
+        None if is_ungathered else placement_of(v)
+        for v, is_ungathered in zip(values, ungathered_mask, strict=True)
+    ]
+    out_placements: list[Placement] = []
     body, constants = _body(equation)
 
     def run(*arrays: Any) -> list[Any]:
-        inner = scope.inside()
-        given = [
-            scope.later(x) if kind is None else of_kind(x, kind)
-            for x, kind in zip(arrays, kinds_in, strict=True)
+        inner = ctx.child()
+        operands = [
+            ctx.make_ungathered(x) if placement is None else from_local(x, placement)
+            for x, placement in zip(arrays, in_placements, strict=True)
         ]
-        found = [inner.made(v) for v in inner.run(inner, body, constants, given)]
-        found = [inner.whole(v) if isinstance(v, Later) else v for v in found]
-        kinds[:] = map(kind_of, found)
-        return list(map(held, found))
+        outs = [inner.evaluate_lazy(v) for v in inner.run(inner, body, constants, operands)]
+        outs = [inner.replicate(v) if isinstance(v, Ungathered) else v for v in outs]
+        out_placements[:] = map(placement_of, outs)
+        return list(map(local_array, outs))
 
     options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-    arrays = [v.stored if isinstance(v, Later) else held(v) for v in values]
-    return again(jax.checkpoint(run, **options)(*arrays), kinds)
+    arrays = [v.param if isinstance(v, Ungathered) else local_array(v) for v in values]
+    return values_from_local(jax.checkpoint(run, **options)(*arrays), out_placements)
 
 
-def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def scan(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Run a loop: over rows, if sums are carried at most, each device its own; else all on all."""
-    n_consts, n_carry = parts_of_scan(equation)
+    n_consts, n_carry = scan_counts(equation)
     jaxpr, constants = _body(equation)
-    consts = entering(
-        scope, [scope.whole(v) if isinstance(v, Later) else v for v in values[:n_consts]]
+    consts = prepare_operands(
+        ctx, [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values[:n_consts]]
     )
-    first, sliced = values[n_consts : n_consts + n_carry], list(values[n_consts + n_carry :])
-    first = [scope.whole(v) if isinstance(v, Later) else v for v in first]
-    if any(isinstance(v, Part) and v.cut.dim == 0 for v in sliced):
-        mapped = _over_rows(scope, equation, consts, first, sliced)
-        if mapped is not None:
-            return mapped
-        scope.known = False  # it is gathered as for any program that no rule runs in parts
-        sliced = [_whole_rows(scope, v) for v in sliced]
-        scope.known = True
-    scope.watch([v for v in sliced if isinstance(v, Later)])
-    sliced = [_sliced(scope, v) for v in sliced]
-    kinds_of_consts = list(map(kind_of, consts))
-    of_slices = [
-        v if isinstance(v, Later) else k.moved(k.dim - 1) if isinstance(k := kind_of(v), Cut) else k
-        for v in sliced
+    init, xs = values[n_consts : n_consts + n_carry], list(values[n_consts + n_carry :])
+    init = [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in init]
+    if any(isinstance(v, ShardedValue) and v.split.dim == 0 for v in xs):
+        outs = _scan_local(ctx, equation, consts, init, xs)
+        if outs is not None:
+            return outs
+        ctx.has_rule = False  # it is gathered as for any program that no rule runs in parts
+        xs = [_replicate_leading(ctx, v) for v in xs]
+        ctx.has_rule = True
+    ctx.on_sliced_params([v for v in xs if isinstance(v, Ungathered)])
+    xs = [_scan_input(ctx, v) for v in xs]
+    const_placements = list(map(placement_of, consts))
+    slice_placements = [
+        v
+        if isinstance(v, Ungathered)
+        else k.with_dim(k.dim - 1)
+        if isinstance(k := placement_of(v), Split)
+        else k
+        for v in xs
     ]
-    arrays_of_consts = list(map(held, consts))
+    const_arrays = list(map(local_array, consts))
 
-    def body(inner: Scope, carry: Values, slices: Sequence[Any]) -> Values:
-        here = [
-            inner.later(x) if isinstance(k, Later) else of_kind(x, k)
-            for x, k in zip(slices, of_slices, strict=True)
+    def body(inner: PartitionContext, carry: Values, slices: Sequence[Any]) -> Values:
+        slice_values = [
+            inner.make_ungathered(x) if isinstance(k, Ungathered) else from_local(x, k)
+            for x, k in zip(slices, slice_placements, strict=True)
         ]
-        given = [*again(arrays_of_consts, kinds_of_consts), *carry, *here]
-        return inner.run(inner, jaxpr, constants, given)
+        operands = [*values_from_local(const_arrays, const_placements), *carry, *slice_values]
+        return inner.run(inner, jaxpr, constants, operands)
 
-    one = lambda x: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
-    arrays = [v.stored if isinstance(v, Later) else held(v) for v in sliced]
-    slices = list(map(one, arrays))
+    slice_shape = lambda x: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
+    x_arrays = [v.param if isinstance(v, Ungathered) else local_array(v) for v in xs]
+    slices = list(map(slice_shape, x_arrays))
     run = lambda inner, carry, slices: body(inner, carry, slices)[:n_carry]
-    kinds = _carried(scope, run, first, slices)
-    of_rows: list[Kind] = []
+    carry_placements = _carry_placements(ctx, run, init, slices)
+    y_placements: list[Placement] = []
 
     def step(carry: list, slices: list) -> tuple[list, list]:
-        inner = scope.inside(times=equation.params["length"])
-        out = body(inner, again(carry, kinds), slices)
-        out = [inner.whole(v) if isinstance(v, Later) else v for v in out]
-        new = [inner.as_kind(v, k) for v, k in zip(out[:n_carry], kinds, strict=True)]
-        rows = [inner.made(v) for v in out[n_carry:]]
-        of_rows[:] = map(kind_of, rows)
-        return new, list(map(held, rows))
+        inner = ctx.child(times=equation.params["length"])
+        out = body(inner, values_from_local(carry, carry_placements), slices)
+        out = [inner.replicate(v) if isinstance(v, Ungathered) else v for v in out]
+        new_carry = [
+            inner.redistribute(v, k) for v, k in zip(out[:n_carry], carry_placements, strict=True)
+        ]
+        ys = [inner.evaluate_lazy(v) for v in out[n_carry:]]
+        y_placements[:] = map(placement_of, ys)
+        return new_carry, list(map(local_array, ys))
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    start = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(first, kinds, strict=True)]
-    last, rows = lax.scan(step, start, arrays, **options)
-    outer = [k.moved(k.dim + 1) if isinstance(k, Cut) else k for k in of_rows]
-    return [*again(last, kinds), *again(rows, outer)]
+    init_arrays = [
+        jnp.asarray(ctx.redistribute(v, k)) for v, k in zip(init, carry_placements, strict=True)
+    ]
+    final_carry, ys = lax.scan(step, init_arrays, x_arrays, **options)
+    stacked_placements = [
+        k.with_dim(k.dim + 1) if isinstance(k, Split) else k for k in y_placements
+    ]
+    return [
+        *values_from_local(final_carry, carry_placements),
+        *values_from_local(ys, stacked_placements),
+    ]
 
 
-def _whole_rows(scope: Scope, value: Any) -> Any:
-    split = isinstance(value, Part) and value.cut.dim == 0
-    return scope.whole(value) if split else value
+def _replicate_leading(ctx: PartitionContext, value: Any) -> Any:
+    is_split = isinstance(value, ShardedValue) and value.split.dim == 0
+    return ctx.replicate(value) if is_split else value
 
 
-def _sliced(scope: Scope, value: Any) -> Any:
+def _scan_input(ctx: PartitionContext, value: Any) -> Any:
     """Return what a loop slices: a parameter to be gathered slice by slice, a part or the whole."""
-    if isinstance(value, Later):
-        return value if value.slices else scope.whole(value)
-    if isinstance(value, Sum):
-        return scope.whole(value)
-    if isinstance(value, Made):
-        cut = scope.cut_of(value.shape[1:])
-        at = cut and cut.moved(cut.dim + 1)
-        return scope.whole(value) if at is None else Part(scope.part(value, at), at)
+    if isinstance(value, Ungathered):
+        return value if value.can_slice else ctx.replicate(value)
+    if isinstance(value, PartialValue):
+        return ctx.replicate(value)
+    if isinstance(value, LazyValue):
+        split = ctx.find_split(value.shape[1:])
+        x_split = split and split.with_dim(split.dim + 1)
+        return (
+            ctx.replicate(value)
+            if x_split is None
+            else ShardedValue(ctx.shard(value, x_split), x_split)
+        )
     return value
 
 
-def _over_rows(
-    scope: Scope, equation: JaxprEqn, consts: Values, first: Values, sliced: Values
+def _scan_local(
+    ctx: PartitionContext, equation: JaxprEqn, consts: Values, init: Values, xs: Values
 ) -> Values | None:
     """Return what a loop over rows makes that carries sums at most: each device has its own turns.
 
     What is carried may be added to, and is then a sum that no turn sees; or it stays as it is.
     """
-    cut = next(v.cut for v in sliced if isinstance(v, Part) and v.cut.dim == 0)
-    split = any(isinstance(v, Part) for v in consts)
-    if split or any(isinstance(v, Part) and v.cut != cut for v in sliced):
+    split = next(v.split for v in xs if isinstance(v, ShardedValue) and v.split.dim == 0)
+    has_sharded_consts = any(isinstance(v, ShardedValue) for v in consts)
+    if has_sharded_consts or any(isinstance(v, ShardedValue) and v.split != split for v in xs):
         return None
     jaxpr = equation.params["jaxpr"].jaxpr
-    adds = _running_sums(jaxpr, jaxpr.invars[len(consts) : len(consts) + len(first)])
-    if adds is None or _needs_others(jaxpr, scope.side.axes):
+    is_sum = _find_accumulators(jaxpr, jaxpr.invars[len(consts) : len(consts) + len(init)])
+    if is_sum is None or _needs_other_devices(jaxpr, ctx.group.axes):
         return None
-    here = [scope.part(scope.whole(v) if isinstance(v, Later) else v, cut) for v in sliced]
-    length = equation.params["length"] // scope.side.size
-    start = [scope.sum(v) if add else scope.whole(v) for v, add in zip(first, adds, strict=True)]
-    found = scope.bind(equation, [*map(scope.whole, consts), *start, *here], length=length)
-    last = [Sum(x) if add else x for x, add in zip(found, adds, strict=False)]
-    return [*last, *(Part(x, cut) for x in found[len(first) :])]
+    local_xs = [ctx.shard(ctx.replicate(v) if isinstance(v, Ungathered) else v, split) for v in xs]
+    length = equation.params["length"] // ctx.group.size
+    init_arrays = [
+        ctx.as_partial(v) if add else ctx.replicate(v) for v, add in zip(init, is_sum, strict=True)
+    ]
+    outs = ctx.bind(equation, [*map(ctx.replicate, consts), *init_arrays, *local_xs], length=length)
+    final_carry = [PartialValue(x) if add else x for x, add in zip(outs, is_sum, strict=False)]
+    return [*final_carry, *(ShardedValue(x, split) for x in outs[len(init) :])]
 
 
 # What a value of a program is, of a sum that the program is given: nothing, if it does not follow
@@ -223,183 +259,221 @@ Mark = int | None
 MIXED = -1
 
 
-def _running_sums(jaxpr: Jaxpr, carried: Sequence[Any]) -> list[bool] | None:
+def _find_accumulators(jaxpr: Jaxpr, carry_vars: Sequence[Any]) -> list[bool] | None:
     """Return which of what a loop carries are sums, if all others stay and no turn sees a sum."""
-    stays = [v is out for v, out in zip(carried, jaxpr.outvars, strict=False)]
-    marks = {v: i for i, v in enumerate(carried) if not stays[i]}
-    whole = [v for v in marks if not jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    if any(v.aval.dtype.itemsize < 4 for v in whole):
+    unchanged = [v is out for v, out in zip(carry_vars, jaxpr.outvars, strict=False)]
+    marks = {v: i for i, v in enumerate(carry_vars) if not unchanged[i]}
+    int_vars = [v for v in marks if not jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    if any(v.aval.dtype.itemsize < 4 for v in int_vars):
         return None
-    found = _marks(jaxpr, [marks.get(v) for v in jaxpr.invars])
-    return [not stay for stay in stays] if _are_sums(found, stays) else None
+    out_marks = _propagate_marks(jaxpr, [marks.get(v) for v in jaxpr.invars])
+    return (
+        [not is_unchanged for is_unchanged in unchanged]
+        if _are_accumulators(out_marks, unchanged)
+        else None
+    )
 
 
-def _are_sums(found: list[Mark], stays: list[bool]) -> bool:
+def _are_accumulators(out_marks: list[Mark], unchanged: list[bool]) -> bool:
     """Return whether each sum is itself again, and nothing else follows from one."""
-    wanted = [None if stay else number for number, stay in enumerate(stays)]
-    return found == [*wanted, *[None] * (len(found) - len(stays))]
+    expected = [None if is_unchanged else number for number, is_unchanged in enumerate(unchanged)]
+    return out_marks == [*expected, *[None] * (len(out_marks) - len(unchanged))]
 
 
-def _marks(jaxpr: Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
+def _propagate_marks(jaxpr: Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
     """Return the marks of what a program returns, by those of what it is given."""
     known = {v: mark for v, mark in zip(jaxpr.invars, marks, strict=True) if mark is not None}
     read = lambda v: None if isinstance(v, Literal) else known.get(v)
     for equation in jaxpr.eqns:
-        given = list(map(read, equation.invars))
-        if given.count(None) == len(given):
+        in_marks = list(map(read, equation.invars))
+        if in_marks.count(None) == len(in_marks):
             continue
-        if needed([equation], []):  # it shows or does something
+        if needed_equations([equation], []):  # it shows or does something
             return [MIXED] * len(jaxpr.outvars)
-        rule = _KEEPS_SUMS.get(equation.primitive.name)
-        found = rule(equation, given) if rule else None
-        known.update(zip(equation.outvars, found or [MIXED] * len(equation.outvars), strict=True))
+        rule = _MARK_RULES.get(equation.primitive.name)
+        out_marks = rule(equation, in_marks) if rule else None
+        known.update(
+            zip(equation.outvars, out_marks or [MIXED] * len(equation.outvars), strict=True)
+        )
     return list(map(read, jaxpr.outvars))
 
 
-def _added(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+def _mark_add(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
     a, b = marks
     return None if a is not None and b is not None else [b if a is None else a]
 
 
-def _less(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+def _mark_sub(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
     a, b = marks
     return [a] if b is None else None
 
 
-def _of_same_dtype(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
-    (before,), (after,) = equation.invars, equation.outvars
-    return marks if aval_of(before).dtype == aval_of(after).dtype else None
+def _mark_convert(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+    (in_var,), (out_var,) = equation.invars, equation.outvars
+    return marks if aval_of(in_var).dtype == aval_of(out_var).dtype else None
 
 
-def _of_body(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
+def _mark_body(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
     jaxpr, _ = _body(equation)
-    return _marks(jaxpr, marks) if len(jaxpr.invars) == len(marks) else None
+    return _propagate_marks(jaxpr, marks) if len(jaxpr.invars) == len(marks) else None
 
 
 # Programs that run once, on what enters.
 _CALLS = (*PLAIN_CALLS, "checkpoint", "remat", "remat2")
-_KEEPS_SUMS: dict[str, Callable] = {
-    "add": _added,
-    "add_any": _added,
-    "sub": _less,
-    "convert_element_type": _of_same_dtype,  # of a number without a dtype of its own
-    **dict.fromkeys(_CALLS, _of_body),
+_MARK_RULES: dict[str, Callable] = {
+    "add": _mark_add,
+    "add_any": _mark_add,
+    "sub": _mark_sub,
+    "convert_element_type": _mark_convert,  # of a number without a dtype of its own
+    **dict.fromkeys(_CALLS, _mark_body),
 }
 
 
-def _needs_others(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
+def _needs_other_devices(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
     """Return whether a program has what a device may not run by itself.
 
     It is a collective over these axes, a callback that gives a value, or a call that stands in.
     """
     for equation in jaxpr.eqns:
-        named = equation.params.get("axes", equation.params.get("axis_name", ()))
-        named = named if isinstance(named, tuple | list) else (named,)
-        if any(isinstance(n, str) and n in axes for n in named):
+        axis_names = equation.params.get("axes", equation.params.get("axis_name", ()))
+        axis_names = axis_names if isinstance(axis_names, tuple | list) else (axis_names,)
+        if any(isinstance(n, str) and n in axes for n in axis_names):
             return True
-        used = any(not isinstance(v, DropVar) for v in equation.outvars)
-        if equation.primitive.name == "io_callback" and used:
+        has_uses = any(not isinstance(v, DropVar) for v in equation.outvars)
+        if equation.primitive.name == "io_callback" and has_uses:
             return True
-        if (call := call_of(equation)) is not None and call.stands_in:
+        if (call := call_of(equation)) is not None and call.is_placeholder:
             return True
-        if any(_needs_others(inside, axes) for inside, _ in bodies_of(equation)):
+        if any(_needs_other_devices(inner, axes) for inner, _ in bodies_of(equation)):
             return True
     return False
 
 
-def _carried(scope: Scope, body: Callable, first: Values, slices: Sequence[Any]) -> list[Kind]:
+def _carry_placements(
+    ctx: PartitionContext, body: Callable, init: Values, slices: Sequence[Any]
+) -> list[Placement]:
     """Return the kinds of what a loop carries: (scope, carry, slices) -> carry keeps them."""
-    kinds = [SAME if isinstance(v, Sum) else kind_of(v) for v in first]
+    placements = [REPLICATED if isinstance(v, PartialValue) else placement_of(v) for v in init]
 
-    def local(value: Any, kind: Kind) -> jax.ShapeDtypeStruct:
-        shape, x = scope.shape(value), value if isinstance(value, Made) else held(value)
+    def local_aval(value: Any, placement: Placement) -> jax.ShapeDtypeStruct:
+        shape, x = ctx.shape(value), value if isinstance(value, LazyValue) else local_array(value)
         return jax.ShapeDtypeStruct(
-            scope.side.local(shape, kind) if isinstance(kind, Cut) else shape, x.dtype
+            ctx.group.local_shape(shape, placement) if isinstance(placement, Split) else shape,
+            x.dtype,
         )
 
-    def run(kinds: list[Kind]) -> list[Kind]:
-        arrays = [local(v, k) for v, k in zip(first, kinds, strict=True)]
-        return found_without_devices(scope, body, arrays, kinds, (list(slices),))[0]
+    def next_placements(placements: list[Placement]) -> list[Placement]:
+        arrays = [local_aval(v, k) for v, k in zip(init, placements, strict=True)]
+        return infer_placements(ctx, body, arrays, placements, (list(slices),))[0]
 
-    return kept_kinds(kinds, run)
+    return loop_placements(placements, next_placements)
 
 
-def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def while_loop(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Run until the condition, of all rows, is false: on all devices at once."""
     p = equation.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
-    values = [scope.whole(v) if isinstance(v, Later) else v for v in values]
-    of_cond = entering(scope, values[:n_cond])
-    of_body = entering(scope, values[n_cond : n_cond + n_body])
-    first = values[n_cond + n_body :]
-    go = body_in(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts)
-    do = body_in(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts)
-    for_each = bool(p["cond_jaxpr"].out_avals[0].shape)  # a loop for each entry, as vmap makes it
+    values = [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values]
+    cond_consts = prepare_operands(ctx, values[:n_cond])
+    body_consts = prepare_operands(ctx, values[n_cond : n_cond + n_body])
+    init = values[n_cond + n_body :]
+    run_cond = make_body(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts)
+    run_body = make_body(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts)
+    is_per_entry = bool(
+        p["cond_jaxpr"].out_avals[0].shape
+    )  # a loop for each entry, as vmap makes it
 
-    def body(inner: Scope, carry: Values, _: Any) -> Values:
-        out = do(inner, [*of_body, *carry])
-        on = inner.settled(go(inner, [*of_cond, *carry])[0]) if for_each else None
-        return [_beside(inner, v, on.cut) for v in out] if isinstance(on, Part) else out
+    def body(inner: PartitionContext, carry: Values, _: Any) -> Values:
+        out = run_body(inner, [*body_consts, *carry])
+        active = (
+            inner.materialize(run_cond(inner, [*cond_consts, *carry])[0]) if is_per_entry else None
+        )
+        return (
+            [_shard_like(inner, v, active.split) for v in out]
+            if isinstance(active, ShardedValue)
+            else out
+        )
 
-    kinds = _carried(scope, body, first, [])
-    start = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(first, kinds, strict=True)]
-    both = lambda inner, values: [*go(inner, [*of_cond, *values]), *do(inner, [*of_body, *values])]
-    _, told = found_without_devices(scope, both, start, kinds)
-    alone = not told and all(isinstance(kind, Cut) for kind in kinds)  # each device on its own
-    if for_each and not alone:
-        scope.tell("greatest", jnp.zeros((), "int32"))
+    placements = _carry_placements(ctx, body, init, [])
+    init_arrays = [
+        jnp.asarray(ctx.redistribute(v, k)) for v, k in zip(init, placements, strict=True)
+    ]
+    run_both = lambda inner, values: [
+        *run_cond(inner, [*cond_consts, *values]),
+        *run_body(inner, [*body_consts, *values]),
+    ]
+    _, comms = infer_placements(ctx, run_both, init_arrays, placements)
+    is_independent = not comms and all(
+        isinstance(placement, Split) for placement in placements
+    )  # each device on its own
+    if is_per_entry and not is_independent:
+        ctx.record("greatest", jnp.zeros((), "int32"))
 
     def condition(arrays: list) -> Any:
-        inner = scope.inside()
-        (found,) = go(inner, [*of_cond, *again(arrays, kinds)])
-        if for_each:
-            here = held(inner.settled(found)).any()
-            return here if alone or not isinstance(found, Part) else scope.side.greatest(here)
-        found = inner.whole(found)
-        return scope.side.agreed(found) if told else found
+        inner = ctx.child()
+        (pred,) = run_cond(inner, [*cond_consts, *values_from_local(arrays, placements)])
+        if is_per_entry:
+            local_pred = local_array(inner.materialize(pred)).any()
+            return (
+                local_pred
+                if is_independent or not isinstance(pred, ShardedValue)
+                else ctx.group.all_reduce_max(local_pred)
+            )
+        pred = inner.replicate(pred)
+        return ctx.group.broadcast_from_first(pred) if comms else pred
 
     def step(arrays: list) -> list:
-        inner = scope.inside()
-        values = again(arrays, kinds)
-        out = do(inner, [*of_body, *values])
-        new = [inner.as_kind(v, k) for v, k in zip(out, kinds, strict=True)]
-        if not for_each:
-            return new
-        (on,) = go(inner, [*of_cond, *values])
-        return [_where(inner, on, x, y, k) for x, y, k in zip(new, arrays, kinds, strict=True)]
+        inner = ctx.child()
+        values = values_from_local(arrays, placements)
+        out = run_body(inner, [*body_consts, *values])
+        new_carry = [inner.redistribute(v, k) for v, k in zip(out, placements, strict=True)]
+        if not is_per_entry:
+            return new_carry
+        (active,) = run_cond(inner, [*cond_consts, *values])
+        return [
+            _select_active(inner, active, x, y, k)
+            for x, y, k in zip(new_carry, arrays, placements, strict=True)
+        ]
 
-    return again(lax.while_loop(condition, step, start), kinds)
+    return values_from_local(lax.while_loop(condition, step, init_arrays), placements)
 
 
-def _beside(scope: Scope, value: Any, cut: Cut) -> Part:
+def _shard_like(ctx: PartitionContext, value: Any, split: Split) -> ShardedValue:
     """Return what a loop for each entry carries as what it asks of each entry is split."""
-    return value if isinstance(value, Part) else Part(scope.part(value, cut), cut)
+    return (
+        value if isinstance(value, ShardedValue) else ShardedValue(ctx.shard(value, split), split)
+    )
 
 
-def _where(scope: Scope, on: Any, new: Any, old: Any, kind: Kind) -> jax.Array:
+def _select_active(
+    ctx: PartitionContext, active: Any, new: Any, old: Any, placement: Placement
+) -> jax.Array:
     """Return what goes on where a loop does, of leading dimensions."""
-    split = isinstance(kind, Cut) and kind.dim < len(scope.shape(on))
-    here = scope.as_kind(on, kind if split else SAME)
-    return jnp.where(here.reshape(*here.shape, *[1] * (new.ndim - here.ndim)), new, old)
+    is_split = isinstance(placement, Split) and placement.dim < len(ctx.shape(active))
+    mask = ctx.redistribute(active, placement if is_split else REPLICATED)
+    return jnp.where(mask.reshape(*mask.shape, *[1] * (new.ndim - mask.ndim)), new, old)
 
 
-def cond(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def cond(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Take one branch, on all devices the same: by what all rows say."""
-    index, *given = (scope.whole(v) if isinstance(v, Later) else v for v in values)
-    given, index = entering(scope, given), scope.whole(index)
-    kinds_in, arrays = list(map(kind_of, given)), list(map(held, given))
-    bodies = [body_in(b.jaxpr, b.consts) for b in equation.params["branches"]]
-    tried = [found_without_devices(scope, body, arrays, kinds_in) for body in bodies]
-    kinds = joined_kinds([found for found, _ in tried])
-    if any(told for _, told in tried):
-        index = scope.side.agreed(index)
+    index, *operands = (ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values)
+    operands, index = prepare_operands(ctx, operands), ctx.replicate(index)
+    in_placements, arrays = list(map(placement_of, operands)), list(map(local_array, operands))
+    bodies = [make_body(b.jaxpr, b.consts) for b in equation.params["branches"]]
+    inferred = [infer_placements(ctx, body, arrays, in_placements) for body in bodies]
+    out_placements = common_placements([placements for placements, _ in inferred])
+    if any(comms for _, comms in inferred):
+        index = ctx.group.broadcast_from_first(index)
 
     def branch(body: Body) -> Callable:
         def run(*arrays: Any) -> list[Any]:
-            inner = scope.inside()
-            found = body(inner, again(arrays, kinds_in))
-            return [jnp.asarray(inner.as_kind(v, k)) for v, k in zip(found, kinds, strict=True)]
+            inner = ctx.child()
+            outs = body(inner, values_from_local(arrays, in_placements))
+            return [
+                jnp.asarray(inner.redistribute(v, k))
+                for v, k in zip(outs, out_placements, strict=True)
+            ]
 
         return run
 
-    return again(lax.switch(index, list(map(branch, bodies)), *arrays), kinds)
+    return values_from_local(lax.switch(index, list(map(branch, bodies)), *arrays), out_placements)

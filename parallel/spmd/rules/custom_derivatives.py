@@ -18,32 +18,34 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from hfjax.parallel.jaxprs.linearity import is_linear
 from hfjax.parallel.jaxprs.program import bind, body_of
-from hfjax.parallel.spmd.partition_context import Scope, aval_of, traced_whole
+from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of, trace_global
 from hfjax.parallel.spmd.placements import (
-    Cut,
-    Kind,
-    Later,
-    Part,
-    dual,
-    held,
-    is_value,
-    kind_of,
-    of_kind,
+    Placement,
+    ShardedValue,
+    Split,
+    Ungathered,
+    cotangent_placement,
+    from_local,
+    is_distributed,
+    local_array,
+    placement_of,
 )
-from hfjax.parallel.spmd.rule_calls import calls_in, check_whole
+from hfjax.parallel.spmd.rule_calls import calls_in, check_calls
 from hfjax.parallel.spmd.rules.control_flow import (
     Body,
-    again,
-    body_in,
-    entering,
-    found_without_devices,
+    infer_placements,
+    make_body,
+    prepare_operands,
+    values_from_local,
 )
 
 Values = Sequence[Any]
 
 
-def _given(scope: Scope, values: Values) -> list[Any]:
-    return entering(scope, [scope.whole(v) if isinstance(v, Later) else v for v in values])
+def _prepare_operands(ctx: PartitionContext, values: Values) -> list[Any]:
+    return prepare_operands(
+        ctx, [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values]
+    )
 
 
 def _shapes(variables: Sequence[Any]) -> list[Any]:
@@ -54,202 +56,234 @@ def _is_real(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _coerced(scope: Scope, values: Values, kinds: Sequence[Kind]) -> list[Any]:
-    return [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(values, kinds, strict=True)]
+def _coerce(ctx: PartitionContext, values: Values, placements: Sequence[Placement]) -> list[Any]:
+    return [jnp.asarray(ctx.redistribute(v, k)) for v, k in zip(values, placements, strict=True)]
 
 
-def _kinds_of_results(
-    scope: Scope, equation: JaxprEqn, arrays: Values, kinds: Sequence[Kind]
-) -> list[Kind]:
-    return found_without_devices(scope, _body(equation), arrays, kinds)[0]
+def _output_placements(
+    ctx: PartitionContext, equation: JaxprEqn, arrays: Values, placements: Sequence[Placement]
+) -> list[Placement]:
+    return infer_placements(ctx, _body_or_bind(equation), arrays, placements)[0]
 
 
-def _body(equation: JaxprEqn) -> Body:
+def _body_or_bind(equation: JaxprEqn) -> Body:
     """Return what runs the function: its program in parts, or, if it has none, the whole of it."""
     body = body_of(equation)
     if body is not None:
-        return body_in(*body)
-    return lambda scope, values: scope.bind(equation, list(map(scope.whole, values)))
+        return make_body(*body)
+    return lambda ctx, values: ctx.bind(equation, list(map(ctx.replicate, values)))
 
 
-def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Run the function in parts, and the rule of its derivative, which is linear in tangents."""
-    values = _given(scope, values)
-    if not any(is_value(v) for v in values) and not any(calls_in(equation)):
+    values = _prepare_operands(ctx, values)
+    if not any(is_distributed(v) for v in values) and not any(calls_in(equation)):
         return bind(equation, values)
-    kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
-    kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
+    in_placements, arrays = list(map(placement_of, values)), list(map(local_array, values))
+    out_placements = _output_placements(ctx, equation, arrays, in_placements)
     shapes = _shapes(equation.invars)
 
     @jax.custom_jvp
     def function(*arrays: Any) -> list[Any]:
-        inner = scope.inside()
-        return _coerced(inner, _body(equation)(inner, again(arrays, kinds_in)), kinds)
+        inner = ctx.child()
+        return _coerce(
+            inner,
+            _body_or_bind(equation)(inner, values_from_local(arrays, in_placements)),
+            out_placements,
+        )
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
-        moving = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
+        active = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
 
-        def whole(xs: Sequence[Any], dxs: Sequence[Any]) -> tuple[Sequence[Any], list]:
-            def call(*some: jax.Array) -> Sequence[Any]:
-                put = dict(zip(moving, some, strict=True))
-                return bind(equation, [put.get(i, x) for i, x in enumerate(xs)])
+        def jvp_global(xs: Sequence[Any], dxs: Sequence[Any]) -> tuple[Sequence[Any], list]:
+            def call(*active_xs: jax.Array) -> Sequence[Any]:
+                by_index = dict(zip(active, active_xs, strict=True))
+                return bind(equation, [by_index.get(i, x) for i, x in enumerate(xs)])
 
-            ys, dys = jax.jvp(call, [xs[i] for i in moving], dxs)
+            ys, dys = jax.jvp(call, [xs[i] for i in active], dxs)
             return ys, [dy for y, dy in zip(ys, dys, strict=True) if _is_real(y)]
 
-        traced, _ = traced_whole(scope.side, whole, shapes, [shapes[i] for i in moving])
-        inner = scope.inside()
+        program, _ = trace_global(ctx.group, jvp_global, shapes, [shapes[i] for i in active])
+        inner = ctx.child()
         inner.equation = equation
-        changes = again([tangents[i] for i in moving], [kinds_in[i] for i in moving])
-        given = [*again(primals, kinds_in), *changes]
-        found = inner.run(inner, traced.jaxpr, traced.consts, given)
-        ys = _coerced(inner, found[: len(kinds)], kinds)
-        left = iter(found[len(kinds) :])
-        as_kind = lambda k: jnp.asarray(inner.as_kind(next(left), k))
-        none = lambda y: np.zeros(y.shape, jax.dtypes.float0)
-        return ys, [as_kind(k) if _is_real(y) else none(y) for y, k in zip(ys, kinds, strict=True)]
+        tangent_values = values_from_local(
+            [tangents[i] for i in active], [in_placements[i] for i in active]
+        )
+        operands = [*values_from_local(primals, in_placements), *tangent_values]
+        outs = inner.run(inner, program.jaxpr, program.consts, operands)
+        ys = _coerce(inner, outs[: len(out_placements)], out_placements)
+        dy_outs = iter(outs[len(out_placements) :])
+        next_tangent = lambda k: jnp.asarray(inner.redistribute(next(dy_outs), k))
+        zero_tangent = lambda y: np.zeros(y.shape, jax.dtypes.float0)
+        return ys, [
+            next_tangent(k) if _is_real(y) else zero_tangent(y)
+            for y, k in zip(ys, out_placements, strict=True)
+        ]
 
     function.defjvp(rule, symbolic_zeros=True)
-    return again(function(*arrays), kinds)
+    return values_from_local(function(*arrays), out_placements)
 
 
-def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Run the function in parts, its forward rule, and its backward rule on cotangents."""
-    values = _given(scope, values)
-    kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
+    values = _prepare_operands(ctx, values)
+    in_placements, arrays = list(map(placement_of, values)), list(map(local_array, values))
     p = equation.params  # a linear call has no derivative by what it closes over
-    fixed = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
-    real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval) and i >= fixed]
-    if (not real or scope.side.size == 1) and not any(calls_in(equation)):
-        return bind(equation, list(map(scope.whole, values)))
-    kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
+    num_constants = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
+    real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval) and i >= num_constants]
+    if (not real or ctx.group.size == 1) and not any(calls_in(equation)):
+        return bind(equation, list(map(ctx.replicate, values)))
+    out_placements = _output_placements(ctx, equation, arrays, in_placements)
     shapes = _shapes(equation.invars)
 
-    def whole(*xs: jax.Array) -> tuple:
-        def call(*some: jax.Array) -> Sequence[Any]:
-            put = dict(zip(real, some, strict=True))
-            return bind(equation, [put.get(i, x) for i, x in enumerate(xs)])
+    def vjp_global(*xs: jax.Array) -> tuple:
+        def call(*real_xs: jax.Array) -> Sequence[Any]:
+            by_index = dict(zip(real, real_xs, strict=True))
+            return bind(equation, [by_index.get(i, x) for i, x in enumerate(xs)])
 
         return jax.vjp(call, *(xs[i] for i in real))
 
     @jax.custom_vjp
     def function(*arrays: Any) -> list[Any]:
-        inner = scope.inside()
-        return _coerced(inner, _body(equation)(inner, again(arrays, kinds_in)), kinds)
+        inner = ctx.child()
+        return _coerce(
+            inner,
+            _body_or_bind(equation)(inner, values_from_local(arrays, in_placements)),
+            out_placements,
+        )
 
     pullback: list[Any] = []  # its form, and the shapes of what it keeps
 
     def forward(*arrays: Any) -> tuple[list, list]:
-        traced, (_, pulls) = traced_whole(scope.side, whole, *shapes)
-        pullback[:] = jax.tree.structure(pulls), jax.tree.leaves(pulls)
-        inner = scope.inside()
+        program, (_, pullback_shapes) = trace_global(ctx.group, vjp_global, *shapes)
+        pullback[:] = jax.tree.structure(pullback_shapes), jax.tree.leaves(pullback_shapes)
+        inner = ctx.child()
         inner.equation = equation
-        found = inner.run(inner, traced.jaxpr, traced.consts, again(arrays, kinds_in))
-        kept = entering(inner, found[len(kinds) :])
-        as_values = [v if isinstance(v, Part) else jnp.asarray(v) for v in kept]
-        return _coerced(inner, found[: len(kinds)], kinds), as_values
+        outs = inner.run(
+            inner, program.jaxpr, program.consts, values_from_local(arrays, in_placements)
+        )
+        residuals = prepare_operands(inner, outs[len(out_placements) :])
+        as_values = [v if isinstance(v, ShardedValue) else jnp.asarray(v) for v in residuals]
+        return _coerce(inner, outs[: len(out_placements)], out_placements), as_values
 
-    def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple:
-        form, shapes_kept = pullback
-        out = list(map(aval_of, equation.outvars))
-        given = [i for i, y in enumerate(out) if _is_real(y)]
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple:
+        pullback_tree, residual_shapes = pullback
+        out_avals = list(map(aval_of, equation.outvars))
+        real_outs = [i for i, y in enumerate(out_avals) if _is_real(y)]
 
-        def pull(kept: Sequence[Any], some: Sequence[Any]) -> Any:
-            put = dict(zip(given, some, strict=True))
+        def pull(residuals: Sequence[Any], real_dys: Sequence[Any]) -> Any:
+            by_index = dict(zip(real_outs, real_dys, strict=True))
             zero = lambda y: np.zeros(y.shape, jax.dtypes.float0)
-            dys = [put[i] if i in put else zero(y) for i, y in enumerate(out)]
-            return jax.tree.unflatten(form, kept)(dys)
+            dys = [by_index[i] if i in by_index else zero(y) for i, y in enumerate(out_avals)]
+            return jax.tree.unflatten(pullback_tree, residuals)(dys)
 
-        dy_shapes = [jax.ShapeDtypeStruct(out[i].shape, out[i].dtype) for i in given]
-        traced, _ = traced_whole(scope.side, pull, shapes_kept, dy_shapes)
-        inner = scope.inside()
+        dy_shapes = [
+            jax.ShapeDtypeStruct(out_avals[i].shape, out_avals[i].dtype) for i in real_outs
+        ]
+        program, _ = trace_global(ctx.group, pull, residual_shapes, dy_shapes)
+        inner = ctx.child()
         inner.equation = equation
-        of_dys = [False] * len(shapes_kept) + [True] * len(dy_shapes)
-        if not fixed and not is_linear(traced.jaxpr, of_dys):
-            inner.tell("rule", jnp.zeros(()))
-        dys = [of_kind(cotangents[i], dual(kinds[i])) for i in given]
-        found = inner.run(inner, traced.jaxpr, traced.consts, [*kept, *dys])
-        duals = [dual(kinds_in[i]) for i in real]
-        put = dict(zip(real, _coerced(inner, found, duals), strict=True))
-        return tuple(put.get(i) for i in range(len(kinds_in)))
+        is_cotangent = [False] * len(residual_shapes) + [True] * len(dy_shapes)
+        if not num_constants and not is_linear(program.jaxpr, is_cotangent):
+            inner.record("rule", jnp.zeros(()))
+        dys = [from_local(cotangents[i], cotangent_placement(out_placements[i])) for i in real_outs]
+        outs = inner.run(inner, program.jaxpr, program.consts, [*residuals, *dys])
+        cotangent_placements = [cotangent_placement(in_placements[i]) for i in real]
+        gradients = dict(zip(real, _coerce(inner, outs, cotangent_placements), strict=True))
+        return tuple(gradients.get(i) for i in range(len(in_placements)))
 
     function.defvjp(forward, backward)
-    return again(function(*arrays), kinds)
+    return values_from_local(function(*arrays), out_placements)
 
 
-def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def linear_solve(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Solve linear equations: those of each part by themselves, if its programs join nothing."""
-    check_whole(scope, equation)
-    lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
-    values, used = _given(scope, values), [i for i in range(4) if programs[i] is not None]
+    check_calls(ctx, equation)
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    values, solver_ids = (
+        _prepare_operands(ctx, values),
+        [i for i in range(4) if jaxprs[i] is not None],
+    )
     # One that iterates is not linear in the cotangent: of what is whole it would be given a share.
-    iterates = scope.side.size > 1 and any(_iterates(programs[i].jaxpr) for i in used)
-    if not iterates and not any(is_value(v) for v in values):
+    has_loop = ctx.group.size > 1 and any(_has_loop(jaxprs[i].jaxpr) for i in solver_ids)
+    if not has_loop and not any(is_distributed(v) for v in values):
         return bind(equation, values)
     sizes = [lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve]
     ends = np.cumsum(sizes).tolist()
-    held_by = [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    sides = values[ends[-1] :]
+    captured = [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    rhs = values[ends[-1] :]
 
-    def body(which: int) -> Body:
-        program = programs[which]
-        given = held_by[which]
-        return lambda inner, b: inner.run(inner, program.jaxpr, program.consts, [*given, *b])
+    def make_runner(solver_id: int) -> Body:
+        program = jaxprs[solver_id]
+        consts = captured[solver_id]
+        return lambda inner, b: inner.run(inner, program.jaxpr, program.consts, [*consts, *b])
 
-    def tried(kinds: Sequence[Kind]) -> list[Any]:
-        arrays = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(sides, kinds, strict=True)]
-        return [found_without_devices(scope, body(i), arrays, kinds) for i in used]
+    def infer(placements: Sequence[Placement]) -> list[Any]:
+        arrays = [jnp.asarray(ctx.redistribute(v, k)) for v, k in zip(rhs, placements, strict=True)]
+        return [infer_placements(ctx, make_runner(i), arrays, placements) for i in solver_ids]
 
-    kinds = list(map(kind_of, sides))
-    if iterates:
-        return _solved_whole(scope, programs, held_by, sides)
-    if not all(isinstance(k, Cut) for k in kinds):  # what is given whole may be found in parts
-        kinds = tried(kinds)[0][0][: len(kinds)]
-    found = tried(kinds)
-    alone = all(kinds_found == kinds and not told for kinds_found, told in found)
-    if not alone or not all(isinstance(k, Cut) for k in kinds):
-        return _solved_whole(scope, programs, held_by, sides)
+    placements = list(map(placement_of, rhs))
+    if has_loop:
+        return _solve_replicated(ctx, jaxprs, captured, rhs)
+    if not all(
+        isinstance(k, Split) for k in placements
+    ):  # what is given whole may be found in parts
+        placements = infer(placements)[0][0][: len(placements)]
+    inferred = infer(placements)
+    is_independent = all(
+        out_placements == placements and not comms for out_placements, comms in inferred
+    )
+    if not is_independent or not all(isinstance(k, Split) for k in placements):
+        return _solve_replicated(ctx, jaxprs, captured, rhs)
 
-    def run(which: int) -> Any:
-        def solved(arrays: Sequence[Any]) -> list[Any]:
-            inner = scope.inside()
-            return _coerced(inner, body(which)(inner, again(arrays, kinds)), kinds)
+    def make_solver(solver_id: int) -> Any:
+        def solve(arrays: Sequence[Any]) -> list[Any]:
+            inner = ctx.child()
+            return _coerce(
+                inner,
+                make_runner(solver_id)(inner, values_from_local(arrays, placements)),
+                placements,
+            )
 
-        return solved
+        return solve
 
-    arrays = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(sides, kinds, strict=True)]
-    back = None if programs[3] is None else lambda _, b: run(3)(b)
-    solution = lax.custom_linear_solve(run(0), arrays, lambda _, b: run(2)(b), back)
-    return again(solution, kinds)
+    arrays = [jnp.asarray(ctx.redistribute(v, k)) for v, k in zip(rhs, placements, strict=True)]
+    transpose_solve = None if jaxprs[3] is None else lambda _, b: make_solver(3)(b)
+    solution = lax.custom_linear_solve(
+        make_solver(0), arrays, lambda _, b: make_solver(2)(b), transpose_solve
+    )
+    return values_from_local(solution, placements)
 
 
-def _solved_whole(
-    scope: Scope, programs: Sequence[Any], held_by: Sequence[Values], sides: Values
+def _solve_replicated(
+    ctx: PartitionContext, jaxprs: Sequence[Any], captured: Sequence[Values], rhs: Values
 ) -> Values:
     """Solve whole equations on every device; the cotangent that is solved for is complete.
 
     A solver that iterates is not linear in it, so that devices may not solve for shares.
     """
-    whole, count = [list(map(scope.whole, given)) for given in held_by], len(sides)
-    more = len(programs[2].out_avals) > count  # what a solver tells besides
+    full_consts, count = [list(map(ctx.replicate, consts)) for consts in captured], len(rhs)
+    has_aux = len(jaxprs[2].out_avals) > count  # what a solver tells besides
 
-    def run(which: int, arrays: Sequence[Any]) -> Any:
-        found = jaxpr_as_fun(programs[which])(*whole[which], *arrays)
-        return (found[:count], found[count:]) if which > 1 and more else found
+    def run(solver_id: int, arrays: Sequence[Any]) -> Any:
+        outs = jaxpr_as_fun(jaxprs[solver_id])(*full_consts[solver_id], *arrays)
+        return (outs[:count], outs[count:]) if solver_id > 1 and has_aux else outs
 
-    def back(_: Any, cotangents: Sequence[Any]) -> Any:
-        found = run(3, list(map(scope.side.total, cotangents)))
-        solution, *told = found if more else (found,)
-        shares = list(map(scope.side.shared, solution))
-        return (shares, *told) if more else shares
+    def transpose_solve(_: Any, cotangents: Sequence[Any]) -> Any:
+        outs = run(3, list(map(ctx.group.all_reduce, cotangents)))
+        solution, *aux = outs if has_aux else (outs,)
+        partials = list(map(ctx.group.as_partial, solution))
+        return (partials, *aux) if has_aux else partials
 
-    arrays = [jnp.asarray(scope.whole(v)) for v in sides]
-    ways = (lambda _, b: run(2, b)), None if programs[3] is None else back
-    return jax.tree.leaves(lax.custom_linear_solve(partial(run, 0), arrays, *ways, has_aux=more))
+    arrays = [jnp.asarray(ctx.replicate(v)) for v in rhs]
+    solvers = (lambda _, b: run(2, b)), None if jaxprs[3] is None else transpose_solve
+    return jax.tree.leaves(
+        lax.custom_linear_solve(partial(run, 0), arrays, *solvers, has_aux=has_aux)
+    )
 
 
-def _iterates(jaxpr: Any) -> bool:
+def _has_loop(jaxpr: Any) -> bool:
     """Return whether a program has loops, as solvers by iterations have."""
-    inside = (body_of(equation) for equation in jaxpr.eqns)
-    loops = any(equation.primitive.name in ("while", "scan") for equation in jaxpr.eqns)
-    return loops or any(_iterates(body[0]) for body in inside if body)
+    bodies = (body_of(equation) for equation in jaxpr.eqns)
+    has_own_loop = any(equation.primitive.name in ("while", "scan") for equation in jaxpr.eqns)
+    return has_own_loop or any(_has_loop(body[0]) for body in bodies if body)

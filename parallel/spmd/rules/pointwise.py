@@ -8,8 +8,16 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from hfjax.parallel.spmd.partition_context import Scope, aval_of
-from hfjax.parallel.spmd.placements import Cut, Made, Part, Sum, is_value, kind_of, of_kind
+from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of
+from hfjax.parallel.spmd.placements import (
+    LazyValue,
+    PartialValue,
+    ShardedValue,
+    Split,
+    from_local,
+    is_distributed,
+    placement_of,
+)
 
 Values = Sequence[Any]
 
@@ -31,93 +39,110 @@ _LINEAR = frozenset(
 _ADDS = frozenset("add add_any sub".split())
 
 
-def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def pointwise(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Run on parts, or put off what is not made yet; sums stay sums where that is linear."""
-    parts = [v for v in values if isinstance(v, Part)]
+    sharded = [v for v in values if isinstance(v, ShardedValue)]
     name = equation.primitive.name
-    if not parts and any(not scope.is_whole(v) for v in values if isinstance(v, Sum)):
-        linear = _in_sums(scope, equation, name, values)
-        if linear is not None:
-            return linear
-    if parts:
-        cut = max(parts, key=lambda v: v.x.size * v.x.dtype.itemsize).cut
-        if cut.dim >= len(aval_of(equation.outvars[0]).shape):  # bits along it become one number
+    if not sharded and any(not ctx.is_replicated(v) for v in values if isinstance(v, PartialValue)):
+        partials = _apply_to_partials(ctx, equation, name, values)
+        if partials is not None:
+            return partials
+    if sharded:
+        split = max(sharded, key=lambda v: v.x.size * v.x.dtype.itemsize).split
+        if split.dim >= len(aval_of(equation.outvars[0]).shape):  # bits along it become one number
             return None
-        given = [scope.beside(v, cut) for v in values]
-        return [Part(x, cut) for x in scope.bind(equation, given)]
-    if any(isinstance(v, Made) for v in values):
-        return _put_off(
-            scope, equation, [scope.whole(v) if isinstance(v, Sum) else v for v in values]
+        operands = [ctx.broadcast_to(v, split) for v in values]
+        return [ShardedValue(x, split) for x in ctx.bind(equation, operands)]
+    if any(isinstance(v, LazyValue) for v in values):
+        return _defer(
+            ctx, equation, [ctx.replicate(v) if isinstance(v, PartialValue) else v for v in values]
         )
-    return scope.bind(equation, list(map(scope.whole, values)))
+    return ctx.bind(equation, list(map(ctx.replicate, values)))
 
 
-def barrier(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def barrier(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Hold values back together, each as it is here."""
-    given = list(map(scope.settled, values))
-    found = scope.bind(equation, [v.x if is_value(v) else v for v in given])
-    return [of_kind(x, kind_of(v)) for x, v in zip(found, given, strict=True)]
+    operands = list(map(ctx.materialize, values))
+    outs = ctx.bind(equation, [v.x if is_distributed(v) else v for v in operands])
+    return [from_local(x, placement_of(v)) for x, v in zip(outs, operands, strict=True)]
 
 
-def _put_off(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def _defer(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Return what is made of values when it is asked for; at once where one is there, as large."""
     shape = aval_of(equation.outvars[0]).shape
-    there = any(not isinstance(v, Made) and jnp.shape(v) == shape for v in values)
-    if there or scope.cut_of(shape) is None:
-        return scope.bind(equation, list(map(scope.whole, values)))
+    has_full_operand = any(not isinstance(v, LazyValue) and jnp.shape(v) == shape for v in values)
+    if has_full_operand or ctx.find_split(shape) is None:
+        return ctx.bind(equation, list(map(ctx.replicate, values)))
 
     def make(number: int) -> Callable:
-        def run(scope: Scope, cut: Cut | None) -> Any:
-            as_wanted = scope.whole if cut is None else lambda v: scope.beside(v, cut)
-            return scope.bind(equation, list(map(as_wanted, values)))[number]
+        def make_output(ctx: PartitionContext, split: Split | None) -> Any:
+            convert = ctx.replicate if split is None else lambda v: ctx.broadcast_to(v, split)
+            return ctx.bind(equation, list(map(convert, values)))[number]
 
-        return run
+        return make_output
 
-    fixed = all(is_fixed(v) for v in values)
+    all_constant = all(is_constant(v) for v in values)
     return [
-        Made(out.shape, out.dtype, make(i), fixed)
+        LazyValue(out.shape, out.dtype, make(i), all_constant)
         for i, out in enumerate(map(aval_of, equation.outvars))
     ]
 
 
-def is_fixed(value: Any) -> bool:
+def is_constant(value: Any) -> bool:
     """Return whether a value follows from nothing but numbers that the program holds."""
-    return value.fixed if isinstance(value, Made) else jnp.ndim(value) == 0 and known(value)
+    return (
+        value.is_constant
+        if isinstance(value, LazyValue)
+        else jnp.ndim(value) == 0 and is_known(value)
+    )
 
 
-def known(x: Any) -> bool:
+def is_known(x: Any) -> bool:
     """Return whether a number is known while the program is traced."""
-    return not isinstance(x, Tracer) and not is_value(x)
+    return not isinstance(x, Tracer) and not is_distributed(x)
 
 
-def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Values | None:
+def _apply_to_partials(
+    ctx: PartitionContext, equation: JaxprEqn, name: str, values: Values
+) -> Values | None:
     """Return sums of what is linear in sums; None: they have to be completed."""
-    bind = lambda *arrays: [Sum(x) for x in scope.bind(equation, arrays)]
-    if name in _LINEAR or (name == "convert_element_type" and keeps(equation)):
+    bind = lambda *arrays: [PartialValue(x) for x in ctx.bind(equation, arrays)]
+    if name in _LINEAR or (name == "convert_element_type" and is_linear_conversion(equation)):
         return bind(values[0].x)
     if name in _ADDS:
-        return bind(*map(scope.sum, values))
+        return bind(*map(ctx.as_partial, values))
     if name == "mul":
         a, b = values
-        first = not isinstance(a, Sum) or (isinstance(b, Sum) and not scope.is_whole(b))
-        whole, kept = (a, b) if first else (b, a)
-        whole = scope.whole(whole)
-        endless = known(whole) and not np.isfinite(whole).all()  # it makes NaN of a share of 0
-        if endless or scope.is_whole(kept):  # both were completed, or are one
+        factor_is_first = not isinstance(a, PartialValue) or (
+            isinstance(b, PartialValue) and not ctx.is_replicated(b)
+        )
+        factor, partial_operand = (a, b) if factor_is_first else (b, a)
+        factor = ctx.replicate(factor)
+        is_nonfinite = (
+            is_known(factor) and not np.isfinite(factor).all()
+        )  # it makes NaN of a share of 0
+        if is_nonfinite or ctx.is_replicated(partial_operand):  # both were completed, or are one
             return None
-        return bind(whole, kept.x) if first else bind(kept.x, whole)
-    real = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
-    if name == "div" and real and isinstance(values[0], Sum) and not scope.is_whole(values[0]):
-        return bind(values[0].x, scope.whole(values[1]))
-    if name == "select_n" and not isinstance(values[0], Sum):
-        return bind(scope.whole(values[0]), *map(scope.sum, values[1:]))
+        return (
+            bind(factor, partial_operand.x) if factor_is_first else bind(partial_operand.x, factor)
+        )
+    is_real = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
+    if (
+        name == "div"
+        and is_real
+        and isinstance(values[0], PartialValue)
+        and not ctx.is_replicated(values[0])
+    ):
+        return bind(values[0].x, ctx.replicate(values[1]))
+    if name == "select_n" and not isinstance(values[0], PartialValue):
+        return bind(ctx.replicate(values[0]), *map(ctx.as_partial, values[1:]))
     return None
 
 
-def keeps(equation: JaxprEqn) -> bool:
+def is_linear_conversion(equation: JaxprEqn) -> bool:
     """Return whether a conversion of a sum's terms is that of the sum."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
     if not jnp.issubdtype(old, jnp.inexact):  # counts; small and unsigned ones wrap around
-        counts = jnp.issubdtype(old, jnp.signedinteger) and old.itemsize >= 4
-        return counts and (jnp.issubdtype(new, jnp.inexact) or new.itemsize >= old.itemsize)
+        is_wide_int = jnp.issubdtype(old, jnp.signedinteger) and old.itemsize >= 4
+        return is_wide_int and (jnp.issubdtype(new, jnp.inexact) or new.itemsize >= old.itemsize)
     return jnp.issubdtype(new, jnp.inexact) and new.itemsize >= old.itemsize

@@ -10,43 +10,43 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
-from hfjax.parallel.spmd.partition_context import Scope, aval_of
-from hfjax.parallel.spmd.placements import Cut, Made, Part
+from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of
+from hfjax.parallel.spmd.placements import LazyValue, ShardedValue, Split
 from hfjax.parallel.spmd.rules.pointwise import pointwise
 
 Values = Sequence[Any]
 _COUNTERS = 2**32  # beyond, a counter has a high word
 
 
-def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def random_bits(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Return bits: of keys that are split, or bits that are drawn for the part asked for."""
     (keys,), out = values, aval_of(equation.outvars[0])
-    alone = is_alone(aval_of(equation.invars[0]))
-    if isinstance(keys, Part) and alone:
-        return scope.parts(keys.cut, equation, [keys.x])
-    ndim, whole = len(scope.shape(keys)), scope.whole(keys)
-    bits, shape = equation.params["bit_width"], equation.params["shape"]
-    if scope.cut_of(out.shape) is None:
-        found = scope.bind(equation, [whole])
-        scope.tell("draw", found[0])  # for the microbatch, by its number
-        return found
-    counts = math.prod(shape) < _COUNTERS and is_threefry(whole)
+    is_per_key = draws_per_key(aval_of(equation.invars[0]))
+    if isinstance(keys, ShardedValue) and is_per_key:
+        return ctx.bind_sharded(keys.split, equation, [keys.x])
+    ndim, full_keys = len(ctx.shape(keys)), ctx.replicate(keys)
+    bit_width, shape = equation.params["bit_width"], equation.params["shape"]
+    if ctx.find_split(out.shape) is None:
+        outs = ctx.bind(equation, [full_keys])
+        ctx.record("draw", outs[0])  # for the microbatch, by its number
+        return outs
+    by_counter = math.prod(shape) < _COUNTERS and is_threefry(full_keys)
 
-    def make(scope: Scope, cut: Cut | None) -> Any:
-        if cut is not None and cut.dim < ndim and alone:
-            return scope.bind(equation, [scope.part(whole, cut)])[0]
-        if cut is None or not counts:
-            found = scope.bind(equation, [whole])[0]
-            scope.tell("draw", found)
-            return found if cut is None else scope.taken(found, cut)
-        found = _drawn(scope, whole, shape, cut, bits)
-        scope.tell("draw", found)
-        return found
+    def make(ctx: PartitionContext, split: Split | None) -> Any:
+        if split is not None and split.dim < ndim and is_per_key:
+            return ctx.bind(equation, [ctx.shard(full_keys, split)])[0]
+        if split is None or not by_counter:
+            sample = ctx.bind(equation, [full_keys])[0]
+            ctx.record("draw", sample)
+            return sample if split is None else ctx.slice_local(sample, split)
+        sample = _draw_local(ctx, full_keys, shape, split, bit_width)
+        ctx.record("draw", sample)
+        return sample
 
-    return [Made(out.shape, out.dtype, make)]
+    return [LazyValue(out.shape, out.dtype, make)]
 
 
-def is_alone(keys: Any) -> bool:
+def draws_per_key(keys: Any) -> bool:
     """Return whether what each of several keys draws follows from that key.
 
     Those of rbg, and of unsafe_rbg, all draw from the first of them, in JAX too.
@@ -57,63 +57,65 @@ def is_alone(keys: Any) -> bool:
 def is_threefry(key: Any) -> bool:
     """Return whether the bits of an entry are those of its number, by the configuration of JAX."""
     by_counter = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
-    return is_alone(key) and by_counter
+    return draws_per_key(key) and by_counter
 
 
-def _drawn(scope: Scope, key: Any, shape: tuple, cut: Cut, bits: int) -> jax.Array:
+def _draw_local(
+    ctx: PartitionContext, key: Any, shape: tuple, split: Split, bit_width: int
+) -> jax.Array:
     """Return this device's part of the bits of threefry: entry i is that of counter i."""
-    of_key = cut.moved(cut.dim - key.ndim)  # each key draws so
-    local, number = scope.side.local(shape, of_key), jnp.uint32(0)
+    bits_split = split.with_dim(split.dim - key.ndim)  # each key draws so
+    local_shape, counter = ctx.group.local_shape(shape, bits_split), jnp.uint32(0)
     for dim, size in enumerate(shape):
-        here = lax.broadcasted_iota("uint32", local, dim)
-        if dim == of_key.dim:
-            numbers = scope.side.numbers(size, cut.outer, "uint32")
-            here = lax.broadcast_in_dim(numbers, local, (dim,))
-        number = number * jnp.uint32(size) + here
-    words = jax.random.key_data(key)
-    words = words.reshape(*key.shape, *[1] * len(shape), 2)
-    first, second = words[..., 0], words[..., 1]
-    number = number.reshape(*[1] * key.ndim, *local)
-    zero = number * 0 + first * 0  # all operands vary alike: under vmap too
-    number = number + zero
-    high, low = threefry2x32_p.bind(first + zero, second + zero, zero, number)
-    if bits == 64:
+        dim_indices = lax.broadcasted_iota("uint32", local_shape, dim)
+        if dim == bits_split.dim:
+            indices = ctx.group.global_indices(size, split.blocks, "uint32")
+            dim_indices = lax.broadcast_in_dim(indices, local_shape, (dim,))
+        counter = counter * jnp.uint32(size) + dim_indices
+    key_data = jax.random.key_data(key)
+    key_data = key_data.reshape(*key.shape, *[1] * len(shape), 2)
+    first, second = key_data[..., 0], key_data[..., 1]
+    counter = counter.reshape(*[1] * key.ndim, *local_shape)
+    zero = counter * 0 + first * 0  # all operands vary alike: under vmap too
+    counter = counter + zero
+    high, low = threefry2x32_p.bind(first + zero, second + zero, zero, counter)
+    if bit_width == 64:
         return lax.shift_left(high.astype("uint64"), jnp.uint64(32)) | low.astype("uint64")
-    return (high ^ low).astype(f"uint{bits}")
+    return (high ^ low).astype(f"uint{bit_width}")
 
 
-def of_keys(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def map_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Run on keys that are split: what is made of a key are further dimensions."""
     (keys,) = values
-    if not isinstance(keys, Part):
+    if not isinstance(keys, ShardedValue):
         return None
-    return scope.parts(keys.cut, equation, [keys.x])
+    return ctx.bind_sharded(keys.split, equation, [keys.x])
 
 
-def new_keys(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def derive_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Make keys of keys, of each alone; of all at once under rbg, which draws from the first."""
-    if is_alone(aval_of(equation.invars[0])):
-        of_one = equation.primitive.name == "random_fold_in"
-        return pointwise(scope, equation, values) if of_one else of_keys(scope, equation, values)
-    found = scope.bind(equation, list(map(scope.whole, values)))
-    scope.tell("draw", found[0])
-    return found
+    if draws_per_key(aval_of(equation.invars[0])):
+        is_fold_in = equation.primitive.name == "random_fold_in"
+        return pointwise(ctx, equation, values) if is_fold_in else map_keys(ctx, equation, values)
+    outs = ctx.bind(equation, list(map(ctx.replicate, values)))
+    ctx.record("draw", outs[0])
+    return outs
 
 
-def wrapped(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def wrap_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Take the words of keys for keys: they are the last dimension."""
-    (words,) = values
-    if not isinstance(words, Part) or words.cut.dim == words.x.ndim - 1:
+    (key_data,) = values
+    if not isinstance(key_data, ShardedValue) or key_data.split.dim == key_data.x.ndim - 1:
         return None
-    return scope.parts(words.cut, equation, [words.x])
+    return ctx.bind_sharded(key_data.split, equation, [key_data.x])
 
 
 RULES: dict[str, Callable] = {
     "random_bits": random_bits,
-    "random_split": new_keys,
-    "random_fold_in": new_keys,
-    "random_unwrap": of_keys,
-    "random_clone": of_keys,
-    "random_seed": of_keys,
-    "random_wrap": wrapped,
+    "random_split": derive_keys,
+    "random_fold_in": derive_keys,
+    "random_unwrap": map_keys,
+    "random_clone": map_keys,
+    "random_seed": map_keys,
+    "random_wrap": wrap_keys,
 }

@@ -8,230 +8,262 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from hfjax.parallel.spmd.partition_context import Scope, aval_of
-from hfjax.parallel.spmd.placements import Part, Sum
+from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of
+from hfjax.parallel.spmd.placements import PartialValue, ShardedValue
 
 Values = Sequence[Any]
 
 
-def reduction(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def reduction(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Reduce a part: a sum over rows stays a sum, other reductions are completed."""
     (value,), axes = values, equation.params["axes"]
-    value = scope.made(value)
+    value = ctx.evaluate_lazy(value)
     name = equation.primitive.name
-    if isinstance(value, Sum) and name == "reduce_sum":
-        return [Sum(x) for x in scope.bind(equation, [value.x])]
-    if not isinstance(value, Part):
-        return scope.bind(equation, [scope.whole(value)])
-    cut = value.cut
-    if cut.dim not in axes:
-        left = cut.dim - sum(a < cut.dim for a in axes)
-        return scope.parts(cut.moved(left), equation, [value.x])
+    if isinstance(value, PartialValue) and name == "reduce_sum":
+        return [PartialValue(x) for x in ctx.bind(equation, [value.x])]
+    if not isinstance(value, ShardedValue):
+        return ctx.bind(equation, [ctx.replicate(value)])
+    split = value.split
+    if split.dim not in axes:
+        dim = split.dim - sum(a < split.dim for a in axes)
+        return ctx.bind_sharded(split.with_dim(dim), equation, [value.x])
     if name == "reduce_sum":
-        return [Sum(x) for x in scope.bind(equation, [value.x])]
-    over = _OVER.get(name)
-    if over is None:
+        return [PartialValue(x) for x in ctx.bind(equation, [value.x])]
+    action_and_rule = _CROSS_DEVICE.get(name)
+    if action_and_rule is None:
         return None
-    how, run = over
-    found = run(scope, equation, value)
-    if found is None:
+    action, run = action_and_rule
+    out = run(ctx, equation, value)
+    if out is None:
         return None
-    scope.tell(how, found)
-    return [found]
+    ctx.record(action, out)
+    return [out]
 
 
-def _extreme(scope: Scope, equation: JaxprEqn, value: Part) -> jax.Array:
+def _reduce_extreme(ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue) -> jax.Array:
     """Return the greatest or least of all rows; ties, on whatever device, share the derivative."""
-    side, axes = scope.side, equation.params["axes"]
-    complete = side.greatest if equation.primitive.name == "reduce_max" else side.least
-    local = lambda x: scope.bind(equation, [x])[0]
+    group, axes = ctx.group, equation.params["axes"]
+    all_reduce = (
+        group.all_reduce_max if equation.primitive.name == "reduce_max" else group.all_reduce_min
+    )
+    reduce_local = lambda x: ctx.bind(equation, [x])[0]
     if not jnp.issubdtype(value.x.dtype, jnp.inexact):
-        return complete(local(value.x))
-    extreme = jax.custom_jvp(lambda x: complete(local(x)))
+        return all_reduce(reduce_local(value.x))
+    extreme = jax.custom_jvp(lambda x: all_reduce(reduce_local(x)))
 
     @extreme.defjvp
-    def _shares(primals: Any, tangents: Any) -> Any:
+    def jvp(primals: Any, tangents: Any) -> Any:
         (x,), (dx,) = primals, tangents
-        found = complete(local(lax.stop_gradient(x)))
-        ties = (x == jnp.expand_dims(found, axes)).astype(x.dtype)
-        count = side.total(ties.sum(axes))
-        return found, side.total((dx * ties).sum(axes)) / count
+        out = all_reduce(reduce_local(lax.stop_gradient(x)))
+        ties = (x == jnp.expand_dims(out, axes)).astype(x.dtype)
+        count = group.all_reduce(ties.sum(axes))
+        return out, group.all_reduce((dx * ties).sum(axes)) / count
 
     return extreme(value.x)
 
 
-def _of_each(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+def _gather_and_reduce(ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue) -> Any:
     """Reduce what each device makes of its own: a product, or bits."""
-    here = scope.side.stacked(scope.bind(equation, [value.x])[0])
-    return scope.bind(equation, [here], axes=(0,))[0]
+    stacked = ctx.group.all_gather_stack(ctx.bind(equation, [value.x])[0])
+    return ctx.bind(equation, [stacked], axes=(0,))[0]
 
 
-def _position(scope: Scope, equation: JaxprEqn, value: Part) -> jax.Array | None:
+def _arg_extreme(
+    ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue
+) -> jax.Array | None:
     """Return where the greatest or least of all rows is: the first one, as on one device."""
-    (dim,), side = equation.params["axes"], scope.side
-    if value.cut.outer > 1:
+    (dim,), group = equation.params["axes"], ctx.group
+    if value.split.blocks > 1:
         return None
-    (here,) = scope.bind(equation, [value.x])
-    best = jnp.take_along_axis(value.x, jnp.expand_dims(here, dim), dim).squeeze(dim)
-    numbers = side.numbers(scope.shape(value)[dim], 1, here.dtype)
-    where, bests = side.stacked(numbers[here]), side.stacked(best)
-    if side.pieces:  # of equals the first
-        in_order = where.argsort(0)
-        where, bests = (jnp.take_along_axis(x, in_order, 0) for x in (where, bests))
-    (device,) = scope.bind(equation, [bests], axes=(0,))
-    return jnp.take_along_axis(where, device[None], 0)[0]
+    (local_index,) = ctx.bind(equation, [value.x])
+    local_best = jnp.take_along_axis(value.x, jnp.expand_dims(local_index, dim), dim).squeeze(dim)
+    global_indices = group.global_indices(ctx.shape(value)[dim], 1, local_index.dtype)
+    indices, bests = (
+        group.all_gather_stack(global_indices[local_index]),
+        group.all_gather_stack(local_best),
+    )
+    if group.chunks:  # of equals the first
+        order = indices.argsort(0)
+        indices, bests = (jnp.take_along_axis(x, order, 0) for x in (indices, bests))
+    (device,) = ctx.bind(equation, [bests], axes=(0,))
+    return jnp.take_along_axis(indices, device[None], 0)[0]
 
 
-_OVER: dict[str, tuple[str, Callable]] = {
-    "reduce_max": ("greatest", _extreme),
-    "reduce_min": ("least", _extreme),
-    "reduce_or": ("gather", _of_each),
-    "reduce_and": ("gather", _of_each),
-    "reduce_xor": ("gather", _of_each),
-    "reduce_prod": ("gather", _of_each),
-    "argmax": ("greatest", _position),
-    "argmin": ("least", _position),
+_CROSS_DEVICE: dict[str, tuple[str, Callable]] = {
+    "reduce_max": ("greatest", _reduce_extreme),
+    "reduce_min": ("least", _reduce_extreme),
+    "reduce_or": ("gather", _gather_and_reduce),
+    "reduce_and": ("gather", _gather_and_reduce),
+    "reduce_xor": ("gather", _gather_and_reduce),
+    "reduce_prod": ("gather", _gather_and_reduce),
+    "argmax": ("greatest", _arg_extreme),
+    "argmin": ("least", _arg_extreme),
 }
 
 
-def cumulative(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def cumulative(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Run beside the split dimension; a sum along it begins with what earlier devices have."""
     (value,) = values
     axis, name = equation.params["axis"], equation.primitive.name
-    if isinstance(value, Sum) and name == "cumsum":
-        return [Sum(x) for x in scope.bind(equation, [value.x])]
-    if not isinstance(value, Part):
-        return scope.bind(equation, [scope.whole(value)])
-    if value.cut.dim != axis:
-        return scope.parts(value.cut, equation, [value.x])
-    if name != "cumsum" or value.cut.outer > 1:
+    if isinstance(value, PartialValue) and name == "cumsum":
+        return [PartialValue(x) for x in ctx.bind(equation, [value.x])]
+    if not isinstance(value, ShardedValue):
+        return ctx.bind(equation, [ctx.replicate(value)])
+    if value.split.dim != axis:
+        return ctx.bind_sharded(value.split, equation, [value.x])
+    if name != "cumsum" or value.split.blocks > 1:
         return None
-    side, backward = scope.side, equation.params["reverse"]
-    number = len(side.held[0])
-    pieces = value.x.reshape(*value.x.shape[:axis], number, -1, *value.x.shape[axis + 1 :])
-    (here,) = scope.bind(equation, [pieces], axis=axis + 1)
-    totals = jnp.moveaxis(pieces.sum(axis + 1, dtype=here.dtype), axis, 0)
-    totals = side.stacked(totals)  # [devices, pieces of each, ...]
-    scope.tell("gather", totals)
-    of_all, mine = jnp.asarray(side.held), side.held_here
-    later = of_all[None] > mine[:, None, None]
-    before = later if backward else of_all[None] < mine[:, None, None]
+    group, is_reverse = ctx.group, equation.params["reverse"]
+    num_chunks = len(group.device_chunks[0])
+    chunks = value.x.reshape(*value.x.shape[:axis], num_chunks, -1, *value.x.shape[axis + 1 :])
+    (local_sums,) = ctx.bind(equation, [chunks], axis=axis + 1)
+    totals = jnp.moveaxis(chunks.sum(axis + 1, dtype=local_sums.dtype), axis, 0)
+    totals = group.all_gather_stack(totals)  # [devices, pieces of each, ...]
+    ctx.record("gather", totals)
+    device_chunks, local_chunks = jnp.asarray(group.device_chunks), group.local_chunks
+    later = device_chunks[None] > local_chunks[:, None, None]
+    before = later if is_reverse else device_chunks[None] < local_chunks[:, None, None]
     before = before.reshape(*before.shape, *[1] * (totals.ndim - 2))
-    first = jnp.where(before, totals[None], 0).sum((1, 2))
-    first = jnp.expand_dims(jnp.moveaxis(first, 0, axis), axis + 1)
-    return [Part((here + first.astype(here.dtype)).reshape(value.x.shape), value.cut)]
+    offset = jnp.where(before, totals[None], 0).sum((1, 2))
+    offset = jnp.expand_dims(jnp.moveaxis(offset, 0, axis), axis + 1)
+    return [
+        ShardedValue(
+            (local_sums + offset.astype(local_sums.dtype)).reshape(value.x.shape), value.split
+        )
+    ]
 
 
-def dot_general(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def dot_general(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Multiply: over rows it is a sum; of rows of both the smaller is gathered."""
     a, b = values
-    (over_a, over_b), (batch_a, batch_b) = equation.params["dimension_numbers"]
-    bind = lambda *arrays: scope.bind(equation, arrays)[0]
-    if isinstance(a, Part) and isinstance(b, Part) and not _aligned(a, b, over_a, over_b):
-        if not _aligned(a, b, batch_a, batch_b):
+    (contracting_a, contracting_b), (batch_a, batch_b) = equation.params["dimension_numbers"]
+    bind = lambda *arrays: ctx.bind(equation, arrays)[0]
+    if (
+        isinstance(a, ShardedValue)
+        and isinstance(b, ShardedValue)
+        and not _is_aligned(a, b, contracting_a, contracting_b)
+    ):
+        if not _is_aligned(a, b, batch_a, batch_b):
             keep_a = a.x.size >= b.x.size
-            a, b = (a, scope.whole(b)) if keep_a else (scope.whole(a), b)
-    part, first = (a, True) if isinstance(a, Part) else (b, False)
-    if not isinstance(part, Part):
-        return _dot_of_sums(scope, bind, a, b)
-    over, other_over = (over_a, over_b) if first else (over_b, over_a)
-    batch, other_batch = (batch_a, batch_b) if first else (batch_b, batch_a)
-    other, cut = (b, part.cut) if first else (a, part.cut)
-    ordered = lambda mine, others: bind(mine, others) if first else bind(others, mine)
-    if cut.dim in over:
-        at = cut.moved(other_over[over.index(cut.dim)])
-        return [Sum(ordered(part.x, scope.part(other, at)))]
-    if cut.dim in batch:
-        at = cut.moved(other_batch[batch.index(cut.dim)])
-        return [Part(ordered(part.x, scope.part(other, at)), cut.moved(batch.index(cut.dim)))]
-    free = [d for d in range(part.x.ndim) if d not in over and d not in batch]
-    ahead = len(batch)
-    if not first:
-        ahead += len(scope.shape(a)) - len(over_a) - len(batch_a)
-    found = ordered(part.x, scope.whole(other))
-    return [Part(found, cut.moved(ahead + free.index(cut.dim)))]
+            a, b = (a, ctx.replicate(b)) if keep_a else (ctx.replicate(a), b)
+    sharded, is_lhs = (a, True) if isinstance(a, ShardedValue) else (b, False)
+    if not isinstance(sharded, ShardedValue):
+        return _dot_partials(ctx, bind, a, b)
+    contracting, other_contracting = (
+        (contracting_a, contracting_b) if is_lhs else (contracting_b, contracting_a)
+    )
+    batch, other_batch = (batch_a, batch_b) if is_lhs else (batch_b, batch_a)
+    other, split = (b, sharded.split) if is_lhs else (a, sharded.split)
+    multiply = lambda x, y: bind(x, y) if is_lhs else bind(y, x)
+    if split.dim in contracting:
+        other_split = split.with_dim(other_contracting[contracting.index(split.dim)])
+        return [PartialValue(multiply(sharded.x, ctx.shard(other, other_split)))]
+    if split.dim in batch:
+        other_split = split.with_dim(other_batch[batch.index(split.dim)])
+        return [
+            ShardedValue(
+                multiply(sharded.x, ctx.shard(other, other_split)),
+                split.with_dim(batch.index(split.dim)),
+            )
+        ]
+    free = [d for d in range(sharded.x.ndim) if d not in contracting and d not in batch]
+    offset = len(batch)
+    if not is_lhs:
+        offset += len(ctx.shape(a)) - len(contracting_a) - len(batch_a)
+    out = multiply(sharded.x, ctx.replicate(other))
+    return [ShardedValue(out, split.with_dim(offset + free.index(split.dim)))]
 
 
-def _aligned(a: Part, b: Part, dims_a: Sequence[int], dims_b: Sequence[int]) -> bool:
+def _is_aligned(
+    a: ShardedValue, b: ShardedValue, dims_a: Sequence[int], dims_b: Sequence[int]
+) -> bool:
     pairs = zip(dims_a, dims_b, strict=True)
-    return any(a.cut.dim == x and b.cut == a.cut.moved(y) for x, y in pairs)
+    return any(a.split.dim == x and b.split == a.split.with_dim(y) for x, y in pairs)
 
 
-def _dot_of_sums(scope: Scope, bind: Callable, a: Any, b: Any) -> Values:
-    if isinstance(a, Sum) and isinstance(b, Sum):
-        a, b = (scope.whole(a), b) if a.x.size <= b.x.size else (a, scope.whole(b))
-    if isinstance(a, Sum) and not scope.is_whole(a):
-        return [Sum(bind(a.x, scope.whole(b)))]
-    if isinstance(b, Sum) and not scope.is_whole(b):
-        return [Sum(bind(scope.whole(a), b.x))]
-    return [bind(scope.whole(a), scope.whole(b))]
+def _dot_partials(ctx: PartitionContext, bind: Callable, a: Any, b: Any) -> Values:
+    if isinstance(a, PartialValue) and isinstance(b, PartialValue):
+        a, b = (ctx.replicate(a), b) if a.x.size <= b.x.size else (a, ctx.replicate(b))
+    if isinstance(a, PartialValue) and not ctx.is_replicated(a):
+        return [PartialValue(bind(a.x, ctx.replicate(b)))]
+    if isinstance(b, PartialValue) and not ctx.is_replicated(b):
+        return [PartialValue(bind(ctx.replicate(a), b.x))]
+    return [bind(ctx.replicate(a), ctx.replicate(b))]
 
 
-def convolution(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def convolution(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Convolve rows with a whole kernel, of width 1 along them; with a kernel of rows: a sum."""
     x, kernel = values
     numbers, groups = equation.params["dimension_numbers"], equation.params["batch_group_count"]
-    of_x, of_kernel, of_out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    if groups != 1 or not isinstance(x, Part):
+    x_spec, kernel_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    if groups != 1 or not isinstance(x, ShardedValue):
         return None
-    if x.cut.dim == of_x[0]:
-        return scope.parts(x.cut.moved(of_out[0]), equation, [x.x, scope.whole(kernel)])
-    if x.cut.dim in of_x[2:] and _stays(equation, of_x[2:].index(x.cut.dim)):
-        at = of_out[2:][of_x[2:].index(x.cut.dim)]
-        return scope.parts(x.cut.moved(at), equation, [x.x, scope.whole(kernel)])
-    if x.cut.dim == of_x[1] and equation.params["feature_group_count"] == 1:
-        here = scope.part(kernel, x.cut.moved(of_kernel[1]))
-        return [Sum(x) for x in scope.bind(equation, [x.x, here])]
+    if x.split.dim == x_spec[0]:
+        return ctx.bind_sharded(
+            x.split.with_dim(out_spec[0]), equation, [x.x, ctx.replicate(kernel)]
+        )
+    if x.split.dim in x_spec[2:] and _keeps_positions(equation, x_spec[2:].index(x.split.dim)):
+        out_dim = out_spec[2:][x_spec[2:].index(x.split.dim)]
+        return ctx.bind_sharded(x.split.with_dim(out_dim), equation, [x.x, ctx.replicate(kernel)])
+    if x.split.dim == x_spec[1] and equation.params["feature_group_count"] == 1:
+        local_kernel = ctx.shard(kernel, x.split.with_dim(kernel_spec[1]))
+        return [PartialValue(x) for x in ctx.bind(equation, [x.x, local_kernel])]
     return None
 
 
-def _stays(equation: JaxprEqn, place: int) -> bool:
+def _keeps_positions(equation: JaxprEqn, spatial_dim: int) -> bool:
     """Return whether a convolution leaves the positions along a spatial dimension as they are."""
     p = equation.params
-    kernel = aval_of(equation.invars[1]).shape[p["dimension_numbers"].rhs_spec[2:][place]]
-    how = p["window_strides"][place], p["lhs_dilation"][place], tuple(p["padding"][place])
-    return kernel == 1 and how == (1, 1, (0, 0))
+    kernel = aval_of(equation.invars[1]).shape[p["dimension_numbers"].rhs_spec[2:][spatial_dim]]
+    settings = (
+        p["window_strides"][spatial_dim],
+        p["lhs_dilation"][spatial_dim],
+        tuple(p["padding"][spatial_dim]),
+    )
+    return kernel == 1 and settings == (1, 1, (0, 0))
 
 
 # What works on some of the last dimensions, and on whatever is before them alike.
-def trailing(count: Callable[[JaxprEqn], int]) -> Callable:
+def trailing_dims_rule(count: Callable[[JaxprEqn], int]) -> Callable:
     """Return the rule of an equation that works on so many of its last dimensions."""
 
-    def rule(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    def rule(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
         """Work on the last dimensions, where another one is split."""
-        parts = [v for v in values if isinstance(v, Part)]
-        if not parts:
+        sharded = [v for v in values if isinstance(v, ShardedValue)]
+        if not sharded:
             return None
-        cut, inner = parts[0].cut, count(equation)
-        if cut.dim >= len(scope.shape(values[0])) - inner:
+        split, num_trailing = sharded[0].split, count(equation)
+        if split.dim >= len(ctx.shape(values[0])) - num_trailing:
             return None
-        found = scope.bind(equation, [scope.part(v, cut) for v in values])
-        return [Part(x, cut) for x in found]
+        outs = ctx.bind(equation, [ctx.shard(v, split) for v in values])
+        return [ShardedValue(x, split) for x in outs]
 
     return rule
 
 
-def windows(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def reduce_windows(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Pool, or reduce windows of, other dimensions than the split one."""
-    parts = [v for v in values if isinstance(v, Part)]
-    if not parts:
+    sharded = [v for v in values if isinstance(v, ShardedValue)]
+    if not sharded:
         return None
-    cut, p = parts[0].cut, equation.params
-    ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-    flat = all(p[name][cut.dim] == 1 for name in ones if p.get(name) is not None)
-    if not flat or any(p["padding"][cut.dim]):
+    split, p = sharded[0].split, equation.params
+    window_params = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    is_pointwise = all(p[name][split.dim] == 1 for name in window_params if p.get(name) is not None)
+    if not is_pointwise or any(p["padding"][split.dim]):
         return None
-    part = lambda v: scope.part(v, cut) if scope.shape(v) else scope.whole(v)
-    return [Part(x, cut) for x in scope.bind(equation, list(map(part, values)))]
+    to_local = lambda v: ctx.shard(v, split) if ctx.shape(v) else ctx.replicate(v)
+    return [ShardedValue(x, split) for x in ctx.bind(equation, list(map(to_local, values)))]
 
 
-def sort(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def sort(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Sort, or take the greatest few, along another dimension than the split one."""
-    cut, p = next((v.cut for v in values if isinstance(v, Part)), None), equation.params
+    split, p = next((v.split for v in values if isinstance(v, ShardedValue)), None), equation.params
     dim = p["axis"] if equation.primitive.name == "top_k" else p["dimension"]
-    if cut is None or cut.dim == dim % len(scope.shape(values[0])):
+    if split is None or split.dim == dim % len(ctx.shape(values[0])):
         return None
-    return [Part(x, cut) for x in scope.bind(equation, [scope.part(v, cut) for v in values])]
+    return [
+        ShardedValue(x, split) for x in ctx.bind(equation, [ctx.shard(v, split) for v in values])
+    ]
 
 
 RULES: dict[str, Callable] = {
@@ -245,16 +277,16 @@ RULES: dict[str, Callable] = {
     "conv_general_dilated": convolution,
     "sort": sort,
     "top_k": sort,
-    "fft": trailing(lambda equation: len(equation.params["fft_lengths"])),
+    "fft": trailing_dims_rule(lambda equation: len(equation.params["fft_lengths"])),
     **dict.fromkeys(
         "cholesky eigh eig lu qr geqrf householder_product svd triangular_solve schur".split(),
-        trailing(lambda equation: 2),
+        trailing_dims_rule(lambda equation: 2),
     ),
     **dict.fromkeys(
         (
             "reduce_window reduce_window_max reduce_window_min reduce_window_sum "
             "select_and_gather_add select_and_scatter_add"
         ).split(),
-        windows,
+        reduce_windows,
     ),
 }

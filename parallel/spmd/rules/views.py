@@ -14,186 +14,227 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from hfjax.parallel.spmd.partition_context import Scope, aval_of
-from hfjax.parallel.spmd.placements import Cut, Made, Part, Shape, Sum
-from hfjax.parallel.spmd.rules.pointwise import is_fixed
+from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of
+from hfjax.parallel.spmd.placements import LazyValue, PartialValue, Shape, ShardedValue, Split
+from hfjax.parallel.spmd.rules.pointwise import is_constant
 
 Values = Sequence[Any]
 
 
-class CutMove(NamedTuple):
+class ViewMap(NamedTuple):
     """How one equation moves a cut.
 
     Attributes:
-        after: Cut of what enters -> that of what leaves, or None.
-        before: Cut of what leaves -> that of what enters, or None.
-        sizes: (shape of a part of what leaves, its cut) -> parameters of the equation for it.
-        linear: Whether the move of a sum is the sum of moves, at no greater size.
+        to_output: Cut of what enters -> that of what leaves, or None.
+        to_input: Cut of what leaves -> that of what enters, or None.
+        local_params: (shape of a part of what leaves, its cut) -> parameters of the equation for
+            it.
+        is_linear: Whether the move of a sum is the sum of moves, at no greater size.
     """
 
-    after: Callable[[Cut], Cut | None]
-    before: Callable[[Cut], Cut | None]
-    sizes: Callable[[Shape, Cut], dict]
-    linear: bool = True
+    to_output: Callable[[Split], Split | None]
+    to_input: Callable[[Split], Split | None]
+    local_params: Callable[[Shape, Split], dict]
+    is_linear: bool = True
 
 
-def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def apply_view(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Move entries: a part stays one if a device has all it takes; a few are picked as a sum."""
     value, *rest = values
     out = aval_of(equation.outvars[0])
-    move = MOVES[equation.primitive.name](scope, equation)
-    larger = math.prod(out.shape) > math.prod(scope.shape(value))
-    if isinstance(value, Part):
-        cut = move.after(value.cut)
-        if cut is None or not scope.side.divides(out.shape, cut):
-            return _picked(scope, equation, value)
-        local = scope.side.local(out.shape, cut)
-        (found,) = scope.parts(cut, equation, [value.x, *rest], **move.sizes(local, cut))
-        if larger or id(value) in scope.makes:  # the smaller one is gathered
-            _, smaller = scope.makes.get(id(value), (None, value))
-            scope.makes[id(found)] = found, _later(equation, move, smaller, rest)
-        return [found]
-    if isinstance(value, Sum) and move.linear and not scope.is_whole(value):
-        return [Sum(x) for x in scope.bind(equation, [value.x, *rest])]
-    if not (larger or isinstance(value, Made)) or scope.cut_of(out.shape) is None:
-        return scope.bind(equation, [scope.whole(value), *rest])
-    given = scope.whole(value) if isinstance(value, Sum) else value
-    return [_later(equation, move, given, rest)]
+    view = VIEWS[equation.primitive.name](ctx, equation)
+    is_larger = math.prod(out.shape) > math.prod(ctx.shape(value))
+    if isinstance(value, ShardedValue):
+        split = view.to_output(value.split)
+        if split is None or not ctx.group.divides(out.shape, split):
+            return _slice_as_partial(ctx, equation, value)
+        local_shape = ctx.group.local_shape(out.shape, split)
+        (y,) = ctx.bind_sharded(
+            split, equation, [value.x, *rest], **view.local_params(local_shape, split)
+        )
+        if is_larger or id(value) in ctx.lazy_values:  # the smaller one is gathered
+            _, smaller = ctx.lazy_values.get(id(value), (None, value))
+            ctx.lazy_values[id(y)] = y, _defer_view(equation, view, smaller, rest)
+        return [y]
+    if isinstance(value, PartialValue) and view.is_linear and not ctx.is_replicated(value):
+        return [PartialValue(x) for x in ctx.bind(equation, [value.x, *rest])]
+    if not (is_larger or isinstance(value, LazyValue)) or ctx.find_split(out.shape) is None:
+        return ctx.bind(equation, [ctx.replicate(value), *rest])
+    operand = ctx.replicate(value) if isinstance(value, PartialValue) else value
+    return [_defer_view(equation, view, operand, rest)]
 
 
-def _later(equation: JaxprEqn, move: CutMove, given: Any, rest: Values) -> Made:
+def _defer_view(equation: JaxprEqn, view: ViewMap, operand: Any, rest: Values) -> LazyValue:
     """Return what a move makes of a value when it is asked for."""
     out = aval_of(equation.outvars[0])
 
-    def make(scope: Scope, cut: Cut | None) -> Any:
-        if cut is None:
-            return scope.bind(equation, [scope.whole(given), *rest])[0]
-        local, before = scope.side.local(out.shape, cut), move.before(cut)
-        if before is None:
-            return scope.taken(scope.bind(equation, [scope.whole(given), *rest])[0], cut)
-        here = scope.whole(given) if before is WHOLE else scope.part(given, before)
-        return scope.bind(equation, [here, *rest], **move.sizes(local, cut))[0]
+    def make(ctx: PartitionContext, split: Split | None) -> Any:
+        if split is None:
+            return ctx.bind(equation, [ctx.replicate(operand), *rest])[0]
+        local_shape, in_split = ctx.group.local_shape(out.shape, split), view.to_input(split)
+        if in_split is None:
+            return ctx.slice_local(ctx.bind(equation, [ctx.replicate(operand), *rest])[0], split)
+        local_operand = (
+            ctx.replicate(operand) if in_split is NO_SPLIT else ctx.shard(operand, in_split)
+        )
+        return ctx.bind(equation, [local_operand, *rest], **view.local_params(local_shape, split))[
+            0
+        ]
 
-    return Made(out.shape, out.dtype, make, not isinstance(given, Part) and is_fixed(given))
-
-
-def _picked(scope: Scope, equation: JaxprEqn, value: Part) -> Values | None:
-    """Return a slice of a few entries as a sum: who has an entry adds it, the others add zeros."""
-    if equation.primitive.name != "slice" or value.cut.outer > 1:
-        return None
-    dim, p = value.cut.dim, equation.params
-    size, each = scope.shape(value)[dim], value.x.shape[dim]
-    strides = p["strides"] or (1,) * value.x.ndim
-    wanted = np.arange(p["start_indices"][dim], p["limit_indices"][dim], strides[dim])
-    if not 0 < len(wanted) <= each or jnp.issubdtype(value.x.dtype, jax.dtypes.prng_key):
-        return None
-    put = lambda values, x: (*values[:dim], x, *values[dim + 1 :])
-    sizes = {
-        "start_indices": put(p["start_indices"], 0),
-        "limit_indices": put(p["limit_indices"], each),
-        "strides": put(strides, 1),
-    }
-    (here,) = scope.bind(equation, [value.x], **sizes)
-    numbers = scope.side.numbers(size, 1)
-    found = numbers[None] == jnp.asarray(wanted, numbers.dtype)[:, None]  # [wanted, here]
-    taken = jnp.take(here, found.argmax(1), axis=dim)
-    shown = found.any(1).reshape(-1, *[1] * (here.ndim - dim - 1))
-    return [Sum(jnp.where(shown[(None,) * dim], taken, jnp.zeros((), here.dtype)))]
-
-
-WHOLE = Cut(-1)  # the part of a broadcast that needs all of what enters
-
-
-def _broadcast(scope: Scope, equation: JaxprEqn) -> CutMove:
-    dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
-    before = aval_of(equation.invars[0]).shape
-
-    def enters(cut: Cut) -> Cut:
-        at = dims.index(cut.dim) if cut.dim in dims else None
-        return WHOLE if at is None or before[at] != shape[cut.dim] else cut.moved(at)
-
-    sizes = lambda local, cut: {"shape": local}
-    alike = math.prod(before) == math.prod(shape)
-    return CutMove(lambda cut: cut.moved(dims[cut.dim]), enters, sizes, linear=alike)
-
-
-def through_reshape(before: Shape, cut: Cut, after: Shape, pieces: int) -> Cut | None:
-    """Return the cut, of an array that is reshaped, of which each device has the same entries."""
-    blocks = math.prod(before[: cut.dim]) * cut.outer
-    for dim, size in enumerate(after):
-        ahead = math.prod(after[:dim])
-        if size > 1 and blocks % ahead == 0 and size % (blocks // ahead * pieces) == 0:
-            return Cut(dim, blocks // ahead)
-    return None
-
-
-def _reshape(scope: Scope, equation: JaxprEqn) -> CutMove:
-    shape, before = equation.params["new_sizes"], aval_of(equation.invars[0]).shape
-    if equation.params["dimensions"] is not None:
-        nowhere = lambda cut: None
-        return CutMove(nowhere, nowhere, lambda local, cut: {})
-    through = lambda a, b: lambda cut: through_reshape(a, cut, b, scope.side.count)
-    sizes = lambda local, cut: {"new_sizes": local}
-    return CutMove(through(before, shape), through(shape, before), sizes)
-
-
-def _transpose(scope: Scope, equation: JaxprEqn) -> CutMove:
-    order = equation.params["permutation"]
-    after = lambda cut: cut.moved(order.index(cut.dim))
-    return CutMove(after, lambda cut: cut.moved(order[cut.dim]), lambda local, cut: {})
-
-
-def _squeeze(scope: Scope, equation: JaxprEqn) -> CutMove:
-    ndim = len(aval_of(equation.invars[0]).shape)
-    left = [d for d in range(ndim) if d not in {d % ndim for d in equation.params["dimensions"]}]
-    after = lambda cut: cut.moved(left.index(cut.dim)) if cut.dim in left else None
-    return CutMove(after, lambda cut: cut.moved(left[cut.dim]), lambda local, cut: {})
-
-
-def _rev(scope: Scope, equation: JaxprEqn) -> CutMove:
-    same = lambda cut: None if cut.dim in equation.params["dimensions"] else cut
-    return CutMove(same, same, lambda local, cut: {})
-
-
-def _slice(scope: Scope, equation: JaxprEqn) -> CutMove:
-    start, stop = equation.params["start_indices"], equation.params["limit_indices"]
-    strides = equation.params["strides"] or (1,) * len(start)
-    whole, devices = aval_of(equation.invars[0]).shape, scope.side.size
-
-    def after(cut: Cut) -> Cut | None:
-        d, size = cut.dim, whole[cut.dim]
-        block, each = size // cut.outer, size // cut.outer // scope.side.count
-        if stop[d] == start[d] or not each:
-            return None
-        if strides[d] == 1 and start[d] % block == 0 and stop[d] % block == 0:
-            return Cut(d, (stop[d] - start[d]) // block)
-        count = -(-(stop[d] - start[d]) // strides[d])
-        every = each % strides[d] == 0 and start[d] < strides[d] and count * strides[d] == size
-        return cut if every else None
-
-    def before(cut: Cut) -> Cut | None:
-        d = cut.dim
-        return cut if (start[d], stop[d], strides[d]) == (0, whole[d], 1) else None
-
-    def sizes(local: Shape, cut: Cut) -> dict:
-        d = cut.dim
-        first = start[d] // devices if strides[d] == 1 else start[d]
-        last = first + (local[d] - 1) * strides[d] + 1
-        put = lambda values, x: (*values[:d], x, *values[d + 1 :])
-        return {"start_indices": put(start, first), "limit_indices": put(stop, last)}
-
-    return CutMove(after, before, sizes)
-
-
-def _tile(scope: Scope, equation: JaxprEqn) -> CutMove:
-    times = equation.params["reps"]
-    before = lambda cut: cut if times[cut.dim] == 1 else None
-    return CutMove(
-        lambda cut: Cut(cut.dim, cut.outer * times[cut.dim]), before, lambda local, cut: {}, False
+    return LazyValue(
+        out.shape, out.dtype, make, not isinstance(operand, ShardedValue) and is_constant(operand)
     )
 
 
-MOVES: dict[str, Callable[[Scope, JaxprEqn], CutMove]] = {
+def _slice_as_partial(
+    ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue
+) -> Values | None:
+    """Return a slice of a few entries as a sum: who has an entry adds it, the others add zeros."""
+    if equation.primitive.name != "slice" or value.split.blocks > 1:
+        return None
+    dim, p = value.split.dim, equation.params
+    size, local_size = ctx.shape(value)[dim], value.x.shape[dim]
+    strides = p["strides"] or (1,) * value.x.ndim
+    indices = np.arange(p["start_indices"][dim], p["limit_indices"][dim], strides[dim])
+    if not 0 < len(indices) <= local_size or jnp.issubdtype(value.x.dtype, jax.dtypes.prng_key):
+        return None
+    replace_dim = lambda values, x: (*values[:dim], x, *values[dim + 1 :])
+    sizes = {
+        "start_indices": replace_dim(p["start_indices"], 0),
+        "limit_indices": replace_dim(p["limit_indices"], local_size),
+        "strides": replace_dim(strides, 1),
+    }
+    (local_slice,) = ctx.bind(equation, [value.x], **sizes)
+    numbers = ctx.group.global_indices(size, 1)
+    matches = numbers[None] == jnp.asarray(indices, numbers.dtype)[:, None]  # [wanted, here]
+    entries = jnp.take(local_slice, matches.argmax(1), axis=dim)
+    is_here = matches.any(1).reshape(-1, *[1] * (local_slice.ndim - dim - 1))
+    return [
+        PartialValue(jnp.where(is_here[(None,) * dim], entries, jnp.zeros((), local_slice.dtype)))
+    ]
+
+
+NO_SPLIT = Split(-1)  # the part of a broadcast that needs all of what enters
+
+
+def _broadcast(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
+    dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
+    in_shape = aval_of(equation.invars[0]).shape
+
+    def to_input(split: Split) -> Split:
+        in_dim = dims.index(split.dim) if split.dim in dims else None
+        return (
+            NO_SPLIT
+            if in_dim is None or in_shape[in_dim] != shape[split.dim]
+            else split.with_dim(in_dim)
+        )
+
+    local_params = lambda local_shape, split: {"shape": local_shape}
+    same_size = math.prod(in_shape) == math.prod(shape)
+    return ViewMap(
+        lambda split: split.with_dim(dims[split.dim]), to_input, local_params, is_linear=same_size
+    )
+
+
+def split_through_reshape(
+    in_shape: Shape, split: Split, out_shape: Shape, num_chunks: int
+) -> Split | None:
+    """Return the cut, of an array that is reshaped, of which each device has the same entries."""
+    blocks = math.prod(in_shape[: split.dim]) * split.blocks
+    for dim, size in enumerate(out_shape):
+        leading_size = math.prod(out_shape[:dim])
+        if (
+            size > 1
+            and blocks % leading_size == 0
+            and size % (blocks // leading_size * num_chunks) == 0
+        ):
+            return Split(dim, blocks // leading_size)
+    return None
+
+
+def _reshape(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
+    out_shape, in_shape = equation.params["new_sizes"], aval_of(equation.invars[0]).shape
+    if equation.params["dimensions"] is not None:
+        drop_split = lambda split: None
+        return ViewMap(drop_split, drop_split, lambda local_shape, split: {})
+    map_split = lambda a, b: lambda split: split_through_reshape(a, split, b, ctx.group.num_chunks)
+    local_params = lambda local_shape, split: {"new_sizes": local_shape}
+    return ViewMap(map_split(in_shape, out_shape), map_split(out_shape, in_shape), local_params)
+
+
+def _transpose(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
+    order = equation.params["permutation"]
+    to_output = lambda split: split.with_dim(order.index(split.dim))
+    return ViewMap(
+        to_output, lambda split: split.with_dim(order[split.dim]), lambda local_shape, split: {}
+    )
+
+
+def _squeeze(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
+    ndim = len(aval_of(equation.invars[0]).shape)
+    kept_dims = [
+        d for d in range(ndim) if d not in {d % ndim for d in equation.params["dimensions"]}
+    ]
+    to_output = lambda split: (
+        split.with_dim(kept_dims.index(split.dim)) if split.dim in kept_dims else None
+    )
+    return ViewMap(
+        to_output, lambda split: split.with_dim(kept_dims[split.dim]), lambda local_shape, split: {}
+    )
+
+
+def _rev(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
+    keep_split = lambda split: None if split.dim in equation.params["dimensions"] else split
+    return ViewMap(keep_split, keep_split, lambda local_shape, split: {})
+
+
+def _slice(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
+    start, stop = equation.params["start_indices"], equation.params["limit_indices"]
+    strides = equation.params["strides"] or (1,) * len(start)
+    in_shape, num_devices = aval_of(equation.invars[0]).shape, ctx.group.size
+
+    def to_output(split: Split) -> Split | None:
+        d, size = split.dim, in_shape[split.dim]
+        block, chunk_size = size // split.blocks, size // split.blocks // ctx.group.num_chunks
+        if stop[d] == start[d] or not chunk_size:
+            return None
+        if strides[d] == 1 and start[d] % block == 0 and stop[d] % block == 0:
+            return Split(d, (stop[d] - start[d]) // block)
+        count = -(-(stop[d] - start[d]) // strides[d])
+        keeps_split = (
+            chunk_size % strides[d] == 0 and start[d] < strides[d] and count * strides[d] == size
+        )
+        return split if keeps_split else None
+
+    def to_input(split: Split) -> Split | None:
+        d = split.dim
+        return split if (start[d], stop[d], strides[d]) == (0, in_shape[d], 1) else None
+
+    def local_params(local_shape: Shape, split: Split) -> dict:
+        d = split.dim
+        first = start[d] // num_devices if strides[d] == 1 else start[d]
+        last = first + (local_shape[d] - 1) * strides[d] + 1
+        replace_dim = lambda values, x: (*values[:d], x, *values[d + 1 :])
+        return {
+            "start_indices": replace_dim(start, first),
+            "limit_indices": replace_dim(stop, last),
+        }
+
+    return ViewMap(to_output, to_input, local_params)
+
+
+def _tile(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
+    times = equation.params["reps"]
+    to_input = lambda split: split if times[split.dim] == 1 else None
+    return ViewMap(
+        lambda split: Split(split.dim, split.blocks * times[split.dim]),
+        to_input,
+        lambda local_shape, split: {},
+        False,
+    )
+
+
+VIEWS: dict[str, Callable[[PartitionContext, JaxprEqn], ViewMap]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,
@@ -204,114 +245,119 @@ MOVES: dict[str, Callable[[Scope, JaxprEqn], CutMove]] = {
 }
 
 
-def iota(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def iota(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Return numbers that are made for the part that is asked for."""
     shape, dim = equation.params["shape"], equation.params["dimension"]
     out = aval_of(equation.outvars[0])
 
-    def make(scope: Scope, cut: Cut | None) -> Any:
-        if cut is None:
-            return scope.bind(equation, values)[0]
-        local = scope.side.local(shape, cut)
-        if cut.dim != dim:
-            return scope.bind(equation, values, shape=local)[0]
-        numbers = scope.side.numbers(shape[dim], cut.outer).astype(out.dtype)
-        scope.tell("cut", numbers)
-        return lax.broadcast_in_dim(numbers, local, (dim,))
+    def make(ctx: PartitionContext, split: Split | None) -> Any:
+        if split is None:
+            return ctx.bind(equation, values)[0]
+        local_shape = ctx.group.local_shape(shape, split)
+        if split.dim != dim:
+            return ctx.bind(equation, values, shape=local_shape)[0]
+        numbers = ctx.group.global_indices(shape[dim], split.blocks).astype(out.dtype)
+        ctx.record("cut", numbers)
+        return lax.broadcast_in_dim(numbers, local_shape, (dim,))
 
-    if scope.cut_of(shape) is None:
-        return scope.bind(equation, values)
-    return [Made(out.shape, out.dtype, make, fixed=True)]
+    if ctx.find_split(shape) is None:
+        return ctx.bind(equation, values)
+    return [LazyValue(out.shape, out.dtype, make, is_constant=True)]
 
 
-def concatenate(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def concatenate(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Concatenate parts beside the split dimension, or blocks of one size along it."""
-    dim, parts = equation.params["dimension"], [v for v in values if isinstance(v, Part)]
-    if not parts:
-        if any(isinstance(v, Sum) for v in values):
-            return [Sum(x) for x in scope.bind(equation, list(map(scope.sum, values)))]
-        return [_joined(scope, equation, values)]
-    cut = parts[0].cut
-    if cut.dim != dim:
-        (found,) = scope.parts(cut, equation, [scope.part(v, cut) for v in values])
-        scope.pieces[id(found)] = (found, values)
-        return [found]
-    block = scope.shape(parts[0])[dim] // cut.outer
-    values = [v for v in values if scope.shape(v)[dim]]
-    sizes = [scope.shape(v)[dim] for v in values]
+    dim, sharded = equation.params["dimension"], [v for v in values if isinstance(v, ShardedValue)]
+    if not sharded:
+        if any(isinstance(v, PartialValue) for v in values):
+            return [PartialValue(x) for x in ctx.bind(equation, list(map(ctx.as_partial, values)))]
+        return [_concatenate_lazy(ctx, equation, values)]
+    split = sharded[0].split
+    if split.dim != dim:
+        (out,) = ctx.bind_sharded(split, equation, [ctx.shard(v, split) for v in values])
+        ctx.concat_operands[id(out)] = (out, values)
+        return [out]
+    block = ctx.shape(sharded[0])[dim] // split.blocks
+    values = [v for v in values if ctx.shape(v)[dim]]
+    sizes = [ctx.shape(v)[dim] for v in values]
     if any(size % block for size in sizes):
         return None
-    cuts = [Cut(dim, size // block) for size in sizes]
-    if any(isinstance(v, Part) and v.cut != c for v, c in zip(values, cuts, strict=True)):
+    splits = [Split(dim, size // block) for size in sizes]
+    if any(
+        isinstance(v, ShardedValue) and v.split != c for v, c in zip(values, splits, strict=True)
+    ):
         return None
-    here = [scope.part(v, c) for v, c in zip(values, cuts, strict=True)]
-    return scope.parts(Cut(dim, sum(sizes) // block), equation, here)
+    operands = [ctx.shard(v, c) for v, c in zip(values, splits, strict=True)]
+    return ctx.bind_sharded(Split(dim, sum(sizes) // block), equation, operands)
 
 
-def stack(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def stack(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Stack parts beside each other, along a new dimension."""
-    axis, cut = equation.params["axis"], next((v.cut for v in values if isinstance(v, Part)), None)
-    if cut is None:
-        if any(isinstance(v, Sum) for v in values):
-            return [Sum(x) for x in scope.bind(equation, list(map(scope.sum, values)))]
-        return scope.bind(equation, list(map(scope.whole, values)))
-    at = cut.moved(cut.dim + (axis <= cut.dim))
-    return scope.parts(at, equation, [scope.part(v, cut) for v in values])
+    axis, split = (
+        equation.params["axis"],
+        next((v.split for v in values if isinstance(v, ShardedValue)), None),
+    )
+    if split is None:
+        if any(isinstance(v, PartialValue) for v in values):
+            return [PartialValue(x) for x in ctx.bind(equation, list(map(ctx.as_partial, values)))]
+        return ctx.bind(equation, list(map(ctx.replicate, values)))
+    out_split = split.with_dim(split.dim + (axis <= split.dim))
+    return ctx.bind_sharded(out_split, equation, [ctx.shard(v, split) for v in values])
 
 
-def unstack(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def unstack(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Take what was stacked apart, along another dimension than the split one."""
     (x,), axis = values, equation.params["axis"]
-    if not isinstance(x, Part) or x.cut.dim == axis:
+    if not isinstance(x, ShardedValue) or x.split.dim == axis:
         return None
-    return scope.parts(x.cut.moved(x.cut.dim - (axis < x.cut.dim)), equation, [x.x])
+    return ctx.bind_sharded(x.split.with_dim(x.split.dim - (axis < x.split.dim)), equation, [x.x])
 
 
-def _joined(scope: Scope, equation: JaxprEqn, values: Values) -> Any:
+def _concatenate_lazy(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Any:
     """Return what is concatenated when it is asked for, if some of it is not made yet."""
     out, dim = aval_of(equation.outvars[0]), equation.params["dimension"]
-    if not any(isinstance(v, Made) for v in values) or scope.cut_of(out.shape) is None:
-        return scope.bind(equation, list(map(scope.whole, values)))[0]
+    if not any(isinstance(v, LazyValue) for v in values) or ctx.find_split(out.shape) is None:
+        return ctx.bind(equation, list(map(ctx.replicate, values)))[0]
 
-    def make(scope: Scope, cut: Cut | None) -> Any:
-        if cut is None or cut.dim == dim:
-            found = scope.bind(equation, list(map(scope.whole, values)))[0]
-            return found if cut is None else scope.taken(found, cut)
-        return scope.bind(equation, [scope.part(v, cut) for v in values])[0]
+    def make(ctx: PartitionContext, split: Split | None) -> Any:
+        if split is None or split.dim == dim:
+            full_array = ctx.bind(equation, list(map(ctx.replicate, values)))[0]
+            return full_array if split is None else ctx.slice_local(full_array, split)
+        return ctx.bind(equation, [ctx.shard(v, split) for v in values])[0]
 
-    found = Made(out.shape, out.dtype, make, all(map(is_fixed, values)))
-    scope.pieces[id(found)] = (found, values)
-    return found
+    lazy = LazyValue(out.shape, out.dtype, make, all(map(is_constant, values)))
+    ctx.concat_operands[id(lazy)] = (lazy, values)
+    return lazy
 
 
-def pad(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def pad(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Pad other dimensions than the split one."""
-    x, filling = scope.made(values[0]), values[1]
-    if not isinstance(x, Part) or any(equation.params["padding_config"][x.cut.dim]):
+    x, padding_value = ctx.evaluate_lazy(values[0]), values[1]
+    if not isinstance(x, ShardedValue) or any(equation.params["padding_config"][x.split.dim]):
         return None
-    return scope.parts(x.cut, equation, [x.x, scope.whole(filling)])
+    return ctx.bind_sharded(x.split, equation, [x.x, ctx.replicate(padding_value)])
 
 
-def split(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+def split_array(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Cut into pieces: along another dimension, or into whole blocks."""
     (x,), axis = values, equation.params["axis"]
-    if not isinstance(x, Part):
+    if not isinstance(x, ShardedValue):
         return None
-    if axis != x.cut.dim:
-        return [Part(piece, x.cut) for piece in scope.bind(equation, [x.x])]
-    block = scope.shape(x)[axis] // x.cut.outer
+    if axis != x.split.dim:
+        return [ShardedValue(section, x.split) for section in ctx.bind(equation, [x.x])]
+    block = ctx.shape(x)[axis] // x.split.blocks
     sizes = equation.params["sizes"]
     if any(size % block or not size for size in sizes):
         return None
-    here = tuple(size // scope.side.size for size in sizes)
-    pieces = scope.bind(equation, [x.x], sizes=here)
-    return [Part(p, Cut(axis, n // block)) for p, n in zip(pieces, sizes, strict=True)]
+    local_sizes = tuple(size // ctx.group.size for size in sizes)
+    sections = ctx.bind(equation, [x.x], sizes=local_sizes)
+    return [ShardedValue(p, Split(axis, n // block)) for p, n in zip(sections, sizes, strict=True)]
 
 
-def is_every_row(scope: Scope, value: object) -> bool:
+def is_iota(ctx: PartitionContext, value: object) -> bool:
     """Return whether a value is 0, 1, 2 … along its first dimension of some size, and that only."""
-    if not isinstance(value, Made) or not value.fixed:
+    if not isinstance(value, LazyValue) or not value.is_constant:
         return False
     with jax.ensure_compile_time_eval():
-        numbers = np.asarray(value.make(scope.inside(told=[]), None)).reshape(-1)
+        numbers = np.asarray(value.make(ctx.child(comms=[]), None)).reshape(-1)
     return bool((numbers == np.arange(numbers.size)).all())
