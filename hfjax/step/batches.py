@@ -118,7 +118,8 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, factor: Fraction 
     if not all(hasattr(x, "shape") for x in leaves):
         names = _type_names(x for x in leaves if not hasattr(x, "shape"))
         raise ValueError(
-            f"a batch is a pytree of arrays; found {names} in it. Convert lists first: np.asarray(…)."
+            f"a batch is a pytree of arrays; found {names} in it. Convert lists first: "
+            "np.asarray(…)."
         )
     if odd := _non_numeric_arrays(batch):
         raise ValueError(

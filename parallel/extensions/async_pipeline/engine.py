@@ -81,7 +81,7 @@ class AsyncPipelineEngine:
     def _stage(
         self, inputs: StepInputs, batch: Any, step: jax.Array, apply: Callable, redistributed: bool
     ) -> tuple:
-        """Return what a stage has after the last tick; `redistributed`: of one's own microbatches."""
+        """Return what a stage has after the last tick; `redistributed`: of its own microbatches."""
         context, ticks = self.engine.context, self.engine.ticks
         keys, statistics = context.keys(inputs.variables, num_examples(batch), step, redistributed)
         batch = context.slice_sequence(
