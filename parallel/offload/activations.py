@@ -300,6 +300,8 @@ class OffloadReport:
             )
         ratio = self.offload.ratio if self.offload else None
         ratio_text = "" if ratio is None else f" (asked: {ratio})"
-        sizes = f"{human(self.host_bytes)} of {human(self.total_bytes)}"
-        summary = f"{sizes} on the host: {self.ratio:.1%}{ratio_text}"
+        summary = (
+            f"{human(self.host_bytes)} of {human(self.total_bytes)} on the host: "
+            f"{self.ratio:.1%}{ratio_text}"
+        )
         return "\n".join([*align(lines, numbers=(1, 4, 5)), summary])

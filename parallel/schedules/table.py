@@ -200,8 +200,10 @@ def _missing_error(table: Table, task: Task, positions: dict[Task, tuple[int, in
     hint = f", after {table.task_name(before[0])} (marked)" if before else ""
     if after and not before:
         hint = f", before {table.task_name(after[0])} (marked)"
-    stage = table.stage_map[task.virtual][0]
-    message = f"{table.task_name(task)} is missing. Add it to stage {stage}{hint}."
+    message = (
+        f"{table.task_name(task)} is missing. Add it to stage "
+        f"{table.stage_map[task.virtual][0]}{hint}."
+    )
     return table_error(table, *positions[[*before, *after, *positions][0]], message)
 
 

@@ -78,7 +78,7 @@ class SequenceLayout:
         """Return how many positions that a device holds follow each other, from a multiple on.
 
         >>> [SequenceLayout(2, order).run_length(16) for order in ("zigzag", "contiguous")]
-        (4, 8)
+        [4, 8]
         """
         return math.gcd(length // self.chunks.size, length // self.devices)
 
@@ -86,7 +86,7 @@ class SequenceLayout:
         """Return how many groups before a group have keys that it may see.
 
         >>> [SequenceLayout(8, order).hops(64, window=9) for order in ("contiguous", "zigzag")]
-        (1, 7)
+        [1, 7]
         """
         if window is None or self.order == "zigzag":
             return self.ring_size - 1
