@@ -69,7 +69,7 @@ def main(epochs: int = 10) -> tuple[float, float]:
         accuracy = float(evaluate(state, unseen)["top1"])
         told = f"loss {losses[-1]:.4f}, {accuracy:.1%} of {HELD_OUT} are right"
         print(f"epoch {epoch + 1}: {told}", flush=True)
-    print(f"\n{step.rows}\n")
+    print(f"\n{step.batch_comms}\n")
 
     one, state = trainer(hfjax.make_mesh(devices=jax.devices()[:1]), hfjax.DDP, steps)
     of_one = []
