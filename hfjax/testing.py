@@ -1,4 +1,4 @@
-"""The equivalence kit: every strategy trains your model as one device does, or you learn where."""
+"""The equivalence kit: tests that every strategy trains your model as one device does."""
 
 import math
 import sys
@@ -51,13 +51,14 @@ Sizes = Mapping[str, int]
 def strategies(
     devices: int, tensor: bool = True, of_parts: Collection[str] = ()
 ) -> dict[str, tuple[Any, ...]]:
-    """Return {name: (strategy, mesh sizes)}: each strategy and combination for so many devices.
+    """Return {name: (strategy, mesh sizes)}: each strategy and combination for this many devices.
 
     Args:
         devices: How many, for instance a power of two.
-        tensor: Whether to include strategies that split layers over tensor.
-        of_parts: Which to include of those that ask more of a model: "PIPE", "CONTEXT", "EXPERT",
-            "GRID". PIPE comes with fields of its execution: (strategy, mesh sizes, fields).
+        tensor: Whether to include strategies that shard layers over tensor.
+        of_parts: Which to include of those that require more of a model: "PIPE", "CONTEXT",
+            "EXPERT", "GRID". PIPE comes with fields of its execution: (strategy, mesh sizes,
+            fields).
 
     Example:
         >>> from hfjax.testing import strategies
@@ -66,7 +67,7 @@ def strategies(
     """
     half, four = devices // 2, 4 if devices % 4 == 0 else 2
     cases: dict[str, tuple[Any, ...]] = {"DDP": (DDP, {"data": devices})}
-    if devices > 1:  # alone, a device has nothing to split
+    if devices > 1:  # a single device has nothing to shard
         cases["ZERO1"] = (ZERO1, {"data": devices})
         cases["ZERO2"] = (ZERO2, {"data": devices})
         cases["FSDP"] = (FSDP, {"fsdp": devices})
@@ -97,32 +98,32 @@ ONE_F_ONE_B = {"schedule": Schedule("1f1b", microbatches=2), "accumulate": 1}
 
 
 class TrainResult(NamedTuple):
-    """What a few steps left behind, in host memory."""
+    """The results of a few steps, in host memory."""
 
     losses: list[float]
     gradients: dict[str, np.ndarray]  # of the first step
     parameters: dict[str, np.ndarray]  # after the last step
-    variables: dict[str, np.ndarray]  # after each step, by path and step, but for random keys
+    variables: dict[str, np.ndarray]  # after each step, by path and step, except random keys
     metrics: dict[str, np.ndarray]  # of the loss, by name and step
-    batch_comms: str = ""  # where rows meet
+    batch_comms: str = ""  # cross-example operations
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, whatever the strategy."""
+    """What is trained, independent of the strategy."""
 
     model_init: Callable
     loss: Callable
     batch: Any
     optimizer: optax.GradientTransformation
     steps: int
-    options: Mapping[str, Any]  # of layout
+    options: Mapping[str, Any]  # of `hfjax.layout`
     execution: Mapping[str, Any]
 
     def run(
         self, strategy: Strategy, sizes: Sizes, execution: Mapping[str, Any] | None = None
     ) -> TrainResult:
-        """Return what training under a strategy leaves; checks where everything lies."""
+        """Return the results of training under a strategy; check the sharding of everything."""
         mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
         recording = optax.chain(record_gradients(), self.optimizer)
         case_layout = layout(self.model_init, recording, mesh, strategy, **self.options)
@@ -141,9 +142,9 @@ class Case:
         return TrainResult(*outcome, batch_comms=str(step.batch_comms))
 
     def run_plain(self) -> TrainResult | None:
-        """Return what a loop of plain JAX and optax leaves on one device: no data plane is in it.
+        """Return the results of a plain JAX and optax loop on one device, without an engine.
 
-        None where `precision` rounds, and for a model in three parts that cannot be called.
+        None where `precision` rounds, and for a layer-stack model that cannot be called.
         """
         one_device = make_mesh(devices=jax.devices()[:1])
         case_layout = layout(self.model_init, self.optimizer, one_device, DDP, **self.options)
@@ -157,7 +158,7 @@ class Case:
 
 
 def train_plain(case: Case, case_layout: Layout) -> TrainResult:
-    """Return what a loop of plain JAX and optax leaves, from the parameters of `hfjax.init`.
+    """Return the results of a plain JAX and optax loop, from the parameters of `hfjax.init`.
 
     Random keys are those of a step on one device: the same masks.
     """
@@ -171,7 +172,7 @@ def train_plain(case: Case, case_layout: Layout) -> TrainResult:
         {},
     )
     specs: dict[str, Any] = {"in_specs": P(), "out_specs": P(), "check_vma": False}
-    # Axes that a model names are bound, each of one device.
+    # Axes that a model names are bound, each with one device.
     step = jax.jit(jax.shard_map(PlainStep(case, case_layout), mesh=case_layout.mesh, **specs))
     for number in range(case.steps):
         inputs = parameters, variables, optimizer_state, np.int32(number)
@@ -218,12 +219,12 @@ class PlainStep:
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches a step has."""
+        """The number of microbatches of a step."""
         return self.case.execution.get("accumulate", 1)
 
     @property
     def microbatch_size(self) -> int:
-        """How many rows a microbatch has."""
+        """The number of examples of a microbatch."""
         return jax.tree.leaves(self.case.batch)[0].shape[0] // self.num_microbatches
 
     def _slice(self, x: Any, microbatch: int) -> Any:
@@ -232,7 +233,7 @@ class PlainStep:
     def _loss(
         self, parameters: Flat, variables: Flat, number: jax.Array, microbatch: int
     ) -> tuple[jax.Array, tuple[Mean, jax.Array, Flat]]:
-        """Return the loss of a microbatch; its Mean, its weight, and what variables hold after."""
+        """Return the loss of a microbatch; its Mean, its weight, and the variables afterwards."""
         template = self.case_layout.template
         batch = jax.tree.map(lambda x: self._slice(x, microbatch), self.case.batch)
         values = {
@@ -249,7 +250,7 @@ class PlainStep:
         return mean.total / weight, (mean, weight, statistics)
 
     def _variable(self, path: str, x: jax.Array, number: jax.Array, microbatch: int) -> jax.Array:
-        """Return what a variable holds for a microbatch: its rows, or random keys of its own."""
+        """Return a variable for a microbatch: its examples, or random keys of its own."""
         variable = self.case_layout.template.variables[path]
         if is_random(variable):
             return derive_keys(
@@ -275,7 +276,7 @@ class PlainStep:
 
 
 def _host_variables(variables: Flat, number: int) -> dict[str, np.ndarray]:
-    """Return variables in host memory after a step, by path and step, but for random keys."""
+    """Return variables in host memory after a step, by path and step, except random keys."""
     arrays = full({path: x for path, x in variables.items() if not is_random_key(x)})
     return {f"{path} after step {number}": x for path, x in arrays.items()}
 
@@ -291,7 +292,7 @@ def _metrics_by_step(metrics_log: list[dict[str, Any]]) -> dict[str, np.ndarray]
 
 
 def record_gradients() -> optax.GradientTransformation:
-    """Return a transformation whose state is the last gradient: placed as any moment is."""
+    """Return a transformation whose state is the last gradient: sharded as optimizer state is."""
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
     return optax.GradientTransformation(
         zeros, lambda updates, state, params=None: (updates, updates)
@@ -299,7 +300,7 @@ def record_gradients() -> optax.GradientTransformation:
 
 
 def _check_placement(case_layout: Layout, state: Any) -> None:
-    """Raise unless every array of the state lies where the layout says."""
+    """Raise unless every array of the state is placed as the layout says."""
 
     def check(keys: tuple, x: jax.Array, sharding: NamedSharding) -> None:
         memory_kind, memory = x.sharding.memory_kind, sharding.memory_kind
@@ -327,18 +328,18 @@ def assert_strategies_agree(
 
     Compared are the losses and their metrics, the gradients of the first step, parameters after the
     last (both relative to the norm of the whole tree), variables after each step (whole numbers
-    exactly), and the place of every array. Float64 parameters must agree to 1e-9, others to 1e-5.
-    One device is compared with a loop of plain JAX and optax as well, to 1e-4, unless `precision`
+    exactly), and the placement of every array. Float64 parameters must agree to 1e-9, others to
+    1e-5. One device is also compared with a plain JAX and optax loop, to 1e-4, unless `precision`
     rounds or the model cannot be called.
-    Standard error has a line for each strategy as it goes.
+    A line for each strategy is printed to standard error as it goes.
 
     Args:
         model_init: Function of rngs that returns the model, as `hfjax.layout` takes it.
         loss: Function of (outputs, batch), as `hfjax.train_step` takes it.
-        batch: One batch, which every step is given.
+        batch: One batch, used in every step.
         strategies: {name: (strategy, mesh sizes)}, or with fields of its own execution:
             {"1F1B": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}. None: each that the
-            model can have on the devices that are here, with every array split however small. What
+            model supports on the available devices, with every array sharded however small. What
             is left out then, and why, is printed.
         optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
             amplifies rounding where a gradient is truly zero.
@@ -383,7 +384,7 @@ def assert_strategies_agree(
 
 
 def _is_refusal(error: ValueError) -> bool:
-    """Return whether a check of hfjax raised it; what JAX says in hfjax's words is no refusal."""
+    """Return whether a check of hfjax raised it; an explained error of JAX is no refusal."""
     module_name = raising_module(error)
     return module_name.startswith("hfjax.") and module_name != "hfjax.checks.jax_errors"
 
@@ -397,7 +398,7 @@ class _Line:
 
 @contextmanager
 def _progress_line(title: str, result: str = "equal") -> Iterator[_Line]:
-    """Say on standard error what is trained, and at the end the result and how long it took."""
+    """Print to standard error what is trained, then the result and how long it took."""
     line, start = _Line(result), time.monotonic()
     if not speaks():
         yield line
@@ -449,7 +450,7 @@ def _check_reference(case: Case, run: TrainResult) -> None:
 def default_cases(
     model_init: Callable, of_layout: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the strategies that a model can have on the devices here; print what is left out.
+    """Return the strategies that a model supports on the devices here; print what is left out.
 
     Args:
         model_init: Function of rngs that returns the model.
@@ -480,7 +481,7 @@ def default_cases(
 
 
 def _compare_fields(run: TrainResult, reference: TrainResult) -> Iterator[tuple[str, float, str]]:
-    """Yield what is compared, how far it is apart, and both values where they are numbers."""
+    """Yield what is compared, the difference, and both values where they are numbers."""
     for number, pair in enumerate(zip(run.losses, reference.losses, strict=True)):
         yield f"loss of step {number}", abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-30), ""
     for kind, arrays, expected in (
@@ -498,10 +499,10 @@ def _compare_fields(run: TrainResult, reference: TrainResult) -> Iterator[tuple[
 
 
 def _relative_difference(actual: np.ndarray, expected: np.ndarray) -> tuple[float, str]:
-    """Return how far two arrays are apart, relative to the norm of one, and what they are."""
-    is_integer = np.issubdtype(expected.dtype, np.integer)  # a count: it is the same, or it is not
+    """Return the difference of two arrays, relative to the norm of one, and their values."""
+    is_integer = np.issubdtype(expected.dtype, np.integer)  # a count: it is equal or not
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    is_equal = actual == expected  # infinities among them
+    is_equal = actual == expected  # infinities included
     distance = float(
         np.linalg.norm(np.where(is_equal, 0, actual - np.where(is_equal, 0, expected)))
     )

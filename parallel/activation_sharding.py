@@ -1,6 +1,6 @@
-"""Where activations lie: the `place` that a layout hands to every module that asks for it.
+"""Sharding of activations: the `place` that a layout gives to modules that ask for it.
 
-`hand` (adapters/model_template.py) puts it in place of a module's `anywhere` (models/layers.py).
+`inject` (adapters/model_template.py) replaces a module's `no_constraint` (models/layers.py) by it.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ Names = tuple[str | None, ...]  # of an activation's dimensions
 
 @dataclass(frozen=True, eq=False)
 class Placer:
-    """Puts an activation where the strategy's rules say; one on each mesh and strategy."""
+    """Constrains activations by the strategy's rules; one for each mesh and strategy."""
 
     mesh: Mesh
     strategy: Strategy
 
     def __call__(self, x: jax.Array, names: Names, gradient: Names | None = None) -> jax.Array:
-        """Return x, placed; `gradient` names where its gradient lies (None: where x does)."""
+        """Return x, constrained; `gradient` names its gradient's dimensions (None: those of x)."""
         return _constrain(self, names, gradient, x) if auto_axes(self.mesh) else x
 
     def axes(self, name: str | None) -> Axes:
-        """Return the tensor axes that split a named dimension of activations."""
+        """Return the tensor axes that shard a named dimension of activations."""
         axes = self.strategy.activations.get(name or "", ())
         return tuple(axis for axis in auto_axes(self.mesh) if axis in axes)
 

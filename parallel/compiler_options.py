@@ -1,4 +1,4 @@
-"""What XLA is told when it compiles a step for a GPU: named sets of options, each one measured.
+"""XLA options for compiling a step on GPUs: named presets, each one measured.
 
 Measured by `python -m benchmarks.ahead_of_time` (benchmarks/results/ahead_of_time.md), which
 compiles GPT-2 medium for 8 H200s and counts the collective bytes that run under a matmul.
@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-GPU = ("gpu", "cuda")  # jax says gpu of a device, and cuda of a platform to lower for
+GPU = ("gpu", "cuda")  # jax calls a device gpu, and a platform to lower for cuda
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-RENAMED = (0, 11, 1)  # from this jax on the switches of pipelining have other names and values
+RENAMED = (0, 11, 1)  # from this jax on the pipelining options have other names and values
 
 
 def _overlap() -> dict[str, Any]:
-    """Return options that run the collectives of one turn of a loop beside the next turn.
+    """Return options that overlap a loop iteration's collectives with the next iteration.
 
-    The gather of the next layer's parameters, the reduction of the last layer's gradients.
+    The all-gather of the next layer's parameters, the reduction of the last layer's gradients.
     """
     if jax.__version_info__ < RENAMED:
         return {f"xla_gpu_enable_pipelined_{kind}": True for kind in COLLECTIVES}
@@ -28,10 +28,10 @@ def _overlap() -> dict[str, Any]:
 
 
 def _tensor_overlap() -> dict[str, Any]:
-    """Return options that leave apart what a layer does with one part of the rows and another."""
+    """Return options that keep a layer's operations on different batch chunks apart."""
     uncombined = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in COLLECTIVES}
     return uncombined | {
-        "xla_gpu_dot_merger_threshold_mb": 0,  # products of two parts become one
+        "xla_gpu_dot_merger_threshold_mb": 0,  # else matmuls of two chunks become one
         "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
     }
 
@@ -39,24 +39,24 @@ def _tensor_overlap() -> dict[str, Any]:
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "overlap": _overlap(),
-    # Also lets two collectives be under way at once.
+    # Also lets two collectives run at the same time.
     "overlap_two": _overlap() | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
     "split_rows": _tensor_overlap(),
 }
 
-# From this jax on nobody has looked yet: names of options change.
+# Not tried from this jax on: names of options change.
 NOT_TRIED = (0, 13)
 
 
 def cpu_options(devices: int) -> dict[str, Any]:
-    """Return what programs for CPU devices need: no number more exact than it is written.
+    """Return the options that CPU programs need: first, no more precision than is written.
 
-    XLA:CPU computes bfloat16 in float32, and leaves roundings out as it fuses: others in a program
+    XLA:CPU computes bfloat16 in float32, and skips roundings as it fuses: others in a program
     for one device than in that for many, whose routers then choose other experts.
 
-    And one thread for each of several devices. With more, XLA runs independent parts of a program
-    at once, each device in an order of its own, and a collective may meet another one: seen in a
-    pipeline beside FSDP and data, whose losses were wrong in one step of five, or which hung.
+    Second, one thread per device if there are several. With more, XLA runs independent operations
+    concurrently, in a different order on each device, and collectives may be mismatched: seen in a
+    pipeline with FSDP and data, whose losses were wrong in one step of five, or which hung.
 
     >>> cpu_options(1)
     {'xla_allow_excess_precision': False}
@@ -70,9 +70,9 @@ def cpu_options(devices: int) -> dict[str, Any]:
 
 
 def best_preset(gathered: bool, tensor: bool, with_chunks: bool = False) -> str:
-    """Return what was measured best where parameters are gathered, or split over tensor.
+    """Return the preset measured best where parameters are gathered, or sharded over tensor.
 
-    Or where layers run on parts of the rows (benchmarks/results/ahead_of_time.md: halves).
+    Or where layers run on chunks of the batch (benchmarks/results/ahead_of_time.md: halves).
 
     >>> best_preset(gathered=True, tensor=False), best_preset(gathered=False, tensor=False)
     ('overlap_two', 'default')
@@ -86,26 +86,26 @@ def best_preset(gathered: bool, tensor: bool, with_chunks: bool = False) -> str:
 
 DISABLED = "xla_disable_hlo_passes"
 
-# Parameters that come from the host: as many copies at once as a layer has arrays. XLA's own limit
-# is two, so that all but two have arrived before the layer's first matmul begins.
+# Parameters in host memory: as many concurrent copies as a layer has arrays. XLA's own limit is
+# two, so that all but two have arrived before the layer's first matmul begins.
 _PARAMETERS = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 
-# Before this jax a loop that counts down reads what lies on the host in the wrong order, and its
-# gradients are wrong: openxla/xla #46231, seen in programs compiled for an H200. Without
-# this pass rows are read by a kernel, which is told the right number.
+# Before this jax a loop that counts down reads host memory in the wrong order, and its gradients
+# are wrong: openxla/xla #46231, seen in programs compiled for an H200. Without this pass a kernel
+# reads the slices, by the right index.
 COUNTS_DOWN = (0, 11, 1)
 _COUNTING = {} if jax.__version_info__ >= COUNTS_DOWN else {DISABLED: "dynamic-slice-annotator"}
 
 
 def host_options(platform: str, parameters: bool = False) -> dict[str, Any]:
-    """Return what a program needs that keeps arrays on the host, also parameters or not."""
+    """Return the options of a program with arrays in host memory, also `parameters` or not."""
     if platform not in GPU:
         return {}
     return _COUNTING | (_PARAMETERS if parameters else {})
 
 
 def merge_options(*option_sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of which the last has the last word; passes that any disables are disabled.
+    """Return the merged options: later ones win; passes that any of them disables are disabled.
 
     >>> merge_options({DISABLED: "a"}, {DISABLED: "b"}, {"xla_gpu_autotune_level": 0})
     {'xla_disable_hlo_passes': 'a,b', 'xla_gpu_autotune_level': 0}
@@ -128,9 +128,9 @@ def check_options(options: Any) -> None:
 
 
 def compiler_options(options: str | Mapping[str, Any], platform: str) -> dict[str, Any]:
-    """Return the options to compile with on this platform: of a preset, {} where it is no GPU.
+    """Return the options to compile with on this platform; a preset gives {} where it is no GPU.
 
-    A dictionary keeps what is not named xla_gpu_… on other platforms.
+    On other platforms a dictionary keeps options that are not named xla_gpu_…
 
     >>> compiler_options("overlap", "cpu")
     {}

@@ -1,4 +1,4 @@
-"""How a step runs. Nothing here says where a tensor lives: that is the strategy's."""
+"""How a step runs. Where tensors are placed is up to the strategy."""
 
 import math
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ COUNTS = {"accumulate": "microbatches", "split_rows": "parts", "patience": "step
 
 @runtime_checkable
 class PipelineSchedule(Protocol):
-    """What a step asks of its `hfjax.Schedule` (schedules/named.py)."""
+    """What a step needs of its `hfjax.Schedule` (schedules/named.py)."""
 
     @property
     def name(self) -> str: ...
@@ -42,12 +42,12 @@ class PipelineSchedule(Protocol):
         ...
 
     def versions(self, stages: int) -> Versions | None:
-        """Return which version of the weights each task uses; None: one."""
+        """Return which version of the weights each task uses; None: only one."""
         ...
 
 
 def guard(on_nonfinite: str, finite: Any, new: Any, old: Any) -> Any:
-    """Return the new arrays; where a step is not finite the old ones, unless it is applied."""
+    """Return the new arrays; if a step is not finite the old ones, unless it is applied."""
     if on_nonfinite == "apply":
         return new
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
@@ -56,33 +56,33 @@ def guard(on_nonfinite: str, finite: Any, new: Any, old: Any) -> Any:
 @strict_fields
 @dataclass(frozen=True)
 class Execution:
-    """How a training step runs; `train_step` takes these fields as keywords, also as words.
+    """How a training step runs; `train_step` takes these fields as keywords, also as strings.
 
     Attributes:
-        accumulate: Microbatches of a step; gradients are reduced as the strategy says.
+        accumulate: Microbatches per step; gradients are reduced as the strategy says.
         schedule: A `hfjax.Schedule` of a pipeline; it splits each microbatch again.
         clip: Greatest global norm of the gradient. None, or infinity: it is not clipped.
-        precision: A `hfjax.Precision`, a word (stored, fp32, bf16, fp16, fp64), or by path:
+        precision: A `hfjax.Precision`, a name (stored, fp32, bf16, fp16, fp64), or by path:
             {"*": "bf16", "*norm*": "fp32"}, `hfjax.PrecisionByPath`.
-        remat: What layers compute again: none, full, dots, names:…, every:k, group:k, except_last;
+        remat: What layers recompute: none, full, dots, names:…, every:k, group:k, except_last;
             a `hfjax.Remat`, or a policy of jax.
-        offload: What of their activations waits on the host: a fraction, dots, names:…, or a
-            `hfjax.Offload`. None: nothing.
+        offload: Which of their activations go to host memory: a fraction, dots, names:…, or a
+            `hfjax.Offload`. None: none.
         reshard_after_forward: Whether to drop gathered parameters after use and gather them again.
-        reduction: flat, or hierarchical: axis by axis, in a node first.
-        optimizer_in_backward: Whether to update each layer as soon as its gradient is there, so
+        reduction: flat, or hierarchical: axis by axis, within a node first.
+        optimizer_in_backward: Whether to update each layer as soon as its gradient is ready, so
             that about one layer's gradients exist at a time. docs/combinations.md says what it
             excludes.
-        context: How devices that share rows work together: auto, ring, allgather, ulysses, or a
-            `hfjax.Context`.
+        context: How devices that share sequences work together: auto, ring, allgather, ulysses, or
+            a `hfjax.Context`.
         dispatch: How tokens get to experts on other devices: auto (what sends the fewest bytes),
             all_to_all, gather.
-        kernels: auto, pallas, xla, reference; or {kernel: word}.
-        unroll: Layers per turn of a loop over them; True: no loop. None: as measured per backend.
-        split_rows: Parts of a device's rows that go through each layer one after the other: while
-            the collectives over tensor of one are under way, products of another run.
-        rows: What rows model and loss see: all (those of all devices, as on one), strict (the same,
-            and what no rule runs on parts is refused), own (those of each device).
+        kernels: auto, pallas, xla, reference; or {kernel: one of these}.
+        unroll: Layers per loop iteration; True: no loop. None: as measured per backend.
+        split_rows: Chunks of a device's batch that go through each layer one after the other: while
+            the collectives over tensor of one are in flight, matmuls of another run.
+        rows: Which examples model and loss see: all (the global batch, as on one device), strict
+            (the same, and operations without a rule are refused), own (those of each device).
         nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three
             calls later), skip (leave it, warn, go on), apply (update, raise).
         patience: Under skip: after how many such steps in a row to raise.
@@ -103,8 +103,8 @@ class Execution:
     remat: Remat = Remat("none")
     offload: Offload | None = None
     reshard_after_forward: bool = True
-    # Hierarchical: what stays whole is scattered over fsdp, added over data, gathered over fsdp;
-    # what is scattered is so over fsdp, then over data.
+    # Hierarchical: unsharded gradients are reduce-scattered over fsdp, all-reduced over data,
+    # all-gathered over fsdp; sharded ones are reduce-scattered over fsdp, then over data.
     reduction: str = "flat"
     optimizer_in_backward: bool = False
     context: Context = Context()
@@ -155,7 +155,7 @@ class Execution:
             if not is_int(value := getattr(self, name)):
                 raise ValueError(f"{name}={value!r}: a positive number of {unit}.")
         if (clip := self.clip) is not None:
-            if not is_real(clip, 2**-126, math.inf):  # from what float32 has in full
+            if not is_real(clip, 2**-126, math.inf):  # from the least normal float32
                 raise ValueError(f"clip={clip!r}: a positive norm, or None for no clipping.")
             object.__setattr__(self, "clip", None if clip == math.inf else float(clip))
         unroll = self.unroll

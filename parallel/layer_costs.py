@@ -1,4 +1,4 @@
-"""What each layer of a list costs, so that stages can be given equal shares."""
+"""Costs of the layers of a list, so that stages can be given equal shares."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-# Equations that only move numbers.
+# Equations that only move data.
 _MOVES = (
     "reshape",
     "transpose",
@@ -24,7 +24,7 @@ _MOVES = (
 
 
 def parameter_costs(layers: Sequence[Any]) -> list[int]:
-    """Return the bytes of each layer's parameters (modules, on arrays or shapes; functions).
+    """Return the bytes of each layer's parameters (modules of arrays or shapes; functions).
 
     >>> parameter_costs([nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.relu])
     [160, 0]
@@ -38,11 +38,11 @@ def _bytes(layer: nnx.Module) -> int:
 
 
 def flop_costs(layers: Sequence[Any], x: Any, give: str = "an example") -> list[int]:
-    """Return the floating-point operations of each layer's forward pass, the first one on `x`.
+    """Return the floating-point operations of each layer's forward pass; `x` enters the first.
 
     Shapes suffice; `give` says how to give them. Backward passes cost a multiple of that, the same
-    for all but cheap layers. Counted in the traced program, nothing is compiled: turns of loops are
-    multiplied out, a branch costs its dearest side, and what a custom call does is not seen.
+    for all but cheap layers. Counted in the jaxpr, without compiling: each loop iteration counts, a
+    conditional costs its most expensive branch, and the inside of a custom call is not seen.
 
     >>> flop_costs([nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0)), nnx.relu], jnp.ones((2, 4)))
     [128, 16]
@@ -56,12 +56,12 @@ def flop_costs(layers: Sequence[Any], x: Any, give: str = "an example") -> list[
 
 
 def output_shapes(layers: Sequence[Any], x: Any) -> list[Any]:
-    """Return the shapes and dtypes of what each layer hands on, the first one given `x`."""
+    """Return the shapes and dtypes of each layer's output; `x` enters the first."""
     return [shape for _, shape in _trace_layers(layers, x)]
 
 
 def _trace_layers(layers: Sequence[Any], x: Any) -> Iterator[tuple[Jaxpr, Any]]:
-    """Yield the program of each layer, and the shapes and dtypes of what it hands on."""
+    """Yield the jaxpr of each layer, and the shapes and dtypes of its output."""
     for layer in layers:
         function, arrays = _as_function(layer)
         traced, x = jax.make_jaxpr(function, return_shape=True)(arrays, x)
@@ -92,7 +92,7 @@ def _equation_flops(equation: Any) -> int:
     inner = [_flops(jaxpr) for jaxpr in _sub_jaxprs(params)]
     if not inner:
         floats = (v.aval for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
-        return 0 if name in _MOVES else sum(x.size for x in floats)  # what arithmetic made
+        return 0 if name in _MOVES else sum(x.size for x in floats)  # results of arithmetic
     if name == "cond":
         return max(inner)
     return sum(inner) * params.get("length", 1)

@@ -1,4 +1,4 @@
-"""Which layers lie where: the order in which the stages of a pipeline store them."""
+"""Placement of layers: the order in which the stages of a pipeline store them."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ Homes = Sequence[tuple[int, int]]  # virtual stage -> (stage, chunk)
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """The number of the layer in each place, [stages, chunks, units]; -1: an empty place.
+    """The number of the layer in each slot, [stages, chunks, units]; -1: an empty slot.
 
-    Stored arrays have one row per place, stage by stage. With as many layers on each stage and
+    Stored arrays have one entry per slot, stage by stage. With as many layers on each stage and
     one chunk these are the model's own arrays.
     """
 
@@ -24,12 +24,12 @@ class Arrangement:
 
     @cached_property
     def stored_order(self) -> np.ndarray:
-        """The layer of each stored row."""
+        """The layer of each stored entry."""
         return self.order.reshape(-1)
 
     @cached_property
     def storage_index(self) -> np.ndarray:
-        """The stored row of each layer."""
+        """The stored entry of each layer."""
         return np.argsort(
             np.where(self.stored_order < 0, self.stored_order.size, self.stored_order)
         )[: self.layers]
@@ -41,7 +41,7 @@ class Arrangement:
 
     @cached_property
     def virtual(self) -> np.ndarray:
-        """The virtual stage in each place, [stages, chunks], counted in the model's order."""
+        """The virtual stage of each chunk, [stages, chunks], counted in the model's order."""
         first = self.order[:, :, 0]
         return np.argsort(np.argsort(first, axis=None)).reshape(first.shape)
 
@@ -61,7 +61,7 @@ class Arrangement:
         return [[int(n) for n in self.order[home] if n >= 0] for home in self.homes]
 
     def store(self, array: jax.Array, dim: int = 0) -> jax.Array:
-        """Return the rows as they are stored; empty places hold zeros."""
+        """Return stacked layers in stored order; empty slots hold zeros."""
         out = jnp.take(array, np.maximum(self.stored_order, 0), axis=dim)
         occupied = (self.stored_order >= 0).reshape(-1, *(1,) * (array.ndim - dim - 1))
         return out if occupied.all() else jnp.where(occupied, out, jnp.zeros((), array.dtype))
@@ -72,7 +72,7 @@ class Arrangement:
 
 
 def arrange(counts: Sequence[int], homes: Homes) -> Arrangement:
-    """Return where layers lie of which each virtual stage has so many, in the model's order.
+    """Return the arrangement with `counts[g]` layers on virtual stage g, in the model's order.
 
     >>> arrange([2, 1], [(0, 0), (1, 0)]).order.tolist()
     [[[0, 1]], [[2, -1]]]
@@ -109,7 +109,7 @@ def layer_counts(layers: int, virtual: int, balance: str | Sequence[int] = "even
 
 
 def balance_layers(costs: Sequence[float], virtual: int) -> list[int]:
-    """Return how many layers each part has so that the dearest part is as cheap as can be.
+    """Return the layer counts that minimize the cost of the most expensive virtual stage.
 
     >>> balance_layers([1, 1, 1, 3, 3], 3)
     [3, 1, 1]

@@ -1,4 +1,4 @@
-"""Making a mesh: of all axes, of the devices and processes that are here."""
+"""Make a mesh: with all axes, from the devices and processes that exist."""
 
 import math
 import warnings
@@ -18,7 +18,7 @@ from hfjax.utils.read_files import brief
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """Return a mesh with every axis of `AXES`: pipe, data, fsdp, expert, context, row, tensor.
 
-    It is of the first devices; where some are left over, a warning says so.
+    It takes the first devices, and warns if some are left over.
 
     Args:
         devices: The devices to take, in order. None: `jax.devices()`.
@@ -64,7 +64,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
 
 
 def _check_devices(devices: list[Any]) -> None:
-    """Refuse what is no device, and one that is there twice: it would be two parts of a mesh."""
+    """Refuse what is no device, and a device listed twice, which the mesh would have twice."""
     if other := [device for device in devices if not hasattr(device, "platform")]:
         raise ValueError(
             f"make_mesh(devices={brief(other)}): devices are expected, as jax.devices() lists them."
@@ -78,7 +78,7 @@ def _check_devices(devices: list[Any]) -> None:
 
 
 def check_processes(mesh: Mesh) -> None:
-    """Refuse, in all processes, a mesh for all of them that has no device of some."""
+    """Refuse, in all processes, a mesh for all of them that lacks devices of some."""
     participants = {device.process_index for device in mesh.devices.flat}
     if out := [
         str(process) for process in range(jax.process_count()) if process not in participants
@@ -141,11 +141,11 @@ def _infer(shape: dict[str, int], n_devices: int) -> dict[str, int]:
 
 
 def grid_2d(row: int, tensor: int) -> dict[str, Any]:
-    """Return the sizes of a grid in two dimensions: weights are split over both, not gathered.
+    """Return the axis sizes of a 2D grid: weights are sharded over both axes, not gathered.
 
     Args:
-        row: Over how many devices the residual stream is split along its width.
-        tensor: Over how many devices heads, the MLP and the vocabulary are split.
+        row: How many devices shard the residual stream along its width.
+        tensor: How many devices shard heads, the MLP and the vocabulary.
 
     Example:
         >>> import hfjax

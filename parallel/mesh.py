@@ -1,8 +1,8 @@
 """The mesh: always the same named axes, from the slowest link to the fastest; size 1 means off.
 
 `MEANING` says what an axis is for. Batches, placement, gathers, reductions, random keys and checks
-derive what they do from it: to the engine a new axis is one line there. tests/extra_axes.py has
-four with all that trains on them. What a user sees does not follow by itself: CONTRIBUTING.md.
+derive what they do from it: to the engine a new axis is one line there. tests/extra_axes.py trains
+on four such axes. What users see does not follow by itself: CONTRIBUTING.md.
 """
 
 import math
@@ -15,24 +15,24 @@ from jax.sharding import Mesh
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 EXPERTS = "experts"  # the dimension that stacks the experts of a layer: tokens go to them
-ANY = "*"  # whatever a dimension is called
-KEEP_SHARDED = "keep_sharded"  # how a module marks a parameter of which it takes the pieces
+ANY = "*"  # any name of a dimension
+KEEP_SHARDED = "keep_sharded"  # a module's mark on a parameter of which it takes the shards
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a mesh axis does. One that does nothing yet has to be of size 1.
+    """What a mesh axis does. An axis that does nothing must have size 1.
 
     Attributes:
-        batch: It splits the rows of a batch. Gradients are summed over it, and a parameter that it
-            splits is gathered when it is read.
-        sequence: Its devices share rows: each computes with positions of its own. Gradients are
+        batch: It shards the batch dimension. Gradients are summed over it, and a parameter that it
+            shards is gathered when it is read.
+        sequence: It shards sequences: each device computes with positions of its own. Gradients are
             summed over it too.
-        keeps_sharded: The logical name of a dimension, or `ANY`. Parameters that the axis splits
-            along it are never gathered: the computation goes to the pieces, as microbatches go to a
-            stage's layers and tokens to experts. Other parameters are not concerned. Over an axis
-            of rows only those stay that their module marks (`KEEP_SHARDED`), since it takes pieces,
-            within `own_rows`; all others are gathered when they are read, as over any axis of rows.
+        keeps_sharded: The logical name of a dimension, or `ANY`. Parameters that the axis shards
+            along it are never gathered: the computation goes to the shards, as microbatches go to a
+            stage's layers and tokens to experts. Other parameters are unaffected. Over a batch axis
+            only those stay sharded that their module marks (`KEEP_SHARDED`), since it takes shards,
+            within `own_rows`; all others are gathered when they are read, as over any batch axis.
         auto: XLA's partitioner derives the collectives over it. Those over all other axes
             are written in our source, and so are these on a grid (`meanings`).
     """
@@ -44,8 +44,8 @@ class Axis:
 
 
 # In the order of the links, from the slowest to the fastest: the axis that sends most comes last. A
-# new axis of rows goes before fsdp: the last axis of rows in use, expert or fsdp, is taken to lie
-# within a node (reduction="hierarchical"). ZERO1 and ZERO2 then split over it too, but a model's or
+# new batch axis goes before fsdp: the last batch axis in use, expert or fsdp, is assumed to be
+# within a node (reduction="hierarchical"). ZERO1 and ZERO2 then shard over it too, but a model's or
 # loss's own psum(..., ("data", "fsdp")) misses it. The partitioner's axes come after all others.
 MEANING: Mapping[str, Axis] = {
     "pipe": Axis(keeps_sharded=STACK),
@@ -63,7 +63,7 @@ def _axes(predicate: Callable[[Axis], bool]) -> tuple[str, ...]:
 
 
 def keeps_sharded(axis: str, dimension: str | None, takes_shards: bool = True) -> bool:
-    """Return whether an axis keeps a dimension of this name split where it is read."""
+    """Return whether an axis keeps a dimension of this name sharded where it is read."""
     meaning = MEANING[axis]
     if meaning.auto or meaning.keeps_sharded == ANY:
         return True
@@ -71,9 +71,9 @@ def keeps_sharded(axis: str, dimension: str | None, takes_shards: bool = True) -
 
 
 def keeps_sharded_by_name(axis: str, dimension: str | None, takes_shards: bool = True) -> bool:
-    """Return whether it does so because the dimension has this name.
+    """Return whether an axis keeps a dimension sharded because of this name.
 
-    `takes_shards` says whether the module of the parameter takes pieces of it.
+    `takes_shards` says whether the module of the parameter takes shards of it.
     """
     meaning = MEANING[axis]
     return (
@@ -84,8 +84,8 @@ def keeps_sharded_by_name(axis: str, dimension: str | None, takes_shards: bool =
 
 
 AXES = tuple(MEANING)
-PIPE_AXIS = "pipe"  # that of the stages of a pipeline
-ROW_AXIS, COLUMN_AXIS = "row", "tensor"  # of a grid of tensor parallelism
+PIPE_AXIS = "pipe"  # over the stages of a pipeline
+ROW_AXIS, COLUMN_AXIS = "row", "tensor"  # of a tensor-parallel grid
 BATCH_AXES = _axes(lambda axis: axis.batch)
 SEQUENCE_AXES = _axes(lambda axis: axis.sequence)
 EXPERT_AXES = _axes(lambda axis: axis.keeps_sharded == EXPERTS)
@@ -94,7 +94,7 @@ DATA_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own p
 
 
 def platform_of(mesh: Mesh) -> str:
-    """Return what its devices are: cpu, gpu, tpu."""
+    """Return the platform of its devices: cpu, gpu, tpu."""
     return mesh.devices.flat[0].platform
 
 
@@ -110,7 +110,7 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def in_use(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the axes that are larger than 1: over others nothing is sent.
+    """Return the axes of size above 1: over others nothing is sent.
 
     >>> import hfjax
     >>> in_use(hfjax.make_mesh(data=2, tensor=4), BATCH_AXES)
@@ -120,7 +120,7 @@ def in_use(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
-    """Return into how many pieces these axes split a dimension.
+    """Return the number of shards into which these axes split a dimension.
 
     >>> import hfjax
     >>> size_of(TENSOR_AXES, hfjax.make_mesh(data=2, tensor=4))
@@ -131,7 +131,7 @@ def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
 
 
 def meanings(mesh: Mesh) -> Mapping[str, Axis]:
-    """Return what each axis of a mesh does: where row is larger than 1, tensor is a grid's side.
+    """Return what each axis of a mesh does: if row is larger than 1, tensor is a grid's axis.
 
     >>> from hfjax import make_mesh
     >>> meanings(make_mesh(row=2, tensor=4))["tensor"] == MEANING["row"]
@@ -141,7 +141,7 @@ def meanings(mesh: Mesh) -> Mapping[str, Axis]:
 
 
 def grid_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of the grid that devices form, if they do: along them arrays stay split.
+    """Return the axes of the device grid, if there is one: along them arrays stay sharded.
 
     >>> from hfjax import make_mesh
     >>> grid_axes(make_mesh(row=2, tensor=4)), grid_axes(make_mesh(data=2, tensor=4))
@@ -168,15 +168,15 @@ def manual_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def active_batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes over which rows are split, as a model may name them in a collective.
+    """Return the axes that shard the batch, as a model may name them in a collective.
 
-    Empty where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
+    Empty where all have size 1: XLA's partitioner refuses a collective over single devices.
     """
     return batch_axes(mesh) if in_use(mesh, BATCH_AXES) else ()
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes that split a batch: data and fsdp, and expert where it is in use.
+    """Return the axes that shard a batch: data and fsdp, and expert where it is in use.
 
     >>> import hfjax
     >>> batch_axes(hfjax.make_mesh(data=8))
@@ -186,7 +186,7 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def unused_axes(mesh: Mesh) -> set[str]:
-    """Return the axes of size 1 that a rule `*` leaves out: those that most meshes have no use for.
+    """Return the axes of size 1 that a rule `*` leaves out: those that most meshes do not use.
 
     >>> import hfjax
     >>> sorted(unused_axes(hfjax.make_mesh(data=4, context=2)))
@@ -201,13 +201,13 @@ def unused_axes(mesh: Mesh) -> set[str]:
 
 
 def show_sizes(shape: dict[str, int]) -> str:
-    """Return the sizes of axes as people write them."""
+    """Return the sizes of axes as text."""
     sizes = {axis: size for axis, size in shape.items() if size != 1} or shape
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function in which the axes of rows have names: models may sum over them at once."""
+    """Return the function with data axes bound to size 1, so that models may sum over them."""
     for axis in DATA_AXES:
         function = jax.vmap(function, out_axes=None, axis_name=axis, axis_size=1)
     return function

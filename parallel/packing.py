@@ -1,6 +1,6 @@
 """Arrays that differ from stage to stage, packed into buffers of one length.
 
-All devices run one program, so residuals in a ring, messages and stored parameters have the same
+All devices run one program, so stashed residuals, messages and stored parameters have the same
 shape on every stage. A tree is packed into one flat buffer for each dtype, as long as the largest
 tree needs; the rest is zeros that nothing reads. `PackedLayers` and `StagePackedLayers` make, store
 and restore packed layers without any device holding all of them.
@@ -30,10 +30,10 @@ PACKED = "layers/packed_"  # path of a stored array, before the name of its dtyp
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the arrays of each of these trees (of shapes and dtypes) lie in its buffers."""
+    """The layout of each of these trees (of shapes and dtypes) in flat buffers."""
 
     trees: Sequence[Any]
-    multiple: int = 1  # of which the length of every buffer is one
+    multiple: int = 1  # every buffer's length is a multiple of it
 
     @cached_property
     def lengths(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Packing:
         return sum(math.prod(a.shape) for a in leaves if _dtype_name(a) == name)
 
     def pack(self, i: int, tree: Tree, dtypes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the buffers that hold a tree of the form of `trees[i]`.
+        """Return the buffers that hold a tree of the structure of `trees[i]`.
 
         `dtypes` are those of the buffers, if the tree was cast since.
         """
@@ -86,7 +86,7 @@ class Packing:
 
 
 class Location(NamedTuple):
-    """Where a parameter lies: in which stored array, in which row, from where on."""
+    """The location of a parameter: its stored array, its row, and its start in that row."""
 
     array: str
     row: int
@@ -107,7 +107,7 @@ class PackedLayers:
 
     @cached_property
     def packing(self) -> Packing:
-        """How the parameters of each virtual stage lie in its row."""
+        """The packing of each virtual stage's row."""
         stage_trees = [
             {path: like for number in numbers for path, like in self.layers[number].items()}
             for numbers in self.arrangement.stage_layers
@@ -116,7 +116,7 @@ class PackedLayers:
 
     @property
     def shapes(self) -> Flat:
-        """Shapes and dtypes of what is stored, by path."""
+        """Shapes and dtypes of the stored arrays, by path."""
         num_rows = self.arrangement.virtual.size
         return {
             PACKED + name: jax.ShapeDtypeStruct((num_rows, length), name)
@@ -140,7 +140,7 @@ class PackedLayers:
 
     @cached_property
     def locations(self) -> dict[str, Location]:
-        """Where each parameter lies, by path, part after part."""
+        """The location of each parameter, by path, stage after stage."""
         locations, row_of = {}, self.arrangement.virtual.reshape(-1).argsort()
         for g, tree in enumerate(self.packing.trees):
             starts = zip(jax.tree.leaves(tree), self.packing.starts(g), strict=True)
@@ -149,18 +149,18 @@ class PackedLayers:
         return locations
 
     def dtypes(self, flat: Flat) -> dict[str, Any]:
-        """Return the dtype of each stored array for these arrays: moments may have others."""
+        """Return the dtype of each stored array for these arrays: optimizer state may differ."""
         return {location.array: flat[path].dtype for path, location in self.locations.items()}
 
     def pack_row(self, g: int, flat: Flat, dtypes: Mapping[str, Any] | None = None) -> Flat:
-        """Return the row of each stored array that a virtual stage has."""
+        """Return a virtual stage's row of each stored array."""
         tree = {path: flat[path] for path in self.packing.trees[g]}
         return {
             PACKED + name: buffer for name, buffer in self.packing.pack(g, tree, dtypes).items()
         }
 
     def store(self, flat: Flat) -> Flat:
-        """Return what is stored, from the arrays of all layers."""
+        """Return the stored arrays, given the arrays of all layers."""
         dtypes = self.dtypes(flat)
         buffers = {path: jnp.zeros(x.shape, dtypes[path]) for path, x in self.shapes.items()}
         for path, (array, row, start, _) in self.locations.items():
@@ -197,7 +197,7 @@ class StagePackedLayers(PackedLayers):
     mesh: Mesh
 
     def create(self, create: Callable, seed: Index) -> Flat:
-        """Return the layers of a new model; each stage makes its own and no other."""
+        """Return the layers of a new model; each stage creates its own and no other."""
         paths = list(self.locations)
         program = trace_flat(
             lambda seed: list(map(create(seed).__getitem__, paths)), jnp.asarray(seed)
@@ -223,9 +223,9 @@ class StagePackedLayers(PackedLayers):
 
 @dataclass(frozen=True, eq=False)
 class Mover:
-    """Stores and restores arrays that lie on a mesh, one by one: each is whole only while it moves.
+    """Stores and restores arrays on a mesh, one by one: each is full only while it is copied.
 
-    In one program the partitioner would gather all of them at once.
+    In one program the partitioner would gather all of them at the same time.
     """
 
     packed: PackedLayers
@@ -234,11 +234,11 @@ class Mover:
 
     @property
     def locations(self) -> Mapping[str, Location]:
-        """Where each parameter lies."""
+        """The location of each parameter."""
         return self.packed.locations
 
     def store(self, flat: Flat) -> Flat:
-        """Return what is stored, from the arrays of all layers."""
+        """Return the stored arrays, given the arrays of all layers."""
         dtypes = self.packed.dtypes(flat)
         buffers = {
             path: jnp.zeros(x.shape, dtypes[path], device=self.shardings[path])
@@ -267,7 +267,7 @@ class Mover:
 def _put(
     buffer: jax.Array, array: jax.Array, stage: int, row: int, start: int, sharding: NamedSharding
 ) -> jax.Array:
-    """Return the rows with one array put into its place."""
+    """Return the buffer with one array written to its location."""
 
     def device(
         buffer: jax.Array, array: jax.Array, stage: Index, row: Index, start: Index
@@ -289,7 +289,7 @@ def _take(
     shape: tuple[int, ...],
     sharding: NamedSharding,
 ) -> jax.Array:
-    """Return one array from its place."""
+    """Return one array from its location."""
 
     def device(buffer: jax.Array, stage: Index, row: Index, start: Index) -> jax.Array:
         own = lax.dynamic_slice(buffer, (row, start), (1, math.prod(shape)))
@@ -304,7 +304,7 @@ def _take(
 def packed_layers(
     template: ModelTemplate, mesh: Mesh, arrangement: Arrangement
 ) -> StagePackedLayers:
-    """Return how the layers of a list are packed."""
+    """Return the packed form of a list of layers."""
     shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
     layers = [
         {path: shape(template.parameters[path]) for path in layer.paths}
@@ -314,7 +314,7 @@ def packed_layers(
 
 
 def _check_unshared(template: ModelTemplate) -> list[Any]:
-    """Return the layers, unless one of their parameters belongs to another part as well."""
+    """Return the layers; refuse a parameter that is not of one layer only."""
     layers, owners = template.layers("train"), dict[str, int]()
     for number, layer in enumerate(layers):
         for path in layer.paths:

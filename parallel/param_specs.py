@@ -1,4 +1,4 @@
-"""From rules to PartitionSpecs: where each dimension of one array lies, and every refusal."""
+"""From rules to PartitionSpecs: the sharding of each dimension of one array, and every check."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ Dims = tuple[tuple[int, Axes], ...]  # (dimension, mesh axes); dimensions count 
 
 @dataclass(frozen=True)
 class ParamSpecs:
-    """One parameter and where it, its accumulated gradient and its moments lie."""
+    """One parameter, and the specs of it, its accumulated gradient and its optimizer state."""
 
     mesh: Mesh
     path: str
@@ -43,11 +43,11 @@ class ParamSpecs:
     parameter: P
     gradient: P
     moment: P
-    small: bool  # below the size from which the strategy splits arrays
+    small: bool  # below the size from which the strategy shards arrays
     axes: tuple[str | None, ...] = ()  # the logical name of each dimension
-    frozen: bool = False  # no gradient, no moments
-    frozen_layers: int = 0  # of a stack, the first so many layers stay as they are
-    takes_shards: bool = False  # its module takes pieces of it (see `Axis`)
+    frozen: bool = False  # no gradient, no optimizer state
+    frozen_layers: int = 0  # of a stack, the number of first layers that are frozen
+    takes_shards: bool = False  # its module takes shards of it (see `Axis`)
 
     @property
     def stacked(self) -> bool:
@@ -55,13 +55,13 @@ class ParamSpecs:
         return self.axes[:1] == (STACK,)
 
     def manual_spec(self, column: str) -> P:
-        """Return the manual part of the spec in a column."""
+        """Return the manual part of a column's spec."""
         return manual_part(getattr(self, column), self.mesh)
 
     def split_dims(self, column: str) -> Dims:
-        """Return the dimensions that a column splits over manual axes, counted from the end.
+        """Return the dimensions that a column shards over manual axes, counted from the end.
 
-        What stays split when it is read is not among them: a stage's layers, for instance.
+        Those that stay sharded when read are not among them: a stage's layers, for instance.
         """
         dims = self._dims(self.manual_spec(column))
         is_gathered = lambda dim, axis: not keeps_sharded(axis, self._name(dim), self.takes_shards)
@@ -75,7 +75,7 @@ class ParamSpecs:
         return {axis for column in columns for _, axes in self.split_dims(column) for axis in axes}
 
     def optimizer_only_dims(self, column: str) -> Dims:
-        """Return the dimensions that moments split over axes over which a column splits none."""
+        """Return the dimensions that optimizer state shards over axes unused by a column."""
         done = self.split_axes(column)
         dims = self.split_dims("moment")
         rest = [(dim, tuple(axis for axis in axes if axis not in done)) for dim, axes in dims]
@@ -83,12 +83,12 @@ class ParamSpecs:
 
     @property
     def sharded_compute(self) -> Axes:
-        """The axes over which the parameter stays split: nothing gathers it, or sums over them."""
+        """The axes over which the parameter stays sharded: no gathers, no gradient sums."""
         return self._split_by(lambda axis, name: keeps_sharded(axis, name, self.takes_shards))
 
     @property
     def avoidable_gather_axes(self) -> Axes:
-        """The axes over which it would stay split if its module took pieces of it."""
+        """The axes over which it would stay sharded if its module took shards of it."""
         by_name = self._split_by(keeps_sharded_by_name)
         return tuple(axis for axis in by_name if axis not in self.sharded_compute)
 
@@ -99,7 +99,7 @@ class ParamSpecs:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape in which it is read, tensor axes not divided: whole but for what stays."""
+        """The shape when read: full but over `sharded_compute`, tensor axes not divided."""
         entries = entries_of(
             keep_axes(self.manual_spec("parameter"), self.sharded_compute), len(self.shape)
         )
@@ -111,10 +111,10 @@ class ParamSpecs:
 
     @property
     def tensor_dims(self) -> Dims:
-        """The dimensions that the partitioner keeps split while others are gathered or scattered.
+        """The dimensions that the partitioner keeps sharded while others are gathered or scattered.
 
-        Empty if one of them is split over manual axes too: the pieces of a tensor shard are not
-        next to each other then, and the partitioner has to put them in order.
+        Empty if one of them is sharded over manual axes too: the pieces of a tensor shard are not
+        contiguous then, and the partitioner has to reorder them.
         """
         if not auto_axes(self.mesh):
             return ()
@@ -124,7 +124,7 @@ class ParamSpecs:
         return () if moved & {dim for dim, _ in dims} else dims
 
     def shard_shape(self, column: str) -> tuple[int, ...]:
-        """Return the shape of what a device holds, tensor axes not divided."""
+        """Return the shape of a device's shard, tensor axes not divided."""
         entries = zip(
             self.shape, entries_of(self.manual_spec(column), len(self.shape)), strict=True
         )
@@ -142,7 +142,7 @@ class Array:
     path: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    takes_shards: bool = False  # its module takes pieces of it (see `Axis`)
+    takes_shards: bool = False  # its module takes shards of it (see `Axis`)
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -174,16 +174,16 @@ def spec_from_rules(
 
 
 def _split_any_dim(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -> P:
-    """Put `axes` on the first free dimension that divides; none: the array stays as it is.
+    """Shard the first free dimension that divides over `axes`; none: the array stays as it is.
 
-    On a grid they may join what row or tensor splits, as its minor part: gathered over them, the
-    piece of each device is in order.
+    On a grid they may be minor to row or tensor on a dimension: gathered over them, the shard of
+    each device is in order.
     """
     grid = set(grid_axes(mesh))
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
         free = grid.issuperset(entries[dim]) and name != STACK
         needs_rule = name is not None and any(MEANING[a].keeps_sharded == name for a in axes)
-        free = free and not needs_rule  # for what stays a rule has to say so by name
+        free = free and not needs_rule  # what stays sharded needs a rule by name
         if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
             entries[dim] += axes
             break
@@ -207,11 +207,11 @@ def sizes_near(arrays: Iterable[Array | ParamSpecs], size: int) -> list[int]:
 def column_specs(
     array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None
 ) -> tuple[P, P, P]:
-    """Return the specs of the parameter, its accumulated gradient and its moments."""
+    """Return the specs of the parameter, its accumulated gradient and its optimizer state."""
     smallest = strategy.smallest
     if spec is None:
         spec = spec_from_rules(array, strategy.parameters, mesh, smallest)
-    if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
+    if strategy.gradients.get("*") == ():  # requested: accumulate unsharded, reduce once
         entries = zip(entries_of(spec, len(array.axes)), array.axes, strict=True)
         is_kept = partial(keeps_sharded, takes_shards=array.takes_shards)
         full_gradient = _spec([tuple(a for a in e if is_kept(a, name)) for e, name in entries])
@@ -319,8 +319,8 @@ def keep_axes(spec: P, allowed: Sequence[str]) -> P:
 def manual_part(spec: P, mesh: Mesh) -> P:
     """Return the part of a spec whose collectives our source writes, axes of size 1 left out.
 
-    A collective over devices that are alone is not always dropped by XLA (beside a tensor axis
-    its partitioner refuses one), so none is written.
+    XLA does not always drop a collective over single devices (with a tensor axis its partitioner
+    refuses one), so none is written.
     """
     return keep_axes(spec, in_use(mesh, manual_axes(mesh)))
 
@@ -331,17 +331,17 @@ def auto_part(spec: P) -> P:
 
 
 def num_shards(spec: P, mesh: Mesh) -> int:
-    """Return into how many pieces a spec splits an array."""
+    """Return the number of shards into which a spec splits an array."""
     return math.prod(size_of(axes, mesh) for axes in entries_of(spec, len(spec)))
 
 
 def batch_devices(mesh: Mesh) -> int:
-    """Return over how many devices the rows of a batch are split."""
+    """Return the number of devices that shard the batch."""
     return size_of(BATCH_AXES, mesh)
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Return into how many parts the rows of a microbatch are split; attention on a grid is last.
+    """Return the most shards that a microbatch is split into: in attention on a grid.
 
     >>> from hfjax.parallel.make_mesh import make_mesh
     >>> num_batch_shards(make_mesh(fsdp=2, row=2, tensor=2))

@@ -1,4 +1,4 @@
-"""What layers compute again in the backward pass instead of keeping it."""
+"""What layers recompute in the backward pass instead of saving it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ import jax
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 
 WHAT = ("none", "dots", "full", "except_last")
-STATISTICS = "statistics"  # of a norm over all rows: two numbers a channel, and a message
+STATISTICS = "statistics"  # of a norm over the batch: two numbers a channel, and a message
 
-# Cheap to redo, and the way by which a gathered parameter could be saved under another name.
+# Cheap to recompute, and a way to save a gathered parameter under another name.
 _MOVES = (
     "all_gather",
     "convert_element_type",
@@ -27,16 +27,16 @@ _MOVES = (
 
 @dataclass(frozen=True)
 class Remat:
-    """What is computed again in the backward pass, and in which layers.
+    """What is recomputed in the backward pass, and in which layers.
 
-    As words: "none", "dots", "full", "except_last", "names:qkv,mlp_up", "every:2", "group:4".
+    As strings: "none", "dots", "full", "except_last", "names:qkv,mlp_up", "every:2", "group:4".
 
     Attributes:
-        what: none; dots (all but matrix products); full; except_last (in a pipeline: full in every
+        what: none; dots (all but matmuls); full; except_last (in a pipeline: full in every
             microbatch but the last, whose backward pass comes soon after); or a policy of jax.
-        names: All is computed again but what `jax.ad_checkpoint.checkpoint_name` named so.
-        every: In one layer of so many, the first; the others keep all.
-        group: So many layers together: only what enters the first of them is kept.
+        names: All is recomputed but what `jax.ad_checkpoint.checkpoint_name` gave these names.
+        every: In one layer of so many, the first; the others save all.
+        group: So many layers together: only the input of the first of them is saved.
 
     Example:
         >>> import hfjax
@@ -66,10 +66,10 @@ class Remat:
 
     @classmethod
     def of(cls, given: Any) -> "Remat":
-        """Return what is meant by a word, a policy, or a Remat.
+        """Return the Remat that a string, a policy, or a Remat stands for.
 
         Args:
-            given: A Remat (returned as it is), a word as the class lists them, or a policy of
+            given: A Remat (returned as it is), a string as the class lists them, or a policy of
                 `jax.checkpoint_policies`.
 
         Example:
@@ -96,7 +96,7 @@ class Remat:
         return max(self.every, self.group)
 
     def keeping(self, *names: str) -> "Remat":
-        """Return the same, which also keeps what is named so (if it would be computed again).
+        """Return a copy that also saves tensors of these names (if they would be recomputed).
 
         Args:
             names: Names given by `jax.ad_checkpoint.checkpoint_name`. They change nothing unless
@@ -116,12 +116,12 @@ class Remat:
     ) -> Callable | None:
         """Return what layer `number` of the unit may save: a policy for jax.checkpoint, or None.
 
-        `gathers`: its parameters are gathered (or names are asked for): views are made again;
+        `gathers`: its parameters are gathered (or names are requested): views are recomputed;
         `keep`: gathered parameters stay until the backward pass.
         """
         policies = jax.checkpoint_policies
         if self.what == "none" or number % self.every or self.group > 1:
-            sliced = self.every > 1  # out of the unit: a row that is kept would be a copy
+            sliced = self.every > 1  # out of the unit: a saved slice would be a copy
             plain = not gathers and not sliced
             return None if plain or keep else _save_all_but_moves
         policy = self._policy(seen_names)
@@ -148,7 +148,7 @@ class Remat:
 
 
 def parse_names(names: Any, option: str) -> tuple[str, ...]:
-    """Return names, given as several or as one text with commas.
+    """Return names, given as a sequence or as one string with commas.
 
     >>> parse_names("qkv, mlp_up", "remat")
     ('qkv', 'mlp_up')
@@ -169,7 +169,7 @@ def _save_all_but_moves(prim, *_, **params) -> bool:
 
 
 def _gathers_activation(prim: Any, params: Mapping[str, Any]) -> bool:
-    """Return whether it gathers an activation: over a grid's own axes no parameter is gathered."""
+    """Return whether it gathers an activation: over a grid's axes no parameter is gathered."""
     return prim.name == "all_gather" and not {ROW_AXIS, COLUMN_AXIS}.isdisjoint(params["axis_name"])
 
 

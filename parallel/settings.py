@@ -1,4 +1,4 @@
-"""Settings of a step as values: what they may be. Nothing here does what they say."""
+"""Settings of a step and their allowed values. Nothing here does what they say."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from hfjax.utils.keywords import is_int, strict_fields
 
 CONTEXT_FORMS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("auto", "zigzag", "contiguous")
-MOST = 2**31 - 1  # of numbers of dimensions
+MOST = 2**31 - 1  # of a dimension's number
 MOST_BYTES = 2**63 - 1
 DISPATCH = ("all_to_all", "gather")
 KERNEL_WORDS = ("auto", "pallas", "xla", "reference")
@@ -26,20 +26,20 @@ KERNELS: Mapping[str, str] = {  # what each does in a training step
 @strict_fields
 @dataclass(frozen=True)
 class Context:
-    """How the devices that share a row work together: `train_step(…, context=hfjax.Context(…))`.
+    """How devices that share a sequence work together: `train_step(…, context=hfjax.Context(…))`.
 
     Attributes:
-        form: What travels. ring: keys and values, from device to device. allgather: the same, at
-            once. ulysses: heads of everything, for positions. auto: what sends the fewest bytes.
-        ulysses: How many neighbours exchange heads; rings join their groups. None: as `form` says
-            (all under ulysses, else 1; under auto whatever sends least).
-        order: Who holds what. zigzag: an early and a late part each, so that causal attention
-            costs every device the same. contiguous: one part each; under a window keys then travel
-            no farther than they are seen. auto: contiguous if every attention has a window.
-        sequence: The dimension of an array of the batch, by its path, that is the sequence; None
-            where none is. Of arrays that are not named it is dimension 1, if they have one.
-        gather: How many bytes of positions, of a microbatch and of all layers, each device may
-            gather where they meet outside of attention. None: as many as attention or gradients
+        form: What is sent. ring: keys and values, from device to device. allgather: the same, in
+            one message. ulysses: heads of everything, for positions. auto: what sends fewest bytes.
+        ulysses: How many neighbours exchange heads; rings connect their groups. None: as `form`
+            says (all under ulysses, else 1; under auto whatever sends least).
+        order: Which positions a device has. zigzag: an early and a late chunk, so that causal
+            attention costs every device the same. contiguous: one chunk; under a window keys are
+            then sent no farther than needed. auto: contiguous if every attention has a window.
+        sequence: The sequence dimension of arrays of the batch, by path; None for an array without
+            one. Of arrays that are not named it is dimension 1, if they have one.
+        gather: How many bytes each device may gather for operations across positions outside of
+            attention, for a microbatch and all layers. None: as many as attention or gradients
             send, whichever is more, and 1 MiB at least.
 
     Example:
@@ -76,7 +76,7 @@ class Context:
 
 
 def parse_context(value: Any) -> Context:
-    """Return the settings that are given as such, as the name of a form, or as fields."""
+    """Return the settings, given as such, as the name of a form, or as fields."""
     if isinstance(value, Context):
         return value
     if isinstance(value, str):
@@ -97,7 +97,7 @@ def check_dispatch(dispatch: object) -> None:
 
 @dataclass(frozen=True)
 class KernelChoices:
-    """What was asked for: a word for all capabilities, or a word for each that is named.
+    """Kernel choices: one for all capabilities, or one for each that is named.
 
     >>> choices = KernelChoices.of
     >>> choices("auto").choice("flash_block"), choices({"flash_block": "xla"}).rest
@@ -109,7 +109,7 @@ class KernelChoices:
 
     @classmethod
     def of(cls, value: Any) -> "KernelChoices":
-        """Return what a word, or words by name, ask for."""
+        """Return the choices given as one word, or as words by name."""
         if isinstance(value, KernelChoices):
             return value
         choices = dict(value) if isinstance(value, Mapping) else {"*": value}
@@ -126,10 +126,10 @@ class KernelChoices:
         return cls(tuple(sorted(choices.items())), rest)
 
     def choice(self, kernel: str) -> str:
-        """Return the word for one capability."""
+        """Return the choice for one capability."""
         return dict(self.named).get(kernel, self.rest)
 
     def without(self, kernel: str) -> str:
-        """Return what to write to leave one of them out."""
+        """Return the setting that leaves one of them out."""
         choices = {**dict(self.named), kernel: "xla", "*": self.rest}
         return json.dumps(choices)

@@ -1,11 +1,11 @@
-"""A strategy is a table: logical axis -> mesh axes, in four columns, and a fifth for the memory.
+"""A strategy is a table: logical axis -> mesh axes, in four columns, and a fifth for memory.
 
 Why logical axes? A model knows what its dimensions mean ("embed", "mlp", "heads", "vocab") but not
 on which devices it will run. A strategy knows the devices but no model. So the model names its
-dimensions once, and the table says which mesh axes split a dimension of that name. One model runs
+dimensions once, and the table says which mesh axes shard a dimension of that name. One model runs
 under every strategy, one strategy fits every model, and switching is editing a rule.
 
-Columns: `parameters`, `gradients` and `moments` of the optimizer, `activations`. ZeRO stages are
+Columns: `parameters`, `gradients`, `moments` (optimizer state), `activations`. ZeRO stages are
 nothing but columns: the rules of `gradients` and `moments` come on top of the parameter's own
 placement. The rule `*` means the first free dimension that divides. The column `memory` maps parts
 of the state to host memory: `moments -> host`.
@@ -43,20 +43,20 @@ def _rules(rules: Mapping[str, str | Axes]) -> Rules:
 @strict_fields
 @dataclass(frozen=True)
 class Strategy:
-    """A placement: where each kind of tensor lies. Plain data: print it, edit it, combine with `|`.
+    """The placement of each kind of tensor. Plain data: print it, edit it, combine with `|`.
 
     Each column is {logical axis: mesh axis, or several}. The rule `*` stands for the first free
     dimension that divides.
 
     Attributes:
         name: What is shown.
-        parameters: Where parameters lie.
-        gradients: Where gradients accumulate, on top of the parameter's own placement; {"*": ()}
-            alone means whole.
-        moments: Where the optimizer's arrays lie, on top of the parameter's own placement.
-        activations: Where rows, heads, the sequence and the like of activations lie.
-        memory: What the host keeps: moments, master or parameters -> "host" or "device"; of
-            moments also the share of their bytes from 0 to 1.
+        parameters: How parameters are sharded.
+        gradients: How gradients accumulate, on top of the parameter's own placement; {"*": ()}
+            alone means unsharded.
+        moments: How optimizer state is sharded, on top of the parameter's own placement.
+        activations: How batch, heads, sequence, … of activations are sharded.
+        memory: What is in host memory: moments, master or parameters -> "host" or "device"; for
+            moments also the fraction of their bytes from 0 to 1.
         replicate_below: Arrays with fewer elements in a layer ignore the rule `*`; 0: none do,
             math.inf: all. None: 2**14.
         joined: The strategies that `|` joined; () for one that is no union, or whose rules changed.
@@ -121,7 +121,7 @@ class Strategy:
 
     @property
     def splits_over(self) -> Axes:
-        """The mesh axes over which it splits more than the rows of a batch.
+        """The mesh axes over which it shards more than the batch dimension.
 
         >>> ZERO1.splits_over, DDP.splits_over
         (('context', 'expert', 'fsdp', 'data'), ())
@@ -182,7 +182,7 @@ class Strategy:
         return "\n".join(lines)
 
     def _cell(self, column: str, rule: str) -> str:
-        """Return what a rule says of a column; gradients follow parameters, moments gradients."""
+        """Return the text of a rule in a column; gradients follow parameters, moments gradients."""
         mine, full_gradients = getattr(self, column).get(rule), self.gradients.get("*") == ()
         if column not in ("gradients", "moments"):
             return "-" if mine is None else _show_axes(mine)
@@ -202,7 +202,7 @@ def _show_axes(axes: Axes) -> str:
 
 
 _BATCH_RULE = {"batch": BATCH_AXES}
-_SPLIT_INNER_FIRST = tuple(reversed(DATA_AXES))  # so a scatter can go node by node
+_SPLIT_INNER_FIRST = tuple(reversed(DATA_AXES))  # so a reduce-scatter can go node by node
 _MEGATRON = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}
 
 DDP = Strategy("DDP", activations=_BATCH_RULE)
@@ -213,16 +213,16 @@ ZERO2 = Strategy(
     moments={"*": _SPLIT_INNER_FIRST},
     activations=_BATCH_RULE,
 )
-# Devices that share rows, or experts, hold parts of the other parameters too: eight devices of one
-# row would else hold the model whole.
+# Devices that share sequences, or experts, shard the other parameters too: eight devices of one
+# sequence would else replicate the model.
 FSDP = ZERO3 = Strategy(
     "FSDP", parameters={"*": ("fsdp", "expert", *SEQUENCE_AXES)}, activations=_BATCH_RULE
 )
-# Hybrid sharding is FSDP on a mesh with data > 1: gradients are scattered over fsdp (inside a
-# node), then shards are all-reduced over data (across nodes), once per step.
+# Hybrid sharding is FSDP on a mesh with data > 1: gradients are reduce-scattered over fsdp (inside
+# a node), then shards are all-reduced over data (across nodes), once per step.
 HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_BATCH_RULE})
-# Weights are split over both sides of a grid, and so is what flows: tensor_grid/ops.py.
+# Weights and activations are sharded over both axes of a grid: tensor_grid/ops.py.
 GRID = Strategy(
     "GRID",
     parameters={**_MEGATRON, "embed": ROW_AXIS},
@@ -232,7 +232,7 @@ SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_BATCH_RULE})
 CONTEXT = Strategy("CONTEXT", activations={"positions": SEQUENCE_AXES, **_BATCH_RULE})
 EXPERT = Strategy("EXPERT", parameters={EXPERTS: "expert"}, activations=_BATCH_RULE)
 PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_BATCH_RULE)
-# What the state needs most of: two moments and, if there are any, master weights of each parameter.
+# The largest part of the state: two moments and, if any, master weights of each parameter.
 HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"moments": "host", "master": "host"})
 HOST_PARAMETERS = Strategy("HOST_PARAMETERS", memory={"parameters": "host"})
 

@@ -1,18 +1,18 @@
-"""Counts every collective that one call of a program performs, loops multiplied out.
+"""Counts every collective that one call of a program performs, with loops multiplied out.
 
-Use `jax.jit(f).lower(…)` for the collectives that you wrote yourself in shard_map (the data plane),
-and `.compile()` for the GPU, or for H200s without one, for those that the partitioner inserted
-(the tensor plane).
+Use `jax.jit(f).lower(…)` for the collectives that you wrote yourself in shard_map, and `.compile()`
+for the GPU, or for H200s without one, for those that the partitioner inserted (such as for the axis
+tensor).
 
 What the numbers mean, and where they mislead:
 
-- A `Lowered` program holds only what was written down: the partitioner's collectives are not in it
-  yet. Its arrays are local over the manual axes of a shard_map and still whole over the automatic
+- A `Lowered` program has only what was written: the partitioner's collectives are not in it yet.
+  Its arrays are local over the manual axes of a shard_map and still global over the automatic
   ones, so bytes are not divided by, say, a tensor axis.
 - A `Compiled` program is what runs: XLA may have combined, split, moved out of a loop or dropped
   collectives. For the CPU it computes in float32 what was bfloat16, and sends it so. Beside an
   automatic axis it first gathers over that axis what a manual all_gather, psum_scatter or
-  all_to_all sends, and sends the whole; a nested shard_map over that axis prevents it.
+  all_to_all sends, and sends the gathered array; a nested shard_map over that axis prevents it.
 - A permute that XLA breaks into sends and receives (`xla_gpu_enable_pipelined_p2p`) counts once per
   direction of its ring.
 - Device ids are positions in the row-major order of the mesh's devices.
@@ -37,12 +37,12 @@ Sizes = Mapping[str, int]  # of a mesh's axes
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One row: `count` calls of one kind of collective with one payload, per device.
+    """One entry: `count` calls of one kind of collective with one payload, per device.
 
     `bytes` is the payload of one call on one device, of the larger side: an all-gather's output, a
     reduce-scatter's input, the buffer otherwise; `shape` and `dtype` are of that side. `axes` are
-    the mesh axes along which devices talk, ("?",) if none fit. `devices` of them talk to each
-    other. `where` names loops and branches, "" outside of any; "by its condition" marks a loop that
+    the mesh axes along which devices communicate, ("?",) if none fit; `devices` is the size of a
+    group. `where` names loops and branches, "" outside of any; "by its condition" marks a loop that
     XLA did not count, taken to count up from 0 by 1.
     """
 
@@ -67,7 +67,7 @@ class Collective:
 class Collectives(Entries[Collective]):
     """The collectives of one call of a program, most bytes first; `print` shows a table.
 
-    `rows` are `Collective`s, which it also iterates over; `source` says what was read.
+    It iterates over its `rows`, which are `Collective`s; `source` says what was read.
 
     Example:
         >>> import hfjax, jax
@@ -81,11 +81,11 @@ class Collectives(Entries[Collective]):
     """
 
     def total(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
-        """Return the payload bytes of one device, of all rows or of one kind, along these axes.
+        """Return the payload bytes of one device, of all entries or of one kind, along these axes.
 
         Args:
             kind: all-gather, reduce-scatter, all-reduce, permute or all-to-all. None: all of them.
-            axes: The mesh axis, or axes, along which devices talk; those and no others. None: any.
+            axes: The mesh axis, or axes, along which devices communicate; exactly those. None: any.
 
         Example:
             >>> import hfjax, jax, jax.numpy as jnp
@@ -100,13 +100,13 @@ class Collectives(Entries[Collective]):
 
         Args:
             kind: all-gather, reduce-scatter, all-reduce, permute or all-to-all. None: all of them.
-            axes: The mesh axis, or axes, along which devices talk; those and no others. None: any.
+            axes: The mesh axis, or axes, along which devices communicate; exactly those. None: any.
         """
         return sum(entry.count for entry in self._select(kind, axes))
 
     @property
     def moved(self) -> int:
-        """The bytes that one device sends under ring algorithms, rounded up row by row."""
+        """The bytes that one device sends under ring algorithms, rounded up entry by entry."""
         return sum(entry.moved for entry in self.rows)
 
     def _select(self, kind, axes) -> list[Collective]:
@@ -137,8 +137,8 @@ def collectives(program: jax.stages.Lowered | jax.stages.Compiled) -> Collective
     See the module's docstring for how far to trust either.
 
     Args:
-        program: The lowered program for the collectives that are written down (the data plane), or
-            the one compiled for the GPU for those that the partitioner inserted as well.
+        program: The lowered program for the collectives that are written in the source, or the
+            one compiled for the GPU for those that the partitioner inserted as well.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
@@ -174,13 +174,13 @@ def _meshes_and_platform(program: jax.stages.Compiled) -> tuple[list[Sizes], str
     return several[:1], str((platforms or [jax.default_backend()])[0])
 
 
-# --- from device groups to rows -------------------------------------------------------------------
+# --- from device groups to entries ----------------------------------------------------------------
 
 
 def _merge_transfers(
     transfers: Iterable[Transfer], meshes: Iterable[Sizes]
 ) -> tuple[Collective, ...]:
-    """Returns rows with equal ones merged, most bytes first."""
+    """Returns entries with equal ones merged, most bytes first."""
     meshes = list(meshes)
     name = functools.cache(lambda permute, groups: _mesh_axes(permute, groups, meshes))
 
@@ -192,7 +192,7 @@ def _merge_transfers(
 
 
 def _mesh_axes(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str, ...], int]:
-    """Returns the axes along which the members of each group differ, and how many they are.
+    """Returns the axes along which the members of each group differ, and the size of a group.
 
     A permute may leave devices out; of every other kind the groups are all of those that the axes
     form, or parts of those that one axis forms.
@@ -211,11 +211,11 @@ def _mesh_axes(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tupl
         if len(axes) == 1 and all(
             any(subset <= set(group) for group in axis_groups) for subset in group_sets
         ):
-            return axes, max(map(len, groups))  # some neighbours of an axis, by themselves
+            return axes, max(map(len, groups))  # parts of one axis
     return ("?",), len({d for g in groups for d in g}) if permute else max(map(len, groups))
 
 
 def _pad_groups(groups: Groups) -> np.ndarray:
-    """Returns the groups as one array, short ones filled up with their first member."""
+    """Returns the groups as one array, short ones padded with their first member."""
     longest = max(map(len, groups))
     return np.array([group + group[:1] * (longest - len(group)) for group in groups])

@@ -1,17 +1,16 @@
-"""Counts every copy between device and host memory in one call of a program, loops multiplied out.
+"""Counts the copies between device and host memory in one call of a program, loops multiplied out.
 
 What the numbers mean:
 
-- Bytes are of one device. Within a shard_map over all axes the program is that of one device, and
-  its shapes are taken as they are. Outside of it, and along axes that it leaves to the partitioner
-  (such as tensor), shapes are of whole arrays: they are divided as shardings of arguments,
-  constraints and jits say. Where they do not say, the row is marked `is_global`, with a * in the
-  table.
+- Bytes are of one device. In a shard_map over all axes, shapes are per device and are taken as
+  they are. Outside of it, and along axes that it leaves to the partitioner (such as tensor), shapes
+  are global: they are divided as the shardings of arguments, constraints and jits say. Where these
+  do not say, the entry is marked `is_global`, with a * in the table.
 - Of branches, the one that copies most is counted. The length of a scan and a fori_loop is known;
   a while_loop, whose length is not, counts once.
-- It is what the trace says. A program that is lowered says the same, but not where a value was
-  before it was sent, so it is not read; and XLA may move a copy out of a loop, or drop one there
-  and back. What nothing reads is not counted.
+- It is what the trace says. A lowered program says the same, but not where a value was before it
+  was sent, so it is not read; and XLA may move a copy out of a loop, or drop one to the host and
+  back. Values that nothing reads are not counted.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ HEAD = ("direction", "array", "bytes", "count", "total", "where")
 
 @dataclasses.dataclass(frozen=True)
 class HostTransfer:
-    """One row: `count` copies of one array in one direction, per device."""
+    """One entry: `count` copies of one array in one direction, per device."""
 
     direction: str  # "to host" or "to device"
     dtype: str
@@ -37,13 +36,13 @@ class HostTransfer:
     bytes: int  # of one copy
     count: int
     where: str  # the loops and branches that it is in
-    is_global: bool = False  # shape and bytes are of the whole array: how it is split is not said
+    is_global: bool = False  # shape and bytes are global: the sharding is not known
 
 
 class Transfers(Entries[HostTransfer]):
     """The copies between device and host of one call of a program, most bytes first.
 
-    It prints as a table. `rows` are `HostTransfer`s, which it also iterates over; `source` says
+    It prints as a table and iterates over its `rows`, which are `HostTransfer`s; `source` says
     what was read.
 
     Example:
@@ -64,11 +63,11 @@ class Transfers(Entries[HostTransfer]):
 
     @property
     def to_device(self) -> int:
-        """The bytes that one device takes from the host."""
+        """The bytes that one device receives from the host."""
         return self.total(TO_DEVICE)
 
     def total(self, direction: str | None = None) -> int:
-        """Return the bytes of one device, of all rows or of one direction.
+        """Return the bytes of one device, of all entries or of one direction.
 
         Args:
             direction: "to host" or "to device". None: both.
@@ -81,7 +80,7 @@ class Transfers(Entries[HostTransfer]):
         return sum(entry.bytes * entry.count for entry in self._select(direction))
 
     def count(self, direction: str | None = None) -> int:
-        """Return how many copies there are, in all or in one direction.
+        """Return the number of copies, in all or in one direction.
 
         Args:
             direction: "to host" or "to device". None: both.
@@ -139,7 +138,7 @@ def transfers(program: Any) -> Transfers:
 
 
 def _shardings(program: Any) -> tuple[list[Any], list[Any]]:
-    """Return the shardings of a trace's arguments and results, which jax has no public name for."""
+    """Return the shardings of a trace's arguments and results; jax has no public name for them."""
     known_sharding = lambda sharding: (
         sharding if isinstance(sharding, jax.sharding.Sharding) else None
     )

@@ -1,4 +1,4 @@
-"""Reads the collectives out of a compiled program's text, and holds what both readers share.
+"""Reads the collectives in a compiled program's text; has what both readers share.
 
 `compiled.as_text()` is the only full view of an optimised program that jax offers. Its grammar is
 regular enough for one scanner (`_split`, which knows brackets and quotes); the few regular
@@ -33,7 +33,7 @@ class Transfer:
     """One collective of the program before its device groups are named after mesh axes."""
 
     kind: str
-    groups: Groups  # device ids that talk to each other; for a permute (source, target) pairs
+    groups: Groups  # device ids that communicate; for a permute (source, target) pairs
     dtype: str
     shape: tuple[int, ...]
     count: int = 1
@@ -83,7 +83,7 @@ def dtype_name(short: str) -> str:
 
 
 def active_groups(kind: str, groups: Iterable[Iterable[int]]) -> Groups:
-    """Returns the groups in which devices really talk: a lone device and its padding (-1) go."""
+    """Returns the groups that communicate: lone devices and padding (-1) are dropped."""
     members = (tuple(int(d) for d in group if d >= 0) for group in groups)
     enough = (lambda g: g[0] != g[1]) if kind == "permute" else (lambda g: len(g) > 1)
     return tuple(group for group in members if enough(group))
@@ -230,7 +230,7 @@ class _Module:
         return [t for called in op.calls(_CALLS) for t in self.walk(called)]
 
     def trips(self, op: _Op, condition: str) -> tuple[int | None, str]:
-        """Returns how often a while runs by XLA's own count, or by its condition and saying so."""
+        """Returns a while's trip count by XLA, or by its condition with a label that says so."""
         try:
             return int(json.loads(op.attributes["backend_config"])["known_trip_count"]["n"]), ""
         except (KeyError, ValueError, TypeError):  # none there, or not JSON
@@ -247,7 +247,7 @@ class _Module:
 
 
 def _payloads(name: str, op: _Op, lines: dict[str, str], groups: Groups) -> list[tuple]:
-    """Returns (dtype, shape) of each operand's larger side, reckoned from the operands.
+    """Returns (dtype, shape) of each operand's larger side, computed from the operands.
 
     The operands look the same with and without -start, while results come as bare arrays, tuples
     or ((operands), (results)). An all-to-all without `dimensions` sends one operand to each peer.

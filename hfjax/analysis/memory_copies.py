@@ -1,7 +1,7 @@
-"""Reads the copies between device and host out of a jaxpr, where each value says where it lies.
+"""Reads the copies between device and host in a jaxpr, whose values have a memory space.
 
-How an array is split over devices a jaxpr says in places only: in the shardings of arguments and
-constraints. So the walk carries along in how many pieces each dimension of a value is split.
+A jaxpr shows only in some places how an array is sharded: in the shardings of arguments and
+constraints. So the walk tracks the number of shards of each dimension of a value.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from hfjax.parallel.jaxprs.program import bodies_of, scan_counts
 TO_HOST, TO_DEVICE = "to host", "to device"
 HOST = jax.memory.Space.Host
 Shape = tuple[int, ...]
-Split = Shape | None  # the pieces of each dimension; None: the program does not say
+Split = Shape | None  # shards of each dimension; None: the program does not say
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy(hlo.Transfer):
-    """A copy between the memories of device and host; its kind is its direction."""
+    """A copy between device and host memory; its kind is its direction."""
 
-    is_global: bool = False  # the shape is of the whole array: how it is split is not said
+    is_global: bool = False  # the shape is global: the sharding is not known
 
 
-RegionCopies = tuple[list[Copy], list[Split]]  # what a region copies, and how its results are split
+RegionCopies = tuple[list[Copy], list[Split]]  # copies in a region, and splits of its results
 
 
 def copies(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list[Copy]:
@@ -60,11 +60,11 @@ def _meshes(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from _meshes(body)
 
 
-# -- a walk over the equations; `local`: shapes are those of one device -----------------------
+# -- a walk over the equations; `local`: shapes are per device --------------------------------
 
 
 def _region(jaxpr: Jaxpr, splits: Sequence[Split], local: bool) -> RegionCopies:
-    """Return what one run through a jaxpr copies, and how its results are split."""
+    """Return the copies in one run of a jaxpr, and the splits of its results."""
     known: dict[Var, Split] = dict(zip(jaxpr.invars, splits, strict=True))
     split = lambda value: None if isinstance(value, Literal) else known.get(value)
     out: list[Copy] = []
@@ -100,7 +100,7 @@ def _device_put(equation: JaxprEqn, in_splits: list[Split], local: bool) -> Regi
 
 
 def _copy_to(value: Any, to_host: bool, split: Split, local: bool) -> list[Copy]:
-    """Return the copy of a value into one of the memories; none if it lies there."""
+    """Return the copy of a value into one of the memories; none if it is there already."""
     if is_on_host(value) == to_host:
         return []
     shape = tuple(value.aval.shape)
@@ -111,7 +111,7 @@ def _copy_to(value: Any, to_host: bool, split: Split, local: bool) -> list[Copy]
 
 
 def is_on_host(value: Any) -> bool:
-    """Return whether a variable of a program lies in host memory."""
+    """Return whether a variable of a program is in host memory."""
     return getattr(value.aval, "memory_space", None) == HOST
 
 
@@ -123,7 +123,7 @@ def _jit(equation: JaxprEqn, in_splits: list[Split], local: bool) -> RegionCopie
 
 
 def _scan(equation: JaxprEqn, in_splits: list[Split], local: bool) -> RegionCopies:
-    """Return the copies of a scan: over the rows of what is neither constant nor carried."""
+    """Return the copies of a scan over the values that are neither constant nor carried."""
     constants, carried = scan_counts(equation)
     unstack = lambda split: split[1:] if split and split[0] == 1 else None
     stack = lambda split: None if split is None else (1, *split)
@@ -152,7 +152,7 @@ def _cond(equation: JaxprEqn, in_splits: list[Split], local: bool) -> RegionCopi
 
 
 def _shard_map(equation: JaxprEqn, in_splits: list[Split], local: bool) -> RegionCopies:
-    """Return the copies of a shard_map; over all axes its shapes are those of one device."""
+    """Return the copies of a shard_map; over all axes its shapes are per device."""
     params = equation.params
     body, mesh = params["jaxpr"], params["mesh"]
     manual = params.get("newly_manual_axes", params.get("manual_axes", mesh.axis_names))
@@ -174,21 +174,21 @@ _HANDLERS = {
 }
 
 
-# -- how values are split ---------------------------------------------------------------------
+# -- how values are sharded -------------------------------------------------------------------
 
 
 def _splits_of(
     shardings: Sequence[Any], values: Sequence[Any], old: Sequence[Split]
 ) -> list[Split]:
-    """Return how values of these shardings are split."""
+    """Return the splits of values with these shardings."""
     triples = zip(shardings, values, old, strict=True)
     return [_sharding_split(sharding, v.aval.ndim, split) for sharding, v, split in triples]
 
 
 def _sharding_split(sharding: Any, ndim: int, old: Split, free: Collection[int] = ()) -> Split:
-    """Return how a sharding splits; `free` dimensions stay as they were.
+    """Return the split by a sharding; `free` dimensions keep their old one.
 
-    Of others than those of a mesh all dimensions do.
+    With a sharding other than `NamedSharding`, all dimensions do.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding) or (free and old is None):
         return old
@@ -202,7 +202,7 @@ def _sharding_split(sharding: Any, ndim: int, old: Split, free: Collection[int] 
 
 
 def _enter_shard_map(split: Split, outer: Shape, inner: Shape) -> Split:
-    """Return how what enters a shard_map is split further in there, along its other axes.
+    """Return the split that a shard_map's argument has inside of it, along its other axes.
 
     >>> _enter_shard_map((2, 4), (8, 8), (4, 8)), _enter_shard_map(None, (8,), (4,))
     ((1, 4), None)
@@ -216,7 +216,7 @@ def _enter_shard_map(split: Split, outer: Shape, inner: Shape) -> Split:
 
 
 def _leave_shard_map(split: Split, inner: Shape, outer: Shape) -> Split:
-    """Return how what leaves a shard_map is split, along all axes.
+    """Return the split of a shard_map's result outside of it, along all axes.
 
     >>> _leave_shard_map((1, 4), (4, 8), (8, 8))
     (2, 4)
@@ -227,14 +227,14 @@ def _leave_shard_map(split: Split, inner: Shape, outer: Shape) -> Split:
 
 
 def _result_split(operands: Sequence[Any], splits: Sequence[Split], shape: Shape) -> Split:
-    """Return how a result is split: as the first operand of which it is a copy, slice or view."""
+    """Return a result's split: of the first operand of which it is a copy, slice or view."""
     pairs = zip(splits, operands, strict=True)
     candidates = (_view_split(split, tuple(v.aval.shape), shape) for split, v in pairs)
     return next((split for split in candidates if split is not None), None)
 
 
 def _view_split(split: Split, old: Shape, new: Shape) -> Split:
-    """Return how a view or slice of an array is split, None if that cannot be told.
+    """Return the split of a view or slice of an array, None if it is not known.
 
     >>> _view_split((1, 4), (6, 8), (1, 8)), _view_split((1, 4), (1, 8), (8,))
     ((1, 4), (4,))

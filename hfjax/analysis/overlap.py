@@ -1,23 +1,23 @@
-"""Which collective bytes of a compiled GPU program run under a matmul: reads the schedule.
+"""Finds the collective bytes of a compiled GPU program that run under a matmul, in its schedule.
 
-XLA prints a GPU program in the order in which it will be enqueued. A collective is under way from
-its `-start` to its `-done`; what stands between runs beside it. Here
+XLA prints a GPU program in the order in which it will be enqueued. A collective is in flight from
+its `-start` to its `-done`; instructions between them run beside it. Here
 
 - compute is matmuls only: a `dot`, alone or inside a fusion, and calls of cuBLAS and of cuDNN's
-  convolutions; a loop between start and done counts with all its turns. Norms, softmax, copies and
-  other collectives hide nothing.
-- a collective is HIDDEN if at least `SUBSTANTIAL` FLOP of matmuls stand between start and done. One
+  convolutions; a loop between start and done counts with all its iterations. Norms, softmax,
+  copies and other collectives hide nothing.
+- a collective is HIDDEN if at least `SUBSTANTIAL` FLOP of matmuls are between start and done. One
   that XLA made synchronous, or left without a start, is exposed.
 - COVERED is stricter: the share of its transfer time for which those matmuls last, at the
-  machine's `scheduled_flops` and the speed of a link: `inside` if each group of devices lies in one
+  machine's `scheduled_flops` and the speed of a link: `inside` if each group of devices is in one
   node, `between` if one crosses nodes. These are half to four fifths of what data sheets promise.
   Transfers go one after another and a matmul covers one of them at a time. It is a model, good for
   comparing schedules, not a clock.
 
 `products` returns every matmul of the program by its shape, for models of how long they take.
 
-Loops are multiplied out; one whose turns XLA did not count is taken to run once. Bytes are those
-of `hfjax.collectives`: the payload's larger side.
+Loops are multiplied out; one whose iterations XLA did not count is taken to run once. Bytes are
+those of `hfjax.collectives`: the payload's larger side.
 """
 
 import json
@@ -41,7 +41,7 @@ _READ_SYNC = re.compile(rf" (?:{'|'.join(hlo.KINDS)})\(")
 
 @dataclass(frozen=True)
 class Flight:
-    """One collective of the schedule and what runs while it is under way."""
+    """One collective of the schedule and what runs while it is in flight."""
 
     kind: str
     axes: tuple[str, ...]
@@ -180,7 +180,7 @@ class _Walk:
         return Flight(kind, axes, size, max(moved, 1) / self._link(transfers[0].groups), times)
 
     def _link(self, groups: hlo.Groups) -> float:
-        """Return the bytes per second that a device of these groups sends: by the slowest link."""
+        """Return the bytes per second that a device of these groups sends over the slowest link."""
         nodes = ({device // self.machine.per_node for device in group} for group in groups)
         crosses = any(len(of_group) != 1 for of_group in nodes)
         return self.machine.between if crosses else self.machine.inside
@@ -214,7 +214,7 @@ class _Walk:
 
 
 def _cover(in_flight: dict[str, Flight], flops: float, speed: float) -> None:
-    """Let a matmul run beside the flights under way; it covers them in the order of their start."""
+    """Let a matmul run beside the flights; it covers them in the order of their start."""
     seconds = flops / speed
     for name, f in in_flight.items() if flops else ():
         used = min(seconds, f.seconds * (1 - f.covered))
@@ -228,7 +228,7 @@ def _is_synchronous(op: hlo._Op) -> bool:
 
 
 def _dot(op: hlo._Op, lines: dict[str, str], result: str) -> Matmul:
-    """Return the product of a dot; `result` is text whose first array is what it makes."""
+    """Return the matmul of a dot; `result` is text whose first array is the result."""
     arrays = [hlo._array(lines[operand]) for operand in op.operands[:2]]
     (_, left), (_, right) = arrays
     sizes = lambda key: [left[int(d)] for d in re.findall(r"\d+", op.attributes.get(key, ""))]
@@ -240,7 +240,7 @@ def _dot(op: hlo._Op, lines: dict[str, str], result: str) -> Matmul:
 
 
 def _cublas(op: hlo._Op, lines: dict[str, str], result: str) -> list[Matmul]:
-    """Return the product of a cuBLAS call, none of any other custom call."""
+    """Return the matmul of a cuBLAS call, none for any other custom call."""
     if "__cublas" not in op.attributes.get("custom_call_target", ""):
         return []
     numbers = json.loads(op.attributes["backend_config"])["gemm_backend_config"]
@@ -253,16 +253,16 @@ def _cublas(op: hlo._Op, lines: dict[str, str], result: str) -> list[Matmul]:
 
 
 def _cudnn(op: hlo._Op, lines: dict[str, str], result: str) -> list[Matmul]:
-    """Return the product that a convolution of cuDNN is, none of any other custom call.
+    """Return the matmul that a cuDNN convolution computes, none for any other custom call.
 
-    Positions times channels out, each of them a sum over the places and channels of the kernel.
+    Output positions times output channels, each a sum over the kernel's positions and channels.
     """
     match = re.search(r"__cudnn\$conv(\w+)", op.attributes.get("custom_call_target", ""))
     if not match:
         return []
     arrays = [hlo._array(lines[operand]) for operand in op.operands[:2]]
     arrays.append(hlo._array(result.lstrip("(")))
-    roles = {"BackwardInput": (0, 1), "BackwardFilter": (1, 2)}  # of what comes out, and the kernel
+    roles = {"BackwardInput": (0, 1), "BackwardFilter": (1, 2)}  # indices: output and kernel
     output, kernel = (arrays[n][1] for n in roles.get(match[1], (2, 1)))
     labels = op.attributes["dim_labels"].split("_")[1].split("->")[0]
     n = kernel[labels.index("o")]

@@ -1,8 +1,8 @@
-"""What a step keeps from its forward pass for its backward pass, read from the trace.
+"""Reads from the trace what a step saves in its forward pass for its backward pass.
 
-Where the two passes meet, all that the one computed and the other reads is kept: a trace tells
-them apart by the names that `jax.grad` leaves. A loop over layers hands on stacks, a row a layer.
-It is what the program says: XLA may fuse, share or compute again what lies outside of loops.
+Everything that the forward pass computes and the backward pass reads is saved: a trace tells the
+passes apart by the names that `jax.grad` leaves. A loop over layers saves stacks, with an entry for
+each layer. It is what the program says: XLA may fuse, share or recompute what is outside of loops.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ BACKWARD = "transpose("
 
 @dataclasses.dataclass(frozen=True)
 class SavedResidual:
-    """`count` arrays that wait for the backward pass, per device: a row for each layer, or one."""
+    """`count` arrays that wait for the backward pass, per device: one for each layer, or one."""
 
     dtype: str
     shape: tuple[int, ...]
     bytes: int  # of one of them
     count: int
-    layers: bool  # whether a loop over layers hands it on
-    host: bool  # whether it waits there
+    layers: bool  # whether a loop over layers passes it on
+    host: bool  # whether it waits in host memory
 
     @property
     def total(self) -> int:
@@ -36,16 +36,16 @@ class SavedResidual:
 
 
 def stashes(traced: jax.stages.Traced) -> tuple[SavedResidual, ...] | None:
-    """Return what is kept, most bytes first; None if the trace has no backward pass by jax.grad.
+    """Return the residuals, most bytes first; None if the trace has no backward pass by jax.grad.
 
-    Of a step with several microbatches it is that of one: they follow one another in a loop.
+    Of a step with several microbatches they are those of one: microbatches run in a loop.
 
     Args:
         traced: `jax.jit(f).trace(…)`; of a step, `step.trace(batch)`.
 
     Returns:
-        Rows with `dtype`, `shape`, `bytes` of one, `count`, `layers` (whether a loop over layers
-        hands it on), `host` (whether it waits there) and `total` bytes.
+        Entries with `dtype`, `shape`, `bytes` of one, `count`, `layers` (whether a loop over layers
+        passes it on), `host` (whether it waits in host memory) and `total` bytes.
 
     Example:
         >>> import hfjax, jax, jax.numpy as jnp
@@ -70,7 +70,7 @@ def _regions(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _find_residuals(jaxpr: Jaxpr, backward: list[bool]) -> tuple[SavedResidual, ...]:
-    """Return what equations before the first of the backward pass hand on to it."""
+    """Return what equations before the first of the backward pass save for it."""
     first = backward.index(True)
     producers = _find_producers(jaxpr, first)
     read: dict[Var, None] = {}
@@ -83,9 +83,9 @@ def _find_residuals(jaxpr: Jaxpr, backward: list[bool]) -> tuple[SavedResidual, 
 
 
 def _find_producers(jaxpr: Jaxpr, first: int) -> dict[Var, Any]:
-    """Return variable -> its equation for what the first equations make.
+    """Return variable -> its equation for the results of the first equations.
 
-    Constants wait nowhere, and an input in another shape is that input.
+    Constants are not saved, and a reshaped input is that input.
     """
     known, views, producers = set(jaxpr.invars), set(jaxpr.invars), {}
     for equation in jaxpr.eqns[:first]:

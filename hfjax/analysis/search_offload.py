@@ -1,4 +1,4 @@
-"""The least offload that fits a memory: bisection over compiled programs."""
+"""Finds the least offload that fits in memory, by bisection over compiled programs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ STEPS = 16  # the ratios that are tried are 0/16, 1/16, …, 16/16
 
 @dataclass(frozen=True)
 class OffloadSearch:
-    """What was found: the ratio, None if none fits, and the peak of every ratio that was built."""
+    """The result: the ratio, None if none fits, and the peak of every ratio that was built."""
 
     ratio: float | None
     memory: int
@@ -19,22 +19,22 @@ class OffloadSearch:
 
     @property
     def monotone(self) -> bool:
-        """Whether more offload never took more memory, as far as was looked."""
+        """Whether more offload never took more memory, among the ratios that were built."""
         peaks = [self.peaks[ratio] for ratio in sorted(self.peaks)]
         return peaks == sorted(peaks, reverse=True)
 
 
 def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS) -> OffloadSearch:
-    """Return the least offload that fits: a ratio on the grid of 1/steps; the one below does not.
+    """Return the least offload that fits: a ratio on the grid of 1/steps; the next lower does not.
 
-    That more offload takes less memory is not taken for granted: the next ratio but one below is
-    built as well, and where that fits the search goes on below it.
+    It does not assume that more offload takes less memory: the next ratio but one below is built as
+    well, and if that fits the search goes on below it.
 
     Args:
         build: Function of a ratio from 0 to 1 that returns the peak bytes of the program compiled
-            with it. It is called once for a ratio.
+            with it. It is called once for each ratio.
         memory: The bytes that the peak has to fit.
-        steps: How fine the grid is: 0, 1/steps, 2/steps … 1.
+        steps: The resolution of the grid: 0, 1/steps, 2/steps … 1.
 
     Returns:
         An object with `ratio` (None if none fits), `memory`, and `peaks` by ratio.
@@ -69,7 +69,7 @@ def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS
 
 
 def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return a step that fits, the one below it not; `low` does not fit, `high` does."""
+    """Return a step that fits while the one below does not; `low` does not fit, `high` does."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

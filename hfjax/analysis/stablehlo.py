@@ -57,7 +57,7 @@ class Module:
         return [t for region_transfers in inner for t in region_transfers]
 
     def collective(self, op: ir.Operation) -> list[Transfer]:
-        """Returns what one collective sends, a row per operand."""
+        """Returns the transfers of one collective, an entry per operand."""
         kind = _OPS[op.name]
         groups = read_hlo.active_groups(kind, self.groups(op))
         larger = op.results if kind == "all-gather" else op.operands
@@ -84,7 +84,7 @@ def _sizes(op: ir.Operation) -> Sizes:
 
 
 def _sub_axis(info: Any, size: int) -> tuple[int, int]:
-    """Returns (pre, size) of the part of an axis that an axis_ref means: the whole, mostly."""
+    """Returns (pre, size) of the part of an axis that an axis_ref means: mostly all of it."""
     return (1, size) if info is None else (info.pre_size, info.size)
 
 
@@ -144,7 +144,7 @@ def defining_op(value: ir.Value) -> ir.Operation | None:
 
 
 def integer(value: ir.Value, bound: Bound) -> int | None:
-    """Returns the integer that a scalar always is, None if it is none or cannot be told."""
+    """Returns the integer that a scalar always is, None if it is none or not known."""
     value, op = _original(value), defining_op(value)
     type_ = ir.RankedTensorType(value.type) if isinstance(value.type, ir.RankedTensorType) else None
     if type_ is None or type_.rank or not isinstance(type_.element_type, ir.IntegerType):

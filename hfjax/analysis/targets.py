@@ -1,7 +1,7 @@
 """GPUs that are not here: devices to compile for, so that a plan is checked before it runs.
 
-What compiles for CUDA lies in a folder of its own (`ASIDE`), where JAX does not look: JAX would
-start it in every program and tell of the GPU that it does not find.
+The packages that compile for CUDA are in a separate folder (`ASIDE`), where JAX does not look: JAX
+would start them in every program and report that it finds no GPU.
 """
 
 import importlib
@@ -31,7 +31,7 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 
 
 def memory_fraction() -> float:
-    """Return which part of a GPU's memory JAX takes: three quarters, if no variable says more."""
+    """Return the fraction of a GPU's memory that JAX takes: 0.75, if no variable says otherwise."""
     env = {name: text for name in (FRACTION, OLD_FRACTION) if (text := os.environ.get(name))}
     if len(env) > 1:
         raise ValueError(f"{FRACTION} and {OLD_FRACTION} are both set: JAX refuses. Unset one.")
@@ -64,7 +64,7 @@ def wheels() -> list[str]:
 
 
 def how_to_install() -> str:
-    """Return the command that installs what compiles for CUDA, aside from all other packages."""
+    """Return the command that installs the CUDA compiler in a folder apart from other packages."""
     return f"pip install --no-deps --target {ASIDE} {' '.join(wheels())}"
 
 
@@ -79,17 +79,17 @@ def _installed() -> bool:
 
 
 def _aside() -> str | None:
-    """Return the name of the plugin in the folder of its own, if one is there."""
+    """Return the name of the plugin in the separate folder, if one is there."""
     return next((name for name in PLUGINS if (ASIDE / name).is_dir()), None)
 
 
 @cache
 def _take_aside() -> None:
-    """Let this process compile for CUDA with what lies aside; JAX does not run on it."""
+    """Let this process compile for CUDA with the packages in `ASIDE`; JAX does not run on it."""
     plugin = _aside()
     if plugin is None or _installed():
         return
-    xla_bridge._discover_and_register_pjrt_plugins()  # those of JAX's own, and not this one
+    xla_bridge._discover_and_register_pjrt_plugins()  # JAX's own, and not this one
     sys.path.append(str(ASIDE))
     importlib.invalidate_caches()
     lib.cuda_path = os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(lib._cuda_path())
@@ -102,14 +102,14 @@ def _take_aside() -> None:
 
 
 def _take_runtime_of_kernels(plugin: str) -> None:
-    """Say where Mosaic's runtime is, as JAX does that finds the plugin when it starts."""
+    """Set the path of Mosaic's runtime, as JAX does if it finds the plugin when it starts."""
     runtime = ASIDE / plugin / "libmosaic_gpu_runtime.so"
     if runtime.exists():
         os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
 
 
 def _take_calls(module: ModuleType) -> None:
-    """Register the functions that programs for CUDA call, as JAX does when it starts."""
+    """Register the functions that CUDA programs call, as JAX does when it starts."""
     registrations = getattr(module, "registrations", dict)()
     for name, value, version in registrations.get("CUDA", []):
         jax.ffi.register_ffi_target(name, value, platform="CUDA", api_version=version)
@@ -118,16 +118,17 @@ def _take_calls(module: ModuleType) -> None:
 def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
     """Return devices to build a mesh of and compile for; nothing can run on them.
 
-    A mesh of them, `layout`, `train_step` and `step.lower(batch).compile()` give the real scheduled
-    program, its memory and its collectives. It takes the wheels that compile for CUDA, but no GPU.
+    With a mesh of them, `layout`, `train_step` and `step.lower(batch).compile()` give the real
+    scheduled program, its memory and its collectives. It needs the wheels that compile for CUDA,
+    but no GPU.
 
     Args:
-        gpu: Which one: "h100" or "h200".
-        count: How many: up to 8 (one host), or a multiple of 8 (whole hosts).
+        gpu: GPU to compile for: "h100" or "h200".
+        count: Number of GPUs: up to 8 (one host), or a multiple of 8 (whole hosts).
 
     Raises:
         ValueError: The wheels are missing (the message says what to install), or `count` is not
-            of whole hosts.
+            a number of whole hosts.
 
     Example:
         >>> import hfjax

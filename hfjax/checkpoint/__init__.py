@@ -1,9 +1,9 @@
 """Checkpoints: Orbax directories with a manifest, restored under any strategy.
 
-`checkpoints` saves and restores, by `writer` and `restoring`; `directory` is what a directory
-holds, `retention` which steps stay, `manifest` the checksums, `metadata` what is written beside the
-arrays. `arrays` are those of a state by path, `compare` says what does not fit a layout,
-`orbax_logging` silences what Orbax prints of a failure that is raised anyway.
+`checkpoints` saves and restores, with `writer` and `restoring`; `directory` lists, deletes and
+locks the steps of a directory, `retention` decides which stay, `manifest` has the checksums,
+`metadata` the record beside the arrays. `arrays` maps a state to arrays by path, `compare` reports
+what does not fit a layout, `orbax_logging` silences Orbax about failures that are raised anyway.
 """
 
 from hfjax.checkpoint.checkpoints import Checkpoints, latest, recorded, restore, save

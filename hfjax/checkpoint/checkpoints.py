@@ -1,7 +1,7 @@
-"""Checkpoints of a run: saved while it goes on, kept by a rule, restored under any layout.
+"""Checkpoints of a run: saved in the background, kept by a rule, restored under any layout.
 
-A program that ends while a step is being written finishes it first, or says that it is lost.
-`save`, `restore`, `latest` and `recorded` do one thing without opening a run's checkpoints.
+A program that ends while a step is being written finishes it first, or reports that it is lost.
+`save`, `restore`, `latest` and `recorded` each do one thing without opening a run's checkpoints.
 """
 
 import atexit
@@ -44,7 +44,7 @@ from hfjax.utils.tables import quote
 
 
 class Closable(Protocol):
-    """What has to be closed."""
+    """A resource that has to be closed."""
 
     def close(self) -> None: ...
 
@@ -53,15 +53,15 @@ _OPEN: dict[int, Closable] = {}
 
 
 def register_at_exit(resource: Closable) -> None:
-    """Close it when the program ends, unless `unregister` says that it is done.
+    """Close a resource when the program ends, unless `unregister` is called first.
 
-    From Python 3.12 on no thread starts by then: what is not nearly written cannot be finished.
+    From Python 3.12 on no thread starts by then: a save that is not nearly written is lost.
     """
     _OPEN[id(resource)] = resource
 
 
 def unregister(resource: Closable) -> None:
-    """It is closed."""
+    """Forget a resource that is closed."""
     _OPEN.pop(id(resource), None)
 
 
@@ -74,21 +74,21 @@ def _close_all() -> None:
             print(f"hfjax: {error} {advice}", file=sys.stderr)
 
 
-# A plain `atexit` comes too late: executors, with which Orbax writes, take no work by then.
+# A plain `atexit` comes too late: the executors with which Orbax writes accept no work by then.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 class Checkpoints:
-    """The checkpoints of a directory, which it alone writes; use it in a `with` statement.
+    """The checkpoints of a directory, as its only writer; use it in a `with` statement.
 
     With several processes all of them call every method, and all see the directory.
 
     Args:
-        directory: Where steps are saved; made if it is missing. Another writer is refused.
+        directory: Where steps are saved; created if missing. Another writer is refused.
         layout: The layout of the states to save and restore.
         keep: Which steps are kept. None: `Keep()`, the latest three.
-        config: What JSON has, written beside each step: how to make the model again, say.
-        timeout: Seconds that a save may take to be written.
+        config: JSON data, written beside each step: how to rebuild the model, say.
+        timeout: Seconds that writing a save may take.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax, tempfile
@@ -121,7 +121,7 @@ class Checkpoints:
         register_at_exit(self)
 
     def _make_writer(self) -> Writer:
-        """Take the directory, which has to be one in all processes; return what writes to it."""
+        """Lock the directory, which must be the same in all processes; return its writer."""
         lock_info = run_on_first(self._lock_directory)
         metrics = {int(step): values for step, values in lock_info["metrics"].items()}
         try:
@@ -132,11 +132,11 @@ class Checkpoints:
         return Writer(self.directory, self._keep, metrics, self._timeout, self._holds_lock)
 
     def _holds_lock(self) -> bool:
-        """Return whether the directory is the one that process 0, which asks, has locked."""
+        """Return, on process 0, whether the directory is still the one that it has locked."""
         return self._lock is not None and self._lock.holds()
 
     def _lock_directory(self) -> dict[str, Any]:
-        """Take the directory; return its name and lock, and the metrics of the steps in it."""
+        """Lock the directory; return its name and lock, and the metrics of the steps in it."""
         make_directory(self.directory)
         self._lock = WriterLock(self.directory)
         try:
@@ -162,19 +162,18 @@ class Checkpoints:
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> None:
-        """Begin to save a state under the number of its step; return when it may be donated.
+        """Start saving a state under the number of its step; return when it may be donated.
 
-        What is not yet written of the save before is waited for, and its error raised here.
+        It waits for the previous save to be written, and raises its error here.
 
         Args:
             state: The state; its layers may be stored for any schedule.
-            data: What JSON has: the position in the data, for instance `loader.state()`.
+            data: JSON data: the position in the data, for instance `loader.state()`.
             metrics: {name: number}, written beside it. `Keep(best=…)` needs the one that it names.
-            force: Whether to delete the same and later steps first, those of a run that is given
-                up.
+            force: Whether to delete the same and later steps first, those of an abandoned run.
 
         Raises:
-            ValueError: The step is negative; or it or a later one is saved, without `force`.
+            ValueError: The step is negative; or, without `force`, it or a later one is saved.
         """
         self._check_open()
         step = steps_taken(state)
@@ -189,7 +188,7 @@ class Checkpoints:
         self._writer.start(step, arrays, step_record)
 
     def _ensure_directory(self) -> None:
-        """Take the directory again where it was moved away: another one would have no lock."""
+        """Lock the directory anew if it was moved away: one made in its place has no lock."""
         if run_on_first(self._holds_lock):
             return
         warnings.warn(
@@ -220,7 +219,7 @@ class Checkpoints:
             self._writer.forget(later)
 
     def wait(self) -> None:
-        """Return when everything is durable; OSError tells what could not be written."""
+        """Return when everything is durable; raise OSError for what could not be written."""
         self._check_open()
         self._writer.wait()
 
@@ -241,10 +240,10 @@ class Checkpoints:
         verify: bool = True,
         on_damage: str = "refuse",
     ) -> Restored:
-        """Return the state of a step, once what is being written is there; see `hfjax.restore`.
+        """Return the state of a step, after any save in progress; see `hfjax.restore`.
 
-        With on_damage="previous" damaged steps are passed over, and renamed, so that the run can
-        save these steps again.
+        With on_damage="previous" damaged steps are skipped, and renamed, so that the run can save
+        these steps again.
 
         Args:
             step: The step. None: the latest.
@@ -262,7 +261,7 @@ class Checkpoints:
         return restored
 
     def close(self) -> None:
-        """Wait for what is being written and free the directory; a second time does nothing."""
+        """Wait for a save in progress and unlock the directory; a second call does nothing."""
         if not self._open:
             return
         try:
@@ -311,15 +310,15 @@ def save(
     """Save a state under the number of its step; return when it is durable. Nothing is deleted.
 
     Args:
-        directory: Where steps are saved; made if it is missing.
+        directory: Where steps are saved; created if missing.
         layout: The layout of the state.
         state: The state; its layers may be stored for any schedule.
-        data: What JSON has: the position in the data, for instance `loader.state()`.
-        config: What JSON has: how to make the model again, say.
+        data: JSON data: the position in the data, for instance `loader.state()`.
+        config: JSON data: how to rebuild the model, say.
         metrics: {name: number}.
 
     Raises:
-        ValueError: The step or a later one is saved already, or somebody else writes there.
+        ValueError: The step or a later one is saved already, or the directory has another writer.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax, tempfile
@@ -344,23 +343,23 @@ def restore(
     verify: bool = True,
     on_damage: str = "refuse",
 ) -> Restored:
-    """Return the state of a step as the layout has it; takes no lock.
+    """Return the state of a step, placed by the layout; takes no lock.
 
     Args:
         directory: Where steps are saved.
         layout: A layout of the model that was saved; its mesh, strategy and number of processes
-            may be others.
+            may differ.
         step: The step. None: the latest.
         dtype: Arrays saved in another floating dtype may be cast to this one, where the layout has
             it. None: a difference is refused.
-        parameters_only: Whether to take parameters and other variables only, with a fresh
-            optimizer, new random keys and step 0.
+        parameters_only: Whether to restore parameters and other variables only, with fresh
+            optimizer state, new random keys and step 0.
         verify: Whether to compare every file with its checksum.
-        on_damage: "refuse" a damaged step, or "previous": pass over it to the one before, and warn.
+        on_damage: "refuse" a damaged step, or "previous": take the one before, and warn.
 
     Raises:
-        ValueError: There is no such step, it is damaged or deleted meanwhile, or it is of another
-            model or optimizer.
+        ValueError: The step is missing, damaged or deleted meanwhile, or it is of another model or
+            optimizer.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax, tempfile
@@ -383,7 +382,7 @@ def restore(
 
 
 def latest(directory: str | os.PathLike) -> int | None:
-    """Return the last step that is saved in a directory; None if there is none, or no directory.
+    """Return the last step saved in a directory; None if there is no step or no directory.
 
     Args:
         directory: Where steps are saved.
@@ -397,16 +396,16 @@ def latest(directory: str | os.PathLike) -> int | None:
 
 
 def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
-    """Return what is written beside the arrays of a step: config, data, metrics, versions ...
+    """Return the record beside the arrays of a step: config, data, metrics, versions ...
 
-    It needs no layout: make the layout of what is told here.
+    It needs no layout: build the layout from this record.
 
     Args:
         directory: Where steps are saved.
         step: The step. None: the latest.
 
     Raises:
-        ValueError: There is no such step, or what is written beside it is damaged.
+        ValueError: The step is missing, or its record is damaged.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax, tempfile

@@ -1,4 +1,4 @@
-"""Compare what is saved with what is wanted, path by path, before anything is read.
+"""Compare saved with expected arrays, path by path, before anything is read.
 
 `arrays_to_save` checks a state before it is saved.
 """
@@ -19,9 +19,9 @@ from hfjax.utils.tables import first_lines, quote
 
 
 def check_same(saved: ArraySpecs, expected: ArraySpecs, dtype: DTypeLike, label: str) -> None:
-    """Refuse to read arrays that are not the ones that are wanted; every difference has a path.
+    """Refuse saved arrays that differ from the expected ones; every difference has a path.
 
-    Floating-point arrays of another dtype are read where `dtype` says what is wanted.
+    Floating-point arrays of another dtype are accepted where the expected one is `dtype`.
     """
     cast = _dtype_name(dtype, expected)
     if lines := differences(saved, expected, cast, "saved"):
@@ -33,7 +33,7 @@ def check_same(saved: ArraySpecs, expected: ArraySpecs, dtype: DTypeLike, label:
 def differences(
     actual: ArraySpecs, expected: ArraySpecs, cast: str | None, state: str
 ) -> list[str]:
-    """Return what is missing, too much, or of another shape or dtype; the first ones of many."""
+    """Return what is missing, extra, or of another shape or dtype; the first ones of many."""
     lines = [
         *_missing_lines(actual, expected, state),
         *_mismatch_lines(actual, expected, cast, state),
@@ -43,7 +43,7 @@ def differences(
 
 
 def _dtype_name(dtype: DTypeLike, expected: ArraySpecs) -> str | None:
-    """Return the name of the dtype that is asked for; refuse one that the layout has not."""
+    """Return the name of the requested dtype; refuse one that the layout does not have."""
     if dtype is None:
         return None
     try:
@@ -85,7 +85,7 @@ def _mismatch_lines(
 
 
 def _advice(saved: ArraySpecs, expected: ArraySpecs, cast: str | None) -> str:
-    """Return what to do, by what differs."""
+    """Return advice that depends on what differs."""
     wrong = [p for p in {**saved, **expected} if saved.get(p) != expected.get(p)]
     if cast is None and all(_is_castable(saved.get(p), expected.get(p)) for p in wrong):
         dtypes = sorted({expected[p][0] for p in wrong})
@@ -104,7 +104,7 @@ def _show(spec: list) -> str:
 
 
 def _nearest(path: str, known: ArraySpecs, others: ArraySpecs) -> str:
-    """Return the path that may have been meant: of the same part, and without a partner."""
+    """Return a hint at a similar path under the same root that has no counterpart."""
     root = path.split("/")[0]
     unpaired = [p for p in known if p.startswith(root) and p not in others]
     return quote(name_hint(path, unpaired, NEAREST))
@@ -122,7 +122,7 @@ def _is_floating(dtype: str) -> bool:
 
 
 def steps_taken(state: Any) -> int:
-    """Return the number of steps that a state has taken; refuse what is none, or is gone."""
+    """Return the number of steps that a state has taken; refuse a non-state or a donated one."""
     check_is_state(state)
     if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
         raise ValueError(

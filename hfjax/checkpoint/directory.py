@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which steps it holds, what is no step, what is swept away.
+"""A directory of checkpoints: list its steps, delete steps, sweep away what is not a step.
 
 `WriterLock` admits one writer at a time: the operating system frees it when its holder dies.
 """
@@ -22,14 +22,14 @@ ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes
 SWEEPS, PAUSE = 5, 0.05  # after a save that failed: how often, and seconds between
 UNREADABLE = "\\"  # in a path: TensorStore takes it for a slash
 UNWRITABLE = "*?["  # Orbax takes them for a pattern of names, and saves nothing
-TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
-TRIES = 10  # steps that a reader chooses while a run deletes one after the other
+TRASH = ".deleted"  # steps are moved here atomically, then deleted: a kill leaves no half step
+TRIES = 10  # of a reader to choose a step, while a run deletes one after the other
 
 T = TypeVar("T")
 
 
 def directory_path(directory: str | os.PathLike) -> Path:
-    """Return the path of a directory; an empty one would be the folder at hand."""
+    """Return the path of a directory; an empty one would be the current folder."""
     if not os.fspath(directory):
         raise ValueError(
             f'{directory!r} is no directory of checkpoints. Give its name; "." is the folder at '
@@ -39,7 +39,7 @@ def directory_path(directory: str | os.PathLike) -> Path:
 
 
 def list_steps(directory: Path) -> list[int]:
-    """Return the steps that are saved there, in ascending order; none if there is no directory."""
+    """Return the saved steps, in ascending order; none if there is no directory."""
     check_directory(directory)
     if not directory.exists():
         return []
@@ -48,14 +48,14 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse what is there, and no directory."""
+    """Refuse a path that exists and is not a directory."""
     _check_path(directory, UNREADABLE)
     if not (kind := path_kind(directory)).startswith((FOLDER, MISSING, UNREACHED)):
         raise ValueError(f"{quote(directory)} is {kind}: checkpoints are saved in a directory.")
 
 
 def _check_path(directory: Path, characters: str) -> None:
-    """Refuse a path with characters, or bytes that are no UTF-8, that mean something else."""
+    """Refuse a path with one of these characters, or with bytes that are not UTF-8."""
     path = os.path.abspath(directory)
     bad = {c for c in path if c in characters or "\ud800" <= c <= "\udfff"}
     if bad:
@@ -66,7 +66,7 @@ def _check_path(directory: Path, characters: str) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory if it is missing."""
+    """Create the directory if it is missing."""
     check_directory(directory)
     _check_path(directory, UNWRITABLE)
     try:
@@ -79,7 +79,7 @@ def make_directory(directory: Path) -> None:
 
 
 def resolve_step(directory: Path, step: int | None) -> int:
-    """Return the step to read: the one asked for, or the latest; refuse what is not there."""
+    """Return the step to read: the requested one, or the latest; refuse a missing one."""
     steps = list_steps(directory)
     if not steps:
         raise ValueError(
@@ -96,7 +96,7 @@ def resolve_step(directory: Path, step: int | None) -> int:
 
 
 class DeletedError(ValueError):
-    """A step is deleted while it is read: the run that writes there keeps only some."""
+    """A step was deleted while it was read: the run that writes there keeps only some."""
 
     def __init__(self, step: Path) -> None:
         saved = ", ".join(map(str, list_steps(step.parent))) or "none"
@@ -108,7 +108,7 @@ class DeletedError(ValueError):
 
 
 def folder_identity(step: Path) -> list[int]:
-    """Return what tells the folder of a step from a later one of the same name; [] if none is."""
+    """Return what distinguishes a step's folder from a later one of its name; [] if missing."""
     try:
         stat = os.stat(step)
     except OSError:
@@ -117,7 +117,7 @@ def folder_identity(step: Path) -> list[int]:
 
 
 def read_undeleted(step: Path, read: Callable[[Path], T]) -> T:
-    """Return `read(step)`; if the step is deleted meanwhile, raise that, not what comes of it."""
+    """Return `read(step)`; raise `DeletedError` if the step is deleted meanwhile."""
     before = folder_identity(step)
     try:
         answer = read(step)
@@ -131,9 +131,9 @@ def read_undeleted(step: Path, read: Callable[[Path], T]) -> T:
 
 
 def retry_if_deleted(step: int | None, read: Callable[[], T]) -> T:
-    """Return what `read()` says of a step, None: of the latest.
+    """Return `read()`; for the latest step (`step` is None), retry if it is deleted meanwhile.
 
-    If the latest is deleted while it is read, a later one is there: it is read in its place.
+    If the latest is deleted while it is read, there is a later one, which is read in its place.
     """
     for _ in range(TRIES - 1) if step is None else ():
         with suppress(DeletedError):
@@ -150,14 +150,14 @@ def _contents(directory: Path) -> str:
 
 
 def _hint(directory: Path) -> str:
-    """Return where steps are, if they are one floor below or above."""
+    """Return where steps are, if they are one level below or above."""
     below = [p for p in directory.glob("*") if p.is_dir() and list_steps(p)]
     candidates = [p for p in (*below, directory.parent) if p.is_dir() and list_steps(p)]
     return f" {quote(candidates[0])} holds steps {list_steps(candidates[0])}." if candidates else ""
 
 
 def sweep(directory: Path) -> None:
-    """Delete what is no step: unfinished ones, and the trash."""
+    """Delete unfinished steps and the trash."""
     empty_trash(directory)
     for path in directory.glob(f"*{TEMPORARY}*"):
         if path.name.partition(TEMPORARY)[0].isdecimal():
@@ -165,16 +165,16 @@ def sweep(directory: Path) -> None:
 
 
 def sweep_repeatedly(directory: Path) -> None:
-    """Sweep after a save that failed: its other writes may still run and make folders again."""
+    """Sweep after a failed save: its other writes may still run and create folders again."""
     for _ in range(SWEEPS):
         sweep(directory)
         time.sleep(PAUSE)
 
 
 def delete_unowned(directory: Path, step: int) -> None:
-    """Delete what a write has made where a directory was before it was moved away.
+    """Delete what a write has created at the old path of a directory that was moved away.
 
-    A directory that another writer has taken stays as it is.
+    A directory that another writer has locked stays as it is.
     """
     if os.path.lexists(directory / NAME):
         return
@@ -187,28 +187,28 @@ def delete_unowned(directory: Path, step: int) -> None:
 
 
 def empty_trash(directory: Path) -> None:
-    """Delete the steps that were moved out of the way."""
+    """Delete the steps in the trash."""
     for path in _trash(directory).glob("*"):
         delete(path)
 
 
 def _trash(directory: Path) -> Path:
-    """Return where steps are deleted; a link would lead to what somebody else has."""
+    """Return the trash folder; refuse a link, which may lead to files of somebody else."""
     check_no_link(directory / TRASH)
     return directory / TRASH
 
 
 def is_hfjax_step(step: Path) -> bool:
-    """Return whether hfjax has written a step; what else has a number for its name is not.
+    """Return whether hfjax has written a step, rather than another folder named by a number.
 
-    A power failure may have left an empty folder of it.
+    A power failure may have left it empty.
     """
     names = {path.name for path in step.iterdir()}
     return names <= ENDS or not names.isdisjoint(("manifest.json", "meta"))
 
 
 def discard(directory: Path, steps: list[int]) -> None:
-    """Delete steps; each is gone as a step at once."""
+    """Delete steps; each stops being a step atomically."""
     for step in steps:
         if not is_hfjax_step(directory / str(step)):
             raise ValueError(
@@ -222,7 +222,7 @@ def discard(directory: Path, steps: list[int]) -> None:
 
 
 def rename_damaged(directory: Path, step: int) -> str:
-    """Rename a damaged step so that it is none; return its new name."""
+    """Rename a damaged step so that it no longer counts as one; return its new name."""
     existing = {entry.name for entry in os.scandir(directory)}
     names = [f"{step}.damaged", *(f"{step}.damaged.{n}" for n in range(2, len(existing) + 3))]
     name = next(name for name in names if name not in existing)
@@ -231,13 +231,13 @@ def rename_damaged(directory: Path, step: int) -> str:
 
 
 NAME = "writer.lock"
-LONGEST = 4096  # bytes of it
+LONGEST = 4096  # bytes of the lock file
 SEEN = 30.0  # seconds until all machines see what one has written to a shared disk
 _LOCKS: dict[str, int] = {}  # file -> descriptor
 
 
 class WriterLock:
-    """The right to write into a directory; `release` gives it back."""
+    """The exclusive right to write into a directory, until `release`."""
 
     def __init__(self, directory: Path) -> None:
         self._file = os.path.join(os.path.realpath(directory), NAME)
@@ -251,14 +251,14 @@ class WriterLock:
             os.close(descriptor)
             raise ValueError(_refusal(directory, holder)) from None
         _LOCKS[self._file] = descriptor
-        with suppress(OSError):  # of a full disk: it only tells others who writes
+        with suppress(OSError):  # full disk: the text only tells others who writes
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps(_holder_record()).encode())
             os.fsync(descriptor)  # other machines read it
         self.text = os.pread(descriptor, LONGEST, 0).decode()
 
     def holds(self) -> bool:
-        """Return whether the file is still where it was: its directory may have been moved."""
+        """Return whether the lock file is still in place: its directory may have been moved."""
         descriptor = _LOCKS.get(self._file)
         try:
             stat = os.stat(self._file)
@@ -267,14 +267,14 @@ class WriterLock:
         return descriptor is not None and os.path.samestat(stat, os.fstat(descriptor))
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Unlock the directory; a second call does nothing."""
         if (descriptor := _LOCKS.pop(self._file, None)) is not None:
             os.ftruncate(descriptor, 0)
             os.close(descriptor)
 
 
 def check_locked(directory: Path, location: str, lock: str) -> None:
-    """Refuse a directory that is not the one that process 0 has locked at a place."""
+    """Refuse a directory that is not the one that process 0 has locked, at `location`."""
     end = time.monotonic() + SEEN
     while (actual := _read_lock(directory)) != lock:
         if time.monotonic() > end:
@@ -285,11 +285,11 @@ def check_locked(directory: Path, location: str, lock: str) -> None:
             )
         time.sleep(PAUSE)
         with suppress(OSError):
-            os.listdir(directory.parent)  # NFS then looks again for what was not there
+            os.listdir(directory.parent)  # NFS then looks up missing files again
 
 
 def _read_lock(directory: Path) -> str | None:
-    """Return what its writer wrote into a directory; None if there is no such file."""
+    """Return the text of a directory's lock file; None if there is no such file."""
     try:
         return read_text(directory / NAME)
     except (ValueError, OSError):
@@ -297,7 +297,7 @@ def _read_lock(directory: Path) -> str | None:
 
 
 def _difference(directory: Path, lock: str | None) -> str:
-    """Return why a directory is another one than that which is locked."""
+    """Return how a directory is seen to differ from the locked one."""
     if not directory.exists():
         return "there is no such directory"
     return f"it has no {NAME}" if lock is None else f"{_describe_holder(lock)} has locked it"

@@ -1,4 +1,4 @@
-"""The checksum of every file of a step: what Orbax reads back without noticing is noticed here."""
+"""Checksums of every file of a step: they reveal damage that Orbax reads without noticing."""
 
 import json
 import os
@@ -39,13 +39,13 @@ def write_manifest(step: Path) -> None:
 
 
 def manifest_checksum(step: Path) -> str | None:
-    """Return the CRC32 of a step's manifest, which tells it from other steps; None: it has none."""
+    """Return the CRC32 of a step's manifest, which identifies the step; None if it has none."""
     sums = _checksums(step, [NAME] * (path_kind(step / NAME) == ORDINARY))
     return f"CRC32 {sums[NAME][1]:08x} of its {NAME}" if sums else None
 
 
 def find_damage(step: Path) -> list[str]:
-    """Return what is wrong with the files of a step, each named; nothing if it is whole."""
+    """Return a line for each damaged file of a step; none if it is intact."""
     if path_kind(step / NAME) == MISSING:
         return [f"{NAME} is missing"]
     try:
@@ -61,7 +61,7 @@ def find_damage(step: Path) -> list[str]:
 
 
 def _check_names(names: Collection[str]) -> None:
-    """Refuse the names of files elsewhere, and a list without the file that each step has."""
+    """Refuse names outside the step, and a list without the metadata that each step has."""
     if FILE not in names:
         raise ValueError(f"it does not name {FILE}")
     for name in names:

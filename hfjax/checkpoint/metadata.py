@@ -1,4 +1,4 @@
-"""What is written beside the arrays: versions, origin, the config, the position in the data."""
+"""The record beside the arrays of a step: versions, origin, config, position in the data."""
 
 import json
 import platform
@@ -70,7 +70,7 @@ def _version(package: str) -> str:
 def make_record(
     layout: Layout, step: int, arrays: Mapping, config: Any, data: Any, metrics: Mapping
 ) -> dict:
-    """Return all that is written beside the arrays, which are given as {path: [dtype, shape]}."""
+    """Return the record to write beside the arrays, which are given as {path: [dtype, shape]}."""
     return {
         "format": FORMAT,
         "step": step,
@@ -86,7 +86,7 @@ def make_record(
 
 
 def check_json(name: str, value: Any) -> Any:
-    """Return a value if JSON gives it back as it is; refuse it otherwise."""
+    """Return a value that JSON preserves; refuse any other."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -104,7 +104,7 @@ def check_json(name: str, value: Any) -> Any:
 
 
 def _find_difference(value: Any, back: Any, name: str) -> tuple[str, Any, Any] | None:
-    """Return the first place where what JSON gives back is of another kind."""
+    """Return the first place where JSON gives back another type."""
     if isinstance(value, Mapping) and isinstance(back, dict):
         if sorted(map(repr, value)) != sorted(map(repr, back)):
             return name, value, back
@@ -124,13 +124,13 @@ def _find_difference(value: Any, back: Any, name: str) -> tuple[str, Any, Any] |
 
 
 def read_record(step: Path) -> dict:
-    """Return what was written beside the arrays of a step."""
+    """Return the record beside the arrays of a step."""
     try:
         meta = parse_json(read_text(step / FILE))
         if check_fields(meta, {"format": integer(1)})["format"] <= FORMAT:
             check_fields(
                 {"step": 0, **meta}, CHECKS | {"step": integer(0)}
-            )  # earlier ones have none
+            )  # older records have none
     except OSError as error:
         raise ValueError(f"step {step.name}: {quote(step / FILE)}: {error.strerror}.") from error
     except ValueError as error:
@@ -144,7 +144,7 @@ def read_record(step: Path) -> dict:
 
 
 def _check_number(step: Path, meta: dict) -> None:
-    """Refuse a folder that bears the name of another step than the one that lies in it."""
+    """Refuse a folder that is named after another step than the one in it."""
     if str(number := meta.get("step", step.name)) == step.name:
         return
     is_taken = (step.parent / str(number)).exists()
@@ -157,7 +157,7 @@ def _check_number(step: Path, meta: dict) -> None:
 
 
 def check_is_ours(step: Path) -> None:
-    """Refuse a directory that something else has written."""
+    """Refuse a directory that hfjax has not written."""
     if not is_hfjax_step(step):
         names = ", ".join(sorted(quote(path.name) for path in step.iterdir())) or "nothing"
         raise ValueError(
@@ -167,7 +167,7 @@ def check_is_ours(step: Path) -> None:
 
 
 def check_format(step: Path, number: int) -> None:
-    """Refuse a step that a later hfjax wrote in a way that this one does not know."""
+    """Refuse a step in a later format of hfjax than this one knows."""
     if number > FORMAT:
         raise ValueError(
             f"step {step.name} of {quote(step.parent)} is written in format {number}; this hfjax "

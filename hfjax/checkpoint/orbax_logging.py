@@ -1,7 +1,7 @@
-"""What Orbax and tensorstore print is kept back: of a failed save or read one error tells.
+"""Silence Orbax and tensorstore: a failed save or read raises one error, and prints no others.
 
-Orbax writes to the logger of absl, which other libraries and the user may use: a record is Orbax'
-if a file of Orbax wrote it, or if its error came through one.
+Orbax logs to absl's logger, which other libraries and the user may use: a record is Orbax' if a
+file of Orbax wrote it, or if its error passed through one.
 """
 
 import logging
@@ -17,7 +17,7 @@ WRITERS = (ORBAX, "orbax.checkpoint", "tensorstore")  # in a trace
 
 @cache
 def silence_orbax() -> None:
-    """From now on print no warnings, nor traces of what fails: they are behind the error raised."""
+    """Stop printing Orbax' warnings and traces of failures: the raised error has their cause."""
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).addFilter(_should_log)
     old_hook = sys.unraisablehook
@@ -31,10 +31,10 @@ def silence_orbax() -> None:
 
 
 def _should_log(record: logging.LogRecord) -> bool:
-    """Return whether a record is no warning or error of those who write.
+    """Return whether to log a record: not a warning or error of the libraries that write.
 
-    Who lowers absl's level on purpose still reads what they do. An error without a trace is told:
-    it may be that of a manager of the user's own.
+    With absl's level lowered on purpose, their progress is logged. An error without a trace is
+    logged: it may be that of a manager of the user's own.
     """
     if record.exc_info and _is_from_orbax(*record.exc_info):
         return False
@@ -48,6 +48,6 @@ def _is_from_orbax(*error: Any) -> bool:
 
 
 def _is_late(error: BaseException | None) -> bool:
-    """Return whether a thread of tensorstore found the event loop gone, since the save failed."""
+    """Return whether a tensorstore thread found the event loop closed, after a failed save."""
     is_main = threading.current_thread() is threading.main_thread()
     return not is_main and isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

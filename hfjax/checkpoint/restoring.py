@@ -41,22 +41,22 @@ from hfjax.utils.read_files import check_ordinary
 from hfjax.utils.tables import quote
 
 ON_DAMAGE = ("refuse", "previous")
-Damaged = list[tuple[int, list[str]]]  # steps that are passed over, and what is wrong with each
+Damaged = list[tuple[int, list[str]]]  # skipped steps, and what is wrong with each
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A state and what was written beside it.
+    """A restored state and the record beside it.
 
     Attributes:
-        state: The state, as the layout has it.
-        step: That of the checkpoint; with parameters_only the state itself begins at step 0.
+        state: The state, placed by the layout.
+        step: The step of the checkpoint; with parameters_only the state itself begins at step 0.
         data: The position in the data that was given to `save`.
-        config: What was given to `save` or `Checkpoints`.
+        config: The config that was given to `save` or `Checkpoints`.
         metrics: {name: number}.
-        versions: Of Python and of the packages that wrote it.
-        origin: The strategy, mesh and processes that wrote it, for a person.
-        damaged: Later steps that were passed over.
+        versions: Versions of Python and of the packages that wrote it.
+        origin: The strategy, mesh and processes that wrote it, as text.
+        damaged: Later steps that were skipped.
 
     Example:
         >>> import hfjax
@@ -71,7 +71,7 @@ class Restored:
     metrics: dict[str, float]
     versions: dict[str, str]
     origin: str  # strategy, mesh and processes that wrote it
-    damaged: tuple[int, ...] = ()  # later steps that were passed over
+    damaged: tuple[int, ...] = ()  # later steps that were skipped
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ReadOptions:
 
 
 def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions) -> Restored:
-    """Return the state of a step, as the layout has it, and what was written beside it."""
+    """Return the state of a step, placed by the layout, and the record beside it."""
     restored, damaged = retry_if_deleted(step, lambda: _read(directory, layout, step, options))
     for number, lines in damaged:
         warnings.warn(
@@ -103,7 +103,7 @@ def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions
 def _read(
     directory: Path, layout: Layout, step: int | None, options: ReadOptions
 ) -> tuple[Restored, Damaged]:
-    """Return what is restored, and what is damaged; all processes raise `DeletedError` together."""
+    """Return the restored step and the damaged ones; all processes raise `DeletedError`."""
     chosen = run_on_first(
         lambda: retry_if_deleted(step, lambda: _choose_step(directory, step, options))
     )
@@ -130,7 +130,7 @@ def _format_origin(record: dict) -> str:
 
 
 def _choose_step(directory: Path, step: int | None, options: ReadOptions) -> dict:
-    """Return which step is read, its record, and the damaged ones that are passed over."""
+    """Return the step to read, its record, and the damaged ones that are skipped."""
     step = resolve_step(directory, step)
     read_undeleted(directory / str(step), check_is_ours)
     damaged: Damaged = []
@@ -183,7 +183,7 @@ def _refusal_message(directory: Path, damage: tuple[int, list[str]], earlier: li
 
 
 def _read_state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -> State:
-    """Return the state that is read from the directory of a step."""
+    """Return the state read from the directory of a step."""
     like = layout.model_layout.abstract_state()
     if any(p.startswith("scale/") for p in saved):
         like = replace(like, scale=_scale_shapes(layout))
@@ -218,7 +218,7 @@ def _check_scale(state: State, label: str) -> None:
 
 
 def _load_arrays(path: Path, specs: dict[str, Any], label: str) -> dict[str, Any]:
-    """Return the wanted arrays by path; only they are read."""
+    """Return the arrays of `specs` by path; only they are read."""
     item = nest({path: to_raw(x) for path, x in specs.items()})
     arguments = ocp.args.PyTreeRestore(
         item=item,
@@ -249,7 +249,7 @@ def _saved_order(layout: Layout) -> Any:
 
 
 def _fresh_state(layout: Layout, state: State) -> State:
-    """Return the state of a run that begins with these parameters; random keys are new ones."""
+    """Return the initial state of a run with these parameters, and with new random keys."""
     unordered = layout.model_layout
     shardings = unordered.shardings()
     variables = jax.jit(lambda: unordered.create(0).variables, out_shardings=shardings.variables)()

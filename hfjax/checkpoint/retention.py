@@ -1,4 +1,4 @@
-"""Which steps are kept: the latest, one now and then, the best."""
+"""Which steps are kept: the latest, periodic ones, the best."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Keep:
-    """The steps to keep; a step is deleted when none of these wants it.
+    """The steps to keep; a step is deleted when none of these rules keeps it.
 
     Attributes:
-        latest: So many of the last ones. None: all.
-        every: The first step at or after each multiple of it. None: no such step.
-        best: The name of a metric: the `bests` steps where it is lowest. None: no such step.
-        bests: How many of the best.
-        highest: Whether the best are those where it is highest.
+        latest: Number of the latest steps to keep. None: all.
+        every: Keep the first step at or after each multiple of it. None: no such step.
+        best: Name of a metric: keep the `bests` steps where it is lowest. None: no such step.
+        bests: Number of the best steps to keep.
+        highest: Whether the best steps are those where it is highest.
 
     Example:
         >>> import hfjax
@@ -50,8 +50,8 @@ class Keep:
         """Return those of the saved steps that are kept, in ascending order.
 
         Args:
-            metrics: {step: its metrics} of all saved steps. A step without the metric by which
-                steps are judged is none of the best.
+            metrics: {step: its metrics} of all saved steps. A step without the metric that `best`
+                names is not among the best.
 
         Example:
             >>> import hfjax
@@ -63,7 +63,7 @@ class Keep:
         return sorted({*latest, *self._spaced(steps), *self._best(metrics)})
 
     def check(self, metrics: Metrics) -> None:
-        """Refuse metrics that lack the one by which steps are judged.
+        """Refuse metrics that lack the one that `best` names.
 
         Args:
             metrics: {name: number} of a step that is about to be saved.
@@ -95,13 +95,13 @@ class Keep:
 
 
 class KeepPolicy:
-    """Orbax's preservation policy that asks a `Keep`."""
+    """Orbax's preservation policy by a `Keep`."""
 
     def __init__(self, keep: Keep, metrics: Mapping[int, Metrics]) -> None:
         self._keep, self._metrics = keep, metrics
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """Return, step by step, whether it is kept; what hfjax has not written always is."""
+        """Return for each step whether it is kept; what hfjax has not written always is."""
         steps = [info.step for info in checkpoints]
         own_steps = {step: self._metrics[step] for step in steps if step in self._metrics}
         steps_to_keep = self._keep.kept(own_steps)

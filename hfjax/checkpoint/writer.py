@@ -29,13 +29,13 @@ from hfjax.utils.paths import nest
 from hfjax.utils.tables import quote
 
 NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
-PER_ARRAY, PER_DEVICE = 1500, 32  # bytes beside an array, and more of them for each device
+PER_ARRAY, PER_DEVICE = 1500, 32  # bytes in addition to an array, and more for each of its devices
 BLOCK, FILES = 4096, 24  # bytes of a block; files and folders that a process writes
-LATE = ("DEADLINE_EXCEEDED", "Timed out while waiting")  # for others: what is behind comes first
+LATE = ("DEADLINE_EXCEEDED", "Timed out while waiting")  # others: the cause comes first
 
 
 def save_error(directory: Path, step: int, needed: int, error: BaseException) -> OSError:
-    """Return the error that tells why a step is not saved, and that the others are."""
+    """Return the error that says why a step was not saved, and that the others are."""
     saved, errors = list_steps(directory), list(_error_chain(error))
     steps = ", ".join(map(str, saved)) or "none"
     if MOVED in str(error):
@@ -62,9 +62,9 @@ def save_error(directory: Path, step: int, needed: int, error: BaseException) ->
 
 
 def required_bytes(raw_arrays: Mapping[str, jax.Array], record: dict) -> int:
-    """Return how many bytes of a disk a step takes at most: those of all its files.
+    """Return the maximum disk space of a step in bytes: that of all its files.
 
-    What Orbax writes of each array grows with its devices; each file ends within a block.
+    What Orbax writes for each array grows with its devices; each file ends within a block.
     """
     array_bytes = sum(
         x.nbytes + PER_ARRAY + PER_DEVICE * len(x.sharding.device_set) for x in raw_arrays.values()
@@ -85,7 +85,7 @@ def _reason(errors: list[BaseException]) -> tuple[bool, str]:
 
 
 def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Return an error and those behind it."""
+    """Yield an error and those that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -107,7 +107,7 @@ class Writer:
     ) -> None:
         self._directory, self._keep, self._timeout = directory, keep, timeout
         self._holds = holds  # whether the directory is still the one that is locked (process 0)
-        self._metrics = metrics  # of the steps that are there
+        self._metrics = metrics  # of the existing steps
         self._saving: tuple[int, int] | None = None  # step, bytes
         self._manager: ocp.CheckpointManager | None = None  # opened by the first step
 
@@ -133,14 +133,14 @@ class Writer:
         return ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def _seal(self) -> None:
-        """Write the manifest: all files are there, the directory is not yet renamed to a step."""
+        """Write the manifest: all files exist, the directory is not yet renamed to a step."""
         assert self._saving is not None
         if not self._holds():
             raise OSError(MOVED)
         write_manifest(self._directory / f"{self._saving[0]}{TEMPORARY}")
 
     def start(self, step: int, arrays: Mapping[str, Any], record: dict) -> None:
-        """Copy the arrays and begin to write them; return when they may change."""
+        """Copy the arrays and start writing them; return when they may change."""
         raw_arrays = {path: to_raw(x) for path, x in arrays.items()}
         self._saving = (step, required_bytes(raw_arrays, record))
         self._metrics[step] = record["metrics"]
@@ -166,7 +166,7 @@ class Writer:
             empty_trash(self._directory)
 
     def _failure(self, error: Exception) -> OSError:
-        """Return what to raise, after the leftovers are swept and the next save can begin."""
+        """Clean up a failed save so that the next one can begin; return the error to raise."""
         assert self._saving is not None
         (step, needed), self._saving = self._saving, None
         self.forget([] if step in list_steps(self._directory) else [step])
@@ -179,7 +179,7 @@ class Writer:
         return save_error(self._directory, step, needed, error)
 
     def forget(self, steps: list[int]) -> None:
-        """Begin anew with the steps that are in the directory; these are not."""
+        """Forget these steps; reopen the manager at the next save, with those in the directory."""
         for step in steps:
             self._metrics.pop(step, None)
         self.close()

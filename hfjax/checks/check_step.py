@@ -1,4 +1,4 @@
-"""What a step refuses before it is traced: what cannot run, or would run in vain."""
+"""What a step refuses before it is traced: what cannot run, or would have no effect."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +42,7 @@ def check_step_arguments(layout: object, loss: object) -> None:
 
 
 def check_state_shardings(layout: Layout, state: State) -> None:
-    """Refuse a state that lies as another layout of the model has it."""
+    """Refuse a state that is sharded as by another layout of the model."""
     shardings = layout.shardings()
     for column in ("params", "optimizer"):
         pairs = jax.tree_util.tree_flatten_with_path(getattr(state, column))[0]
@@ -62,13 +62,13 @@ def check_state_shardings(layout: Layout, state: State) -> None:
 
 
 def _has_sharding(x: Any, sharding: Any) -> bool:
-    """Return whether an array lies on these devices, split so."""
+    """Return whether an array has this sharding, on these devices."""
     own_sharding = getattr(x, "sharding", None)
     return own_sharding is not None and own_sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def _describe_sharding(x: Any) -> str:
-    """Return where an array lies, as people read it."""
+    """Return the sharding of an array in readable form."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
@@ -80,7 +80,7 @@ def _describe_sharding(x: Any) -> str:
 
 
 def check_execution(layout: Layout, execution: Execution, training: bool = False) -> None:
-    """Refuse what cannot run, or would run in vain."""
+    """Refuse what cannot run, or would have no effect."""
     check_combinations(layout, execution)
     if idle_axes := layout.unused_axes():
         _refuse_idle(layout, idle_axes)
@@ -129,7 +129,7 @@ def _refuse_idle(layout: Layout, idle_axes: Sequence[str]) -> None:
 
 
 def _check_dispatch(layout: Layout, dispatch: str) -> None:
-    """Refuse to choose how tokens travel where none do; the axis of hfjax.EXPERT may be off."""
+    """Refuse a choice of dispatch where no tokens travel; the axis of hfjax.EXPERT may be off."""
     is_off = EXPERTS in layout.strategy.parameters and not in_use(layout.mesh, EXPERT_AXES)
     kept_axes = {axis for p in layout.param_specs.values() for axis in p.sharded_compute}
     if not is_off and not kept_axes.intersection(EXPERT_AXES):
@@ -141,7 +141,7 @@ def _check_dispatch(layout: Layout, dispatch: str) -> None:
 
 
 def _check_by_path(layout: Layout, precision: PrecisionByPath) -> None:
-    """Refuse patterns that match nothing, and those that tell apart what one row stores."""
+    """Refuse patterns that match nothing, and those that distinguish what one row stores."""
     match_patterns([pattern for pattern, _ in precision.given], layout.template.parameters)
     experts: dict[str, set[Any]] = {}
     for path, p in layout.param_specs.items():
@@ -191,7 +191,7 @@ def _check_scale(layout: Layout, precision: Any) -> None:
 
 
 def _check_after_step(layout: Layout) -> None:
-    """Refuse variables that the model's own `after_step` would have to change, if it has none."""
+    """Refuse variables that the model's own `after_step` would have to update, if it has none."""
     variables = layout.template.variables.items()
     needs_after_step = lambda v: (
         isinstance(v, nnx.Variable) and v.get_metadata("needs_after_step", False)

@@ -1,7 +1,7 @@
-"""What goes together: `REFUSED` has a row for each pair of features that does not.
+"""What goes together: `REFUSED` has an entry for each pair of features that does not.
 
-Everything else works: tests/test_combinations.py trains every pair. `check_combinations` makes the
-errors of this table, `table` what docs/combinations.md prints.
+Everything else works: tests/test_combinations.py trains every pair. `check_combinations` raises the
+errors of this table, `table` returns what docs/combinations.md prints.
 """
 
 import string
@@ -42,8 +42,8 @@ class Refusal:
         condition_text: Where the pair is refused ("if …"); elsewhere both go together.
         condition: The same as a function.
         detected_later: When it is detected, where only a trial of the optimizer or the trace can
-            tell. `check_combinations` leaves such a row to the code that detects it, which raises
-            `error_of` the pair.
+            tell. `check_combinations` leaves such an entry to the code that detects it, which
+            raises `error_of` the pair.
     """
 
     why: str
@@ -109,7 +109,7 @@ LAYER_BY_LAYER = Refusal(
 )
 
 REFUSED: dict[tuple[str, str], Refusal] = {
-    # a model that hfjax does not run in parts
+    # a whole model: hfjax runs no layers of it
     ("schedule", NOT_IN_PARTS): Refusal(
         f"stages are made of a model in three parts: {PARTS}", "docs/any_model.md shows one."
     ),
@@ -131,7 +131,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "(embed, layers, head)",
         "Give the model these (docs/any_model.md).",
     ),
-    # layers that see a part of the rows
+    # layers that run on chunks of the batch
     ("split_rows", "schedule"): Refusal(
         "the microbatches of a pipeline are such parts already", "Leave split_rows out."
     ),
@@ -140,7 +140,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("split_rows", "statistics that a model writes"): Refusal(
         SOME_EXAMPLES, NO_CHUNK_STATISTICS, detected_later=TRACED
     ),
-    # parameters on the host
+    # parameters in host memory
     ("HOST_PARAMETERS", "schedule"): Refusal(
         "a pipeline keeps its stages' layers on the device",
         f"Set pipe=1 and leave the schedule out, {ON_HOST}",
@@ -228,7 +228,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f'{ELEMENT_BY_ELEMENT}or a synchronous schedule, for instance hfjax.Schedule("1f1b", …).',
         detected_later=TRIED,
     ),
-    # what is computed again, or waits on the host, in a pipeline
+    # recomputation and host memory in a pipeline
     (NOT_ELEMENT_BY_ELEMENT, "schedule"): Refusal(
         "what the optimizer computes of all layers together (means, sorts) would include padding",
         "Choose stages and chunks that divide the number of layers, or an optimizer that works "
@@ -356,7 +356,7 @@ def error_of(pair: tuple[str, str], *written: str | None) -> ValueError:
 
 
 def refusals(one: str, other: str) -> list[Refusal]:
-    """Return why two features do not go together, those of all uses first."""
+    """Return why two features do not go together, unconditional refusals first."""
     pairs = [(a, b) for a in needed_features(one) for b in needed_features(other)]
     matches = [REFUSED.get((a, b)) or REFUSED.get((b, a)) for a, b in pairs]
     return sorted(filter(None, matches), key=lambda refusal: bool(refusal.condition_text))
@@ -369,7 +369,7 @@ def are_exclusive(one: str, other: str) -> bool:
 
 
 def cell(one: str, other: str) -> str:
-    """Return what the table says of two features.
+    """Return what the table says about two features.
 
     >>> cell("clip", "remat"), cell("clip", "optimizer_in_backward"), cell("offload", "FSDP")
     ('+', '-', '+')
@@ -389,7 +389,7 @@ def table() -> str:
         + works; - refused; ? refused under a condition; . same setting, or one needs the other
     """
     letters = string.ascii_letters[: len(FEATURES)]
-    width = 24  # longer names go on in a second line
+    width = 24  # longer names continue on a second line
     lines = [" ".join([" " * (width + 2), *letters])]
     for letter, name in zip(letters, FEATURES, strict=True):
         cells = " ".join(cell(name, other) for other in FEATURES)

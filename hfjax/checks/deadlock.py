@@ -1,4 +1,4 @@
-"""Check compiled pipelines: a permute in a branch that one stage takes waits for ever."""
+"""Checks compiled pipelines: a permute in a branch that one stage takes waits forever."""
 
 import re
 from collections.abc import Callable
@@ -32,10 +32,10 @@ class DeadlockChecked:
         self.checked_shapes: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args[1:])  # what comes beside the state or parameters
+        leaves, tree = jax.tree.flatten(args[1:])  # the arguments after state or parameters
         shapes = tree, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
         if shapes not in self.checked_shapes:
-            # The call below finds this program where JAX keeps them: it is compiled once.
+            # The call below finds this program in JAX's cache: it is compiled once.
             check_branches(self.jitted.lower(*args).compile().as_text(), self.axes)
             self.checked_shapes.add(shapes)
         return self.jitted(*args)
@@ -50,7 +50,7 @@ class DeadlockChecked:
 
 
 def check_branches(text: str, axes: tuple[str, ...]) -> None:
-    """Refuse the text of a compiled pipeline in which a permute lies in a stage's branch."""
+    """Refuse the text of a compiled pipeline that has a permute in a stage's branch."""
     match = _PERMUTE.search(text)
     if match is None:
         return
@@ -68,7 +68,7 @@ def check_branches(text: str, axes: tuple[str, ...]) -> None:
 
 
 def _source_line(text: str, frame: str) -> str:
-    """Return in which line a frame lies, by the tables at the head of the program's text."""
+    """Return the source line of a frame, from the tables at the head of the program's text."""
 
     def look_up(table: str, key: str, number: str) -> str:
         block = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)

@@ -1,6 +1,6 @@
-"""What a user can turn on: how each is seen, how it was written, and the least that turns it on.
+"""What a user can turn on: how it is detected, how it was written, and the least that turns it on.
 
-`hfjax.checks.combinations` says which of it go together.
+`hfjax.checks.combinations` says which of them go together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,23 +44,23 @@ from hfjax.sharding.layout import Layout
 
 UserText = Callable[[Layout, Execution], str | None]
 
-# Features with a long name, that code finds a row by.
+# Features with a long name, by which code finds an entry.
 NOT_ELEMENT_BY_ELEMENT = "optimizer not element by element"
 NOT_IN_PARTS = "model not in three parts"
 
 
 class Feature(NamedTuple):
-    """Something that a user can turn on: how it is seen, and the least that turns it on.
+    """Something that a user can turn on: how it is detected, and the least that turns it on.
 
     Attributes:
         user_text: (layout, execution) -> how it was written, None if it is not used. None in place
             of the function: only a trial or a trace can tell.
         execution: Fields of Execution.
-        strategy: What a strategy has.
+        strategy: A strategy that has it.
         mesh: Sizes of axes.
-        optimizer: What is made of another optimizer.
-        freeze: The pattern of what is frozen.
-        model: What it is of the model, in a word.
+        optimizer: Function of another optimizer that returns one with it.
+        freeze: The pattern of frozen parameters.
+        model: What kind of model it is, in a word.
         needs: Features that are used where this one is: what refuses them refuses this one.
     """
 
@@ -160,7 +160,7 @@ def _asynchronous_text(layout: Layout, execution: Execution) -> str | None:
 
 
 def _split_text(column: str) -> UserText:
-    """Return what of a column is split: of layers, if anything of them is."""
+    """Return how a column of one parameter is sharded, of a layer's if any is."""
 
     def user_text(layout: Layout, execution: Execution) -> str | None:
         param_specs = sorted(
@@ -224,7 +224,7 @@ def _whole_model_text(layout: Layout, _: Execution) -> str | None:
     return None if layout.forward is None else "forward= of the layout"
 
 
-# -- the rows -----------------------------------------------------------------------------------
+# -- the entries --------------------------------------------------------------------------------
 
 
 def _schedule_feature(name: str, user_text: UserText, *needs: str, **fields: Any) -> Feature:

@@ -1,4 +1,4 @@
-"""What JAX says of a model that cannot run inside a step, in words that tell what to do."""
+"""Rewords errors of JAX for a model that cannot run inside a step, to say what to do."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ _MISSING_ARGUMENTS = re.compile(r"__call__\(\) missing \d+ required positional")
 
 @contextmanager
 def explain_errors(layout: Layout, batch: Any) -> Iterator[None]:
-    """Run what calls a model and a loss: what is known of their errors is told in words."""
+    """Run what calls a model and a loss, and explain the errors that are known."""
     try:
         with layout.template.call_context():
             yield
@@ -64,7 +64,7 @@ def explain_errors(layout: Layout, batch: Any) -> Iterator[None]:
 
 
 def _explain_batch(error: Exception, layout: Layout, batch: Any) -> str | None:
-    """Return what an error says of a batch that the model or the loss reads in another way."""
+    """Return what an error says about a batch that the model or the loss reads in another way."""
     text, keys = str(error), list(batch) if isinstance(batch, Mapping) else None
     if isinstance(error, KeyError):
         return None if keys is None else _explain_key(error, keys)
@@ -95,7 +95,7 @@ def _explain_batch(error: Exception, layout: Layout, batch: Any) -> str | None:
 
 
 def _explain_call(error: Exception, layout: Layout, batch: Any) -> str | None:
-    """Return what an error says of a model that takes more than the batch."""
+    """Return what an error says about a model that takes more than the batch."""
     is_called_directly = layout.forward is None and not layout.template.is_layer_stack
     has_several = is_called_directly and isinstance(batch, Mapping | tuple | list)
     return (
@@ -116,7 +116,7 @@ def _explain_key(error: KeyError, keys: list) -> str | None:
 
 
 def _explain_whole_batch(error: Exception, layout: Layout, batch: Any) -> str:
-    """Return what to do where a whole batch goes to what takes an array of it."""
+    """Return what to do where a whole batch is passed to what takes an array of it."""
     keys = list(batch) if isinstance(batch, Mapping) else None
     item = "batch[0]" if keys is None else 'batch["…"]'
     choices = f" with one of {', '.join(map(str, keys))}" if keys else ""
@@ -170,7 +170,7 @@ def _is_from_model(error: Exception) -> bool:
 
 
 def _batch_sized_variables(template: ModelTemplate, batch: Any) -> dict[str, tuple[int, ...]]:
-    """Return shapes of variables with a row for each of the whole batch that are not split so."""
+    """Return shapes of variables with an entry per example that are not sharded with the batch."""
     batch_size = num_examples(batch)
     variables = {path: x for path, x in template.variables.items() if not template.is_batched(path)}
     return {path: tuple(x.shape) for path, x in variables.items() if x.shape[:1] == (batch_size,)}

@@ -1,10 +1,10 @@
-"""What an optimizer does, read from its own program: nothing is run.
+"""What an optimizer computes, read from its own program: nothing is run.
 
-`OptimizerProgram` gives all that an optimizer computes a term: which operations make it, of what.
-Arrays have no size in a term, and a parameter no name, so that terms of a parameter and of a part
-of it are the same if the same is done with each. What is added up over arrays says over which; what
-the program adds up of its own, of which shape.
-`mixes_entries` asks the table of rules whether entries along a dimension meet.
+`OptimizerProgram` gives every value that an optimizer computes a term: which operations make it,
+of what. Arrays have no size in a term, and a parameter no name, so that terms of a parameter and of
+a part of it are the same if the same is done with each. A reduction over arrays names the arrays
+that it is over; one over arrays of the program's own, their shape.
+`mixes_entries` asks the table of rules whether entries along a dimension interact.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -40,12 +40,12 @@ from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, Split
 from hfjax.parallel.spmd.rules.pointwise import POINTWISE
 from hfjax.utils.paths import Flat, find_parameter, flatten, nest
 
-Entries = frozenset[str]  # of what parameters, or parts of them
+Entries = frozenset[str]  # of which parameters, or parts of them
 NONE: Entries = frozenset()
 Terms = dict[Hashable, int]  # each has a number
 GRADIENT, PARAMETER, ARRAY_OF = "gradient", "parameter", "row of "
 
-# Reductions of all entries, what puts two of them together, and the entry that changes nothing.
+# Reductions of all entries, what combines two of them, and the neutral entry.
 _TOTALS = {
     "reduce_sum": (("add", "add_any"), 0),
     "reduce_and": (("and",), 1),
@@ -60,18 +60,18 @@ _AXES = ("axes", "axis", "dimension", "dimensions")
 
 
 class Value(NamedTuple):
-    """What is known of a value.
+    """What is known about a value.
 
     Attributes:
         term: The number of its term.
         entries: Whose entries it has; none if it is a number.
-        is_dependent: Whether it follows from a gradient, a parameter or what is kept of them.
-        zero_value: What it is where the arrays that it follows from are 0.
-        totals: If it is a total: of what kind, of which terms, over whose entries. Of a row of
+        is_dependent: Whether it depends on a gradient, a parameter or their optimizer state.
+        zero_value: Its value where the arrays that it depends on are 0.
+        totals: If it is a total: of what kind, of which terms, over whose entries. Of an array of
             totals, that of all.
-        zero_effects: Where more zeros would move it: (a number that chooses, its choice), ALWAYS.
+        zero_effects: Where more zeros would change it: (a selecting number, its case), ALWAYS.
         is_number: Whether it is one number, of whatever shape.
-        is_elementwise: Whether each entry is made of the entries in its place, and of numbers.
+        is_elementwise: Whether each entry is computed from the entries in its place and numbers.
     """
 
     term: int
@@ -88,11 +88,11 @@ class OptimizerProgram:
     """An optimizer's update of parameters of these shapes.
 
     Args:
-        optimizer: Any of optax.
+        optimizer: Any optax transformation.
         parameters: Path -> shape and dtype.
-        of: Path -> whose entries it has.
+        entries: Path -> whose entries it has.
         terms: Those of the programs that it is compared with.
-        more: Of whose entries there may be more, which are 0.
+        padded: Of whose entries there may be more, which are 0.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class OptimizerProgram:
         return self._terms.setdefault(key, len(self._terms))
 
     def _analyze(self) -> dict[Var, Value]:
-        """Return what is known of each value."""
+        """Return what is known about each value."""
         labels = [(path, GRADIENT) for path in self._paths]
         pairs = zip(self._owners, self.names, strict=True)
         labels += [owner or ("", name) for owner, name in pairs]
@@ -235,7 +235,7 @@ class OptimizerProgram:
         return [value._replace(term=self._term(value.term, i)) for i in range(len(variables))]
 
     def _op_value(self, key: tuple, inputs: Sequence[Value]) -> Value:
-        """Return what an operation makes; where entries of several meet, the term says of whom."""
+        """Return the value of an operation; where entries of several meet, the term says whose."""
         is_mixed = len({v.entries for v in inputs if v.entries}) > 1
         terms = [(v.term, tuple(sorted(v.entries))) if is_mixed else v.term for v in inputs]
         entries, is_dependent = (
@@ -246,7 +246,7 @@ class OptimizerProgram:
         return Value(self._term(*key, *terms), entries, is_dependent, zero_effects=zero_effects)
 
     def _body_values(self, equation: JaxprEqn, operands: Sequence[Value]) -> Iterator[list[Value]]:
-        """Yield what the programs of a loop make of what enters them."""
+        """Yield the values that the bodies of a loop return for these operands."""
         entries = NONE.union(*(v.entries for v in operands))
         for body, constants in bodies_of(equation):
             arguments = [Value(self._term("in", i), entries, True) for i in range(len(body.invars))]
@@ -256,7 +256,7 @@ class OptimizerProgram:
             yield [self._value_of(v, known) for v in body.outvars]
 
     def _number_or_total(self, equation: Any, operands: list[Value]) -> Value | None:
-        """Return a number in another form, or a total; None: neither."""
+        """Return a reshaped number, or a total; None: neither."""
         name, out = equation.primitive.name, equation.outvars[0].aval
         if name in _RESHAPES and (
             operands[0].is_number or len(out.shape) == 1 < equation.invars[0].aval.ndim
@@ -291,7 +291,7 @@ class OptimizerProgram:
         return self._total_value(name, operands) if is_of_entries and name in _TOTALS else None
 
     def _total_value(self, name: str, summands: Sequence[Value]) -> Value:
-        """Return the total of these; a value that is none is one entry, or an array of them."""
+        """Return the total of these; a summand that is no total is an entry or an array of them."""
         owners_of_term: dict[int, list[str]] = {}
         zero_effects = ZeroEffects().union(*(v.zero_effects for v in summands))
         for v in summands:
@@ -307,7 +307,7 @@ class OptimizerProgram:
         )
 
     def _zero_after_update(self) -> set[str]:
-        """Return what is 0 in places that are added: if it begins so and an update leaves it so."""
+        """Return what is 0 in padding: if it starts as 0 and an update keeps it 0."""
         values, count = list(map(self._value_of, self._outputs)), len(self._paths)
         is_padded = lambda path: bool(self._entries[path] & self._padded)
         padded_updates = [
@@ -320,17 +320,17 @@ class OptimizerProgram:
                 nonzero.add(owner[1])
         return {PARAMETER, *(owner[1] for owner in self._owners if owner)} - nonzero
 
-    # -- what meets -------------------------------------------------------------------------------
+    # -- interactions -----------------------------------------------------------------------------
 
     def values_of(self, path: str, with_initial: bool = False) -> list[Value]:
-        """Return what is computed for a parameter: its update, what is kept, and what was first."""
+        """Return the values computed for a parameter: update, state, and initial state."""
         pairs = zip(self._owners, self.names, strict=True)
         names = [name for owner, name in pairs if owner and owner[0] == path]
         initial = [self.initial_state[name] for name in names if with_initial]
         return [self.updates[path], *(self.state[name] for name in names), *initial]
 
     def numbers(self, with_initial: bool) -> dict[str, list[Value]]:
-        """Return what becomes of numbers that are kept, and of all that is like no parameter."""
+        """Return the values of numbers in the state, and of all that is like no parameter."""
         pairs = zip(self._owners, self.names, strict=True)
         names = [name for owner, name in pairs if not owner]
         return {
@@ -338,15 +338,15 @@ class OptimizerProgram:
         }
 
     def uses_own_entries(self, path: str) -> bool:
-        """Return whether a parameter's update is of its own entries, numbers and totals."""
+        """Return whether a parameter's update depends on its own entries, numbers and totals."""
         return all(v.entries <= self._entries[path] for v in self.values_of(path, True))
 
     def is_elementwise(self, path: str) -> bool:
-        """Return whether all that is computed for a parameter is so entry by entry."""
+        """Return whether everything that is computed for a parameter is elementwise."""
         return all(v.is_elementwise for v in self.values_of(path))
 
     def is_counter(self, name: str, leaf: object) -> bool:
-        """Return whether a number that is kept stays as it is, or counts updates."""
+        """Return whether a number in the state stays unchanged, or counts updates."""
         for count in (lambda x: x, lambda x: x + 1, optax.safe_increment):
             counter = trace_flat(count, leaf)
             known = {counter.inputs[0]: _number_value(self._term("kept", name))}
@@ -360,7 +360,7 @@ class OptimizerProgram:
         return any(self._value_of(v).zero_effects for v in self._outputs)
 
     def mixes_entries(self, path: str, dim: int) -> bool:
-        """Return whether entries of a parameter meet along a dimension, but for totals."""
+        """Return whether entries of a parameter interact along a dimension, except in totals."""
         program, inputs, is_split = self._update_jaxpr(path)
         shape = self._shapes[path]
         group, split_spec, comms = (
@@ -388,9 +388,9 @@ class OptimizerProgram:
         return bool(comms or traced.jaxpr.effects)
 
     def _update_jaxpr(self, path: str) -> tuple[Any, list[Any], list[bool]]:
-        """Return what makes a parameter's update, with totals given; its inputs, which are split.
+        """Return the program of a parameter's update, totals given; its inputs, which are sharded.
 
-        It returns the arrays that totals are of as well.
+        It also returns the arrays that totals are over.
         """
         state_paths = [owner and owner[0] for owner in self._owners]
         outputs = zip((*self._paths, *state_paths, *state_paths), self._outputs, strict=True)
@@ -418,7 +418,7 @@ class OptimizerProgram:
 
 
 def _leaf_owner(keys: tuple, leaf: Any, shapes: Mapping[str, tuple]) -> tuple[str, str] | None:
-    """Return of which parameter a leaf of the state is, and in which tree; None: of none."""
+    """Return the parameter of a leaf of the state, and its tree; None: it has none."""
     match = find_parameter(keys, leaf.shape, shapes)
     return match and (match[1], jax.tree_util.keystr(keys[: match[0]]))
 
@@ -428,7 +428,7 @@ def _at_least_float32(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_elementwise_dot(equation: JaxprEqn) -> bool:
-    """Return whether a product adds up entries times those in the same place."""
+    """Return whether a matmul sums entries times those in the same place."""
     (left, right), _ = equation.params["dimension_numbers"]
     return tuple(left) == tuple(right)
 
@@ -439,9 +439,9 @@ def _number_value(term: int, is_number: bool = True) -> Value:
 
 
 def _inline(equation: JaxprEqn, values: Sequence[Any]) -> Any:
-    """Return what a call, a branch or a print gives in a program that has none; None: as it is.
+    """Return the outputs of a call, a branch or a print, inlined; None: it is kept.
 
-    Of branches all are run, and one is chosen.
+    All branches are run, and one is selected.
     """
     if not equation.outvars:
         return ()

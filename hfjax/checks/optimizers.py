@@ -1,7 +1,8 @@
-"""Whether an optimizer works entry by entry: on a part, in packed rows, beside empty places.
+"""Whether an optimizer works entry by entry: on a part, in packed rows, beside padding.
 
-It is decided by the optimizer's own program, for arrays as they are and in that form: an update
-is made of the same terms in both, and entries meet along no dimension in which the forms differ.
+It is decided from the optimizer's own program, for arrays as they are and in that form: an update
+consists of the same terms in both, and entries interact along no dimension in which the forms
+differ.
 """
 
 import warnings
@@ -35,10 +36,10 @@ class _Variant:
     Attributes:
         shapes: Path in the form -> shape and dtype.
         entries: Path in the form -> whose entries it has.
-        arrays: Path -> where it is in the form; of those to compare.
+        arrays: Path -> where it is in the form; only those to compare.
         dims: Path -> dimensions along which the form has other entries.
         is_padded: Whether the form has more entries, which are 0; its state begins in that form.
-        is_mixed: Whether entries lie otherwise: numbers that are kept may follow from totals only.
+        is_mixed: Whether entries are rearranged: numbers in the state may depend on totals only.
     """
 
     shapes: Flat
@@ -50,11 +51,11 @@ class _Variant:
 
 
 class _DependsError(Exception):
-    """What an update of a part depends on that is no part of it."""
+    """What an update of a part depends on outside of it."""
 
 
 class _ReferenceProgram:
-    """An optimizer's program for parameters as they are, with which it is compared in forms."""
+    """An optimizer's program for parameters as they are: the reference for other forms."""
 
     def __init__(
         self, optimizer: Any, shapes: Flat, entries: Mapping[str, Entries], padded: Entries = NONE
@@ -69,7 +70,7 @@ class _ReferenceProgram:
             ) from error
 
     def find_difference(self, variant: _Variant) -> str | None:
-        """Return a parameter that the optimizer moves otherwise in a form."""
+        """Return a parameter that the optimizer updates differently in a form."""
         reference, is_mixed = self.program, dict[Any, bool]()
         other = OptimizerProgram(self._optimizer, variant.shapes, variant.entries, self._terms)
 
@@ -126,8 +127,8 @@ def check_element_by_element(
     """Refuse an optimizer whose update of a part is not that part of its update of all.
 
     It may keep arrays like the parameters, and numbers that do not depend on gradients. `feature`
-    updates part after part, `feature_text` as the user wrote it. `with_pieces`: parts are pieces of
-    a layer's arrays as well, as they lie on devices.
+    updates part after part, `feature_text` is how the user wrote it. `with_pieces`: parts are also
+    shards of a layer's arrays, as devices have them.
     """
     if any(p.frozen_layers for p in layout.param_specs.values()):
         optimizer_text = "layout.freeze(…, first=…), which tells one layer from another,"
@@ -146,7 +147,7 @@ def check_element_by_element(
 
 
 def _halves(path: str) -> Entries:
-    """Return a part of a parameter's entries, and the others."""
+    """Return the entries of a part of a parameter, and the others."""
     return frozenset((path, f"{path} beyond"))
 
 
@@ -205,9 +206,9 @@ def _check_variants(parts: OptimizerParts, variants: Mapping[str, _Variant]) -> 
 
 
 def _check_numbers(parts: OptimizerParts, program: OptimizerProgram) -> None:
-    """Refuse a number that depends on gradients, and one beside moments that counts nothing.
+    """Refuse a number that depends on gradients, and one beside moments that is no count.
 
-    A count goes on counting wherever it starts: the ends have another one than the layers.
+    A count may start anywhere: that of embedding and head differs from that of the layers.
     """
     for name, (_, leaf) in parts.leaves.items():
         if parts.roles[name] not in (COUNT, NUMBER):
@@ -218,11 +219,11 @@ def _check_numbers(parts: OptimizerParts, program: OptimizerProgram) -> None:
             raise _DependsError(f"keeps {name}, which is neither constant nor a count of updates")
 
 
-# -- in packed rows, beside empty places --------------------------------------------------
+# -- packed rows and padding --------------------------------------------------------------
 
 
 def check_packed_rows(layout: Layout) -> None:
-    """Refuse an optimizer that would do something else with packed rows than with parameters."""
+    """Refuse an optimizer that would update packed rows differently from parameters."""
     if (packed := layout.storage.packed) is None:
         return
     shapes = {
@@ -258,7 +259,7 @@ def _packed_variant(packed: PackedLayers, shapes: Flat) -> _Variant:
 
 
 def _packed_state(optimizer: Any, packed: PackedLayers, flat: Flat) -> Any:
-    """Return the optimizer's state for these parameters, packed."""
+    """Return the optimizer state for these parameters, packed."""
     pack = partial(convert_layers, None, packed)
     packed_params = pack(flat)
     state_shapes = jax.eval_shape(optimizer.init, nest(packed_params))
@@ -274,7 +275,7 @@ def _packing_error(why: str) -> ValueError:
 
 
 def check_padding(layout: Layout) -> None:
-    """Refuse an optimizer for which the empty places of stacked layers make a difference."""
+    """Refuse an optimizer for which the padding of stacked layers makes a difference."""
     storage = layout.storage
     if not isinstance(storage, StackedLayers) or (storage.arrangement.stored_order >= 0).all():
         return
@@ -301,7 +302,7 @@ def check_padding(layout: Layout) -> None:
 
 
 def warn_of_mixed_experts(layout: Layout) -> None:
-    """Warn of an optimizer for which the experts of one array are not each by themselves."""
+    """Warn of an optimizer that does not treat the experts of one array independently."""
     expert_dims = {
         path: p.axes.index(EXPERTS)
         for path, p in layout.param_specs.items()
@@ -319,7 +320,7 @@ def warn_of_mixed_experts(layout: Layout) -> None:
         path = _ReferenceProgram(
             layout.optimizer, dict(layout.param_specs), entries
         ).find_difference(variant)
-    except Exception:  # it goes by names, or by numbers of dimensions
+    except Exception:  # it depends on names, or on numbers of dimensions
         return
     if path is not None:
         warnings.warn(
@@ -347,11 +348,11 @@ def _two_expert_variant(layout: Layout, expert_dims: Mapping[str, int]) -> _Vari
     return _Variant(shapes, {p: frozenset((p,)) for p in shapes}, expert_paths, dims, is_mixed=True)
 
 
-# -- what a step asks ----------------------------------------------------------------------
+# -- what a step calls ---------------------------------------------------------------------
 
 
 def check_optimizer(layout: Layout, execution: Execution) -> None:
-    """Refuse an optimizer for which this step would not be as one device is; warn of experts."""
+    """Refuse an optimizer for which this step would differ from one device; warn of experts."""
     check_packed_rows(layout)
     check_padding(layout)
     warn_of_mixed_experts(layout)
@@ -366,7 +367,7 @@ def check_optimizer(layout: Layout, execution: Execution) -> None:
 
 
 def has_layerwise_update(layout: Layout) -> bool:
-    """Return whether the optimizer updates each layer as if it were alone."""
+    """Return whether the optimizer updates each layer independently of the others."""
     try:
         check_element_by_element(layout)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What an optimizer makes of entries that are 0: whether more of them would change a total.
+"""What an optimizer computes from entries that are 0: whether more of them would change a total.
 
-It is a number that is known, NUMBER (one that the program is given: finite, and not 0), unknown
-(None), or what a number of the program (its term) chooses.
+A zero value is a known number, NUMBER (one that the program is given: finite, and not 0), unknown
+(None), or the choice of a number of the program (its term).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 NUMBER = "number"
 ZeroValue = float | str | tuple[int, tuple["ZeroValue", ...]] | None
-ZeroEffects = frozenset[tuple[int, int]]  # where more zeros move a value: a number, and its choice
+ZeroEffects = frozenset[tuple[int, int]]  # where more zeros change a value: a number, its case
 ALWAYS = (-1, -1)
 
 _IDENTITIES = (
@@ -48,7 +48,7 @@ _NUMPY_FUNCTIONS: dict[str, Callable] = {
 def zero_value_of(
     name: str, operands: Sequence[ZeroValue], params: Mapping[str, Any], is_same: bool = False
 ) -> ZeroValue:
-    """Return what an operation makes of operands that are this; `is_same`: all are the same."""
+    """Return the result of an operation on such operands; `is_same`: all are the same value."""
     if choice := next((x for x in operands if isinstance(x, tuple)), None):
         selector, cases = choice
         case_operands = [
@@ -72,7 +72,7 @@ def zero_value_of(
 
 
 def _evaluate(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> ZeroValue:
-    """Return what an operation makes of numbers that are known; None if that is not finite."""
+    """Return the result of an operation on known numbers; None if it is not finite."""
     with np.errstate(all="ignore"):
         if name == "integer_pow":
             number = np.float64(operands[0]) ** params["y"]
@@ -86,7 +86,7 @@ def _evaluate(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> 
 
 
 def _evaluate_with_unknown(name: str, operands: Sequence[ZeroValue]) -> ZeroValue:
-    """Return what an operation makes where some operand is a number that is not known."""
+    """Return the result of an operation where some operand is an unknown number."""
     is_zero = [x == 0 for x in operands]
     if name == "mul" and any(is_zero):
         return 0.0
@@ -98,7 +98,7 @@ def _evaluate_with_unknown(name: str, operands: Sequence[ZeroValue]) -> ZeroValu
 
 
 def select_zero_value(selector: int, cases: Sequence[ZeroValue]) -> ZeroValue:
-    """Return what a number chooses where arrays are 0."""
+    """Return the choice of a number among cases, where arrays are 0."""
     return _make_choice(selector, [_resolve_choice(x, selector, i) for i, x in enumerate(cases)])
 
 
@@ -115,7 +115,7 @@ def _resolve_choice(zero_value: ZeroValue, selector: int, case: int) -> ZeroValu
 
 
 def zero_effects_unless(zero_value: ZeroValue, neutral: float | None) -> ZeroEffects:
-    """Return where a total over entries like this one is moved by more of them."""
+    """Return where more entries like this one would change a total over them."""
     if isinstance(zero_value, tuple):
         selector, cases = zero_value
         return frozenset(

@@ -1,6 +1,6 @@
-"""Running a model for a look at it: only the first of its stacked layers.
+"""Probes a model by tracing it: only the first of its stacked layers.
 
-What is traced so is not run: `probe_model.py` looks which attentions it asks for.
+The trace is not run: `probe_model.py` reads which attentions the model calls.
 """
 
 from collections.abc import Callable
@@ -32,15 +32,15 @@ def probe_outputs(
     batch: Any,
     repeat: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> Any:
-    """Return what the model makes of a batch, of stacked layers only the first being run.
+    """Return the outputs of a model for a batch; of stacked layers only the first runs.
 
     Args:
-        context: What is known of the step.
+        context: The context of the step.
         mode: "train" or "eval".
         parameters: All of them.
         variables: Also those that hold random keys.
         batch: As the model reads it.
-        repeat: What is around a layer that stands for so many.
+        repeat: Context manager around a layer that stands for so many.
     """
     model = context.template.merge(parameters, variables, mode)
     input_dtypes = getattr(context.execution.precision, "enters", None)
@@ -68,7 +68,7 @@ def probe_jaxpr(
     group: AxisGroup,
     repeat: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> ClosedJaxpr:
-    """Return the program of a look at a model that sees the whole rows of the devices of a side.
+    """Return the program of a probe of the model on whole examples, those of an axis group.
 
     The arguments are those of `probe_outputs`; `mode` may be "predict", which is "eval" here.
     """
@@ -90,9 +90,9 @@ def compute_shapes(context: StepContext) -> Flat:
 def probe_local(
     context: StepContext, variables: Flat, batch: Any, mode: str, probe: Callable
 ) -> Any:
-    """Return `probe(context, variables, batch, mode)`, traced on what one device has.
+    """Return `probe(context, variables, batch, mode)`, traced on one device's shard.
 
-    The variables that hold random keys are those of the rows there.
+    The variables that hold random keys are those of its examples.
     """
     findings: list[Any] = []
 

@@ -1,6 +1,6 @@
-"""What is looked for in a model before it is run: `probe_model_ops`.
+"""Probes a model before it is run: `probe_model_ops`.
 
-Along rows that devices share: which attentions it asks for, and so their form.
+With context parallelism: which attentions it calls, and so how they communicate.
 """
 
 from dataclasses import replace
@@ -30,13 +30,13 @@ from hfjax.utils.paths import Flat
 def probe_context_parallel(
     ops: ContextParallelOps, context: StepContext, variables: Flat, batch: Any, mode: str
 ) -> ContextParallelOps:
-    """Return what modules are handed, told which attentions the model asks for.
+    """Return the operations for modules, given the attentions that the model calls.
 
     Args:
-        ops: What modules are handed.
-        context: What is known of the step.
+        ops: The operations for modules.
+        context: The context of the step.
         variables: Those of the model, also those that hold random keys.
-        batch: With the rows of this device.
+        batch: With the examples of this device.
         mode: "train" or "eval"; "predict" is "eval" here.
     """
     recorder, dims = record_attention_calls(ops, context, variables, batch, mode)
@@ -48,7 +48,7 @@ def probe_context_parallel(
 def record_attention_calls(
     ops: ContextParallelOps, context: StepContext, variables: Flat, batch: Any, mode: str
 ) -> tuple[AttentionRecorder, Any]:
-    """Return what a model asks for, and which dimension of each array of a batch is the sequence.
+    """Return a model's attention calls, and the sequence dimension of each array of a batch.
 
     The arguments are those of `probe_context_parallel`.
     """
@@ -66,7 +66,7 @@ def record_attention_calls(
 
 
 def _sequence_length(batch: Any, dims: Any) -> int:
-    """Return the number of positions of the rows of a batch."""
+    """Return the sequence length of a batch."""
     lengths = {
         jax.tree_util.keystr(keys, simple=True, separator="/"): x.shape[dim]
         for (keys, x), dim in zip(
@@ -88,7 +88,7 @@ def _sequence_length(batch: Any, dims: Any) -> int:
 
 
 def context_choice(ops: ModelOps) -> ContextChoice | None:
-    """Return how devices that share rows work together; None: none do, or no look has told."""
+    """Return how devices that share sequences work together; None: none do, or not probed."""
     choices = ops.probe if isinstance(ops, ContextParallelOps) else None
     return choices and choices.choice
 
@@ -96,9 +96,9 @@ def context_choice(ops: ModelOps) -> ContextChoice | None:
 def probe_model_ops(
     engine: GradientEngine, template: ModelTemplate, variables: Flat, batch: Any, mode: str
 ) -> ModelOps | None:
-    """Look at a model: return what its modules are handed then; None: what they were.
+    """Probe a model and return the operations for its modules; None: they do not change.
 
-    `template` is the model as it was given, whose modules are handed nothing.
+    `template` is the model as it was given, whose modules have no operations.
     """
     context, ops = engine.context, engine.context.trace.ops
     if isinstance(precision := context.execution.precision, PrecisionByPath):

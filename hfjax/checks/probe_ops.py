@@ -1,6 +1,6 @@
-"""What a probe hands modules in place of `ContextParallelOps`: it records what they ask for.
+"""Operations of a probe in place of `ContextParallelOps`: they record what modules call.
 
-Rows are whole, nothing is dealt and nothing sent.
+Sequences are whole: nothing is sliced, nothing is sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +26,12 @@ from hfjax.parallel.mesh import TENSOR_AXES, size_of
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionRecorder(model_ops.CommonOps):
-    """Notes the attentions that a model asks for.
+    """Records the attentions that a model calls.
 
     Attributes:
-        ops: What it stands for.
-        length: That of the rows.
-        num_batch_shards: On how many devices other rows lie.
+        ops: The operations that it replaces.
+        length: The sequence length.
+        num_batch_shards: Number of devices over which the batch is sharded.
         calls: The attentions.
     """
 
@@ -42,7 +42,7 @@ class AttentionRecorder(model_ops.CommonOps):
 
     @contextmanager
     def repeat_calls(self, times: int) -> Iterator[None]:
-        """Note what a layer asks for that is traced within, for so many like it."""
+        """Record the calls of a layer traced within, for as many layers like it."""
         mixtures = self.inputs.mixtures
         num_calls, num_mixtures = len(self.calls), len(mixtures)
         yield
@@ -50,7 +50,7 @@ class AttentionRecorder(model_ops.CommonOps):
         mixtures[num_mixtures:] *= times
 
     def attention(self, attend: Callable) -> Callable:
-        """Return what notes an attention, and makes something of the shape of its result."""
+        """Return a function that records an attention and returns zeros like its result."""
         return lambda *args, **kwargs: self._record(
             attend, *attention_operands(attend, args, kwargs)
         )
@@ -75,11 +75,11 @@ class AttentionRecorder(model_ops.CommonOps):
         return zeros_like(out)
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
-        """Return the product as it is."""
+        """Return the matmul unchanged."""
         return multiply
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Return sums as they are."""
+        """Return sums unchanged."""
         return x
 
     channel_stats = batch_stats.batch_stats

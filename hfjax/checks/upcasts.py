@@ -1,4 +1,4 @@
-"""Precision by path: whether each product of a model is in the dtype that the paths ask for."""
+"""Precision by path: whether each matmul of a model is in the dtype that the paths ask for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,14 +22,14 @@ MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 class Origin(NamedTuple):
-    """What a value is made of: of parameters alone or not, and in which dtype a named one is."""
+    """What a value depends on: on parameters alone or not, and the dtype of a named one."""
 
     is_parameter: bool
     param_dtype: Any = None
 
 
 class Matmul(NamedTuple):
-    """A product in a program: where it is, its widest operand, the dtype of a named parameter."""
+    """A matmul in a program: where it is, its widest operand, the dtype of a named parameter."""
 
     line: str
     dtype: Any
@@ -44,7 +44,7 @@ def check_matmuls(
     batch: Any,
     mode: str,
 ) -> None:
-    """Refuse a product that is wider than it was asked to be.
+    """Refuse a matmul that is wider than requested.
 
     It is so if it is wider than with `"*"` alone and multiplies by no parameter that is named, or
     not in the dtype of the named one that it multiplies by.
@@ -58,7 +58,7 @@ def check_matmuls(
         if x.param_dtype is not None
     }
     if any(len(matmuls) != len(by_path) for matmuls in (by_default, *by_dtype.values())):
-        return  # the model asks for dtypes, and takes another way
+        return  # the model branches on dtypes
     patterns = ", ".join(pattern for pattern, _ in precision.given if pattern != ALL)
     for number, (matmul, default_matmul) in enumerate(zip(by_path, by_default, strict=True)):
         if matmul.param_dtype is None and matmul.dtype.itemsize > default_matmul.dtype.itemsize:
@@ -90,7 +90,7 @@ def _matmuls(
     mode: str,
     precision: Precision | PrecisionByPath,
 ) -> list[Matmul]:
-    """Return the products of a model whose parameters have these dtypes, as they are written."""
+    """Return the matmuls of a model whose parameters have these dtypes, in program order."""
     probe_context = replace(context, execution=replace(context.execution, precision=precision))
     global_batch = context.template.prepare_batch(batch)
     jaxpr = probe_jaxpr(probe_context, variables, global_batch, mode, context.batch_group)
@@ -103,7 +103,7 @@ def _matmuls(
 
 
 def _walk(jaxpr: Any, origin_of: dict[Any, Origin]) -> Iterator[Matmul]:
-    """Yield products in order; take note of what is made of parameters alone."""
+    """Yield matmuls in order, and record what depends on parameters alone."""
     find_origin = lambda v: (
         Origin(True) if isinstance(v, Literal) else origin_of.get(v, Origin(False))
     )
@@ -132,5 +132,5 @@ def _widest(dtypes: Sequence[Any]) -> Any:
 def _body_origins(
     inputs: Sequence[Any], operands: Sequence[Origin]
 ) -> Iterator[tuple[Any, Origin]]:
-    """Yield what a program's inputs are made of, told from the end: branches take one less."""
+    """Yield the origins of a program's inputs, matched from the end: branches take one less."""
     yield from zip(reversed(inputs), reversed(operands), strict=False)

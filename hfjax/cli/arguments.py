@@ -1,4 +1,4 @@
-"""The words of a command line, and what --help says of them.
+"""Parses command lines, and writes their --help.
 
 The help of a flag is the text below its field, with three rules (`_flag`): a name in braces stands
 for a table of the code (`CHOICES`); "(default: …)" at the end says what no value means; and the
@@ -26,7 +26,7 @@ from tyro.constructors import (
 from hfjax.utils.command_errors import import_or_explain
 from hfjax.utils.keywords import closest
 
-# What stands for {name} in a text: the keys of a table, or what a function returns.
+# What replaces {name} in a text: the keys of a table, or what a function returns.
 CHOICES = {
     "strategies": "hfjax.trainer.build:STRATEGIES",
     "schedules": "hfjax.parallel.schedules.named:SCHEDULES",
@@ -52,14 +52,14 @@ NO_VALUE = re.compile(r"\s*\(default: (?P<what>.*)\)$", re.DOTALL)
 def parse_flags(
     kind: type, argv: Sequence[str], command: str, default: Any = None, config: bool = False
 ) -> Any:
-    """Return what the arguments of `hfjax COMMAND` say.
+    """Return the settings in the arguments of `hfjax COMMAND`.
 
     Args:
         kind: The dataclass of its flags.
         argv: The arguments.
         command: Its name.
-        default: What holds where no flag says otherwise.
-        config: Whether it takes --config, which `argv` has no more: `config_of` read it.
+        default: The defaults of flags that are not given.
+        config: Whether it takes --config, which `config_of` has already removed from `argv`.
     """
     check_values(argv)
     check_known(kind, argv, config)
@@ -71,11 +71,11 @@ def parse_flags(
         return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
 
 
-# -- what --help says ---------------------------------------------------------------------
+# -- --help -------------------------------------------------------------------------------
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """Return the words of a table of the code.
+    """Return the choices that a table of the code has.
 
     >>> choices("remats")
     ('none', 'dots', 'full', 'except_last')
@@ -118,8 +118,8 @@ def _flag(hint: Any, text: str, usual: Any) -> Any:
 
     Args:
         hint: The type.
-        text: What is written below its field.
-        usual: Its default: None is not shown as a value if it is that.
+        text: The text below its field.
+        usual: Its default; None is not shown as a value if it is the default.
     """
     text = text.removesuffix(".")
     empty = NO_VALUE.search(text)
@@ -160,7 +160,7 @@ def _value(kind: Any) -> str:
 
 
 def _fields(kind: Any) -> list[dataclasses.Field]:
-    """Return the fields of a dataclass: those of the class itself before inherited ones."""
+    """Return the fields of a dataclass: its own before inherited ones."""
     of = lambda field: next(
         number for number, owner in enumerate(kind.__mro__) if field.name in owner.__annotations__
     )
@@ -173,7 +173,7 @@ def _is_flag(kind: Any, field: dataclasses.Field) -> bool:
 
 
 def _flag_order(name: str, hint: Any) -> tuple[int, int]:
-    """Return where a flag, or a box of flags, stands."""
+    """Return the sort key of a flag, or of a box of flags."""
     if _is_box(hint):
         return 2, BOXES.index(name) if name in BOXES else len(BOXES)
     return (1, RARE.index(name)) if name in RARE else (0, 0)
@@ -194,7 +194,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def check_values(argv: Sequence[str]) -> None:
-    """Refuse a flag with an empty value: an empty path would be the folder at hand.
+    """Refuse a flag with an empty value: an empty path would be the current folder.
 
     >>> check_values(["--steps", "3", "--out="])
     Traceback (most recent call last):
@@ -209,7 +209,7 @@ def check_values(argv: Sequence[str]) -> None:
 
 
 def check_once(kind: type, argv: Sequence[str]) -> None:
-    """Refuse a flag of several values that is there twice: only the last ones would count."""
+    """Refuse a flag of several values that is given twice: only the last ones would count."""
     flags = [arg.partition("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
     for name, hint, marks in _flag_types(kind):
         several = any(get_origin(option) is tuple for option in (hint, *get_args(hint)))
@@ -220,7 +220,7 @@ def check_once(kind: type, argv: Sequence[str]) -> None:
             )
 
 
-# What others call a flag -> its name here, as far as a command has it.
+# Name of a flag in other libraries -> its name here, if a command has it.
 ALIASES = {
     **dict.fromkeys(("lr", "learning-rate", "optimizer.lr"), "optimizer.rate"),
     **dict.fromkeys(("batch-size", "global-batch-size", "bs", "train-batch-size"), "batch"),
@@ -237,7 +237,7 @@ ALIASES = {
 
 
 def check_known(kind: type, argv: Sequence[str], config: bool = False) -> None:
-    """Refuse a flag that a command does not have, with the nearest that it has.
+    """Refuse a flag that a command does not have, and suggest the nearest one.
 
     Args:
         kind: The dataclass of its flags.
@@ -254,7 +254,7 @@ def check_known(kind: type, argv: Sequence[str], config: bool = False) -> None:
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
-    """Return what to give in place of a flag that is not there."""
+    """Return what to give in place of an unknown flag."""
     inside = [f"--{flag}" for flag in known if flag.startswith(f"{name}.")]
     if inside:
         return f" Give one of these, with its value: {', '.join(inside)}."
@@ -270,7 +270,7 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
-    """Yield the flags of a dataclass without their dashes, those that say no among them.
+    """Yield the flags of a dataclass without their dashes, including the negated ones.
 
     >>> from hfjax.trainer.config import Mesh
     >>> list(flags_of(Mesh, "mesh."))[:2]
@@ -284,7 +284,7 @@ def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
 
 
 def _flag_types(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[Any]]]:
-    """Yield each flag of a dataclass, without its dashes, its type and its marks."""
+    """Yield each flag of a dataclass, without its dashes, its type and its metadata."""
     hints = get_type_hints(kind, include_extras=True)
     for field in filter(partial(_is_flag, kind), dataclasses.fields(kind)):
         hint, name = hints[field.name], field.name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""`hfjax data`: make a data set, or show what one holds."""
+"""`hfjax data`: makes a data set, or shows its contents."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,7 +105,7 @@ def _make(command: DataCommand, console: Console) -> int | None:
 
 
 def _are_images(command: DataCommand) -> bool:
-    """Return whether folders of images are given; with --out those that also hold text are text."""
+    """Return whether folders of images are given; with --out, folders with text count as text."""
     folders = [Path(name) for name in command.inputs]
     if (
         not folders
@@ -121,7 +121,7 @@ def _are_images(command: DataCommand) -> bool:
 
 
 def _print_images(command: DataCommand, console: Console) -> int:
-    """Print what is in a folder of images; return 1 if some cannot be used."""
+    """Print the contents of a folder of images; return 1 if some cannot be used."""
     root = command.inputs[0]
     if command.out is not None:
         raise ValueError(
@@ -169,7 +169,7 @@ def _print_summary(dataset: PreparedDataset, console: Console) -> None:
 
 
 def _lost_text_warnings(dataset: PreparedDataset) -> Iterator[str]:
-    """Yield what of the text a tokenizer cannot write."""
+    """Yield warnings of text that a tokenizer cannot represent."""
     if dataset.dropped:
         yield (
             f"warning: {dataset.dropped:,} characters have no token in the tokenizer and are left "
@@ -186,7 +186,7 @@ def _lost_text_warnings(dataset: PreparedDataset) -> Iterator[str]:
 
 
 def _print_splits(directory: Path, splits: dict[str, Meta], console: Console) -> None:
-    """Print a line for each part of a data set."""
+    """Print a line for each split of a data set."""
     lines = [["data set", "documents", "tokens", "vocabulary", "on disk", "tokens per byte"]]
     for name, meta in splits.items():
         folder = directory / name
@@ -220,7 +220,7 @@ def _show(command: DataCommand, console: Console) -> None:
 
 
 def _verify(data: TokenSet) -> None:
-    """Read a data set; what is damaged is a failure, not a mistake in what was typed."""
+    """Read a data set; damage is a failure, not a mistake in the arguments."""
     try:
         data.verify()
     except ValueError as damaged:
@@ -241,7 +241,7 @@ def _print_beginning(data: TokenSet, console: Console) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Tell | None]:
-    """Give what draws a bar on a terminal, else nothing."""
+    """Yield a function that draws a bar on a terminal, else None."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -22,7 +22,7 @@ from hfjax.utils.tables import human
 
 CONFIG = GPTConfig.tiny()
 BATCH_SIZE, STEPS = 16, 10
-WIDTH = 120  # what the table needs
+WIDTH = 120  # width that the table needs
 PIPED = {"accumulate": 1, "schedule": hfjax.Schedule("1f1b", microbatches=4)}
 TWICE = {"accumulate": 1, "schedule": hfjax.Schedule("interleaved", microbatches=4, chunks=2)}
 CASES: dict[str, tuple] = {
@@ -44,7 +44,7 @@ CASES: dict[str, tuple] = {
 
 
 class Entry(NamedTuple):
-    """What the table shows of one strategy."""
+    """An entry of the table, for one strategy."""
 
     mesh: str
     loss: float
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 
 def train(case: tuple, text: Path, tick: Any) -> Entry:
-    """Return what training under a strategy showed."""
+    """Return the results of training under a strategy."""
     strategy, sizes, *own = case
     fields = {"accumulate": 2, "clip": 1.0} | (own[0] if own else {})
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def table(entries: dict[str, Entry]) -> Table:
-    """Return the table of strategies: loss, bytes per device, what moves in a step."""
+    """Return the table of strategies: loss, bytes per device, bytes sent in a step."""
     grid = Table(
         caption="per device; calls and moved: the collectives of a step, counted in its program",
         box=box.SIMPLE,

@@ -1,6 +1,6 @@
-"""Boxes on lines over time: a picture (SVG, PNG), or a trace for ui.perfetto.dev (JSON).
+"""Draws boxes on lines over time: a picture (SVG, PNG), or a trace for ui.perfetto.dev (JSON).
 
-A long picture is cut, where no box is, into rows below each other.
+A long picture is cut, where no box is, into rows one below the other.
 """
 
 import io
@@ -27,13 +27,13 @@ class Span:
 
     Attributes:
         kind: What its colour means.
-        line: Which line, from above.
+        line: Its line, from the top.
         start: When it begins, in milliseconds.
-        width: How long it is.
-        label: What is written in it, if there is room.
-        name: What a trace calls it, and an SVG below the pointer.
-        alpha: How dark it is.
-        bar: Which part of its lower edge is marked.
+        width: Its duration.
+        label: The text inside, if there is room.
+        name: Its name in a trace, and its tooltip in an SVG.
+        alpha: Its opacity.
+        bar: The fraction of its lower edge that is marked.
     """
 
     kind: str
@@ -47,23 +47,23 @@ class Span:
 
     @property
     def end(self) -> float:
-        """When it ends."""
+        """The end of the box."""
         return self.start + self.width
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What is drawn.
+    """The contents of a picture.
 
     Attributes:
-        title: What stands above.
+        title: The title at the top.
         lines: The names of the lines.
         spans: The boxes; later ones cover earlier ones.
-        colours: Those of the kinds.
-        legend: Words, and their colour and how dark it is.
-        unit: What the time is counted in.
-        rows: How many rows the picture is to have.
-        messages: Boxes and those that read what they make.
+        colours: The colour of each kind.
+        legend: Texts with their colour and opacity.
+        unit: The unit of time.
+        rows: The number of rows of the picture.
+        messages: Pairs of the box that makes a message and the box that reads it.
     """
 
     title: str
@@ -77,13 +77,13 @@ class Timeline:
 
     @cached_property
     def end(self) -> float:
-        """When the last box ends."""
+        """The end of the last box."""
         return max(span.end for span in self.spans)
 
     @cached_property
     def row_ranges(self) -> list[tuple[float, float]]:
-        """When each row begins and ends: where no box is cut, of like lengths."""
-        cuts, last = [0.0], 0.0  # where every box before has ended
+        """The begin and end of each row: no box is cut, and lengths are similar."""
+        cuts, last = [0.0], 0.0  # where every earlier box has ended
         for start, end in sorted((span.start, span.end) for span in self.spans):
             if start > last - 1e-9:
                 cuts.append(start)
@@ -94,7 +94,7 @@ class Timeline:
 
 
 def write(path: Path, timeline: Timeline) -> None:
-    """Write a picture or a trace, as the ending of the path says."""
+    """Write a picture or a trace, depending on the suffix of the path."""
     check_ending(path)
     with atomic_file(path) as file:
         if path.suffix == ".json":
@@ -106,7 +106,7 @@ def write(path: Path, timeline: Timeline) -> None:
 
 
 def check_ending(path: Path) -> None:
-    """Refuse a path that does not say what is to be written."""
+    """Refuse a path whose suffix is not known."""
     if path.suffix not in ENDINGS:
         raise ValueError(
             f"{path}: a picture is an .svg or a .png file; a .json file is a trace for "
@@ -115,11 +115,11 @@ def check_ending(path: Path) -> None:
 
 
 def svg(timeline: Timeline) -> str:
-    """Return the picture as SVG; below the pointer a box tells its name."""
+    """Return the picture as SVG; boxes have their names as tooltips."""
     from matplotlib import rc_context
 
     text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hfjax"}):  # the same each time
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hfjax"}):  # deterministic
         figure(timeline).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return re.sub(r'<g id="tip (.*?)">', r"<g><title>\1</title>", text.getvalue())
 
@@ -164,12 +164,12 @@ def figure(timeline: Timeline) -> Any:
 
 
 def _boxes(axes: Any, spans: Sequence[Span], timeline: Timeline, longest: float) -> None:
-    """Draw the boxes of a row, each with its label, if there is room."""
+    """Draw the boxes of a row, each with its label if there is room."""
     from matplotlib.patches import Rectangle
 
     unit = longest / (WIDTH - LEFT)  # of a point
     for s in spans:
-        corner, wide = (s.start, s.line + 0.04), max(s.width - unit, s.width / 2)  # an edge to see
+        corner, wide = (s.start, s.line + 0.04), max(s.width - unit, s.width / 2)  # a visible edge
         style: Any = {"facecolor": timeline.colours[s.kind], "alpha": s.alpha}
         axes.add_patch(Rectangle(corner, wide, 0.92, gid=f"tip {s.name or s.kind}", **style))
         if s.bar:
@@ -180,7 +180,7 @@ def _boxes(axes: Any, spans: Sequence[Span], timeline: Timeline, longest: float)
 
 
 def trace(timeline: Timeline) -> str:
-    """Return the boxes as a Chrome trace; an arrow for each message."""
+    """Return the boxes as a Chrome trace, with an arrow for each message."""
     event = lambda kind, line, time, **more: dict(
         ph=kind, pid=0, tid=line, ts=round(1000 * time), **more
     )

@@ -1,4 +1,4 @@
-"""`hfjax kernels`: which form each kernel takes on a device, and why."""
+"""`hfjax kernels`: shows which implementation each kernel uses on a device, and why."""
 
 import argparse
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def command(argv: Sequence[str]) -> int:
 def table(kernels: Any = "auto", gpu: str | None = None) -> str:
     """Return a line for each kernel, and for each shape of it that was measured.
 
-    What it does in a step, the form taken, why.
+    It shows what the kernel does in a step, the implementation and the reason.
     """
     device = GPUS[gpu] if gpu else jax.devices()[0]
     preferences, known = KernelChoices.of(kernels), measurements_of(device.device_kind)

@@ -1,4 +1,4 @@
-"""`hfjax launch -n 4 -- command`: several processes on one machine from the command line."""
+"""`hfjax launch -n 4 -- command`: starts several processes on one machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,14 +37,14 @@ class LaunchCommand:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hfjax launch` with the arguments after the word launch; return its exit code."""
+    """Run `hfjax launch` with the arguments after `launch`; return its exit code."""
     own, command = split_command(argv)
     act = lambda: run(replace(parse_flags(LaunchCommand, own, "launch"), command=command))
     return run_command("launch", act)
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the launcher's own arguments and the command: what follows --, or its first word.
+    """Return the launcher's own arguments and the command: from its first word, or all after --.
 
     >>> split_command(["-n", "2", "--", "train", "--", "x"])
     (['-n', '2'], ('train', '--', 'x'))
@@ -62,7 +62,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def run(options: LaunchCommand) -> int:
-    """Run the command given; return its exit code."""
+    """Run the given command; return its exit code."""
     return launch(
         options.command,
         options.processes,

@@ -1,4 +1,4 @@
-"""`hfjax import` and `hfjax export`: a model's folder looked at, and written from a run."""
+"""`hfjax import` and `hfjax export`: show a model's folder, and write one from a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class Export(Saved):
 
 
 def import_command(argv: Sequence[str]) -> int:
-    """Print what is in a folder; return the exit status."""
+    """Print the contents of a folder; return the exit status."""
     with report_errors("import"):
         args: Import = parse_flags(Import, argv, "import")
         print(pretrained(args.folder))

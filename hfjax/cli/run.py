@@ -1,6 +1,6 @@
 """`hfjax train`, `hfjax eval` and `hfjax generate`.
 
-`start` does what must come before the first use of JAX: devices, processes, the program cache.
+`start` does what must come before the first use of JAX: devices, processes, the compilation cache.
 """
 
 import os
@@ -45,13 +45,13 @@ from hfjax.utils.write_files import user_cache
 
 
 def start(config: Train) -> Cluster:
-    """Set JAX up as a configuration says; return the processes that run it."""
+    """Set JAX up for a configuration; return the cluster of processes that run it."""
     if config.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     enable_program_cache(config.cache)
     cluster = init_distributed(timeout=config.init_timeout)
-    if not speaks():  # the first process tells of skipped steps
+    if not speaks():  # the first process reports skipped steps
         warnings.simplefilter("ignore", RuntimeWarning)
     return cluster
 
@@ -69,7 +69,7 @@ def train_command(argv: Sequence[str]) -> int:
     with (
         leaving(),
         report_errors("train"),
-    ):  # in every process: the other ones may know of nothing
+    ):  # in every process: the others may not know of an error
         default, rest = config_of(argv)
         config = parse_flags(Train, rest, "train", default, config=True)
         check_flags_used([config], rest)
@@ -82,7 +82,7 @@ def train_command(argv: Sequence[str]) -> int:
 
 
 def _check_cpu_devices(config: Train, file: Train) -> None:
-    """Warn of simulated devices that a configuration file asks for where there are GPUs.
+    """Warn of simulated devices in a configuration file on a machine with GPUs.
 
     Runs do not save them, but early versions did.
     """
@@ -100,7 +100,7 @@ def _check_cpu_devices(config: Train, file: Train) -> None:
 
 
 def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
-    """Return what --config says, and the other arguments: they have the last word."""
+    """Return the configuration of --config, and the other arguments, which override it."""
     rest = list(argv)
     for at, arg in enumerate(rest):
         name, equals, value = arg.partition("=")
@@ -208,7 +208,7 @@ def generate_command(argv: Sequence[str]) -> int:
 
 
 def saved_config(args: Saved) -> Train:
-    """Return the configuration of a saved run on the devices at hand."""
+    """Return the configuration of a saved run, on the available devices."""
     path = args.run / CONFIG
     if (kind := path_kind(path)) != ORDINARY:
         problem = f"it has no {CONFIG}" if kind == MISSING else f"its {CONFIG} is {kind}"
@@ -230,10 +230,10 @@ def saved_config(args: Saved) -> Train:
 
 
 def saved_state(args: Saved, config: Train, master: bool = False) -> tuple[Parts, Restored]:
-    """Return the parts of a run and its state.
+    """Return the components of a run and its state.
 
     Without an average, and unless master weights are asked for, only parameters are read; the state
-    is that of the checkpoint's step, as what is exported counts steps.
+    is that of the checkpoint's step, since an export counts steps.
     """
     start(config)
     averages = args.average and config.optimizer.ema is not None
@@ -250,7 +250,7 @@ def saved_state(args: Saved, config: Train, master: bool = False) -> tuple[Parts
 
 
 def _build_run(args: Saved, config: Train, trains: bool) -> Parts:
-    """Return the parts of a run as it was laid out, or as the devices at hand allow."""
+    """Return the components of a run in its own layout, or one that these devices allow."""
     make = lambda config: Parts(_pad_batch(config), trains=trains)
     if args.strategy is not None:
         return make(replace(config, strategy=args.strategy, mesh=args.mesh))
@@ -262,7 +262,7 @@ def _build_run(args: Saved, config: Train, trains: bool) -> Parts:
             run = make(replace(config, strategy=own, mesh=mesh))
             _ = run.evaluate
             return run
-        except ValueError:  # tried without it below, where another mistake is told
+        except ValueError:  # tried without it below, which reports any other mistake
             continue
     plain = replace(config, strategy=unsharded_strategy(own), mesh=args.mesh)
     if not is_single_device:
@@ -274,6 +274,6 @@ def _build_run(args: Saved, config: Train, trains: bool) -> Parts:
 
 
 def _pad_batch(config: Train) -> Train:
-    """Return the configuration with batches that divide by the devices: the last one is filled."""
+    """Return the configuration with batches that divide by the devices; the last is padded."""
     batch_shards = num_batch_shards(build_mesh(config))
     return replace(config, batch=-(-config.batch // batch_shards) * batch_shards)

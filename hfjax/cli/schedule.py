@@ -1,4 +1,4 @@
-"""`hfjax schedule`: a schedule in the terminal, what it costs, and files of it."""
+"""`hfjax schedule`: shows a schedule in the terminal, with its costs, and writes files of it."""
 
 import argparse
 import math
@@ -29,10 +29,10 @@ from hfjax.utils.tables import align
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 MARGIN = 10  # columns before the first tick
-STAGES, MICROBATCHES = 4, 16  # where nothing is said
+STAGES, MICROBATCHES = 4, 16  # defaults
 MOST = 8  # blocks of a grid that a terminal shows
 MOST_ROWS = 20  # of a picture
-# of a picture: what is drawn -> what it is called, and its colour
+# of a picture: what is drawn -> its name and colour
 MASKED = "masked"
 DRAWN = {
     "F": ("forward", "#8db4e8"),
@@ -129,7 +129,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _table(args: argparse.Namespace) -> Table:
-    """Return the table named, or that of the file given."""
+    """Return the table of the named schedule, or that of the given file."""
     stages, microbatches = _sizes(args)
     if args.own is None:
         return Schedule(args.name, microbatches, args.chunks).table(stages)
@@ -145,7 +145,7 @@ def _table(args: argparse.Namespace) -> Table:
 
 
 def _show(table: Table, args: argparse.Namespace, console: Console) -> None:
-    """Print the grid and what it costs."""
+    """Print the grid and its costs."""
     several = f" of {table.chunks} chunks" if table.chunks > 1 else ""
     console.print(
         f"{table.name}: {table.stages} stages{several}, {table.microbatches} microbatches, "
@@ -163,7 +163,7 @@ def _show(table: Table, args: argparse.Namespace, console: Console) -> None:
 
 
 def _blocks(table: Table, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the ticks, first and end, of as many columns as fit beside each other."""
+    """Yield the first and end tick of each block of columns that fit side by side."""
     first, room = 0, width - MARGIN
     for tick in range(table.ticks):
         wide = _width(table, tick) + 1
@@ -210,7 +210,7 @@ def _print_costs(table: Table, args: argparse.Namespace, console: Console) -> No
 
 
 def _print_messages(table: Table, console: Console) -> None:
-    """Print what the program sends, and what tasks need of it."""
+    """Print the messages of the program, and what tasks need of it."""
     needed = messages(table)
     if not needed:
         console.print("messages  none")
@@ -232,7 +232,7 @@ def _print_messages(table: Table, console: Console) -> None:
 
 
 def _write(table: Table, args: argparse.Namespace) -> None:
-    """Write the files asked for."""
+    """Write the requested files."""
     picture = schedule_timeline(table, *_times(args))  # also checks the times
     if args.picture is not None:
         write(args.picture, picture)
@@ -247,8 +247,8 @@ def _write(table: Table, args: argparse.Namespace) -> None:
 def schedule_timeline(table: Table, forward: float, backward: float, weights: float) -> Timeline:
     """Return a schedule to scale: a box for each slot that takes time, as it runs, in lockstep.
 
-    Masked ones are grey: the stage computes, as all stages do in a tick without branches, and what
-    it computes is thrown away. The later a chunk, the longer the bar below it.
+    Masked ones are grey: the stage computes, as all stages do in a tick without branches, and the
+    result is discarded. The later a chunk, the longer the bar below it.
     """
     begins, widths = start_times(table, forward, backward, weights)
     tasks = {(tick, stage, task.kind): task for task, tick, stage in table.tasks()}
@@ -271,7 +271,7 @@ def schedule_timeline(table: Table, forward: float, backward: float, weights: fl
     legend = [(*DRAWN[kind], 1.0) for kind in DRAWN if kind in {span.kind for span in spans}]
     legend += [("number: the microbatch", "none", 1.0)]
     legend += [("bar: the later the chunk, the longer", BARS, 1.0)] * (table.chunks > 1)
-    # Labels are to fit in the narrowest boxes.
+    # Labels have to fit in the narrowest boxes.
     room = LETTER * max(len(span.label) for span in spans) / min(span.width for span in spans)
     rows = math.ceil(max(span.end for span in spans) * room / (WIDTH - LEFT))
     return Timeline(

@@ -1,8 +1,8 @@
-"""Several processes: how they find each other, stop together, and are watched.
+"""Several processes: launch, rendezvous, consensus, a common stop, a watchdog.
 
-Joining: `init`, by `environment` (who is in this run), `rendezvous` and `rendezvous_client` (the
-two ends of a first talk), `wire_format`, `ports`. Going on: `consensus`, `exchange`, `stop`,
-`watchdog`. Starting them: `launcher`, `job`, `child_processes`, `supervisor`, `exit_codes`.
+Joining: `init`, with `environment` (the processes of this run), `rendezvous` and
+`rendezvous_client` (server and client), `wire_format`, `ports`. Running: `consensus`, `exchange`,
+`stop`, `watchdog`. Launching: `launcher`, `job`, `child_processes`, `supervisor`, `exit_codes`.
 """
 
 from hfjax.utils.lazy_import import lazy_names

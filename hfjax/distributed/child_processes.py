@@ -1,4 +1,4 @@
-"""Child processes of a job: start them, print their output, end them with all they started.
+"""Child processes of a job: start them, print their output, kill them with all they started.
 
 Output of many processes goes to one place: whole lines, each tagged with its process.
 """
@@ -20,13 +20,13 @@ from hfjax.distributed import supervisor
 from hfjax.utils.command_errors import redirect_to_null
 
 REDRAW = 1.0  # seconds between two states of a progress bar that are shown
-WRITE_LOCK = threading.Lock()  # at a time, of all processes
-GREETING = b"[Gloo] Rank "  # of each process, at each meeting of a CPU's collectives
+WRITE_LOCK = threading.Lock()  # one line at a time, of all processes
+GREETING = b"[Gloo] Rank "  # printed by each process whenever CPU collectives connect
 COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 def tag(process: int, colour: bool) -> bytes:
-    """Return what stands before each line of a process.
+    """Return the prefix of each line of a process.
 
     >>> tag(3, colour=False)
     b'[3] '
@@ -46,7 +46,7 @@ def visible_text(line: bytes) -> bytes:
 
 
 class LineCopier(threading.Thread):
-    """Copies a process's stream to ours, line by line; of a progress bar one state a second."""
+    """Copies a process's stream to ours, line by line; a progress bar once a second."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class LineCopier(threading.Thread):
         self.source, self.target, self.tag, self.on_loss = source, target, tag, on_loss
         self._pending = b""
         self._redraw_time = float("-inf")
-        self._is_shown = False  # all of the line that is being drawn
+        self._is_shown = False  # whether all of the line being drawn is shown
 
     def run(self) -> None:
         """Copy until the stream ends."""
@@ -69,7 +69,7 @@ class LineCopier(threading.Thread):
         self.source.close()
 
     def feed(self, chunk: bytes) -> None:
-        """Write the lines that are whole now, or the state of one that is being drawn."""
+        """Write the lines that are complete, or the state of one that is being drawn."""
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
             if visible_text(line) or not self._is_shown:
@@ -85,7 +85,7 @@ class LineCopier(threading.Thread):
             self._write(visible_text(self._pending))
 
     def _redraw(self, state: bytes) -> bytes:
-        """Show a state of a line, if it is time, and forget it; else return it."""
+        """Write a state of a line and return nothing of it, if it is time; else return it."""
         if time.monotonic() - self._redraw_time < REDRAW:
             return state
         self._redraw_time, self._is_shown = time.monotonic(), True
@@ -93,7 +93,7 @@ class LineCopier(threading.Thread):
         return b""
 
     def _write(self, line: bytes) -> None:
-        """Write a line at once; tell if ours cannot be written any more, and go on reading."""
+        """Write and flush a line; report if ours cannot be written any more, and go on reading."""
         if line.startswith(GREETING):
             return
         with WRITE_LOCK:
@@ -110,7 +110,7 @@ DRAIN = 2.0  # seconds to read what a process that ended has written
 
 
 class Guardian:
-    """A process that ends the children's groups if this one dies, even by SIGKILL."""
+    """A process that kills the children's process groups if this one dies, even by SIGKILL."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -121,7 +121,7 @@ class Guardian:
         )
 
     def report(self, sign: str, pid: int) -> None:
-        """Tell that a group has begun (+) or ended (-)."""
+        """Report that a group has started (+) or ended (-)."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{sign} {pid}\n".encode())
@@ -145,14 +145,14 @@ class OutputLost:
 
 @dataclass(frozen=True)
 class ChildExit:
-    """What became of a child: its exit status, negative for a signal."""
+    """The exit of a child with its status, negative for a signal."""
 
     child: "Child"
     status: int
 
 
 class Child:
-    """One process of the job, the first of its own process group."""
+    """One process of the job, the leader of its own process group."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Processes agree: the same data and settings, one reader of a directory, one process that prints.
+"""Consensus: the same data and settings, one reader of a directory, one process that prints.
 
-`check_same` compares settings. `run_on_first` runs a function on process 0 and gives all its
-result, and `run_on_all` runs it in each, so that all go on or fail together. `say` prints on the
-first one only.
+`check_same` compares settings. `run_on_first` runs a function on process 0 and returns its result
+on all, and `run_on_all` runs it on each, so that all continue or fail together. `say` prints on
+process 0 only.
 """
 
 import json
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 def check_same(what: str, value: object) -> None:
-    """Refuse, in all processes, a value that differs between processes: all of them call it.
+    """Refuse, in all processes, a value that differs between them. All processes call it.
 
     Args:
-        what: What it is, for the message.
-        value: Anything that JSON has.
+        what: Name of the value, for the message.
+        value: Any JSON value.
 
     Raises:
         ValueError: It differs; the message says in which processes, and in what.
@@ -41,7 +41,7 @@ def check_same(what: str, value: object) -> None:
 
 
 def _gather_if_different(value: Any) -> list[Any] | None:
-    """Return a value of JSON of each process; None: all are equal."""
+    """Return the JSON value of each process; None if all are equal."""
     text, processes = json.dumps(value, sort_keys=True), range(jax.process_count())
     if len({*gather_values(processes, zlib.crc32(text.encode())).values()}) == 1:
         return None
@@ -49,7 +49,7 @@ def _gather_if_different(value: Any) -> list[Any] | None:
 
 
 def run_on_all(fn: Callable[[], T]) -> T:
-    """Return what `fn()` returns here; if it fails in one process, all raise what that one says.
+    """Return the result of `fn()` here; if it fails in one process, all raise its message.
 
     All processes call it.
     """
@@ -68,7 +68,7 @@ def run_on_all(fn: Callable[[], T]) -> T:
 
 
 def explain(subject: str, values: list[Any]) -> str:
-    """Return which values differ from the first one, and in what.
+    """Return the message about values that differ from the first one, and how.
 
     >>> explain("configuration", [{"steps": 4, "mesh": {"data": 2}}, {"steps": 4, "mesh": {}}])[:78]
     'the configuration of process 1 differs from that of process 0: mesh.data 2, th'
@@ -97,9 +97,9 @@ def _truncate(value: Any) -> str:
 
 
 def run_on_first(fn: Callable[[], Any]) -> Any:
-    """Return what `fn()` returns on process 0; all processes raise the ValueError it raises.
+    """Return the result of `fn()` on process 0; all processes raise the ValueError it raises.
 
-    What it returns has to be JSON. The directory is one that all processes see.
+    The result has to be JSON. A directory that it reads is one that all processes see.
     """
     if jax.process_count() == 1:
         return fn()
@@ -131,10 +131,10 @@ def speaks() -> bool:
 
 
 def say(*words: Any) -> None:
-    """Print at once, in the process that speaks.
+    """Print and flush, in process 0 only.
 
     Args:
-        words: What `print` takes.
+        words: Arguments of `print`.
 
     Example:
         >>> from hfjax.distributed import say

@@ -1,4 +1,4 @@
-"""Who is in this run: by arguments, our variables, JAX's, torchrun's, or what JAX detects."""
+"""Find this run's processes: from arguments, our variables, JAX's, torchrun's, or JAX detection."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ MPI_VARS = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_
 
 @dataclass(frozen=True)
 class Settings:
-    """Which process of how many this is, and where process 0 can be reached."""
+    """The number of this process, the number of processes, and the address of process 0."""
 
     process: int
     processes: int
     coordinator: str | None  # host:port
     source: str
     is_detected: bool = False  # by JAX, which then chooses this process's one GPU too
-    names: tuple[str, str, str] = OUR_VARS  # what a person would change: coordinator, count, number
-    run_id: str = ""  # what the processes of this run alone know: HFJAX_RUN, or SLURM's job
-    gpu: int | None = None  # the one GPU of this machine that is this process's; None: all visible
-    is_sole_on_node: bool = False  # on its node, as the cluster says
+    names: tuple[str, str, str] = OUR_VARS  # to change: coordinator, count, number
+    run_id: str = ""  # known to the processes of this run only: HFJAX_RUN, or SLURM's job
+    gpu: int | None = None  # this process's one GPU of this machine; None: all visible
+    is_sole_on_node: bool = False  # on its node, according to the cluster
 
     @property
     def address(self) -> tuple[str, int]:
@@ -40,9 +40,9 @@ SINGLE_PROCESS = Settings(0, 1, None, "one process")
 def find_settings(
     arguments: Sequence[Any] = (None, None, None), environment: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Return what the first source that says anything says, checked; `SINGLE_PROCESS` if none does.
+    """Return checked settings of the first source that has any; `SINGLE_PROCESS` if none has.
 
-    `arguments` are coordinator, processes and process as a program names them.
+    `arguments` are coordinator, processes and process as passed by the program.
     """
     choice = _first_settings(arguments, environment)
     if choice.processes == 1:
@@ -69,7 +69,7 @@ def _first_settings(arguments: Sequence[Any], environment: Mapping[str, str]) ->
 
 
 def _hfjax_settings(environment: Mapping[str, str]) -> Settings:
-    """Return what our variables say; with the coordinator's alone, MPI says the rest."""
+    """Return the settings of our variables; with the coordinator's alone, MPI has the rest."""
     names = OUR_VARS
     if not any(name in environment for name in OUR_VARS[1:]):
         names = next(
@@ -79,7 +79,7 @@ def _hfjax_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def _torchrun_settings(environment: Mapping[str, str]) -> Settings:
-    """Return what torchrun's four variables say."""
+    """Return the settings of torchrun's four variables."""
     names = ("MASTER_ADDR and MASTER_PORT", "WORLD_SIZE", "RANK")
     host, port = (environment.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     address = f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}"
@@ -90,14 +90,14 @@ def _torchrun_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def _torchrun_gpu(environment: Mapping[str, str]) -> int | None:
-    """Return which GPU is torchrun's for this process: one each, where it started several here."""
+    """Return this process's GPU under torchrun: one each if it started several here; else None."""
     is_single = environment.get("LOCAL_WORLD_SIZE", "1") == "1"
     takes_all = is_single or not _sees_several_gpus(environment)
     return None if takes_all else int(environment.get("LOCAL_RANK", "0"))
 
 
 def _sees_several_gpus(environment: Mapping[str, str]) -> bool:
-    """Return whether a process may see several GPUs; one name says that its own was chosen."""
+    """Return whether a process may see several GPUs; one name means that its own was chosen."""
     return "," in environment.get("CUDA_VISIBLE_DEVICES", ",")
 
 
@@ -161,7 +161,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _ask_cluster(name: str, ask: Callable[[], Any]) -> Any:
-    """Return a cluster's answer; say how to do without if it has none."""
+    """Return a cluster's answer; if it has none, raise an error that says how to do without."""
     try:
         return ask()
     except Exception as error:  # whatever a cluster's own client raises
@@ -175,7 +175,7 @@ def _ask_cluster(name: str, ask: Callable[[], Any]) -> Any:
 def check_settings(
     source: str, names: Sequence[str], values: Sequence[Any], is_detected: bool = False
 ) -> Settings:
-    """Return settings from (coordinator, processes, process), numbers or text; refuse nonsense."""
+    """Return settings of (coordinator, processes, process), numbers or text; check them."""
     coordinator, count, number = names
     by_name = dict(zip(names, values, strict=True))
     processes = _parse_number(source, count, by_name[count])

@@ -1,6 +1,6 @@
-"""Some of the processes tell each other something small, by JAX's coordinator.
+"""Exchange small values between some of the processes, through JAX's coordinator.
 
-Their devices take no part and go on with what they do. Only processes that are named wait.
+Their devices take no part and continue their work. Only the named processes wait.
 """
 
 import json
@@ -11,16 +11,16 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-POLL_MS = 1000  # milliseconds of one question: in between Python answers signals
-_calls: Counter[tuple[int, ...]] = Counter()  # of this process, by who takes part
+POLL_MS = 1000  # milliseconds of one wait: in between Python handles signals
+_calls: Counter[tuple[int, ...]] = Counter()  # of this process, by participants
 
 
 def gather_values(processes: Sequence[int], value: Any) -> dict[int, Any]:
-    """Return what each of these processes gives: all of them call it, equally often.
+    """Return the value of each of these processes: all of them call it, equally often.
 
     Args:
         processes: Their numbers, in order; this process is one of them.
-        value: Anything that JSON has, of a few kilobytes.
+        value: Any JSON value of a few kilobytes.
     """
     process, first = jax.process_index(), processes[0]
     folder = f"hfjax/exchange/{'-'.join(map(str, processes))}"
@@ -31,14 +31,14 @@ def gather_values(processes: Sequence[int], value: Any) -> dict[int, Any]:
     if process == first:
         values = _gather(client, f"{folder}/{number}/of", processes)
         client.key_value_set(f"{folder}/{number}/all", json.dumps(values))
-        client.key_value_delete(f"{folder}/{number - 1}")  # all have come here, so have read it
+        client.key_value_delete(f"{folder}/{number - 1}")  # all are in this call, so have read it
         return dict(zip(processes, values, strict=True))
     values = json.loads(_wait_for(client, f"{folder}/{number}/all"))
     return dict(zip(processes, values, strict=True))
 
 
 def _gather(client: Any, folder: str, processes: Iterable[int]) -> list[Any]:
-    """Return what all of them have written into a folder, when the last has."""
+    """Return the values that all of them have written into a folder, once the last has."""
     names, entries = [f"{folder}/{process}" for process in processes], {}
     while missing := [name for name in names if name not in entries]:
         _wait_for(client, missing[0])
@@ -47,7 +47,7 @@ def _gather(client: Any, folder: str, processes: Iterable[int]) -> list[Any]:
 
 
 def _wait_for(client: Any, name: str) -> str:
-    """Return what is written under a name, when it is."""
+    """Return the value written under a name, once it is there."""
     while True:
         try:
             return client.blocking_key_value_get(name, POLL_MS)

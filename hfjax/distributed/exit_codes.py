@@ -2,7 +2,7 @@
 
 import signal
 
-# 1: an exception, told on standard error; 2: a setting that no restart cures
+# 1: an exception, reported on standard error; 2: a setting that no restart cures
 from hfjax.utils.command_errors import FAILED as FAILED, MISTAKE as MISTAKE
 
 FINISHED = 0

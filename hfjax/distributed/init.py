@@ -1,6 +1,6 @@
-"""Join the processes of a run: find them, count them, hand them to JAX.
+"""Join the processes of a run: find them, count them, initialize JAX.
 
-Before JAX starts, all processes have met and fit together, or an error says which do not.
+Before JAX starts, all processes have connected and match, or an error says which do not.
 """
 
 import signal
@@ -22,10 +22,10 @@ from hfjax.utils.keywords import check_seconds
 
 
 def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = print) -> float:
-    """Wait until all processes are here and return the seconds left of `timeout`.
+    """Wait until all processes have connected; return the seconds left of `timeout`.
 
-    Raises TimeoutError (who did not come) or ValueError (who does not fit), in every process. It
-    uses the coordinator's port, which JAX takes right after: nothing else has to be open.
+    Raises TimeoutError (which are missing) or ValueError (which do not match), in every process. It
+    uses the coordinator's port, which JAX takes right after: no other port has to be open.
     """
     client = RendezvousClient(settings, timeout, say)
     server = _start_server(settings, timeout) if settings.process == 0 else None
@@ -38,7 +38,7 @@ def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = pr
 
 
 def _start_server(settings: Settings, timeout: float) -> threading.Thread:
-    """Start the meeting in process 0; refuse a port that somebody else has."""
+    """Start the rendezvous server in process 0; refuse a port that is in use."""
     try:
         port = listener(settings.address[1])
     except OSError as error:
@@ -72,7 +72,7 @@ class Cluster:
     process: int
     processes: int
     coordinator: str | None
-    source: str  # where this was read, for a person
+    source: str  # where this was read, for messages
 
 
 def _print_line(line: str) -> None:
@@ -91,25 +91,25 @@ def init_distributed(
     heartbeat: int = 10,
     say: Callable[[str], Any] = _print_line,
 ) -> Cluster:
-    """Return the processes of this run, joined. Call it first, before any JAX computation.
+    """Join the processes of this run and return them. Call it before any JAX computation.
 
-    Who they are is read from the arguments, HFJAX_COORDINATOR, HFJAX_PROCESSES and HFJAX_PROCESS,
+    They are read from the arguments, HFJAX_COORDINATOR, HFJAX_PROCESSES and HFJAX_PROCESS,
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, torchrun's variables, or SLURM,
-    Open MPI and whatever else JAX detects; else it is one process. A second call returns what the
-    first one did; where the program has called jax.distributed.initialize itself, that is taken.
+    Open MPI and whatever else JAX detects; else it is one process. A second call returns the result
+    of the first; if the program has called jax.distributed.initialize itself, that run is returned.
 
     Args:
-        coordinator: Where process 0 can be reached, host:port with a free port.
-        processes: How many there are.
+        coordinator: Address of process 0, host:port with a free port.
+        processes: Number of processes.
         process: The number of this one, from 0 on.
-        timeout: Seconds within which all have to come.
-        heartbeat: Seconds without a sign of life of one process after which the run ends.
-        say: What is called with a line for a person, while others are waited for.
+        timeout: Seconds within which all have to connect.
+        heartbeat: Seconds without a heartbeat of one process after which the run ends.
+        say: Called with a line of text while waiting for others.
 
     Raises:
-        TimeoutError: Some did not come; it says which.
-        ValueError: The settings are incomplete, processes do not fit each other, JAX has started
-            its devices already, or this process has joined under another number.
+        TimeoutError: Some did not connect; it says which.
+        ValueError: The settings are incomplete, processes do not match, JAX has started its devices
+            already, or this process has joined under another number.
 
     Example:
         >>> import hfjax
@@ -128,7 +128,7 @@ def init_distributed(
 
 
 def _check_arguments(cluster: Cluster, **arguments: int | None) -> None:
-    """Refuse arguments that say otherwise than the run that this process has joined."""
+    """Refuse arguments that contradict the run that this process has joined."""
     for name, value in arguments.items():
         if value is not None and int(value) != getattr(cluster, name):
             raise ValueError(
@@ -168,7 +168,7 @@ def _join(config: Settings, timeout: float, heartbeat: int, say: Callable[[str],
 
 
 def _start_jax(config: Settings, timeout: float, heartbeat: int) -> None:
-    """Start JAX's own service; give SIGTERM back, which that would take and not end by."""
+    """Initialize jax.distributed; restore SIGTERM, which it would catch without ending."""
     old_handler = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(
         config.coordinator,

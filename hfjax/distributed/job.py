@@ -11,7 +11,7 @@ from hfjax.distributed.child_processes import Child, ChildExit, OutputLost
 from hfjax.distributed.exit_codes import HUNG, MISTAKE, is_resumable
 
 WAIT = 0.25  # seconds
-SELF_REPORT = 1.0  # seconds, of the grace: who fails because a peer did may say so itself
+SELF_REPORT = 1.0  # seconds of the grace, in which one that fails because a peer did may report it
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Job:
             self._on_failure(child, status, code)
 
     def _on_kill(self, child: Child, code: int) -> None:
-        """Tell of a kill that is seen late: its peers may fail before its memory is given back."""
+        """Report a kill that is noticed late: peers may fail before its memory is freed."""
         self._code = code
         self.say(f"process {child.process} {_outcome(-signal.SIGKILL)}: the others may fail for it")
 
@@ -98,14 +98,14 @@ class Job:
         self._set_deadline(min(SELF_REPORT, self.limits.grace / 2))
 
     def _report_suspended(self, more: str = "") -> None:
-        """Tell which processes are suspended: of them no word comes, and no sign of life."""
+        """Report suspended processes, which send neither output nor heartbeats."""
         for child in sorted(self.running, key=lambda child: child.process):
             if pids := ", ".join(map(str, child.suspended_pids())):
                 who = f"process {child.process} is suspended (SIGSTOP or a debugger; pid {pids})"
                 self.say(f"{who}{more}")
 
     def _on_signal(self, number: int) -> None:
-        """Hand a signal on once and wait for all to save; a second Ctrl-C ends them at once."""
+        """Forward a signal once and wait for all to save; a second Ctrl-C kills them."""
         if self.stopping and number == signal.SIGINT:
             self._code, self.failed = 128 + number, True
             self._kill("SIGINT again")
@@ -114,7 +114,7 @@ class Job:
             self._stop(signal.Signals(number).name, forwarded)
 
     def _stop(self, why: str, number: int) -> None:
-        """Let all save and end, once, by a signal."""
+        """Signal all to save and end, once."""
         if self.stopping:
             return
         self.stopping = True
@@ -154,9 +154,9 @@ class Job:
 
 
 def next_event(events: SimpleQueue, deadline: float | None) -> ChildExit | OutputLost | int | None:
-    """Return the next end of a child, loss or signal; None if the deadline comes first.
+    """Return the next exit of a child, lost output or signal; None at the deadline.
 
-    A signal that comes just before `get` starts to wait does not wake it: hence in short waits.
+    A signal that comes just before `get` starts to wait does not wake it: hence the short waits.
     """
     while deadline is None or time.monotonic() < deadline:
         try:

@@ -27,9 +27,9 @@ def device_variables(
     gpus: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> list[dict[str, str]]:
-    """Return for each process the variables that give it `fake` CPU devices, or its GPUs.
+    """Return each process's variables that give it `fake` simulated CPU devices, or its GPUs.
 
-    Visible GPUs are dealt evenly, or `gpus` to each.
+    Visible GPUs are divided evenly, or `gpus` to each.
     """
     for count, kind in ((fake, "fake devices"), (gpus, "GPUs")):
         if count is not None and count < 1:
@@ -77,7 +77,7 @@ DEFAULT = Limits()
 
 
 def _print_error(line: str) -> None:
-    with suppress(OSError):  # who reads it, or its terminal, may be gone: the job is not ended
+    with suppress(OSError):  # the reader or terminal may be gone: the job continues
         print(f"hfjax launch: {line}", file=sys.stderr, flush=True)
 
 
@@ -93,8 +93,8 @@ def launch(
 ) -> int:
     """Run `processes` copies of a command as one job; return its exit code.
 
-    When one fails the others are ended and, up to `max_restarts` times, all start again. `devices`
-    fake CPU devices each, or `gpus` each; by default the visible GPUs are dealt evenly.
+    When one fails the others are ended and, up to `max_restarts` times, all start again. Each gets
+    `devices` simulated CPU devices, or `gpus` GPUs; by default visible GPUs are divided evenly.
     """
     _check(command, processes, max_restarts)
     device_envs = device_variables(processes, devices, gpus)
@@ -146,7 +146,7 @@ def _start(
     events: SimpleQueue,
     guardian: Guardian,
 ) -> list[Child]:
-    """Start all processes of one attempt, with a port of its own that only this machine sees."""
+    """Start all processes of one attempt, with its own port that only this machine sees."""
     port = free_port()
     job_env = {
         "HFJAX_COORDINATOR": f"localhost:{port}",

@@ -23,6 +23,6 @@ def _listen_on_all(port: int) -> socket.socket:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with _listen_on_all(0) as sock:
         return sock.getsockname()[1]

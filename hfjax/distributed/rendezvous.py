@@ -1,4 +1,4 @@
-"""Where the processes of a run meet before JAX starts: a listener in process 0."""
+"""The rendezvous of a run's processes before JAX starts: a server in process 0."""
 
 import json
 import selectors
@@ -8,10 +8,10 @@ from typing import Any
 
 from hfjax.distributed.wire_format import LONGEST, Hello, parse_hello
 
-LINGER = 3.0  # seconds in which those who come late are still told why the others left
-AHEAD = 0.2  # seconds before process 0 is late itself, the meeting tells that it is
-SEND_EVERY = 0.25  # seconds between two messages that say who is missing
-STRANGERS = 64  # connections that have not said who they are; then the first of them has to go
+LINGER = 3.0  # seconds in which late processes still learn why the others left
+AHEAD = 0.2  # seconds before process 0's own timeout at which the server announces it
+SEND_EVERY = 0.25  # seconds between two messages that list missing processes
+STRANGERS = 64  # connections without a hello; beyond, the first of them is dropped
 
 
 def find_conflict(hellos: list[Hello]) -> str | None:
@@ -47,12 +47,12 @@ def _difference(field: str, first: Hello, other: Hello) -> str:
 
 
 def missing_processes(hellos: list[Hello], processes: int) -> list[int]:
-    """Return the numbers that nobody has said yet."""
+    """Return the numbers of processes that have sent no hello yet."""
     return sorted(set(range(processes)) - {hello.process for hello in hellos})
 
 
 class RendezvousServer:
-    """Process 0's side: takes hellos until all are here, one refuses, or it is too late."""
+    """Process 0's side: takes hellos until all are in, two conflict, or the time is over."""
 
     def __init__(
         self, listener: socket.socket, processes: int, timeout: float, run_id: str = ""
@@ -68,7 +68,7 @@ class RendezvousServer:
         self._verdict: dict[str, Any] | None = None
 
     def run(self) -> None:
-        """Hold the meeting; its end is told to all who came. Every socket is closed then."""
+        """Run the rendezvous, send its outcome to all clients, and close every socket."""
         while time.monotonic() < self._end and self._missing():
             self._poll()
             if self._verdict is None and (why := find_conflict(list(self._hellos.values()))):
@@ -94,16 +94,16 @@ class RendezvousServer:
             self._drop(silent[0])
         try:
             client, _ = self.listener.accept()
-        except OSError:  # it has left, or too many files are open
+        except OSError:  # the client has left, or too many files are open
             return
         client.settimeout(1.0)
         self._buffers[client] = bytearray()
         self._selector.register(client, selectors.EVENT_READ)
 
     def _receive(self, client: socket.socket) -> None:
-        """Take what a guest says; forget guests that leave or say something else."""
+        """Read from a client; drop clients that leave or send something else."""
         if client not in self._buffers:
-            return  # it had to go a moment ago
+            return  # it was just dropped
         try:
             chunk = client.recv(LONGEST)
         except OSError:
@@ -132,7 +132,7 @@ class RendezvousServer:
                 self._drop(client)
 
     def _send(self, client: socket.socket, message: dict[str, Any]) -> bool:
-        """Tell one guest, and return whether it can be reached."""
+        """Send a message to one client; return whether it can be reached."""
         try:
             client.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -140,7 +140,7 @@ class RendezvousServer:
         return True
 
     def _close(self) -> None:
-        """Free the port, then tell the end: whoever hears "go" finds JAX here, or nobody yet."""
+        """Free the port, then send the outcome: after "go" a client finds JAX, or nobody yet."""
         self._selector.unregister(self.listener)
         self.listener.close()
         left = self._missing()
@@ -155,7 +155,7 @@ class RendezvousServer:
 
 
 def _foreign_message(hello: Hello) -> str:
-    """Return why a process is not let in."""
+    """Return why a process of another run is refused."""
     return (
         f"{hello.who} was started by another launcher or SLURM job than process 0 at this address "
         "(HFJAX_RUN differs). Give each run an address of its own, and its processes one HFJAX_RUN."

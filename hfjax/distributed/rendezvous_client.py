@@ -1,4 +1,4 @@
-"""How a process attends the meeting (process 0 too: its own address must lead to it)."""
+"""The client of the rendezvous (in process 0 too: its own address must lead to it)."""
 
 import socket
 import time
@@ -9,11 +9,11 @@ from hfjax.distributed.environment import Settings
 from hfjax.distributed.wire_format import LONGEST, encode_hello, make_hello, parse_message
 
 REPORT_EVERY = 5.0  # seconds
-SILENCE = 2.0  # seconds; the meeting speaks four times a second
+SILENCE = 2.0  # seconds; the server sends four times a second
 
 
 class RendezvousClient:
-    """One process on its way into the run."""
+    """A process that joins the run."""
 
     def __init__(self, settings: Settings, timeout: float, say: Callable[[str], Any]) -> None:
         self.settings, self.timeout, self.say = settings, timeout, say
@@ -27,7 +27,7 @@ class RendezvousClient:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left, a little more than none."""
+        """Seconds left, always above 0."""
         return max(self.deadline - time.monotonic(), 0.01)
 
     @property
@@ -36,7 +36,7 @@ class RendezvousClient:
         return time.monotonic() >= self.deadline
 
     def meet(self) -> None:
-        """Meet the others; come again if the coordinator is not there yet, or leaves."""
+        """Join the rendezvous; retry if the coordinator is not there yet, or leaves."""
         while not self.is_late:
             try:
                 verdict = self._connect()
@@ -51,7 +51,7 @@ class RendezvousClient:
         raise TimeoutError(self._timeout_message())
 
     def _connect(self) -> dict[str, Any] | None:
-        """Return the word that ends the meeting; None: come again."""
+        """Return the message that ends the rendezvous; None: retry."""
         with connection(self.settings, min(SILENCE, self.seconds_left)) as sock:
             sock.sendall(self._hello)
             for message in read_messages(sock, self.deadline, self.settings.processes):
@@ -65,7 +65,7 @@ class RendezvousClient:
         return None
 
     def _handle(self, verdict: dict[str, Any]) -> None:
-        """Go on, or raise."""
+        """Continue, or raise."""
         if "refused" in verdict:
             raise ValueError(verdict["refused"])
         if "late" in verdict:
@@ -86,7 +86,7 @@ class RendezvousClient:
         raise TimeoutError(self._timeout_message())
 
     def _report_waiting(self) -> None:
-        """Say every few seconds what is waited for."""
+        """Report every few seconds what it is waiting for."""
         if time.monotonic() - self._last_report < REPORT_EVERY:
             return
         self._last_report = time.monotonic()
@@ -130,9 +130,9 @@ def connection(settings: Settings, timeout: float) -> socket.socket:
 
 
 def read_messages(sock: socket.socket, deadline: float, processes: int) -> Iterator[dict[str, Any]]:
-    """Yield what the meeting says, until it ends or turns out to be something else."""
+    """Yield the server's messages, until it ends or turns out to be something else."""
     buffer = b""
-    while len(buffer) < LONGEST + 12 * processes:  # the longest names all who are missing
+    while len(buffer) < LONGEST + 12 * processes:  # the longest lists all missing processes
         if (left := deadline - time.monotonic()) <= 0:
             raise TimeoutError("no end of what is said")
         sock.settimeout(min(SILENCE, left))

@@ -1,6 +1,6 @@
 """Agree to stop: a signal to any process ends the loops of all at the same step.
 
-`leave` ends a process at once: JAX's exit waits for the other processes, also for dead ones.
+`leave` ends a process immediately: JAX's exit waits for the other processes, also for dead ones.
 """
 
 import os
@@ -30,19 +30,19 @@ REASONS = (None, ASKED, LOST, "SIGHUP", "SIGINT", "SIGTERM")  # the last wins wh
 
 
 class Stop:
-    """Whether to stop, agreed on: `with Stop() as stop: for …: if stop.agreed(): save, break`.
+    """A common decision to stop: `with Stop() as stop: for …: if stop.agreed(): save, break`.
 
-    SIGTERM, SIGHUP (but under nohup), Ctrl-C and `request()` ask for it, and so does a standard
+    SIGTERM, SIGHUP (except under nohup), Ctrl-C and `request()` ask for it, and so does a standard
     output that cannot be written: its reader has left, or its disk is full. A second Ctrl-C raises
-    KeyboardInterrupt. It takes the signals and `sys.stdout` for itself while it is entered, which
-    only the main thread may do.
+    KeyboardInterrupt. While entered it handles these signals and replaces `sys.stdout`, which only
+    the main thread may do.
 
     Args:
-        mesh: The devices by which processes agree. None: all.
+        mesh: The devices on which processes agree. None: all.
 
     Attributes:
-        reason: Why it was agreed to stop: "SIGTERM", "SIGINT", "SIGHUP", "stdout" or "asked"; None
-            until then.
+        reason: Why the processes agreed to stop: "SIGTERM", "SIGINT", "SIGHUP", "stdout" or
+            "asked"; None until then.
 
     Example:
         >>> from hfjax.distributed import Stop
@@ -86,7 +86,7 @@ class Stop:
     def agreed(self) -> bool:
         """Return whether to stop now: the same answer in the same call of every process.
 
-        With several processes it answers what was asked two calls ago, and so waits for no step
+        With several processes it answers the requests of two calls ago, and so waits for no step
         but one that is two steps old.
         """
         if self.reason is None:
@@ -116,7 +116,7 @@ class Stop:
 
 
 class _Vote:
-    """The largest of all processes' numbers, computed on their devices without being waited for."""
+    """The largest of all processes' numbers, computed asynchronously on their devices."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         devices = np.array(jax.devices()) if mesh is None else mesh.devices.reshape(-1)
@@ -134,7 +134,7 @@ class _Vote:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, with what was printed written out, and no exit handlers run."""
+    """End this process now: flush what was printed, and run no exit handlers."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -145,9 +145,9 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """Run the main part of a program: in a run of several processes an error ends it at once.
+    """Run the main part of a program: with several processes an error ends it immediately.
 
-    Otherwise a process whose peer died would tell so and then wait for that peer at the exit. In
+    Otherwise a process whose peer died would report it and then wait for that peer at the exit. In
     one process, and at an orderly exit, it changes nothing.
 
     Example:
@@ -165,7 +165,7 @@ def leaving() -> Iterator[None]:
 
 
 def _is_orderly(error: BaseException) -> bool:
-    """Return whether all processes end so: there is nothing to be afraid of at the exit."""
+    """Return whether all processes end this way, so that the exit does not wait in vain."""
     return isinstance(error, SystemExit) and error.code in (None, FINISHED, *RESUMABLE)
 
 

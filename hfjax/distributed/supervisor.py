@@ -1,6 +1,6 @@
 """A script that ends process groups when its standard input closes: the launcher has died.
 
-It reads "+ pid" and "- pid". Run as a file: it needs nothing but Python and starts at once.
+It reads "+ pid" and "- pid". Run as a file: it needs nothing but Python and starts quickly.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Keep the list of groups; end those left when the input ends."""
+    """Keep the list of groups; kill those left when the input ends."""
     groups = set()
     for line in sys.stdin:
         sign, pid = line.split()

@@ -1,4 +1,4 @@
-"""End a process that no longer gets on, instead of letting the whole run wait for it."""
+"""End a process that makes no progress, instead of letting the whole run wait for it."""
 
 import faulthandler
 import sys
@@ -19,12 +19,12 @@ def _print_error(line: str) -> None:
 class Watchdog:
     """Ends the process with exit code HUNG (124) when no beat came for `timeout` seconds.
 
-    It says what the process was doing and where each of its threads is. Time in which the whole
+    It reports what the process was doing and where each of its threads is. Time in which the whole
     process was stopped (Ctrl-Z) does not count.
 
     Args:
         timeout: Seconds above 0. None: it never ends anything.
-        say: What is called with the line for a person. Default: it is printed on standard error.
+        say: Called with the message. Default: print it on standard error.
 
     Example:
         >>> from hfjax.distributed import Watchdog
@@ -56,7 +56,7 @@ class Watchdog:
         self._ended.set()
 
     def beat(self, doing: str) -> None:
-        """Give a sign of life, with what comes next.
+        """Report progress, with what comes next.
 
         Args:
             doing: What the message says if no other beat follows.

@@ -1,4 +1,4 @@
-"""What is said where processes meet, one JSON a line; what is heard is checked: any may speak."""
+"""Messages of the rendezvous, a JSON object per line; all input is checked: anyone may send it."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-LONGEST = 4096  # bytes of a line and characters of what it tells; who says more is somebody else
+LONGEST = 4096  # bytes of a line and characters of its texts; a longer one is not ours
 MOST = 1 << 32  # numbers of processes and pids are below
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a process says of itself."""
+    """How a process introduces itself."""
 
     process: int
     processes: int
@@ -24,17 +24,17 @@ class Hello:
     pid: int
     jax: str
     hfjax: str
-    run: str  # what only processes of one run know; empty: nobody gave them anything
-    token: str  # of this attempt: who comes again is no second process of that number
+    run: str  # known to the processes of one run only; empty: not set
+    token: str  # of this attempt: a reconnection is no second process of that number
 
     @property
     def who(self) -> str:
-        """The process for a person: number, host and pid."""
+        """The process for a message: number, host and pid."""
         return f"process {self.process} ({self.host}, pid {self.pid})"
 
 
 def make_hello(process: int, processes: int, run: str = "") -> Hello:
-    """Return what this process says of itself."""
+    """Return the hello of this process."""
     try:
         version = metadata.version("hfjax")
     except metadata.PackageNotFoundError:
@@ -61,7 +61,7 @@ def parse_hello(line: bytes) -> Hello | None:
 
 
 def parse_message(line: bytes) -> dict[str, Any] | None:
-    """Return what the meeting says in a line, or None if it is something else."""
+    """Return the server's message in a line, or None if it is something else."""
     message = _parse_object(line)
     is_number_list = lambda value: isinstance(value, list) and all(_is_valid(x, int) for x in value)
     value = message.get("seconds")
@@ -77,7 +77,7 @@ def parse_message(line: bytes) -> dict[str, Any] | None:
 
 
 def _parse_object(line: bytes) -> dict:
-    """Return the object that a line is, or an empty one."""
+    """Return the JSON object in a line, or an empty one."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -86,7 +86,7 @@ def _parse_object(line: bytes) -> dict:
 
 
 def _is_valid(value: Any, kind: Any) -> bool:
-    """Return whether a value is a number that may be, or a text that may be shown."""
+    """Return whether a value is a number in range, or a short text that can be printed."""
     if type(value) is not kind:
         return False
     return 0 <= value < MOST if kind is int else len(value) <= LONGEST and value.isprintable()

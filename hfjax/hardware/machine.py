@@ -1,9 +1,9 @@
-"""The constants of a GPU, each with its source, read from a file of TOML.
+"""The constants of a GPU, each with its source, read from a TOML file.
 
     bandwidth = { value = 3_350_000_000_000, source = "NVIDIA H100 data sheet" }
 
 A source names a data sheet or a measurement with its date, or it begins with "assumed". `MACHINES`
-has those that lie in this folder; `Machine.load` reads a file of your own, `write` writes one.
+has those in this folder; `Machine.load` reads a file of your own, `write` writes one.
 """
 
 import json
@@ -31,7 +31,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU is and what it reaches; `source` says where a number is from.
+    """What a GPU is and what it reaches; `source` returns the source of a number.
 
     Example:
         >>> from hfjax.hardware.machine import MACHINES
@@ -61,7 +61,7 @@ class Machine:
     start_up: Annotated[float, "of each product, seconds"]
     launch: Annotated[float, "of each operation that is launched, seconds"]
 
-    # Fused causal attention takes: operations over this rate, and beside that its passes over
+    # Fused causal attention takes its operations over this rate, and in addition its passes over
     # memory. Operations are those of the scores that are needed: 4 for each score and dimension of
     # a head forward, 10 backward. `FusedAttention` in analysis/matmul_time.py computes it.
     attention_forward_64: Annotated[float, "heads up to 64 wide, FLOP a second"]
@@ -91,16 +91,16 @@ class Machine:
 
     @property
     def device_kind(self) -> str:
-        """The name, as a device itself tells it."""
+        """The name, as a device reports it."""
         return self.name
 
     def source(self, name: str) -> str:
-        """Return where a constant is from."""
+        """Return the source of a constant."""
         return self.sources[name]
 
     @classmethod
     def load(cls, path: str | Path) -> "Machine":
-        """Return the machine of a file.
+        """Return the machine described by a file.
 
         Raises:
             ValueError: The file is no TOML, or a key is missing, unknown or wrong: it is named.
@@ -112,7 +112,7 @@ class Machine:
         replace_text(Path(path), _text(self))
 
     def check_calibrated_for(self, device_kind: str, jax_version: str) -> None:
-        """Check that constants that were measured are those of this device and this jax.
+        """Check that measured constants are those of this device and this jax.
 
         Raises:
             ValueError: They were measured on another device, or with another version of jax.
@@ -150,7 +150,7 @@ class _Reader:
             raise ValueError(f"{path}: it is no TOML ({error}). Correct that place.") from error
 
     def machine(self) -> Machine:
-        """Return what the file says, checked."""
+        """Return the machine of the file, checked."""
         allowed = {*TEXTS, "kinds", *CONSTANTS, "calibrated"}
         measured_before = {"processor"}  # of CPUs, in files that older versions wrote
         if unknown := [key for key in self._data if key not in allowed | measured_before]:
@@ -200,7 +200,7 @@ class _Reader:
         return high, wide
 
     def _number(self, name: str, value: object, is_integer: bool) -> Number:
-        """Return a number that is allowed."""
+        """Return a number, checked."""
         about = CONSTANTS[name][1]
         wrong = isinstance(value, bool) or (is_integer and not isinstance(value, int))
         if wrong or not isinstance(value, int | float):
@@ -223,7 +223,7 @@ class _Reader:
 
 
 def _describe(value: object) -> str:
-    """Return how an error shows what stands in a file."""
+    """Return how an error shows a value of a file."""
     return "missing" if value is None else repr(value)
 
 
@@ -232,7 +232,7 @@ def _spell(value: object) -> str:
 
 
 def _text(machine: Machine) -> str:
-    """Return the file of a machine."""
+    """Return the text of a machine's file."""
     lines = [f"{name} = {_spell(getattr(machine, name))}" for name in TEXTS]
     lines += [f"kinds = {_spell(machine.kinds)}"]
     for name, (_, about) in CONSTANTS.items():
@@ -251,7 +251,7 @@ H200 = MACHINES["h200"]
 
 
 def machine_of(device_kind: str) -> Machine | None:
-    """Return the machine that a device is by its `device_kind`; None: none that is known.
+    """Return the machine of a device by its `device_kind`, None if it is not known.
 
     >>> machine_of("NVIDIA H800").key
     'h100'

@@ -25,36 +25,37 @@ class AsynchronousUpdate(Update):
 
     Every stage updates its layers after each microbatch (pipedream), or after each group of them
     (2bw), with the gradient of the mean loss over that microbatch or group, averaged over the
-    batch axes. What lies outside the layers (embedding, head) is updated once, at the end of the
+    batch axes. Parameters outside the layers (embedding, head) are updated once, at the end of the
     call, with the gradient of the mean loss over all M microbatches: a parameter that both ends
     read, as tied embeddings are, has no other version that both could use.
 
-    A count that an optimizer keeps beside moments counts updates of these moments: for the ends it
-    is the number of calls. Any other number (the count of a learning rate's schedule) goes with the
-    layers: it advances once per update, and the ends use what it was before the call.
+    A count that an optimizer keeps beside moments counts updates of these moments: for embedding
+    and head it is the number of calls. Any other number (the count of a learning-rate schedule)
+    goes with the layers: it advances once per update, and embedding and head use its value before
+    the call.
 
-    The metric grad_norm is that of the ends' gradient and of the layers' gradients, these squared
-    and averaged over the updates.
+    The metric grad_norm is that of the gradient of embedding and head and of the layers' gradients,
+    these squared and averaged over the updates.
     """
 
-    stage_engine: AsyncPipelineEngine  # of `plane`
+    stage_engine: AsyncPipelineEngine  # of `engine`
 
     @classmethod
     def build(
         cls, layout: Layout, engine: PipelineEngine, schedule: PipelineSchedule
     ) -> "AsynchronousUpdate":
-        """Return the pass of a plane whose stages keep versions of their layers."""
+        """Return the update of a pipeline whose stages keep versions of their layers."""
         versions = schedule.versions(layout.mesh.shape[PIPE_AXIS])
         assert versions is not None
         return cls(layout, engine, AsyncPipelineEngine(engine, versions))
 
     @cached_property
     def parts(self) -> OptimizerParts:
-        """Which part of the optimizer's state belongs to what."""
+        """The optimizer state, divided by what it belongs to."""
         return OptimizerParts(self.layout)
 
     def __call__(self, state: State, batch: Any) -> GradResult:
-        """Return what a call of the step finds, its layers being updated already."""
+        """Return the result of a call of the step, whose layers are already updated."""
         leaves = (
             self.parts.select(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER))
         )
@@ -79,7 +80,7 @@ class AsynchronousUpdate(Update):
         return GradResult(mean, norm, {}, {}, update)
 
     def _apply(self, gradients: Flat, leaves: tuple[Flat, Flat], parameters: Flat) -> Any:
-        """Update layers, inside the data plane."""
+        """Update layers, inside the engine."""
         optimizer_state, counts = leaves
         parameters, new = self.parts.apply(gradients, optimizer_state | counts, parameters)
         pick = lambda old: {name: new[name] for name in old}
@@ -88,7 +89,7 @@ class AsynchronousUpdate(Update):
     def _update_ends(
         self, gradients: Flat, params: Flat, optimizer: Any, step: Any
     ) -> tuple[Flat, Flat]:
-        """Return the ends and what the optimizer keeps of them, after their update."""
+        """Return embedding and head and their optimizer state, updated."""
         end_leaves = self.parts.select(optimizer, ENDS)
         counts = {n: step.astype(x.dtype) for n, x in self.parts.select(optimizer, COUNT).items()}
         leaves = end_leaves | counts | self.parts.select(optimizer, NUMBER)

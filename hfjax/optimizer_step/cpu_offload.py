@@ -1,8 +1,8 @@
-"""The update of a state that lies partly on the host: part after part passes through the device.
+"""The update of a state that is partly in host memory: streamed through the device in units.
 
-The optimizer's program is traced once and cut into the parts that update one parameter each, or
-one layer of those that stack layers. What a part needs comes to the device, is updated there and
-goes back before the next part comes.
+The optimizer's program is traced once and cut into units that update one parameter each, or one
+layer of stacked layers. What a unit needs is copied to the device, updated there and copied back
+before the next unit comes.
 """
 
 import warnings
@@ -29,29 +29,29 @@ from hfjax.parallel.param_specs import ParamSpecs, entries_of
 from hfjax.sharding.layout import State
 from hfjax.utils.paths import Flat, Index, flatten, nest
 
-Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name
+Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or OPTIMIZER and a name
 Arrays = dict[Key, Any]
 GRADIENT, PARAMETER, OPTIMIZER = "gradient", "parameter", "kept"
 
 
 @dataclass(frozen=True, eq=False)
 class StreamedUpdate(Update):
-    """The update of a layout whose state lies partly on the host (HOST_OPTIMIZER).
+    """The update of a layout whose state is partly in host memory (HOST_OPTIMIZER).
 
-    Made where `layout.hosted` is true, unless the optimizer runs in the backward pass: then
-    `parallel/layerwise` fetches and updates layer by layer.
+    Used where `layout.host_memory` is true, unless the optimizer runs in the backward pass: then
+    `parallel/layerwise` unshards and updates layer by layer.
     """
 
-    is_layerwise: Callable[[], bool]  # whether the optimizer updates each layer as if it were alone
+    is_layerwise: Callable[[], bool]  # whether the optimizer updates each layer independently
 
     def __post_init__(self) -> None:
         assert self._units, "tried out here, since no number is known inside of a trace"
 
     def __call__(self, state: State, batch: Any) -> GradResult:
-        """Return what a pass over the batch finds.
+        """Return the result of a pass over the batch.
 
-        What is streamed is selected part by part: no branch holds the state twice, and on the host
-        nothing can be selected.
+        Streamed arrays, new or old, are selected unit by unit: no branch holds the state twice, and
+        nothing can be selected in host memory.
         """
         gradients = Gradients.compute(self.engine, state, batch)
         dtypes = self.layout.working_dtypes
@@ -83,19 +83,19 @@ class StreamedUpdate(Update):
 
     @cached_property
     def parts(self) -> OptimizerParts:
-        """What the optimizer's state holds of which parameter."""
+        """The optimizer state, divided by what it belongs to."""
         return OptimizerParts(self.layout)
 
     @cached_property
     def host_keys(self) -> frozenset[Key]:
-        """What lies on the host."""
+        """The keys of the arrays in host memory."""
         host_memory = self.layout.host_memory
         parameters = self.layout.param_specs if host_memory.parameters else ()
         names = {(OPTIMIZER, name) for name in host_memory.optimizer}
         return frozenset(names | {(PARAMETER, path) for path in parameters})
 
     def owner(self, key: Key) -> ParamSpecs | None:
-        """Return the parameter to which something belongs; None: to none."""
+        """Return the parameter to which an array belongs; None: to none."""
         kind, name = key
         if kind != OPTIMIZER:
             return self.layout.param_specs[name]
@@ -103,13 +103,13 @@ class StreamedUpdate(Update):
 
     @cached_property
     def _keys(self) -> list[Key]:
-        """Everything that is updated."""
+        """The keys of everything that is updated."""
         parameters = [(PARAMETER, path) for path in self.layout.param_specs]
         return parameters + [(OPTIMIZER, name) for name in self.parts.leaves]
 
     @cached_property
     def _units(self) -> list["_UpdateUnit"]:
-        """The parts of the update, one after the other."""
+        """The units of the update, one after the other."""
         stacks = self._stacks if self._updates_layers else {}
         stacked_keys = [key for group in stacks.values() for key in group]
         keys_by_path: dict[str, list[Key]] = {}
@@ -143,7 +143,7 @@ class StreamedUpdate(Update):
 
     @cached_property
     def _stacks(self) -> dict[int, list[Key]]:
-        """Number of rows -> all that is stacked so."""
+        """Number of stacked layers -> keys of the arrays that stack so many."""
         stacks: dict[int, list[Key]] = {}
         for key in self._keys:
             if (p := self.owner(key)) is not None and p.stacked:
@@ -152,7 +152,7 @@ class StreamedUpdate(Update):
 
     @cached_property
     def _updates_layers(self) -> bool:
-        """Whether each layer can be updated alone, and there is one to fetch."""
+        """Whether each layer can be updated alone, and layers are in host memory."""
         if not any(key in self.host_keys for keys in self._stacks.values() for key in keys):
             return False
         return self.is_layerwise()
@@ -166,7 +166,7 @@ class StreamedUpdate(Update):
         return self._trace(None)
 
     def _trace(self, stack_size: int | None) -> "_Program":
-        """Return the optimizer's program, of so many rows of what is stacked (None: of all)."""
+        """Return the optimizer's program for stacks of so many layers (None: of all)."""
         shapes = self._shapes
         if stack_size is not None:
             resize = lambda x: jax.ShapeDtypeStruct((stack_size, *x.shape[1:]), x.dtype)
@@ -197,7 +197,7 @@ class StreamedUpdate(Update):
         )
 
     def _run_optimizer(self, old: Arrays) -> Arrays:
-        """Return what the optimizer makes of everything."""
+        """Run the optimizer on everything and return the new arrays."""
         select = lambda kind: {name: x for (key_kind, name), x in old.items() if key_kind == kind}
         params, leaves = select(PARAMETER), select(OPTIMIZER)
         gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | select(GRADIENT)
@@ -222,7 +222,7 @@ class _Program(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _UpdateUnit:
-    """What is updated together; with rows, row by row."""
+    """What is updated together; with `stack_size`, layer by layer."""
 
     program: _Program
     keys: Sequence[Key]
@@ -235,7 +235,7 @@ class _UpdateUnit:
 
     @cached_property
     def reads(self) -> frozenset[Key]:
-        """What the new arrays depend on."""
+        """The keys on which the new arrays depend."""
         reads = set(variables(self._body.outputs))
         for equation in self._body.equations:
             reads.update(variables(equation.invars))
@@ -243,7 +243,7 @@ class _UpdateUnit:
         return frozenset(key for key, variable in pairs if variable in reads)
 
     def compute(self, old: Arrays) -> Arrays:
-        """Return the new arrays of this part; what it does not read may be missing."""
+        """Return the new arrays of this unit; inputs that it does not read may be missing."""
         inputs = [old.get(key) if key in self.reads else None for key in self.program.inputs]
         return dict(zip(self.keys, self._body(*inputs), strict=True))
 
@@ -254,18 +254,18 @@ class _UnitUpdater:
 
     streamed: StreamedUpdate
     scale: Callable  # divides summed gradients by the weight of the loss, and clips them
-    keep: Callable  # (finite, new, old) -> what there is after the step
-    finite: jax.Array  # whether the step is
+    keep: Callable  # (finite, new, old) -> the arrays after the step
+    finite: jax.Array  # whether the step is finite
 
     def update(self, unit: _UpdateUnit, old: Arrays) -> Arrays:
-        """Return what a part becomes."""
+        """Return the updated arrays of a unit."""
         old = {key: x for key, x in old.items() if key in unit.reads or key in unit.keys}
         if unit.stack_size is None:
             return self._update_arrays(unit, old, unit.keys)
         return self._update_stacks(unit, old)
 
     def _update_stacks(self, unit: _UpdateUnit, old: Arrays) -> Arrays:
-        """Return stacks whose rows are updated in place, on each stage its own."""
+        """Return stacks, their layers updated in place, on each stage its own."""
         carried = {key: old[key] for key in unit.keys}
         fixed = {key: x for key, x in old.items() if key not in carried}
         spec_of = lambda key: (
@@ -280,7 +280,7 @@ class _UnitUpdater:
             return lax.fori_loop(0, num_layers, body, carried)
 
         mesh = self.streamed.layout.mesh
-        # The program was traced elsewhere, without marks of what differs between stages.
+        # The program was traced elsewhere, without types of what varies over stages.
         shard_specs = {"in_specs": (*specs, P()), "out_specs": specs[0]}
         sharded_update = jax.shard_map(
             device, mesh=mesh, axis_names={PIPE_AXIS}, check_vma=False, **shard_specs
@@ -292,7 +292,7 @@ class _UnitUpdater:
         return (PIPE_AXIS,) if p is not None and PIPE_AXIS in p.sharded_compute else ()
 
     def _update_layer(self, unit: _UpdateUnit, stacks: Arrays, fixed: Arrays, i: Index) -> Arrays:
-        """Return the stacks with one row updated."""
+        """Return the stacks with layer `i` updated."""
         slice_layer = lambda x: lax.dynamic_slice_in_dim(x, i, 1)
         layer_inputs = {
             key: slice_layer(x) if key[0] == GRADIENT else x for key, x in fixed.items()
@@ -304,7 +304,7 @@ class _UnitUpdater:
         return {key: put(x, new[key]) for key, x in stacks.items()}
 
     def _update_arrays(self, unit: _UpdateUnit, old: Arrays, keys: Sequence[Key]) -> Arrays:
-        """Return new arrays, each in the memory where the old one is."""
+        """Return new arrays, each in the memory of the old one."""
         arrays = {key: self._constrain(key, to_device(x), "moment") for key, x in old.items()}
         gradients = {key[1]: x for key, x in arrays.items() if key[0] == GRADIENT}
         arrays |= _add_kind(GRADIENT, self.scale(gradients))
@@ -318,7 +318,7 @@ class _UnitUpdater:
         return new
 
     def _constrain(self, key: Key, x: jax.Array, column: str) -> jax.Array:
-        """Return an array, or a row of it, split over devices as a column says."""
+        """Return an array, or a layer of it, with the sharding of a column."""
         p = self.streamed.owner(key)
         if p is None or not x.ndim:
             return x
@@ -334,9 +334,9 @@ def _add_kind(kind: str, flat: Flat) -> Arrays:
 
 
 def _wait_for_copies(old: Arrays, unit: _UpdateUnit, done: Arrays) -> Arrays:
-    """Return the arrays, those of this part on the host tied to the copies back of parts before.
+    """Return the arrays; those of this unit on the host wait for the copies back of earlier units.
 
-    Otherwise all parts could be on the device at the same time.
+    Otherwise all units could be on the device at the same time.
     """
     host_arrays = {key: old[key] for key in unit.keys if is_on_host(old[key])}
     copies = {key: x for key, x in done.items() if is_on_host(x)}

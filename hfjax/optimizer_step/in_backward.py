@@ -26,15 +26,15 @@ class InBackwardUpdate(Update):
     """One call of the step: layers are updated from last to first, then embedding and head.
 
     The result is that of the ordinary step. Only a step that is not finite differs: layers above
-    the first gradient that is not finite have taken the step already, that layer and all below it
-    (embedding and head too, and counts of the optimizer) stay as they are. A loss that is not
-    finite is seen before any layer is updated.
+    the first gradient that is not finite have already taken the step; that layer and all below it
+    (embedding and head too, and counts of the optimizer) stay unchanged. A loss that is not
+    finite is detected before any layer is updated.
     """
 
-    layer_engine: LayerUpdateEngine  # of `plane`
+    layer_engine: LayerUpdateEngine  # of `engine`
 
     def __call__(self, state: State, batch: Any) -> GradResult:
-        """Return what a call of the step finds, its layers being updated already."""
+        """Return the result of a call of the step, whose layers are already updated."""
         params = flatten(state.params)
         leaves = (
             self.parts.select(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER))
@@ -64,23 +64,23 @@ class InBackwardUpdate(Update):
 
     @cached_property
     def parts(self) -> OptimizerParts:
-        """Which part of the optimizer's state belongs to what."""
+        """The optimizer state, divided by what it belongs to."""
         return OptimizerParts(self.layout)
 
     @cached_property
     def _path_of(self) -> Mapping[str, str]:
-        """Name of what the optimizer keeps of a parameter -> its path."""
+        """Name of an array in the optimizer state of a parameter -> its path."""
         leaves = self.parts.leaves.items()
         owners = {name: self.layout.parameter_of(*leaf) for name, leaf in leaves}
         return {name: p.path for name, p in owners.items() if p is not None}
 
     def _apply(self, gradients: Flat, optimizer_state: Flat, counts: Flat, parameters: Flat) -> Any:
-        """Update a layer, inside the data plane."""
+        """Update a layer, inside the engine."""
         parameters, new = self._update_params(gradients, optimizer_state | counts, parameters)
         return parameters, {name: new[name] for name in optimizer_state}
 
     def _update_params(self, gradients: Flat, leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
-        """Return parameters and what the optimizer keeps; of master weights they are copies."""
+        """Return parameters and optimizer state; parameters are cast from their master weights."""
         working_dtype = self.layout.working_dtype
         grads = {path: g.astype(working_dtype(path)) for path, g in gradients.items()}
         parameters, leaves = self.parts.apply(grads, leaves, parameters)
@@ -92,7 +92,7 @@ class InBackwardUpdate(Update):
 
     @cached_property
     def _master_names(self) -> set[str]:
-        """The names of master weights among what the optimizer keeps: of `Mastered`, no other's."""
+        """The names of master weights in the optimizer state: those of `Mastered`, no others."""
         optimizer_state, is_mastered = (
             self.layout.abstract_state().optimizer,
             lambda x: isinstance(x, Mastered),
@@ -103,7 +103,7 @@ class InBackwardUpdate(Update):
         return {name for name, (keys, _) in self.parts.leaves.items() if is_master(keys)}
 
     def _update_ends(self, gradients: Flat, params: Flat, optimizer: Any, finite: Any) -> tuple:
-        """Return the ends and what the optimizer keeps of them, and counts, after their update."""
+        """Return embedding and head, their optimizer state and counts, after their update."""
         leaves = self.parts.select(optimizer, ENDS, COUNT, NUMBER)
         end_params, param_specs = (
             {path: params[path] for path in gradients},

@@ -1,4 +1,4 @@
-"""The loss scale of float16: DeepSpeed's rules of how it changes."""
+"""The loss scale of float16, updated by DeepSpeed's rules."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,14 +14,14 @@ from hfjax.utils.mean import EXHAUSTED, OVERFLOW, SCALE, SKIPPED
 
 
 def initial_scale(settings: LossScale) -> Scale:
-    """Return the scale of a run that begins."""
+    """Return the scale of a new run."""
     to_int32 = lambda n: np.int32(n)
     value = np.float32(settings.initial)
     return Scale(value, to_int32(0), to_int32(-1), to_int32(settings.hysteresis), to_int32(0))
 
 
 def clip_scale(settings: LossScale, scale: Scale) -> Scale:
-    """Return the scale of a state as these settings have it: one that is fixed, or its limits."""
+    """Return the scale of a state clipped to the limits of these settings, or their fixed one."""
     minimum, maximum = settings.minimum, settings.maximum
     if settings.window is None:
         minimum = maximum = settings.initial
@@ -29,14 +29,14 @@ def clip_scale(settings: LossScale, scale: Scale) -> Scale:
 
 
 class ScaleUpdate(NamedTuple):
-    """What a step was, as far as its scale is concerned."""
+    """The result of a step for its loss scale."""
 
     scale: Scale
-    exhausted: jax.Array  # it overflowed at the least scale
+    exhausted: jax.Array  # it overflowed at the minimum scale
 
 
 def update_scale(settings: LossScale, scale: Scale, overflow: jax.Array) -> ScaleUpdate:
-    """Return the scale after a step, by whether its gradient overflowed."""
+    """Return the scale after a step, given whether its gradient overflowed."""
     is_used_up = (scale.hysteresis == 1) | (settings.hysteresis == 1)
     exhausted = overflow & is_used_up & (scale.value <= settings.minimum)
     maximum = jnp.float32(settings.maximum)
@@ -72,7 +72,7 @@ def after_step(
 ) -> tuple[Scale, dict[str, jax.Array]]:
     """Return the scale after a step, and its metrics.
 
-    A loss that is not finite says nothing of the scale, which stays as it is.
+    A loss that is not finite says nothing about the scale, which stays unchanged.
     """
     overflow = jnp.isfinite(loss) & ~finite
     after, exhausted = update_scale(settings, scale, overflow)

@@ -1,4 +1,4 @@
-"""Parameters that were put into a state by hand: master weights and averages follow them."""
+"""Syncs master weights and averages with parameters that were put into a state by hand."""
 
 import weakref
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from hfjax.parallel.offload.host_memory import is_host_sharding, is_on_host, to_
 from hfjax.sharding.layout import State
 from hfjax.utils.paths import Tree, flatten, nest
 
-COPIES = {Mastered: "master", Averaged: "average"}  # what keeps a copy of the parameters, and where
+COPIES = {Mastered: "master", Averaged: "average"}  # which states copy the parameters, and where
 
 
 class MasterSync:
-    """Lets the copies that an optimizer keeps follow parameters that no step has made.
+    """Syncs an optimizer's copies of the parameters with parameters that no step has made.
 
-    A step makes a parameter of its master weight, and would undo what was put in its place; an
-    average would go on from what was there before.
+    A step computes a parameter from its master weight, and would undo what was put in its place; an
+    average would continue from the old parameters.
     """
 
     def __init__(self, optimizer_state: Any) -> None:
@@ -28,7 +28,7 @@ class MasterSync:
         self._own_params: list[weakref.ref] = []
 
     def sync_traced(self, state: State) -> State:
-        """Return the state with copies that fit its parameters, in a program that is traced."""
+        """Return the state with copies synced to its parameters, within a program being traced."""
         if self.is_idle:
             return state
         params, is_first = flatten(state.params), state.step == 0
@@ -36,13 +36,13 @@ class MasterSync:
         return replace(state, optimizer=_map_nodes(sync_node, state.optimizer, _is_copy))
 
     def remember_params(self, state: State) -> State:
-        """Take note of parameters that a step has made, and return their state."""
+        """Remember parameters that a step has made, and return their state."""
         if not self.is_idle:
             self._own_params = [weakref.ref(x) for x in jax.tree.leaves(state.params)]
         return state
 
     def __call__(self, state: State) -> State:
-        """Return the state; if others have made its parameters, with copies that fit them."""
+        """Return the state; if no step has made its parameters, with copies synced to them."""
         if self.is_idle:
             return state
         leaves = jax.tree.leaves(state.params)
@@ -56,7 +56,7 @@ class MasterSync:
 
 
 def _map_nodes(function: Any, tree: Tree, is_node: Any) -> Any:
-    """Return a tree whose nodes are replaced, those inside of them before."""
+    """Return a tree with its nodes replaced, inner nodes first."""
     if is_node(tree):
         tree = tree._replace(optimizer=_map_nodes(function, tree.optimizer, is_node))
         return function(tree)
@@ -74,7 +74,7 @@ def _has_copies(optimizer_state: Any) -> bool:
 
 
 def _sync_node(node: Any, params: dict[str, Any], is_first: Any, sync: Callable) -> Any:
-    """Return what an optimizer keeps; an average begins with parameters, and is then its own."""
+    """Return optimizer state with its copy synced; an average only before the first step."""
     name = COPIES[type(node)]
     is_active = is_first if isinstance(node, Averaged) else True
     if is_active is False:
@@ -88,7 +88,7 @@ def _sync_node(node: Any, params: dict[str, Any], is_first: Any, sync: Callable)
 
 
 def _sync_copy(copy: jax.Array, parameter: jax.Array, _: bool) -> jax.Array:
-    """Return the copy; where it is not the parameter to rounding, the parameter."""
+    """Return the copy, or the parameter where they differ by more than rounding."""
     sharding = copy.sharding
     device_sharding = (
         sharding.with_memory_kind("device") if is_host_sharding(sharding) else sharding

@@ -1,7 +1,7 @@
-"""An optimizer run on one part after another: layers by themselves, then all that is outside them.
+"""Runs an optimizer on one part after another: layers by themselves, then all that is outside them.
 
-Each part sees the whole tree of parameters, so that masks and labels by path fit, but arrays of
-other parts are empty. State of the optimizer is matched to a parameter by path and shape; a number
+Each part sees the full tree of parameters, so that masks and labels by path fit, but arrays of
+other parts are empty. Optimizer state is matched to a parameter by path and shape; a number
 that belongs to no parameter (a count of updates) goes to every part.
 """
 
@@ -23,19 +23,19 @@ COUNT, NUMBER = "count beside moments", "number"
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """Which part of the optimizer's state belongs to what."""
+    """The optimizer state, divided by what it belongs to."""
 
     layout: Layout
 
     @cached_property
     def leaves(self) -> dict[str, tuple[tuple, Any]]:
-        """Name -> path and shape of everything that the optimizer keeps."""
+        """Name -> path and shape of every array of the optimizer state."""
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.layout.abstract_state().optimizer)
         return {jax.tree_util.keystr(keys): (keys, leaf) for keys, leaf in pairs}
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """Name -> whose it is: of layers, of ends, a count beside moments, or another number."""
+        """Name -> what it belongs to: layers, ends, a count beside moments, or another number."""
         roles, moment_prefixes = {}, set()
         for name, (keys, leaf) in self.leaves.items():
             if (p := self.layout.parameter_of(keys, leaf)) is not None:
@@ -47,12 +47,12 @@ class OptimizerParts:
         return roles
 
     def select(self, state: Any, *roles: str) -> Flat:
-        """Return what an optimizer's state holds of these roles, by name."""
+        """Return the optimizer state of these roles, by name."""
         leaves = zip(self.leaves, jax.tree.leaves(state), strict=True)
         return {name: leaf for name, leaf in leaves if self.roles[name] in roles}
 
     def join(self, state: Any, *new: Flat) -> Any:
-        """Return the state with these leaves changed."""
+        """Return the state with these leaves replaced."""
         changed: Flat = {name: leaf for flat in new for name, leaf in flat.items()}
         old = zip(self.leaves, jax.tree.leaves(state), strict=True)
         treedef = jax.tree.structure(state)
@@ -64,7 +64,7 @@ class OptimizerParts:
         return cast(Flat, optax.apply_updates(parameters, updates)), leaves
 
     def update(self, gradients: Flat, leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
-        """Return what the optimizer adds to these parameters alone, and its state afterwards."""
+        """Return the updates of these parameters alone, and the state afterwards."""
         empty = {path: _empty_array(p) for path, p in self.layout.param_specs.items()}
         state = self.join(
             jax.tree.map(_empty_array, self.layout.abstract_state().optimizer), leaves

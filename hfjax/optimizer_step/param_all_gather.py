@@ -1,8 +1,8 @@
-"""New parameters where they are stored: what devices have updated in parts is gathered by layer.
+"""New parameters as they are stored: shards that devices have updated are all-gathered by layer.
 
-XLA gathers along the first dimension. What is split along another it gathers and then transposes,
-and it does that with all parameters at the end of the step, when a second copy of them all is
-there. The first dimension of a stack is that of its layers, which nothing but stages splits.
+XLA all-gathers along the first dimension. What is sharded along another it gathers and then
+transposes, and it does that with all parameters at the end of the step, when there is a second
+copy of them all. The first dimension of a stack is that of its layers, which only stages shard.
 """
 
 from functools import partial
@@ -15,9 +15,9 @@ from hfjax.utils.paths import Flat, Index
 
 
 def all_gather_params(context: StepContext, new: Flat, old: Flat) -> Flat:
-    """Return new parameters; each layer of a stack takes the place of the old one.
+    """Return new parameters; each layer of a stack replaces the old one.
 
-    Those outside of stacks stay as they are, for XLA's partitioner to gather.
+    Those outside of stacks stay unchanged, for XLA's partitioner to gather.
     """
     param_specs = {
         path: p

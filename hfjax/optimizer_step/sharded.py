@@ -1,4 +1,4 @@
-"""The update of all shards at once, each where its moments lie, by any optax transformation."""
+"""The update of all shards at once, placed as the optimizer state, by any optax transformation."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,10 +23,10 @@ from hfjax.utils.paths import Flat, flatten, nest
 
 @dataclass(frozen=True, eq=False)
 class ShardedUpdate(Update):
-    """The update of a layout whose state lies on the device."""
+    """The update of a layout whose state is in device memory."""
 
     def __call__(self, state: State, batch: Any) -> GradResult:
-        """Return what a pass over the batch finds."""
+        """Return the result of a pass over the batch."""
         gradients = Gradients.compute(self.engine, state, batch)
 
         def apply_update(trainable: TrainableState) -> TrainableState:
@@ -45,7 +45,7 @@ class ShardedUpdate(Update):
         return gradients.to_result(update)
 
     def _update_params(self, gradients: Flat, trainable: TrainableState) -> tuple[Flat, Any]:
-        """Return parameters and the optimizer's state, on each device its part."""
+        """Return parameters and optimizer state, each device's shard."""
         params, param_specs = trainable.parameters, self.layout.param_specs
         gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
         inputs = nest(constrain(gradients, param_specs)), trainable.optimizer, nest(params)

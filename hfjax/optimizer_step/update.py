@@ -2,10 +2,10 @@
 
 | way | when |
 |---|---|
-| `whole.WholeUpdate` | any optimizer, all shards at once |
-| `streamed.StreamedUpdate` | the host keeps a part of the state (HOST_OPTIMIZER, HOST_PARAMETERS) |
+| `sharded.ShardedUpdate` | any optimizer, all shards at once |
+| `cpu_offload.StreamedUpdate` | the state is partly on the host (HOST_OPTIMIZER, HOST_PARAMETERS) |
 | `in_backward.InBackwardUpdate` | optimizer_in_backward: each layer in the backward pass |
-| `asynchronous.AsynchronousUpdate` | pipedream, 2bw: each stage by itself |
+| `async_pipeline.AsynchronousUpdate` | pipedream, 2bw: each stage by itself |
 
 `hfjax/step/build.py` chooses one when a step is built.
 """
@@ -30,7 +30,7 @@ from hfjax.utils.paths import Flat, flatten
 
 
 class TrainableState(NamedTuple):
-    """What a step changes."""
+    """The part of a state that a step changes."""
 
     parameters: Flat
     optimizer: Any
@@ -38,32 +38,32 @@ class TrainableState(NamedTuple):
 
 
 class GradResult(NamedTuple):
-    """What a pass over a batch has found: nothing is updated yet."""
+    """The result of a pass over a batch: nothing is updated yet."""
 
     mean: Mean
     norm: jax.Array  # of the gradient of the mean
     variables: Flat  # what the model wrote to
-    # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
-    # by one; empty where nobody knows them all.
+    # Path -> sum of the squares of a gradient, per layer of a stack where layers are updated one
+    # by one; empty where they are not all known.
     squares: Flat
-    # (what was before, whether all is finite) -> after.
+    # (arrays before the step, whether all is finite) -> arrays after it.
     update: Callable[[TrainableState, jax.Array], TrainableState]
 
 
 @dataclass(frozen=True, eq=False)
 class Update(ABC):
-    """One call of a step: from a state and a batch to what becomes of the state."""
+    """One call of a step: from a state and a batch to the updated state."""
 
     layout: Layout
     engine: GradientEngine  # what runs the model forward and backward
 
     @abstractmethod
     def __call__(self, state: State, batch: Any) -> GradResult:
-        """Return what a pass over the batch finds."""
+        """Return the result of a pass over the batch."""
 
 
 class Gradients(NamedTuple):
-    """Gradients that all devices have before any of them is used, as they were summed."""
+    """Summed gradients, all computed before any of them is used."""
 
     sums: Flat
     mean: Mean
@@ -91,7 +91,7 @@ class Gradients(NamedTuple):
         return cls(gradients, mean, new_variables, squares, norm, engine.context.execution.clip)
 
     def scale(self) -> jax.Array:
-        """Return the factor that makes of gradients of the total those of the mean, clipped."""
+        """Return the factor that turns gradients of the total into those of the mean, clipped."""
         scale = 1 / self.mean.weight.astype(self.norm.dtype)
         if self.clip is not None and self.clip <= float(jnp.finfo(self.norm.dtype).max):
             scale *= self.clip / jnp.maximum(self.norm, self.clip)
@@ -100,12 +100,12 @@ class Gradients(NamedTuple):
     def to_result(
         self, update: Callable[[TrainableState, jax.Array], TrainableState]
     ) -> GradResult:
-        """Return these with what updates a state by them."""
+        """Return the result with the function that updates a state by these gradients."""
         return GradResult(self.mean, self.norm, self.variables, self.squares, update)
 
 
 def constrain(arrays: Flat, param_specs: Mapping[str, ParamSpecs], column: str = "moment") -> Flat:
-    """Return arrays of parameters, each placed as a column says: where its moments lie."""
+    """Return arrays of parameters with the shardings of a column: that of the optimizer state."""
     sharding_of = lambda path: NamedSharding(
         param_specs[path].mesh, getattr(param_specs[path], column)
     )
@@ -119,10 +119,10 @@ def update_if_finite(
     update: Any,
     trainable: TrainableState,
 ) -> TrainableState:
-    """Return `update(held)`, or `trainable` as it is if the step is not finite.
+    """Return `update(trainable)`, or `trainable` unchanged if the step is not finite.
 
-    A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for the
-    host, a selection nothing.
+    On a CPU a branch costs nothing, a selection one more copy; on a GPU a branch waits for the
+    host, a selection costs nothing.
     """
     on_cpu = platform_of(next(iter(param_specs.values())).mesh) == "cpu"
     if on_cpu and execution.nonfinite != "apply":

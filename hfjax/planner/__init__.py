@@ -1,8 +1,8 @@
-"""Plans: which layout of all, how fast, with how much memory. Nothing in a step knows of it.
+"""Plans: the layout of a step, its time and its memory. The code of a step does not depend on it.
 
 `make_plan` scores what `search` yields and says why others lose (`explain`); `candidate` is one way
-to run a step. `score` asks `step_time` for its seconds and `peak_memory` for its bytes, with what
-`comm_model` counts of collectives and `memory_model` of arrays. The best are compiled, and get
-`corrections` by that. `programs` has what is traced, read and compiled, `calibration` what is
-timed.
+to run a step. `score` gets seconds from `step_time` and bytes from `peak_memory`, which use
+`comm_model` for collectives and `memory_model` for arrays. The best candidates are compiled, and
+their programs give `corrections`. `programs` traces, reads and compiles; `calibration` measures
+devices.
 """

@@ -1,4 +1,4 @@
-"""One way to run a step: sides of the mesh, strategy, schedule, recomputation, offload."""
+"""One way to run a step: mesh axis sizes, strategy, schedule, rematerialization, offload."""
 
 import math
 from collections.abc import Mapping
@@ -19,22 +19,22 @@ from hfjax.trainer.config import Mesh, PipelineOptions, Train
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration of a plan; `batch_size` is the batch of a step.
+    """A configuration of a plan; `batch_size` is the global batch size of a step.
 
     Attributes:
-        axis_sizes: How many devices each axis has, those of one left out.
-        zero: What of parameters, gradients and moments is split: ddp, zero1, zero2, fsdp.
-        batch_size: Rows of a step, on all devices together.
-        sequence: Whether tensor splits the sequence between layers too.
-        schedule: That of the pipeline; None where there is none.
-        chunks: Of each stage, where the schedule leaves a choice.
-        microbatches: Of the pipeline.
-        remat: What layers compute again.
-        offload: What of what layers keep waits on the host.
+        axis_sizes: Number of devices along each axis; an axis may be left out.
+        zero: Which of parameters, gradients, optimizer state are sharded: ddp, zero1, zero2, fsdp.
+        batch_size: Examples in a step, over all devices.
+        sequence: Whether tensor also shards the sequence between layers.
+        schedule: Pipeline schedule; None without a pipeline.
+        chunks: Model chunks of each stage, where the schedule leaves a choice.
+        microbatches: Microbatches of the pipeline.
+        remat: What layers recompute.
+        offload: Which of the layers' residuals wait in host memory.
         accumulate: Microbatches of a step without a pipeline.
-        split_rows: Parts of rows whose transfers hide under each other's products.
+        split_rows: Parts of a batch whose transfers hide under each other's matmuls.
         reduction: flat, or hierarchical.
-        host: What of the state the host keeps: "", host_optimizer.
+        host: Which part of the state is in host memory: "", host_optimizer.
     """
 
     axis_sizes: tuple[tuple[str, int], ...]
@@ -53,7 +53,7 @@ class Candidate:
 
     @classmethod
     def of(cls, config: Train, count: int) -> "Candidate":
-        """Return the candidate that the settings of a run describe, on so many devices."""
+        """Return the candidate that the settings of a run describe, on `count` devices."""
         config_sizes = mesh_sizes(config, count)
         remaining = count // -math.prod(config_sizes.values()) if -1 in config_sizes.values() else 1
         sizes = MeshShape.of(
@@ -79,41 +79,41 @@ class Candidate:
         )
 
     def axis_size(self, axis: str) -> int:
-        """Return how many devices an axis has."""
+        """Return the number of devices along an axis."""
         return self.mesh[axis]
 
     @cached_property
     def mesh(self) -> MeshShape:
-        """The sides of all axes."""
+        """The sizes of all axes."""
         return mesh_shape(self.axis_sizes)
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.mesh.size
 
     @property
     def replicas(self) -> int:
-        """Over how many devices the rows of a batch are split; those that share rows are one."""
+        """The number of devices that shard the batch; devices that share examples count as one."""
         return self.axis_size("data") * self.axis_size("fsdp") * self.axis_size("expert")
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches a device's rows go."""
+        """The number of microbatches of a device's batch."""
         return self.accumulate * (self.microbatches or 1)
 
     @cached_property
     def microbatch_size(self) -> float:
-        """Rows of a microbatch on a device; a row that devices share counts in part."""
+        """Examples of a microbatch on a device; a shared example counts in part."""
         devices_per_example = self.axis_size("context") * self.axis_size("row")
         return self.batch_size / (self.replicas * self.num_microbatches * devices_per_example)
 
     @property
     def offload_ratio(self) -> float:
-        """The part of what layers keep that waits on the host.
+        """The fraction of the layers' residuals that waits in host memory.
 
         Raises:
-            ValueError: `offload` says it by names or products.
+            ValueError: `offload` gives names or matmuls in place of a fraction.
         """
         if self.offload is None:
             return 0.0
@@ -144,7 +144,7 @@ class Candidate:
 
     @property
     def execution(self) -> dict[str, Any]:
-        """How the step runs: keywords of `hfjax.train_step`."""
+        """How the step runs: keyword arguments of `hfjax.train_step`."""
         return {
             "accumulate": self.accumulate,
             "schedule": self.pipeline,
@@ -156,7 +156,7 @@ class Candidate:
         }
 
     def settings(self, base: Train) -> Train:
-        """Return the settings of a run: those of `base`, laid out like this."""
+        """Return the settings of a run: those of `base`, with this layout."""
         axis_sizes = {axis: size for axis, size in self.axis_sizes if size > 1}
         pipeline = base.pipeline
         if self.schedule is not None:
@@ -177,7 +177,7 @@ class Candidate:
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """What a table shows, by column."""
+        """The cells of a table, by column."""
         mesh = " ".join(f"{a}={n}" for a, n in self.axis_sizes if n > 1) or "one device"
         schedule_words = [self.schedule or ""]
         if self.chunks and self.schedule and not SCHEDULES[self.schedule].fixed_chunks:
@@ -205,7 +205,7 @@ class Candidate:
 
 @cache
 def mesh_shape(axis_sizes: tuple[tuple[str, int], ...]) -> MeshShape:
-    """Return the sizes of all axes, of those that are larger than 1."""
+    """Return the sizes of all axes, from those larger than 1."""
     return MeshShape.of(**dict(axis_sizes))
 
 
@@ -230,7 +230,7 @@ def _strategy(names: tuple[str, ...]) -> Strategy:
 
 @cache
 def schedule_of(name: str, microbatches: int, chunks: int | None) -> Schedule:
-    """Return a schedule; chunks count where it leaves a choice."""
+    """Return a schedule; `chunks` counts only where the schedule leaves a choice."""
     fixed = SCHEDULES[name].fixed_chunks
     more: dict[str, Any] = {} if fixed or chunks is None else {"chunks": chunks}
     return Schedule(name, microbatches, **more)
@@ -238,5 +238,5 @@ def schedule_of(name: str, microbatches: int, chunks: int | None) -> Schedule:
 
 @cache
 def table_of(name: str, microbatches: int, chunks: int | None, stages: int) -> Table:
-    """Return the table of a schedule; built once, since a search asks for it first to know it."""
+    """Return the table of a schedule, cached: a search first builds it to see whether it exists."""
     return schedule_of(name, microbatches, chunks).table(stages)

@@ -1,7 +1,7 @@
-"""What a candidate's devices send in a step, by formula: kind, axes, bytes, and what may hide it.
+"""The collectives of a candidate's step, by formula: kind, axes, bytes, and what may hide them.
 
-The formulas are those that tests/test_collective_laws.py holds steps to; those of context, experts
-and grids are asked of the files in which a step's own choice is made, so that both count the same.
+tests/test_collective_laws.py checks steps against these formulas. Those of context, experts and
+grids come from the files in which a step makes its own choice, so that both count the same.
 """
 
 import math
@@ -34,7 +34,7 @@ class CommVolume:
     axes: tuple[str, ...]
     payload: float
     calls: float
-    layers: bool = True  # whether layers' products may run beside it
+    layers: bool = True  # whether matmuls of layers may hide it
     backward: bool = False
 
     def sent_bytes(self, mesh: MeshShape) -> float:
@@ -49,20 +49,20 @@ class CommVolume:
 class CommInputs:
     """What the formulas need of a model under a candidate."""
 
-    flows: Flows  # of one device's layers: those of a stage
+    flows: Flows  # of one device's layers: those of its stage
     layers: int  # of a stage
-    compute_itemsize: int  # bytes of a number in which layers compute
-    reduce_itemsize: int  # bytes of a number in which gradients are summed
-    param_itemsize: int  # bytes of a stored parameter
-    residual: float  # bytes of what goes from layer to layer: of a microbatch, tensor not divided
-    num_reductions: float  # of a layer over tensor, forward: what comes out of what tensor splits
+    compute_itemsize: int  # bytes of an element in which layers compute
+    reduce_itemsize: int  # bytes of an element in which gradients are reduced
+    param_itemsize: int  # bytes of a stored element of a parameter
+    residual: float  # bytes between two layers: of a microbatch, not divided by tensor
+    num_reductions: float  # of a layer over tensor, forward: outputs of sharded matmuls
     reduction_bytes: float  # bytes of all of them
     calls: tuple[comm_kinds.AttentionCall, ...] = ()  # of all layers, as `times` says
-    mixtures: tuple[tuple[MixtureCall, int], ...] = ()  # of all layers, and of how many each is
-    stage_fraction: float = 1.0  # of all layers, those of a stage
-    with_recompute: bool = False  # layers compute what they send again
-    chunks: int = 1  # of a stage, of which each tick runs one
-    forward: int = 0  # ticks of a pipeline in which stages run forward; 0: there is none
+    mixtures: tuple[tuple[MixtureCall, int], ...] = ()  # and the number of layers that have each
+    stage_fraction: float = 1.0  # the part of all layers that a stage has
+    with_recompute: bool = False  # layers send again what they recompute
+    chunks: int = 1  # of a stage; each tick runs one
+    forward: int = 0  # ticks in which pipeline stages run forward; 0: no pipeline
     backward: int = 0
     permutes: int = 0  # of the pipeline's messages
     linear: tuple[tuple[int, int], ...] = ()
@@ -70,7 +70,7 @@ class CommInputs:
 
 
 def comm_volumes(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
-    """Yield what a step sends."""
+    """Yield the collectives of a step."""
     yield from _param_gathers(c, t)
     yield from _gradient_reductions(c, t)
     yield from _tensor_comms(c, t)
@@ -82,7 +82,7 @@ def comm_volumes(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
 
 
 def _num_passes(c: Candidate, t: CommInputs, backward: bool = False) -> float:
-    """Return how often all layers of a device run, in slots of a pipeline that idle too."""
+    """Return how often all layers of a device run, idle slots of a pipeline included."""
     ticks = t.backward if backward else t.forward
     return ticks / t.chunks if ticks else c.accumulate
 
@@ -130,12 +130,12 @@ def _gradient_reductions(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
             yield from _two_level_reductions(
                 c, (*stages, *axes), True, size * elements, layers, flags
             )
-        if stages:  # every stage has a part of the gradients of what is around the layers
+        if stages:  # every stage has a partial gradient of embedding and head
             yield from _stage_reductions(flows, mesh, size)
 
 
 def _stage_reductions(flows: Flows, mesh: MeshShape, size: int) -> Iterator[CommVolume]:
-    """Yield the sums over stages of gradients of which each device has a shard, or all."""
+    """Yield the reductions over stages of gradients, sharded or replicated on each device."""
     for kind in ("fsdp", "scattered", "sharded moments", "alone"):
         for axes, elements in flows.axis_elements(kind, False):
             payload = size * elements / math.prod(mesh[a] for a in axes)
@@ -150,7 +150,7 @@ def _two_level_reductions(
     calls: float,
     flags: dict[str, bool],
 ) -> Iterator[CommVolume]:
-    """Yield the sums of gradients that every device has whole, or a part of; in two levels."""
+    """Yield the reductions of gradients, to replicated or sharded ones; possibly in two levels."""
     kind = "all-reduce" if replicated else "reduce-scatter"
     node, across = _levels(c, axes)
     if not across:
@@ -164,7 +164,7 @@ def _two_level_reductions(
 
 
 def _levels(c: Candidate, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes of the first level of a sum, and those of the second, if there is one."""
+    """Return the axes of a reduction's first level, and those of the second, if there is one."""
     if c.reduction == "flat":
         return axes, ()
     node = in_use(c.mesh, BATCH_AXES)[-1:]
@@ -221,7 +221,7 @@ def _context_comms(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
 def attention_option(
     devices: int, calls: tuple[comm_kinds.AttentionCall, ...]
 ) -> comm_kinds.CommOption:
-    """Return the form that a step takes."""
+    """Return the form of context parallel attention that a step chooses."""
     return comm_kinds.choose_comm_kind(Context(), devices, calls).option
 
 

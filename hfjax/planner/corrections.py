@@ -1,7 +1,7 @@
-"""The best candidates again, by what their compiled programs tell: peak, and exposed transfers.
+"""Corrects the best candidates by their compiled programs: peak memory and exposed transfers.
 
-A program says which transfers it has, and what runs beside each. How long each takes is the
-machine's (step_time.py), as for the formula; products, memory and bubble stay the formula's.
+A program shows its transfers and what runs beside each. How long each takes comes from the machine
+(step_time.py), as in the formula; matmuls, memory traffic and bubble stay those of the formula.
 """
 
 from collections.abc import Iterable
@@ -29,9 +29,9 @@ def correct_score(s: ScoredCandidate, program: ProgramStats, machine: Machine) -
     """Return a candidate with the peak and the exposed transfers of its compiled program.
 
     Args:
-        s: The candidate, by formula.
-        program: What its program tells.
-        machine: Whose links carry what is sent.
+        s: The candidate, scored by formula.
+        program: The statistics of its compiled program.
+        machine: The machine whose links carry the transfers.
     """
     mesh = s.candidate.mesh
     exposed: dict[str, float] = {}
@@ -56,13 +56,13 @@ def correct_score(s: ScoredCandidate, program: ProgramStats, machine: Machine) -
 
 
 def _correct_peak(formula: Peak, program: ProgramStats) -> Peak:
-    """Return a peak whose sum is the program's; what the formula does not explain is spare."""
+    """Return a peak with the program's total; what the formula does not explain is spare."""
     known = formula.total - formula.spare
     return replace(formula, spare=program.peak - known)
 
 
 def purpose_of(t: CompiledTransfer, axes: Iterable[str], mesh: MeshShape) -> str:
-    """Return what a collective of a program is for, as formulas call it."""
+    """Return the purpose of a program's collective, by the formulas' name for it."""
     axis_set = set(axes)
     if "row" in axis_set or (mesh["row"] > 1 and "tensor" in axis_set):
         return GRID

@@ -1,4 +1,4 @@
-"""Why a candidate loses, in a phrase: the largest part by which it does."""
+"""Explains in a phrase why a candidate loses: the largest part of its loss."""
 
 from hfjax.hardware.machine import Machine
 from hfjax.planner.comm_model import (
@@ -16,8 +16,8 @@ from hfjax.planner.search import REMATS
 from hfjax.planner.step_time import node_membership
 from hfjax.utils.tables import human
 
-MIN_DIFFERENCE = 0.0005  # of the time of the first: a smaller difference is none
-# part of a peak -> what people call it
+MIN_DIFFERENCE = 0.0005  # of the best time: a smaller difference counts as none
+# part of a peak -> its name for users
 MEMORY_NAMES = {
     "state": "parameters and moments",
     "gradients": "gradients",
@@ -39,13 +39,13 @@ AXES_OF = {
 
 
 def reason_of(s: ScoredCandidate, best: ScoredCandidate, fits: bool, machine: Machine) -> str:
-    """Return why a candidate is not the first: what does not fit, or the largest part it loses by.
+    """Return why a candidate is not the best: what does not fit, or the largest part of its loss.
 
     Args:
         s: The candidate.
-        best: The first.
-        fits: Whether memory has room for it.
-        machine: Whose nodes they are on.
+        best: The best candidate.
+        fits: Whether it fits in memory.
+        machine: The machine, for its node size.
     """
     if not fits:
         return f"{human(s.peak.total)}: {largest_memory_part(s)}"
@@ -68,12 +68,12 @@ def reason_of(s: ScoredCandidate, best: ScoredCandidate, fits: bool, machine: Ma
 
 
 def _percent(fraction: float) -> str:
-    """Return a part as percent; small ones with a digit more."""
+    """Return a fraction as percent; small ones with one more digit."""
     return f"{fraction:.0%}" if fraction >= 0.0095 else f"{fraction:.1%}"
 
 
 def largest_memory_part(s: ScoredCandidate) -> str:
-    """Return the largest part of a peak, as people call it."""
+    """Return the largest part of a peak, by its name for users."""
     sizes = dict(s.peak.parts)
     name = max(sizes, key=lambda key: sizes[key])
     return s.peak.moment_kind if name == "moment" else MEMORY_NAMES[name]

@@ -1,4 +1,4 @@
-"""A plan: every candidate scored, those that fit ranked, and why the others lose."""
+"""A plan: scores every candidate, ranks those that fit, and explains why the others lose."""
 
 import math
 import time
@@ -31,21 +31,21 @@ from hfjax.planner.step_time import StepTime
 from hfjax.trainer.config import Train
 from hfjax.utils.tables import align, human
 
-MAX_ENTRIES = 20  # rows that are checked and kept
-MARGIN = 0.05  # of the memory that stays free where a formula says that a step fits
-MAX_OTHERS = 10  # of those that would be faster, if they fitted
+MAX_ENTRIES = 20  # entries that are checked and kept
+MARGIN = 0.05  # fraction of memory that stays free when a formula says that a step fits
+MAX_OTHERS = 10  # of those that would be faster if they fitted
 MOST_DEVICES = 2**20
-FAR_OVER_MEMORY = 2.0  # times the memory: what takes more is not among those that nearly fit
+FAR_OVER_MEMORY = 2.0  # times the memory: what takes more does not nearly fit
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What of a plan is compiled.
+    """What is compiled for a plan.
 
     Attributes:
-        best: How many of the best.
-        limit: Seconds that one may take. None: 60, of a pipeline 240.
-        cache: The folder in which results are kept. None: in the user's cache.
+        best: Number of the best candidates to compile.
+        limit: Seconds for each compilation. None: 60, and 240 for a pipeline.
+        cache: Folder in which results are kept. None: in the user's cache.
     """
 
     best: int = 4
@@ -59,13 +59,13 @@ class PlanEntry:
 
     Attributes:
         candidate: How the step runs.
-        time: Its seconds, part by part (`time.parts`, `time.total`).
-        peak: Its bytes on a device, part by part (`peak.parts`, `peak.total`).
-        fits: Whether the memory has room for it, with a margin.
-        reason: For one that is not the first: the largest part by which it loses.
-        tokens: Tokens a second of a device.
-        mfu: Of the operations that the model needs, the part of the GPU's peak.
-        compiled: What the compiled program tells, where there is one.
+        time: Its seconds by part (`time.parts`, `time.total`).
+        peak: Its bytes on a device by part (`peak.parts`, `peak.total`).
+        fits: Whether it fits in memory, with a margin.
+        reason: Unless it is the best: the largest part by which it loses.
+        tokens: Tokens per second per device.
+        mfu: FLOP that the model needs, as a fraction of the GPU's peak.
+        compiled: Statistics of the compiled program, where there is one.
     """
 
     candidate: Candidate
@@ -86,14 +86,14 @@ class StepPlan:
         entries: What fits, the fastest first.
         others: The best of those that do not fit, and why.
         machine: The constants that were used.
-        memory: Bytes that a step may use of a device.
-        count: How many devices.
+        memory: Bytes of a device that a step may use.
+        count: Number of devices.
         config: The settings of the run.
-        searched: How many candidates were scored.
-        refused: How many were not: something does not divide, or hfjax refuses them.
-        seconds: How long it took.
-        notes: What to bear in mind.
-        scorer: What scored them, for further candidates of the same run.
+        searched: Number of candidates that were scored.
+        refused: Number that were not: something does not divide, or hfjax refuses them.
+        seconds: How long planning took.
+        notes: Caveats.
+        scorer: The scorer, for further candidates of the same run.
     """
 
     entries: tuple[PlanEntry, ...]
@@ -120,11 +120,11 @@ class StepPlan:
 
     @property
     def best(self) -> PlanEntry:
-        """The first of the rows."""
+        """The first entry."""
         return self.entries[0]
 
     def settings(self, entry: PlanEntry | None = None) -> Train:
-        """Return the settings of `hfjax train` for a row; None: the best."""
+        """Return the settings of `hfjax train` for an entry; None: the best."""
         return (entry or self.best).candidate.settings(self.config)
 
 
@@ -138,18 +138,18 @@ def make_plan(
     compile: int | CompileOptions = 0,
     tell: Callable[[str], Any] = lambda message: None,
 ) -> StepPlan:
-    """Return how a run's step is best laid out on so many GPUs, by formula.
+    """Return the best layouts of a run's step on `count` GPUs, by formula.
 
     Args:
-        config: The settings of the run: its model, precision, optimizer and `batch`, the rows of a
-            step. What says how it is laid out (strategy, mesh, schedule, remat …) is searched.
-        gpu: Which one (a100, h100, h200, b200), or a `Machine` of constants.
-        count: How many.
-        vocab: Tokens in the vocabulary. None: those of the data.
-        memory: Bytes that a step may use of a device. None: what JAX takes of it.
-        compile: How many of the best are compiled for the GPU, and corrected by their programs; or
-            a `CompileOptions`, which says more.
-        tell: Called with words on what goes on.
+        config: The settings of the run: model, precision, optimizer and `batch`, the examples of a
+            step. Settings of the layout (strategy, mesh, schedule, remat …) are searched.
+        gpu: GPU name (a100, h100, h200, b200), or a `Machine` of constants.
+        count: Number of GPUs.
+        vocab: Vocabulary size. None: that of the data.
+        memory: Bytes of a device that a step may use. None: what JAX takes of it.
+        compile: Number of the best to compile for the GPU and correct by their programs; or a
+            `CompileOptions`, which says more.
+        tell: Called with progress messages.
 
     Raises:
         ValueError: Nothing fits, or nothing divides: the message says what would.
@@ -226,7 +226,7 @@ def empty_plan(
     vocab: int | None = None,
     memory: int | None = None,
 ) -> StepPlan:
-    """Return a plan of no rows, which scores whatever is asked; arguments as of `make_plan`."""
+    """Return a plan without entries that scores what it is asked; arguments as of `make_plan`."""
     machine = gpu if isinstance(gpu, Machine) else machine_by_name(gpu)
     compiles = machine.key in GPUS and can_compile_for_gpus()
     scorer = Scorer(config, vocab, machine, machine.key if compiles else None)
@@ -251,12 +251,12 @@ def machine_by_name(gpu: str) -> Machine:
 
 
 def memory_share(machine: Machine) -> float:
-    """Return which part of a device's memory JAX takes."""
+    """Return the fraction of a device's memory that JAX takes."""
     return 1.0 if machine.platform == "cpu" else memory_fraction()
 
 
 def model_facts(scorer: Scorer) -> ModelFacts:
-    """Return what a search asks of the model of a run."""
+    """Return what a search needs to know of a run's model."""
     layout, calls = scorer.base_run.layout, scorer.calls
     counts = [a.shape[a.axes.index(EXPERTS)] for a in layout.arrays.values() if EXPERTS in a.axes]
     experts = math.gcd(*counts) if calls.mixtures else 0
@@ -275,7 +275,7 @@ def model_facts(scorer: Scorer) -> ModelFacts:
 
 @dataclass(frozen=True)
 class SizedCandidate:
-    """A candidate with its bytes, and the least that its step can take."""
+    """A candidate with its bytes, and a lower bound of its step time."""
 
     candidate: Candidate
     placements: ArrayPlacements
@@ -288,8 +288,8 @@ def rank_candidates(
 ) -> Iterator[ScoredCandidate]:
     """Yield candidates as `_rank` orders them.
 
-    What one sends is asked only when nothing that is known to be shorter is left: of a hundred
-    thousand candidates that is a small part.
+    The collectives of a candidate are computed only when no candidate that is known to be faster is
+    left: a small part of a hundred thousand candidates.
     """
     scored: dict[int, ScoredCandidate] = {}
     heap = [(round(s.min_seconds, 7), -1.0, 0, n) for n, s in enumerate(sized_candidates)]
@@ -305,22 +305,23 @@ def rank_candidates(
 
 
 class CandidatePool:
-    """Scores candidates as they come; leaves out those of which another one tells enough.
+    """Scores candidates as they come; skips those that another one makes pointless.
 
-    That is to compute again what fits as it is, and rows at once of which fewer took far too much.
+    Skipped are remat of a candidate that fits without it, and microbatches no smaller than one that
+    took far too much memory.
     """
 
     def __init__(self, scorer: Scorer, limit: float) -> None:
         self.scorer, self.limit = scorer, limit
         self.scored: list[SizedCandidate] = []
         self.searched = self.refused = 0
-        self.smallest: tuple[float, ArrayPlacements, Candidate] | None = None  # of the fewest bytes
+        self.smallest: tuple[float, ArrayPlacements, Candidate] | None = None  # fewest bytes
         self._indivisible: set[Any] = set()  # layouts in which something does not divide
-        self._oversized: dict[Any, float] = {}  # how a step runs -> rows at once that take far more
-        self._last_fitting: Candidate | None = None  # the last that fits with all kept
+        self._oversized: dict[Any, float] = {}  # how a step runs -> microbatch size far too large
+        self._last_fitting: Candidate | None = None  # the last that fits and keeps all residuals
 
     def add(self, c: Candidate) -> None:
-        """Score a candidate, and with more on the host if it does not fit."""
+        """Score a candidate, and variants with more in host memory if it does not fit."""
         layout = c.mesh, c.strategy_names, c.schedule, c.chunks
         if layout in self._indivisible:
             self.refused += 1
@@ -352,7 +353,7 @@ class CandidatePool:
         return self.scorer.layer_mode(c, self.scorer.placements(c)) == "unrolled"
 
     def _score(self, c: Candidate) -> bool | None:
-        """Return whether a candidate fits; None: by far not."""
+        """Return whether a candidate fits; None: far from it."""
         placements = self.scorer.placements(c)
         if placements.state > self.limit:
             self._record_smallest(placements.state + placements.gradients, placements, c)
@@ -369,7 +370,7 @@ class CandidatePool:
 class BuildCheck:
     """Builds the layouts and steps of candidates, to leave out what hfjax refuses.
 
-    One device stands for all of a mesh: nothing is compiled, and however many there are is quick.
+    One device stands for all of a mesh: nothing is compiled, and any number of devices is quick.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -379,9 +380,9 @@ class BuildCheck:
     def first_runnable(
         self, scored: Iterable[ScoredCandidate], limit: int
     ) -> list[ScoredCandidate]:
-        """Return the first of these that hfjax runs."""
+        """Return the first of these that hfjax can run."""
         runnable: list[ScoredCandidate] = []
-        seen_ranks: set[Any] = set()  # the same step by other names
+        seen_ranks: set[Any] = set()  # the same step under other names
         for s in scored:
             if len(runnable) == limit:
                 break
@@ -431,7 +432,7 @@ def _compile_best(
     memory: int,
     log: Callable[[str], Any],
 ) -> tuple[list[ScoredCandidate], list[str]]:
-    """Return the rows, the first of them corrected and in their new order; what was dropped."""
+    """Return all candidates in their new order, the first ones corrected; and notes."""
     max_compiled = options.best
     scored, notes, tried = list(scored), [], set()
     limits: Any = {"limit": options.limit, "cache": options.cache}
@@ -439,7 +440,7 @@ def _compile_best(
         scored.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
         index = next((n for n, s in enumerate(scored) if s.candidate not in tried), None)
         if index is None or len(tried) >= (max_compiled if index else 2 * max_compiled):
-            break  # the first is one that was compiled, or twice as many were
+            break  # the first one is compiled, or twice as many were
         s = scored[index]
         tried.add(s.candidate)
         name, settings = str(s.candidate), s.candidate.settings(scorer.config)
@@ -456,17 +457,17 @@ def _compile_best(
 
 
 def _fits(s: ScoredCandidate, memory: int) -> bool:
-    """Return whether memory has room for a candidate; of a formula with a margin."""
+    """Return whether a candidate fits in memory; one scored by formula needs a margin."""
     return s.peak.total <= (memory if s.compiled else limit_of(memory))
 
 
 def _rank(s: ScoredCandidate) -> tuple[float, float, int]:
-    """Return what comes first: the shortest step, of equals the one with the fewest bytes."""
+    """Return a sort key: the shortest step first, then the fewest bytes."""
     return round(s.time.total, 7), round(s.peak.total), len(s.candidate.axis_sizes)
 
 
 def plan_entry(s: ScoredCandidate, best: ScoredCandidate, plan: StepPlan) -> PlanEntry:
-    """Return a candidate as a row of a plan, of which `best` is the first."""
+    """Return a candidate as an entry of a plan, of which `best` is the first."""
     scorer, fits = plan.scorer, _fits(s, plan.memory)
     tokens = s.candidate.batch_size * scorer.length / s.candidate.devices / s.time.total
     mfu = tokens * scorer.flops / scorer.machine.peak
@@ -492,7 +493,7 @@ def _indivisible_message(config: Train, scorer: Scorer, count: int) -> str:
 def _too_large_message(pool: CandidatePool, scorer: Scorer, count: int, memory: int) -> str:
     assert pool.smallest is not None
     need, placements, c = pool.smallest
-    split = (placements.state + placements.gradients) * count  # more devices hold less of it each
+    split = (placements.state + placements.gradients) * count  # more devices hold smaller shards
     num_devices, room = count, limit_of(memory)
     while num_devices < MOST_DEVICES and split / num_devices + max(need - split / count, 0) > room:
         num_devices *= 2
@@ -511,7 +512,7 @@ def _too_large_message(pool: CandidatePool, scorer: Scorer, count: int, memory: 
 
 
 def _replication_notes(scorer: Scorer, best: Candidate, count: int) -> Iterator[str]:
-    """Yield which arrays the best stores whole, or FSDP over all devices would."""
+    """Yield which arrays the best candidate, or FSDP over all devices, would replicate."""
     fsdp_only = Candidate((("fsdp", count),) if count > 1 else (), "fsdp", count)
     for prefix, c in (("the first: ", best), ("", fsdp_only)):
         if note := scorer.placements(c).replication_note:

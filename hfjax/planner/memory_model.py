@@ -1,7 +1,7 @@
-"""Where a model's arrays lie on a mesh that is only a product of numbers: bytes, to the byte.
+"""Shards a model's arrays over a mesh that is only a set of axis sizes: bytes, to the byte.
 
 The rules are those of a layout (parallel/param_specs.py), applied without devices: a mesh of any
-size costs a millisecond, and a side that does not divide is refused in the layout's own words.
+size costs a millisecond, and an axis that does not divide is refused in the layout's own words.
 """
 
 import math
@@ -28,12 +28,12 @@ class MeshShape(dict[str, int]):
 
     @property
     def shape(self) -> "MeshShape":
-        """The sizes themselves, as a mesh has them."""
+        """The sizes themselves, under the name that a mesh has for them."""
         return self
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return math.prod(self.values())
 
     @classmethod
@@ -51,7 +51,7 @@ class MeshShape(dict[str, int]):
 
 @dataclass(frozen=True)
 class OptimizerArray:
-    """One array of an optimizer's state: of which parameter, of which type."""
+    """One array of an optimizer's state: its parameter and dtype."""
 
     path: str | None
     itemsize: int
@@ -60,11 +60,11 @@ class OptimizerArray:
 
 
 class Flow(NamedTuple):
-    """What happens to some parameters."""
+    """What happens to some parameters in a step."""
 
     kind: str  # fsdp, scattered, sharded moments, whole, shards; alone: nothing
-    layers: bool  # whether they are of layers
-    axes: tuple[str, ...]  # along which
+    layers: bool  # whether they belong to layers
+    axes: tuple[str, ...]  # the axes of the collective
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Flows:
 
 @dataclass(frozen=True)
 class ModelArrays:
-    """The arrays of a model and of its optimizer's state, without a mesh."""
+    """The arrays of a model and of its optimizer state, without a mesh."""
 
     arrays: tuple[Array, ...]
     dtypes: Mapping[str, Any]
@@ -97,7 +97,7 @@ class ModelArrays:
 
     @classmethod
     def of(cls, layout: hfjax.Layout) -> "ModelArrays":
-        """Return those of a layout, on whatever mesh."""
+        """Return the arrays of a layout, on whatever mesh."""
         states = []
         leaves = jax.tree_util.tree_leaves_with_path(layout.state_shapes.optimizer)
         for keys, leaf in leaves:
@@ -117,10 +117,10 @@ class ModelArrays:
     def place(
         self, strategy: Strategy, mesh: MeshShape, num_layers: int | None = None
     ) -> "ArrayPlacements":
-        """Return where they lie; `num_layers`: rows of stacked layers, where stages need more.
+        """Return the arrays' placements; `num_layers`: length of the stack, if stages need more.
 
         Raises:
-            ValueError: A side does not divide what it splits.
+            ValueError: An axis does not divide the dimension that it shards.
         """
         param_specs = {}
         for array in self.arrays:
@@ -145,7 +145,7 @@ class ModelArrays:
 
 @dataclass(frozen=True)
 class ArrayPlacements:
-    """Where arrays lie, and what follows for one device."""
+    """The placements of arrays, and what follows for one device."""
 
     model: ModelArrays
     param_specs: Mapping[str, ParamSpecs]
@@ -153,34 +153,34 @@ class ArrayPlacements:
     mesh: MeshShape
 
     def local_size(self, p: ParamSpecs, spec: P) -> int:
-        """Return the elements of an array that a device holds, placed by a spec."""
+        """Return the elements of an array on a device under a partition spec."""
         return math.prod(p.shape) // num_shards(spec, self.mesh)  # type: ignore[arg-type]
 
     @cached_property
     def parameters(self) -> int:
-        """Bytes of parameters on a device, wherever they are kept."""
+        """Bytes of parameters on a device, in whichever memory."""
         return sum(
             self.local_size(p, p.parameter) * p.dtype.itemsize for p in self.param_specs.values()
         )
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes of gradients as they accumulate."""
+        """Bytes of gradients as they are accumulated."""
         return self._gradient_bytes(lambda p: p.gradient)
 
     @cached_property
     def scattered_gradients(self) -> int:
-        """Bytes of gradients where each goes to its moments at once."""
+        """Bytes of gradients if each is reduce-scattered at once to its optimizer state."""
         return self._gradient_bytes(lambda p: p.moment)
 
     def _gradient_bytes(self, spec: Callable[[ParamSpecs], P]) -> int:
-        """Return the bytes of gradients that lie as `spec` says: at least float32."""
+        """Return the bytes of gradients with these partition specs, in at least float32."""
         trainable = [p for p in self.param_specs.values() if not p.frozen]
         return sum(self.local_size(p, spec(p)) * max(p.dtype.itemsize, 4) for p in trainable)
 
     @cached_property
     def optimizer_bytes(self) -> dict[str, int]:
-        """Bytes of the optimizer's state by name: moments, master."""
+        """Bytes of the optimizer state by name: moments, master."""
         sizes = {"moments": 0, "master": 0}
         for array in self.model.optimizer_arrays:
             if array.path is None:
@@ -192,20 +192,20 @@ class ArrayPlacements:
 
     @cached_property
     def on_host(self) -> dict[str, int]:
-        """Bytes of the state that the host keeps, by what they are."""
+        """Bytes of the state in host memory, by kind."""
         all_of = {"parameters": self.parameters, **self.optimizer_bytes}
         host_names = {name for name, kind in self.strategy.memory.items() if kind == "host"}
         return {name: size if name in host_names else 0 for name, size in all_of.items()}
 
     @cached_property
     def state(self) -> int:
-        """Bytes of the state on the device."""
+        """Bytes of the state in device memory."""
         total = self.parameters + sum(self.optimizer_bytes.values()) + self.model.others
         return total - sum(self.on_host.values())
 
     @property
     def replication_note(self) -> str | None:
-        """Which arrays no size of the axes of `*` divides, in words; None: there is none."""
+        """A message on arrays that no size of the axes of `*` divides; None: there is none."""
         rules = ("parameter", self.strategy.parameters), ("moment", self.strategy.moments)
         for column, axes in ((column, of.get("*", ())) for column, of in rules):
             replicated = [
@@ -229,12 +229,12 @@ class ArrayPlacements:
 
     @cached_property
     def gathers_layers(self) -> bool:
-        """Whether devices gather parameters of layers."""
+        """Whether devices all-gather parameters of layers."""
         return self.flows.of("fsdp", True) > 0
 
     @cached_property
     def flows(self) -> Flows:
-        """What a device gathers and sums of parameters and gradients, in elements."""
+        """What a device gathers and reduces of parameters and gradients, in elements."""
         data_axes, elements = in_use(self.mesh, DATA_AXES), Counter[Flow]()
         for p in self.param_specs.values():
             inside = p.path.startswith(LAYERS)
@@ -247,11 +247,11 @@ class ArrayPlacements:
             kind = next((name for name, axes in kinds.items() if axes), "alone")
             elements[Flow(kind, inside, kinds.get(kind, ()))] += size
             left = tuple(axis for axis in over if axis not in g_axes)
-            if p_axes and left:  # shards are added over the others
+            if p_axes and left:  # shards are all-reduced over the other axes
                 shard = size // max(size_of(g_axes, self.mesh), 1)
                 elements[Flow("shards", inside, left)] += shard
         return Flows(elements)
 
     def _ordered_axes(self, p: ParamSpecs, column: str, over: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of rows over which a column splits what is moved."""
+        """Return the batch axes over which a column shards what is sent."""
         return tuple(axis for axis in over if axis in p.split_axes(column))

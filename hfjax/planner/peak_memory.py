@@ -1,14 +1,14 @@
-"""The peak of a step by formula: what a device holds at the moments when most is there.
+"""The peak memory of a step by formula: what a device holds at the points when it holds most.
 
     state        exact, from the layout
-    gradients    accumulated, as the layout has them
-    kept         by layers for the backward pass: of one microbatch, or of all that a stage holds
-    weights      gathered or cast: what layers in flight, or all of them, hold beside the state
-    moment       what is there besides, while the head or a layer runs
+    gradients    accumulated, as the layout shards them
+    kept         residuals of layers: of one microbatch, or of all that a stage holds
+    weights      gathered or cast: what layers in flight, or all layers, hold beside the state
+    moment       what else is live while the head or a layer runs
 
-The largest of the moments counts: at the head everything is kept and no gradient is there; when the
-first layer runs backward all gradients are. A program compiled for a GPU is the judge:
-benchmarks/planner_memory.py compares 46, and `SPARE` covers what XLA's placing of arrays costs.
+The largest of these points counts: at the head all residuals are live and no gradient is; when the
+first layer runs backward, all gradients are. A program compiled for a GPU is the reference:
+benchmarks/planner_memory.py compares 46, and `SPARE` covers what XLA's buffer assignment costs.
 """
 
 from collections.abc import Mapping
@@ -18,31 +18,31 @@ from functools import partial
 from hfjax.planner.programs.model_profile import Sizes
 from hfjax.planner.programs.program_costs import max_bytes
 
-SPARE = 0.06  # of temporaries: gaps between arrays, and copies that no formula knows
-SPARE_OF_LISTS = 0.3  # of models whose layers are no stack: all is read as one program
-SPARE_OF_TENSOR = 0.09  # the same of programs that the partitioner splits
-LOGITS_GRADIENT = 0.5  # of the logits: their gradient takes their place, and not always all of it
-LOOPED = 1.2  # what a loop stacks beside x: XLA keeps some of it before it is cast, or whole
-IN_FLIGHT = 2  # layers whose gathered or cast weights are there at once
+SPARE = 0.06  # of temporaries: gaps between buffers, and copies that no formula knows
+SPARE_OF_LISTS = 0.3  # of models without a layer stack: all is read as one program
+SPARE_OF_TENSOR = 0.09  # the same of programs that the partitioner shards
+LOGITS_GRADIENT = 0.5  # of the logits: their gradient takes their buffer, and not always all of it
+LOOPED = 1.2  # what a loop stacks besides x: XLA keeps some of it before it is cast, or unsharded
+IN_FLIGHT = 2  # layers whose gathered or cast weights are live at once
 
 
 @dataclass(frozen=True)
 class WeightBytes:
     """Bytes of parameters on a device."""
 
-    layer: float  # one layer's, in the type of computing, gathered
-    layer_stored: float  # one layer's as they are stored, its part
-    transposed: float  # of stored layers, what a loop keeps in another order of dimensions
-    ends: float  # those around the layers, gathered, in the type of computing
-    gradient_layer: float  # the gradient of one layer as it is computed, before it is scattered
-    gradient_ends: float  # of what is around the layers, while each device has all of it; else 0
-    largest: float  # of the gradients of one layer, that of its largest array
-    gradient_head: float  # of `gradient_ends`, that of its largest array
+    layer: float  # one layer's, gathered, in the compute dtype
+    layer_stored: float  # one layer's, as stored, sharded
+    transposed: float  # of stored layers, what a loop keeps with another order of dimensions
+    ends: float  # embedding and head, gathered, in the compute dtype
+    gradient_layer: float  # the gradient of one layer as computed, before it is reduce-scattered
+    gradient_ends: float  # of embedding and head, while replicated; else 0
+    largest: float  # of the gradients of one layer, the largest array
+    gradient_head: float  # of `gradient_ends`, the largest array
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one device at the peak, by what they are."""
+    """Bytes of one device at the peak, by kind."""
 
     state: float
     batch: float
@@ -52,11 +52,11 @@ class Peak:
     moment: float
     messages: float
     spare: float
-    moment_kind: str = ""  # the moment is: of logits, of a layer, of gradients around the layers
+    moment_kind: str = ""  # the peak is: of logits, of a layer, of gradients of embedding and head
 
     @property
     def total(self) -> float:
-        """All together."""
+        """The sum of all parts."""
         first = self.state + self.batch + self.gradients + self.kept
         return first + self.weights + self.moment + self.messages + self.spare
 
@@ -70,16 +70,16 @@ class Peak:
 class MemoryInputs:
     """How a step runs, as far as memory depends on it."""
 
-    microbatch_size: float  # of a microbatch on a device, a row that devices share counted in part
+    microbatch_size: float  # examples on a device; a shared example counts in part
     layers: int  # of a stage
     layer_mode: str  # unrolled, in turn, loop
-    gathers_params: bool  # parameters of layers are split over axes of rows
+    gathers_params: bool  # parameters of layers are sharded over batch axes
     accumulate: int = 1
-    # Of a pipeline: microbatches that a stage keeps at most, in whole stages.
+    # Of a pipeline: the most microbatches that a stage stashes, in whole stages.
     stash_depth: float = 0.0
     stages: int = 1
-    crossing: float = 0.0  # those that wait for their weights' gradients, in whole stages
-    offload_ratio: float = 0.0  # the part of what layers keep that waits on the host
+    crossing: float = 0.0  # microbatches that wait for their weight gradients, in whole stages
+    offload_ratio: float = 0.0  # fraction of the layers' residuals that waits in host memory
     tensor: int = 1
     has_layer_stack: bool = True  # equal layers are known; else all is one program
 
@@ -103,7 +103,7 @@ def peak_of(
     )
 
 
-# gradients, kept, weights, moment, messages, and what the moment is
+# gradients, kept, weights, moment, messages, and the kind of the moment
 Moment = tuple[float, float, float, float, float, str]
 LOGITS, LAYER, ENDS = "logits", "a layer's arrays", "gradients of embedding and head"
 
@@ -118,7 +118,7 @@ def _layer_moments(
     layer += sizes.carry * (run.layer_mode == "unrolled")
     layer *= examples * (1 - run.offload_ratio)
     sums = gradients if run.accumulate > 1 else 0.0
-    # The head's gradient is made when those of the logits are used up: it takes their place.
+    # The head's gradient is computed when those of the logits are used up: it takes their buffer.
     largest_growth = lambda pairs: examples * max((a for a, _ in pairs), default=0.0)
     head = (largest_growth if run.has_layer_stack else partial(max_bytes, examples=examples))(
         sizes.head
@@ -129,15 +129,15 @@ def _layer_moments(
         backward, residuals = weights.gradient_layer + around, layer
     elif (
         run.layer_mode == "loop"
-    ):  # it has what all layers keep until its end, and the head's gradient
+    ):  # it keeps all layers' residuals until its end, and the head's gradient
         backward = (
             max_bytes(sizes.backward, examples) + weights.gradient_layer + weights.gradient_head
         )
         residuals = layers * layer
-    else:  # each array's gradient goes when it is summed
+    else:  # each array's gradient is freed once it is reduced
         backward, residuals = largest_growth(sizes.backward) + weights.largest, layer
     weight_bytes = _weight_bytes(run, weights, 1)
-    zeros = gradients if run.layer_mode == "loop" else 0.0  # which the loop backward adds to
+    zeros = gradients if run.layer_mode == "loop" else 0.0  # to which the backward loop adds
     return [
         (sums + zeros, layers * layer, _weight_bytes(run, weights, layers), head, 0.0, LOGITS),
         (gradients + sums, residuals, weight_bytes, backward + waits, 0.0, LAYER),
@@ -164,13 +164,13 @@ def _pipeline_moments(
 
 
 def _stacked_bytes(each: float, sizes: Sizes) -> float:
-    """Return the bytes of what a loop stacks of a layer, of every row."""
+    """Return the bytes per example that a loop stacks for a layer."""
     carried = min(sizes.carry, each)
     return carried + LOOPED * (each - carried)
 
 
 def _weight_bytes(run: MemoryInputs, weights: WeightBytes, layers: int) -> float:
-    """Return the bytes of weights that so many layers hold beside the state."""
+    """Return the bytes of weights that `layers` layers hold beside the state."""
     if run.layer_mode == "loop":
         return weights.transposed + weights.layer_stored + IN_FLIGHT * weights.layer
     if run.layer_mode == "unrolled" and not run.gathers_params:

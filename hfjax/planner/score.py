@@ -1,7 +1,7 @@
-"""What a candidate takes: seconds and bytes, by formula, from one reading of the model.
+"""Scores candidates: seconds and bytes, by formula, from one reading of the model.
 
-`Scorer` holds what all candidates share: the run's settings, its model's arrays and programs, the
-machine. All that is slow is kept by what it depends on, so that a candidate costs little.
+`Scorer` has what all candidates share: the run's settings, its model's arrays and programs, the
+machine. All that is slow is cached by what it depends on, so that a candidate costs little.
 """
 
 import math
@@ -52,7 +52,7 @@ from hfjax.planner.step_time import (
 )
 from hfjax.trainer.config import Mesh, Train
 
-HALVES = 0.5  # of tensor's transfers that split rows hide: benchmarks/results/ahead_of_time.md
+HALVES = 0.5  # of tensor's transfers hidden by split_rows: benchmarks/results/ahead_of_time.md
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ScoredCandidate:
     candidate: Candidate
     time: StepTime
     peak: Peak
-    compiled: ProgramStats | None = None  # by what it was corrected
+    compiled: ProgramStats | None = None  # the program that corrected it
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class PipelineProfile:
 
     table: Table
     stash_depth: float  # microbatches that a stage has room for, in whole stages
-    crossing: float  # those of which W needs something of B
-    forward: int  # ticks in which stages run forward, whether they have a microbatch or not
+    crossing: float  # microbatches of which W needs something of B
+    forward: int  # ticks in which stages run forward, with a microbatch or without
     backward: int
     permutes: int
 
@@ -81,7 +81,7 @@ class PipelineProfile:
 def pipeline_profile(
     schedule: str, microbatches: int, chunks: int | None, stages: int
 ) -> PipelineProfile:
-    """Return what a schedule's table says of the executor's program."""
+    """Return what a schedule's table implies for the executor's program."""
     table = table_of(schedule, microbatches, chunks, stages)
     ticks = compile_outline(table)
     stash_depth, crossing = (ticks.depth[name] / table.chunks for name in ("stash", "cross"))
@@ -106,7 +106,7 @@ class Scorer:
 
     @cached_property
     def base_run(self) -> PlannedRun:
-        """The parts of the run on one device."""
+        """The components of the run on one device."""
         config = replace(
             self.config, strategy="ddp", mesh=Mesh(), batch=1, accumulate=1, offload=None,
             remat="none", split_rows=1, reduction="flat",
@@ -120,25 +120,25 @@ class Scorer:
 
     @cached_property
     def layers(self) -> int:
-        """How many equal layers are stacked; 0: none."""
+        """The number of equal layers in the stack; 0: no stack."""
         stacked = [p.shape[0] for p in self.base_run.layout.param_specs.values() if p.stacked]
         return stacked[0] if stacked else 0
 
     @property
     def length(self) -> int:
-        """Positions of a row; 1 where rows have none."""
+        """Positions of an example; 1 where examples have none."""
         return self.base_run.task.units_per_example if self.base_run.task.unit == "tokens" else 1
 
     @cached_property
     def calls(self) -> ModelCalls:
-        """The attentions and mixtures that the model asks for, whosever it is."""
+        """The calls of attention and experts that the model makes, for any model."""
         return calls_of(self.base_run)
 
     @cached_property
     def flops(self) -> float:
-        """What training needs for a token: of one's own model its products, and attention.
+        """FLOP that training needs for a token: for custom models those of matmuls and attention.
 
-        They are counted as those of presets (`run.tasks.texts.flops_per_token`).
+        They are counted as for presets (`flops_per_token` in trainer/tasks/text.py).
         """
         task = self.base_run.task
         if task.unit != "tokens" or task.model.shape is not None:
@@ -154,7 +154,7 @@ class Scorer:
 
     @cached_property
     def itemsizes(self) -> tuple[int, int, int]:
-        """Bytes of a number: computed with, summed as gradients, stored."""
+        """Bytes of an element: in compute, in gradient reductions, as stored."""
         precision = precision_of(parse_precision(self.config.precision))
         param = max(jax.numpy.dtype(d).itemsize for d in self.arrays.dtypes.values())
         default = getattr(precision, "default", precision)
@@ -162,10 +162,10 @@ class Scorer:
         reduce = default.reduce.itemsize if default.reduce is not None else max(param, 4)
         return compute, reduce, param
 
-    # -- what is kept by what it depends on --------------------------------------------------
+    # -- cached by what it depends on --------------------------------------------------------
 
     def profile(self, remat: str) -> ModelProfile:
-        """Return the model's programs under a kind of recomputation.
+        """Return the profile of the model under a kind of rematerialization.
 
         Attention is one call, as on GPUs, unless the machine is a CPU.
         """
@@ -177,10 +177,10 @@ class Scorer:
         return self._profiles[remat]
 
     def placements(self, c: Candidate) -> ArrayPlacements:
-        """Return where the arrays lie.
+        """Return the placements of the arrays.
 
         Raises:
-            ValueError: A side does not divide what it splits.
+            ValueError: An axis does not divide the dimension that it shards.
         """
         num_layers = self.stage_layers(c) * c.axis_size("pipe") if c.axis_size("pipe") > 1 else None
         key = c.mesh, c.strategy_names, num_layers
@@ -189,7 +189,7 @@ class Scorer:
         return self._placements[key]
 
     def stage_layers(self, c: Candidate) -> int:
-        """Return how many places for layers each stage has."""
+        """Return the number of layer slots of each stage."""
         stages, chunks = c.axis_size("pipe"), self._chunks(c)
         return math.ceil(self.layers / (stages * chunks)) * chunks if stages > 1 else self.layers
 
@@ -199,15 +199,15 @@ class Scorer:
         return self.pipeline_profile(c).table.chunks
 
     def pipeline_profile(self, c: Candidate) -> PipelineProfile:
-        """Return what a pipeline's table says."""
+        """Return the profile of a candidate's pipeline."""
         assert c.schedule is not None
         assert c.microbatches is not None
         return pipeline_profile(c.schedule, c.microbatches, c.chunks, c.axis_size("pipe"))
 
     def work(self, c: Candidate, part: str) -> WorkTime:
-        """Return the seconds of one layer, or of what is around them, for one microbatch."""
+        """Return the seconds of one layer, or of embedding and head, for one microbatch."""
         share = self.share(c)
-        chunks = 1 if part == "ends" else c.split_rows  # layers run on some rows after others
+        chunks = 1 if part == "ends" else c.split_rows  # layers run on parts of the batch
         key = c.remat, part, share, c.microbatch_size, chunks
         if key not in self._work:
             work, examples = self.profile(c.remat).work(part, share), c.microbatch_size / chunks
@@ -216,7 +216,7 @@ class Scorer:
         return self._work[key]
 
     def share(self, c: Candidate) -> Share:
-        """Return among how many devices a candidate splits what rows do not."""
+        """Return the sharding of a layer's values by a candidate, beside the batch."""
         return Share(
             c.axis_size("tensor"), c.sequence or c.axis_size("row") > 1, c.axis_size("expert")
         )
@@ -224,10 +224,10 @@ class Scorer:
     # -- scores ------------------------------------------------------------------------------
 
     def score(self, c: Candidate) -> ScoredCandidate:
-        """Return what a candidate takes.
+        """Return the time and memory of a candidate.
 
         Raises:
-            ValueError: A side does not divide what it splits.
+            ValueError: An axis does not divide the dimension that it shards.
         """
         placements = self.placements(c)
         return ScoredCandidate(c, self.time(c, placements), self.peak(c, placements))
@@ -248,7 +248,7 @@ class Scorer:
         return "in turn" if c.remat != "none" else "unrolled"
 
     def peak(self, c: Candidate, placements: ArrayPlacements) -> Peak:
-        """Return the bytes of a device at the peak."""
+        """Return the peak bytes of a device."""
         stages, sizes = c.axis_size("pipe"), self.profile(c.remat).sizes(self.share(c))
         layers = max(self.stage_layers(c), 1)
         weights = self._weight_bytes(c, placements, layers)
@@ -267,12 +267,12 @@ class Scorer:
             has_layer_stack=self.layers > 0,
         )
         batch = self._batch_bytes(c)
-        is_scattered = c.accumulate == 1 and stages == 1  # scattered as soon as they are there
+        is_scattered = c.accumulate == 1 and stages == 1  # each as soon as it is computed
         gradients = placements.scattered_gradients if is_scattered else placements.gradients
         return peak_of(sizes, run, placements.state, gradients, batch, weights)
 
     def _weight_bytes(self, c: Candidate, placements: ArrayPlacements, layers: int) -> WeightBytes:
-        """Return the bytes of parameters, by what they are needed for."""
+        """Return the bytes of parameters, by purpose."""
         key = id(placements)
         if key not in self._weights:
             compute, reduce, _ = self.itemsizes
@@ -299,10 +299,10 @@ class Scorer:
     ) -> float:
         """Return the bytes of stacks that a loop of gathered layers keeps in another order.
 
-        XLA moves the dimension that is gathered to the front, where it is not yet the first of a
-        layer; seen where another axis splits layers too.
+        XLA moves the gathered dimension to the front if it is not the first of a layer yet; seen
+        where another axis shards layers too.
         """
-        if c.axis_size("row") > 1:  # which of them was not looked at: a third of them, about
+        if c.axis_size("row") > 1:  # which of them was not examined: about a third
             return (
                 sum(placements.local_size(p, p.parameter) * p.dtype.itemsize for p in layer_specs)
                 / 3
@@ -318,7 +318,7 @@ class Scorer:
 
     @cached_property
     def _example_bytes(self) -> float:
-        """The bytes of a row of the batch."""
+        """The bytes of an example."""
         shapes = jax.tree.leaves(self.base_run.batch)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
 
@@ -346,7 +346,7 @@ class Scorer:
         return largest
 
     def comm_inputs(self, c: Candidate, placements: ArrayPlacements) -> CommInputs:
-        """Return what the formulas of transfers need."""
+        """Return the inputs of the collectives' formulas."""
         compute, reduce, param = self.itemsizes
         profile = self.profile(c.remat)
         layers = self.stage_layers(c)
@@ -403,7 +403,7 @@ class Scorer:
         )
 
     def time(self, c: Candidate, placements: ArrayPlacements) -> StepTime:
-        """Return the seconds of a step."""
+        """Return the seconds of a step, by part."""
         compute_time, room = self._compute_time(c, placements)
         budget = OverlapBudget(*room, self.machine.beside)
         for comm, seconds in sorted(
@@ -415,12 +415,12 @@ class Scorer:
     def transfers(
         self, c: Candidate, placements: ArrayPlacements
     ) -> Iterator[tuple[CommVolume, float]]:
-        """Yield what a step sends, and the seconds that it takes."""
+        """Yield the collectives of a step, and their seconds."""
         for comm in comm_volumes(c, self.comm_inputs(c, placements)):
             yield comm, comm_seconds(comm, c.mesh, self.machine)
 
     def min_time(self, c: Candidate, placements: ArrayPlacements) -> float:
-        """Return the seconds of a step if nothing it sends were exposed: `time` is never less.
+        """Return the seconds of a step without exposed transfers: a lower bound of `time`.
 
         Raises:
             ValueError: No form of attention runs over so many devices of context.
@@ -432,7 +432,7 @@ class Scorer:
     def _compute_time(
         self, c: Candidate, placements: ArrayPlacements
     ) -> tuple[StepTime, tuple[float, float]]:
-        """Return a step without its transfers; room to hide them, forward and backward."""
+        """Return a step without its transfers; seconds that may hide them, forward and backward."""
         layers = max(self.stage_layers(c), 1)
         unstacked = self.layers == 0
         forward = NO_WORK if unstacked else self.work(c, "forward").times(layers)
@@ -466,7 +466,7 @@ class Scorer:
         return compute_time, room
 
     def _copy_seconds(self, c: Candidate, placements: ArrayPlacements, layers: int) -> float:
-        """Return the seconds that a loop copies what layers keep into stacks, or out of them."""
+        """Return the seconds for which a loop copies residuals into stacks, or out of them."""
         if c.axis_size("pipe") == 1 and self.layer_mode(c, placements) != "loop":
             return 0.0
         sizes: Sizes = self.profile(c.remat).sizes(self.share(c))
@@ -474,12 +474,12 @@ class Scorer:
         return 2 * residuals / self.machine.stream
 
     def _overlap_fraction(self, comm: CommVolume, c: Candidate) -> float:
-        """Return the part of transfers beside which products may run."""
+        """Return the fraction of a transfer that matmuls may hide."""
         if comm.purpose == TENSOR:
             return HALVES if c.split_rows > 1 else 0.0
         return float(
             comm.layers and comm.purpose not in (GRID, NEW_PARAMS)
-        )  # NEW: after the last product
+        )  # new parameters come after the last matmul
 
     def _optimizer_seconds(self, placements: ArrayPlacements) -> float:
         state = placements.state + sum(placements.on_host.values())
@@ -495,4 +495,4 @@ class Scorer:
                 self.profile(c.remat).sizes(self.share(c)).loop_residuals[0] * c.microbatch_size
             )
             host_bytes += c.offload_ratio * residuals * layers * count
-        return 2 * host_bytes / self.machine.host_link  # there, and back
+        return 2 * host_bytes / self.machine.host_link  # to the host and back

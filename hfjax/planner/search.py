@@ -1,9 +1,9 @@
-"""Every candidate of a run: sides, strategy, schedule, recomputation, at fixed rows of a step.
+"""Yields every candidate of a run: mesh, strategy, schedule, remat, at a fixed global batch size.
 
-What may go together is asked of the table of refused pairs (checks/combinations.py), what divides
-of the layout's rules, which microbatches a schedule takes of the schedule. Here is only the order
-in which things are tried, and where a search stops: no axis of tensor across nodes, no more than
-`MAX_MICROBATCHES` microbatches of a pipeline, of which more hide no bubble that is left.
+The table of refused pairs (checks/combinations.py) says what may go together, the rules of the
+layout what divides, and the schedule which microbatches it takes. Here is only the order of the
+search, and where it stops: no tensor axis across nodes, no more than `MAX_MICROBATCHES`
+microbatches of a pipeline, since more hide no bubble that is left.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ from hfjax.planner.candidate import Candidate, table_of
 ZERO_STAGES = ("ddp", "zero1", "zero2", "fsdp")
 REMATS = ("none", "dots", "full")
 OFFLOADS = ("0.5", "1")
-# Those of one idea: 1f1b-published is 1f1b, v and v-zb lie between 1f1b and zb-v.
+# One of each idea: 1f1b-published is 1f1b, v and v-zb lie between 1f1b and zb-v.
 PIPELINES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 CHUNKS = (2, 4, 8)
 MAX_MICROBATCHES = 128
-FEW_EXAMPLES = 8  # rows of a microbatch on a device, up to which every number is tried
+FEW_EXAMPLES = 8  # examples of a microbatch on a device, up to which every number is tried
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a search asks of a model."""
+    """What a search needs to know of a model."""
 
-    layers: int  # equal ones that are stacked; 0: no pipeline is tried
-    length: int  # positions of a row; 1: rows have none
+    layers: int  # equal ones in the stack; 0: no pipeline is tried
+    length: int  # positions of an example; 1: examples have none
     experts: int
     refused_axes: frozenset[str] = frozenset()  # axes that its class refuses
     supports_grid: bool = False  # it runs on grids: its linear maps are known
@@ -40,7 +40,7 @@ class ModelFacts:
 def candidates(
     batch_size: int, count: int, model: ModelFacts, machine: Machine
 ) -> Iterator[Candidate]:
-    """Yield every way to lay out so many rows of a step on so many devices."""
+    """Yield every way to lay out a global batch of this size on `count` devices."""
     for axis_sizes in mesh_shapes(count, model, machine):
         for zero in _zero_stages(axis_sizes, machine):
             for sequence in (False, True) if axis_sizes.get("tensor", 1) > 1 else (False,):
@@ -56,9 +56,9 @@ def candidates(
 
 
 def host_variants(c: Candidate, layers: int) -> Iterator[Candidate]:
-    """Yield the ways to run a candidate with more on the host: for one that does not fit.
+    """Yield variants of a candidate with more in host memory, for one that does not fit.
 
-    What unlike layers keep is not known one by one, so that none of it is offloaded.
+    Residuals of unlike layers are not known one by one, so none of them are offloaded.
     """
     variants = [replace(c, host="host_optimizer")]
     if layers and c.schedule is None and c.remat == "none" and c.split_rows == 1:
@@ -68,7 +68,7 @@ def host_variants(c: Candidate, layers: int) -> Iterator[Candidate]:
 
 
 def mesh_shapes(count: int, model: ModelFacts, machine: Machine) -> Iterator[dict[str, int]]:
-    """Yield the sides of meshes of so many devices."""
+    """Yield the axis sizes of meshes of so many devices."""
     for tensor, row in _grids(count, model, machine):
         for context in _divisors(count // tensor // row):
             if context > 1 and not _allows_context(context, row, model):
@@ -87,7 +87,7 @@ def mesh_shapes(count: int, model: ModelFacts, machine: Machine) -> Iterator[dic
 
 
 def _grids(count: int, model: ModelFacts, machine: Machine) -> Iterator[tuple[int, int]]:
-    """Yield how many devices tensor and row have: all of them in one node."""
+    """Yield sizes of tensor and row, with all of their devices in one node."""
     for tensor in _divisors(count):
         if tensor > machine.per_node or ("tensor" in model.refused_axes and tensor > 1):
             continue
@@ -98,7 +98,7 @@ def _grids(count: int, model: ModelFacts, machine: Machine) -> Iterator[tuple[in
 
 
 def _stages(count: int, model: ModelFacts) -> tuple[int, ...]:
-    """Return how many stages there may be of so many devices."""
+    """Return the possible numbers of stages for so many devices."""
     if "pipe" in model.refused_axes:
         return (1,)
     return tuple(n for n in _divisors(count) if n <= max(model.layers, 1))
@@ -115,7 +115,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def _zero_stages(axis_sizes: dict[str, int], machine: Machine) -> Iterator[str]:
-    """Yield which of parameters, gradients and moments are split."""
+    """Yield which of parameters, gradients and optimizer state are sharded."""
     shards = any(axis_sizes[axis] > 1 for axis in ("fsdp", "expert", "context"))
     has_replicas = shards or axis_sizes["data"] > 1
     for zero in ZERO_STAGES:
@@ -123,7 +123,7 @@ def _zero_stages(axis_sizes: dict[str, int], machine: Machine) -> Iterator[str]:
             continue
         if (
             zero != "fsdp" and axis_sizes["fsdp"] > 1
-        ):  # two levels: what lies in a node, and the rest
+        ):  # two levels: inside each node, and then across nodes
             inside = (
                 axis_sizes["fsdp"]
                 * axis_sizes["expert"]
@@ -138,7 +138,7 @@ def _zero_stages(axis_sizes: dict[str, int], machine: Machine) -> Iterator[str]:
 
 
 def _execution_variants(first: Candidate, model: ModelFacts) -> Iterator[Candidate]:
-    """Yield the ways in which a layout's rows run."""
+    """Yield the ways to run a layout's batch."""
     if first.batch_size % first.replicas:
         return
     share = first.batch_size // first.replicas
@@ -162,7 +162,7 @@ def _execution_variants(first: Candidate, model: ModelFacts) -> Iterator[Candida
 
 @cache
 def microbatch_sizes(share: int) -> tuple[int, ...]:
-    """Return how many of a device's rows a microbatch may have: few, powers of two, or all.
+    """Return the sizes to try of a microbatch on a device: few, powers of two, or all examples.
 
     >>> microbatch_sizes(24), microbatch_sizes(56)
     ((1, 2, 3, 4, 6, 8, 24), (1, 2, 4, 7, 8, 56))
@@ -210,7 +210,7 @@ def _takes(name: str, chunks: int, microbatches: int, stages: int) -> bool:
 
 
 def candidate_features(c: Candidate) -> frozenset[str]:
-    """Return the features that a candidate turns on, as the table of refused pairs names them."""
+    """Return the features that a candidate uses, by their names in the table of refused pairs."""
     least = replace(
         c, batch_size=1, accumulate=min(c.accumulate, 2), microbatches=None, chunks=None
     )
@@ -243,7 +243,7 @@ def _features(c: Candidate) -> frozenset[str]:
 
 @cache
 def is_compatible(features: frozenset[str]) -> bool:
-    """Return whether no two of these features are refused, whatever else is so."""
+    """Return whether no two of these features are refused unconditionally."""
     names = sorted(features)
     pairs = ((a, b) for n, a in enumerate(names) for b in names[n + 1 :])
     return not any(r.is_unconditional for a, b in pairs for r in refusals(a, b))

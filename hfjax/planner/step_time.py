@@ -1,15 +1,15 @@
-"""The time of a step by formula, part by part: the parts are its sum.
+"""The time of a step by formula; the total is the sum of its parts.
 
-    products    matrix products and attention: operations, or bytes if these take longer
-    memory      all else that a device computes: its bytes through memory, and what launches cost
-    exposed     transfers for as long as no products run beside them, by purpose, and what those
-                that are hidden cost the products beside them
+    products    matmuls and attention: operations, or bytes if these take longer
+    memory      all else that a device computes: its memory traffic and its launches
+    exposed     transfers that no matmuls hide, by purpose, and the slowdown of matmuls by those
+                that are hidden
     bubble      slots of a pipeline in which a stage waits
-    optimizer   the state through memory
-    host        what goes to the host and back
+    optimizer   memory traffic of the state
+    host        transfers to the host and back
 
 A transfer takes a start, a hop for each step of its ring, and then its bytes at the speed of its
-slowest link. In a group that has k devices in each of several nodes, k ports carry what leaves one.
+slowest link. In a group with k devices in each of several nodes, k ports carry what leaves a node.
 """
 
 import math
@@ -27,8 +27,8 @@ from hfjax.planner.comm_model import CommVolume
 from hfjax.planner.memory_model import MeshShape
 from hfjax.planner.programs.model_profile import Work
 
-MAX_HOPS = 64  # hops of a ring: beyond that trees take its place
-OVERLAP_FRACTION = 0.9  # of the time of products for which a transfer can run beside them
+MAX_HOPS = 64  # hops of a ring: beyond that trees replace it
+OVERLAP_FRACTION = 0.9  # of the matmuls' time: the part beside which a transfer can run
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepTime:
 
     @property
     def all_exposed(self) -> float:
-        """Seconds of transfers beside which nothing runs."""
+        """Seconds of exposed transfers."""
         return sum(self.exposed.values())
 
     @property
@@ -71,15 +71,15 @@ class WorkTime:
 
     @property
     def total(self) -> float:
-        """Both together."""
+        """The sum of both."""
         return self.products + self.memory
 
     def with_memory(self, seconds: float) -> "WorkTime":
-        """Return that with so many seconds more of memory."""
+        """Return it with `seconds` more of memory traffic."""
         return WorkTime(self.products, self.memory + seconds)
 
     def times(self, count: float) -> "WorkTime":
-        """Return that of so many of it."""
+        """Return it `count` times."""
         return WorkTime(self.products * count, self.memory * count)
 
     def __add__(self, other: "WorkTime") -> "WorkTime":
@@ -90,7 +90,7 @@ NO_WORK = WorkTime(0.0, 0.0)
 
 
 def time_of_work(work: Work, examples: float, tensor: int, machine: Machine) -> WorkTime:
-    """Return how long a part takes with so many rows, of which a row may be a part."""
+    """Return the time of a part for so many examples; the number may be a fraction."""
     products = 0.0
     for p in work.products:
         batch, m, n, k = (max(round(x), 1) for x in p.gemm_shape(examples, tensor))
@@ -118,7 +118,7 @@ def time_of_work(work: Work, examples: float, tensor: int, machine: Machine) -> 
 
 @cache
 def node_membership(axes: tuple[str, ...], mesh: MeshShape, per_node: int) -> tuple[bool, int]:
-    """Return whether a group lies in one node, and how many of it lie in each.
+    """Return whether a group is inside one node, and how many of its devices each node has.
 
     >>> node_membership(("fsdp",), MeshShape.of(fsdp=16, tensor=4), 8)
     (False, 2)
@@ -157,7 +157,7 @@ def comm_seconds(comm: CommVolume, mesh: MeshShape, machine: Machine) -> float:
 
 
 def straggler_factor(devices: int, machine: Machine) -> float:
-    """Return by how much the slowest of so many devices is slower than the mean.
+    """Return the slowdown of the slowest of so many devices, relative to the mean.
 
     >>> from hfjax.hardware.machine import MACHINES
     >>> straggler_factor(1, MACHINES["h100"])
@@ -168,9 +168,9 @@ def straggler_factor(devices: int, machine: Machine) -> float:
 
 @dataclass
 class OverlapBudget:
-    """The seconds of products that are left to hide transfers, forward and backward.
+    """The seconds of matmuls that are left to hide transfers, forward and backward.
 
-    What is hidden is not free: products lose `slowdown` of its time.
+    Hiding is not free: matmuls lose `slowdown` seconds for each second hidden.
     """
 
     forward: float
@@ -180,7 +180,7 @@ class OverlapBudget:
     total: float = 0.0
 
     def add(self, comm: CommVolume, duration: float, fraction: float) -> None:
-        """Hide what can be hidden of transfers, at most a part of them, and count the rest."""
+        """Hide a transfer, at most the given fraction of it, and count the rest as exposed."""
         self.total += duration
         name = "backward" if comm.backward else "forward"
         used = min(getattr(self, name), duration * fraction)

@@ -50,7 +50,7 @@ def check_frozen(frozen: set[str], template: ModelTemplate, arrangement: Any) ->
 
 
 def check_patterns(patterns: tuple) -> None:
-    """Refuse what are no patterns of paths."""
+    """Refuse what are no path patterns."""
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
             f"freeze{patterns}: patterns of paths are expected, at least one, for instance "
@@ -59,7 +59,7 @@ def check_patterns(patterns: tuple) -> None:
 
 
 def first_layers(paths: set[str], first: Any, template: ModelTemplate) -> set[str]:
-    """Return those of these paths that belong to the first layers; refuse what belongs to none."""
+    """Return those of these paths that are in the first layers; refuse paths outside of layers."""
     if outside := sorted(path for path in paths if not path.startswith(LAYERS)):
         raise ValueError(
             f"freeze(…, first={first!r}): {outside[0]} is in no layer. Freeze the first layers by "
@@ -77,7 +77,7 @@ def first_layers(paths: set[str], first: Any, template: ModelTemplate) -> set[st
 
 
 def check_per_example_variables(template: ModelTemplate, mesh: Mesh) -> None:
-    """Refuse variables with a row for each row of a batch that does not split over the devices."""
+    """Refuse per-example variables whose size does not divide by the devices."""
     devices = batch_devices(mesh)
     for path, variable in template.variables.items():
         if template.is_batched(path) and variable.shape[0] % devices:
@@ -89,9 +89,9 @@ def check_per_example_variables(template: ModelTemplate, mesh: Mesh) -> None:
 
 
 def idle_axes(param_specs: Iterable[ParamSpecs], strategy: Strategy, mesh: Mesh) -> list[str]:
-    """Return mesh axes larger than 1 whose devices would repeat each other's work.
+    """Return mesh axes larger than 1 along which devices would repeat each other's work.
 
-    An axis of rows that is for arrays with a dimension of some name (that of experts) needs one.
+    A batch axis for arrays with a dimension of a certain name (that of experts) needs such arrays.
     """
     param_specs = list(param_specs)
     split_axes = {a for p in param_specs for entry in entries_of(p.parameter, 0) for a in entry}
@@ -114,13 +114,13 @@ def idle_axes(param_specs: Iterable[ParamSpecs], strategy: Strategy, mesh: Mesh)
 
 
 def warn_gathered_experts(layout: Any) -> None:
-    """Warn of arrays of experts that are gathered, since they are in no mixture of hfjax."""
+    """Warn of experts' arrays that are all-gathered, since they are in no mixture of hfjax."""
     if message := describe_gathered_experts(layout.param_specs.values()):
         warnings.warn(message, UserWarning, stacklevel=5)
 
 
 def describe_gathered_experts(param_specs: Iterable[ParamSpecs]) -> str:
-    """Return which arrays of experts are gathered over the axis that splits them; "": none."""
+    """Return which experts' arrays are gathered over the axis that shards them; "": none."""
     gathered_axes = lambda p: [axis for axis in p.avoidable_gather_axes if axis in EXPERT_AXES]
     axes_by_path = {p.path: axes for p in param_specs if (axes := gathered_axes(p))}
     if not axes_by_path:
@@ -137,7 +137,7 @@ def describe_gathered_experts(param_specs: Iterable[ParamSpecs]) -> str:
 
 
 def check_paths(axes: Mapping[str, tuple], template: ModelTemplate) -> None:
-    """Refuse names of axes for what is no parameter."""
+    """Refuse axis names for what is no parameter."""
     for path in axes:
         if path not in template.parameters:
             raise ValueError(f"axes: no parameter {path!r}. {suggest(path, template.parameters)}")
@@ -166,7 +166,7 @@ def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -
 
 
 def _check_takes_rngs(model_init: object) -> None:
-    """Refuse a class that is not called with rngs alone, as model_init is."""
+    """Refuse a class that cannot be called with rngs alone, as model_init is."""
     if not isinstance(model_init, type):
         return
     signature, name = inspect.signature(model_init.__init__), model_init.__name__
@@ -198,7 +198,7 @@ def check_dtypes(template: ModelTemplate) -> None:
 
 
 def check_axes_of_model(template: ModelTemplate, mesh: Mesh) -> None:
-    """Refuse an axis that a model says it cannot be split over, by its `refuses`: {axis: why}."""
+    """Refuse an axis over which a model cannot be sharded, as its `refuses` says: {axis: why}."""
     model = template.abstract("train")
     for axis, why in getattr(type(model), "refuses", {}).items():
         if mesh.shape[axis] > 1:
@@ -206,10 +206,10 @@ def check_axes_of_model(template: ModelTemplate, mesh: Mesh) -> None:
 
 
 def check_splits(strategy: Strategy, mesh: Mesh) -> None:
-    """Refuse a part of a strategy that splits nothing on this mesh; warn where one device is all.
+    """Refuse a part of a strategy that shards nothing on this mesh; warn if there is one device.
 
     Each strategy that `|` joined needs an axis larger than 1 among those of its rules (that of
-    the batch aside).
+    the batch excepted).
     """
     _check_grid(strategy, mesh)
     splitting = [strategy_part for strategy_part in strategy.parts if strategy_part.splits_over]
@@ -231,7 +231,7 @@ def check_splits(strategy: Strategy, mesh: Mesh) -> None:
 
 
 def _check_grid(strategy: Strategy, mesh: Mesh) -> None:
-    """Refuse a part of a grid's rows, and a grid that has one side only."""
+    """Refuse only some of a grid's rules, and a grid with a side of size 1."""
     columns = (strategy.parameters, strategy.gradients, strategy.moments, strategy.activations)
     if not any(ROW_AXIS in axes for column in columns for axes in column.values()):
         return
@@ -252,7 +252,7 @@ def _check_grid(strategy: Strategy, mesh: Mesh) -> None:
 
 
 def _grid_advice(strategy: Strategy, devices: int) -> str:
-    """Return the smallest sides for so many devices, as a program writes them."""
+    """Return the smallest grid for this many devices, as a program writes it."""
     factors = [n for n in range(2, devices + 1) if devices % n == 0]
     grid_shape = next(((r, c) for r in factors for c in factors if devices % (r * c) == 0), None)
     if grid_shape is None:
@@ -264,11 +264,11 @@ def _grid_advice(strategy: Strategy, devices: int) -> str:
 
 
 def check_grid_specs(param_specs: Mapping[str, ParamSpecs], splits: Rules) -> None:
-    """Refuse parameters that lie as no grid has them.
+    """Refuse parameters that are not sharded as on a grid.
 
     Args:
-        param_specs: Where each parameter lies.
-        splits: The strategy's rules of parameters.
+        param_specs: How each parameter is sharded.
+        splits: The strategy's rules for parameters.
     """
     for path, p in param_specs.items():
         for name, axes in zip(p.axes, entries_of(p.parameter, len(p.shape)), strict=True):
@@ -297,7 +297,7 @@ def _mesh_advice(strategy: Strategy, mesh: Mesh) -> str:
 
 
 def _splitting_sizes(strategy: Strategy, mesh: Mesh) -> dict[str, int] | None:
-    """Return a mesh of as many devices on which each part splits something; None: there is none."""
+    """Return sizes of such a mesh on which each part shards something; None: there are none."""
     splitting = [strategy_part for strategy_part in strategy.parts if strategy_part.splits_over]
     useful_axes = {
         *BATCH_AXES,
@@ -306,7 +306,7 @@ def _splitting_sizes(strategy: Strategy, mesh: Mesh) -> dict[str, int] | None:
     sizes = {axis: n if axis in useful_axes else 1 for axis, n in mesh.shape.items()}
     sizes["data"] *= mesh.size // math.prod(sizes.values())
     for number, strategy_part in enumerate(splitting, 1):
-        kept_axes = ((axis,) for axis in grid_axes(mesh))  # a grid stays one
+        kept_axes = ((axis,) for axis in grid_axes(mesh))  # a grid stays a grid
         required = [*(p.splits_over for p in splitting[:number]), *kept_axes]
         is_split = lambda s, required=required: all(size_of(axes, s) > 1 for axes in required)
         candidates = (
@@ -320,11 +320,11 @@ def _splitting_sizes(strategy: Strategy, mesh: Mesh) -> dict[str, int] | None:
 
 
 def _move_devices(sizes: dict[str, int], axis: str, strategy_part: Strategy) -> dict[str, int]:
-    """Return the sizes with devices of one axis given to a part that has none."""
+    """Return the sizes with devices of one axis moved to a part that has none."""
     n, target_axis = sizes[axis], min(strategy_part.splits_over, key=AXES.index)
     smallest_factor = next((factor for factor in range(2, n + 1) if n % factor == 0), 1)
     moved_factor = smallest_factor
-    if {axis, target_axis} <= set(BATCH_AXES):  # rows are split as before; of HSDP's some stay
+    if {axis, target_axis} <= set(BATCH_AXES):  # batch sharded as before; of HSDP's some stay
         moved_factor = (
             n // smallest_factor if strategy_part.name == HSDP.name and n > smallest_factor else n
         )

@@ -1,7 +1,7 @@
 """Refuses muon where it would take stacks of vectors for matrices, and matrices for something else.
 
-optax.contrib.muon calls an array with two dimensions a matrix. Of stacked layers that is a stack of
-biases; their matrices have three dimensions, or more where heads are kept apart.
+optax.contrib.muon calls an array with two dimensions a matrix. With stacked layers that is a stack
+of biases; their matrices have three dimensions, or more where heads are kept apart.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from hfjax.utils.paths import flatten, nest
 def check_matrices(
     optimizer: Any, parameters: Mapping[str, Any], arrays: Mapping[str, Array]
 ) -> None:
-    """Refuse an optimizer that makes the wrong arrays of a model orthogonal."""
+    """Refuse an optimizer that orthogonalizes the wrong arrays of a model."""
     state = jax.eval_shape(optimizer.init, nest(parameters))
     muon_paths = [path for muon in _find_nodes(state, _is_muon) for path in _moment_paths(muon)]
     vectors = [p for p in muon_paths if _is_stacked(arrays[p]) and len(arrays[p].shape) == 2]
@@ -43,7 +43,7 @@ def check_matrices(
 
 
 def _missed_matrices(muon: Any, arrays: Mapping[str, Array]) -> list[str]:
-    """Return the matrices that muon leaves to its Adam because they have not two dimensions.
+    """Return the matrices that muon leaves to its Adam because they do not have two dimensions.
 
     If Adam has an array of two dimensions, the user has said which are matrices.
     """
@@ -55,7 +55,7 @@ def _missed_matrices(muon: Any, arrays: Mapping[str, Array]) -> list[str]:
 
 
 def _find_nodes(state: Any, is_match: Callable[[Any], bool]) -> list[Any]:
-    """Return the parts of a state that are of a kind."""
+    """Return the matching nodes of an optimizer state."""
     return [x for x in jax.tree.leaves(state, is_leaf=is_match) if is_match(x)]
 
 
@@ -68,9 +68,9 @@ def _is_adam(state: object) -> bool:
 
 
 def _is_full_muon(state: object) -> bool:
-    """Whether it is the state of optax.contrib.muon: of what it makes orthogonal, and of its Adam.
+    """Whether it is a state of optax.contrib.muon: of what it orthogonalizes, and of its Adam.
 
-    A partition of the user's own may have the same names, and a whole muon as its part.
+    A partition of the user's own may have the same names, and a full muon as its part.
     """
     inner_states = getattr(state, "inner_states", {})
     inner = (
@@ -82,7 +82,7 @@ def _is_full_muon(state: object) -> bool:
 
 
 def _moment_paths(state: Any) -> list[str]:
-    """Return the paths of the parameters that a part of a state has moments of."""
+    """Return the paths of the parameters whose moments are in a node of an optimizer state."""
     return [path for path, moment in flatten(state.mu).items() if _is_array(moment)]
 
 
@@ -97,7 +97,7 @@ def _is_stacked(array: Array) -> bool:
 def _has_matrices(array: Array) -> bool:
     """Whether an array of three dimensions or more is a stack of matrices, or one with parts.
 
-    Without names of dimensions it is what its author makes of it (a convolution).
+    Without dimension names it is what its author makes of it (a convolution).
     """
     has_names = _is_stacked(array) or any(array.axes)
     return has_names and len(array.shape) > 2

@@ -1,7 +1,8 @@
-"""Which rows of a batch each process gives; those that have to give the same ones do.
+"""Which examples of a batch each process passes, and whether shared ones are equal.
 
-Devices along pipe, context, row and tensor compute with the same rows, and may belong to several
-processes. Each of these gives all those rows. Checksums of them are compared once a batch.
+Devices along pipe, context, row and tensor compute with the same examples, and may belong to
+several processes. Each of these passes all those examples. Their checksums are compared once a
+batch.
 """
 
 import weakref
@@ -18,13 +19,13 @@ from jax.sharding import Mesh
 from hfjax.distributed.exchange import gather_values
 from hfjax.parallel.mesh import AXES, BATCH_AXES, describe_mesh, in_use, size_of
 
-Sums = list[int]  # one for each part of the rows
-_sums: dict[int, Sums] = {}  # of arrays that lie on devices, by their id
+Sums = list[int]  # one for each shard of the batch
+_sums: dict[int, Sums] = {}  # of arrays on devices, by their id
 
 
 @lru_cache(maxsize=32)
 def batch_shards_of(mesh: Mesh) -> dict[int, list[int]]:
-    """Return {process: which parts of the rows of a batch its devices compute with}."""
+    """Return {process: which shards of a batch its devices compute with}."""
     batch_dims = [AXES.index(axis) for axis in BATCH_AXES]
     other_dims = [i for i in range(len(AXES)) if i not in batch_dims]
     devices_by_shard = mesh.devices.transpose(*batch_dims, *other_dims).reshape(
@@ -38,7 +39,7 @@ def batch_shards_of(mesh: Mesh) -> dict[int, list[int]]:
 
 
 def batch_factor(mesh: Mesh) -> Fraction:
-    """Return how many times the rows of this process the whole batch has."""
+    """Return the size of the global batch divided by that of this process."""
     if jax.process_count() == 1:
         return Fraction(1)
     return Fraction(size_of(BATCH_AXES, mesh), len(batch_shards_of(mesh)[jax.process_index()]))
@@ -46,7 +47,7 @@ def batch_factor(mesh: Mesh) -> Fraction:
 
 @lru_cache(maxsize=32)
 def _sharing_processes(mesh: Mesh, process: int) -> tuple[int, ...]:
-    """Return the processes that share rows with a process, or with one that does."""
+    """Return the processes that share examples with a process, or with one that does."""
     shards, processes = {p: {*own} for p, own in batch_shards_of(mesh).items()}, {process}
     while True:
         shared = set().union(*(shards[p] for p in processes))
@@ -57,7 +58,7 @@ def _sharing_processes(mesh: Mesh, process: int) -> tuple[int, ...]:
 
 
 def remember_checksums(mesh: Mesh, local_batch: Any, global_batch: Any) -> None:
-    """Remember checksums of the rows that were given for an array, if others give them too."""
+    """Remember checksums of the examples passed for an array, if others pass them too."""
     if len(_sharing_processes(mesh, jax.process_index())) == 1:
         return
     count = len(batch_shards_of(mesh)[jax.process_index()])
@@ -76,10 +77,10 @@ def _checksum(examples: np.ndarray) -> int:
 
 
 def check_same_examples(mesh: Mesh, batch: Any) -> None:
-    """Refuse, in all processes that share rows of a batch, rows that differ between them.
+    """Refuse, in all processes that share examples of a batch, examples that differ between them.
 
     A batch is compared where a step takes it: steps come in the same order in all processes. Arrays
-    that were put on their devices by other means are not looked at.
+    that were put on their devices by other means are not checked.
     """
     known_sums = [sums for x in jax.tree.leaves(batch) if (sums := _sums.pop(id(x), None))]
     if not known_sums:

@@ -1,7 +1,7 @@
-"""What every function that takes a state refuses: what is none, is gone, or is of another layout.
+"""What every function that takes a state refuses: no state, a donated one, or another layout's.
 
 Shapes are compared where a program is traced: once for each form of a state, so that a step that
-runs again looks at none.
+runs again checks none.
 """
 
 from collections.abc import Mapping
@@ -33,13 +33,13 @@ def is_traced(tree: Tree) -> bool:
 
 
 def check_alive(state: Any) -> None:
-    """Refuse what is no state, and one whose memory a step has taken: a step takes all of it."""
+    """Refuse what is no state, and one that was donated to a step: a step takes all of it."""
     check_is_state(state)
     check_not_donated(state.step)
 
 
 def check_not_donated(tree: Tree) -> None:
-    """Refuse arrays whose memory a step has taken."""
+    """Refuse arrays that were donated to a step."""
     is_deleted = lambda x: not isinstance(x, Tracer) and getattr(x, "is_deleted", bool)()
     if any(map(is_deleted, jax.tree.leaves(tree))):
         raise ValueError(
@@ -59,7 +59,7 @@ def check_is_state(state: object) -> None:
 
 
 def check_layout_and_state(function_name: str, layout: object, state: object) -> None:
-    """Refuse what is no layout or no state, and a state whose memory a step has taken."""
+    """Refuse what is no layout or no state, and a state that was donated to a step."""
     if not isinstance(layout, Layout) or not isinstance(state, State):
         type_names = f"{type(layout).__name__} and {type(state).__name__}"
         raise ValueError(
@@ -69,14 +69,14 @@ def check_layout_and_state(function_name: str, layout: object, state: object) ->
 
 
 def check_stored_shapes(layout: Layout, state: State) -> None:
-    """Refuse a state of another model or optimizer, its layers stored for any schedule."""
+    """Refuse a state of another model or optimizer; layers may be stored for any schedule."""
     order = state.order
     old = None if order is None else Arrangement(np.array(order, np.int32, ndmin=3))
     check_same_shapes(stored_shapes(layout, old), state)
 
 
 def check_state_shapes(layout: Layout, state: State, optimizer: bool = True) -> None:
-    """Refuse a state of another model or optimizer; its layers are stored as the layout has them.
+    """Refuse a state of another model or optimizer; layers must be stored as by the layout.
 
     A program calls it while it is traced.
     """
@@ -84,7 +84,7 @@ def check_state_shapes(layout: Layout, state: State, optimizer: bool = True) -> 
 
 
 def check_same_shapes(expected: State, state: State, optimizer: bool = True) -> None:
-    """Refuse a state that has not these shapes."""
+    """Refuse a state that does not have these shapes."""
     if mismatches := find_mismatches(expected, state, PARTS if optimizer else PARTS[:2]):
         path, actual, expected_shape = mismatches[0]
         suffix = f" (and {len(mismatches) - 1} more differ)" if len(mismatches) > 1 else ""
@@ -99,7 +99,7 @@ def check_same_shapes(expected: State, state: State, optimizer: bool = True) -> 
 def find_mismatches(
     expected: State, state: State, columns: tuple[str, ...]
 ) -> list[tuple[str, str, str]]:
-    """Return the path, what the state has there and what is wanted, of all arrays that differ."""
+    """Return the path, the actual and the expected shape of all arrays that differ."""
     mismatches = []
     for column in columns:
         expected_shapes, actual_shapes = (_shapes(getattr(x, column)) for x in (expected, state))
@@ -120,7 +120,7 @@ def _shapes(tree: Tree) -> dict[str, str]:
 
 
 def _describe(x: Any) -> str:
-    """Return shape and dtype as people read them; of what is no array, what it is."""
+    """Return shape and dtype in readable form; for what is no array, its type."""
     if not hasattr(x, "dtype"):
         return f"no array, but {type(x).__name__}"
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
@@ -136,9 +136,9 @@ def _state_shapes(layout: Layout, optimizer: bool = True) -> State:
 
 
 def stored_shapes(layout: Layout, old: Arrangement | None) -> State:
-    """Return the shapes of a state whose layers are arranged so; None: as the model has them.
+    """Return the shapes of a state with layers arranged so; None: in the model's order.
 
-    Of an arrangement that is not of the model's layers: the shapes of the layout itself.
+    For an arrangement that is not of the model's layers: the shapes of the layout itself.
     """
     if old is None:
         return _state_shapes(layout if layout.storage.arrangement is None else layout.model_layout)
@@ -165,7 +165,7 @@ def _is_permutation(layout: Layout, old: Arrangement) -> bool:
 
 
 def _stored_params(layout: Layout, old: Arrangement) -> Flat:
-    """Return the parameters of the model, in its dtypes, whose layers are arranged so."""
+    """Return the parameters of the model, in its dtypes, with layers arranged so."""
     template = layout.template
     shapes = _shape_structs(template.parameters)
     if template.is_layer_list:

@@ -1,6 +1,6 @@
-"""Which arrays of a state lie on the host: the column `memory` of a strategy, resolved.
+"""Which arrays of a state are in host memory: the column `memory` of a strategy, resolved.
 
-`FSDP | HOST_OPTIMIZER` puts `moments -> host` there. `layout.Layout.shardings` uses the answer,
+`FSDP | HOST_OPTIMIZER` sets `moments -> host` there. `layout.Layout.shardings` uses the answer,
 `optimizer_step/cpu_offload.py` streams such arrays through the device.
 """
 
@@ -20,19 +20,19 @@ MASTER = "master"  # the field of an optimizer's state that holds master weights
 
 
 class OptimizerArray(NamedTuple):
-    """An array that the optimizer keeps of a parameter."""
+    """An array that the optimizer keeps for a parameter."""
 
     path: str  # of the parameter
     rule: str  # of the column `memory`: moments or master
-    bytes: int  # on a device
+    bytes: int  # per device
 
 
 def find_optimizer_arrays(
     optimizer: Any, owner_of: Callable[[tuple, Any], ParamSpecs | None]
 ) -> dict[str, OptimizerArray]:
-    """Return what an optimizer's state keeps of parameters, given its shapes.
+    """Return the arrays of an optimizer state that belong to parameters, given its shapes.
 
-    The names are those of `jax.tree_util.keystr`; `owner_of` says of which parameter an array is.
+    The names are those of `jax.tree_util.keystr`; `owner_of` returns the parameter of an array.
     """
     arrays = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
@@ -44,20 +44,20 @@ def find_optimizer_arrays(
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The arrays of a state that lie on the host."""
+    """The arrays of a state that are in host memory."""
 
     strategy: Strategy
-    # What the optimizer keeps of each parameter, by name.
+    # The optimizer state of each parameter, by name.
     optimizer_arrays: Mapping[str, OptimizerArray]
 
     @property
     def parameters(self) -> bool:
-        """Whether parameters are kept on the host."""
+        """Whether parameters are in host memory."""
         return self._target("parameters") == "host"
 
     @cached_property
     def optimizer(self) -> frozenset[str]:
-        """The names of the arrays of the optimizer that do, as `jax.tree_util.keystr` has them."""
+        """The names (`jax.tree_util.keystr`) of the optimizer's arrays in host memory."""
         return frozenset(self._host_moments) | (
             frozenset(self._sizes[MASTER]) if self._target(MASTER) == "host" else frozenset()
         )
@@ -66,20 +66,20 @@ class HostMemory:
         return self.parameters or bool(self.optimizer)
 
     def count_moments(self, path: str) -> tuple[int, int]:
-        """Return how many moments of a parameter lie on the host, and how many it has."""
+        """Return how many optimizer arrays of a parameter are on the host, and how many it has."""
         names = [name for name, array in self.optimizer_arrays.items() if array.path == path]
         return sum(name in self.optimizer for name in names), len(names)
 
     @property
     def host_fraction(self) -> float | None:
-        """The share of the moments' bytes on the host; None where no share was asked for."""
+        """The fraction of the moments' bytes on the host; None where none was requested."""
         if isinstance(self._target("moments"), str):
             return None
         sizes = self._sizes["moments"]
         return sum(sizes[name] for name in self._host_moments) / max(sum(sizes.values()), 1)
 
     def check(self) -> None:
-        """Refuse rules that find nothing to keep on the host; warn where a share is too small."""
+        """Refuse rules that put nothing into host memory; warn where a fraction is too small."""
         if self.host_fraction == 0:
             warnings.warn(
                 f"strategy {self.strategy.name}, memory moments -> "
@@ -103,7 +103,7 @@ class HostMemory:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield what a layout has to tell of it."""
+        """Yield notes for the printed layout."""
         if self.host_fraction is not None:
             target = float(self._target("moments"))
             yield (
@@ -118,14 +118,14 @@ class HostMemory:
 
     @cached_property
     def _host_moments(self) -> list[str]:
-        """The moments that lie on the host: whole arrays, as many as fit, the largest first."""
+        """The moments in host memory: whole arrays, as many as fit, the largest first."""
         sizes, target = self._sizes["moments"], self._target("moments")
         fraction = target if isinstance(target, float) else float(target == "host")
         return largest_first(sizes, fraction * sum(sizes.values()))[0]
 
     @cached_property
     def _sizes(self) -> dict[str, dict[str, int]]:
-        """Row -> name -> bytes on a device."""
+        """Rule -> name -> bytes per device."""
         sizes: dict[str, dict[str, int]] = {"moments": {}, MASTER: {}}
         for name, array in self.optimizer_arrays.items():
             sizes[array.rule][name] = array.bytes

@@ -1,4 +1,4 @@
-"""Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
+"""How everything is sharded: path, shape, PartitionSpec, bytes per device. Allocates nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -65,19 +65,19 @@ from hfjax.utils.tables import human
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where parameters, gradients, moments and other variables live on a mesh; prints as a table.
+    """How parameters, gradients, optimizer state and variables are sharded; prints as a table.
 
     `hfjax.layout` makes one; edit it with `with_specs` and `freeze`.
 
     Attributes:
         mesh: The devices.
-        strategy: The table that placed everything.
-        optimizer: The optax transformation; after `freeze` it leaves frozen parameters alone.
+        strategy: The table of sharding rules.
+        optimizer: The optax transformation; after `freeze` it does not change frozen parameters.
         template: The model without its arrays.
         arrays: Path -> shape and logical axes of each parameter of the model.
-        param_specs: Path -> where a stored parameter, its gradient and its moments lie.
+        param_specs: Path -> shardings of a stored parameter, its gradient and optimizer state.
         storage: How a state stores the layers.
-        forward: What was given to `hfjax.layout`.
+        forward: As passed to `hfjax.layout`.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
@@ -102,19 +102,19 @@ class Layout:
 
     @property
     def specs(self) -> dict[str, P]:
-        """Path -> PartitionSpec of each parameter; edit it and hand it to `with_specs`."""
+        """Path -> PartitionSpec of each parameter; edit it and pass it to `with_specs`."""
         return {path: p.parameter for path, p in self.param_specs.items()}
 
     def with_specs(self, specs: Mapping[str, P]) -> "Layout":
-        """Return the layout with these parameters placed so; gradients and moments follow.
+        """Return the layout with these parameters sharded so; gradients, optimizer state follow.
 
         Args:
-            specs: {path: PartitionSpec}, of as many parameters as you like; others stay where they
-                are. The sizes of the axes that split a dimension have to divide it; data and fsdp
-                come before tensor.
+            specs: {path: PartitionSpec}, of as many parameters as you like; others keep theirs. The
+                sizes of the axes that shard a dimension have to divide it; data and fsdp come
+                before tensor.
 
         Raises:
-            ValueError: A path is unknown, or the parameter cannot be placed so.
+            ValueError: A path is unknown, or the parameter cannot be sharded so.
 
         Example:
             >>> import hfjax, jax.numpy as jnp, optax
@@ -146,16 +146,16 @@ class Layout:
         return replace(self, param_specs=param_specs)
 
     def freeze(self, *patterns: str, first: int | None = None) -> "Layout":
-        """Return the layout in which the parameters of these paths stay as they are.
+        """Return the layout in which the parameters of these paths are frozen.
 
-        They have neither gradient nor moments. What was frozen before stays so. Of stacked layers
-        that are frozen in part (`first`) the whole stack has both: their updates are zero, also
-        those of weight decay, their moments do not change, and their gradients count in the norm
-        that `clip` looks at.
+        They have neither gradient nor optimizer state. What was frozen before stays so. A stack of
+        layers that is frozen in part (`first`) has both as a whole: the updates of frozen layers
+        are zero, also those of weight decay, their optimizer state does not change, and their
+        gradients count in the norm that `clip` uses.
 
         Args:
-            patterns: Paths, at least one; `*` stands for anything, also for `/`: `"layers/*"`.
-            first: Freeze only the first so many layers, in the model's order, whatever the
+            patterns: Paths, at least one; `*` matches anything, also `/`: `"layers/*"`.
+            first: Freeze only this many of the first layers, in the model's order, whatever the
                 schedule: `freeze("layers/*", first=4)`. None: all.
 
         Raises:
@@ -196,7 +196,7 @@ class Layout:
         return new_layout
 
     def _freeze_optimizer(self) -> "Layout":
-        """Return the layout whose optimizer leaves alone what is frozen, wherever it is stored."""
+        """Return the layout whose optimizer skips what is frozen, wherever it is stored."""
         frozen = {path for path, p in self.param_specs.items() if p.frozen}
         optimizer = unwrap(self.optimizer, FrozenLayers)
         optimizer = freeze_params(optimizer, frozen) if frozen else optimizer
@@ -211,16 +211,16 @@ class Layout:
 
     @cached_property
     def model_layout(self) -> "Layout":
-        """The layout that stores layers as the model has them."""
+        """The layout that stores layers in the model's order."""
         return arrange_layers(self, None)
 
     def _array(self, path: str) -> Array:
-        """Return the array that is stored there."""
+        """Return the array stored at a path."""
         return self.arrays.get(path) or Array(path, self.param_specs[path].shape, (STACK, None))
 
     @cached_property
     def host_memory(self) -> HostMemory:
-        """What of the state lies on the host."""
+        """What of the state is in host memory."""
         arrays = find_optimizer_arrays(self.state_shapes.optimizer, self.parameter_of)
         return HostMemory(self.strategy, arrays)
 
@@ -236,14 +236,14 @@ class Layout:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """The number of the layer in each stored row, -1 where there is none.
+        """The layer number of each stored entry, -1 where there is none.
 
         A packed row has several: [rows, most layers].
         """
         return self.storage.order
 
     def shardings(self) -> Any:
-        """Return the sharding of every array of the state, in the state's own form.
+        """Return the sharding of every array of the state, as a tree like the state.
 
         Use it to move a state (`jax.device_put(state, layout.shardings())`) or as `out_shardings`.
 
@@ -287,12 +287,12 @@ class Layout:
         return jax.tree.map(shape, self.state_shapes, self.shardings())
 
     def create(self, seed: Any) -> "State":
-        """Return the first state; under jit with `shardings()` it is born sharded.
+        """Return the initial state; under jit with `shardings()` it is created sharded.
 
         `hfjax.init` does that: call this one only inside a program of your own.
 
         Args:
-            seed: Whole number, or a traced one, from which `model_init` gets its random numbers.
+            seed: An integer, or a traced one, from which `model_init` gets its random numbers.
 
         Example:
             >>> import hfjax, jax, jax.numpy as jnp, optax
@@ -332,7 +332,7 @@ class Layout:
         return P() if owner is None else owner.moment
 
     def parameter_of(self, keys: tuple, leaf: Any) -> ParamSpecs | None:
-        """Return the parameter of which an array of the optimizer has the path and the shape."""
+        """Return the parameter whose path and shape an array of the optimizer state has."""
         shapes = {path: p.shape for path, p in self.param_specs.items()}
         match = find_parameter(keys, leaf.shape, shapes)
         return None if match is None else self.param_specs[match[1]]
@@ -340,7 +340,7 @@ class Layout:
     def bytes_per_device(self) -> dict[str, int]:
         """Return bytes per device of parameters, gradients (accumulated) and optimizer state.
 
-        What lies on the host counts apart, as "host parameters" and "host moments".
+        What is in host memory counts separately, as "host parameters" and "host moments".
 
         Example:
             >>> import hfjax, jax.numpy as jnp, optax
@@ -373,7 +373,7 @@ class Layout:
         return {path: size(p) for path, p in self.param_specs.items() if not p.frozen}
 
     def unused_axes(self) -> list[str]:
-        """Return mesh axes larger than 1 that split neither the batch nor any parameter.
+        """Return mesh axes larger than 1 that shard neither the batch nor any parameter.
 
         A step refuses such a layout: the devices along them would repeat each other's work.
 
@@ -400,13 +400,13 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scale:
-    """The loss scale of a float16 run, and what it depends on: numbers."""
+    """The loss scale of a float16 run, and the numbers on which it depends."""
 
     value: Any
-    steps: Any  # judged so far, those that were skipped too
+    steps: Any  # judged so far, skipped ones included
     last: Any  # the step of the last overflow; -1: none
     hysteresis: Any  # overflows left until the scale halves
-    skipped: Any  # steps, in all
+    skipped: Any  # steps in total
 
 
 @jax.tree_util.register_dataclass
@@ -418,10 +418,10 @@ class State:
 
     Attributes:
         step: The number of steps taken, an int32 scalar.
-        params: The parameters, nested by the parts of their paths.
-        optimizer: What the optax optimizer keeps.
-        variables: What is not a parameter: statistics, random keys.
-        order: The number of the layer in each row of what stacks layers; None if nothing does.
+        params: The parameters, nested by their paths.
+        optimizer: The state of the optax optimizer.
+        variables: Arrays that are no parameters: statistics, random keys.
+        order: The layer number of each entry of stacked layers; None if nothing is stacked.
         scale: The loss scale of a float16 run; None before its first step, and without one.
 
     Example:
@@ -437,8 +437,8 @@ class State:
     step: Any
     params: Any
     optimizer: Any
-    variables: Any  # what is not a parameter: statistics, random keys
-    order: Any = None  # the number of the layer in each row of what stacks layers
+    variables: Any  # arrays that are no parameters: statistics, random keys
+    order: Any = None  # the layer number of each entry of stacked layers
     scale: Scale | None = None
 
 
@@ -454,23 +454,23 @@ def layout(  # noqa: PLR0913  options of one call
     example: Any = None,
     sync_batch_norm: bool = True,
 ) -> Layout:
-    """Return where everything of `model_init(rngs)` lives under a strategy; allocates nothing.
+    """Return how everything of `model_init(rngs)` is sharded under a strategy; allocates nothing.
 
     Args:
         model_init: Function of `nnx.Rngs` that returns an nnx module or a bare pytree of arrays.
         optimizer: Any optax transformation whose update needs gradients and parameters only.
         mesh: A mesh from `hfjax.make_mesh`.
-        strategy: Which logical axis lies on which mesh axis, for instance `hfjax.FSDP`.
-        forward: Function of (model, batch) that returns what the loss is given. It may ask for
+        strategy: Which mesh axes shard which logical axis, for instance `hfjax.FSDP`.
+        forward: Function of (model, batch) that returns what is passed to the loss. It may ask for
             `key`, `example_keys` and `train` by name. None: `model(batch)`, or a bare pytree
             itself.
         axes: {path: logical axes} of parameters whose module does not name their dimensions.
-        example: A batch, or its shapes: what a pipeline weighs unlike layers on.
-        sync_batch_norm: Whether BatchNorm takes its statistics over the rows of all devices.
+        example: A batch, or its shapes: a pipeline estimates the cost of unlike layers with it.
+        sync_batch_norm: Whether BatchNorm takes its statistics over the examples of all devices.
 
     Raises:
-        ValueError: A parameter cannot be placed as the strategy says, or has no floating dtype; or
-            a part of the strategy would split nothing on this mesh.
+        ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; or
+            a part of the strategy would shard nothing on this mesh.
 
     Example:
         >>> import hfjax, optax
@@ -517,7 +517,7 @@ def layout(  # noqa: PLR0913  options of one call
         forward,
     )
     new_layout = arrange_layers(new_layout, source.even_arrangement(param_specs))
-    tuple(unmatched(source, new_layout.storage.packed is not None))  # refuses
+    tuple(unmatched(source, new_layout.storage.packed is not None))  # called for its checks
     check_master(optimizer, nest(template.parameters))
     check_update_arguments(optimizer, nest(template.parameters))
     check_matrices(optimizer, template.parameters, arrays)
@@ -528,7 +528,7 @@ def layout(  # noqa: PLR0913  options of one call
 
 
 def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
-    """Return the layout that stores layers so; None: as the model has them."""
+    """Return the layout that stores layers so; None: in the model's order."""
     frozen = {path for path, p in layout.param_specs.items() if p.frozen}
     check_frozen(frozen, layout.template, arrangement)
     storage = make_storage(layout.storage.source, arrangement)
@@ -542,11 +542,11 @@ def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
 
 
 def initial_state(layout: Layout, arrays: Flat, params: Flat) -> State:
-    """Return the state that begins with these parameters, and variables out of `arrays`."""
+    """Return the initial state with these parameters, and variables from `arrays`."""
     variables = nest({path: arrays[path] for path in layout.template.variables})
     optimizer_state = layout.optimizer.init(
         nest(params)
-    )  # master weights: before anything is rounded
+    )  # master weights start before rounding
     params = nest({path: x.astype(layout.param_specs[path].dtype) for path, x in params.items()})
     return State(jnp.zeros((), jnp.int32), params, optimizer_state, variables, layout.order)
 
@@ -572,7 +572,7 @@ def _notes(layout: Layout) -> Iterator[str]:
 
 
 def _frozen_layers(param_specs: Mapping[str, ParamSpecs]) -> dict[str, int]:
-    """Return path -> how many of the first layers of a stack stay as they are."""
+    """Return path -> how many of the first layers of a stack are frozen."""
     return {path: p.frozen_layers for path, p in param_specs.items() if p.frozen_layers}
 
 

@@ -1,4 +1,4 @@
-"""An optimizer's state by path: its trees of parameters found, converted and put back."""
+"""Optimizer state by path: finds, converts and replaces its trees of parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by path
 
 
 def convert_state(tree: Tree, old: Shapes, like: Any, new: Shapes, convert: Callable) -> Any:
-    """Return an optimizer's state in the form of `like`.
+    """Return an optimizer state in the form of `like`.
 
-    Its moments of parameters that are stored as `old` are converted to `new`, all of a tree of
-    them together; the rest is the same in both forms.
+    Its trees of parameters that are stored as `old` are converted to `new`, each tree as a whole;
+    the rest is the same in both forms.
     """
     trees: dict[str, Flat] = {}
     rest: Flat = {}
@@ -45,12 +45,12 @@ def convert_state(tree: Tree, old: Shapes, like: Any, new: Shapes, convert: Call
 def convert_layers(old: Any, new: Any, flat: Flat) -> Flat:
     """Return a tree of arrays by path, its layers restored by `old` and stored by `new`.
 
-    These are `PackedLayers`, or move arrays as such would; None: as the model has them.
+    These are `PackedLayers`, or move arrays as such would; None: the model's order.
     """
     packed = new if old is None else old
     is_layer = lambda path: path.startswith(PACKED) or path in packed.locations
     layers = {path: x for path, x in flat.items() if packed is not None and is_layer(path)}
-    if not layers:  # what moves embed and head only
+    if not layers:  # embed and head only
         return flat
     rest = {path: x for path, x in flat.items() if path not in layers}
     layers = layers if old is None else old.restore(layers)

@@ -1,4 +1,4 @@
-"""The layers of a state in another order: as another schedule stores them, or as the model does."""
+"""Reorders the layers of a state: as another schedule stores them, or in the model's order."""
 
 import weakref
 from collections.abc import Callable
@@ -26,10 +26,10 @@ from hfjax.utils.paths import Flat, flatten, nest
 
 
 def canonical(layout: Layout, state: State) -> State:
-    """Return the state with its layers in the model's order: what to save, and to look at.
+    """Return the state with its layers in the model's order: to save and to inspect.
 
     Any layout of the same model can restore it, whatever its mesh, strategy or schedule. A state
-    whose layers lie so already comes back as it is.
+    whose layers are in that order is returned unchanged.
 
     Args:
         layout: A layout of the model to which the state belongs.
@@ -57,7 +57,7 @@ def canonical(layout: Layout, state: State) -> State:
 
 
 def rearrange(layout: Layout, state: State) -> State:
-    """Return the state with its layers where the layout has them; itself if they are there."""
+    """Return the state with its layers in the layout's order; itself if they are."""
     if _is_in_order(layout, state.order):
         return state
     old = None if state.order is None else Arrangement(np.array(state.order, np.int32, ndmin=3))
@@ -69,16 +69,16 @@ def rearrange(layout: Layout, state: State) -> State:
     return _PROGRAMS[layout](old_order, state)
 
 
-# By layout, and gone with it: the program that brings layers into its order, and the array of a
-# state that was last found to be its order, whose value is not asked again.
+# By layout, and dropped with it: the program that brings layers into its order, and the array of a
+# state that was last found to be its order, whose value is not read again.
 _PROGRAMS: weakref.WeakKeyDictionary[Layout, Callable] = weakref.WeakKeyDictionary()
 _KNOWN_ORDERS: weakref.WeakKeyDictionary[Layout, weakref.ref] = weakref.WeakKeyDictionary()
 
 
 def _is_in_order(layout: Layout, order: object) -> bool:
-    """Return whether layers that are stored in an order lie as the layout has them.
+    """Return whether layers stored in this order are in the layout's order.
 
-    To look at an array is to wait for the device: what was found to be so is known again.
+    Reading an array waits for the device: an array that was found to be in order is remembered.
     """
     if order is not None and layout in _KNOWN_ORDERS and _KNOWN_ORDERS[layout]() is order:
         return True
@@ -104,17 +104,17 @@ def store_params(layout: Layout, params: Flat) -> Flat:
 
 
 def copy_to(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return a copy of an array on its shards: none of their memory is that of the array.
+    """Return a copy of an array on its shards that shares no memory with it.
 
-    Where the whole array goes to several devices, `jax.device_put` lets the one that has it keep
-    its memory, even with may_alias=False: who donates the result would delete the array.
+    If the array is replicated over several devices, `jax.device_put` lets the one that has it keep
+    its memory, even with may_alias=False: donating the result would delete the array.
     """
     on_device = sharding.with_memory_kind("device") if is_host_sharding(sharding) else sharding
     return jax.device_put(jnp.copy(jax.device_put(x, on_device)), sharding)
 
 
 def params_in_model_order(layout: Layout, state: State) -> Flat:
-    """Return the parameters of a state by path, in the model's order; its optimizer may be any."""
+    """Return the parameters of a state by path, in the model's order, whatever its optimizer."""
     model_layout, params = layout.model_layout, flatten(state.params)
     if _is_same_order(model_layout.order, state.order, model_layout.template.is_layer_list):
         return params
@@ -137,7 +137,7 @@ def params_in_model_order(layout: Layout, state: State) -> Flat:
 
 
 def _repack(layout: Layout, old: Arrangement | None, state: State) -> State:
-    """Return the state of a model whose layers are a list in the form that the layout has."""
+    """Return the state of a model with a list of layers in the layout's form."""
     check_same_shapes(stored_shapes(layout, old), state)
     old_packed = None if old is None else packed_layers(layout.template, layout.mesh, old)
 
@@ -170,9 +170,9 @@ def _repack(layout: Layout, old: Arrangement | None, state: State) -> State:
 
 
 def _make_rearrange(layout: Layout) -> Callable:
-    """Return the compiled function of (order, state): of stacked layers that come in an order.
+    """Return the compiled function of (order, state), for stacked layers stored in that order.
 
-    It does not hold the layout, which is there whenever it is traced.
+    It holds no reference to the layout, which is alive whenever it is traced.
     """
     dims, new, layout_ref = _layer_dims(layout), layout.storage.arrangement, weakref.ref(layout)
 
@@ -180,7 +180,7 @@ def _make_rearrange(layout: Layout) -> Callable:
         old = None if old_order is None else Arrangement(np.array(old_order, np.int32, ndmin=3))
         layout = layout_ref()
         assert layout is not None
-        check_same_shapes(stored_shapes(layout, old), state)  # of another form it is traced anew
+        check_same_shapes(stored_shapes(layout, old), state)  # another form is traced anew
         reorder = partial(_reorder_array, new, old)
         params = map_one_by_one(reorder, state.params, dims.params)
         optimizer_state = map_one_by_one(reorder, state.optimizer, dims.optimizer)
@@ -192,7 +192,7 @@ def _make_rearrange(layout: Layout) -> Callable:
 def _reorder_array(
     new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int
 ) -> Any:
-    """Return an array whose dimension `dim` (-1: none) has a row for each layer, rearranged."""
+    """Return an array whose dimension `dim` (-1: none) has an entry per layer, reordered."""
     if dim < 0:
         return array
     layers = array if old is None else old.restore(array, dim)
@@ -200,7 +200,7 @@ def _reorder_array(
 
 
 def _layer_dims(layout: Layout) -> State:
-    """Return which dimension of each array of the state has a row for each layer; -1: none.
+    """Return which dimension of each array of the state has an entry per layer; -1: none.
 
     It is the one that grows with the number of layers.
     """

@@ -23,7 +23,7 @@ from hfjax.utils.tables import align, human
 def unmatched(source: Source, packed: bool) -> Iterator[str]:
     """Report rules that match no parameter; refuse if a mesh axis is left without any.
 
-    `packed`: a list of layers lies in rows, which stages split as they split a stack.
+    `packed`: a list of layers is stored in rows, which stages shard as they shard a stack.
     """
     strategy, mesh = source.strategy, source.mesh
     names = {name for array in source.arrays.values() for name in array.axes if name}
@@ -47,7 +47,7 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
 
 
 def large_replicated(strategy: Strategy, param_specs: Mapping[str, ParamSpecs]) -> Iterator[str]:
-    """Report large arrays that the rule `*` could not split, or that there is none."""
+    """Report large arrays that the rule `*` could not shard, or that there are none."""
     default_axes = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
     is_all_small = all(p.small for p in param_specs.values())
     if is_all_small and any(in_use(p.mesh, default_axes) for p in param_specs.values()):
@@ -68,13 +68,13 @@ def large_replicated(strategy: Strategy, param_specs: Mapping[str, ParamSpecs]) 
 
 
 def is_large_replicated(p: ParamSpecs, column: str, axes: Axes) -> bool:
-    """Return whether the rule `*` that names these axes could not split a large array."""
+    """Return whether the rule `*` with these axes could not shard a large array."""
     split_axes = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
     return bool(in_use(p.mesh, axes)) and not p.small and not split_axes & set(axes)
 
 
 def stage_table(packed: PackedLayers) -> Iterator[str]:
-    """Yield a line for each part of a list of layers: where it lies, what it fills of its row."""
+    """Yield a line for each virtual stage of packed layers: where it is, how full its row is."""
     arrangement = packed.arrangement
     for (stage, chunk), numbers, num_bytes in zip(
         arrangement.homes, arrangement.stage_layers, packed.param_bytes, strict=True
@@ -87,7 +87,7 @@ def stage_table(packed: PackedLayers) -> Iterator[str]:
 
 
 def padding_cost(source: Source, packed: PackedLayers) -> Iterator[str]:
-    """Yield what is stored and sent only because all parts of the layers have one shape."""
+    """Yield what is stored and sent only because the rows of all virtual stages have one shape."""
     homes, entry_bytes = packed.arrangement.homes, packed.row_bytes
     padding = 1 - sum(packed.param_bytes) / max(entry_bytes * len(homes), 1)
     arrangement = arrange(source.layers_per_stage(len(homes), "parameters"), homes)
@@ -119,7 +119,7 @@ def _bytes(tree: Tree) -> int:
 
 
 def layout_table(param_specs: Iterable[ParamSpecs], host_memory: HostMemory) -> Iterator[str]:
-    """Yield where each parameter, its gradient and its moments lie, and its bytes per device."""
+    """Yield how each parameter, gradient and optimizer state is sharded, and bytes per device."""
     header = ("parameter", "shape", "spec", "gradient", "moments", "bytes/device")
     yield from (
         f"  {line}" for line in align([header, *(_entry(p, host_memory) for p in param_specs)])
@@ -127,7 +127,7 @@ def layout_table(param_specs: Iterable[ParamSpecs], host_memory: HostMemory) -> 
 
 
 def _entry(p: ParamSpecs, host_memory: HostMemory) -> tuple[str, ...]:
-    used_axes = in_use(p.mesh, p.mesh.axis_names)  # an axis of size 1 splits nothing
+    used_axes = in_use(p.mesh, p.mesh.axis_names)  # an axis of size 1 shards nothing
     param_spec, gradient, optimizer_spec = (
         _spec_text(keep_axes(spec, used_axes)) for spec in (p.parameter, p.gradient, p.moment)
     )

@@ -1,4 +1,4 @@
-"""Which layers each stage gets, and the table that stages follow."""
+"""Assigns layers to stages, and returns the table that stages follow."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from hfjax.sharding.layout import Layout, arrange_layers
 
 
 def assign_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
-    """Return the layout with its layers where the schedule wants them."""
+    """Return the layout with its layers on the stages of a schedule."""
     if not layout.template.is_layer_stack:  # there are no layers to arrange
         return layout
     if schedule is None:
@@ -32,7 +32,7 @@ def assign_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
 
 
 def training_table(layout: Layout, schedule: PipelineSchedule | None) -> Table | None:
-    """Return the table of a training step; None: there is no pipeline."""
+    """Return the table of a training step; None if there is no pipeline."""
     table = None if schedule is None else schedule.table(layout.mesh.shape[PIPE_AXIS])
     if table is not None and not table.trains:
         raise ValueError(
@@ -43,7 +43,7 @@ def training_table(layout: Layout, schedule: PipelineSchedule | None) -> Table |
 
 
 def evaluation_table(layout: Layout, schedule: PipelineSchedule | None, batch: Any) -> Table | None:
-    """Return the table that evaluates: as many microbatches as the rows of a batch allow."""
+    """Return the table of an evaluation: as many microbatches as the batch size allows."""
     stages = layout.mesh.shape[PIPE_AXIS]
     if stages == 1 and schedule is None:
         return None
@@ -58,7 +58,7 @@ def evaluation_table(layout: Layout, schedule: PipelineSchedule | None, batch: A
 def _check_stage_specs(layout: Layout) -> None:
     if (
         layout.mesh.shape[PIPE_AXIS] == 1 or layout.host_memory.parameters
-    ):  # refused beside schedules
+    ):  # refused together with schedules
         return
     for path, p in layout.param_specs.items():
         if p.stacked and PIPE_AXIS not in p.sharded_compute:

@@ -1,7 +1,7 @@
 """How a state stores the layers: `ModelOrder`, `StackedLayers` or `PackedStages`.
 
-Stacked arrays have a row for each place of each stage. The layers of a list are packed: a row for
-each virtual stage, padded to the longest.
+Stacked arrays have an entry for each layer slot of each stage. The layers of a list are packed: a
+row for each virtual stage, padded to the longest.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ COLUMNS = ("parameter", "gradient", "moment")
 
 
 def place_array(array: Array, dtype: DTypeLike, strategy: Strategy, mesh: Mesh) -> ParamSpecs:
-    """Return where a strategy puts an array."""
+    """Return the shardings of an array under a strategy."""
     small, specs = array.layer_size < strategy.smallest, column_specs(array, strategy, mesh)
     flags = {"small": small, "axes": array.axes, "takes_shards": array.takes_shards}
     return ParamSpecs(mesh, array.path, array.shape, dtype, *specs, **flags)
@@ -36,7 +36,7 @@ def place_array(array: Array, dtype: DTypeLike, strategy: Strategy, mesh: Mesh) 
 
 @dataclass(frozen=True)
 class Source:
-    """A model on a mesh, before its layers are put on stages."""
+    """A model on a mesh, before its layers are assigned to stages."""
 
     mesh: Mesh
     strategy: Strategy
@@ -56,22 +56,22 @@ class Source:
 
     @property
     def stacked(self) -> list[str]:
-        """The paths of what stacks layers."""
+        """The paths of stacked layers."""
         return [path for path, array in self.arrays.items() if array.axes[:1] == (STACK,)]
 
     @property
     def layers(self) -> list[Any]:
-        """The modules and functions of a list of layers, shapes in place of arrays."""
+        """The modules and functions of a list of layers, with shapes in place of arrays."""
         return list(items_of(self.template.abstract("eval").layers))
 
     @property
     def number_of_layers(self) -> int:
-        """How many layers the model has that can be cut into stages."""
+        """How many layers the model has that can be assigned to stages."""
         return self.template.num_layers
 
     @property
     def embed_shapes(self) -> Any:
-        """The shapes of what enters the first layer."""
+        """The shapes of the inputs of the first layer."""
         template = self.template
         shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
         arrays = [
@@ -85,7 +85,7 @@ class Source:
         return jax.eval_shape(embed, *arrays, self.example)
 
     def even_arrangement(self, param_specs: Mapping[str, ParamSpecs]) -> Arrangement | None:
-        """Return as many layers for each stage, one after the other, if layers lie on stages."""
+        """Return an even, contiguous arrangement of layers, if stages shard them."""
         stages = self.mesh.shape[PIPE_AXIS]
         if self.template.is_layer_list:
             is_on_stages = stages > 1 and PIPE_AXIS in self.strategy.parameters.get(STACK, ())
@@ -106,8 +106,8 @@ class Storage(ABC):
 
     Attributes:
         source: The model.
-        arrangement: Of layers on stages; None: the model's own order.
-        packed: How the layers of a list lie in rows; None: they are not packed.
+        arrangement: Of layers on stages; None: the model's order.
+        packed: How a list of layers is packed into rows; None: it is not.
     """
 
     source: Source
@@ -117,11 +117,11 @@ class Storage(ABC):
     @property
     @abstractmethod
     def order(self) -> np.ndarray | None:
-        """The number of the layer in each stored row, -1 where there is none."""
+        """The layer number of each stored entry, -1 where there is none."""
 
     @abstractmethod
     def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
-        """Return where what is stored lies, of a model that is placed so, stored in any way."""
+        """Return the specs of the stored arrays, given specs of the model in any stored form."""
 
     @abstractmethod
     def create(self, arrays: Flat, seed: Any) -> Flat:
@@ -129,50 +129,50 @@ class Storage(ABC):
 
     @abstractmethod
     def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
-        """Return parameters in the model's order as they are stored, on these shardings."""
+        """Return parameters in the model's order as they are stored, with these shardings."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ModelOrder(Storage):
-    """Each layer where the model has it."""
+    """Layers in the model's order."""
 
     @property
     def order(self) -> np.ndarray | None:
-        """The layers of a stack in the model's order; None: nothing is stacked."""
+        """The layers of a stack in order; None: nothing is stacked."""
         layers = [self.source.arrays[path].shape[0] for path in self.source.stacked]
         return np.arange(layers[0], dtype=np.int32) if layers else None
 
     def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
-        """Return where the model's own arrays lie."""
+        """Return the specs of the model's own arrays."""
         if self.source.template.is_layer_list:
             return _end_specs(specs) | _layer_specs(self.source, specs)
         stack_sizes = {path: self.source.arrays[path].shape[0] for path in self.source.stacked}
         return _stack_specs(self.source, specs, stack_sizes)
 
     def create(self, arrays: Flat, seed: Any) -> Flat:
-        """Return the arrays as they are."""
+        """Return the arrays unchanged."""
         return arrays
 
     def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
-        """Return parameters as they are."""
+        """Return parameters unchanged."""
         return params
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class StackedLayers(Storage):
-    """A row of a stack for each place of each stage."""
+    """Stacks with an entry for each layer slot of each stage."""
 
     arrangement: Arrangement
 
     @property
     def order(self) -> np.ndarray:
-        """The number of the layer in each row."""
+        """The layer number of each entry."""
         return np.asarray(self.arrangement.stored_order, np.int32)
 
     def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
-        """Return where the rows lie, and all that is not stacked."""
+        """Return the specs of stacks, and of all that is not stacked."""
         return _stack_specs(
             self.source,
             specs,
@@ -180,11 +180,11 @@ class StackedLayers(Storage):
         )
 
     def create(self, arrays: Flat, seed: Any) -> Flat:
-        """Return the arrays with the rows of stacks where they are stored."""
+        """Return the arrays with stacks in stored order."""
         return arrays | self._store_stacks({path: arrays[path] for path in self.source.stacked})
 
     def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
-        """Return parameters with the rows of stacks where they are stored."""
+        """Return parameters with stacks in stored order."""
         stacks = {path: params[path] for path in self.source.stacked}
         store_stacks = jax.jit(
             self._store_stacks, out_shardings={path: shardings[path] for path in stacks}
@@ -198,22 +198,22 @@ class StackedLayers(Storage):
 @final
 @dataclass(frozen=True, eq=False)
 class PackedStages(Storage):
-    """A row for each virtual stage, which the parameters of its layers fill."""
+    """A row for each virtual stage, filled with the parameters of its layers."""
 
     arrangement: Arrangement
     packed: StagePackedLayers
 
     @property
     def order(self) -> np.ndarray:
-        """The numbers of the layers in each row: [rows, most layers]."""
+        """The layer numbers of each row: [rows, most layers]."""
         order = self.arrangement.order
         return np.asarray(order.reshape(-1, order.shape[-1]), np.int32)
 
     def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
-        """Return where the rows lie, and embed and head."""
+        """Return the specs of the rows, and of embed and head."""
         source, packed_specs = self.source, {}
         for path, like in self.packed.shapes.items():
-            if path in specs:  # the specs that it has, the user's perhaps
+            if path in specs:  # its own specs, the user's perhaps
                 packed_specs[path] = replace(specs[path], shape=like.shape)
             else:
                 array = Array(path, like.shape, (STACK, None))
@@ -221,7 +221,7 @@ class PackedStages(Storage):
         return _end_specs(specs) | packed_specs
 
     def create(self, arrays: Flat, seed: Any) -> Flat:
-        """Return the arrays, and beside them the rows, each made on its stage."""
+        """Return the arrays together with the rows, each created on its stage."""
         return arrays | self.packed.create(self.source.template.create, seed)
 
     def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
@@ -230,7 +230,7 @@ class PackedStages(Storage):
 
 
 def make_storage(source: Source, arrangement: Arrangement | None) -> Storage:
-    """Return how a state stores layers that are arranged so; None: as the model has them."""
+    """Return how a state stores layers arranged so; None: in the model's order."""
     if arrangement is None:
         return ModelOrder(source, None, None)
     if source.template.is_layer_list:
@@ -239,7 +239,7 @@ def make_storage(source: Source, arrangement: Arrangement | None) -> Storage:
     return StackedLayers(source, arrangement, None)
 
 
-# -- where arrays lie ---------------------------------------------------------------------
+# -- specs of stored arrays ---------------------------------------------------------------
 
 
 def _end_specs(param_specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
@@ -249,19 +249,19 @@ def _end_specs(param_specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
 def _stack_specs(
     source: Source, param_specs: Mapping[str, ParamSpecs], stacks: Mapping[str, int]
 ) -> dict[str, ParamSpecs]:
-    """Return the placement of stacks that have so many rows, and of all else."""
+    """Return the specs of stacks with so many entries, and of all other parameters."""
     param_specs = dict(param_specs)
     for path, stack_size in stacks.items():
         p, model_shape = param_specs[path], source.arrays[path].shape
         shape = (stack_size, *model_shape[1:])
         param_specs[path] = replace(p, shape=shape)
-        if stack_size % num_shards(P(*p.parameter[:1]), source.mesh):  # only the model's own order
+        if stack_size % num_shards(P(*p.parameter[:1]), source.mesh):  # only in the model's order
             param_specs[path] = replace(_split_over_stages(p, model_shape, 1), shape=shape)
     return param_specs
 
 
 def _split_over_stages(p: ParamSpecs, shape: tuple[int, ...], first_dim: int) -> ParamSpecs:
-    """Return the placement that splits a dimension from `first_dim` on over the stages."""
+    """Return the specs that shard one dimension, from `first_dim` on, over the stages."""
     size, specs = p.mesh.shape[PIPE_AXIS], {}
     for column in COLUMNS:
         entries = entries_of(getattr(p, column), len(shape))
@@ -275,7 +275,7 @@ def _split_over_stages(p: ParamSpecs, shape: tuple[int, ...], first_dim: int) ->
 
 
 def _layer_specs(source: Source, param_specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
-    """Return the layers' own arrays; stages hold pieces of them, where one divides."""
+    """Return the specs of the layers' own arrays; stages shard them where a dimension divides."""
     on_stages = PIPE_AXIS in source.strategy.parameters.get(STACK, ())
     layers = {}
     for path, array in source.arrays.items():

@@ -1,4 +1,4 @@
-"""What XLA is told when it compiles for a layout."""
+"""XLA's compiler options for a layout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ Options = dict[str, Any] | None  # of XLA, for one program
 
 
 def options_for(layout: Layout, execution: Execution) -> Options:
-    """Return what XLA is told when it compiles for a layout, if anything."""
+    """Return XLA's compiler options for a layout, if any."""
     platform, preset = platform_of(layout.mesh), execution.compiler_options
     if preset == "auto":
         splits = _splits(layout, DATA_AXES), _splits(layout, TENSOR_AXES)
@@ -33,7 +33,7 @@ def options_for(layout: Layout, execution: Execution) -> Options:
 
 
 def _splits(layout: Layout, axes: Sequence[str]) -> bool:
-    """Return whether one of these axes splits any parameter."""
+    """Return whether one of these axes shards any parameter."""
     used_axes = set(in_use(layout.mesh, axes))
     specs = (entries_of(p.parameter, len(p.shape)) for p in layout.param_specs.values())
     return any(used_axes.intersection(entry) for spec in specs for entry in spec)

@@ -1,7 +1,7 @@
-"""One training step, one evaluation, one state: what a user jits, and how it is put together.
+"""The training step, the evaluation step and the initial state, and how a step is built.
 
-`train_step` is the step and the model that it leaves, `init_state` the state it starts from,
-`eval_step` losses and predictions. `build` is the recipe of a step: which engine computes
+`train_step` is the step and the model that it leaves, `init_state` creates the state it starts
+from, `eval_step` computes losses and predictions. `build` assembles a step: which engine computes
 gradients, which update follows. `batches` shards batches over devices and processes, `nonfinite`
 reports steps whose loss or gradients were not finite.
 """

@@ -1,4 +1,4 @@
-"""Batches: split over devices and processes, checked before anything is traced."""
+"""Batches: sharded over devices and processes, checked before anything is traced."""
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -24,26 +24,27 @@ from hfjax.utils.paths import Tree, is_random_key
 
 
 def num_microbatches(execution: Execution) -> int:
-    """Return into how many microbatches a step splits the rows of each device."""
+    """Return the number of microbatches into which a step splits the examples of each device."""
     schedule = execution.schedule
     return execution.accumulate * (1 if schedule is None else schedule.microbatches)
 
 
 def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
-    """Return a batch on its devices, rows split over data and fsdp.
+    """Return a batch on its devices, its examples sharded over data and fsdp.
 
     A step does this by itself; do it ahead to overlap the copy with the step before.
 
     Args:
         layout: The layout of the step that takes the batch.
-        batch: Pytree of arrays with the same number of rows. With several processes each gives its
-            own rows (`rows_of_process`). Processes whose devices compute with the same rows (along
-            pipe, context, row and tensor) give the same; a step refuses those that differ.
-        microbatches: Into how many the step splits the rows: rows have to divide by devices times
-            microbatches.
+        batch: Pytree of arrays with the same number of examples. With several processes each
+            passes its own examples (`rows_of_process`). Processes whose devices compute with the
+            same examples (along pipe, context, row and tensor) pass the same ones; a step refuses
+            those that differ.
+        microbatches: Number of microbatches of the step: the number of examples has to be
+            divisible by devices times microbatches.
 
     Raises:
-        ValueError: It is no pytree of arrays, or its rows do not divide.
+        ValueError: It is no pytree of arrays, or its number of examples is not divisible.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, numpy as np, optax
@@ -64,13 +65,13 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
 
 
 def _put(mesh: Mesh, local_examples: np.ndarray, factor: Fraction) -> jax.Array:
-    """Return an array on the devices of all processes, of the rows that this one gives."""
+    """Return an array sharded over all processes, from the examples that this process passes."""
     shape = (int(len(local_examples) * factor), *local_examples.shape[1:])
     return jax.make_array_from_process_local_data(batch_sharding(mesh), local_examples, shape)
 
 
 def place_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
-    """Return a batch as a step takes it: on its devices, and the same in all that share rows."""
+    """Return a batch as a step takes it: sharded, and equal in processes that share examples."""
     if not jax.tree.leaves(batch) or not is_placed(layout.mesh, batch):
         batch = shard_batch(layout, batch, microbatches)
     check_same_examples(layout.mesh, batch)
@@ -78,16 +79,16 @@ def place_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return where an array of a batch lies: rows are split, and each row is whole."""
+    """Return the sharding of the arrays of a batch: whole examples, split over the batch axes."""
     return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
 def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
-    """Return which rows of a global batch this process gives to `shard_batch`, in order.
+    """Return which examples of a global batch this process passes to `shard_batch`, in order.
 
     Args:
         layout: The layout of the step that takes the batch.
-        rows: The number of rows of the global batch.
+        rows: The number of examples of the global batch.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
@@ -107,9 +108,9 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
 
 
 def check_batch(layout: Layout, batch: Any, microbatches: int, factor: Fraction | int = 1) -> None:
-    """Refuse a batch that is none, or whose rows do not split into microbatches and devices.
+    """Refuse what is no batch, or does not divide into microbatches and devices.
 
-    The whole one has `factor` times as many rows as this.
+    The global batch has `factor` times as many examples as this one.
     """
     check_layout(layout)
     if not is_int(microbatches, 1):
@@ -151,9 +152,9 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, factor: Fraction 
 
 
 def missing_examples(layout: Layout, batch: Any) -> int:
-    """Return how many rows a batch lacks to divide by the devices; of one that is refused, none.
+    """Return how many examples a batch lacks to divide by the devices; 0 if it is refused anyway.
 
-    It is refused too if other processes have rows of it, or the model a variable for each row.
+    Also 0 with several processes, and if the model has a variable with an entry per example.
     """
     sizes = {x.shape[0] if getattr(x, "shape", ()) else 0 for x in jax.tree.leaves(batch)}
     is_per_example = any(map(layout.template.is_batched, layout.template.variables))
@@ -163,14 +164,14 @@ def missing_examples(layout: Layout, batch: Any) -> int:
 
 
 def _row_axis_hint(num_examples: int, mesh: Mesh) -> str:
-    """Return which sides would split so many rows of a device and microbatch."""
+    """Return which sizes of the row axis divide this many examples per device and microbatch."""
     fits = [n for n in range(mesh.shape[ROW_AXIS], 1, -1) if num_examples % n == 0 < num_examples]
     choice = f"{ROW_AXIS} of {fits}" if fits else "no other size of it"
     return f" On a grid attention splits rows over {ROW_AXIS}: {choice} would do."
 
 
 def _non_numeric_arrays(batch: Any) -> str:
-    """Return which arrays of a batch hold what no device can: text, objects, dates; "": none."""
+    """Return which arrays have a dtype that no device takes: text, objects, dates; "": none."""
     pairs = zip(_names(batch), jax.tree.leaves(batch), strict=True)
     odd = [(n, x) for n, x in pairs if isinstance(x, np.ndarray) and x.dtype.kind in "OSUVMm"]
     odd = [(name, x) for name, x in odd if not _is_ml_dtype(x.dtype)]
@@ -187,7 +188,7 @@ def _names(batch: Any) -> list[str]:
 
 
 def _sizes_by_name(batch: Any, sizes: Sequence[int]) -> str:
-    """Return the name of each array of a batch and its number of rows."""
+    """Return the name of each array of a batch and its number of examples."""
     pairs = zip(_names(batch), sizes, strict=True)
     return ", ".join(f"{name} {size}".strip() for name, size in pairs) or "none"
 
@@ -198,7 +199,7 @@ def _type_names(leaves: Iterable[Any]) -> str:
 
 
 def _check_per_example_variables(layout: Layout, num_examples: Fraction | int) -> None:
-    """Refuse a batch with other rows than the variables that have a row for each of them."""
+    """Refuse a batch whose size differs from that of variables with an entry per example."""
     for path, variable in layout.template.variables.items():
         if layout.template.is_batched(path) and variable.shape[0] != num_examples:
             raise ValueError(
@@ -209,7 +210,7 @@ def _check_per_example_variables(layout: Layout, num_examples: Fraction | int) -
 
 
 def is_placed(mesh: Mesh, batch: Any) -> bool:
-    """Return whether a batch already lies where it is wanted."""
+    """Return whether a batch already has the sharding that a step expects."""
     has_batch_sharding = lambda x: (
         x.ndim and x.sharding.is_equivalent_to(batch_sharding(mesh), x.ndim)
     )
@@ -217,10 +218,10 @@ def is_placed(mesh: Mesh, batch: Any) -> bool:
 
 
 def full(params: Tree) -> Any:
-    """Return the whole arrays in host memory, leaf by leaf (summon_full_params).
+    """Return the full, unsharded arrays in host memory, leaf by leaf (summon_full_params).
 
     Random keys come back as jax arrays, everything else as NumPy arrays. With several processes
-    all of them call it, and each gets the whole.
+    all of them call it, and each gets the full arrays.
 
     Args:
         params: Pytree of `jax.Array`: a state, its parameters, or a part of them.

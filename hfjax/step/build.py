@@ -1,19 +1,21 @@
-"""What a step is made of, in the order in which it happens: a recipe.
+"""How a step is built: its checks and choices, in order.
 
 `train_step(…)` checks its keywords and makes the `Execution`, which checks each setting. Then come
-these stations, each a call in `build_step`:
+these calls in `build_step`:
 
 1. `check_step_arguments`: a layout and a loss (checks/check_step.py).
-2. `assign_stages`: the layers go where the schedule wants them (sharding/stage_assignment.py).
-3. `check_execution`: what does not go together, or has nothing to do (checks/check_step.py).
+2. `assign_stages`: puts layers on the stages of the schedule (sharding/stage_assignment.py).
+3. `check_execution`: what does not go together, or has no effect (checks/check_step.py).
 4. `check_optimizer`: one that packed or separate layers would mislead (checks/optimizers.py).
 5. `training_table`: which stage does what in which tick (sharding/stage_assignment.py).
-6. `step_spec`, `update_for`: how the state is updated; in it the plane that runs the model.
-7. `options_for`: what XLA is told (sharding/xla_options.py).
-8. `check_host_loops`: if the host keeps something, whether XLA brings it back (autodiff).
+6. `step_spec`, `update_for`: how the state is updated, and the engine that runs the model.
+7. `options_for`: XLA's compiler options (sharding/xla_options.py).
+8. `check_host_loops`: with host memory or offload, whether XLA reads it back correctly
+   (parallel/offload/check_host_loops.py).
 
-Then `jax.jit`, and `checked` (checks/deadlock.py) around it, which reads what XLA compiled. Only
-here planes, updates and what modules are handed are chosen; again where a `look` at a model told.
+Then `jax.jit`, and `check_deadlock` (checks/deadlock.py) around it, which reads the compiled
+program. Engines, updates and the operations of modules are chosen only here; again after a probe
+of the model.
 """
 
 from collections.abc import Callable
@@ -56,7 +58,7 @@ from hfjax.sharding.xla_options import Options, options_for
 
 
 class StepSpec(NamedTuple):
-    """What a step is made of; kernels and experts tell what was chosen, once it is traced."""
+    """What a step is built from; kernels and experts report what was chosen, once it is traced."""
 
     layout: Layout
     loss: Callable
@@ -70,7 +72,7 @@ class StepSpec(NamedTuple):
 def step_spec(
     layout: Layout, loss: Callable, execution: Execution, table: Table | None
 ) -> StepSpec:
-    """Return what a step is made of that follows a table, if there is one."""
+    """Return what a step is built from; `table` is that of its pipeline, if there is one."""
     kernels = Kernels.of(execution.kernels, layout.mesh, loss)
     experts = ExpertDispatch(layout.mesh, execution.dispatch)
     is_layerwise = cache(partial(has_layerwise_update, layout))
@@ -80,7 +82,7 @@ def step_spec(
 def build_step(
     layout: Layout, loss: Callable, execution: Execution
 ) -> tuple[StepSpec, Update, Options]:
-    """Return a step before it is jitted: what it is made of, its update, XLA's options."""
+    """Return a step before it is jitted: its spec, its update, XLA's options."""
     check_step_arguments(layout, loss)
     layout = assign_stages(layout, execution.schedule)
     check_execution(layout, execution, training=True)
@@ -94,7 +96,7 @@ def build_step(
 
 
 def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
-    """Return the way in which a step updates its state; `ops` is what a look at the model told."""
+    """Return how a step updates its state; `ops` are those that a probe of the model chose."""
     layout, execution = spec.layout, spec.execution
     if execution.optimizer_in_backward:
         layer_engine = LayerUpdateEngine.of(
@@ -114,7 +116,7 @@ def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
 
 
 def engine_for(spec: StepSpec, ops: ModelOps | None = None) -> GradientEngine:
-    """Return what runs the model forward and backward."""
+    """Return the engine that runs the model forward and backward."""
     layout, execution, table, storage = spec.layout, spec.execution, spec.table, spec.layout.storage
     if table is not None:
         context = step_context(spec, ops, keep_unsharded=True, full_gradients=True)
@@ -134,7 +136,7 @@ def engine_for(spec: StepSpec, ops: ModelOps | None = None) -> GradientEngine:
 def step_context(
     spec: StepSpec, ops: ModelOps | None, one_microbatch=False, **gather_options: bool
 ) -> StepContext:
-    """Return what an engine knows; `gather_options`: what is gathered once in a step."""
+    """Return the context of an engine; `gather_options`: what is gathered once per step."""
     layout, execution, kernels = spec.layout, spec.execution, ops or ops_for(spec)
     param_specs = (
         scatter_gradients_early(layout.param_specs) if one_microbatch else layout.param_specs
@@ -153,7 +155,7 @@ def step_context(
 
 
 def ops_for(spec: StepSpec) -> ModelOps:
-    """Return what modules are handed: what they ask of a step on this mesh."""
+    """Return the operations that modules may call in a step on this mesh."""
     layout, loss, execution, table, kernels, experts, _ = spec
     inputs = OpsInputs(Placer(layout.mesh, layout.strategy), experts.run, loss)
     if grid_axes(layout.mesh):

@@ -40,11 +40,11 @@ def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
     A pipeline runs forward only.
 
     Args:
-        layout: Where everything lives, as `hfjax.layout` returns it.
+        layout: The layout of the state, as `hfjax.layout` returns it.
         loss: Function of (outputs, batch), as `train_step` takes it.
         execution: Fields of `hfjax.Execution` as keywords: precision, compiler_options, kernels,
-            context; schedule (that of the training step: a state whose layers are stored otherwise
-            is rearranged in each call).
+            context; schedule (that of the training step: a state whose layers are stored in
+            another order is reordered in each call).
 
     Returns:
         A function whose metrics are loss, weight, and those of the loss by name.
@@ -80,18 +80,19 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
     """Return (state, batch) -> outputs of the model, jitted: nothing is random or donated.
 
     They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays.
-    What has a row for each row of the batch is split over the devices as it is; what has none is
-    whole on each. (In a pipeline outputs begin with the rows.) Devices that share rows each get
-    them whole. A number of rows that does not divide by the devices is filled up, and the filling
-    dropped from the outputs, whose rows then lie where XLA puts them (`x.shape[0]` counts them); it
-    is refused where rows meet in the model, and with several processes.
+    Outputs with a batch dimension stay sharded over the devices; others are replicated. (In a
+    pipeline the first dimension of outputs is the batch.) Devices that share examples each get
+    them in full. A batch size that does not divide by the devices is padded, and the padding
+    dropped from the outputs, which are then sharded as XLA chooses (`x.shape[0]` counts their
+    examples); it is refused where the model has cross-example operations, and with several
+    processes.
 
     Args:
-        layout: Where everything lives, as `hfjax.layout` returns it.
+        layout: The layout of the state, as `hfjax.layout` returns it.
         forward: Function of (model, batch) that returns the outputs. None: that of the layout.
         execution: Fields of `hfjax.Execution` as keywords: precision, compiler_options, kernels,
-            context; schedule (that of the training step: a state whose layers are stored otherwise
-            is rearranged in each call).
+            context; schedule (that of the training step: a state whose layers are stored in
+            another order is reordered in each call).
 
     Example:
         >>> import hfjax, numpy as np, optax
@@ -108,11 +109,11 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
     """
     check_keywords("predict_step", execution, ("layout", "forward", *FIELDS))
     check_layout(layout)
-    requested_names(forward)  # refuses
+    requested_names(forward)  # called for its checks
     layout = layout if forward is None else replace(layout, forward=forward)
     layout, schedule, eval_execution = _prepare_forward(layout, **execution)
 
-    comms: list[CommEvent] = []  # what joins rows, once it is traced
+    comms: list[CommEvent] = []  # cross-example operations, once it is traced
 
     def predict(params: Tree, variables: Flat, batch: Any) -> Any:
         table = evaluation_table(layout, schedule, batch)
@@ -129,14 +130,14 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
 
 
 def _probe_engine(spec: build.StepSpec, variables: Flat, batch: Any, mode: str) -> GradientEngine:
-    """Return the plane that runs a forward pass, once a look at the model has told."""
+    """Return the engine of a forward pass, rebuilt if a probe of the model chose operations."""
     engine = build.engine_for(spec)
     ops = probe_model_ops(engine, spec.layout.template, flatten(variables), batch, mode)
     return build.engine_for(spec, ops) if ops else engine
 
 
 def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> Callable:
-    """Return a step that takes any number of rows: it repeats the last, and drops what is more."""
+    """Return a step that takes any batch size: it repeats the last example, and drops the rest."""
 
     def padded_step(state: State, batch: Any) -> Any:
         if not (padding := missing_examples(layout, batch)):
@@ -160,7 +161,7 @@ def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> 
 
 
 def _repeat_last(x: jax.Array | np.ndarray, count: int) -> jax.Array | np.ndarray:
-    """Return an array with its last row so many times more."""
+    """Return an array with its last example repeated `count` more times."""
     numpy: Any = jnp if isinstance(x, jax.Array) else np
     return numpy.concatenate([x, numpy.repeat(x[-1:], count, axis=0)])
 
@@ -173,7 +174,7 @@ def _no_loss(outputs: Any, batch: Any) -> Mean:
 def _prepare_forward(
     layout: Layout, schedule: Schedule | None = None, **execution: Any
 ) -> tuple[Layout, Schedule | None, Execution]:
-    """Return the layout on the stages of a schedule, that, and how a forward pass runs, if so."""
+    """Return the layout on a schedule's stages, the schedule, and the forward pass's execution."""
     layout = assign_stages(layout, schedule)
     forward = None if schedule is None else Schedule("forward", branches=schedule.branches)
     precision = parse_precision(execution.pop("precision", Precision()))
@@ -190,7 +191,7 @@ def _jit_step(layout: Layout, forward: Callable, options: dict[str, Any] | None)
         return forward(params, variables, batch)
 
     jitted = check_deadlock(jax.jit(checked_forward, compiler_options=options), layout.mesh)
-    nested = jax.jit(checked_forward)  # in a program of the user's, whose options count
+    nested = jax.jit(checked_forward)  # within a user's program, whose options apply
 
     def step(state: State, batch: Any) -> Any:
         if is_traced((state, batch)):

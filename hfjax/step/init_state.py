@@ -1,7 +1,7 @@
-"""The first state of a run: born sharded from a seed, or from parameters that are given.
+"""The initial state of a run: created sharded, from a seed or from given parameters.
 
-Given parameters are put on their shards one array at a time, as the model has them. Then they go
-where a pipeline stores them, and the optimizer starts from them.
+Given parameters are put on their shards one array at a time, in the model's order. Then they are
+moved to where a pipeline stores them, and the optimizer state is initialized from them.
 """
 
 import os
@@ -45,24 +45,24 @@ Slices = tuple[slice, ...]
 def init(
     layout: Layout, seed: int = 0, schedule: PipelineSchedule | None = None, parameters: Any = None
 ) -> State:
-    """Return a new state, born sharded: no device ever holds the whole model.
+    """Return a new state, created sharded: no device ever holds the whole model.
 
     Args:
-        layout: Where everything lives, as `hfjax.layout` returns it.
-        seed: Whole number of 32 bits from which `model_init` gets its random numbers. The same
+        layout: The layout of the state, as `hfjax.layout` returns it.
+        seed: 32-bit integer from which `model_init` gets its random numbers. The same
             seed gives the same parameters on every mesh: up to rounding, those of `model_init` with
             `nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))`, where `key = jax.random.key(seed)`.
-            Dropout has a stream of its own, so that a rate changes no parameter; with
+            Dropout has its own stream, so that its rate changes no parameter; with
             `nnx.Rngs(seed)` a model that draws keys for dropout may have other parameters.
-        schedule: The pipeline schedule of the training step. With it, layers are born on the
+        schedule: The pipeline schedule of the training step. With it, layers are created on the
             stages that run them. None: the first step moves them there.
         parameters: The parameters to start from, in the model's own order, whatever the schedule:
             NumPy or JAX arrays in a tree like `state.params`, or as {path: array}; a state or
             `hfjax.full(state)`, whose layers may be stored for any schedule; the `weights` of
             `hfjax.pretrained`, which stream from their files; or a function of (path, slices) that
-            returns this part of the array, so that none is ever whole. In place of an array None
-            says: from the seed. Floating-point arrays are cast to the model's dtype; moments,
-            master weights and averages start from them.
+            returns this slice of the array, so that no array is ever held in full. None in place
+            of an array takes it from the seed. Floating-point arrays are cast to the model's dtype;
+            optimizer state, master weights and averages start from them.
 
     Raises:
         ValueError: A given path is unknown or missing, or an array has another shape, or is not of
@@ -98,9 +98,9 @@ def init(
 
 @contextmanager
 def _explain_out_of_memory(layout: Layout) -> Iterator[None]:
-    """Say what a state needs where the devices have no room for it: before it is made if it can be.
+    """Raise MemoryError if the devices lack room for a state: before it is created if possible.
 
-    Nothing may wait for arrays whose making failed.
+    Nothing may wait for arrays whose creation failed.
     """
     sizes = {k: n for k, n in layout.bytes_per_device().items() if k in ("parameters", "moments")}
     if (available := _device_memory(layout.mesh)) is not None and sum(sizes.values()) > available:
@@ -117,7 +117,7 @@ def _explain_out_of_memory(layout: Layout) -> Iterator[None]:
 
 
 def _device_memory(mesh: Mesh) -> int | None:
-    """Return how many bytes a device has at most, if that is known."""
+    """Return how many bytes a device has at most, if known."""
     devices = mesh.local_devices
     if platform_of(mesh) == "cpu" and devices:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
@@ -136,7 +136,7 @@ def _out_of_memory_message(layout: Layout, sizes: Mapping[str, int], cause: str)
 
 
 def _check_seed(seed: int | np.integer | jax.Array) -> Any:
-    """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
+    """Return a seed as a program takes it: a 32-bit integer, signed or unsigned."""
     minimum, maximum = -(1 << 31), (1 << 32) - 1
     is_integer = jnp.issubdtype(getattr(seed, "dtype", type(seed)), jnp.integer)
     if not is_integer or (isinstance(seed, int) and not minimum <= seed <= maximum):
@@ -157,7 +157,7 @@ def init_program(layout: Layout) -> jax.stages.Wrapped:
 
 
 def _jit_with_seed(layout: Layout, run: Callable, shardings: State | Flat) -> Any:
-    """Return `run(seed, *arguments)` as a program; of a model that is built it is given arrays."""
+    """Return `run(seed, *arguments)` jitted; for a model that is constructed, arrays are passed."""
     out_shardings, constructor = result_shardings(shardings), layout.template.eager_init
     if constructor is None:
         return jax.jit(run, out_shardings=out_shardings)
@@ -178,9 +178,9 @@ def _to_memory(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _start_from_params(layout: Layout, seed: Index, params: Flat) -> State:
-    """Return the state that begins with these parameters, which are stored as the layout has them.
+    """Return the initial state with these parameters, which are stored as the layout stores them.
 
-    They become a part of it: nobody else may hold them.
+    They become part of the state: no one else may use them.
     """
     shardings = replace(layout.shardings(), params=None)
 
@@ -193,7 +193,7 @@ def _start_from_params(layout: Layout, seed: Index, params: Flat) -> State:
 
 
 def _cast_params(layout: Layout, params: Flat) -> Flat:
-    """Return parameters in the dtypes of the state: beside master weights they are narrower."""
+    """Return parameters in the dtypes of the state: narrower than their master weights."""
     dtypes = {path: p.dtype for path, p in layout.param_specs.items()}
     if all(x.dtype == dtypes[path] for path, x in params.items()):
         return params
@@ -203,9 +203,9 @@ def _cast_params(layout: Layout, params: Flat) -> Flat:
 
 
 def _place_params(layout: Layout, seed: Index, parameters: Any) -> Flat:
-    """Return all parameters on their shards, as the model has them and in its dtypes."""
+    """Return all parameters on their shards, in the model's order and dtypes."""
     model_layout = layout.model_layout
-    if hasattr(parameters, "into"):  # they are read into their places
+    if hasattr(parameters, "into"):  # they are read directly onto their shards
         return parameters.into(model_layout)
     shardings = flatten(model_layout.shardings().params)
     expected = {
@@ -227,7 +227,7 @@ def _place_params(layout: Layout, seed: Index, parameters: Any) -> Flat:
 
 
 def _params_from_seed(model_layout: Layout, seed: Index, paths: list[str]) -> Flat:
-    """Return those parameters that the seed gives."""
+    """Return the parameters of these paths from the seed."""
     if not paths:
         return {}
     shardings = {path: flatten(model_layout.shardings().params)[path] for path in paths}
@@ -240,7 +240,7 @@ def _params_from_seed(model_layout: Layout, seed: Index, paths: list[str]) -> Fl
 
 
 def _array_on_shards(x: Any, like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array | None:
-    """Return a copy of an array on its shards; None: there is no array."""
+    """Return a copy of an array on its shards; None if there is no array."""
     if isinstance(x, jax.Array):
         cast = x if x.dtype == like.dtype else to_device(x).astype(like.dtype)
         return copy_to(cast, sharding)
@@ -248,7 +248,7 @@ def _array_on_shards(x: Any, like: jax.ShapeDtypeStruct, sharding: Sharding) -> 
         return None
     read_slice = lambda slices: np.array(
         x[slices], like.dtype
-    )  # a copy: steps donate what they are given
+    )  # a copy: steps donate their state
     return jax.make_array_from_callback(like.shape, sharding, read_slice)
 
 
@@ -258,7 +258,7 @@ def _array_from_function(
     like: jax.ShapeDtypeStruct,
     sharding: Sharding,
 ) -> jax.Array | None:
-    """Return the array whose parts a function gives, each asked for once; None if it gives none."""
+    """Return the array whose slices a function returns, each read once; None if it returns None."""
     slices_read: dict[tuple, Any] = {}
 
     def local_slice(index: Any) -> Any:
@@ -275,7 +275,7 @@ def _array_from_function(
 
 
 def _check_slice(values: Any, path: str, slices: Slices, dtype: DTypeLike) -> np.ndarray | None:
-    """Return a part that a function gave, in the model's dtype."""
+    """Return a slice that a function returned, in the model's dtype."""
     if values is None:
         return None
     shape = tuple(s.stop - s.start for s in slices)
@@ -320,7 +320,7 @@ def _check_tree(parameters: object, arrays: Flat, expected: Mapping[str, Any]) -
 
 
 def _check_params(arrays: Flat, expected: Mapping[str, Any]) -> None:
-    """Refuse parameters that are not those of the model, with both sides."""
+    """Refuse parameters that are not those of the model, and show both."""
     lines = [
         *_missing_lines(arrays, expected),
         *_unknown_lines(arrays, expected),

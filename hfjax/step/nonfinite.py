@@ -1,4 +1,4 @@
-"""Tells of a step that was not finite, by number and name, without waiting for the device."""
+"""Reports steps that were not finite, by number and name, without waiting for the device."""
 
 import warnings
 from collections import deque
@@ -13,36 +13,36 @@ from hfjax.sharding.layout import Layout, State
 from hfjax.utils.mean import ENTROPY, EXHAUSTED, OVERFLOW, SCALE
 from hfjax.utils.paths import flatten
 
-SPAN, OVERFLOW_FRACTION = 1000, 0.05  # steps, and the part of them that may overflow unsaid
+SPAN, OVERFLOW_FRACTION = 1000, 0.05  # steps; the fraction that may overflow without a warning
 LAG = 2  # steps; the same in every process, so that all stop at the same call
 
 
 class StepRecord(NamedTuple):
-    """What a step left to look at: arrays that may not be computed yet."""
+    """What a step left to check: arrays that may not be computed yet."""
 
     step: Any
     loss: Any
     finite: Any
-    squares: Mapping[str, Any]  # of the gradients, by path; by layer if each is updated by itself
-    entropy: Any  # of routers, by layer; none of a model without
+    squares: Mapping[str, Any]  # of the gradients, by path; by layer if each is updated alone
+    entropy: Any  # of routers, by layer; empty for a model without any
     overflow: Any = False  # of float16: the loss scale has judged this step, and skipped it
-    exhausted: Any = False  # it did so at the least scale
+    exhausted: Any = False  # it did so at the minimum scale
     scale: Any = 1.0
 
 
 class NonfiniteMonitor:
-    """The steps that nobody has looked at yet."""
+    """The steps that have not been checked yet."""
 
     def __init__(self, layout: Layout, policy: str, max_skipped: int) -> None:
         self.layout, self.policy, self.max_skipped = layout, policy, max_skipped
-        self.skipped = 0  # steps in all
+        self.skipped = 0  # steps in total
         self._consecutive = 0
         self._pending: deque[StepRecord] = deque()
-        self._overflows: deque[int] = deque()  # steps whose gradient overflowed, of the last ones
-        self._last_warning = -SPAN  # the step at which many of them were told
+        self._overflows: deque[int] = deque()  # recent steps whose gradient overflowed
+        self._last_warning = -SPAN  # the step of the last warning about them
 
     def add(self, metrics: Mapping[str, Any], squares: Mapping[str, Any]) -> None:
-        """Take note of a step."""
+        """Record a step."""
         step, loss, finite = (metrics[name] for name in ("step", "loss", "finite"))
         scale_metrics = (metrics.get(name, False) for name in (OVERFLOW, EXHAUSTED, SCALE))
         self._pending.append(
@@ -72,7 +72,7 @@ class NonfiniteMonitor:
             raise FloatingPointError((count if self.policy == "skip" else "") + message)
 
     def _check_overflow(self, state: State, record: StepRecord) -> None:
-        """Tell of overflows that are more than the loss scale is made for; raise if it is spent."""
+        """Warn of more overflows than a loss scale is made for; raise if it is exhausted."""
         self.skipped += 1
         step, overflows = int(record.step) + 1, self._overflows
         overflows.append(step)
@@ -136,7 +136,7 @@ class NonfiniteMonitor:
         return [path for path, ok in finite(flatten(state.params)).items() if not ok]
 
     def _gradient_message(self, record: StepRecord) -> str:
-        """Return what the gradients of the step tell about its cause."""
+        """Return what the gradients of the step say about its cause."""
         loss = float(record.loss)
         entropy = np.asarray(record.entropy)
         if not np.isfinite(entropy).all():
@@ -159,13 +159,13 @@ class NonfiniteMonitor:
         )
 
     def _first_nonfinite(self, bad: list[str], record: StepRecord) -> tuple[int, str]:
-        """Return the layer whose gradient was the first that is not finite, and its path."""
+        """Return the layer whose gradient was the first not to be finite, and its path."""
         layers = {path: self._last_layer(path, record) for path in bad}
         path = max(bad, key=lambda path: layers[path])
         return layers[path], path
 
     def _last_layer(self, path: str, record: StepRecord) -> int:
-        """Return the last layer in which a gradient is not finite; -1 if it is not told."""
+        """Return the last layer in which a gradient is not finite; -1 if unknown."""
         layers = np.asarray(record.squares[path])
         if not layers.ndim:
             return -1

@@ -1,4 +1,4 @@
-"""Train: one jitted step; the model that it leaves."""
+"""The training step, one jitted function, and the model that it leaves."""
 
 import warnings
 from collections.abc import Callable
@@ -50,12 +50,12 @@ Metrics = dict[str, jax.Array]
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
     """Return the step: (state, batch) -> (state, metrics), one jitted function.
 
-    The state that a call is given is donated: go on with the one that it returns.
+    The state passed to a call is donated: continue with the one that it returns.
 
     Args:
-        layout: Where everything lives, as `hfjax.layout` returns it.
-        loss: Function of (outputs, batch). It returns the mean over the rows that it is given, or
-            `hfjax.Mean(total, weight)` for a weighted mean or for further metrics.
+        layout: The layout of the state, as `hfjax.layout` returns it.
+        loss: Function of (outputs, batch). It returns the mean over the examples that it is given,
+            or `hfjax.Mean(total, weight)` for a weighted mean or for further metrics.
         execution: Fields of `hfjax.Execution` as keywords, for instance `accumulate=4`,
             `clip=1.0`, `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`:
 
@@ -88,11 +88,11 @@ train_step.__doc__ = (train_step.__doc__ or "").replace(
 class TrainStep:
     """A jitted training step. Call it; `lower(batch)` gives the program without running it.
 
-    `hfjax.train_step` makes one. `layout` and `execution` say what it was made of; `offloaded` and
-    `kernels` are reports to print.
+    `hfjax.train_step` makes one. `layout` and `execution` are what it was built from; `offloaded`
+    and `kernels` are reports to print.
 
     Args:
-        layout: Where everything lives, as `hfjax.layout` returns it.
+        layout: The layout of the state, as `hfjax.layout` returns it.
         loss: Function of (outputs, batch), as `train_step` takes it.
         execution: How it runs.
 
@@ -124,7 +124,7 @@ class TrainStep:
         self._jitted = check_deadlock(program, layout.mesh)
 
     def _jit(self, step: Callable, *more: NamedSharding, **options: Any) -> jax.stages.Wrapped:
-        """Return a step jitted; `more` says where what it is given beside state and batch lies."""
+        """Return a step jitted; `more` are the shardings of its arguments after state and batch."""
         return jax.jit(
             step,
             in_shardings=(self._shardings, self._batch_sharding, *more),
@@ -133,20 +133,20 @@ class TrainStep:
         )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """Return the next state and the metrics of this step (on device: nothing is waited for).
+        """Return the next state and the metrics of this step (on the device, without waiting).
 
         Inside a program of your own (jax.jit, lax.scan) it is a pure function: nothing is donated,
-        and a step that is not finite is told by metrics["finite"] alone.
+        and a step that is not finite is reported by metrics["finite"] alone.
 
         Args:
             state: The state from `hfjax.init`, `hfjax.restore` or the call before. It is donated.
-                Where another schedule has stored its layers, they are rearranged first.
-            batch: Pytree of arrays with the same number of rows. Rows have to divide by devices
-                times microbatches. With several processes, each gives its own rows.
+                Layers that another schedule has stored are reordered first.
+            batch: Pytree of arrays with the same number of examples, which has to be divisible by
+                devices times microbatches. With several processes, each passes its own examples.
 
         Raises:
-            FloatingPointError: An earlier step, the last two aside, was not finite, and `nonfinite`
-                of the execution does not skip it.
+            FloatingPointError: An earlier step, the last two excepted, was not finite, and
+                `nonfinite` of the execution does not skip it.
         """
         if is_traced((state, batch)):
             return self._call_traced(state, batch)
@@ -175,10 +175,10 @@ class TrainStep:
 
     @cached_property
     def _nested(self) -> jax.stages.Wrapped:
-        """The program that runs within others: it is given the order in which layers are stored.
+        """The program that runs within others: it takes the order in which layers are stored.
 
-        It cannot be looked at while it is traced. A state that another schedule has arranged counts
-        as one that is not finite: its loss is NaN, and it stays as it is.
+        The order cannot be read while it is traced. A state that another schedule has arranged
+        counts as one that is not finite: its loss is NaN, and it stays unchanged.
         """
         own_order = self.layout.order
 
@@ -195,7 +195,7 @@ class TrainStep:
         return state if state.scale is not None else self._with_new_scale(state, settings)
 
     def _with_new_scale(self, state: State, settings: LossScale) -> State:
-        """Return the state with the scale of a run that begins; of one that goes on, tell it."""
+        """Return the state with an initial loss scale; warn if the run has taken steps."""
         if not is_traced(state) and int(state.step) > 0:
             warnings.warn(
                 f"this state of step {int(state.step)} has no loss scale: it begins at "
@@ -207,7 +207,7 @@ class TrainStep:
         return replace(state, scale=jax.tree.map(put, initial_scale(settings)))
 
     def _check_memory(self, state: State) -> None:
-        """Refuse a state that lies in other memory than the layout says."""
+        """Refuse a state in another memory than the layout says."""
         shardings = jax.tree.leaves((self._shardings.params, self._shardings.optimizer))
         arrays = jax.tree.leaves((state.params, state.optimizer))
         for x, sharding in zip(arrays, shardings, strict=True):
@@ -220,12 +220,12 @@ class TrainStep:
 
     @cached_property
     def _order(self) -> jax.Array | None:
-        """The order in which this step stores layers, on the devices that it runs on."""
+        """The order in which this step stores layers, on its devices."""
         order = self.layout.order
         return None if order is None else jax.device_put(order, self._replicated)
 
     def _reorder(self, state: State) -> State:
-        """Return the state as this step stores layers (rearranged if it came otherwise)."""
+        """Return the state as this step stores layers (reordered if necessary)."""
         if state.order is not self._order:
             state = rearrange(self.layout, state)
         return replace(state, order=None)
@@ -275,12 +275,12 @@ class TrainStep:
 
     @property
     def engine(self) -> GradientEngine:
-        """What runs the model forward and backward on each device."""
+        """The engine that runs the model forward and backward on each device."""
         return self._update.engine
 
     @property
     def offloaded(self) -> OffloadReport:
-        """What layers keep for the backward pass and what of it goes to the host: print it.
+        """What layers save for the backward pass and what of it goes to host memory: print it.
 
         Known once the step is traced: after `trace`, `lower` or the first call.
         """
@@ -288,20 +288,20 @@ class TrainStep:
 
     @property
     def kernels(self) -> build.Kernels:
-        """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
+        """Which implementation each kernel of the step has, and why: print it once it is traced."""
         return self._spec.kernels
 
     @property
     def context(self) -> ContextChoice | None:
-        """How devices that share rows work together, and what each form sends: print it.
+        """How devices that share sequences work together, and what each way sends: print it.
 
-        Known once the step is traced; None where no devices share rows.
+        Known once the step is traced; None where no devices share sequences.
         """
         return context_choice(self.engine.context.trace.ops)
 
     @property
     def dtypes(self) -> DtypesByPath:
-        """In which dtypes each parameter is computed with, gathered and reduced: print it."""
+        """The dtypes in which each parameter is computed with, gathered and reduced: print it."""
         at, param_specs = self.execution.precision.at, self.layout.param_specs
         return DtypesByPath({path: at(path).of(p.dtype) for path, p in param_specs.items()})
 
@@ -309,13 +309,13 @@ class TrainStep:
     def experts(self) -> Any:
         """How tokens get to experts on other devices, and what each way sends: print it.
 
-        Known once the step is traced; None where no experts are spread.
+        Known once the step is traced; None where no experts are sharded.
         """
         return self._spec.experts.choice
 
     @property
     def batch_comms(self) -> CommReport:
-        """What joins rows in the model and the loss, where, and what is sent for it: print it.
+        """The cross-example operations of model and loss, where, and what each sends: print it.
 
         Known once the step is traced.
         """
@@ -323,14 +323,14 @@ class TrainStep:
 
     @property
     def sequence_comms(self) -> CommReport:
-        """What joins positions of rows that devices share, beside attention: print it.
+        """Operations across the positions of sequences that devices share, beside attention.
 
-        Known once the step is traced.
+        Print it. Known once the step is traced.
         """
         return CommReport(tuple(self.engine.context.trace.global_batch.inner_comms), "positions")
 
     def check(self, state: State) -> None:
-        """Wait for the steps given so far; raise FloatingPointError if one was not finite.
+        """Wait for the steps called so far; raise FloatingPointError if one was not finite.
 
         Under `nonfinite="skip"` it warns instead, unless it was one too many in a row (`patience`).
 
@@ -356,13 +356,13 @@ class TrainStep:
     # -- the program ----------------------------------------------------------------------
 
     def _probe_update(self, variables: Flat, batch: Any) -> Update:
-        """Return the way in which the state is updated, once a look at the model has told."""
+        """Return how the state is updated, built again if a probe of the model chose operations."""
         if ops := probe_model_ops(self.engine, self.layout.template, variables, batch, "train"):
             self._update = build.update_for(self._spec, ops)
         return self._update
 
     def _step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
-        """Return the next state, metrics and the squares of gradients; none if it does not fit."""
+        """Return next state, metrics and squares of gradients; the loss is NaN unless it `fits`."""
         check_state_shapes(self.layout, state)
         check_batch(self.layout, batch, num_microbatches(self.execution))
         if (settings := self._loss_scale) and state.scale:
@@ -400,7 +400,7 @@ class TrainStep:
 def module(layout: Layout, state: State) -> Any:
     """Return the model as `model_init` makes it, with the parameters and variables of a state.
 
-    It is whole, on one device, and knows nothing of the mesh: call it, save it, hand it on, train
+    It is unsharded, on one device, and independent of the mesh: call it, save it, pass it on, train
     it in a loop of your own (`nnx.Optimizer`). A bare pytree comes back as its own tree.
 
     Args:

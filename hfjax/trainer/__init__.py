@@ -1,10 +1,10 @@
-"""A training run: configuration, loop, metrics, evaluation, text.
+"""A training run: configuration, loop, metrics, evaluation, text generation.
 
-`config` has every setting; `build` makes what runs of them, with `optimizer` and one of `tasks`,
-whose model is that of `model` (of a folder: `pretrained_model`). `train_loop` trains, `sampling`
-evaluates and generates; `source_snapshot` is what a run copies of its model's folder. `config_io`
-and `yaml_fields` read and write configurations, `deepspeed_flags` those of DeepSpeed;
-`metrics_file`, `loss_plot`, `profile` and `console` are what a run leaves and shows.
+`config` defines every setting; `build` makes the components of a run, with `optimizer` and one of
+`tasks`, whose model comes from `model` or, for a folder, from `pretrained_model`. `train_loop`
+trains, `sampling` evaluates and generates; `source_snapshot` copies the model's folder into the
+run. `config_io` and `yaml_fields` read and write configurations, `deepspeed_flags` those of
+DeepSpeed; `metrics_file`, `loss_plot`, `profile` and `console` write and print a run's output.
 """
 
 from hfjax.utils.lazy_import import lazy_names

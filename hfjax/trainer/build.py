@@ -1,4 +1,4 @@
-"""From a configuration to what runs: model, optimizer, mesh, strategy, layout, step, data."""
+"""Build a run from its configuration: model, optimizer, mesh, strategy, layout, step, data."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -34,18 +34,18 @@ STRATEGIES = (
 )
 
 
-DATA_STRATEGIES = STRATEGIES[:6]  # each says where parameters and moments lie: one of them
+DATA_STRATEGIES = STRATEGIES[:6]  # each places parameters and optimizer state: at most one
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a run is made of; what is not asked for is not made.
+    """The components of a run, each built on first use.
 
     Args:
         config: The configuration.
-        devices: The devices, in place of those at hand.
-        vocab: The tokens of the vocabulary, in place of those of the data.
-        trains: Whether there is a state of an optimizer; without one only to evaluate and to write.
+        devices: The devices to use. None: `jax.devices()`.
+        vocab: The vocabulary size. None: that of the data.
+        trains: Whether there is optimizer state; without it the run can only evaluate and write.
 
     Example:
         >>> from hfjax.trainer import Parts, Train
@@ -61,7 +61,7 @@ class Parts:
 
     @cached_property
     def task(self) -> Task:
-        """What the run learns from."""
+        """The task: text or images."""
         check_preset(self.config.model)
         if is_image_task(self.config):
             return ImageTask(self.config)
@@ -70,40 +70,40 @@ class Parts:
 
     @property
     def texts(self) -> TextTask:
-        """The task, if it is of text."""
+        """The task; refuse one that is not text."""
         if not isinstance(self.task, TextTask):
             raise ValueError(f"{self.task.model.name}: it is of {self.task.unit}, and has no text.")
         return self.task
 
     @property
     def model(self) -> Any:
-        """The model, and what is known of it."""
+        """The model to train, with its loss and sizes."""
         return self.task.model
 
     @cached_property
     def pretrained(self) -> Pretrained | None:
-        """The model of `--model.pretrained`; no weight is read. All processes ask for it."""
+        """The model of `--model.pretrained`, no weights read yet. All processes must call it."""
         opts = self.config.model
         return None if opts.pretrained is None else open_pretrained(opts)
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer: that of the model's folder, or else of the data."""
+        """The tokenizer of the model's folder, or else of the data."""
         return self.texts.tokenizer
 
     @property
     def tokens(self) -> list[TokenSet]:
-        """The data sets to train on, of tokens."""
+        """The token data sets to train on."""
         return self.texts.tokens
 
     @property
     def reads_text(self) -> bool:
-        """Whether there is a tokenizer: some data is of tokens alone, or of no text."""
+        """Whether there is a tokenizer: images and data of bare tokens have none."""
         return isinstance(self.task, TextTask) and self.task.reads_text
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices."""
+        """The device mesh."""
         mesh = build_mesh(self.config, self.devices)
         if self.devices is None:
             check_processes(mesh)
@@ -111,7 +111,7 @@ class Parts:
 
     @cached_property
     def layout(self) -> hfjax.Layout:
-        """Where everything lives."""
+        """The layout of the training state on the mesh."""
         strategy, frozen = self._strategy, self.config.optimizer.frozen
         if not self.trains:
             return hfjax.layout(
@@ -124,26 +124,26 @@ class Parts:
 
     @cached_property
     def rate(self) -> Callable:
-        """The learning rate, by the number of updates."""
+        """The learning-rate schedule, by the number of updates."""
         file_rate = None if self.file is None else self.file.updates.rate
         return file_rate or make_lr_schedule(self.config)
 
     @cached_property
     def file(self) -> ParsedConfig | None:
-        """What a configuration of DeepSpeed says."""
+        """The parsed DeepSpeed configuration, if there is one."""
         path = self.config.deepspeed
         return None if path is None else parse_config(read_config(path))
 
     @property
     def _strategy(self) -> hfjax.Strategy:
-        """That of the file in its details, unless another one is asked for."""
+        """The strategy, with the details of the DeepSpeed file unless --strategy names another."""
         named_strategy = parse_strategy(self.config.strategy)
         file_strategy = named_strategy if self.file is None else self.file.parallelism.strategy
         return file_strategy if file_strategy.name == named_strategy.name else named_strategy
 
     @cached_property
     def schedule(self) -> hfjax.Schedule | None:
-        """The schedule of the pipeline."""
+        """The pipeline schedule; None without pipeline stages."""
         stages, opts = self.mesh.shape[PIPE_AXIS], self.config.pipeline
         if stages == 1:
             return None
@@ -173,7 +173,7 @@ class Parts:
 
     @property
     def context(self) -> hfjax.Context:
-        """How devices share rows."""
+        """How devices shard each sequence."""
         return hfjax.Context(**asdict(self.config.context))
 
     @cached_property
@@ -185,30 +185,30 @@ class Parts:
     def evaluate(self) -> Callable:
         """The evaluation: (state, batch) -> metrics."""
         c = self.config
-        kernels = "auto" if c.kernels == "pallas" else c.kernels  # also where no kernel runs
+        kernels = "auto" if c.kernels == "pallas" else c.kernels  # also where no Pallas kernel runs
         opts: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": kernels}
         opts["context"] = self.context
         return hfjax.eval_step(self.layout, self.task.eval_loss, **opts)
 
     @cached_property
     def data(self) -> IndexedLoader:
-        """The batches to train on: of the rows that this process gives."""
+        """The training batches: the examples that this process loads."""
         return self.task.train_loader(self._local_slice)
 
     @cached_property
     def valid(self) -> IndexedLoader | None:
-        """The batches to validate on: each row once, in order; None: there are none."""
+        """The validation batches: each example once, in order; None if there are none."""
         return self.task.valid_loader(self._local_slice)
 
     def _local_slice(self, batch: int) -> Any:
         return rows_of_process(self.layout, batch)
 
     def check_validation(self, state: hfjax.State, most: int | None = None) -> None:
-        """Refuse one's own loss if it would count the rows that fill up the last batch.
+        """Refuse a user's loss that would count the examples that pad the last batch.
 
         Args:
             state: A state of the layout.
-            most: How many batches are validated on. None: all.
+            most: Maximum number of validation batches. None: all.
         """
         if self.valid is None or not self.model.has_user_loss:
             return
@@ -227,20 +227,20 @@ class Parts:
 
         Args:
             state: A state of the layout.
-            most: How many batches. None: all.
-            beat: What is called for each batch: validating gets on.
+            most: Maximum number of batches. None: all.
+            beat: Called for each batch, to report progress.
         """
         assert self.valid is not None
         batches = self.valid.rewind()
         return self.task.compute_scores(eval_batches(self.evaluate, state, batches, most, beat))
 
     def written(self, state: hfjax.State, prompt: str, count: int, sampling: Sampling) -> str:
-        """Return a prompt and the text of `count` tokens that the model writes after it.
+        """Return a prompt followed by the text of `count` generated tokens.
 
         Args:
             state: A state of the layout.
-            prompt: Some text.
-            count: How many tokens.
+            prompt: The text to continue.
+            count: Number of tokens to generate.
             sampling: How the next token is chosen, `hfjax.trainer.sampling.Sampling()`.
         """
         return self.texts.complete_prompt(self.layout, state, prompt, count, sampling)
@@ -271,7 +271,7 @@ def format_count(count: float) -> str:
 
 
 def parse_strategy(names: str) -> hfjax.Strategy:
-    """Return the strategy named so: fsdp+tensor."""
+    """Return the strategy of these names, such as fsdp+tensor."""
     parts = _split_names(names)
     for name in parts:
         if name not in STRATEGIES:
@@ -290,7 +290,7 @@ def parse_strategy(names: str) -> hfjax.Strategy:
 
 
 def without_host_optimizer(names: str) -> str:
-    """Return a strategy for what has no state of an optimizer.
+    """Return the names of a strategy for a state without optimizer state.
 
     >>> without_host_optimizer("fsdp+host_optimizer"), without_host_optimizer("host_optimizer")
     ('fsdp', 'ddp')
@@ -299,7 +299,7 @@ def without_host_optimizer(names: str) -> str:
 
 
 def unsharded_strategy(names: str) -> str:
-    """Return a strategy in which each device has all; what lay on the host stays there.
+    """Return the names of a replicated strategy; what is in host memory stays there.
 
     >>> unsharded_strategy("fsdp+tensor"), unsharded_strategy("fsdp+host_parameters")
     ('ddp', 'ddp+host_parameters')
@@ -312,9 +312,9 @@ def _split_names(text: str) -> list[str]:
 
 
 def build_mesh(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh; devices that no size asks for go to the axis that the strategy uses.
+    """Return the mesh; devices without a requested size go to the axis that the strategy uses.
 
-    None stays idle, but those that `config.devices` leaves out.
+    No device stays idle, except those that `config.devices` leaves out.
     """
     more_flag = "--cpu-devices" if devices is None else "--count"
     devices = _take_devices(config.devices, devices or jax.devices())
@@ -322,12 +322,12 @@ def build_mesh(config: Train, devices: Sequence[Any] | None = None) -> jax.shard
 
 
 def mesh_sizes(config: Train, count: int, more_flag: str = "--count") -> dict[str, int]:
-    """Return the sizes of a mesh of so many devices; -1: those that are left.
+    """Return the axis sizes of a mesh of `count` devices; -1 means all remaining devices.
 
     Args:
         config: The configuration.
-        count: How many devices.
-        more_flag: The flag that asks for more of them.
+        count: Number of devices.
+        more_flag: The flag that requests more of them.
     """
     sizes = asdict(config.mesh)
     free = _free_axis(config, count)
@@ -339,7 +339,7 @@ def mesh_sizes(config: Train, count: int, more_flag: str = "--count") -> dict[st
 
 
 def _take_devices(count: int | None, devices: Sequence[Any]) -> Sequence[Any]:
-    """Return the first so many devices, if there are so many."""
+    """Return the first `count` devices; refuse more than are available."""
     if count is None:
         return devices
     if count > (available := len(devices)):
@@ -353,7 +353,7 @@ def _take_devices(count: int | None, devices: Sequence[Any]) -> Sequence[Any]:
     return devices[:count]
 
 
-AXIS_STRATEGIES = {  # the names of a strategy by the axis that they split over
+AXIS_STRATEGIES = {  # mesh axis -> the strategies that shard over it
     **{"fsdp": ("fsdp", "zero3", "hsdp"), "data": ("ddp", "zero1", "zero2")},
     **{"tensor": ("tensor", "sequence", "grid"), "row": ("grid",)},
     **{"context": ("context",), "expert": ("expert",), "pipe": ("pipe",)},
@@ -361,8 +361,8 @@ AXIS_STRATEGIES = {  # the names of a strategy by the axis that they split over
 
 
 def _free_axis(config: Train, devices: int) -> str:
-    """Return the axis of the devices that no size asks for."""
-    parse_strategy(config.strategy)  # its names are checked
+    """Return the axis that takes the devices without a requested size."""
+    parse_strategy(config.strategy)  # check its names
     used = [
         axis for axis, of in AXIS_STRATEGIES.items() if {*of} & {*_split_names(config.strategy)}
     ]
@@ -377,17 +377,17 @@ def _free_axis(config: Train, devices: int) -> str:
     return next(iter(unset), "data")
 
 
-SETTINGS_AXES = {"context": "context", "pipeline": "pipe"}  # of these flags: what has to be there
+SETTINGS_AXES = {"context": "context", "pipeline": "pipe"}  # flags -> the mesh axis that they need
 
 
 def check_flags_used(configs: Sequence[Train], argv: Sequence[str]) -> None:
-    """Refuse flags of a command line of which none of its configurations takes notice.
+    """Refuse command-line flags that none of the configurations uses.
 
-    What a file of configuration says beside them stays: of a pipeline, say, that is off here.
+    Unused settings of a configuration file are allowed, such as those of a pipeline that is off.
     """
     typed = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in argv}
     model = configs[0].model
-    if model.pretrained is not None and "model.preset" in typed:  # the usual one, even
+    if model.pretrained is not None and "model.preset" in typed:  # even the default
         raise ValueError(pretrained_conflict("--model.preset", model.preset, model.pretrained))
     for settings, needed in SETTINGS_AXES.items():
         if any(_uses_axis(config, needed) for config in configs):
@@ -408,7 +408,7 @@ def _uses_axis(config: Train, axis: str) -> bool:
 
 
 def _check_device_count(sizes: dict[str, int], available: int, more_flag: str) -> None:
-    """Refuse a mesh of other devices than there are, by its flags."""
+    """Refuse a mesh that does not fit the number of devices; name its flags."""
     typed = {axis: size for axis, size in sizes.items() if size != -1}
     needed, rest = math.prod(typed.values()), -1 in sizes.values()
     if min(typed.values(), default=1) < 1 or (
@@ -429,7 +429,7 @@ def _check_device_count(sizes: dict[str, int], available: int, more_flag: str) -
 
 
 def _idle_message(typed: dict[str, int], available: int, more_flag: str) -> str:
-    """Return how many devices a mesh leaves idle, and what to do."""
+    """Return the message about devices that a mesh leaves idle."""
     needed = math.prod(typed.values())
     others = needed // typed["data"]
     todo = (

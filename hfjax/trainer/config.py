@@ -26,7 +26,7 @@ LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).
 
 
 def check_bounds(settings: Any, prefix: str, most: float = MOST, **least: float) -> None:
-    """Refuse settings out of bounds, and numbers that are none; None is not looked at."""
+    """Refuse settings that are out of bounds or not numbers; None is allowed."""
     for name, bound in least.items():
         value = getattr(settings, name)
         if value is None:
@@ -54,7 +54,7 @@ def check_float32(settings: Any, prefix: str, *names: str) -> None:
 
 
 def pretrained_conflict(flag: str, value: Any, folder: Path) -> str:
-    """Return what to say of a flag that is given beside a folder."""
+    """Return the message about a flag that conflicts with --model.pretrained."""
     return (
         f"{flag.replace('_', '-')} {value} beside --model.pretrained {quote(folder)}: the "
         "folder says what the model is. Leave out one of the two."
@@ -126,7 +126,7 @@ class Model:
         self._check_pretrained()
 
     def _check_pretrained(self) -> None:
-        """Refuse what else says of which shape a model is, beside a folder that does."""
+        """Refuse flags of the shape beside --model.pretrained, and --model.stored without it."""
         if self.pretrained is None:
             if self.stored != "fp32":
                 raise ValueError(
@@ -346,7 +346,7 @@ class Train:
     """Recompute: {remats}, every:N, group:N, names:A,B. dots keeps matmuls, names A, B."""
     offload: str | None = None
     """Offload activations: a fraction of the bytes (0.3), dots or names:A,B (default: none)."""
-    offload_words: ClassVar[tuple[str, ...]] = ()  # further ones that are allowed
+    offload_words: ClassVar[tuple[str, ...]] = ()  # further allowed values
     kernels: Literal["auto", "pallas", "xla", "reference"] = "auto"
     """Kernels. auto: if faster; pallas: always; xla: never; reference: plain JAX."""
     dispatch: Literal["auto", "all_to_all", "gather"] = "auto"

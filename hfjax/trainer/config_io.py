@@ -1,4 +1,4 @@
-"""Configurations from and to files; functions named as file.py:function."""
+"""Read and write configurations; load functions named as file.py:function."""
 
 import difflib
 import importlib
@@ -23,13 +23,13 @@ from hfjax.utils.read_files import MISSING, brief, is_number, path_kind, read_te
 from hfjax.utils.renamed import old_modules
 from hfjax.utils.tables import quote
 
-# What an optimizer's state depends on.
+# The flags that the optimizer state depends on.
 STATE_FLAGS = tuple(
     f"optimizer.{name}" for name in ("name", "own", "ema", "master", "frozen", "scale")
 )
 
 
-# What belongs to a machine, or to one start of a run, and is not saved with it.
+# Fields of one machine, or of one start of a run: not saved with it.
 MACHINE_FIELDS = ("devices", "cpu_devices", "cache", "profile", "minutes")
 
 
@@ -37,11 +37,11 @@ def load(path: str | Path) -> Train:
     """Return the configuration in a YAML file, or `config` of a Python file.
 
     Args:
-        path: The file; one that ends in .py is run.
+        path: The file; a .py file is executed.
 
     Raises:
-        ValueError: There is no such file, or it names a field or a value that there is not; it
-            says in which line.
+        ValueError: The file is missing, or it has an unknown field or an invalid value, in the
+            line that the message names.
 
     Example:
         >>> import tempfile
@@ -78,7 +78,7 @@ def load(path: str | Path) -> Train:
 
 
 def _drop_zero_dropout(settings: Any) -> None:
-    """Take out a dropout of 0 that a run has written: until November 2026 that was the preset's."""
+    """Drop a recorded dropout of 0: until November 2026 it meant the preset's."""
     model = settings.get("model") if isinstance(settings, dict) else None
     if not isinstance(model, dict) or not {"smoothing", "group_norms", "stored"} <= set(model):
         return
@@ -109,19 +109,19 @@ def _load_python(path: Path) -> Train:
 
 @dataclass(frozen=True)
 class _Location:
-    """Where something is said: in which file, line and fields."""
+    """A location in a configuration: file, line and fields."""
 
     file: str
     line: int | None = None
     fields: str = ""
 
     def for_key(self, mapping: Mapping, name: str) -> "_Location":
-        """Return where a mapping says something of a name."""
+        """Return the location of a key of a mapping."""
         line = mapping.lines.get(name) if isinstance(mapping, Lined) else None
         return replace(self, line=line or self.line)
 
     def for_field(self, mapping: Mapping, name: str) -> "_Location":
-        """Return where a field of a mapping is."""
+        """Return the location of a field of a mapping."""
         return replace(self.for_key(mapping, name), fields=f"{self.fields}: {name}")
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class _Location:
 
 
 def parse_dataclass(kind: type, mapping: Any, file: str) -> Any:
-    """Return a dataclass from a mapping; fields that it does not have are refused by name."""
+    """Return a dataclass from a mapping; refuse unknown fields by name."""
     return _parse_dataclass(kind, mapping, _Location(file))
 
 
@@ -165,7 +165,7 @@ def _parse_value(hint: Any, raw: Any, loc: _Location) -> Any:
     if get_origin(hint) is Literal:
         fits, value = raw in get_args(hint), raw
     elif get_origin(hint) is tuple:
-        raw = [raw] if isinstance(raw, str | int | float) else raw  # one is a list of one
+        raw = [raw] if isinstance(raw, str | int | float) else raw  # one value is a list of one
         fits = isinstance(raw, list | tuple)
         value = tuple(_parse_value(get_args(hint)[0], x, loc) for x in raw) if fits else raw
     else:
@@ -176,7 +176,7 @@ def _parse_value(hint: Any, raw: Any, loc: _Location) -> Any:
 
 
 def _allowed_values(hint: Any) -> str:
-    """Return in words what a field may be."""
+    """Return the allowed values of a field, in words."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     descriptions = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -197,7 +197,7 @@ def _parse_plain(hint: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _parse_number(raw: Any) -> int | float | None:
-    """Return the number that was given, or that a text spells; None: it is none."""
+    """Return a number, or the number that a text spells; None if it is neither."""
     if isinstance(raw, int | float) and not isinstance(raw, bool):
         return raw
     for kind in (int, float) if isinstance(raw, str) else ():
@@ -209,16 +209,16 @@ def _parse_number(raw: Any) -> int | float | None:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text says something, and may be the name of a file."""
+    """Return whether a text is not empty, and may be the name of a file."""
     try:
         os.fsencode(text)
-    except UnicodeEncodeError:  # half of a pair
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return text != "" and "\0" not in text
 
 
 def to_plain(config: Train) -> dict[str, Any]:
-    """Return a configuration as YAML and JSON have it."""
+    """Return a configuration as plain values for YAML and JSON."""
 
     def convert(node: Any) -> Any:
         if isinstance(node, Mapping):
@@ -236,14 +236,14 @@ def save(config: Train, path: Path) -> None:
 
 
 def without_machine_fields(config: Train) -> Train:
-    """Return the configuration without what belongs to this machine, or to this start."""
+    """Return the configuration without the fields of this machine, or of this start."""
     checkpoints = replace(config.checkpoints, resume=Train().checkpoints.resume)
     defaults = {name: getattr(Train(), name) for name in MACHINE_FIELDS}
     return replace(config, checkpoints=checkpoints, **defaults)
 
 
 def state_differences(config: Train, other: Any) -> list[tuple[str, str]]:
-    """Return the flags of what is stored that differ from those of another run: here, and there."""
+    """Return the flags of the stored state that differ from another run's, as (ours, theirs)."""
     mine, theirs = _flatten(to_plain(config)), _recorded_flags(other)
     flags = [flag for flag in mine if flag.startswith("model.") or flag in STATE_FLAGS]
     if mine["model.pretrained"] or theirs.get("model.pretrained"):  # in place of a preset
@@ -252,20 +252,20 @@ def state_differences(config: Train, other: Any) -> list[tuple[str, str]]:
 
 
 def setting_changes(config: Train, other: Any) -> list[str]:
-    """Return the flags of how a run trains that differ from another's, each with what it was."""
+    """Return the training flags that differ from another run's, each with its old value."""
     flags = [flag for flag in _flatten(to_plain(config)) if not flag.startswith(_NOT_TRAINING)]
     differ = _differences(config, _recorded_flags(other), flags)
     return [f"{current} (before: {previous.removeprefix('with ')})" for current, previous in differ]
 
 
 def changed_start(config: Train, other: Any) -> str | None:
-    """Return what --checkpoints.start names, if it is not what another configuration has there."""
+    """Return --checkpoints.start if it differs from another configuration's."""
     differs = _differences(config, _flatten(other), ["checkpoints.start"])
     return config.checkpoints.start if differs else None
 
 
 def _recorded_flags(other: Any) -> dict[str, Any]:
-    """Return the flags of what a run recorded; a dropout of 0 once was the preset's, see `load`."""
+    """Return the flags that a run recorded; a dropout of 0 once meant the preset's, see `load`."""
     flags = _flatten(other)
     if "model.auxiliary_dropout" not in flags and flags.get("model.dropout") == 0:
         del flags["model.dropout"]
@@ -273,7 +273,7 @@ def _recorded_flags(other: Any) -> dict[str, Any]:
 
 
 def _differences(config: Train, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the flags that differ; a path may be whole in one of both, and relative in another."""
+    """Return the flags that differ; a relative path equals its absolute form."""
     mine, absolute = _flatten(to_plain(config)), _flatten(to_plain(with_absolute_paths(config)))
     return [
         (_format_flag(flag, mine[flag], ""), _format_flag(flag, theirs[flag], "with "))
@@ -282,12 +282,12 @@ def _differences(config: Train, theirs: dict, flags: Sequence[str]) -> list[tupl
     ]
 
 
-# Of a run, but not of how it trains.
+# Flags of a run that do not affect its training.
 _NOT_TRAINING = (*MACHINE_FIELDS, "out", "timeout", "init_timeout", "log.", "checkpoints.")
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {"model.length": 128} of nested fields; nothing of what is none of ours."""
+    """Return nested fields as {"model.length": 128}; {} for anything but a dict."""
     flat: dict[str, Any] = {}
     for name, value in tree.items() if isinstance(tree, dict) else ():
         nested = isinstance(value, dict)
@@ -304,7 +304,7 @@ def _format_flag(name: str, value: Any, prefix: str) -> str:
 
 
 def with_absolute_paths(config: Train) -> Train:
-    """Return the configuration with whole paths in place of relative ones."""
+    """Return the configuration with absolute paths in place of relative ones."""
     absolute = lambda path: None if path is None else os.path.abspath(path)
     code = lambda name: absolute(name) if name is not None and ".py:" in name else name
     data = replace(
@@ -348,7 +348,7 @@ def load_function(name: str, flag: str) -> Callable:
 
 
 def _error_message(wrong: Exception, path: Path) -> str:
-    """Return what a Python file raised, and in which line of it."""
+    """Return the error that a Python file raised, with its line."""
     frames = traceback.extract_tb(wrong.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
     if isinstance(wrong, ImportError | SyntaxError) or not lines:
@@ -357,7 +357,7 @@ def _error_message(wrong: Exception, path: Path) -> str:
 
 
 def _load_module(path: Path) -> types.ModuleType:
-    """Return a Python file as a module; it may import what lies beside it."""
+    """Return a Python file as a module; it may import from its own folder."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -371,7 +371,7 @@ def _load_module(path: Path) -> types.ModuleType:
 
 
 def changed_fields(config: Any) -> dict[str, Any]:
-    """Return what differs from the defaults, {"model.length": 128}."""
+    """Return the settings that differ from the defaults, {"model.length": 128}."""
 
     def walk(x: Any, default: Any, prefix: str) -> dict[str, Any]:
         diffs: dict[str, Any] = {}

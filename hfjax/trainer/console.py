@@ -40,7 +40,7 @@ def peak_flops(device: Any) -> float | None:
 
 
 def peak_memory(device: Any) -> int:
-    """Return the most bytes that were in use: of a GPU, or of this process."""
+    """Return the peak memory in bytes: of a GPU, or of this process."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
@@ -49,12 +49,12 @@ def peak_memory(device: Any) -> int:
 
 
 def show_waiting(task: str) -> Any:
-    """Say what goes on while it takes long, in the process that speaks."""
+    """Show the progress of a slow task, in the process that prints."""
     return show_progress(task) if speaks() else nullcontext()
 
 
 class SpeedMeter:
-    """Tokens (or images) a second since the last look, without what a run does between steps."""
+    """Measures tokens (or images) a second, without what a run does between steps."""
 
     def __init__(self, components: Parts) -> None:
         self._unit, units_per_example = components.task.unit, components.task.units_per_example
@@ -62,24 +62,24 @@ class SpeedMeter:
         self._flops = components.task.flops(components.layout)
         self._peak = peak_flops(components.mesh.devices.flat[0])
         self._device = components.mesh.local_devices[0]
-        self._wait_time = 0.0  # for batches, in all
-        self._pending = deque[Any]()  # a result of each step that has not ended, as far as we know
-        self._end_times = deque[np.ndarray]()  # when steps ended that are not counted yet
-        self._last_end: np.ndarray | None = None  # when the last one did
-        self._start: np.ndarray | None = None  # None: the first step, which compiles, is no measure
+        self._wait_time = 0.0  # for batches, in total
+        self._pending = deque[Any]()  # a result of each step that is not known to have ended
+        self._end_times = deque[np.ndarray]()  # of steps that are not counted yet
+        self._last_end: np.ndarray | None = None  # end of the last step
+        self._start: np.ndarray | None = None  # None: the first step compiles, and does not count
         self._end = self._now()
         self._steps = 0
-        self._seconds: float | None = None  # that a step took when it was last measured
+        self._seconds: float | None = None  # of a step, when last measured
 
     def begin(self, result: Any) -> None:
-        """A step has begun, of which this is a result."""
+        """Record that a step has begun; `result` is one of its outputs."""
         self._last_end = self._now() if self._last_end is None else self._last_end
         self._pending.append(result)
 
     def poll(self) -> None:
-        """Note which steps have ended by now: those of one moment since the last one, evenly.
+        """Record which steps have ended; several found together are spaced evenly.
 
-        When their metrics are read says little: several are read at once before a validation.
+        The time of reading their metrics says little: a validation first reads several together.
         """
         count = 0
         while self._pending and self._pending[0].is_ready():
@@ -96,7 +96,7 @@ class SpeedMeter:
         return np.array([time.perf_counter(), self._wait_time])
 
     def count_step(self) -> None:
-        """The metrics of a step are read: on one device, others may not have ended it yet."""
+        """Count a step whose metrics were read on one device; others may still run it."""
         if not self._end_times:
             self._pending[0].block_until_ready()
             self.poll()
@@ -108,7 +108,7 @@ class SpeedMeter:
 
     @contextmanager
     def waiting_for_batch(self) -> Iterator[None]:
-        """What is done within is waiting for a batch."""
+        """Count the time of the block as waiting for a batch."""
         self.poll()
         began = time.perf_counter()
         yield
@@ -116,11 +116,11 @@ class SpeedMeter:
         self.poll()
 
     def pause(self) -> None:
-        """What follows is no step; the next step begins a new measurement."""
+        """Stop measuring until the next step, which begins a new measurement."""
         self._start, self._last_end, self._steps = None, None, 0
 
     def measure(self) -> Mapping[str, Any]:
-        """Return the rate, TFLOP/s and MFU per device since the last look; {} if too little ran."""
+        """Return rate, TFLOP/s and MFU per device since the last call; only memory if none ran."""
         metrics: dict[str, Any] = {"memory": peak_memory(self._device)}
         if self._start is None or not self._steps:
             return metrics
@@ -136,18 +136,18 @@ class SpeedMeter:
         return metrics | ({"mfu": flops / self._peak} if self._peak else {})
 
     def seconds_left(self, steps: int) -> float | None:
-        """Return the seconds that so many steps will take; None: not known yet."""
+        """Return the seconds that `steps` steps will take; None if not known yet."""
         return None if self._seconds is None else self._seconds * steps
 
 
-SHORTEST = 1e-9  # seconds: what a clock may not tell apart
-MIN_WAITING = 0.02  # of the time
-RATE = "_per_second"  # ends the name of what a device goes through in that time
-PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take minutes
+SHORTEST = 1e-9  # seconds: a clock may not resolve less
+MIN_WAITING = 0.02  # fraction of the time
+RATE = "_per_second"  # suffix of the name of a device's rate
+PERIOD = 600.0  # seconds of steps from which a bar estimates the time left: some take minutes
 
 
 class Screen:
-    """Speaks in the first process only."""
+    """Prints in the first process only."""
 
     def __init__(self, steps: int, done: int = 0) -> None:
         self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks())
@@ -180,7 +180,7 @@ class Screen:
 
     @contextmanager
     def busy(self, task: str) -> Iterator[None]:
-        """Say what goes on while it takes long: beside the bar, or in lines of its own."""
+        """Show a slow task: beside the bar, or in lines of its own."""
         if self._bar is None:
             with show_waiting(task):
                 yield
@@ -198,7 +198,7 @@ class Screen:
 
 
 def step_line(values: Mapping[str, Any], steps: int, seconds_left: float | None = None) -> str:
-    """Return the log line of a step; `seconds_left` are the seconds that the other steps will take.
+    """Return the log line of a step; `seconds_left` is the time that the remaining steps will take.
 
     >>> step_line({"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}, 300)
     'step  10/300  loss 2.5000  lr 1.00e-03  grad norm 0.250  memory 1.0 GiB'
@@ -225,6 +225,6 @@ def step_line(values: Mapping[str, Any], steps: int, seconds_left: float | None 
 
 
 def validation_line(step: int, scores: str) -> str:
-    """Return the line of a validation, of what it found in words."""
+    """Return the log line of a validation with its scores."""
     when = f"after step {step}" if step else "before the first step"
     return f"validated {when}: {scores}"

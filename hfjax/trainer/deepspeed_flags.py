@@ -1,4 +1,4 @@
-"""`--deepspeed FILE`: a configuration of a run with what the file says, and its contradictions."""
+"""`--deepspeed FILE`: merge the file into a run's configuration; refuse contradictions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ FILE = "deepspeed.json"  # the copy that a run keeps
 def with_deepspeed_file(
     config: ConfigT, argv: Sequence[str], world: int
 ) -> tuple[ConfigT, DeepSpeedSetup | None]:
-    """Return a configuration with what its file of DeepSpeed says, and that file's table.
+    """Return a configuration merged with its DeepSpeed file, and the setup of that file.
 
     Args:
-        config: What flags and --config say.
-        argv: The command line. A flag in it that says something else than the file is an error,
-            and so is what --config says, unless it is a default.
+        config: The configuration of flags and --config.
+        argv: The command line. A flag in it that contradicts the file is an error, and so is a
+            setting of --config, unless it is a default.
         world: The number of devices.
     """
     if config.deepspeed is None:
@@ -45,7 +45,7 @@ def with_deepspeed_file(
                 f"something else for {world} devices, {value}. Leave the flag out (or that line of "
                 "--config), or change the file."
             )
-        if not isinstance(value, NoFlagText) and flag != rest:  # it takes the devices that are left
+        if not isinstance(value, NoFlagText) and flag != rest:  # it takes the remaining devices
             outer, _, name = flag.rpartition(".")
             changes.setdefault(outer, {})[name] = value
     plain = changes.pop("", {})
@@ -58,7 +58,7 @@ def _get(config: Any, flag: str) -> Any:
 
 
 def _is_same(flag: str, current: object, value: object) -> bool:
-    """Return whether a flag says what the file says, perhaps in other words."""
+    """Return whether a flag agrees with the file, perhaps by another name."""
     if flag == "strategy":
         names = lambda text: {*text.lower().replace("zero3", "fsdp").replace("|", "+").split("+")}
         return names(current) == names(value)

@@ -1,6 +1,6 @@
-"""The picture of a run: loss by step, raw and its mean, validations, and the learning rate.
+"""The plot of a run: loss by step, raw and averaged, validation losses and the learning rate.
 
-Of a model with experts also how evenly tokens go to them.
+For a model with experts also how evenly tokens are routed to them.
 """
 
 import textwrap
@@ -17,12 +17,12 @@ NO_BREAK = "\u00a0"  # a space at which no line ends
 INK, LOSS, VALID, RATE = "#333333", "#2f6db5", "#c0392b", "#8a8a8a"
 LOAD, DROPPED = "#7a4fa3", "#c77d2e"
 WIDTH, MOST = 105, 70  # characters: of a line of settings, of the name of a run
-MEAN_PARTS = 40  # the mean is over one part of so many of the run, and at least LEAST steps
+MEAN_PARTS = 40  # the mean is over the run's steps divided by this, and at least LEAST
 LEAST = 5
 
 
 def draw_plot(lines: Sequence[Mapping[str, Any]], path: Path, settings: Mapping[str, Any]) -> None:
-    """Draw the lines of a metrics file; without a loss in them nothing is drawn."""
+    """Plot the lines of a metrics file; draw nothing if they have no loss."""
     if any(line.get("loss") is not None for line in lines):
         fig = make_figure(lines, quote(path.absolute().parent.name), settings)
         with atomic_file(path) as file:
@@ -30,7 +30,7 @@ def draw_plot(lines: Sequence[Mapping[str, Any]], path: Path, settings: Mapping[
 
 
 def make_figure(lines: Sequence[Mapping[str, Any]], name: str, settings: Mapping[str, Any]) -> Any:
-    """Return the picture of a run, without pyplot."""
+    """Return the figure of a run, without pyplot."""
     from matplotlib.figure import Figure
 
     loss, valid, rate = (_curve(lines, name) for name in ("loss", "valid_loss", "lr"))
@@ -58,7 +58,7 @@ def _draw_title(axes: Any, name: str, below: str) -> None:
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """Return steps and values, a row each; those that are not there are left out."""
+    """Return (step, value) pairs of a metric; lines without it are left out."""
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return np.array(points, float).reshape(-1, 2)
 
@@ -108,7 +108,7 @@ def _draw_rate(axes: Any, rate: np.ndarray) -> None:
 
 
 def _draw_experts(axes: Any, load: np.ndarray, dropped: np.ndarray) -> None:
-    """Draw the busiest expert's load over the mean, and the share of choices without a place."""
+    """Draw the busiest expert's load over the mean, and the fraction of dropped choices."""
     axes.plot(*load.T, color=LOAD, linewidth=1.5, label="busiest expert over the mean")
     axes.set_ylabel("load", color=LOAD)
     axes.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, a plot of them, and what other tools read."""
+"""The output of a run: metrics.jsonl, a plot of it, and logs for other tools."""
 
 import json
 import math
@@ -31,15 +31,15 @@ DROPPED = "metrics.dropped.jsonl"
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders
 FILES = (METRICS, PLOT)
 WRITTEN = (*FILES, DROPPED, TENSORBOARD, WANDB)
-MAX_RANGES = 6  # stretches of steps in a message
+MAX_RANGES = 6  # ranges of steps in a message
 
 
 class MetricsWriter:
-    """A line of JSON for each step and each validation; what is not finite is null.
+    """Writes a line of JSON for each step and each validation; non-finite values become null.
 
     Attributes:
-        notes: What to tell of the lines that were there.
-        validated_steps: After which steps it has a validation.
+        notes: Messages about the lines that were there.
+        validated_steps: The steps after which it has a validation.
     """
 
     def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int) -> None:
@@ -56,7 +56,7 @@ class MetricsWriter:
         self._config, self._sinks = config, _open_sinks(directory, log, config)
 
     def write(self, step: int, **values: float) -> None:
-        """Add a line; it is on disk when the call returns, as far as this process is concerned."""
+        """Append a line, flushed to the operating system when the call returns."""
         finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
         try:
             self._file.write(json.dumps({"step": step, **finite}) + "\n")
@@ -71,7 +71,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files, and draw the plot."""
-        with suppress(OSError):  # `write` has told
+        with suppress(OSError):  # `write` has raised it
             self._file.close()
         for sink in self._sinks:
             sink.close()
@@ -89,7 +89,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file; a last line that a kill cut short is left out."""
+    """Return the lines of a metrics file, without a last line that a kill cut short."""
     if not os.path.lexists(path):
         return []
     check_ordinary(path)
@@ -106,14 +106,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse_line(text: bytes) -> dict[str, Any]:
-    """Return a line of a metrics file; ValueError if a run has not written it."""
+    """Return a line of a metrics file; raise ValueError if no run wrote it."""
     line = check_fields(parse_json(text.decode()), {"step": integer(0)})
     number = lambda x: x is None or (is_number(x) and math.isfinite(x))
     return check_fields(line, dict.fromkeys(line, ("a number or null", number)))
 
 
 def _drop_redone_steps(path: Path, start: int) -> tuple[list[dict], list[dict]]:
-    """Take out the steps that are done again: from the checkpoint on that the run goes on from.
+    """Remove the lines of steps that are done again, from the resumed checkpoint on.
 
     Return the lines that stay, and those that are moved to a file beside it.
     """
@@ -135,7 +135,7 @@ def _text(lines: list[dict]) -> str:
 
 
 def _moved_notes(directory: Path, dropped: list[dict], start: int) -> list[str]:
-    """Return what is told of lines that were taken out."""
+    """Return messages about the lines that were removed."""
     why = "those steps are done again" if start else "no checkpoint is left, so the run begins anew"
     target = quote(directory / DROPPED)
     lines = "1 line" if len(dropped) == 1 else f"{len(dropped)} lines"
@@ -143,7 +143,7 @@ def _moved_notes(directory: Path, dropped: list[dict], start: int) -> list[str]:
 
 
 def _gap_notes(path: Path, lines: list[dict], start: int) -> list[str]:
-    """Return what is told of the steps before `start` that have no line, or several."""
+    """Return messages about steps before `start` that have no line, or several."""
     times = Counter(line["step"] for line in lines if "loss" in line)
     missing = [step for step in range(start) if step not in times]
     several = [step for step in range(start) if times[step] > 1]
@@ -153,12 +153,12 @@ def _gap_notes(path: Path, lines: list[dict], start: int) -> list[str]:
 
 
 def _format_ranges(steps: list[int]) -> str:
-    """Return numbers in short.
+    """Return step numbers as ranges.
 
     >>> _format_ranges([2, 3, 4, 7])
     '2-4, 7'
     """
-    groups = groupby(enumerate(steps), key=lambda at: at[1] - at[0])  # they grow together
+    groups = groupby(enumerate(steps), key=lambda at: at[1] - at[0])  # constant within a range
     runs = [[step for _, step in run] for _, run in groups]
     ranges = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:MAX_RANGES]]
     num_left = sum(map(len, runs[MAX_RANGES:]))
@@ -188,7 +188,7 @@ class _Wandb:
 
         run = {"project": project, "config": dict(config), "name": directory.name}
         path = str(directory.absolute()).encode()
-        identity = f"{directory.name}-{zlib.crc32(path):08x}"  # the same when the run goes on
+        identity = f"{directory.name}-{zlib.crc32(path):08x}"  # the same when the run resumes
         self._run = wandb.init(dir=str(directory), id=identity, resume="allow", **run)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

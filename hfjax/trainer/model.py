@@ -1,4 +1,4 @@
-"""The model of a configuration: a preset, or one's own; `pretrained_model` has those of folders."""
+"""The model of a configuration: a preset or the user's; `pretrained_model` has those of folders."""
 
 import inspect
 import math
@@ -14,7 +14,7 @@ from hfjax.utils.keywords import name_hint
 from hfjax.utils.mean import check_loss
 from hfjax.utils.tables import quote
 
-ROUND_TO = 128  # a vocabulary that divides over the devices, and fits their matmuls
+ROUND_TO = 128  # pads the vocabulary so that it shards evenly, and fits matmuls
 SHAPE_OPTS = ("length", "layers", "heads", "embed")
 LLAMA_OPTS = ("kv_heads", "mlp", "head")
 EXPERT_OPTS = ("experts", "top_k", "capacity")
@@ -22,19 +22,19 @@ EXPERT_OPTS = ("experts", "top_k", "capacity")
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model to train, and what is known of it."""
+    """A model to train, with its loss and sizes."""
 
     name: str
     init: Callable
     loss: Callable
     vocab: int
-    length: int  # of the rows
-    max_length: int | None = None  # the longest row that the model takes, if it has a limit
+    length: int  # of the sequences
+    max_length: int | None = None  # the longest sequence that the model takes, if limited
     shape: Any = None  # the configuration of a preset, or of a folder's model
 
     @property
     def has_user_loss(self) -> bool:
-        """Whether the loss is none of hfjax's."""
+        """Whether the loss is the user's own."""
         return self.loss not in (gpt.next_token_loss, moe.next_token_loss)
 
 
@@ -64,7 +64,7 @@ def choose_model(config: Train, vocab: int) -> ModelChoice:
 
 
 def check_preset(opts: Model) -> None:
-    """Refuse a preset that is none, of text or images, unless another model takes its place."""
+    """Refuse an unknown preset, of text or images, unless another model takes its place."""
     known = [*presets(), *preset_table.PRESETS]
     if opts.own is None and opts.pretrained is None and opts.preset not in known:
         raise ValueError(
@@ -74,12 +74,12 @@ def check_preset(opts: Model) -> None:
 
 
 def loss_for(opts: Model) -> Callable:
-    """Return the loss of a configuration's model: that of the next token, or one's own."""
+    """Return the loss of a configuration's model: next-token, or the user's own."""
     return load_loss(opts) or moe.next_token_loss
 
 
 def load_loss(opts: Model) -> Callable | None:
-    """Return one's own loss, if the configuration names one."""
+    """Return the user's own loss, if the configuration names one."""
     if opts.loss is None:
         return None
     loss = load_function(opts.loss, "--model.loss")
@@ -88,7 +88,7 @@ def load_loss(opts: Model) -> Callable | None:
 
 
 def presets() -> dict[str, tuple[Any, str]]:
-    """Return the names of all presets, with the model and the name that it knows them by."""
+    """Return all presets by name, each as (model class, the class's name for it)."""
     of_llama = {"llama-tiny" if name == "tiny" else name: name for name in llama.PRESETS}
     return {
         **{f"gpt-{name}": (gpt.GPT, name) for name in gpt.PRESETS},
@@ -98,12 +98,12 @@ def presets() -> dict[str, tuple[Any, str]]:
 
 
 def _explicit_opts(opts: Model, names: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of these names that are given."""
+    """Return those of the named settings that are set."""
     return {name: getattr(opts, name) for name in names if getattr(opts, name) is not None}
 
 
 def _check_no_llama(opts: Model) -> None:
-    """Refuse what only a Llama has."""
+    """Refuse settings that only a Llama has."""
     if llama_opts := _explicit_opts(opts, LLAMA_OPTS):
         flag = next(iter(llama_opts)).replace("_", "-")
         llamas = [name for name, (model, _) in presets().items() if model is not gpt.GPT]
@@ -115,7 +115,7 @@ def _check_no_llama(opts: Model) -> None:
 
 
 def _expert_opts(opts: Any, model: Any) -> dict[str, Any]:
-    """Return what is said of experts; refuse it of a model that has none."""
+    """Return the settings of experts; refuse them for a model that has none."""
     expert_opts = _explicit_opts(opts, EXPERT_OPTS)
     if expert_opts and model is not moe.MoELlama:
         flag = next(iter(expert_opts)).replace("_", "-")
@@ -128,7 +128,7 @@ def _expert_opts(opts: Any, model: Any) -> dict[str, Any]:
 
 
 def _kv_heads(preset: llama.LlamaConfig, changes: dict[str, Any]) -> dict[str, int]:
-    """Return how many heads of keys a Llama has whose number of heads is changed."""
+    """Return the key-value heads of a Llama whose number of heads is changed."""
     heads = changes.get("heads", preset.heads)
     return {"kv_heads": max(heads * preset.kv_heads // preset.heads, 1)}
 

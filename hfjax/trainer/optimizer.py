@@ -1,4 +1,4 @@
-"""The optimizer of a configuration: one of optax, or one's own."""
+"""The optimizer of a configuration: one of optax, or the user's own."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from hfjax.trainer.config_io import load_function
 from hfjax.utils.paths import Tree, flatten, match_patterns, nest
 
 NO_DECAY = ("*/bias", "*norm*", "norm*")
-MASKS = ("mask", "weight_decay_mask")  # optax's names of one thing
+MASKS = ("mask", "weight_decay_mask")  # optax's names for it
 
 
 def sgd(
@@ -26,7 +26,7 @@ def sgd(
     weight_decay: float = 0.0,
     mask: Any = None,
 ) -> Any:
-    """Return optax's sgd; what decays is added to gradients before the momentum, as torch does."""
+    """Return optax's sgd; weight decay is added to gradients before the momentum, as in torch."""
     plain = optax.sgd(learning_rate, momentum)
     return (
         optax.chain(optax.add_decayed_weights(weight_decay, mask), plain) if weight_decay else plain
@@ -34,12 +34,12 @@ def sgd(
 
 
 HFJAX_OPTIMIZERS = {"adamw": hfjax.adamw, "sgd": sgd}
-DEFAULT_DECAYS = {"sgd": 0.0}  # what decays where nothing is said; of the others DECAY
+DEFAULT_DECAYS = {"sgd": 0.0}  # default weight decay by optimizer; DECAY for the others
 DECAY = 0.1
 
 
 def make_lr_schedule(config: Train) -> Callable:
-    """Return the learning rate of a configuration, by the number of updates."""
+    """Return the learning-rate schedule of a configuration, by the number of updates."""
     opts, steps = config.optimizer, config.steps
     warmup = min(20, steps // 4) if opts.warmup is None else opts.warmup
     fields = {"warmup": warmup, "end": opts.end, "hold": opts.hold}
@@ -47,7 +47,7 @@ def make_lr_schedule(config: Train) -> Callable:
 
 
 def build_optimizer(config: Train, rate: Callable, optimizer: Any = None) -> Any:
-    """Return the optimizer of a configuration; one that is given is taken in place of its name."""
+    """Return the optimizer of a configuration; `optimizer` replaces the one that it names."""
     opts = config.optimizer
     if optimizer is None:
         optimizer = (
@@ -59,7 +59,7 @@ def build_optimizer(config: Train, rate: Callable, optimizer: Any = None) -> Any
 
 
 def stateless_optimizer(config: Train) -> Any:
-    """Return an optimizer without a state, whose parameters are stored as those of the run."""
+    """Return a stateless optimizer, whose parameters are stored as those of the run."""
     plain = optax.with_extra_args_support(optax.identity())
     if not config.optimizer.master:
         return plain
@@ -85,7 +85,7 @@ def _user_optimizer(opts: Optimizer, rate: Callable) -> Any:
 
 
 def _optax_optimizer(opts: Optimizer, rate: Callable) -> Any:
-    """Return an optimizer of optax, tried out on one small matrix."""
+    """Return an optax optimizer, tried out on a small matrix."""
     known = HFJAX_OPTIMIZERS.get(opts.name) or getattr(optax, opts.name, None)
     make: Any = known or getattr(optax.contrib, opts.name, None)
     names = list(inspect.signature(make).parameters) if callable(make) else []
@@ -110,7 +110,7 @@ def _optax_optimizer(opts: Optimizer, rate: Callable) -> Any:
 
 
 def _decay_kwargs(opts: Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the arguments that say what decays."""
+    """Return the weight-decay arguments of an optimizer."""
     mask = next((name for name in MASKS if name in names), None)
     for name, is_accepted in (
         ("weight_decay", "weight_decay" in names),
@@ -130,7 +130,7 @@ def _decay_kwargs(opts: Optimizer, names: list[str]) -> dict[str, Any]:
 
 
 def _momentum_kwargs(opts: Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the argument that is the momentum, if one is asked for."""
+    """Return the momentum argument of an optimizer, if it is set."""
     if opts.momentum is None:
         return {}
     if "momentum" not in names:
@@ -142,7 +142,7 @@ def _momentum_kwargs(opts: Optimizer, names: list[str]) -> dict[str, Any]:
 
 
 def _decay_mask(no_decay: tuple[str, ...] | None) -> Callable:
-    """Return the mask of what decays: all but these patterns; None: but biases and norms."""
+    """Return the weight-decay mask: all but these patterns; None: all but biases and norms."""
 
     def mask(params: Tree) -> Any:
         paths = flatten(params)

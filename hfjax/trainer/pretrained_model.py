@@ -1,4 +1,4 @@
-"""The model of `--model.pretrained`: its shape, the length of its rows, its weights."""
+"""The model of `--model.pretrained`: its shape, its sequence length, its weights."""
 
 import time
 from dataclasses import replace
@@ -21,16 +21,16 @@ from hfjax.weights.families import parse_config
 from hfjax.weights.model_folder import TOKENIZER, read_folder
 from hfjax.weights.pretrained import Pretrained, from_folder
 
-MAX_FINETUNING_RATE = 1e-3  # from this learning rate on a trained model forgets
-DEFAULT_MAX_LENGTH = 4096  # tokens of a row, where no flag says how many
+MAX_FINETUNING_RATE = 1e-3  # from this learning rate on, a trained model forgets
+DEFAULT_MAX_LENGTH = 4096  # tokens in a sequence, unless a flag sets it
 
 
 def open_pretrained(opts: Model, pad: int = ROUND_TO) -> Pretrained:
     """Return the model of a folder, or of a run's own copy of one. All processes call it.
 
     Args:
-        opts: What says of which folder, and how it is stored.
-        pad: The embedding has a multiple of so many rows.
+        opts: The settings with its folder and stored dtype.
+        pad: The vocabulary is padded to a multiple of this.
     """
     path = Path(opts.pretrained or "")
     folder = run_on_all(lambda: read_copy(path) if is_copy(path) else read_folder(path))
@@ -43,9 +43,9 @@ def open_pretrained(opts: Model, pad: int = ROUND_TO) -> Pretrained:
 
 
 def _config_changes(opts: Model, config: Any) -> dict[str, Any]:
-    """Return what flags change of a model's shape: nothing that the weights depend on."""
+    """Return the changes that flags make to a model's shape; weights depend on none of them."""
     changes: dict[str, Any] = {}
-    if opts.dropout:  # a model that has none drops nothing
+    if opts.dropout:  # 0 is fine for a model without dropout
         _check_kind(config, GPTConfig, f"dropout {opts.dropout}", "only a GPT has dropout")
         changes["dropout"] = opts.dropout
     if opts.capacity is not None:
@@ -72,7 +72,7 @@ def model_choice(config: Train, model: Pretrained) -> ModelChoice:
 
     Args:
         config: The configuration.
-        model: That of the folder.
+        model: The model of the folder.
     """
     shape = model.config
     length = config.model.length or min(shape.length, DEFAULT_MAX_LENGTH)
@@ -81,7 +81,7 @@ def model_choice(config: Train, model: Pretrained) -> ModelChoice:
 
 
 def length_note(model: Pretrained, length: int) -> str:
-    """Return what to say of the length of rows."""
+    """Return the message about the sequence length."""
     trained = parse_config(model.folder.config).length
     if length > trained:
         return (
@@ -93,7 +93,7 @@ def length_note(model: Pretrained, length: int) -> str:
 
 
 def rate_warning(rate: float) -> str:
-    """Return what to say of a rate by which a model forgets what it knows."""
+    """Return the warning about a learning rate at which a model forgets what it knows."""
     return (
         f"warning: a learning rate of {rate:g} is for models that begin from nothing; trained ones "
         "are trained on with about 1e-5: --optimizer.rate"
@@ -101,7 +101,7 @@ def rate_warning(rate: float) -> str:
 
 
 def missing_tokenizer(folder: Path) -> str:
-    """Return what to say of a folder where text has to be read."""
+    """Return the message about a folder without a tokenizer where text has to be read."""
     return (
         f"--model.pretrained {quote(folder)}: it has no {TOKENIZER}, and no data is named: text "
         "cannot be read. Put it there (transformers' AutoTokenizer writes it: "
@@ -112,7 +112,7 @@ def missing_tokenizer(folder: Path) -> str:
 def init_from_folder(
     model: Pretrained, layout: hfjax.Layout, seed: int, schedule: PipelineSchedule | None
 ) -> tuple[hfjax.State, str]:
-    """Return the state that begins with a folder's weights, and what to say of their reading."""
+    """Return an initial state with a folder's weights, and a message about reading them."""
     path = quote(model.folder.path)
     if is_copy(model.folder.path):
         raise ValueError(

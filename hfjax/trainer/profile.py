@@ -19,7 +19,7 @@ class Profile:
         self._directory, self._running, self._has_begun = directory / PROFILE, False, steps is None
 
     def before_step(self, step: int) -> None:
-        """Begin, if this is the first step to trace that this run does."""
+        """Start the trace, if this is the first step to trace that this run does."""
         if self._has_begun or step < self._first or not speaks():
             return
         self._has_begun = True
@@ -31,12 +31,12 @@ class Profile:
         self._running = True
 
     def after_step(self, step: int) -> None:
-        """End, if the last step to trace is done."""
+        """Stop the trace, if the last step to trace is done."""
         if step >= self._end - 1:
             self.close()
 
     def close(self) -> None:
-        """End a trace that is running."""
+        """Stop a trace that is running."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

@@ -1,6 +1,6 @@
-"""Text from a trained model, and the loss over a data set.
+"""Generate text with a trained model, and evaluate its loss over a data set.
 
-Text: one token after the other, the whole row computed for each. Loss: each row once.
+Generation computes the whole sequence again for each token. Evaluation uses each example once.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from hfjax.utils.paths import Tree, flatten
 from hfjax.utils.read_files import brief
 from hfjax.utils.rounding import widen
 
-COLDEST, HOTTEST = 1e-30, 1e30  # logits over them are numbers of float32
+COLDEST, HOTTEST = 1e-30, 1e30  # logits divided by them fit float32
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Sampling:
             )
 
     def for_prompt(self, number: int) -> "Sampling":
-        """Return it for the prompt of this number: with the seed so much higher."""
+        """Return the settings for prompt `number`: with the seed higher by `number`."""
         return dataclasses.replace(self, seed=(self.seed + number) % (1 << 32))
 
     def choose_token(self, logits_V: jax.Array, key: jax.Array) -> jax.Array:
@@ -89,29 +89,29 @@ def generate(  # noqa: PLR0913  options of one call
     sampling: Sampling = Sampling(),
     **fields: Any,
 ) -> Any:
-    """Return the `count` tokens that follow a prompt, or each of several; of a text, as text.
+    """Return `count` tokens generated after a prompt, or after each of several; for text, text.
 
-    All prompts are written to together. Prompt i is sampled with the seed + i, so each gets what it
-    would get by itself (to rounding).
+    All prompts form one batch. Prompt i is sampled with seed + i, so each gets what it would get
+    alone (up to rounding).
 
     Args:
         layout: The layout of a model that returns logits [B, S, V] of {"tokens": [B, S + 1]}.
-        state: A state of it, its layers stored for any schedule.
+        state: A state of the layout, its layers stored for any schedule.
         prompt: At least one token, each of the vocabulary. Or a text, if there is a tokenizer. Or a
             list of prompts: then a list is returned.
-        count: How many tokens, at least 1.
+        count: Number of tokens to generate, at least 1.
         length: How many of the last tokens the model sees, at most as many as it has positions.
             None: all.
-        vocab: Tokens to choose from; logits beyond are ignored. None: those of the tokenizer, or
-            all.
+        vocab: Number of tokens to choose from; logits beyond are ignored. None: that of the
+            tokenizer, or all.
         tokenizer: What `hfjax.data.load_tokenizer` returns, or any object that has `encode(texts)`,
             `decode(tokens)` and `vocab`.
         sampling: Temperature, top_k and seed together.
-        fields: Or each: temperature=0.8 (0 takes the likeliest token), top_k=40 (only among so many
-            of the likeliest; None: among all), seed=0.
+        fields: Or each by name: temperature=0.8 (0 takes the likeliest token), top_k=40 (choose
+            among the 40 likeliest; None: among all), seed=0.
 
     Raises:
-        ValueError: A number or a prompt is none that fits, or the logits are not finite.
+        ValueError: A number or a prompt is invalid, or the logits are not finite.
 
     Example:
         >>> import hfjax, optax
@@ -152,7 +152,7 @@ def generate(  # noqa: PLR0913  options of one call
 
 
 def _check_counts(count: int, **others: int | None) -> None:
-    """Refuse what is no positive whole number."""
+    """Refuse anything but positive whole numbers."""
     if not is_int(count, 1):
         raise ValueError(
             f"generate: {brief(count)} tokens are asked for, at least 1 is needed, a whole number."
@@ -166,7 +166,7 @@ def _check_counts(count: int, **others: int | None) -> None:
 
 
 def _without_texts(prompt: Any) -> Any:
-    """Return what is in a prompt, a text counting as several tokens."""
+    """Return the items of a prompt, each text in it as a list of tokens."""
     return [[0] if isinstance(x, str | bytes) else x for x in prompt]
 
 
@@ -201,7 +201,7 @@ def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:
 
 
 def _check_tokens(tokens: np.ndarray, vocab: int | None) -> None:
-    """Refuse a prompt of anything but tokens of the vocabulary."""
+    """Refuse a prompt with anything but tokens of the vocabulary."""
     is_integer = tokens.dtype.kind in "iu"
     most = np.iinfo(np.int32).max if vocab is None else vocab - 1
     wrong = tokens[(tokens < 0) | (tokens > most)] if is_integer else tokens
@@ -215,7 +215,7 @@ def _check_tokens(tokens: np.ndarray, vocab: int | None) -> None:
 def _generate_tokens(
     generator: "_Generator", state: State, seed: int, prompts: list[list[int]], length: int
 ) -> list[list[int]]:
-    """Return the tokens that follow each of these rows."""
+    """Return the tokens generated after each of these prompts."""
     layout = generator.layout
     sequences = np.zeros((len(prompts), length), np.int32)
     for sequence, tokens in zip(sequences, prompts, strict=True):
@@ -239,7 +239,7 @@ def _generate_tokens(
 
 @lru_cache(maxsize=8)
 def _program(generator: "_Generator") -> jax.stages.Wrapped:
-    """Return the compiled program: asked again for the same, it is not made anew."""
+    """Return the compiled program, cached by its generator."""
     options = options_for(generator.layout, Execution())
     replicated = NamedSharding(generator.layout.mesh, P())
     return jax.jit(generator, out_shardings=replicated, compiler_options=options)
@@ -247,9 +247,9 @@ def _program(generator: "_Generator") -> jax.stages.Wrapped:
 
 @dataclass(frozen=True)
 class _Generator:
-    """The program that writes `count` tokens after each of some rows.
+    """The program that generates `count` tokens after each sequence of a batch.
 
-    It also tells of each row whether all logits were finite, and how many logits a token has.
+    It also returns whether all logits of each sequence were finite, and the logits per token.
     """
 
     layout: Layout
@@ -260,9 +260,9 @@ class _Generator:
     def __call__(
         self, params: Tree, variables: Any, tokens_BS: jax.Array, lengths_B: jax.Array, seeds_B: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the tokens that follow the first `known` of each row.
+        """Return the tokens that follow the first `lengths_B` of each sequence.
 
-        Parameters of the host are fetched once, for all tokens: each device has its shards.
+        Parameters in host memory are copied once, for all tokens: each device has its shards.
         """
         plain = self.layout.model_layout
         check_state_shapes(plain, State(None, params, None, variables), optimizer=False)
@@ -280,7 +280,7 @@ class _Generator:
             is_full = lengths == length
             sequences = jnp.where(is_full[:, None], jnp.roll(sequences, -1, axis=1), sequences)
             sequences = sequences.at[indices, jnp.where(is_full, length - 1, lengths)].set(tokens)
-            finite &= jnp.isfinite(last.max(-1))  # masked ones are -inf
+            finite &= jnp.isfinite(last.max(-1))  # masked logits are -inf
             lengths, new_tokens = jnp.minimum(lengths + 1, length), new_tokens.at[:, i].set(tokens)
             return sequences, lengths, new_tokens, finite, jnp.int32(logits.shape[-1])
 
@@ -304,11 +304,11 @@ class _Generator:
         return forward(model, batch, **forward_kwargs)
 
 
-LAG = 2  # batches behind which results are read: nothing waits for the device
+LAG = 2  # results are read so many batches later, so that nothing waits for the device
 
 
 def check_mask_weights(step: Callable, state: State, batch: Mapping[str, Any]) -> None:
-    """Refuse a loss that counts rows of mask 0, as they fill up the last batch."""
+    """Refuse a loss that counts examples of mask 0, which pad the last batch."""
     empty = dict(batch, mask=np.zeros_like(batch["mask"]))
     if weight := float(step(state, empty)["weight"]):
         raise ValueError(
@@ -319,24 +319,24 @@ def check_mask_weights(step: Callable, state: State, batch: Mapping[str, Any]) -
 
 
 class MeanLoss(NamedTuple):
-    """A mean loss, and of how many tokens it is the mean."""
+    """A mean loss, and the number of tokens that it averages."""
 
     loss: float
     tokens: int
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """Further numbers by name: none."""
+        """Further scores by name: none."""
         return {}
 
     @property
     def table(self) -> str:
-        """What else it found: nothing."""
+        """Further scores as a table: none."""
         return ""
 
     @property
     def line(self) -> str:
-        """What it found."""
+        """The scores in a line."""
         perplexity = math.exp(min(self.loss, 700.0))
         return f"loss {self.loss:.4f}, perplexity {perplexity:.2f}, {self.tokens} tokens"
 
@@ -354,11 +354,11 @@ def evaluate(
         step: What `hfjax.eval_step` returned.
         state: The state to evaluate.
         batches: For instance a `Loader` with epochs=1.
-        most: How many batches at most. None: all.
-        beat: What is called for each batch: evaluating gets on.
+        most: Maximum number of batches. None: all.
+        beat: Called for each batch, to report progress.
 
     Returns:
-        (loss, tokens): the mean, and of how many tokens (the weight of the loss) it is the mean.
+        (loss, tokens): the mean, and the number of tokens (weight of the loss) that it averages.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, numpy as np, optax
@@ -393,7 +393,7 @@ def eval_batches(
 
 
 def mean_loss(metrics: Sequence[Mapping[str, Any]], unit: str = "token") -> MeanLoss:
-    """Return the mean loss of batches by their weights."""
+    """Return the mean loss of batches, weighted by their weights."""
     if not metrics:
         raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
     pairs = list(map(_weight_and_loss, metrics))

@@ -1,7 +1,7 @@
-"""What a run keeps of the model's folder that it began from: all but the weights.
+"""A run's own copy of the model folder that it began from: all but the weights.
 
-The folder may be moved or deleted: the run goes on, is evaluated, writes text and is exported by
-its own copy, `model/`.
+The folder may be moved or deleted: resuming, evaluation, generation and export use the copy,
+`model/`.
 """
 
 import json
@@ -50,7 +50,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def write_copy(folder: ModelFolder, directory: Path) -> None:
-    """Write a run's own copy of what a model's folder says."""
+    """Write a run's own copy of a model's folder, without the weights."""
     check_replaceable(directory)
     own = directory / COPY
     try:
@@ -63,7 +63,7 @@ def write_copy(folder: ModelFolder, directory: Path) -> None:
 
 
 def check_replaceable(directory: Path) -> None:
-    """Refuse a folder in the place of the copy that is none: it would be deleted."""
+    """Refuse a folder in place of the copy that is not one: it would be deleted."""
     own = directory / COPY
     if path_kind(own) != MISSING and (not is_copy(own) or any(own.glob("*.safetensors"))):
         raise ValueError(
@@ -73,7 +73,7 @@ def check_replaceable(directory: Path) -> None:
 
 
 def check_separate(folder: Path, directory: Path) -> None:
-    """Refuse a run in the folder of its model, and one whose copy would take another's place."""
+    """Refuse a run in the folder of its model, or whose copy would replace something else."""
     if path_kind(directory) != MISSING and path_kind(folder) != MISSING:
         if os.path.samefile(folder, directory):
             raise ValueError(
@@ -89,7 +89,7 @@ def is_copy(path: Path) -> bool:
 
 
 def _copy_record(folder: ModelFolder) -> dict[str, Any]:
-    """Return what is written of the tensors, in the order of the folder's own files."""
+    """Return the record of the tensors, in the order of the folder's own files."""
     tensors = {
         t.name: {
             "file": t.file.name,
@@ -107,7 +107,7 @@ def _copy_record(folder: ModelFolder) -> dict[str, Any]:
 
 
 def read_copy(path: Path) -> ModelFolder:
-    """Return the folder that a run's own copy is of: its files of tensors are not there."""
+    """Return the model folder that a run's copy describes; its tensor files are not there."""
     try:
         fields = {"fingerprint": TEXT, "tensors": object_of("tensors", lambda x: True)}
         record = check_fields(parse_json(read_text(path / TENSORS)), fields)
@@ -130,24 +130,24 @@ def _parse_tensor(path: Path, name: str, of: Any) -> FileTensor:
 
 
 def model_name(folder: ModelFolder) -> str:
-    """Return what the folder is called, or was where the run began."""
+    """Return the name of the folder; for a copy, that of the folder that it was made from."""
     path: Any = folder.path
     if is_copy(folder.path):
         path = parse_json(read_text(folder.path / TENSORS)).get("from")
     return Path(os.path.abspath(str(path))).name
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 def resume_from_copy(config: Train, steps: Path) -> tuple[Train, str | None]:
-    """Return the configuration with a run's own copy in place of its folder, if the run goes on.
+    """Return the configuration with the run's own copy in place of its folder, if it resumes.
 
-    And what is to be said of the folder. All processes call this.
+    Also return a message about the folder, if any. All processes call this.
 
     Args:
-        config: Of the run.
-        steps: Where its checkpoints are.
+        config: The configuration of the run.
+        steps: The folder of its checkpoints.
     """
     folder, own = config.model.pretrained, config.directory / COPY
     if folder is None or not run_on_first(lambda: bool(list_steps(steps))):
@@ -157,7 +157,7 @@ def resume_from_copy(config: Train, steps: Path) -> tuple[Train, str | None]:
 
 
 def _compare_with_copy(folder: Path, own: Path) -> str | None:
-    """Refuse a folder of another model than the run's; return what to say of one that is gone."""
+    """Refuse a folder of another model than the run's; return a message if it is gone."""
     if not is_copy(own):
         raise ValueError(
             f"--model.pretrained {quote(folder)}: {quote(own.parent)} has checkpoints, and no copy "

@@ -51,7 +51,7 @@ MISMATCH = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
 
 
 def restore_loader(loader: IndexedLoader, record: Any, step: Path) -> int:
-    """Put a loader where a step's record says; return how many steps were left out by then."""
+    """Restore a loader's position from a step's record; return the steps skipped by then."""
     file = f"{step / 'meta' / 'metadata'}: data"
     try:
         if isinstance(record, dict):
@@ -69,9 +69,9 @@ def restore_loader(loader: IndexedLoader, record: Any, step: Path) -> int:
 
 
 def check_reachable(directory: Path) -> None:
-    """Refuse a run that has metrics, and no directory that its checkpoints were written to.
+    """Refuse a run that has metrics, but not the directory of its checkpoints.
 
-    A run locks that directory before it writes metrics, and the file of the lock stays.
+    A run locks that directory before it writes metrics, and the lock file stays.
     """
     folder, metrics = directory / CHECKPOINTS, directory / METRICS
     if not os.path.lexists(metrics) or os.path.lexists(folder / LOCK):
@@ -88,7 +88,7 @@ def check_reachable(directory: Path) -> None:
 
 
 def find_steps(folder: Path) -> Path:
-    """Return the folder of steps that is meant: that of a run, or one that `hfjax.save` wrote."""
+    """Return the folder of checkpoints: that of a run, or one that `hfjax.save` wrote."""
     steps = next((p for p in (folder / CHECKPOINTS, folder) if list_steps(p)), None)
     if steps is None:
         problem = "it has no checkpoint" if folder.exists() else "there is no such folder"
@@ -102,7 +102,7 @@ def find_steps(folder: Path) -> Path:
 def restore_or_explain(
     restore: Callable[[], hfjax.Restored], config: Train, steps: Path, is_resumed: bool = False
 ) -> hfjax.Restored:
-    """Return what `restore` reads; what does not fit is told by the flags that make it so."""
+    """Return what `restore` reads; explain a mismatch by the flags that cause it."""
     try:
         with show_waiting("reading the checkpoint"):
             return restore()
@@ -127,10 +127,10 @@ def _mismatch_message(message: str, config: Train, steps: Path, is_resumed: bool
     )
 
 
-NOT_LOGGED = ("step", "finite", OVERFLOW, EXHAUSTED)  # metrics that are told otherwise
-LAG = 2  # steps behind which metrics are read: nothing waits for the device
-COMPILING = 3600.0  # seconds that what compiles may take, at least
-WRITING = 600.0  # and a checkpoint
+NOT_LOGGED = ("step", "finite", OVERFLOW, EXHAUSTED)  # metrics that are reported otherwise
+LAG = 2  # metrics are read so many steps later, so that nothing waits for the device
+COMPILING = 3600.0  # seconds that a phase that compiles may take, at least
+WRITING = 600.0  # the same for a checkpoint
 PROMPT = "\ndef "
 
 
@@ -139,10 +139,10 @@ class Result(NamedTuple):
 
     Attributes:
         state: The last state.
-        step: The number of steps that it has taken.
-        loss: Of the last step that this call did; None if it did none.
-        valid_loss: The last validation's; None if there was none.
-        reason: Why it stopped early, as `Stop.reason` has it; None if it did not.
+        step: The number of steps that the state has taken.
+        loss: The loss of the last step of this call; None if it did none.
+        valid_loss: The loss of the last validation; None if there was none.
+        reason: Why it stopped early, as in `Stop.reason`; None if it did not.
 
     Example:
         >>> from hfjax.trainer import Result
@@ -160,11 +160,11 @@ class Result(NamedTuple):
 def train(config: Train) -> Result:
     """Train, from the beginning or from the directory's latest checkpoint; return how it ended.
 
-    It takes signals as `Stop` does (so: the main thread), ends the process if it hangs
+    It handles signals as `Stop` does (only in the main thread), ends the process if it hangs
     (`config.timeout`), and writes config.yaml, metrics and checkpoints to `config.directory`.
 
     Args:
-        config: What is trained on what, and how: see `hfjax train --help`.
+        config: The settings of the run: see `hfjax train --help`.
 
     Example:
         >>> from hfjax.trainer import Train, train
@@ -175,7 +175,7 @@ def train(config: Train) -> Result:
     with ExitStack() as stack:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.timeout))
-        stop = enter(Stop())  # from now on a signal is answered after the step
+        stop = enter(Stop())  # from now on a signal takes effect after the step
         run = Run(config, Parts(config), watchdog)
         with watchdog.allow(COMPILING, "preparing"):
             run.prepare(enter)
@@ -191,19 +191,19 @@ class Run:
     watchdog: Watchdog
     state: Any = None
     first_step: int = 0  # the step that this call begins with
-    metrics: dict[str, Any] = field(default_factory=dict)  # what was told of the last step read
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the last step that was read
     valid_loss: float | None = None
     validated_step: int = -1  # after which step
     saved_step: int = -1  # the step of the last checkpoint that was begun
-    skipped_steps: int = 0  # steps that were not finite: no updates
+    skipped_steps: int = 0  # not finite, so without an update
     source_folder: ModelFolder | None = None  # whose weights this call begins with
-    has_trained_weights: bool = False  # with some weights
+    has_trained_weights: bool = False  # it begins with trained weights
     compiled_phases: set[str] = field(default_factory=set)  # phases that have compiled
 
     # -- before the first step ------------------------------------------------------------
 
     def prepare(self, enter: Any) -> None:
-        """Make or restore the state, and open what the run writes to."""
+        """Create or restore the state, and open the outputs of the run."""
         config, directory = self.config, self.config.directory
         run_on_first(lambda: check_no_links(directory, WRITTEN))
         run_on_first(lambda: check_ordinary_files(directory, (CONFIG, FILE, *metrics_file.FILES)))
@@ -217,7 +217,7 @@ class Run:
                 self.components.step,
                 self.components.evaluate,
                 self.components.valid,
-            )  # a mistake is told now
+            )  # report a mistake now
             summary = str(self.components)
         self.screen.say(summary)
         for text in self.components.task.startup_lines():
@@ -257,7 +257,7 @@ class Run:
                 self.screen.say(text)
 
     def _find_model(self) -> None:
-        """Read what the model is: of a folder, or if the run goes on of its own copy."""
+        """Find the pretrained model: in its folder, or in the run's own copy if it resumes."""
         folder, directory = self.config.model.pretrained, self.config.directory
         config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
         if config is not self.config:
@@ -269,7 +269,7 @@ class Run:
         _ = self.components.pretrained
 
     def _save_files(self, directory: Path) -> None:
-        """Write what the run is made of: with copies of a file of DeepSpeed, of a model's files."""
+        """Write the configuration, with copies of its DeepSpeed file and its model's files."""
         config = config_io.without_machine_fields(self.config)
         if config.deepspeed is not None:
             replace_text(directory / FILE, read_text(config.deepspeed))
@@ -300,7 +300,7 @@ class Run:
             self.screen.say(text)
 
     def _change_notes(self, old_config: Any, position: dict[str, Any]) -> Iterator[str]:
-        """Yield what is not as it was when the checkpoint was saved that this call goes on from."""
+        """Yield messages about what changed since the checkpoint that this call resumes from."""
         if changes := config_io.setting_changes(self.config, old_config):
             yield f"settings that changed: {', '.join(changes)}"
         if start := config_io.changed_start(self.config, old_config):
@@ -316,7 +316,7 @@ class Run:
 
     @property
     def _valid_identity(self) -> Any:
-        """What the data to validate on is; None: there is none."""
+        """The identity of the validation data; None if there is none."""
         return None if self.components.valid is None else self.components.valid.identity["data"]
 
     def _restore(self) -> hfjax.Restored:
@@ -335,7 +335,7 @@ class Run:
         return checkpoint.state
 
     def _init_state(self) -> hfjax.State:
-        """Return a state of the seed, or of the weights that the task has for it."""
+        """Return an initial state from the seed, or with the weights that the task has."""
         seed, schedule = self.config.seed, self.components.schedule
         source = self.config.model.pretrained or self.config.model.weights
         doing = f"reading {quote(source)}" if source else "compiling what makes the parameters"
@@ -354,7 +354,7 @@ class Run:
     # -- steps ----------------------------------------------------------------------------
 
     def run_steps(self, stop: Stop) -> Result:
-        """Run the steps that are left."""
+        """Run the remaining steps."""
         began, pending, done = time.monotonic(), deque[Any](), self.first_step
         limit = None if self.config.minutes is None else 60 * self.config.minutes
         if self._validates_first() and not stop.agreed():
@@ -378,19 +378,19 @@ class Run:
             if limit is not None and time.monotonic() - began > limit:
                 stop.request()
             valid = self._is_due(done, self._valid_every) and done < self.config.steps
-            if valid and not stop.agreed():  # who is told to stop saves and leaves
+            if valid and not stop.agreed():  # a run that has to stop saves and ends
                 self._log_all(pending)
                 self.validate(done)
             if self._is_due(done, self._save_every) and done < self.config.steps:
-                self._log_all(pending)  # a step that was not finite is no step to save
+                self._log_all(pending)  # raises at a step that was not finite: do not save it
                 self.save(done)
         self._log_all(pending)
         return self._finish(done, stop.reason)
 
     def _step(self, batch: Any) -> Any:
-        """Do a step, and return its metrics, which may not be computed yet.
+        """Run a step and return its metrics, which may not be computed yet.
 
-        The first one is waited for: here or in another process it compiles.
+        It waits for the first step, which compiles, here or in another process.
         """
         first = "the first step" not in self.compiled_phases
         with self._phase("the first step") if first else nullcontext():
@@ -404,7 +404,7 @@ class Run:
 
     @contextmanager
     def _phase(self, doing: str) -> Iterator[None]:
-        """Let the watchdog wait for what is long, and say so; the first time it compiles."""
+        """Give a slow phase its own watchdog limit, and show it; the first time it compiles."""
         limit = WRITING if doing in self.compiled_phases else COMPILING
         self.compiled_phases.add(doing)
         message = f"compiling {doing}" if doing.startswith("the first") else doing
@@ -415,7 +415,7 @@ class Run:
         return every > 0 and done % every == 0
 
     def _validates_first(self) -> bool:
-        """Return whether to validate before the first step: weights of others, or after a stop."""
+        """Return whether to validate before the first step: given weights, or after a stop."""
         every, done = self._valid_every, self.first_step
         after_stop = done > 0 and (self._is_due(done, every) or done == self.config.steps)
         if not every or not (self.has_trained_weights or after_stop):
@@ -440,7 +440,7 @@ class Run:
         self.components.step.check(self.state)
 
     def _log_step(self, metrics: Any) -> None:
-        """Read the metrics of a step, which is done then, and tell them."""
+        """Read the metrics of a step, which waits for it, and log them."""
         numbers = {name: x for name, x in metrics.items() if not x.shape}
         values = {name: float(x) for name, x in numbers.items() if name not in NOT_LOGGED}
         step, skips = int(metrics["step"]), not bool(metrics["finite"])
@@ -464,7 +464,7 @@ class Run:
     # -- between steps --------------------------------------------------------------------
 
     def validate(self, done: int) -> None:
-        """Tell the loss on the validation set."""
+        """Log the loss on the validation set."""
         if self.components.valid is None or self.validated_step == done:
             return
         self.speed.pause()
@@ -482,11 +482,11 @@ class Run:
 
     @property
     def _eval_state(self) -> hfjax.State:
-        """The state to validate: with the average of the parameters, if there is one."""
+        """The state to validate: with averaged parameters, if there are any."""
         return self.state if self.config.optimizer.ema is None else averaged(self.state)
 
     def save(self, done: int) -> None:
-        """Begin to save a checkpoint, with the loss of its own validation."""
+        """Start saving a checkpoint, with its validation loss if there is one."""
         if self.config.checkpoints.keep_best:
             self.validate(done)
         self.speed.pause()
@@ -496,7 +496,7 @@ class Run:
         with self._phase("saving a checkpoint"):
             self.checkpoints.save(self.state, data=position, metrics=metrics)
         self.saved_step = done
-        if speaks() and not (self.config.directory / CONFIG).exists():  # moved or deleted: anew
+        if speaks() and not (self.config.directory / CONFIG).exists():  # moved or deleted: rewrite
             self._save_files(self.config.directory)
 
     # -- at the end -----------------------------------------------------------------------
@@ -514,7 +514,7 @@ class Run:
         return Result(self.state, done, self.metrics.get("loss"), self.valid_loss, reason)
 
     def _sample(self) -> None:
-        """Show what the model writes."""
+        """Print a sample of generated text."""
         if not (count := self.config.log.sample) or not self.components.reads_text:
             return
         with self._phase("writing a sample"):
@@ -530,7 +530,7 @@ class Run:
         if reason is not None:
             self.screen.say(f"stopped after step {done} ({reason}); start again to go on")
         elif done == self.first_step:
-            ended = done < self.config.steps  # the data has
+            ended = done < self.config.steps  # the data ended
             more = f"--data.epochs {2 * (self.config.data.epochs or 1)}"
             more = more if ended else f"--steps {2 * done}"
             self.screen.say(

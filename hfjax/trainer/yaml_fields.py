@@ -1,4 +1,4 @@
-"""YAML as configurations are written in it: a field's type says what its text means."""
+"""Parse the YAML of configurations: numbers stay text, for the type of the field to interpret."""
 
 from collections.abc import Hashable
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ MAX_EXPANDED = 100_000  # characters that aliases (`*name`, also after `<<`) may
 
 
 class Lined(dict):
-    """A mapping that knows the lines of its keys."""
+    """A mapping that records the lines of its keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Lined(dict):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers and dates as text; refuses a key that is there twice."""
+    """Reads numbers and dates as text; refuses duplicate keys."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [pair for pair in pairs if pair[0] not in GUESSED_TAGS]
@@ -51,7 +51,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _constru
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
-    """Return how many characters a node has where each alias is written out."""
+    """Return the number of characters of a node with each alias written out."""
     if isinstance(node, yaml.ScalarNode):
         return 1 + len(node.value)
     if node not in sizes:
@@ -66,14 +66,14 @@ def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
 
 
 def _check_aliases(node: yaml.Node, text: str) -> None:
-    """Refuse aliases of aliases that grow without end: a line each may double what there is."""
+    """Refuse aliases of aliases that grow exponentially: each line may double the size."""
     if _expanded_size(node, {}) > len(text) + MAX_EXPANDED:
         problem = f"its aliases (*name), written out, are more than {MAX_EXPANDED} characters"
         raise ConstructorError(None, None, problem, node.start_mark)
 
 
 def parse_yaml(text: str, label: str) -> Any:
-    """Return what YAML says, numbers as text; a fault is a ValueError with its line."""
+    """Return parsed YAML, numbers as text; raise a ValueError with the line of a fault."""
     try:
         loader = _Loader(text)
         if (node := loader.get_single_node()) is None:
@@ -86,5 +86,5 @@ def parse_yaml(text: str, label: str) -> Any:
         raise ValueError(f"{label}{line} is no YAML: {wrong.problem or wrong.context}.") from None
     except RecursionError:
         raise ValueError(f"{label} is no YAML that can be read: it is nested too deeply.") from None
-    except Exception as wrong:  # of a tag like !!int, PyYAML raises whatever comes
+    except Exception as wrong:  # at a tag like !!int, PyYAML raises any error
         raise ValueError(f"{label} is no YAML: {quote(str(wrong).splitlines()[0])}.") from None

@@ -1,8 +1,7 @@
-"""A file or a folder appears whole or not at all: made in a hidden folder beside it, then moved.
+"""Write files and folders atomically: in a hidden folder beside the target, then moved there.
 
-The hidden folder is `.NAME.unfinished-1a2b3c4d`. Whoever makes something there holds its lock,
-which the system frees when that process dies: so `sweep` deletes what a kill left, and nothing of
-makers at work.
+The hidden folder is `.NAME.unfinished-1a2b3c4d`. Its writer holds its lock, which the system frees
+when that process dies: so `sweep` deletes what a killed writer left, and nothing of running ones.
 """
 
 import ctypes
@@ -27,9 +26,9 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a new file, which takes the place of another in one piece: when it is whole.
+    """Yield a new file, which replaces the one at `path` atomically once it is complete.
 
-    Of two that are written at the same time each is whole.
+    Of two that are written at the same time each is complete.
     """
     check_no_link(path)
     try:
@@ -43,18 +42,18 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in one piece: the one that is there stays until the new one is whole."""
+    """Write a file atomically: an existing one stays until the new one is complete."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
-    """Give an empty folder, which is moved to its place at the end; after an error nothing is left.
+    """Yield an empty folder, which is moved to its place at the end; an error leaves nothing.
 
     Args:
-        target: Where it is to be.
-        replace: Whether it may take the place of a folder, which then is deleted.
+        target: The final path of the folder.
+        replace: Whether it may replace an existing folder, which is then deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with _temporary_folder(target) as folder:
@@ -67,7 +66,7 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def _move(new: Path, target: Path, replace: bool) -> None:
-    """Move a folder to its place: at once where the system can exchange two, else in two steps."""
+    """Move a folder to its place: atomically if the system can exchange two, else in two steps."""
     if replace and target.exists():
         if exchange_folders(new, target):
             return
@@ -82,7 +81,7 @@ def _move(new: Path, target: Path, replace: bool) -> None:
 
 
 def exchange_folders(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step, so that a kill leaves both; return whether that is done.
+    """Exchange two folders atomically, so that a kill leaves both; return whether it was done.
 
     Only Linux can, and not on every file system.
     """
@@ -103,7 +102,7 @@ def _fsync(path: Path) -> None:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """Give a locked folder that nobody else writes to, deleted at the end with what is in it."""
+    """Yield a locked folder that nobody else writes to; delete it with its contents at the end."""
     sweep(target)
     with ExitStack() as stack:
         while True:
@@ -117,7 +116,7 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def sweep(target: Path) -> None:
-    """Delete what makers of this file or folder left that were killed."""
+    """Delete what killed writers of this file or folder left."""
     for path in _find_unfinished(target):
         with _lock(path) as is_free:
             if is_free:
@@ -125,7 +124,7 @@ def sweep(target: Path) -> None:
 
 
 def check_no_writer(target: Path) -> None:
-    """Refuse a place that a living process is making a folder for."""
+    """Refuse a target that a running process is writing."""
     for path in _find_unfinished(target):
         with _lock(path) as is_free:
             if is_free is False:
@@ -145,9 +144,9 @@ def _find_unfinished(target: Path) -> list[Path]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[bool | None]:
-    """Hold the lock of a folder, and give whether nobody else does.
+    """Hold the lock of a folder, and yield whether nobody else does.
 
-    True also of what is gone or no folder; None where the file system has no locks: nothing is
+    True also if it is gone or not a folder; None where the file system has no locks: nothing is
     swept there.
     """
     is_free: bool | None = True
@@ -163,7 +162,7 @@ def _lock(folder: Path) -> Iterator[bool | None]:
 
 
 def _clean_up(folder: Path, target: Path) -> None:
-    """Put back what was to be replaced, if it was not, and delete what is left."""
+    """Put back the folder to replace, if it was not replaced, and delete what is left."""
     old = folder / OLD
     with _defer_signals():
         is_ours = not folder.is_symlink() and (folder / NEW).exists()
@@ -174,7 +173,7 @@ def _clean_up(folder: Path, target: Path) -> None:
 
 @contextmanager
 def _defer_signals() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C wait for what must not be left half done."""
+    """Defer SIGTERM and Ctrl-C to the end of a block that must not be left half done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -194,9 +193,9 @@ def _defer_signals() -> Iterator[None]:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the program in order, so that what is unfinished is swept.
+    """Let SIGTERM end the program by an orderly exit, so that unfinished files are swept.
 
-    Where a program answers SIGTERM in another way, or in a thread, nothing changes.
+    If the program handles SIGTERM in another way, or in a thread, nothing changes.
     """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not is_default or threading.current_thread() is not threading.main_thread():

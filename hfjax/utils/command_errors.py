@@ -13,15 +13,15 @@ from typing import IO, Any, TextIO, cast
 
 from hfjax.utils.tables import escape_controls
 
-FAILED = 1  # what was asked for went wrong
-MISTAKE = 2  # what was given cannot be; argparse and tyro use the same
-# Told without a traceback.
+FAILED = 1  # the requested action failed
+MISTAKE = 2  # invalid input; argparse and tyro use the same
+# Reported without a traceback.
 EXPECTED_ERRORS = (ValueError, FloatingPointError, TimeoutError, OSError, MemoryError)
 
 
 @contextmanager
 def report_errors(name: str) -> Iterator[None]:
-    """Run `hfjax NAME`; what is wrong is said on standard error, and by the exit status."""
+    """Run `hfjax NAME`; report errors on standard error, and by the exit status."""
     try:
         yield
         sys.stdout.flush()
@@ -32,7 +32,7 @@ def report_errors(name: str) -> Iterator[None]:
 
 
 def run_command(name: str, action: Callable[[], int | None]) -> int:
-    """Run what `hfjax NAME` does; return its exit status: what `action` returns, or 0 for None."""
+    """Run the action of `hfjax NAME`; return its exit status: that of `action`, or 0 for None."""
     try:
         status = action()
         sys.stdout.flush()
@@ -44,9 +44,9 @@ def run_command(name: str, action: Callable[[], int | None]) -> int:
 
 
 def _report_error(name: str, wrong: Exception) -> int:
-    """Say what is wrong; return the exit status."""
+    """Print an error; return the exit status."""
     notes = getattr(wrong, "__notes__", [])
-    more = [line for line in notes if not line.startswith("-----")]  # jax on its traceback
+    more = [line for line in notes if not line.startswith("-----")]  # JAX's note on its traceback
     first = f"hfjax {name}: {str(wrong) or 'memory is full'}"
     print(escape_controls("\n".join([first, *more])), file=sys.stderr)
     return MISTAKE if isinstance(wrong, ValueError) else FAILED
@@ -59,7 +59,7 @@ def close_stdout() -> int:
 
 
 def redirect_to_null(stream: IO) -> None:
-    """Let what a stream still holds, and what follows, go nowhere: the exit would fail to write."""
+    """Discard a stream's buffered and further output: writing it at the exit would fail."""
     with suppress(OSError, ValueError):  # it has no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -67,7 +67,7 @@ def redirect_to_null(stream: IO) -> None:
 
 
 class _TolerantStream:
-    """A stream; when it cannot be written, `lost` is told, and what follows goes nowhere."""
+    """A stream; when it cannot be written, it calls `hook` and discards further output."""
 
     def __init__(self, stream: TextIO, hook: Callable[[OSError], Any]) -> None:
         self._stream, self._hook = stream, hook
@@ -83,7 +83,7 @@ class _TolerantStream:
         try:
             action()
         except BlockingIOError:
-            return  # its reader is slow, and it does not wait: what is kept is written later
+            return  # slow reader of a non-blocking stream: buffered output is written later
         except OSError as error:
             redirect_to_null(self._stream)
             self._hook(error)
@@ -100,7 +100,7 @@ def tolerant_stream(
 
 
 def import_or_explain(module: str, caller: str) -> ModuleType:
-    """Return a module of hfjax, imported now; a package that it needs and is not there is named.
+    """Import and return a module of hfjax; name a package that it needs and that is missing.
 
     >>> import_or_explain("hfjax.utils.command_errors", "this line").__name__
     'hfjax.utils.command_errors'
@@ -119,7 +119,7 @@ def import_or_explain(module: str, caller: str) -> ModuleType:
 
 
 def import_optional(module: str, caller: str, extra: str) -> ModuleType:
-    """Return a module of a package that hfjax does not need; or say which extra brings it.
+    """Import and return a module of an optional package; if missing, name the extra that has it.
 
     >>> import_optional("json", "this line", "text").__name__
     'json'

@@ -1,4 +1,4 @@
-"""The product of a linear map as models and steps write it, the logits of a head, and tokens."""
+"""Matmuls of linear maps for models and steps, the logits of a head, and token dtypes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,10 +10,10 @@ from jax import lax
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def project(constrain: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    """Return x @ kernel; the gradient of the kernel contracts rows flattened to one dimension.
+    """Return x @ kernel; the kernel's gradient contracts batch and sequence as one dimension.
 
-    Two contracted dimensions are slow on a CPU. Only operands are flattened, never a result, so
-    that a partial sum can still be scattered along the sequence. `constrain` puts the cotangent.
+    Contracting two dimensions is slow on a CPU. Only operands are flattened, never a result: a
+    partial sum can still be reduce-scattered by sequence. `constrain` places the cotangent.
     """
     return x_BSI @ kernel_IO
 
@@ -34,7 +34,7 @@ project.defvjp(_forward, _backward)
 
 
 def widen_tokens(tokens: jax.Array) -> jax.Array:
-    """Return whole numbers in 32 bits or more: those of bytes end before a vocabulary does.
+    """Return integers in 32 bits or more: a vocabulary exceeds the range of one or two bytes.
 
     >>> widen_tokens(jnp.uint8(255)) + 1
     Array(256, dtype=int32)
@@ -46,10 +46,10 @@ def widen_tokens(tokens: jax.Array) -> jax.Array:
 def head_logits(
     constrain: Callable, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, cap: float = 0.0
 ) -> jax.Array:
-    """Return x @ kernel.T, placed by vocabulary; entries that pad the vocabulary are masked."""
+    """Return x @ kernel.T, sharded by vocabulary; logits that pad the vocabulary are masked."""
     constrain_vocab = partial(constrain, names=("batch", None, "vocab"))
     logits = constrain_vocab(project(constrain_vocab, x_BSD, kernel_VD.T))
-    logits = cap * jnp.tanh(logits / cap) if cap else logits  # a soft one
+    logits = cap * jnp.tanh(logits / cap) if cap else logits  # soft cap
     if logits.shape[-1] == vocab:
         return logits
     real = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2) < vocab

@@ -1,4 +1,4 @@
-"""Which names are those of images, and whether a folder holds any; nothing is decoded."""
+"""Recognize images by their names, and folders that hold any; nothing is decoded."""
 
 import os
 from collections import deque
@@ -8,12 +8,12 @@ IMAGE_SUFFIXES = (
     *(".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm"),
     *(".tif", ".tiff", ".webp"),
 )
-SYSTEM_NAMES = ("thumbs.db", "desktop.ini", "__macosx")  # what systems leave behind
-MAX_FOLDERS, MAX_ENTRIES = 200, 100  # so many folders are looked into, and so many names in each
+SYSTEM_NAMES = ("thumbs.db", "desktop.ini", "__macosx")  # files that operating systems leave behind
+MAX_FOLDERS, MAX_ENTRIES = 200, 100  # searched folders, and names in each
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file is called as images are.
+    """Return whether a file has the name of an image.
 
     >>> is_image("cat/1.JPG"), is_image("classes.txt")
     (True, False)
@@ -22,7 +22,7 @@ def is_image(name: str) -> bool:
 
 
 def is_system_file(name: str) -> bool:
-    """Return whether a file or folder is hidden, or something that a system left behind.
+    """Return whether a file or folder is hidden, or left behind by an operating system.
 
     >>> is_system_file(".DS_Store"), is_system_file("Thumbs.db"), is_system_file("cat")
     (True, True, False)
@@ -31,7 +31,7 @@ def is_system_file(name: str) -> bool:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder; a link that leads nowhere, or to itself, is none."""
+    """Return whether an entry is a folder; a broken or circular link is not."""
     try:
         return entry.is_dir()
     except OSError:
@@ -39,7 +39,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def contains_images(folder: Path) -> bool:
-    """Return whether images lie in a folder or in folders of it; large ones are sampled.
+    """Return whether a folder or its subfolders hold images; large ones are sampled.
 
     >>> contains_images(Path("/nowhere"))
     False

@@ -1,6 +1,6 @@
-"""Keywords that a caller may have misspelt: refused with the nearest of those that are known.
+"""Refuse misspelt keywords, with the nearest known one, and invalid numbers and dtypes.
 
-And what the fields of a class mean, for the docstring of a function that takes them as keywords.
+`attribute_docs` has the fields of a class for the docstring of a function that takes them.
 """
 
 import difflib
@@ -23,12 +23,12 @@ LONG_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": 
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return the name that is most like one that is not there; an empty one if none is."""
+    """Return the known name most similar to an unknown one; an empty one if none is."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
 def name_hint(name: str, known: Iterable[str], question: str = " Did you mean {}?") -> str:
-    """Return a question after the name that is most like one that is not there.
+    """Return a question with the known name most similar to an unknown one.
 
     >>> name_hint("acumulate", ["clip", "accumulate"])
     ' Did you mean accumulate?'
@@ -38,7 +38,7 @@ def name_hint(name: str, known: Iterable[str], question: str = " Did you mean {}
 
 
 def check_keywords(owner: str, keywords: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a keyword that is none of those that are known.
+    """Refuse an unknown keyword.
 
     >>> check_keywords("train_step", ["clp"], ["clip", "remat"])
     Traceback (most recent call last):
@@ -52,7 +52,7 @@ def check_keywords(owner: str, keywords: Iterable[str], known: Iterable[str]) ->
 
 
 def strict_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function; a keyword that it does not have is refused with those that it has."""
+    """Return the function; it refuses an unknown keyword and lists the known ones."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     owner, check = function.__qualname__.removesuffix(".__init__"), check_keywords
 
@@ -66,13 +66,13 @@ def strict_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def strict_fields(cls: ClassT) -> ClassT:
-    """Return the class; a keyword that it does not have is refused with those that it has."""
+    """Return the class; it refuses an unknown keyword and lists the known ones."""
     setattr(cls, "__init__", strict_keywords(cls.__init__))  # noqa: B010  pyright: it is a method
     return cls
 
 
 def attribute_docs(kind: type, indent: int) -> str:
-    """Return what the docstring of a class says of its attributes, indented.
+    """Return the attributes section of a class's docstring, indented.
 
     >>> class Point:
     ...     '''A place.
@@ -88,7 +88,7 @@ def attribute_docs(kind: type, indent: int) -> str:
 
 
 def parse_dtype(name: str, dtype: Any) -> np.dtype:
-    """Return the dtype of a name, short or long, or of what is one; refuse what is none."""
+    """Return the dtype of a short or long name, or of a dtype; refuse anything else."""
     try:
         return np.dtype(LONG_NAMES.get(dtype, dtype))
     except TypeError:
@@ -96,7 +96,7 @@ def parse_dtype(name: str, dtype: Any) -> np.dtype:
 
 
 def is_int(value: object, least: int = 1, most: float = math.inf) -> TypeGuard[int]:
-    """Return whether a value is a whole number within bounds; true and false are none.
+    """Return whether a value is a whole number within bounds; booleans are not.
 
     >>> is_int(3, 1), is_int(1.5, 1), is_int(True, 1), is_int(0, 1)
     (True, False, False, False)
@@ -105,14 +105,14 @@ def is_int(value: object, least: int = 1, most: float = math.inf) -> TypeGuard[i
 
 
 def check_sizes(owner: str, settings: object, *names: str) -> None:
-    """Refuse fields that are no positive whole numbers."""
+    """Refuse fields that are not positive whole numbers."""
     for name in names:
         if not is_int(size := getattr(settings, name), 1):
             raise ValueError(f"{owner}: {name}={size!r}; a whole number, at least 1, is expected.")
 
 
 def check_seconds(owner: str, **seconds: Any) -> None:
-    """Refuse times that are no positive numbers of seconds."""
+    """Refuse times that are not positive numbers of seconds."""
     for name, value in seconds.items():
         if not (is_real(value, 0, (1 << 31) - 1) and value > 0):
             raise ValueError(
@@ -122,7 +122,7 @@ def check_seconds(owner: str, **seconds: Any) -> None:
 
 
 def is_real(value: object, least: float, most: float) -> bool:
-    """Return whether a value is a number within bounds; true, false and NaN are none.
+    """Return whether a value is a number within bounds; booleans and NaN are not.
 
     >>> is_real(0.5, 0, 1), is_real(math.nan, 0, 1), is_real("0.5", 0, 1)
     (True, False, False)

@@ -1,6 +1,6 @@
-"""Public names of a package, which are imported when they are first asked for.
+"""Public names of a package, imported on first use.
 
-Its stub, `__init__.pyi`, is the one list of them: type checkers and editors read it, and so do we.
+Its stub, `__init__.pyi`, is the one list of them, read by type checkers, editors and this module.
 """
 
 import ast
@@ -16,7 +16,7 @@ from hfjax.utils.keywords import name_hint
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package.
 
-    A part of the package itself (`from hfjax import data as data`) is not in `__all__`.
+    A submodule of the package (`from hfjax import data as data`) is not in `__all__`.
     """
     namespace = vars(sys.modules[package])
     stub = ast.parse(Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8"))
@@ -25,10 +25,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     public = sorted(name for name, module in source.items() if module != package)
 
     def get(name: str) -> Any:
-        """Return a public name, its module imported only now: JAX and grain take their time."""
+        """Return a public name; import its module only now: JAX and grain import slowly."""
         if (module := source.get(name)) is None:
             near = ""
-            if not name.startswith("_"):  # what tools probe for
+            if not name.startswith("_"):  # tools probe for these
                 near = name_hint(name, source) or name_hint(name.upper(), source)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{near}")
         if module == package:

@@ -22,14 +22,14 @@ ENTROPY = "router_entropy"  # a metric of models with experts, by layer
 class Mean:
     """A weighted mean as its two sums; `metrics` may carry further means or scalars by name.
 
-    The loss of a step is sum(total) / sum(weight) over all rows, devices and microbatches.
+    The loss of a step is sum(total) / sum(weight) over all examples, devices and microbatches.
 
     Attributes:
-        total: Scalar, the weighted sum over the rows at hand.
+        total: Scalar, the weighted sum over the examples that the loss received.
         weight: Scalar, the sum of the weights; it gets no gradient.
-        metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own;
-            their totals may be arrays, and so may their weights. The names loss, grad_norm, weight,
-            finite and step are taken, and those of a loss scale.
+        metrics: {name: Mean, or the mean over these examples}, without metrics of their own; their
+            totals may be arrays, and so may their weights. The names loss, grad_norm, weight,
+            finite and step are reserved, and those of a loss scale.
 
     Example:
         >>> import hfjax, jax.numpy as jnp
@@ -46,7 +46,7 @@ class Mean:
 
 
 def as_mean(value: Any, count: float, name: str = LOSS) -> Mean:
-    """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
+    """Return the result of a loss as a `Mean`; a scalar is the mean over this device's examples."""
     if isinstance(value, Mean):
         total = _as_array(value.total, name) if name != LOSS else _as_scalar(value.total, name)
         weight = _as_array(value.weight, "its weight")
@@ -67,7 +67,7 @@ def as_mean(value: Any, count: float, name: str = LOSS) -> Mean:
             "metrics={…}) for a weighted loss or for further metrics."
         )
     mean = _as_scalar(value, name)
-    mean = mean.astype("float32") if mean.dtype == jnp.float16 else mean  # rows overflow it
+    mean = mean.astype("float32") if mean.dtype == jnp.float16 else mean  # its sum overflows
     return Mean(mean * count, np.asarray(count, mean.dtype))  # so that nobody sums it over devices
 
 
@@ -77,7 +77,7 @@ def mean_metrics(mean: Mean) -> dict[str, jax.Array]:
 
 
 def check_loss(loss_fn: object, name: str = LOSS) -> None:
-    """Refuse what is no loss(outputs, batch)."""
+    """Refuse anything but a function loss(outputs, batch)."""
     kind = None
     if not callable(loss_fn) or isinstance(loss_fn, type | BuiltinFunctionType):
         kind = repr(loss_fn)
@@ -86,7 +86,7 @@ def check_loss(loss_fn: object, name: str = LOSS) -> None:
             inspect.signature(loss_fn).bind(None, None)
         except TypeError:
             kind = f"a function of {inspect.signature(loss_fn)}"
-        except ValueError:  # some of C do not tell
+        except ValueError:  # some C functions have no signature
             return
     if kind is not None:
         raise ValueError(
@@ -97,7 +97,7 @@ def check_loss(loss_fn: object, name: str = LOSS) -> None:
 
 SCALE_METRICS = ("loss_scale", "skipped_steps", "loss_scale_overflow", "loss_scale_exhausted")
 SCALE, SKIPPED, OVERFLOW, EXHAUSTED = SCALE_METRICS
-RESERVED = ("loss", "grad_norm", "weight", "finite", "step", *SCALE_METRICS)  # a step tells these
+RESERVED = ("loss", "grad_norm", "weight", "finite", "step", *SCALE_METRICS)  # a step reports these
 
 
 def _as_metric(name: str, value: Any, count: float) -> Mean:
@@ -110,7 +110,7 @@ def _as_metric(name: str, value: Any, count: float) -> Mean:
 
 
 def _as_scalar(value: Any, name: str) -> jax.Array:
-    """Return a number, or refuse what is none."""
+    """Return a scalar; refuse anything else."""
     array = _as_array(value, name)
     if array.shape != ():
         raise ValueError(
@@ -121,7 +121,7 @@ def _as_scalar(value: Any, name: str) -> jax.Array:
 
 
 def _check_weight(weight: jax.Array, total: jax.Array, name: str) -> jax.Array:
-    """Return the weight of a metric, or refuse one that does not fit its total."""
+    """Return the weight of a metric; refuse one that does not fit its total."""
     fits = weight.ndim in (0, total.ndim) and all(
         n in (1, m) for n, m in zip(weight.shape, total.shape if weight.ndim else (), strict=True)
     )
@@ -134,7 +134,7 @@ def _check_weight(weight: jax.Array, total: jax.Array, name: str) -> jax.Array:
 
 
 def _as_array(value: Any, name: str) -> jax.Array:
-    """Return an array of numbers, or refuse what is none."""
+    """Return an array of numbers; refuse anything else."""
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Mean and variance of each channel, as a norm over rows and positions needs them."""
+"""Mean and variance of each channel, for a norm over examples and positions."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 @jax.custom_jvp
 def mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return mean and variance over all dimensions but the last, of at least float32.
+    """Return mean and variance over all dimensions but the last, in at least float32.
 
-    The variance is that of the deviations from the mean, divided by their number; x² is not made.
+    The variance is the mean squared deviation from the mean; x² is never computed.
 
     >>> mean, variance = mean_and_variance(jnp.array([[1000.0], [1002.0]]))
     >>> float(mean[0]), float(variance[0])
@@ -22,7 +22,7 @@ def mean_and_variance(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @mean_and_variance.defjvp
 def _jvp(primals: tuple, tangents: tuple) -> tuple:
-    """Leave out what adds up to zero: how the variance depends on the mean."""
+    """Omit the variance's dependence on the mean, which sums to zero."""
     (x,), (dx,) = primals, tangents
     mean, variance = mean_and_variance(x)
     dims = tuple(range(x.ndim - 1))

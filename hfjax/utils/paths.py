@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 Tree = Any  # a pytree: arrays in dictionaries, lists, tuples, modules
 Index = int | jax.Array  # a number that a program may compute
-Shaped = jax.Array | jax.ShapeDtypeStruct  # an array, or what says its shape and dtype
+Shaped = jax.Array | jax.ShapeDtypeStruct  # an array, or its shape and dtype
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
 
 
 def is_random_key(x: Any) -> bool:
-    """Return whether what has a dtype, or says it, holds random keys: NumPy has no such type."""
+    """Return whether an array, or its shape and dtype, is of random keys; NumPy has none."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -55,7 +55,7 @@ def find_parameter(
 ) -> tuple[int, str] | None:
     """Return where among the keys of an array the path of a parameter begins, and that path.
 
-    None if it is no moment of a parameter: a count, or an array of another shape.
+    None if it is not optimizer state of a parameter: a count, or an array of another shape.
     """
     names = [str(getattr(key, "key", "")) for key in keys]
     for start in range(len(names)):
@@ -66,7 +66,7 @@ def find_parameter(
 
 
 def suggest(path: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the paths most like one that is not there."""
+    """Return a sentence with the known paths most similar to an unknown one."""
     known = list(known)
     near = difflib.get_close_matches(path, known, n=3)
     near = near or [p for p in known if p.startswith(path)][:3]
@@ -74,7 +74,7 @@ def suggest(path: str, known: Iterable[str]) -> str:
 
 
 def match_patterns(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> the first pattern that it matches; `*` stands for anything, also for `/`.
+    """Return path -> the first pattern that it matches; `*` matches anything, also `/`.
 
     >>> match_patterns(["*/bias", "*"], ["mlp/bias", "mlp/kernel"])
     {'mlp/bias': '*/bias', 'mlp/kernel': '*'}
@@ -90,7 +90,7 @@ def match_patterns(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, s
 
 
 def natural_sort_key(path: str) -> list[Any]:
-    """Return a key that sorts paths by their numbers, not by the digits of these.
+    """Return a key that sorts the numbers in paths by value, not by their digits.
 
     >>> sorted(["layers/10/", "layers/9/"], key=natural_sort_key)
     ['layers/9/', 'layers/10/']
@@ -99,7 +99,7 @@ def natural_sort_key(path: str) -> list[Any]:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Refuse two arrays of one path, or one that lies inside of another."""
+    """Refuse two arrays with the same path, or one path inside another."""
     known = set(paths)
     parents = lambda path: ("/".join(path.split("/")[:i]) for i in range(1, path.count("/") + 1))
     duplicates = (

@@ -1,4 +1,4 @@
-"""A line on standard error while something takes long, and nothing while it is quick."""
+"""A line on standard error while something takes long, and nothing for quick tasks."""
 
 import shutil
 import sys
@@ -14,16 +14,16 @@ from typing import TextIO
 def show_progress(
     task: str, *, first: float = 3.0, every: float = 30.0, out: TextIO | None = None
 ) -> Iterator[None]:
-    """Say what is going on and for how long, once it has taken `first` seconds.
+    """Show a task and its duration, once it has taken `first` seconds.
 
-    On a terminal one line turns and counts until the end, which removes it; elsewhere (a file, a
-    job's log) a line follows every so many seconds.
+    On a terminal one line spins and counts until the end, which removes it; elsewhere (a file, a
+    job's log) it prints a line every `every` seconds.
 
     Args:
-        task: What is going on, for instance "compiling".
-        first: How many seconds pass in silence.
-        every: How many seconds lie between two lines that are not on a terminal.
-        out: Where it is said. None: `sys.stderr`.
+        task: Name of the task, for instance "compiling".
+        first: Seconds before the first output.
+        every: Seconds between two lines that are not on a terminal.
+        out: The stream to print to. None: `sys.stderr`.
 
     Example:
         >>> from hfjax.utils.progress import show_progress
@@ -32,7 +32,7 @@ def show_progress(
     """
     done = threading.Event()
     display = _spin if (out := out or sys.stderr).isatty() else _print_lines
-    # A daemon: a program that ends inside ends, whatever this thread waits for.
+    # A daemon: a program that ends inside the block does not wait for this thread.
     thread = threading.Thread(target=display, args=(task, done, first, every, out), daemon=True)
     thread.start()
     try:
@@ -58,7 +58,7 @@ def _spin(task: str, done: threading.Event, first: float, _: float, out: TextIO)
 
 
 def _elapsed(done: threading.Event, first: float, every: float) -> Iterator[float]:
-    """Yield the seconds since the start: after `first`, then at each turn, until it is done."""
+    """Yield the seconds since the start: after `first`, then every `every`, until it is done."""
     began, wait = time.monotonic(), first
     while not done.wait(wait):
         yield time.monotonic() - began

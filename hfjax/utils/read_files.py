@@ -1,4 +1,4 @@
-"""What is found on disk, where anything may have happened to it: read, or refused in words."""
+"""Read files that may be damaged or of another kind; refuse them with an explanation."""
 
 import codecs
 import json
@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from hfjax.utils.tables import quote
 
-Check = tuple[str, Callable[[Any], bool]]  # what a field is, in words, and whether a value is that
+Check = tuple[str, Callable[[Any], bool]]  # a field's description, and whether a value is valid
 
 FILE_KINDS = {
     stat.S_IFREG: "a file",
@@ -25,7 +25,7 @@ FILE_KINDS = {
 }
 ORDINARY, FOLDER = FILE_KINDS[stat.S_IFREG], FILE_KINDS[stat.S_IFDIR]
 MISSING, UNREACHED = "missing", "not to be reached"
-CHUNK = 1 << 22  # bytes that are read at once
+CHUNK = 1 << 22  # bytes per read
 
 
 def path_kind(path: Path) -> str:
@@ -42,14 +42,14 @@ def path_kind(path: Path) -> str:
             if path.is_symlink()
             else MISSING
         )
-    except ValueError:  # it has a character that no name has
+    except ValueError:  # it has a character that no name may have
         return MISSING
     except OSError as wrong:
         return f"{UNREACHED} ({wrong.strerror})"
 
 
 def check_ordinary(path: Path) -> None:
-    """Refuse what is no ordinary file: a pipe would stall who reads it, a folder not be read."""
+    """Refuse anything but an ordinary file: a pipe would block its reader, a folder fail."""
     if (kind := path_kind(path)) != ORDINARY:
         raise ValueError(f"{quote(path)} is {kind}: an ordinary file is expected.")
 
@@ -71,7 +71,7 @@ def crc32(path: Path) -> int:
 
 
 def encoding_error(name: str, wrong: UnicodeDecodeError) -> str:
-    """Return what to say of a text in another encoding."""
+    """Return the message about a text in another encoding."""
     data, pos = wrong.object, wrong.start
     of = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin1"
     return (
@@ -80,7 +80,7 @@ def encoding_error(name: str, wrong: UnicodeDecodeError) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return what JSON says; whatever is wrong with it is a ValueError."""
+    """Return parsed JSON; any fault in it is a ValueError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -92,7 +92,7 @@ def parse_json(text: str) -> Any:
 
 
 def brief(value: Any) -> str:
-    """Return how a value is shown in a message: not longer than a line.
+    """Return a value as text for a message, not longer than a line.
 
     >>> brief({"tokens": [0] * 1000})
     "{'tokens': [0, 0, 0, 0, 0, 0, ...]}"
@@ -104,7 +104,7 @@ def brief(value: Any) -> str:
 
 
 def check_fields(record: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
-    """Return an object of JSON whose fields are of these kinds; one that is not is named.
+    """Return a JSON object whose fields pass these checks; name one that does not.
 
     >>> check_fields({"rows": -5}, {"rows": integer(0)})
     Traceback (most recent call last):
@@ -121,20 +121,20 @@ def check_fields(record: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
 
 
 def integer(least: int, most: int | None = None) -> Check:
-    """Return the kind of whole numbers from a bound on, or to another one."""
+    """Return the check for whole numbers from `least` on, or up to `most`."""
     to = "on" if most is None else f"to {most}"
     fits = lambda x: type(x) is int and x >= least and (most is None or x <= most)
     return f"a whole number from {least} {to}", fits
 
 
 def object_of(description: str, is_valid: Callable[[Any], bool]) -> Check:
-    """Return the kind of objects whose values are all of a kind."""
+    """Return the check for objects whose values are all valid."""
     all_valid = lambda x: isinstance(x, dict) and all(map(is_valid, x.values()))
     return f"an object of {description}", all_valid
 
 
 def is_number(x: object) -> TypeGuard[int | float]:
-    """Return whether something is a number that a float holds; nan and infinity are."""
+    """Return whether something is a number that a float can hold, also nan and infinity."""
     return type(x) is float or (type(x) is int and abs(x) <= sys.float_info.max)
 
 

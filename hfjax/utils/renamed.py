@@ -1,4 +1,4 @@
-"""Modules that had another name, for configurations in Python that were written before."""
+"""Old names of modules, for Python configurations that were written before."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ MODULES = {"hfjax.run": "hfjax.trainer", "hfjax.run.config": "hfjax.trainer.conf
 
 @contextmanager
 def old_modules() -> Iterator[None]:
-    """Let old names of modules be imported while a user's file is read."""
+    """Make old names of modules importable while a user's file is read."""
     added = {old: import_module(new) for old, new in MODULES.items() if old not in sys.modules}
     sys.modules.update(added)
     try:

@@ -1,4 +1,4 @@
-"""Numbers that are rounded, and stay so where a program decides by them."""
+"""Numbers that are rounded, and stay so where a program makes decisions by them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,10 @@ from jax import lax
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Return x in float32 or wider, with the numbers that its own dtype has.
+    """Return x in float32 or wider, with values that its own dtype can represent.
 
-    XLA may leave out a rounding after which a number is widened, in one program and not in another.
-    What is then decided, which expert or token is the best, would depend on the mesh.
+    XLA may omit a rounding before a number is widened, in one program and not in another. Decisions
+    by such numbers, which expert or token is the best, would then depend on the mesh.
 
     >>> widen(jnp.bfloat16(1.01)).item()
     1.0078125

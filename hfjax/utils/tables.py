@@ -1,4 +1,4 @@
-"""Text for people: equal rows counted together, columns aligned, numbers of bytes."""
+"""Text for people: equal entries merged, columns aligned, numbers of bytes."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ EntryT = TypeVar("EntryT")
 
 @dataclasses.dataclass(frozen=True)
 class Entries(Generic[EntryT]):
-    """Rows that were read in a program; `source` says in what form of it."""
+    """Entries that were read from a program; `source` names the form of the program."""
 
     rows: tuple[EntryT, ...]
     source: str
@@ -29,12 +29,12 @@ class Entries(Generic[EntryT]):
 
 
 def merge_equal(entries: Iterable[Any]) -> tuple[Any, ...]:
-    """Return rows (with fields `bytes` and `count`) with equal ones merged, most bytes first."""
+    """Return entries (with fields `bytes` and `count`), equal ones merged, most bytes first."""
     return tuple(sorted(count_equal(entries), key=lambda entry: -entry.bytes * entry.count))
 
 
 def count_equal(entries: Iterable[Any], field: str = "count") -> list[Any]:
-    """Return rows, equal ones as one of their sum; `field` says how many of it a row is."""
+    """Return entries, equal ones merged and their counts, in `field`, summed."""
     counts: Counter[Any] = Counter()
     for entry in entries:
         counts[dataclasses.replace(entry, **{field: 0})] += getattr(entry, field)
@@ -47,7 +47,7 @@ def align(
     justify: Callable[[str, int], str] = str.ljust,
     gap: str = "  ",
 ) -> list[str]:
-    """Return lines of cells under each other; the columns that are `numbers` stand to the right.
+    """Return lines with their cells aligned; columns in `numbers` are right-aligned.
 
     >>> align([("of", "n"), ("layers", "12")], numbers=(1,))
     ['of       n', 'layers  12']
@@ -75,7 +75,7 @@ UNITS = {
 
 
 def parse_bytes(text: str, name: str = "size") -> int:
-    """Return how many bytes a text says; a bare number is bytes.
+    """Return the number of bytes that a text states; a bare number is bytes.
 
     >>> parse_bytes("24GiB") == 24 * 2**30, parse_bytes("1.5 MB"), parse_bytes("512")
     (True, 1500000, 512)
@@ -115,14 +115,14 @@ def escape_controls(text: str) -> str:
     return "".join(ascii(c)[1:-1] if is_control(c) else c for c in text)
 
 
-ODD = ("Cc", "Cf", "Cs", "Zl", "Zp")  # obeyed by terminals, turn the writing round, or are no text
-MAX_NAME, END_LENGTH = 300, 100  # letters: of a name that is cut, of each of its ends
+ODD = ("Cc", "Cf", "Cs", "Zl", "Zp")  # terminals obey them, they reverse writing, or are no text
+MAX_NAME, END_LENGTH = 300, 100  # characters: of a name that is not cut, of each end of one that is
 
 
 def quote(name: object) -> str:
-    r"""Return how the name of a file or of a key stands in a message: odd characters as codes.
+    r"""Return the name of a file or key for a message: odd characters as codes.
 
-    It is one line. What is longer than names are is cut, but no path.
+    It is one line. A name that is too long is cut, but a path is not.
 
     >>> print(quote("red\x1b[31m\nname"), len(quote("a" * 5000)))
     red\x1b[31m\nname 201

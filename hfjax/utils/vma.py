@@ -1,4 +1,4 @@
-"""Over which axes of a mesh values are known to differ between devices (shard_map's check_vma)."""
+"""The mesh axes over which values are known to vary between devices (shard_map's check_vma)."""
 
 from collections.abc import Set
 from typing import Any
@@ -12,12 +12,12 @@ from hfjax.utils.paths import Index, Tree
 
 
 def varying_axes(x: Index) -> frozenset[str]:
-    """Return the axes over which a value is known to differ between devices."""
+    """Return the mesh axes over which a value is known to vary between devices."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def mark_varying(tree: Tree, axes: Set[str]) -> Any:
-    """Return a tree, marked as differing over these axes (and those over which it does already)."""
+    """Return a tree, marked as varying over these axes (and those over which it already does)."""
 
     def mark(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - varying_axes(x)))
@@ -27,12 +27,12 @@ def mark_varying(tree: Tree, axes: Set[str]) -> Any:
 
 
 def unify_varying(operands: Tree) -> Any:
-    """Return a tree whose arrays all differ over the axes over which one of them does."""
+    """Return a tree whose arrays all vary over every axis over which one of them does."""
     return mark_varying(
         operands, frozenset[str]().union(*map(varying_axes, jax.tree.leaves(operands)))
     )
 
 
 def zeros(shape: tuple[int, ...], like: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return zeros to sum into, which differ between devices as `like` does."""
+    """Return zeros to accumulate into, varying over the same mesh axes as `like`."""
     return mark_varying(jnp.zeros(shape, dtype), varying_axes(like))

@@ -1,6 +1,6 @@
-"""Files and folders that hfjax writes and deletes: never through a link, which may lead anywhere.
+"""Write and delete files and folders, never through a link, which may lead anywhere.
 
-A folder may come from somebody else, and its links lead to files of the one who opens it.
+A folder may come from somebody else, and its links lead to files of whoever opens it.
 """
 
 import os
@@ -13,7 +13,7 @@ from hfjax.utils.tables import quote
 
 
 def user_cache() -> Path:
-    """Return where hfjax keeps what it can make again: in the user's cache (XDG_CACHE_HOME)."""
+    """Return hfjax's folder in the user's cache (XDG_CACHE_HOME), for what it can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfjax"
 
 
@@ -28,20 +28,20 @@ def check_no_link(path: Path) -> None:
 
 
 def check_no_links(folder: Path, names: tuple[str, ...]) -> None:
-    """Refuse links in a folder where these files and folders are written; itself it may be one."""
+    """Refuse links under these names of a folder; the folder itself may be a link."""
     for name in names:
         check_no_link(folder / name)
 
 
 def check_ordinary_files(folder: Path, names: tuple[str, ...]) -> None:
-    """Refuse what is there under these names of a folder and no ordinary file."""
+    """Refuse what exists under these names of a folder and is not an ordinary file."""
     for name in names:
         if os.path.lexists(folder / name):
             check_ordinary(folder / name)
 
 
 def open_ordinary(path: Path, flags: int) -> int:
-    """Return the descriptor of an ordinary file that is there or is made; of no link."""
+    """Return the descriptor of an ordinary file, created if missing; refuse a link."""
     check_no_link(path)
     if os.path.lexists(path):
         check_ordinary(path)
@@ -49,7 +49,7 @@ def open_ordinary(path: Path, flags: int) -> int:
 
 
 def delete(path: Path) -> None:
-    """Delete what is there as well as can be: a folder with all in it; of a link, only the link."""
+    """Delete a path as far as possible: a folder with all in it; of a link, only the link."""
     with suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             path.unlink()

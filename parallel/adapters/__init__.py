@@ -1,4 +1,4 @@
-"""The user's model as a step sees it: arrays by path, and a function that puts them together again.
+"""The user's model as a step sees it: arrays by path, and a function that merges them again.
 
 `model_template` is a model without its arrays (Flax NNX, Linen), `pytrees` a model that is a bare
 tree of arrays, `constructed` one whose constructor cannot be traced. `forward_signature` says what

@@ -1,8 +1,8 @@
-"""BatchNorm over the rows of all devices, or over those of each: NNX's and Linen's.
+"""BatchNorm over the global batch, or over each device's examples: NNX's and Linen's.
 
-A model sees all rows, and all positions of each, so BatchNorm is that of one device. Where a model
-sees its own rows only (rows="own"), it averages its statistics over devices. Where each device is
-to normalise by itself, what sees all rows runs on each device's own.
+A model sees the global batch, and all positions, so BatchNorm is that of one device. Where a model
+sees its own examples only (rows="own"), it averages its statistics over devices. Where each device
+is to normalise by itself, BatchNorm runs under `own_rows`.
 """
 
 import math
@@ -22,7 +22,7 @@ from hfjax.utils.paths import join_path
 
 
 def convert_batch_norms(model: nnx.Module, synchronised: bool) -> int:
-    """Let BatchNorm be over the rows of all devices, or of each; return how many there are."""
+    """Make BatchNorms normalise over the global batch, or per device; return how many there are."""
     modules = [module for _, module in nnx.iter_modules(model)]
     norms = [module for module in modules if isinstance(module, nnx.BatchNorm)]
     for module in norms:
@@ -62,7 +62,7 @@ ONE_EXAMPLE = (
 
 @cache
 def _per_device_norm(norm_class: type) -> type:
-    """Return a kind of BatchNorm whose calls run on each device's own rows."""
+    """Return a class of BatchNorm whose calls run on each device's own examples."""
 
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         graph, state = nnx.split(self)
@@ -83,7 +83,7 @@ def _per_device_norm(norm_class: type) -> type:
 
 
 def linen_per_device(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    """Let Linen's BatchNorm normalise over the rows of each device: an interceptor of methods."""
+    """Make Linen's BatchNorm normalise over each device's examples: a method interceptor."""
     module = context.module
     is_norm = isinstance(module, linen.BatchNorm) and context.method_name == "__call__"
     if not is_norm or module.is_initializing() or not is_recording():
@@ -107,7 +107,7 @@ def linen_per_device(call: Callable, args: tuple, kwargs: dict, context: Any) ->
 
 
 def check_mask(module: Any, mask: Any) -> None:
-    """Refuse a mask where flax would average the means of devices, however many rows each has."""
+    """Refuse a mask where flax would average the devices' means, unweighted by examples."""
     if mask is not None and math.prod(map(axis_size_or_one, DATA_AXES)) > 1:
         raise ValueError(
             f"{type(module).__name__} with mask=: flax averages the statistics of devices whatever "
@@ -118,17 +118,17 @@ def check_mask(module: Any, mask: Any) -> None:
 
 
 class SyncBatchNorm(nnx.BatchNorm):
-    """BatchNorm over the rows of all devices."""
+    """BatchNorm over the global batch."""
 
     def __call__(self, x: Any, use_running_average: Any = None, *, mask: Any = None) -> Any:
-        """Normalise, over the rows of all devices unless by running averages."""
+        """Normalise, over the global batch unless by running averages."""
         first = self.use_running_average if use_running_average is None else use_running_average
         check_mask(self, None if first else mask)
         return super().__call__(x, use_running_average, mask=mask)
 
 
 def synchronise_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    """Let Linen's BatchNorm normalise over the rows of all devices: an interceptor of methods."""
+    """Make Linen's BatchNorm normalise over the global batch: a method interceptor."""
     module = context.module
     if isinstance(module, linen.BatchNorm) and context.method_name == "__call__":
         object.__setattr__(module, "axis_name", DATA_AXES)  # of this call's own instance

@@ -1,8 +1,8 @@
 """Models whose constructor cannot be traced: they are built for real, on the CPU.
 
 A constructor may ask for the value of an array (`float(jnp.sqrt(8.0))`), draw from a generator that
-was made before (`rngs=nnx.Rngs(0)` as a default), or keep layers in functions. What is built is
-taken apart into arrays; a program that makes a state is given those of its seed.
+was made before (`rngs=nnx.Rngs(0)` as a default), or keep layers in functions. The built model is
+split into arrays; a program that initializes a state gets those of its seed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +37,10 @@ UNTRACEABLE = (
 
 
 class EagerInit:
-    """Returns a model that was built, with the arrays of the seed at hand.
+    """Returns a model that was built, with the arrays of a seed.
 
     Attributes:
-        notes: What is told of it.
+        notes: What to say of it.
     """
 
     def __init__(self, make: Callable[[Any], Any], cause: Exception) -> None:
@@ -71,7 +71,7 @@ class EagerInit:
         return self._last[1]
 
     def __call__(self, seed: Any) -> Any:
-        """Return the model with the arrays that are held; of a seed that is traced those of 0."""
+        """Return the model with the arrays in use or of the seed; of a traced seed those of 0."""
         host_arrays = _ARRAYS.get()
         if host_arrays is None and not isinstance(seed, Tracer):
             host_arrays = self.arrays(seed)
@@ -90,7 +90,7 @@ _LAST: list[tuple[Callable, EagerInit]] = []  # what was built last, and by what
 
 
 def eager_init(model_init: Callable, make: Callable[[Any], Any], cause: Exception) -> EagerInit:
-    """Return what `model_init` builds: once for layouts in a row, for it may draw other numbers."""
+    """Return what `model_init` builds: once for successive layouts, as its numbers may vary."""
     if not _LAST or _LAST[0][0] is not model_init:
         _LAST[:] = [(model_init, EagerInit(make, cause))]
     return _LAST[0][1]
@@ -98,7 +98,7 @@ def eager_init(model_init: Callable, make: Callable[[Any], Any], cause: Exceptio
 
 @contextmanager
 def use_arrays(arrays: Sequence[Any]) -> Iterator[None]:
-    """Let models that are built have these arrays."""
+    """Give models that are built these arrays."""
     before = _ARRAYS.set(arrays)
     try:
         yield
@@ -122,7 +122,7 @@ def _keeps_layers(value: object) -> bool:
 
 
 def _split_model(model: Any) -> tuple[Any, Any, list[Any]]:
-    """Return the graph of a module (None: a pytree), the form of its state, and its arrays."""
+    """Return the graph of a module (None: a pytree), its treedef, and its arrays."""
     graph, tree = nnx.split(model) if isinstance(model, nnx.Module) else (None, model)
     leaves, treedef = jax.tree.flatten(tree)
     return graph, treedef, leaves

@@ -1,4 +1,4 @@
-"""What `forward` may ask for by name, beside the model and the batch: random keys, the mode."""
+"""What `forward` may ask for by name, besides model and batch: random keys, the mode."""
 
 import functools
 import inspect
@@ -14,14 +14,14 @@ KEY, EXAMPLE_KEYS, TRAIN = "key", "example_keys", "train"
 
 
 def requested_names(forward: Callable | None) -> tuple[str, ...]:
-    """Return what `forward` asks for by name beside the model and the batch."""
+    """Return what `forward` asks for by name besides the model and the batch."""
     if forward is None:
         return ()
     if not callable(forward):
         raise ValueError(f"forward={forward!r}: a function of (model, batch) is expected.")
     try:
         parameters = inspect.signature(forward).parameters
-    except (TypeError, ValueError):  # it has none to look at
+    except (TypeError, ValueError):  # it has no signature
         return ()
     bound = forward.keywords if isinstance(forward, functools.partial) else {}
     unbound = [name for name in list(parameters)[2:] if name not in bound]

@@ -1,4 +1,4 @@
-"""A model without its arrays: how to take one apart into named arrays and put it together again."""
+"""A model without its arrays: how to split one into named arrays and merge it again."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ FlatVariables = Sequence[tuple[tuple, Any]]  # keys inside a layer, variable
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer without its arrays: the variables hold where each lies in the model."""
+    """One layer without its arrays: the variables hold the path of each in the model."""
 
     number: int
     graph: Any  # a graph definition, or the function that the layer is
@@ -68,13 +68,13 @@ class ModelTemplate:
     create: Callable[[Any], Flat]  # seed -> {path: array}, parameters and other variables alike
     parameters: Mapping[str, Any]  # path -> template; of an nnx model an nnx.Param with its names
     variables: Mapping[str, Any]  # path -> template of what is not a parameter
-    graphs: Mapping[str, Any]  # "train", "eval", "model" (as made) -> graph definition, or a Tree
-    keys: Mapping[str, tuple]  # path -> where an array lies in the graph
+    graphs: Mapping[str, Any]  # "train", "eval", "model" (as made) -> GraphDef or TreeTemplate
+    keys: Mapping[str, tuple]  # path -> keys of an array in the graph
     is_layer_stack: bool = False
     stacked: bool = False  # the layers are one module of stacked arrays
-    sync_batch_norm: bool = True  # BatchNorm is over the rows of all devices
+    sync_batch_norm: bool = True  # BatchNorm is over the global batch
     notes: tuple[str, ...] = ()  # what was done to the model, and what of it is not trained
-    prepare: Callable | None = None  # the model's own: batch -> batch, of whole rows
+    prepare: Callable | None = None  # the model's own: batch -> batch, of full sequences
     unhooked_parameters: Mapping[str, Any] = field(
         default_factory=dict
     )  # `parameters` of nnx without hooks
@@ -82,7 +82,7 @@ class ModelTemplate:
     eager_init: EagerInit | None = None
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return a batch of whole rows as the model wants it, before positions are dealt."""
+        """Return a batch of full sequences as the model wants it, before they are sliced."""
         return batch if self.prepare is None else self.prepare(batch)
 
     def after_step(self, variables: Flat, metrics: Flat) -> tuple[Flat, Flat]:
@@ -108,11 +108,11 @@ class ModelTemplate:
 
     @property
     def is_layer_list(self) -> bool:
-        """Whether the model is in three parts and its layers are a list."""
+        """Whether the model is a layer stack whose layers are a list."""
         return self.is_layer_stack and not self.stacked
 
     def layers(self, mode: str) -> list[Layer]:
-        """Return the layers of a list, or the one layer that all stacked ones are."""
+        """Return the layers of a list, or the one layer that stands for all stacked ones."""
         templates = {**self.parameters, **self.variables}
         split_layers: list[Layer] = []
 
@@ -132,16 +132,16 @@ class ModelTemplate:
 
     @property
     def num_layers(self) -> int:
-        """How many layers a model in three parts has."""
+        """How many layers a layer-stack model has."""
         if self.is_layer_list:
             return len(self.layers("train"))
         entries = {**self.parameters, **self.variables}.items()
         return next(v.shape[0] for path, v in entries if path.startswith(LAYERS))
 
     def with_ops(self, ops: Any) -> "ModelTemplate":
-        """Return the blueprint whose modules choose kernels by `ops`.
+        """Return the template whose modules choose kernels by `ops`.
 
-        They are those whose `ops` is that of `hfjax.models.layers.local_ops` (marked
+        They are those whose `kernels` is `hfjax.models.layers.local_ops` (marked
         `chooses_kernels`).
         """
         return replace(self, graphs={mode: self._graph_with_ops(mode, ops) for mode in self.graphs})
@@ -180,11 +180,11 @@ class ModelTemplate:
         return linen.intercept_methods(intercept)
 
     def is_batched(self, path: str) -> bool:
-        """Return whether a variable has a row for each row of the batch."""
+        """Return whether a variable has a batch dimension."""
         return logical_axes(self.variables[path])[:1] == ("batch",)
 
     def takes_shards(self, path: str) -> bool:
-        """Return whether the module of a parameter takes pieces of it: it marks it so."""
+        """Return whether the module of a parameter takes shards of it: it marks it so."""
         template = self.parameters[path]
         return isinstance(template, nnx.Variable) and bool(
             template.get_metadata(KEEP_SHARDED, False)
@@ -238,7 +238,7 @@ def _split_layer(number: int, layer: Any, placeholder_of: Callable[[Any], Any]) 
 
 
 def make_rngs(seed: Index) -> nnx.Rngs:
-    """Return one stream for parameters and one for dropout, so that a rate changes no weight."""
+    """Return a stream for parameters and one for dropout, whose rate then changes no weight."""
     key = jax.random.key(seed)
     return nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))
 
@@ -257,11 +257,11 @@ def make_template(
     forward: Callable | None = None,
     sync_batch_norm: bool = True,
 ) -> ModelTemplate:
-    """Return the blueprint of what `model_init(rngs)` makes; allocates nothing.
+    """Return the template of what `model_init(rngs)` makes; allocates nothing.
 
-    Modules whose `place` is that of `hfjax.models.layers.no_constraint` (marked
-    `places_activations`) are handed the function that places activations by name. A training step
-    keeps the mode in which the model was built, part by part; an evaluation calls its `eval()`.
+    Modules whose `place` is `hfjax.models.layers.no_constraint` (marked `places_activations`) get
+    the function that constrains activations by name. A training step keeps the mode in which each
+    module was built; an evaluation calls the model's `eval()`.
     """
     requested = requested_names(forward)
     make = lambda seed: _init_model(model_init, seed)
@@ -313,7 +313,7 @@ def make_template(
 
     template = ModelTemplate(
         sync_batch_norm=sync_batch_norm,
-        # Traced once, however many programs begin with it; what is built has other arrays in each.
+        # Traced once, however many programs begin with it; a built model has other arrays in each.
         create=create if eager else jax.jit(create, inline=True),
         eager_init=eager,
         parameters={path: _with_hooks(v) for path, v in parameters.items()},
@@ -326,7 +326,7 @@ def make_template(
 
 
 def _add_forward_keys(template: ModelTemplate, requested: Sequence[str]) -> ModelTemplate:
-    """Return the blueprint whose state also holds the random keys that `forward` asks for."""
+    """Return the template whose state also holds the random keys that `forward` asks for."""
     forward_keys = key_templates(requested)
     create = add_keys(template.create, forward_keys)
     notes = (*template.notes, *(template.eager_init.notes if template.eager_init else ()))
@@ -348,7 +348,7 @@ def _init_model(model_init: Callable, seed: Index) -> Any:
 
 
 def _set_train_mode(model: nnx.Module) -> None:
-    """Switch to training what was built without saying in which mode."""
+    """Switch modules to training that were built without a mode."""
     for _, module in nnx.iter_modules(model):
         for name in ("deterministic", "use_running_average"):
             if getattr(module, name, False) is None:
@@ -357,23 +357,23 @@ def _set_train_mode(model: nnx.Module) -> None:
 
 @dataclass(frozen=True)
 class GatherExperts:
-    """A hook of a parameter of which a mixture takes the pieces on each device.
+    """A hook of a parameter of which a mixture takes each device's shard.
 
-    The mixture reads it without hooks (`get_raw_value`); what else reads it is given all pieces.
+    The mixture reads it without hooks (`get_raw_value`); what else reads it gets it all-gathered.
     """
 
-    dim: int  # along which it is in pieces, counted from the end
-    size: int  # that of the whole
+    dim: int  # along which it is sharded, counted from the end
+    size: int  # the full one
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        """Return what the variable holds, whole."""
+        """Return the variable's full value."""
         shard = variable.get_raw_value()
         one_expert = shard.ndim < -self.dim  # as its own module reads it
         if one_expert or shard.shape[self.dim] == self.size:
             return value
         if not (_expert_axes() or is_recording()):  # on shapes
             return value
-        if value is not shard:  # a part of what is here
+        if value is not shard:  # a part of the shard
             raise ValueError(
                 "a parameter of a mixture of experts is indexed outside of the mixture, and this "
                 f"device has {shard.shape[self.dim]} of {self.size} experts. Read it whole, then "
@@ -405,7 +405,7 @@ def _gather_experts(dim: int, shard: jax.Array) -> jax.Array:
 
 
 def _with_hooks(variable: nnx.Variable) -> nnx.Variable:
-    """Return the variable with hooks: reading it where it is not is refused, pieces are joined."""
+    """Return the variable with hooks: reading a placeholder is refused, shards are gathered."""
     own = variable.get_metadata("on_get_value", ())
     own = own if isinstance(own, tuple) else (own,)
     names, hooks = logical_axes(variable), [refuse_placeholder]
@@ -417,21 +417,20 @@ def _with_hooks(variable: nnx.Variable) -> nnx.Variable:
     return variable
 
 
-# -- what modules are handed: those that mark an attribute of theirs get it ----------------------
+# -- what a layout injects into modules that mark an attribute -----------------------------------
 
 
 def inject(model: nnx.Module, name: str, mark: str, value: Any) -> None:
-    """Put `value` in the attribute `name` of all modules whose own one there is marked."""
+    """Set the attribute `name` of all modules whose own one is marked to `value`."""
     for _, module in nnx.iter_modules(model):
         if getattr(getattr(module, name, None), mark, False):
             setattr(module, name, value)
 
 
 def number_modules(model: nnx.Module) -> None:
-    """Give modules that take a number theirs, in the order of paths: one for all layers of a stack.
+    """Number the modules that take a number, in the order of paths: one for all layers of a stack.
 
-    They are those whose `number_modules` is `hfjax.models.layers.unnumbered` (marked
-    `takes_number`).
+    They are those whose `number` is `hfjax.models.layers.no_number` (marked `takes_number`).
     """
     takes = lambda module: getattr(getattr(module, "number", None), "takes_number", False)
     modules = {
@@ -474,5 +473,5 @@ for _name in _OPERATORS.split():
 
 
 def refuse_placeholder(variable: nnx.Variable, value: Any) -> Any:
-    """Return what a variable holds, unless that is elsewhere: a hook of every parameter."""
+    """Return what a variable holds, unless that is a placeholder: a hook of every parameter."""
     return value._refuse() if isinstance(value, Placeholder) else value

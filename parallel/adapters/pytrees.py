@@ -1,4 +1,4 @@
-"""Bare pytrees of arrays as models: taken apart into arrays by path, and what is no array."""
+"""Bare pytrees of arrays as models: split into arrays by path, and what is no array."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class TreeTemplate:
 
 
 def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the fields of a `Blueprint` of a bare pytree: its loss is given the tree.
+    """Return the fields of a `ModelTemplate` of a bare pytree: its loss is given the tree.
 
-    Arrays of whole numbers and keys are variables; what is no array stays as it is.
+    Integer arrays and keys are variables; what is no array stays as it is.
     """
     leaves: list[tuple[Any, Any]] = []
     treedef: Any = None

@@ -1,6 +1,6 @@
-"""Gathers and scatters along one dimension: XLA's collective, or a sender that the step was handed.
+"""All-gathers and reduce-scatters along one dimension, by XLA's collective or a kernel.
 
-A sender takes the place of XLA's collective for single arrays (a kernel, or its plain JAX). It is
+A `CollectiveKernel` replaces XLA's collective for single arrays (a kernel, or its plain JAX). It is
 chosen when a step is built.
 """
 
@@ -22,22 +22,22 @@ from hfjax.utils.paths import Flat
 
 
 class CollectiveKernel(Protocol):
-    """What moves rows in place of XLA; equal and hashable from trace to trace."""
+    """Communicates along dimension 0 in place of XLA; equal and hashable from trace to trace."""
 
     def all_gather(self, shard: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
-        """Return the rows of all devices, in the dtype in which they are sent."""
+        """Return the shards of all devices, in the dtype in which they are sent."""
         ...
 
     def reduce_scatter(self, gradient: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
-        """Return this device's rows of the sum, sent in a dtype."""
+        """Return this device's shard of the sum, sent in a dtype."""
         ...
 
 
 class CollectiveOp(NamedTuple):
-    """What a sender is chosen for."""
+    """What a kernel is chosen for."""
 
     kind: str  # all_gather or reduce_scatter
-    x: jax.ShapeDtypeStruct  # what a device has before
+    x: jax.ShapeDtypeStruct  # a device's input
     axes: Axes
     devices: int
     dim: int
@@ -48,12 +48,12 @@ ChooseKernel = Callable[[CollectiveOp], "CollectiveKernel | None"]
 
 
 def use_xla(op: CollectiveOp) -> None:
-    """Return no sender: beside a tensor axis only XLA moves parameters."""
+    """Return no kernel: with a tensor axis only XLA sends parameters."""
     return None
 
 
 class DimCollective(NamedTuple):
-    """A gather or scatter along one dimension, which counts from the end, over mesh axes."""
+    """A gather or scatter over mesh axes along one dimension, counted from the end."""
 
     dim: int
     axes: Axes
@@ -68,10 +68,9 @@ def collectives(
     mesh: Mesh,
     choose_kernel: ChooseKernel,
 ) -> tuple[DimCollective, ...]:
-    """Return the legs of an all_gather or reduce_scatter, each with what is chosen for its array.
+    """Return an all_gather or reduce_scatter dimension by dimension, each with its kernel.
 
-    `x` is what a device has before the first of them, or its shape and dtype; `dtype` is what is
-    sent.
+    `x` is the input of the first, or its shape and dtype; `dtype` is what is sent.
     """
     shape, per_dim = list(x.shape), []
     for dim, axes in dims:
@@ -84,31 +83,31 @@ def collectives(
 
 @dataclass(frozen=True)
 class CommPlan:
-    """How one parameter moves. Dimensions count from the end, so a scanned layer fits as well."""
+    """How one parameter is sent. Dimensions count from the end, so a scanned layer fits as well."""
 
     path: str
     shape: tuple[int, ...]
     gathers: tuple[DimCollective, ...]  # when it is read
     scatters: tuple[DimCollective, ...]  # of its gradient
-    # Axes to sum its gradient over at once, layer by layer, under the rest of the backward pass.
+    # Axes to sum its gradient over layer by layer, overlapping the rest of the backward pass.
     psum_axes: Axes
-    tensor_dims: Dims  # what the partitioner keeps split
+    tensor_dims: Dims  # what the partitioner keeps sharded
     compute_dtype: Any
     gather_dtype: Any
     reduce_dtype: Any
-    on_read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
+    on_read: Callable[[str], None]  # takes the path; one per trace, so that none is mistaken
 
 
 def gather(
     x: jax.Array, gathers: tuple[DimCollective, ...], gather_dtype: DTypeLike, tensor_dims: Dims
 ) -> jax.Array:
-    """Return the array whole along one dimension after the other, in the dtype that is sent."""
+    """Return the array gathered along one dimension after the other, in the dtype that is sent."""
     apply = partial(_gather_along, gather_dtype=gather_dtype)
     return _apply_in_order(apply, x, gathers, tensor_dims)
 
 
 def gather_from_optimizer_state(spec: ParamSpecs, x: jax.Array) -> jax.Array:
-    """Return a parameter, or a layer of it, as it is stored, from the pieces of its moments."""
+    """Return a parameter (or a layer of it) as stored, from shards like its optimizer state's."""
     gathers = collectives(
         "all_gather", spec.optimizer_only_dims("parameter"), x, x.dtype, spec.mesh, use_xla
     )
@@ -128,7 +127,7 @@ def _apply_in_order(
 
 
 def _gather_along(x: jax.Array, collective: DimCollective, gather_dtype: DTypeLike) -> jax.Array:
-    """Return the array whole along a dimension, in the dtype in which it is sent."""
+    """Return the array gathered along a dimension, in the dtype in which it is sent."""
     dim, kernel = x.ndim + collective.dim, collective.kernel
     if kernel is None:
         return lax.all_gather(x.astype(gather_dtype), collective.axes, axis=dim, tiled=True)
@@ -138,7 +137,7 @@ def _gather_along(x: jax.Array, collective: DimCollective, gather_dtype: DTypeLi
 
 
 def _scatter_along(x: jax.Array, collective: DimCollective) -> jax.Array:
-    """Return this device's part of the sum along a dimension; it is sent in the array's dtype."""
+    """Return this device's shard of the sum along a dimension, sent in the array's dtype."""
     dim, kernel = x.ndim + collective.dim, collective.kernel
     if kernel is None:
         return lax.psum_scatter(x, collective.axes, scatter_dimension=dim, tiled=True)
@@ -148,15 +147,15 @@ def _scatter_along(x: jax.Array, collective: DimCollective) -> jax.Array:
 
 
 def _apply_along_dim(dim: int, x: jax.Array, apply: Callable) -> jax.Array:
-    """Return what `apply` does with rows, done with another dimension."""
+    """Return `apply(x)`, which works on dimension 0, for another dimension."""
     return jnp.moveaxis(apply(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else apply(x)
 
 
-# -- beside a tensor axis -------------------------------------------------------------------------
+# -- with a tensor axis ---------------------------------------------------------------------------
 
 
 def pin_tensor_axes(arrays: Flat, param_specs: Mapping[str, ParamSpecs], column: str) -> Flat:
-    """Keep the tensor axes of arrays, by name, where a column of `param_specs` has them."""
+    """Constrain the tensor axes of arrays, by name, as in a column of `param_specs`."""
     pin = lambda x, spec: lax.with_sharding_constraint(x, auto_part(getattr(spec, column)))
     has_auto_axes = lambda spec: auto_axes(spec.mesh)
     return {
@@ -167,7 +166,7 @@ def pin_tensor_axes(arrays: Flat, param_specs: Mapping[str, ParamSpecs], column:
 def shard_map_over(
     function: Callable, axes: Iterable[str], in_specs: Any, out_specs: Any
 ) -> Callable:
-    """Return the function, run by itself along axes that nothing around is manual over."""
+    """Return the function under a `shard_map` over axes that are not manual around it."""
     specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
     return jax.shard_map(function, axis_names=set(axes), check_vma=False, **specs)
 
@@ -175,8 +174,8 @@ def shard_map_over(
 def map_tensor_shards(function: Callable, split: Dims, ndim: int) -> Callable:
     """Return `function` run on each tensor shard by itself.
 
-    Left to the partitioner, a gather or scatter over data axes beside a tensor axis is preceded by
-    a gather over the tensor axis, and sends the whole array.
+    Left to the partitioner, a gather or scatter over data axes with a tensor axis is preceded by a
+    gather over the tensor axis, and sends the full array.
     """
     if not split:
         return function

@@ -1,8 +1,8 @@
-"""Random keys on devices: one for each row of the global batch, or one for each device.
+"""Random keys on devices: one per example of the global batch, or one per device.
 
-A variable that holds a key and says `per_example=True` becomes one key per row of the global batch,
-so that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes one per
-device and microbatch: as random, but other masks on another mesh.
+A variable that holds a key and says `per_example=True` becomes one key per example of the global
+batch, so that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes one
+per device and microbatch: as random, but masks differ between meshes.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,20 +28,20 @@ def local_keys(
     global_keys: bool = False,
     redistributed: bool = False,
 ) -> tuple[Callable, Flat]:
-    """Return what gives the variables that hold keys on this device, and the other variables.
+    """Return a function that gives this device's key variables, and the other variables.
 
     Args:
         templates: Path -> template of a variable.
         mesh: The mesh.
-        variables: What they hold in the state.
-        local_batch_size: How many rows of the batch this device has.
+        variables: Their values in the state.
+        local_batch_size: How many examples of the batch this device has.
         step: The number of the step.
-        global_keys: Keys are those of all rows of a microbatch, as one device has them; else those
-            of this device.
-        redistributed: Microbatches have the rows that they have on one device.
+        global_keys: Keys are those of the global microbatch, as on one device; else those of this
+            device.
+        redistributed: Microbatches have the same examples as on one device.
 
     Returns:
-        Function of (layer or None, number of a microbatch, its rows), and the statistics.
+        Function of (layer or None, number of a microbatch, its size), and the statistics.
     """
     random = {p: v for p, v in variables.items() if is_random(templates[p])}
     axes = active_batch_axes(mesh)
@@ -83,9 +83,9 @@ def derive_keys(
     batch_size: int,
     key_index: Index | None = None,
 ) -> jax.Array:
-    """Return what a variable holds while the rows from `first_example` (counted globally) run.
+    """Return a variable's value for the examples from `first_example` (counted globally) on.
 
-    A key that is not one for each row is that of the row `key_index` (None: the first).
+    A key that is not per example is that of the example `key_index` (None: the first).
     """
     if not (per_example(variable) or isinstance(variable, nnx.RngKey) or is_random_key(variable)):
         return key

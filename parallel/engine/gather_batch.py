@@ -1,4 +1,4 @@
-"""The rows of all devices, for losses that ask for them."""
+"""The global batch, for losses that ask for it."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from hfjax.parallel.spmd.global_batch import axis_size_or_one
 
 
 def gather_rows(x: Any) -> Any:
-    """Return the rows of all devices, for a loss that mixes rows (contrastive, ranking).
+    """Return the examples of all devices, for a loss across examples (contrastive, ranking).
 
-    A loss sees the rows of all devices, as on one device, so this returns `x` itself. It is kept
-    for programs that were written when a loss had to ask for them.
+    A loss sees the global batch, as on one device, so this returns `x` itself. It is kept for
+    programs that were written when a loss had to ask for it.
 
     Args:
-        x: Pytree of arrays whose first dimension has a row for each row of the batch.
+        x: Pytree of arrays whose first dimension is the batch dimension.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, numpy as np, optax

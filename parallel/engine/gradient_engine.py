@@ -1,13 +1,13 @@
-"""The data plane: loss and gradients of one step.
+"""Gradient engines: loss and gradients of one step.
 
-Inside, each device holds its own rows and its own shards. Microbatches run in a scan. Gathers and
+Inside, each device has its own examples and its own shards. Microbatches run in a scan. Gathers and
 scatters of parameters and gradients are in `comm_plan.py`, sums of gradients in
 `reduce_gradients.py`. That file also says where and when gradients are reduced: what accumulates
-split is scattered in every microbatch, the rest is summed after the scan (with one microbatch,
-large ones at once).
+sharded is scattered in every microbatch, the rest is summed after the scan (with one microbatch,
+large ones in the backward pass).
 
-How one microbatch runs is what planes differ in. `AutodiffEngine` lets JAX differentiate the whole
-model; `parallel/pipeline` runs it by a table, `parallel/layerwise` layer by layer.
+Engines differ in how one microbatch runs. `AutodiffEngine` lets JAX differentiate the model;
+`parallel/pipeline` runs it by a table, `parallel/layerwise` layer by layer.
 """
 
 from abc import ABC, abstractmethod
@@ -32,26 +32,26 @@ from hfjax.utils.paths import Flat, Index
 
 
 class StepInputs(NamedTuple):
-    """What a step is given: arrays by name, or where they are."""
+    """The inputs of a step: arrays by name, or their specs."""
 
     parameters: Any
     variables: Any
-    optimizer_state: Any  # what the optimizer keeps of the layers
+    optimizer_state: Any  # of the layers
     counts: Any  # numbers of the optimizer that belong to no parameter
 
 
 class PassOutput(NamedTuple):
-    """What the forward and backward passes of a microbatch give."""
+    """The result of a microbatch's forward and backward passes."""
 
     gradients: Flat  # of total / divisor
-    loss: Any  # a Mean, or `Extras`
+    loss: Any  # a Mean, or `PipelineOutput`
     statistics: Flat  # variables after it
     divisor: Any = 1.0  # the same on all devices
 
 
 @dataclass(frozen=True)
 class GradientEngine(ABC):
-    """What runs on each device between the parameters at rest and the reduced gradients."""
+    """What runs on each device between stored parameters and reduced gradients."""
 
     context: StepContext
 
@@ -59,38 +59,38 @@ class GradientEngine(ABC):
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
         """Return (statistics, batch, number) -> `PassOutput`, of one microbatch.
 
-        `keys(layer or None, number, rows)` are the variables that hold random keys.
+        `keys(layer or None, number, batch size)` are the variables that hold random keys.
         """
 
     @abstractmethod
     def eval_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the loss of this device's rows."""
+        """Return the loss of this device's examples."""
 
     @abstractmethod
     def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model: a tree of arrays, `ShardedValue` and `Sum`."""
+        """Return the outputs of the model: a tree of arrays, `ShardedValue`, `PartialValue`."""
 
     @abstractmethod
     def loss_over_devices(self, mean: Any) -> Any:
-        """Return the loss that `microbatch` and `eval_local` tell, of all devices."""
+        """Return the loss of all devices, given that of `microbatch` or `eval_local`."""
 
     @property
     @abstractmethod
     def loss_specs(self) -> Any:
-        """Where that lies."""
+        """The specs of that loss."""
 
     @property
     @abstractmethod
     def num_microbatches(self) -> int:
-        """In how many microbatches, which are to be those of one device, a step splits its rows."""
+        """The number of microbatches of a step, which are to be those of one device."""
 
     def gradients(
         self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array, seed: Any = None
     ) -> tuple:
-        """Return (gradients of the total, placed as the moments; Mean; variables written to).
+        """Return (gradients of the total, placed as optimizer state; Mean; variables written to).
 
-        With a seed, the cotangent of the loss of a microbatch, they are so many times larger.
-        A pipeline whose plane has `wanted` returns `Extras` (jaxprs/stage_fns.py), no Mean.
+        `seed`, the cotangent of the loss of a microbatch, scales them.
+        A pipeline engine with `returns` gives `PipelineOutput` (jaxprs/stage_fns.py), no Mean.
         """
         context = self.context
 
@@ -120,7 +120,7 @@ class GradientEngine(ABC):
         return gradients, mean, changed | batched
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the loss as a Mean (a pipeline: or Extras); nothing is random, nothing changes."""
+        """Return the loss, a Mean or `PipelineOutput`; nothing is random, nothing changes."""
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch):
@@ -133,7 +133,7 @@ class GradientEngine(ABC):
         return run(parameters, variables, batch)
 
     def predict(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model, split where they have rows; nothing is random."""
+        """Return the outputs of the model, sharded along batch dimensions; nothing is random."""
         context, output_info = self.context, []
 
         def device(parameters: Flat, variables: Flat, batch) -> list[jax.Array]:
@@ -148,7 +148,7 @@ class GradientEngine(ABC):
             return [x.x if isinstance(x, ShardedValue) else x for x in values]
 
         in_specs, args = context.in_specs(variables), (parameters, variables, batch)
-        # On shapes first: which outputs have rows, and where.
+        # On shapes first: which outputs have a batch dimension, and where.
         jax.eval_shape(context.shard_map(device, in_specs, P()), *args)
         spec_of = lambda placement: (
             P(*[None] * placement.dim, context.batch_axes) if isinstance(placement, Split) else P()
@@ -161,11 +161,11 @@ class GradientEngine(ABC):
         return output_info[0].unflatten(map(constrain, arrays, specs))
 
     def match_one_device(self, run: Callable, weighted: bool = False) -> tuple:
-        """Return `run(dealt, weighed)`: rows are dealt as microbatches of one device if it matters.
+        """Return `run(redistributed, weighted)`, redistributed as on one device if it matters.
 
-        It does where rows of a microbatch meet, or count, or are drawn for, where a variable goes
-        from one microbatch to the next, or where the rule of a derivative is not linear: the trace
-        tells. Then the weight of each microbatch matters too.
+        It does if examples of a microbatch interact, are counted, or get random numbers, if a
+        variable goes from one microbatch to the next, or if a derivative rule is not linear: the
+        trace tells. Then the weight of each microbatch matters too.
         """
         if self.num_microbatches == 1 or self.context.batch_group.size == 1:
             return run(False, True)
@@ -178,7 +178,7 @@ class GradientEngine(ABC):
         return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
 
     def redistribute_batch(self, batch: Any) -> Any:
-        """Return this device's rows as parts of the microbatches of one device."""
+        """Return this device's examples as shards of the microbatches of one device."""
         return jax.tree.map(
             partial(redistribute_examples, self.context.batch_group, self.num_microbatches), batch
         )
@@ -207,7 +207,7 @@ class GradientEngine(ABC):
     def _scan_microbatches(
         self, microbatch: Callable, statistics: Flat, batch: Any, count: int
     ) -> PassOutput:
-        """Return the same of batches that are dealt."""
+        """Return the same of a batch that is redistributed and sliced."""
         context = self.context
         if count == 1:
             return microbatch(statistics, batch, 0)
@@ -239,7 +239,7 @@ def _scale_gradients(divisor: Any, gradients: Flat) -> Flat:
 
 
 def check_trace(context: StepContext, mean: Mean) -> None:
-    """Tell, or refuse, what only the trace of a training step shows: every plane calls it."""
+    """Warn of, or refuse, what only the trace of a training step shows; every engine calls it."""
     context.warn_of_unread()
     context.check_remat()
     context.check_gathers()
@@ -247,7 +247,7 @@ def check_trace(context: StepContext, mean: Mean) -> None:
 
 
 class Forward(Protocol):
-    """What runs a model forward on the rows of a microbatch, before JAX differentiates it."""
+    """Runs a model forward on the examples of a microbatch, before JAX differentiates it."""
 
     def run(
         self,
@@ -257,31 +257,31 @@ class Forward(Protocol):
         mode: str,
         returns: str = "loss",
     ) -> tuple[Any, Flat]:
-        """Return the loss, or the outputs, as values, and the variables after it."""
+        """Return the loss or outputs, distributed values, and the variables after it."""
         ...
 
 
 class LoopEngine(GradientEngine):
-    """A plane that runs one microbatch after the other, each on all devices."""
+    """An engine that runs one microbatch after the other, each on all devices."""
 
     def loss_over_devices(self, mean: Mean) -> Mean:
-        """Return the mean over the rows of all devices."""
+        """Return the mean over the global batch."""
         return self.context.reduce_loss(mean)
 
     @property
     def loss_specs(self) -> P:
-        """Every device has the mean."""
+        """Replicated: every device has the mean."""
         return P()
 
     @property
     def num_microbatches(self) -> int:
-        """In how many microbatches a step splits its rows."""
+        """The number of microbatches of a step."""
         return self.context.execution.accumulate
 
 
 @dataclass(frozen=True)
 class AutodiffEngine(LoopEngine):
-    """A plane whose gradients JAX derives, of a model in three parts or called as it is."""
+    """An engine whose gradients JAX derives, of a layer-stack model or a whole model."""
 
     model: Forward
 
@@ -313,6 +313,6 @@ class AutodiffEngine(LoopEngine):
         return self.context.share(self.model.run(params, variables, batch, "eval")[0])
 
     def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model: a tree of arrays, `ShardedValue` and `Sum`."""
+        """Return the outputs of the model: a tree of arrays, `ShardedValue`, `PartialValue`."""
         params = self.context.sharded_params(parameters, None)
         return self.model.run(params, variables, batch, "eval", "outputs")[0]

@@ -1,4 +1,4 @@
-"""How the layers of a model run: what they recompute, and what of it the host keeps."""
+"""How the layers of a model run: what they recompute, and what goes to host memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ def offload_residuals(
 ) -> Callable:
     """Return `function(parameters, variables, x) -> (y, aux)` with some residuals on the host.
 
-    `choose_tensors` selects them. Gradients are with respect to the slot of each `Stored`; its
-    value is a constant.
+    `choose_tensors` selects them. Gradients are with respect to the slot of each
+    `ShardedParam`; its value is a constant.
     """
 
     def apply(parameters, variables, x):
@@ -44,11 +44,11 @@ def offload_residuals(
 
 
 def can_split_locally() -> bool:
-    """Return whether a tensor can be cut without communication: on a device by itself."""
+    """Return whether a tensor can be split without communication: in per-device code."""
     mesh = jax.sharding.get_abstract_mesh()
     if (
         is_recording() and not mesh.axis_names
-    ):  # which sees no mesh, and is on each device by itself
+    ):  # a recorded program sees no mesh, and runs per device
         return True
     manual = set(getattr(mesh, "manual_axes", ()))
     return bool(manual) and all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)
@@ -59,25 +59,25 @@ class LayerOptions:
     """How the layers of a model run in a training step, or in an evaluation."""
 
     execution: Execution
-    gathers: bool  # parameters of layers are split: each layer gathers its own
-    only_batch_axes: bool  # the mesh has no axes but those of rows
+    gathers: bool  # parameters of layers are sharded: each layer gathers its own
+    only_batch_axes: bool  # the mesh has no axes but batch axes
     platform: str
-    trace: TraceRecord  # is told what layers keep, and what of it goes to the host
+    trace: TraceRecord  # records what layers save, and what of it goes to the host
 
     @property
     def remat(self) -> Remat:
-        """What layers compute again; what is named for the host is kept."""
+        """What layers recompute; tensors named for the host are saved."""
         offload = self.execution.offload
         return self.execution.remat.keeping(*(offload.names if offload else ()))
 
     def policy(self, number: int = 0) -> Callable | None:
-        """Return what layer `number` may save."""
+        """Return the checkpoint policy of layer `number`."""
         keep = self.gathers and not self.execution.reshard_after_forward
         views = self.gathers or self.offloads_by_name
         return self.remat.policy(number, views, keep, self.trace.names)
 
     def wrap_offload(self, function: Callable, name: str, times: int, barrier: bool) -> Callable:
-        """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""
+        """Return (parameters, variables, x) -> (x, variables) with some residuals on the host."""
         if self.has_no_offload:
             return function
         choose_tensors = lambda tensors: self.choose_offload(tensors, name, times)
@@ -85,17 +85,17 @@ class LayerOptions:
 
     @property
     def offloads_by_name(self) -> bool:
-        """Whether tensors are kept as layers name and make them, not in some view of them."""
+        """Whether tensors are saved as layers name and make them, not in some view of them."""
         offload = self.execution.offload
         return offload is not None and offload.ratio is None
 
     @property
     def has_no_offload(self) -> bool:
-        """Whether everything that layers keep stays on the device."""
+        """Whether everything that layers save stays on the device."""
         return self.execution.offload is None or self.execution.offload.idle
 
     def choose_offload(self, tensors: Sequence[Tensor], name: str, times: int) -> Share:
-        """Return which tensors of layers go to the host, and tell it; there are `times` of them."""
+        """Return which tensors of `times` layers go to the host, and record it."""
         offload = self.execution.offload
         assert offload is not None
         chosen = select_tensors(offload, tensors, can_split_locally())

@@ -1,9 +1,9 @@
-"""What a step hands to the modules of a model and asks for itself, and what a trace tells it.
+"""The operations that a step gives to a model's modules, and the record of its trace.
 
-`ModelOps` is the protocol. The class that answers is chosen once, in hfjax/step/build.py: plain JAX
-or kernels in its place (wings/kernels), devices that share rows (wings/context), a grid
-(wings/grid). None of them knows the others; a check that looks at a model hands it one of its own.
-What most of them answer alike is here.
+`ModelOps` is the protocol. Its class is chosen once, in hfjax/step/build.py: plain JAX or kernels
+(extensions/kernel_dispatch), context parallel (extensions/context_parallel), a grid
+(extensions/tensor_grid). None of them knows the others; a check that inspects a model uses one of
+its own. What most of them have in common is here.
 """
 
 import inspect
@@ -28,78 +28,78 @@ from hfjax.parallel.spmd.rule_calls import map_token_groups
 from hfjax.parallel.strategy import Axes
 from hfjax.utils.head import head_logits
 
-source_info_util.register_exclusion(__file__)  # the line of what is asked for is the user's
+source_info_util.register_exclusion(__file__)  # source lines are the user's
 
 Names = tuple[str | None, ...]  # the logical axes of an activation
 
 
 class ModelOps(Protocol):
-    """What a module asks of its step (`hfjax.models.layers.Plain`); then what a step asks."""
+    """What modules call (`hfjax.models.layers.LocalOps` without a step); then what a step calls."""
 
     def attention(self, attend: Callable) -> Callable:
         """Return the attention that a layer runs."""
         ...
 
     def run_length(self, length: int) -> int:
-        """Return how many positions follow each other, of those here."""
+        """Return how many of this device's positions are contiguous."""
         ...
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Return sums of rows and positions, added over all devices that have others."""
+        """Return sums over examples and positions, added over devices that have others."""
         ...
 
     def channel_stats(self, x: jax.Array, axes: Any = None) -> tuple[jax.Array, jax.Array, int]:
-        """Return mean and variance of each channel over rows and positions, and their number."""
+        """Return mean and variance of each channel over examples and positions, and the count."""
         ...
 
     def matmul(self, place: Any, between: Names, multiply: Callable) -> Callable:
-        """Return the product of a linear map between two named dimensions."""
+        """Return the matmul of a linear map between two named dimensions."""
         ...
 
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Any:
-        """Return what the loss is given: logits, or a projection that they are never made of."""
+        """Return the loss's input: logits, or a projection that never becomes logits."""
         ...
 
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        """Return the row of each token in a table."""
+        """Return the embedding of each token from a table."""
         ...
 
     def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
-        """Return what the experts of a layer make of tokens."""
+        """Return the output of a layer's experts on tokens."""
         ...
 
     def record_metrics(self, outputs: Any, routed: Callable, needed: bool) -> Any:
-        """Return outputs with what routers told, for a loss that takes it."""
+        """Return outputs with router metrics, for a loss that uses them."""
         ...
 
     def check_router_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse a loss that has taken no part in what routers told."""
+        """Refuse a loss that has not used router metrics."""
         ...
 
     def choose_kernel(self, op: CollectiveOp) -> CollectiveKernel | None:
-        """Return what moves a parameter or a gradient in place of XLA, or None."""
+        """Return the kernel that sends a parameter or gradient in place of XLA, or None."""
         ...
 
     def slice_sequence(self, prepare: Callable, batch: Any) -> Any:
-        """Return the part of a batch of whole rows that this device computes with."""
+        """Return this device's positions of a batch of full sequences."""
         ...
 
     def inner_groups(self) -> tuple[AxisGroup, ...]:
-        """Return the devices that have other parts of the rows here, along each side."""
+        """Return the groups of devices that have other parts of these examples."""
         ...
 
     def named_groups(self) -> Mapping[str, str]:
-        """Return which side has parts of a dimension of parameters, by its name."""
+        """Return which group shards a dimension of parameters, by its name."""
         ...
 
     def check_positions(self, comms: Sequence[CommEvent], sent_bytes: int) -> None:
-        """Refuse what devices that share rows send each other beyond a limit."""
+        """Refuse what devices that share sequences send each other beyond a limit."""
         ...
 
 
-# -- what those answer that have nothing to say: methods of their classes -------------------------
+# -- defaults, which classes use as methods -------------------------------------------------------
 
 
 def bind_positional(
@@ -110,43 +110,43 @@ def bind_positional(
         return args, kwargs
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # which the call itself will say
+    except (TypeError, ValueError):  # the call itself will raise it
         return args, kwargs
     return bound.args, bound.kwargs
 
 
 def no_inner_groups(self: ModelOps) -> tuple[AxisGroup, ...]:
-    """Return none: every device has whole rows."""
+    """Return none: every device has full examples."""
     return ()
 
 
 def no_named_groups(self: ModelOps) -> Mapping[str, str]:
-    """Return none: parameters are whole where a module reads them."""
+    """Return none: parameters are unsharded where a module reads them."""
     return {}
 
 
 def skip_position_check(self: ModelOps, comms: Sequence[CommEvent], sent_bytes: int) -> None:
-    """Check nothing: no positions are elsewhere."""
+    """Check nothing: no positions are on other devices."""
 
 
 def sum_over_data(self: Any, x: jax.Array) -> jax.Array:
-    """Return sums of rows and positions, added over all devices of its mesh that have others."""
+    """Return sums over examples and positions, added over devices of its mesh that have others."""
     axes = in_use(self.mesh, DATA_AXES)
     return lax.psum(x, axes) if axes else x
 
 
 def unsliced_batch(self: ModelOps, prepare: Callable, batch: Any) -> Any:
-    """Return the batch: its rows are whole."""
+    """Return the batch: its sequences are full."""
     return batch
 
 
 def full_length(self: ModelOps, length: int) -> int:
-    """Return the length: all positions of a row are here, and follow each other."""
+    """Return the length: all positions of a sequence are here, contiguous."""
     return length
 
 
 def lookup_table(self: ModelOps, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-    """Return the row of each token in a table; XLA knows how the table is split."""
+    """Return the embedding of each token from a table; XLA knows how the table is sharded."""
     return table_VD[tokens_BS]
 
 
@@ -157,13 +157,13 @@ def make_logits(
     vocab: int,
     logits: Callable | None = None,
 ) -> jax.Array:
-    """Return logits, the model's own where it hands over a function that makes them."""
+    """Return logits, the model's own if it gives a function that makes them."""
     return logits() if logits else head_logits(self.inputs.place, x_BSD, kernel_VD, vocab)
 
 
-# -- what each of them needs of a step ------------------------------------------------------------
+# -- what they have in common ---------------------------------------------------------------------
 
-LOAD = "expert_load"  # the metric that a loss has of what routers told
+LOAD = "expert_load"  # the metric of routers' loads in a loss
 NO_ROUTER_METRICS = (
     "the routers of this model add to the loss, or balance their loads, and the loss takes no part "
     "in it. Use hfjax.models.moe.next_token_loss; mark a loss of your own with "
@@ -176,14 +176,14 @@ NO_ROUTER_METRICS = (
 
 @dataclass(frozen=True)
 class OpsInputs:
-    """What every `ModelOps` is made of.
+    """What every `ModelOps` is built from.
 
     Attributes:
-        place: Where activations lie.
-        run_experts: (mixture, tokens, routed) -> what experts make of them, on devices or here.
-        loss: It may take what routers told.
-        routers: Those that the loss needs, once the model is traced.
-        mixtures: What each mixture of experts is given then, as shapes: tokens, where they go.
+        place: Constrains activations.
+        run_experts: (mixture, tokens, routed) -> output of the experts, on all devices or this one.
+        loss: It may use router metrics.
+        routers: One entry per router that the loss needs, once the model is traced.
+        mixtures: The inputs of each mixture of experts then, as shapes: tokens, routing.
     """
 
     place: Callable
@@ -195,13 +195,13 @@ class OpsInputs:
 
 @dataclass(frozen=True)
 class CommonOps:
-    """The `ModelOps` of a step, whatever devices share; the rest is its class's own."""
+    """What all `ModelOps` of a step have in common; the rest is their own."""
 
     inputs: OpsInputs
-    chooses_kernels: ClassVar[bool] = True  # a look at the model puts another in its place
+    chooses_kernels: ClassVar[bool] = True  # a check of the model replaces it by another
 
     def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
-        """Return what the experts of a layer, spread over devices or not, make of tokens."""
+        """Return the output of a layer's experts, spread over devices or not, on tokens."""
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         self.inputs.mixtures.append(jax.tree.map(shape, (x_GTD, routed)))
         if mixture.tells:
@@ -210,11 +210,11 @@ class CommonOps:
             return self.inputs.run_experts(mixture, x_GTD, routed)
         with_arrays = lambda arrays: replace(mixture, arrays=arrays)
         run = lambda arrays, x, routed: self.inputs.run_experts(with_arrays(arrays), x, routed)
-        sends_tokens = mixture.num_local < mixture.experts  # tokens, from each device's own rows
+        sends_tokens = mixture.num_local < mixture.experts  # from each device's own examples
         return map_token_groups(run, sends_tokens)(mixture.arrays, x_GTD, routed)
 
     def record_metrics(self, outputs: Any, routed: Callable, needed: bool) -> Any:
-        """Return outputs with what routers told, for a loss that takes it."""
+        """Return outputs with router metrics, for a loss that uses them."""
         if getattr(self.inputs.loss, "uses_router_metrics", False):
             return routed(outputs)
         if needed:
@@ -222,18 +222,18 @@ class CommonOps:
         return outputs
 
     def check_router_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse a loss that has taken no part in what routers told: its metrics have no loads."""
+        """Refuse a loss that has not used router metrics: its own metrics have no loads."""
         if self.inputs.routers and LOAD not in metrics:
             raise ValueError(NO_ROUTER_METRICS)
 
 
 @dataclass
 class TraceRecord:
-    """Made with a step, and filled in while the step is traced."""
+    """Created with a step, and filled in while the step is traced."""
 
     ops: ModelOps
-    global_batch: GlobalBatch  # how parts of the model see the rows of all devices
-    # What layers keep for the backward pass, and what of it the host holds.
+    global_batch: GlobalBatch  # how parts of the model see the global batch
+    # What layers save for the backward pass, and what of it is on the host.
     offloaded: OffloadReport
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
@@ -246,7 +246,7 @@ class TraceRecord:
     def of(
         cls, ops: ModelOps, execution: Execution, mesh: Mesh, partition: Callable
     ) -> "TraceRecord":
-        """Return what a trace of a step fills in; `partition` runs programs of all rows."""
+        """Return an empty record; `partition` runs programs of the global batch."""
         axes = () if execution.rows == "own" else active_batch_axes(mesh)
         groups = ops.inner_groups()
         inner = InnerAxes(groups, partition, ops.named_groups()) if groups else None
@@ -258,7 +258,7 @@ class TraceRecord:
         return cls(ops, global_batch, OffloadReport(execution.offload))
 
     def begin(self, parameters: Iterable[str], seed: Any = 1.0) -> None:
-        """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
+        """Begin a trace with new sets: JAX must not reuse what it cached in an earlier one."""
         self.seed, self.weighted = seed, False
         self.unread, self.written = set(parameters), set()
         self.names.clear()

@@ -1,9 +1,9 @@
 """How gradients are reduced over the devices: in the backward pass, and after the last microbatch.
 
-`reduce_gradient` is what the backward pass of every fetch does with a gradient: it scatters what
-accumulates split (ZERO2, FSDP), in each microbatch; with one microbatch it also sums what is large
-and stays whole. `Reduction` does the rest, once, after the last microbatch: it scatters what only
-the moments are split by (ZERO1), and sums what is left over all rows, stages and positions.
+`reduce_gradient` is the backward pass of every unshard: it reduce-scatters what accumulates sharded
+(ZERO2, FSDP), in each microbatch; with one microbatch it also all-reduces large unsharded ones.
+`Reduction` does the rest, once, after the last microbatch: it reduce-scatters over axes that shard
+only optimizer state (ZERO1), and sums over the remaining batch, stage and sequence axes.
 """
 
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ from hfjax.utils.paths import Flat
 
 
 def one_scatter_per_axis(dims: Dims) -> Dims:
-    """Return a scatter over several axes as one after the other: the axis within a node first."""
+    """Return a scatter over several axes as one per axis: the axis within a node first."""
     return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
 
 
 def reduce_gradient(plan: CommPlan, gradient: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the gradient of a whole parameter in the shape and dtype in which it accumulates.
+    """Return the gradient of a full parameter in the shape and dtype in which it accumulates.
 
-    It is scattered, or summed over `psum_at_once`, or neither; `reduce_dtype` is what is sent and
-    added in, if anything is.
+    It is scattered, or summed over `psum_axes`, or neither; it is sent and added in `reduce_dtype`,
+    if at all.
     """
     sent, axes = plan.scatters or plan.psum_axes, plan.psum_axes
     gradient = gradient.astype(plan.reduce_dtype if sent else dtype)
@@ -52,16 +52,16 @@ def mean_gradients(gradients: Flat, scale: jax.Array, dtypes: Mapping[str, DType
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is left to do after the last microbatch."""
+    """The gradient reduction after the last microbatch."""
 
     precision: Precision
     hierarchical: bool
-    choose_kernel: ChooseKernel  # what scatters, as `collectives` asks for it
+    choose_kernel: ChooseKernel  # of scatters, as `collectives` takes it
     axes: Axes  # along which each device has a gradient of its own
     summed_axes: Mapping[str, Axes]  # path -> axes over which its gradient is summed already
 
     def __call__(self, gradients: Flat, param_specs: Mapping[str, ParamSpecs]) -> Flat:
-        """Return the gradients summed over all devices, each placed as its moments."""
+        """Return the gradients summed over all devices, placed as optimizer state."""
         groups: dict[Axes, Flat] = {}
         for path, gradient in gradients.items():
             dtype = self.precision.at(path).of(param_specs[path].dtype).reduce
@@ -80,7 +80,7 @@ class Reduction:
         return {path: summed[path].astype(gradient.dtype) for path, gradient in gradients.items()}
 
     def _scatter(self, spec: ParamSpecs, gradient: jax.Array) -> tuple[jax.Array, Axes]:
-        """Scatter what the moments are split by and the gradient is not; return axes to sum."""
+        """Scatter over axes that shard optimizer state only; return the axes left to sum."""
         todo = spec.optimizer_only_dims("gradient")
         todo = one_scatter_per_axis(todo) if self.hierarchical else todo
         choose_kernel = use_xla if spec.tensor_dims else self.choose_kernel

@@ -1,8 +1,7 @@
-"""What every data plane knows of a step, and what it does on each device with that.
+"""What every engine knows of a step, and what it does on each device with that.
 
-`StepContext` is made once, when the step is built: the model without its arrays, where each
-parameter lies, the mesh, how the step runs. Its `trace` is what becomes known while the step is
-traced.
+`StepContext` is made once, when the step is built: the model without its arrays, the specs of each
+parameter, the mesh, how the step runs. Its `trace` is what becomes known while the step is traced.
 """
 
 import math
@@ -57,7 +56,7 @@ from hfjax.utils.paths import Flat, Tree
 
 @dataclass(frozen=True)
 class StepContext:
-    """A step on one device, between the parameters at rest and the reduced gradients."""
+    """A step on one device, between stored parameters and reduced gradients."""
 
     template: ModelTemplate
     param_specs: Mapping[str, ParamSpecs]
@@ -71,7 +70,7 @@ class StepContext:
 
     @property
     def is_layer_stack(self) -> bool:
-        """Whether the model is run in three parts (else it is called as it is)."""
+        """Whether the model is run as a layer stack (else as a whole model)."""
         return self.forward is None and self.template.is_layer_stack
 
     @property
@@ -96,29 +95,29 @@ class StepContext:
         return LayerOptions(self.execution, gathers, not others, self.platform, self.trace)
 
     def policy(self, views: bool = False) -> Callable | None:
-        """Return what a layer may save whose parameters are fetched outside of it."""
+        """Return the checkpoint policy of a layer whose parameters are unsharded outside of it."""
         return self.options.remat.policy(0, views, keep=False, seen_names=self.trace.names)
 
     # -- on devices ---------------------------------------------------------------------------
 
     @property
     def batch_axes(self) -> Axes:
-        """The axes over which rows are split."""
+        """The axes that shard the batch."""
         return active_batch_axes(self.mesh)
 
     @property
     def sequence_axes(self) -> Axes:
-        """The axes whose devices have parts of the same rows."""
+        """The axes that shard sequences."""
         return in_use(self.mesh, SEQUENCE_AXES)
 
     @property
     def data_axes(self) -> Axes:
-        """The axes over which rows are split, and positions."""
+        """The axes that shard the batch or sequences."""
         return (*self.batch_axes, *self.sequence_axes)
 
     @property
     def axes(self) -> Axes:
-        """The axes over which what is computed differs: of stages, a grid, rows, positions."""
+        """The axes over which computation differs: of stages, a grid, batch, sequence."""
         mesh_axes = meanings(self.mesh).items()
         model_axes = [
             axis for axis, meaning in mesh_axes if meaning.keeps_sharded and not meaning.batch
@@ -130,8 +129,8 @@ class StepContext:
 
         Every collective is written out and nothing is derived from what differs between devices,
         so JAX need not track that (check_vma): a model is free to begin a loop with a constant.
-        A model that is called as it is may have callbacks, which run where all axes are manual: so
-        are those that the partitioner has no use for.
+        A whole model may have callbacks, which run where all axes are manual: so are those that
+        the partitioner does not use.
         """
         all_manual = not self.is_layer_stack and not auto_axes(self.mesh)
         names = set(AXES if all_manual else manual_axes(self.mesh))
@@ -139,31 +138,31 @@ class StepContext:
         return jax.shard_map(device, mesh=self.mesh, axis_names=names, check_vma=False, **specs)
 
     def specs(self, column: str) -> dict[str, P]:
-        """Return where a column has each parameter, along the manual axes."""
+        """Return each parameter's spec in a column, over the manual axes."""
         return {path: p.manual_spec(column) for path, p in self.param_specs.items()}
 
     @property
     def batch_spec(self) -> P:
-        """How a batch is split: devices of an axis of the sequence are given the same rows."""
+        """The spec of a batch: devices along a sequence axis get the same examples."""
         return P(self.batch_axes)
 
     def in_specs(self, variables: Flat) -> tuple[dict[str, P], dict[str, P], P]:
-        """Return how parameters, variables and a batch are split."""
+        """Return the specs of parameters, variables and a batch."""
         return self.specs("parameter"), self.variable_specs(variables), self.batch_spec
 
     def variable_specs(self, variables: Flat) -> dict[str, P]:
-        """Return how variables are split: those with a row for each row of the batch are."""
+        """Return the specs of variables: those with a batch dimension are sharded."""
         batched = self.batched_variables(variables)
         return {path: P(self.batch_axes) if path in batched else P() for path in variables}
 
     def sum(self, tree: Tree) -> Any:
-        """Return the sum over all devices that compute something of their own."""
+        """Return the sum over all devices whose computations differ."""
         return lax.psum(tree, self.axes) if self.axes else tree
 
     def average(self, statistics: Flat) -> Flat:
         """Return statistics averaged over the devices; whole numbers agree already.
 
-        Rows and positions that the model sees have been joined already, in its own program.
+        Over examples and positions that the model sees they are reduced in its own program.
         """
         reduced_axes = (
             *self.sequence_axes,
@@ -186,7 +185,7 @@ class StepContext:
     # -- variables and the loss ---------------------------------------------------------------
 
     def batched_variables(self, variables: Flat) -> Flat:
-        """Return those variables that have a row for each row of the batch."""
+        """Return those variables that have a batch dimension."""
         return {path: x for path, x in variables.items() if self.template.is_batched(path)}
 
     def cast_inputs(self, batch: Any) -> Any:
@@ -198,31 +197,31 @@ class StepContext:
     def keys(
         self, variables: Flat, batch_size: int, step: jax.Array, redistributed: bool = False
     ) -> tuple:
-        """Return `local_keys` of these variables, for so many rows of a device."""
+        """Return `local_keys` of these variables, for a device's batch size."""
         key_args = self.template.variables, self.mesh, variables, batch_size, step
         return local_keys(*key_args, self.sees_global_batch, redistributed)
 
     def slice_sequence(self, batch: Any) -> Any:
-        """Return the part of a batch of whole rows that this device computes with."""
+        """Return this device's positions of a batch of full sequences."""
         return self.trace.ops.slice_sequence(self.template.prepare_batch, batch)
 
     @property
     def batch_group(self) -> AxisGroup:
-        """The devices that have other rows."""
+        """The devices that have other examples."""
         return self.trace.global_batch.group
 
     @property
     def sees_global_batch(self) -> bool:
-        """Whether the model sees the rows of all devices, not its own device's only."""
+        """Whether the model sees the global batch, not its own device's only."""
         return self.execution.rows != "own"
 
     @property
     def num_local_losses(self) -> int:
-        """How many devices have a loss of their own rows, of which the loss is the average."""
+        """How many devices have a loss of their own examples, of which the loss is the average."""
         return 1 if self.sees_global_batch else size_of(self.batch_axes, self.mesh)
 
     def check_gathers(self) -> None:
-        """Tell what is gathered since no rule knows an operation, or refuse it."""
+        """Warn of gathers for operations without a rule, or refuse them."""
         gradients = (math.prod(self.param_specs[path].local_shape) * 4 for path in self.trainable)
         global_batch, strict = self.trace.global_batch, self.execution.rows == "strict"
         sent_bytes = sum(gradients)
@@ -230,20 +229,20 @@ class StepContext:
         self.trace.ops.check_positions(global_batch.inner_comms, sent_bytes)
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
-        """Return the loss of the rows of all devices, as values."""
+        """Return the loss of the global batch, as distributed values."""
         global_batch = self.trace.global_batch
         return global_batch.run(
             "the loss", self.mean_of_batch, outputs, global_batch.as_sharded(batch)
         )
 
     def mean_of_batch(self, outputs: Any, batch: Any) -> Mean:
-        """Return the loss of a batch all of whose rows are given."""
+        """Return the loss of a batch, given all of its examples."""
         return as_mean(self.loss(outputs, batch), num_examples(batch))
 
     def share(self, mean: Mean) -> Mean:
-        """Return this device's share of a loss that is given as values.
+        """Return this device's share of a loss of distributed values.
 
-        Where rules of derivatives may ask for it, the weight is that of all devices.
+        Where derivative rules may need it, the weight is that of all devices.
         """
         local_mean, global_batch = self.trace.global_batch.as_partial(mean), self.trace.global_batch
         if not self.trace.weighted:
@@ -263,8 +262,8 @@ class StepContext:
     def divisor(self, weight: jax.Array) -> Any:
         """Return by what the total of a microbatch is divided before its backward pass.
 
-        It is the weight, so that a rule of a derivative (`jax.custom_vjp`) sees the cotangent that
-        it sees in plain JAX. Devices that see only their own rows each have the average. Where all
+        It is the weight, so that a derivative rule (`jax.custom_vjp`) sees the cotangent that it
+        sees in plain JAX. Devices that see only their own examples each have the average. Where all
         rules are linear it is 1: the result is the same, and nothing has to be sent first.
         """
         if not self.trace.weighted:
@@ -275,14 +274,14 @@ class StepContext:
     def loss_seed(self, scale: jax.Array, microbatches: int) -> jax.Array:
         """Return the cotangent of the loss of a microbatch under a loss scale.
 
-        It is DeepSpeed's: devices that have rows of their own each scale the mean of theirs.
+        It is DeepSpeed's: devices with a loss of their own examples each scale their mean.
         """
         return scale * (size_of(self.batch_axes, self.mesh) / self.num_local_losses / microbatches)
 
     # -- moving parameters and gradients --------------------------------------------------------
 
     def comm_plan(self, spec: ParamSpecs, training: bool = True) -> CommPlan:
-        """Return how a parameter moves: gathered when it is read, its gradient scattered."""
+        """Return how a parameter is sent: gathered when it is read, its gradient scattered."""
         dtypes = self._dtypes(spec)
         gathers, scatters = self._collectives[spec.path]
         if training and spec.path in self.gathered_for_step:
@@ -307,7 +306,7 @@ class StepContext:
     def _collectives(
         self,
     ) -> dict[str, tuple[tuple[DimCollective, ...], tuple[DimCollective, ...]]]:
-        """How each parameter is gathered and its gradient scattered, in forms chosen here."""
+        """How each parameter is gathered and its gradient scattered, with kernels chosen here."""
         return {path: (self._gathers(p), self._scatters(p)) for path, p in self.param_specs.items()}
 
     def _gathers(self, spec: ParamSpecs) -> tuple[DimCollective, ...]:
@@ -331,7 +330,7 @@ class StepContext:
     def _collective_input(
         self, spec: ParamSpecs, shape: tuple[int, ...], dtype: DTypeLike
     ) -> jax.ShapeDtypeStruct:
-        """Return what is moved at once: of stacked layers one, unless all are for a whole step."""
+        """Return a collective's input: one of stacked layers, unless gathered for a whole step."""
         one = spec.stacked and spec.path not in self.gathered_for_step
         return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)
 
@@ -339,11 +338,11 @@ class StepContext:
         return use_xla if spec.tensor_dims else self.trace.ops.choose_kernel
 
     def comm_plans(self, training: bool) -> dict[str, CommPlan]:
-        """Return how each parameter moves."""
+        """Return how each parameter is sent."""
         return {path: self.comm_plan(p, training) for path, p in self.param_specs.items()}
 
     def sharded_params(self, parameters: Flat, slots: Flat | None) -> dict[str, ShardedParam]:
-        """Return what this device stores of each parameter, with the slot of its gradient."""
+        """Return this device's shard of each parameter, with the slot of its gradient."""
         plans = self.comm_plans(slots is not None)
         slot = lambda path: (slots or {}).get(path)
         return {path: ShardedParam(x, slot(path), plans[path]) for path, x in parameters.items()}
@@ -358,9 +357,9 @@ class StepContext:
         return {path: unshard(path, x) if path in once else x for path, x in parameters.items()}
 
     def slots(self) -> Flat:
-        """Return zeros of the shape and place in which each gradient accumulates.
+        """Return zeros of the shape and placement in which each gradient accumulates.
 
-        Sums begin with them. Each fetch also takes a zero array, the slot. The gradient with
+        Sums begin with them. Each unshard also takes a zero array, the slot. The gradient with
         respect to the slot is the reduced gradient of the parameter.
         """
 
@@ -372,14 +371,14 @@ class StepContext:
         return self.pin({path: zeros(self.param_specs[path]) for path in self.trainable})
 
     def reduce_outside(self, gradients: Flat) -> Flat:
-        """Return the gradients of what lies outside the layers, where they accumulate."""
+        """Return the gradients of parameters outside the layers, reduced."""
         wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
         pairs = ((self.param_specs[path], g) for path, g in gradients.items())
         trained = [(p, g) for p, g in pairs if not p.frozen]
         return {p.path: reduce_gradient(self.comm_plan(p), g, wide(p)) for p, g in trained}
 
     def pin(self, gradients: Flat) -> Flat:
-        """Keep the tensor axes of accumulated gradients where the parameters have them."""
+        """Constrain the tensor axes of accumulated gradients to those of the parameters."""
         return pin_tensor_axes(gradients, self.param_specs, "gradient")
 
     @property
@@ -406,14 +405,14 @@ class StepContext:
         return self.grad_sum_axes(spec)
 
     def grad_sum_axes(self, spec: ParamSpecs) -> Axes:
-        """Return the axes over which a gradient is summed, and not split."""
+        """Return the axes over which a gradient is summed, and not sharded."""
         split = spec.split_axes("gradient", "moment").union(spec.sharded_compute)
         return tuple(axis for axis in self.axes if axis not in split)
 
     # -- after a trace ------------------------------------------------------------------------
 
     def check_remat(self) -> None:
-        """Refuse an offload, or names, that the layers which were traced have no use for."""
+        """Refuse an offload, or names, that the traced layers have no use for."""
         self.trace.offloaded.check()
         self.options.remat.check(self.trace.names)
 
@@ -438,13 +437,13 @@ def params_gathered_once(
     keep_unsharded: bool = False,
     full_gradients: bool = False,
 ) -> frozenset[str]:
-    """Return the paths of the split parameters that are gathered once in a step.
+    """Return the paths of the sharded parameters that are gathered once in a step.
 
     Args:
         param_specs: All parameters.
         execution: How the step runs.
-        keep_unsharded: Those that stay gathered from their forward to their backward pass are.
-        full_gradients: Those whose gradient accumulates whole are.
+        keep_unsharded: Include those that stay gathered from forward to backward pass.
+        full_gradients: Include those whose gradient accumulates unsharded.
     """
     split = {path: p for path, p in param_specs.items() if p.split_dims("parameter")}
     if keep_unsharded and not execution.reshard_after_forward:
@@ -455,11 +454,11 @@ def params_gathered_once(
 
 
 def scatter_gradients_early(param_specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
-    """Return the placement for one microbatch: gradients go straight to where the moments are."""
+    """Return the specs for one microbatch: gradients go straight to optimizer state's placement."""
     early = lambda p: replace(p, gradient=p.moment) if p.gradient == p.parameter else p
     return {path: early(p) for path, p in param_specs.items()}
 
 
 def num_examples(batch: Any) -> int:
-    """Return the number of rows of a batch."""
+    """Return the number of examples of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]

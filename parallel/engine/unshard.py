@@ -1,8 +1,8 @@
 """Unshard a parameter: copy, cast, all-gather; backward, reduce its gradient (reduce_gradients.py).
 
-Inside the data plane a parameter is `ShardedParam`: this device's shard, and the slot that its
-gradient goes to. The model gets the whole parameter in the compute dtype. Each gather and scatter
-is a `Leg`, whose form, XLA's collective or a kernel's, is chosen when the step is built.
+Inside the engine a parameter is `ShardedParam`: this device's shard, and the slot that its gradient
+goes to. The model gets the full parameter in the compute dtype. Each gather and scatter is a
+`DimCollective`, by XLA or a kernel, as chosen when the step is built.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from hfjax.utils.paths import Tree
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["comm_plan"])
 @dataclass
 class ShardedParam:
-    """What a device stores of one parameter; `slot` takes its gradient (None: no gradient)."""
+    """A device's shard of one parameter; `slot` takes its gradient (None: no gradient)."""
 
     value: jax.Array
     slot: jax.Array | None
@@ -29,11 +29,11 @@ class ShardedParam:
 
     @property
     def full_shape(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the whole parameter, as it is fetched."""
+        """Shape and dtype of the unsharded parameter."""
         return jax.ShapeDtypeStruct(self.comm_plan.shape, self.comm_plan.compute_dtype)
 
     def unshard(self) -> jax.Array:
-        """Return the whole parameter in the compute dtype."""
+        """Return the full parameter in the compute dtype."""
         plan = self.comm_plan
         plan.on_read(plan.path)
         if self.slot is None:
@@ -42,19 +42,19 @@ class ShardedParam:
 
 
 def unsharded(path: str, value: jax.Array, slot: jax.Array | None = None) -> ShardedParam:
-    """Return a whole parameter as a stored one: fetching it moves nothing."""
+    """Return a full parameter as a `ShardedParam`: unsharding it sends nothing."""
     dtype, ignore = value.dtype, lambda path: None
     plan = CommPlan(path, value.shape, (), (), (), (), dtype, dtype, dtype, ignore)
     return ShardedParam(value, slot, plan)
 
 
 def is_sharded_param(x: object) -> bool:
-    """Return whether this is a parameter as it is stored."""
+    """Return whether this is a `ShardedParam`."""
     return isinstance(x, ShardedParam)
 
 
 def unshard(tree: Tree) -> Any:
-    """Return a tree with whole parameters in place of stored ones."""
+    """Return a tree with full parameters in place of sharded ones."""
     return jax.tree.map(
         lambda x: x.unshard() if is_sharded_param(x) else x, tree, is_leaf=is_sharded_param
     )

@@ -1,5 +1,5 @@
-"""Extensions, each of which the core runs without: it imports none of them.
+"""Optional extensions: the core runs without them, and imports none of them.
 
-Each imports the core, and hfjax/step/build.py hands it in: `kernel_dispatch`, `context_parallel`,
+Each imports the core, and hfjax/step/build.py passes it in: `kernel_dispatch`, `context_parallel`,
 `expert_parallel`, `tensor_grid`, `uneven_stages`, `async_pipeline`.
 """

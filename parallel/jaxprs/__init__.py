@@ -1,7 +1,7 @@
-"""Programs as data: JAX's traces cut into parts.
+"""Jaxprs as data: reading and splitting the programs that JAX traces.
 
-What a backward pass keeps of the forward pass (`program`), and a layer's passes read apart
-(`split_backward`): into the gradient of its input and that of its weights. `ordered_layers` ties
-layers that are in no loop to one another. `linearity` reads whether a program is linear.
-`stage_fns` is a model of embed, layers and head as the functions that a stage runs.
+`program` finds the residuals that a backward pass needs of the forward pass; `split_backward`
+splits a layer's backward pass into the gradient of its input and that of its weights.
+`ordered_layers` ties unrolled layers to one another. `linearity` reads whether a program is linear.
+`stage_fns` is a layer-stack model as the functions that a stage runs.
 """

@@ -11,7 +11,7 @@ from hfjax.parallel.jaxprs.program import CALLS, body_of
 
 
 class Linearity(IntEnum):
-    """How a value follows from the inputs in question."""
+    """How a value depends on the inputs in question."""
 
     ZERO = 0
     LINEAR = 1
@@ -39,7 +39,7 @@ PRODUCTS = ("mul", "dot_general", "conv_general_dilated")  # linear in each oper
 
 
 def is_linear(jaxpr: Jaxpr, inputs: Sequence[bool]) -> bool:
-    """Return whether all outputs are linear in those inputs for which this is true.
+    """Return whether all outputs are linear in the inputs for which `inputs` is true.
 
     What is not understood, a loop for instance, counts as not linear.
 
@@ -54,7 +54,7 @@ def is_linear(jaxpr: Jaxpr, inputs: Sequence[bool]) -> bool:
 
 
 def _classify_program(jaxpr: Jaxpr, inputs: Sequence[Linearity]) -> list[Linearity]:
-    """Return the forms of what a program returns."""
+    """Return the linearity of each output of a program."""
     known = dict.fromkeys(jaxpr.constvars, CONSTANT) | dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(v) -> Linearity:
@@ -69,7 +69,7 @@ def _classify_program(jaxpr: Jaxpr, inputs: Sequence[Linearity]) -> list[Lineari
 
 
 def _classify_equation(equation: JaxprEqn, operands: list[Linearity]) -> list[Linearity]:
-    """Return the forms of what an equation returns."""
+    """Return the linearity of each output of an equation."""
     name, body = equation.primitive.name, body_of(equation)
     if name in CALLS and body and len(body[0].invars) == len(operands):
         return _classify_program(body[0], operands)
@@ -83,7 +83,7 @@ def _classify_equation(equation: JaxprEqn, operands: list[Linearity]) -> list[Li
 
 
 def _classify_operation(name: str, operands: list[Linearity]) -> Linearity:
-    """Return the form of the one result of an operation."""
+    """Return the linearity of the one output of an operation."""
     operand_set = set(operands)
     if name in VIEWS:
         return (

@@ -1,16 +1,16 @@
-"""Layers that follow one another in no loop: when their parameters are gathered, and reduced.
+"""Unrolled layers: when their parameters are gathered, and their gradients reduced.
 
-Left alone, XLA merges what a backward pass gathers and computes again with what it was made from,
-gathers far ahead, and puts parameters of two layers into one message. So barriers, which cost
-nothing, tie a layer to what enters its neighbours:
+Left alone, XLA merges what a backward pass gathers and recomputes with the originals, gathers far
+ahead, and puts parameters of two layers into one message. So barriers, which cost nothing, tie a
+layer to the inputs of its neighbours:
 
-- the next layer's gather begins when this layer has its own parameters, and what enters it;
-- so does, in the backward pass, that of the layer before;
-- a layer's gradients are reduced after those of the layer behind it, and before the layer that is
-  two before it begins its backward pass.
+- the next layer's gather starts when this layer has its own parameters, and its input;
+- so does, in the backward pass, that of the previous layer;
+- a layer's gradients are reduced after those of the next layer, and before the layer that is two
+  before it starts its backward pass.
 
-So gathers and reductions run beside the layer next to theirs, no more than two layers' parameters
-and gradients are whole at once, and what a layer computes again is not there before it is needed.
+So gathers and reductions overlap with the neighbouring layer, at most two layers' parameters and
+gradients are unsharded at a time, and nothing is recomputed before it is needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,10 @@ class OrderedLayer:
     """One layer, as functions.
 
     Attributes:
-        apply: (whole, still, variables, x) -> (y, aux): the layer, with parameters that are trained
-            and those that are frozen.
-        unshard: Makes a stored parameter whole.
-        reduce: What is added to the gradients, of the cotangents of the trained ones.
-        recompute: Whether the layer computes again what it does not keep.
+        apply: (trained, frozen, variables, x) -> (y, aux): the layer, with full parameters.
+        unshard: Stored parameter -> full parameter.
+        reduce: Cotangents of the trained parameters -> what is added to the gradients.
+        recompute: Whether the layer recomputes what it does not save.
     """
 
     apply: Callable
@@ -44,10 +43,10 @@ class OrderedLayer:
 
 
 def ordered_layers(layers: Sequence[OrderedLayer]) -> Callable:
-    """Return `run(stored, slots, variables, x) -> (y, [aux])`; the first three for each layer.
+    """Return `run(params, slots, variables, x) -> (y, [aux])`; the first three for each layer.
 
-    `stored` are pairs, of trained and of frozen parameters. It is differentiated with respect to
-    slots, which take what `reduce` makes, and to x.
+    `params` are pairs, of trained and of frozen parameters. It is differentiated with respect to
+    `slots`, whose gradients are what `reduce` returns, and to x.
     """
     count = len(layers)
 
@@ -66,7 +65,7 @@ def ordered_layers(layers: Sequence[OrderedLayer]) -> Callable:
         params: Sequence[tuple], slots: Sequence[Any], variables: Sequence[Any], x
     ) -> tuple[tuple, tuple]:
         params, aux_list, stashes = list(params), [], []
-        layer_residuals: dict[Callable, Residuals] = {}  # of equal layers one
+        layer_residuals: dict[Callable, Residuals] = {}  # one for equal layers
         for i, layer in enumerate(layers):
             x, full_params = _tie_layer(x, _unshard_params(layer, params[i]), params, i + 1)
             known = full_params, variables[i]
@@ -105,14 +104,14 @@ def ordered_layers(layers: Sequence[OrderedLayer]) -> Callable:
 
 
 def _unshard_params(layer: OrderedLayer, params: tuple, read_mask: Sequence[bool] = ()) -> tuple:
-    """Return whole parameters; of those that nobody wants something that nobody reads."""
+    """Return full parameters; for those that are not read, a placeholder."""
     pairs = zip_longest(chain(*params), read_mask[: sum(map(len, params))], fillvalue=True)
     full_params = iter([layer.unshard(p) if is_read else jnp.zeros(()) for p, is_read in pairs])
     return tuple([next(full_params) for _ in group] for group in params)
 
 
 def _tie_layer(x: Any, own_arrays: Any, params: list, other: int) -> tuple[Any, Any]:
-    """Return what enters a layer and its own; what the other one stores is read no earlier."""
+    """Return a layer's input and own arrays; what the other one stores is read no earlier."""
     if not 0 <= other < len(params):
         x, own_arrays = _tie(x, own_arrays)
     else:
@@ -121,7 +120,7 @@ def _tie_layer(x: Any, own_arrays: Any, params: list, other: int) -> tuple[Any, 
 
 
 def _tie(*trees: Any) -> Sequence[Any]:
-    """Return the trees: nothing reads one before all are there. (Integers have no cotangents.)"""
+    """Return the trees: none is read before all are ready. (Integers have no cotangents.)"""
     leaves, treedef = jax.tree.flatten(trees)
     float_ids = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
     for i, x in zip(
@@ -134,7 +133,7 @@ def _tie(*trees: Any) -> Sequence[Any]:
 def _with_pullback(apply: Callable) -> Callable:
     """Return (known, x) -> ((y, aux), pullback); the pullback gives gradients of parameters and x.
 
-    What is known are the whole parameters, trained and frozen, and the variables.
+    `known` are the full parameters, trained and frozen, and the variables.
     """
 
     def run(known: tuple, x) -> tuple[tuple, Callable]:
@@ -149,6 +148,6 @@ def _with_pullback(apply: Callable) -> Callable:
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class _Programs:
-    """The programs of layers, handed from the forward pass to the backward pass: no arrays."""
+    """The programs of layers, passed from the forward to the backward pass: no arrays."""
 
     by_apply: dict[Callable, Residuals]

@@ -1,8 +1,8 @@
-"""Programs as data: the equations of a function, parts of them, and the residuals of a pullback.
+"""Programs as data: the equations of a function, some of them, and the residuals of a pullback.
 
 `jax.vjp` decides which residuals a backward pass needs; `Residuals` reads its program. Residuals
 that depend on the input must be saved; those that follow from parameters and random keys alone
-(casts, gathers, masks) are computed again. Each one that is saved has a description (`Tensor`): the
+(casts, gathers, masks) are recomputed. Each one that is saved has a description (`Tensor`): the
 operation that made it, and its name.
 """
 
@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.tree_util import treedef_tuple
 
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
-# Calls whose body is put in their place, so that dataflow is seen through them.
+# Calls whose body is inlined, so that dataflow is seen through them.
 CALLS = (
     *PLAIN_CALLS,
     "remat2",
@@ -31,7 +31,7 @@ CALLS = (
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor that is kept for a backward pass: `operation` made it, and how it was named."""
+    """One tensor that is saved for a backward pass: the operation that made it, and its names."""
 
     operation: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """Some equations of a program with the inputs and outputs that they have by themselves."""
+    """Some equations of a program with inputs and outputs of their own."""
 
     equations: Sequence[Any]
     inputs: Sequence[Var]
@@ -56,19 +56,19 @@ class FlatProgram:
     def subprogram(
         self, targets: Sequence[Any], inputs: Sequence[Var] | None = None
     ) -> "FlatProgram":
-        """Return what computes these targets."""
+        """Return the program that computes only these targets."""
         equations = [self.equations[i] for i in sorted(needed_equations(self.equations, targets))]
         inputs = self.inputs if inputs is None else inputs
         return FlatProgram(equations, inputs, list(targets), self.constants)
 
     def function(self, inputs: Sequence[Var], targets: Sequence[Any], out_tree: Any) -> Callable:
-        """Return what computes these targets as a function of trees, its result of this form."""
+        """Return a function of trees that computes these targets, its result of this structure."""
         program = self.subprogram(targets, inputs)
         return lambda *args: out_tree.unflatten(program(*jax.tree.leaves(args)))
 
     @property
     def read_vars(self) -> set[Var]:
-        """What its equations use, and its outputs."""
+        """The variables that its equations read, and its outputs."""
         operands = (equation.invars for equation in self.equations)
         return {v for values in (*operands, self.outputs) for v in variables(values)}
 
@@ -76,10 +76,10 @@ class FlatProgram:
 def trace_flat(
     function: Callable, *arguments: Any, override: Callable | None = None
 ) -> FlatProgram:
-    """Return the program of a function of trees, with the bodies of calls in their place.
+    """Return the program of a function of trees, with calls inlined.
 
-    Its inputs and outputs are the leaves of what the function is given and returns.
-    `override(equation, values)` may be run in place of an equation, by default `inline_call`.
+    Its inputs and outputs are the leaves of the function's arguments and results.
+    `override(equation, values)` may run in place of an equation, by default `inline_call`.
     """
     closed_jaxpr = jax.make_jaxpr(function)(*arguments)
     run = lambda *values: eval_jaxpr(
@@ -91,7 +91,7 @@ def trace_flat(
 
 
 def eval_jaxpr(jaxpr: Jaxpr, constants: Sequence, values: Sequence, override: Callable) -> list:
-    """Return what a program gives for these values."""
+    """Return the outputs of a program for these values."""
     env = dict(zip(jaxpr.constvars, constants, strict=True))
     env |= zip(jaxpr.invars, values, strict=True)
     return _eval_equations(jaxpr.eqns, env, jaxpr.outvars, override)
@@ -100,7 +100,7 @@ def eval_jaxpr(jaxpr: Jaxpr, constants: Sequence, values: Sequence, override: Ca
 def inline_call(
     equation: JaxprEqn, values: Sequence, override: Callable | None = None
 ) -> list | None:
-    """Return what the body of a call gives; None: it is no call."""
+    """Return the outputs of the body of a call; None: it is no call."""
     body = body_of(equation) if equation.primitive.name in CALLS else None
     fits = body is not None and len(body[0].invars) == len(values)
     return eval_jaxpr(*body, values, override or inline_call) if body and fits else None
@@ -119,7 +119,7 @@ def _eval_equations(
 
 
 def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Return what an equation gives for these values."""
+    """Return the outputs of an equation for these values."""
     parameters = equation.primitive.get_bind_params(equation.params)
     functions: Iterable[Any] = ()
     if isinstance(parameters, tuple):  # (functions, parameters) before jax 0.11
@@ -152,8 +152,8 @@ def _with_constants(body: Any) -> tuple[Any, Sequence[Any]]:
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """Return how many inputs of a scan are constants, and how many are carried.
 
-    Told from the shapes: what is sliced has a dimension more than in the body. (The parameters of
-    the equation are others from one version of jax to the next.)
+    Read from the shapes: what is sliced has a dimension more than in the body. (The parameters of
+    the equation differ between versions of jax.)
     """
     body = equation.params["jaxpr"].jaxpr
     count_sliced = lambda out, inner: sum(
@@ -165,7 +165,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def needed_equations(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
-    """Return the numbers of the equations that the targets follow from, or that have effects."""
+    """Return the numbers of the equations that the targets depend on, or that have effects."""
     live_vars, numbers = set(variables(targets)), set()
     for i in reversed(range(len(equations))):
         equation = equations[i]
@@ -176,7 +176,7 @@ def needed_equations(equations: Sequence[Any], targets: Iterable[Any]) -> set[in
 
 
 def _has_effects(equation: JaxprEqn) -> bool:
-    """Return whether an equation does something beside its results, as a callback does.
+    """Return whether an equation does something besides its results, as a callback does.
 
     That a collective names an axis is an effect to JAX, and no reason to run it in vain.
     """
@@ -189,26 +189,26 @@ def variables(values: Iterable[Any]) -> list[Var]:
 
 
 def split_by_trees(values: Sequence[Any], *trees: Any) -> list[list]:
-    """Return as many of the values as each tree has leaves, one after the other."""
+    """Return for each tree a list of as many of the values, in order, as it has leaves."""
     rest = iter(values)
     return [list(islice(rest, len(jax.tree.leaves(tree)))) for tree in trees]
 
 
 def bytes_of(avals: Iterable[Any]) -> int:
-    """Return how many bytes arrays of these shapes and dtypes take."""
+    """Return the total bytes of arrays of these shapes and dtypes."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
 class Residuals:
-    """A function and its pullback as data: a residual is known, made from that, or stashed.
+    """A function and its pullback as data: a residual is known, recomputed from that, or stashed.
 
     `function(known, x) -> (out, pullback)` is traced once, for arguments like these.
 
     Attributes:
-        forward: (known, x) -> (out, stash): stash is the list of what depends on x.
+        forward: (known, x) -> (out, stash): stash is the list of residuals that depend on x.
         out: Shapes and dtypes of the arrays of `out`.
-        stash: Those of what is stashed.
-        tensors: A description of each.
+        stash: Those of the stashed residuals.
+        tensors: A description of each of these.
         constants: What the program closes over.
         reads_known: Which leaves of `known` the pullback reads.
     """
@@ -258,7 +258,7 @@ class Residuals:
 
 
 def _dependents(inputs: Iterable[Var], equations: Iterable[Any]) -> set[Var]:
-    """Return these inputs, and all that depends on them."""
+    """Return these inputs, and all variables that depend on them."""
     dependents = set(inputs)
     for equation in equations:
         if not dependents.isdisjoint(variables(equation.invars)):
@@ -266,7 +266,7 @@ def _dependents(inputs: Iterable[Var], equations: Iterable[Any]) -> set[Var]:
     return dependents
 
 
-# What hands a tensor on in another form: the one that made it is further back.
+# What passes on a tensor in another form: the equation that made it is further back.
 _PASS_THROUGH = (
     *("reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "name"),
     *("sharding_constraint", "reduce_precision", "optimization_barrier"),

@@ -1,9 +1,9 @@
-"""One layer taken apart: its forward pass, its backward pass, and that in two halves.
+"""The passes of one layer: forward, backward, and backward in two halves.
 
-`jax.vjp` decides what a backward pass needs; here its program is read as data. What a backward
-pass keeps is only what depends on the layer's input: casts and gathers of parameters, masks from
-random keys are done again. The equations from which the input's gradient follows are B, the rest
-is W; values that cross from B to W are kept as well (zero bubble, arXiv:2401.10241).
+`jax.vjp` decides what a backward pass needs; here its program is read as data. A backward pass
+saves only what depends on the layer's input: casts and gathers of parameters, and masks from random
+keys, are recomputed. The equations that the input's gradient depends on are B, the rest is W;
+values that pass from B to W are saved as well (zero bubble, arXiv:2401.10241).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from hfjax.parallel.jaxprs.program import (
 )
 from hfjax.parallel.jaxprs.stage_fns import to_arrays, to_cotangents
 
-# Equations that W does not do again when it could have their results from B.
+# Equations that W does not recompute if it can have their results from B.
 _EXPENSIVE = (
     "dot_general",
     "conv_general_dilated",
@@ -59,11 +59,13 @@ _VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "copy")
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """A layer's passes as functions; what they hand on are lists (or dicts) of arrays.
+    """A layer's passes as functions; what they pass on are lists (or dicts) of arrays.
 
-    forward(known, x) -> (y, stash, late); backward(known, stash, late, dy) -> (dx, gradients);
-    or in two halves: input_backward(known, stash, late, dy) -> (dx, cross) and
-    weight_backward(known, late, cross) -> gradients. `stash` waits for B, `w_residuals` for W too.
+    forward(known, x) -> (y, stash, w_residuals);
+    backward(known, stash, w_residuals, dy) -> (dx, gradients); or in two halves:
+    input_backward(known, stash, w_residuals, dy) -> (dx, b_to_w) and
+    weight_backward(known, w_residuals, b_to_w) -> gradients.
+    `stash` is kept until B, `w_residuals` until W.
     """
 
     forward: Callable
@@ -73,7 +75,7 @@ class SplitBackward:
     stash: Any  # shapes and dtypes
     w_residuals: Any
     b_to_w: Any
-    tensors: Sequence[Tensor] = ()  # what is in stash, then in late, if that is known
+    tensors: Sequence[Tensor] = ()  # of stash, then of w_residuals, if known
 
 
 def trace_passes(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> SplitBackward:
@@ -101,7 +103,7 @@ def trace_passes(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -
 def _split_passes(
     residuals: Residuals, backward_program: FlatProgram, known: Any, slots: Any, x: Any, split: bool
 ) -> SplitBackward:
-    """Return the passes, of the program of a backward pass: (known, stash, dy) -> (dx, slots)."""
+    """Return the passes from the program of a backward pass: (known, stash, dy) -> (dx, slots)."""
     known, stash, dy = split_by_trees(backward_program.inputs, known, residuals.stash, x)
     dx, gradients = split_by_trees(backward_program.outputs, x, slots)
     w_program, b_to_w = _weight_half(backward_program, dx, gradients, dy)
@@ -131,7 +133,7 @@ def _split_passes(
 def _weight_half(
     backward_program: FlatProgram, dx: Sequence[Any], gradients: Sequence[Any], dy: Sequence[Var]
 ) -> tuple[FlatProgram, list[Var]]:
-    """Return W, what of a backward pass the input's gradient does not need; what crosses to it."""
+    """Return W, what the input's gradient does not need; and the values that pass from B to W."""
     w_equations = needed_equations(backward_program.equations, gradients) - needed_equations(
         backward_program.equations, dx
     )
@@ -148,7 +150,7 @@ def _weight_half(
 def _find_b_to_w(
     backward_program: FlatProgram, w_equations: set[int], gradients: Sequence[Any], dy: set[Var]
 ) -> tuple[list[Var], set[int]]:
-    """Return the values that cross, and the second half with what is cheaper to redo."""
+    """Return the values that pass from B to W, and W with what is cheaper to recompute."""
     producers = {v: i for i, e in enumerate(backward_program.equations) for v in e.outvars}
     recompute = _Recompute(backward_program.equations, producers, dy)
     targets = [v for i in w_equations for v in backward_program.equations[i].invars] + list(
@@ -172,10 +174,10 @@ def _find_b_to_w(
 
 
 def _cheaper_in_b(equations: Sequence[Any], w_equations: set[int]) -> set[int]:
-    """Return the equations of W that B does, since their results are smaller than what they eat.
+    """Return the equations of W that B runs, since their results are smaller than their operands.
 
-    For instance attention's p @ v, of which W needs only the result: else p would cross. Not so
-    the products that are the gradients of weights themselves.
+    For instance attention's p @ v, of which W needs only the result: else p would pass to W. Not so
+    the matmuls that are the gradients of weights themselves.
     """
     w_outputs = {v for i in w_equations for v in equations[i].outvars}
     feeding, live_vars = set(), set()
@@ -197,14 +199,14 @@ def _cheaper_in_b(equations: Sequence[Any], w_equations: set[int]) -> set[int]:
 
 
 class _Recompute:
-    """Which values elementwise work alone makes from what is known or stashed."""
+    """Which values elementwise operations alone make from what is known or stashed."""
 
     def __init__(self, equations: Sequence[Any], producers: dict[Var, int], dy: set[Var]) -> None:
         self.all_equations, self.producers, self.dy = equations, producers, dy
         self.cache: dict[Var, frozenset[int] | None] = {}
 
     def equations(self, v: Var | Literal) -> frozenset[int] | None:
-        """Return the equations that make a value again; None if that is dear or needs dy."""
+        """Return the equations that recompute a value; None if that is expensive or needs dy."""
         if isinstance(v, Literal) or (v not in self.producers and v not in self.dy):
             return frozenset()
         if v in self.dy:
@@ -231,7 +233,7 @@ def zeros_like(shapes: Any) -> Any:
 
 
 def check_same_shapes(x: Any, y: Any) -> None:
-    """Refuse a stacked layer that hands on something else than it is given."""
+    """Refuse a stacked layer whose output has other shapes or dtypes than its input."""
     shape = lambda tree: [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(tree)]
     if jax.tree.structure(x) != jax.tree.structure(y) or shape(x) != shape(y):
         size = lambda a: ",".join(map(str, jax.numpy.shape(a)))

@@ -1,4 +1,4 @@
-"""A model in three parts as what runs it sees it: functions and values of one device."""
+"""A layer-stack model as the engine that runs it sees it: functions and values of one device."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ from hfjax.utils.paths import Flat, Index
 
 @dataclass(frozen=True)
 class StageFns:
-    """What the stages run, each function for one microbatch `m`."""
+    """The functions that stages run, each for one microbatch `m`."""
 
-    embed: Callable  # (outside, m) -> x, what enters the first layer
-    # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m).
+    embed: Callable  # (outer_params, m) -> x, the input of the first layer
+    # (known, slots, x, split) -> SplitBackward; known: (values of a unit, number, m).
     layer_passes: Callable
-    head: Callable  # (outside, x, m) -> (total, aux): what is differentiated, and what is told
+    head: Callable  # (outer_params, x, m) -> (loss_sum, aux): differentiated, and reported
     stage_params: Flat  # parameters of this stage's units, [chunks * units, ...]
-    outer_params: Flat  # parameters of first and last
+    outer_params: Flat  # parameters of embed and head
     slots: Mapping[str, Any]  # shapes and dtypes of one unit's gradients
     unit_order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
     # The passes of the last microbatch, if that recomputes less.
     last_passes: Callable | None = None
-    # m -> by what its total is divided before its backward pass; gradients are added as its own.
+    # m -> the divisor of its loss sum before its backward pass; gradients are added as the sum's.
     divisor: Callable = lambda m: 1.0
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
 
     def embed_pass(self, m: Index) -> tuple[Any, Callable]:
-        """Return what enters the first layer; its gradient -> that of what lies outside."""
+        """Return the input of the first layer; its gradient -> that of the outer parameters."""
         x, pullback = jax.vjp(lambda outer_params: self.embed(outer_params, m), self.outer_params)
         return x, lambda dx: pullback(to_cotangents(dx))[0]
 
     def head_pass(self, y: Any, m: Index, record_aux: Callable) -> tuple[Any, Flat, Any, Any]:
-        """Return the gradients of y and of outer parameters; `record_aux(aux)`: (aux, divisor)."""
+        """Return gradients of y and of outer parameters, and what `record_aux(aux)` returns."""
         head = lambda outer_params, y: self.head(outer_params, y, m)
         loss_sum, pullback, aux = jax.vjp(head, self.outer_params, y, has_aux=True)
         metrics, divisor = record_aux(aux)
@@ -46,7 +46,7 @@ class StageFns:
 
 
 def to_cotangents(dy: Any) -> Any:
-    """Return gradients as a pullback takes them: those of whole numbers and masks are none."""
+    """Return gradients as a pullback takes them: those of integers and masks are float0."""
     inexact = lambda a: jnp.issubdtype(a.dtype, jnp.inexact)
     return jax.tree.map(lambda a: a if inexact(a) else np.zeros(a.shape, jax.dtypes.float0), dy)
 
@@ -59,17 +59,17 @@ def to_arrays(gradients: Any, like: Any) -> Any:
 
 
 def loss_cotangent(loss_sum: jax.Array, seed: Any, divisor: Any) -> jax.Array:
-    """Return the cotangent of a total: that of total / divisor, times the seed."""
+    """Return the cotangent of a loss sum: that of sum / divisor, times the seed."""
     return jnp.asarray(seed, loss_sum.dtype) / jnp.asarray(divisor, loss_sum.dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
 @dataclass(frozen=True)
 class PipelineOutput:
-    """What a pass tells where it is asked to: the mean of each microbatch, [M], and the outputs.
+    """What a pass returns on request: the mean of each microbatch, [M], and the outputs.
 
-    Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
-    the order of the rows, or None if only the losses are asked for.
+    Microbatch m of a step is the m-th microbatch of every device that holds examples. Outputs are
+    in the order of the examples, or None if only the losses are requested.
     """
 
     means: Any  # a Mean
@@ -77,5 +77,5 @@ class PipelineOutput:
 
 
 def mean_of(output: Mean | PipelineOutput) -> Mean:
-    """Return the Mean of what a pass tells: a Mean, or `PipelineOutput`."""
+    """Return the Mean of what a pass returns: a Mean, or `PipelineOutput`."""
     return output.means if isinstance(output, PipelineOutput) else output

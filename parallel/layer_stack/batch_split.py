@@ -1,9 +1,9 @@
-"""Layers that run on parts of the rows, one after the other (`split_rows`).
+"""Layers that run on chunks of the batch, one after the other (`split_rows`).
 
-The collectives of a layer over tensor wait for its products, and its products for them. Those of
-two parts of the rows do not wait for each other: while the sums of one part are under way, the
-products of the other run (Domino, Wang et al., 2024). Between the layers the parts stay apart, so
-that the end of a layer hides its collectives as well. The layer's parameters are gathered once.
+The collectives of a layer over tensor wait for its matmuls, and its matmuls for them. Those of
+two chunks do not wait for each other: while the all-reduces of one are in flight, the matmuls of
+the other run (Domino, Wang et al., 2024). Between the layers the chunks stay apart, so that the end
+of a layer hides its collectives as well. The layer's parameters are gathered once.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,20 +33,20 @@ from hfjax.utils.paths import join_path
 )
 @dataclass(frozen=True)
 class BatchChunks:
-    """What goes from layer to layer, in parts of its rows."""
+    """Activations between layers, in chunks of the batch."""
 
     chunks: tuple[Any, ...]
-    chunk_size: int  # of each part
-    in_order: bool  # nothing of a part may run before what the part before it has done
+    chunk_size: int  # of each chunk
+    in_order: bool  # a chunk begins after the chunk before it has ended
 
     @classmethod
     def of(
         cls, x: Any, batch_size: int, count: int, embed_chunk: Callable, in_order: bool
     ) -> "BatchChunks":
-        """Return what `embed` makes of a batch of so many rows here, in parts of them.
+        """Return the output of `embed` for a device's batch, in chunks.
 
-        Refused is what does not begin with the rows, or does not divide. `embed_chunk(count)` is
-        what `embed` makes of the first part.
+        An array that does not begin with the batch dimension, or does not divide, is refused.
+        `embed_chunk(count)` is the output of `embed` for the first chunk.
         """
         _check_batch_dim(x, batch_size, f"split_rows={count}")
         if batch_size % count:
@@ -60,16 +60,16 @@ class BatchChunks:
         return cls(tuple(map(chunk_of, range(count))), batch_size // count, in_order)
 
     def concat(self) -> Any:
-        """Return all rows together; refuse what the last layer returns otherwise."""
+        """Return the chunks concatenated; refuse other outputs of the last layer."""
         who = f"split_rows={len(self.chunks)}, after the last layer"
         _check_batch_dim(self.chunks[0], self.chunk_size, who, "a part has")
         return jax.tree.map(lambda *x: jnp.concatenate(x), *self.chunks)
 
 
 def _check_batch_dim(x: Any, batch_size: int, who: str, has: str = "a device has") -> None:
-    """Refuse arrays whose first size is not the number of rows."""
+    """Refuse arrays whose first dimension does not have the batch size."""
     leaves = jax.tree.leaves(x, is_leaf=is_distributed)
-    on_devices = any(map(is_distributed, leaves))  # which have rows each
+    on_devices = any(map(is_distributed, leaves))  # each has some examples
     off_batch_dim = lambda v: on_devices and placement_of(v) != BATCH_SPLIT
     leaves = [(v.x if is_distributed(v) else v, off_batch_dim(v)) for v in leaves]
     if wrong := [leaf for leaf, off in leaves if off or jnp.shape(leaf)[:1] != (batch_size,)]:
@@ -80,10 +80,10 @@ def _check_batch_dim(x: Any, batch_size: int, who: str, has: str = "a device has
 
 
 def _check_ambiguous(embed: Callable, x: Any, batch_size: int, count: int) -> None:
-    """Refuse an array that begins with something else, of which there are as many as rows.
+    """Refuse an array whose first dimension has the batch size but is another dimension.
 
-    The size alone does not tell where an array has it twice, or a multiple of it (rows and heads in
-    one). `embed` of the first part does: what begins with the rows has fewer of them.
+    The size alone does not tell where an array has it twice, or a multiple of it (batch and heads
+    in one). `embed` of the first chunk does: there a batch dimension is smaller.
     """
     repeats = lambda leaf: any(n and n % batch_size == 0 for n in jnp.shape(leaf)[1:])
     if not any(map(repeats, jax.tree.leaves(x))):
@@ -113,7 +113,7 @@ BATCH_FIRST = "Let each array begin with the rows of the batch, or leave split_r
 
 
 def slice_chunk(x: jax.Array, number: int, count: int) -> jax.Array:
-    """Return one of so many parts of the rows with which an array begins."""
+    """Return one of `count` chunks along an array's batch dimension."""
     size = x.shape[0] // count
     return lax.slice_in_dim(x, number * size, (number + 1) * size)
 
@@ -121,14 +121,14 @@ def slice_chunk(x: jax.Array, number: int, count: int) -> jax.Array:
 def run_chunks(
     run: Callable, global_batch: GlobalBatch, name: str, x: Any, variables: nnx.State | None
 ) -> tuple[Any, Any]:
-    """Return run(rows, x, variables), a pair of the result and of what was written; part by part.
+    """Return run(global_batch, x, variables), the pair (output, written), chunk by chunk.
 
     Args:
-        run: The layer, on rows as the first argument says.
-        global_batch: How a layer sees the rows of all devices.
+        run: The layer, on the batch as the first argument says.
+        global_batch: How a layer sees the global batch.
         name: That of the layer.
-        x: What enters it, all rows together or a `BatchChunks`.
-        variables: A state; what has something for each row is cut as the rows are.
+        x: Its input, unsplit or as `BatchChunks`.
+        variables: A state; what has a batch dimension is split like the batch.
     """
     if not isinstance(x, BatchChunks):
         return run(global_batch, x, variables)
@@ -157,7 +157,7 @@ def _chunks_as_devices(global_batch: GlobalBatch, count: int) -> GlobalBatch:
 
 
 def _check_independent(comms: Sequence[CommEvent], count: int) -> None:
-    """Refuse a layer in which rows meet, or are numbered: a part has not all of them."""
+    """Refuse operations across examples, or that number them: a chunk has not all of them."""
     if crossing := [event for event in comms if event.action != "draw"]:
         raise ValueError(
             f"split_rows={count}: {crossing[0].line}: {crossing[0].operation}: a layer joins rows "
@@ -167,7 +167,7 @@ def _check_independent(comms: Sequence[CommEvent], count: int) -> None:
 
 
 def _chunk_variables(variables: nnx.State | None, number: int, count: int) -> nnx.State | None:
-    """Return what a part of the rows reads: its rows, and random keys of its own."""
+    """Return what a chunk reads: its own examples, and random keys of its own."""
 
     if variables is None:
         return None
@@ -176,7 +176,7 @@ def _chunk_variables(variables: nnx.State | None, number: int, count: int) -> nn
 
 
 def chunk_value(variable: Any, value: jax.Array, number: int, count: int) -> jax.Array:
-    """Return what a variable that holds this value holds for a part of the rows."""
+    """Return a variable's value for a chunk, given that for the batch."""
     if isinstance(variable, nnx.Variable) and variable_split(variable.replace(value)):
         return slice_chunk(value, number, count)
     if number and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -185,7 +185,7 @@ def chunk_value(variable: Any, value: jax.Array, number: int, count: int) -> jax
 
 
 def _check_unwritten(written: nnx.State | None, count: int) -> None:
-    """Refuse to write what follows from some of the rows; counts of random numbers may be."""
+    """Refuse to write what follows from some of the examples, but for random number counts."""
     flat = [] if written is None else nnx.to_flat_state(written)
     if names := [join_path(keys) for keys, v in flat if not isinstance(v, nnx.RngState)]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What of a model in three parts lies around its layers: `embed` and `head`, on rows."""
+"""The ends of a layer-stack model: `embed` and `head`, on a device's examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from hfjax.utils.paths import Flat
 class EmbedAndHead:
     """Runs `embed` and `head` of a model, whose layers are elsewhere.
 
-    What they read, `outside`, is whole: whoever calls has fetched it.
+    What they read, `outside`, is unsharded by the caller.
     """
 
     template: ModelTemplate
@@ -26,13 +26,13 @@ class EmbedAndHead:
     global_batch: GlobalBatch
 
     def model(self, outside: Flat, variables: Flat) -> Any:
-        """Return the model with what lies outside of its layers."""
+        """Return the model with the arrays outside of its layers."""
         layers = [path for path in self.template.parameters if path.startswith(LAYERS)]
         parameters = outside | {path: Placeholder(path) for path in layers}
         return self.template.merge(parameters, variables, self.mode)
 
     def run(self, name: str, outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
-        """Return the values that `embed` or `head` makes of values, and the variables after it."""
+        """Return the distributed output of `embed` or `head`, and the variables after it."""
 
         def run(outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
             model = self.model(outside, variables)
@@ -52,7 +52,7 @@ class EmbedAndHead:
         return y, self.global_batch.local_variables(before, after, name)
 
     def embed_chunk(self, outside: Flat, variables: Flat, batch: Any, count: int) -> Any:
-        """Return what `embed` makes of the first of so many parts of the rows here."""
+        """Return the output of `embed` for the first of `count` chunks of this device's batch."""
         templates = self.template.variables
         chunk_variables = {
             path: chunk_value(templates[path], x, 0, count) for path, x in variables.items()
@@ -68,13 +68,13 @@ class EmbedAndHead:
 
 
 def cast_entry(x: Any, embed: Callable, parameters: Flat, dtype: DTypeLike | None) -> Any:
-    """Return what enters the first layer as it is where all parameters have this dtype.
+    """Return the first layer's input in the dtype it has if all parameters have `dtype`.
 
     Args:
         x: What `embed(parameters)` returned.
         embed: Function of the parameters.
-        parameters: In the dtypes that precision by path says.
-        dtype: That of all that it does not name; None: there is no such precision.
+        parameters: In the dtypes of a precision by path.
+        dtype: That of paths that it does not name; None: there is no such precision.
     """
     if dtype is None:
         return x

@@ -1,4 +1,4 @@
-"""A model in three parts, run forward whole: JAX differentiates it."""
+"""A layer-stack model, run forward: JAX differentiates it."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from hfjax.utils.paths import Flat
 
 @dataclass(frozen=True)
 class LayerStackModel:
-    """A model in three parts: rows go through embed, layers and head, each on those here."""
+    """A layer-stack model: each device's examples go through embed, layers and head."""
 
     context: StepContext
 
@@ -27,7 +27,7 @@ class LayerStackModel:
         mode: str,
         returns: str = "loss",
     ) -> tuple[Any, Flat]:
-        """Return the loss, or the outputs, as values, and the variables after it."""
+        """Return the loss or outputs, distributed values, and the variables after it."""
         context, options = self.context, self.context.options
         layer_params = {p: x for p, x in params.items() if p.startswith(LAYERS)}
         outside = unshard({path: x for path, x in params.items() if path not in layer_params})
@@ -38,8 +38,8 @@ class LayerStackModel:
         )
         if num_chunks > 1:
             embed_chunk = partial(ends.embed_chunk, outside, variables, inputs)
-            # XLA runs what is independent in an order that differs by device, on CPUs, and
-            # collectives of one part then meet those of another.
+            # On CPUs XLA runs independent operations in an order that differs by device, and
+            # collectives of one chunk are then matched with those of another.
             in_order = options.platform == "cpu"
             x = BatchChunks.of(x, num_examples(batch), num_chunks, embed_chunk, in_order=in_order)
         model = ends.model(outside, variables)

@@ -1,4 +1,4 @@
-"""A model's layers without a loop, each gathered beside the layer before it.
+"""A model's layers without a loop, each gathered while the layer before it runs.
 
 jaxprs/ordered_layers.py ties them to one another; here are the layer's functions and parameters.
 """
@@ -16,16 +16,16 @@ from hfjax.parallel.engine.reduce_gradients import reduce_gradient
 from hfjax.parallel.engine.unshard import ShardedParam, is_sharded_param
 from hfjax.parallel.jaxprs.ordered_layers import OrderedLayer, ordered_layers
 
-MAX_UNROLLED = 40  # layers in no loop: 32 take up to 2.6 times as long to compile, 80 five times
+MAX_UNROLLED = 40  # unrolled layers: 32 take up to 2.6 times as long to compile, 80 five times
 
 
 def unroll(options: LayerOptions, count: int) -> int | bool:
-    """Return how many of `count` layers a turn of a loop has: all, where that is measured better.
+    """Return how many of `count` layers a loop iteration has: True (all) if measured better.
 
-    A loop copies each layer's parameters out of their stack and what it keeps into another: GPT-2
+    A loop copies each layer's parameters out of their stack and its residuals into another: GPT-2
     takes 50 % longer with it on an H100, and 10 % on a CPU. Outside of a loop XLA:CPU merges what
-    is made again with what it was made from. For GPUs layers are tied:
-    benchmarks/results/ahead_of_time.md has the numbers.
+    is recomputed with the original. For GPUs layers are tied: benchmarks/results/ahead_of_time.md
+    has the numbers.
     """
     if options.execution.unroll is not None:
         return options.execution.unroll
@@ -37,7 +37,7 @@ def unroll(options: LayerOptions, count: int) -> int | bool:
 
 
 def describe_unroll(options: LayerOptions, count: int, listed: bool = False) -> str:
-    """Return how `count` layers of a model in three parts run, and why, in words.
+    """Return how `count` layers of a layer-stack model run, and why, in words.
 
     Those of a list (`listed`) are never in a loop.
     """
@@ -59,12 +59,12 @@ def describe_unroll(options: LayerOptions, count: int, listed: bool = False) -> 
 
 
 def is_unrolled(options: LayerOptions, count: int = 1) -> bool:
-    """Return whether layers are tied: they make something again, and are in no loop."""
+    """Return whether layers are tied: they recompute something, and are in no loop."""
     return unroll(options, count) is True and _recomputes(options)
 
 
 def _recomputes(options: LayerOptions) -> bool:
-    """Return whether layers gather or compute again, each by itself, and the host keeps nothing."""
+    """Return whether layers gather or compute again, each by itself, without offload."""
     keeps_unsharded = options.gathers and not options.execution.reshard_after_forward
     per_layer = options.remat.unit == 1 and options.execution.offload is None
     return options.policy() is not None and per_layer and not keeps_unsharded
@@ -73,7 +73,7 @@ def _recomputes(options: LayerOptions) -> bool:
 class UnrolledLayer:
     """One layer, or several equal ones: `layer(parameters, variables, x) -> (x, written)`.
 
-    `parameters` is the tree of stored parameters that all of them have.
+    `parameters` is the tree of `ShardedParam`s that all of them have.
     """
 
     def __init__(self, layer: Callable, parameters: Any, options: LayerOptions) -> None:
@@ -109,7 +109,7 @@ class UnrolledLayer:
         return pick(True), pick(False)
 
     def slots(self, parameters: Any) -> list[jax.Array]:
-        """Return where the gradients of a layer, or of stacked ones, go."""
+        """Return the gradient slots of a layer, or of stacked ones."""
         leaves = self._treedef.flatten_up_to(parameters)
         return [
             p.slot for p, is_trainable in zip(leaves, self._trainable, strict=True) if is_trainable
@@ -127,7 +127,7 @@ def run_unrolled(layers: Sequence[UnrolledLayer], parameters: Sequence[Any], *ar
 
 
 def unstack(stacks: Any) -> list[Any]:
-    """Return the rows of stacked arrays; their cotangents are joined at once, not added up."""
+    """Return the layers of stacked arrays; cotangents are concatenated, not added up."""
     leaves, treedef = jax.tree.flatten(stacks)
     per_layer = [[a[0] for a in lax.split(x, (1,) * len(x))] for x in leaves]
     return [treedef.unflatten(layer) for layer in zip(*per_layer, strict=True)]

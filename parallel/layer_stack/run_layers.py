@@ -1,6 +1,6 @@
-"""Running a model's layers: the layer is the unit of gathering and of rematerialisation.
+"""Run a model's layers: the layer is the unit of gathering and of rematerialisation.
 
-A model without layers that we know of is gathered by whole_model/unshard_on_use.py.
+A whole model is gathered by whole_model/unshard_on_use.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from hfjax.parallel.spmd.global_batch import GlobalBatch
 def run_layers(
     layers: Any, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
 ) -> Any:
-    """Return what layers make of x, values or a `RowParts`; they keep what they write.
+    """Return the layers' output on x, values or `BatchChunks`; layers keep what they write.
 
     `params` are their parameters, by path; in the layers each is `Placeholder`.
     """
@@ -38,7 +38,7 @@ def run_layers(
 
 
 def _split_layer(layer: nnx.Module, params: Mapping[str, ShardedParam]) -> tuple[Any, Any, Any]:
-    """Return a layer's graph, its parameters, which are stored ones, and its variables."""
+    """Return a layer's graph, its parameters as `ShardedParam`s, and its variables."""
     graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
     is_away = lambda x: isinstance(x, Placeholder)
     parameters = jax.tree.map(lambda x: params[x.path], parameters, is_leaf=is_away)
@@ -56,11 +56,10 @@ def layer_function(
 ) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
 
-    The layer's parameters are fetched together, once, however often it reads them; given those of
-    several layers it takes its row. Within a loop nothing merges what is recomputed with what it
-    was computed from: a barrier against that would only keep the next layer's gathers from
-    starting early. What `global_batch` is told is told of the part `name`, which
-    stands for so many layers.
+    The layer's parameters are unsharded together, once, however often it reads them; given those of
+    several layers it takes entry `index`. Within a loop nothing merges what is recomputed with the
+    original: a barrier against that would only keep the next layer's gathers from starting early.
+    `global_batch` records communication under `name`, which stands for `times` layers.
     """
 
     layer = layer_on_batch(graph, global_batch, name, times)
@@ -76,7 +75,7 @@ def layer_function(
 def layer_on_batch(
     graph: nnx.GraphDef, global_batch: GlobalBatch, name: str, times: int = 1
 ) -> Callable:
-    """Return (whole parameters, variables, x) -> (x, variables) for one layer."""
+    """Return (full parameters, variables, x) -> (x, variables) for one layer."""
 
     def call(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         before = _raw_values(variables)  # merged variables are those of the state: written in place
@@ -111,7 +110,7 @@ def _raw_values(state: nnx.State) -> dict:
 def _run_stack(
     layers: nnx.Module, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
 ) -> Any:
-    """Return x after all layers: a scan over units of them, and those that are left over."""
+    """Return x after all layers: a scan over units of them, then the remaining ones."""
     graph, *arrays = _split_layer(layers, params)
     count, size = jax.tree.leaves(arrays)[0].shape[0], options.remat.unit
     unroll_factor, global_batch = unroll(options, count), options.trace.global_batch
@@ -168,7 +167,7 @@ def _run_stack_unrolled(
 
 
 def _slice_units(arrays: list[nnx.State], first: int, units: int, size: int) -> list[nnx.State]:
-    """Return [units, size, ...] of stacked layers, from the first on; [units, ...] if size is 1."""
+    """Return [units, size, ...] of stacked layers, from `first` on; [units, ...] if size is 1."""
 
     def split(a: jax.Array) -> jax.Array:
         block = a if units * size == len(a) else a[first : first + units * size]
@@ -200,7 +199,7 @@ def _unit_function(
 
 
 def _remat_group(apply: Callable, options: LayerOptions, barrier: bool) -> Callable:
-    """Return the function of a group of layers, of which only what enters it is kept."""
+    """Return the function of a group of layers, of which only the input is saved."""
     if options.remat.group == 1:
         return apply
     nothing = jax.checkpoint_policies.nothing_saveable
@@ -231,7 +230,7 @@ def _run_list(
 def _run_list_unrolled(
     modules: list, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
 ) -> Any:
-    """Return x after listed layers, each gathered beside the one before it."""
+    """Return x after listed layers, each gathered while the one before it runs."""
     global_batch, layers = options.trace.global_batch, []
     split_modules = [
         _split_layer(m, params) if isinstance(m, nnx.Module) else (m, [], None) for m in modules
@@ -253,7 +252,7 @@ def _run_list_unrolled(
 
 
 def _chain(members: list, first: int, options: LayerOptions) -> Callable:
-    """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
+    """Return (parameters, variables, x) -> (x, variables) of modules and functions in sequence."""
     graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in members]
     global_batch = options.trace.global_batch
 

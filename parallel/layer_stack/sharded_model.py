@@ -1,4 +1,4 @@
-"""A model in three parts as a pass over a batch sees it: before, in, and after its layers.
+"""A layer-stack model as a pass over a batch sees it: before, in, and after its layers.
 
 `ShardedModel` makes the `StageFns` of one device, which pipeline stages and the loop over layers
 run.
@@ -47,22 +47,22 @@ class ShardedModel:
 
     template: ModelTemplate
     arrangement: Arrangement
-    parameters: Flat  # as stored: of the layers, this stage's rows
+    parameters: Flat  # as stored: of the layers, this stage's
     comm_plans: Mapping[str, CommPlan]
     slots: Mapping[str, Any]  # shape and dtype of the gradient of each parameter that has one
     variables: Callable  # (m, number of a layer or None) -> variables for this microbatch
-    inputs: Callable  # m -> what the model is given
-    mean: Callable  # (outputs, m) -> Mean of values
-    share: Callable  # Mean of values -> this device's share
+    inputs: Callable  # m -> the model's inputs
+    mean: Callable  # (outputs, m) -> Mean of distributed values
+    share: Callable  # such a Mean -> this device's share
     global_batch: GlobalBatch
     mode: str
     policy: Callable | None
-    returns: str | None  # "losses" or "outputs": see Extras
+    returns: str | None  # "losses" or "outputs": see `PipelineOutput`
     keeps_last: bool  # in the last microbatch nothing is recomputed
     no_write_reason: str = field(
         default=IN_A_PIPELINE, kw_only=True
     )  # why no variable is written to
-    # Makes of a layer's function one that keeps something else for its backward pass.
+    # Wraps a layer's function to save something else for its backward pass.
     wrap_layer: Callable = field(default=lambda function: function, kw_only=True)
     seed: Any = field(default=1.0, kw_only=True)  # the cotangent of the loss of a microbatch
 
@@ -84,14 +84,14 @@ class ShardedModel:
 
     @cached_property
     def outer_params(self) -> Flat:
-        """What lies outside the layers, fetched once for all microbatches."""
+        """Parameters outside the layers, unsharded once for all microbatches."""
         outer = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
         return {
             path: self.sharded_param(path, value, None).unshard() for path, value in outer.items()
         }
 
     def sharded_param(self, path: str, value: jax.Array, slot: jax.Array | None) -> ShardedParam:
-        """Return what a device stores of a parameter, with the slot of its gradient."""
+        """Return a device's shard of a parameter, with the slot of its gradient."""
         return ShardedParam(value, slot, self.comm_plans[path])
 
     def first(self, outside: Flat, m: Index) -> Any:
@@ -104,7 +104,7 @@ class ShardedModel:
         return self._run_end("embed", outside, self.global_batch.as_sharded(self.inputs(m)), m)
 
     def _run_end(self, name: str, outside: Flat, x: Any, m: Index) -> Any:
-        """Return what embed or head makes of x."""
+        """Return the output of embed or head on x."""
         before = self.variables(m, None)
         y, after = EmbedAndHead(self.template, self.mode, self.global_batch).run(
             name, outside, before, x
@@ -114,7 +114,7 @@ class ShardedModel:
 
     @cached_property
     def _placements(self) -> Placements | None:
-        """The kinds of what stacked layers hand on; None: layers of a list hand on what they do."""
+        """The placements of stacked layers' outputs; None: those of a list have their own."""
         if self.template.is_layer_list or self.global_batch.is_single_device:
             return None
         layers = {path: x for path, x in self.parameters.items() if path.startswith(LAYERS)}
@@ -129,7 +129,7 @@ class ShardedModel:
         )
 
     def last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
-        """Return the total of the loss, which is differentiated, and what is told."""
+        """Return the total of the loss, which is differentiated, and auxiliary outputs."""
         outputs = self._run_end("head", outside, x, m)
         mean = self.mean(outputs, m)
         local_mean = self.share(mean)
@@ -142,7 +142,7 @@ class ShardedModel:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The layers of a list, or the one layer that all stacked ones are."""
+        """The layers of a list, or the one layer that stands for all stacked ones."""
         return self.template.layers(self.mode)
 
     def passes(self, known: tuple, slots: Flat, x: Any, split: bool) -> SplitBackward:
@@ -162,13 +162,13 @@ class ShardedModel:
         )
 
     def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
-        """Return what a layer of a list makes of `x`, its parameters being stored ones."""
+        """Return the output of a layer of a list on `x`, given stored parameters."""
         param_of = lambda path: self.sharded_param(path, values[path], slots.get(path))
         layer_variables = self.variables(0, None) if layer.variables else {}
         return self.apply(layer, param_of, layer_variables, x)
 
     def apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
-        """Return what a layer makes of `x`."""
+        """Return the output of a layer on `x`."""
         if not isinstance(layer.graph, nnx.GraphDef):
             return self.global_batch.run(f"{LAYERS}{layer.number}", layer.graph, x)
         listed = self.template.is_layer_list
@@ -183,7 +183,7 @@ class ShardedModel:
         return y
 
     def _check_unwritten(self, who: str, written: list[str]) -> None:
-        """Refuse to lose what is written; random generators have other keys in each microbatch."""
+        """Refuse to lose what is written; random generators get new keys in each microbatch."""
         names = [path for path in written if not is_random(self.template.variables[path])]
         if names:
             raise ValueError(

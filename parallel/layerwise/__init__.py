@@ -1,5 +1,5 @@
 """hfjax's own loop over layers, written out in place of the derivative of a scan.
 
 Parameters come from the host layer by layer, and a layer may be updated as soon as its gradient is
-there. `engines` compute gradients so, `passes` is the loop, `layer_update` the update of a layer.
+ready. `engines` compute gradients, `passes` is the loop, `layer_update` the update of a layer.
 """

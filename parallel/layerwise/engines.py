@@ -1,10 +1,10 @@
-"""Data planes whose loop over layers is written out, forward and backward.
+"""Gradient engines whose loop over layers is written out, forward and backward.
 
-`LayerwiseEngine` fetches layers from the host, one ahead of the layer that runs.
+`LayerwiseEngine` prefetches layers from the host, one ahead of the layer that runs.
 `LayerUpdateEngine` also updates each layer within the backward pass and then drops its gradient:
 the gradients are reduced over all devices, divided by the weight of the loss (the head computes it
-first) and applied. Parameters and moments are stacks that the loop carries and updates in place.
-Rows of a stack keep their first dimension, of length 1, so that specs and masks fit.
+first) and applied. Parameters and optimizer state are stacks that the loop carries and updates in
+place. Layers of a stack keep their first dimension, of length 1, so that specs and masks fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ from hfjax.utils.paths import Flat, Index
 
 @dataclass(frozen=True)
 class LayerwiseEngine(LoopEngine):
-    """A plane that runs a model in three parts layer by layer."""
+    """An engine that runs a layer-stack model layer by layer."""
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
         """Return (statistics, batch, number) -> `PassOutput`, of one microbatch."""
@@ -64,11 +64,11 @@ class LayerwiseEngine(LoopEngine):
         return run
 
     def eval_local(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
-        """Return the loss of this device's rows."""
+        """Return the loss of this device's examples."""
         return self._forward(parameters, variables, batch, None)
 
     def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model for this device's rows."""
+        """Return the outputs of the model for this device's examples."""
         return self._forward(parameters, variables, batch, "outputs").outputs
 
     def _forward(self, parameters: Flat, variables: Flat, batch: Any, returns: str | None) -> Any:
@@ -88,7 +88,7 @@ class LayerwiseEngine(LoopEngine):
     def sharded_model(
         self, parameters: Flat, variables: Callable, batch: Any, mode: str
     ) -> ShardedModel:
-        """Return the model in three parts; what is outside of the layers is on the device."""
+        """Return the layer-stack model; parameters outside the layers are on the device."""
         context, of_layers = self.context, lambda path: path.startswith(LAYERS)
         inputs = context.cast_inputs(batch)
         return ShardedModel(
@@ -166,7 +166,7 @@ class LayerwiseEngine(LoopEngine):
 
     @property
     def _wrap_layer(self) -> Callable:
-        """Return what makes a layer keep no weights: in a loop written out none does."""
+        """Return a wrapper so that layers save no weights: in the loop over a stack none does."""
         if not self.context.template.is_layer_list:
             return lambda function: function
         return lambda function: offload_residuals(function, lambda tensors: {}, barrier=True)
@@ -181,16 +181,16 @@ class LayerwiseEngine(LoopEngine):
 
 @dataclass(frozen=True)
 class LayerUpdateEngine:
-    """A layer by layer plane whose layers are updated during the backward pass.
+    """A layerwise engine whose layers are updated during the backward pass.
 
-    Nothing accumulates: the gradient of each parameter lies where its moments do.
+    Nothing accumulates: each parameter's gradient is placed as its optimizer state.
     """
 
     engine: LayerwiseEngine
 
     @classmethod
     def of(cls, context: StepContext) -> "LayerUpdateEngine":
-        """Return the plane: gradients go straight to where their moments are."""
+        """Return the engine: gradients are placed as optimizer state."""
         param_specs = {
             path: replace(p, gradient=p.moment) for path, p in context.param_specs.items()
         }
@@ -206,9 +206,9 @@ class LayerUpdateEngine:
     ) -> tuple[StepInputs, Flat, jax.Array, Flat, Mean]:
         """Return the layers' new state; squares; finite; gradients outside the layers; Mean.
 
-        `apply(gradients, moments, counts, parameters) -> (parameters, moments)` is given rows of
-        the layers' stacks. All gradients, and squares, are those of the mean. `owner_paths` says of
-        each of the moments to which parameter it belongs.
+        `apply(gradients, optimizer state, counts, parameters) -> (parameters, optimizer state)`
+        takes slices of the layers' stacks. All gradients, and squares, are those of the mean.
+        `owner_paths`: name of an optimizer array -> path of its parameter.
         """
         context = self.engine.context
 
@@ -248,7 +248,7 @@ class LayerUpdateEngine:
         return [path for path in self.engine.context.trainable if path.startswith(LAYERS)]
 
     def _sharded_model(self, inputs: StepInputs, batch: Any, step: jax.Array) -> ShardedModel:
-        """Return the model in three parts, on the rows of this device."""
+        """Return the layer-stack model, on the examples of this device."""
         context, batch_size = self.engine.context, num_examples(batch)
         keys, statistics = context.keys(inputs.variables, batch_size, step)
         batch = context.slice_sequence(batch)
@@ -273,7 +273,7 @@ class LayerUpdateEngine:
         )
 
     def _carry(self, inputs: StepInputs) -> Carry:
-        """Return what is to be updated, as it is before."""
+        """Return what is to be updated, before it is."""
         param_specs = self.engine.context.param_specs
         zeros = jnp.zeros(1 if self.engine.context.template.is_layer_list else self.engine.layers)
         wide = lambda path: zeros.astype(jnp.promote_types(param_specs[path].dtype, jnp.float32))
@@ -285,7 +285,7 @@ class LayerUpdateEngine:
         )
 
     def _current_params(self, carry: Carry, sharded_model: ShardedModel) -> Flat:
-        """Return the layers' parameters as they are stored, or as they stay gathered."""
+        """Return the layers' parameters as they are stored, or gathered for the step."""
         gathered = self.engine.context.gathered_for_step
         return sharded_model.parameters | {
             p: x for p, x in carry.parameters.items() if p not in gathered

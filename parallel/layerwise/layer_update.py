@@ -1,4 +1,4 @@
-"""The update of one layer, on one device: reduce, make it that of the mean, apply, put back."""
+"""The update of one layer, on one device: reduce and average gradients, apply, put back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -39,31 +39,31 @@ class LayerUpdate(ABC):
     # Of the layers' parameters that have a gradient, as stored.
     param_specs: Mapping[str, ParamSpecs]
     reduction: Reduction
-    apply: Callable  # (gradients, moments, parameters) -> (parameters, moments)
-    owner_paths: Mapping[str, str]  # name of what the optimizer keeps -> path
-    num_local_losses: int  # of how many devices each has a loss of its own
+    apply: Callable  # (gradients, optimizer state, parameters) -> (parameters, optimizer state)
+    owner_paths: Mapping[str, str]  # name of an optimizer array -> path
+    num_local_losses: int  # how many devices have a loss of their own
     on_nonfinite: str  # unless "apply": a layer stays if its gradient, or one before, is not finite
 
     @abstractmethod
     def layer_specs(self) -> Mapping[str, ParamSpecs]:
-        """Return where the arrays of one layer lie."""
+        """Return the specs of one layer's arrays."""
 
     @abstractmethod
     def match_shapes(self, gradients: Flat) -> Flat:
-        """Return gradients of a layer in the form of its arrays."""
+        """Return gradients of a layer in the shapes of its arrays."""
 
     @abstractmethod
     def take(self, carry: Carry, i: Index, paths: list[str], params: Flat) -> tuple[Flat, Flat]:
-        """Return parameters and moments of layer i; stored ones are here if they come from afar."""
+        """Return parameters and optimizer state of layer i; `params` are those from the host."""
 
     @abstractmethod
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
-        """Return what is updated with what is new of layer i in its place."""
+        """Return the carry with layer i replaced by `new`."""
 
     def __call__(self, carry: Carry, i: Index, params: Flat, gradients: Flat, mean: Mean) -> Carry:
-        """Return what is updated after the backward pass of layer i.
+        """Return the carry after the backward pass of layer i.
 
-        `params` are its parameters on the device; what lies on the host passes through it.
+        `params` are its parameters on the device; those on the host were copied to it.
         """
         specs = self.layer_specs()
         summed = self.reduction(
@@ -88,25 +88,25 @@ class LayerUpdate(ABC):
 
 @dataclass(frozen=True)
 class StackedUpdate(LayerUpdate):
-    """How a layer of a stack is updated. Rows keep their first dimension, so that specs fit."""
+    """How a layer of a stack is updated. It keeps its first dimension, so that specs fit."""
 
     def layer_specs(self) -> dict[str, ParamSpecs]:
-        """Return where a row of each stack lies."""
+        """Return the specs of one layer of each stack."""
         return {path: replace(p, shape=(1, *p.shape[1:])) for path, p in self.param_specs.items()}
 
     def match_shapes(self, gradients: Flat) -> Flat:
-        """Return gradients of a layer in the form of its arrays."""
+        """Return gradients of a layer in the shapes of its arrays."""
         return {path: g[None] for path, g in gradients.items()}
 
     def take(self, carry: Carry, i: Index, paths: list[str], params: Flat) -> tuple[Flat, Flat]:
-        """Return parameters and moments of layer i."""
+        """Return parameters and optimizer state of layer i."""
         take_layer = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
         far = {path: params[path][None] for path, x in carry.parameters.items() if is_on_host(x)}
         near = {path: take_layer(x) for path, x in carry.parameters.items() if path not in far}
         return near | far, jax.tree.map(take_layer, carry.optimizer_state)
 
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
-        """Return the stacks with the rows of layer i replaced."""
+        """Return the stacks with layer i replaced."""
         put = lambda x, layer: lax.dynamic_update_slice_in_dim(x, _match_memory(x, layer), i, 0)
         stacks = jax.tree.map(put, carry._replace(finite=None), new._replace(finite=None))
         return stacks._replace(finite=new.finite)
@@ -117,7 +117,7 @@ class ListedUpdate(LayerUpdate):
     """How a layer of a list is updated: its arrays are its carry."""
 
     def layer_specs(self) -> Mapping[str, ParamSpecs]:
-        """Return where the arrays of each layer lie."""
+        """Return the specs of each layer's arrays."""
         return self.param_specs
 
     def match_shapes(self, gradients: Flat) -> Flat:
@@ -125,7 +125,7 @@ class ListedUpdate(LayerUpdate):
         return gradients
 
     def take(self, carry: Carry, i: Index, paths: list[str], params: Flat) -> tuple[Flat, Flat]:
-        """Return parameters and moments of layer i."""
+        """Return parameters and optimizer state of layer i."""
         layer_state = {
             name: x for name, x in carry.optimizer_state.items() if self.owner_paths[name] in paths
         }
@@ -154,7 +154,7 @@ def _match_memory(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def _squares(gradients: Flat, param_specs: Mapping[str, ParamSpecs]) -> Flat:
-    """Return the sum of the squares of each gradient, of all its pieces."""
+    """Return the sum of the squares of each gradient, over all its shards."""
     wide = lambda g: jnp.promote_types(g.dtype, jnp.float32)
     squares = {path: jnp.square(g).sum(dtype=wide(g)) for path, g in gradients.items()}
     groups: dict[tuple, Flat] = {}
@@ -170,7 +170,7 @@ def _squares(gradients: Flat, param_specs: Mapping[str, ParamSpecs]) -> Flat:
 
 
 def _shard(p: ParamSpecs, x: jax.Array) -> jax.Array:
-    """Return this device's piece of a parameter, as its moments are split."""
+    """Return this device's shard of a parameter, sharded as its optimizer state."""
     dims = p.optimizer_only_dims("parameter")
 
     def slice_shard(x):

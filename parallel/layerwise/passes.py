@@ -1,8 +1,8 @@
 """A pass over a batch written out, layer by layer: forward, head, backward.
 
 Nothing here is the derivative of a loop. The caller decides what happens after each layer's
-backward pass, so no more than one layer's gradient has to wait. Layers on the host are fetched one
-ahead of the layer that runs, forward and backward. `StackedPasses` is for stacked arrays,
+backward pass, so no more than one layer's gradient has to wait. Layers on the host are prefetched,
+one ahead of the layer that runs, forward and backward. `StackedPasses` is for stacked arrays,
 `ListedPasses` for a list of layers.
 """
 
@@ -27,23 +27,23 @@ Carry = Any  # what changes layer by layer
 class StackedPasses:
     """One pass over the examples of a device, with `device_params` and `host_params`.
 
-    A layer that is fetched L times forward and L + 1 times backward in all, is one of L + 1: the
-    last is fetched once more while it runs, and stays for its backward pass; the first while its
-    backward pass runs, for nothing.
+    L layers on the host are copied L + 1 times forward and L times backward: the last once more
+    while it runs, and stays for its backward pass; the first while its backward pass runs, for
+    nothing.
     """
 
     model: StageFns
     layers: int
     device_params: Callable  # (carry, i) -> the stored parameters of a layer that are on the device
     host_params: Callable  # (carry, i) -> those on the host, copied to the device
-    after_backward: Callable  # (carry, i, stored, gradients, told) -> carry, after a backward pass
+    after_backward: Callable  # (carry, i, params, gradients, aux) -> carry, after a backward pass
     unroll: int | bool = 1
 
     def run(self, carry: Carry, loss_and_divisor: Callable) -> tuple[Carry, Any, Any]:
-        """Return what has changed, the gradients outside the layers, and what is told.
+        """Return the carry, the gradients outside the layers, and auxiliary outputs.
 
-        The head tells the Mean before the first backward pass; `loss_and_divisor(Mean)` is (what is
-        told, divisor), and gradients are those of total / divisor.
+        The head gives the Mean before the first backward pass; `loss_and_divisor(Mean)` is
+        (auxiliary outputs, divisor), and gradients are those of total / divisor.
         """
         x, embed_pullback = self.model.embed_pass(self._zero)
         (y, prefetched), stashes = self._forward(carry, x)
@@ -52,7 +52,7 @@ class StackedPasses:
         return carry, jax.tree.map(jnp.add, of_head, embed_pullback(dx)), aux
 
     def evaluate(self, carry: Carry) -> Any:
-        """Return what the head tells, without a backward pass."""
+        """Return the head's auxiliary outputs, without a backward pass."""
         x = self.model.embed(self.model.outer_params, self._zero)
         (y, _), _ = self._forward(carry, x, keeps=False)
         return self.model.head(self.model.outer_params, y, self._zero)[1]
@@ -75,7 +75,7 @@ class StackedPasses:
         return self.model.layer_passes(known, self.model.slots, x, False)
 
     def _forward(self, carry: Carry, x: Any, keeps: bool = True) -> tuple[Any, Any]:
-        """Return what leaves the last layer with that layer, and what waits for backward passes."""
+        """Return the last layer's output and parameters, and the stashes for backward passes."""
 
         def step(running: tuple, i: jax.Array) -> tuple[tuple, Any]:
             x, prefetched = running
@@ -105,7 +105,7 @@ class StackedPasses:
 
 
 def _await_prefetch(current: Flat, upcoming: Flat) -> tuple[Flat, Flat]:
-    """Return both; what uses the first waits for the second, or XLA would fetch that last."""
+    """Return both; what uses the first waits for the second, or XLA would copy that last."""
     mine, upcoming = lax.optimization_barrier(
         ({path: current[path] for path in upcoming}, upcoming)
     )
@@ -114,16 +114,16 @@ def _await_prefetch(current: Flat, upcoming: Flat) -> tuple[Flat, Flat]:
 
 @dataclass(frozen=True)
 class ListedPasses:
-    """One pass over the rows of a device, without a loop: layers may be unlike."""
+    """One pass over the examples of a device, without a loop: layers may differ."""
 
-    model: StageFns  # of which first, last and outside are used
+    model: StageFns  # of which embed, head and outer_params are used
     layers: Sequence[Callable]  # (stored parameters, slots, x) -> y
     params: Callable  # (carry, i) -> the stored parameters of a layer
     slots: Sequence[Any]  # of each layer
-    after_backward: Callable  # (carry, i, stored, gradients, told) -> carry, after a backward pass
+    after_backward: Callable  # (carry, i, params, gradients, aux) -> carry, after a backward pass
 
     def run(self, carry: Carry, loss_and_divisor: Callable) -> tuple[Carry, Any, Any]:
-        """Return what changed, the gradients outside the layers, and what is told."""
+        """Return the carry, the gradients outside the layers, and auxiliary outputs."""
         number = jnp.int32(0)
         x, embed_pullback = self.model.embed_pass(number)
         pullbacks = []
@@ -139,7 +139,7 @@ class ListedPasses:
         return carry, jax.tree.map(jnp.add, of_head, embed_pullback(dx)), aux
 
     def evaluate(self, carry: Carry) -> Any:
-        """Return what the head tells, without a backward pass."""
+        """Return the head's auxiliary outputs, without a backward pass."""
         number = jnp.int32(0)
         x = self.model.embed(self.model.outer_params, number)
         for i in range(len(self.layers)):
@@ -147,7 +147,7 @@ class ListedPasses:
         return self.model.head(self.model.outer_params, x, number)[1]
 
     def _layer(self, i: int, carry: Carry, slots: Flat, x: Any) -> Any:
-        """Return what a layer makes of x; from the host nothing comes before x is there."""
+        """Return the output of a layer on x; nothing is copied from the host before x is ready."""
         params = self.params(carry, i)
         far = {path: value for path, value in params.items() if is_on_host(value)}
         if far:

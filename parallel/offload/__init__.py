@@ -1,6 +1,6 @@
-"""Host memory: what waits there, how it gets there and back.
+"""Offload to host memory.
 
-`host_memory` is the memory and the copies, `activations` which residuals of layers wait there,
-`host_residuals` a function whose backward pass finds some of them there. `check_host_loops` tries
+`host_memory`: the memory and the copies. `activations`: which residuals of layers are offloaded.
+`host_residuals`: a function with some of its residuals in host memory. `check_host_loops` tests
 once whether XLA brings back from the host what was sent there.
 """

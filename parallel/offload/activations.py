@@ -1,7 +1,7 @@
-"""Which residuals of layers wait on the host, and the report of it.
+"""Which residuals of layers are offloaded to the host, and a report of them.
 
-A byte ratio takes whole tensors, the largest first, and cuts one more where that is free (as
-haiscale's `CPUOffload` does); names and products select tensors.
+A byte ratio takes full tensors, the largest first, and splits one more where that is free (as
+haiscale's `CPUOffload` does); names and matmuls select tensors.
 """
 
 import warnings
@@ -25,16 +25,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Offload:
-    """Which of the tensors that layers keep for the backward pass wait in host memory.
+    """Which residuals of layers are kept in host memory.
 
-    Give one of `ratio`, `names` and `dots`. Weights are never among them. As words: "0.3",
+    Give one of `ratio`, `names` and `dots`. Weights are never among them. As text: "0.3",
     "names:qkv,mlp_up", "dots".
 
     Attributes:
-        ratio: A fraction of the bytes from 0 to 1; of a pipeline the same on all stages.
-        names: Those that `jax.ad_checkpoint.checkpoint_name` named so.
-        dots: Whether the results of matrix products go.
-        tag: What the report calls them.
+        ratio: A fraction of the bytes from 0 to 1; in a pipeline the same on all stages.
+        names: Tensors with these names, given by `jax.ad_checkpoint.checkpoint_name`.
+        dots: Whether to offload the results of matmuls.
+        tag: Their name in the report.
 
     Example:
         >>> import hfjax
@@ -62,7 +62,7 @@ class Offload:
 
     @classmethod
     def of(cls, given: Any) -> "Offload":
-        """Return what is meant by a fraction, by words, or by an Offload.
+        """Return the Offload of a fraction, a text, or an Offload.
 
         Args:
             given: An Offload (returned as it is), a number, or a text: "0.3", "names:a,b", "dots".
@@ -88,19 +88,19 @@ class Offload:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is asked for."""
+        """Whether nothing is to be offloaded."""
         return self.ratio == 0
 
 
 @dataclass(frozen=True)
 class ToHost:
-    """How much of a tensor goes: the first `count` along `dim` (all of it, if `dim` is None)."""
+    """How much of a tensor is offloaded: the first `count` along `dim` (`dim` None: all of it)."""
 
     dim: int | None = None
     count: int = 0
 
     def bytes_of(self, tensor: Tensor) -> int:
-        """Return how many bytes of the tensor go."""
+        """Return how many bytes of the tensor are offloaded."""
         if self.dim is None:
             return tensor.bytes
         return tensor.bytes // tensor.shape[self.dim] * self.count
@@ -112,7 +112,7 @@ def _is_fraction(ratio: Any) -> bool:
 
 
 def _ratio_error(value: object) -> ValueError:
-    """Return the error of what is no fraction; several of them were given for several stages."""
+    """Return the error for what is no fraction, or a list of fractions for several stages."""
     if ratios := parse_ratios(value):
         return ValueError(
             f"offload={value!r}: one ratio is expected, the same for all stages of a pipeline. "
@@ -125,7 +125,7 @@ def _ratio_error(value: object) -> ValueError:
 
 
 def parse_ratios(value: Any) -> list[float]:
-    """Return the fractions of a list, or of words with commas; none if it is anything else."""
+    """Return the fractions of a list, or of a text with commas; [] for anything else."""
     items = value.split(",") if isinstance(value, str) else value
     try:
         ratios = [float(item) for item in items]
@@ -134,12 +134,12 @@ def parse_ratios(value: Any) -> list[float]:
     return ratios if len(ratios) > 1 and all(map(_is_fraction, ratios)) else []
 
 
-Share = dict[int, ToHost]  # number of a tensor -> how much of it goes
-HostSplit = tuple[list[jax.Array], list[jax.Array]]  # of a tensor: what goes, what stays
+Share = dict[int, ToHost]  # index of a tensor -> how much of it is offloaded
+HostSplit = tuple[list[jax.Array], list[jax.Array]]  # of a tensor: host part, device part
 
 
 def split(share: Share, arrays: Iterable[jax.Array]) -> Iterator[HostSplit]:
-    """Yield what goes of each array, and what stays."""
+    """Yield the host part and the device part of each array."""
     for i, x in enumerate(arrays):
         portion = share.get(i)
         if portion is None or portion.dim is None:
@@ -150,7 +150,10 @@ def split(share: Share, arrays: Iterable[jax.Array]) -> Iterator[HostSplit]:
 
 
 def join(share: Share, halves: Iterable[HostSplit]) -> list[jax.Array]:
-    """Return the arrays again. XLA would read one half of a fused sum of both on the host."""
+    """Return the joined arrays.
+
+    Without the barrier XLA would read one half of a fused sum of both on the host.
+    """
     values = []
     for i, (on_host, on_device) in enumerate(halves):
         if len(both := [*on_host, *on_device]) > 1:
@@ -161,13 +164,13 @@ def join(share: Share, halves: Iterable[HostSplit]) -> list[jax.Array]:
 
 
 def share_of_range(share: Share, first: int, last: int | None) -> Share:
-    """Return what goes of some of the tensors, numbered from 0."""
+    """Return the share of the tensors from `first` up to `last`, renumbered from 0."""
     end = max(share, default=0) + 1 if last is None else last
     return {i - first: portion for i, portion in share.items() if first <= i < end}
 
 
 def select_tensors(offload: Offload, tensors: Sequence[Tensor], may_split: bool) -> Share:
-    """Return which tensors go to the host."""
+    """Return which tensors are offloaded to the host."""
     if offload.names:
         names = set(offload.names)
         return {i: ToHost() for i, t in enumerate(tensors) if t.names & names}
@@ -193,7 +196,7 @@ def _share_by_ratio(ratio: float, tensors: Sequence[Tensor], may_split: bool) ->
 
 
 def _split_one(bytes_left: float, rest: Sequence[int], tensors: Sequence[Tensor]) -> Share:
-    """Return a part of one more tensor: of the one where it comes nearest, then the largest."""
+    """Return a part of one more tensor: the one that comes nearest, then the largest."""
     best, distance = {}, bytes_left
     for i in rest:
         shape = tensors[i].shape
@@ -208,7 +211,7 @@ def _split_one(bytes_left: float, rest: Sequence[int], tensors: Sequence[Tensor]
 
 @dataclass(frozen=True)
 class ResidualEntry:
-    """One residual of `times` equal layers; `host_bytes` bytes of it go to the host."""
+    """One residual of `times` equal layers; `host_bytes` bytes of it are offloaded."""
 
     tag: str
     layer: str
@@ -219,16 +222,16 @@ class ResidualEntry:
 
 @dataclass
 class OffloadReport:
-    """The report: what layers keep for a microbatch, on each device, and what goes to the host.
+    """The residuals that layers keep for a microbatch, per device, and what is offloaded.
 
-    Tensor axes are not divided: the partitioner splits these tensors further.
+    Sizes are not divided by tensor axes: the partitioner shards these tensors further.
     """
 
     offload: Offload | None = None
     entries: dict[tuple[str, int], ResidualEntry] = field(default_factory=dict)
 
     def add(self, layer: str, times: int, tensors: Iterable[Tensor], chosen: Share) -> None:
-        """Note what a layer keeps and what of it goes; tracing it again changes nothing."""
+        """Record a layer's residuals and what is offloaded; tracing it again changes nothing."""
         tag = self.offload.tag if self.offload else "layers"
         for i, t in enumerate(tensors):
             portion = chosen.get(i)
@@ -242,12 +245,12 @@ class OffloadReport:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes that go to the host, and come back."""
+        """The bytes that are sent to the host, and back."""
         return sum(entry.host_bytes * entry.times for entry in self.entries.values())
 
     @property
     def ratio(self) -> float:
-        """The fraction that goes to the host."""
+        """The fraction that is offloaded."""
         return self.host_bytes / max(self.total_bytes, 1)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
-"""A check, once for each kind of device, that gradients of a loop survive its use of host memory.
+"""A check, once per kind of device, that gradients of a loop that uses host memory are right.
 
 Some versions of XLA for GPUs read what a loop keeps on the host in the wrong order: gradients are
-then wrong, and nothing says so (openxla/xla #46231, #46308). So before the first step a small loop
-is run both ways. It runs on one device, and sends nothing to others.
+then silently wrong (openxla/xla #46231, #46308). So before the first step a small loop is run with
+and without host memory. It runs on one device, without collectives.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from hfjax.parallel.offload.activations import ToHost
 from hfjax.parallel.offload.host_memory import is_compile_only
 from hfjax.parallel.offload.host_residuals import save_residuals_on_host
 
-LAYERS, BATCH, WIDTH = 5, 32, 128  # of an odd number of layers no row but one is right by chance
+LAYERS, BATCH, WIDTH = 5, 32, 128  # odd LAYERS: only one layer is right by chance
 
 
 def check_host_loops(mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
-    """Refuse GPUs on which offloaded gradients are wrong, in programs compiled with options.
+    """Refuse GPUs on which offloaded gradients are wrong, in programs compiled with `options`.
 
-    Devices that are there to compile for only cannot be asked.
+    Devices that can only be compiled for cannot be checked.
     """
     if platform_of(mesh) == "gpu" and not is_compile_only(mesh):
         _check(mesh.local_devices[0], tuple(sorted((options or {}).items())))
@@ -36,7 +36,7 @@ def check_host_loops(mesh: Mesh, options: Mapping[str, Any] | None = None) -> No
 @cache
 def _check(device: Any, options: tuple) -> None:
     run = lambda on_host: _gradient(device, dict(options), on_host)
-    with ThreadPoolExecutor(1) as executor:  # of any trace that is under way
+    with ThreadPoolExecutor(1) as executor:  # outside of any trace under way
         host_gradients, device_gradients = executor.map(run, (True, False))
     max_error = max(
         float(np.abs(f - w).max()) for f, w in zip(host_gradients, device_gradients, strict=True)

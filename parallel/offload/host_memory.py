@@ -1,7 +1,7 @@
-"""Memory of the host beside that of the devices: what lies there, and how it goes there and back.
+"""Host memory: what is kept in it, and how it is copied there and back.
 
-An array on the host is an array like any other, of another memory kind: no arithmetic is done on
-it before it is on the device.
+An array on the host is an array like any other, of another memory kind: it is copied to the device
+before any arithmetic.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from hfjax.utils.paths import Tree
 
 HOST_MEMORY_KIND = "pinned_host"
 Key = TypeVar("Key", int, str)
-STATE_PARTS = ("moments", "master", "parameters")  # what of a state may lie on the host
+STATE_PARTS = ("moments", "master", "parameters")  # parts of a state that may be on the host
 
 
 def memory_rules(rules: Mapping[str, Any]) -> Mapping[str, str | float]:
@@ -54,7 +54,7 @@ def _memory_of(rule: str, memory: Any) -> str | float:
 
 
 def show_memory(memory: str | float) -> str:
-    """Return a rule of the column `memory` as people read it.
+    """Return a rule of the column `memory` in readable form.
 
     >>> show_memory(0.25)
     '25% host'
@@ -63,7 +63,7 @@ def show_memory(memory: str | float) -> str:
 
 
 def largest_first(sizes: Mapping[Key, int], room: float) -> tuple[list[Key], list[Key]]:
-    """Return which of these have room, the largest first, and which have not.
+    """Return the keys that fit into `room`, the largest first, and those that do not.
 
     >>> largest_first({"a": 3, "b": 5, "c": 4, "d": 1}, 6.5)
     (['b', 'd'], ['c', 'a'])
@@ -82,13 +82,13 @@ def to_host(tree: Tree) -> Any:
 
 
 def to_device(tree: Tree) -> Any:
-    """Return the arrays, copied into device memory where they are not there."""
+    """Return the arrays, copied into device memory if they are on the host."""
     put = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
     return jax.tree.map(put, tree)
 
 
 def map_one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
-    """Return what becomes of the arrays of a tree; those on the host take turns on the device."""
+    """Map a function over the arrays of a tree; those on the host go to the device one by one."""
     leaves, treedef = jax.tree.flatten(tree)
     others = [jax.tree.leaves(leaf_tree) for leaf_tree in rest]
     new, last = [], None
@@ -104,12 +104,12 @@ def map_one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
 
 
 def is_on_host(x: object) -> bool:
-    """Return whether an array, or what stands for one in a trace, lies in host memory."""
+    """Return whether an array or tracer is in host memory."""
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
 
 def host_sharding(mesh: Mesh, spec: P) -> NamedSharding:
-    """Return the sharding that splits an array like `spec` does, in host memory."""
+    """Return the sharding by `spec` in host memory."""
     check_has_host_memory(mesh)
     if is_compile_only(mesh):
         return _CompileOnlyHostSharding(mesh, spec)
@@ -117,15 +117,15 @@ def host_sharding(mesh: Mesh, spec: P) -> NamedSharding:
 
 
 def is_host_sharding(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether what is placed so lies in host memory."""
+    """Return whether a sharding is in host memory."""
     return sharding.memory_kind == HOST_MEMORY_KIND
 
 
 def result_shardings(shardings: Any) -> Any:
-    """Return the shardings to give for what a program returns, of those of its arguments.
+    """Return the shardings to declare for a program's results, from those of its arguments.
 
-    On devices that are there to compile for only, jax knows no memory kinds: that of a result
-    follows from the program.
+    On devices that can only be compiled for, jax knows no memory kinds: that of a result follows
+    from the program.
     """
     without_memory = lambda s: (
         NamedSharding(s.mesh, s.spec) if isinstance(s, _CompileOnlyHostSharding) else s
@@ -134,7 +134,7 @@ def result_shardings(shardings: Any) -> Any:
 
 
 def check_has_host_memory(mesh: Mesh) -> None:
-    """Refuse a mesh whose devices cannot reach memory of the host."""
+    """Refuse a mesh whose devices have no host memory."""
     memory_kinds = _memory_kinds(mesh)
     if memory_kinds and HOST_MEMORY_KIND not in memory_kinds:
         raise ValueError(
@@ -146,7 +146,7 @@ def check_has_host_memory(mesh: Mesh) -> None:
 
 
 def is_compile_only(mesh: Mesh) -> bool:
-    """Return whether the devices are there to compile for only."""
+    """Return whether the devices can only be compiled for."""
     return not _memory_kinds(mesh)
 
 
@@ -156,11 +156,11 @@ def _memory_kinds(mesh: Mesh) -> list[str]:
 
 
 class _CompileOnlyHostSharding(NamedSharding):
-    """A sharding in host memory, of devices that are there to compile for only.
+    """A sharding in host memory, of devices that can only be compiled for.
 
-    jax forgets the memory kind of a sharding over such devices, since they cannot tell which they
-    have. With this one for arguments (not for results: theirs follows from the program) a program
-    is compiled as for real devices, and its memory is told apart.
+    jax forgets the memory kind of a sharding over such devices, since they do not list theirs. With
+    this one for arguments (not for results: theirs follows from the program) a program is compiled
+    as for real devices, and its host memory is counted apart.
     """
 
     memory_kind = _memory_kind = HOST_MEMORY_KIND  # pyright: ignore

@@ -1,8 +1,8 @@
-"""A function whose backward pass finds part of what it needs in host memory.
+"""A function with some of its residuals in host memory.
 
-The pullback of `jax.vjp` is a tree of arrays. Those that follow from weights alone (casts, gathers)
-are made again; of the others some go to the host as soon as they are made, and come back when the
-gradient of the function's result is there.
+The pullback of `jax.vjp` is a tree of arrays. Those that depend on weights alone (casts, gathers)
+are recomputed; of the others some are copied to the host as soon as they are computed, and back
+when the gradient of the function's result is there.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ ChooseTensors = Callable[[Sequence[Tensor]], Share]
 def save_residuals_on_host(
     function: Callable, choose_tensors: ChooseTensors, barrier: bool = True
 ) -> Callable:
-    """Return `function(known, weights, x) -> (y, aux)`, parts of what it keeps on the host.
+    """Return `function(known, weights, x) -> (y, aux)`, with some of its residuals on the host.
 
-    It is differentiated with respect to weights and x. `choose_tensors` is told the tensors that
-    depend on x and are needed for the backward pass. Outside of loops a barrier keeps XLA from
-    dropping the round trip and from merging what is made again with what it was made from.
+    It is differentiated with respect to weights and x. `choose_tensors` is given the residuals that
+    depend on x. Outside of loops a barrier keeps XLA from dropping the round trip and from merging
+    recomputed values with the originals.
     """
 
     @jax.custom_vjp

@@ -1,7 +1,8 @@
-"""Pipelines: one jitted program in which each stage does what its schedule says.
+"""Pipelines: one jitted program in which each stage follows the table of its schedule.
 
-`executor` runs a table tick by tick: `tick` what a stage does in one, `stash_buffers` what stages
-send and keep, `stage_params` where its parameters and their gradients lie, `overlapped_grad_reduce`
-their sums over devices in the last tick, `activation_checkpointing` a last microbatch that
-recomputes nothing, `idle_slots` what they leave out. `engine` joins it to the data plane.
+`executor` runs the table tick by tick. `tick`: the table's entries for a stage. `stash_buffers`:
+ring buffers of a stage, and sends. `stage_params`: its parameters and their gradients.
+`overlapped_grad_reduce`: gradients summed over devices in the last tick.
+`activation_checkpointing`: a last microbatch without recomputation. `idle_slots`: slots that skip
+their layers. `engine`: the gradient engine of a pipeline.
 """

@@ -1,7 +1,7 @@
-"""What of a layer a pipeline computes again: the same in every microbatch, or not in the last.
+"""Recomputation of layers in a pipeline: in every microbatch, or in all but the last.
 
 `remat="except_last"` is torchgpipe's: the backward pass of the last microbatch comes soon after its
-forward pass, so what it keeps is kept for one microbatch only.
+forward pass, so its residuals are kept for one microbatch only.
 """
 
 from abc import ABC, abstractmethod
@@ -17,15 +17,15 @@ from hfjax.utils.paths import Flat, Index
 
 
 class LayerPasses(ABC):
-    """How a layer runs in a tick. `kept` is what a stage keeps beside the rings."""
+    """How a layer runs in a tick. `carry` is what a stage saves outside of its ring buffers."""
 
     @abstractmethod
     def init_carry(self) -> Any:
-        """Return `kept` before the first tick."""
+        """Return `carry` before the first tick."""
 
     @abstractmethod
     def forward(self, known: tuple, x: Any, carry: Any, tick: StageTick, unit: Index) -> tuple:
-        """Return (y, stash, late), and `carry`."""
+        """Return (y, stash, w_residuals), and `carry`."""
 
     @abstractmethod
     def backward(
@@ -36,16 +36,16 @@ class LayerPasses(ABC):
 
 @dataclass(frozen=True)
 class UniformRemat(LayerPasses):
-    """A layer that runs alike for every microbatch."""
+    """A layer that runs the same way for every microbatch."""
 
     passes: SplitBackward
 
     def init_carry(self) -> list:
-        """Keep nothing."""
+        """Return an empty carry."""
         return []
 
     def forward(self, known: tuple, x: Any, carry: Any, tick: StageTick, unit: Index) -> tuple:
-        """Return (y, stash, late), and `carry`."""
+        """Return (y, stash, w_residuals), and `carry`."""
         return self.passes.forward(known, x), carry
 
     def backward(
@@ -57,19 +57,19 @@ class UniformRemat(LayerPasses):
 
 @dataclass(frozen=True)
 class RematExceptLast(LayerPasses):
-    """A layer that computes nothing again for the last microbatch."""
+    """A layer that recomputes nothing in the last microbatch."""
 
     passes: SplitBackward
-    no_remat_passes: SplitBackward  # the passes that compute nothing again
+    no_remat_passes: SplitBackward  # the passes without recomputation
     chunks: Slots  # an entry for each layer of the stage
-    last_microbatch: int  # the number of the last microbatch
+    last_microbatch: int  # the index of the last microbatch
 
     def init_carry(self) -> Any:
-        """Return zeros for what the last microbatch keeps of each layer."""
+        """Return zeros for the last microbatch's residuals of each layer."""
         return self.chunks.full(self.no_remat_passes.stash)
 
     def forward(self, known: tuple, x: Any, carry: Any, tick: StageTick, unit: Index) -> tuple:
-        """Return (y, stash, late), and `carry`."""
+        """Return (y, stash, w_residuals), and `carry`."""
 
         def save_all(carry) -> tuple:
             y, values, _ = self.no_remat_passes.forward(known, x)

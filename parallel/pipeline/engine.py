@@ -1,7 +1,7 @@
-"""The data plane of a pipeline: microbatches go through the stages of the axis `pipe`.
+"""The gradient engine of a pipeline: microbatches go through the stages of the mesh axis `pipe`.
 
 `remat="except_last"` is torchgpipe's: recompute in all microbatches but the last. `waiting_bytes`
-says how much memory waits between ticks.
+returns the memory that a stage keeps between ticks.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,26 +40,26 @@ from hfjax.utils.paths import Flat, Index, Tree
 
 
 class StageModel(Protocol):
-    """What makes the functions that stages run: `ShardedModel`, or one of unlike layers."""
+    """Makes the functions that stages run: `ShardedModel`, or a model of layers that differ."""
 
     def model(self) -> StageFns:
-        """Return what the executor runs."""
+        """Return the functions that the executor runs."""
         ...
 
 
 @dataclass(frozen=True)
 class PipelineEngine(GradientEngine):
-    """A plane that runs by a table; a microbatch of the step is split again."""
+    """A gradient engine that runs a table; it splits each microbatch of the step again."""
 
-    arrangement: Arrangement  # of the layers on stages
+    arrangement: Arrangement  # the layers of each stage
     ticks: Ticks
-    # Runs a list of layers, if it is one.
+    # Wraps the model if it is a list of layers.
     wrap_model: Callable[[ShardedModel], StageModel] | None = None
-    returns: str | None = None  # "losses" or "outputs": gives `PipelineOutput` in place of a Mean
-    on_build: Callable[[Pipeline], None] | None = None  # shown the executor, within a trace
+    returns: str | None = None  # "losses" or "outputs": returns `PipelineOutput`, not a Mean
+    on_build: Callable[[Pipeline], None] | None = None  # called with the executor, within a trace
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
-        """Return (statistics, batch, number) -> `PassOutput`, of one microbatch of the step."""
+        """Return (statistics, batch, number) -> `PassOutput`, for one microbatch of the step."""
         context = self.context
 
         def run(statistics: Flat, batch, number: Index) -> PassOutput:
@@ -72,13 +72,13 @@ class PipelineEngine(GradientEngine):
         return run
 
     def eval_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the loss of this device's rows."""
+        """Return the loss of this device's examples."""
         variables_at = lambda m, layer: layer_variables(variables, layer)
         model = self._stage_model(parameters, batch, variables_at, "eval").model()
         return self._run(model, num_examples(batch))[2]
 
     def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of this device's rows, from the last stage."""
+        """Return the outputs of this device's examples, from the last stage."""
         output = replace(self, returns="outputs").eval_local(parameters, variables, batch)
         return self.context.trace.global_batch.as_sharded(
             self._broadcast_from_last_stage(output.outputs)
@@ -86,15 +86,15 @@ class PipelineEngine(GradientEngine):
 
     @property
     def num_microbatches(self) -> int:
-        """In how many microbatches a step splits its rows.
+        """The number of microbatches into which a step splits its batch.
 
-        A haiscale pipe tells the loss of each, so each device keeps its own.
+        A haiscale pipe returns the loss of each, so each device keeps its own examples.
         """
         count = self.context.execution.accumulate * self.ticks.table.microbatches
         return count if self.returns is None else 1
 
     def loss_over_devices(self, mean: Any) -> Any:
-        """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
+        """Return a Mean over all examples, or `PipelineOutput` with the results of all stages."""
         if not isinstance(mean, PipelineOutput):
             return self.context.sum(mean)
         outputs = self.context.trace.global_batch.replicate_inner(
@@ -104,7 +104,7 @@ class PipelineEngine(GradientEngine):
 
     @property
     def loss_specs(self) -> Any:
-        """Every device has the means, and the outputs of its own rows."""
+        """Means are replicated; outputs are sharded over the batch axes."""
         return P() if self.returns is None else PipelineOutput(P(), P(self.context.batch_axes))
 
     # -- the model on a stage -------------------------------------------------------------------
@@ -112,7 +112,7 @@ class PipelineEngine(GradientEngine):
     def train_stage_fns(
         self, parameters: Flat, statistics: Flat, batch: Any, keys: Callable, number: Index
     ) -> StageFns:
-        """Return the model in three parts for a microbatch of the step, with its random keys."""
+        """Return the stages' functions for a microbatch of the step, with its random keys."""
         count = self.ticks.table.microbatches
         batch_size = num_examples(batch) // count
 
@@ -142,7 +142,7 @@ class PipelineEngine(GradientEngine):
         mode: str,
         share: Callable | None = None,
     ) -> StageModel:
-        """Return the model in three parts for one pass over the microbatches of `batch`."""
+        """Return the layer-stack model for one pass over the microbatches of `batch`."""
         context, count = self.context, self.ticks.table.microbatches
         microbatches = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         microbatch_at = lambda m: jax.tree.map(
@@ -168,7 +168,7 @@ class PipelineEngine(GradientEngine):
         return model if self.wrap_model is None else self.wrap_model(model)
 
     def _run(self, model: StageFns, batch_size: int) -> tuple[Any, Any, Any]:
-        """Return the gradients of layers, those of the rest, and the mean (or `PipelineOutput`)."""
+        """Return gradients of the layers, all other gradients, and the mean or `PipelineOutput`."""
         choose_offload = self.choose_offload
         ticks, last_tick = self.ticks, None
         if self.last_tick_axes and ticks.table.trains:
@@ -194,22 +194,22 @@ class PipelineEngine(GradientEngine):
 
     @property
     def choose_offload(self) -> Callable | None:
-        """What chooses the tensors of a layer that go to the host; None: nothing goes."""
+        """The function that chooses which residuals of a layer to offload; None: no offload."""
         options = self.context.options
         if options.has_no_offload:
             return None
         return lambda tensors, layers: options.choose_offload(tensors, "layers", layers)
 
     def in_order(self) -> bool:
-        """Return whether layers that have been traced have collectives of their own, on a CPU."""
+        """Return whether, on a CPU, layers traced so far have collectives of their own."""
         own = layer_comm_axes(self.context.mesh)
         return self.context.platform == "cpu" and bool(own or self.context.trace.global_batch.comms)
 
     def branches(self, program: Callable) -> Callable | None:
-        """Return how idle slots skip their layers: as `lax.cond` does; None: they do not.
+        """Return the `lax.cond` with which idle slots skip their layers; None: they do not.
 
-        `program()` traces a layer. What it gathers stays outside of the branch, where XLA starts it
-        early; not in a table in which idle slots are many, since all of them would gather.
+        `program()` traces a layer. Its all-gathers stay outside of the branch, where XLA starts
+        them early; not in a table with many idle slots, since all of them would gather.
         """
         table, schedule = self.ticks.table, self.context.execution.schedule
         setting = "auto" if schedule is None else schedule.branches
@@ -229,7 +229,7 @@ class PipelineEngine(GradientEngine):
 
     @property
     def _has_own_collectives(self) -> bool:
-        """Whether layers that have been traced send anything but their parameters."""
+        """Whether layers traced so far communicate anything but their parameters."""
         mesh, comms = self.context.mesh, self.context.trace.global_batch.component_comms
         has_comms = any(
             comms[section] for section in comms if section.startswith(("layers", "between"))
@@ -238,15 +238,15 @@ class PipelineEngine(GradientEngine):
 
     @property
     def _waits_on_host(self) -> bool:
-        """Whether XLA would copy what lies on the host for each branch: not on a CPU."""
+        """Whether XLA would copy residuals in host memory for each branch: not on a CPU."""
         return self.choose_offload is not None and self.context.platform != "cpu"
 
     @property
     def unroll(self) -> int | bool:
-        """How many layers of a stage follow each other without a loop.
+        """How many layers of a stage are unrolled.
 
-        On a CPU all, if nothing is recomputed: with one stage XLA would merge what is recomputed
-        with what it was computed from, and apart they are a copy of the stage's parameters more.
+        On a CPU all, if nothing is recomputed: with one stage XLA would merge recomputed values
+        with the originals; kept apart, they cost one more copy of the stage's parameters.
         """
         context = self.context
         if context.execution.unroll is not None:
@@ -259,7 +259,8 @@ class PipelineEngine(GradientEngine):
     def last_tick_axes(self) -> dict[str, Axes]:
         """Path -> axes over which the gradient of a layer is summed in the last tick.
 
-        Nothing may be added later, and no stage may skip it; small ones go together afterwards.
+        Nothing may be added later, and no stage may skip the tick. Small gradients are summed
+        together afterwards.
         """
         context, execution = self.context, self.context.execution
         if (
@@ -285,9 +286,9 @@ class PipelineEngine(GradientEngine):
     # -- between stages -------------------------------------------------------------------------
 
     def _broadcast_from_last_stage(self, outputs: Any) -> Any:
-        """Return on every stage what is zero on all but the last.
+        """Return the last stage's outputs on every stage; they are zero on all others.
 
-        In float32 on a CPU: its compiler aborts on a sum in bfloat16.
+        The sum is in float32 on a CPU: its compiler aborts on a sum in bfloat16.
         """
         if not in_use(self.context.mesh, (PIPE_AXIS,)):
             return outputs
@@ -300,9 +301,9 @@ class PipelineEngine(GradientEngine):
 
 
 def microbatch_weights(model: StageFns, count: int) -> jax.Array | None:
-    """Return the weight of each microbatch, [M]; None where it follows from what layers compute.
+    """Return the weight of each microbatch, [M]; None if it depends on the layers' outputs.
 
-    Every stage knows the batch, so each computes them before the first tick.
+    Every stage has the batch, so each computes the weights before the first tick.
     """
     m = jnp.int32(0)
     x = jax.eval_shape(model.embed, model.outer_params, m)
@@ -320,7 +321,7 @@ def microbatch_weights(model: StageFns, count: int) -> jax.Array | None:
 def permute_refusal(
     table: Table, is_list: bool, remat: Remat, template: ModelTemplate
 ) -> str | None:
-    """Return why no layer can permute in a pipeline: it has branches, and one in them waits."""
+    """Return why no layer can permute in a pipeline: it has branches, where a permute deadlocks."""
     branches = {
         "layers of two kinds have a branch for each": _has_layer_kinds(template),
         f"schedule {table.name} has branches": table.branches,
@@ -331,7 +332,7 @@ def permute_refusal(
     return why and f"{why}, and a permute in one waits for ever"
 
 
-# what waits -> the rings (and queues) that it lies in
+# kind of memory -> the buffers (and queues) that it counts
 WAITING_BUFFERS = {
     "activations": ("stash", "late", "cross", "kept"),
     "messages": ("x", "dy", "sent", "made"),
@@ -345,14 +346,14 @@ def waiting_bytes(
     batch: Any,
     step: jax.Array | jax.ShapeDtypeStruct,
 ) -> Mapping[str, tuple[int, int]]:
-    """Return what waits on a stage: {"activations": (bytes on the device, on the host), …}."""
+    """Return what a stage keeps between ticks: {"activations": (device bytes, host bytes), …}."""
     state_shapes: dict[str, Any] = {}
 
     def record_state(pipeline: Pipeline) -> None:
         program, shapes = jax.make_jaxpr(pipeline.init_state, return_shape=True)()
         state_shapes.update(
             jax.tree.structure(shapes).unflatten(program.out_avals)
-        )  # with their memory
+        )  # with their memory space
 
     jax.eval_shape(
         replace(engine, on_build=record_state).gradients, parameters, variables, batch, step
@@ -371,6 +372,6 @@ def _bytes_by_memory(tree: Tree) -> tuple[int, int]:
 
 
 def _has_layer_kinds(template: ModelTemplate) -> bool:
-    """Return whether layers take a branch by a variable: one marked `layer_kind=True`."""
+    """Return whether a variable marked `layer_kind=True` chooses the branch of a layer."""
     is_marked = lambda v: isinstance(v, nnx.Variable) and v.get_metadata("layer_kind", False)
     return any(map(is_marked, template.variables.values()))

@@ -1,13 +1,13 @@
 """The pipeline executor: runs any table in one program, one scan over ticks per segment.
 
 In a tick a stage receives what its neighbours sent in the tick before, then runs its forward slot
-(and the head, on the last stage), its backward slot and its weights slot. Residuals wait in rings
-whose slots the table's compiler has assigned, so neither the size of the program nor its memory
+(and the head, on the last stage), its backward slot and its weights slot. Residuals wait in ring
+buffers whose slots `compile_table` has assigned, so neither the size of the program nor its memory
 depends on the number of microbatches.
 
-`Pipeline` is a stage: first the state that it holds, then `_tick`, what it does in a tick. What
-may be done in more than one way is an object: `stage_params` (which parameters a pass uses, and
-when they are updated) and `layer_passes` (what of a layer is computed again).
+`Pipeline` is a stage: first its state, then `_tick`, which runs one tick. Two things that vary are
+objects: `stage_params` (which parameters a pass uses, and when they are updated) and
+`layer_passes` (what a layer recomputes).
 """
 
 from collections.abc import Callable
@@ -38,21 +38,21 @@ from hfjax.utils.paths import Flat, Index
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A table with the model that runs by it, on one stage: inside shard_map over `pipe`.
+    """A table and the model that it runs, on one stage: inside shard_map over `pipe`.
 
-    First what the stage holds, then `run` and what it does in a tick.
+    First the state of the stage, then `run` and the work of a tick.
     """
 
     ticks: Ticks
     model: StageFns
     unroll: int | bool = 1
-    choose_offload: Callable | None = None  # (tensors, layers of a stage) -> which go to the host
+    choose_offload: Callable | None = None  # (tensors, layers of a stage) -> which are offloaded
     stage_params: StageParams = FixedParams()
-    # Slots of a tick follow one another, though they are of different microbatches. XLA runs what
-    # is independent in an order that differs by device, on CPUs, and a layer's collectives of one
-    # microbatch then meet those of another.
-    in_order: Callable[[], bool] = lambda: False  # asked once what came before is traced
-    # Asked with what traces a layer: a `lax.cond` by which idle slots skip it, None where none may.
+    # Whether the slots of a tick run one after another, though their microbatches are independent.
+    # On CPUs XLA orders independent operations differently on each device, and a layer's
+    # collectives of one microbatch would then pair up with those of another.
+    in_order: Callable[[], bool] = lambda: False  # called after the preceding slot is traced
+    # (function that traces a layer) -> a `lax.cond` with which idle slots skip it; None: no skip.
     branches: Callable[[Callable], Callable | None] = lambda program: None
     last_tick: Any = None  # `LastTick`, if it sums gradients over devices
 
@@ -74,7 +74,7 @@ class Pipeline:
 
     @cached_property
     def _zero_x(self) -> Any:
-        """Zeros like what goes from layer to layer."""
+        """Zeros like the activations between layers."""
         return zeros_like(jax.eval_shape(self.model.embed, self.model.outer_params, jnp.int32(0)))
 
     @cached_property
@@ -88,7 +88,7 @@ class Pipeline:
 
     @cached_property
     def _layer_numbers(self) -> jax.Array:
-        """The numbers of this stage's layers, [chunks, units]."""
+        """The indices of this stage's layers, [chunks, units]."""
         return jnp.asarray(self.model.unit_order, jnp.int32)[self.stage]
 
     @cached_property
@@ -132,9 +132,9 @@ class Pipeline:
 
     @cached_property
     def _stash_buffers(self) -> dict[str, StashBuffer]:
-        """Ring buffers: `stash` are residuals that B reads, `late` those that W reads too.
+        """Ring buffers: `stash` has residuals that B reads, `late` those that W reads too.
 
-        `cross` is what B computes for W.
+        `cross` has what B computes for W.
         """
         passes, chunks = self._passes, self.chunks
         num_stash, share = len(jax.tree.leaves(passes.stash)), self._host_share
@@ -151,7 +151,7 @@ class Pipeline:
 
     @property
     def _host_share(self) -> Share:
-        """What of stash and late goes to the host."""
+        """How much of stash and late is offloaded to the host."""
         if self.choose_offload is None:
             return {}
         passes, (_, chunks, units) = self._passes, self.model.unit_order.shape
@@ -169,7 +169,7 @@ class Pipeline:
         _, aux = jax.eval_shape(self.model.head, self.model.outer_params, self._zero_x, m)
         per_microbatch = lambda a: jnp.zeros((table.microbatches, *a.shape), a.dtype)
         state: State = {"aux": jax.tree.map(per_microbatch, aux), "sent": {}}
-        if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
+        if self.ticks.depth["x"]:  # idle slots run layers too: on valid activations
             x = self.model.embed(self.model.outer_params, m)
             state["x"] = self.queue("x").fill_slots(x)
             state["sent"] = {link: x for kind, link in self.ticks.messages if "F" in kind}
@@ -186,7 +186,7 @@ class Pipeline:
         return state | self.stage_params.init_state(self)
 
     def run(self) -> tuple[Any, Any, Any]:
-        """Return the gradients of units [chunks * units, ...], all others, and aux [M, ...]."""
+        """Return gradients of units [chunks * units, ...], other gradients, and aux [M, ...]."""
         state = self.run_ticks()
         if not self._trains:
             return None, None, state["aux"]
@@ -209,7 +209,7 @@ class Pipeline:
     def _tick(
         self, kinds: str, facts: SegmentFacts, state: State, columns: dict
     ) -> tuple[State, None]:
-        """Run one tick of this stage: receive, F and the head, B, W; then update, if it does."""
+        """Run one tick of this stage: receive, F and the head, B, W, then `after_tick`."""
         tick = StageTick({name: column[self.stage] for name, column in columns.items()}, facts)
         before, state = state, self._receive(dict(state), tick)
         if "F" in kinds:
@@ -230,9 +230,9 @@ class Pipeline:
         return self.stage_params.after_tick(self, kinds, before, state, tick), None
 
     def _receive(self, state: State, tick: StageTick) -> State:
-        """Put what neighbours sent in the last tick into its slots.
+        """Store what neighbours sent in the last tick in its slots.
 
-        dx is sent here, so that it travels under the forward slot, unless it shares a permute.
+        dx is sent here, so that the send overlaps the forward slot, unless it shares a permute.
         """
         for link in self.ticks.links["F"]:
             if tick.facts.has_arrivals("F", link):
@@ -250,7 +250,7 @@ class Pipeline:
         return state
 
     def _send(self, state: State, kind: str, message: Any, tick: StageTick) -> State:
-        """Return the state with what arrives where this message is sent."""
+        """Send a message; return the state with what arrives by the same links."""
         links = [link for kinds, link in self.ticks.messages if kinds == kind]
         links = [link for link in links if tick.facts.has_arrivals(kind, link, later=1)]
         arrivals = {link: self._links.send(message, kind, link) for link in links}
@@ -309,17 +309,17 @@ class Pipeline:
         return y, state | buffers | ({"kept": unit_carry} if "kept" in state else {})
 
     def _where_layer(self, unit: Index, chunk: Index, new: Any, old: Any) -> Any:
-        """Return `new` if there is a layer at this place, `old` where storage is only padded."""
+        """Return `new` if this unit is a layer, `old` if it is padding."""
         if not self._is_padded or self._cond:
             return new
         is_layer = self._layer_numbers[chunk, unit] >= 0
         return jax.tree.map(lambda a, b: jnp.where(is_layer, a, b), new, old)
 
     def _run_or_skip(self, slot: tuple, run: Callable, skip: Callable, *operands: Any) -> Any:
-        """Return `run(*operands)`; with branches `skip(*operands)` where there is nothing to do.
+        """Return `run(*operands)`; with branches `skip(*operands)` in an idle slot.
 
-        Neither rings nor messages pass through a branch: rings would be copied, and a permute
-        would wait for stages that take the other.
+        Neither ring buffers nor messages pass through a branch: buffers would be copied, and a
+        permute would wait for stages that take the other branch.
         """
         kind, tick, unit, chunk = slot
         if self._cond is None or (tick.facts.always_runs(kind) and not self._is_padded):
@@ -330,7 +330,7 @@ class Pipeline:
         return self._cond(is_active, run, skip, *operands)
 
     def _run_head(self, state: State, tick: StageTick, y: Any, m: Index) -> State:
-        """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
+        """On the last stage: store the loss of this microbatch, and start its backward pass."""
         store_aux = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
 
         def evaluate(aux) -> Any:
@@ -362,7 +362,7 @@ class Pipeline:
         backward = self._backward_input if self._splits_backward else self._backward_full
         dx, state = backward(state, dy, tick, m, chunk)
         state = self._backward_embed(state, tick, dx, m)
-        if self.ticks.shares_permutes:  # a stage that runs no B may have made a y
+        if self.ticks.shares_permutes:  # a stage that runs no B may have computed a y
             dx = jax.tree.map(partial(jnp.where, tick.is_active("B")), dx, state["made"])
         return state | {"made": dx}
 
@@ -454,7 +454,7 @@ class Pipeline:
     def _accumulate(
         self, gradients: Any, new: Flat, unit: Index, chunk: Index, tick: StageTick, kind: str
     ) -> Any:
-        """Add a layer's gradient, unless the slot is idle or there is no layer."""
+        """Add a layer's gradient, unless the slot is idle or the unit is padding."""
         is_real = None if self._cond or tick.facts.always_runs(kind) else tick.is_active(kind)
         if self._is_padded and not self._cond:
             is_layer = self._layer_numbers[chunk, unit] >= 0
@@ -469,7 +469,7 @@ class Pipeline:
         return self.chunks.put(gradients, unit, chunk, grad_sum)
 
     def _backward_embed(self, state: State, tick: StageTick, dx: Any, m: Index) -> State:
-        """On the first stage: the gradient of what came before the layers."""
+        """On the first stage: add the gradients of what precedes the layers."""
 
         def run(outside: Flat) -> Flat:
             _, pull_back = self.model.embed_pass(m)
@@ -481,7 +481,7 @@ class Pipeline:
 
 
 def _add_gradients(sums: Flat, new: Flat, divisor: Any) -> Flat:
-    """Return sums with new gradients, of total / divisor, made those of the total."""
+    """Return the sums plus new gradients (of total / divisor), scaled to those of the total."""
     if isinstance(divisor, float):
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype) * divisor.astype(a.dtype), sums, new)

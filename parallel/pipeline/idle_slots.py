@@ -1,7 +1,7 @@
-"""Branches over a layer: whether idle slots may skip it, and what of it stays outside.
+"""Branches around a layer: whether idle slots may skip it, and what stays outside of the branch.
 
-All devices of a stage take the same branch, so what they send each other in it waits for nobody. A
-permute is of all stages: in a branch that one of them does not take it waits for ever.
+All devices of a stage take the same branch, so collectives among them cannot deadlock in it. A
+permute involves all stages: in a branch that one of them does not take, it waits for ever.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ GATHERS = ("all_gather", "all_gather_invariant")
 
 
 def layer_comm_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes in use over which layers send what is no parameter, but for tensor."""
+    """Return the axes in use, except tensor, over which layers send anything but parameters."""
     return (*grid_axes(mesh), *in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES)))
 
 
 def find_permute_axes(program: Jaxpr) -> list[str]:
-    """Return the axes over which a program permutes, be it in a branch or loop of its own.
+    """Return the axes over which a program permutes, including in its branches and loops.
 
     >>> both = lambda x: lax.cond(x > 0, lambda x: lax.ppermute(x, "data", [(0, 0)]), abs, x)
     >>> find_permute_axes(jax.make_jaxpr(both, axis_env=[("data", 1)])(1.0).jaxpr)
@@ -51,9 +51,9 @@ def check_permutes(permuted: list[str], source: str) -> None:
 
 
 def cond_after_gathers(pred: jax.Array, run: Callable, skip: Callable, *operands: Any) -> Any:
-    """Return what `lax.cond` does; what `run` gathers and needs no operand for, is gathered before.
+    """Return what `lax.cond` does; all-gathers of `run` that need no operand run before it.
 
-    XLA starts a gather early only where it does not have to move it out of a branch.
+    XLA starts an all-gather early only where it does not have to move it out of a branch.
     """
     treedef: list[Any] = []
 
@@ -78,7 +78,7 @@ def cond_after_gathers(pred: jax.Array, run: Callable, skip: Callable, *operands
 
 
 def _split_gathers(program: FlatProgram) -> tuple[list[Any], list[Any]]:
-    """Return the gathers of a program that need no input of it, and all other equations."""
+    """Return the all-gathers of a program that need none of its inputs, and all other equations."""
     depends, first, rest = set(program.inputs), [], []
     for equation in program.equations:
         is_independent = depends.isdisjoint(variables(equation.invars))

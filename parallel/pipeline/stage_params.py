@@ -1,7 +1,7 @@
-"""Which parameters the passes of a pipeline use, and what becomes of a stage's gradients.
+"""Which parameters the passes of a pipeline use, and how a stage's gradients accumulate.
 
-In most schedules parameters stay as they are until all microbatches are done: `FixedParams`. A
-stage of an asynchronous pipeline updates its own in between (`wings/asynchronous`).
+In most schedules parameters do not change until all microbatches are done: `FixedParams`. A stage
+of an asynchronous pipeline updates its own in between (`extensions/async_pipeline`).
 """
 
 from abc import ABC, abstractmethod
@@ -12,10 +12,10 @@ from hfjax.utils.paths import Flat, Index
 
 
 class Stage(Protocol):
-    """What of a stage (`executor.Pipeline`) is read here."""
+    """The attributes of a stage (`executor.Pipeline`) that are read here."""
 
     @property
-    def chunks(self) -> Any: ...  # Slots; pyright takes no cached_property for it
+    def chunks(self) -> Any: ...  # Slots; pyright accepts no cached_property for it
     @property
     def chunk_params(self) -> Any: ...
     @property
@@ -24,11 +24,11 @@ class Stage(Protocol):
 
 
 class StageParams(ABC):
-    """Where a stage's parameters come from in a tick, and what becomes of its gradients."""
+    """Where a stage's parameters come from in a tick, and how its gradients accumulate."""
 
     @abstractmethod
     def init_state(self, stage: Stage) -> State:
-        """Return what it adds to the state before the first tick."""
+        """Return the entries that it adds to the state before the first tick."""
 
     @abstractmethod
     def layer_params(
@@ -50,7 +50,7 @@ class StageParams(ABC):
 
 
 class FixedParams(StageParams):
-    """Parameters stay as they are, and gradients are added up, until all microbatches are done."""
+    """Parameters do not change, and gradients are summed, until all microbatches are done."""
 
     def init_state(self, stage: Stage) -> State:
         """Add nothing."""
@@ -59,7 +59,7 @@ class FixedParams(StageParams):
     def layer_params(
         self, stage: Stage, state: State, tick: StageTick, kind: str, unit: Index
     ) -> Flat:
-        """Return those that the step was given."""
+        """Return the parameters of the step."""
         return stage.chunks.get(stage.chunk_params, unit, tick.index(f"{kind}_chunk"))
 
     def grad_sums(

@@ -1,7 +1,7 @@
 """Ring buffers of a pipeline: residuals that wait for backward passes, and links between stages.
 
 `StageLinks` are the permutes between stages, `Slots` the arrays by unit and slot, `StashBuffer` the
-residuals, of which parts may wait in host memory.
+residuals, some of which may be in host memory.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class StageLinks:
     """The links of a table, seen from one stage."""
 
     ticks: Ticks
-    stage: Any  # the number of this one
-    keeps_old: bool  # idle slots compute, on what layers are used to
+    stage: Any  # the index of this stage
+    keeps_old: bool  # idle slots compute, on valid activations
 
     def send(self, x: Any, kind: str, link: int) -> Any:
         """Return what arrives on this link: nothing is sent where the table never sends."""
@@ -47,10 +47,11 @@ class StageLinks:
 
 @dataclass(frozen=True)
 class Slots:
-    """How arrays of every unit (layer of a chunk) and slot (of a ring, or chunk) are kept.
+    """A store of arrays for every unit (layer of a chunk) and slot (of a ring buffer, or chunk).
 
-    `per_unit`: each unit has arrays of its own, and one slot is no dimension at all, so that what
-    is put and taken within one tick is not copied. Else [slots, units, ...], indexed in a loop.
+    `per_unit`: each unit has arrays of its own, without a slot dimension if there is one slot, so
+    that what is put and taken within one tick is not copied. Else [slots, units, ...], indexed in a
+    loop.
     """
 
     slots: int
@@ -58,7 +59,7 @@ class Slots:
     per_unit: bool
 
     def full(self, like: Any, value: float = 0) -> Any:
-        """Return a store whose entries have these shapes and dtypes, all of one value."""
+        """Return a store whose entries have these shapes and dtypes, filled with one value."""
         slot_dims = () if not self.per_unit else ((self.slots,) if self.slots > 1 else ())
         shape = slot_dims if self.per_unit else (self.slots, self.units)
         fill = lambda a: jnp.full((*shape, *a.shape), value, a.dtype)
@@ -100,7 +101,7 @@ class Slots:
         return jax.tree.map(lambda a: one(a).reshape(a.shape[2:]), store)
 
     def put(self, store: Any, unit: Index, slot: Index, value: Any) -> Any:
-        """Return the store with one entry changed."""
+        """Return the store with one entry replaced."""
         if not self.per_unit:
             change = lambda a, x: lax.dynamic_update_slice(a, x[None, None], _at(a, slot, unit))
             return jax.tree.map(change, store, value)
@@ -125,24 +126,24 @@ def _at(array: jax.Array, slot: Index, unit: Index) -> tuple:
 
 @dataclass(frozen=True)
 class StashBuffer:
-    """A ring of trees of arrays, an entry for each unit of a stage and slot.
+    """A ring buffer of trees of arrays, with an entry for each unit of a stage and slot.
 
-    It is two stores of lists of arrays: what lies on the host, and what lies on the device.
+    It is two stores of lists of arrays: one in host memory, one in device memory.
     """
 
     like: Any  # shapes and dtypes of an entry
     store: Slots
-    share: Share  # what of an entry goes to the host
+    share: Share  # how much of an entry is offloaded
 
     def empty(self) -> tuple[Any, Any]:
-        """Return the ring before anything was put."""
+        """Return the empty buffer."""
         host, device = map(self.store.full, jax.eval_shape(self._split, self.like))
         return jax.tree.map(self._host_zeros, host), device
 
     def put(
         self, buffer: tuple[Any, Any], unit: Index, slot: Index, values: Any
     ) -> tuple[Any, Any]:
-        """Return the ring with one entry changed."""
+        """Return the buffer with one entry replaced."""
         (host, device), (host_values, device_values) = buffer, self._split(values)
         host = self.store.put(host, unit, slot, to_host(host_values))
         return host, self.store.put(device, unit, slot, device_values)
@@ -154,13 +155,13 @@ class StashBuffer:
         return jax.tree.unflatten(jax.tree.structure(self.like), values)
 
     def _host_zeros(self, zeros: jax.Array) -> jax.Array:
-        """Return zeros in host memory, filled row by row: the device never holds them all."""
+        """Return zeros in host memory, made entry by entry: the device never holds all of them."""
         make_entry = lambda _, __: (None, to_host(jnp.zeros(zeros.shape[1:], zeros.dtype)))
         return (
             lax.scan(make_entry, None, length=zeros.shape[0])[1] if zeros.ndim else to_host(zeros)
         )
 
     def _split(self, values: Any) -> tuple[list, list]:
-        """Return what of the arrays goes to the host, and what stays."""
+        """Return the parts of the arrays for host memory, and for device memory."""
         halves = list(split(self.share, jax.tree.leaves(values)))
         return [on_host for on_host, _ in halves], [on_device for _, on_device in halves]

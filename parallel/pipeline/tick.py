@@ -1,7 +1,7 @@
-"""One row of a pipeline's table, as a stage reads it.
+"""One tick of a pipeline's table, as a stage reads it.
 
-`SegmentFacts` are known before anything runs: which tasks all stages have in a segment of the
-table, or none. `StageTick` are the numbers of one stage in one tick, traced.
+`SegmentFacts` are static: which tasks all stages have in a segment of the table, or none.
+`StageTick` has the traced entries of one stage in one tick.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from jax import lax
 from hfjax.parallel.offload.host_memory import to_device
 from hfjax.parallel.schedules.compile import Ticks
 
-State = dict[str, Any]  # what a stage holds from tick to tick
+State = dict[str, Any]  # what a stage keeps from tick to tick
 OUTER_TASKS = ("first", "last", "first_backward")  # tasks that use parameters outside the layers
 
 
 @dataclass(frozen=True)
 class SegmentFacts:
-    """Static facts of a segment: what runs in all its ticks on all stages, or in none.
+    """Static facts of a segment: which tasks run in all its ticks on all stages, or in none.
 
-    No `lax.cond` is needed then.
+    Such tasks need no `lax.cond`.
     """
 
     ticks: Ticks
@@ -39,7 +39,7 @@ class SegmentFacts:
         return not self.runs[task].any()
 
     def has_arrivals(self, kind: str, link: int, later: int = 0) -> bool:
-        """Whether anything arrives by a link in this segment, or so many ticks later."""
+        """Whether anything arrives by a link in this segment, or `later` ticks after it."""
         return self.ticks.has_arrivals(kind, link, self.start + later, self.end + later)
 
     @cached_property
@@ -57,7 +57,7 @@ class SegmentFacts:
 
 @dataclass(frozen=True)
 class StageTick:
-    """One row of the table for this stage."""
+    """The table's entries for this stage in one tick."""
 
     entries: dict[str, Any]
     facts: SegmentFacts
@@ -66,10 +66,10 @@ class StageTick:
         return self.entries[name]
 
     def wait_for(self, state: State) -> "StageTick":
-        """Return the same row, which nothing can read before a state is there.
+        """Return the same entries, made to depend on a state.
 
-        XLA repeats a sum in every fusion that reads the row, hundreds of times, and compiles three
-        times as long. A sort is done once.
+        XLA would repeat a sum in every fusion that reads the entries, hundreds of times, and take
+        three times as long to compile. A sort runs once.
         """
         floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
         firsts = to_device([x.reshape(-1)[:1] for x in floats if x.size])
@@ -81,14 +81,14 @@ class StageTick:
         return replace(self, entries={name: delay(x) for name, x in self.entries.items()})
 
     def index(self, name: str) -> jax.Array:
-        """Return a number to index with, 0 where the slot is idle."""
+        """Return an entry as an index, 0 where the slot is idle."""
         return jnp.maximum(self.entries[name], 0)
 
     def is_active(self, kind: str) -> jax.Array:
         return self.entries[f"{kind}_microbatch"] >= 0
 
     def branch(self, task: str, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:
-        """Return `true_fun(*operands)` where it is so, `false_fun(*operands)` elsewhere."""
+        """Return `true_fun(*operands)` where the task runs, `false_fun(*operands)` elsewhere."""
         if self.facts.always_runs(task):
             return true_fun(*operands)
         if self.facts.never_runs(task):

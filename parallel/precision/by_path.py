@@ -18,8 +18,8 @@ ALL = "*"
 class PrecisionByPath:
     """Dtypes of a step by the paths of parameters: the last pattern that matches counts.
 
-    The arithmetic of a module follows its parameters. What enters the first layer, and the batch,
-    have the dtype of `"*"`. Where one entry is float16 the whole step has a loss scale.
+    The arithmetic of a module follows its parameters. The first layer's input and the batch have
+    the dtype of `"*"`. If one entry is float16, the whole step has a loss scale.
 
     Args:
         given: {pattern: a word, or a `hfjax.Precision`}; `*` stands for anything, also for `/`.
@@ -64,17 +64,17 @@ class PrecisionByPath:
 
     @property
     def compute(self) -> Any:
-        """The dtype of the batch, and of what enters the first layer."""
+        """The dtype of the batch, and of the first layer's input."""
         return dict(self.given)[ALL].compute
 
     @property
     def enters(self) -> Any:
-        """The dtype of what enters the first layer."""
+        """The dtype of the first layer's input."""
         return self.compute
 
     @property
     def reduce(self) -> Any:
-        """The narrowest dtype of a reduction that an entry asks for."""
+        """The narrowest reduction dtype of the entries."""
         dtypes = [x.reduce for _, x in self.given if x.reduce is not None]
         return min(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
@@ -90,7 +90,7 @@ class PrecisionByPath:
 
 @dataclass(frozen=True)
 class DtypesByPath:
-    """In which dtypes a step computes with each parameter, gathers and reduces it; print it."""
+    """The dtypes in which a step computes with, gathers and reduces each parameter; print it."""
 
     dtypes: Mapping[str, Dtypes]
 
@@ -107,7 +107,7 @@ def matches_path(precision: PrecisionByPath, path: str) -> bool:
 
 
 def parse_precision(spec: Any) -> Any:
-    """Return a precision, by path if it is given so: {"*": "bf16", …}, or "bf16,*norm*=fp32"."""
+    """Return a precision, by path for {"*": "bf16", …} or "bf16,*norm*=fp32"."""
     if isinstance(spec, str) and "=" in spec:
         first, *rest = (entry.strip() for entry in spec.split(","))
         pairs = {path: name for path, _, name in (entry.partition("=") for entry in rest)}

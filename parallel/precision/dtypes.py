@@ -1,4 +1,4 @@
-"""In which dtypes a step computes, gathers parameters and reduces gradients; the loss scale."""
+"""The dtypes in which a step computes, gathers parameters, reduces gradients; the loss scale."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ WIDE = ("float32", "float64", "bfloat16")
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of one parameter in a step: of arithmetic, of its gather, of its reduction."""
+    """The dtypes of one parameter in a step: for arithmetic, all-gather and gradient reduction."""
 
     compute: Any
     gather: Any
@@ -21,17 +21,17 @@ class Dtypes(NamedTuple):
 @strict_fields
 @dataclass(frozen=True)
 class LossScale:
-    """By what a float16 step multiplies its loss, so that small gradients do not become zero.
+    """The factor on the loss of a float16 step, so that small gradients do not become zero.
 
     A step whose gradient overflows is skipped. The rules are DeepSpeed's (docs/precision.md).
 
     Attributes:
         initial: The first scale.
         window: Steps without an overflow after which the scale doubles. None: it is fixed.
-        hysteresis: How many overflows until the scale halves; with 2 the first costs its step only.
-        minimum: The least scale; an overflow there stops the run.
-        maximum: The greatest.
-        consecutive: Whether each step without an overflow, not each doubling, forgets overflows.
+        hysteresis: Overflows until the scale halves; with 2 the first one only costs its step.
+        minimum: The smallest scale; an overflow there stops the run.
+        maximum: The largest scale.
+        consecutive: Whether each step without an overflow, not each doubling, resets their count.
 
     Example:
         >>> import hfjax
@@ -70,12 +70,12 @@ class LossScale:
 @strict_fields
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a step: float32, bfloat16, float16 or float64 each, by name (or bf16 …) or as such.
+    """Dtypes of a step: float32, bfloat16, float16 or float64 each, as name (or bf16 …) or dtype.
 
     Attributes:
-        compute: Of the arithmetic. None: as each parameter is stored.
-        gather: Of what a gather of parameters sends. None: as `compute`.
-        reduce: Of what a reduction of gradients sends and adds. None: float32, or wider where a
+        compute: The dtype of arithmetic. None: as each parameter is stored.
+        gather: The dtype in which an all-gather sends parameters. None: as `compute`.
+        reduce: The dtype in which gradients are sent and summed. None: float32, or wider where a
             parameter is stored wider. Never float16: a sum over devices overflows.
         scale: A `hfjax.LossScale`, which float16 needs.
 
@@ -115,7 +115,7 @@ class Precision:
             )
 
     def at(self, path: str) -> "Precision":
-        """Return the precision of a parameter: of each this one.
+        """Return the precision of a parameter: this one for each.
 
         Args:
             path: Its path.
@@ -148,7 +148,7 @@ PRECISIONS = {
 
 
 def precision_of(spec: Any) -> Precision:
-    """Return a precision that was given, or the one that a word stands for."""
+    """Return a precision as it is, or the one of a name."""
     if hasattr(spec, "at"):
         return spec
     if not isinstance(spec, str) or spec not in PRECISIONS:

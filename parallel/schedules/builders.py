@@ -25,7 +25,7 @@ from hfjax.parallel.schedules.table import (
 
 
 def loop_stage_map(stages: int, chunks: int) -> StageMap:
-    """Return the placement that goes round and round the stages.
+    """Return the stage map that goes round the stages `chunks` times.
 
     >>> loop_stage_map(2, 2)
     ((0, 0), (1, 0), (0, 1), (1, 1))
@@ -34,9 +34,9 @@ def loop_stage_map(stages: int, chunks: int) -> StageMap:
 
 
 def _split_rounds(microbatches: int, stages: int) -> list[range]:
-    """Return the microbatches in rounds of at least `stages`, as even as can be.
+    """Return the microbatches in rounds of at least `stages`, as even as possible.
 
-    Shorter rounds would let stages wait for the next chunk, a longer one after a shorter one too.
+    Stages would wait for the next chunk with shorter rounds, and with a longer after a shorter one.
 
     >>> _split_rounds(10, 4)
     [range(0, 5), range(5, 10)]
@@ -80,7 +80,7 @@ def build_zero_bubble(
 
 
 def build_1f1b(name: str, stages: int, microbatches: int, chunks: int) -> Table:
-    """A forward or a backward in a tick, in turn once enough forwards have run."""
+    """A forward or a backward in a tick, alternating once enough forwards have run."""
     rounds = _split_rounds(microbatches, stages)
     lanes = []
     for stage, (forward, backward) in enumerate(_loop_lanes(stages, chunks, rounds)):
@@ -92,7 +92,7 @@ def build_1f1b(name: str, stages: int, microbatches: int, chunks: int) -> Table:
 
 
 def _alternate(forward: Lane, backward: Lane, ahead: int) -> Lane:
-    """Return `ahead` forwards, then forward and backward in turn, then the backwards left."""
+    """Return `ahead` forwards, then alternating forwards and backwards, then the backwards left."""
     ahead = min(ahead, len(forward))
     pairs = zip(forward[ahead:], backward, strict=False)
     steady = [cell for pair in pairs for cell in pair]
@@ -100,14 +100,14 @@ def _alternate(forward: Lane, backward: Lane, ahead: int) -> Lane:
 
 
 def build_zb_h(times: int, name: str, stages: int, microbatches: int, chunks: int) -> Table:
-    """Zero bubble of one chunk a stage, with `times` the stash of 1F1B."""
+    """Zero bubble with one chunk per stage, and `times` the stash of 1F1B."""
     make_stage_lane = lambda s: _zb_h_lane(s, microbatches, times * (stages - 1 - s), times * s)
     lanes = [[make_stage_lane(stage)] for stage in range(stages)]
     return lay_out(name, loop_stage_map(stages, chunks), lanes, branches=True)
 
 
 def _zb_h_lane(stage: int, microbatches: int, ahead: int, behind: int) -> Lane:
-    """Return 1F1B with the weights `behind` backwards late, and the rest of them in the drain."""
+    """Return 1F1B with each W `behind` backwards late, and the remaining W in the drain."""
     task = lambda kind, m: (Task(kind, stage, m),)
     lane: list[Cell] = [task("F", m) for m in range(min(ahead, microbatches))]
     for m in range(microbatches):
@@ -118,7 +118,7 @@ def _zb_h_lane(stage: int, microbatches: int, ahead: int, behind: int) -> Lane:
 
 
 def v_stage_map(stages: int) -> StageMap:
-    """Return the placement that goes down the stages and up again: two chunks on each.
+    """Return the stage map that goes down the stages and up again: two chunks on each.
 
     >>> v_stage_map(2)
     ((0, 0), (1, 0), (1, 1), (0, 1))
@@ -139,7 +139,7 @@ def build_v_combined(name: str, stages: int, microbatches: int, chunks: int) -> 
 
 
 class _VLane:
-    """The cells of one stage as they are written down, step by step."""
+    """The cells of one stage, written step by step."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.virtual_stages = (
@@ -147,13 +147,13 @@ class _VLane:
             2 * stages - 1 - stage,
         )  # the virtual stages of chunk 0 and chunk 1
         self.count: Counter[tuple[str, int]] = Counter()
-        self.pending_weights: list[int] = []  # chunks whose weights wait, the oldest first
+        self.pending_weights: list[int] = []  # chunks whose W is deferred, the oldest first
         self.cells: list[Cell] = []
 
     def add(self, times: int, *cells: str) -> None:
         """Add cells several times, e.g. `add(2, "F0+B1", "W")`.
 
-        I is a B whose weights wait, W the weights that wait longest.
+        I is a B whose W is deferred, W the oldest deferred one.
         """
         for cell in cells * times:
             self.cells.append(tuple(task for work in cell.split("+") for task in self._tasks(work)))
@@ -173,7 +173,7 @@ class _VLane:
         return Task(kind, self.virtual_stages[chunk], self.count[kind, chunk] - 1)
 
     def finish(self, microbatches: int) -> Lane:
-        """Return the weights that wait at the end, and no task of later microbatches."""
+        """Return the lane: with the deferred W at the end, without tasks of later microbatches."""
         self.add(len(self.pending_weights), "W")
         lane_cells = (tuple(t for t in cell if t.microbatch < microbatches) for cell in self.cells)
         return [cell for cell in lane_cells if cell]
@@ -182,7 +182,7 @@ class _VLane:
 def build_on_v(
     make_stage_lane: Callable, name: str, stages: int, microbatches: int, chunks: int
 ) -> Table:
-    """A schedule on a V of which `make_stage_lane` writes the line of each stage."""
+    """A schedule on a V; `make_stage_lane` writes the lane of each stage."""
     lanes = [[make_stage_lane(stage, stages, microbatches)] for stage in range(stages)]
     return lay_out(name, v_stage_map(stages), lanes, branches=True)
 
@@ -191,7 +191,7 @@ def zb_v_lane(stage: int, stages: int, microbatches: int) -> Lane:
     """Return a stage of zero bubble on a V."""
     num_written = max(
         microbatches, 2 * stages - 1
-    )  # fewer do not fill the V: write them, drop them
+    )  # fewer do not fill the V: write more, drop the surplus
     line, stages_below = _VLane(stage, stages), stages - 1 - stage
     line.add(2 * stages_below + 1, "F0")
     line.add(stage, "F1", "F0")
@@ -205,7 +205,7 @@ def zb_v_lane(stage: int, stages: int, microbatches: int) -> Lane:
 
 
 def dualpipe_v_lane(stage: int, stages: int, microbatches: int) -> Lane:
-    """Return the eight steps of dualpipev.py; under two microbatches a stage the first of those."""
+    """Return dualpipev.py's eight steps for 2 or more microbatches a stage; drop the surplus."""
     num_written = max(microbatches, 2 * stages)
     line, stages_below = _VLane(stage, stages), stages - 1 - stage
     line.add(2 * stages_below, "F0")  # 1
@@ -216,8 +216,8 @@ def dualpipe_v_lane(stage: int, stages: int, microbatches: int) -> Lane:
         line.add(1, *(("F0", "B1") if is_separate else ("F0+B1",)), "F1+B0")
     line.add(stages_below, "B1", "F1+B0")  # 5
     half = (stage + 1) // 2
-    for step in range(stage + 1):  # 6: from the middle on, weights wait
+    for step in range(stage + 1):  # 6: from the middle on, W is deferred
         splits_backward = step > half or (step == half and stage % 2)
         line.add(1, "I1" if splits_backward else "B1", "I0" if step >= half else "B0")
-    line.add(stages_below, "W", "I0")  # 7; step 8, the weights left, is what `first` adds
+    line.add(stages_below, "W", "I0")  # 7; step 8, the remaining W, is what `finish` adds
     return line.finish(microbatches)

@@ -1,8 +1,8 @@
-"""A schedule's table compiled for the executor: ring slots, routes of messages, segments.
+"""A schedule's table compiled for the executor: buffer slots, routes of messages, segments.
 
-Every value that waits (a message, an activation, what crosses from B to W) lies in a ring from the
-phase that writes it to the phase that reads it last. Two values share a slot if their lives do not
-meet (interval colouring), so a ring has no more slots than values that live at once.
+Every value that waits (a message, an activation, what B computes for W) is in a ring buffer from
+the phase that writes it to the phase that reads it last. Two values share a slot if their lifetimes
+do not overlap (interval colouring), so a buffer has no more slots than values alive at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from hfjax.parallel.schedules.table import KINDS, Table, Task, check_table
 
 BUFFERS = ("x", "dy", "stash", "late", "cross")
 LINK_NAMES = {0: "self", 1: "left", -1: "right"}
-# The column that writes -> its ring.
+# The column that writes -> its buffer.
 WRITES = {
     **{f"{buffer}_{source}": buffer for buffer in ("x", "dy") for source in LINK_NAMES.values()},
     "F_stash": "stash",
@@ -33,7 +33,7 @@ Use = tuple[str, int]  # a column, and the tick in which it is used
 
 @dataclass(frozen=True, eq=False)
 class Ticks:
-    """What an executor follows: `columns[name][tick, stage]` is a microbatch, chunk or ring slot.
+    """What the executor follows: `columns[name][tick, stage]` is a microbatch, chunk or slot.
 
     -1 means unused. But a phase that executes always writes: where it has no task (an idle stage of
     a table without branches), its column in `WRITES` names a free slot, or one extra slot.
@@ -41,9 +41,9 @@ class Ticks:
 
     table: Table
     columns: dict[str, np.ndarray]  # int32 [ticks, stages]
-    depth: dict[str, int]  # slots of each ring; 0: the ring is not used
+    depth: dict[str, int]  # slots of each ring buffer; 0: it is not used
     segments: tuple[tuple[int, int, str], ...]  # first tick, end, kinds in use
-    # "F", "B" -> link (0 from itself, 1 from stage - 1, -1 from + 1) -> whether anything arrives
+    # "F", "B" -> link (0: from itself, 1: from stage - 1, -1: from + 1) -> whether anything arrives
     arrivals: Mapping[str, Mapping[int, Any]]  # bool [ticks]
 
     @cached_property
@@ -65,11 +65,11 @@ class Ticks:
         return bool(common_links) and self.table.branches and not busy.all(axis=2).any()
 
     def has_arrivals(self, kind: str, link: int, start: int, end: int) -> bool:
-        """Whether anything that a task of these kinds made arrives by a link in these ticks."""
+        """Whether a message from a task of these kinds arrives by a link in these ticks."""
         return any(self.arrivals[k][link][start:end].any() for k in kind)
 
     def route(self, kind: str, link: int) -> list[tuple[int, int]]:
-        """Return which stage sends to which on a link: activations up, their gradients down."""
+        """Return (source, target) stages of a link: activations go up, their gradients down."""
         stage_map = [stage for stage, _ in self.table.stage_map]
         up = [(source, target) for source, target in pairwise(stage_map) if source != target]
         down = [(target, source) for source, target in up]
@@ -87,7 +87,7 @@ class Ticks:
 
 
 def compile_table(table: Table) -> Ticks:
-    """Return the table with its slots, links and segments; a faulty table is refused.
+    """Return the table with its slots, links and segments; raise ValueError if it is faulty.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> ticks = compile_table(Schedule("1f1b", microbatches=8).table(stages=4))
@@ -195,7 +195,7 @@ def _work_columns(table: Table) -> dict[str, np.ndarray]:
 
 
 def find_segments(table: Table) -> tuple[tuple[int, int, str], ...]:
-    """Return the runs of ticks that use the same kinds; with branches one run holds all."""
+    """Return the runs of ticks that use the same kinds; with branches one run has all ticks."""
     used_by_tick = np.any(table.cells >= 0, axis=1)
     if table.branches:
         used_by_tick = np.broadcast_to(used_by_tick.any(axis=0), used_by_tick.shape)
@@ -211,7 +211,7 @@ def find_segments(table: Table) -> tuple[tuple[int, int, str], ...]:
 
 
 def _assign_slots(values: list[_Value], columns: dict[str, np.ndarray], table: Table) -> int:
-    """Give each value the first slot free at its birth, in all its columns; return the slots."""
+    """Give each value the first slot free when it is written; return the number of slots."""
     ends: list[list[int]] = [[] for _ in range(table.stages)]
     for value in sorted(values, key=lambda value: value.life):
         born, dies = value.life
@@ -230,7 +230,7 @@ def _assign_idle_slots(
     runs: dict[str, np.ndarray],
     depth: dict[str, int],
 ) -> None:
-    """Let idle stages write where nothing lives, else into one slot more."""
+    """Let idle stages write to a free slot, else to one extra slot."""
     ticks, stages = columns["F_chunk"].shape
     busy = np.zeros((ticks * 5, stages, depth[buffer] + 1), bool)
     for value in values:
@@ -252,7 +252,7 @@ def _assign_idle_slots(
 def _phase_activity(
     table: Table, columns: dict[str, np.ndarray], segments: tuple[tuple[int, int, str], ...]
 ) -> dict[str, np.ndarray]:
-    """Return in which ticks each stage runs each phase: messages arrive in all of them."""
+    """Return in which ticks each stage runs each phase: it receives messages in all of them."""
     runs = {}
     for kind in KINDS:
         active = [np.full((end - first, 1), kind in kinds) for first, end, kinds in segments]

@@ -1,4 +1,4 @@
-"""What a table costs before anything runs: time, bubble, what is stored, what is sent.
+"""What a table costs, before anything runs: time, bubble, memory and messages.
 
 Times are in units of the caller; `forward` and `backward` are those of all the chunks of one stage
 for one microbatch, `weights` is the part of `backward` that the W slot runs in a split table.
@@ -75,7 +75,7 @@ def _durations(table: Table, task_times: np.ndarray) -> np.ndarray:
 
 
 def _lockstep_time(table: Table, task_times: np.ndarray) -> float:
-    """Return the time in lockstep: ticks in which the same slots are busy take the same."""
+    """Return the time in lockstep: ticks in which the same slots are busy take equally long."""
     longest = (BUSY_SLOTS * task_times).sum(axis=1)
     sets, set_of_tick = _busy_sets(table)
     set_times = np.array([longest[list(busy)].max() for busy in sets])
@@ -84,7 +84,7 @@ def _lockstep_time(table: Table, task_times: np.ndarray) -> float:
 
 @lru_cache(maxsize=2048)
 def _busy_sets(table: Table) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Return which slots are busy (in bits) on stages of one tick, each set once; that of a tick.
+    """Return the distinct sets of busy slots (as bits) of the stages of a tick; each tick's set.
 
     Without branches all stages run what one of them does.
     """
@@ -125,7 +125,7 @@ def _neighbour_time(durations: np.ndarray) -> float:
 
 
 def _free_time(table: Table, durations: np.ndarray) -> float:
-    """Return the time if a stage begins a tick as soon as all that its tasks need is there.
+    """Return the time if a stage begins a tick as soon as the inputs of its tasks are there.
 
     As in the executor its slots run one after another, no F overlaps a B, and a forward's message
     leaves after its slot.
@@ -151,7 +151,7 @@ def bubble(
     weights: float = 1,
     model: str = "lockstep",
 ) -> float:
-    """Return the part of the time in which a stage does nothing of use, 0 to 1.
+    """Return the fraction of the time in which a stage does no useful work, 0 to 1.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> round(bubble(Schedule("1f1b", microbatches=16).table(stages=4)), 3)  # 3 of 19
@@ -162,7 +162,7 @@ def bubble(
 
 
 def stash(table: Table) -> tuple[float, ...]:
-    """Return how many microbatches each stage keeps activations of at most, in whole stages.
+    """Return for how many microbatches each stage keeps activations at most, in whole stages.
 
     They are kept from F to the last task that reads them: B, or W in a split table.
 
@@ -182,9 +182,9 @@ def stash(table: Table) -> tuple[float, ...]:
 
 
 def b_to_w_stash(table: Table) -> tuple[float, ...]:
-    """Return of how many microbatches each stage has room for what W needs of B, in whole stages.
+    """Return for how many microbatches each stage can keep what W needs of B, in whole stages.
 
-    These are slots of the executor's ring `cross`; only a split table has any.
+    These are slots of the executor's buffer `cross`; only a split table has any.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> b_to_w_stash(Schedule("zb-h1", microbatches=16).table(stages=4))
@@ -198,7 +198,7 @@ def b_to_w_stash(table: Table) -> tuple[float, ...]:
 
 
 def messages(table: Table) -> dict[tuple[int, int], int]:
-    """Return how many messages one stage needs of another, in the order of the stages.
+    """Return how many messages each stage needs from each other one, in stage order.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> messages(Schedule("1f1b", microbatches=16).table(stages=3))
@@ -213,7 +213,7 @@ def messages(table: Table) -> dict[tuple[int, int], int]:
 
 
 def count_permutes(table: Table) -> int:
-    """Return how many collective-permutes the program has, for each array that layers hand on.
+    """Return how many collective-permutes the program has, per array that layers pass on.
 
     Each tick of a segment sends on every link that the segment uses, needed or not.
 
@@ -225,16 +225,16 @@ def count_permutes(table: Table) -> int:
 
 
 def list_permutes(ticks: Ticks) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, link and number of the permutes of a program, segment by segment."""
+    """Yield kind, link and count of the permutes of a program, segment by segment."""
     for start, end, _ in ticks.segments:
         for kind, link in ticks.messages:
-            is_later = kind != "B"  # which is sent at the start of the next tick
+            is_later = kind != "B"  # B's message is sent at the start of the next tick
             if link and ticks.has_arrivals(kind, link, start + is_later, end + is_later):
                 yield kind, link, end - start
 
 
 def sent_messages(table: Table) -> dict[tuple[int, int], int]:
-    """Return how many messages one stage sends another, needed or not, in their order."""
+    """Return how many messages each stage sends each other one, needed or not, in stage order."""
     ticks, counts = compile_cached(table), Counter()
     for kind, link, count in list_permutes(ticks):
         for pair in ticks.route(kind, link):
@@ -243,10 +243,10 @@ def sent_messages(table: Table) -> dict[tuple[int, int], int]:
 
 
 def compile_outline(table: Table) -> Ticks:
-    """Return a compiled table without its columns, of the rings only stash and cross.
+    """Return a compiled table without its columns, with only the ring buffers stash and cross.
 
-    This is what a prediction asks. It is a tenth of the work of `compile_table`; the table is one
-    that a schedule built, and is not checked again.
+    Predictions need no more. It is a tenth of the work of `compile_table`; the table is one that a
+    schedule built, and is not checked again.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> compile_outline(Schedule("1f1b", microbatches=8).table(stages=4)).depth
@@ -274,9 +274,9 @@ def _task_ticks(table: Table) -> np.ndarray:
 def _count_slots(
     table: Table, write: str, write_ticks: np.ndarray, read: str, read_ticks: np.ndarray
 ) -> int:
-    """Return the slots of a ring that one phase writes: values alive at once.
+    """Return the number of slots of a buffer that one phase writes: the values alive at once.
 
-    It is one more where a stage that idles runs the phase while all of its slots are taken.
+    It is one more if an idle stage runs the phase while all of its slots are taken.
     """
     stage = np.broadcast_to(
         np.array([stage_of for stage_of, _ in table.stage_map])[:, None], write_ticks.shape

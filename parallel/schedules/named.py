@@ -1,4 +1,4 @@
-"""Schedules by name, and the user's own: what `hfjax.Schedule` says, as a table."""
+"""Schedules by name, and the user's own: the table of an `hfjax.Schedule`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ BALANCES = ("even", "parameters", "flops")
 
 @dataclass(frozen=True)
 class Builder:
-    """What builds a table, from its name, stages, microbatches and chunks; what it can build."""
+    """Builds a table from its name, stages, microbatches and chunks; and what it can build."""
 
     build: Callable[[str, int, int, int], Table]
     description: str
-    chunks: int = 1  # how many it takes when none are named
+    chunks: int = 1  # the default
     fixed_chunks: bool = True  # False: any number of chunks
-    every: Callable[[int], int] | None = None  # asynchronous: stages -> microbatches of an update
+    every: Callable[[int], int] | None = None  # asynchronous: stages -> microbatches per update
 
 
 def forward_table(stage_map: StageMap, microbatches: int) -> Table:
@@ -125,20 +125,20 @@ class Schedule:
     "1f1b" runs a forward and a backward of each stage in one tick, and so keeps up to 2 S - 1
     microbatches; "1f1b-published" is the order of the papers, one task a tick, with at most S.
 
-    Under pipedream and 2bw stages update their layers on the way, and the rest of the model once
-    at the end: `hfjax.optimizer_step.async_pipeline` says when, and from which gradients.
+    With pipedream and 2bw stages update their layers during the step, and the rest of the model
+    once at the end: `hfjax.optimizer_step.async_pipeline` says when, and from which gradients.
 
     Attributes:
         name: gpipe, 1f1b, 1f1b-published, interleaved, interleaved-published, looped-bfs, zb,
             zb-h1, zb-h2, zb-v, v, v-zb, dualpipe-v, pipedream, 2bw; forward (for evaluations only).
-        microbatches: Into how many the rows of a step, or of each accumulated part, are split.
-        chunks: Pieces of the model on each stage. None: as the schedule has them.
+        microbatches: Into how many the examples of a step, or of each accumulation step, are split.
+        chunks: Chunks of the model on each stage. None: the schedule's default.
         balance: even, parameters or flops; or the number of layers of each virtual stage, in the
             model's order.
         own: A table of your own, instead of one by name: see `from_text` and `from_csv`.
-        every: Of 2bw: microbatches of one update. None: as many as stages, at least 2.
+        every: For 2bw: microbatches per update. None: as many as stages, at least 2.
         branches: Whether a stage skips its layers in a slot in which it has no task, instead of
-            computing something and dropping it. auto: where layers send nothing that stages might
+            computing something and dropping it. auto: if layers send nothing that stages might
             wait for, and in all tables that have different tasks in one slot (1f1b-published …).
 
     Example:
@@ -149,10 +149,10 @@ class Schedule:
 
     name: str = "1f1b"
     microbatches: int = 1
-    chunks: int | None = None  # pieces of the model on each stage; None: as the schedule has them
+    chunks: int | None = None  # chunks of the model on each stage; None: the schedule's default
     balance: str | tuple[int, ...] = "even"  # layers of each virtual stage
     own: Table | None = None  # a table of the user's, instead of one by name
-    every: int | None = None  # 2bw: microbatches of one update; None: as many as stages
+    every: int | None = None  # 2bw: microbatches per update; None: as many as stages
     branches: bool | str = "auto"  # whether idle slots skip their layers
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class Schedule:
         return repr(self) if self.own is None else str(self.own)
 
     def table(self, stages: int) -> Table:
-        """Return the table that the pipeline runs: printed, it has a line for each stage.
+        """Return the table that the pipeline runs; it prints as one line per stage.
 
         Args:
             stages: The size of the mesh's pipe axis.
@@ -219,7 +219,7 @@ class Schedule:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether stages update their layers by themselves, while microbatches are on their way."""
+        """Whether stages update their layers by themselves, while microbatches are in flight."""
         return self.own is None and SCHEDULES[self.name].every is not None
 
     def versions(self, stages: int) -> Versions | None:
@@ -254,7 +254,7 @@ class Schedule:
         Args:
             text: Cells separated by blanks or commas. A cell is tasks joined by `+`: virtual stage,
                 kind (F, B, I or W), microbatch. `.` is idle.
-            name: What is shown.
+            name: The name to show.
             balance: As in `Schedule`: even, parameters, flops, or layers of each virtual stage.
             branches: As in `Schedule`; None is auto.
 
@@ -277,7 +277,7 @@ class Schedule:
         balance: str | tuple[int, ...] = "even",
         branches: bool | str | None = None,
     ) -> "Schedule":
-        """Return the schedule of a CSV or text file, a row per stage; its name is the file's.
+        """Return the schedule of a CSV or text file, a line per stage; its name is the file's.
 
         Args:
             path: The file, in UTF-8; cells as in `from_text`.
@@ -294,7 +294,7 @@ class Schedule:
         """
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a mark
+            text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
         except UnicodeDecodeError:
             raise ValueError(f"{path} is no text: a line of cells per stage is expected.") from None
         except OSError as error:
@@ -304,7 +304,7 @@ class Schedule:
 
 @cache
 def build_table(name: str, stages: int, microbatches: int, chunks: int) -> Table:
-    """Return the table of a schedule by name; many ask for it, so nobody may change it."""
+    """Return the table of a schedule by name; it is cached, hence read-only."""
     table = SCHEDULES[name].build(name, stages, microbatches, chunks)
     table.cells.flags.writeable = False
     return table

@@ -5,7 +5,7 @@ F (after the last virtual stage also the head and the loss, which give the gradi
 from), its backward slot B and its weights slot W. A stage has one slot of each kind, so it sends at
 most one message of each kind per tick.
 
-`lay_out` turns orders into ticks: every stage runs its lists of cells in order, each cell as early
+`lay_out` turns orders into ticks: every stage runs its lanes of cells in order, each cell as early
 as it can.
 """
 
@@ -42,7 +42,7 @@ class Table:
     name: str
     stages: int  # devices along the pipe axis
     microbatches: int
-    chunks: int  # pieces of the model on each stage
+    chunks: int  # chunks of the model on each stage
     stage_map: StageMap  # virtual stage, in model order -> (stage, chunk)
     cells: np.ndarray  # int32 [ticks, stages, slots]: microbatch * virtual + virtual stage, or -1
     branches: bool = False  # stages run different tasks in one tick: idle slots must be skipped
@@ -117,8 +117,9 @@ def dependencies(task: Task, virtual: int) -> list[tuple[Task, int]]:
 def check_table(table: Table) -> Table:
     """Return the table; raise ValueError, with the faulty cell marked, if it cannot run.
 
-    Every task once and on its home, neighbours only, every input there in time. That no message
-    and no stored value is overwritten is the work of `hfjax.parallel.schedules.compile`.
+    Every task must be there once, on its own stage, with messages between neighbours only and every
+    input in time. `hfjax.parallel.schedules.compile` ensures that no message and no stored value is
+    overwritten.
     """
     if problem := stage_map_fault(table.stage_map, table.stages):
         message, virtual = problem
@@ -134,7 +135,7 @@ def check_table(table: Table) -> Table:
 
 
 def stage_map_fault(stage_map: StageMap, stages: int) -> tuple[str, int] | None:
-    """Return what is wrong with a placement, and a virtual stage that shows it; None: nothing."""
+    """Return what is wrong with a stage map, and a virtual stage that shows it; None: nothing."""
     virtual_of_stage = [
         [g for g, (home, _) in enumerate(stage_map) if home == stage] for stage in range(stages)
     ]
@@ -159,7 +160,7 @@ def stage_map_fault(stage_map: StageMap, stages: int) -> tuple[str, int] | None:
 
 
 def check_complete(table: Table) -> None:
-    """Refuse a table in which a task is missing, is there twice, or is not on its home."""
+    """Refuse a table in which a task is missing, is there twice, or is on the wrong stage."""
     positions: dict[Task, tuple[int, int]] = {}
     for task, tick, stage in table.tasks():
         if problem := _placement_fault(table, task, stage, positions):
@@ -191,7 +192,7 @@ def _expected_tasks(table: Table) -> Iterator[Task]:
 
 
 def _missing_error(table: Table, task: Task, positions: dict[Task, tuple[int, int]]) -> ValueError:
-    """Return the refusal over a task that comes before or after the missing one, or over any."""
+    """Return the error, marking a task that comes before or after the missing one, or any."""
     waits_for_task = lambda other: any(
         need == task for need, _ in dependencies(other, table.virtual)
     )
@@ -208,7 +209,7 @@ def _missing_error(table: Table, task: Task, positions: dict[Task, tuple[int, in
 
 
 def check_order(table: Table) -> None:
-    """Refuse a task whose input is not there yet, and a tick in which nobody works."""
+    """Refuse a task whose input is not there yet, and a tick in which no stage works."""
     times = table.times()
     for task, tick, stage in table.tasks():
         for need, wait in dependencies(task, table.virtual):
@@ -226,7 +227,7 @@ def check_order(table: Table) -> None:
 
 
 def table_error(table: Table, tick: int, stage: int, message: str) -> ValueError:
-    """Return the error that says what is wrong over the part of the grid around, cell marked."""
+    """Return the error with its message above the part of the grid around the marked cell."""
     ticks = range(max(0, tick - 4), min(table.ticks, tick + 4))
     grid = [[""] + [str(t) for t in ticks]]
     for s in range(table.stages):
@@ -275,7 +276,7 @@ def lay_out(
 
 
 def _run_tick(lanes: list[list[Cell]], tick: int, done: dict[Task, int], virtual: int) -> list[int]:
-    """Run in one tick what one stage can; return its row of slots."""
+    """Run the tasks that one stage can run in a tick; return its slots."""
     slots = [-1] * len(KINDS)
     for lane in lanes:
         if (
@@ -328,9 +329,9 @@ def add_weight_slots(table: Table) -> Table:
     """Return the table with a weights slot, in as few ticks as there are backwards on a stage.
 
     The weights of the k-th backward of all stages share one tick: the first in which all of them
-    can run. From the first tick on in which none can, they run as late as the last ones, in one
-    piece: a drain of ticks with and without weights in turn would be compiled tick by tick. If
-    all weights can run with their backward, nothing is to be split.
+    can run. From the first tick on in which none can, they run as late as the last ones, without
+    gaps: a drain that alternates ticks with and without weights would be compiled tick by tick. If
+    all weights can run with their backward, nothing is split.
     """
     columns = table.cells[:, :, 1].T
     ready = np.max([np.flatnonzero(column >= 0) for column in columns], axis=0)

@@ -39,7 +39,7 @@ from hfjax.utils.tables import align
 
 _TASK = re.compile(r"([0-9]{1,5})([FBIW])([0-9]{1,5})")  # \d would be any script's digits
 MARGIN = 4  # cells shown on each side of a marked one, and lines where there are many
-MAX_TEXT = 24  # letters of a word that are shown
+MAX_TEXT = 24  # characters of a cell that are shown
 NO_NOTES: Mapping[int, str] = {}
 
 
@@ -55,14 +55,14 @@ class CellPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class TextTable:
-    """The words of a table, a line per stage; tasks have the kind that is written: F, B, I or W."""
+    """A table as text, a line per stage; tasks have the kind that is written: F, B, I or W."""
 
     name: str
     cell_texts: Sequence[Sequence[str]]
 
     @cached_property
     def cells(self) -> list[list[tuple[Task, ...]]]:
-        """The tasks of each word."""
+        """The tasks of each cell."""
         return [
             [self._parse_cell(CellPosition(s, i), text) for i, text in enumerate(line)]
             for s, line in enumerate(self.cell_texts)
@@ -80,13 +80,13 @@ class TextTable:
                 yield from ((task, CellPosition(s, i)) for task in cell)
 
     def slots(self, task: Task) -> tuple[Task, ...]:
-        """Return a task as the slots that it takes: a whole B of a split table takes two."""
+        """Return a task as the slots that it takes: a full B of a split table takes two."""
         kinds = {"I": "B", "B": "BW" if self.splits_backward else "B"}.get(task.kind, task.kind)
         return tuple(task._replace(kind=kind) for kind in kinds)
 
     @cached_property
     def slot_tasks(self) -> dict[Task, tuple[Task, CellPosition]]:
-        """What takes a slot -> the first task that does, as it is written, and where."""
+        """Slot -> the first task that takes it, as it is written, and where."""
         slot_tasks: dict[Task, tuple[Task, CellPosition]] = {}
         for task, position in self.tasks():
             for slot in self.slots(task):
@@ -99,7 +99,7 @@ class TextTable:
         return 1 + max(task.virtual for task, _ in self.tasks())
 
     def stage_map(self) -> StageMap:
-        """Return where each virtual stage lies: chunks count up in the order of the model."""
+        """Return the stage and chunk of each virtual stage: chunks count up in model order."""
         lines = [self._first_task(g)[1].line for g in range(self.virtual)]
         return tuple((line, lines[:g].count(line)) for g, line in enumerate(lines))
 
@@ -120,22 +120,22 @@ class TextTable:
     def error_at(
         self, message: str, *marks: CellPosition, notes: Mapping[int, str] = NO_NOTES
     ) -> ValueError:
-        """Return the error that says what is wrong, over the words around the marked cells."""
+        """Return the error with its message above the cells around the marked ones."""
         lines = self._visible_lines(marks)
         texts = align([self._line_texts(s, marks) for s in lines], justify=str.center)
         grid = (f"{text}{notes.get(s, '')}" for s, text in zip(lines, texts, strict=True))
         return ValueError("\n  ".join([f"{self.name}: {message}", *grid]))
 
     def _visible_lines(self, marks: Sequence[CellPosition]) -> list[int]:
-        """Return which lines are shown: all, or those about the marked ones if there are many."""
+        """Return which lines are shown: all, or those near the marked ones if there are many."""
         has_few = len(self.cell_texts) <= 4 * MARGIN
         near = lambda s: any(abs(s - position.line) <= MARGIN for position in marks)
         return [s for s in range(len(self.cell_texts)) if has_few or near(s)]
 
     def _line_texts(self, s: int, marks: Sequence[CellPosition]) -> list[str]:
-        """Return the words of a line around all marked cells, or, if they are far, around its own.
+        """Return the cells of a line around all marks, or around its own if marks are far apart.
 
-        All lines have as many cells: also those whose mark is near the beginning.
+        All lines show equally many cells, also those whose mark is near the beginning.
         """
         cells = [position.cell for position in marks]
         own_cells = [position.cell for position in marks if position.line == s]
@@ -154,7 +154,7 @@ class TextTable:
     # -- what is wrong ------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse a table that is not every task once, each virtual stage on one line."""
+        """Refuse a table that does not have every task once, each virtual stage on one line."""
         self._check_cells()
         self._check_duplicates()
         self._check_backward_halves()
@@ -206,7 +206,7 @@ class TextTable:
         """Refuse a task on another line than most tasks of its virtual stage."""
         count = Counter((task.virtual, position.line) for task, position in self.tasks())
         line_counts = Counter(position.line for _, position in self.tasks())
-        stage_map: dict[int, int] = {}  # of two lines with as many the one with fewer others
+        stage_map: dict[int, int] = {}  # of two lines with equally many, the one with fewer others
         for g, line in sorted(count, key=lambda key: (count[key], -line_counts[key[1]], -key[1])):
             stage_map[g] = line
         for task, position in self.tasks():
@@ -239,7 +239,7 @@ class TextTable:
 
     @cached_property
     def _tasks_by_microbatch(self) -> dict[int, list[Task]]:
-        """The F and B of each microbatch that there are."""
+        """The F and B tasks of each microbatch."""
         tasks: dict[int, list[Task]] = {}
         for slot in self.slot_tasks:
             if slot.kind != "W":
@@ -251,7 +251,7 @@ class TextTable:
         return "FB" if any(slot.kind == "B" for slot in self.slot_tasks) else "F"
 
     def _missing_tasks(self, m: int) -> list[Task]:
-        """Return what a microbatch lacks, in order."""
+        """Return the tasks that a microbatch lacks, in order."""
         every = (Task(kind, g, m) for kind in self._kinds for g in range(self.virtual))
         return [task for task in every if task not in self.slot_tasks]
 
@@ -305,7 +305,7 @@ class TextTable:
         return "before", min(candidates, key=lambda candidates: candidates[1].line != line)
 
     def deadlock_error(self, waits: Sequence[tuple[Sequence[Task], Sequence[Task]]]) -> ValueError:
-        """Return the refusal of a deadlock: the cells that come next, what each one waits for."""
+        """Return the error of a deadlock: the cells that come next, and what each waits for."""
         marks = [self.slot_tasks[cell[0]][1] for cell, _ in waits]
         task_names = lambda slots: " and ".join(
             dict.fromkeys(str(self.slot_tasks[s][0]) for s in slots)
@@ -329,8 +329,8 @@ def _shorten(text: str) -> str:
 def parse_table(text: str, name: str = "own", branches: bool | None = None) -> Table:
     """Return the table that a text describes.
 
-    `branches` None: it needs them only if they make it faster, with a backward of two forwards.
-    They do not where cells pair a forward and a backward, as combined ticks do.
+    `branches=None`: with branches only if they make it faster, for a backward that takes as long as
+    two forwards. They do not if cells pair a forward and a backward, as combined ticks do.
 
     >>> print(parse_table("0F0 0B0\\n1F0+1B0"))
     0F0 .       0B0
@@ -353,7 +353,7 @@ def _split_cells(text: str) -> list[list[str]]:
 
 
 def _to_table(text_table: TextTable) -> Table:
-    """Return the table of the words as ticks if they can run as they stand, else in their order."""
+    """Return the table with cells as ticks if they can run as written, else in their order."""
     stage_map = text_table.stage_map()
     cell_slots = lambda cell: tuple(slot for task in cell for slot in text_table.slots(task))
     lines = [[cell_slots(cell) for cell in line] for line in text_table.cells]
@@ -369,7 +369,7 @@ def _to_table(text_table: TextTable) -> Table:
 
 
 def _table_as_written(name: str, lines: list[list[Cell]], stage_map: StageMap) -> Table:
-    """Return the table with the i-th cell of every line in tick i, ticks of no work left out."""
+    """Return the table with the i-th cell of every line in tick i, idle ticks left out."""
     cells = np.full((max(map(len, lines)), len(lines), len(KINDS)), -1, np.int32)
     for stage, line in enumerate(lines):
         for tick, cell in enumerate(line):

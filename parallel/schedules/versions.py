@@ -12,7 +12,7 @@ from hfjax.parallel.schedules.table import Table
 
 @dataclass(frozen=True, eq=False)
 class Versions:
-    """Slots of a ring of weights: `columns[name][tick, stage]`.
+    """Slots of a ring buffer of weights: `columns[name][tick, stage]`.
 
     F_version is the version that a forward uses, B_version the one of the same microbatch's
     backward; both -1 where idle. L_version is the latest at the start of the tick, never -1: what
@@ -71,7 +71,7 @@ def _version_uses(forward: np.ndarray, backward: np.ndarray, every: int) -> dict
 
 
 def _assign_slots(uses: dict[str, np.ndarray]) -> list[int]:
-    """Return the slot of each version of a stage: the first that no living version has."""
+    """Return the slot of each version of a stage: the first that no live version occupies."""
     births = [-1, *np.flatnonzero(uses["U"] >= 0).tolist()]
     slots: list[int] = []
     ends: dict[int, float] = {}  # slot -> the tick after whose B slot it is free
@@ -93,7 +93,7 @@ def _find_updates(backward: np.ndarray, every: int) -> tuple[np.ndarray, np.ndar
 
 
 def _is_ready(forward: np.ndarray, backward: np.ndarray, every: int) -> bool:
-    """Return whether the version of every forward is there before its tick."""
+    """Return whether the version of every forward exists before its tick."""
     _, latest = _find_updates(backward, every)
     return every == 1 or bool((forward // every - 1 <= latest).all())
 

@@ -1,9 +1,8 @@
-"""How parts of a model, and the loss, see the rows of all devices while each runs on its own.
+"""How the components of a model, and the loss, see the global batch while devices run on shards.
 
-What they are given, and what one hands to the next, are values (parallel/spmd/placements.py): an
-array is the same on all devices, of a `ShardedValue` each has its rows, of a `PartialValue` its
-share. On one device, and where each device is to see its own rows only (rows="own"), they are plain
-arrays.
+Their inputs and outputs are values (parallel/spmd/placements.py): an array is replicated, of a
+`ShardedValue` each device holds its examples, of a `PartialValue` its term. On one device, and
+where each device is to see its own examples only (rows="own"), they are plain arrays.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,20 +31,20 @@ from hfjax.parallel.spmd.placements import (
 )
 from hfjax.utils.paths import Flat
 
-# Names by which models and libraries call the logical axes of a parameter.
+# Metadata keys by which models and libraries name the logical axes of a parameter.
 _AXES_KEYS = ("axes", "out_sharding", "sharding_names", "sharding")
 
 
 def per_example(variable: object) -> bool:
-    """Return whether a variable holds one key for each row of the global batch."""
+    """Return whether a variable holds one key for each example of the global batch."""
     return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_example", False))
 
 
 def logical_axes(template: Any) -> tuple[str | None, ...]:
     """Return the names of a variable's dimensions, () if it has none.
 
-    `axes` are ours and have to fit. Those of flax may be of a mesh of the user's own: what is not
-    one name for each dimension is no name.
+    `axes` are ours and have to fit. Those of Flax may be of the user's own mesh: what is not one
+    name for each dimension is ignored.
     """
     if not isinstance(template, nnx.Variable):
         return ()
@@ -61,15 +60,15 @@ def logical_axes(template: Any) -> tuple[str | None, ...]:
 
 
 def variable_split(variable: Any) -> Split | None:
-    """Return where a variable of a layer, or of the model, has the rows of a batch."""
+    """Return the split of a variable's batch dimension, if it has one."""
     if per_example(variable):
-        ndim = variable.get_raw_value().ndim  # in an evaluation no key is drawn for rows
+        ndim = variable.get_raw_value().ndim  # in evaluation no key is drawn per example
         return Split(ndim - 1) if ndim else None
     return BATCH_SPLIT if logical_axes(variable)[:1] == ("batch",) else None
 
 
 class Placements(NamedTuple):
-    """The kinds of what layers hand on, along rows and along each inner side."""
+    """The placements of what layers pass on, along the batch and along each inner group."""
 
     batch: list[Placement]
     inner: list[list[Placement]] | None
@@ -77,15 +76,15 @@ class Placements(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Runs functions of all rows on the rows of this device.
+    """Runs functions of the global batch on this device's examples.
 
     Attributes:
-        group: The devices that have other rows.
-        run_partitioned: (side, function, *values, told) -> values: runs a program in parts.
-        inner: Runs them on parts of positions and widths besides, if devices have such.
-        component_comms: What joined rows, by the part of the model that was traced last.
-        inner_component_comms: What joined positions, or widths, the same.
-        input_dtype: The dtype of what enters the first layer; None: as it is.
+        group: The devices that shard the batch.
+        run_partitioned: (group, function, *values, comms) -> values: runs a partitioned program.
+        inner: Partitions functions over positions and widths besides, if devices shard these.
+        component_comms: The events across examples, by component of the model, as traced last.
+        inner_component_comms: The same across positions, or widths.
+        input_dtype: The dtype of the input of the first layer; None: as it is.
     """
 
     group: AxisGroup
@@ -97,33 +96,33 @@ class GlobalBatch:
 
     @property
     def comms(self) -> list[CommEvent]:
-        """What joins rows, in the order in which the parts were first traced."""
+        """The events across examples, in the order in which the components were first traced."""
         return [comm for comms in self.component_comms.values() for comm in comms]
 
     @property
     def inner_comms(self) -> list[CommEvent]:
-        """What joins positions or widths, in the order in which the parts were first traced."""
+        """The events across positions or widths, in the order of `comms`."""
         return [comm for comms in self.inner_component_comms.values() for comm in comms]
 
     @property
     def is_single_device(self) -> bool:
-        """Whether this device has all rows, and the whole of each."""
+        """Whether this device holds all examples, in full."""
         return self.group.size == 1 and self.inner is None
 
     def start_comms(self, component: str) -> list[CommEvent]:
-        """Return the list that is to be told what joins rows in a part of the model."""
+        """Return a new list for the events across examples in a component of the model."""
         self.component_comms[component] = []
         return self.component_comms[component]
 
     def wrap_inner(self, component: str, function: Callable) -> Callable:
-        """Return what runs a function of whole rows on the part of each that is here."""
+        """Return what runs a function of full examples on this device's shard of each."""
         if self.inner is None:
             return function
         comms = self.inner_component_comms[component] = []
         return self.inner.wrap(function, comms)
 
     def run(self, component: str, function: Callable, *args: Any, times: int = 1) -> Any:
-        """Return the values that a function of all rows makes of values; it runs so many times."""
+        """Return the outputs of a function of the global batch; it runs so many times."""
         function = self.wrap_inner(component, function)
         comms = self.start_comms(component)
         if self.group.size == 1:
@@ -135,15 +134,15 @@ class GlobalBatch:
         return outs
 
     def replicate_inner(self, tree: Any) -> Any:
-        """Return values with the whole of each row that is here."""
+        """Return values replicated along the inner groups: each local example in full."""
         return self.inner.replicate(self.group, tree) if self.inner else tree
 
     def is_replicated(self, value: Any) -> bool:
-        """Return whether all devices have the whole of a value."""
+        """Return whether a value is replicated."""
         return not isinstance(value, Nested) and not is_distributed(value)
 
     def as_partial(self, tree: Any) -> Any:
-        """Return this device's share of each value of a tree."""
+        """Return this device's term of each value of a tree as a partial sum."""
         return self.group.as_partial_tree(
             self.inner.as_partial(self.group, tree) if self.inner else tree
         )
@@ -151,17 +150,17 @@ class GlobalBatch:
     # -- values ---------------------------------------------------------------------------------
 
     def as_sharded(self, tree: Any) -> Any:
-        """Return arrays that have a row for each row here as parts of those of all devices."""
+        """Return arrays of local examples as shards of those of the global batch."""
         return tree if self.group.size == 1 else jax.tree.map(ShardedValue, tree)
 
     def variable_values(self, variables: Flat, templates: Mapping[str, Any]) -> Flat:
-        """Return what variables of the model hold as values."""
+        """Return the arrays of the model's variables as values."""
 
         def to_value(path: str, x: Any) -> Any:
             template = templates[path]
             if not isinstance(template, nnx.Variable):
                 return x
-            if per_example(template):  # of stacked layers there is a key for each layer first
+            if per_example(template):  # of stacked layers: a key for each layer first
                 return ShardedValue(x, Split(template.ndim)) if x.ndim > template.ndim else x
             split = variable_split(template)
             return x if split is None else ShardedValue(x, split)
@@ -170,7 +169,7 @@ class GlobalBatch:
         return {path: to_value(path, x) if is_sharded else x for path, x in variables.items()}
 
     def parameter_values(self, parameters: Any, templates: Any = None) -> Any:
-        """Return parameters as this device holds them: a state of variables, or a dict by path."""
+        """Return parameters as values of this device: a state of variables, or a dict by path."""
         inner = self.inner
         if inner is None or not inner.dim_groups:
             return parameters
@@ -195,7 +194,7 @@ class GlobalBatch:
     def _record(
         self, component: str, values: Sequence[Any], placements: Sequence[Placement], times: int = 1
     ) -> None:
-        """Take note of what is completed or gathered where no equation asks for it."""
+        """Record the sums and gathers that no equation asks for."""
         self.component_comms[component] = [
             CommEvent(
                 f"({component})",
@@ -209,7 +208,7 @@ class GlobalBatch:
         ]
 
     def local_state(self, state: nnx.State, component: str, times: int = 1) -> nnx.State:
-        """Return a state that a layer has written, of values, as this device holds it."""
+        """Return a state that a layer has written, of values, as this device's arrays."""
         flat = nnx.to_flat_state(state)
         values = self.replicate_inner([variable.get_raw_value() for _, variable in flat])
         placements = [
@@ -225,7 +224,7 @@ class GlobalBatch:
         )
 
     def local_outputs(self, tree: Any, leading_shape: tuple[int, int]) -> Any:
-        """Return this device's rows of outputs [microbatches, rows, …], which are values."""
+        """Return local examples of outputs [microbatches, examples, …], which are values."""
 
         def local_examples(value: Any) -> Any:
             x = value.x if is_distributed(value) else value
@@ -243,7 +242,7 @@ class GlobalBatch:
         return jax.tree.map(local_examples, tree, is_leaf=is_distributed)
 
     def local_variables(self, before: Flat, after: Flat, component: str) -> Flat:
-        """Return what variables hold on this device, given their values before and after."""
+        """Return this device's arrays of variables, given their values before and after."""
         after = self.replicate_inner(after)
         changed_paths = [path for path, old in before.items() if after[path] is not old]
         placements = [placement_of(before[path]) for path in changed_paths]
@@ -261,7 +260,7 @@ class GlobalBatch:
         return {path: local_value(path, old) for path, old in before.items()}
 
     def _check_shape_dtype(self, path: str, old: Any, new: Any) -> None:
-        """Refuse what a variable does not hold from step to step."""
+        """Refuse a new value of a variable that has another shape or dtype."""
         (shape, dtype), (old_shape, old_dtype) = self._shape_dtype(new), self._shape_dtype(old)
         if (shape, dtype) != (old_shape, old_dtype):
             raise ValueError(
@@ -275,10 +274,10 @@ class GlobalBatch:
         is_split = isinstance(value, ShardedValue)
         return self.group.global_shape(x.shape, value.split) if is_split else x.shape, x.dtype
 
-    # -- what layers hand on --------------------------------------------------------------------
+    # -- values between layers ------------------------------------------------------------------
 
     def carry_placements(self, body: Callable, x: Any) -> Placements | None:
-        """Return the kinds of x that `body(x)`, which returns something like x, keeps."""
+        """Return the placements of x that `body(x)`, which returns something like x, keeps."""
         if self.is_single_device:
             return None
         inner = self.inner.carry_placements(self.group, body, x) if self.inner else None
@@ -309,7 +308,7 @@ class GlobalBatch:
     def redistribute(
         self, x: Any, placements: Placements | None, component: str = "", times: int = 1
     ) -> Any:
-        """Return a tree of values in these kinds; `component` says where, for what is told."""
+        """Return a tree of values in these placements; `component` says where, for the events."""
         if placements is None:
             return x
         if component and self.inner and placements.inner is not None:
@@ -333,7 +332,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def axis_size_or_one(axis: str) -> int:
-    """Return over how many devices a collective along a mesh axis goes: 1 outside of a step."""
+    """Return the size of a mesh axis, for a collective along it: 1 outside of a step."""
     try:
         return lax.axis_size(axis)
     except NameError:  # it is not bound here

@@ -1,4 +1,4 @@
-"""The interpreter: one table of rules, and what is done where no rule knows an equation."""
+"""The interpreter: a table of rules, and the fallback where no rule knows an equation."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ from hfjax.parallel.spmd.rules.pointwise import POINTWISE, barrier, pointwise
 Values = Sequence[Any]
 
 CALLS = (*PLAIN_CALLS, "composite")
-# Rules of programs: a parameter that is not gathered yet may enter.
+# Rules of equations that hold programs: `Ungathered` parameters may enter.
 PROGRAM_RULES: dict[str, Callable] = {
     **dict.fromkeys(CALLS, call),
     **dict.fromkeys(("checkpoint", "remat", "remat2"), remat),
@@ -41,7 +41,7 @@ PROGRAM_RULES: dict[str, Callable] = {
     **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call"), custom_vjp),
     "custom_linear_solve": linear_solve,
 }
-# Rules that matter also where all that enters is the same on all devices.
+# Rules that also apply where all operands are replicated.
 REPLICATED_RULES: dict[str, Callable] = {
     "iota": views.iota,
     "broadcast_in_dim": views.apply_view,
@@ -68,7 +68,7 @@ RULES: dict[str, Callable] = {
 def eval_partitioned(
     ctx: PartitionContext, jaxpr: Jaxpr, constants: Values, values: Values
 ) -> list[Any]:
-    """Return what a program makes of values, which may be parts as its inputs may."""
+    """Return the outputs of a program for values of any placement."""
     env = dict(zip(jaxpr.constvars, constants, strict=True))
     env |= zip(jaxpr.invars, values, strict=True)
     read = lambda v: v.val if isinstance(v, Literal) else env[v]
@@ -93,7 +93,7 @@ def _source_context(ctx: PartitionContext, equation: JaxprEqn) -> AbstractContex
 
 
 def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Sequence[Any]:
-    """Return what an equation makes of values, by its rule or on the whole."""
+    """Return the outputs of an equation, by its rule or by the fallback."""
     name = equation.primitive.name
     ctx.equation, ctx.has_rule = equation, True
     rule = RULES.get(name)
@@ -118,7 +118,7 @@ def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> 
 
 
 def fall_back_to_replicated(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> list[Any]:
-    """Gather rows, run the equation whole on every device, and deal what comes of it again."""
+    """All-gather the operands, run the equation on every device, and slice its outputs again."""
     ctx.equation, ctx.has_rule = equation, False
     split = next((v.split for v in values if isinstance(v, ShardedValue)), None)
     size = split and next(ctx.shape(v)[v.split.dim] for v in values if isinstance(v, ShardedValue))
@@ -131,9 +131,9 @@ def fall_back_to_replicated(ctx: PartitionContext, equation: JaxprEqn, values: V
 
 
 def _as_row_major(x: jax.Array) -> jax.Array:
-    """Return an array that lies in memory in the order of its dimensions.
+    """Return an array that is laid out in memory in the order of its dimensions.
 
-    XLA's CPU lays out what is gathered as it likes, and its fft takes no other order.
+    XLA's CPU backend chooses the layout of gathered arrays, and its fft accepts only this one.
     """
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
@@ -153,13 +153,13 @@ def _reshard(ctx: PartitionContext, x: Any, split: Split, size: Any) -> Any:
 def run_partitioned(
     group: AxisGroup, function: Callable, *arguments: Any, comms: list[CommEvent] | None = None
 ) -> Any:
-    """Return what a function makes of whole arguments, run on what this device has of them.
+    """Return the outputs of a function of global arrays, run on what this device holds of them.
 
     Args:
         group: The devices.
-        function: Of trees of arrays; it is traced at the sizes of the whole.
-        arguments: Trees of arrays (whole), `ShardedValue` and `PartialValue`.
-        comms: Is given what joins rows.
+        function: Of trees of arrays; it is traced at global shapes.
+        arguments: Trees of arrays (replicated), `ShardedValue` and `PartialValue`.
+        comms: A list to which each `CommEvent` is added.
 
     Returns:
         A tree of arrays, `ShardedValue` and `PartialValue`.
@@ -174,7 +174,7 @@ def run_partitioned(
 def make_context(
     group: AxisGroup, comms: list[CommEvent], values: Values, **fields: Any
 ) -> PartitionContext:
-    """Return the scope of a program that is given these values."""
+    """Return the context of a program with these inputs."""
     ctx = PartitionContext(group, comms, {}, eval_partitioned, **fields)
     for value in values:
         ctx.track_dim(value)
@@ -182,7 +182,7 @@ def make_context(
 
 
 def global_shapes(group: AxisGroup, tree: Any) -> Any:
-    """Return the shapes of the whole of each value of a tree."""
+    """Return the global shape and dtype of each value of a tree."""
 
     def global_shape(value: Any) -> jax.ShapeDtypeStruct:
         if isinstance(value, ShardedValue):

@@ -1,8 +1,8 @@
-"""Dealing rows so that microbatches are those of one device.
+"""Redistribution of examples so that microbatches are those of a single device.
 
-Rows lie on devices one after the other, while a microbatch of one device is so many rows that
-follow each other. So each device's rows are cut into pieces, one for each microbatch, and pieces
-change places: in each turn every device sends one and receives one.
+The batch is sharded over the devices in order, while a microbatch of a single device is a run of
+consecutive examples. So each device's examples are cut into chunks, one for each microbatch, and
+chunks change devices: in each round every device sends one and receives one.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from hfjax.parallel.spmd.placements import AxisGroup
 
 
 class ChunkTransfer(NamedTuple):
-    """One piece on its way: a device and its piece, and where it becomes which piece."""
+    """The transfer of one chunk: its device and number before, and after."""
 
     device: int
     chunk: int
@@ -24,14 +24,14 @@ class ChunkTransfer(NamedTuple):
 
     @property
     def inverse(self) -> "ChunkTransfer":
-        """The way back."""
+        """The transfer back."""
         return ChunkTransfer(self.to_device, self.to_chunk, self.device, self.chunk)
 
 
 def redistribute_examples(
     group: AxisGroup, num_microbatches: int, x: jax.Array, inverse: bool = False
 ) -> jax.Array:
-    """Return this device's rows as parts of the microbatches of one device, or back again."""
+    """Return this device's examples as shards of a single device's microbatches, or back again."""
     chunks = x.reshape(num_microbatches, -1, *x.shape[1:])
     out = jnp.zeros_like(chunks)
     for transfer_round in transfer_rounds(group.size, num_microbatches):
@@ -49,15 +49,15 @@ def redistribute_examples(
 
 
 def _own_number(group: AxisGroup, numbers: list[int]) -> jax.Array:
-    """Return this device's number."""
+    """Return this device's entry of a list."""
     return jnp.asarray(numbers)[group.axis_index]
 
 
 def transfer_rounds(devices: int, num_microbatches: int) -> list[list[ChunkTransfer]]:
-    """Return which piece each device sends where, turn by turn.
+    """Return which chunk each device sends where, round by round.
 
-    Piece j of device d is number d * count + j of all. Microbatch m of one device has the numbers
-    from m * devices on, one for each device.
+    Chunk j of device d is number d * num_microbatches + j of all. Microbatch m of a single device
+    has the numbers from m * devices on, one for each device.
 
     Example:
         >>> transfer_rounds(2, 2)[0]  # doctest: +NORMALIZE_WHITESPACE
@@ -83,8 +83,8 @@ def transfer_rounds(devices: int, num_microbatches: int) -> list[list[ChunkTrans
 
 
 def _match_devices(pending: list[set[ChunkTransfer]]) -> list[ChunkTransfer]:
-    """Return one way from each device, one to each: as many are left from and to all of them."""
-    by_receiver: dict[int, ChunkTransfer] = {}  # by who receives it
+    """Return one transfer from each device and to each: as many are left from and to all."""
+    by_receiver: dict[int, ChunkTransfer] = {}  # by receiver
 
     def assign(device: int, visited: set[int]) -> bool:
         for transfer in sorted(pending[device]):

@@ -1,10 +1,10 @@
-"""Several sides at once: devices that have other rows, and of these rows other parts.
+"""Several axis groups together: devices shard the batch, and other dimensions of its examples.
 
-The table of rules knows one side. So a program of whole rows, whole positions and whole widths is
-run for each side in turn: on parts of the first inner side, while it is traced whole along the
-others; what that makes is a program, and is run on parts of the next, and last of the rows. Outside
-of programs a value of which devices have parts along an inner side is `Nested`: around what they
-have of it along the sides that come after.
+The table of rules knows one axis group. So a program at global shapes runs for one group after the
+other: partitioned over the first inner group, while it is traced at global shapes along the others;
+the result is a program, which is partitioned over the next group, and last over the batch's.
+Outside of programs a value that is sharded or partial along an inner group is `Nested`: it wraps
+what devices hold of it along the groups that come after.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from hfjax.parallel.spmd.placements import (
 )
 @dataclass(frozen=True, eq=False)
 class Nested:
-    """What a device holds of a value along an inner side, by its name: an array, or a value."""
+    """What a device holds of a value along an inner group, by its name: an array, or a value."""
 
     x: Any
     placement: Placement
@@ -51,12 +51,12 @@ def _leaves(tree: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class InnerAxes:
-    """Runs functions on parts of the inner sides, within what is run on parts of the rows.
+    """Partitions functions over the inner groups, within what is partitioned over the batch.
 
     Attributes:
-        groups: The devices along each; programs are run on parts of the first first.
-        run_partitioned: (side, function, *values, told) -> values: runs a program in parts.
-        dim_groups: Name of a dimension of parameters -> the side that has parts of it.
+        groups: The devices along each; programs are partitioned over the first one first.
+        run_partitioned: (group, function, *values, comms) -> values: runs a partitioned program.
+        dim_groups: Name of a dimension of parameters -> name of the group that shards it.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -64,7 +64,7 @@ class InnerAxes:
     dim_groups: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def wrap(self, function: Callable, comms: list[CommEvent]) -> Callable:
-        """Return the function of values of the inner sides that runs a function of the whole."""
+        """Return a function of values along the inner groups, from one of global arrays."""
         return self._wrap_groups(self.groups, function, comms)
 
     def _wrap_groups(
@@ -82,16 +82,16 @@ class InnerAxes:
         rewrap = lambda v: Nested(v.x, placement_of(v), group.name) if is_distributed(v) else v
         return jax.tree.map(rewrap, outs, is_leaf=is_distributed)
 
-    # -- what comes in ----------------------------------------------------------------------------
+    # -- inputs -----------------------------------------------------------------------------------
 
     def slice_local(self, x: jax.Array, split: Split) -> Nested:
-        """Return what this device holds of a whole array along the one side that there is."""
+        """Return this device's shard of a full array along the only group."""
         (group,) = self.groups
         return Nested(group.slice_local(x, split), split, group.name)
 
     def wrap_param(self, names: Sequence[str | None], x: Any) -> jax.Array | Nested:
-        """Return what this device holds of a parameter, by the names of its dimensions."""
-        extra_dims = jnp.ndim(x) - len(names)  # of stacked layers all, or one
+        """Return this device's array of a parameter as a value, by the names of its dimensions."""
+        extra_dims = jnp.ndim(x) - len(names)  # x: all stacked layers, or one
         names = [*[None] * extra_dims, *names[max(0, -extra_dims) :]]
         for group in reversed(self.groups):
             dims = [
@@ -100,7 +100,7 @@ class InnerAxes:
             x = Nested(x, Split(dims[0]), group.name) if dims else x
         return x
 
-    # -- other kinds ------------------------------------------------------------------------------
+    # -- redistribution ---------------------------------------------------------------------------
 
     def _placement(self, level: int, value: object) -> Placement:
         while isinstance(value, Nested):
@@ -112,7 +112,7 @@ class InnerAxes:
     def _map_level(
         self, level: int, batch_group: AxisGroup, transform: Callable, value: Any
     ) -> Any:
-        """Return a value with `transform(kind, array)` of what is held along a side."""
+        """Return a value with `transform(placement, array)` of what is held along a group."""
         group, inner_names = self.groups[level], [group.name for group in self.groups[:level]]
         if isinstance(value, Nested) and value.group_name in inner_names:
             return replace(value, x=self._map_level(level, batch_group, transform, value.x))
@@ -137,7 +137,7 @@ class InnerAxes:
         return self._map_level(level, batch_group, transform, value)
 
     def replicate(self, batch_group: AxisGroup, tree: Any) -> Any:
-        """Return the whole of each value along the inner sides; what is whole is itself."""
+        """Return each value replicated along the inner groups; a replicated one as it is."""
 
         def replicate_value(value: Any) -> Any:
             for level in range(len(self.groups)):
@@ -147,7 +147,7 @@ class InnerAxes:
         return jax.tree.map(replicate_value, tree, is_leaf=_is_leaf)
 
     def as_partial(self, batch_group: AxisGroup, tree: Any) -> Any:
-        """Return this device's share of each value; the shares add up to it."""
+        """Return this device's term of each value; the terms of all devices add up to it."""
 
         def to_partial(value: Any) -> Any:
             for level, group in enumerate(self.groups):
@@ -162,7 +162,7 @@ class InnerAxes:
     def redistribute(
         self, batch_group: AxisGroup, tree: Any, placements: Sequence[Sequence[Placement]]
     ) -> Any:
-        """Return a tree of values in these kinds, along each side."""
+        """Return a tree of values in these placements, along each group."""
         for level, level_placements in enumerate(placements):
             leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_leaf)
             if len(leaves) != len(level_placements):
@@ -176,7 +176,7 @@ class InnerAxes:
     def find_comms(
         self, component: str, tree: Any, placements: Sequence[Sequence[Placement]], times: int
     ) -> list[CommEvent]:
-        """Return what is completed or gathered where values are taken in these kinds."""
+        """Return the sums and gathers that bring values into these placements."""
         comms: list[CommEvent] = []
         leaves = _leaves(tree)
         for level, level_placements in enumerate(placements):
@@ -193,7 +193,7 @@ class InnerAxes:
     def carry_placements(
         self, batch_group: AxisGroup, body: Callable, x: Any
     ) -> list[list[Placement]]:
-        """Return the kinds of x that `body(x)`, which returns something like x, keeps."""
+        """Return the placements of x that `body(x)`, which returns something like x, keeps."""
         outer_placements: list[list[Placement]] = []
         for level in range(len(self.groups)):
 
@@ -215,5 +215,5 @@ class InnerAxes:
 
 
 def scale_times(comms: list[CommEvent], times: int) -> None:
-    """Let what was told of a program be told of so many runs of it."""
+    """Multiply how often each event happens by the number of runs of its program."""
     comms[:] = [replace(comm, times=comm.times * times) for comm in comms]

@@ -1,7 +1,7 @@
-"""A program that is being run in parts: how its values become whole, parts or sums; what is told.
+"""The context of a partitioned program: it redistributes values and records communication.
 
-Each program inside of another (a loop, a branch, a rematerialised function) has a scope of its own,
-since what is made in one may not be used outside of it.
+Each inner program (a loop, a branch, a rematerialised function) has a context of its own, since
+values that are made inside may not be used outside.
 """
 
 import math
@@ -33,20 +33,19 @@ from hfjax.utils.paths import Shaped
 
 @dataclass(frozen=True)
 class CommEvent:
-    """What devices did because an equation joins rows.
+    """What devices did for an equation that works across shards.
 
     Attributes:
-        line: Where the user's program joins them.
+        line: The line of the user's program.
         operation: JAX's name of the operation.
-        action: "sum", "greatest", "least", "gather"; "average" (of what is of own rows);
-            "draw" (random numbers for all rows, or a part of them);
-            "cut" (the rows here of what is known for all rows, by their number);
-            "alone" (a collective of the user's own that sees one device);
+        action: "sum", "greatest", "least", "gather"; "average" (of per-device results);
+            "draw" (random numbers for the global batch, or a shard of it);
+            "cut" (this device's slice, by index, of what is known for the global batch);
+            "alone" (a user's collective that sees one device);
             "rule" (the rule of a derivative that is not linear in the cotangent).
-        bytes: The size of what is made: of a sum, or of the whole that is gathered.
+        bytes: The size of the result: of a sum, or of the gathered array.
         times: How often in each run of the program.
-        has_rule: Whether a rule asks for it; else everything is gathered since no rule knows
-            better.
+        has_rule: Whether a rule asks for it; else it is a gather since no rule knows better.
     """
 
     line: str
@@ -62,28 +61,27 @@ def _refuse_ungathered(param: Any) -> NoReturn:
 
 
 def _ignore_sliced(values: Sequence[Any]) -> None:
-    """Take no note of parameters that a loop is to slice."""
+    """Ignore the parameters that a loop will slice."""
 
 
 @dataclass
 class PartitionContext:
-    """One program that is being run.
+    """One partitioned program while it runs.
 
     Attributes:
         group: The devices.
-        comms: What joined rows, in the order of the program.
-        split_sizes: The sizes of dimensions that were split, each with the cut of the first.
-        run: (scope, jaxpr, constants, values) -> values: runs a program in a scope.
-        equation: The one that is being run.
+        comms: The recorded events, in program order.
+        split_sizes: The sizes of dimensions that were split, each with the split of the first.
+        run: (context, jaxpr, constants, values) -> values: runs a program in a context.
+        equation: The current equation.
         times: How often this program runs.
         has_rule: Whether a rule knows the equation.
-        outer_source: Where it lies, of the user's, where the equation does not say so.
-        make_ungathered: Makes of what is stored of a parameter the parameter, to be gathered later.
-        on_sliced_params: Is told which parameters a loop is to slice.
-        concat_operands: Of a value that was concatenated along a dimension that is not split: of
-            what.
-        lazy_values: Of a part that a smaller one became: the same, not made yet, for another cut or
-            none.
+        outer_source: The user's source of the enclosing equation, if the current one has none.
+        make_ungathered: Stored parameter -> `Ungathered`.
+        on_sliced_params: Called with the parameters that a loop will slice.
+        concat_operands: Of a value concatenated along a dimension that is not split: its operands.
+        lazy_values: Of a sharded value that was made from a smaller one: the same as a `LazyValue`,
+            for another split or none.
     """
 
     group: AxisGroup
@@ -101,7 +99,7 @@ class PartitionContext:
     _cache: dict[int, tuple[Any, dict]] = field(default_factory=dict)
 
     def child(self, times: int = 1, comms: list[CommEvent] | None = None) -> "PartitionContext":
-        """Return the scope of a program inside, which runs so often each time."""
+        """Return the context of an inner program, which runs so often in each run of this one."""
         comms, fresh = (
             self.comms if comms is None else comms,
             {"concat_operands": {}, "lazy_values": {}, "_cache": {}},
@@ -111,16 +109,16 @@ class PartitionContext:
             self, comms=comms, times=times, has_rule=True, outer_source=self.source_info, **fresh
         )
 
-    # -- values as they are wanted ---------------------------------------------------------------
+    # -- values by placement ---------------------------------------------------------------------
 
     def redistribute(self, value: Any, placement: Placement) -> jax.Array:
-        """Return what a device holds of a value where it is of this kind."""
+        """Return this device's array of a value, redistributed to this placement."""
         if isinstance(placement, Split):
             return self.shard(value, placement)
         return self.as_partial(value) if placement == PARTIAL else self.replicate(value)
 
     def replicate(self, value: Any) -> Any:
-        """Return the whole of a value."""
+        """Return the full array of a value."""
         if isinstance(value, ShardedValue):
             return self._memoize(value, "whole", lambda: self._all_gather(value))
         if isinstance(value, PartialValue):
@@ -130,7 +128,7 @@ class PartitionContext:
         return value.unshard() if isinstance(value, Ungathered) else value
 
     def shard(self, value: Any, split: Split) -> jax.Array:
-        """Return this device's part of a value that is split so."""
+        """Return this device's shard of a value that is split so."""
         if isinstance(value, ShardedValue) and value.split == split:
             return value.x
         if isinstance(value, LazyValue):
@@ -142,26 +140,26 @@ class PartitionContext:
         return self._memoize(value, split, lambda: self.slice_local(self.replicate(value), split))
 
     def as_partial(self, value: Any) -> jax.Array:
-        """Return this device's share of a value."""
+        """Return this device's term of a value as a partial sum."""
         if isinstance(value, PartialValue):
             return value.x
         return self.group.as_partial(jnp.asarray(self.replicate(value)))
 
     def broadcast_to(self, value: Any, split: Split) -> Any:
-        """Return a value as it stands beside a part: a number, or one of size 1 there, as it is."""
+        """Return a value to combine with shards: a scalar, or one of size 1 there, in full."""
         shape = self.shape(value)
         if not shape or shape[split.dim] == 1:
             return self.replicate(value)
         return self.shard(value, split)
 
     def is_replicated(self, value: object) -> bool:
-        """Return whether the whole of a value is known already."""
+        """Return whether the full array of a value is known already."""
         return not isinstance(
             value, ShardedValue | PartialValue | LazyValue
         ) or "whole" in self._cache_of(value)
 
     def evaluate_lazy(self, value: Any) -> Any:
-        """Return a value that is not made yet as a part, if it has a dimension as rows have."""
+        """Compute a `LazyValue`: as a shard if a dimension has the size of a split one."""
         if not isinstance(value, LazyValue):
             return value
         split = self.find_split(value.shape)
@@ -182,7 +180,7 @@ class PartitionContext:
         )
 
     def find_split(self, shape: Shape) -> Split | None:
-        """Return a cut of a dimension with the size of one that was split: of that one, if any."""
+        """Return a split of a dimension that has the size of a split one: of that one, if any."""
         splits = [
             self.split_sizes[n].with_dim(d) for d, n in enumerate(shape) if n in self.split_sizes
         ]
@@ -192,7 +190,7 @@ class PartitionContext:
         )
 
     def track_dim(self, value: Any) -> None:
-        """Take note of the size of a dimension that is split."""
+        """Record the size of a dimension that is split."""
         if isinstance(value, ShardedValue):
             self.split_sizes.setdefault(self.shape(value)[value.split.dim], value.split)
 
@@ -202,13 +200,13 @@ class PartitionContext:
     def _memoize(self, value: Any, key: Any, make: Callable[[], Any]) -> Any:
         cached = self._cache.setdefault(id(value), (value, {}))[
             1
-        ]  # the value stays, so does its id
+        ]  # the value is kept, and so its id
         if key not in cached:
             cached[key] = make()
         return cached[key]
 
     def slice_local(self, x: jax.Array, split: Split) -> jax.Array:
-        """Return this device's part of a whole array, of which it is told."""
+        """Return this device's shard of a replicated array, and record it."""
         out = self.group.slice_local(jnp.asarray(x), split)
         self.record("cut", out)
         return out
@@ -229,7 +227,7 @@ class PartitionContext:
         return self.group.reduce_scatter(value.x, split)
 
     def shape(self, value: Any) -> Shape:
-        """Return the shape of the whole."""
+        """Return the global shape of a value."""
         if isinstance(value, ShardedValue):
             return self.group.global_shape(value.x.shape, value.split)
         if isinstance(value, LazyValue):
@@ -241,7 +239,7 @@ class PartitionContext:
     # -- equations -------------------------------------------------------------------------------
 
     def bind(self, equation: JaxprEqn, values: Sequence[Any], **params: Any) -> Sequence[Any]:
-        """Return what an equation gives for these arrays, its parameters changed so."""
+        """Return the outputs of an equation for these arrays, with these parameters replaced."""
         if params:
             equation = equation.replace(params={**equation.params, **params})
         return bind(equation, values)
@@ -249,11 +247,11 @@ class PartitionContext:
     def bind_sharded(
         self, split: Split, equation: JaxprEqn, values: Sequence[Any], **params: Any
     ) -> list[ShardedValue]:
-        """Return what an equation gives for these arrays as parts that are cut so."""
+        """Return the outputs of an equation for these arrays, as values with this split."""
         return [ShardedValue(x, split) for x in self.bind(equation, values, **params)]
 
     def record(self, action: str, x: jax.Array) -> None:
-        """Take note that rows were joined."""
+        """Record an event of the current equation."""
         name = self.equation.primitive.name if self.equation else "result"
         if self.equation and (call := getattr(self.equation.params.get("name"), "call", None)):
             name = call.function.__name__
@@ -263,18 +261,18 @@ class PartitionContext:
 
     @property
     def source_info(self) -> Any:
-        """Where in the user's program the equation lies that is being run."""
+        """Where in the user's program the current equation is."""
         summary = self.equation and source_info_util.summarize(self.equation.source_info)
         return self.equation.source_info if self.equation and summary else self.outer_source
 
     @property
     def line(self) -> str:
-        """The user's line of the equation that is being run."""
+        """The user's line of the current equation."""
         return source_info_util.summarize(self.source_info) if self.source_info else ""
 
 
 def aval_of(variable: Var | Literal) -> Any:
-    """Return shape and dtype of a variable of a program."""
+    """Return the shape and dtype of a variable of a program."""
     return variable.aval
 
 
@@ -290,7 +288,7 @@ _RECORDING: ContextVar[bool] = ContextVar("named calls are kept", default=False)
 
 @contextmanager
 def record_calls(on: bool = True) -> Iterator[None]:
-    """Keep named calls in what is traced meanwhile."""
+    """Keep calls with a rule (`RuleCall`) in programs that are traced meanwhile."""
     token = _RECORDING.set(on)
     try:
         yield
@@ -299,19 +297,17 @@ def record_calls(on: bool = True) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Return whether a program is being traced that will be run in parts."""
+    """Return whether the program that is being traced will run partitioned."""
     return _RECORDING.get()
 
 
 def trace_global(group: AxisGroup, function: Callable, *shapes: Any) -> tuple[Any, Any]:
-    """Return the program of a function of whole arrays, and the shapes of what it returns.
+    """Return the program of a function of global arrays, and the shapes of what it returns.
 
-    It keeps named calls, also in the rule of a derivative, which JAX traces late. A collective of
-    the user's own, over an axis along which rows are split, sees one device.
+    It keeps calls with a rule, also in the rule of a derivative, which JAX traces late. A user's
+    collective over an axis of the group sees one device.
     """
     axis_env = [(axis, 1) for axis in group.axes]
-    wrapper = lambda *arguments: function(
-        *arguments
-    )  # no trace of before, whose constants are gone
+    wrapper = lambda *arguments: function(*arguments)  # no earlier trace, whose constants are gone
     with record_calls():
         return jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)(*shapes)

@@ -1,15 +1,16 @@
-"""What a device holds of a value, where devices run one program on parts: of rows, of positions.
+"""Placements: what a device holds of each value of a program that runs on shards.
 
-A program is traced at the sizes of the whole. When it is run, a value is
+A program is traced at global shapes. When it runs, a value is one of
 
-- an array: every device has the whole, the same one (`REPLICATED`);
-- `ShardedValue`: a dimension is split, and a device has its entries (its kind is the `Split`);
-- `PartialValue`: the sum over the devices is the value (`PARTIAL`). What is linear leaves it so;
-- `LazyValue`: whole, and not made yet (an iota, a mask, random bits). A part can be made by itself;
-- `Ungathered`: whole, and not gathered yet (a parameter).
+- an array: replicated, the same on every device (`REPLICATED`);
+- `ShardedValue`: sharded along a dimension; a device holds its shard (the placement is a `Split`);
+- `PartialValue`: the sum over the devices is the value (`PARTIAL`). Linear equations keep it so;
+- `LazyValue`: not computed yet (an iota, a mask, random bits). A device can compute its shard only;
+- `Ungathered`: not all-gathered yet (a parameter).
 
 Derivatives are JAX's own, since all of this is a program that JAX differentiates. The cotangent of
-a Part is its part, that of a Same value is a Sum, and that of a Sum is Same.
+a sharded value is sharded alike, that of a replicated value is partial, that of a partial value is
+replicated.
 """
 
 from abc import ABC, abstractmethod
@@ -27,16 +28,16 @@ Shape = tuple[int, ...]
 
 
 class Split(NamedTuple):
-    """How a dimension is split: it has `blocks` blocks, and a device its part of each of them.
+    """How a dimension is split: it has `blocks` blocks, and a device its shard of each of them.
 
-    [B] -> [S * B] has S blocks, for instance, and so has `concatenate` of S arrays of B rows.
+    [B] -> [S * B] has S blocks, for instance, and so has `concatenate` of S arrays of B examples.
     """
 
     dim: int
     blocks: int = 1
 
     def with_dim(self, dim: int) -> "Split":
-        """Return the same cut of another dimension."""
+        """Return the same split of another dimension."""
         return Split(dim, self.blocks)
 
 
@@ -48,7 +49,7 @@ BATCH_SPLIT = Split(0)
 @partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["split"])
 @dataclass(frozen=True, eq=False)
 class ShardedValue:
-    """A value of which a device has its entries along a dimension."""
+    """A value sharded along one dimension: `x` is this device's shard."""
 
     x: jax.Array
     split: Split = BATCH_SPLIT
@@ -57,20 +58,20 @@ class ShardedValue:
 @partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class PartialValue:
-    """A value that is the sum over the devices of what they have."""
+    """A partial sum: the value is the sum of `x` over the devices."""
 
     x: jax.Array
 
 
 @dataclass(frozen=True, eq=False)
 class LazyValue:
-    """A value that no device has made yet.
+    """A value that no device has computed yet.
 
     Attributes:
-        shape: Of the whole.
+        shape: The global shape.
         dtype: Its dtype.
-        make: (scope, cut or None) -> this device's part of it, or the whole.
-        is_constant: Whether it follows from nothing but numbers that the program holds.
+        make: (context, split or None) -> this device's shard, or the full array.
+        is_constant: Whether it depends on nothing but constants of the program.
     """
 
     shape: Shape
@@ -80,13 +81,13 @@ class LazyValue:
 
 
 class Ungathered(ABC):
-    """A parameter that is gathered when an equation uses it, once."""
+    """A parameter that is all-gathered when an equation uses it, once."""
 
     param: Any  # a pytree, which may enter a loop or a rematerialised function
 
     @abstractmethod
     def unshard(self) -> jax.Array:
-        """Return the whole parameter."""
+        """Return the full parameter."""
 
     @property
     @abstractmethod
@@ -95,21 +96,21 @@ class Ungathered(ABC):
 
 
 def placement_of(value: object) -> Placement:
-    """Return what a device holds of a value."""
+    """Return the placement of a value."""
     if isinstance(value, ShardedValue):
         return value.split
     return PARTIAL if isinstance(value, PartialValue) else REPLICATED
 
 
 def from_local(x: jax.Array, placement: Placement) -> ShardedValue | PartialValue | jax.Array:
-    """Return the value of which a device holds this."""
+    """Return the value with this placement of which `x` is the local array."""
     if isinstance(placement, Split):
         return ShardedValue(x, placement)
     return PartialValue(x) if placement == PARTIAL else x
 
 
 def cotangent_placement(placement: Placement) -> Placement:
-    """Return what a device holds of the cotangent of a value."""
+    """Return the placement of the cotangent of a value with this placement."""
     return (
         placement
         if isinstance(placement, Split)
@@ -122,9 +123,9 @@ def cotangent_placement(placement: Placement) -> Placement:
 def _next_placement(
     placement: Placement, returned: Placement, number: int, fixed: set[int]
 ) -> Placement:
-    """Return the kind to try next, of what a loop carries under this number.
+    """Return the placement to try next for the carry of a loop with this number.
 
-    What is whole may become a part or a sum, once; `fixed` are those that came back the same.
+    A replicated carry may become sharded or partial, once; those in `fixed` no longer change.
     """
     if returned == placement or (isinstance(placement, Split) and not isinstance(returned, Split)):
         return placement
@@ -137,7 +138,7 @@ def _next_placement(
 def loop_placements(
     placements: list[Placement], run: Callable[[list[Placement]], list[Placement]]
 ) -> list[Placement]:
-    """Return the kinds that a loop keeps: the first that `run(kinds)`, one turn, returns again."""
+    """Return the first placements that `run(placements)`, one loop iteration, returns again."""
     fixed: set[int] = set()
     while True:
         outs = run(placements)
@@ -153,25 +154,25 @@ def loop_placements(
 
 
 def is_distributed(x: object) -> bool:
-    """Return whether this is a value of which devices do not have the whole."""
+    """Return whether a value is sharded or partial."""
     return isinstance(x, ShardedValue | PartialValue)
 
 
 def local_array(value: Any) -> jax.Array:
-    """Return the array of which a value consists here."""
+    """Return this device's array of a value."""
     return value.x if isinstance(value, ShardedValue | PartialValue) else jnp.asarray(value)
 
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The devices that hold parts of something: of rows, of positions, of heads.
+    """The devices along mesh axes that shard one thing: the batch, positions or heads.
 
     Attributes:
-        axes: The mesh axes along which they lie.
-        size: How many they are.
-        name: What they hold parts of.
-        chunks: Which pieces, all of one size, each of them holds, in order; None: one each.
-        blocks: Over how many devices rows are split besides: it deals parts of those of each.
+        axes: The mesh axes.
+        size: The number of devices.
+        name: What they shard.
+        chunks: Which chunks, all of one size, each device holds, in order; None: one each.
+        blocks: Over how many devices the batch is split besides: the group shards each one's block.
     """
 
     axes: tuple[str, ...]
@@ -182,22 +183,22 @@ class AxisGroup:
 
     @property
     def axis_index(self) -> jax.Array:
-        """The number of this device."""
+        """The index of this device."""
         return lax.axis_index(self.axes)
 
     @property
     def device_chunks(self) -> tuple[tuple[int, ...], ...]:
-        """The pieces that each device holds."""
+        """The chunks that each device holds."""
         return self.chunks or tuple((i,) for i in range(self.size))
 
     @property
     def num_chunks(self) -> int:
-        """How many pieces a dimension has."""
+        """The number of chunks of a dimension."""
         return self.size * len(self.device_chunks[0])
 
     @property
     def local_chunks(self) -> jax.Array:
-        """The numbers of the pieces that this device holds."""
+        """The numbers of the chunks that this device holds."""
         return (
             jnp.asarray(self.device_chunks, "int32")[self.axis_index]
             if self.chunks
@@ -205,43 +206,43 @@ class AxisGroup:
         )
 
     def local_shape(self, shape: Shape, split: Split) -> Shape:
-        """Return the shape of a part."""
+        """Return the shape of a shard of an array of this shape."""
         return (*shape[: split.dim], shape[split.dim] // self.size, *shape[split.dim + 1 :])
 
     def global_shape(self, shape: Shape, split: Split) -> Shape:
-        """Return the shape of the whole that has parts of this one."""
+        """Return the shape of the array that has shards of this shape."""
         return (*shape[: split.dim], shape[split.dim] * self.size, *shape[split.dim + 1 :])
 
     def divides(self, shape: Shape, split: Split) -> bool:
-        """Return whether an array can be split so."""
+        """Return whether an array of this shape can be split so."""
         return shape[split.dim] > 0 and shape[split.dim] % (self.num_chunks * split.blocks) == 0
 
-    # -- what devices send each other --------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------
 
     def replicate(self, value: Any) -> jax.Array:
-        """Return the whole of a value, on every device."""
+        """Return the full array of a value, on every device."""
         if isinstance(value, ShardedValue):
             return self.all_gather(value.x, value.split)
         return self.all_reduce(value.x) if isinstance(value, PartialValue) else value
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
-        """Return the sum over the devices, of at least float32."""
+        """Return the sum over the devices, computed in at least float32."""
         return lax.psum(widen(x), self.axes).astype(x.dtype)
 
     def all_reduce_max(self, x: jax.Array) -> jax.Array:
-        """Return the greatest over the devices; NaN where one has it."""
+        """Return the maximum over the devices; NaN where one has it."""
         return _reduce_by_order(lambda x: lax.pmax(x, self.axes), widen(x), "max").astype(x.dtype)
 
     def all_reduce_min(self, x: jax.Array) -> jax.Array:
-        """Return the least over the devices; NaN where one has it."""
+        """Return the minimum over the devices; NaN where one has it."""
         return _reduce_by_order(lambda x: lax.pmin(x, self.axes), widen(x), "min").astype(x.dtype)
 
     def all_gather_stack(self, x: jax.Array) -> jax.Array:
-        """Return what all devices have, [devices, ...]."""
+        """Return the arrays of all devices, [devices, ...]."""
         return self._gather_tiled(x[None], 0)
 
     def all_gather(self, x: jax.Array, split: Split) -> jax.Array:
-        """Return the whole of which the devices have parts."""
+        """Return the full array of which the devices hold shards."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = self.all_gather(jax.random.key_data(x), split)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -256,14 +257,14 @@ class AxisGroup:
 
     @property
     def _chunk_order(self) -> list[int]:
-        """The pieces of all devices, one device after the other."""
+        """The chunks of all devices, one device after the other."""
         return [chunk for chunks in self.device_chunks for chunk in chunks]
 
     def _split_dim(self, x: jax.Array, dim: int, *sizes: int) -> jax.Array:
         return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
     def _reorder_chunks(self, x: jax.Array, dim: int, order: list[int]) -> jax.Array:
-        """Return an array whose pieces along a dimension are in this order."""
+        """Return an array whose chunks along a dimension are in this order."""
         chunks = self._split_dim(x, dim, self.num_chunks, x.shape[dim] // self.num_chunks)
         take = lambda i: lax.index_in_dim(chunks, i, dim, keepdims=False)
         return lax.concatenate([take(i) for i in order], dim)
@@ -274,12 +275,12 @@ class AxisGroup:
             return gather(x.astype("uint8")).astype(bool)
         if widen(x).dtype == x.dtype:
             return gather(x)
-        narrow = jax.custom_jvp(gather)  # its derivative is a sum, of wide numbers
+        narrow = jax.custom_jvp(gather)  # its derivative is a sum, in a wide dtype
         narrow.defjvp(lambda xs, dxs: (gather(*xs), gather(widen(*dxs)).astype(x.dtype)))
         return narrow(x)
 
     def reduce_scatter(self, x: jax.Array, split: Split) -> jax.Array:
-        """Return this device's part of the sum over the devices."""
+        """Return this device's shard of the sum over the devices."""
         if split.blocks > 1:
             return self.slice_local(self.all_reduce(x), split)
         ordered = self._reorder_chunks(x, split.dim, self._chunk_order) if self.chunks else x
@@ -290,7 +291,7 @@ class AxisGroup:
         return out.astype(x.dtype)
 
     def slice_local(self, x: jax.Array, split: Split) -> jax.Array:
-        """Return this device's part of a whole array: nothing is sent."""
+        """Return this device's shard of a replicated array, without communication."""
         chunk_size = x.shape[split.dim] // (split.blocks * self.num_chunks)
         if split.blocks == 1:
             take = lambda i: lax.dynamic_slice_in_dim(x, i * chunk_size, chunk_size, split.dim)
@@ -302,7 +303,7 @@ class AxisGroup:
 
     @property
     def _chunk_indices(self) -> list[jax.Array]:
-        """The number of each piece that this device holds."""
+        """The number of each chunk that this device holds."""
         return (
             [self.local_chunks[i] for i in range(len(self.device_chunks[0]))]
             if self.chunks
@@ -310,7 +311,7 @@ class AxisGroup:
         )
 
     def global_indices(self, size: int, blocks: int, dtype: DTypeLike = "int32") -> jax.Array:
-        """Return the numbers, in a dimension of this size, of the entries that are here."""
+        """Return the indices, in a dimension of this global size, of this device's entries."""
         chunk_size = size // blocks // self.num_chunks
         starts = self.local_chunks.astype(dtype) * chunk_size
         indices = (starts[:, None] + lax.iota(dtype, chunk_size)[None]).reshape(-1)
@@ -318,19 +319,19 @@ class AxisGroup:
         return (block_starts[:, None] + indices[None]).reshape(-1)
 
     def all_reduce_mean(self, x: jax.Array) -> jax.Array:
-        """Return the average over the devices; of whole numbers the greatest."""
+        """Return the mean over the devices; of integers the maximum."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return self.all_reduce_max(x)
         return (lax.psum(widen(x), self.axes) / self.size).astype(x.dtype)
 
     def as_partial(self, x: jax.Array) -> jax.Array:
-        """Return this device's share of a whole array: the shares add up to it."""
+        """Return this device's term of a replicated array: the terms add up to it."""
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return x / self.size
         return jnp.where(self.axis_index == 0, x, jnp.zeros_like(x))
 
     def as_partial_tree(self, tree: Any) -> Any:
-        """Return this device's share of each value of a tree; of a part there is none."""
+        """Return this device's term of each value of a tree; sharded values are gathered first."""
         if self.size == 1:
             return tree
         to_partial = lambda v: (
@@ -339,7 +340,7 @@ class AxisGroup:
         return jax.tree.map(to_partial, tree, is_leaf=is_distributed)
 
     def redistribute(self, value: Any, placement: Placement) -> jax.Array:
-        """Return what a device holds of a value where it is of this kind."""
+        """Return this device's array of a value, redistributed to this placement."""
         if placement_of(value) == placement:
             return value.x if is_distributed(value) else jnp.asarray(value)
         full_array = jnp.asarray(self.replicate(value))
@@ -348,7 +349,7 @@ class AxisGroup:
         return self.as_partial_tree(full_array) if placement == PARTIAL else full_array
 
     def broadcast_from_first(self, x: jax.Array) -> jax.Array:
-        """Return what the first device decides, where rounding may differ between devices."""
+        """Return the first device's decision, where rounding may differ between devices."""
         contribution = jnp.where(self.axis_index == 0, x.astype("int32"), 0)
         return lax.psum(contribution, self.axes).astype(x.dtype)
 
@@ -358,7 +359,7 @@ def _concatenate(arrays: list[jax.Array], dim: int) -> jax.Array:
 
 
 def _reduce_by_order(extreme: Callable, x: jax.Array, limit: str) -> jax.Array:
-    """Return an extreme by whole numbers in the order of x; XLA's own, on CPUs, drops NaN."""
+    """Return an extreme of integers in the order of x; XLA's own, on CPUs, drops NaN."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extreme(x)
     int_info = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
@@ -370,7 +371,7 @@ def _reduce_by_order(extreme: Callable, x: jax.Array, limit: str) -> jax.Array:
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Return an array of which sums are exact enough, and known to all of XLA's backends."""
+    """Return an array in a dtype whose sums are exact enough, and known to all XLA backends."""
     if x.dtype == jnp.bool_:
         return x.astype("int32")
     if jnp.issubdtype(x.dtype, jnp.floating):

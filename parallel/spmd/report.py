@@ -1,4 +1,4 @@
-"""What a step says of rows that meet in it: a table to print, warnings, refusals."""
+"""What a step reports of its operations across shards: a table to print, warnings, errors."""
 
 import warnings
 from collections import Counter
@@ -11,7 +11,7 @@ from hfjax.utils.tables import align, human
 LARGE_BYTES, LARGE_FRACTION = (
     2**20,
     0.01,
-)  # what is gathered for want of a rule is told from so many bytes on
+)  # gathers for want of a rule are reported from so many bytes on
 
 _ACTIONS = {
     "sum": "summed over devices, {}",
@@ -28,7 +28,7 @@ _ACTIONS = {
 
 @dataclass(frozen=True)
 class CommReport:
-    """What joins rows in the model and the loss of a step; print it."""
+    """The operations across shards in the model and the loss of a step; print it."""
 
     comms: tuple[CommEvent, ...]
     subject: str = "rows"
@@ -53,9 +53,9 @@ class CommReport:
 
 
 def check_gathers(comms: Sequence[CommEvent], strict: bool, gradient_bytes: int) -> None:
-    """Warn of arrays that are gathered since no rule knows an operation, or refuse all.
+    """Warn of large gathers for want of a rule, or refuse all such gathers.
 
-    They are those of 1 MiB, or of 1 % of the bytes that a step sends for its gradients.
+    Large is at least 1 MiB, or 1 % of the bytes that a step sends for its gradients.
     """
     gathers = [j for j in comms if j.action == "gather" and not j.has_rule]
     threshold = min(LARGE_BYTES, LARGE_FRACTION * gradient_bytes)

@@ -1,6 +1,6 @@
-"""Calls that a program keeps by name while it is traced: they run by a rule of their own.
+"""Calls that tracing keeps as one equation, since they run by a rule of their own.
 
-`own_rows` is one: a part of a model that runs on each device's own rows.
+`own_rows` is one: it runs part of a model on each device's own examples.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ from hfjax.parallel.spmd.placements import (
     placement_of,
 )
 
-source_info_util.register_exclusion(__file__)  # the line of a named call is the user's
+source_info_util.register_exclusion(__file__)  # the line of a kept call is the user's
 
 BATCH_GROUP = AxisGroup((), 1).name
 
@@ -50,7 +50,7 @@ class CallName(str):
 
 
 def call_of(equation: JaxprEqn) -> "RuleCall | None":
-    """Return the named call that an equation is, if it is one."""
+    """Return the `RuleCall` that an equation is, if it is one."""
     name = equation.params.get("name")
     return name.call if isinstance(name, CallName) else None
 
@@ -60,14 +60,14 @@ class RuleCall:
     """A call that was recorded.
 
     Attributes:
-        rule: (call, scope, its program, arguments) -> results: trees of values.
-        function: What was called, of trees of arrays.
-        reapply: The same, kept by name if it is called while another program is traced.
-        in_tree: Their form.
-        out_tree: The form of what it returned.
-        program: What was traced.
-        refusal: What it is, and what to do, where its program is not that of all rows.
-        is_placeholder: Whether what was traced has the right shapes only, and cannot run.
+        rule: (call, context, its program, arguments) -> results: trees of values.
+        function: The called function, of trees of arrays.
+        reapply: The same, recorded again if it is called while another program is traced.
+        in_tree: The structure of its arguments.
+        out_tree: The structure of its results.
+        program: The traced program.
+        refusal: What it is, and what to do, where its program is not that of the global batch.
+        is_placeholder: Whether the traced program has the right shapes only, and cannot run.
     """
 
     rule: Callable
@@ -80,7 +80,7 @@ class RuleCall:
     is_placeholder: bool = False
 
     def _find_transform(self, equation: JaxprEqn) -> str:
-        """Return what JAX has made of the call, if it is another: its derivative, or a `vmap`."""
+        """Return how JAX has transformed the call, if it has: its derivative, or a `vmap`."""
         same_outputs = len(equation.outvars) == self.out_tree.num_leaves
         if same_outputs and len(equation.invars) > self.in_tree.num_leaves:
             return "an array that the function closes over (hand it in as an argument) is in"
@@ -94,7 +94,7 @@ class RuleCall:
     def __call__(
         self, ctx: PartitionContext, equation: JaxprEqn, values: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what the call makes of values."""
+        """Return the outputs of the call."""
         body = body_of(equation)
         assert body is not None
         transform = self._find_transform(equation)
@@ -113,7 +113,7 @@ GRAD = "the model differentiates, within its own program, with respect to someth
 
 
 def calls_in(equation: JaxprEqn) -> Iterator[RuleCall]:
-    """Yield the named calls in the programs that an equation holds."""
+    """Yield each `RuleCall` in the programs that an equation holds."""
     for jaxpr, _ in bodies_of(equation):
         for inner in jaxpr.eqns:
             if call := call_of(inner):
@@ -122,7 +122,7 @@ def calls_in(equation: JaxprEqn) -> Iterator[RuleCall]:
 
 
 def check_calls(ctx: PartitionContext, equation: JaxprEqn) -> None:
-    """Refuse to run a program as it is written where a call in it cannot be so."""
+    """Refuse to run an equation as written if a call inside it cannot run so."""
     for call in calls_in(equation):
         if call.is_placeholder or (call.refusal and ctx.group.size > 1):
             name = equation.primitive.name
@@ -131,15 +131,15 @@ def check_calls(ctx: PartitionContext, equation: JaxprEqn) -> None:
             )
 
 
-# -- what is traced in the place of a call that cannot be traced with all rows ---------------------
+# -- placeholders of calls that cannot be traced at global shapes ----------------------------------
 
-_placeholder = Primitive("stand_in")  # it has shapes: whoever runs it has forgotten a rule
+_placeholder = Primitive("stand_in")  # shapes only: if it runs, a rule is missing
 _placeholder.multiple_results = True
 _placeholder.def_abstract_eval(lambda *_, results, **more: list(results))
 
 
 def _make_placeholder(shapes: Callable, refusal: str) -> Callable:
-    """Return what gives results like those of `shapes`, to a program that is never run."""
+    """Return a function with results like those of `shapes`, for a program that is never run."""
     line = source_info_util.summarize(source_info_util.current())
 
     def function(*arguments: Any) -> Any:
@@ -170,9 +170,9 @@ mlir.register_lowering(
 def keep_as_call(
     rule: Callable, function: Callable, shapes: Callable | None = None, refusal: str = ""
 ) -> Callable:
-    """Return a function of trees of arrays that is kept by name in the program being traced.
+    """Return a function of trees of arrays that stays one call in the program being traced.
 
-    `shapes` gives the shapes of what it returns, where it cannot be traced with all rows.
+    `shapes` gives the shapes of its results, where it cannot be traced at global shapes.
     """
 
     def wrapper(*arguments: Any) -> Any:
@@ -202,11 +202,11 @@ def keep_as_call(
 
 
 def own_rows(function: Callable) -> Callable:
-    """Return the function run on each device's own rows, where devices have some each.
+    """Return the function run on each device's own examples, where devices shard the batch.
 
-    What it returns with a row for each row it is given is split as they are. Whatever else it
-    returns is averaged over the devices (of whole numbers the greatest is taken), so it depends on
-    the mesh. Outside of a step it is the function itself.
+    Results with one entry for each local example are sharded like the batch. Any other result is
+    averaged over the devices (of integers the maximum is taken), so it depends on the mesh. Outside
+    of a step it is the function itself.
 
     Args:
         function: Of trees of arrays; it closes over none.
@@ -237,14 +237,14 @@ WRITES = (
 
 
 def local_map(function: Callable) -> Callable:
-    """Return the same of a function that does not join rows: its derivative is that of all rows."""
+    """Return the function, which mixes no examples, run on shards: its derivative is global."""
     return _wrap_call(function, _run_local)
 
 
 def map_token_groups(function: Callable, with_dispatch: bool) -> Callable:
-    """Return the same of a function of (arrays, groups of tokens, …) that returns such groups.
+    """Return a function of (arrays, groups of tokens, …) -> groups, run on local groups.
 
-    Where tokens travel in it from the groups of each device, it cannot be traced with all rows.
+    If it dispatches tokens to other devices, it cannot be traced at global shapes.
     """
     if not with_dispatch:
         return _wrap_call(function, _run_token_groups)
@@ -254,7 +254,7 @@ def map_token_groups(function: Callable, with_dispatch: bool) -> Callable:
 def _wrap_call(
     function: Callable, rule: Callable, shapes: Callable | None = None, refusal: str = ""
 ) -> Callable:
-    def run_unrecorded(*arguments: Any) -> Any:  # what it calls runs on the same rows
+    def run_unrecorded(*arguments: Any) -> Any:  # what it calls runs on the same shards
         with record_calls(False):
             return function(*arguments)
 
@@ -270,7 +270,7 @@ def _wrap_call(
 
 
 def _run_local(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
-    """Run a function on what is here."""
+    """Run a function on the local arrays."""
     leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
     outs = call.reapply(*in_tree.unflatten([local_array(v) for v in _materialize(ctx, leaves)]))
     jaxpr, _ = body
@@ -279,7 +279,7 @@ def _run_local(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tu
 
 
 def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
-    """Run a function on the rows that are here, of which it sees all positions."""
+    """Run a function on this device's examples, of which it sees all positions."""
     if ctx.group.name == BATCH_GROUP:
         return _run_local(call, ctx, body, arguments)
     leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
@@ -304,12 +304,12 @@ def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, argument
 
 
 def _materialize(ctx: PartitionContext, values: Sequence[Any]) -> list[Any]:
-    """Return values as parts and arrays."""
+    """Return values as sharded values and full arrays."""
     return [ctx.replicate(v) if isinstance(v, PartialValue) else ctx.materialize(v) for v in values]
 
 
 def _run_token_groups(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
-    """Run a function on the groups of tokens that are here, or on all where they do not divide."""
+    """Run a function on this device's groups of tokens, or on all where they do not divide."""
     arrays, *tokens = arguments
     leaves, in_tree = jax.tree.flatten(tokens, is_leaf=_is_leaf)
     is_split_by_group = isinstance(leaves[0], ShardedValue) and leaves[0].split.dim == 0
@@ -329,7 +329,7 @@ def _is_leaf(value: object) -> bool:
 def _as_global(
     ctx: PartitionContext, x: jax.Array, global_shape: tuple[int, ...]
 ) -> ShardedValue | jax.Array:
-    """Return what devices have made of their rows as a value of the whole."""
+    """Return a result of per-device computation as a value of the global program."""
     split_dims = [d for d, (n, m) in enumerate(zip(x.shape, global_shape, strict=True)) if n != m]
     if split_dims:
         return ShardedValue(x, Split(split_dims[0]))

@@ -1,4 +1,4 @@
-"""A model that is called as it is, as a step runs it: on the rows of all devices."""
+"""A whole model as a step runs it: on the global batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from hfjax.utils.paths import Flat
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model whose own program is run, in parts: it and the loss see all rows."""
+    """A model whose own program is partitioned: it and the loss see the global batch."""
 
     context: StepContext
 
@@ -25,7 +25,7 @@ class WholeModel:
         mode: str,
         returns: str = "loss",
     ) -> tuple[Any, Flat]:
-        """Return the loss, or the outputs, as values, and the variables after it."""
+        """Return the loss or outputs, distributed values, and the variables after it."""
         context = self.context
 
         def call(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
@@ -58,7 +58,7 @@ class WholeModel:
 def call_model(
     forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str
 ) -> Any:
-    """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
+    """Return the outputs of a model, called directly or by the layout's `forward`."""
     if forward is None:
         return model(inputs) if callable(model) else model
     training = mode == "train"

@@ -1,4 +1,4 @@
-"""Any block, wrapped: parts of what it keeps for the backward pass wait in host memory."""
+"""Wrap any block, so that some of its residuals wait in host memory."""
 
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
@@ -30,17 +30,17 @@ def offload(
     """Return the block, which now keeps part of its activations in host memory.
 
     What is returned has the block's own signature. Its `offloaded` is the report of its last
-    gradient, of one call (and of one turn, in a loop).
+    gradient, of one call (and of one iteration, in a loop).
 
     Args:
         block: An nnx module, or a function of arrays.
         ratio: A fraction of the bytes from 0 to 1. Give one of `ratio`, `names` and `dots`.
         tag: What the report calls these tensors.
-        names: Those that `jax.ad_checkpoint.checkpoint_name` named so.
-        dots: Whether the results of matrix products go.
+        names: Tensors to which `jax.ad_checkpoint.checkpoint_name` gave these names.
+        dots: Whether to offload the results of matmuls.
         weights: Of a function: the numbers of the arguments that are weights, () for none. They are
-            never moved, nor is what follows from them alone, nor what the function closes over. A
-            module knows its own.
+            never offloaded, nor is what follows from them alone, nor what the function closes over.
+            A module knows its own.
 
     Example:
         >>> import hfjax, jax, jax.numpy as jnp
@@ -74,7 +74,7 @@ def _numbers(weights: Any) -> tuple[int, ...]:
 
 
 class _OffloadChooser:
-    """Chooses for one block, and keeps the report; equal to itself only."""
+    """Chooses tensors of one block, and keeps the report; equal to itself only."""
 
     def __init__(self, settings: Offload) -> None:
         check_host_loops(Mesh(jax.local_devices()[:1], "data"))
@@ -97,7 +97,7 @@ class _OffloadedFunction:
 
     @property
     def offloaded(self) -> OffloadReport:
-        """What is kept and what of it goes to the host, once a gradient was traced."""
+        """What is saved and what of it goes to the host, once a gradient was traced."""
         return self._choice.report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ class OffloadedModule(nnx.Module):
 
     @property
     def offloaded(self) -> OffloadReport:
-        """What is kept and what of it goes to the host, once a gradient was traced."""
+        """What is saved and what of it goes to the host, once a gradient was traced."""
         return self._choice.report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ class OffloadedModule(nnx.Module):
 
 
 def _split_arrays(tree: Tree) -> tuple[list, Callable]:
-    """Return the arrays of a tree, and what puts others in their place beside the rest."""
+    """Return the arrays of a tree, and a function that replaces them."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [hasattr(leaf, "dtype") for leaf in leaves]
 

@@ -1,12 +1,11 @@
 """A model's own program, in which each parameter is gathered where it is first used.
 
-A model that is called as it is (not in three parts) is traced as one device would run it: its
-parameters and its rows are whole arrays, and whatever it does with them is right. It may
-differentiate with respect to parameters, add up their squares, scan over them. Then its program is
-run equation by equation, on the rows of this device (parallel/in_parts). A parameter is gathered,
-once, by the first equation that uses it; inside of a scan or of a rematerialised function it is
-gathered there, again for each layer and each pass. (A model in three parts is gathered layer by
-layer: layer_stack/run_layers.py.)
+A whole model (not a layer stack) is traced as one device would run it: its parameters and its batch
+are global arrays, and whatever it does with them is right. It may differentiate with respect to
+parameters, add up their squares, scan over them. Then its program is run equation by equation, on
+this device's examples (parallel/spmd). A parameter is gathered, once, by the first equation that
+uses it; inside of a scan or of a rematerialised function it is gathered there, again for each layer
+and each pass. (A layer-stack model is gathered layer by layer: layer_stack/run_layers.py.)
 """
 
 import warnings
@@ -39,17 +38,17 @@ def unshard_on_use(
     group: AxisGroup = ONE_DEVICE,
     comms: list[CommEvent] | None = None,
 ) -> Any:
-    """Return `function({path: whole parameter}, *arguments)`, given stored parameters.
+    """Return `function({path: full parameter}, *arguments)`, given stored parameters.
 
     Args:
-        function: Of trees of whole arrays.
+        function: Of trees of global arrays.
         parameters: As this device stores them.
-        arguments: Trees of arrays, and of `Part`s where this device has some of the rows.
+        arguments: Trees of arrays, and `ShardedValue`s where this device has some of the examples.
         group: The devices that have the others.
-        comms: Is given what joins rows.
+        comms: Records communication across examples.
 
     Returns:
-        A tree of arrays, which all devices have whole, of `Part` and of `Sum`.
+        A tree of replicated arrays, of `ShardedValue` and of `PartialValue`.
     """
     full_shapes = {path: param.full_shape for path, param in parameters.items()}
     with _hide_mesh():
@@ -82,20 +81,20 @@ class _Parameter(Ungathered):
         self.param, self._full = param, None
 
     def unshard(self) -> jax.Array:
-        """Return the whole parameter."""
+        """Return the full parameter."""
         if self._full is None:
             self._full = self.param.unshard()
         return self._full
 
     @property
     def can_slice(self) -> bool:
-        """Whether its first dimension is whole on this device, so that a scan may slice it."""
+        """Whether its first dimension is unsharded, so that a scan may slice it."""
         plan, ndim = self.param.comm_plan, self.param.value.ndim
         return all(collective.dim != -ndim for collective in (*plan.gathers, *plan.scatters))
 
 
 def _warn_split(scanned: Iterable[Any]) -> None:
-    """Warn of stacks that have to be whole in a scan, since the layers themselves are split.
+    """Warn of stacks that are gathered before a scan, since the layers themselves are sharded.
 
     A stack of experts is none of layers.
     """
@@ -122,8 +121,8 @@ def _warn_split(scanned: Iterable[Any]) -> None:
 def wrap_at_run(wrap: Callable, function: Callable) -> Callable:
     """Return `wrap(function)`, of a function of trees of arrays.
 
-    In a model that is being traced it is wrapped only when the program runs: it is then given
-    stored parameters, and gathers them when and as often as it wants.
+    In a model that is being traced it is wrapped only when the program runs: it then gets stored
+    parameters, and gathers them when and as often as it wants.
     """
     return (
         keep_as_call(partial(_wrapping_rule, wrap), function) if is_recording() else wrap(function)

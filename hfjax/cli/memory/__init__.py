@@ -1,4 +1,4 @@
-"""`hfjax memory`: what a training step would take, compiled before it runs.
+"""`hfjax memory`: the memory of a training step, compiled before it runs.
 
-`command` is the command, `settings` what it takes; `table` and `plot` show the planner's estimates.
+`command` is the command, `settings` its settings; `table` and `plot` show the planner's estimates.
 """

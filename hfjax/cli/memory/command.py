@@ -1,4 +1,4 @@
-"""`hfjax memory`: what a training step would take of each device, before anything runs."""
+"""`hfjax memory`: estimates the memory of a training step on each device, before anything runs."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from hfjax.utils.command_errors import FAILED, report_errors, run_command
 from hfjax.utils.progress import show_progress
 from hfjax.utils.tables import human, parse_bytes
 
-WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
+WIDTH, COLUMN = 26, 11  # of the table: labels, and the least for a number
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,12 +94,12 @@ def _prepare(settings: Memory) -> None:
 
 
 def report(settings: Memory, log: Callable[[str], Any] = lambda line: None) -> Report:
-    """Return what the settings take, and their alternatives; `log` gets each peak as it comes."""
+    """Return estimates of the settings and of alternatives; `log` gets each peak as it comes."""
     devices = _devices(settings)
     run, notes, missed = _plan_run(settings, devices), [], None
     device = run.mesh.devices.flat[0]
     memory, device_name = _device_memory(settings, device)
-    list(alternatives(settings))  # what is wrong with them is said before anything is compiled
+    list(alternatives(settings))  # refuses wrong alternatives before anything is compiled
     if settings.offload == AUTO:
         least = _search_offload(settings, devices, memory, log)
         ratio = 1 if least.ratio is None else least.ratio
@@ -200,7 +200,7 @@ def _plan_run(settings: Memory, devices: Sequence[Any] | None) -> PlannedRun:
 
 
 def _device_memory(settings: Memory, device: Any) -> tuple[int | None, str]:
-    """Return the memory that a program has of a device, and of what it is."""
+    """Return the memory of a device that a program may use, and the name of that device."""
     if settings.device_memory is not None:
         return parse_bytes(settings.device_memory), "device memory"
     if settings.gpu != "here":
@@ -210,7 +210,7 @@ def _device_memory(settings: Memory, device: Any) -> tuple[int | None, str]:
 
 
 def _notes(settings: Memory, run: PlannedRun) -> Iterator[str]:
-    """Yield what to bear in mind."""
+    """Yield caveats."""
     if (
         settings.gpu != "here"
         and settings.device_memory is None

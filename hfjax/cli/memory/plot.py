@@ -1,4 +1,4 @@
-"""The picture of `hfjax memory`: a stacked bar for each alternative, the device's memory a line."""
+"""The plot of `hfjax memory`: a stacked bar per alternative, and a line at the device's memory."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from hfjax.cli.memory.table import Report
 from hfjax.utils.tables import human, unit_of
 
-# what a bar is stacked of, from below -> the field of an estimate, and its colour
+# segments of a bar, from the bottom -> the field of an estimate, and its colour
 PARTS = {
     "parameters": ("parameters", "#8db4e8"),
     "moments": ("moments", "#b79ce0"),
@@ -23,12 +23,12 @@ HOST = {
     "master weights": ("host_master", "#e6a5cf"),
     "kept by layers": ("host_stashes", "#f2bc6b"),
 }
-ROOM, LABEL = 1.12, 0.06  # above the highest bar, a factor; what a label takes of the axis
+ROOM, LABEL = 1.12, 0.06  # above the highest bar, a factor; size of a label as a part of the axis
 WIDE = 0.62  # of a bar
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw a report of `hfjax memory`; host memory has a panel of its own, where there is any."""
+    """Draw a report of `hfjax memory`; host memory has its own panel if it is used."""
     from matplotlib.figure import Figure
 
     estimates = report.estimates
@@ -47,7 +47,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _draw_device(axes: Any, report: Report) -> None:
-    """Draw the bars of the device: what is known stacked, the rest of the compiled peak grey."""
+    """Draw the bars of device memory: known parts stacked, the rest of the compiled peak grey."""
     estimates, limit = report.estimates, report.memory
     _draw_stack(axes, estimates, PARTS)
     top = max(max(e.known_bytes, e.peak) for e in estimates)
@@ -76,7 +76,7 @@ def _draw_device(axes: Any, report: Report) -> None:
 
 
 def _above(bar: int, limit: int | None, top: int) -> int:
-    """Return where the label of a bar begins: above the limit, if it would be on its line."""
+    """Return the position of a bar's label: above the limit if it would overlap its line."""
     on_line = limit is not None and bar <= limit < bar + LABEL * ROOM * top
     return limit if limit is not None and on_line else bar
 

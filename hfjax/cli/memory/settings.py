@@ -1,4 +1,4 @@
-"""The settings of `hfjax memory`, and the alternatives that stand beside them."""
+"""The settings of `hfjax memory`, and the alternatives that it compares."""
 
 import re
 from collections.abc import Iterator
@@ -61,13 +61,13 @@ class Memory(Train):
 
 
 def memory_settings(config: Train, **changes: Any) -> Memory:
-    """Return the configuration of a run as one that is only planned."""
+    """Return the configuration of a run as settings of `hfjax memory`."""
     values = {f.name: getattr(config, f.name) for f in fields(Train)}
     return Memory(**{**values, "out": None, "devices": None, "cpu_devices": None, **changes})
 
 
 def alternatives(settings: Memory) -> Iterator[tuple[str, Memory]]:
-    """Yield the settings given and what to put beside them, each by its name."""
+    """Yield the given settings and the alternatives to compare, each with its name."""
     yield _name(settings), settings
     if settings.compare is None:
         plain = replace(settings, offload=None) if settings.offload else settings
@@ -97,7 +97,7 @@ def _offload(text: str | None) -> Offload | None:
 
 
 def apply_changes(settings: Memory, changes: str) -> Memory:
-    """Return the settings with those of `FLAG=VALUE,…` in place of their own.
+    """Return the settings with those of `FLAG=VALUE,…` replaced.
 
     >>> apply_changes(Memory(), "remat=names:qkv,mlp_up,accumulate=4").remat
     'names:qkv,mlp_up'

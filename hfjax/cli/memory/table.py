@@ -14,18 +14,18 @@ from hfjax.utils.tables import human
 
 @dataclass(frozen=True)
 class Report:
-    """What `hfjax memory` tells: an estimate for each alternative, the one chosen first."""
+    """The results of `hfjax memory`: an estimate per alternative, the chosen settings first."""
 
     title: str
     estimates: tuple[Estimate, ...]
-    refused: dict[str, str]  # alternative -> why it cannot be
+    refused: dict[str, str]  # alternative -> why it is refused
     memory: int | None  # of a device
-    device: str  # whose memory that is
+    device: str  # the device with that memory
     notes: tuple[str, ...]
-    missed: str | None = None  # what was asked for and cannot be: no offload fits
+    missed: str | None = None  # what was asked for but is not possible: no offload fits
 
 
-# section -> rows: what is told, and the field of an Estimate (a * leaves out rows that are all 0)
+# section -> entries: label, and the field of an Estimate (* leaves out entries that are all 0)
 SECTIONS: dict[str, dict[str, str]] = {
     "from the layout": {
         "parameters": "parameters",
@@ -55,7 +55,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 
 
 def table(report: Report) -> Group:
-    """Return the table, its title above and what was refused below."""
+    """Return the table, with its title above and refused alternatives below."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     grid.add_column("bytes per device", no_wrap=True)
     for number, estimate in enumerate(report.estimates):
@@ -91,7 +91,7 @@ def _cell(estimate: Estimate, name: str) -> str:
 
 
 def _add_verdict(grid: Table, memory: int, report: Report) -> None:
-    """Add how much of the device's memory the peak is."""
+    """Add the peak as a fraction of the device's memory."""
     cells = []
     for estimate in report.estimates:
         fraction = estimate.peak / memory

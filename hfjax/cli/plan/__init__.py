@@ -1,6 +1,6 @@
-"""`hfjax plan`: which layout of all is fastest and fits, how fast, and why the others are not.
+"""`hfjax plan`: finds the fastest layout that fits, predicts its time, and says why others lose.
 
-`command` is the command, `settings` what it takes, `hardware` the constants of the GPU and where
-measured ones lie; `table` shows the plan, `compare` finds the one configuration of --why,
-`compare_table` sets it beside the first, `timeline` is a step of one to scale.
+`command` is the command, `settings` its settings, `hardware` the constants of the GPU and the path
+of measured ones; `table` shows the plan, `compare` finds the one configuration of --why,
+`compare_table` compares it with the best, `timeline` shows a step to scale.
 """

@@ -1,4 +1,4 @@
-"""`hfjax plan`: how a step is laid out best on so many GPUs, before anything runs."""
+"""`hfjax plan`: finds the best layouts of a step on many GPUs, before anything runs."""
 
 import json
 import os
@@ -69,12 +69,12 @@ class PlanReport:
 
     @property
     def why_not(self) -> str | None:
-        """Why nothing is compiled."""
+        """The reason why nothing is compiled."""
         return why_not_compiled(self.plan.machine.key)
 
     @property
     def compile(self) -> int:
-        """How many rows were to be compiled."""
+        """The number of entries to compile."""
         return self.settings.compile
 
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _calibrate(count: int) -> None:
-    """Measure the constants of this machine and keep them; of CPUs, of so many fake devices."""
+    """Measure and keep the constants of this machine; of a CPU, with `count` simulated devices."""
     _set_cpu_devices(count)
     path = calibration_path(jax.devices()[0].device_kind)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _calibrate(count: int) -> None:
 
 
 def _set_cpu_devices(count: int) -> None:
-    with suppress(RuntimeError):  # JAX runs already: it has what it has
+    with suppress(RuntimeError):  # JAX is running already: its devices stay
         jax.config.update("jax_num_cpu_devices", count)
 
 
@@ -144,10 +144,10 @@ def build_plan(
 
     Args:
         settings: The settings.
-        default: The configuration that they began with: that of --config.
-        constants: The GPU's.
-        log: Called with words on what goes on.
-        search: Whether anything is searched; else the plan has no rows.
+        default: The configuration that they started from: that of --config.
+        constants: The constants of the GPU.
+        log: Called with progress messages.
+        search: Whether to search; else the plan has no entries.
     """
     run = PlannedRun(run_of(settings, default, 1), jax.devices()[:1], settings.vocab)
     batch_size = step_batch_size(settings, run.task.unit, run.task.units_per_example)
@@ -169,7 +169,7 @@ def build_plan(
     return PlanReport(plan, settings, (*constants.notes, *notes))
 
 
-# -- what is shown and written --------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------
 
 
 def _show(report: PlanReport, console: Console) -> None:
@@ -205,7 +205,7 @@ def _write(report: PlanReport, console: Console) -> None:
 
 
 def _answer_entry(why_answer: Answer, plan: StepPlan) -> PlanEntry | None:
-    """Return what --why found as a row; None: it does not run."""
+    """Return the result of --why as an entry; None: it does not run."""
     s = why_answer.scored
     if s is None:
         return None
@@ -214,7 +214,7 @@ def _answer_entry(why_answer: Answer, plan: StepPlan) -> PlanEntry | None:
 
 
 def as_yaml(plan: StepPlan, entry: PlanEntry) -> str:
-    """Return the settings of a row as `hfjax train --config` takes them: what is not usual."""
+    """Return the settings of an entry for `hfjax train --config`: those that are not defaults."""
     config = config_io.with_absolute_paths(plan.settings(entry))
     plain = lambda x: str(x) if isinstance(x, Path) else list(x) if isinstance(x, tuple) else x
     changed = {

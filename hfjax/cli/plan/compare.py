@@ -1,4 +1,4 @@
-"""--why: the one configuration that some words mean, scored though it is not among the first."""
+"""--why: scores the one configuration that a query means, even if it is not among the best."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,29 +16,29 @@ from hfjax.planner.search import ZERO_STAGES, candidates, host_variants
 from hfjax.utils.keywords import name_hint
 
 NUMBERS = ("accumulate", "microbatches", "chunks", "split_rows")
-OPTIONS = {  # setting -> what it may be
+OPTIONS = {  # setting -> its values
     "zero": ZERO_STAGES,
     "schedule": tuple(SCHEDULES),
     "reduction": ("flat", "hierarchical"),
-    "remat": None,  # Remat and Offload know
+    "remat": None,  # checked by Remat and Offload
     "offload": None,
 }
 FLAGS = ("sequence", "host_optimizer")
 HOST_SETTINGS = ("offload", "host_optimizer")
 KNOWN = (*AXES, *NUMBERS, *OPTIONS, *FLAGS)
-MAX_TRIED = 12  # agreeing candidates of which hfjax is asked whether it runs them
+MAX_TRIED = 12  # matching candidates of which hfjax is asked whether it runs them
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What --why found.
+    """The result of --why.
 
     Attributes:
         scored: The configuration with its seconds and bytes; None: it does not run.
-        fits: Whether the memory has room for it.
+        fits: Whether it fits in memory.
         refusal: Why it does not run, in hfjax's own words.
-        num_matches: How many of those that were searched agree with the words; 0: none.
-        candidate: The configuration of the words, as far as it can be said.
+        num_matches: Number of searched candidates that match the query; 0: none.
+        candidate: The configuration of the query, as far as it is known.
     """
 
     scored: ScoredCandidate | None
@@ -49,13 +49,13 @@ class Answer:
 
 
 def parse_query(text: str, count: int) -> dict[str, Any]:
-    """Return what the words of --why say.
+    """Return the settings in a query of --why.
 
     >>> parse_query("pipe=8 zero=fsdp sequence", 64)
     {'pipe': 8, 'zero': 'fsdp', 'sequence': True}
 
     Raises:
-        ValueError: A word is no axis or setting, or sides do not divide the devices.
+        ValueError: A word is no axis or setting, or axis sizes do not divide the devices.
     """
     query: dict[str, Any] = {}
     for term in text.replace(",", " ").split():
@@ -118,7 +118,7 @@ def _check_axis_sizes(axis_sizes: Mapping[str, int], count: int) -> None:
 
 
 def matches_query(c: Candidate, query: Mapping[str, Any]) -> bool:
-    """Return whether a candidate is one that the words mean."""
+    """Return whether a candidate matches a query."""
     return all(_setting(c, name) == value for name, value in query.items())
 
 
@@ -131,7 +131,7 @@ def _setting(c: Candidate, name: str) -> Any:
 
 
 def is_complete(query: Mapping[str, Any], count: int) -> bool:
-    """Return whether words leave nothing to search: all sides, and how the rows run.
+    """Return whether a query leaves nothing to search: all axis sizes, and how the batch runs.
 
     >>> is_complete(parse_query("fsdp=8 zero=fsdp remat=none accumulate=1", 8), 8)
     True
@@ -144,12 +144,12 @@ def is_complete(query: Mapping[str, Any], count: int) -> bool:
 
 
 def find_answer(plan: StepPlan, query: Mapping[str, Any], log: Callable[[str], Any]) -> Answer:
-    """Return the configuration that the words mean: the best of those searched, or a new one.
+    """Return the configuration that a query means: the best match of the search, or a new one.
 
     Args:
-        plan: The plan, whose first it is set beside; one of no rows, if nothing was searched.
-        query: What `parse_query` returns.
-        log: Called with words on what goes on.
+        plan: The plan, whose best it is compared with; without entries if nothing was searched.
+        query: The result of `parse_query`.
+        log: Called with progress messages.
     """
     limit = limit_of(plan.memory)
     build_check = BuildCheck(plan.scorer)
@@ -172,7 +172,7 @@ def find_answer(plan: StepPlan, query: Mapping[str, Any], log: Callable[[str], A
 
 
 def _matching_candidates(plan: StepPlan, query: Mapping[str, Any]) -> Iterator[ScoredCandidate]:
-    """Yield what agrees; with more on the host where the words say so, or where it does not fit."""
+    """Yield the matches; with more in host memory if the query says so, or if they do not fit."""
     scorer, limit = plan.scorer, limit_of(plan.memory)
     on_host = {name: value for name, value in query.items() if name in HOST_SETTINGS}
     others = {name: value for name, value in query.items() if name not in HOST_SETTINGS}
@@ -210,7 +210,7 @@ def _build_answer(
 
 
 def candidate_of(query: Mapping[str, Any], batch_size: int, count: int, layers: int) -> Candidate:
-    """Return a configuration of these words; what they leave open is plain."""
+    """Return a configuration of a query; what it leaves open gets a plain default."""
     axis_sizes = {axis: query.get(axis, 1) for axis in AXES}
     rest = count // math.prod(axis_sizes.values())
     fsdp = query.get("zero") == "fsdp" and "fsdp" not in query
@@ -239,7 +239,7 @@ def candidate_of(query: Mapping[str, Any], batch_size: int, count: int, layers: 
 
 
 def _indivisible_reasons(c: Candidate, query: Mapping[str, Any], plan: StepPlan) -> Iterator[str]:
-    """Yield what does not divide, and what does."""
+    """Yield what does not divide, and what would."""
     if c.devices != plan.count:
         text = " ".join(f"{a}={n}" for a, n in c.axis_sizes)
         yield f"{text}: {c.devices} devices of {plan.count}. Leave an axis open, or --count it."

@@ -1,4 +1,4 @@
-"""What --why tells: a configuration beside the first of a plan, part by part."""
+"""The output of --why: a configuration compared with the best of a plan, part by part."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,13 +21,13 @@ STATE_NAMES = {"batch": "batch", "moment": "while the peak layer or head runs"}
 
 
 def why_report(plan: StepPlan, answer: Answer, text: str, query: Mapping[str, Any]) -> Group:
-    """Return what --why tells.
+    """Return the report of --why.
 
     Args:
         plan: The plan.
-        answer: What was found.
-        text: The words of the command line.
-        query: What they mean.
+        answer: The result.
+        text: The query on the command line.
+        query: The parsed query.
     """
     return Group(*_lines(plan, answer, text, query))
 
@@ -151,7 +151,7 @@ def _add_settings(table: Table, s: ScoredCandidate, first: ScoredCandidate) -> N
 
 
 def _memory_parts(s: ScoredCandidate) -> dict[str, float]:
-    """Return the bytes of a peak by what people call them."""
+    """Return the bytes of a peak by their names for users."""
     names = {**STATE_NAMES, **MEMORY_NAMES}
     return {names.get(name, name): size for name, size in s.peak.parts.items()}
 
@@ -189,7 +189,7 @@ def _add_entry(
 
 
 def transfer_totals(plan: StepPlan, s: ScoredCandidate) -> dict[str, dict[str, float]]:
-    """Return seconds and bytes of what a step sends: by purpose, in a node or across nodes."""
+    """Return seconds and bytes of a step's transfers: by purpose, in a node or across nodes."""
     scorer, c = plan.scorer, s.candidate
     totals: dict[str, dict[str, float]] = {}
     for comm, seconds in scorer.transfers(c, scorer.placements(c)):

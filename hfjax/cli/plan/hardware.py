@@ -1,4 +1,4 @@
-"""Which constants a plan takes: of a GPU by name, of a file, or measured on this machine."""
+"""The constants of a plan: of a GPU by name, of a file, or measured on this machine."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ ASK = "import jax; print('kind', jax.devices()[0].device_kind, sep='|')"
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of a plan, and what to bear in mind of them."""
+    """The constants of a plan, with caveats."""
 
     machine: Machine
     notes: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ def constants_of(gpu: str) -> Constants:
 
 
 def check_whole_nodes(machine: Machine, count: int) -> None:
-    """Refuse a number of GPUs that leaves a node in part."""
+    """Refuse a number of GPUs that leaves a node incomplete."""
     node = machine.per_node
     if count > node and count % node:
         low = count // node * node
@@ -58,7 +58,7 @@ def why_not_compiled(gpu: str) -> str | None:
 
 
 def calibration_path(device_kind: str) -> Path:
-    """Return where the constants measured on a kind of device are kept."""
+    """Return the path of the constants measured on a kind of device."""
     name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
     return user_cache() / "machines" / f"{name}.toml"
 

@@ -1,4 +1,4 @@
-"""The settings of `hfjax plan`: those of `hfjax train` that say what is run, not how."""
+"""The settings of `hfjax plan`: those of `hfjax train` that do not concern the layout."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from hfjax.trainer import config_io
 from hfjax.trainer.config import Train, check_bounds, pretrained_conflict
 from hfjax.utils.tables import parse_bytes
 
-# What is searched, and by which word --why says it.
+# Settings that are searched, and their names in --why.
 SEARCHED = {
     "strategy": "zero=fsdp tensor=2",
     "mesh": "tensor=2",
@@ -25,7 +25,7 @@ SEARCHED = {
     "pipeline": "pipe=2 schedule=1f1b microbatches=8",
     "context": "context=2",
 }
-COUNTED = ("devices", "cpu_devices")  # how many GPUs: --count says it
+COUNTED = ("devices", "cpu_devices")  # the number of GPUs: --count says it
 TIMES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 LEAST_MEMORY, MOST_MEMORY = 2**20, 2**40  # bytes
 
@@ -92,7 +92,7 @@ class PlanSettings(Train):
             check_ending(self.picture)
 
     def _check_memory(self, size: int) -> None:
-        """Refuse what no GPU has: bytes of a number without its unit, or far too many."""
+        """Refuse what no GPU has: a number of bytes without its unit, or far too many."""
         if not LEAST_MEMORY <= size <= MOST_MEMORY:
             raise ValueError(
                 f"--device-memory {self.device_memory}: that is {size:,} bytes. From 1MiB to 1TiB "
@@ -101,7 +101,7 @@ class PlanSettings(Train):
 
 
 def parse_count(text: str) -> int:
-    """Return how many tokens a text says.
+    """Return the number of tokens that a text stands for.
 
     >>> parse_count("4M"), parse_count("1_000"), parse_count("512k")
     (4194304, 1000, 524288)
@@ -116,7 +116,7 @@ def parse_count(text: str) -> int:
 
 
 def plan_settings(config: Train) -> PlanSettings:
-    """Return the configuration of a run as one that is planned: without how it is laid out."""
+    """Return the configuration of a run as one to plan: without its layout."""
     known = {f.name for f in fields(PlanSettings)} - {"out"}
     values = {f.name: getattr(config, f.name) for f in fields(Train) if f.name in known}
     usual = Train()
@@ -125,7 +125,7 @@ def plan_settings(config: Train) -> PlanSettings:
 
 
 def ignored_settings(config: Train) -> list[str]:
-    """Return what a file of configuration says of how a run is laid out."""
+    """Return the settings of a configuration file that concern the layout."""
     names = [
         name for name in config_io.changed_fields(config) if name.partition(".")[0] in SEARCHED
     ]
@@ -133,7 +133,7 @@ def ignored_settings(config: Train) -> list[str]:
 
 
 def check_searched(argv: Sequence[str]) -> None:
-    """Refuse flags of what is searched, and of what another flag says here."""
+    """Refuse flags of what is searched, and of what another flag sets here."""
     typed = [arg.partition("=") for arg in argv if arg.startswith("--")]
     for flag, _, _ in typed:
         name = flag.removeprefix("--").replace("-", "_")
@@ -152,7 +152,7 @@ def check_searched(argv: Sequence[str]) -> None:
 
 
 def check_no_deepspeed(config: Train, argv: Sequence[str]) -> None:
-    """Refuse a configuration of DeepSpeed: it says how a run is laid out."""
+    """Refuse a configuration of DeepSpeed: it sets the layout of a run."""
     if config.deepspeed is not None or any(w.startswith("--deepspeed") for w in argv):
         raise ValueError(
             "--deepspeed: its file says how a run is laid out, and hfjax plan searches that. Leave "
@@ -161,18 +161,18 @@ def check_no_deepspeed(config: Train, argv: Sequence[str]) -> None:
 
 
 def run_of(settings: PlanSettings, default: Train, batch_size: int) -> Train:
-    """Return the run whose layout is searched, with so many rows in a step."""
+    """Return the run whose layout is searched, with this global batch size."""
     values = {f.name: getattr(settings, f.name) for f in fields(Train)}
     return replace(Train(**{**values, "out": default.out}), batch=batch_size)
 
 
 def step_batch_size(settings: PlanSettings, unit: str, each: int) -> int:
-    """Return the rows of a step.
+    """Return the global batch size of a step.
 
     Args:
         settings: The settings.
-        unit: What a row is counted in: tokens, images.
-        each: How many of them it has.
+        unit: The unit of an example: tokens, images.
+        each: Number of units in an example.
     """
     if settings.tokens_per_step is None:
         return settings.batch

@@ -1,6 +1,6 @@
 """The table of `hfjax plan`: the ways to run a step, the fastest first, two lines for each.
 
-The first line says how it runs and why it is not the first, the second has the numbers: a terminal
+The first line says how it runs and why it is not the best, the second has the numbers: a terminal
 of 80 columns has room for them.
 """
 
@@ -30,7 +30,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class TimeScale:
-    """The unit of times of one table."""
+    """The unit of times in one table."""
 
     unit: str
     seconds: float
@@ -38,7 +38,7 @@ class TimeScale:
 
     @classmethod
     def of(cls, seconds: float) -> "TimeScale":
-        """Return that in which some seconds are easily read."""
+        """Return the unit in which `seconds` is easily read."""
         if seconds >= 1:
             return cls("s", 1.0, 3)
         return cls("ms", 1e-3, 1 if seconds >= 0.01 else 3)
@@ -50,14 +50,14 @@ class TimeScale:
 
 @dataclass(frozen=True)
 class ByteScale:
-    """The unit of bytes of one part of a table."""
+    """The unit of bytes in one part of a table."""
 
     unit: str
     bytes: float
 
     @classmethod
     def of(cls, size: float) -> "ByteScale":
-        """Return that in which some bytes are easily read."""
+        """Return the unit in which `size` is easily read."""
         units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
         return next(cls(unit, n) for unit, n in units if size >= n or n == 1)
 
@@ -91,7 +91,7 @@ def heading(plan: StepPlan, report: Any) -> Iterator[str]:
 
 
 def plan_table(plan: StepPlan, limit: int, lines: Sequence[str], notes: Sequence[str]) -> Group:
-    """Return the table, its heading above, and below what is only nearly better."""
+    """Return the table, with its heading above and near misses below."""
     entries = plan.entries[:limit]
     scale = TimeScale.of(plan.best.time.total)
     unit = plan.scorer.base_run.task.unit
@@ -151,14 +151,14 @@ def _colour(margin: float) -> str:
 
 
 def write(console: Console, group: Group) -> None:
-    """Print a table; nothing breaks lines that are piped."""
+    """Print a table; lines are not wrapped if they are piped."""
     if not console.is_terminal:
         console.width = 10_000
     console.print(group)
 
 
 def notes_of(plan: StepPlan, settings: Any) -> Iterator[str]:
-    """Yield what to bear in mind."""
+    """Yield caveats."""
     if settings.device_memory is None and (fraction := memory_share(plan.machine)) < 1:
         yield (
             f"JAX takes {fraction:.0%} of a GPU's memory; {FRACTION}=0.95, here and where it runs, "

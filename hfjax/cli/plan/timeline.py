@@ -1,8 +1,8 @@
-"""One step of a row of a plan, to scale: what computes, what waits, what is sent.
+"""One step of an entry of a plan, to scale: what computes, what waits, what is sent.
 
-Of a pipeline the slots of every stage; else the microbatches of one device, with the transfers
-below them: pale where products run beside, solid where nothing does. The legend adds up to the
-step as it is predicted.
+For a pipeline it shows the slots of every stage; else the microbatches of one device, with the
+transfers below them: pale where matmuls hide them, solid where they are exposed. The legend adds
+up to the predicted step time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ from hfjax.parallel.schedules.table import KINDS
 from hfjax.planner.comm_model import NEW_PARAMS, SUMS
 from hfjax.planner.make_plan import PlanEntry, StepPlan
 
-DRAWN, MANY = 3, 8  # microbatches drawn one by one where there are more than so many
-PALE = 0.3  # how dark transfers are beside which products run
+DRAWN, MANY = 3, 8  # microbatches drawn one by one if there are more than MANY
+PALE = 0.3  # opacity of hidden transfers
 HEAD = "embedding, head, loss"
 OTHERS = "microbatches more"
 COLOURS = {
@@ -35,7 +35,7 @@ OF_TRANSFERS = ("#d9534f", "#c9547f", "#b0602c", "#a04a9c", "#7a5230", "#e08a3c"
 
 
 def timeline(plan: StepPlan, plan_entry: PlanEntry | None = None) -> Timeline:
-    """Return one step of a row of a plan, to be drawn; None: of the first."""
+    """Return the timeline of one step of an entry of a plan; None: of the best."""
     step = _Step(plan, plan_entry or plan.best)
     ms = lambda span: replace(span, start=1000 * span.start, width=1000 * span.width)
     title = f"{plan.scorer.base_run.task.model.name} on {plan.count} x {plan.machine.name}"
@@ -64,7 +64,7 @@ def timeline(plan: StepPlan, plan_entry: PlanEntry | None = None) -> Timeline:
 
 
 class _Step:
-    """One step, laid out."""
+    """One step, laid out in time."""
 
     def __init__(self, plan: StepPlan, entry: PlanEntry) -> None:
         self.plan, self.c, self.time, self.total = (
@@ -80,16 +80,16 @@ class _Step:
         self.stages = self.stages if self.table is not None else ["computes"]
         self.count = self.c.microbatches or self.c.accumulate
         self.spent = entry.time.products + entry.time.memory + entry.time.bubble
-        # What is sent once a step, after all microbatches.
+        # Purposes of transfers once a step, after all microbatches.
         self.once = {NEW_PARAMS} | ({SUMS} if self.c.zero != "fsdp" else set())
 
-    # -- how long what takes --------------------------------------------------------------
+    # -- durations ------------------------------------------------------------------------
 
     @cached_property
     def microbatch_seconds(self) -> tuple[float, float, float]:
-        """Seconds of one microbatch: forward, backward, and around the layers.
+        """Seconds of one microbatch: forward, backward, and embedding and head.
 
-        They add up to what the step is predicted to compute and to wait.
+        They add up to the predicted time of computing and waiting in a step.
         """
         scorer, c = self.plan.scorer, self.c
         layers = scorer.stage_layers(c) if scorer.layers else 0
@@ -105,7 +105,7 @@ class _Step:
 
     @cached_property
     def _overlapped(self) -> dict[tuple[str, bool], float]:
-        """Seconds of transfers beside which products run, by purpose and direction."""
+        """Seconds of hidden transfers, by purpose and direction."""
         scorer, c = self.plan.scorer, self.c
         totals: dict[tuple[str, bool], float] = {}
         by_purpose: dict[str, float] = {}
@@ -121,20 +121,20 @@ class _Step:
 
     @cached_property
     def hidden(self) -> dict[str, float]:
-        """Seconds of transfers beside which products run, by purpose."""
+        """Seconds of hidden transfers, by purpose."""
         overlapped = self._overlapped
         names = dict.fromkeys(name for name, _ in overlapped)
         return {name: sum(s for key, s in overlapped.items() if key[0] == name) for name in names}
 
     @cached_property
     def exposed(self) -> dict[str, float]:
-        """Seconds of transfers beside which nothing runs, by purpose: new parameters come last."""
+        """Seconds of exposed transfers, by purpose; new parameters come last."""
         items = sorted(self.time.exposed.items(), key=lambda pair: pair[0] == NEW_PARAMS)
         return {name: s for name, s in items if s > 1e-9 * self.total}
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds by what a device does: together the step."""
+        """Seconds by what a device does; they add up to the step."""
         forward, backward, ends = (self.count * seconds for seconds in self.microbatch_seconds)
         weights = backward / 2 if self.table is not None and self.table.splits_backward else 0.0
         parts = {"forward": forward, "backward": backward - weights, "weights": weights, HEAD: ends}
@@ -144,7 +144,7 @@ class _Step:
         parts |= {"optimizer": self.time.optimizer, "host": self.time.host}
         return {name: s for name, s in parts.items() if s > 1e-9 * self.total}
 
-    # -- where it lies ----------------------------------------------------------------------
+    # -- positions --------------------------------------------------------------------------
 
     def spans(self) -> Iterator[Span]:
         """Yield every box."""
@@ -169,7 +169,7 @@ class _Step:
     def _microbatch_spans(
         self, at: float, each: Mapping[str, float], is_last: bool
     ) -> Iterator[Span]:
-        """Yield what one microbatch computes, what runs beside that, and what nothing hides."""
+        """Yield what one microbatch computes, its hidden transfers, and its exposed ones."""
         forward, backward, ends = self.microbatch_seconds
         yield Span("forward", 0, at, forward, "forward")
         yield from self._hidden_spans(at, forward + ends, 1, False, is_last)
@@ -190,9 +190,9 @@ class _Step:
     def _hidden_spans(
         self, at: float, room: float, times: int, backward: bool | None, is_last: bool
     ) -> Iterator[Span]:
-        """Yield what runs beside the products of so many microbatches: pale, as far as it fits.
+        """Yield the hidden transfers of so many microbatches: pale, as far as they fit.
 
-        `backward` says in which direction, None: in both.
+        `backward` is their direction, None: both.
         """
         hidden: dict[str, float] = {}
         for (name, back), seconds in self._overlapped.items():
@@ -224,7 +224,7 @@ class _Step:
             begin, wide = float(begins[tick, stage, slot]), float(widths[tick, stage, slot])
             yield Span(names[KINDS[slot]], stage, begin, wide, number)
         end, around = cost(table, forward, backward, backward / 2), self.count * ends
-        # In lockstep the others wait for the stage that runs the head.
+        # In lockstep the other stages wait for the one that runs the head.
         yield Span(HEAD, table.stage_map[table.virtual - 1][0], end, around, "head")
         yield from self._transfer_spans(self.hidden, 0.0, PALE)
         yield from self._final_spans(end + around, self.exposed)

@@ -1,5 +1,5 @@
-"""Constants of the devices at hand.
+"""Constants of the available devices.
 
-`calibrate` writes a file of constants; `microbenchmarks` are what it times, with the clocks of
-`stopwatch`.
+`calibrate` writes a file of constants; `microbenchmarks` are the programs that it times, with the
+clocks of `stopwatch`.
 """

@@ -1,10 +1,10 @@
-"""The constants of the devices at hand, measured in half a minute: a file that plans read.
+"""Measures the constants of the available devices in half a minute; plans read the file it writes.
 
 What cannot be measured here (a second node, a data sheet) is taken from the file of the same GPU,
-or else from that of an H100, and its source begins with "assumed". On a CPU seconds are those of
-the processor, of one device's work: fake devices share the cores. What only a GPU has gets values
-with which the formulas are right for a CPU: one multiprocessor that makes a product number by
-number, attention that is products.
+or else from that of an H100, and its source begins with "assumed". On a CPU, seconds are processor
+time of one device: simulated devices share the cores. Constants that only a GPU has get values
+that make the formulas right for a CPU: one multiprocessor that computes a matmul element by
+element, and attention that consists of matmuls.
 """
 
 import datetime
@@ -21,7 +21,7 @@ from hfjax.planner.calibration import microbenchmarks as measure
 from hfjax.planner.calibration.stopwatch import Stopwatch
 
 BY = "hfjax plan --calibrate here"
-FALLBACK_GPU = "h100"  # whose constants stand in for those of an unknown GPU
+FALLBACK_GPU = "h100"  # its constants replace those of an unknown GPU
 ConstantValues = dict[str, Any]
 Log = Callable[[str], Any]
 
@@ -29,13 +29,13 @@ Log = Callable[[str], Any]
 def calibrate(
     out: str | Path, log: Log = lambda message: None, *, devices: Any = None, quick: bool = False
 ) -> Machine:
-    """Measure the devices at hand, write a file of their constants, and return these.
+    """Measure the available devices, write a file of their constants, and return them.
 
     Args:
-        out: The file, of TOML; `Machine.load` reads it.
-        log: Called with words on what goes on.
-        devices: Which devices. None: all that JAX has.
-        quick: Take tiny sizes, whose numbers mean nothing: to test that everything runs.
+        out: The TOML file to write; `Machine.load` reads it.
+        log: Called with progress messages.
+        devices: Devices to measure. None: all that JAX has.
+        quick: Use tiny sizes, whose results mean nothing: a test that everything runs.
 
     Raises:
         ValueError: The devices are neither GPUs nor CPUs.
@@ -71,11 +71,11 @@ def calibrate(
 def calibrate_gpu(
     watch: Stopwatch, log: Log = lambda message: None, quick: bool = False
 ) -> Machine:
-    """Return the constants of GPUs: measured, and beside them those of a file.
+    """Return the constants of GPUs: measured ones, and the others from a file.
 
     Args:
         watch: The stopwatch.
-        log: Called with words on what goes on.
+        log: Called with progress messages.
         quick: Whether sizes are tiny.
 
     Example:
@@ -109,7 +109,7 @@ def calibrate_gpu(
     for name, value in device_stats.items():
         if value and not known:
             values[name], sources[name] = int(value), "what JAX says of the device"
-    if not known:  # a data sheet is not at hand: what is reached stands in for it
+    if not known:  # without a data sheet the rate that was reached replaces the peak
         values["peak"], sources["peak"] = (
             timings["flops"] / 0.7,
             "assumed: products reach 70 % of it",
@@ -128,11 +128,11 @@ def calibrate_gpu(
 def calibrate_cpu(
     watch: Stopwatch, log: Log = lambda message: None, quick: bool = False
 ) -> Machine:
-    """Return the constants of a CPU, by the processor's seconds of one device.
+    """Return the constants of a CPU, in processor seconds of one device.
 
     Args:
         watch: The stopwatch.
-        log: Called with words on what goes on.
+        log: Called with progress messages.
         quick: Whether sizes are tiny.
 
     Example:
@@ -215,7 +215,7 @@ def _build_machine(
     default_sources: Mapping[str, str],
     timings: ConstantValues,
 ) -> Machine:
-    """Return a machine of what was measured (`timings`) and what else is known (`defaults`)."""
+    """Return a machine of measured constants (`timings`) and known ones (`defaults`)."""
     measured = {name: _round_digits(value) for name, value in timings.items() if name in CONSTANTS}
     sources = {**default_sources, **dict.fromkeys(measured, _measurement_source())}
     values: ConstantValues = {
@@ -226,7 +226,7 @@ def _build_machine(
 
 
 def _round_digits(value: Any) -> Any:
-    """Return a number as a file shows it: more digits were not measured.
+    """Return a number rounded as a file shows it: more digits were not measured.
 
     >>> _round_digits(219398236167.8), _round_digits(1)
     (219400000000.0, 1)
@@ -243,6 +243,6 @@ def _mark_assumed(source: str) -> str:
 
 
 def _device_memory(device: Any) -> int | None:
-    """Return the bytes that JAX may use of a device, if it says so."""
+    """Return the bytes of a device that JAX may use, if it reports them."""
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit")

@@ -1,7 +1,7 @@
-"""What is measured of a device, each by itself: products, memory, launches, attention, transfers.
+"""Microbenchmarks of one device: matmuls, memory, launches, attention, transfers.
 
 Every function takes a `Stopwatch` and returns constants of a `Machine` by name. `quick` makes all
-sizes tiny: then numbers mean nothing, and all that is tested is that everything runs.
+sizes tiny: the numbers then mean nothing, and only check that everything runs.
 """
 
 import statistics
@@ -20,20 +20,20 @@ from hfjax.planner.calibration.stopwatch import Stopwatch
 
 Timings = dict[str, float]
 SMALL = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 256, 256))  # m, n, k
-CHAIN = 32  # small products or sums that follow each other in one program
-MIN_SECONDS = 1e-8  # seconds: less is not seen
+CHAIN = 32  # small matmuls or sums in sequence in one program
+MIN_SECONDS = 1e-8  # seconds: the least that is measured
 
 
 def _random_array(
     watch: Stopwatch, *shape: int, dtype: Any = jnp.float32, seed: int = 0
 ) -> jax.Array:
-    """Return normal numbers on the first device."""
+    """Return an array of normal random numbers on the first device."""
     x = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     return jax.device_put(jnp.asarray(x, dtype), watch.first_device)
 
 
 def memory(watch: Stopwatch, quick: bool) -> Timings:
-    """Return rates of memory: of a large copy; of a CPU also of one that stays in the cache."""
+    """Return memory bandwidth of a large copy; on a CPU also of one that stays in the cache."""
     large, small = (
         (2**16, 2**14) if quick else (2**24, 2**18) if watch.processor else (2**29, 2**20)
     )
@@ -45,7 +45,7 @@ def memory(watch: Stopwatch, quick: bool) -> Timings:
 
 
 def launches(watch: Stopwatch, quick: bool) -> Timings:
-    """Return the seconds of an operation that does next to nothing, in a program of many."""
+    """Return the seconds of an almost empty operation in a program of many."""
     del quick
 
     def sums(x: jax.Array) -> jax.Array:
@@ -59,12 +59,12 @@ def launches(watch: Stopwatch, quick: bool) -> Timings:
 
 
 def products(watch: Stopwatch, quick: bool, cached: float = 0.0) -> Timings:
-    """Return the rates of large products of both types, and what each product takes besides.
+    """Return the rates of large matmuls in both dtypes, and the fixed overhead of each matmul.
 
     Args:
         watch: The stopwatch.
         quick: Whether sizes are tiny.
-        cached: Of a CPU, the rate at which factors and results pass the cache; 0: of a GPU.
+        cached: On a CPU, the rate at which operands and results pass the cache; 0: on a GPU.
     """
     size = 64 if quick else 1024 if watch.processor else 8192
     timings: Timings = {}
@@ -81,13 +81,13 @@ def products(watch: Stopwatch, quick: bool, cached: float = 0.0) -> Timings:
 
 
 def _min_product_seconds(m: int, n: int, k: int, rate: float, cached: float) -> float:
-    """Return the seconds of the operations and bytes of a product."""
+    """Return the seconds that the operations and bytes of a matmul take."""
     memory_seconds = 4 * (m * k + k * n + m * n) / cached if cached else 0.0
     return 2.0 * m * n * k / rate + memory_seconds
 
 
 def _product_seconds(watch: Stopwatch, m: int, n: int, k: int) -> float:
-    """Return the seconds of a product in a program of several."""
+    """Return the seconds of a matmul in a program of several."""
     b = _random_array(watch, k, n, seed=1)
     several = [_random_array(watch, m, k, seed=s) for s in range(4)]
     each = lambda b, *several: [a @ b for a in several]
@@ -95,7 +95,7 @@ def _product_seconds(watch: Stopwatch, m: int, n: int, k: int) -> float:
 
 
 def attention(watch: Stopwatch, quick: bool, stream: float) -> Timings:
-    """Return rates and passes of fused attention, from two lengths of as many tokens each."""
+    """Return rates and memory passes of fused attention, from two lengths of as many tokens."""
     lengths = (16, 32) if quick else (1024, 4096)
     tokens, width = (32, 64) if quick else (16384, 1024)
     timings: Timings = {}
@@ -114,7 +114,7 @@ def attention(watch: Stopwatch, quick: bool, stream: float) -> Timings:
             timings[f"attention_{direction}_{head}"] = rate
             size = 2 * tokens * max(width // head, 1) * head
             passes[direction].append(max(s - f / rate, 0.0) * stream / size)
-    min_passes = {"forward": 4.0, "backward": 8.0}  # what it reads and writes, at least
+    min_passes = {"forward": 4.0, "backward": 8.0}  # the least that it reads and writes
     means = {
         direction: max(statistics.mean(samples), min_passes[direction])
         for direction, samples in passes.items()
@@ -131,14 +131,14 @@ def _attention_seconds(watch: Stopwatch, shape: tuple[int, ...]) -> tuple[float,
         return out, pull(g)
 
     mesh = Mesh(np.array([watch.first_device]), ("data",))
-    with jax.set_mesh(mesh):  # attention goes by the devices around it
+    with jax.set_mesh(mesh):  # attention depends on the current mesh
         return watch.seconds(causal_attention, q, k, v), watch.seconds(both, q, k, v, g)
 
 
 def transfers(watch: Stopwatch, quick: bool) -> Timings:
-    """Return start, hop and rate of collectives over all devices; of a CPU no hop.
+    """Return start, hop and rate of collectives over all devices; on a CPU no hop.
 
-    A CPU's are the processor's seconds of one device: all devices' together, divided.
+    On a CPU these are processor seconds of one device: the total over all devices, divided.
     """
     count = len(watch.devices)
     share = count if watch.processor else 1
@@ -163,7 +163,7 @@ def transfers(watch: Stopwatch, quick: bool) -> Timings:
     return timings | {"inside_hop": hop, "inside_start": max(permute - hop, MIN_SECONDS)}
 
 
-# name -> the collective, and how many of its operand's sizes a device sends among so many
+# name -> the collective, and how many operands' worth a device sends among n devices
 COLLECTIVES: dict[str, tuple[Callable, Callable[[int], float]]] = {
     "all-gather": (partial(lax.all_gather, axis_name="x", tiled=True), lambda n: n - 1),
     "reduce-scatter": (
@@ -182,7 +182,7 @@ def _axis() -> int:
 
 
 def _collective_seconds(watch: Stopwatch, function: Callable, size: int) -> float:
-    """Return the seconds of a collective, of `size` numbers on each device, without its sums."""
+    """Return the seconds of a collective of `size` elements per device, without its sums."""
     mesh = Mesh(np.array(watch.devices), ("x",))
     x = jax.device_put(jnp.ones(size * len(watch.devices)), NamedSharding(mesh, P("x")))
 
@@ -202,7 +202,7 @@ def _collective_seconds(watch: Stopwatch, function: Callable, size: int) -> floa
 
 
 def host_link(watch: Stopwatch, quick: bool) -> Timings:
-    """Return the slower of the rates to pinned memory of the host and back; {}: there is none."""
+    """Return the lower of the rates to pinned host memory and back; {}: there is none."""
     kinds = {memory.kind for memory in watch.first_device.addressable_memories()}
     if "pinned_host" not in kinds or watch.processor:
         return {}

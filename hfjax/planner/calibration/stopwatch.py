@@ -1,7 +1,7 @@
-"""Seconds of small programs on the devices at hand: what `calibrate` measures with.
+"""Times small programs on the available devices for `calibrate`.
 
-A GPU's seconds are those of the clock: calls are queued one behind the other and waited for once.
-A CPU's are the processor's, of all threads together, since others use the cores too.
+On a GPU it is wall-clock time: calls are queued one after another and waited for once. On a CPU it
+is processor time over all threads, since other programs use the cores too.
 """
 
 import resource
@@ -20,13 +20,13 @@ MAX_CALLS = 1000
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """How long programs run.
+    """Measures how long programs run.
 
     Attributes:
-        devices: Where.
-        processor: Whether seconds are the processor's.
-        block: Seconds for which calls follow each other.
-        rounds: Blocks, of which the median counts.
+        devices: Where they run.
+        processor: Whether seconds are processor time.
+        block: Seconds of consecutive calls.
+        rounds: Number of blocks; the median counts.
     """
 
     devices: Sequence[Any]
@@ -36,19 +36,19 @@ class Stopwatch:
 
     @property
     def first_device(self) -> Any:
-        """The first of the devices."""
+        """The first device."""
         return self.devices[0]
 
     def seconds(self, function: Callable, *operands: Any, in_place: bool = False) -> float:
         """Return the seconds of a call on one device.
 
-        CPUs run it on all devices at once, as they run a step, and share the time by their number:
-        they compete for the caches then as they do in a step.
+        CPU devices all run it at once, so that they compete for the caches as they do in a step,
+        and the time is divided by their number.
 
         Args:
             function: What is compiled and called.
             operands: Arrays on the first device.
-            in_place: The result takes the place of the first operand, and is the next one.
+            in_place: The result replaces the first operand, also for the next call.
 
         Example:
             >>> import jax
@@ -70,12 +70,12 @@ class Stopwatch:
         return self.total_seconds(run, *map(replicate, operands), in_place=in_place) / count
 
     def total_seconds(self, function: Callable, *operands: Any, in_place: bool = False) -> float:
-        """Return the seconds of a call by all devices that take part.
+        """Return the seconds of a call that runs on all participating devices.
 
         Args:
             function: What is compiled and called.
-            operands: Arrays, where they are to be.
-            in_place: The result takes the place of the first operand, and is the next one.
+            operands: Arrays, already on their devices.
+            in_place: The result replaces the first operand, also for the next call.
         """
         donated = (0,) if in_place else ()
         run = jax.jit(function, donate_argnums=donated).lower(*operands).compile()

@@ -1,7 +1,7 @@
-"""What compiled programs of a plan's best candidates tell: each from a process of its own.
+"""Statistics of the compiled programs of a plan's best candidates, each from its own process.
 
-A compilation may die or take long: its process is then ended, and the others go on. What was
-compiled once is kept on disk, by all that the program depends on: settings, versions and sources.
+A compilation may crash or take long: its process is then ended, and the others go on. Results are
+cached on disk, keyed by all that the program depends on: settings, versions and sources.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from hfjax.utils.version import version
 from hfjax.utils.write_files import user_cache
 
 COMMAND = (sys.executable, "-m", "hfjax.planner.programs.compile_step")
-LIMIT, LIMIT_OF_PIPELINES = 60.0, 240.0  # seconds; quiet ones take a quarter of it, or half
+LIMIT, LIMIT_OF_PIPELINES = 60.0, 240.0  # seconds; quick ones take a quarter of it, or half
 # Fields of a run that its program does not depend on, or only in the values of constants.
 NOT_OF_PROGRAM = (
     *("out", "steps", "seed", "checkpoints", "log", "timeout", "init_timeout"),
@@ -57,16 +57,16 @@ def compile_candidate(
     limit: float | None = None,
     cache: Path | None = None,
 ) -> ProgramStats | CompileFailure:
-    """Return what the compiled program of a configuration tells, or why there is none.
+    """Return statistics of a configuration's compiled program, or why there is none.
 
     Args:
         config: The run.
-        gpu: What it is compiled for: h200, h100. No GPU is needed, only what compiles for it.
-        count: How many of them.
-        vocab: The tokens of the vocabulary. None: those of the data; what they are is not known
-            here, so the result is not kept.
-        limit: Seconds that it may take. None: 60, of a pipeline 240.
-        cache: The folder in which results are kept. None: in the user's cache.
+        gpu: GPU to compile for: h200, h100. No GPU is needed, only a compiler for it.
+        count: Number of GPUs.
+        vocab: Vocabulary size. None: that of the data, which is not known here: the result is not
+            cached.
+        limit: Seconds that it may take. None: 60, and 240 for a pipeline.
+        cache: Folder in which results are kept. None: in the user's cache.
 
     Raises:
         ValueError: Nothing here compiles for CUDA; the message says what to install.
@@ -99,7 +99,7 @@ def compile_candidate(
 
 
 def _answer(request: str, limit: float) -> str | CompileFailure:
-    """Return the last line that a process prints which is asked for a program, or why none."""
+    """Return the last line printed by a process that compiles the request, or why there is none."""
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -108,7 +108,7 @@ def _answer(request: str, limit: float) -> str | CompileFailure:
             stdout=out,
             stderr=errors,
             env=environment,
-            start_new_session=True,  # Ctrl-C comes here; the end of its input tells it of our death
+            start_new_session=True,  # Ctrl-C comes here; it ends when its input is closed
         )
         try:
             status = _send_and_wait(process, request, limit)
@@ -123,7 +123,7 @@ def _answer(request: str, limit: float) -> str | CompileFailure:
 
 
 def _send_and_wait(process: subprocess.Popen, request: str, limit: float) -> int | None:
-    """Ask a process and wait for its end; None: it is not reached within the limit."""
+    """Send a request to a process and wait for its end; None: the limit came first."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has died already
         process.stdin.write(request.encode() + b"\n")
@@ -134,7 +134,7 @@ def _send_and_wait(process: subprocess.Popen, request: str, limit: float) -> int
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End a process and all that it started."""
+    """Kill a process and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     assert process.stdin is not None
@@ -149,18 +149,18 @@ def _last_line(file: IO[bytes]) -> str:
     return lines[-1] if lines else ""
 
 
-# -- what is kept -------------------------------------------------------------------------
+# -- the cache ----------------------------------------------------------------------------
 
 
 def _settings(config: Train) -> dict[str, Any]:
-    """Return what of a configuration its program depends on, as JSON has it."""
+    """Return the settings that a configuration's program depends on, as JSON has them."""
     run = Train(**{f.name: getattr(config, f.name) for f in fields(Train)})
     plain = config_io.to_plain(config_io.with_absolute_paths(run))
     return {name: value for name, value in plain.items() if name not in NOT_OF_PROGRAM}
 
 
 def _is_known(config: Train, vocab: int | None) -> bool:
-    """Return whether settings alone say what the program is: no file, data or code does."""
+    """Return whether settings alone determine the program: no file, data or code does."""
     named = (config.model.pretrained, config.deepspeed, *config_io.code_flags(config))
     return vocab is not None and not any(named)
 
@@ -170,7 +170,7 @@ def _is_pipeline(config: Train) -> bool:
 
 
 def _cache_key(request: Mapping[str, Any]) -> str:
-    """Return the name of what is asked for: another one for other versions or sources."""
+    """Return the cache key of a request; versions and sources are part of it."""
     content = {**request, "versions": _versions(), "flags": os.environ.get("XLA_FLAGS", "")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -196,7 +196,7 @@ def _source_hash() -> str:
 
 
 def _read(path: Path) -> ProgramStats | None:
-    """Return what is kept in a file; None: there is none, or it is damaged."""
+    """Return the result in a cache file; None: there is none, or it is damaged."""
     try:
         return _parse_program(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -204,7 +204,7 @@ def _read(path: Path) -> ProgramStats | None:
 
 
 def _parse_program(text: str) -> ProgramStats | None:
-    """Return a result from JSON; None: it is none."""
+    """Return a result from JSON; None: it is not valid."""
     try:
         values = json.loads(text)
         transfers = tuple(CompiledTransfer(**t) for t in values.pop("transfers"))
@@ -219,7 +219,7 @@ def _parse_program(text: str) -> ProgramStats | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file in one piece, if it can be written: what is kept is only quicker."""
+    """Write a file atomically; errors are ignored, since the cache only saves time."""
     with suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
@@ -228,7 +228,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _kernel_cache(folder: Path, gpu: str) -> Iterator[Path | None]:
-    """Give a copy of the file of compiled kernels; it takes the file's place afterwards.
+    """Yield a copy of the file of compiled kernels; it replaces the file afterwards.
 
     Kernels take most of the time and are the same in many programs. None: nothing can be written.
     """

@@ -1,12 +1,11 @@
-"""What the program of one training step tells, compiled for GPUs that need not be here.
+"""Compiles one training step for GPUs that need not be here, and reports its statistics.
 
-Where layers follow each other without a loop, a program takes as long to compile as it has layers,
-and each layer adds the same to it. So it is compiled at two `DEPTHS`, and all else is their
-difference; which moment takes most memory changes with the depth, though (`live_bytes`). Layers in
-a loop, a pipeline's too, are compiled as they are.
+Without a loop over layers, compile time grows with the number of layers, and each layer adds the
+same to a program. So it is compiled at two `DEPTHS` and extrapolated linearly. The point of peak
+memory, though, changes with the depth (`live_bytes`). Layers in a loop, a pipeline's too, are
+compiled at their real depth.
 
-`compiled` runs it as a process of its own: settings come in as JSON, what the program tells goes
-out as JSON.
+`compile_candidate` runs it as a separate process, with settings and statistics as JSON.
 """
 
 import json
@@ -34,11 +33,11 @@ from hfjax.trainer import config_io
 from hfjax.trainer.config import Train
 from hfjax.utils.tables import count_equal
 
-# Four layers and less are scheduled in a way of their own, and DDP's sums of gradients are joined
-# across layers: two and four told 5 % too much of the peak of llama3-8b, four and eight 3 % too
-# many collectives of DDP. These two are right within 1 % and 2 %.
+# Up to four layers are scheduled differently, and DDP's gradient reductions are combined
+# across layers: depths of two and four gave 5 % too high a peak for llama3-8b, four and eight 3 %
+# too many collectives of DDP. These two are right within 1 % and 2 %.
 DEPTHS = (6, 12)
-KERNELS = "xla_gpu_kernel_cache_file"  # the option of XLA that keeps the code of kernels
+KERNELS = "xla_gpu_kernel_cache_file"  # XLA's option for a file that keeps the code of kernels
 DIGITS = 6  # of numbers that tell transfers apart
 
 
@@ -50,25 +49,25 @@ class CompiledTransfer:
     axes: str  # joined by +
     bytes: float  # payload of one call on one device
     count: float
-    seconds: float  # that one call takes, modelled (hfjax.analysis.overlap)
+    seconds: float  # of one call, modelled (hfjax.analysis.overlap)
     covered: float  # of those seconds
-    flops: float  # of matmuls while one call is under way, also those that cover another call
+    flops: float  # of matmuls while one call is in flight, also those that cover another call
     synchronous: bool  # nothing runs beside it
 
 
 @dataclass(frozen=True)
 class ProgramStats:
-    """What a compiled program tells of one step on one device.
+    """Statistics of a compiled program, for one step on one device.
 
     Attributes:
-        peak: Bytes of the device at once, as its compiler counts them.
+        peak: Peak bytes of the device, as the compiler counts them.
         arguments: Bytes of the state and the batch.
-        temporaries: Bytes of all that comes and goes.
-        host: Bytes in the host's memory.
-        transfers: The collectives, as they are scheduled. Calls that XLA joined otherwise at the
-            two depths are told by their mean.
-        seconds: How long it took to compile.
-        depths: The layers of the two programs that were compiled; none: the whole program was.
+        temporaries: Bytes of temporaries.
+        host: Bytes in host memory.
+        transfers: The collectives, as scheduled. Calls that XLA combined differently at the two
+            depths are represented by their mean.
+        seconds: Compile time.
+        depths: Numbers of layers of the two programs; empty: the real program was compiled.
     """
 
     peak: float
@@ -83,14 +82,14 @@ class ProgramStats:
 def compile_step(
     config: Train, gpu: str, count: int, vocab: int | None = None, kernels: Path | None = None
 ) -> ProgramStats:
-    """Return what the program of a configuration tells; it is compiled in this process.
+    """Return statistics of a configuration's program, compiled in this process.
 
     Args:
         config: The run.
-        gpu: What it is compiled for: h200, h100.
-        count: How many of them.
-        vocab: The tokens of the vocabulary. None: those of the data.
-        kernels: A file of kernels that were compiled before; new ones are added to it.
+        gpu: GPU to compile for: h200, h100.
+        count: Number of GPUs.
+        vocab: Vocabulary size. None: that of the data.
+        kernels: File of kernels that were compiled before; new ones are added to it.
     """
     began = time.perf_counter()
     devices = target_devices(gpu, count)
@@ -106,9 +105,9 @@ def compile_step(
 
 
 def layers_without_loop(run: PlannedRun) -> int | None:
-    """Return how many layers a step has if none is in a loop and another number may be asked for.
+    """Return the number of layers if none is in a loop and the number can be changed.
 
-    None: they loop, or a pipeline runs them, or the model is no preset, whose layers are alike.
+    None: they loop, or run in a pipeline, or the model is no preset, whose layers are alike.
     """
     model, engine = run.config.model, run.step.engine
     preset = model.own is None and model.pretrained is None and run.task.unit == "tokens"
@@ -121,7 +120,7 @@ def layers_without_loop(run: PlannedRun) -> int | None:
 def compile_program(
     run: PlannedRun, kernels: Path | None = None
 ) -> tuple[ProgramStats, tuple[float, float]]:
-    """Return what the program of a run's step tells, compiled as it is; and its `live_bytes`."""
+    """Return statistics of a run's program, compiled at its real depth, and its `live_bytes`."""
     program = _compile(run.trace().lower(), kernels)
     memory = memory_of(program)
     stats = ProgramStats(
@@ -135,7 +134,7 @@ def compile_program(
 
 
 def _compile(lowered: jax.stages.Lowered, kernels: Path | None) -> jax.stages.Compiled:
-    """Return a program; of kernels that are compiled already only what they are called is new."""
+    """Return a compiled program, reusing the code of kernels that were compiled before."""
     if kernels is not None:
         with suppress(jax.errors.JaxRuntimeError):
             return compile_for_gpu(lowered, {KERNELS: str(kernels)})
@@ -144,7 +143,7 @@ def _compile(lowered: jax.stages.Lowered, kernels: Path | None) -> jax.stages.Co
 
 
 def _transfers(in_flight: Iterable[Flight]) -> tuple[CompiledTransfer, ...]:
-    """Return flights as plain rows, equal ones together."""
+    """Return flights as plain entries, with equal ones merged."""
     transfers = []
     for f in in_flight:
         covered, axes = _round_digits(f.seconds * f.covered), "+".join(f.axes)
@@ -163,7 +162,7 @@ def _round_digits(number: float) -> float:
 def compile_two_depths(
     at: Callable[[int], PlannedRun], layers: int, kernels: Path | None = None
 ) -> ProgramStats:
-    """Return what a program of so many layers tells; `at` plans one of any other number."""
+    """Return extrapolated statistics for `layers` layers; `at` plans a run of any depth."""
     (few, live_few), (more, live_more) = (compile_program(at(depth), kernels) for depth in DEPTHS)
     stats, sizes = extrapolate_depth(layers, few, more), (few.temporaries, more.temporaries)
     temporaries = temporaries_at_depth(layers, DEPTHS, sizes, (live_few, live_more))
@@ -172,7 +171,7 @@ def compile_two_depths(
 
 
 def extrapolate_depth(layers: int, few: ProgramStats, more: ProgramStats) -> ProgramStats:
-    """Return what a program of so many layers tells, of which two others have `DEPTHS`.
+    """Return statistics of a program of `layers` layers, from two programs of `DEPTHS`.
 
     >>> program = lambda peak: ProgramStats(peak, 0, 0, 0, ())
     >>> extrapolate_depth(24, program(16.0), program(22.0)).peak
@@ -199,7 +198,7 @@ def _extrapolate_transfers(
     more: Sequence[CompiledTransfer],
     line: Callable[[float, float], float],
 ) -> list[CompiledTransfer]:
-    """Return the transfers of one kind along some axes: those of both depths, and others' mean."""
+    """Return the transfers of one kind and axes: those of both depths, and the mean of others."""
     plain = lambda t: replace(t, count=0)
     a, b = ({plain(t): t.count for t in transfers} for transfers in (few, more))
     counts = {t: line(a[t], b[t]) for t in a if t in b}
@@ -216,7 +215,7 @@ def _merge_transfers(
     more: Sequence[CompiledTransfer],
     line: Callable[[float, float], float],
 ) -> list[CompiledTransfer] | None:
-    """Return all transfers as one row, no row if there are none; None: fewer than none are left."""
+    """Return all transfers as one entry, or none; None: the count would be negative."""
     weighted_sum = lambda transfers, of: sum(of(t) * t.count for t in transfers)
     count = line(weighted_sum(few, lambda t: 1), weighted_sum(more, lambda t: 1))
     sums = {
@@ -232,14 +231,14 @@ def _merge_transfers(
     return [CompiledTransfer(first.kind, first.axes, count=count, synchronous=synchronous, **means)]
 
 
-# -- a process of its own -----------------------------------------------------------------
+# -- a separate process -------------------------------------------------------------------
 
 
 def main() -> None:
-    """Compile what a line of standard input asks for; print what it tells, or what is wrong."""
+    """Compile the request on standard input; print its statistics, or an error."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    jax.config.update("jax_platforms", "cpu")  # what it compiles for is not here
+    jax.config.update("jax_platforms", "cpu")  # the devices that it compiles for are not here
     kernels = request["kernels"] and Path(request["kernels"])
     try:
         config = config_io.parse_dataclass(Train, request["settings"], "settings")
@@ -251,7 +250,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until nobody holds the other end of standard input; end the process."""
+    """Wait until the other end of standard input is closed; end the process."""
     sys.stdin.read()
     os._exit(1)
 

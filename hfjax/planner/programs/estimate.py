@@ -1,4 +1,4 @@
-"""What one step takes of memory: from the layout, from its trace, from the compiled program."""
+"""Estimates the memory of one step from the layout, its trace and its compiled program."""
 
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +21,7 @@ STATE = ("parameters", "moments", "master")
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one device, and of its part of the host; None: not known, or not asked for."""
+    """Bytes of one device, and of its share of host memory; None: not known, or not asked for."""
 
     name: str
     # from the layout
@@ -32,14 +32,14 @@ class Estimate:
     host_parameters: int
     host_moments: int
     host_master: int
-    # from the trace: what waits for the backward pass
-    layers: int | None  # kept by the layers, of one microbatch (in a pipeline: of all that wait)
-    ends: int | None  # kept before and after the layers
+    # from the trace: residuals of the backward pass
+    layers: int | None  # of the layers, of one microbatch (in a pipeline: of all that wait)
+    ends: int | None  # before and after the layers
     messages: int | None  # between stages
     host_stashes: int | None
     to_host: int  # sent in a step
     to_device: int
-    sent_whole: bool  # of some arrays that are sent the program does not say how they are split
+    sent_whole: bool  # whether the program does not say how some arrays that are sent are sharded
     # from the compiler
     platform: str
     arguments: int
@@ -49,28 +49,28 @@ class Estimate:
 
     @property
     def heading(self) -> str:
-        """The name, a line for each setting."""
+        """The name, with a line for each setting."""
         return self.name.replace(",", "\n").replace("+", "\n+")
 
     @property
     def stashes(self) -> int:
-        """What waits for the backward pass on the device, as far as the trace tells."""
+        """Residuals of the backward pass in device memory, as far as the trace shows."""
         return sum(size or 0 for size in (self.layers, self.ends, self.messages))
 
     @property
     def known_bytes(self) -> int:
-        """All that the layout and the trace tell of the device."""
+        """Bytes in device memory that the layout and the trace show."""
         return self.parameters + self.moments + self.master + self.gradients + self.stashes
 
     @property
     def host(self) -> int:
-        """All that lies on the host, as the layout and the trace tell."""
+        """Bytes in host memory that the layout and the trace show."""
         state = self.host_parameters + self.host_moments + self.host_master
         return state + (self.host_stashes or 0)
 
 
 def estimate(name: str, run: PlannedRun) -> Estimate:
-    """Return what a step takes: it is traced and compiled, nothing is allocated."""
+    """Return the memory of a step, which is traced and compiled; nothing is allocated."""
     step = run.step
     traced = run.trace()
     copies = transfers(traced)
@@ -88,7 +88,7 @@ def estimate(name: str, run: PlannedRun) -> Estimate:
 
 
 def _gradient_bytes(step: Any) -> int:
-    """Return the bytes of the gradients that are there at once: all, or the ends' and a layer's."""
+    """Return the bytes of gradients live at once: all, or those of the ends and one layer."""
     sizes = step.layout.gradient_bytes
     if not step.execution.optimizer_in_backward:
         return sum(sizes.values())
@@ -101,7 +101,7 @@ def _gradient_bytes(step: Any) -> int:
 
 
 def _state_bytes(layout: Any) -> dict[str, int]:
-    """Return bytes of one device for each part of the state, by where it lies."""
+    """Return bytes of one device for each part of the state, by memory kind."""
     sizes = dict.fromkeys([*STATE, *(f"host_{kind}" for kind in STATE)], 0)
     state = layout.abstract_state()
     for keys, x in jax.tree_util.tree_leaves_with_path((state.params, state.optimizer)):
@@ -113,9 +113,9 @@ def _state_bytes(layout: Any) -> dict[str, int]:
 
 
 def _residual_bytes(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int | None]:
-    """Return what waits for the backward pass: of a pipeline its rings, else by the trace.
+    """Return the residuals of the backward pass: of a pipeline its buffers, else from the trace.
 
-    A loop that is written out, forward and backward, does not tell.
+    An unrolled loop, forward and backward, does not show them.
     """
     residuals = None if isinstance(step.engine, LayerwiseEngine) else stashes(traced)
     if residuals is None:
@@ -152,7 +152,7 @@ def _pipeline_bytes(step: Any, batch: Any) -> dict[str, int | None]:
 
 
 def program_memory(program: jax.stages.Compiled) -> dict[str, int]:
-    """Return what a program takes, as its compiler tells."""
+    """Return the memory of a program, as its compiler reports it."""
     memory: Any = program.memory_analysis()
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes

@@ -1,12 +1,12 @@
-"""The bytes that are live in a scheduled program, in each half of it.
+"""The peak of live bytes in each half of a scheduled program.
 
-A program of few layers may take most memory at another moment than one of many: where it updates
-its state rather than where the backward pass begins. What compilers tell of it is one number, so
-here each half has its own: until half of the backward pass is done, and after that. Each grows by
-the same with each layer.
+A program of few layers may peak at another point than one of many: where it updates its state
+rather than where the backward pass begins. Compilers report one number, so here each half gets its
+own: until half of the backward pass is done, and after that. Each grows by the same with each
+layer.
 
-It is what the schedule says, without what XLA writes in place of what it read: so too much, and
-without its loops' own. Good for how it grows, no measure of how much there is.
+It follows the schedule but not XLA's reuse of operands' buffers, so it is too high; it also leaves
+out what loops use inside. It shows how memory grows, and is no measure of how much there is.
 """
 
 import math
@@ -17,23 +17,23 @@ from hfjax.analysis import hlo
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _INPUTS = ("parameter", "constant")
-_ALIASING = ("bitcast", "tuple", "while", "optimization-barrier")  # these make no array
-_BACKWARD = "transpose("  # as JAX names what it derives
+_ALIASING = ("bitcast", "tuple", "while", "optimization-barrier")  # these create no array
+_BACKWARD = "transpose("  # JAX's name for derived operations
 
-Array = tuple[str, int]  # an instruction, and which of its results
+Array = tuple[str, int]  # an instruction, and the index of its result
 
 
 def live_bytes(text: str) -> tuple[float, float]:
-    """Return the most that is live at once in each half of a scheduled HLO module.
+    """Return the peak of live bytes in each half of a scheduled HLO module.
 
-    Arguments are not counted, nor results, which take the place of arguments.
+    Arguments are not counted, nor results, which reuse the buffers of arguments.
     """
     computations, entry = hlo._computations(text)
     lines = computations[entry]
     born: dict[Array, int] = {}
     dies: dict[Array, int] = {}
     sizes: dict[Array, float] = {}
-    arrays: dict[str, list[Array]] = {}  # instruction -> what it makes or hands on
+    arrays: dict[str, list[Array]] = {}  # instruction -> arrays that it creates or passes on
     backward: list[int] = []
     for at, (name, rest) in enumerate(lines.items()):
         op = hlo._parse(rest)
@@ -62,11 +62,11 @@ def live_bytes(text: str) -> tuple[float, float]:
 
 
 def _output_sizes(name: str, rest: str, opcode: str) -> Iterator[tuple[Array, float]]:
-    """Yield the arrays that an instruction makes, with their bytes; arguments have none."""
+    """Yield the arrays that an instruction creates, with their bytes; arguments have none."""
     shapes = _ARRAY.findall(hlo._split(rest, " ")[0])
     sizes = [math.prod(map(int, filter(None, s.split(",")))) * _width(b) for _, b, s in shapes]
     if opcode.endswith("-start") and opcode != "all-reduce-start" and len(sizes) > 1:
-        sizes = sizes[len(sizes) // 2 :]  # the first half is what it is given
+        sizes = sizes[len(sizes) // 2 :]  # the first half are its operands
     for number, size in enumerate(sizes):
         yield (name, number), 0.0 if opcode in _INPUTS else size
 
@@ -90,13 +90,13 @@ def temporaries_at_depth(
     temporaries: tuple[float, float],
     live: tuple[tuple[float, float], tuple[float, float]],
 ) -> float:
-    """Return what a program of so many layers has of temporaries, by programs of two depths.
+    """Return the temporaries of a program of `layers` layers, from programs of two depths.
 
     Args:
-        layers: How many layers.
-        depths: Those of the two programs.
-        temporaries: What the compiler tells of each.
-        live: What is live in the halves of each.
+        layers: Number of layers.
+        depths: Numbers of layers of the two programs.
+        temporaries: Bytes of temporaries that the compiler reports for each.
+        live: Peaks of live bytes in the halves of each.
 
     Example:
         >>> temporaries_at_depth(24, (6, 12), (10.0, 11.0), ((4.0, 5.0), (10.0, 6.0)))

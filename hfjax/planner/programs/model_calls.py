@@ -1,7 +1,7 @@
-"""What a model asks of a step through its modules' `kernels`: attentions, mixtures of experts.
+"""Records what a model asks of a step through its modules' `kernels`: attention and experts.
 
-They are noted as a step notes them that shares rows (checks/probe_ops.py), so that a plan counts
-the same calls, whosever the model is.
+Calls are recorded as in a step that shards the sequence (checks/probe_ops.py), so that a plan
+counts the same calls, for any model.
 """
 
 from collections import Counter
@@ -22,12 +22,12 @@ from hfjax.utils.tables import count_equal
 
 @dataclass(frozen=True)
 class ModelCalls:
-    """The calls of all layers, for `batch_size` rows on one device.
+    """The calls of all layers, for `batch_size` examples on one device.
 
     Attributes:
-        batch_size: How many rows.
-        attentions: The attentions; `times`: of how many layers each is.
-        mixtures: The mixtures, and of how many layers each is.
+        batch_size: Number of examples.
+        attentions: The attention calls; `times`: number of layers that have each.
+        mixtures: The calls of mixtures of experts, and the number of layers that have each.
     """
 
     batch_size: int = 1
@@ -36,7 +36,7 @@ class ModelCalls:
 
 
 def calls_of(run: PlannedRun) -> ModelCalls:
-    """Return what the model of a run asks for; none where rows have no positions."""
+    """Return the calls of a run's model; none where examples have no positions."""
     if run.task.unit != "tokens":
         return ModelCalls()
     context = run.step.engine.context

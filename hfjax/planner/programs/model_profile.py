@@ -1,7 +1,7 @@
-"""A model as the planner sees it: its programs read once for each kind of recomputation.
+"""A model as the planner sees it: its programs, read once for each kind of rematerialization.
 
-All that depends on a configuration is arithmetic on what is here: rows of a device, how many share
-a layer by tensor, whether the sequence is split with it.
+All that depends on a configuration is arithmetic on them: examples of a device, the tensor degree
+of a layer, whether the sequence is sharded with it.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,17 +35,17 @@ from hfjax.trainer.config import Mesh, Train
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one model on a device: each a pair, of every row and fixed."""
+    """Bytes of one model on a device: pairs of bytes per example and fixed bytes."""
 
-    residuals: Bytes  # by a layer for its backward pass, where layers are in no loop
-    loop_residuals: Bytes  # the same where a loop hands it on
-    carry: float  # from layer to layer, of every row
+    residuals: Bytes  # of a layer, outside of a loop
+    loop_residuals: Bytes  # of a layer, as a loop passes them on
+    carry: float  # from layer to layer, per example
     forward: list[Bytes]  # while a layer runs
     backward: list[Bytes]
-    head: list[Bytes]  # while what is around the layers runs
-    end_residuals: Bytes  # what waits there while layers run backward
-    logits: float  # of every row, as the head makes them
-    b_to_w: float  # what gradients of a layer's weights need of its backward pass, of every row
+    head: list[Bytes]  # while embedding and head run
+    end_residuals: Bytes  # of embedding and head, while layers run backward
+    logits: float  # per example, as the head makes them
+    b_to_w: float  # what weight gradients of a layer need of its backward pass, per example
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class Work:
 
     products: tuple[GrowingProduct, ...]
     attention: tuple[FusedCall, ...]
-    traffic: Bytes  # through memory, of all else
+    traffic: Bytes  # memory traffic of all else
     launches: float
 
 
 @dataclass(eq=False)
 class ModelProfile:
-    """One model under one kind of recomputation."""
+    """One model under one kind of rematerialization."""
 
     program: StepProgram
     _sizes: dict = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
-        """How many equal layers there are; 0: none that are known."""
+        """The number of equal layers; 0: none are known."""
         return self.program.layers
 
     @cached_property
@@ -89,7 +89,7 @@ class ModelProfile:
         return len(self.program.parts["layers"])
 
     def sizes(self, share: Share) -> Sizes:
-        """Return bytes on one of the devices that share layers."""
+        """Return bytes on one of the devices that shard layers."""
         if share not in self._sizes:
             self._sizes[share] = self._compute_sizes(share)
         return self._sizes[share]
@@ -115,7 +115,7 @@ class ModelProfile:
         )
 
     def _gather_overhead(self, residuals: list[Operand], share: Share) -> Bytes:
-        """Return the bytes by which kept values are larger that a split product reads whole."""
+        """Return the extra bytes of residuals that a sharded matmul reads unsharded."""
         if not share.sequence or share.tensor == 1:
             return 0.0, 0.0
         gathered_ids = {id(v) for v in self._part_costs["joint"].gathered}
@@ -124,9 +124,9 @@ class ModelProfile:
 
     @cached_property
     def linear_maps(self) -> tuple[tuple[int, int], ...]:
-        """Inputs and outputs of a layer's maps, in turn into what a tensor axis splits, and out.
+        """Inputs and outputs of a layer's linear maps, alternately column- and row-parallel.
 
-        Those into it that follow one another (queries, keys and values; gate and up) are one.
+        Consecutive column-parallel maps (queries, keys and values; gate and up) count as one.
         """
         maps: list[tuple[int, int]] = []
         inputs: list[tuple[int, int]] = []
@@ -141,16 +141,16 @@ class ModelProfile:
 
     @cached_property
     def reduction_bytes(self) -> tuple[int, ...]:
-        """The bytes, of a row, of what a layer sums over a tensor axis forward; experts left out.
+        """The bytes per example that a layer reduces over a tensor axis forward, without experts.
 
-        Of a model whose layers are no stack: of all layers, half of what both passes sum.
+        Of a model without a layer stack: of all layers, half of what both passes reduce.
         """
         sums = [x.makes[0].per_example for x in self._forward_products if x.is_partial]
         return tuple(sums if self.layers else sums[: len(sums) // 2])
 
     @property
     def _forward_products(self) -> Iterator[Operation]:
-        """Yield products of rows with weights; where layers are no stack also those backward."""
+        """Yield matmuls of activations and weights; without a layer stack those backward too."""
         for one in self.program.parts["layers" if self.layers else "before"]:
             of_experts = any(v.experts for v in one.reads)
             weights = sum(not v.per_example for v in one.reads)
@@ -158,7 +158,7 @@ class ModelProfile:
                 yield one
 
     def work(self, part: str, share: Share) -> Work:
-        """Return what a part computes: layers, forward or backward alone of them, ends."""
+        """Return what a part computes: layers, their forward or backward pass alone, ends."""
         key = part, share
         if key not in self._sizes:
             costs = self._part_costs["ends" if part == "ends" else "joint"]
@@ -179,8 +179,8 @@ def profile_of(
 ) -> ModelProfile:
     """Return the profile of a configuration's model under its remat, in its precision.
 
-    It is traced on one device: the sides of its mesh, its batch and its strategy do not count.
-    `attention` takes the place of the model's own; None: its own is read, as CPUs run it.
+    It is traced on one device: the axis sizes of its mesh, its batch and its strategy do not count.
+    `attention` replaces the model's own; None: its own is read, as CPUs run it.
     """
     single_device = {"mesh": Mesh(), "accumulate": 1, "offload": None, "split_rows": 1}
     base = replace(config, strategy="ddp", kernels="auto", reduction="flat", **single_device)
@@ -211,7 +211,7 @@ def profile_of(
 
 
 def _path(keys: Any) -> str:
-    """Return the path of a parameter among the arguments of a step; "" of all else."""
+    """Return the path of a parameter among the arguments of a step; "" for all else."""
     if len(keys) < 3 or getattr(keys[2], "name", "") != "params":
         return ""
     return "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in keys[3:])

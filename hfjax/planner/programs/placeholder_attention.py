@@ -1,8 +1,8 @@
-"""Attention that a program for a GPU has in cuDNN's place, where nothing compiles cuDNN's.
+"""Placeholder for cuDNN attention in a program for a GPU, where nothing compiles cuDNN's.
 
-It reads, writes and keeps what cuDNN's does: of the forward pass its result and one number for each
-query and head, never scores. It is one call, and none that runs: programs that have it are read
-or compiled, to see what they take.
+It reads, writes and saves what cuDNN's does: of the forward pass its result and one number for each
+query and head, never scores. It is a single call that cannot run: programs with it are read or
+compiled to see their costs.
 """
 
 import ctypes
@@ -21,13 +21,13 @@ from hfjax.parallel.mesh import AXES, COLUMN_AXIS
 
 FORWARD, BACKWARD = "hfjax_fused_attention", "hfjax_fused_attention_backward"
 WINDOW = "window"  # the attribute of a call: how many positions a query sees
-NO_MESH = AbstractMesh((1,) * len(AXES), AXES)  # of models that are traced with none around
-STATUS_RETURNING = 2  # of calls whose addresses are all that a compiler asks for
+NO_MESH = AbstractMesh((1,) * len(AXES), AXES)  # of models that are traced without a mesh
+STATUS_RETURNING = 2  # of calls of which a compiler needs only the address
 
 
 @cache
 def _register_targets() -> None:
-    """Give the names an address, which programs for GPUs need and nothing here calls."""
+    """Register an address for the names, which GPU programs need and nothing here calls."""
     address = jax.ffi.pycapsule(ctypes.CDLL(None).abs)
     for name in (FORWARD, BACKWARD):
         jax.ffi.register_ffi_target(name, address, platform="CUDA", api_version=0)
@@ -40,16 +40,16 @@ def fused_attention(
     documents_BS: Any = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Return what has the shape of causal attention, by one call forward and one backward.
+    """Return an array shaped as causal attention's, by one call forward and one backward.
 
-    cuDNN's is of half precision only: in float32 a step has XLA's, which keeps scores.
+    cuDNN's supports half precision only: in float32 a step has XLA's, which saves scores.
     """
     if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
         xla_attention = partial(dot_product, implementation="xla", window=window)
         return xla_attention(q_BSHD, k_BSGD, v_BSGD, documents_BS)
     heads, documents = P(None, None, COLUMN_AXIS), P()
     inputs: tuple[jax.Array, ...] = (q_BSHD, k_BSGD, v_BSGD)
-    if documents_BS is not None:  # cuDNN is handed a mask of pairs of positions
+    if documents_BS is not None:  # cuDNN takes a mask of pairs of positions
         inputs = (*inputs, (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None])
     specs = (heads, heads, heads, documents)[: len(inputs)]
     mesh: Any = jax.sharding.get_abstract_mesh()

@@ -1,4 +1,4 @@
-"""The parts of a run that is only planned: for devices and a vocabulary that need not be here."""
+"""The components of a run that is only planned: its devices and vocabulary need not be here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import jax
 from hfjax.pallas_kernels.capabilities import replace_attention
 from hfjax.trainer.build import Parts
 
-NO_TILES = "Couldn't find output tile sizes"  # of a product: XLA's compiler for GPUs gives up
+NO_TILES = "Couldn't find output tile sizes"  # of a matmul: XLA's compiler for GPUs gives up
 PLAIN = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclass(frozen=True)
 class PlannedRun(Parts):
-    """Parts of a run whose step is compiled, never run.
+    """Components of a run whose step is compiled but never run.
 
     Args:
-        attention: What is traced in place of causal attention; None: causal attention itself.
+        attention: Traced in place of causal attention; None: causal attention itself.
     """
 
     attention: Callable | None = None
@@ -37,7 +37,7 @@ class PlannedRun(Parts):
 def compile_for_gpu(
     lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Return a program; where XLA finds no tiles for a product, with other kernels of products."""
+    """Return a compiled program; if XLA finds no tiles for a matmul, with other matmul kernels."""
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:

@@ -1,10 +1,10 @@
-"""What a part of a program costs: its products, what passes through memory, what is there at once.
+"""The costs of a part of a program: its matmuls, its memory traffic and its live bytes.
 
-XLA fuses what is computed element by element into what needs it. So an array is in memory only if
-a product, a sort or the like reads it or makes it, if it is the result of a sum, or if it leaves
-the part; all else is made again wherever it is read. `Kernel`s follow from that: a product, or a
-fusion, which reads what is in memory and writes what is to be. Fusions that read the same large
-arrays are one (a norm and what it scales).
+XLA fuses elementwise operations into their consumers. So an array is in memory only if a matmul, a
+sort or the like reads or makes it, if it is the result of a reduction, or if it leaves the part;
+all else is recomputed wherever it is read. `Kernel`s follow from that: a matmul, or a fusion, which
+reads arrays in memory and writes those that have to be. Fusions that read the same large arrays
+are merged (a norm and what it scales).
 """
 
 import math
@@ -23,26 +23,26 @@ from hfjax.planner.programs.read_program import (
     unique,
 )
 
-LARGE = 64  # a fusion's large operands: at least such a part of its largest
-NEAR = 60  # operations between two fusions that are made one
+LARGE = 64  # a fusion's large operands: at least 1/64 of its largest
+NEAR = 60  # operations between two fusions that are merged
 
-Bytes = tuple[float, float]  # of each row, and fixed
-GemmShape = tuple[int, int, int, int]  # of a product: batch, m, n, k
+Bytes = tuple[float, float]  # per example, and fixed
+GemmShape = tuple[int, int, int, int]  # of a matmul: batch, m, n, k
 
 
 @dataclass(frozen=True)
 class GrowingProduct:
-    """`batch` products [m, k] x [k, n]: each side for two rows and for three, and what is split."""
+    """`batch` matmuls [m, k] x [k, n], for two and three examples, and which size is sharded."""
 
     two: GemmShape
     three: GemmShape
     dtype: str
-    split_dim: int | None  # the side that a tensor axis divides; None: each device has all
+    split_dim: int | None  # the size that a tensor axis divides; None: replicated
     times: float
     at: int = 0
 
     def gemm_shape(self, examples: float, tensor: int) -> tuple[float, float, float, float]:
-        """Return batch, m, n and k of so many rows on one of `tensor` devices."""
+        """Return batch, m, n and k for `examples` examples on one of `tensor` devices."""
         dims = [a + (b - a) * (examples - 2) for a, b in zip(self.two, self.three, strict=True)]
         if self.split_dim is not None:
             dims[self.split_dim] /= tensor
@@ -51,7 +51,7 @@ class GrowingProduct:
 
 @dataclass(frozen=True)
 class FusedCall:
-    """One attention, of one row: what a device does without any axis."""
+    """One attention call of one example, on a device without any axis."""
 
     heads: int
     key_heads: int
@@ -66,7 +66,7 @@ class FusedCall:
 
     @property
     def window_fraction(self) -> float:
-        """Which part of the pairs of causal attention are in the window.
+        """The fraction of the pairs of causal attention that are in the window.
 
         >>> FusedCall(1, 1, 4, 8, 2, False, False, 1, window=2).window_fraction  # 7 of 10
         0.7
@@ -77,36 +77,36 @@ class FusedCall:
 
     @property
     def score_elements(self) -> float:
-        """The numbers that a row of queries meets, had it no order: as models are compared."""
+        """Multiplications for all scores, without causality: as models are compared."""
         keys = min(self.window or self.seq_len, self.seq_len)
         return self.times * self.heads * self.width * self.seq_len * keys
 
 
 @dataclass(eq=False)
 class Kernel:
-    """One thing that a GPU is told to do: what it reads and writes, and when."""
+    """One kernel that a GPU runs: what it reads and writes, and when."""
 
     reads: list[Operand]
     writes: list[Operand]
     at: int
     fusion: bool
     times: float = 1
-    extra: list[Operand] = field(default_factory=list)  # there while it runs, whole
+    extra: list[Operand] = field(default_factory=list)  # live while it runs, unsharded
 
 
 @dataclass
 class Costs:
-    """What a list of operations costs."""
+    """The costs of a list of operations."""
 
     products: list[GrowingProduct]
     attention: list[FusedCall]
     kernels: list[Kernel]
     results: list[Operand]
-    product_outputs: list[Operand] = field(default_factory=list)  # by products
-    gathered: list[Operand] = field(default_factory=list)  # read whole by products that are split
+    product_outputs: list[Operand] = field(default_factory=list)  # of matmuls
+    gathered: list[Operand] = field(default_factory=list)  # read unsharded by sharded matmuls
 
     def traffic(self, share: Share) -> Bytes:
-        """Return bytes through memory of all but products and attention: a row's, and fixed."""
+        """Return memory traffic of all but matmuls and attention: bytes per example, and fixed."""
         per_example = fixed = 0.0
         for k in self.kernels:
             if k.fusion:
@@ -119,7 +119,7 @@ class Costs:
         return per_example, fixed
 
     def select(self, first: float, end: float) -> "Costs":
-        """Return the costs of the operations from one number to another."""
+        """Return the costs of the operations from index `first` up to `end`."""
         in_range = lambda values: [v for v in values if first <= v.at < end]
         return Costs(
             in_range(self.products), in_range(self.attention), in_range(self.kernels), self.results
@@ -127,34 +127,34 @@ class Costs:
 
     @property
     def launches(self) -> float:
-        """How many kernels there are."""
+        """The number of kernels that run."""
         return sum(k.times for k in self.kernels)
 
 
 def costs_of(
     operations: Sequence[Operation], results: Iterable[Operand], border: int | None = None
 ) -> Costs:
-    """Return what operations cost of which these results are kept.
+    """Return the costs of operations; `results` are the values that are kept.
 
-    Fusions before and after the operation of the number `border` are never one.
+    Fusions before and after the operation of index `border` are never merged.
     """
     return _FusionPass(operations, list(results), border).costs()
 
 
 def live_across(costs: Costs, border: int) -> list[Operand]:
-    """Return what is read from the operation `border` on, and was there before it."""
+    """Return what is read from operation `border` on, and was live before it."""
     written = {id(v) for k in costs.kernels if k.at >= border for v in k.writes}
     read = unique(v for k in costs.kernels if k.at >= border for v in k.reads)
     return [v for v in read if id(v) not in written]
 
 
 def peak_sizes(costs: Costs, share: Share, keep_results: bool = True) -> list[Bytes]:
-    """Return the moments at which most is there.
+    """Return the points at which most bytes are live.
 
     Args:
-        costs: What is run.
-        share: Among how many devices values are split.
-        keep_results: Until the end; or they go when they were last read.
+        costs: The costs of what runs.
+        share: Among how many devices values are sharded.
+        keep_results: Whether results stay until the end, or are freed after their last read.
     """
     last_read: dict[int, int] = {}
     for n, k in enumerate(costs.kernels):
@@ -170,7 +170,7 @@ def peak_sizes(costs: Costs, share: Share, keep_results: bool = True) -> list[By
         live |= {id(v): v for v in outputs}
         size = plus(size, total_of(outputs, share))
         temporaries = total_of(k.extra, full_sequence)
-        if k.fusion:  # what it makes takes the place of what it reads last
+        if k.fusion:  # its output reuses the buffers of operands that it reads last
             temporaries = plus(
                 temporaries, total_of(_reused_outputs(outputs, last_inputs), share), -1
             )
@@ -189,12 +189,12 @@ def total_of(values: Iterable[Operand], share: Share) -> Bytes:
 
 
 def plus(one: Bytes, other: Bytes, sign: int = 1) -> Bytes:
-    """Return two pairs added, or subtracted."""
+    """Return the sum of two pairs, or their difference."""
     return one[0] + sign * other[0], one[1] + sign * other[1]
 
 
 def _reused_outputs(outputs: Sequence[Operand], last_inputs: Sequence[Operand]) -> list[Operand]:
-    """Return what of the results may lie where an operand of its size lay."""
+    """Return the results that can reuse the buffer of an operand of their size."""
     free, reused = list(map(_bytes, last_inputs)), []
     for value in outputs:
         if _bytes(value) in free:
@@ -204,7 +204,7 @@ def _reused_outputs(outputs: Sequence[Operand], last_inputs: Sequence[Operand]) 
 
 
 def hull(pairs: Sequence[Bytes]) -> list[Bytes]:
-    """Return the moments that are the largest for some number of rows.
+    """Return the points that are the largest for some number of examples.
 
     >>> hull([(1, 5), (2, 1), (1, 4)])
     [(1, 5), (2, 1)]
@@ -215,7 +215,7 @@ def hull(pairs: Sequence[Bytes]) -> list[Bytes]:
 
 
 def max_bytes(pairs: Iterable[Bytes], examples: float) -> float:
-    """Return the bytes of the largest moment, of so many rows."""
+    """Return the bytes of the largest point, for so many examples."""
     return max((a * examples + b for a, b in pairs), default=0.0)
 
 
@@ -224,15 +224,15 @@ def _bytes(value: Operand) -> int:
 
 
 class _FusionPass:
-    """Finds the kernels of operations in their order."""
+    """Finds the kernels of operations in program order."""
 
     def __init__(
         self, operations: Sequence[Operation], results: list[Operand], border: int | None
     ) -> None:
         self.operations, self.results, self.border = operations, results, border
         self.producer: dict[int, Operation] = {}
-        self.aliases: dict[int, Operand] = {}  # a view -> what it looks at
-        self.in_memory: set[int] = set()  # in memory
+        self.aliases: dict[int, Operand] = {}  # a view -> the operand that it views
+        self.in_memory: set[int] = set()  # ids of operands in memory
         self.kernels: list[Kernel] = []
         self.products: list[GrowingProduct] = []
         self.attention: list[FusedCall] = []
@@ -295,7 +295,7 @@ class _FusionPass:
         if op.name in PRODUCTS:
             self.products.append(product_of(op, at))
             self.product_outputs += op.makes
-            if op.is_partial:  # the whole result, before its parts are summed and scattered
+            if op.is_partial:  # the full result, before its partial sums are reduce-scattered
                 kernel.extra = [_full_operand(v) for v in op.makes]
             else:  # an operand that is gathered along the sequence
                 unsplit = [v for v in op.reads if not v.split and v.per_example and not v.is_input]
@@ -306,7 +306,7 @@ class _FusionPass:
             self.attention.append(_fused_call(op, at))
 
     def _to_memory(self, value: Operand, at: int) -> None:
-        """Write a value into memory, if it is made by what is fused."""
+        """Write a value into memory, if a fusion makes it."""
         if id(value) in self.in_memory or id(value) not in self.producer:
             return
         self._fusion(value, at, self.producer[id(value)].times)
@@ -317,7 +317,7 @@ class _FusionPass:
         self.in_memory.add(id(value))
 
     def _cone(self, value: Operand) -> list[Operand]:
-        """Return what is in memory of which a value is made."""
+        """Return the operands in memory from which a value is computed."""
         if id(value) in self.cones:
             known = self.cones[id(value)]
             if not any(id(v) not in self.in_memory and not self._is_given(v) for v in known):
@@ -337,7 +337,7 @@ class _FusionPass:
         return self.cones[id(value)]
 
     def _is_given(self, value: Operand) -> bool:
-        """Return whether nothing here makes it."""
+        """Return whether no operation here makes it."""
         return id(value) not in self.producer and id(value) not in self.in_memory
 
     def _root(self, value: Operand) -> Operand:
@@ -360,7 +360,7 @@ def _full_operand(value: Operand) -> Operand:
 
 
 def _merge_fusions(kernels: list[Kernel], border: int) -> list[Kernel]:
-    """Return the kernels, fusions of the same large arrays made one, at the place of the first."""
+    """Return the kernels, fusions of the same large arrays merged in place of the first."""
     merged: list[Kernel] = []
     fusions: dict[tuple[bool, frozenset[int]], Kernel] = {}
     for k in kernels:
@@ -381,7 +381,7 @@ def _merge_fusions(kernels: list[Kernel], border: int) -> list[Kernel]:
 
 
 def product_of(op: Operation, at: int = 0) -> GrowingProduct:
-    """Return an operation's product."""
+    """Return an operation's matmul."""
     if op.name == "conv_general_dilated":
         return _convolution(op, at)
     (a_in, b_in), (a_batch, _) = op.params["dimension_numbers"]
@@ -407,7 +407,7 @@ def product_of(op: Operation, at: int = 0) -> GrowingProduct:
 
 
 def _repeat_batch(shape: GemmShape, trips: float) -> GemmShape:
-    """Return the sides of all turns of a loop: each has its own factors, as those of a batch."""
+    """Return the sizes over all iterations of a loop, as a batch: each has its own operands."""
     batch, m, n, k = shape
     return round(batch * trips), m, n, k
 

@@ -1,12 +1,12 @@
-"""A step's program read from its trace: what each operation reads, makes, and splits over tensor.
+"""Reads a step's trace: what each operation reads, makes, and shards over tensor.
 
-The step of one device is traced for two rows and for three, its layers in a loop. Sizes that grow
-are those of rows; all others belong to parameters. From the names of parameters' dimensions follows
-which values a tensor axis would split: through products, elementwise operations and views, as the
-partitioner goes. So two traces stand for every number of rows and every tensor axis.
+The step of one device is traced for two examples and for three, its layers in a loop. Sizes that
+grow belong to examples; all others belong to parameters. The names of parameters' dimensions imply
+which values a tensor axis would shard: through matmuls, elementwise operations and views, as the
+partitioner propagates them. So two traces cover every batch size and every tensor axis.
 
-Operations are in order, calls within calls written out. Those of the loops over layers are in parts
-of their own: `layers` forward and backward, of one layer.
+Operations are in order, with nested calls inlined. Those of the loops over layers are parts of
+their own: `layers` forward and backward, of one layer.
 """
 
 import math
@@ -21,14 +21,14 @@ from hfjax.planner.programs.placeholder_attention import BACKWARD, FORWARD
 
 Dims = frozenset[int]
 UNSPLIT: Dims = frozenset()
-# What writes nothing: another look at what is there; of products' operands also a transposition.
+# Operations that write nothing but a view; of operands of matmuls also a transpose.
 VIEWS = {
     *("reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "name"),
     *("sharding_constraint", "pvary", "pcast", "reduce_precision", "stop_gradient"),
 }
 REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
-# What XLA puts into no fusion: its operands and results are in memory.
+# Operations that XLA does not fuse: their operands and results are in memory.
 UNFUSED = {
     *("sort", "top_k", "scatter", "scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "fft"),
     *("while", "cond", "scan", "pallas_call", "ffi_call", "custom_call", "reduce_window_sum"),
@@ -42,38 +42,38 @@ PARTS = ("before", "layers", "between", "backward", "after")
 
 
 class Share(NamedTuple):
-    """Among how many devices a layer's values are split, beside rows."""
+    """Among how many devices a layer's values are sharded, beside examples."""
 
     tensor: int = 1
-    sequence: bool = False  # what tensor leaves whole is split along the sequence
+    sequence: bool = False  # what tensor replicates is sharded along the sequence
     expert: int = 1
 
 
 @dataclass(eq=False)
 class Operand:
-    """An array of the program: its shape for two rows and for three, and which dimensions split."""
+    """An array of the program: its shapes for two and three examples, its sharded dimensions."""
 
     two: tuple[int, ...]
     three: tuple[int, ...]
     itemsize: int
     dtype: str
     split: Dims = UNSPLIT
-    element: "Operand | None" = None  # of a stack that a loop makes: what one turn makes
+    element: "Operand | None" = None  # of a stack that a loop makes: what one iteration makes
     experts: bool = False  # its first dimension is that of experts, of their weights
     is_input: bool = False  # it is there before the program: a parameter, the batch
 
     @property
     def per_example(self) -> int:
-        """The bytes that each row adds."""
+        """The bytes that each example adds."""
         return (math.prod(self.three) - math.prod(self.two)) * self.itemsize
 
     @property
     def fixed(self) -> int:
-        """The bytes that do not depend on rows."""
+        """The bytes that do not depend on the number of examples."""
         return max(math.prod(self.two) * self.itemsize - 2 * self.per_example, 0)
 
     def size(self, share: Share) -> tuple[float, float]:
-        """Return bytes a row and fixed bytes on a device."""
+        """Return bytes per example and fixed bytes on a device."""
         shards = share.tensor if self.split else 1
         example_shards = share.tensor if self.split or share.sequence else 1
         return self.per_example / example_shards, self.fixed / shards / (
@@ -83,16 +83,16 @@ class Operand:
 
 @dataclass(eq=False)
 class Operation:
-    """One equation, of which calls are written out; `times`: how often a loop around it runs it."""
+    """One equation, with calls inlined; `times`: how often a loop around it runs it."""
 
     name: str
     reads: list[Operand]
     makes: list[Operand]
     params: Mapping[str, Any]
     times: float = 1
-    is_partial: bool = False  # over what tensor splits: each device has a part of the sum
-    body: "list[Operation]" = field(default_factory=list)  # of a loop that is no loop of layers
-    trips: tuple[float, float] = (1, 1)  # of a loop that data bounds, for two rows and for three
+    is_partial: bool = False  # over sharded dimensions: each device has a partial sum
+    body: "list[Operation]" = field(default_factory=list)  # of a loop that is not over layers
+    trips: tuple[float, float] = (1, 1)  # of a loop that data bounds, for both traces
 
 
 @dataclass
@@ -100,22 +100,22 @@ class StepProgram:
     """The operations of one microbatch, forward and backward, part by part."""
 
     parts: dict[str, list[Operation]]
-    layers: int  # turns of the loops over layers; 0: there are none, all is in `before`
-    residuals: list[Operand]  # what the forward loop hands to the backward one, of one layer
-    carry: Operand | None  # what goes from layer to layer
+    layers: int  # iterations of the loops over layers; 0: no such loops, all is in `before`
+    residuals: list[Operand]  # what the forward loop saves for the backward one, of one layer
+    carry: Operand | None  # what one layer passes to the next
 
 
 def read_step(
     two: Any, three: Any, split: Sequence[Dims], layers: int, experts: int = 0
 ) -> StepProgram:
-    """Return the program of a step traced for two rows and for three.
+    """Return the program of a step traced for two examples and for three.
 
     Args:
-        two: `step.trace(batch of two rows)`, on one device, layers in a loop.
-        three: The same of three rows.
-        split: For each argument of the program, the dimensions that a tensor axis would split.
-        layers: How many equal layers are stacked; 0: no loop is one of layers.
-        experts: How many experts a layer has.
+        two: `step.trace(batch of two examples)`, on one device, layers in a loop.
+        three: The same for three examples.
+        split: For each argument of the program, the dimensions that a tensor axis would shard.
+        layers: Number of equal layers in the stack; 0: no loop is over layers.
+        experts: Number of experts of a layer.
     """
     reader = _Reader(layers, experts)
     args = [
@@ -137,11 +137,11 @@ def unique(values: Iterable[Operand]) -> list[Operand]:
 
 
 class _Reader:
-    """Walks two traces of one program at once."""
+    """Walks two traces of one program in parallel."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self.stack, self.layers, self.experts = layers, 0, experts
-        self.param_dims: dict[tuple[int, ...], Dims] = {}  # shape of a parameter -> how it is split
+        self.param_dims: dict[tuple[int, ...], Dims] = {}  # shape of a parameter -> sharded
         self.parts: dict[str, list[Operation]] = {name: [] for name in PARTS}
         self.loop_inputs: list[Operand] = []
         self.carry: Operand | None = None
@@ -151,7 +151,7 @@ class _Reader:
     def walk(
         self, one: Jaxpr, two: Jaxpr, args: Sequence[Operand], out: list[Operation]
     ) -> list[Operand]:
-        """Read a program that is given these values; return what it makes."""
+        """Read a program with these arguments; return its results."""
         known: dict[Any, Operand] = dict(zip(one.invars, args, strict=True))
         for a, b in zip(one.constvars, two.constvars, strict=True):
             known[a] = _new_operand(a, b)
@@ -184,7 +184,7 @@ class _Reader:
                 continue
             output.experts = len(output.two) > 2 and output.two[0] == self.experts > 1
             if not output.split and output.two in self.param_dims and "scatter" in name:
-                output.split = self.param_dims[output.two]  # the gradient of a table
+                output.split = self.param_dims[output.two]  # the gradient of an embedding table
         out.append(op)
         return makes
 
@@ -198,7 +198,7 @@ class _Reader:
         self.depth += not step
         outputs = self.walk(inner, other, reads, out)
         self.depth -= not step
-        if step:  # what follows is the optimizer's
+        if step:  # what follows belongs to the optimizer
             self.part, self.parts["optimizer"] = "optimizer", []
         return outputs
 
@@ -211,7 +211,7 @@ class _Reader:
         return makes
 
     def _read_bodies(self, e: JaxprEqn, f: JaxprEqn) -> list[Operation]:
-        """Return the operations of a loop or of branches, on values of their own."""
+        """Return the operations of a loop or of branches, on new operands."""
         operations: list[Operation] = []
         names = ("body_jaxpr",) if e.primitive.name == "while" else ("branches",)
         bodies = [(_jaxprs(e.params[n]), _jaxprs(f.params[n])) for n in names]
@@ -225,15 +225,15 @@ class _Reader:
             trips = self._block_count(e), self._block_count(f)
             for one in _walk_operations(operations):
                 one.trips = trips
-        else:  # one branch runs: which, the data says
+        else:  # one branch runs, depending on data
             _scale_times(operations, 1 / len(bodies[0][0]))
         return operations
 
     def _block_count(self, e: JaxprEqn) -> float:
         """Return how often a loop over blocks of choices runs, as experts without a capacity have.
 
-        The loop is given an array of all choices, and counts a block's own; about half a block of
-        each expert stays empty. Other loops that data bounds are taken to run once.
+        The loop reads an array of all choices, and makes an iota of one block; about half a block
+        of each expert stays empty. Other loops that data bounds are taken to run once.
         """
         body = _jaxprs(e.params["body_jaxpr"])[0]
         counts = [f.outvars[0].aval for f in _equations(body) if f.primitive.name == "iota"]
@@ -292,8 +292,8 @@ class _Reader:
 def _scan_counts(e: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
     """Return how many constants a loop has, and how many values it carries: by their dimensions.
 
-    What it takes rows of, and what it stacks, has one more outside; versions of JAX name the
-    numbers otherwise.
+    Arrays that it scans over or stacks have one more dimension outside. Versions of JAX differ in
+    the names of these counts.
     """
     same = lambda outside, inside: len(outside.aval.shape) == len(inside.aval.shape)
     carry = sum(same(v, w) for v, w in zip(e.outvars, body.outvars, strict=True))
@@ -353,11 +353,11 @@ def _jaxprs(bodies: Any) -> list[Jaxpr]:
     return [getattr(x, "jaxpr", x) for x in several]
 
 
-# -- which dimensions a tensor axis splits --------------------------------------------------
+# -- which dimensions a tensor axis shards --------------------------------------------------
 
 
 def _propagate_split(op: Operation) -> None:
-    """Say which dimensions of what an operation makes are split, of those of what it reads."""
+    """Infer the sharded dimensions of an operation's results from those of its operands."""
     if not any(v.split for v in op.reads):
         return
     rule = _RULES.get(op.name)
@@ -389,7 +389,7 @@ def _split_transpose(op: Operation) -> None:
 
 
 def _split_reshape(op: Operation) -> None:
-    """A split dimension stays so where its leading part begins a dimension of the result."""
+    """A sharded dimension stays so where its leading part begins a dimension of the result."""
     old, new = op.reads[0].two, op.makes[0].two
     before = lambda shape, d: math.prod(shape[:d])
     split_dims = set()
@@ -424,7 +424,7 @@ def _mark_partial(op: Operation) -> None:
 
 
 def _split_like_first(op: Operation) -> None:
-    """A scatter adds to what has the shape of its first operand."""
+    """A scatter's result has the shape of its first operand, and is sharded like it."""
     op.makes[0].split = op.reads[0].split
 
 

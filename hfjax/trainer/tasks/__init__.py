@@ -1,4 +1,4 @@
-"""What a run learns from: everything that differs between text and images.
+"""Tasks: everything that differs between training on text and on images.
 
-`task` is what a run asks of it; `text` answers for tokens, `images` for images.
+`task` is the interface; `text` implements it for tokens, `images` for images.
 """

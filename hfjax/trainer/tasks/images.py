@@ -1,4 +1,4 @@
-"""Images in folders: of classes, or with masks; their model, and how it is scored."""
+"""The image task: folders of classes, or images with masks; the model and its scores."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ from hfjax.weights.vision_files import read_vision, with_weights
 from hfjax.weights.vision_rules import model_factory
 
 CLASSES, MASKS = "classes", "masks"
-SIZES = {CLASSES: 224, MASKS: 513}  # of images, where nothing says another
+SIZES = {CLASSES: 224, MASKS: 513}  # default image sizes
 SMALL_SIZE = 32  # the same for models with a stem for small images
 TEXT_OPTS = (
     *("length", "layers", "heads", "embed", "kv_heads", "mlp", "head"),
@@ -46,7 +46,7 @@ TOKEN_OPTS = ("weights", "packing")
 
 @dataclass(frozen=True)
 class ImageModel:
-    """A model of images to train, and what is known of it."""
+    """An image model to train, with its loss and sizes."""
 
     name: str
     init: Callable
@@ -59,14 +59,14 @@ class ImageModel:
 
 @dataclass(frozen=True)
 class ImageScores:
-    """What an evaluation of images found.
+    """The scores of an evaluation on images.
 
     Attributes:
         loss: The mean loss.
-        count: The images, or the pixels, of which it is the mean.
+        count: The number of images, or of pixels, that it averages.
         unit: Which of them.
         numbers: Scores by name, from 0 to 1.
-        iou: Of masks: intersection over union by class; None for a class that never occurs.
+        iou: For masks: intersection over union by class; None for a class that never occurs.
     """
 
     loss: float
@@ -100,7 +100,7 @@ SCORE_NAMES = {
 
 @dataclass(frozen=True)
 class ImageTask:
-    """A task: the class of an image, or of each of its pixels.
+    """The task of predicting the class of an image, or of each of its pixels.
 
     Attributes:
         config: The configuration.
@@ -180,7 +180,7 @@ class ImageTask:
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """The number of classes."""
         count, preset = self.config.model.classes, self._preset
         if self.config.data.train:
             least = len(self.images.classes)
@@ -201,7 +201,7 @@ class ImageTask:
         return requested or (SMALL_SIZE if small else SIZES[self.kind])
 
     def _shape(self, size: int) -> VisionConfig:
-        """Return the shape of a preset, as flags change it."""
+        """Return the shape of a preset, as changed by flags."""
         opts, preset = self.config.model, self._preset
         assert preset is not None
         changes: dict[str, Any] = {"classes": self.classes}
@@ -219,13 +219,13 @@ class ImageTask:
 
     @property
     def eval_loss(self) -> Callable:
-        """The loss with what an evaluation counts."""
+        """The loss with the metrics of an evaluation."""
         if self.model.has_user_loss:
             return self.model.loss
         return classification_loss if self.kind == CLASSES else segmentation_eval_loss
 
     def flops(self, layout: hfjax.Layout) -> float:
-        """Return what training needs for one image: three times what XLA counts forward."""
+        """Return the FLOPs of training on one image: three times XLA's count for the forward."""
         model = nnx.eval_shape(lambda: self.model.init(nnx.Rngs(0)))
         graph, state = nnx.split(model)
         shapes = {
@@ -250,11 +250,11 @@ class ImageTask:
         }
 
     def describe_example(self) -> str:
-        """Return what a row is."""
+        """Return what the examples are."""
         return f"images of {self._size} x {self._size}"
 
     def startup_lines(self) -> list[str]:
-        """Return what to say before training: the data, and how bytes are normalised."""
+        """Return the lines to print before training: the data, and how bytes are normalised."""
         shape, size = self.model.shape, self.model.size
         lines = [f"{self.images}; {size} x {size} pixels"]
         if shape is not None:
@@ -265,7 +265,7 @@ class ImageTask:
     def init_from_weights(
         self, layout: hfjax.Layout, seed: int, schedule: hfjax.Schedule | None
     ) -> tuple[hfjax.State, list[str]] | None:
-        """Return the state that begins with the weights of a file, and what to say."""
+        """Return an initial state with the weights of a file, and lines to print."""
         opts, shape = self.config.model, self.model.shape
         if opts.weights is None or shape is None:
             return None
@@ -278,7 +278,7 @@ class ImageTask:
     # -- data -----------------------------------------------------------------------------
 
     def train_loader(self, local_slice: Callable) -> ImageLoader:
-        """Return the batches to train on."""
+        """Return the training batches."""
         data = self.config.data
         colours = {name: getattr(data, name) for name in ("flip", *COLOURS)}
         augment = Augment(scale=data.scale, **colours)
@@ -291,13 +291,13 @@ class ImageTask:
         return self._make_loader(local_slice, self.images, train=True, **fields)
 
     def valid_loader(self, local_slice: Callable) -> ImageLoader | None:
-        """Return the batches to validate on; None: there are none."""
+        """Return the validation batches; None if there are none."""
         data = self.config.data
         if data.valid is None and "valid" not in parts_of(data.train[0]):
             return None
         classes, folder = self.images.classes, data.valid or data.train[0]
         valid = ImageSet(folder, part="valid", classes=classes if self.kind == MASKS else None)
-        if set(valid.classes) < set(classes):  # of folders: labels go by name, `after` tells of it
+        if set(valid.classes) < set(classes):  # folders: labels go by name; see `closing_lines`
             valid = ImageSet(folder, part="valid", classes=classes)
         check_same_classes(self.images, valid)
         return self._make_loader(local_slice, valid, train=False, epochs=1, pad_last=True)
@@ -310,11 +310,11 @@ class ImageTask:
         return loader
 
     def closing_lines(self, loader: Any) -> list[str]:
-        """Return what to say after training: which images did not decode, which classes lack."""
+        """Return the lines to print after training: classes without images, undecodable images."""
         return [*self._missing_class_lines(loader.images), *self._skipped_lines(loader)]
 
     def _missing_class_lines(self, data: ImageSet) -> list[str]:
-        """Return a line of the classes of which a set has no image."""
+        """Return a line about the classes of which a data set has no image."""
         if data.kind == MASKS or not (left := set(range(len(data.classes))) - set(data.labels)):
             return []
         some = ", ".join(quote(data.classes[i]) for i in sorted(left)[:5]) + ", …" * (len(left) > 5)
@@ -356,14 +356,14 @@ class ImageTask:
 
 
 def _dropout_rates(opts: Model, preset: VisionConfig) -> dict[str, float]:
-    """Return the rates of dropout that are asked for, of a preset that has them."""
+    """Return the requested dropout rates; refuse those that the preset does not have."""
     rates = {}
     for name in RATES:
         if (rate := getattr(opts, name)) is None:
             continue
         if hasattr(preset, name):
             rates[name] = rate
-        elif rate:  # without dropout nothing is dropped
+        elif rate:  # 0 is fine without dropout
             flag, label = name.replace("_", "-"), name.replace("_", " ")
             raise ValueError(f"--model.{flag} {rate}: {opts.preset} has no {label}. Leave it out.")
     return rates
@@ -373,7 +373,7 @@ COLOURS = ("brightness", "contrast", "saturation")
 
 
 def intersection_over_union(counts: np.ndarray) -> list[float | None]:
-    """Return of each class the pixels that are rightly of it over all that are or seem to be.
+    """Return for each class its correct pixels over all that have it as label or prediction.
 
     >>> intersection_over_union(np.array([[3, 1, 0], [0, 2, 0], [0, 0, 0]]))
     [0.75, 0.6666666666666666, None]
@@ -394,7 +394,7 @@ def _user_model(opts: Model, classes: int, size: int) -> Callable:
 
 
 def _check_flags(config: Train) -> None:
-    """Refuse what says something of text, of a model of images."""
+    """Refuse text flags for an image model."""
     defaults: Any = (Model(), Data())
     of = f"{config.model.own or config.model.preset} is a model of images"
     for settings, plain, prefix, names in (
@@ -418,7 +418,7 @@ RATES = ("dropout", "auxiliary_dropout")
 
 
 def _check_combinations(config: Train) -> None:
-    """Refuse flags of which nothing takes notice beside others."""
+    """Refuse flags that have no effect beside others."""
     opts, start = config.model, config.checkpoints.start
     norms = [name for name in ("frozen_norms", "group_norms") if getattr(opts, name)]
     flags = [*norms, *(name for name in RATES if getattr(opts, name) is not None)]
@@ -442,13 +442,13 @@ def _check_combinations(config: Train) -> None:
 
 
 def is_image_task(config: Train) -> bool:
-    """Return whether a configuration is of images: its preset is, or the data of its own model."""
+    """Return whether a configuration is of images: by its preset, or its own model's data."""
     if config.model.own is None:
         return config.model.pretrained is None and config.model.preset in PRESETS
     return bool(config.data.train) and contains_images(Path(config.data.train[0]))
 
 
-# Flags that only images take notice of: fields of Model and Data.
+# Flags that only images use: fields of Model and Data.
 IMAGE_OPTS: Mapping[str, tuple[str, ...]] = {
     "model": (
         *("weights", "new_head", "frozen_norms", "group_norms", "classes", "smoothing"),
@@ -459,7 +459,7 @@ IMAGE_OPTS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_text_only(config: Train) -> None:
-    """Refuse what says something of images, of a model of text."""
+    """Refuse image flags and image data for a text model."""
     plain = asdict(Train())
     for prefix, names in IMAGE_OPTS.items():
         for name in names:

@@ -1,4 +1,4 @@
-"""What a run asks of what it learns from: the model, batches, scores."""
+"""The interface of a task: the model, batches, scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from hfjax.data.indexed_loader import IndexedLoader
 
 
 class Scores(Protocol):
-    """What an evaluation found."""
+    """The scores of an evaluation."""
 
     @property
     def loss(self) -> float:
@@ -19,75 +19,75 @@ class Scores(Protocol):
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """Further numbers by name, for the journal."""
+        """Further scores by name, for the metrics file."""
         ...
 
     @property
     def line(self) -> str:
-        """What was found, in a line."""
+        """The scores in a line."""
         ...
 
     @property
     def table(self) -> str:
-        """What else was found, for `hfjax eval` alone."""
+        """Further scores as a table, for `hfjax eval` alone."""
         ...
 
 
 class Task(Protocol):
-    """What a run learns from."""
+    """What a run trains on."""
 
     unit: str
-    """What a step goes through, in the plural."""
+    """What a step processes, in the plural."""
 
     @property
     def model(self) -> Any:
-        """The model, and what is known of it."""
+        """The model to train, with its loss and sizes."""
         ...
 
     @property
     def units_per_example(self) -> int:
-        """How many of these units a row has."""
+        """Number of these units in an example."""
         ...
 
     @property
     def eval_loss(self) -> Callable:
-        """(outputs, batch) -> the loss with what an evaluation counts."""
+        """(outputs, batch) -> the loss with the metrics of an evaluation."""
         ...
 
     def flops(self, layout: hfjax.Layout) -> float:
-        """Return the operations that training needs for one unit."""
+        """Return the FLOPs of training on one unit."""
         ...
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of a batch; nothing is read."""
+        """Return the shapes of a batch, without reading data."""
         ...
 
     def describe_example(self) -> str:
-        """Return what a row is, in words: rows of 64 tokens."""
+        """Return what the examples are, in words: rows of 64 tokens."""
         ...
 
     def train_loader(self, local_slice: Callable) -> IndexedLoader:
-        """Return the batches to train on; `local_slice(rows)` are the rows of this process."""
+        """Return the training batches; `local_slice(batch)` selects this process's examples."""
         ...
 
     def valid_loader(self, local_slice: Callable) -> IndexedLoader | None:
-        """Return the batches to validate on: each row once, in order; None: there are none."""
+        """Return the validation batches: each example once, in order; None if there are none."""
         ...
 
     def startup_lines(self) -> list[str]:
-        """Return what to say before training."""
+        """Return the lines to print before training."""
         ...
 
     def init_from_weights(
         self, layout: hfjax.Layout, seed: int, schedule: hfjax.Schedule | None
     ) -> tuple[hfjax.State, list[str]] | None:
-        """Return a state that begins with given weights, and what to say; None: none are given."""
+        """Return an initial state with given weights, and lines to print; None without any."""
         ...
 
     def closing_lines(self, loader: Any) -> list[str]:
-        """Return what to say after training on the batches of a loader."""
+        """Return the lines to print after training on the batches of a loader."""
         ...
 
     def compute_scores(self, metrics: Sequence[Mapping[str, Any]]) -> Scores:
-        """Return the scores of an evaluation, of the metrics of all its batches."""
+        """Return the scores of an evaluation from the metrics of all its batches."""
         ...

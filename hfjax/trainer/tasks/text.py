@@ -1,4 +1,4 @@
-"""Text, as tokens: the model for their vocabulary, rows of them, the loss of the next one."""
+"""The text task: sequences of tokens, a model for their vocabulary, the next-token loss."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,17 +28,17 @@ from hfjax.trainer.pretrained_model import (
 from hfjax.trainer.sampling import MeanLoss, Sampling, encode_prompt, generate, mean_loss
 from hfjax.weights.pretrained import Pretrained
 
-MAX_PADDED_BATCH = 1 << 16  # rows of a batch that a small set may be filled up to
+MAX_PADDED_BATCH = 1 << 16  # examples that a batch of a small data set may be padded to
 
 
 @dataclass(frozen=True)
 class TextTask:
-    """A task: the next token.
+    """The task of predicting the next token.
 
     Attributes:
         config: The configuration.
         pretrained: The model of a folder, if one is given.
-        vocab: The tokens of the vocabulary, in place of those of the data.
+        vocab: The vocabulary size. None: that of the data.
     """
 
     config: Train
@@ -55,20 +55,20 @@ class TextTask:
 
     @property
     def units_per_example(self) -> int:
-        """The tokens of a row."""
+        """Number of tokens in an example."""
         return self.model.length
 
     @property
     def eval_loss(self) -> Callable:
-        """The loss: nothing else is counted."""
+        """The loss, without further metrics."""
         return self.model.loss
 
     def flops(self, layout: hfjax.Layout) -> float:
-        """Return what training needs for one token."""
+        """Return the FLOPs of training on one token."""
         return flops_per_token(self.model, layout)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes of a batch of token rows."""
+        """Return the shapes of a batch of token sequences."""
         batch_size, length = self.config.batch, self.model.length
         batch = {"tokens": jax.ShapeDtypeStruct((batch_size, length + 1), jnp.int32)}
         if self.config.data.packing == "documents":
@@ -77,11 +77,11 @@ class TextTask:
         return batch
 
     def describe_example(self) -> str:
-        """Return what a row is."""
+        """Return what the examples are."""
         return f"rows of {self.model.length} tokens"
 
     def startup_lines(self) -> list[str]:
-        """Return what to say before training: of a folder's model."""
+        """Return the lines to print before training, about a folder's model."""
         if self.pretrained is None:
             return []
         lines, rate = [length_note(self.pretrained, self.model.length)], self.config.optimizer.rate
@@ -91,7 +91,7 @@ class TextTask:
     def init_from_weights(
         self, layout: hfjax.Layout, seed: int, schedule: hfjax.Schedule | None
     ) -> tuple[hfjax.State, list[str]] | None:
-        """Return the state that begins with a folder's weights, and what to say."""
+        """Return an initial state with a folder's weights, and lines to print."""
         model = self.pretrained
         if model is None:
             return None
@@ -104,13 +104,13 @@ class TextTask:
 
     @property
     def _tokenizing_model(self) -> Pretrained | None:
-        """The model of a folder that has a tokenizer, by which all text is read."""
+        """The model of a folder that has a tokenizer, which then reads all text."""
         model = self.pretrained
         return model if model is not None and model.has_tokenizer else None
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer: that of the model's folder, or else of the data."""
+        """The tokenizer of the model's folder, or else of the data."""
         return (
             self.tokens[0].tokenizer
             if self._tokenizing_model is None
@@ -119,7 +119,7 @@ class TextTask:
 
     @property
     def reads_text(self) -> bool:
-        """Whether there is a tokenizer: some data is of tokens alone."""
+        """Whether there is a tokenizer: data of bare tokens has none."""
         return self._tokenizing_model is not None or self.tokens[0].meta.tokenizer != "none"
 
     @cached_property
@@ -133,7 +133,7 @@ class TextTask:
 
     @cached_property
     def _library(self) -> Path:
-        """What there is to read where no data is named."""
+        """The default data set: Python's own library."""
         if self.pretrained is None:
             return standard_library()
         if not self.pretrained.has_tokenizer:
@@ -141,7 +141,7 @@ class TextTask:
         return standard_library(tokenizer=self.pretrained.folder.path)
 
     def _check_tokenizer(self, tokens: TokenSet) -> TokenSet:
-        """Return a data set; refuse one whose numbers are no tokens of the folder's model."""
+        """Return a data set; refuse one whose tokens are not those of the folder's model."""
         if self._tokenizing_model is not None:
             check_tokenizer(
                 tokens, self._tokenizing_model.tokenizer, self._tokenizing_model.folder.path
@@ -149,13 +149,13 @@ class TextTask:
         return tokens
 
     def train_loader(self, local_slice: Callable) -> Loader:
-        """Return the batches to train on."""
+        """Return the training batches."""
         c = self.config.data
         fields: Any = {"epochs": c.epochs, "weights": c.weights, "seed": self.config.seed}
         return self._make_loader(local_slice, self.tokens, **fields)
 
     def valid_loader(self, local_slice: Callable) -> Loader | None:
-        """Return the batches to validate on; None: there are none."""
+        """Return the validation batches; None if there are none."""
         c = self.config.data
         folder = c.valid or (c.train[0] if c.train else self._library)
         valid_folder = split_folder(Path(folder), SPLITS[1])
@@ -175,11 +175,11 @@ class TextTask:
                 f"a batch of {batch} rows: the data to validate on has {loader.rows_per_epoch} "
                 f"rows of {loader.length} tokens. Lower --batch."
             )
-        loader.mine = local_slice(batch)  # not of a batch that is refused
+        loader.mine = local_slice(batch)  # only once the batch is accepted
         return loader
 
     def closing_lines(self, loader: Any) -> list[str]:
-        """Return what to say after training: nothing."""
+        """Return the lines to print after training: none."""
         return []
 
     # -- scores and text ------------------------------------------------------------------
@@ -191,7 +191,7 @@ class TextTask:
     def complete_prompt(
         self, layout: hfjax.Layout, state: hfjax.State, prompt: str, count: int, sampling: Sampling
     ) -> str:
-        """Return a prompt and the text of `count` tokens that the model writes after it."""
+        """Return a prompt followed by the text of `count` generated tokens."""
         tokenizer = self.tokenizer
         tokens = encode_prompt(prompt, tokenizer)
         padded = -(-(len(tokens) + count) // ROUND_TO) * ROUND_TO  # prompts share a program
@@ -202,16 +202,16 @@ class TextTask:
 
 
 def split_folder(folder: Path, split: str) -> Path | None:
-    """Return that part of a data set, if it has one."""
+    """Return the folder of a split of a data set, if it has one."""
     return folder / split if (folder / split).is_dir() else None
 
 
 def flops_per_token(model: ModelChoice, layout: hfjax.Layout) -> float:
-    """Return what training needs for one token: 6 for each parameter of a matmul, and attention.
+    """Return the FLOPs of training on one token: 6 per parameter of a matmul, and attention.
 
-    As in PaLM's appendix B: nothing is counted for what is computed again, nor less for causality,
-    but for windows of attention it is; of experts those that a token goes to; embeddings count
-    where they are the head's matrix. Of one's own model every matrix is counted, and no attention.
+    As in PaLM's appendix B: recomputation does not count, and causal attention counts in full, but
+    windowed attention only its window; of experts those that a token is routed to; embeddings
+    where they are the head's matrix. For a user's model every matrix counts, and no attention.
     """
     shape = model.shape
     arrays = layout.arrays.items()
@@ -227,12 +227,12 @@ def flops_per_token(model: ModelChoice, layout: hfjax.Layout) -> float:
 
 
 def _is_matrix_of_layer(path: str) -> bool:
-    """Return whether tokens are multiplied by a parameter: biases and norms are no matrices."""
+    """Return whether a parameter is a layer's matrix: biases and norms are not."""
     return path.startswith(LAYERS) and not path.endswith(("/bias", "/scale"))
 
 
 def _attended_positions(shape: Any, length: int) -> int:
-    """Return how many positions a token is scored against, by all layers together."""
+    """Return how many positions a token attends to, summed over all layers."""
     num_attended = lambda attend: min(getattr(attend, "window", None) or length, length)
     local = getattr(shape, "local", None)
     num_local = 0 if local is None else len(local.layers)
@@ -241,6 +241,6 @@ def _attended_positions(shape: Any, length: int) -> int:
 
 
 def _used_fraction(shape: Any, axes: tuple) -> float:
-    """Return which part of an array a token computes with: of experts, those that it chose."""
+    """Return the fraction of an array that a token uses: of experts, those that it chose."""
     experts = getattr(shape, "by_layer", (1,))
     return shape.top_k / max(experts) if EXPERTS in axes else 1.0

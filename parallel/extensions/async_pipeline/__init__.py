@@ -1,6 +1,6 @@
 """Asynchronous pipelines: stages update their layers while microbatches are in flight.
 
-PipeDream and PipeDream-2BW. What they compute is not what one device computes, so they lie apart:
-nothing that waits for all gradients needs this. `engine` runs the step, `weight_stashing` keeps the
-versions of weights that are still in use.
+PipeDream and PipeDream-2BW. Their results differ from those of one device, so they are separate:
+steps that wait for all gradients need none of this. `engine` runs the step, `weight_stashing` keeps
+the versions of weights that are still in use.
 """

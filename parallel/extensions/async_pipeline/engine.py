@@ -1,4 +1,4 @@
-"""The data plane of a step in which stages update their layers themselves."""
+"""The engine of a step in which stages update their layers themselves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from hfjax.utils.paths import Flat, Index
 
 @dataclass(frozen=True)
 class AsyncPipelineEngine:
-    """A pipeline's plane, whose stages keep versions of their layers."""
+    """A pipeline engine whose stages keep versions of their layers."""
 
     engine: PipelineEngine
     versions: Versions
@@ -35,10 +35,11 @@ class AsyncPipelineEngine:
     def train(
         self, inputs: StepInputs, batch: Any, step: jax.Array, apply: Callable
     ) -> tuple[StepInputs, jax.Array, Flat, Mean]:
-        """Return what changed; mean squared norm of layers' gradients; other gradients; Mean.
+        """Return new inputs; mean squared norm of layers' gradients; other gradients; Mean.
 
-        `apply(gradients, (moments, counts), parameters) -> (parameters, (moments, counts))` is
-        given the gradients of a mean; those of embed and head are of the total of all microbatches.
+        `apply(gradients, (state, counts), parameters) -> (parameters, (state, counts))`, with the
+        optimizer state, gets the gradients of a mean; those of embed and head are of the total of
+        all microbatches.
         """
         context = self.engine.context
         stages = in_use(context.mesh, (PIPE_AXIS,))
@@ -81,7 +82,7 @@ class AsyncPipelineEngine:
     def _stage(
         self, inputs: StepInputs, batch: Any, step: jax.Array, apply: Callable, redistributed: bool
     ) -> tuple:
-        """Return what a stage has after the last tick; `redistributed`: of its own microbatches."""
+        """Return a stage's results after the last tick; `redistributed`: redistribute its batch."""
         context, ticks = self.engine.context, self.engine.ticks
         keys, statistics = context.keys(inputs.variables, num_examples(batch), step, redistributed)
         batch = context.slice_sequence(
@@ -109,9 +110,9 @@ class AsyncPipelineEngine:
         return weights.final_params(stage, state), *outputs
 
     def _reduce(self, gradients: Flat, weight: jax.Array) -> Flat:
-        """Return the gradients of the mean over the rows of all devices of a stage.
+        """Return the gradients of the mean over the examples of all devices of a stage.
 
-        A microbatch without weight has no mean, and no gradient.
+        A microbatch of weight zero has no mean, and zero gradients.
         """
         context = self.engine.context
         summed = context.reduction(gradients, context.param_specs)
@@ -121,10 +122,10 @@ class AsyncPipelineEngine:
 
 
 def add_weight_carry(model: StageFns) -> StageFns:
-    """Return the model with a number beside x whose gradient is the weight of the microbatch.
+    """Return the model with a scalar beside x whose gradient is the weight of the microbatch.
 
-    It is zero on its way forward. Its gradient comes with every dy, so that each stage can make a
-    mean of what it has the total of; what the weight is, only the head knows.
+    It is zero in the forward pass. Its gradient comes with every dy, so that each stage can turn
+    its totals into means; only the head knows the weight.
     """
 
     def first(outside: Flat, m: Index) -> tuple[Any, jax.Array]:
@@ -147,7 +148,7 @@ def add_weight_carry(model: StageFns) -> StageFns:
 
 
 def _pass_weight(passes: SplitBackward) -> SplitBackward:
-    """Return the passes of layers that hand on a number beside x."""
+    """Return the passes of layers that pass on a scalar beside x."""
 
     def forward(known: tuple, carried: tuple) -> tuple:
         y, *residuals = passes.forward(known, carried[0])

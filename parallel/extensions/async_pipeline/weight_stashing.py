@@ -1,11 +1,11 @@
-"""The weights of a stage that updates its own: it keeps the versions that are still in use.
+"""The weights of a stage that updates itself: it keeps the versions that are still in use.
 
 The columns F_version and B_version of a table say which weights a microbatch's passes use: both
-the same, those that its forward found (weight stashing, PipeDream, arXiv:1806.03377; two versions,
-PipeDream-2BW, arXiv:2006.09503). At the end of a tick whose U_version is a slot, the gradients
-gathered since the last update are averaged over the batch axes, applied to the latest version
-(L_version), and the new one goes to that slot. All stages run one program: each has as many slots
-as the stage that needs most.
+those of its forward (weight stashing, PipeDream, arXiv:1806.03377; two versions, PipeDream-2BW,
+arXiv:2006.09503). At the end of a tick whose U_version is a slot, the gradients accumulated since
+the last update are averaged over the batch axes and applied to the latest version (L_version); the
+new version is written to that slot. All stages run one program: each has as many slots as the stage
+that needs most.
 """
 
 from collections.abc import Callable
@@ -27,22 +27,22 @@ _STAGE_STATE = (
     "versions",
     "optimizer",
     "squares",
-)  # of a stage; the same on all devices that share it
+)  # of a stage; replicated over its devices
 
 
 @dataclass(frozen=True)
 class VersionedParams(StageParams):
-    """How a stage updates its layers. The model is a `weighed` one."""
+    """How a stage updates its layers. The model is one of `add_weight_carry`."""
 
     versions: Versions
     units: int  # layers of a stage
-    layers: Flat  # the parameters of this stage's layers, [units, ...], as the call began
-    optimizer: Any  # what it keeps of them
-    reduce: Callable  # (gradients of a total, its weight) -> gradients of the mean, over all rows
+    layers: Flat  # the parameters of this stage's layers, [units, ...], before the step
+    optimizer: Any  # their optimizer state and counts
+    reduce: Callable  # (gradients of a total, weight) -> gradients of the mean over all examples
     apply: Callable  # (gradients, optimizer, parameters) -> (parameters, optimizer)
 
     def init_state(self, stage: Stage) -> State:
-        """Return every version as the parameters were; `squares` differs between stages only."""
+        """Return the initial parameters as every version; `squares` differs between stages only."""
         repeat_versions = lambda a: jnp.broadcast_to(a, (self.versions.slots, *a.shape))
         return {
             "weight": jnp.zeros(()),
@@ -54,20 +54,20 @@ class VersionedParams(StageParams):
     def layer_params(
         self, stage: Stage, state: State, tick: StageTick, kind: str, unit: Index
     ) -> Flat:
-        """Return those of the version that the table names."""
+        """Return the parameters of the version in the table."""
         return self._slots.get(state["versions"], unit, tick.index(f"{kind}_version"))
 
     def grad_sums(
         self, stage: Stage, gradients: Any, unit: Index, chunk: Index, tick: StageTick
     ) -> Flat:
-        """Begin at zero after an update: the update itself needs not write zeros."""
+        """Start from zero after an update: the update itself need not write zeros."""
         zero_if_first = lambda a: jnp.where(tick["B_first"] > 0, jnp.zeros((), a.dtype), a)
         return jax.tree.map(zero_if_first, stage.chunks.get(gradients, unit, chunk))
 
     def after_tick(
         self, stage: Stage, kinds: str, before: State, after: State, tick: StageTick
     ) -> State:
-        """Update, if the table says so: the stage's own state stays one for all its devices."""
+        """Update if the table says so; the stage's own state stays replicated over its devices."""
         after = after | {name: before[name] for name in _STAGE_STATE}
         return (
             self._maybe_update(stage, self._add_weight(stage, after, tick), tick)
@@ -103,7 +103,7 @@ class VersionedParams(StageParams):
         )
 
     def _update(self, state: State, gradients: Flat, latest: Index, target: Index) -> State:
-        """Return the stage's own state with the weights after the latest in slot `target`."""
+        """Return the stage's own state with the next version of the weights in slot `target`."""
         old = _read_version(state["versions"], latest)
         new, optimizer = self.apply(gradients, state["optimizer"], old)
         write_version = lambda a, x: lax.dynamic_update_index_in_dim(a, x, target, 0)

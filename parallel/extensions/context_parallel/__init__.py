@@ -1,6 +1,7 @@
-"""Context parallelism: a sequence lies on several devices, and attention joins its parts.
+"""Context parallelism: sequences are sharded over devices, and attention runs across them.
 
-Two choices (`comm_kinds`): what travels (a ring, an all-gather, Ulysses, or Ulysses within rings),
-and who holds which positions (`sequence_layout`: zigzag or contiguous). `ops` is what modules are
-handed; `ring_attention` goes over blocks of keys (`ring_block`), `ulysses` exchanges heads.
+Two choices: the communication (`comm_kinds`: a ring, an all-gather, Ulysses, or Ulysses within
+rings), and which device has which positions (`sequence_layout`: zigzag or contiguous). `ops` are
+the model's ops; `ring_attention` loops over blocks of keys (`ring_block`), `ulysses` exchanges
+heads.
 """

@@ -1,12 +1,12 @@
-"""What travels between the devices that share a row, and what each choice sends.
+"""How the devices that share a sequence communicate, and what each choice sends.
 
-For one attention of B rows, S positions, H heads of queries and G of keys, width D, e bytes a
+For one attention of B sequences, S positions, H heads of queries and G of keys, width D, e bytes a
 number and w bytes a number in float32 (or wider); N devices, in N / u groups of u that exchange
 heads. Sent by each device:
 
 - Exchange, if u > 1: (u - 1) / u · B S / N · D · 2 (H + G) e forward, and again backward.
 - Ring and allgather, if R = N / u > 1: (R - 1) · 2 B S / R · G / u · D · e forward, and backward
-  the same with e + w in place of e: gradients travel in w. Under a window a ring makes fewer hops.
+  the same with e + w in place of e: gradients have w. Under a window a ring makes fewer hops.
 - Documents, where there are any: (N - 1) · B S / N · 4, forward.
 
 G counts heads as they are sent: where u does not divide them, each is repeated.
@@ -22,7 +22,7 @@ from hfjax.utils.tables import align, human
 
 
 def check_devices(settings: Context, devices: int) -> None:
-    """Refuse groups that do not divide the devices which share a row."""
+    """Refuse groups that do not divide the devices which share a sequence."""
     if settings.ulysses is not None and devices % settings.ulysses:
         fits = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ValueError(
@@ -45,10 +45,10 @@ def check_devices(settings: Context, devices: int) -> None:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention that a model asks for, of a microbatch on one device (tensor axes divided)."""
+    """One attention call of a model, for a microbatch on one device (divided by tensor axes)."""
 
     batch_size: int
-    seq_len: int  # of whole rows
+    seq_len: int  # of full sequences
     heads: int
     key_heads: int
     width: int
@@ -56,18 +56,18 @@ class AttentionCall:
     documents: bool
     is_custom: bool  # the user's: without an exchange of all heads its keys and values are gathered
     window: int | None = None
-    value_width: int | None = None  # if it is another than that of queries and keys
+    value_width: int | None = None  # if it differs from that of queries and keys
     times: int = 1  # layers
 
     @property
     def grad_itemsize(self) -> int:
-        """The bytes of a number in which gradients travel."""
+        """The bytes of a number of gradients as they are sent."""
         return max(self.itemsize, 4)
 
 
 @dataclass(frozen=True)
 class CommOption:
-    """A form with its groups, and what each device sends by it."""
+    """A kind of communication with its groups, and what each device sends."""
 
     kind: str
     ulysses: int
@@ -75,12 +75,12 @@ class CommOption:
 
     @property
     def devices(self) -> int:
-        """How many share a row."""
+        """How many devices share a sequence."""
         return self.seq_layout.devices
 
     @property
     def name(self) -> str:
-        """What is shown."""
+        """The name to show."""
         is_mixed = 1 < self.ulysses < self.devices
         return f"{self.kind}, ulysses={self.ulysses}" if is_mixed else self.kind
 
@@ -112,10 +112,10 @@ class CommOption:
         return sum(sum(self.bytes(call)) * call.times for call in calls)
 
     def refuses(self, calls: Iterable[AttentionCall]) -> str | None:
-        """Return why these cannot go so, or None."""
+        """Return why this option cannot run these calls, or None."""
         for call in calls:
             if call.is_custom and self.ulysses < self.devices:
-                continue  # by its own equations
+                continue  # runs by its own equations
             if call.heads % self.ulysses:
                 fits = [u for u in range(1, self.devices + 1) if _fits(u, self.devices, call)]
                 return (
@@ -142,7 +142,7 @@ def _fits(ulysses: int, devices: int, call: AttentionCall) -> bool:
 
 
 def list_options(settings: Context, devices: int, order: str) -> list[CommOption]:
-    """Return what the settings allow, what is preferred first."""
+    """Return the options that the settings allow, the preferred ones first."""
     groups = [n for n in range(1, devices + 1) if devices % n == 0]
     if settings.ulysses is not None:
         groups = [settings.ulysses]
@@ -159,7 +159,7 @@ def list_options(settings: Context, devices: int, order: str) -> list[CommOption
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """The form that a step takes, and what it and the others send: print it."""
+    """The option that a step uses, and what it and the others send: print it."""
 
     settings: Context
     calls: tuple[AttentionCall, ...]
@@ -168,7 +168,7 @@ class ContextChoice:
 
     @property
     def seq_layout(self) -> SequenceLayout:
-        """How positions are dealt."""
+        """How positions are sharded."""
         return self.option.seq_layout
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ class ContextChoice:
 def choose_comm_kind(
     settings: Context, devices: int, calls: Sequence[AttentionCall], ring_refusal: str | None = None
 ) -> ContextChoice:
-    """Return the kind that sends least of those that can run; `ring_refusal`: why no ring can."""
+    """Return the option that sends least of those that can run; `ring_refusal`: why no ring can."""
     check_devices(settings, devices)
     has_documents, order = any(call.documents for call in calls), settings.order
     if order == "auto":

@@ -1,9 +1,9 @@
-"""What modules are handed where devices share rows: attention across the devices.
+"""The ops of a model where devices share sequences: attention across the devices.
 
-Model and loss see whole rows. What they do is run on the positions that a device has
-(parallel/in_parts); an attention that they ask for is kept by name, and goes across the devices in
-a form of its own. Before a step is traced, a look at the model finds which attentions it asks for
-(hfjax/checks/probe_model.py), hence the form that sends least: `SequenceProbe`.
+Model and loss see full sequences. Their operations run on the positions of a device
+(parallel/spmd); their attention is kept as a call by name, with a rule that runs it across the
+devices. Before a step is traced, a probe of the model finds which attentions it calls
+(hfjax/checks/probe_model.py), hence the option that sends least: `SequenceProbe`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, Split, is_di
 from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
 from hfjax.utils.tables import human
 
-source_info_util.register_exclusion(__file__)  # the line of an attention is the user's
+source_info_util.register_exclusion(__file__)  # report the user's line for an attention
 
 HEADS = P(None, None, TENSOR_AXES)  # of [B, S, H, D]
 POSITIONS = Split(1)
@@ -48,12 +48,12 @@ POSITIONS = Split(1)
 
 @dataclass(frozen=True)
 class SequenceProbe:
-    """What a look at a model finds along its rows.
+    """What a probe of a model finds along its sequences.
 
     Attributes:
-        choice: The form in which devices work together.
-        length: Positions of whole rows.
-        dims: The dimension of each array of a batch that is the sequence, or None.
+        choice: How the devices communicate.
+        length: Positions of full sequences.
+        dims: The sequence dimension of each array of a batch, or None.
     """
 
     choice: ContextChoice
@@ -64,12 +64,12 @@ class SequenceProbe:
 @final
 @dataclass(frozen=True)
 class ContextParallelOps(KernelOps):
-    """Deals positions, and attends across the devices that share a row.
+    """Shards sequences, and attends across the devices that share a sequence.
 
     Attributes:
-        settings: What the user asked for.
+        settings: The user's settings.
         ring_refusal: Why keys and values cannot go around a ring, if they cannot.
-        probe: What a look at the model found; None before it.
+        probe: What the probe of the model found; None before it.
     """
 
     settings: Context
@@ -78,39 +78,39 @@ class ContextParallelOps(KernelOps):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices share a row."""
+        """The mesh axes whose devices share a sequence."""
         return in_use(self.mesh, SEQUENCE_AXES)
 
     @property
     def devices(self) -> int:
-        """How many devices share a row."""
+        """How many devices share a sequence."""
         return size_of(self.axes, self.mesh)
 
     @property
     def probe_result(self) -> SequenceProbe:
-        """What a look at the model found."""
+        """What the probe of the model found."""
         assert self.probe is not None
         return self.probe
 
     @property
     def seq_layout(self) -> SequenceLayout:
-        """How positions are dealt."""
+        """How positions are sharded."""
         return self.probe_result.choice.seq_layout
 
     # -- positions ------------------------------------------------------------------------------
 
     def inner_groups(self) -> tuple[AxisGroup, ...]:
-        """Return the devices that have other positions, once a look has told who has which."""
+        """Return the group that shards positions, once the probe has found their layout."""
         if self.probe is None:
             return ()
         return (AxisGroup(self.axes, self.devices, "positions", self.seq_layout.block_ids),)
 
     def run_length(self, length: int) -> int:
-        """Return how many positions of a row follow each other on one device."""
+        """Return how many consecutive positions of a sequence one device has."""
         return self.seq_layout.run_length(length) if length == self.probe_result.length else length
 
     def slice_sequence(self, prepare: Callable, batch: Any) -> Any:
-        """Return the part of a batch of whole rows that this device computes with."""
+        """Return this device's positions of a batch of full sequences."""
         inner_axes = InnerAxes(self.inner_groups(), run_partitioned)
         take_local = lambda dim, x: x if dim is None else inner_axes.slice_local(x, Split(dim))
         return jax.tree.map(
@@ -118,7 +118,7 @@ class ContextParallelOps(KernelOps):
         )
 
     def check_positions(self, comms: Sequence[CommEvent], sent_bytes: int) -> None:
-        """Refuse to gather more along rows than the step sends besides."""
+        """Refuse to gather more along sequences than the step sends otherwise."""
         gathers = [comm for comm in comms if comm.action == "gather"]
         choice, limit = self.probe_result.choice, self.settings.gather
         if limit is None:
@@ -146,13 +146,13 @@ class ContextParallelOps(KernelOps):
     # -- attention ------------------------------------------------------------------------------
 
     def attention(self, attend: Callable) -> Callable:
-        """Return attention of the queries here to whole rows; one of the user's own stays it."""
+        """Return attention of local queries to full sequences; a user's own keeps its function."""
         return lambda *args, **kwargs: self._named_attention(
             attend, attention_operands(attend, args, kwargs)
         )
 
     def _named_attention(self, attend: Callable, operands: tuple[jax.Array, ...]) -> jax.Array:
-        """Return what is attended to; the call is kept by name in the program of whole rows."""
+        """Return the attention's output; the program on full sequences keeps the call by name."""
         program, out_shapes = jax.make_jaxpr(attend, return_shape=True)(*operands)
 
         def attend_global(consts: Sequence[Any], *operands: Any) -> Any:
@@ -166,7 +166,7 @@ class ContextParallelOps(KernelOps):
     def _attention_rule(
         self, attend: Callable, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
     ) -> Any:
-        """Attend across devices, or run an attention of the user's own by its equations."""
+        """Attend across devices, or run a user's own attention by its equations."""
         consts, *operands = arguments
         is_custom = not getattr(attend, "is_causal_attention", False)
         is_split = any(isinstance(v, ShardedValue) for v in operands)
@@ -184,14 +184,14 @@ class ContextParallelOps(KernelOps):
         )
 
     def _attend_local_heads(self, attend: Callable, *operands: jax.Array) -> jax.Array:
-        """Return what an attention of all heads makes of those that are here."""
+        """Return the output of an attention of all heads for the local heads."""
         group, heads = AxisGroup(self.axes, self.devices, "heads"), Split(2, self._head_shards)
         inputs = [ShardedValue(x, heads) if x.ndim == 4 else x for x in operands]
         (out,) = jax.tree.leaves(run_partitioned(group, attend, *inputs), is_leaf=is_distributed)
         return group.redistribute(out, heads)
 
     def _attend(self, attend: Callable, *operands: jax.Array) -> jax.Array:
-        """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
+        """Return attention of q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
         replaceable = getattr(attend, "is_causal_attention", False)
         attend_local = partial(self.kernels.attend, attend) if replaceable else attend
         seq_layout, (q, k, v, *documents) = self.seq_layout, operands
@@ -210,9 +210,9 @@ class ContextParallelOps(KernelOps):
         return exchange.to_positions(out) if seq_layout.ulysses > 1 else out
 
     def _ring_attention(self, kernels: bool, window: int | None, *operands: jax.Array) -> jax.Array:
-        """Return attention whose keys and values travel from group to group."""
+        """Return attention whose keys and values are sent from group to group."""
         seq_layout, gathers = self.seq_layout, self.probe_result.choice.option.kind == "allgather"
-        length = operands[0].shape[1] * seq_layout.ring_size  # of whole rows
+        length = operands[0].shape[1] * seq_layout.ring_size  # of full sequences
         make_ring = partial(
             Ring, seq_layout, self.axes, gathers=gathers, hops=seq_layout.hops(length, window)
         )
@@ -239,7 +239,7 @@ class ContextParallelOps(KernelOps):
 
     @property
     def _head_shards(self) -> int:
-        """Over how many devices heads are split."""
+        """The number of devices over which heads are sharded."""
         return size_of(TENSOR_AXES, self.mesh)
 
     def _map_shards(self, function: Callable) -> Callable:
@@ -249,7 +249,7 @@ class ContextParallelOps(KernelOps):
     named_groups, lookup = model_ops.no_named_groups, model_ops.lookup_table
 
 
-MIN_GATHER_LIMIT = 2**20  # less is sent without a word
+MIN_GATHER_LIMIT = 2**20  # gathers of less are allowed
 GATHER_HINT = (
     "Let attention be asked for (self.kernels = hfjax.models.layers.local_ops; "
     "self.kernels.attention(attend)(q, k, v)), shift targets in a method prepare(batch) of the "
@@ -267,7 +267,7 @@ CUSTOM_ATTENTION_HINT = (
 def attention_operands(
     attend: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[jax.Array, ...]:
-    """Return the operands of an attention over rows that devices share, or raise."""
+    """Return the operands of an attention over sequences that devices share, or raise."""
     positional, extra_kwargs = model_ops.bind_positional(attend, args, kwargs)
     operands = tuple(x for x in positional if x is not None)
     if extra_kwargs or not 3 <= len(operands) <= 4:
@@ -281,7 +281,7 @@ def attention_operands(
 
 
 def is_attention(operands: Sequence[Any], results: Sequence[Any], length: int) -> bool:
-    """Return whether shapes are those of attention of whole rows: of q, k, v [B, S, H, D]."""
+    """Return whether shapes are those of attention of full sequences: q, k, v [B, S, H, D]."""
     have_heads = all(len(x.shape) == 4 for x in (*operands[:3], *results))
     have_length = all(len(x.shape) > 1 and x.shape[1] == length for x in (*operands, *results))
     is_single = have_heads and have_length and len(results) == 1
@@ -289,7 +289,7 @@ def is_attention(operands: Sequence[Any], results: Sequence[Any], length: int) -
 
 
 def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> Any:
-    """Return the dimension of each array of a batch that is the sequence, None where none is."""
+    """Return the sequence dimension of each array of a batch, None where there is none."""
     paths = jax.tree_util.tree_map_with_path(
         lambda keys, x: jax.tree_util.keystr(keys, simple=True, separator="/"), batch
     )

@@ -1,15 +1,16 @@
-"""Keys and values travel: around a ring (`ring`), or to everybody at once (`allgather`).
+"""Attention with keys and values sent around a ring (`ring`), or all-gathered (`allgather`).
 
-Both are written with their backward pass: nothing differentiates through the joining of blocks.
-The backward pass makes weights again from the final log-sum-exp, so that each block needs nothing
-of the others (FlashAttention 2; Liu et al., Ring Attention, 2023; Llama 3 gathers).
+Both are written with their backward pass: nothing differentiates through the merging of blocks.
+The backward pass recomputes attention weights from the final log-sum-exp, so that each block needs
+nothing of the others (FlashAttention 2; Liu et al., Ring Attention, 2023; Llama 3 gathers).
 
 What each device sends, N devices, with one device's keys and values of `kv` bytes, and of `wide`
 bytes in float32 (or wider):
-- ring: (N - 1) kv forward; (N - 1) (kv + wide) backward. The gradient of a block travels with it
-  and collects what each device adds; that of the own block stays at home. Under a window a block
-  travels only as far as it is seen.
-- allgather: (N - 1) kv forward; (N - 1) (kv + wide) backward: gathered again, gradients scattered.
+- ring: (N - 1) kv forward; (N - 1) (kv + wide) backward. The gradient of a block is sent with it
+  and accumulates each device's part; that of the own block is not sent. Under a window a block is
+  sent only as far as queries see it.
+- allgather: (N - 1) kv forward; (N - 1) (kv + wide) backward: all-gathered again, gradients
+  reduce-scattered.
 """
 
 from collections.abc import Callable
@@ -31,18 +32,18 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention whose queries stay, of each device that shares a row."""
+    """Attention on one of the devices that share a sequence: its queries are not sent."""
 
     seq_layout: SequenceLayout
-    axes: Axes  # of the mesh: their devices share a row
+    axes: Axes  # of the mesh: their devices share a sequence
     ring_block: RingBlock
-    gathers: bool  # keys and values at once, not around a ring
+    gathers: bool  # all-gathers keys and values, instead of a ring
     hops: int  # how many groups before this one have keys that it may see
 
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Return what the queries here attend to, and what the backward pass needs of it."""
+        """Return the output of the local queries, and the residuals."""
         me, kv = self.me, jnp.stack([k, v])
         next_block, moving = self._sources(kv)
         state = self.ring_block.forward(q, kv, None, me, None)
@@ -70,26 +71,26 @@ class Ring:
         dq, dkv = reduce_gradients(kv, block_vjp, *own) if self.hops else own
         return dq.astype(q.dtype), dkv[0].astype(k.dtype), dkv[1].astype(v.dtype)
 
-    # -- who is where ---------------------------------------------------------------------------
+    # -- groups ---------------------------------------------------------------------------------
 
     @property
     def me(self) -> jax.Array:
-        """The number of this device's group."""
+        """The index of this device's group."""
         return lax.axis_index(self.axes) // self.seq_layout.ulysses
 
     def _source(self, hop: Index) -> jax.Array:
-        """Return the group whose keys are here after some hops."""
+        """Return the group whose keys are on this device after some hops."""
         return (self.me - hop) % self.seq_layout.ring_size
 
     def send(self, x: jax.Array, hops: int = 1) -> jax.Array:
-        """Return what the group `hops` before this one has."""
+        """Return the value of the group `hops` before this one."""
         step, count = self.seq_layout.ulysses * hops, self.seq_layout.devices
         pairs = [(i, (i + step) % count) for i in range(count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), x)
 
     @property
     def groups(self) -> list[list[int]] | None:
-        """The devices among which something is gathered: those with the same heads."""
+        """The groups of devices that gather from each other: those with the same heads."""
         if self.seq_layout.ulysses == 1:
             return None
         group_ids = range(self.seq_layout.ring_size)
@@ -99,13 +100,13 @@ class Ring:
         ]
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Return what every group has, [ring, …]."""
+        """Return the values of all groups, [ring, …]."""
         return lax.all_gather(x, self.axes, axis_index_groups=self.groups)
 
     # -- forward --------------------------------------------------------------------------------
 
     def _sources(self, kv: jax.Array) -> tuple[Callable, Any]:
-        """Return (what is moving, hop) -> (keys there, what is moving then), and what moves."""
+        """Return (moving, hop) -> (keys and values, next moving), and the first moving."""
         if not self.hops:
             return (lambda moving, hop: (moving, moving)), kv
         if self.gathers:
@@ -134,7 +135,7 @@ class Ring:
     def _ring_backward(
         self, kv: jax.Array, block_vjp: Callable, dq: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of a block follows it, one hop later: it is sent while the next is made."""
+        """Return dq, dkv; a block's gradient follows it one hop later, while the next is made."""
         last = self.hops
         kv = self.send(kv)
         if last == 1:

@@ -1,12 +1,12 @@
-"""What one device computes when the keys and values of one group of devices are there.
+"""What one device computes with the keys and values of one group of devices.
 
-A `RingBlock` says which blocks are due, and joins them to the state of the queries (o, m and l, in
-float32 or wider). `ZigzagBlock` is for rows in zigzag order under a plain causal mask: of a block
-that comes from another device exactly two equal, unmasked parts are due, whoever sent it. So there
-are no branches and nothing masked is computed. `MaskedBlock` does everything else: it compares
-chunk by chunk, and skips at run time what no query sees.
+A `RingBlock` says which blocks to compute, and merges them into the state of the queries (o, m and
+l, in float32 or wider). `ZigzagBlock` is for sequences in zigzag order under a plain causal mask:
+of a block from another device exactly two equal, unmasked parts are computed, whichever device sent
+it. So there are no branches and nothing masked is computed. `MaskedBlock` does everything else: it
+compares chunk by chunk, and skips at run time what no query sees.
 
-[B]atch, [S] positions here, [H]eads, [G]roups: heads of keys, head [D]im.
+[B]atch, [S] local positions, [H]eads, [G]roups: heads of keys, head [D]im.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ CAUSAL, EVERYTHING = Mask(), Mask(causal=False)
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """One block of attention with its state in and out, and its gradients: kernels or plain."""
+    """One block of attention, from state to state, and its gradients: by kernels or plain JAX."""
 
     kernels: bool
 
@@ -46,12 +46,12 @@ class AttentionBlock:
         return dq, jnp.stack([dk, dv])
 
 
-Source = jax.Array | None  # whose keys they are: the number of a device; None: of this one
+Source = jax.Array | None  # whose keys they are: the index of a device; None: this one
 
 
 @dataclass(frozen=True)
 class RingBlock(ABC):
-    """Which blocks of attention are due between the queries here and keys from some device."""
+    """Which blocks of attention to compute between local queries and keys of some device."""
 
     seq_layout: SequenceLayout
     block: AttentionBlock
@@ -92,8 +92,8 @@ def _select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
 class ZigzagBlock(RingBlock):
     """Zigzag order under a plain causal mask: q0, q1 and k0, k1 are the two chunks of a device.
 
-    The second chunk of queries comes after every first chunk of keys: (q1, k0) is always due. From
-    an earlier device (q0, k0) is due too, from a later one (q1, k1), and nothing of it is masked.
+    The second chunk of queries comes after every first chunk of keys: (q1, k0) is always computed.
+    With keys of an earlier device (q0, k0) is too, of a later one (q1, k1); none of it is masked.
     """
 
     def forward(
@@ -140,7 +140,7 @@ class ZigzagBlock(RingBlock):
 class MaskedBlock(RingBlock):
     """Any order, window and documents: chunk by chunk, with the positions of both.
 
-    `documents` are those of the positions that each group holds, [ring, B, S], if there are any.
+    `documents` are the document ids of each group's positions, [ring, B, S], if there are any.
     """
 
     mask: Mask
@@ -179,7 +179,7 @@ class MaskedBlock(RingBlock):
         return self.seq_layout.chunks.shape[1]
 
     def _positions(self, size: int, me: jax.Array, source: Source, i: int, j: int) -> Positions:
-        """Return where chunk i of the queries and chunk j of the keys stand."""
+        """Return the positions of chunk i of the queries and chunk j of the keys."""
         source = me if source is None else source
         starts = jnp.asarray(self.seq_layout.chunks * size, jnp.int32)
         documents = [self._documents(x, n) for x, n in ((me, i), (source, j))]

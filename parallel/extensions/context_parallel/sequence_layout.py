@@ -1,11 +1,11 @@
-"""Who holds which positions of a row that lies on several devices.
+"""Which device has which positions of a sharded sequence.
 
-A row is cut into equal chunks. In `contiguous` order device i holds chunk i. In `zigzag` order
-device i of N holds the chunks i and 2N - 1 - i: under a causal mask early positions have few keys
+A sequence is split into equal chunks. In `contiguous` order device i has chunk i. In `zigzag` order
+device i of N has the chunks i and 2N - 1 - i: under a causal mask early positions have few keys
 and late ones many, so that each device has the same work (zhuzilin/ring-flash-attention, issue 2).
 
-Ulysses exchanges heads for positions in groups of neighbours. A group then holds what one device
-of the ring would hold, each of its members an equal part.
+Ulysses exchanges heads for positions in groups of neighbours. A group then has the positions of one
+device of the ring, each of its members an equal part.
 """
 
 import math
@@ -18,10 +18,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How positions are dealt to the devices that share a row.
+    """How positions are sharded over the devices that share a sequence.
 
     Attributes:
-        devices: How many share a row.
+        devices: How many share a sequence.
         order: zigzag or contiguous.
         ulysses: How many neighbours exchange heads for positions; 1 is off.
 
@@ -38,12 +38,12 @@ class SequenceLayout:
 
     @property
     def ring_size(self) -> int:
-        """The number of groups: keys and values travel from one to the next."""
+        """The number of groups: keys and values are sent from one to the next."""
         return self.devices // self.ulysses
 
     @property
     def chunks(self) -> np.ndarray:
-        """The numbers of the chunks that each group holds, in order: [ring, chunks]."""
+        """The indices of each group's chunks, in order: [ring, chunks]."""
         first = np.arange(self.ring_size)
         if self.order == "contiguous":
             return first[:, None]
@@ -51,20 +51,20 @@ class SequenceLayout:
 
     @property
     def length_multiple(self) -> int:
-        """What the number of positions has to divide by."""
+        """The number that must divide the length of a sequence."""
         count = self.chunks.size
         each = self.ulysses // math.gcd(self.ulysses, self.chunks.shape[1])
         return count * each
 
     def device_positions(self, length: int) -> np.ndarray:
-        """Return which positions each device holds, in order: [devices, length / devices]."""
+        """Return the positions of each device, in order: [devices, length / devices]."""
         size = length // self.chunks.size
         positions = self.chunks[..., None] * size + np.arange(size)
         return positions.reshape(self.devices, -1)
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...] | None:
-        """The pieces that each device holds, as few as can be; None: one each, in order.
+        """The blocks of each device, as few as possible; None: one each, in order.
 
         >>> SequenceLayout(2, "zigzag").block_ids, SequenceLayout(2, "contiguous").block_ids
         (((0, 3), (1, 2)), None)
@@ -75,7 +75,7 @@ class SequenceLayout:
         return tuple(tuple(ids.tolist()) for ids in positions)
 
     def run_length(self, length: int) -> int:
-        """Return how many positions that a device holds follow each other, from a multiple on.
+        """Return how many consecutive positions a device has, from a multiple of that number on.
 
         >>> [SequenceLayout(2, order).run_length(16) for order in ("zigzag", "contiguous")]
         [4, 8]
@@ -93,7 +93,7 @@ class SequenceLayout:
         return min(self.ring_size - 1, -(-(window - 1) // (length // self.ring_size)))
 
     def check_length(self, length: int, label: str) -> None:
-        """Refuse a number of positions that the devices cannot share equally."""
+        """Refuse a length that cannot be sharded equally over the devices."""
         if length % self.length_multiple:
             fits = -(-length // self.length_multiple) * self.length_multiple
             raise ValueError(
@@ -120,8 +120,8 @@ class SequenceLayout:
 def attention_work(seq_layout: SequenceLayout, documents: np.ndarray) -> np.ndarray:
     """Return how many pairs of a query and a key each device computes: [devices].
 
-    Causal, inside documents; of a batch whole rows, [B, S], are given. Blocks of chunks in which no
-    query sees a key are skipped, all others are computed whole.
+    Attention is causal, inside documents; `documents` has full sequences, [B, S]. Blocks of chunks
+    in which no query sees a key are skipped, all others are computed in full.
 
     Example:
         >>> attention_work(SequenceLayout(2, "contiguous"), np.zeros((1, 4), int)).tolist()
@@ -142,7 +142,7 @@ def attention_work(seq_layout: SequenceLayout, documents: np.ndarray) -> np.ndar
 
 
 def describe_work(seq_layout: SequenceLayout, batch: Mapping[str, Any]) -> str:
-    """Return a line that says how evenly the devices of a row share the work of a batch."""
+    """Return a line that says how evenly the devices of a sequence share the work of a batch."""
     documents = batch.get("documents")
     length = batch["tokens"].shape[1] - 1
     document_ids = (

@@ -1,7 +1,7 @@
-"""Ulysses: neighbours exchange heads for positions, so that each attends to whole rows.
+"""Ulysses: neighbours exchange heads for positions, so that each attends to full sequences.
 
-Of [B, S / u, H, D] on each of u devices an all-to-all makes [B, S, H / u, D], and another one
-takes what was attended to back (DeepSpeed Ulysses, Jacobs et al., 2023). Heads of keys are
+An all-to-all turns [B, S / u, H, D] on each of u devices into [B, S, H / u, D], and another one
+turns the output of attention back (DeepSpeed Ulysses, Jacobs et al., 2023). Heads of keys are
 repeated where there are fewer of them than devices.
 """
 
@@ -24,25 +24,25 @@ POSITIONS, HEADS = 1, 2  # dimensions
 
 @dataclass(frozen=True)
 class HeadAllToAll:
-    """What neighbours of a row exchange, [B, S, H, D] each."""
+    """The exchange between neighbours that share a sequence, of arrays [B, S, H, D]."""
 
     seq_layout: SequenceLayout
-    axes: Axes  # of the mesh: their devices share a row
+    axes: Axes  # of the mesh: their devices share a sequence
     map_shards: Callable[[Callable], Callable]  # runs a function of [B, S, H, D] on tensor shards
 
     def to_heads(self, x: jax.Array) -> jax.Array:
-        """Return the positions of all neighbours, of a part of the heads."""
+        """Return the positions of all neighbours, for a part of the heads."""
         return self._run(True, x)
 
     def to_positions(self, x: jax.Array) -> jax.Array:
-        """Return all heads, of the positions that are dealt to this device."""
+        """Return all heads, for the positions of this device."""
         return self._run(False, x)
 
     def _run(self, to_heads: bool, x: jax.Array) -> jax.Array:
         return local_map(partial(_all_to_all, self, to_heads))(x)
 
     def gather_documents(self, documents_BS: jax.Array) -> jax.Array:
-        """Return the documents of all positions, as each group holds them: [ring, B, S / ring]."""
+        """Return the documents of all positions, by group: [ring, B, S / ring]."""
         gathered = lax.all_gather(documents_BS, self.axes)
         by_group = gathered.reshape(
             self.seq_layout.ring_size, self.seq_layout.ulysses, *documents_BS.shape
@@ -51,7 +51,7 @@ class HeadAllToAll:
 
     @property
     def groups(self) -> list[list[int]] | None:
-        """The devices that exchange."""
+        """The groups of devices that exchange."""
         size = self.seq_layout.ulysses
         if size == self.seq_layout.devices:
             return None
@@ -60,9 +60,9 @@ class HeadAllToAll:
         ]
 
     def repeat_heads(self, x_BSGD: jax.Array, shards: int) -> jax.Array:
-        """Return keys or values with each head as often as it takes to give everyone its own.
+        """Return keys or values with each head repeated so that every device gets one.
 
-        `shards` is over how many devices of the tensor axes the heads are split.
+        `shards` is the number of devices of the tensor axes over which the heads are sharded.
         """
         times = num_repeats(x_BSGD.shape[HEADS] // shards, self.seq_layout.ulysses)
         return jnp.repeat(x_BSGD, times, axis=HEADS) if times > 1 else x_BSGD

@@ -1,5 +1,5 @@
-"""Experts on several devices: how tokens get to them, and what that sends.
+"""Expert parallelism: how tokens are dispatched to experts, and what that sends.
 
-`dispatch_kinds` chooses the way, `token_exchange` goes it, `expert_dispatch` is what mixtures are
-handed.
+`dispatch_kinds` chooses the dispatch, `token_exchange` runs it, `expert_dispatch` is passed to
+mixtures.
 """

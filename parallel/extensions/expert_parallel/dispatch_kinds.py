@@ -1,19 +1,19 @@
-"""How tokens get to experts, and what each choice sends.
+"""How tokens are dispatched to experts, and what each choice sends.
 
 For one mixture of G groups of T tokens on a device, k choices of each, E experts of capacity C,
-width D, e bytes a number, w bytes a weight (4: routers compute in float32); N devices among which
-the experts are spread. Sent by each device:
+width D, e bytes a number, w bytes a weight (4: routers compute in float32); N devices over which
+the experts are sharded. Sent by each device:
 
 - all_to_all: 2 (N - 1) / N · G E C D e forward, and the same backward, whatever was chosen.
-- gather: (N - 1) G (2 T D e + 4 T k + w T k) forward: tokens there and back, where each choice
-  goes, and what it weighs; backward (N - 1) G (2 T D e + w T k).
+- gather: (N - 1) G (2 T D e + 4 T k + w T k) forward: tokens there and back, the expert of each
+  choice, and its weight; backward (N - 1) G (2 T D e + w T k).
 
-Without a capacity (`capacity=None`) only a gather can: a device cannot know how many tokens will
-come. A gather sends less where there are fewer devices than choices.
+Without a capacity (`capacity=None`) only a gather is possible: a device cannot know how many tokens
+will come. A gather sends less where there are fewer devices than choices.
 
-A layer that is computed again (remat="full") sends part of this again: both ways of an all_to_all,
-for the gradient of a weight needs what the experts made; of a gather what goes there, not the way
-back: (N - 1) G (T D e + 4 T k + w T k).
+A layer that is recomputed (remat="full") sends part of this again: an all_to_all both ways, since
+the gradient of a weight needs the experts' outputs; a gather only the way there:
+(N - 1) G (T D e + 4 T k + w T k).
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from hfjax.utils.tables import align, human
 
 @dataclass(frozen=True)
 class MixtureCall:
-    """One mixture that a model asks for, of a microbatch on one device."""
+    """One mixture that a model calls, for a microbatch on one device."""
 
     devices: int
     groups: int
-    tokens: int  # of a group
+    tokens: int  # per group
     k: int
-    slots: int | None  # of all experts together, of a group; None: without a capacity
+    slots: int | None  # of all experts together, per group; None: without a capacity
     width: int
     itemsize: int
     weight_itemsize: int  # bytes of a weight
@@ -49,13 +49,13 @@ class MixtureCall:
         return (n - 1) * (round_trip + numbers + weights), (n - 1) * (round_trip + weights)
 
     def recompute_bytes(self, dispatch: str) -> int:
-        """Return the bytes that are sent again if the layer is computed again."""
+        """Return the bytes that are sent again if the layer is recomputed."""
         forward, _ = self.bytes(dispatch)
         back = (self.devices - 1) * self.groups * self.tokens * self.width * self.itemsize
         return forward if dispatch == "all_to_all" else forward - back
 
     def refuses(self, dispatch: str) -> str | None:
-        """Return why tokens cannot go so, or None."""
+        """Return why tokens cannot be dispatched this way, or None."""
         if dispatch == "all_to_all" and self.slots is None:
             return "without a capacity no device knows how many tokens will come"
         return None
@@ -63,7 +63,7 @@ class MixtureCall:
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """How tokens get to the experts of a step, and what each way sends: print it."""
+    """How a step dispatches tokens to experts, and what each way sends: print it."""
 
     calls: tuple[tuple[MixtureCall, str], ...]
     dispatch: str = "auto"
@@ -88,7 +88,7 @@ class DispatchChoice:
 
 
 def choose_dispatch(dispatch: str, call: MixtureCall) -> str:
-    """Return the dispatch that is asked for; auto: the one that sends the fewest bytes."""
+    """Return the requested dispatch; auto: the one that sends the fewest bytes."""
     possible: Sequence[str] = [kind for kind in DISPATCH if call.refuses(kind) is None]
     if dispatch == "auto":
         return min(possible, key=lambda kind: sum(call.bytes(kind)))

@@ -1,4 +1,4 @@
-"""Experts of a model on the devices of a step: handed to mixtures through their `kernels`."""
+"""Experts of a model on the devices of a step: passed to mixtures through their `kernels`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +17,12 @@ from hfjax.parallel.mesh import EXPERT_AXES, in_use, platform_of, size_of
 
 @dataclass(frozen=True)
 class ExpertDispatch:
-    """How tokens get to experts on a mesh; remembers what each mixture was given.
+    """Dispatches tokens to experts on a mesh; records the dispatch of each mixture.
 
     Attributes:
-        mesh: The mesh; None: all experts are here.
+        mesh: The mesh; None: all experts are local.
         dispatch: auto, all_to_all or gather.
-        calls: What the mixtures of a step asked for, once it is traced.
+        calls: The mixtures of a step and their dispatch, once it is traced.
     """
 
     mesh: Mesh | None = None
@@ -30,7 +30,7 @@ class ExpertDispatch:
     calls: dict[MixtureCall, str] = field(default_factory=dict, compare=False)
 
     def run(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
-        """Return what the experts make of the tokens here."""
+        """Return the experts' output for the local tokens."""
         if self.mesh is None or mixture.num_local == mixture.experts:
             return mixture.run_all(x_GTD, routed)
         axes = in_use(self.mesh, EXPERT_AXES)
@@ -42,12 +42,12 @@ class ExpertDispatch:
 
     @property
     def choice(self) -> DispatchChoice | None:
-        """What was chosen; None where no experts are spread."""
+        """The choice; None where no experts are sharded."""
         return DispatchChoice(tuple(self.calls.items()), self.dispatch) if self.calls else None
 
 
 def mixture_call(devices: int, x_GTD: jax.Array, routed: Any) -> MixtureCall:
-    """Return what a mixture asks for that is given these tokens on each of so many devices."""
+    """Return the call of a mixture with these tokens on each of `devices` devices."""
     (groups, tokens, width), weights = x_GTD.shape, routed.weights
     slot_choices = getattr(routed, "choice_at", None)
     slots = None if slot_choices is None else slot_choices.shape[1] * slot_choices.shape[2]

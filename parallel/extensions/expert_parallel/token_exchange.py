@@ -1,7 +1,7 @@
-"""How tokens get to experts that lie on several devices, and back.
+"""How tokens get to experts that are sharded over devices, and back.
 
-In `all_to_all` each device sends the places of an expert to the device that has it. In `gather`
-every device is given all tokens and adds what its own experts make of them (a ring of experts).
+In `all_to_all` each device sends the slots of an expert to the device that has it. In `gather`
+every device gathers all tokens and adds its own experts' outputs (a ring of experts).
 `dispatch_kinds.py` counts what both send.
 """
 
@@ -14,36 +14,36 @@ from jax import lax
 
 
 class LocalExperts(Protocol):
-    """What a model hands over: see hfjax/models/moe/experts.py."""
+    """The experts that a model passes in: see hfjax/models/moe/experts.py."""
 
     def to_experts(self, x_GTD: jax.Array, routed: Any) -> jax.Array:
-        """Return the rows of each expert, [E, N, D]."""
+        """Return the inputs of each expert, [E, N, D]."""
         ...
 
     def run(self, x_END: jax.Array) -> jax.Array:
-        """Return what the experts that are here make of their rows."""
+        """Return the local experts' outputs for their inputs."""
         ...
 
     def from_experts(self, y_END: jax.Array, routed: Any) -> jax.Array:
-        """Return what the tokens get back."""
+        """Return the outputs of the tokens."""
         ...
 
     def partial_output(
         self, x_GTD: jax.Array, routed: Any, all_gather: Callable, first: jax.Array
     ) -> jax.Array:
-        """Return what the experts that are here, from number `first` on, add to all tokens."""
+        """Return what the local experts, from index `first` on, add to all tokens."""
         ...
 
     @property
     def num_local(self) -> int:
-        """How many experts are here."""
+        """How many experts are local."""
         ...
 
 
 def all_to_all(
     mixture: LocalExperts, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return what the experts of all devices make of the tokens here: places travel."""
+    """Return the output of all devices' experts for the local tokens: slots are sent."""
     expert_inputs = lax.all_to_all(mixture.to_experts(x_GTD, routed), axes, 0, 1, tiled=True)
     expert_outputs = lax.all_to_all(mixture.run(expert_inputs), axes, 1, 0, tiled=True)
     return mixture.from_experts(expert_outputs, routed)
@@ -52,9 +52,9 @@ def all_to_all(
 def gather(
     mixture: LocalExperts, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...], wide: bool = False
 ) -> jax.Array:
-    """Return what the experts of all devices make of the tokens here: tokens travel.
+    """Return the output of all devices' experts for the local tokens: tokens are gathered.
 
-    `wide`: sums are of float32, also where tokens are of bfloat16 (XLA aborts on these on CPUs).
+    `wide`: sums are in float32, also of bfloat16 tokens (XLA aborts on bfloat16 sums on CPUs).
     """
     is_narrow = jnp.issubdtype(x_GTD.dtype, jnp.floating) and x_GTD.dtype.itemsize < 4
     reduce_scatter, all_gather = (
@@ -65,7 +65,7 @@ def gather(
 
 
 def _tiled_collectives(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Return this device's part of the sum over devices, and what all devices have."""
+    """Return a reduce-scatter and an all-gather along dimension 0."""
     return (
         lambda x: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True),
         lambda x: lax.all_gather(x, axes, axis=0, tiled=True),
@@ -73,7 +73,7 @@ def _tiled_collectives(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
 
 
 def _wide_collectives(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Return both with sums of float32; arrays that are gathered stay narrow."""
+    """Return both with sums in float32; arrays that are gathered stay narrow."""
     reduce_scatter, all_gather = _tiled_collectives(axes)
     wide_reduce_scatter = lambda x: reduce_scatter(
         x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -84,7 +84,7 @@ def _wide_collectives(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
 
 
 def _with_derivative(function: Callable, transpose: Callable) -> Callable:
-    """Return a linear function whose derivative is another."""
+    """Return a linear function whose derivative is another function."""
     linear = jax.custom_vjp(function)
     linear.defvjp(lambda x: (function(x), None), lambda _, dy: (transpose(dy),))
     return linear

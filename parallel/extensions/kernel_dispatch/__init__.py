@@ -1,6 +1,6 @@
-"""Pallas kernels in a step: which form each capability takes, and both forms on tensor shards.
+"""Pallas kernels in a step: which implementation each capability uses, and both on tensor shards.
 
-`ops` is what modules are handed; `batch_stats` is one part of it, mean and variance over the
-global batch. `choose_kernel` is the table by which a form is chosen, `tensor_sharded` the forms,
-`per_shard` what runs one of them on each tensor shard.
+`ops` are the model's ops; `batch_stats` is one of them, mean and variance over the global batch.
+`choose_kernel` chooses an implementation, `tensor_sharded` has the implementations, `per_shard`
+runs one of them on each tensor shard.
 """

@@ -1,8 +1,8 @@
-"""Mean and variance of each channel over the rows of all devices, in one message each way.
+"""Mean and variance of each channel over the global batch, in one collective each way.
 
-Each device computes the mean of its rows and the squares of their deviations from it; all devices
-have each other's, and join them by the formula of Chan, Golub and LeVeque (1979). So a mean that is
-large beside the deviation costs no digits. The backward pass sums what it is given, once.
+Each device computes the mean of its examples and the squares of their deviations from it; devices
+all-gather these and combine them by the formula of Chan, Golub and LeVeque (1979). So a mean that
+is large compared to the deviation costs no digits. The backward pass sums its cotangents, once.
 """
 
 import math
@@ -21,7 +21,7 @@ from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, local_array
 from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
 from hfjax.utils.mean_variance import mean_and_variance
 
-source_info_util.register_exclusion(__file__)  # the line of a norm is the user's
+source_info_util.register_exclusion(__file__)  # report the user's line for a norm
 
 MeanVariance = tuple[jax.Array, jax.Array]
 
@@ -29,10 +29,10 @@ MeanVariance = tuple[jax.Array, jax.Array]
 def batch_stats(
     self: Any, x: jax.Array, axes: tuple[str, ...] | None = None
 ) -> tuple[jax.Array, jax.Array, int]:
-    """Return mean and variance of each channel, and of how many numbers: a method of `Local`.
+    """Return mean and variance of each channel, and of how many numbers: a method of `ModelOps`.
 
-    A model that sees the rows of all devices gets those of all rows. One that sees its own gets
-    those of the rows along `axes`, if it asks for any.
+    A model that sees the global batch gets those of all examples. One that sees local examples gets
+    those of the examples along `axes`, if it asks for any.
     """
     local_count = x.size // x.shape[-1]
     comm_axes = tuple(axis for axis in axes or () if axis_size_or_one(axis) > 1)
@@ -51,7 +51,7 @@ def batch_stats(
 def _stats_rule(
     call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
 ) -> list[jax.Array]:
-    """Run by the rule if rows or positions are split; else as it is written."""
+    """Run by the rule if batch or sequence are sharded; else run the equations."""
     x = ctx.materialize(arguments[0])
     last = len(ctx.shape(x)) - 1
     if ctx.group.size == 1 or not isinstance(x, ShardedValue) or x.split.dim == last:
@@ -62,7 +62,7 @@ def _stats_rule(
 
 
 def global_stats(group: AxisGroup, x: jax.Array) -> MeanVariance:
-    """Return mean and variance over what all devices of a side have, equally much of it."""
+    """Return mean and variance over the equal shards of all devices of a group."""
     stats: Any = _global_stats(group, x)
     return stats
 
@@ -72,7 +72,7 @@ def _compute_stats(group: AxisGroup, x: jax.Array) -> MeanVariance:
     means, variances = jnp.moveaxis(group.all_gather_stack(local_stats), 1, 0)
     mean = means.mean(0)
     variance = (variances + jnp.square(means - mean[None])).mean(0)
-    save_name = partial(checkpoint_name, name=STATISTICS)  # kept where layers are computed again
+    save_name = partial(checkpoint_name, name=STATISTICS)  # kept where layers are recomputed
     return save_name(mean), save_name(variance)
 
 

@@ -1,9 +1,9 @@
-"""Which of its two forms each capability takes: the kernel or what XLA makes of plain JAX.
+"""Which implementation each capability uses: the kernel, or plain JAX compiled by XLA.
 
-`measured.json` has what `benchmarks/gpu.py --record` found: {device: {kernel: [{"shape": {"S": …},
-"ratio": time of the rival / time of the kernel, "rival": …, "jax": …, "date": …}]}}. Operands go as
-the measured shape does that is nearest to theirs. Where nothing was measured, XLA is taken: a
-kernel that was never seen to win is not the default.
+`measured.json` has the results of `benchmarks/gpu.py --record`: {device: {kernel: [{"shape":
+{"S": …}, "ratio": time of the rival / time of the kernel, "rival": …, "jax": …, "date": …}]}}.
+Operands use the implementation of the nearest measured shape. Where nothing was measured, XLA is
+used: a kernel that was never seen to win is not the default.
 """
 
 import json
@@ -17,17 +17,17 @@ from typing import Any
 from hfjax import pallas_kernels
 from hfjax.parallel.settings import KernelChoices
 
-HOPPER = "9.0"  # compute capability of what the kernels are written for
+HOPPER = "9.0"  # compute capability that the kernels are written for
 
 MEASURED = Path(pallas_kernels.__file__).parent / "measured.json"
-MIN_SPEEDUP = 1.02  # a kernel that takes XLA's place: less is noise
+MIN_SPEEDUP = 1.02  # of a kernel that replaces XLA's: less is noise
 
 
-Shape = Mapping[str, int]  # sizes of operands by their letters: S, D; how many numbers is N
+Shape = Mapping[str, int]  # sizes of operands by their letters: S, D; N: the number of elements
 
 
 def format_shape(shape: Shape | None) -> str:
-    """Return a shape as people read it.
+    """Return a shape in readable form.
 
     >>> format_shape({"S": 1024, "D": 64})
     'S=1024 D=64'
@@ -37,19 +37,19 @@ def format_shape(shape: Shape | None) -> str:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The form that was taken of a capability, and why."""
+    """The implementation that was chosen for a capability, and why."""
 
     kernel: str
     impl: str  # pallas, xla, or reference: the plain JAX beside the kernel
     why: str
-    operands: str = ""  # the operands for which it was taken
+    operands: str = ""  # the operands for which it was chosen
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.impl} ({self.why})"
 
 
 def check_kernels(choices: KernelChoices, device: Any) -> None:
-    """Refuse kernels that were asked for where none can run."""
+    """Refuse requested kernels where none can run."""
     if "pallas" in (choices.rest, *dict(choices.named).values()) and (why := cannot_run(device)):
         raise ValueError(f'kernels="pallas": {why}. Use kernels="auto", or "xla".')
 
@@ -62,10 +62,10 @@ def choose_impl(
     impossible: str | None = None,
     shape: Shape | None = None,
 ) -> KernelChoice:
-    """Return the form to take on a device, for operands of a shape.
+    """Return the implementation to use on a device, for operands of a shape.
 
-    `refusal` says why the kernel cannot take the operands, `impossible` why no form but XLA's
-    fits the step. A kernel that was asked for and cannot run is an error.
+    `refusal` says why the kernel cannot take the operands, `impossible` why no implementation but
+    XLA's fits the step. A requested kernel that cannot run is an error.
     """
     setting = choices.choice(kernel)
     if setting == "xla":
@@ -126,9 +126,9 @@ def _shape_distance(one: Shape, other: Shape) -> float:
 
 
 def measurements_of(device_kind: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """Return what was measured on devices of a kind ("NVIDIA H100 80GB HBM3" is an NVIDIA H100).
+    """Return the measurements on devices of a kind ("NVIDIA H100 80GB HBM3" is an NVIDIA H100).
 
-    That is a list of each kernel's shapes.
+    They are a list per kernel, with an entry for each shape.
     """
     names = [name for name in _load_measured() if device_kind.startswith(name)]
     return _load_measured()[max(names, key=len)] if names else {}

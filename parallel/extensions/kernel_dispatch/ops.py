@@ -1,4 +1,4 @@
-"""The kernels of a step: handed to the modules and to the optimizer that have use for them."""
+"""The kernels of a step: passed to the modules and to the optimizer that use them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -39,9 +39,9 @@ OWN_LOGITS = (
 
 @dataclass(frozen=True)
 class Kernels:
-    """Chooses the form of each capability on a mesh, and remembers what was chosen: print it.
+    """Chooses the implementation of each capability on a mesh, and records the choices: print it.
 
-    Known once the step is traced: what nothing in the step asked for is not in it.
+    Known once the step is traced: capabilities that the step does not use are not in it.
     """
 
     requested: KernelChoices
@@ -61,30 +61,30 @@ class Kernels:
         impossible: str | None = None,
         shape: Shape | None = None,
     ) -> str:
-        """Return the form to take: pallas, xla or reference. See `Wanted.choose`."""
+        """Return the implementation to use: pallas, xla or reference. See `choose_impl`."""
         device = self.mesh.devices.flat[0]
         return self._record(
             choose_impl(self.requested, kernel, device, refusal, impossible, shape), shape
         )
 
     def array_impl(self, kernel: str, refusal: str | None, shape: Shape) -> str:
-        """Return the form to take for one of many arrays; one that does not fit goes by XLA."""
+        """Return the implementation for one of many arrays; xla for one that does not fit."""
         if refusal and self.requested.choice(kernel) == "pallas":
             return self._record(KernelChoice(kernel, "xla", refusal), shape)
         return self.impl(kernel, refusal, shape=shape)
 
     def choose_kernel(self, op: model_ops.CollectiveOp) -> tensor_sharded.CastingKernel | None:
-        """Return what moves an array (a `Move` of engine/comm_plan.py) in place of XLA, or None."""
+        """Return the kernel for a `CollectiveOp` (engine/comm_plan.py) in place of XLA, or None."""
         refusal = tensor_sharded.sending_refuses(op)
         impl = self.array_impl(op.kind, refusal, {"N": op.x.size})
         return tensor_sharded.CastingKernel(impl) if impl in tensor_sharded.IMPLS else None
 
     def impls(self, kernel: str) -> set[str]:
-        """Return the forms that were taken of a kernel, over all operands."""
+        """Return the implementations chosen for a kernel, over all operands."""
         return {choice.impl for choice in self.choices.get(kernel, ())}
 
     def _record(self, choice: KernelChoice, shape: Shape | None) -> str:
-        """Return the form of a choice, which is remembered with what it was made for."""
+        """Record a choice with the shape that it is for; return its implementation."""
         choices = self.choices.setdefault(choice.kernel, [])
         choice = replace(choice, operands=format_shape(shape))
         if choice not in choices:
@@ -92,9 +92,9 @@ class Kernels:
         return choice.impl
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
-        """Return the product of a linear map between two named dimensions.
+        """Return the matmul of a linear map between two named dimensions.
 
-        Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
+        Where a tensor axis shards the sequence, and one of the two, it may go around the ring.
         """
         kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
         if not place.axes("seq") or not any(map(place.axes, between)):
@@ -109,14 +109,14 @@ class Kernels:
         custom_logits: Callable | None,
         make_logits: Callable,
     ) -> Any:
-        """Return a projection that logits are never made of, or `make_logits()`: logits.
+        """Return a projection of which logits are never computed, or the logits: `make_logits()`.
 
         Args:
-            x_BSD: What the head multiplies.
-            kernel_VD: Its matrix.
-            vocab: The rows of it that count.
-            custom_logits: What makes logits that are more than x @ kernel.T, or None.
-            make_logits: What makes logits.
+            x_BSD: The head's input.
+            kernel_VD: The head's matrix.
+            vocab: The size of the vocabulary, without padding.
+            custom_logits: Computes logits that are more than x @ kernel.T, or None.
+            make_logits: Computes the logits.
         """
         tokens = jax.ShapeDtypeStruct(
             (self._local_count(x_BSD[..., 0].size), x_BSD.shape[-1]), x_BSD.dtype
@@ -146,7 +146,7 @@ class Kernels:
         )
 
     def attention_impl(self, *operands: jax.Array) -> str:
-        """Return the form of attention to take for these operands."""
+        """Return the implementation of attention to use for these operands."""
         q, k, v, *_ = operands
         impossible = self._uneven_refusal("heads of keys", k.shape[2])
         shape = {"S": q.shape[1], "D": q.shape[3]}
@@ -163,15 +163,15 @@ class Kernels:
             return plain(x_BSI, kernel_IO)
         return tensor_sharded.ring_matmul(self.mesh, impl, kind)(x_BSI, kernel_IO)
 
-    # -- what only XLA's form can do --------------------------------------------------------------
+    # -- what only XLA can do ---------------------------------------------------------------------
 
     def _local_count(self, count: int) -> int:
-        """Return how many positions of rows are here; a model that is traced sees all."""
+        """Return how many positions are local; a model that is traced sees the global count."""
         return count // size_of(self._data_axes, self.mesh) if is_recording() else count
 
     @property
     def _data_axes(self) -> tuple[str, ...]:
-        """The axes whose devices have other rows and positions than those of a model's trace."""
+        """The axes that shard examples and positions, all of which a model's trace sees."""
         return (*active_batch_axes(self.mesh), *in_use(self.mesh, SEQUENCE_AXES))
 
     def _vocab_shard(self, count: int) -> int:
@@ -202,7 +202,7 @@ class Kernels:
         return "\n".join(align(lines))
 
     def _lines(self, kernel: str) -> list[tuple[str, ...]]:
-        """Return a line for each form and reason: the kernel, both, and the operands that go so."""
+        """Return a line per implementation and reason: the kernel, both, and the operands."""
         operands: dict[tuple[str, str], list[str]] = {}
         for choice in self.choices.get(kernel, ()):
             operands.setdefault((choice.impl, choice.why), []).append(choice.operands)
@@ -213,7 +213,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class KernelOps(model_ops.CommonOps):
-    """What those have in common that take kernels where they are handed to them."""
+    """What all model ops that use kernels have in common."""
 
     kernels: Kernels
     channel_stats, sum_over_batch = batch_stats.batch_stats, model_ops.sum_over_data
@@ -224,28 +224,28 @@ class KernelOps(model_ops.CommonOps):
         return self.kernels.mesh
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
-        """Return the product of a linear map; it may go around the ring of the tensor axis."""
+        """Return the matmul of a linear map; it may go around the ring of the tensor axis."""
         return self.kernels.matmul(place, between, multiply)
 
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Any:
-        """Return what the loss is given: logits, or a projection that they are never made of."""
+        """Return the loss's input: logits, or a projection of which they are never computed."""
         make_logits = partial(model_ops.make_logits, self, x_BSD, kernel_VD, vocab, logits)
         return self.kernels.outputs(x_BSD, kernel_VD, vocab, logits, make_logits)
 
     def choose_kernel(self, op: model_ops.CollectiveOp) -> model_ops.CollectiveKernel | None:
-        """Return what moves an array in place of XLA, or None."""
+        """Return the kernel for a collective in place of XLA, or None."""
         return self.kernels.choose_kernel(op)
 
 
 @final
 @dataclass(frozen=True)
 class WholeSequenceOps(KernelOps):
-    """The `Local` of devices that have whole rows: their kernels are all that is asked for."""
+    """The `ModelOps` of devices that have full sequences: kernels are all that they add."""
 
     def attention(self, attend: Callable) -> Callable:
-        """Return the attention that a layer runs; one of the user's own stays as it is."""
+        """Return the attention that a layer runs; a user's own is unchanged."""
         replaceable = getattr(attend, "is_causal_attention", False)
         if not replaceable:
             return attend

@@ -1,8 +1,8 @@
-"""A function with a gradient of its own that runs on each tensor shard by itself.
+"""A function with a gradient of its own that runs on each tensor shard separately.
 
-No partitioner can split a kernel. What its forward pass keeps leaves the shards and enters them
-again, each array placed by name: JAX itself would place it over the axes of the shard_map around as
-well, and XLA refuses that.
+No partitioner can shard a kernel. The residuals of its forward pass leave the shard_map and enter
+it again, each with a spec: JAX itself would shard them over the axes of the surrounding shard_map
+as well, and XLA refuses that.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,10 @@ from hfjax.parallel.spmd.rule_calls import local_map
 
 @dataclass(frozen=True, eq=False)
 class ShardedFunction:
-    """`forward(*operands) -> (result, kept)`, `backward(operands, kept, gradient) -> gradients`.
+    """A function and its gradient, each run on tensor shards.
 
-    The specs say how operands, the result and what is kept lie over the tensor axes.
+    `forward(*operands)` returns (result, residuals), `backward(operands, residuals, gradient)` the
+    gradients. The specs say how operands, result and residuals are sharded over the tensor axes.
     """
 
     mesh: Mesh
@@ -33,7 +34,7 @@ class ShardedFunction:
     residual_specs: Any
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
-        """Return the result; in a program that is traced with all rows, on this device's own."""
+        """Return the result; in a program traced on the global batch, for local examples."""
         run = lambda *operands: _run(self, operands)
         return local_map(run)(*operands)
 

@@ -1,4 +1,4 @@
-"""Kernels, or the plain JAX beside them, on a mesh whose tensor axis splits their operands.
+"""Kernels, or the plain JAX beside them, on a mesh whose tensor axis shards their operands.
 
 [B]atch, [S]equence, [D] embed, [V]ocabulary; [I]nputs and [O]utputs of a linear map.
 """
@@ -23,7 +23,7 @@ from hfjax.parallel.extensions.kernel_dispatch.per_shard import ShardedFunction
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
 from hfjax.utils.vma import unify_varying
 
-IMPLS = ("pallas", "reference")  # those that are written here; xla is the plain program
+IMPLS = ("pallas", "reference")  # those that are defined here; xla is the plain program
 
 SPLIT = TENSOR_AXES  # of one dimension
 CASTING: dict[str, Any] = {"pallas": casting, "reference": reference}
@@ -37,7 +37,7 @@ MODULES: dict[str, Any] = {
 def sharded_attention(
     mesh: Mesh, impl: str, documents: bool, window: int | None = None
 ) -> Callable:
-    """Return causal attention of (q_BSHD, k_BSGD, v_BSGD[, documents_BS]), heads split."""
+    """Return causal attention of (q_BSHD, k_BSGD, v_BSGD[, documents_BS]), heads sharded."""
     mask = flash_block.Mask(window=window)
     kernel = flash_block.AttentionImpl(mask, flash_block.TUNING, (0, 0), impl == "pallas")
 
@@ -65,7 +65,7 @@ def sharded_attention(
 
 
 def sharded_losses(mesh: Mesh, impl: str, vocab: int) -> Callable:
-    """Return (x_BSD, kernel_VD, targets_BS) -> the loss of each, the vocabulary split."""
+    """Return (x_BSD, kernel_VD, targets_BS) -> the loss of each, the vocabulary sharded."""
     axis = in_use(mesh, TENSOR_AXES)
     kernel = impl == "pallas"
     tuning = logits.KERNEL if kernel else logits.PLAIN
@@ -98,7 +98,7 @@ def sharded_losses(mesh: Mesh, impl: str, vocab: int) -> Callable:
 def ring_matmul(mesh: Mesh, impl: str, kind: str) -> Callable:
     """Return (x_BSI, kernel_IO) -> x @ kernel over the ring of the tensor axis.
 
-    Into a layer the sequence is split and comes around; out of it partial sums go around.
+    Into a layer the shards of the sequence go around; out of it partial sums go around.
     """
     (axis,) = in_use(mesh, TENSOR_AXES)
     is_gather, tuning, matmuls = kind == "all_gather_matmul", Tuning(), RING[impl]
@@ -124,7 +124,7 @@ def ring_matmul(mesh: Mesh, impl: str, kind: str) -> Callable:
 
 
 def _flatten_sequences(x_BSI: jax.Array) -> jax.Array:
-    """Return what each position holds, position by position: shards of sequences are whole rows."""
+    """Return [S * B, I], position by position: shards of the sequence are contiguous."""
     return x_BSI.swapaxes(0, 1).reshape(-1, x_BSI.shape[-1])
 
 
@@ -147,18 +147,18 @@ def ring_refuses(mesh: Mesh, kind: str, x_BSI: jax.Array, kernel_IO: jax.Array) 
 
 @dataclass(frozen=True)
 class CastingKernel:
-    """Moves rows and casts them on the way, in one of the forms: see `engine/comm_plan.py`."""
+    """Collectives along dimension 0 that cast on the way: see `engine/comm_plan.py`."""
 
     impl: str
 
     def all_gather(self, shard: jax.Array, axes: tuple, dtype: DTypeLike) -> jax.Array:
-        """Return the rows of all devices, in the dtype in which they are sent."""
+        """Return the shards of all devices, in the dtype in which they are sent."""
         return self._map_manual(lambda x: CASTING[self.impl].all_gather(x, _axis(axes), dtype))(
             shard
         )
 
     def reduce_scatter(self, gradient: jax.Array, axes: tuple, dtype: DTypeLike) -> jax.Array:
-        """Return this device's rows of the sum, added in float32, sent in a dtype."""
+        """Return this device's shard of the sum, added in float32, sent in a dtype."""
         return self._map_manual(lambda x: CASTING[self.impl].reduce_scatter(x, _axis(axes), dtype))(
             gradient
         )

@@ -1,1 +1,1 @@
-"""A grid of devices: linear maps split over two mesh axes (`ops`), and their `costs`."""
+"""A grid of devices: linear maps sharded over two mesh axes (`ops`), and their `costs`."""

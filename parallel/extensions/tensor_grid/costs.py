@@ -1,10 +1,11 @@
 """What a transformer's layer sends on a grid of devices, by formula, and the sides that send least.
 
 A grid has sides a x r x c, the mesh axes fsdp, row and tensor. A linear map of T tokens from k to n
-features has its activations in blocks over ((a, c), r), [tokens, features], its weights in blocks
-over ((r, a), c). Each device gathers activations over c and weights over a, multiplies, and
-scatters the outputs over r: they lie over ((a, r), c). The next map has r and c swapped, so after
-two maps the residual stream lies as before. Sent by each device, in numbers, forward and backward:
+features has its activations sharded over ((a, c), r), [tokens, features], its weights over
+((r, a), c). Each device all-gathers activations over c and weights over a, multiplies, and
+reduce-scatters the outputs over r: they are sharded over ((a, r), c). The next map has r and c
+swapped, so after two maps the residual stream is sharded as before. Sent by each device, in
+numbers, forward and backward:
 
 - activations: 2 T / (a r c) · ((c - 1) k + (r - 1) n); in the maps that lead back to the residual
   stream r and c are swapped,
@@ -14,8 +15,8 @@ two maps the residual stream lies as before. Sent by each device, in numbers, fo
 SUMMA on q x q devices sends 3 (q - 1) / q² · (T k + k n), and on d such layers (Tesseract) the same
 with T / d tokens, and 2 (d - 1) / d · k n / q² for the gradients of the weights.
 
-Attention sends nothing: devices have whole heads of whole rows. Not counted are norms, for which
-the devices along r add one or two numbers a token, and biases.
+Attention sends nothing: devices have whole heads of full sequences. Not counted are norms, for
+which the devices along r add one or two numbers a token, and biases.
 """
 
 import math
@@ -29,11 +30,11 @@ from hfjax.utils.tables import align, human
 
 
 class Config(Protocol):
-    """The shape of a transformer's layer; its `kv_heads`, if it has them, are split as a whole."""
+    """The shape of a transformer's layer; its `kv_heads`, if any, are sharded by whole heads."""
 
     @property
     def linear_maps(self) -> Mapping[str, tuple[int, int]]:
-        """Inputs and outputs: in turn from the residual stream, and back to it."""
+        """Inputs and outputs: alternately out of the residual stream, and back into it."""
         ...
 
     @property
@@ -82,13 +83,13 @@ def summa_comm_volume(
 
 @dataclass(frozen=True)
 class GridCost:
-    """What one way to arrange the devices sends, and why it cannot be, if it cannot."""
+    """What one arrangement of the devices sends, and why it is impossible, if it is."""
 
     name: str
     shape: tuple[int, int, int]  # fsdp, row, tensor; of SUMMA: layers, rows and columns
     activations: int  # bytes that each device sends for one layer, forward and backward
     weights: int
-    longest_row: int  # tokens; attention splits whole rows of the batch over fsdp and row
+    longest_row: int  # tokens; attention shards whole sequences over fsdp and row
     refusal: str = ""
 
     @property
@@ -99,21 +100,21 @@ class GridCost:
 
 @dataclass(frozen=True)
 class GridCosts:
-    """All ways to arrange the devices, what sends least first: print it."""
+    """All arrangements of the devices, the one that sends least first: print it."""
 
     entries: tuple[GridCost, ...]
     title: str
 
     @property
     def least(self) -> GridCost:
-        """What can be and sends least. SUMMA, which hfjax has only for comparison, counts too."""
+        """The possible one that sends least. SUMMA, which hfjax only compares with, counts too."""
         return next(entry for entry in self.entries if not entry.refusal)
 
     def named(self, name: str) -> GridCost:
-        """Return what sends least of a name, for instance "FSDP | TENSOR"; of those that can be.
+        """Return the possible one of a name, for instance "FSDP | TENSOR", that sends least.
 
         Args:
-            name: As the table shows it. If none of this name can be, the first is returned.
+            name: As the table shows it. If none of this name is possible, the first is returned.
         """
         matches = [entry for entry in self.entries if entry.name == name]
         if not matches:
@@ -157,7 +158,7 @@ def best_grid(
     Args:
         config: A `GPTConfig` or `LlamaConfig`, or an object that has its `linear_maps` and `heads`.
         devices: How many share the layer. Those along data or pipe do not count.
-        tokens: How many all of them work on at a time: those of a microbatch.
+        tokens: How many all of them process at a time: those of a microbatch.
         itemsize: The bytes of a number as it is sent; 2 in bfloat16.
         reshard_after_forward: Whether weights are gathered again in the backward pass, or kept.
 
@@ -244,7 +245,7 @@ def _grid_name(shape: tuple[int, int, int]) -> str:
 
 
 def _refusal(config: Config, tokens: int, shape: tuple[int, int, int]) -> str:
-    """Return why these sides cannot be, if they cannot: what does not divide, mostly."""
+    """Return why these sides are impossible, if they are: what does not divide, mostly."""
     a, r, c = shape
     if r > 1 and c == 1:
         return "a grid of rows needs tensor > 1 too"

@@ -1,20 +1,20 @@
-"""A grid of devices: each linear map is split over `row` and over `tensor` (strategy GRID).
+"""A grid of devices: each linear map is sharded over `row` and over `tensor` (strategy GRID).
 
-Agarwal's product of matrices in three dimensions, as AxoNN has it (Singh et al., 2023), with any
-sides: fsdp x row x tensor. What flows lies in one of two ways:
+Agarwal's matmul in three dimensions, as in AxoNN (Singh et al., 2023), with any sides: fsdp x row x
+tensor. Activations have one of two placements:
 
-- the stream, [B, S/tensor, D/row]: between the layers' parts; norms, dropout, additions;
-- inside of attention and MLP, [B/row, S, F/tensor]: whole sequences, some rows, some heads.
+- the stream, [B, S/tensor, D/row]: the residual stream; norms, dropout, additions;
+- inside of attention and MLP, [B/row, S, F/tensor]: full sequences, some examples, some heads.
 
-A linear map leads from one to the other. Weights are [D/row, F/tensor] on each device; fsdp splits
-them further, and they are gathered over it like all others. JAX derives the backward passes: every
-scatter becomes a gather, every gather a scatter.
+A linear map leads from one to the other. Weights are [D/row, F/tensor] on each device; fsdp shards
+them further, and they are all-gathered over it like all others. JAX derives the backward passes:
+every reduce-scatter becomes an all-gather, every all-gather a reduce-scatter.
 
-A model sees whole arrays. It is run on parts along `tensor` first, then along `row`
-(parallel/in_parts). What a module asks for is kept by name and has a rule here; whatever else a
-model does is run by its equations.
+A model sees global arrays. It is partitioned along `tensor` first, then along `row`
+(parallel/spmd). An op that a module calls is kept by name and has a rule here; everything else runs
+by its equations.
 
-[B]atch: the rows of one place along data and fsdp. [S]equence, [D] embed, [F]: heads or mlp,
+[B]atch: the examples of one index along data and fsdp. [S]equence, [D] embed, [F]: heads or mlp,
 [V]ocabulary.
 """
 
@@ -40,7 +40,7 @@ from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
 from hfjax.parallel.strategy import Axes
 from hfjax.utils.head import widen_tokens
 
-source_info_util.register_exclusion(__file__)  # the line of what is asked for is the user's
+source_info_util.register_exclusion(__file__)  # report the user's line for an op
 
 BATCH, SEQUENCE, LAST = 0, 1, 2  # dimensions of an activation
 
@@ -48,13 +48,13 @@ BATCH, SEQUENCE, LAST = 0, 1, 2  # dimensions of an activation
 @final
 @dataclass(frozen=True)
 class GridOps(model_ops.CommonOps):
-    """What modules ask for where row and tensor are larger than 1.
+    """The ops of a model where row and tensor are larger than 1.
 
     Attributes:
         mesh: The mesh.
-        splits: The strategy's rows of parameters: logical axis -> mesh axes.
+        splits: The strategy's rules for parameters: logical axis -> mesh axes.
         without_logits: Whether the loss takes a projection in place of logits.
-        local_batch: Whether a model sees the rows of its own place along data and fsdp only.
+        local_batch: Whether a model sees only the examples of its own index along data and fsdp.
     """
 
     mesh: Mesh
@@ -70,23 +70,23 @@ class GridOps(model_ops.CommonOps):
         return make_group(COLUMN_AXIS), make_group(ROW_AXIS)
 
     def named_groups(self) -> Mapping[str, str]:
-        """Return which side has parts of a dimension of parameters, by its name."""
+        """Return the axis that shards a dimension of parameters, by the dimension's name."""
         grid_axes = (COLUMN_AXIS, ROW_AXIS)
         return {
             name: axes[0] for name, axes in self.splits.items() if axes and axes[0] in grid_axes
         }
 
     def _activation_split(self, group: AxisGroup) -> Split:
-        """Return what the stream, or the inside, has a part of along a side beside widths.
+        """Return how a group shards the stream (tensor) or the inside (row), besides widths.
 
-        Rows of the inside are parts of those that each place along data and fsdp has.
+        Inside, it is the examples of each index along data and fsdp that are sharded.
         """
         return Split(SEQUENCE) if group.name == COLUMN_AXIS else Split(BATCH, group.blocks)
 
     # -- linear maps ----------------------------------------------------------------------------
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
-        """Return the product of a linear map between two named dimensions.
+        """Return the matmul of a linear map between two named dimensions.
 
         One that leads neither out of the stream nor back is run by its equations.
         """
@@ -108,10 +108,10 @@ class GridOps(model_ops.CommonOps):
     def _matmul_rule(
         self, is_inward: bool, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
     ) -> Any:
-        """Multiply along one side: gather what is not contracted, or scatter the sum.
+        """Multiply along one axis: all-gather what is not contracted, or reduce-scatter the sum.
 
-        Into: the sequence comes together over tensor, and rows are dealt over row. Out of: the
-        rows come together over row, and the sequence is dealt over tensor.
+        Inward: the sequence is all-gathered over tensor, and examples reduce-scattered over row.
+        Back: examples are all-gathered over row, and the sequence reduce-scattered over tensor.
         """
         (x, kernel), group = arguments, ctx.group
         shape = ctx.shape(x)
@@ -136,7 +136,7 @@ class GridOps(model_ops.CommonOps):
     # -- the stream -----------------------------------------------------------------------------
 
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        """Return the row of each token; along tensor, which splits the table, of the stream."""
+        """Return each token's embedding; along tensor, which shards the table, in the stream."""
         return keep_as_call(self._lookup_rule, partial(model_ops.lookup_table, self))(
             table_VD, tokens_BS
         )
@@ -162,7 +162,7 @@ class GridOps(model_ops.CommonOps):
         return ShardedValue(_reduce_scatter(embeddings, COLUMN_AXIS, split), split)
 
     def check_length(self, length: int) -> None:
-        """Refuse rows of a length that the devices along tensor cannot split."""
+        """Refuse sequences of a length that the tensor axis does not divide."""
         num_shards = self.mesh.shape[COLUMN_AXIS]
         if length % num_shards:
             fits = [n for n in range(num_shards, 1, -1) if length % n == 0]
@@ -176,7 +176,7 @@ class GridOps(model_ops.CommonOps):
     # -- inside ---------------------------------------------------------------------------------
 
     def attention(self, attend: Callable) -> Callable:
-        """Return the attention to run; hfjax's own is run on the rows and heads that are here."""
+        """Return the attention to run; hfjax's own runs on local examples and heads."""
         if not getattr(attend, "is_causal_attention", False):
             return attend
         run = keep_as_call(self._attention_rule, attend)
@@ -207,7 +207,7 @@ class GridOps(model_ops.CommonOps):
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Projection | jax.Array:
-        """Return what the loss is given: what makes the losses, or logits."""
+        """Return the loss's input: a projection, or logits."""
         if logits is not None:
             return logits()
         if self.without_logits:
@@ -218,7 +218,7 @@ class GridOps(model_ops.CommonOps):
     def _logits(
         self, vocab: int, x_BSD: jax.Array, kernel_VD: jax.Array, first: Any = 0, shards: int = 1
     ) -> jax.Array:
-        """Return logits, the first of this number; those that pad the vocabulary are masked."""
+        """Return logits from index `first` on; those that pad the vocabulary are masked."""
         flat = lambda x, kernel: (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], -1)
         logits = self.matmul(None, ("embed", "vocab"), flat)(x_BSD, kernel_VD.T)
         if vocab == kernel_VD.shape[0] * shards:
@@ -236,7 +236,7 @@ class GridOps(model_ops.CommonOps):
     def _loss_rule(
         self, vocab: int, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
     ) -> Any:
-        """Return the same along tensor, where the vocabulary stays split."""
+        """Return the same along tensor, where the vocabulary stays sharded."""
         x, kernel, targets = arguments
         is_split = isinstance(kernel, ShardedValue) and kernel.split == Split(0)
         if ctx.group.name != COLUMN_AXIS or not is_split:
@@ -263,7 +263,7 @@ def _cross_entropy(
     first: Any,
     count: int,
 ) -> jax.Array:
-    """Return the cross entropy of each target, of logits of which the first has this number."""
+    """Return the cross entropy of each target, for logits from index `first` on."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     numbers = first + lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
     greatest = pmax(lax.stop_gradient(logits.max(-1)))
@@ -275,19 +275,19 @@ def _cross_entropy(
 
 
 def _all_gather(x: jax.Array, axis: str, split: Split) -> jax.Array:
-    """Return the whole of which the devices along an axis have parts."""
+    """Return the all-gather of x over an axis."""
     gather = lambda x, dim: lax.all_gather(x, axis, axis=dim, tiled=True)
     return _apply_to_blocks(gather, x, split)
 
 
 def _reduce_scatter(x: jax.Array, axis: str, split: Split) -> jax.Array:
-    """Return this device's part of the sum over an axis."""
+    """Return this device's shard of the sum over an axis."""
     scatter = lambda x, dim: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return _apply_to_blocks(scatter, x, split)
 
 
 def _apply_to_blocks(collective: Callable, x: jax.Array, split: Split) -> jax.Array:
-    """Return what a move along a dimension makes of each of its blocks."""
+    """Return the result of a collective along a dimension, applied to each of its blocks."""
     if split.blocks == 1:
         return collective(x, split.dim)
     before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]

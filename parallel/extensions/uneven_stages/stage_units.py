@@ -1,9 +1,9 @@
 """Pipelines of layers that differ: one unit for each virtual stage.
 
 Every stage stores its own parameters, padded to the largest stage (`packing`), and activations of
-different shapes travel in buffers as long as the largest needs. All devices run one program: every
-pass is a switch over the virtual stage, on packed values. A device runs only the passes of its own
-layers, but compiles those of all. Transfers between devices stay outside of the switch.
+different shapes are sent in buffers as long as the largest needs. All devices run one program:
+every pass is a switch over the virtual stage, on packed values. A device runs only the passes of
+its own layers, but compiles those of all. Transfers between devices stay outside of the switch.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,15 +26,15 @@ from hfjax.utils.paths import Flat, Index
 
 @dataclass(frozen=True, eq=False)
 class StageSwitch:
-    """The passes of virtual stages, each dissected by itself; x and y have one form for all."""
+    """The passes of virtual stages, each split separately; x and y have one structure for all."""
 
     stage_passes: Sequence[SplitBackward]  # known: (parameters by path, microbatch)
     parameters: Packing  # of each virtual stage, by path
-    unshard: Callable  # (stored row, slots) -> its buffers whole, in the dtype of arithmetic
-    slots: Any  # what takes the gradients of a stored row
+    unshard: Callable  # (stored buffers, slots) -> unsharded buffers, in the compute dtype
+    slots: Any  # what takes the gradients of stored buffers
 
     def split_backward(self) -> SplitBackward:
-        """Return the passes of whichever virtual stage `known` names: (stored row, number, m)."""
+        """Return the passes of the virtual stage in `known`: (stored buffers, number, m)."""
         return SplitBackward(
             forward=self._forward,
             backward=self._backward,
@@ -118,7 +118,7 @@ class StageSwitch:
         return self.parameters.unpack(i, buffers), m
 
     def _unshard_vjp(self, values: Flat) -> tuple[Any, Callable]:
-        """Return the whole rows, and what takes their gradients to where these accumulate."""
+        """Return the unsharded buffers, and the pullback of their gradients to the slots."""
         buffers, pullback = jax.vjp(lambda slots: self.unshard(values, slots), self.slots)
         return buffers, lambda gradients: pullback(gradients)[0]
 
@@ -130,17 +130,17 @@ class StageSwitch:
 
 @dataclass(frozen=True)
 class UnevenStageModel:
-    """One pass over the microbatches of a step, on this device, of a model with unlike layers.
+    """One pass over the microbatches of a step, on this device, of a model whose layers differ.
 
-    It runs the parts of `sharded_model`, a unit being all the layers of a virtual stage, and packs
-    what goes in and out of them.
+    It runs the functions of `sharded_model`, a unit being all the layers of a virtual stage, and
+    packs their inputs and outputs.
     """
 
     sharded_model: ShardedModel
     packed: PackedLayers
 
     def model(self) -> StageFns:
-        """Return what the executor runs."""
+        """Return the functions that the executor runs."""
         sharded_model = self.sharded_model
         no_remat_model = replace(self, sharded_model=replace(sharded_model, policy=None))
         return replace(
@@ -159,7 +159,7 @@ class UnevenStageModel:
 
     @cached_property
     def _between(self) -> Packing:
-        """What leaves embed and each virtual stage."""
+        """The outputs of embed and of each virtual stage."""
         m = jnp.int32(0)
         shapes = [jax.eval_shape(self.sharded_model.first, self.sharded_model.outer_params, m)]
         for g in range(len(self._stage_layers)):
@@ -190,7 +190,7 @@ class UnevenStageModel:
         return trace_passes(run, (parameters, m), parameters, x, split)
 
     def _run(self, g: int, known: tuple, slots: Flat, x: Any) -> Any:
-        """Return what the layers of a virtual stage make of x."""
+        """Return the output of a virtual stage's layers for x."""
         parameters, m = known
         model, layers = self.sharded_model, self._stage_layers[g]
         parameter = lambda path: unsharded(path, parameters[path], slots.get(path))
@@ -200,7 +200,7 @@ class UnevenStageModel:
         return x
 
     def _unshard(self, values: Flat, slots: Flat | None) -> Flat:
-        """Return the rows of a virtual stage, by dtype as stored, in that of the arithmetic."""
+        """Return a virtual stage's unsharded buffers, by stored dtype, in the compute dtype."""
         slot = lambda path: None if slots is None else slots[path]
         return {
             path.removeprefix(PACKED): self.sharded_model.sharded_param(
@@ -210,7 +210,7 @@ class UnevenStageModel:
         }
 
     def _compute_shapes(self, g: int) -> Flat:
-        """Return shapes and dtypes of the parameters of a virtual stage, as they are fetched."""
+        """Return shapes and dtypes of the parameters of a virtual stage, as they are unsharded."""
         compute_dtype = lambda a: (
             self.sharded_model.comm_plans[PACKED + jnp.dtype(a.dtype).name].compute_dtype
         )

@@ -2,5 +2,5 @@
 
 `pointwise`, `views` (reshapes, transposes, slices, concatenations), `reductions` (and matmuls),
 `indexing`, `random_bits`, `control_flow` (calls, loops, branches), `custom_derivatives` (functions
-with a derivative of their own) and `user_collectives` (collectives and callbacks of the user's).
+with a derivative of their own) and `user_collectives` (the user's collectives and callbacks).
 """

@@ -1,7 +1,7 @@
 """Rules of equations that hold programs: calls, rematerialised functions, loops, branches.
 
-What enters a program inside is an array by its kind; inside it is a value again. What a loop
-carries has one kind: the first that what the body returns can have again, found without devices.
+Values enter an inner program as local arrays, and become values again inside, by their placements.
+A loop's carry has one placement: the first that the body returns again, found by abstract tracing.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ Body = Callable[[PartitionContext, Values], Values]
 
 
 def call(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Run the body in the place of the call."""
+    """Run the body in place of the call."""
     outer_source, ctx.outer_source = ctx.outer_source, ctx.source_info
     outs = ctx.run(ctx, *_body(equation), values)
     ctx.outer_source = outer_source
@@ -55,12 +55,12 @@ def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:
 
 
 def make_body(jaxpr: Jaxpr, constants: Sequence[Any]) -> Body:
-    """Return (scope, values) -> values of a program."""
+    """Return (context, values) -> values of a program."""
     return lambda ctx, values: ctx.run(ctx, jaxpr, constants, values)
 
 
 def prepare_operands(ctx: PartitionContext, values: Values) -> list[Any]:
-    """Return values as they may enter a program inside: sums complete, what is to be made made."""
+    """Return values that may enter an inner program: sums all-reduced, lazy values computed."""
     operands = (
         ctx.replicate(v) if isinstance(v, PartialValue) else ctx.evaluate_lazy(v) for v in values
     )
@@ -68,7 +68,7 @@ def prepare_operands(ctx: PartitionContext, values: Values) -> list[Any]:
 
 
 def values_from_local(arrays: Sequence[Any], placements: Sequence[Placement]) -> list[Any]:
-    """Return values of these kinds."""
+    """Return values with these placements."""
     return [from_local(x, placement) for x, placement in zip(arrays, placements, strict=True)]
 
 
@@ -79,9 +79,9 @@ def infer_placements(
     placements: Sequence[Placement],
     extra: Any = (),
 ) -> tuple[list[Placement], list[CommEvent]]:
-    """Return the kinds of what a program returns, and what joins rows in it.
+    """Return the placements of the outputs of a program, and its events.
 
-    `body(scope, values, *more)` is given values of these kinds, and trees of arrays besides.
+    `body(context, values, *extra)` receives values with these placements, and trees of arrays.
     """
     comms: list[CommEvent] = []
     out_placements: list[Placement] = []
@@ -99,7 +99,7 @@ def infer_placements(
 
 
 def common_placements(placement_lists: Sequence[Sequence[Placement]]) -> list[Placement]:
-    """Return the kinds that hold for what each of some programs returns."""
+    """Return placements that suit the outputs of each of some programs."""
     return [_common_placement(set(placements)) for placements in zip(*placement_lists, strict=True)]
 
 
@@ -111,7 +111,7 @@ def _common_placement(placements: set[Placement]) -> Placement:
 
 
 def remat(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Run inside, by the policy that is given: what is gathered there is gathered again."""
+    """Rematerialise the body, by its policy: what is gathered inside is gathered again."""
     values = [v if isinstance(v, Ungathered) else prepare_operands(ctx, [v])[0] for v in values]
     ungathered_mask = [isinstance(v, Ungathered) for v in values]
     in_placements = [
@@ -138,7 +138,7 @@ def remat(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
 
 
 def scan(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Run a loop: over rows, if sums are carried at most, each device its own; else all on all."""
+    """Run a loop: each device its shard of the iterations, if only sums are carried; else all."""
     n_consts, n_carry = scan_counts(equation)
     jaxpr, constants = _body(equation)
     consts = prepare_operands(
@@ -150,7 +150,7 @@ def scan(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | 
         outs = _scan_local(ctx, equation, consts, init, xs)
         if outs is not None:
             return outs
-        ctx.has_rule = False  # it is gathered as for any program that no rule runs in parts
+        ctx.has_rule = False  # a gather for want of a rule, as in the fallback
         xs = [_replicate_leading(ctx, v) for v in xs]
         ctx.has_rule = True
     ctx.on_sliced_params([v for v in xs if isinstance(v, Ungathered)])
@@ -212,7 +212,7 @@ def _replicate_leading(ctx: PartitionContext, value: Any) -> Any:
 
 
 def _scan_input(ctx: PartitionContext, value: Any) -> Any:
-    """Return what a loop slices: a parameter to be gathered slice by slice, a part or the whole."""
+    """Return what a loop slices: a parameter to gather slice by slice, a shard or a full array."""
     if isinstance(value, Ungathered):
         return value if value.can_slice else ctx.replicate(value)
     if isinstance(value, PartialValue):
@@ -231,9 +231,9 @@ def _scan_input(ctx: PartitionContext, value: Any) -> Any:
 def _scan_local(
     ctx: PartitionContext, equation: JaxprEqn, consts: Values, init: Values, xs: Values
 ) -> Values | None:
-    """Return what a loop over rows makes that carries sums at most: each device has its own turns.
+    """Return the outputs of a loop that carries only sums: each device runs its own iterations.
 
-    What is carried may be added to, and is then a sum that no turn sees; or it stays as it is.
+    A carry may be added to, and is then a sum that no iteration reads; or it stays unchanged.
     """
     split = next(v.split for v in xs if isinstance(v, ShardedValue) and v.split.dim == 0)
     has_sharded_consts = any(isinstance(v, ShardedValue) for v in consts)
@@ -253,14 +253,14 @@ def _scan_local(
     return [*final_carry, *(ShardedValue(x, split) for x in outs[len(init) :])]
 
 
-# What a value of a program is, of a sum that the program is given: nothing, if it does not follow
-# from one; the sum's number, if it is the sum and what was added to it; else it is mixed.
+# How a value depends on the sums that are inputs of its program: None, if it does not; the number
+# of a sum, if it is that sum and what was added to it; else MIXED.
 Mark = int | None
 MIXED = -1
 
 
 def _find_accumulators(jaxpr: Jaxpr, carry_vars: Sequence[Any]) -> list[bool] | None:
-    """Return which of what a loop carries are sums, if all others stay and no turn sees a sum."""
+    """Return which carries are sums, if all others stay unchanged and no iteration reads a sum."""
     unchanged = [v is out for v, out in zip(carry_vars, jaxpr.outvars, strict=False)]
     marks = {v: i for i, v in enumerate(carry_vars) if not unchanged[i]}
     int_vars = [v for v in marks if not jnp.issubdtype(v.aval.dtype, jnp.inexact)]
@@ -275,20 +275,20 @@ def _find_accumulators(jaxpr: Jaxpr, carry_vars: Sequence[Any]) -> list[bool] | 
 
 
 def _are_accumulators(out_marks: list[Mark], unchanged: list[bool]) -> bool:
-    """Return whether each sum is itself again, and nothing else follows from one."""
+    """Return whether each sum is returned in its place, and nothing else depends on one."""
     expected = [None if is_unchanged else number for number, is_unchanged in enumerate(unchanged)]
     return out_marks == [*expected, *[None] * (len(out_marks) - len(unchanged))]
 
 
 def _propagate_marks(jaxpr: Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
-    """Return the marks of what a program returns, by those of what it is given."""
+    """Return the marks of the outputs of a program, by those of its inputs."""
     known = {v: mark for v, mark in zip(jaxpr.invars, marks, strict=True) if mark is not None}
     read = lambda v: None if isinstance(v, Literal) else known.get(v)
     for equation in jaxpr.eqns:
         in_marks = list(map(read, equation.invars))
         if in_marks.count(None) == len(in_marks):
             continue
-        if needed_equations([equation], []):  # it shows or does something
+        if needed_equations([equation], []):  # it has effects
             return [MIXED] * len(jaxpr.outvars)
         rule = _MARK_RULES.get(equation.primitive.name)
         out_marks = rule(equation, in_marks) if rule else None
@@ -318,13 +318,13 @@ def _mark_body(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
     return _propagate_marks(jaxpr, marks) if len(jaxpr.invars) == len(marks) else None
 
 
-# Programs that run once, on what enters.
+# Programs that run once, on the operands.
 _CALLS = (*PLAIN_CALLS, "checkpoint", "remat", "remat2")
 _MARK_RULES: dict[str, Callable] = {
     "add": _mark_add,
     "add_any": _mark_add,
     "sub": _mark_sub,
-    "convert_element_type": _mark_convert,  # of a number without a dtype of its own
+    "convert_element_type": _mark_convert,  # of a weakly typed number
     **dict.fromkeys(_CALLS, _mark_body),
 }
 
@@ -332,7 +332,7 @@ _MARK_RULES: dict[str, Callable] = {
 def _needs_other_devices(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
     """Return whether a program has what a device may not run by itself.
 
-    It is a collective over these axes, a callback that gives a value, or a call that stands in.
+    That is a collective over these axes, a callback whose value is used, or a placeholder call.
     """
     for equation in jaxpr.eqns:
         axis_names = equation.params.get("axes", equation.params.get("axis_name", ()))
@@ -352,7 +352,7 @@ def _needs_other_devices(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
 def _carry_placements(
     ctx: PartitionContext, body: Callable, init: Values, slices: Sequence[Any]
 ) -> list[Placement]:
-    """Return the kinds of what a loop carries: (scope, carry, slices) -> carry keeps them."""
+    """Return the placements of a carry that `body` keeps: (context, carry, slices) -> carry."""
     placements = [REPLICATED if isinstance(v, PartialValue) else placement_of(v) for v in init]
 
     def local_aval(value: Any, placement: Placement) -> jax.ShapeDtypeStruct:
@@ -370,7 +370,7 @@ def _carry_placements(
 
 
 def while_loop(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Run until the condition, of all rows, is false: on all devices at once."""
+    """Run until the global condition is false, on all devices together."""
     p = equation.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
     values = [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values]
@@ -439,7 +439,7 @@ def while_loop(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
 
 
 def _shard_like(ctx: PartitionContext, value: Any, split: Split) -> ShardedValue:
-    """Return what a loop for each entry carries as what it asks of each entry is split."""
+    """Return the carry of a loop for each entry with the split of its condition."""
     return (
         value if isinstance(value, ShardedValue) else ShardedValue(ctx.shard(value, split), split)
     )
@@ -448,14 +448,14 @@ def _shard_like(ctx: PartitionContext, value: Any, split: Split) -> ShardedValue
 def _select_active(
     ctx: PartitionContext, active: Any, new: Any, old: Any, placement: Placement
 ) -> jax.Array:
-    """Return what goes on where a loop does, of leading dimensions."""
+    """Return `new` where a loop for each entry is active (by leading dimensions), else `old`."""
     is_split = isinstance(placement, Split) and placement.dim < len(ctx.shape(active))
     mask = ctx.redistribute(active, placement if is_split else REPLICATED)
     return jnp.where(mask.reshape(*mask.shape, *[1] * (new.ndim - mask.ndim)), new, old)
 
 
 def cond(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Take one branch, on all devices the same: by what all rows say."""
+    """Take one branch, the same on all devices: by the global index."""
     index, *operands = (ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values)
     operands, index = prepare_operands(ctx, operands), ctx.replicate(index)
     in_placements, arrays = list(map(placement_of, operands)), list(map(local_array, operands))

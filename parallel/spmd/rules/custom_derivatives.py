@@ -1,8 +1,8 @@
-"""Rules of functions that have a derivative of their own: it is a program, and run in parts too.
+"""Rules of functions with a custom derivative: its rule is a program, and is partitioned too.
 
-The rule is traced at the sizes of the whole. A `custom_vjp` is given cotangents: of a part its
-part, of what is the same on all devices a sum, which a rule that is not linear completes. What it
-returns for a value that is the same stays a sum: the gradients of devices are added later.
+The rule is traced at global shapes. A `custom_vjp` receives cotangents: of a sharded value its
+shard, of a replicated one a partial sum, which a rule that is not linear all-reduces. What it
+returns for a replicated value stays a partial sum: the gradients of devices are added later.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def _output_placements(
 
 
 def _body_or_bind(equation: JaxprEqn) -> Body:
-    """Return what runs the function: its program in parts, or, if it has none, the whole of it."""
+    """Return what runs the function: its program partitioned or, if it has none, replicated."""
     body = body_of(equation)
     if body is not None:
         return make_body(*body)
@@ -75,7 +75,7 @@ def _body_or_bind(equation: JaxprEqn) -> Body:
 
 
 def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Run the function in parts, and the rule of its derivative, which is linear in tangents."""
+    """Partition the function, and the rule of its derivative, which is linear in tangents."""
     values = _prepare_operands(ctx, values)
     if not any(is_distributed(v) for v in values) and not any(calls_in(equation)):
         return bind(equation, values)
@@ -125,10 +125,10 @@ def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
 
 
 def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Run the function in parts, its forward rule, and its backward rule on cotangents."""
+    """Partition the function, its forward rule, and its backward rule on cotangents."""
     values = _prepare_operands(ctx, values)
     in_placements, arrays = list(map(placement_of, values)), list(map(local_array, values))
-    p = equation.params  # a linear call has no derivative by what it closes over
+    p = equation.params  # a linear call is not differentiated by what it closes over
     num_constants = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
     real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval) and i >= num_constants]
     if (not real or ctx.group.size == 1) and not any(calls_in(equation)):
@@ -152,7 +152,7 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
             out_placements,
         )
 
-    pullback: list[Any] = []  # its form, and the shapes of what it keeps
+    pullback: list[Any] = []  # its structure, and the shapes of its residuals
 
     def forward(*arrays: Any) -> tuple[list, list]:
         program, (_, pullback_shapes) = trace_global(ctx.group, vjp_global, *shapes)
@@ -197,14 +197,14 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
 
 
 def linear_solve(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Solve linear equations: those of each part by themselves, if its programs join nothing."""
+    """Solve linear equations: those of each shard locally, if the solver does not communicate."""
     check_calls(ctx, equation)
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     values, solver_ids = (
         _prepare_operands(ctx, values),
         [i for i in range(4) if jaxprs[i] is not None],
     )
-    # One that iterates is not linear in the cotangent: of what is whole it would be given a share.
+    # An iterative solver is not linear in the cotangent, which is partial for replicated values.
     has_loop = ctx.group.size > 1 and any(_has_loop(jaxprs[i].jaxpr) for i in solver_ids)
     if not has_loop and not any(is_distributed(v) for v in values):
         return bind(equation, values)
@@ -227,7 +227,7 @@ def linear_solve(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> V
         return _solve_replicated(ctx, jaxprs, captured, rhs)
     if not all(
         isinstance(k, Split) for k in placements
-    ):  # what is given whole may be found in parts
+    ):  # a replicated operand may have a sharded solution
         placements = infer(placements)[0][0][: len(placements)]
     inferred = infer(placements)
     is_independent = all(
@@ -258,12 +258,12 @@ def linear_solve(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> V
 def _solve_replicated(
     ctx: PartitionContext, jaxprs: Sequence[Any], captured: Sequence[Values], rhs: Values
 ) -> Values:
-    """Solve whole equations on every device; the cotangent that is solved for is complete.
+    """Solve the global equations on every device; the cotangent is all-reduced before.
 
-    A solver that iterates is not linear in it, so that devices may not solve for shares.
+    An iterative solver is not linear in it, so that devices may not solve for partial sums.
     """
     full_consts, count = [list(map(ctx.replicate, consts)) for consts in captured], len(rhs)
-    has_aux = len(jaxprs[2].out_avals) > count  # what a solver tells besides
+    has_aux = len(jaxprs[2].out_avals) > count  # the auxiliary output of a solver
 
     def run(solver_id: int, arrays: Sequence[Any]) -> Any:
         outs = jaxpr_as_fun(jaxprs[solver_id])(*full_consts[solver_id], *arrays)
@@ -283,7 +283,7 @@ def _solve_replicated(
 
 
 def _has_loop(jaxpr: Any) -> bool:
-    """Return whether a program has loops, as solvers by iterations have."""
+    """Return whether a program has loops, as iterative solvers have."""
     bodies = (body_of(equation) for equation in jaxpr.eqns)
     has_own_loop = any(equation.primitive.name in ("while", "scan") for equation in jaxpr.eqns)
     return has_own_loop or any(_has_loop(body[0]) for body in bodies if body)

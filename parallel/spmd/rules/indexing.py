@@ -27,7 +27,7 @@ def dynamic_slice(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> 
 def dynamic_update_slice(
     ctx: PartitionContext, equation: JaxprEqn, values: Values
 ) -> Values | None:
-    """Write whole lengths of the split dimension."""
+    """Write updates that span the split dimension."""
     x, update, *starts = values
     split = next((v.split for v in (x, update) if isinstance(v, ShardedValue)), None)
     if split is None or ctx.shape(x)[split.dim] != ctx.shape(update)[split.dim]:
@@ -38,12 +38,12 @@ def dynamic_update_slice(
 
 
 def _from_zero(starts: list, dim: int) -> list:
-    """Return indices of which one has to be 0, since all of its dimension is taken."""
+    """Return start indices with 0 for a dimension that is taken in full."""
     return [*starts[:dim], starts[dim] * 0, *starts[dim + 1 :]]
 
 
 def gather(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Read a table at indices of rows, whole rows of what is split, or its own row for each."""
+    """Gather at sharded indices, full slices of the split dimension, or each entry from itself."""
     x, indices = values
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     collapsed_dims = set(numbers.collapsed_slice_dims) | set(numbers.operand_batching_dims)
@@ -85,9 +85,9 @@ def gather(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values 
 def _own_entry_indices(
     ctx: PartitionContext, size: int, split: Split, indices: Any, index_map: Sequence[int]
 ) -> ShardedValue | None:
-    """Return indices that count the rows that are here, if each row reads itself.
+    """Return indices that count the local entries, if each entry of the dimension reads itself.
 
-    `x[jnp.arange(rows), labels]` is: the first of the indices that it joins is 0, 1, 2 …
+    `x[jnp.arange(len(x)), labels]` does: the first of its concatenated indices is 0, 1, 2 …
     """
     _, columns = ctx.concat_operands.get(id(indices), (None, ()))
     if isinstance(indices, LazyValue) and ctx.group.divides(indices.shape, BATCH_SPLIT):
@@ -108,7 +108,7 @@ def _own_entry_indices(
 
 
 def scatter(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Write whole rows of what is split, each row its own, or add rows up."""
+    """Scatter full slices of the split dimension, each entry to itself, or add a partial sum."""
     x, indices, updates = values
     numbers = equation.params["dimension_numbers"]
     scatter_dims = [
@@ -117,7 +117,7 @@ def scatter(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values
     outs = _scatter_sharded(ctx, equation, values, scatter_dims)
     if outs is not None or isinstance(x, ShardedValue) or equation.primitive.name != "scatter-add":
         return outs
-    index_dim = len(ctx.shape(indices)) - 1  # of the indices, the dimension of an index
+    index_dim = len(ctx.shape(indices)) - 1  # the dimension of one index
     split = indices.split if isinstance(indices, ShardedValue) else None
     if split is None and isinstance(updates, ShardedValue) and updates.split.dim in scatter_dims:
         split = updates.split.with_dim(scatter_dims.index(updates.split.dim))
@@ -137,7 +137,7 @@ def scatter(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values
 def _scatter_sharded(
     ctx: PartitionContext, equation: JaxprEqn, values: Values, scatter_dims: Sequence[int]
 ) -> Values | None:
-    """Write to what is sharded, or may be as the updates are; `scatter_dims`: not of a window."""
+    """Write to an operand that is sharded, or may be; `scatter_dims`: not of a window."""
     x, indices, updates = values
     numbers, shape = equation.params["dimension_numbers"], ctx.shape(x)
     collapsed_dims = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
@@ -172,7 +172,7 @@ def _scatter_sharded(
 
 
 def _split_from_indices(indices: Any, numbers: Any) -> list[Split]:
-    """Return the cut that what is written to takes from indices, each of which has its own."""
+    """Return the split that the operand takes from batched indices."""
     batching = numbers.scatter_indices_batching_dims
     if not isinstance(indices, ShardedValue) or indices.split.dim not in batching:
         return []
@@ -184,7 +184,7 @@ def _split_from_indices(indices: Any, numbers: Any) -> list[Split]:
 def _split_from_updates(
     ctx: PartitionContext, updates: Any, numbers: Any, window_dims: list, shape: tuple
 ) -> list[Split]:
-    """Return the cut that what is written to takes from what is written, if it is whole there."""
+    """Return the split that the operand takes from the updates, if they span that dimension."""
     if not isinstance(updates, ShardedValue) or updates.split.dim not in numbers.update_window_dims:
         return []
     dim = window_dims[numbers.update_window_dims.index(updates.split.dim)]

@@ -1,4 +1,4 @@
-"""Rules of equations that treat each entry by itself, and of those that are linear in sums."""
+"""Rules of elementwise equations, and of those that are linear in partial sums."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ POINTWISE = frozenset(
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
     zeta""".split()
 )
-# Linear in their one operand, and in sums: they keep the shape.
+# Linear in their one operand, and so in partial sums: they keep the shape.
 _LINEAR = frozenset(
     "neg copy copy_p name real imag conj sharding_constraint stop_gradient reshard".split()
 )
@@ -40,7 +40,7 @@ _ADDS = frozenset("add add_any sub".split())
 
 
 def pointwise(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Run on parts, or put off what is not made yet; sums stay sums where that is linear."""
+    """Run on shards, or defer lazy values; partial sums stay partial where that is linear."""
     sharded = [v for v in values if isinstance(v, ShardedValue)]
     name = equation.primitive.name
     if not sharded and any(not ctx.is_replicated(v) for v in values if isinstance(v, PartialValue)):
@@ -49,7 +49,7 @@ def pointwise(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Valu
             return partials
     if sharded:
         split = max(sharded, key=lambda v: v.x.size * v.x.dtype.itemsize).split
-        if split.dim >= len(aval_of(equation.outvars[0]).shape):  # bits along it become one number
+        if split.dim >= len(aval_of(equation.outvars[0]).shape):  # a bitcast merges it
             return None
         operands = [ctx.broadcast_to(v, split) for v in values]
         return [ShardedValue(x, split) for x in ctx.bind(equation, operands)]
@@ -61,14 +61,14 @@ def pointwise(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Valu
 
 
 def barrier(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Hold values back together, each as it is here."""
+    """Apply the barrier to the local arrays."""
     operands = list(map(ctx.materialize, values))
     outs = ctx.bind(equation, [v.x if is_distributed(v) else v for v in operands])
     return [from_local(x, placement_of(v)) for x, v in zip(outs, operands, strict=True)]
 
 
 def _defer(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Return what is made of values when it is asked for; at once where one is there, as large."""
+    """Return lazy outputs; compute them now if an operand of the output's shape is not lazy."""
     shape = aval_of(equation.outvars[0]).shape
     has_full_operand = any(not isinstance(v, LazyValue) and jnp.shape(v) == shape for v in values)
     if has_full_operand or ctx.find_split(shape) is None:
@@ -89,7 +89,7 @@ def _defer(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether a value follows from nothing but numbers that the program holds."""
+    """Return whether a value depends on nothing but constants of the program."""
     return (
         value.is_constant
         if isinstance(value, LazyValue)
@@ -98,14 +98,14 @@ def is_constant(value: Any) -> bool:
 
 
 def is_known(x: Any) -> bool:
-    """Return whether a number is known while the program is traced."""
+    """Return whether a number is known at trace time."""
     return not isinstance(x, Tracer) and not is_distributed(x)
 
 
 def _apply_to_partials(
     ctx: PartitionContext, equation: JaxprEqn, name: str, values: Values
 ) -> Values | None:
-    """Return sums of what is linear in sums; None: they have to be completed."""
+    """Return partial sums where the equation is linear in them; None: all-reduce them first."""
     bind = lambda *arrays: [PartialValue(x) for x in ctx.bind(equation, arrays)]
     if name in _LINEAR or (name == "convert_element_type" and is_linear_conversion(equation)):
         return bind(values[0].x)
@@ -120,8 +120,8 @@ def _apply_to_partials(
         factor = ctx.replicate(factor)
         is_nonfinite = (
             is_known(factor) and not np.isfinite(factor).all()
-        )  # it makes NaN of a share of 0
-        if is_nonfinite or ctx.is_replicated(partial_operand):  # both were completed, or are one
+        )  # it makes NaN of a term of 0
+        if is_nonfinite or ctx.is_replicated(partial_operand):  # both are all-reduced, or the same
             return None
         return (
             bind(factor, partial_operand.x) if factor_is_first else bind(partial_operand.x, factor)
@@ -140,7 +140,7 @@ def _apply_to_partials(
 
 
 def is_linear_conversion(equation: JaxprEqn) -> bool:
-    """Return whether a conversion of a sum's terms is that of the sum."""
+    """Return whether converting the terms of a sum converts the sum."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
     if not jnp.issubdtype(old, jnp.inexact):  # counts; small and unsigned ones wrap around
         is_wide_int = jnp.issubdtype(old, jnp.signedinteger) and old.itemsize >= 4

@@ -1,4 +1,4 @@
-"""Rules of random numbers: a device draws the part that it is asked for, the bits of one device."""
+"""Rules of random numbers: a device draws its shard only, with the bits of a single device."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _COUNTERS = 2**32  # beyond, a counter has a high word
 
 
 def random_bits(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Return bits: of keys that are split, or bits that are drawn for the part asked for."""
+    """Draw bits: of sharded keys, or only the shard of the bits that is needed."""
     (keys,), out = values, aval_of(equation.outvars[0])
     is_per_key = draws_per_key(aval_of(equation.invars[0]))
     if isinstance(keys, ShardedValue) and is_per_key:
@@ -47,15 +47,15 @@ def random_bits(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Va
 
 
 def draws_per_key(keys: Any) -> bool:
-    """Return whether what each of several keys draws follows from that key.
+    """Return whether the bits of each of several keys depend on that key.
 
-    Those of rbg, and of unsafe_rbg, all draw from the first of them, in JAX too.
+    With rbg, and unsafe_rbg, all are drawn from the first key, in JAX too.
     """
     return str(keys.dtype) == "key<fry>"  # threefry2x32
 
 
 def is_threefry(key: Any) -> bool:
-    """Return whether the bits of an entry are those of its number, by the configuration of JAX."""
+    """Return whether the bits of an entry are those of its index, by the configuration of JAX."""
     by_counter = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     return draws_per_key(key) and by_counter
 
@@ -63,7 +63,7 @@ def is_threefry(key: Any) -> bool:
 def _draw_local(
     ctx: PartitionContext, key: Any, shape: tuple, split: Split, bit_width: int
 ) -> jax.Array:
-    """Return this device's part of the bits of threefry: entry i is that of counter i."""
+    """Return this device's shard of the bits of threefry: entry i is that of counter i."""
     bits_split = split.with_dim(split.dim - key.ndim)  # each key draws so
     local_shape, counter = ctx.group.local_shape(shape, bits_split), jnp.uint32(0)
     for dim, size in enumerate(shape):
@@ -85,7 +85,7 @@ def _draw_local(
 
 
 def map_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Run on keys that are split: what is made of a key are further dimensions."""
+    """Run on sharded keys: what is made of a key are further dimensions."""
     (keys,) = values
     if not isinstance(keys, ShardedValue):
         return None
@@ -93,7 +93,7 @@ def map_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Value
 
 
 def derive_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Make keys of keys, of each alone; of all at once under rbg, which draws from the first."""
+    """Derive keys from keys: from each alone, or replicated under rbg, which uses the first key."""
     if draws_per_key(aval_of(equation.invars[0])):
         is_fold_in = equation.primitive.name == "random_fold_in"
         return pointwise(ctx, equation, values) if is_fold_in else map_keys(ctx, equation, values)
@@ -103,7 +103,7 @@ def derive_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Va
 
 
 def wrap_keys(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Take the words of keys for keys: they are the last dimension."""
+    """Wrap key data as keys: the words of a key are the last dimension."""
     (key_data,) = values
     if not isinstance(key_data, ShardedValue) or key_data.split.dim == key_data.x.ndim - 1:
         return None

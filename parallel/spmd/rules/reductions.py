@@ -1,4 +1,4 @@
-"""Rules of equations in which entries meet: reductions, products, cumulative sums, convolutions."""
+"""Rules of equations that combine entries: reductions, matmuls, cumulative sums, convolutions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Values = Sequence[Any]
 
 
 def reduction(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Reduce a part: a sum over rows stays a sum, other reductions are completed."""
+    """Reduce shards: over the split dimension sums stay partial, other reductions are completed."""
     (value,), axes = values, equation.params["axes"]
     value = ctx.evaluate_lazy(value)
     name = equation.primitive.name
@@ -41,7 +41,7 @@ def reduction(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Valu
 
 
 def _reduce_extreme(ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue) -> jax.Array:
-    """Return the greatest or least of all rows; ties, on whatever device, share the derivative."""
+    """Return the global maximum or minimum; ties, on whatever device, share the derivative."""
     group, axes = ctx.group, equation.params["axes"]
     all_reduce = (
         group.all_reduce_max if equation.primitive.name == "reduce_max" else group.all_reduce_min
@@ -63,7 +63,7 @@ def _reduce_extreme(ctx: PartitionContext, equation: JaxprEqn, value: ShardedVal
 
 
 def _gather_and_reduce(ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue) -> Any:
-    """Reduce what each device makes of its own: a product, or bits."""
+    """Gather and reduce the results of the devices: products, or bits."""
     stacked = ctx.group.all_gather_stack(ctx.bind(equation, [value.x])[0])
     return ctx.bind(equation, [stacked], axes=(0,))[0]
 
@@ -71,7 +71,7 @@ def _gather_and_reduce(ctx: PartitionContext, equation: JaxprEqn, value: Sharded
 def _arg_extreme(
     ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue
 ) -> jax.Array | None:
-    """Return where the greatest or least of all rows is: the first one, as on one device."""
+    """Return the index of the global maximum or minimum: the first one, as on one device."""
     (dim,), group = equation.params["axes"], ctx.group
     if value.split.blocks > 1:
         return None
@@ -82,7 +82,7 @@ def _arg_extreme(
         group.all_gather_stack(global_indices[local_index]),
         group.all_gather_stack(local_best),
     )
-    if group.chunks:  # of equals the first
+    if group.chunks:  # of ties the first
         order = indices.argsort(0)
         indices, bests = (jnp.take_along_axis(x, order, 0) for x in (indices, bests))
     (device,) = ctx.bind(equation, [bests], axes=(0,))
@@ -102,7 +102,7 @@ _CROSS_DEVICE: dict[str, tuple[str, Callable]] = {
 
 
 def cumulative(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Run beside the split dimension; a sum along it begins with what earlier devices have."""
+    """Run along another dimension; a sum along the split one adds the totals of earlier devices."""
     (value,) = values
     axis, name = equation.params["axis"], equation.primitive.name
     if isinstance(value, PartialValue) and name == "cumsum":
@@ -118,7 +118,7 @@ def cumulative(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     chunks = value.x.reshape(*value.x.shape[:axis], num_chunks, -1, *value.x.shape[axis + 1 :])
     (local_sums,) = ctx.bind(equation, [chunks], axis=axis + 1)
     totals = jnp.moveaxis(chunks.sum(axis + 1, dtype=local_sums.dtype), axis, 0)
-    totals = group.all_gather_stack(totals)  # [devices, pieces of each, ...]
+    totals = group.all_gather_stack(totals)  # [devices, chunks of each, ...]
     ctx.record("gather", totals)
     device_chunks, local_chunks = jnp.asarray(group.device_chunks), group.local_chunks
     later = device_chunks[None] > local_chunks[:, None, None]
@@ -134,7 +134,7 @@ def cumulative(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
 
 
 def dot_general(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Multiply: over rows it is a sum; of rows of both the smaller is gathered."""
+    """Multiply: contracting a split gives a partial sum; of two unaligned, gather the smaller."""
     a, b = values
     (contracting_a, contracting_b), (batch_a, batch_b) = equation.params["dimension_numbers"]
     bind = lambda *arrays: ctx.bind(equation, arrays)[0]
@@ -192,7 +192,7 @@ def _dot_partials(ctx: PartitionContext, bind: Callable, a: Any, b: Any) -> Valu
 
 
 def convolution(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Convolve rows with a whole kernel, of width 1 along them; with a kernel of rows: a sum."""
+    """Convolve: batch, or dimensions of kernel width 1, stay split; features give a partial sum."""
     x, kernel = values
     numbers, groups = equation.params["dimension_numbers"], equation.params["batch_group_count"]
     x_spec, kernel_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -223,12 +223,12 @@ def _keeps_positions(equation: JaxprEqn, spatial_dim: int) -> bool:
     return kernel == 1 and settings == (1, 1, (0, 0))
 
 
-# What works on some of the last dimensions, and on whatever is before them alike.
+# Equations on the last few dimensions, for each entry of those before.
 def trailing_dims_rule(count: Callable[[JaxprEqn], int]) -> Callable:
-    """Return the rule of an equation that works on so many of its last dimensions."""
+    """Return the rule of an equation that works on its last `count(equation)` dimensions."""
 
     def rule(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-        """Work on the last dimensions, where another one is split."""
+        """Run on the last dimensions, where another one is split."""
         sharded = [v for v in values if isinstance(v, ShardedValue)]
         if not sharded:
             return None
@@ -256,7 +256,7 @@ def reduce_windows(ctx: PartitionContext, equation: JaxprEqn, values: Values) ->
 
 
 def sort(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Sort, or take the greatest few, along another dimension than the split one."""
+    """Sort, or take the top k, along another dimension than the split one."""
     split, p = next((v.split for v in values if isinstance(v, ShardedValue)), None), equation.params
     dim = p["axis"] if equation.primitive.name == "top_k" else p["dimension"]
     if split is None or split.dim == dim % len(ctx.shape(values[0])):

@@ -1,4 +1,4 @@
-"""Rules of what reaches out of a program: collectives of the user's own, and callbacks."""
+"""Rules of what reaches out of a program: the user's collectives, and callbacks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def collective_axes(equation: JaxprEqn) -> tuple[Any, ...]:
 
 
 def collective(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Run a collective of the user's own: over an axis of rows it sees one device with all rows."""
+    """Run a user's collective: over a partitioned axis it sees one device with the global array."""
     axes = collective_axes(equation)
     mesh_axes = tuple(axis for axis in axes if isinstance(axis, str))
     if len(mesh_axes) == len(axes):
@@ -34,7 +34,7 @@ def collective(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
 def _over_mesh_axes(
     ctx: PartitionContext, equation: JaxprEqn, values: Values, axes: tuple[str, ...]
 ) -> Values | None:
-    """Return what a collective over these axes of the mesh makes."""
+    """Return the outputs of a collective over these mesh axes."""
     name = equation.primitive.name
     other_axes = tuple(a for a in axes if a not in ctx.group.axes and lax.axis_size(a) > 1)
     if not any(axis in ctx.group.axes for axis in axes):
@@ -53,7 +53,7 @@ def _over_mesh_axes(
 def _over_vmap_dims(
     ctx: PartitionContext, equation: JaxprEqn, value: Any, dims: tuple[int, ...]
 ) -> Any:
-    """Return what a collective makes of dimensions: they are those of a `vmap` with a name."""
+    """Return the output of a collective over dimensions: those of a `vmap` with an axis name."""
     bind = lambda x: ctx.bind(equation, [x], axes=dims)[0]
     adds = equation.primitive.name == "psum"
     if isinstance(value, ShardedValue) and value.split.dim not in dims:
@@ -132,7 +132,7 @@ def _keeps_split(equation: JaxprEqn, values: Values) -> bool:
     dims = [p[name] for name in (*names, "scatter_dimension") if name in p]
     sharded = [v for v in values if isinstance(v, ShardedValue)]
     if equation.primitive.name == "all_gather" and not p["tiled"]:
-        return True  # along a dimension of its own
+        return True  # along a new dimension
     return not sharded or (p.get("tiled", True) and all(v.split.dim not in dims for v in sharded))
 
 
@@ -146,7 +146,7 @@ def _expand_dims(ctx: PartitionContext, value: Any, dim: int) -> ShardedValue | 
 
 
 def callback(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Call back once, with whole rows, where nothing comes of it."""
+    """Call back with global arrays, and only once if the program uses no result."""
     operands = list(map(ctx.replicate, values))
     if equation.primitive.name == "pure_callback":
         return ctx.bind(equation, operands)

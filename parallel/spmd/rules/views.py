@@ -1,7 +1,7 @@
 """Rules of equations that move entries: broadcasts, reshapes, transposes, slices, concatenations.
 
-A move says where a cut of what enters is found in what leaves, and the other way round. So it moves
-a part as well as what is not made yet.
+A `ViewMap` maps the split of the operand to that of the output, and back. So it applies to sharded
+values as well as to lazy ones.
 """
 
 import math
@@ -22,14 +22,14 @@ Values = Sequence[Any]
 
 
 class ViewMap(NamedTuple):
-    """How one equation moves a cut.
+    """How one equation maps splits.
 
     Attributes:
-        to_output: Cut of what enters -> that of what leaves, or None.
-        to_input: Cut of what leaves -> that of what enters, or None.
-        local_params: (shape of a part of what leaves, its cut) -> parameters of the equation for
+        to_output: Split of the operand -> that of the output, or None.
+        to_input: Split of the output -> that of the operand, or None.
+        local_params: (shape of a shard of the output, its split) -> parameters of the equation for
             it.
-        is_linear: Whether the move of a sum is the sum of moves, at no greater size.
+        is_linear: Whether the view of a sum is the sum of views, at no greater size.
     """
 
     to_output: Callable[[Split], Split | None]
@@ -39,7 +39,7 @@ class ViewMap(NamedTuple):
 
 
 def apply_view(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Move entries: a part stays one if a device has all it takes; a few are picked as a sum."""
+    """Move entries: stay sharded if a device has all it needs; a slice of a few is partial."""
     value, *rest = values
     out = aval_of(equation.outvars[0])
     view = VIEWS[equation.primitive.name](ctx, equation)
@@ -52,7 +52,7 @@ def apply_view(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
         (y,) = ctx.bind_sharded(
             split, equation, [value.x, *rest], **view.local_params(local_shape, split)
         )
-        if is_larger or id(value) in ctx.lazy_values:  # the smaller one is gathered
+        if is_larger or id(value) in ctx.lazy_values:  # gather the smaller one
             _, smaller = ctx.lazy_values.get(id(value), (None, value))
             ctx.lazy_values[id(y)] = y, _defer_view(equation, view, smaller, rest)
         return [y]
@@ -65,7 +65,7 @@ def apply_view(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
 
 
 def _defer_view(equation: JaxprEqn, view: ViewMap, operand: Any, rest: Values) -> LazyValue:
-    """Return what a move makes of a value when it is asked for."""
+    """Return the view of a value as a `LazyValue`."""
     out = aval_of(equation.outvars[0])
 
     def make(ctx: PartitionContext, split: Split | None) -> Any:
@@ -89,7 +89,7 @@ def _defer_view(equation: JaxprEqn, view: ViewMap, operand: Any, rest: Values) -
 def _slice_as_partial(
     ctx: PartitionContext, equation: JaxprEqn, value: ShardedValue
 ) -> Values | None:
-    """Return a slice of a few entries as a sum: who has an entry adds it, the others add zeros."""
+    """Return a slice of a few entries as a partial sum: zeros on devices without the entry."""
     if equation.primitive.name != "slice" or value.split.blocks > 1:
         return None
     dim, p = value.split.dim, equation.params
@@ -106,7 +106,7 @@ def _slice_as_partial(
     }
     (local_slice,) = ctx.bind(equation, [value.x], **sizes)
     numbers = ctx.group.global_indices(size, 1)
-    matches = numbers[None] == jnp.asarray(indices, numbers.dtype)[:, None]  # [wanted, here]
+    matches = numbers[None] == jnp.asarray(indices, numbers.dtype)[:, None]  # [sliced, local]
     entries = jnp.take(local_slice, matches.argmax(1), axis=dim)
     is_here = matches.any(1).reshape(-1, *[1] * (local_slice.ndim - dim - 1))
     return [
@@ -114,7 +114,7 @@ def _slice_as_partial(
     ]
 
 
-NO_SPLIT = Split(-1)  # the part of a broadcast that needs all of what enters
+NO_SPLIT = Split(-1)  # a shard of a broadcast that needs all of its operand
 
 
 def _broadcast(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
@@ -139,7 +139,7 @@ def _broadcast(ctx: PartitionContext, equation: JaxprEqn) -> ViewMap:
 def split_through_reshape(
     in_shape: Shape, split: Split, out_shape: Shape, num_chunks: int
 ) -> Split | None:
-    """Return the cut, of an array that is reshaped, of which each device has the same entries."""
+    """Return the split of the reshaped array by which each device keeps the same entries."""
     blocks = math.prod(in_shape[: split.dim]) * split.blocks
     for dim, size in enumerate(out_shape):
         leading_size = math.prod(out_shape[:dim])
@@ -246,7 +246,7 @@ VIEWS: dict[str, Callable[[PartitionContext, JaxprEqn], ViewMap]] = {
 
 
 def iota(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Return numbers that are made for the part that is asked for."""
+    """Return a lazy iota, computed for the shard that is needed."""
     shape, dim = equation.params["shape"], equation.params["dimension"]
     out = aval_of(equation.outvars[0])
 
@@ -266,7 +266,7 @@ def iota(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
 
 
 def concatenate(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Concatenate parts beside the split dimension, or blocks of one size along it."""
+    """Concatenate along another dimension, or blocks of one size along the split one."""
     dim, sharded = equation.params["dimension"], [v for v in values if isinstance(v, ShardedValue)]
     if not sharded:
         if any(isinstance(v, PartialValue) for v in values):
@@ -292,7 +292,7 @@ def concatenate(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Va
 
 
 def stack(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
-    """Stack parts beside each other, along a new dimension."""
+    """Stack shards along a new dimension."""
     axis, split = (
         equation.params["axis"],
         next((v.split for v in values if isinstance(v, ShardedValue)), None),
@@ -306,7 +306,7 @@ def stack(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
 
 
 def unstack(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Take what was stacked apart, along another dimension than the split one."""
+    """Unstack along another dimension than the split one."""
     (x,), axis = values, equation.params["axis"]
     if not isinstance(x, ShardedValue) or x.split.dim == axis:
         return None
@@ -314,7 +314,7 @@ def unstack(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values
 
 
 def _concatenate_lazy(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Any:
-    """Return what is concatenated when it is asked for, if some of it is not made yet."""
+    """Return a concatenation as a `LazyValue`, if an operand is one."""
     out, dim = aval_of(equation.outvars[0]), equation.params["dimension"]
     if not any(isinstance(v, LazyValue) for v in values) or ctx.find_split(out.shape) is None:
         return ctx.bind(equation, list(map(ctx.replicate, values)))[0]
@@ -339,7 +339,7 @@ def pad(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | N
 
 
 def split_array(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
-    """Cut into pieces: along another dimension, or into whole blocks."""
+    """Split along another dimension than the split one, or into whole blocks."""
     (x,), axis = values, equation.params["axis"]
     if not isinstance(x, ShardedValue):
         return None
@@ -355,7 +355,7 @@ def split_array(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Va
 
 
 def is_iota(ctx: PartitionContext, value: object) -> bool:
-    """Return whether a value is 0, 1, 2 … along its first dimension of some size, and that only."""
+    """Return whether a constant is 0, 1, 2 … along its one dimension with more than one entry."""
     if not isinstance(value, LazyValue) or not value.is_constant:
         return False
     with jax.ensure_compile_time_eval():
