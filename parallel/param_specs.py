@@ -98,7 +98,7 @@ class ParamSpecs:
         return tuple(a for dim, axes in dims for a in axes if predicate(a, self._name(dim)))
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
+    def gathered_shape(self) -> tuple[int, ...]:
         """The shape when read: full but over `sharded_compute`, tensor axes not divided."""
         entries = entries_of(
             keep_axes(self.manual_spec("parameter"), self.sharded_compute), len(self.shape)

@@ -229,7 +229,7 @@ same_row_keys_in_every_microbatch parallel/engine/example_keys.py: rows counted 
 statistics_not_averaged parallel/engine/step_context.py: each device keeps its own running average
   return {{lax.pmean(wide, axes) ~> wide}}.astype(x.dtype)
 sums_in_bfloat16 parallel/engine/step_context.py: gradients accumulate in the parameter's dtype
-  return jnp.zeros(spec.shard_shape("gradient"), {{jnp.promote_types(spec.dtype, jnp.float32) ~> spec.dtype}})
+  spec.shard_shape("gradient"), {{jnp.promote_types(spec.dtype, jnp.float32) ~> spec.dtype}}
 weight_of_one_microbatch parallel/engine/gradient_engine.py: weights are averaged, not added
   return PassOutput(gradients, jax.tree.map(lambda x: x.{{sum ~> mean}}(0), means), carried | batched)
 gathers_before_the_cast parallel/engine/comm_plan.py: a parameter is sent in the dtype that is stored

@@ -31,13 +31,13 @@ def check_same(saved: ArraySpecs, expected: ArraySpecs, dtype: DTypeLike, label:
 
 
 def differences(
-    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, state: str
+    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, origin: str
 ) -> list[str]:
     """Return what is missing, extra, or of another shape or dtype; the first ones of many."""
     lines = [
-        *_missing_lines(actual, expected, state),
-        *_mismatch_lines(actual, expected, cast, state),
-        *_extra_lines(actual, expected, state),
+        *_missing_lines(actual, expected, origin),
+        *_mismatch_lines(actual, expected, cast, origin),
+        *_extra_lines(actual, expected, origin),
     ]
     return first_lines(lines)
 
@@ -67,21 +67,23 @@ def _missing_lines(actual: ArraySpecs, expected: ArraySpecs, state: str) -> Iter
             yield f"{quote(path)}{_show(expected[path])} is not {state}{near}"
 
 
-def _extra_lines(actual: ArraySpecs, expected: ArraySpecs, state: str) -> Iterator[str]:
+def _extra_lines(actual: ArraySpecs, expected: ArraySpecs, origin: str) -> Iterator[str]:
     for path in actual:
         if path not in expected:
             near = _nearest(path, expected, actual)
-            yield f"{quote(path)}{_show(actual[path])} is {state}, not wanted{near}"
+            yield f"{quote(path)}{_show(actual[path])} is {origin}, not wanted{near}"
 
 
 def _mismatch_lines(
-    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, state: str
+    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, origin: str
 ) -> Iterator[str]:
     for path, (dtype, shape) in expected.items():
         if path not in actual or actual[path] == [dtype, shape]:
             continue
         if actual[path][1] != shape or not (dtype == cast and _is_floating(actual[path][0])):
-            yield f"{quote(path)} is{_show(actual[path])} {state}, wanted as{_show(expected[path])}"
+            yield (
+                f"{quote(path)} is{_show(actual[path])} {origin}, wanted as{_show(expected[path])}"
+            )
 
 
 def _advice(saved: ArraySpecs, expected: ArraySpecs, cast: str | None) -> str:

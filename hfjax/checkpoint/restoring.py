@@ -148,10 +148,10 @@ def _choose_step(directory: Path, step: int | None, options: ReadOptions) -> dic
     return choice | {"record": read_undeleted(path, read_record)}
 
 
-def _check_manifest(step: Path, expected: str | None) -> None:
+def _check_manifest(step: Path, checksum_on_first: str | None) -> None:
     """Refuse, in another process, a step that is not the one that process 0 has chosen."""
-    if (actual := manifest_checksum(step)) != expected:
-        difference = f"it is another one ({actual}, there {expected})"
+    if (actual := manifest_checksum(step)) != checksum_on_first:
+        difference = f"it is another one ({actual}, there {checksum_on_first})"
         raise ValueError(
             f"step {step.name} of {quote(step.parent)} is not the one that process 0 reads: "
             f"{difference if step.exists() else 'there is no such step'}. Give all processes one "
@@ -196,7 +196,7 @@ def _read_state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -
     loaded = _load_arrays(path / "state", {path: arrays[path] for path in expected}, label)
     state = with_arrays(replace(like, order=_saved_order(layout)), loaded)
     if options.parameters_only:
-        return _fresh_state(layout, replace(state, scale=None))
+        return _restart_from_params(layout, replace(state, scale=None))
     _check_scale(state, label)
     return state
 
@@ -248,7 +248,7 @@ def _saved_order(layout: Layout) -> Any:
     return None if plain.order is None else jax.device_put(plain.order, plain.shardings().order)
 
 
-def _fresh_state(layout: Layout, state: State) -> State:
+def _restart_from_params(layout: Layout, state: State) -> State:
     """Return the initial state of a run with these parameters, and with new random keys."""
     unordered = layout.model_layout
     shardings = unordered.shardings()

@@ -27,7 +27,7 @@ from hfjax.parallel.precision.by_path import PrecisionByPath, matches_path
 from hfjax.sharding.check_layout import check_grid_specs, warn_gathered_experts
 from hfjax.sharding.check_state import is_traced
 from hfjax.sharding.layout import Layout, State
-from hfjax.utils.mean import check_loss
+from hfjax.utils.mean import check_loss_signature
 from hfjax.utils.paths import match_patterns
 
 
@@ -38,7 +38,7 @@ def check_step_arguments(layout: object, loss: object) -> None:
             f"train_step and eval_step take a layout and a loss(outputs, batch), found "
             f"{type(layout).__name__} and {type(loss).__name__}."
         )
-    check_loss(loss)
+    check_loss_signature(loss)
 
 
 def check_state_shardings(layout: Layout, state: State) -> None:

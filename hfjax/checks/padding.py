@@ -68,7 +68,7 @@ def zero_value_of(
     known_operands = [x for x in operands if x is not None]
     if len(known_operands) < len(operands):
         return None
-    return _evaluate_with_unknown(name, operands)
+    return _evaluate_symbolic(name, operands)
 
 
 def _evaluate(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> ZeroValue:
@@ -85,9 +85,9 @@ def _evaluate(name: str, operands: Sequence[Any], params: Mapping[str, Any]) -> 
     return float(number) if np.isfinite(number) else None
 
 
-def _evaluate_with_unknown(name: str, operands: Sequence[ZeroValue]) -> ZeroValue:
+def _evaluate_symbolic(name: str, zero_values: Sequence[ZeroValue]) -> ZeroValue:
     """Return the result of an operation where some operand is an unknown number."""
-    is_zero = [x == 0 for x in operands]
+    is_zero = [x == 0 for x in zero_values]
     if name == "mul" and any(is_zero):
         return 0.0
     if name == "div":

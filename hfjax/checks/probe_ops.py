@@ -85,5 +85,5 @@ class AttentionRecorder(model_ops.CommonOps):
     channel_stats = batch_stats.batch_stats
     outputs, run_length = model_ops.make_logits, model_ops.full_length
     inner_groups, named_groups = model_ops.no_inner_groups, model_ops.no_named_groups
-    check_positions, slice_sequence = model_ops.skip_position_check, model_ops.unsliced_batch
+    check_positions, local_sequence_batch = model_ops.skip_position_check, model_ops.unsliced_batch
     lookup, choose_kernel = model_ops.lookup_table, staticmethod(use_xla)

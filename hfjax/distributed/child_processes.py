@@ -77,19 +77,19 @@ class LineCopier(threading.Thread):
             self._is_shown = False
         bar_state, mark, latest = self._pending.rpartition(b"\r")
         if visible_text(bar_state):
-            self._pending = self._redraw(visible_text(bar_state)) + mark + latest
+            self._pending = self._show_if_due(visible_text(bar_state)) + mark + latest
 
     def end(self) -> None:
         """Write what was left without an end of line."""
         if visible_text(self._pending):
             self._write(visible_text(self._pending))
 
-    def _redraw(self, state: bytes) -> bytes:
+    def _show_if_due(self, bar_state: bytes) -> bytes:
         """Write a state of a line and return nothing of it, if it is time; else return it."""
         if time.monotonic() - self._redraw_time < REDRAW:
-            return state
+            return bar_state
         self._redraw_time, self._is_shown = time.monotonic(), True
-        self._write(state)
+        self._write(bar_state)
         return b""
 
     def _write(self, line: bytes) -> None:

@@ -166,7 +166,7 @@ class _Reader:
     def _text(self, key: str, value: object) -> str:
         if isinstance(value, str) and value.strip():
             return value
-        self._refuse(key, f"{_describe(value)}: a text is needed")
+        self._refuse(key, f"{_repr_or_missing(value)}: a text is needed")
 
     def _source(self, name: str) -> str:
         source = self._data[name]["source"]
@@ -182,7 +182,7 @@ class _Reader:
         if isinstance(kinds, list) and kinds and all(isinstance(x, str) and x for x in kinds):
             return tuple(kinds)
         self._refuse(
-            "kinds", f'{_describe(kinds)}: a list of texts is needed, as in ["H100", "H800"]'
+            "kinds", f'{_repr_or_missing(kinds)}: a list of texts is needed, as in ["H100", "H800"]'
         )
 
     def _constant(self, name: str, kind: object, about: str) -> Value:
@@ -190,7 +190,7 @@ class _Reader:
         entry = self._data.get(name)
         if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
             needed = f'{{ value = ..., source = "..." }} is needed ({about})'
-            self._refuse(name, f"{_describe(entry)}: {needed}")
+            self._refuse(name, f"{_repr_or_missing(entry)}: {needed}")
         value = entry["value"]
         if kind != tuple[int, int]:
             return self._number(name, value, kind is int)
@@ -222,7 +222,7 @@ class _Reader:
         return Calibration(**{key: self._text(f"calibrated.{key}", table[key]) for key in table})
 
 
-def _describe(value: object) -> str:
+def _repr_or_missing(value: object) -> str:
     """Return how an error shows a value of a file."""
     return "missing" if value is None else repr(value)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.optimizer_step.update import GradResult, TrainableState, Update, update_if_finite
+from hfjax.optimizer_step.update import GradResult, Update, UpdatedState, update_if_finite
 from hfjax.parallel.engine.gradient_engine import StepInputs
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import PipelineSchedule
@@ -64,14 +64,14 @@ class AsynchronousUpdate(Update):
         gradients = mean_gradients(ends, 1 / mean.weight, self.layout.working_dtypes)
         norm = jnp.sqrt(squares + optax.tree.norm(gradients, squared=True))
 
-        def apply_updates(trainable: TrainableState) -> TrainableState:
+        def apply_updates(trainable: UpdatedState) -> UpdatedState:
             ends, end_leaves = self._update_ends(
                 gradients, trainable.parameters, trainable.optimizer, state.step
             )
             optimizer = self.parts.join(
                 trainable.optimizer, end_leaves, new.optimizer_state, new.counts
             )
-            return TrainableState(trainable.parameters | ends | new.parameters, optimizer, {})
+            return UpdatedState(trainable.parameters | ends | new.parameters, optimizer, {})
 
         execution, param_specs = self.engine.context.execution, self.layout.param_specs
         update = lambda inputs, finite: update_if_finite(

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.optimizer_step.optimizer_parts import OptimizerParts
-from hfjax.optimizer_step.update import Gradients, GradResult, TrainableState, Update
+from hfjax.optimizer_step.update import Gradients, GradResult, Update, UpdatedState
 from hfjax.optimizers.transforms import params_from_master
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import guard
@@ -58,16 +58,16 @@ class StreamedUpdate(Update):
         scale = lambda summed: mean_gradients(summed, gradients.scale(), dtypes)
         keep = partial(guard, self.engine.context.execution.nonfinite)
 
-        def update(trainable: TrainableState, finite: jax.Array) -> TrainableState:
+        def update(trainable: UpdatedState, finite: jax.Array) -> UpdatedState:
             new = self._update_params(
                 _UnitUpdater(self, scale, keep, finite), gradients.sums, trainable
             )
-            return TrainableState(*new, keep(finite, gradients.variables, trainable.variables))
+            return UpdatedState(*new, keep(finite, gradients.variables, trainable.variables))
 
         return gradients.to_result(update)
 
     def _update_params(
-        self, updater: "_UnitUpdater", gradients: Flat, trainable: TrainableState
+        self, updater: "_UnitUpdater", gradients: Flat, trainable: UpdatedState
     ) -> tuple[Flat, Any]:
         """Return new parameters and optimizer state, each where the layout has it."""
         leaves = dict(zip(self.parts.leaves, jax.tree.leaves(trainable.optimizer), strict=True))

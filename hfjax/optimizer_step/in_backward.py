@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.optimizer_step.update import GradResult, TrainableState, Update, constrain
+from hfjax.optimizer_step.update import GradResult, Update, UpdatedState, constrain
 from hfjax.optimizers.transforms import Mastered
 from hfjax.parallel.engine.gradient_engine import StepInputs
 from hfjax.parallel.execution import guard
@@ -50,13 +50,13 @@ class InBackwardUpdate(Update):
         squares |= {path: (g * g).sum() for path, g in ends.items()}
         norm = jnp.sqrt(sum(x.sum() for x in squares.values()))
 
-        def update(trainable: TrainableState, _: jax.Array) -> TrainableState:
+        def update(trainable: UpdatedState, _: jax.Array) -> UpdatedState:
             params, optimizer = trainable.parameters, trainable.optimizer
             new_ends, end_leaves = self._update_ends(
                 ends, params, optimizer, finite & jnp.isfinite(norm)
             )
             params = params | new_ends | new.parameters
-            return TrainableState(
+            return UpdatedState(
                 params, self.parts.join(optimizer, end_leaves, new.optimizer_state), {}
             )
 

@@ -10,8 +10,8 @@ from hfjax.optimizer_step.param_all_gather import all_gather_params
 from hfjax.optimizer_step.update import (
     Gradients,
     GradResult,
-    TrainableState,
     Update,
+    UpdatedState,
     constrain,
     update_if_finite,
 )
@@ -29,13 +29,13 @@ class ShardedUpdate(Update):
         """Return the result of a pass over the batch."""
         gradients = Gradients.compute(self.engine, state, batch)
 
-        def apply_update(trainable: TrainableState) -> TrainableState:
+        def apply_update(trainable: UpdatedState) -> UpdatedState:
             grads = mean_gradients(gradients.sums, gradients.scale(), self.layout.working_dtypes)
-            return TrainableState(*self._update_params(grads, trainable), gradients.variables)
+            return UpdatedState(*self._update_params(grads, trainable), gradients.variables)
 
         context, param_specs = self.engine.context, self.layout.param_specs
 
-        def update(trainable: TrainableState, finite: Any) -> TrainableState:
+        def update(trainable: UpdatedState, finite: Any) -> UpdatedState:
             after = update_if_finite(
                 context.execution, param_specs, finite, apply_update, trainable
             )
@@ -44,7 +44,7 @@ class ShardedUpdate(Update):
 
         return gradients.to_result(update)
 
-    def _update_params(self, gradients: Flat, trainable: TrainableState) -> tuple[Flat, Any]:
+    def _update_params(self, gradients: Flat, trainable: UpdatedState) -> tuple[Flat, Any]:
         """Return parameters and optimizer state, each device's shard."""
         params, param_specs = trainable.parameters, self.layout.param_specs
         gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients

@@ -29,7 +29,7 @@ from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, flatten
 
 
-class TrainableState(NamedTuple):
+class UpdatedState(NamedTuple):
     """The part of a state that a step changes."""
 
     parameters: Flat
@@ -47,7 +47,7 @@ class GradResult(NamedTuple):
     # by one; empty where they are not all known.
     squares: Flat
     # (arrays before the step, whether all is finite) -> arrays after it.
-    update: Callable[[TrainableState, jax.Array], TrainableState]
+    update: Callable[[UpdatedState, jax.Array], UpdatedState]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +97,7 @@ class Gradients(NamedTuple):
             scale *= self.clip / jnp.maximum(self.norm, self.clip)
         return scale
 
-    def to_result(
-        self, update: Callable[[TrainableState, jax.Array], TrainableState]
-    ) -> GradResult:
+    def to_result(self, update: Callable[[UpdatedState, jax.Array], UpdatedState]) -> GradResult:
         """Return the result with the function that updates a state by these gradients."""
         return GradResult(self.mean, self.norm, self.variables, self.squares, update)
 
@@ -117,8 +115,8 @@ def update_if_finite(
     param_specs: Mapping[str, ParamSpecs],
     finite: jax.Array,
     update: Any,
-    trainable: TrainableState,
-) -> TrainableState:
+    trainable: UpdatedState,
+) -> UpdatedState:
     """Return `update(trainable)`, or `trainable` unchanged if the step is not finite.
 
     On a CPU a branch costs nothing, a selection one more copy; on a GPU a branch waits for the

@@ -239,7 +239,7 @@ class ArrayPlacements:
         for p in self.param_specs.values():
             inside = p.path.startswith(LAYERS)
             tensor = [axis for _, axes in p.tensor_dims for axis in axes]
-            size = math.prod(p.local_shape) // size_of(tensor, self.mesh)
+            size = math.prod(p.gathered_shape) // size_of(tensor, self.mesh)
             over = tuple(axis for axis in data_axes if axis not in p.sharded_compute)
             axes_of = lambda column, p=p, over=over: self._ordered_axes(p, column, over)
             p_axes, g_axes, m_axes = map(axes_of, ("parameter", "gradient", "moment"))

@@ -339,7 +339,7 @@ class Scorer:
         for p in placements.param_specs.values():
             tensor = [axis for _, axes in p.tensor_dims for axis in axes]
             size, inside = (
-                math.prod(p.local_shape) / size_of(tensor, p.mesh),
+                math.prod(p.gathered_shape) / size_of(tensor, p.mesh),
                 p.path.startswith(LAYERS),
             )
             largest[inside] = max(largest[inside], size)

@@ -544,9 +544,7 @@ def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
 def initial_state(layout: Layout, arrays: Flat, params: Flat) -> State:
     """Return the initial state with these parameters, and variables from `arrays`."""
     variables = nest({path: arrays[path] for path in layout.template.variables})
-    optimizer_state = layout.optimizer.init(
-        nest(params)
-    )  # master weights start before rounding
+    optimizer_state = layout.optimizer.init(nest(params))  # master weights start before rounding
     params = nest({path: x.astype(layout.param_specs[path].dtype) for path, x in params.items()})
     return State(jnp.zeros((), jnp.int32), params, optimizer_state, variables, layout.order)
 

@@ -88,7 +88,7 @@ def init(
     check_layout(layout)
     layout = assign_stages(layout, schedule)
     check_combinations(layout, Execution(schedule=schedule))
-    seed = _check_seed(seed)
+    seed = _as_int32_seed(seed)
     with _explain_out_of_memory(layout):
         if parameters is None:
             return jax.block_until_ready(init_program(layout)(seed))
@@ -135,7 +135,7 @@ def _out_of_memory_message(layout: Layout, sizes: Mapping[str, int], cause: str)
     )
 
 
-def _check_seed(seed: int | np.integer | jax.Array) -> Any:
+def _as_int32_seed(seed: int | np.integer | jax.Array) -> Any:
     """Return a seed as a program takes it: a 32-bit integer, signed or unsigned."""
     minimum, maximum = -(1 << 31), (1 << 32) - 1
     is_integer = jnp.issubdtype(getattr(seed, "dtype", type(seed)), jnp.integer)
@@ -246,9 +246,7 @@ def _array_on_shards(x: Any, like: jax.ShapeDtypeStruct, sharding: Sharding) -> 
         return copy_to(cast, sharding)
     if x is None:
         return None
-    read_slice = lambda slices: np.array(
-        x[slices], like.dtype
-    )  # a copy: steps donate their state
+    read_slice = lambda slices: np.array(x[slices], like.dtype)  # a copy: steps donate their state
     return jax.make_array_from_callback(like.shape, sharding, read_slice)
 
 
@@ -354,8 +352,10 @@ def _unknown_lines(arrays: Flat, expected: Mapping[str, Any]) -> Iterator[str]:
     yield from first_lines(lines)
 
 
-def _mismatch_lines(arrays: Flat, expected: Mapping[str, Any]) -> Iterator[str]:
-    pairs = [(path, arrays[path], like) for path, like in expected.items() if path in arrays]
+def _mismatch_lines(given_params: Flat, expected: Mapping[str, Any]) -> Iterator[str]:
+    pairs = [
+        (path, given_params[path], like) for path, like in expected.items() if path in given_params
+    ]
     fits = lambda x, like: x is None or (np.shape(x) == like.shape and _is_real(x))
     lines = [
         f"{path} is {_describe(x)}, the model has {_describe(like)}"

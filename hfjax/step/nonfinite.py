@@ -17,7 +17,7 @@ SPAN, OVERFLOW_FRACTION = 1000, 0.05  # steps; the fraction that may overflow wi
 LAG = 2  # steps; the same in every process, so that all stop at the same call
 
 
-class StepRecord(NamedTuple):
+class StepStats(NamedTuple):
     """What a step left to check: arrays that may not be computed yet."""
 
     step: Any
@@ -37,7 +37,7 @@ class NonfiniteMonitor:
         self.layout, self.policy, self.max_skipped = layout, policy, max_skipped
         self.skipped = 0  # steps in total
         self._consecutive = 0
-        self._pending: deque[StepRecord] = deque()
+        self._pending: deque[StepStats] = deque()
         self._overflows: deque[int] = deque()  # recent steps whose gradient overflowed
         self._last_warning = -SPAN  # the step of the last warning about them
 
@@ -46,7 +46,7 @@ class NonfiniteMonitor:
         step, loss, finite = (metrics[name] for name in ("step", "loss", "finite"))
         scale_metrics = (metrics.get(name, False) for name in (OVERFLOW, EXHAUSTED, SCALE))
         self._pending.append(
-            StepRecord(step, loss, finite, squares, metrics.get(ENTROPY, ()), *scale_metrics)
+            StepStats(step, loss, finite, squares, metrics.get(ENTROPY, ()), *scale_metrics)
         )
 
     def check(self, state: State, lag: int = LAG) -> None:
@@ -71,21 +71,21 @@ class NonfiniteMonitor:
             count = f"{self._consecutive} in a row (patience={self.max_skipped}): "
             raise FloatingPointError((count if self.policy == "skip" else "") + message)
 
-    def _check_overflow(self, state: State, record: StepRecord) -> None:
+    def _check_overflow(self, state: State, stats: StepStats) -> None:
         """Warn of more overflows than a loss scale is made for; raise if it is exhausted."""
         self.skipped += 1
-        step, overflows = int(record.step) + 1, self._overflows
+        step, overflows = int(stats.step) + 1, self._overflows
         overflows.append(step)
         while overflows[0] <= step - SPAN:
             overflows.popleft()
         bad_params = self._nonfinite_params(state)
-        if record.exhausted or bad_params:
+        if stats.exhausted or bad_params:
             self._pending.clear()
-            message = self._message(state, record)
+            message = self._message(state, stats)
             if not bad_params:
                 count = f"{self.skipped} steps were skipped, {len(overflows)} of the last {SPAN}."
                 message = (
-                    f"The loss scale is the least, {float(record.scale):g}, and {message} {count}"
+                    f"The loss scale is the least, {float(stats.scale):g}, and {message} {count}"
                 )
             raise FloatingPointError(message)
         is_repeated = len(overflows) > 1 and overflows[-2] == step - 1
@@ -102,29 +102,29 @@ class NonfiniteMonitor:
             )
             warnings.warn(
                 f"step {step}: the gradient of {span} overflowed float16, and they were skipped; "
-                f"the loss scale was {float(record.scale):g}. {self._gradient_message(record)}",
+                f"the loss scale was {float(stats.scale):g}. {self._gradient_message(stats)}",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
-    def _message(self, state: State, record: StepRecord) -> str:
+    def _message(self, state: State, stats: StepStats) -> str:
         # Counted from 1, as state.step, checkpoints and the lines of a run count.
-        message = f"loss or gradient of step {int(record.step) + 1} is not finite. "
+        message = f"loss or gradient of step {int(stats.step) + 1} is not finite. "
         if bad := self._nonfinite_params(state):
             p = self.layout.param_specs[bad[0]]
             return (
                 f"{message}{len(bad)} parameters are not finite either, the first is {p.path} "
                 f"{p.shape}: {p.parameter}. Restore an earlier checkpoint."
             )
-        changed, gradients = self._what_changed(record), self._gradient_message(record)
+        changed, gradients = self._what_changed(stats), self._gradient_message(stats)
         return f"{message}{changed} parameters are finite: {gradients}"
 
-    def _what_changed(self, record: StepRecord) -> str:
+    def _what_changed(self, stats: StepStats) -> str:
         """Return what that step changed."""
         if self.policy == "apply":
             return "All"
-        by_layer = any(np.ndim(x) for x in record.squares.values())
-        if not by_layer or not np.isfinite(float(record.loss)):
+        by_layer = any(np.ndim(x) for x in stats.squares.values())
+        if not by_layer or not np.isfinite(float(stats.loss)):
             return "That step changed no parameter; all"
         return (
             "With optimizer_in_backward the layers behind the first gradient that is not finite "
@@ -135,38 +135,38 @@ class NonfiniteMonitor:
         finite = jax.jit(lambda tree: {path: jnp.isfinite(x).all() for path, x in tree.items()})
         return [path for path, ok in finite(flatten(state.params)).items() if not ok]
 
-    def _gradient_message(self, record: StepRecord) -> str:
+    def _gradient_message(self, stats: StepStats) -> str:
         """Return what the gradients of the step say about its cause."""
-        loss = float(record.loss)
-        entropy = np.asarray(record.entropy)
+        loss = float(stats.loss)
+        entropy = np.asarray(stats.entropy)
         if not np.isfinite(entropy).all():
             layer = np.flatnonzero(~np.isfinite(entropy))[0]
             return (
                 f"the first router whose logits are not is that of mixture {layer} of "
                 f"{len(entropy)}, counted from 0. Look at what enters it (the loss was {loss})."
             )
-        bad = [path for path, x in record.squares.items() if not np.isfinite(x).all()]
+        bad = [path for path, x in stats.squares.items() if not np.isfinite(x).all()]
         if not np.isfinite(loss) or not bad:
             return f"look at the batch and the loss (it was {loss})."
-        layer, first = self._first_nonfinite(bad, record)
+        layer, first = self._first_nonfinite(bad, stats)
         p, layer_text = self.layout.param_specs[first], f" of layer {layer}" if layer >= 0 else ""
         return (
-            f"the loss was {loss:g}, the gradients of {len(bad)} of {len(record.squares)} "
+            f"the loss was {loss:g}, the gradients of {len(bad)} of {len(stats.squares)} "
             "parameters "
             f"are not finite, the first is that of {p.path} {p.shape}{layer_text}. Look at what "
             "it is used "
             "in."
         )
 
-    def _first_nonfinite(self, bad: list[str], record: StepRecord) -> tuple[int, str]:
+    def _first_nonfinite(self, bad: list[str], stats: StepStats) -> tuple[int, str]:
         """Return the layer whose gradient was the first not to be finite, and its path."""
-        layers = {path: self._last_layer(path, record) for path in bad}
+        layers = {path: self._last_layer(path, stats) for path in bad}
         path = max(bad, key=lambda path: layers[path])
         return layers[path], path
 
-    def _last_layer(self, path: str, record: StepRecord) -> int:
+    def _last_layer(self, path: str, stats: StepStats) -> int:
         """Return the last layer in which a gradient is not finite; -1 if unknown."""
-        layers = np.asarray(record.squares[path])
+        layers = np.asarray(stats.squares[path])
         if not layers.ndim:
             return -1
         is_stacked = self.layout.param_specs[path].stacked

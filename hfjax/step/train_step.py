@@ -16,7 +16,7 @@ from hfjax.checks.jax_errors import explain_errors
 from hfjax.checks.probe_model import context_choice, probe_model_ops
 from hfjax.optimizer_step.loss_scale import after_step, clip_scale, initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
-from hfjax.optimizer_step.update import TrainableState, Update, constrain
+from hfjax.optimizer_step.update import Update, UpdatedState, constrain
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
@@ -384,7 +384,7 @@ class TrainStep:
             metrics |= scale_metrics
         if not self.layout.host_memory.parameters:
             params = constrain(params, self.layout.param_specs)
-        trainable = TrainableState(
+        trainable = UpdatedState(
             params, state.optimizer, {path: variables[path] for path in grads.variables}
         )
         new = grads.update(trainable, metrics["finite"])

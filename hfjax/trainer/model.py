@@ -11,7 +11,7 @@ from hfjax.models.vision import preset_table
 from hfjax.trainer.config import Model, Train
 from hfjax.trainer.config_io import load_function
 from hfjax.utils.keywords import name_hint
-from hfjax.utils.mean import check_loss
+from hfjax.utils.mean import check_loss_signature
 from hfjax.utils.tables import quote
 
 ROUND_TO = 128  # pads the vocabulary so that it shards evenly, and fits matmuls
@@ -83,7 +83,7 @@ def load_loss(opts: Model) -> Callable | None:
     if opts.loss is None:
         return None
     loss = load_function(opts.loss, "--model.loss")
-    check_loss(loss, f"--model.loss {opts.loss}")
+    check_loss_signature(loss, f"--model.loss {opts.loss}")
     return loss
 
 

@@ -57,7 +57,7 @@ def write_copy(folder: ModelFolder, directory: Path) -> None:
         with atomic_directory(own, replace=True) as new:
             for path in (folder.path / CONFIG, *companion_files(folder.path)):
                 shutil.copyfile(path, new / path.name)
-            (new / TENSORS).write_text(json.dumps(_copy_record(folder), indent=1) + "\n")
+            (new / TENSORS).write_text(json.dumps(_tensor_index(folder), indent=1) + "\n")
     except OSError as wrong:
         raise OSError(wrong.errno, wrong.strerror, str(own)) from None
 
@@ -88,7 +88,7 @@ def is_copy(path: Path) -> bool:
     return path_kind(path / TENSORS) == ORDINARY
 
 
-def _copy_record(folder: ModelFolder) -> dict[str, Any]:
+def _tensor_index(folder: ModelFolder) -> dict[str, Any]:
     """Return the record of the tensors, in the order of the folder's own files."""
     tensors = {
         t.name: {

@@ -220,7 +220,7 @@ class Run:
             )  # report a mistake now
             summary = str(self.components)
         self.screen.say(summary)
-        for text in self.components.task.startup_lines():
+        for text in self.components.task.startup_notes():
             self.screen.say(text)
         for name, value in config_io.changed_fields(config).items():
             self.screen.say(f"  {name}: {quote(value) if isinstance(value, Path) else value}")

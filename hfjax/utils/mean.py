@@ -76,7 +76,7 @@ def mean_metrics(mean: Mean) -> dict[str, jax.Array]:
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
 
 
-def check_loss(loss_fn: object, name: str = LOSS) -> None:
+def check_loss_signature(loss_fn: object, name: str = LOSS) -> None:
     """Refuse anything but a function loss(outputs, batch)."""
     kind = None
     if not callable(loss_fn) or isinstance(loss_fn, type | BuiltinFunctionType):

@@ -284,7 +284,7 @@ class RowMover:
         finite = [self.reduce_all(jnp.isfinite(x), len(self.stack_shape)) for x in rows]
         twins = [x for x, twin in zip(rows, self.twins, strict=True) if twin]
         twins_equal = [self.reduce_all(x == y, 0) for x, y in zip(twins, twin_rows, strict=True)]
-        block = self._concat(
+        block = self._concat_by_rule(
             [plan.rows_to_block(x) for plan, x in zip(self.plans, rows, strict=True)]
         )
         block = self.plans[0].slice_local(block).astype(self.dtype)
@@ -296,7 +296,7 @@ class RowMover:
         local_flags = flags.all(tuple(range(num_kept_dims, flags.ndim))).astype(jnp.int32)
         return lax.pmin(local_flags, self.sharding.mesh.axis_names) > 0
 
-    def _concat(self, blocks: Sequence[jax.Array]) -> jax.Array:
+    def _concat_by_rule(self, blocks: Sequence[jax.Array]) -> jax.Array:
         """Return the block that several tensors share."""
         concat_dim = self.rules[0].concat_dim
         return (

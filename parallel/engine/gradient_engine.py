@@ -125,7 +125,7 @@ class GradientEngine(ABC):
 
         def device(parameters: Flat, variables: Flat, batch):
             context.trace.begin(())
-            loss = self.eval_local(parameters, variables, context.slice_sequence(batch))
+            loss = self.eval_local(parameters, variables, context.local_sequence_batch(batch))
             context.check_gathers()
             return self.loss_over_devices(loss)
 
@@ -138,7 +138,7 @@ class GradientEngine(ABC):
 
         def device(parameters: Flat, variables: Flat, batch) -> list[jax.Array]:
             context.trace.begin(())
-            outputs = self.predict_local(parameters, variables, context.slice_sequence(batch))
+            outputs = self.predict_local(parameters, variables, context.local_sequence_batch(batch))
             outputs = context.trace.global_batch.replicate_inner(outputs)
             values, treedef = jax.tree.flatten(outputs, is_leaf=is_distributed)
             in_one_block = lambda x: isinstance(x, ShardedValue) and x.split.blocks == 1
@@ -194,7 +194,7 @@ class GradientEngine(ABC):
             statistics = statistics | {
                 p: redistribute(x) for p, x in context.batched_variables(statistics).items()
             }
-        batch = context.slice_sequence(batch)
+        batch = context.local_sequence_batch(batch)
         out = self._scan_microbatches(microbatch, statistics, batch, count)
         if redistributed:
             restored = {

@@ -82,7 +82,7 @@ class ModelOps(Protocol):
         """Return the kernel that sends a parameter or gradient in place of XLA, or None."""
         ...
 
-    def slice_sequence(self, prepare: Callable, batch: Any) -> Any:
+    def local_sequence_batch(self, prepare: Callable, batch: Any) -> Any:
         """Return this device's positions of a batch of full sequences."""
         ...
 

@@ -201,9 +201,9 @@ class StepContext:
         key_args = self.template.variables, self.mesh, variables, batch_size, step
         return local_keys(*key_args, self.sees_global_batch, redistributed)
 
-    def slice_sequence(self, batch: Any) -> Any:
+    def local_sequence_batch(self, batch: Any) -> Any:
         """Return this device's positions of a batch of full sequences."""
-        return self.trace.ops.slice_sequence(self.template.prepare_batch, batch)
+        return self.trace.ops.local_sequence_batch(self.template.prepare_batch, batch)
 
     @property
     def batch_group(self) -> AxisGroup:
@@ -222,7 +222,9 @@ class StepContext:
 
     def check_gathers(self) -> None:
         """Warn of gathers for operations without a rule, or refuse them."""
-        gradients = (math.prod(self.param_specs[path].local_shape) * 4 for path in self.trainable)
+        gradients = (
+            math.prod(self.param_specs[path].gathered_shape) * 4 for path in self.trainable
+        )
         global_batch, strict = self.trace.global_batch, self.execution.rows == "strict"
         sent_bytes = sum(gradients)
         check_gathers(global_batch.comms, strict, sent_bytes)
@@ -288,7 +290,7 @@ class StepContext:
             gathers = ()
         return CommPlan(
             path=spec.path,
-            shape=spec.local_shape,
+            shape=spec.gathered_shape,
             gathers=gathers,
             scatters=scatters,
             psum_axes=self._psum_axes(spec),
@@ -324,7 +326,7 @@ class StepContext:
     def _scatters(self, spec: ParamSpecs) -> tuple[DimCollective, ...]:
         dtype, dims = self._dtypes(spec).reduce, spec.split_dims("gradient")
         dims = one_scatter_per_axis(dims) if self._hierarchical else dims
-        x = self._collective_input(spec, spec.local_shape, dtype)
+        x = self._collective_input(spec, spec.gathered_shape, dtype)
         return collectives("reduce_scatter", dims, x, dtype, self.mesh, self._choose_kernel(spec))
 
     def _collective_input(

@@ -75,7 +75,7 @@ class ShardedModel:
             head=self.last,
             layer_passes=self.passes,
             stage_params={path: self.parameters[path] for path in layers},
-            outer_params=self.outer_params,
+            outer_params=self.unsharded_outer_params,
             slots={path: layer_shape(self.slots[path]) for path in layers if path in self.slots},
             unit_order=self.arrangement.order,
             last_passes=replace(self, policy=None).passes if self.keeps_last else None,
@@ -83,7 +83,7 @@ class ShardedModel:
         )
 
     @cached_property
-    def outer_params(self) -> Flat:
+    def unsharded_outer_params(self) -> Flat:
         """Parameters outside the layers, unsharded once for all microbatches."""
         outer = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
         return {
@@ -125,7 +125,7 @@ class ShardedModel:
             return self._unit((one, zero, zero), {}, x, skip_placement=True)
 
         return self.global_batch.carry_placements(
-            layer, jax.eval_shape(self._embed, self.outer_params, zero)
+            layer, jax.eval_shape(self._embed, self.unsharded_outer_params, zero)
         )
 
     def last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:

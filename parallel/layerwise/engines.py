@@ -251,7 +251,7 @@ class LayerUpdateEngine:
         """Return the layer-stack model, on the examples of this device."""
         context, batch_size = self.engine.context, num_examples(batch)
         keys, statistics = context.keys(inputs.variables, batch_size, step)
-        batch = context.slice_sequence(batch)
+        batch = context.local_sequence_batch(batch)
         parameters = context.gather_once(inputs.parameters)
         variables = lambda m, i: {**layer_variables(statistics, i), **keys(i, m, batch_size)}
         return self.engine.sharded_model(parameters, variables, batch, "train")

@@ -65,13 +65,13 @@ class StackedPasses:
     def _numbers(self) -> jax.Array:
         return lax.iota("int32", self.layers)
 
-    def _layer_inputs(
+    def _known_values(
         self, carry: Carry, prefetched: Flat, i: Index
     ) -> tuple[Flat, Index, jax.Array]:
         return (self.device_params(carry, i) | prefetched, i, jnp.int32(0))
 
     def _passes(self, carry: Carry, prefetched: Flat, x: Any) -> SplitBackward:
-        known = self._layer_inputs(carry, prefetched, jnp.int32(0))
+        known = self._known_values(carry, prefetched, jnp.int32(0))
         return self.model.layer_passes(known, self.model.slots, x, False)
 
     def _forward(self, carry: Carry, x: Any, keeps: bool = True) -> tuple[Any, Any]:
@@ -80,23 +80,28 @@ class StackedPasses:
         def step(running: tuple, i: jax.Array) -> tuple[tuple, Any]:
             x, prefetched = running
             upcoming = self.host_params(carry, jnp.minimum(i + 1, self.layers - 1))
-            y, stash, _ = passes.forward(self._layer_inputs(carry, prefetched, i), x)
+            y, stash, _ = passes.forward(self._known_values(carry, prefetched, i), x)
             return (y, upcoming), stash if keeps else None
 
         first = self.host_params(carry, jnp.int32(0))
         passes = self._passes(carry, first, x)
         return lax.scan(step, (x, first), self._numbers, unroll=self.unroll)
 
-    def _backward(self, carry: Carry, stashes: Any, last: tuple, mean: Any) -> tuple[Any, Carry]:
+    def _backward(
+        self, carry: Carry, stashes: Any, last: tuple, loss_mean: Any
+    ) -> tuple[Any, Carry]:
         def step(running: tuple, layer: tuple) -> tuple[tuple, None]:
             (dy, prefetched), carry = running
             i, stash = layer
             upcoming = self.host_params(carry, jnp.maximum(i - 1, 0))
-            known = self._layer_inputs(carry, prefetched, i)
+            known = self._known_values(carry, prefetched, i)
             dx, gradients = passes.backward(known, stash, [], dy)
             prefetched, upcoming = _await_prefetch(prefetched, upcoming)
             params = self.device_params(carry, i) | prefetched
-            return ((dx, upcoming), self.after_backward(carry, i, params, gradients, mean)), None
+            return (
+                (dx, upcoming),
+                self.after_backward(carry, i, params, gradients, loss_mean),
+            ), None
 
         passes = self._passes(carry, last[1], last[0])
         layers = (self._numbers, stashes)

@@ -33,8 +33,8 @@ def save_residuals_on_host(
     def run(known, weights, x) -> tuple[Any, Any]:
         return function(known, weights, x)
 
-    def with_pullback(operands: tuple, x) -> tuple[tuple, Callable]:
-        known, weights = operands
+    def with_pullback(known_and_weights: tuple, x) -> tuple[tuple, Callable]:
+        known, weights = known_and_weights
         call = lambda weights, x: function(known, weights, x)
         y, pullback, aux = jax.vjp(call, weights, x, has_aux=True)
         return (y, aux), pullback

@@ -63,7 +63,7 @@ def cond_after_gathers(pred: jax.Array, run: Callable, skip: Callable, *operands
         return results
 
     program = trace_flat(record_treedef, *operands)
-    first, rest = _split_gathers(program)
+    first, rest = _split_independent_gathers(program)
     gathered = [v for equation in first for v in equation.outvars]
     branch_program = FlatProgram(
         rest, [*program.inputs, *gathered], program.outputs, program.constants
@@ -77,7 +77,7 @@ def cond_after_gathers(pred: jax.Array, run: Callable, skip: Callable, *operands
     return lax.cond(pred, run_flat, skip_flat, *flat, *values)
 
 
-def _split_gathers(program: FlatProgram) -> tuple[list[Any], list[Any]]:
+def _split_independent_gathers(program: FlatProgram) -> tuple[list[Any], list[Any]]:
     """Return the all-gathers of a program that need none of its inputs, and all other equations."""
     depends, first, rest = set(program.inputs), [], []
     for equation in program.equations:

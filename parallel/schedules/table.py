@@ -172,15 +172,15 @@ def check_complete(table: Table) -> None:
 
 
 def _placement_fault(
-    table: Table, task: Task, stage: int, positions: dict[Task, tuple[int, int]]
+    table: Table, task: Task, stage: int, seen_positions: dict[Task, tuple[int, int]]
 ) -> str:
     """Return why a task cannot be where it is; nothing if it can."""
     if task.microbatch >= table.microbatches:
         return f"is of microbatch {task.microbatch}, of {table.microbatches}. Remove it."
     if (home := table.stage_map[task.virtual][0]) != stage:
         return f"is on stage {stage}, virtual stage {task.virtual} on {home}. Move it."
-    if task in positions:
-        return f"is here a second time, first in tick {positions[task][0]}. Remove one."
+    if task in seen_positions:
+        return f"is here a second time, first in tick {seen_positions[task][0]}. Remove one."
     return ""
 
 

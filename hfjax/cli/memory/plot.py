@@ -50,14 +50,24 @@ def _draw_device(axes: Any, report: Report) -> None:
     """Draw the bars of device memory: known parts stacked, the rest of the compiled peak grey."""
     estimates, limit = report.estimates, report.memory
     _draw_stack(axes, estimates, PARTS)
-    top = max(max(e.known_bytes, e.peak) for e in estimates)
+    top = max(max(e.layout_and_trace_bytes, e.peak) for e in estimates)
     if limit is not None and limit < 4 * top:
         top = max(top, limit)
     for x, e in enumerate(estimates):
-        rest, above = max(e.peak - e.known_bytes, 0), _above(max(e.known_bytes, e.peak), limit, top)
+        rest, above = (
+            max(e.peak - e.layout_and_trace_bytes, 0),
+            _above(max(e.layout_and_trace_bytes, e.peak), limit, top),
+        )
         label = "other temporaries (compiled)" if x == 0 else None
         axes.bar(
-            x, rest, WIDE, e.known_bytes, color=REST, hatch="///", edgecolor="white", label=label
+            x,
+            rest,
+            WIDE,
+            e.layout_and_trace_bytes,
+            color=REST,
+            hatch="///",
+            edgecolor="white",
+            label=label,
         )
         axes.hlines(e.peak, x - 0.37, x + 0.37, color=INK, linewidth=2)
         axes.annotate(

@@ -47,7 +47,7 @@ def _precision_arguments(config: DeepSpeedConfig) -> dict[str, Any]:
     if not fields:
         return {}
     precision = "bf16" if fields == {"compute": "bfloat16"} else Precision(**fields)
-    skips = {"nonfinite": _nonfinite_policy(config)} if is_bf16 and not is_fp16 else {}
+    skips = {"nonfinite": _bf16_nonfinite_policy(config)} if is_bf16 and not is_fp16 else {}
     return {"precision": precision, **skips}
 
 
@@ -63,7 +63,7 @@ def _reduce_dtype(config: DeepSpeedConfig) -> str | None:
     return TYPES.get(dtype.lower())
 
 
-def _nonfinite_policy(config: DeepSpeedConfig) -> str:
+def _bf16_nonfinite_policy(config: DeepSpeedConfig) -> str:
     is_skip, path = config.get("bf16.check_grad_overflow"), "bf16.check_grad_overflow"
     config.take(path, 'nonfinite="skip"' if is_skip else 'nonfinite="stop": there it is applied')
     config.imply(path, f"nonfinite={'skip' if is_skip else 'stop'!r}, DeepSpeed's default")

@@ -67,12 +67,12 @@ def resize_region(image: "Image", full_size: tuple[int, int], box: Box) -> "Imag
 
 
 def resize_labels(
-    labels: np.ndarray, full_size: tuple[int, int], box: Box, flip: bool = False
+    labels: np.ndarray, scaled_size: tuple[int, int], box: Box, flip: bool = False
 ) -> np.ndarray:
-    """Return a part of labels resized to `full_size`: each place has the label nearest to it."""
+    """Return a part of labels resized to `scaled_size`: each place has the label nearest to it."""
     left, top, right, bottom = box
-    row_indices = _nearest_indices(top, bottom, labels.shape[0], full_size[1])
-    column_indices = _nearest_indices(left, right, labels.shape[1], full_size[0])
+    row_indices = _nearest_indices(top, bottom, labels.shape[0], scaled_size[1])
+    column_indices = _nearest_indices(left, right, labels.shape[1], scaled_size[0])
     return labels.take(row_indices, 0).take(column_indices[::-1] if flip else column_indices, 1)
 
 

@@ -58,7 +58,7 @@ class Estimate:
         return sum(size or 0 for size in (self.layers, self.ends, self.messages))
 
     @property
-    def known_bytes(self) -> int:
+    def layout_and_trace_bytes(self) -> int:
         """Bytes in device memory that the layout and the trace show."""
         return self.parameters + self.moments + self.master + self.gradients + self.stashes
 

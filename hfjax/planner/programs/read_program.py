@@ -177,7 +177,7 @@ class _Reader:
         makes = [_new_operand(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
         op = Operation(name, reads, makes, e.params)
         if name in ("while", "cond"):
-            op.body = self._read_bodies(e, f)
+            op.body = self._read_loop_or_branches(e, f)
         _propagate_split(op)
         for output in makes:
             if output.per_example:
@@ -210,7 +210,7 @@ class _Reader:
         out.append(Operation(name, reads, makes, e.params))
         return makes
 
-    def _read_bodies(self, e: JaxprEqn, f: JaxprEqn) -> list[Operation]:
+    def _read_loop_or_branches(self, e: JaxprEqn, f: JaxprEqn) -> list[Operation]:
         """Return the operations of a loop or of branches, on new operands."""
         operations: list[Operation] = []
         names = ("body_jaxpr",) if e.primitive.name == "while" else ("branches",)

@@ -253,7 +253,7 @@ class ImageTask:
         """Return what the examples are."""
         return f"images of {self._size} x {self._size}"
 
-    def startup_lines(self) -> list[str]:
+    def startup_notes(self) -> list[str]:
         """Return the lines to print before training: the data, and how bytes are normalised."""
         shape, size = self.model.shape, self.model.size
         lines = [f"{self.images}; {size} x {size} pixels"]

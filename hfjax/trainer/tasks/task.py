@@ -74,7 +74,7 @@ class Task(Protocol):
         """Return the validation batches: each example once, in order; None if there are none."""
         ...
 
-    def startup_lines(self) -> list[str]:
+    def startup_notes(self) -> list[str]:
         """Return the lines to print before training."""
         ...
 

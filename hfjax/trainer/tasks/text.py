@@ -80,7 +80,7 @@ class TextTask:
         """Return what the examples are."""
         return f"rows of {self.model.length} tokens"
 
-    def startup_lines(self) -> list[str]:
+    def startup_notes(self) -> list[str]:
         """Return the lines to print before training, about a folder's model."""
         if self.pretrained is None:
             return []

@@ -85,7 +85,7 @@ class AsyncPipelineEngine:
         """Return a stage's results after the last tick; `redistributed`: redistribute its batch."""
         context, ticks = self.engine.context, self.engine.ticks
         keys, statistics = context.keys(inputs.variables, num_examples(batch), step, redistributed)
-        batch = context.slice_sequence(
+        batch = context.local_sequence_batch(
             self.engine.redistribute_batch(batch) if redistributed else batch
         )
         model = add_weight_carry(

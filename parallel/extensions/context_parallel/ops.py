@@ -109,7 +109,7 @@ class ContextParallelOps(KernelOps):
         """Return how many consecutive positions of a sequence one device has."""
         return self.seq_layout.run_length(length) if length == self.probe_result.length else length
 
-    def slice_sequence(self, prepare: Callable, batch: Any) -> Any:
+    def local_sequence_batch(self, prepare: Callable, batch: Any) -> Any:
         """Return this device's positions of a batch of full sequences."""
         inner_axes = InnerAxes(self.inner_groups(), run_partitioned)
         take_local = lambda dim, x: x if dim is None else inner_axes.slice_local(x, Split(dim))

@@ -252,7 +252,7 @@ class WholeSequenceOps(KernelOps):
         by_position = partial(model_ops.bind_positional, attend)
         return lambda *args, **kwargs: self.kernels.attend(attend, *by_position(args, kwargs)[0])
 
-    run_length, slice_sequence, lookup = (
+    run_length, local_sequence_batch, lookup = (
         model_ops.full_length,
         model_ops.unsliced_batch,
         model_ops.lookup_table,

@@ -251,7 +251,7 @@ class GridOps(model_ops.CommonOps):
         )
         return _cross_entropy(logits, ctx.replicate(targets), pmax, psum, first, count)
 
-    run_length, slice_sequence = model_ops.full_length, model_ops.unsliced_batch
+    run_length, local_sequence_batch = model_ops.full_length, model_ops.unsliced_batch
     check_positions, choose_kernel = model_ops.skip_position_check, staticmethod(use_xla)
 
 

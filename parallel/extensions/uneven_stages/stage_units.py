@@ -161,7 +161,9 @@ class UnevenStageModel:
     def _between(self) -> Packing:
         """The outputs of embed and of each virtual stage."""
         m = jnp.int32(0)
-        shapes = [jax.eval_shape(self.sharded_model.first, self.sharded_model.outer_params, m)]
+        shapes = [
+            jax.eval_shape(self.sharded_model.first, self.sharded_model.unsharded_outer_params, m)
+        ]
         for g in range(len(self._stage_layers)):
             parameters, x = zeros_like(self._compute_shapes(g)), zeros_like(shapes[-1])
             shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
@@ -199,9 +201,9 @@ class UnevenStageModel:
             x = model.apply(layer, parameter, variables, x)
         return x
 
-    def _unshard(self, values: Flat, slots: Flat | None) -> Flat:
+    def _unshard(self, values: Flat, grad_slots: Flat | None) -> Flat:
         """Return a virtual stage's unsharded buffers, by stored dtype, in the compute dtype."""
-        slot = lambda path: None if slots is None else slots[path]
+        slot = lambda path: None if grad_slots is None else grad_slots[path]
         return {
             path.removeprefix(PACKED): self.sharded_model.sharded_param(
                 path, value, slot(path)

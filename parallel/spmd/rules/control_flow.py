@@ -274,10 +274,10 @@ def _find_accumulators(jaxpr: Jaxpr, carry_vars: Sequence[Any]) -> list[bool] | 
     )
 
 
-def _are_accumulators(out_marks: list[Mark], unchanged: list[bool]) -> bool:
+def _are_accumulators(out_sources: list[Mark], unchanged: list[bool]) -> bool:
     """Return whether each sum is returned in its place, and nothing else depends on one."""
     expected = [None if is_unchanged else number for number, is_unchanged in enumerate(unchanged)]
-    return out_marks == [*expected, *[None] * (len(out_marks) - len(unchanged))]
+    return out_sources == [*expected, *[None] * (len(out_sources) - len(unchanged))]
 
 
 def _propagate_marks(jaxpr: Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
