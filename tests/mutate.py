@@ -243,7 +243,7 @@ blocks_follow_too_closely parallel/spmd/placements.py: a dimension's second bloc
 reversed_cumsum_begins_wrong parallel/spmd/rules/reductions.py: it begins with what lies before it
   before = {{later if is_reverse else  ~> }}device_chunks[None] < local_chunks[:, None, None]
 argmax_among_own_rows parallel/spmd/rules/reductions.py: the number is that among the rows here
-  indices, bests = group.all_gather_stack({{global_indices[local_index] ~> local_index}}), group.all_gather_stack(local_best)
+  group.all_gather_stack({{global_indices[local_index] ~> local_index}}),
 scatter_adds_to_each parallel/spmd/rules/indexing.py: what is added to counts once for each device
   [ctx.{{as_partial ~> whole}}(x), *operands]
 rows_are_not_dealt parallel/spmd/microbatches.py: microbatches are not those of one device
