@@ -1,6 +1,6 @@
-"""Flax NNX modules in three parts (embed, layers, head). They name their axes and know no mesh.
+"""Layer-stack models (embed, layers, head) as Flax NNX modules with named axes, without a mesh.
 
-`gpt` and `llama` are the models, of `layers`, `attention` and `rope`; `loss` is what they are
-trained on. `model_config` is what their configurations share, `stateful` makes modules of
-functions. Mixtures of experts are in `moe`, images in `vision`.
+`gpt` and `llama` are the models, built from `layers`, `attention` and `rope`; `loss` has their
+loss. `model_config` is what their configurations share, `stateful` wraps functions as modules.
+Mixtures of experts are in `moe`, vision models in `vision`.
 """

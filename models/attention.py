@@ -1,7 +1,7 @@
-"""Causal attention, handed to a model as a function, and rotary positions.
+"""Causal attention functions to pass to a model, and rotary positions.
 
 [B]atch, [S]equence, [H]eads, head [D]im. Keys and values may have fewer heads, [G]: each serves
-H / G heads of queries that follow one another (grouped-query attention, Ainslie et al., 2023).
+H / G consecutive query heads (grouped-query attention, Ainslie et al., 2023).
 """
 
 import sys
@@ -34,10 +34,10 @@ def causal_attention(
     v_BSGD: jax.Array,
     documents_BS: jax.Array | None = None,
 ) -> jax.Array:
-    """Return causal attention by what is fastest on the devices of the mesh around.
+    """Return causal attention by the fastest implementation for the devices of the current mesh.
 
-    That is cuDNN's on a GPU, blocks of queries on a CPU. With the number of each token's document,
-    it stays inside documents.
+    That is cuDNN's on a GPU, blocks of queries on a CPU. With each token's document number, tokens
+    attend only within their document.
     """
     attend = _gpu_attention if current_platform.platform() in ("gpu", "cuda") else block_attention
     return attend(q_BSHD, k_BSGD, v_BSGD, documents_BS)
@@ -45,10 +45,10 @@ def causal_attention(
 
 @cache
 def windowed(window: int) -> Callable:
-    """Return causal attention that sees a query itself and the `window - 1` positions before it.
+    """Return causal attention in which a query sees itself and the `window - 1` positions before.
 
     Args:
-        window: How many positions a query sees, at least 1.
+        window: The number of positions that a query sees, at least 1.
 
     Example:
         >>> from hfjax.models.attention import windowed
@@ -73,13 +73,13 @@ def windowed(window: int) -> Callable:
 
 @cache
 def capped(cap: float, window: int | None = None) -> Callable:
-    """Return causal attention whose scores are capped softly: cap * tanh(score / cap).
+    """Return causal attention with a soft cap on scores: cap * tanh(score / cap).
 
-    It is plain JAX everywhere: no kernel takes its place.
+    It is plain JAX everywhere: no kernel replaces it.
 
     Args:
-        cap: What no score goes beyond.
-        window: How many positions a query sees, itself among them. None: all before it.
+        cap: The bound of the scores.
+        window: The number of positions that a query sees, itself included. None: all before it.
 
     Example:
         >>> from hfjax.models.attention import capped
@@ -97,7 +97,7 @@ def capped(cap: float, window: int | None = None) -> Callable:
 
 
 def _gpu_attention(q_BSHD: jax.Array, *others: Any, **mask: Any) -> jax.Array:
-    """Return cuDNN's attention in half precision, XLA's in others and where cuDNN is missing."""
+    """Return cuDNN's attention in half precision; XLA's otherwise, or without cuDNN."""
     if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
         return dot_product(q_BSHD, *others, implementation="xla", **mask)
     try:
@@ -117,7 +117,7 @@ def dot_product(
     implementation: Literal["xla", "cudnn"] | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Return `jax.nn.dot_product_attention`, causal; with a window of so many positions."""
+    """Return `jax.nn.dot_product_attention`, causal, optionally with a sliding window."""
     mask = None
     if documents_BS is not None:
         mask = (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None]
@@ -134,9 +134,9 @@ def block_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> jax.Array:
-    """Return causal attention per block of queries, without the keys that no query of it sees.
+    """Return causal attention per block of queries, skipping keys that none of them sees.
 
-    With a cap no score goes beyond it, by a tanh.
+    `cap` is a soft cap on the scores.
     """
     length, repeats = q_BSHD.shape[1], q_BSHD.shape[2] // k_BSGD.shape[2]
     k_BSHD, v_BSHD = (jnp.repeat(x, repeats, axis=2) for x in (k_BSGD, v_BSGD))
@@ -152,7 +152,7 @@ def block_attention(
 
 
 def _same_document(documents_BS: jax.Array | None, size: int, first: int, end: int) -> Any:
-    """Return whether each of the last `size` queries and a key share a document: [B, 1, Q, K]."""
+    """Return whether each of the last `size` queries shares a document with a key: [B, 1, Q, K]."""
     if documents_BS is None:
         return True
     queries, keys = documents_BS[:, end - size : end], documents_BS[:, first:end]
@@ -167,7 +167,7 @@ def _attend_block(
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
-    """The queries are the last ones: query i may see the keys up to K - Q + i."""
+    """Return attention of the last Q positions: query i may see the keys up to K - Q + i."""
     queries, keys = q_BQHD.shape[1], k_BKHD.shape[1]
     wide = jnp.promote_types(q_BQHD.dtype, jnp.float32)
     scale = jnp.asarray(q_BQHD.shape[-1] ** -0.5, q_BQHD.dtype)
@@ -186,13 +186,13 @@ def rotate(
     positions_S: jax.Array | None = None,
     factors: Sequence[float] | None = None,
 ) -> jax.Array:
-    """Return x, dimensions i and i + D/2 turned by position * speed i radians.
+    """Return x with dimensions i and i + D/2 rotated by position * frequency i radians.
 
-    Positions are counted from 0 unless they are given. `factors` is what x is multiplied by
-    besides, for each entry of its last dimension but one.
+    Positions count from 0 unless they are given. `factors` additionally scales x, one factor per
+    entry of its last dimension but one.
 
     Rotary positions (Su et al., 2021), halves paired as in the weights of Hugging Face's Llama.
-    Between S and D there may be any number of dimensions. Computed in float32 or wider.
+    Any number of dimensions may lie between S and D. Computed in float32 or wider.
     """
     length, half = x_BSHD.shape[1], x_BSHD.shape[-1] // 2
     wide = jnp.promote_types(x_BSHD.dtype, jnp.float32)

@@ -1,4 +1,4 @@
-"""GPT-2 in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary."""
+"""GPT-2 as a layer-stack model. [B]atch, [S]equence, [D] embed, [V]ocabulary."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,16 +35,16 @@ __all__ = ["GPT", "PRESETS", "GPTConfig", "next_token_loss"]
 
 @dataclass(frozen=True)
 class GPTConfig(TextPresets):
-    """The shape of a GPT.
+    """The configuration of a GPT.
 
     Attributes:
-        vocab: The number of tokens.
-        length: The number of positions: the longest row.
+        vocab: The vocabulary size.
+        length: The number of positions: the maximum sequence length.
         layers: The number of layers.
         heads: The number of heads; they divide `embed`.
         embed: The width of the residual stream; an MLP is four times as wide.
-        dropout: The part that is dropped, after the embedding and before each addition.
-        pad_vocab_to: The embedding has a multiple of so many rows; logits beyond are masked.
+        dropout: The dropout rate, after the embedding and before each residual addition.
+        pad_vocab_to: Pad the embedding to a multiple of so many rows; their logits are masked.
         attention: Function of (q, k, v), and of the documents if there are any.
 
     Example:
@@ -77,7 +77,7 @@ class GPTConfig(TextPresets):
 
     @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
-        """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
+        """Sizes (in, out) of a layer's linear maps, alternately from and to the residual stream."""
         d = self.embed
         return {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
 
@@ -118,7 +118,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two linear maps with a GELU between."""
+    """Two linear maps with a GELU between them."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         wide = (config.embed, 4 * config.embed)
@@ -134,7 +134,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+    """One pre-norm layer: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = LayerNorm(config.embed), LayerNorm(config.embed)
@@ -155,7 +155,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """GPT-2 with tied embeddings; `layers` is one module of stacked arrays.
 
-    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    Checkpoint names in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
@@ -174,8 +174,8 @@ class GPT(nnx.Module):
     def embed(self, batch: Mapping[str, jax.Array]) -> Any:
         """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
 
-        With `batch["documents"]` [B, S + 1] tokens attend inside their document, and its positions
-        begin at 0.
+        With `batch["documents"]` [B, S + 1] tokens attend within their document, whose positions
+        start at 0.
         """
         inputs = next_tokens(batch)
         length = inputs["tokens"].shape[1]
@@ -190,7 +190,7 @@ class GPT(nnx.Module):
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return a batch of whole rows as `embed` and the loss read it."""
+        """Return a batch of full sequences in the form that `embed` and the loss read."""
         return next_tokens(batch)
 
     def _position_embeddings(self, length: int, in_documents_BS: jax.Array | None) -> jax.Array:
@@ -200,7 +200,7 @@ class GPT(nnx.Module):
         return self.positions[...][None, :length]
 
     def head(self, stream: Any) -> Any:
-        """Return the logits [B, S, V], or a step's stand-in for them."""
+        """Return the logits [B, S, V], or a step's `Projection` in place of them."""
         x_BSD, _ = unpack_stream(stream)
         x = self.place(self.norm(x_BSD), FULL_SEQUENCE, STREAM)
         kernel_VD: Any = self.tokens[...]

@@ -1,4 +1,4 @@
-"""Small parts of a transformer: linear, norms, dropout. Axes are named on every parameter."""
+"""Basic layers of a transformer: linear, norms, dropout. Every parameter has named axes."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,25 +13,25 @@ from hfjax.utils.head import head_logits, project
 from hfjax.utils.mean_variance import mean_and_variance
 
 Axes = tuple[str | None, ...]
-Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # of a key and a shape
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> array
 Stream = jax.Array | tuple[jax.Array, jax.Array]  # the residual stream[, documents]
 
-STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
-FULL_SEQUENCE = ("batch", None, None)  # what enters a linear map
+STREAM = ("batch", "seq", None)  # residual stream, norms and dropout: the sequence may be sharded
+FULL_SEQUENCE = ("batch", None, None)  # the input of a linear map
 
 
 def pack_stream(x_BSD: jax.Array, documents_BS: jax.Array | None) -> Any:
-    """Return what goes from layer to layer: the residual stream, and documents if there are any."""
+    """Return the value passed between layers: the residual stream, with documents if any."""
     return x_BSD if documents_BS is None else (x_BSD, documents_BS)
 
 
 def unpack_stream(stream: Stream) -> tuple[jax.Array, jax.Array | None]:
-    """Return the residual stream, and the number of each token's document or None."""
+    """Return the residual stream, and each token's document number or None."""
     return stream if isinstance(stream, tuple) else (stream, None)
 
 
 def position_in_document(documents_BS: jax.Array) -> jax.Array:
-    """Return how far each token is from the first of its document.
+    """Return each token's position in its document.
 
     >>> position_in_document(jnp.array([[1, 1, 1, 2, 2, 0]])).tolist()
     [[0, 1, 2, 0, 1, 0]]
@@ -42,9 +42,9 @@ def position_in_document(documents_BS: jax.Array) -> jax.Array:
 
 
 class NoConstraint:
-    """The `place` of a module that nobody has put on a mesh: leaves an activation as it is.
+    """The default `place` of a module without a mesh: returns activations unchanged.
 
-    A module that sets `self.place = anywhere` is handed the layout's own function in its place.
+    In a module that sets `self.place = no_constraint`, a layout replaces it with its own function.
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,20 +54,20 @@ class NoConstraint:
         True
     """
 
-    places_activations = True  # a layout puts its own function in place of this one
+    places_activations = True  # a layout replaces this object with its own function
 
     def __call__(self, x: jax.Array, names: Axes, gradient: Axes | None = None) -> jax.Array:
-        """Return x as it is; in a layout, x where the strategy's rule of `activations` says.
+        """Return x unchanged; in a layout, x placed by the strategy's rules for `activations`.
 
         Args:
             x: An activation.
-            names: The logical axis of each dimension, None where it is never split.
+            names: The logical axis of each dimension, None where it is never sharded.
             gradient: The names by which its gradient is placed. None: those of `x`.
         """
         return x
 
     def axes(self, name: str | None) -> tuple[str, ...]:
-        """Return (); in a layout, the tensor axes that split a named dimension of activations.
+        """Return (); in a layout, the tensor mesh axes that shard a logical axis of activations.
 
         Args:
             name: A logical axis, for instance "seq".
@@ -79,9 +79,9 @@ no_constraint = NoConstraint()
 
 
 class LocalOps:
-    """The `kernels` of a module that no step has equipped: everything is plain JAX.
+    """The default `kernels` of a module outside a training step: everything is plain JAX.
 
-    A module that sets `self.kernels = plain` is handed the step's own object in its place.
+    In a module that sets `self.kernels = local_ops`, a step replaces it with its own object.
 
     Example:
         >>> import jax
@@ -90,10 +90,10 @@ class LocalOps:
         True
     """
 
-    chooses_kernels = True  # a step puts its own object in place of this one
+    chooses_kernels = True  # a step replaces this object with its own
 
     def attention(self, attend: Callable) -> Callable:
-        """Return the attention to run: `attend`, or a kernel if it is hfjax's own causal attention.
+        """Return the attention to run: `attend`, or a kernel if that is hfjax's causal attention.
 
         Args:
             attend: Function of (q, k, v), and of the documents if there are any.
@@ -101,10 +101,10 @@ class LocalOps:
         return attend
 
     def run_length(self, length: int) -> int:
-        """Return how many positions follow each other, of those here: groups of them lie here.
+        """Return the number of consecutive positions on this device, within which groups must lie.
 
         Args:
-            length: How many positions are here.
+            length: The number of positions on this device.
 
         Example:
             >>> from hfjax.models.layers import local_ops
@@ -114,7 +114,7 @@ class LocalOps:
         return length
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Return sums of rows here, added to those of all devices that have others.
+        """Return sums over local examples, all-reduced over the devices that have others.
 
         Args:
             x: An array.
@@ -122,14 +122,14 @@ class LocalOps:
         return x
 
     def channel_stats(self, x: jax.Array, axes: Any = None) -> tuple[jax.Array, jax.Array, int]:
-        """Return mean and variance of each channel over rows and positions, and their number.
+        """Return mean and variance of each channel over examples and positions, and the count.
 
-        In a step they are those of the rows of all devices, in one message. They are of at least
+        In a step they cover the examples of all devices, in one all-reduce. Their dtype is at least
         float32.
 
         Args:
-            x: An array whose last dimension are channels.
-            axes: Mesh axes over whose rows a model goes that sees each device's own.
+            x: An array whose last dimension is channels.
+            axes: The mesh axes to reduce over, in a model that sees only each device's examples.
 
         Example:
             >>> import jax.numpy as jnp
@@ -141,27 +141,27 @@ class LocalOps:
         return *mean_and_variance(x), x.size // x.shape[-1]
 
     def experts(self, mixture: Any, x_GTD: jax.Array, routing: Any) -> jax.Array:
-        """Return what the experts of a layer make of tokens; a step may spread them over devices.
+        """Return the experts' outputs for tokens; a step may shard the experts over devices.
 
         Args:
             mixture: The experts, a `hfjax.models.moe.experts.Mixture`.
             x_GTD: Tokens, in groups.
-            routing: Where each goes.
+            routing: The slots or experts of each token.
         """
         return mixture.run_all(x_GTD, routing)
 
     def record_metrics(self, outputs: Any, add_metrics: Callable, needed: bool) -> Any:
-        """Return what the loss is given: the outputs, and what routers told if it asks for that.
+        """Return the input of the loss: the outputs, with router metrics if the loss uses them.
 
         Args:
-            outputs: Of the model.
-            add_metrics: Function of the outputs that adds what routers told.
-            needed: Whether training without it would leave out a loss or a bias.
+            outputs: The outputs of the model.
+            add_metrics: Function of the outputs that adds the router metrics.
+            needed: Whether training without them would omit an auxiliary loss or a bias update.
         """
         return outputs
 
     def matmul(self, place: Callable, between: Axes, multiply: Callable) -> Callable:
-        """Return the product to run in a linear map: `multiply`, or one that goes around a ring.
+        """Return the matmul to run in a linear map: `multiply`, or one over a ring of devices.
 
         Args:
             place: The module's own `place`.
@@ -173,25 +173,25 @@ class LocalOps:
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Any:
-        """Return what the loss is given: logits x @ kernel.T, or a projection that stands for them.
+        """Return the input of the loss: logits x @ kernel.T, or a `Projection` in place of them.
 
         Args:
-            x_BSD: What the head multiplies.
+            x_BSD: The input of the head.
             kernel_VD: The head's matrix.
-            vocab: Its rows that count: what follows pads it, and its logits are masked.
-            logits: () -> logits of the model's own, which are more than x @ kernel.T (a cap, a
-                bias). A grid, and a kernel that makes losses without logits, cannot take it: scale
-                x before, and put caps and biases into a loss that is given logits.
+            vocab: The number of real rows: the rest is padding, whose logits are masked.
+            logits: () -> the model's own logits, if they are more than x @ kernel.T (a cap, a
+                bias). A grid, and a kernel that computes losses without logits, do not support
+                this: scale x before, and put caps and biases into a loss that takes logits.
         """
         return logits() if logits else head_logits(no_constraint, x_BSD, kernel_VD, vocab)
 
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        """Return the row of each token in a table, as the residual stream has them.
+        """Return the embedding of each token from a table, placed as the residual stream.
 
         Args:
-            table_VD: The table [vocab, embed], a parameter whose dimensions have these names: on a
-                grid another one is refused.
-            tokens_BS: Tokens of whole rows.
+            table_VD: The table [vocab, embed], a parameter whose dimensions have these names: a
+                grid refuses any other.
+            tokens_BS: Tokens of full sequences.
 
         Example:
             >>> import jax.numpy as jnp
@@ -206,9 +206,9 @@ local_ops = LocalOps()
 
 
 class NoNumber(int):
-    """The number of a module that a layout numbers: 0 on its own."""
+    """The default `number` of a module that a layout numbers: 0 without a layout."""
 
-    takes_number = True  # a layout puts the number of the module among its like in place of it
+    takes_number = True  # a layout replaces it with the module's number among its kind
 
 
 no_number = NoNumber(0)
@@ -217,8 +217,8 @@ no_number = NoNumber(0)
 class Linear(nnx.Module):
     """x @ kernel (+ bias) over the last `len(shape) - outputs` dimensions of x.
 
-    The kernel is drawn from normal numbers times `scale`, or by it if it is a function of a key and
-    a shape; the bias is zeros, or what such a function draws.
+    The kernel is initialised from a normal distribution times `scale`, or by `scale` if it is a
+    function of (key, shape); the bias is zeros, or initialised by such a function.
     """
 
     def __init__(
@@ -240,15 +240,15 @@ class Linear(nnx.Module):
             bias(rngs.params(), bias_shape) if callable(bias) else jnp.zeros(bias_shape)
         )
         self.bias = nnx.Param(init_bias(), axes=axes[self.inputs :]) if bias else None
-        self.between = (axes[0], axes[self.inputs])  # embed, and what may be split: heads, mlp
+        self.between = (axes[0], axes[self.inputs])  # embed, and what may be sharded: heads, mlp
         self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel, dtype = jnp.asarray(self.kernel[...]), x.dtype
-        x = x.astype(kernel.dtype)  # precision by path: what leaves has the dtype of what entered
+        x = x.astype(kernel.dtype)  # precision by path: the output has the input's dtype
         batch_shape, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         multiply = partial(project, lambda x: x)
-        if len(batch_shape) == 2:  # of [B, S, …] dimensions have names
+        if len(batch_shape) == 2:  # the dimensions of [B, S, …] have names
             multiply = self.kernels.matmul(self.place, self.between, self._multiply)
         y: Any = multiply(x.reshape(*batch_shape, inputs), kernel.reshape(inputs, -1))
         y = y.reshape(*y.shape[:-1], *kernel.shape[self.inputs :])
@@ -257,7 +257,7 @@ class Linear(nnx.Module):
         return y.astype(dtype)
 
     def _multiply(self, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-        """Return x @ kernel; of a sequence that is split, the whole enters a layer."""
+        """Return x @ kernel; a sharded sequence is all-gathered where it enters a layer."""
         if self.between[0] == "embed":
             x_BSI = self.place(x_BSI, FULL_SEQUENCE, STREAM)
         return project(
@@ -282,9 +282,9 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x over its root mean square, scaled; along the last dimension, in float32 or wider.
+    """RMS normalisation over the last dimension, scaled, computed in float32 or wider.
 
-    With `plus_one` it is scaled by 1 + the parameter.
+    With `plus_one` the scale is 1 + the parameter.
     """
 
     def __init__(
@@ -309,17 +309,17 @@ class RMSNorm(nnx.Module):
 
 
 class ExampleKey(nnx.Variable):
-    """A random key that a training step turns into one key per row of the global batch."""
+    """A random key that a training step turns into one key per example of the global batch."""
 
 
 class Dropout(nnx.Module):
-    """Dropout whose mask depends on an element's place in the global batch, never on the device.
+    """Dropout whose mask depends on an element's index in the global batch, never on the device.
 
-    So masks are equal bit by bit on every mesh. It does nothing in evaluations.
+    So masks are bit-identical on every mesh. It does nothing in evaluations.
 
     Args:
-        rate: The part that is dropped, from 0 to 1; what is left is divided by 1 - rate.
-        rngs: Where its key comes from: the stream `dropout`.
+        rate: The fraction to drop, from 0 to 1; the rest is divided by 1 - rate.
+        rngs: The random number generators; the key comes from the stream `dropout`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -342,18 +342,17 @@ class Dropout(nnx.Module):
         self.kernels = local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return x with elements dropped, or as it is in an evaluation.
+        """Return x with elements dropped, or unchanged in an evaluation.
 
         Args:
-            x: An array with a row for each row of the batch; its second dimension may be the
-                sequence.
+            x: An array whose first dimension is the batch; the second may be the sequence.
         """
         if self.deterministic or self.rate == 0:
             return x
         if self.key is None:
             return jnp.zeros_like(x)
         keys = self.key[...]
-        if keys.ndim == 0:  # outside a training step: the rows are those of x
+        if keys.ndim == 0:  # outside a training step: x is the whole batch
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(x.shape[0]))
         if len(keys) != len(x):
             raise ValueError(
@@ -364,17 +363,17 @@ class Dropout(nnx.Module):
         return jnp.where(mask, x / (1 - self.rate), jnp.zeros((), x.dtype))
 
     def _draw_mask(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
-        """Return (key of a row) -> which of its elements are kept."""
+        """Return (key of an example) -> mask of its kept elements."""
         return lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:])
 
 
-MAX_LAYERS = 100_000  # each has random numbers of its own, which are counted before they are made
+MAX_LAYERS = 100_000  # each has its own random stream, which are counted before they are created
 
 
 def add_residual(
     place: Callable, x: jax.Array, sublayer: Callable, norm: Callable, post: Any
 ) -> jax.Array:
-    """Return x and what a part of a layer makes of it; norms see it split as the stream is."""
+    """Return x + sublayer(norm(x)); norms see x sharded as the residual stream."""
     y = place(sublayer(norm(place(x, STREAM))), STREAM)
     return x + (y if post is None else post(y))
 
@@ -384,12 +383,12 @@ def stack_layers(
 ) -> nnx.Module:
     """Return one module whose arrays stack `count` layers along a new first dimension.
 
-    So a model in three parts holds equal layers: they compile once, and can be split over pipe.
+    For the equal layers of a layer-stack model: they compile once, and can be sharded over pipe.
 
     Args:
-        count: How many layers.
+        count: The number of layers.
         create: Function of `nnx.Rngs` that returns one layer.
-        rngs: Where random numbers come from; each layer has its own.
+        rngs: The random number generators, split per layer.
 
     Example:
         >>> from flax import nnx
@@ -405,9 +404,9 @@ def stack_layers(
 
 
 def run_stacked(layers: nnx.Module, x: Any) -> Any:
-    """Return x after each of the layers of a `stack_layers` module, as they are written.
+    """Return x after all layers of a `stack_layers` module, applied in order.
 
-    What a layer writes to its variables (running statistics, say) is kept.
+    Updates of a layer's variables (running statistics, say) are kept.
     """
     graph, arrays = nnx.split(layers)
     read = lambda state: dict(nnx.to_flat_state(state))
@@ -429,12 +428,12 @@ def run_stacked(layers: nnx.Module, x: Any) -> Any:
 
 
 def run_listed(layers: Iterable[Callable], x: Any) -> Any:
-    """Return x after each of the layers of a list, as they are written."""
+    """Return x after all layers of a list, applied in order."""
     for layer in layers:
         x = layer(x)
     return x
 
 
 def residual_scale(layers: int) -> float:
-    """Return the scale of kernels that write to the residual stream, twice a layer (GPT-2)."""
+    """Return the init scale of kernels that write to the residual stream, twice a layer (GPT-2)."""
     return 0.02 / math.sqrt(2 * layers)

@@ -1,6 +1,6 @@
-"""Llama in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary.
+"""Llama as a layer-stack model. [B]atch, [S]equence, [D] embed, [V]ocabulary.
 
-One decoder: what Llama, Qwen, Mistral and Gemma differ in are fields of its configuration.
+One decoder: the differences between Llama, Qwen, Mistral and Gemma are configuration fields.
 """
 
 import sys
@@ -44,13 +44,13 @@ ACTIVATIONS: Mapping[str, Callable] = {
 
 @dataclass(frozen=True)
 class LocalLayers:
-    """Some layers of a stack attend in another way than the others.
+    """Layers of a stack that use another attention than the others.
 
-    All layers stay one stack: which kind a layer is of is data.
+    All layers stay in one stack: the kind of a layer is data.
 
     Attributes:
-        layers: The numbers of these layers, the first is 0.
-        attention: Theirs: `hfjax.models.attention.windowed`, for instance.
+        layers: The numbers of these layers, from 0 on.
+        attention: Their attention: `hfjax.models.attention.windowed`, for instance.
         rotary: Their rotary positions. None: those of the others.
 
     Example:
@@ -65,7 +65,7 @@ class LocalLayers:
     rotary: Rope | None = None
 
     def check(self, owner: str, layers: int) -> None:
-        """Refuse numbers that are not those of some of so many layers."""
+        """Refuse numbers that are not a subset of a model's layers."""
         numbers = {n for n in self.layers if is_int(n, 0, layers - 1)}
         if len(numbers) != len(self.layers) or len(numbers) not in range(1, layers):
             raise ValueError(
@@ -83,31 +83,31 @@ class LocalLayers:
 
 @dataclass(frozen=True)
 class LlamaConfig(TextPresets):
-    """The shape of a Llama.
+    """The configuration of a Llama.
 
     Attributes:
-        vocab: The number of tokens.
-        length: Tokens of the longest row; positions are rotary, so no array depends on it.
+        vocab: The vocabulary size.
+        length: The maximum sequence length; positions are rotary, so no array depends on it.
         layers: The number of layers.
-        heads: The number of heads of queries; twice as many divide `embed`.
-        kv_heads: The number of heads of keys and values: each serves heads / kv_heads queries.
+        heads: The number of query heads; twice as many divide `embed`.
+        kv_heads: The number of key and value heads: each serves heads / kv_heads query heads.
         embed: The width of the residual stream.
         mlp: The width of the MLP.
         rotary: The rotary positions.
-        epsilon: Of the norms.
+        epsilon: The epsilon of the norms.
         tied: Whether the head is the embedding, transposed.
         attention: Function of (q, k, v), and of the documents if there are any.
         head: The width of one head. None: embed / heads.
         qkv_bias: Whether queries, keys and values have biases.
-        qk_norm: Whether each head's query and key are normalised (RMS) before they are turned.
-        norms_after: Whether what attention and MLP make is normalised before it is added, too.
-        norm_plus_one: Whether norms multiply by 1 + their scale, which then begins at 0.
-        activation: Of the MLP's gate: silu or gelu_tanh.
-        embedding_scale: What the embedding is multiplied by. None: nothing.
-        query_scale: What scores of attention are multiplied by. None: head ** -0.5.
+        qk_norm: Whether each head's query and key are normalised (RMS) before the rotation.
+        norms_after: Whether outputs of attention and MLP are normalised before the addition, too.
+        norm_plus_one: Whether norms multiply by 1 + their scale, which is then initialised to 0.
+        activation: The activation of the MLP's gate: silu or gelu_tanh.
+        embedding_scale: The factor of the embedding. None: no scaling.
+        query_scale: The factor of attention scores. None: head ** -0.5.
         logit_cap: The logits' soft cap: cap * tanh(logit / cap). None: no cap.
         local: Layers of another kind. None: all are alike.
-        pad_vocab_to: The embedding has a multiple of so many rows; logits beyond are masked.
+        pad_vocab_to: Pad the embedding to a multiple of so many rows; their logits are masked.
 
     Example:
         >>> from hfjax.models.llama import LlamaConfig
@@ -125,10 +125,10 @@ class LlamaConfig(TextPresets):
     embed: int = 4096
     mlp: int = 11008
     rotary: Rope = Rope()
-    epsilon: float = 1e-5  # of the norms
+    epsilon: float = 1e-5  # epsilon of the norms
     tied: bool = False  # the head is the embedding, transposed
     attention: Callable = causal_attention
-    head: int | None = None  # the width of one; None: embed / heads
+    head: int | None = None  # the width of one head; None: embed / heads
     qkv_bias: bool = False
     qk_norm: bool = False
     norms_after: bool = False
@@ -166,12 +166,12 @@ class LlamaConfig(TextPresets):
 
     @property
     def width(self) -> int:
-        """The dimensions of one head."""
+        """The width of one head."""
         return self.embed // self.heads if self.head is None else self.head
 
     @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
-        """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
+        """Sizes (in, out) of a layer's linear maps, alternately from and to the residual stream."""
         d, qkv = self.embed, (self.heads + 2 * self.kv_heads) * self.width
         out, gate_up, down = (self.heads * self.width, d), (d, 2 * self.mlp), (self.mlp, d)
         return {"qkv": (d, qkv), "out": out, "gate_up": gate_up, "down": down}
@@ -193,7 +193,7 @@ def _check_numbers(owner: str, config: LlamaConfig) -> None:
 
 
 def _check_choices(owner: str, config: LlamaConfig) -> None:
-    """Refuse fields that are none of a few values."""
+    """Refuse fields whose value is none of the allowed ones."""
     if not isinstance(config.rotary, Rope):
         raise ValueError(f"{owner}: rotary={config.rotary!r}; a {ROPE} is expected.")
     if config.activation not in ACTIVATIONS:
@@ -220,11 +220,11 @@ LlamaConfig.known = PRESETS
 
 
 class LayerKind(nnx.Variable):
-    """Whether a layer is one of `LlamaConfig.local`. It is data; no step changes it."""
+    """Whether a layer is one of `LlamaConfig.local`. It is data that no step changes."""
 
 
 def make_norm(config: LlamaConfig, size: int | None = None) -> RMSNorm:
-    """Return a norm of the residual stream, or of heads of a size."""
+    """Return a norm of the residual stream, or of heads of width `size`."""
     axis = "embed" if size is None else None
     return RMSNorm(size or config.embed, config.epsilon, axis, plus_one=config.norm_plus_one)
 
@@ -232,8 +232,8 @@ def make_norm(config: LlamaConfig, size: int | None = None) -> RMSNorm:
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions, kv heads first.
 
-    A kv head holds its queries, then its key, then its value: [D, kv heads, queries + 2, d]. What
-    a tensor axis splits is never cut.
+    Each kv head has its queries, then its key, then its value: [D, kv heads, queries + 2, d]. So
+    the dimension that a tensor axis shards is never sliced.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
@@ -250,7 +250,7 @@ class Attention(nnx.Module):
         scale = config.query_scale
         self.query_factor = (
             None if scale is None else scale * width**0.5
-        )  # kernels divide by its root
+        )  # kernels divide by sqrt(width)
         self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
@@ -264,7 +264,7 @@ class Attention(nnx.Module):
         return self.out(self.place(attended, ("batch", None, "heads", None)))
 
     def _rotate_qk(self, qk: jax.Array) -> jax.Array:
-        """Return queries and keys, normalised if they are, and turned by their positions."""
+        """Return queries and keys, normalised if configured, and rotated by their positions."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(qk[:, :, :, :-1]), self.k_norm(qk[:, :, :, -1:])
             qk = jnp.concatenate([q, k], axis=3)
@@ -272,7 +272,7 @@ class Attention(nnx.Module):
         if self.query_factor not in (
             None,
             1,
-        ):  # of queries alone; in float32, before they are rounded
+        ):  # for queries only; in float32, before rounding
             factors = [self.query_factor] * (qk.shape[3] - 1) + [1.0]
         return rotate(qk, self._rotary, factors=factors)
 
@@ -283,7 +283,7 @@ class Attention(nnx.Module):
         return EitherRope(self.is_local[...], self.local.rotary, self.rotary)
 
     def _attend(self, *operands: jax.Array) -> jax.Array:
-        """Return what is attended to, in the way of this layer."""
+        """Return the output of this layer's kind of attention."""
         attend = self.kernels.attention(self.attend)
         if self.is_local is None or self.local is None or self.local.attention is self.attend:
             return attend(*operands)
@@ -310,7 +310,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+    """One pre-norm layer: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = make_norm(config), make_norm(config)
@@ -330,9 +330,9 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Llama 2 and 3, and their like; `layers` is one module of stacked arrays.
+    """Llama 2 and 3, and similar models; `layers` is one module of stacked arrays.
 
-    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    Checkpoint names in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
@@ -347,19 +347,19 @@ class Llama(nnx.Module):
     def embed(self, batch: Mapping[str, jax.Array]) -> Any:
         """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
 
-        With `batch["documents"]` [B, S + 1] tokens attend inside their document. (Rotary positions
-        need not begin at 0: attention depends on distances alone.)
+        With `batch["documents"]` [B, S + 1] tokens attend within their document. (Rotary positions
+        need not start at 0: attention depends on distances only.)
         """
         inputs = next_tokens(batch)
         return pack_stream(residual_stream(self, inputs["tokens"]), inputs.get("documents"))
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return a batch of whole rows as `embed` and the loss read it."""
+        """Return a batch of full sequences in the form that `embed` and the loss read."""
         return next_tokens(batch)
 
     def head(self, stream: Any) -> Any:
-        """Return the logits [B, S, V], or a step's stand-in for them."""
+        """Return the logits [B, S, V], or a step's `Projection` in place of them."""
         return compute_logits(self, unpack_stream(stream)[0])
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -367,26 +367,26 @@ class Llama(nnx.Module):
 
 
 def mark_local(config: LlamaConfig, layers: Any) -> None:
-    """Write into stacked layers which of them are of `config.local`."""
+    """Mark in stacked layers which of them belong to `config.local`."""
     if config.local is not None:
         numbers = jnp.array(config.local.layers)
         layers.attention.is_local[...] = jnp.zeros(config.layers, bool).at[numbers].set(True)
 
 
 def embedding(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param:
-    """Return the embedding of tokens."""
+    """Return the token embedding."""
     kernel = 0.02 * jax.random.normal(rngs.params(), (config.padded_vocab, config.embed))
     return nnx.Param(kernel, axes=("vocab", "embed"))
 
 
 def unembedding(config: LlamaConfig, rngs: nnx.Rngs) -> Linear | None:
-    """Return the head, None if it is the embedding."""
+    """Return the head, or None if it is tied to the embedding."""
     shape, axes = (config.embed, config.padded_vocab), ("embed", "vocab")
     return None if config.tied else Linear(shape, axes, 1, 0.02, bias=False, rngs=rngs)
 
 
 def residual_stream(model: Any, tokens_BS: jax.Array) -> jax.Array:
-    """Return what enters the layers of a model that has Llama's ends."""
+    """Return the input of the layers, for a model with Llama's embedding."""
     length, scale = tokens_BS.shape[1], model.config.embedding_scale
     if length > model.config.length:
         raise ValueError(
@@ -400,7 +400,7 @@ def residual_stream(model: Any, tokens_BS: jax.Array) -> jax.Array:
 
 
 def compute_logits(model: Any, x_BSD: jax.Array) -> Any:
-    """Return the logits [B, S, V] of a model that has Llama's ends, or a step's stand-in."""
+    """Return the logits [B, S, V], or a step's `Projection`, for a model with Llama's head."""
     x = model.place(model.norm(x_BSD), FULL_SEQUENCE, STREAM)
     kernel_VD = model.tokens[...] if model.unembed is None else model.unembed.kernel[...].T
     x, vocab, cap = x.astype(kernel_VD.dtype), model.config.vocab, model.config.logit_cap

@@ -1,4 +1,4 @@
-"""What a language model is trained on. [B]atch, [S]equence, [V]ocabulary."""
+"""The loss of language models. [B]atch, [S]equence, [V]ocabulary."""
 
 from collections.abc import Mapping
 
@@ -13,13 +13,13 @@ from hfjax.utils.mean import Mean
 
 
 def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return what a model reads and what it is to predict, all [B, S], of tokens [B, S + 1].
+    """Return the inputs and targets of a model, all [B, S], from tokens [B, S + 1].
 
-    That is `tokens`, `targets` and what else the batch has: `mask`, and `documents` with each
-    token's position in its document (`positions`). A batch that has targets is returned as it is.
+    These are `tokens`, `targets` and what else the batch has: `mask`, and `documents` with each
+    token's position in its document (`positions`). A batch with targets is returned unchanged.
 
     Args:
-        batch: Tokens [B, S + 1]; also documents [B, S + 1] and a mask of the targets, [B, S].
+        batch: Tokens [B, S + 1]; optionally documents [B, S + 1] and a mask of the targets, [B, S].
 
     Example:
         >>> import jax.numpy as jnp
@@ -41,7 +41,7 @@ def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _check_tokens(tokens: jax.Array) -> None:
-    """Refuse what no token predicts the next of; floating-point numbers an embedding refuses."""
+    """Refuse tokens without a next one to predict; floats are refused by the embedding."""
     if jnp.issubdtype(tokens.dtype, jnp.bool_) or jnp.issubdtype(tokens.dtype, jnp.complexfloating):
         raise ValueError(f"tokens of dtype {tokens.dtype}: whole numbers are expected, int32.")
     if tokens.ndim != 2 or tokens.shape[1] < 2:
@@ -52,7 +52,7 @@ def _check_tokens(tokens: jax.Array) -> None:
 
 
 def _check_documents(documents: jax.Array, tokens: jax.Array) -> None:
-    """Refuse what are no numbers of the documents that tokens belong to."""
+    """Refuse arrays that are not one document number per token."""
     if documents.shape != tokens.shape or not jnp.issubdtype(documents.dtype, jnp.integer):
         raise ValueError(
             f"documents {documents.dtype}{list(documents.shape)} beside tokens "
@@ -62,10 +62,10 @@ def _check_documents(documents: jax.Array, tokens: jax.Array) -> None:
 
 @takes_projection
 def next_token_loss(outputs: jax.Array | Projection, batch: Mapping[str, jax.Array]) -> Mean:
-    """Return the cross entropy of each next token; `batch["mask"]` ([B, S]) may weigh them.
+    """Return the cross entropy of next tokens, weighted by `batch["mask"]` ([B, S]) if present.
 
-    The outputs are logits [B, S, V], or what stands for them where they are never made. A negative
-    token is no target: it counts nothing. One beyond the vocabulary makes the loss NaN.
+    The outputs are logits [B, S, V], or a `Projection` where logits are never computed. A negative
+    target is ignored. One beyond the vocabulary makes the loss NaN.
     """
     losses, mask = token_losses(outputs, batch)
     return Mean((losses * mask).sum(), mask.sum())
@@ -74,12 +74,12 @@ def next_token_loss(outputs: jax.Array | Projection, batch: Mapping[str, jax.Arr
 def token_losses(
     outputs: jax.Array | Projection, batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the cross entropy of each next token and what it weighs, [B, S] both."""
+    """Return the cross entropy and the weight of each next token, both [B, S]."""
     targets = widen_tokens(batch["targets"] if "targets" in batch else batch["tokens"][:, 1:])
     is_projection = isinstance(outputs, Projection)
     losses = outputs.losses(targets) if is_projection else _logit_losses(outputs, targets)
     mask = batch.get("mask", jnp.ones_like(losses))
-    fits = mask.shape in (targets.shape, (len(targets), 1))  # one weight for a row, too
+    fits = mask.shape in (targets.shape, (len(targets), 1))  # or one weight per sequence
     if not fits or jnp.issubdtype(mask.dtype, jnp.complexfloating):
         raise ValueError(
             f"mask {mask.dtype}{list(mask.shape)} beside targets {list(targets.shape)}: what each "

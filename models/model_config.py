@@ -1,4 +1,4 @@
-"""What the configurations of all models share: named shapes, and the rows of an embedding."""
+"""Base classes of all model configurations: presets, and the padded vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Self
 
 
 class Presets:
-    """A configuration that has named shapes."""
+    """A configuration with presets."""
 
-    known: ClassVar[Mapping[str, Any]] = {}  # the named shapes
+    known: ClassVar[Mapping[str, Any]] = {}  # the presets
 
     @classmethod
     def preset(cls, name: str, **changes) -> Self:
-        """Return a named shape, some fields changed.
+        """Return a preset, with some fields changed.
 
         Args:
             name: One of the PRESETS of the model's file.
@@ -30,19 +30,19 @@ class Presets:
 
 
 class TextPresets(Presets):
-    """The configuration of a model of text: the first of its named shapes is tiny."""
+    """The configuration of a language model, whose first preset is tiny."""
 
     vocab: int
     pad_vocab_to: int
 
     @property
     def padded_vocab(self) -> int:
-        """The number of rows of the embedding."""
+        """The number of rows of the embedding, padding included."""
         return -(-self.vocab // self.pad_vocab_to) * self.pad_vocab_to
 
     @classmethod
     def tiny(cls, **changes) -> Self:
-        """Return the shape of a byte-level model that trains on a laptop.
+        """Return the configuration of a byte-level model that trains on a laptop.
 
         Args:
             changes: Fields by name.

@@ -1,7 +1,7 @@
-"""How fast rotary positions turn: by the base alone, or stretched to rows longer than trained on.
+"""Frequencies of rotary positions, optionally stretched to sequences longer than trained on.
 
-Speeds of the stretched kinds are made by NumPy, step by step as `transformers` makes them: at
-position 100,000 the last bit of a speed is a hundredth of a radian.
+Stretched frequencies are computed by NumPy, with the same steps as in `transformers`: at position
+100,000 the last bit of a frequency is a hundredth of a radian.
 """
 
 import math
@@ -22,21 +22,21 @@ ABOVE_ZERO = {"base": 0, "factor": 0, "original": 1, "low": 0, "high": 0, "fast"
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base ** (-2i / D) radians a position for the dimensions i and i + D/2.
+    """Rotary positions: base ** (-2i / D) radians per position for dimensions i and i + D/2.
 
     Attributes:
         base: The base of the wavelengths.
-        kind: default: these speeds. linear: all slower by `factor`. llama3: slow ones are slower by
-            `factor`, fast ones as they are, and between them something between. yarn: the same with
-            another border, and queries and keys grow by `attention`.
-        factor: How many times longer rows may be.
-        original: How long they were before: the kinds llama3 and yarn measure wavelengths by it.
-        low: llama3: waves that turn fewer times than this in `original` positions are slow.
-        high: llama3: those that turn more often are fast.
-        fast: yarn: dimensions that turn more often than this in `original` positions are fast.
-        slow: yarn: those that turn fewer times are slow.
-        attention: yarn: what queries and keys are multiplied by. None: 1 + log(factor) / 10.
-        truncate: yarn: whether the borders are moved to whole dimensions.
+        kind: default: these frequencies. linear: all divided by `factor`. llama3: low ones divided
+            by `factor`, high ones unchanged, and interpolated between. yarn: the same with other
+            bounds, and queries and keys are scaled by `attention`.
+        factor: The factor by which sequences may be longer.
+        original: The original maximum length, relative to which llama3 and yarn measure waves.
+        low: llama3: waves with fewer rotations than this in `original` positions are low.
+        high: llama3: waves with more rotations than this are high.
+        fast: yarn: dimensions with more rotations than this in `original` positions are high.
+        slow: yarn: dimensions with fewer rotations than this are low.
+        attention: yarn: the factor of queries and keys. None: 1 + log(factor) / 10.
+        truncate: yarn: whether bounds are rounded to whole dimensions.
 
     Example:
         >>> from hfjax.models.rope import Rope
@@ -81,7 +81,7 @@ class Rope:
 
     @property
     def attention_scaling(self) -> Any:
-        """What cosines and sines are multiplied by; 1.0 but for yarn."""
+        """The factor of cosines and sines; 1.0 except for yarn."""
         if self.kind != "yarn":
             return 1.0
         if self.attention is not None:
@@ -89,11 +89,11 @@ class Rope:
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
 
     def frequencies(self, half: int, dtype: DTypeLike) -> Any:
-        """Return how many radians each pair of dimensions turns in a position.
+        """Return the radians per position of each pair of dimensions.
 
         Args:
-            half: How many pairs there are.
-            dtype: In which they are computed.
+            half: The number of pairs.
+            dtype: The dtype of the computation.
         """
         if self.kind == "default":
             return self.base ** (-jnp.arange(half, dtype=dtype) / half)
@@ -127,7 +127,7 @@ class Rope:
         return 1.0 / (self.factor * waves) * (1 - extrapolation) + 1.0 / waves * extrapolation
 
     def _correction_dim(self, rotations: float, half: int) -> float:
-        """Return the pair of dimensions that turns so many times in the original length."""
+        """Return the pair of dimensions with so many rotations in the original length."""
         return half * math.log(self.original / (rotations * 2 * math.pi)) / math.log(self.base)
 
 
@@ -136,9 +136,9 @@ class EitherRope:
     """The rotary positions of a layer whose kind is data.
 
     Attributes:
-        condition: Whether it has those of `if_true`.
-        if_true: The ones.
-        if_false: The others.
+        condition: Whether the layer uses `if_true`.
+        if_true: Its rotary positions if `condition` is true.
+        if_false: Its rotary positions otherwise.
     """
 
     condition: jax.Array
@@ -147,12 +147,12 @@ class EitherRope:
 
     @property
     def attention_scaling(self) -> Any:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         if_true, if_false = self.if_true.attention_scaling, self.if_false.attention_scaling
         return if_true if if_true == if_false else jnp.where(self.condition, if_true, if_false)
 
     def frequencies(self, half: int, dtype: DTypeLike) -> jax.Array:
-        """Return how many radians each pair of dimensions turns in a position."""
+        """Return the radians per position of each pair of dimensions."""
         return jnp.where(
             self.condition,
             self.if_true.frequencies(half, dtype),

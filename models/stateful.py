@@ -1,4 +1,4 @@
-"""Models that are functions of parameters and state, as a module."""
+"""Wrap models that are functions of parameters and state as a module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from flax import nnx
 
 
 class StatefulModel(nnx.Module):
-    """A model that is a function of (parameters, state), as Haiku and equinox have them.
+    """A model that is a function of (parameters, state), as in Haiku and equinox.
 
-    Floating-point arrays of the first tree are trained, its other arrays are constants. Call it
-    with what is to run: `model(lambda parameters, state: (outputs, new state))`.
+    Floating-point arrays of `parameters` are trained, its other arrays are constants. Call it with
+    the function to run: `model(lambda parameters, state: (outputs, new state))`.
     """
 
     def __init__(self, parameters: Any, state: Any) -> None:
@@ -21,7 +21,7 @@ class StatefulModel(nnx.Module):
         self.state = nnx.data(jax.tree.map(nnx.BatchStat, state))
 
     def __call__(self, run: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
-        """Return the outputs, and keep the new state."""
+        """Return the outputs, and store the new state."""
         is_variable = lambda x: isinstance(x, nnx.Variable)
         read = lambda x: x[...] if is_variable(x) else x
         trees = (jax.tree.map(read, t, is_leaf=is_variable) for t in (self.parameters, self.state))
@@ -33,7 +33,7 @@ class StatefulModel(nnx.Module):
 
 
 def _as_variable(leaf: Any) -> Any:
-    """Return the variable that holds a leaf; what is no array is none."""
+    """Return an array leaf as a variable; other leaves unchanged."""
     if not isinstance(leaf, jax.Array | np.ndarray):
         return leaf
     return (nnx.Param if jnp.issubdtype(leaf.dtype, jnp.inexact) else nnx.Variable)(leaf)

@@ -1,6 +1,6 @@
-"""Fused kernels for GPUs, each beside its plain-JAX reference of the same signature.
+"""Fused GPU kernels, each with a plain-JAX reference of the same signature.
 
-One folder for each: `attention`, `cross_entropy`, `collectives`, `ring`. `capabilities` is what
-models and losses tell each other where a kernel takes the place of plain JAX; `mosaic` and `plgpu`
-are Mosaic GPU of Pallas, `current_platform` the devices that a program is traced for.
+One folder for each: `attention`, `cross_entropy`, `collectives`, `ring`. `capabilities` is how
+models and losses declare that a kernel may replace plain JAX; `mosaic` and `plgpu` wrap Pallas's
+Mosaic GPU, `current_platform` describes the devices that a program is traced for.
 """

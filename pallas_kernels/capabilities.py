@@ -1,4 +1,4 @@
-"""What models, losses and steps tell each other where a kernel takes the place of plain JAX.
+"""Marks by which models, losses and steps agree where a kernel may replace plain JAX.
 
 [B]atch, [S]equence, [D] embed, [V]ocabulary.
 """
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 Function = TypeVar("Function", bound=Callable)
-# JAX traces what it has traced before anew where another attention stands in.
+# Part of JAX's tracing cache key: functions are traced anew with another attention.
 _STAND_IN = jax.make_user_context(None)
 
 
@@ -24,7 +24,7 @@ _STAND_IN = jax.make_user_context(None)
 )
 @dataclass(frozen=True)
 class Projection:
-    """What a model gives a loss in place of logits: their factors, and who makes losses of them."""
+    """Passed to a loss in place of logits: their factors, and the function that computes losses."""
 
     x: jax.Array  # [B, S, D]
     kernel: jax.Array  # [V, D]
@@ -41,7 +41,7 @@ def takes_projection(loss: Function) -> Function:
 
 
 def is_causal_attention(attend: Function, window: int | None = None) -> Function:
-    """Mark attend(q, k, v, documents) as causal attention and no more: a kernel may replace it.
+    """Mark attend(q, k, v, documents) as plain causal attention, which a kernel may replace.
 
     With a window, a query sees itself and the `window - 1` positions before it.
     """
@@ -57,9 +57,9 @@ def is_causal_attention(attend: Function, window: int | None = None) -> Function
 
 
 def replace_attention(stand_in: Callable | None) -> AbstractContextManager:
-    """Return a context in which causal attention, whosever it is, is `stand_in` where it is traced.
+    """Return a context in which all marked causal attention is traced as `stand_in`.
 
-    It is called with q, k, v, documents if there are any, and `window=`. None: nothing is replaced.
+    It is called with q, k, v, documents if there are any, and `window=`. None: no replacement.
     """
     return _STAND_IN(stand_in)
 

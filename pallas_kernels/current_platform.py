@@ -1,6 +1,6 @@
-"""The devices that a program is traced for: those of the mesh around it.
+"""The devices that a program is traced for: those of the current mesh.
 
-They need not be those that JAX runs on by default: a program may be compiled ahead for a GPU, or
+They may differ from JAX's default devices: a program may be compiled ahead of time for a GPU, or
 run on the CPUs of a machine that has one.
 """
 
@@ -10,13 +10,13 @@ import jax
 
 
 def platform() -> str:
-    """Return what they are: cpu, gpu, tpu; where no mesh is around, what JAX runs on by default."""
+    """Return their platform: cpu, gpu or tpu; without a mesh, JAX's default."""
     device = _device()
     return jax.default_backend() if device is None else device.platform
 
 
 def processors() -> int | None:
-    """Return how many processors each GPU has; None: it is none, or does not say."""
+    """Return the number of multiprocessors of each GPU; None: no GPU, or unknown."""
     device = _device()
     if device is None:
         return getattr(jax.devices()[0], "core_count", None)
@@ -24,5 +24,5 @@ def processors() -> int | None:
 
 
 def _device() -> Any:
-    """Return what JAX knows of a device of the mesh around; None: there is no mesh."""
+    """Return a device of the current mesh, or None without a mesh."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

@@ -1,4 +1,4 @@
-"""Kernels of Mosaic GPU (Pallas for Hopper), spelled in one way: `kernel` launches a body."""
+"""Wrappers of Mosaic GPU (Pallas for Hopper): `kernel` launches a body."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,25 +15,25 @@ from hfjax.utils.vma import mark_varying, varying_axes
 if TYPE_CHECKING:
     from jax.experimental.hijax import TransformedRef
 
-RefSlice: TypeAlias = "TransformedRef"  # a part of the memory that a kernel sees: `ref.at[…]`
-Ref: TypeAlias = "jax.Ref | TransformedRef"  # such a part, or all that a ref is of
+RefSlice: TypeAlias = "TransformedRef"  # a slice of a ref: `ref.at[…]`
+Ref: TypeAlias = "jax.Ref | TransformedRef"  # such a slice, or a whole ref
 
-WARPGROUP = 128  # threads that issue one matrix instruction together
-SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
+WARPGROUP = 128  # threads that together issue one wgmma
+SWIZZLE = 128  # bytes per tile row in shared memory, for the tensor cores
 
-interpreter: Any = None  # tests put an interpreter here: kernels then run without a GPU
+interpreter: Any = None  # tests set an interpreter here: kernels then run without a GPU
 
 
 def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callable:
     """Return a function that runs `body(*inputs, *outputs, *scratch)` on refs.
 
-    `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads. Where
-    the inputs differ between devices, so do the outputs.
+    `out` and `scratch` are trees of shapes; `launch` has the grid, its axis names and threads.
+    Outputs vary over the mesh axes over which inputs vary.
     """
     run = plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
 
     def run_marked(*inputs: jax.Array):
-        # shard_map takes what a kernel returns for equal on all devices.
+        # shard_map assumes that a kernel's outputs are equal on all devices.
         axes = frozenset[str]().union(*map(varying_axes, inputs))
         return jax.tree.map(partial(mark_varying, axes=axes), run(*inputs))
 
@@ -41,14 +41,14 @@ def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callab
 
 
 def lane_params() -> "plgpu.CompilerParams":
-    """Return for a kernel: its layouts in registers are told, shared memory stays as written."""
+    """Return the parameters of kernels with explicit register layouts and shared memory layouts."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def tile_transforms(dtype: DTypeLike, columns: int | None = None) -> tuple:
-    """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled.
+    """Return the shared memory layout of a matrix for the tensor cores: tiled and swizzled.
 
-    `columns` that go together are 128, 64 or 32 bytes: 128 unless an array's width asks for less.
+    The `columns` of a tile are 128, 64 or 32 bytes: 128 unless an array's width requires less.
     """
     size = jnp.dtype(dtype).itemsize
     columns = columns or SWIZZLE // size
@@ -56,13 +56,13 @@ def tile_transforms(dtype: DTypeLike, columns: int | None = None) -> tuple:
 
 
 def load(ref: RefSlice, layout: Any) -> jax.Array:
-    """Return what a ref (of device memory, too) holds, laid out over registers as told."""
+    """Return the content of a ref (also in device memory), in a register layout."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def run_role(is_active: jax.Array, registers: int, action: Any, run: Callable[[], None]) -> None:
-    """Run something in the warpgroups whose part it is, with as many registers."""
+    """Run a role in the active warpgroups, with `registers` registers per thread."""
 
     @pl.when(is_active)
     def _() -> None:
@@ -71,12 +71,12 @@ def run_role(is_active: jax.Array, registers: int, action: Any, run: Callable[[]
 
 
 def row_layout() -> Any:
-    """Return the layout of one number for each row of such sums."""
+    """Return the register layout of one number per row of an accumulator."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
 def pad_axis(x: jax.Array, axis: int, multiple: int, **pad_options) -> jax.Array:
-    """Return x with an axis grown to a multiple (x itself where it is one)."""
+    """Return x with an axis padded to a multiple (x itself if it is one)."""
     more = -x.shape[axis] % multiple
     if not more:
         return x

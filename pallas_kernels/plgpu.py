@@ -1,4 +1,4 @@
-"""Mosaic GPU of Pallas, imported when a kernel is made: it takes a quarter of a second."""
+"""Pallas's Mosaic GPU, imported on first use: that takes a quarter of a second."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,5 +8,5 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return what Mosaic GPU calls so."""
+    """Return the attribute of Mosaic GPU."""
     return getattr(import_module("jax.experimental.pallas.mosaic_gpu"), name)

@@ -1,4 +1,4 @@
-"""Configurations and objects of other libraries, read as they are.
+"""Compatibility with configurations and objects of other libraries.
 
-`deepspeed` reads a DeepSpeed configuration, `haiscale` has haiscale's pipelines as objects.
+`deepspeed` reads a DeepSpeed configuration, `haiscale` provides haiscale's pipelines as objects.
 """

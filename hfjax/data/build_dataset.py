@@ -1,6 +1,6 @@
-"""From documents to a data set: tokenizer, split, and tokens written as they come.
+"""Build a data set from documents: tokenizer, train/valid split, tokens written as they arrive.
 
-Which documents are for validation is a function of their number, so the same each time.
+The split depends on document numbers only, so it is the same each time.
 """
 
 import math
@@ -28,7 +28,7 @@ from hfjax.data.tokenizer import (
 def split_documents(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:
     """Yield each document with 1 if it is for validation: one of every 1 / valid, drawn by number.
 
-    Of a single document the last part is.
+    A single document is split: its last part is for validation.
     """
     remaining = iter(documents)
     first, second = next(remaining, None), next(remaining, None)
@@ -49,7 +49,7 @@ def _split_text(document: Document, valid: float) -> Iterator[tuple[Document, in
 
 
 def is_validation(number: int, valid: float) -> bool:
-    """Return whether a document is for validation: of each 1 / valid in a row, one drawn by chance.
+    """Return whether a document is for validation: one drawn from each 1 / valid consecutive ones.
 
     >>> [sum(is_validation(number, 0.1) for number in range(n)) for n in (10, 20, 1000)]
     [1, 2, 100]
@@ -66,25 +66,25 @@ def _stable_uniform(number: int) -> float:
     return float(np.random.SeedSequence(number).generate_state(1)[0]) / 2**32
 
 
-DOCUMENT_OVERHEAD = 256  # characters that the memory of an empty document would hold
+DOCUMENT_OVERHEAD = 256  # memory of an empty document, in characters
 
-Progress = Callable[[str, int, int], None]  # what is done, bytes read, bytes in all
+Progress = Callable[[str, int, int], None]  # activity, bytes read, total bytes
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to make a data set of, and how."""
+    """The inputs and options of a data set to build."""
 
     inputs: tuple[str, ...]
     out: Path
-    tokenizer: str = "bytes"  # or bpe, or where one is
-    vocab: int | None = None  # of bpe: 8192
-    valid: float = 0.0  # the part of the documents that is for validation
-    field: str = "text"  # of JSONL, or the column of Parquet
-    pattern: str | None = None  # the files of a folder that are read
-    append_end: bool = True  # a token after each document
+    tokenizer: str = "bytes"  # or bpe, or the path of one
+    vocab: int | None = None  # of bpe; None: 8192
+    valid: float = 0.0  # the fraction of documents for validation
+    field: str = "text"  # of JSONL, or the Parquet column
+    pattern: str | None = None  # which files of a folder to read
+    append_end: bool = True  # write an end token after each document
     end_token: str | None = None  # its name in a tokenizer.json
-    errors: str = "strict"  # or replace: of UTF-8
+    errors: str = "strict"  # or replace: for invalid UTF-8
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -109,16 +109,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """What was made: the description of each part ("" if it is not split), and what was left."""
+    """The result: metadata of each split ("" for a single one), and what was left out."""
 
     out: Path
     parts: dict[str, Meta]
     files: int
-    passed_over: int  # files of no known kind
+    passed_over: int  # files of unknown type
     empty: int  # documents without text
     bpe_vocab: int | None  # of a trained tokenizer
-    dropped: int = 0  # characters that the tokenizer has no token for
-    unknown: int = 0  # times that text became its token for what is unknown
+    dropped: int = 0  # characters without a token
+    unknown: int = 0  # occurrences of the tokenizer's unknown token
 
 
 def prepare(
@@ -127,22 +127,22 @@ def prepare(
     progress: Progress | None = None,
     **options,
 ) -> PreparedDataset:
-    """Make a data set of text, JSONL and Parquet files; it appears at `out` when it is whole.
+    """Build a data set from text, JSONL and Parquet files; it appears at `out` once complete.
 
     Args:
         inputs: A file or a folder, or several.
-        out: The directory to make. It must not be there yet, or be empty.
-        progress: What is called with (what is done, bytes read, bytes in all).
+        out: The directory to create. It must not exist yet, or be empty.
+        progress: Called with (activity, bytes read, total bytes).
         options: `tokenizer` ("bytes", "bpe", the path of a tokenizer.json, or a model's folder),
-            `vocab` (of bpe), `valid` (the part of the documents for validation: the data set then
-            has the parts `train` and `valid`), `field` (of JSONL and Parquet), `pattern` (of the
+            `vocab` (of bpe), `valid` (the fraction of documents for validation: the data set then
+            has the splits `train` and `valid`), `field` (of JSONL and Parquet), `pattern` (of the
             files of a folder), `append_end`, `end_token`, `errors` (strict or replace, of UTF-8),
             `overwrite`.
 
     Returns:
-        An object that tells what was made: `out`, `parts`, `files`, `passed_over`, `empty`; and
-        what the tokenizer cannot write: `dropped` characters, and how often text became its
-        `unknown` token.
+        An object that describes the result: `out`, `parts`, `files`, `passed_over`, `empty`; and
+        what the tokenizer cannot encode: `dropped` characters, and the count of its `unknown`
+        token.
 
     Example:
         >>> import tempfile
@@ -159,7 +159,7 @@ def prepare(
 
 
 def build(recipe: Recipe, progress: Progress | None = None) -> PreparedDataset:
-    """Make the data set of a recipe."""
+    """Build the data set of a recipe."""
     check_free(recipe.out, recipe.overwrite)
     return build_from_files(recipe, *find_files(recipe.inputs, recipe.pattern), progress=progress)
 
@@ -170,7 +170,7 @@ def build_from_files(
     passed_over: int = 0,
     progress: Progress | None = None,
 ) -> PreparedDataset:
-    """Make the data set of a recipe of these files."""
+    """Build the data set of a recipe from these files."""
     sources = Sources(files, recipe.field, recipe.errors)
     report_progress = progress or (lambda task, bytes_read, bytes_total: None)
     tokenizer = _make_tokenizer(recipe, sources, report_progress)
@@ -186,7 +186,7 @@ def build_from_files(
 
 
 class _NonemptyDocuments:
-    """Documents that have text; `num_empty` counts the others."""
+    """An iterable over the documents that have text; `num_empty` counts the others."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents, self.num_empty = documents, 0
@@ -240,7 +240,7 @@ def _write_documents(
     end: int | None,
     documents: _NonemptyDocuments,
 ) -> dict[str, Meta]:
-    """Write all documents, each to its part; return what each part holds."""
+    """Write all documents, each to its split; return the metadata of each split."""
     names = ("train", "valid") if recipe.valid else ("",)
     with ExitStack() as stack:
         writers = [TokenWriter(folder / name, tokenizer.vocab) for name in names]
@@ -269,7 +269,7 @@ def _write_documents(
 def _encode(
     tokenizer: ByteTokenizer | TrainedTokenizer, documents: list[Document]
 ) -> list[np.ndarray]:
-    """Return the tokens of each document; a fault names where they are from."""
+    """Return the tokens of each document; errors name the document's location."""
     first, last = documents[0].location, documents[-1].location
     location = first if first == last else f"{first} to {last}"
     try:
@@ -281,12 +281,12 @@ def _encode(
 
 
 def _utf8_size(text: str) -> int:
-    """Return how many bytes of UTF-8 a text is, without a copy of ASCII."""
+    """Return the number of UTF-8 bytes of a text, without a copy if it is ASCII."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 def _check_no_end(tokens: np.ndarray, tokenizer: object, end: int | None, location: str) -> None:
-    """Refuse bytes of which one is the end of a document, which is 0."""
+    """Refuse tokens that contain 0, the end of a document for the byte tokenizer."""
     if end is None or not isinstance(tokenizer, ByteTokenizer) or tokens.all():
         return
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Documents of text, JSONL and Parquet files, also gzipped; every fault names its file and line."""
+"""Documents of text, JSONL and Parquet files, also gzipped; errors name the file and line."""
 
 import gzip
 import json
@@ -19,16 +19,16 @@ from hfjax.utils.tables import quote
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 KNOWN = TEXT + LINES + TABLES
-REFUSED = (".json", ".csv", ".tsv", ".arrow", ".feather")  # tables, but not read as such
+REFUSED = (".json", ".csv", ".tsv", ".arrow", ".feather")  # tabular formats that are not supported
 READ = ("a file", "a pipe", "a folder")
-PATIENCE = 10.0  # seconds that somebody has to begin to write to a pipe
-MARK = "\ufeff"  # may begin a file of UTF-8, and is no text
-SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a pair: no character, has no UTF-8
+PATIENCE = 10.0  # seconds to wait for a writer to open a pipe
+MARK = "\ufeff"  # byte order mark of UTF-8: not part of the text
+SURROGATE = re.compile(r"[\ud800-\udfff]")  # a lone surrogate: has no UTF-8 encoding
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, where it is from, and how many bytes of its file are read."""
+    """A text, its location, and how many bytes of its file are read."""
 
     text: str
     location: str
@@ -37,7 +37,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Sources:
-    """Files to read. `field` is that of JSONL lines, the column of Parquet; `errors` for UTF-8."""
+    """Files to read. `field`: the JSONL field or Parquet column; `errors`: for invalid UTF-8."""
 
     files: tuple[Path, ...]
     field: str = "text"
@@ -45,7 +45,7 @@ class Sources:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files."""
+        """The total size of all files in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
     def __iter__(self) -> Iterator[Document]:
@@ -87,7 +87,7 @@ class Sources:
         except MemoryError:
             raise MemoryError(memory_message(quote(path))) from None
         except (pyarrow.ArrowException, OSError) as error:
-            if getattr(error, "errno", None) is not None:  # of the system
+            if getattr(error, "errno", None) is not None:  # an OS error
                 raise
             message = quote(next(iter(str(error).splitlines()), ""))
             raise ValueError(f"{quote(path)} is no whole Parquet file: {message}") from None
@@ -165,7 +165,7 @@ class Sources:
 
 
 def _column_values(column: Any) -> list[Any]:
-    """Return the values of a column; texts as bytes, which may be no UTF-8."""
+    """Return the values of a column; texts as bytes, which may be invalid UTF-8."""
     if hasattr(column, "dictionary_decode"):
         column = column.dictionary_decode()
     text = str(column.type) in ("string", "large_string", "string_view")
@@ -173,7 +173,7 @@ def _column_values(column: Any) -> list[Any]:
 
 
 def memory_message(location: str) -> str:
-    """Return what to say of a document that memory does not hold."""
+    """Return the error message for a document that does not fit in memory."""
     return (
         f"{location}: memory is full. Memory holds a document whole: split the file, or write it "
         "as "
@@ -182,9 +182,9 @@ def memory_message(location: str) -> str:
 
 
 def find_files(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Path, ...], int]:
-    """Return the files that inputs name, folders searched, in order; and how many were passed over.
+    """Return the files that inputs name, in order, folders searched; and how many were skipped.
 
-    In a folder: the files that match the pattern, or those of a known kind; none that is hidden.
+    In a folder: the files that match the pattern, or those of a known type; never hidden ones.
     """
     files, num_skipped = [], 0
     for name in inputs:
@@ -227,9 +227,9 @@ def _check_kinds(files: list[Path]) -> None:
 
 
 def list_visible(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of a folder that match a pattern, sorted, but for hidden ones.
+    """Return the files of a folder that match a pattern, sorted, without hidden ones.
 
-    Links that lead nowhere count as files: who wants to read one is told.
+    Dangling links count as files: reading one raises an error.
     """
     is_hidden = lambda path: any(
         component.startswith(".") for component in path.relative_to(folder).parts
@@ -239,7 +239,7 @@ def list_visible(folder: Path, pattern: str) -> list[Path]:
 
 
 def suffix(path: Path) -> str:
-    """Return what kind of file it is, gzipped or not.
+    """Return the suffix of a file in lower case, without .gz.
 
     >>> suffix(Path("a/b.JSONL.gz"))
     '.jsonl'
@@ -250,7 +250,7 @@ def suffix(path: Path) -> str:
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Give the file to read, decompressed, and the raw one, whose position shows the progress."""
+    """Yield the decompressed file to read, and the raw one, whose position shows the progress."""
     with _open(path) as raw:
         try:
             is_gzip = path.name.lower().endswith(".gz")
@@ -259,7 +259,7 @@ def open_decompressed(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             raise ValueError(f"{quote(path)} is no whole gzip file: {error}") from None
         except MemoryError:
             raise MemoryError(memory_message(quote(path))) from None
-        except OSError as error:  # while reading, it knows no name
+        except OSError as error:  # errors while reading carry no file name
             raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -268,7 +268,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _open_pipe(path: Path) -> BinaryIO:
-    """Return a pipe that is open: to open it waits until somebody opens it to write."""
+    """Return an open pipe; opening it blocks until a writer opens it too."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(path.open, "rb")
         try:
@@ -279,10 +279,10 @@ def _open_pipe(path: Path) -> BinaryIO:
                 "Start what writes to it, or give a file."
             ) from None
         finally:
-            if not future.done():  # be the one who writes, so that the other thread goes on
+            if not future.done():  # act as the writer, to unblock the other thread
                 os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
                 future.result().close()
 
 
 def _bytes_read(raw: BinaryIO) -> int:
-    return raw.tell() if raw.seekable() else 0  # a pipe does not tell
+    return raw.tell() if raw.seekable() else 0  # a pipe has no position

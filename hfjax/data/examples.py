@@ -1,6 +1,6 @@
-"""Row = f(index): which tokens of a data set are row i. As one stream, or whole documents.
+"""Example = f(index): which tokens of a data set form example i. From one stream or by document.
 
-Documents are packed best fit decreasing, whole groups of equal pieces at a time ("Fewer Truncations
+Documents are packed best fit decreasing, whole groups of equal chunks at a time ("Fewer Truncations
 Improve Language Modeling", arXiv:2404.10830).
 """
 
@@ -16,7 +16,7 @@ from hfjax.data.token_dataset import TokenSet
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Pieces [start, start + size) of the tokens in the order of rows; row i is first[i] on."""
+    """Chunks [start, start + size) of the tokens, by example: i has those from offsets[i] on."""
 
     starts: np.ndarray
     sizes: np.ndarray
@@ -26,15 +26,15 @@ class PackedDocuments:
         return len(self.offsets) - 1
 
     def example_chunks(self, index: int) -> Iterator[tuple[int, int]]:
-        """Yield start and size of each piece of a row."""
+        """Yield start and size of each chunk of an example."""
         chunks = slice(self.offsets[index], self.offsets[index + 1])
         return zip(self.starts[chunks].tolist(), self.sizes[chunks].tolist(), strict=True)
 
 
 def chunk_documents(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where documents' pieces start and how many tokens they have, at most length + 1.
+    """Return the start and size of the documents' chunks, of at most length + 1 tokens each.
 
-    Neighbours share a token: the last target of one is the first input of the next.
+    Adjacent chunks share a token: the last target of one is the first input of the next.
 
     >>> starts, sizes = chunk_documents(np.array([0, 6, 7, 9]), length=2)
     >>> starts.tolist(), sizes.tolist()
@@ -50,11 +50,11 @@ def chunk_documents(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.nd
 
 
 def pack(starts: np.ndarray, sizes: np.ndarray, capacity: int) -> PackedDocuments:
-    """Return the pieces packed; rows follow their first pieces, pieces keep their order."""
+    """Return the packed chunks; examples are ordered by first chunk, chunks keep their order."""
     bin_ids = best_fit(sizes, capacity)
     by_bin = np.argsort(bin_ids, kind="stable")
     sorted_bins = bin_ids[by_bin]
-    heads = np.flatnonzero(np.diff(sorted_bins, prepend=-1))  # where each row begins
+    heads = np.flatnonzero(np.diff(sorted_bins, prepend=-1))  # where each example begins
     rank = np.empty(len(heads), np.int64)
     rank[np.argsort(by_bin[heads])] = np.arange(len(heads))
     order = np.argsort(rank[bin_ids], kind="stable")
@@ -63,7 +63,7 @@ def pack(starts: np.ndarray, sizes: np.ndarray, capacity: int) -> PackedDocument
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the row of each piece: the largest first, each where the least room is left.
+    """Return the example of each chunk: the largest first, each where the least room is left.
 
     >>> best_fit(np.array([2, 5, 3, 4, 1]), 5).tolist()
     [2, 0, 2, 1, 1]
@@ -76,7 +76,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
         size = int(sizes[group[0]]) if len(group) else 1
         while len(group):
             room = open_bins.least(size) or capacity
-            chunks_per_bin = room // size  # pieces of this size that one such row takes
+            chunks_per_bin = room // size  # chunks of this size that fit in one such example
             num_needed = -(-len(group) // chunks_per_bin)
             bins = open_bins.take(room, num_needed)
             if bins is None:
@@ -92,19 +92,19 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenBins:
-    """Rows that have room left, by how much; none of them is empty."""
+    """Examples with room left, by how much; none of them is empty."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
         self._bins: dict[int, list[np.ndarray]] = {}
 
     def least(self, size: int) -> int | None:
-        """Return the least room that is enough, if any is."""
+        """Return the least room that fits `size`, or None."""
         i = bisect_left(self._rooms, size)
         return self._rooms[i] if i < len(self._rooms) else None
 
     def take(self, room: int, limit: int) -> np.ndarray | None:
-        """Remove and return up to `limit` rows with a room, if there are any."""
+        """Remove and return up to `limit` examples with exactly this room, or None."""
         if room not in self._bins:
             return None
         arrays = self._bins[room]
@@ -117,7 +117,7 @@ class _OpenBins:
         return last[:limit]
 
     def put(self, room: int, bins: np.ndarray) -> None:
-        """Add rows that have a room left."""
+        """Add examples that have this room left."""
         if not room or not len(bins):
             return
         if room not in self._bins:
@@ -130,9 +130,9 @@ ArrayDict = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StreamExamples:
-    """Windows over all documents as one stream: each token is a target once, but the first one.
+    """Windows over all documents as one stream: each token but the first is a target once.
 
-    With `documents` a row also says which tokens are of one document, and masks what is not.
+    With `documents` an example also has document numbers, and a mask for targets across documents.
     """
 
     data: TokenSet
@@ -149,12 +149,12 @@ class StreamExamples:
 
     @property
     def dropped(self) -> int:
-        """The tokens after the last whole row."""
+        """The number of tokens after the last complete example."""
         return len(self.data) - 1 - len(self) * self.length
 
     @property
     def density(self) -> float:
-        """The part of all places that holds a token: there is no padding."""
+        """The fraction of positions that hold a token: 1, there is no padding."""
         return 1.0
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class StreamExamples:
         return example | {"documents": document_ids, "mask": document_mask(document_ids)}
 
     def _document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Return 1 for each token of [start, stop] that begins a document, but the first."""
+        """Return 1 for each token of [start, stop] but the first that begins a document."""
         self.data.check_documents()
         offsets = self.data.documents
         starts = offsets[np.searchsorted(offsets, start, "right") :][: stop - start]
@@ -183,9 +183,9 @@ class StreamExamples:
 
 @dataclass(frozen=True)
 class DocumentExamples:
-    """Whole documents packed into rows; those longer than a row are cut, at a shared token.
+    """Whole documents packed into examples; longer ones are cut, at a shared token.
 
-    So each token of a document is a target once, but its first one.
+    So each token of a document but the first is a target once.
     """
 
     data: TokenSet
@@ -201,18 +201,18 @@ class DocumentExamples:
 
     @cached_property
     def plan(self) -> PackedDocuments:
-        """The pieces of each row: computed once, the same on every machine."""
+        """The chunks of each example: computed once, the same on every machine."""
         self.data.check_documents()
         return pack(*chunk_documents(self.data.documents, self.length), self.length + 1)
 
     @property
     def dropped(self) -> int:
-        """Documents of one token: they have no target, and no row."""
+        """The number of one-token documents: they have no target, and are in no example."""
         return int((np.diff(self.data.documents) < 2).sum())
 
     @property
     def density(self) -> float:
-        """The part of all places that holds a token."""
+        """The fraction of positions that hold a token."""
         return float(self.plan.sizes.sum() / (len(self) * (self.length + 1)))
 
     def __len__(self) -> int:
@@ -236,17 +236,17 @@ Examples = StreamExamples | DocumentExamples
 
 
 class TokenExamples:
-    """The rows of one or several data sets: those of set i are numbered after those of set i - 1.
+    """The examples of one or several data sets: those of set i are numbered after set i - 1's.
 
-    With `masked` each has a mask, and that of a row of nothing is zeros.
+    With `masked` each has a mask, which is zeros for a padding example.
     """
 
     def __init__(self, sets: Sequence[Examples], with_mask: bool) -> None:
         self._sets, self._with_mask = sets, with_mask
-        self._first_index = np.cumsum([0, *map(len, sets)])  # row numbers at which each set begins
+        self._first_index = np.cumsum([0, *map(len, sets)])  # the first example number of each set
 
     def example(self, index: int, position: int) -> ArrayDict:
-        """Return a row, which is the same wherever it stands in the stream."""
+        """Return an example, which does not depend on its position in the stream."""
         set_index = int(np.searchsorted(self._first_index, index, "right")) - 1
         arrays = self._sets[set_index][index - int(self._first_index[set_index])]
         if not self._with_mask or "mask" in arrays:
@@ -254,16 +254,16 @@ class TokenExamples:
         return {**arrays, "mask": np.ones(len(arrays["tokens"]) - 1, np.float32)}
 
     def padding_example(self) -> ArrayDict:
-        """Return a row of zeros."""
+        """Return an example of zeros."""
         return {name: np.zeros_like(x) for name, x in self.example(0, 0).items()}
 
     def collate(self, examples: list[ArrayDict]) -> ArrayDict:
-        """Return rows as a batch."""
+        """Return examples as a batch."""
         return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
 def document_mask(document_ids: np.ndarray) -> np.ndarray:
-    """Return 1 for each target that is of the same document as the token before it.
+    """Return 1 for each target in the same document as the token before it.
 
     >>> document_mask(np.array([1, 1, 2, 2, 0])).tolist()
     [1.0, 0.0, 1.0, 0.0]
@@ -273,6 +273,6 @@ def document_mask(document_ids: np.ndarray) -> np.ndarray:
 
 
 def check_length(length: int) -> None:
-    """Refuse rows of no target."""
+    """Refuse a length below one target."""
     if length < 1:
         raise ValueError(f"rows of {length} tokens: at least 1 is needed.")

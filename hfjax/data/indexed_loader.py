@@ -1,4 +1,4 @@
-"""A loader of anything that has numbered rows: position, exact resume, batches read ahead."""
+"""A loader of numbered examples: position, exact resume, batches read ahead."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ from hfjax.utils.tables import quote
 
 
 class IndexedLoader(ABC):
-    """An iterator over batches of rows. The order of rows is a function of `identity` only.
+    """An iterator over batches. The order of examples is a function of `identity` only.
 
-    A final class says of what rows: `_source` reads one, `_order` numbers them.
+    Subclasses provide the examples: `_source` reads one, `_order` numbers them.
     """
 
     rows: int
@@ -27,30 +27,30 @@ class IndexedLoader(ABC):
     _position: int = 0
     _iterator: Any = None
 
-    # -- of what --------------------------------------------------------------------------
+    # -- data -----------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def rows_per_epoch(self) -> int:
-        """The rows of one time through the data."""
+        """The number of examples in one pass over the data."""
 
     @abstractmethod
     def _identity_fields(self) -> dict[str, Any]:
-        """Return what the rows are a function of, as JSON."""
+        """Return everything that determines the examples, as JSON."""
 
     @abstractmethod
     def _order(self, epochs: int | None) -> grain.MapDataset[int]:
-        """Return the numbers of the rows, one after the other."""
+        """Return the stream of example numbers."""
 
     @abstractmethod
     def _make_source(self) -> ExampleSource:
-        """Return what reads a row."""
+        """Return the source that reads examples."""
 
     @abstractmethod
     def _read_options(self) -> grain.ReadOptions:
-        """Return how many threads read, and how many batches wait."""
+        """Return the number of reading threads and of prefetched batches."""
 
-    # -- the batches ----------------------------------------------------------------------
+    # -- batches --------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[ArrayDict]:
         return self
@@ -69,10 +69,10 @@ class IndexedLoader(ABC):
         return batch
 
     def at(self, number: int) -> ArrayDict:
-        """Return batch `number`, counted from the beginning; the position stays.
+        """Return batch `number`, counted from the beginning; the position does not change.
 
         Args:
-            number: From 0 on.
+            number: The number of the batch, from 0 on.
 
         Example:
             >>> import numpy as np, tempfile
@@ -95,13 +95,13 @@ class IndexedLoader(ABC):
 
     @property
     def epoch(self) -> float:
-        """How often the rows were gone through: 1.5 is the middle of the second time."""
+        """The number of passes done: 1.5 is the middle of the second one."""
         return self._position / self.rows_per_epoch
 
-    # -- the position ---------------------------------------------------------------------
+    # -- position -------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON: rows consumed of the stream, and which stream it is.
+        """Return the position as JSON: the number of examples consumed, and which stream it is.
 
         Save it with a checkpoint: `checkpoints.save(state, data=loader.state())`. `restore` has an
         example.
@@ -109,13 +109,13 @@ class IndexedLoader(ABC):
         return {"rows": self._position, **self.identity}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position. Batch size and processes may be others, the stream not.
+        """Resume at a position. Batch size and processes may change, the stream may not.
 
         Args:
-            state: What `state()` returned, also after a way through JSON.
+            state: What `state()` returned, possibly after a round trip through JSON.
 
         Raises:
-            ValueError: It is of another stream of rows, or beyond the end of the data.
+            ValueError: It belongs to another stream, or lies beyond the end of the data.
 
         Example:
             >>> import numpy as np, tempfile
@@ -169,7 +169,7 @@ class IndexedLoader(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the stream of rows is a function of; `order` tells the shuffle of another grain."""
+        """Everything that determines the stream; `order` detects a grain with another shuffle."""
         return {**self._identity_fields(), "order": fingerprint(self._order(None))}
 
     @cached_property
@@ -186,7 +186,7 @@ class IndexedLoader(ABC):
 
 
 def check_numbers(loader: IndexedLoader, minimums: Mapping[str, int], flags: Sequence[str]) -> None:
-    """Refuse what means nothing: numbers below their least, flags, the rows of this process."""
+    """Refuse invalid values: numbers below their minimum, flags, and `mine`."""
     for name, bound in minimums.items():
         if not is_int(getattr(loader, name), bound):
             raise ValueError(f"{name}={getattr(loader, name)!r}: a whole number from {bound} on.")
@@ -212,7 +212,7 @@ def check_numbers(loader: IndexedLoader, minimums: Mapping[str, int], flags: Seq
 
 
 def check_epochs(loader: IndexedLoader) -> None:
-    """Refuse epochs that are no number, and a last batch of what has no end."""
+    """Refuse invalid `epochs`, and `pad_last` without an end."""
     if loader.epochs is not None and not is_int(loader.epochs, 1):
         raise ValueError(f"epochs={loader.epochs!r}: a whole number from 1 on, or None: no end.")
     if loader.pad_last and loader.epochs is None:

@@ -1,7 +1,7 @@
-"""The order of rows, and global batches cut from it.
+"""The order of examples, and the global batches cut from it.
 
-Rows are shuffled anew each epoch and several data sets are mixed, as a function of the seed. A
-process reads its own rows of each batch.
+Each epoch is shuffled anew and several data sets are mixed, as a function of the seed. A process
+reads only its own examples of each batch.
 """
 
 import zlib
@@ -14,13 +14,13 @@ import numpy as np
 
 from hfjax.data.examples import ArrayDict
 
-MAX_EXAMPLES = 1 << 32  # what grain's shuffle can number
+MAX_EXAMPLES = 1 << 32  # limit of grain's shuffle
 
 
 def example_order(
     counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool, epochs: int | None
 ) -> grain.MapDataset[int]:
-    """Return the stream of row numbers, at random access; set i's rows are numbered after i - 1's.
+    """Return the random-access stream of example numbers; set i's follow those of set i - 1.
 
     >>> stream = example_order([3], [1.0], seed=0, shuffle=True, epochs=2)
     >>> sorted(int(stream[i]) for i in range(3)), len(stream)
@@ -41,29 +41,29 @@ def example_order(
 
 
 def fingerprint(stream: grain.MapDataset[int]) -> int:
-    """Return a CRC32 of the beginning of a stream: another grain may shuffle otherwise."""
+    """Return a CRC32 of the beginning of a stream: another grain may shuffle differently."""
     numbers = [cast(int, stream[i]) for i in range(min(64, len(stream)))]
     return zlib.crc32(np.array(numbers, "<i8").tobytes())
 
 
 class ExampleSource(Protocol):
-    """What reads rows by their numbers; every row has the same names and shapes."""
+    """Reads examples by number; all have the same names and shapes."""
 
     def example(self, index: int, position: int) -> ArrayDict:
-        """Return a row; `position` is where it stands in the stream, so it tells the epoch."""
+        """Return an example; `position` is its position in the stream, which gives the epoch."""
         ...
 
     def padding_example(self) -> ArrayDict:
-        """Return a row that counts for nothing: the last batch is filled up with it."""
+        """Return an example without weight, which pads the last batch."""
         ...
 
     def collate(self, examples: list[ArrayDict]) -> ArrayDict:
-        """Return rows as a batch."""
+        """Return examples as a batch."""
         ...
 
 
 class Batches(grain.MapDataset):
-    """Batch b of a process: its rows of stream[start + b * rows] and the following ones."""
+    """Batch b of a process: its examples of the global batch at stream[start + b * batch_size]."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Batches(grain.MapDataset):
         return self._source.collate([self._example(int(position)) for position in positions])
 
     def _example(self, position: int) -> ArrayDict:
-        """Return a row of the stream; beyond its end one of nothing."""
+        """Return an example of the stream; beyond its end a padding example."""
         if position >= len(self._stream):
             return self._source.padding_example()
         return self._source.example(cast(int, self._stream[position]), position)

@@ -1,4 +1,4 @@
-"""The text that every machine has: the source of Python's own standard library."""
+"""A corpus that every machine has: the source of Python's own standard library."""
 
 import hashlib
 import platform
@@ -10,19 +10,19 @@ from hfjax.data.token_writer import is_data_set
 from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from hfjax.utils.write_files import user_cache
 
-# Tests, what is not of the library, and tables of codes.
+# Tests, files outside the library, and code tables.
 SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"}
 SKIPPED |= {"site-packages", "dist-packages"}
 VALID = 0.05
 
 
 def standard_library(directory: str | Path | None = None, tokenizer: str | Path = "bytes") -> Path:
-    """Return a data set of this Python's standard library: made once, in bytes in a second.
+    """Return the path of a data set of this Python's standard library, built once.
 
-    It has two parts, `train` and `valid`.
+    Building takes a second with the byte tokenizer. It has two splits, `train` and `valid`.
 
     Args:
-        directory: Where it is made, or was made. None: the user's cache.
+        directory: Where it is built, or was built. None: the user's cache.
         tokenizer: As `hfjax.data.load_tokenizer` takes it.
 
     Example:
@@ -43,14 +43,14 @@ def standard_library(directory: str | Path | None = None, tokenizer: str | Path 
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     try:
         build_from_files(recipe, library_files(Path(sysconfig.get_path("stdlib"))))
-    except (FileExistsError, ValueError):  # another process of this run was first
+    except (FileExistsError, ValueError):  # another process of this run finished first
         if not is_data_set(path):
             raise
     return path
 
 
 def _tokenizer_suffix(tokenizer: str | Path) -> str:
-    """Return what tells data sets of different tokenizers apart in the cache."""
+    """Return the suffix that distinguishes data sets of different tokenizers in the cache."""
     loaded_tokenizer = load_tokenizer(tokenizer)
     if isinstance(loaded_tokenizer, ByteTokenizer):
         return ""
@@ -59,7 +59,7 @@ def _tokenizer_suffix(tokenizer: str | Path) -> str:
 
 
 def library_files(root: Path) -> tuple[Path, ...]:
-    """Return the sources below the folder of a standard library, in order."""
+    """Return the source files below the folder of a standard library, in order."""
     is_kept = lambda path: not SKIPPED & set(path.relative_to(root).parts)
     files = tuple(path for path in sorted(root.rglob("*.py")) if is_kept(path))
     if not files:

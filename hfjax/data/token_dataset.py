@@ -35,9 +35,9 @@ from hfjax.utils.tables import quote
 FORMAT = 1
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 SPLITS = ("train", "valid")
-CHUNK = 1 << 24  # bytes or tokens looked at together
-SMALL = 1 << 26  # bytes of a file that is read whole each time: a fraction of a second
-SAMPLES, SAMPLE = 256, 1 << 14  # of a larger one so many blocks of so many bytes
+CHUNK = 1 << 24  # bytes or tokens checked together
+SMALL = 1 << 26  # bytes: smaller files are read in full each time, in a fraction of a second
+SAMPLES, SAMPLE = 256, 1 << 14  # larger ones: number of blocks, bytes of each
 
 _is_crc32 = lambda x: type(x) is int and 0 <= x < 1 << 32
 KINDS = {
@@ -55,7 +55,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Meta:
-    """What a data set holds. `end` is the token after each document; `text` counts bytes."""
+    """The metadata of a data set. `end`: the token after each document; `text`: bytes of text."""
 
     vocab: int
     dtype: str
@@ -66,16 +66,16 @@ class Meta:
     tokenizer: str
     sources: list[str] = field(default_factory=list)
     crc32: dict[str, int] = field(default_factory=dict)
-    samples: dict[str, int] = field(default_factory=dict)  # CRC32 of samples, of large files
+    samples: dict[str, int] = field(default_factory=dict)  # CRC32 of samples, for large files
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:
-        """Write it to a directory: the last file of a data set."""
+        """Write the metadata to a directory: the last file of a data set."""
         (directory / META).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, directory: Path) -> "Meta":
-        """Return that of a directory, or say what the directory is instead."""
+        """Return the metadata of a directory; if it has none, the error says what it is instead."""
         path = directory / META
         if not os.path.lexists(path):
             raise ValueError(_not_a_dataset_message(directory))
@@ -97,7 +97,7 @@ class Meta:
 
     @classmethod
     def _from_json(cls, record: dict[str, Any]) -> "Meta":
-        """Return that of an object of JSON; earlier ones have no samples."""
+        """Return the metadata of a JSON object; earlier ones have no samples."""
         check_fields({"samples": {}, **record}, KINDS | {"samples": KINDS["crc32"]})
         meta = cls(**record)
         _check_dtype(meta)
@@ -113,14 +113,14 @@ class Meta:
 
 
 class TokenSet:
-    """A data set opened: `tokens` and `documents` (offsets) are memory-mapped, not read.
+    """An opened data set: `tokens` and `documents` (offsets) are memory-mapped, not read.
 
     Args:
-        directory: What `write_tokens`, `prepare` or `hfjax data` made; of one that is split, its
-            part `train` or `valid`.
+        directory: What `write_tokens`, `prepare` or `hfjax data` wrote; if it is split, its
+            `train` or `valid`.
 
     Raises:
-        ValueError: It is no data set, or its files do not go with each other.
+        ValueError: It is no data set, or its files do not match each other.
 
     Example:
         >>> import numpy as np, tempfile
@@ -144,7 +144,7 @@ class TokenSet:
         self._documents_path = str(self.directory / DOCUMENTS)
 
     def __reduce__(self) -> tuple:
-        """Open it again where a copy is made, in this process or another one."""
+        """Reopen the files in a copy, in this process or another one."""
         return TokenSet, (self.directory,)
 
     @property
@@ -154,7 +154,7 @@ class TokenSet:
 
     @cached_property
     def tokenizer(self) -> "ByteTokenizer | TrainedTokenizer":
-        """The tokenizer that made it."""
+        """The tokenizer that encoded the data set."""
         return load_tokenizer(self.directory)
 
     def __len__(self) -> int:
@@ -168,9 +168,9 @@ class TokenSet:
         )
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens [start, stop) of the file; refuse one that was cut.
+        """Return the tokens [start, stop) of the file; refuse a truncated one.
 
-        Rows are read so: what is gone of a memory map ends the process without a word.
+        Examples are read this way: access to a truncated memory map kills the process silently.
 
         Args:
             start: The position of the first token.
@@ -183,12 +183,12 @@ class TokenSet:
             >>> write_tokens(folder.name, [np.arange(9)], vocab=64).read(3, 6).tolist()
             [3, 4, 5]
         """
-        if self._map.size() < len(self._map):  # of the file now, and when it was opened
+        if self._map.size() < len(self._map):  # its size now, and when it was opened
             self._raise_truncated(TOKENS, len(self._map))
         return self.tokens[start:stop]
 
     def check_documents(self) -> None:
-        """Refuse a file of documents that was cut since it was opened, before it is looked at.
+        """Refuse a documents file that was truncated since it was opened, before it is accessed.
 
         Example:
             >>> import numpy as np, tempfile
@@ -207,7 +207,7 @@ class TokenSet:
         )
 
     def verify(self) -> None:
-        """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab.
+        """Read all files; refuse a CRC32 other than the recorded one, and tokens beyond vocab.
 
         Example:
             >>> import numpy as np, tempfile
@@ -225,8 +225,7 @@ class TokenSet:
     def check(self) -> None:
         """Refuse files that changed since they were written: small ones are read, others sampled.
 
-        A large file whose samples are not written down is one of an earlier hfjax. `Loader` does
-        this.
+        Large files of an earlier hfjax have no recorded samples. `Loader` calls this.
 
         Example:
             >>> import numpy as np, tempfile
@@ -256,7 +255,7 @@ class TokenSet:
             )
 
     def _check_ends(self, offsets: np.ndarray) -> None:
-        """Refuse documents that do not follow one another, or do not end as it is written."""
+        """Refuse document offsets that do not increase, and documents without the recorded end."""
         if (np.diff(offsets) <= 0).any() or offsets[-1] > len(self):
             raise ValueError(
                 f"{self.directory / DOCUMENTS}: documents do not follow one another. Copy it "
@@ -271,10 +270,10 @@ class TokenSet:
             )
 
     def check_vocab(self, tokens: np.ndarray, start: int) -> None:
-        """Refuse tokens of which one lies beyond the vocabulary.
+        """Refuse tokens beyond the vocabulary.
 
         Args:
-            tokens: Some of the set's tokens.
+            tokens: A slice of the set's tokens.
             start: The position of the first of them, for the message.
 
         Example:
@@ -308,9 +307,9 @@ class TokenSet:
         check_ordinary(path)
         try:
             offsets = np.lib.format.open_memmap(path, mode="r")
-            if offsets.dtype != np.int64:  # differences of unsigned ones would wrap
+            if offsets.dtype != np.int64:  # differences of unsigned integers would wrap
                 raise TypeError(f"its numbers are {offsets.dtype}, int64 is what hfjax writes")
-        except Exception as error:  # numpy raises of many kinds
+        except Exception as error:  # numpy raises many types
             raise ValueError(
                 f"{path} is truncated or no array of numbers ({error}). Copy it again, or make the "
                 "data set again."
@@ -324,7 +323,7 @@ class TokenSet:
 
 
 def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
-    """Refuse data sets whose numbers do not mean the same tokens."""
+    """Refuse data sets with different tokenizers."""
     known = [data for data in sets if data.meta.tokenizer != "none"]
     identity = lambda data: (data.meta.tokenizer, data.meta.crc32.get(TOKENIZER), data.vocab)
     for data in known[1:]:
@@ -338,7 +337,7 @@ def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
 
 
 def check_tokenizer(data: TokenSet, tokenizer: Any, source: Path) -> None:
-    """Refuse a data set whose numbers do not mean the tokens of a model's tokenizer."""
+    """Refuse a data set whose token numbers differ in meaning from a model's tokenizer."""
     if data.meta.tokenizer == "none" or tokenizer.is_equivalent(data.tokenizer):
         return
     raise ValueError(

@@ -27,18 +27,18 @@ class Loader(IndexedLoader):
 
     Attributes:
         data: A data set or its directory, or several of them.
-        rows: Rows of the global batch.
-        length: Targets of a row; it has one token more.
-        seed: Of the shuffle.
-        packing: stream (rows cut from the text as it follows), or documents (whole ones, packed).
-        shuffle: Whether each epoch has an order of its own.
-        epochs: How often to go over the data. None: without end, as a mixture of several has to.
-        mine: The numbers of the rows that this process gives (`share`). None: all.
-        weights: How often to draw from each of several data sets. None: equally often.
-        documents: Whether rows of a stream have document numbers and a mask.
-        pad_last: Whether the last batch is filled up with rows of mask 0, not dropped.
-        threads: How many read; 0: none beside the caller.
-        prefetch: Batches that wait, at least as many as threads.
+        rows: The global batch size, in examples.
+        length: The number of targets of an example; it has one token more.
+        seed: The seed of the shuffle.
+        packing: stream (examples cut from consecutive text), or documents (whole ones, packed).
+        shuffle: Whether each epoch is shuffled anew.
+        epochs: The number of passes over the data. None: no end, required for several data sets.
+        mine: The examples of each batch that this process loads (`share`). None: all.
+        weights: Relative sampling rates of several data sets. None: equal.
+        documents: Whether examples of a stream have document numbers and a mask.
+        pad_last: Whether to pad the last batch with examples of mask 0 instead of dropping it.
+        threads: The number of reading threads; 0: the caller only.
+        prefetch: The number of batches to prefetch, at least `threads`.
 
     Example:
         >>> import numpy as np, tempfile
@@ -60,9 +60,9 @@ class Loader(IndexedLoader):
     mine: Sequence[int] | np.ndarray | None = None
     weights: Sequence[float] | None = None  # of several data sets
     documents: bool = False  # a stream with document numbers and mask
-    pad_last: bool = False  # the last batch is filled up with rows of mask 0, not dropped
+    pad_last: bool = False  # pad the last batch with examples of mask 0, do not drop it
     threads: int = 2
-    prefetch: int = 4  # batches that wait
+    prefetch: int = 4  # batches read ahead
 
     def __post_init__(self) -> None:
         least = {"rows": 1, "length": 1, "seed": 0, "threads": 0, "prefetch": self.threads}
@@ -79,27 +79,27 @@ class Loader(IndexedLoader):
 
     @property
     def rows_per_epoch(self) -> int:
-        """The rows of all data sets together."""
+        """The number of examples of all data sets together."""
         return sum(map(len, self._sets))
 
     @property
     def dropped(self) -> int:
-        """The tokens that are in no row."""
+        """The number of tokens that are in no example."""
         return sum(examples.dropped for examples in self._sets)
 
     @property
     def density(self) -> float:
-        """The part of all places in rows that holds a token, not padding."""
+        """The fraction of positions in all examples that hold a token, not padding."""
         return (
             sum(examples.density * len(examples) for examples in self._sets) / self.rows_per_epoch
         )
 
     def check(self, vocab: int | None = None, length: int | None = None) -> None:
-        """Refuse a model with fewer tokens than the data, or fewer positions than a row.
+        """Refuse a model with fewer tokens than the data, or fewer positions than an example.
 
         Args:
-            vocab: The model's number of tokens. None: not looked at.
-            length: The model's number of positions. None: not looked at.
+            vocab: The model's number of tokens. None: not checked.
+            length: The model's number of positions. None: not checked.
 
         Example:
             >>> import numpy as np, tempfile
@@ -120,7 +120,7 @@ class Loader(IndexedLoader):
                 "rows, or give the model more."
             )
 
-    # -- what it reads --------------------------------------------------------------------
+    # -- data -----------------------------------------------------------------------------
 
     @cached_property
     def _sets(self) -> list[Examples]:
@@ -159,14 +159,14 @@ class Loader(IndexedLoader):
 
 
 def share(rows: int, process: int, processes: int) -> np.ndarray:
-    """Return the row numbers of a process, if all processes have equally many.
+    """Return the indices of a process's examples in the global batch, equally many for each.
 
-    `hfjax.rows_of_process` returns them for any mesh, also where processes share rows.
+    `hfjax.rows_of_process` returns them for any mesh, also where processes share examples.
 
     Args:
-        rows: Rows of the global batch; processes have to divide them.
+        rows: The global batch size; it must be divisible by `processes`.
         process: The number of the process, from 0 on.
-        processes: How many there are.
+        processes: The number of processes.
 
     Example:
         >>> from hfjax.data import share

@@ -1,4 +1,4 @@
-"""Write a data set, which appears when it is whole."""
+"""Write a data set, which appears once it is complete."""
 
 import os
 from array import array
@@ -27,7 +27,7 @@ from hfjax.utils.tables import quote
 
 
 class TokenWriter:
-    """Appends documents to a new directory; `finish` writes what describes them."""
+    """Appends documents to a new directory; `finish` writes the metadata."""
 
     def __init__(self, directory: Path, vocab: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class TokenWriter:
     def add(
         self, tokens: np.ndarray, location: str = "", text_bytes: int = 0, end: int | None = None
     ) -> None:
-        """Append a document, and its end; `text_bytes` is how many bytes it was."""
+        """Append a document, and its end token; `text_bytes` is the size of its text."""
         location = location or f"document {self.documents}"
         end_tokens = [] if end is None else [end]
         count = tokens.size + len(end_tokens)
@@ -62,14 +62,14 @@ class TokenWriter:
                 f"(0 … {self.vocab - 1}). Give the vocabulary of the tokenizer that made it."
             )
         for values in (tokens, end_tokens):
-            self._file.write(np.ascontiguousarray(values, self.dtype).data)  # of bytes no copy
+            self._file.write(np.ascontiguousarray(values, self.dtype).data)  # no copy for bytes
         self._offsets.append(self._offsets[-1] + count)
         self.text_bytes += text_bytes
 
     def finish(
         self, tokenizer: ByteTokenizer | TrainedTokenizer | None, end: int | None, sources: list
     ) -> Meta:
-        """Write offsets, tokenizer and, as the last file, the description; return that."""
+        """Write offsets, tokenizer and, as the last file, the metadata; return the metadata."""
         self.close()
         _save_array(self.directory / DOCUMENTS, np.frombuffer(self._offsets, np.int64))
         if tokenizer is not None:
@@ -93,23 +93,23 @@ class TokenWriter:
         return meta
 
     def close(self) -> None:
-        """Close the file of tokens."""
+        """Close the token file."""
         self._file.close()
 
 
 def write_tokens(
     directory: str | Path, documents: Iterable[np.ndarray], vocab: int, overwrite: bool = False
 ) -> TokenSet:
-    """Return a data set made of documents that are tokens already (of nanoGPT, of Megatron, …).
+    """Write documents that are already tokenized (by nanoGPT, Megatron, …); return the data set.
 
     Args:
-        directory: Where it is made; it appears there when it is whole.
-        documents: Flat arrays of integers, each with at least one.
-        vocab: The number of different tokens; all are below it. It says which dtype is stored.
-        overwrite: Whether to replace a data set that is there.
+        directory: The directory to create; it appears once it is complete.
+        documents: Flat, non-empty arrays of integers.
+        vocab: The vocabulary size; all tokens are below it. It determines the stored dtype.
+        overwrite: Whether to replace an existing data set.
 
     Raises:
-        ValueError: Something is there already, or a document is no such array.
+        ValueError: The directory exists, or a document is no such array.
 
     Example:
         >>> import numpy as np, tempfile
@@ -133,7 +133,7 @@ def write_tokens(
 
 
 def _save_array(path: Path, array: np.ndarray) -> None:
-    """Write an array as np.save does; but a full disk is told as such."""
+    """Write an array as np.save does, but report a full disk as such."""
     with path.open("wb") as file:
         header = np.lib.format.header_data_from_array_1_0(array)
         np.lib.format.write_array_header_1_0(file, header)
@@ -142,11 +142,11 @@ def _save_array(path: Path, array: np.ndarray) -> None:
 
 @contextmanager
 def atomic_dataset(directory: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Give a folder to write to, which becomes `directory` at the end, or nothing at a fault."""
+    """Yield a folder to write to; it becomes `directory` at the end, or is removed on an error."""
     target = Path(os.path.realpath(directory))
     sweep(target)
     check_free(directory, overwrite)
-    hidden_prefix = str(target.with_name(f".{target.name}."))  # where it is made
+    hidden_prefix = str(target.with_name(f".{target.name}."))  # of temporary folders
     try:
         with exit_on_sigterm(), atomic_directory(target, replace=overwrite) as folder:
             yield folder
@@ -159,7 +159,7 @@ def atomic_dataset(directory: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_free(directory: Path, overwrite: bool) -> None:
-    """Refuse to write where something is; a data set may be written over if that is wanted."""
+    """Refuse a directory that exists, unless it is a data set and `overwrite` is set."""
     if (kind := path_kind(directory)).startswith(UNREACHED):
         raise ValueError(f"{quote(directory)} is {kind}: choose another --out.")
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
@@ -174,5 +174,5 @@ def check_free(directory: Path, overwrite: bool) -> None:
 
 
 def is_data_set(directory: Path) -> bool:
-    """Return whether a directory is a data set, or one split in train and valid."""
+    """Return whether a directory is a data set, or one split into train and valid."""
     return any((directory / name / META).is_file() for name in ("", *SPLITS))

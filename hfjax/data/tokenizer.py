@@ -1,4 +1,4 @@
-"""Tokenizers: bytes (nothing to train, 256 tokens), or one of the `tokenizers` library."""
+"""Tokenizers: bytes (no training, 256 tokens), or one of the `tokenizers` library."""
 
 import json
 import os
@@ -20,14 +20,14 @@ END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 FILE = "tokenizer.json"
 MEND = f"Mend its {FILE}, or give another one."
-MODEL = ("generation_config.json", "config.json")  # of a model: what says its end of a text
-KNOWN = ("bytes", FILE, "none")  # what a data set may be made by
+MODEL = ("generation_config.json", "config.json")  # files of a model that name its end token
+KNOWN = ("bytes", FILE, "none")  # tokenizers that a data set may record
 MADE_BY: Check = (f"one of {', '.join(KNOWN)}", lambda x: x in KNOWN)
-CHUNK_SIZE = 1 << 20  # characters: where a long document may be cut to be encoded
-GROUP_SIZE = 1 << 23  # characters that are encoded together
+CHUNK_SIZE = 1 << 20  # characters after which a long document may be split for encoding
+GROUP_SIZE = 1 << 23  # characters to encode together
 MOST_TOKENS = 1 << 24  # the largest vocabularies have a million; the library lists ids with gaps
-NO_TOKEN = "\0no token"  # stands where a tokenizer has none: no text spells it
-LINE = re.compile(r"[\w.,;:!?)}\]]\n(?=\w)")  # the end of a line whose break is a token of its own
+NO_TOKEN = "\0no token"  # placeholder for a missing token: no text spells it
+LINE = re.compile(r"[\w.,;:!?)}\]]\n(?=\w)")  # a line end whose newline is a token of its own
 
 T = TypeVar("T")
 
@@ -36,42 +36,42 @@ class ByteTokenizer:
     """Text as its UTF-8 bytes; byte 0, which text does not contain, ends a document."""
 
     kind, vocab, end = "bytes", 256, 0
-    dropped, unknown = 0, 0  # of any text nothing is lost
+    dropped, unknown = 0, 0  # bytes encode any text without loss
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD."""
         array = np.asarray(tokens)
         if array.size and (array.min() < 0 or array.max() > 255):
             raise ValueError(f"token {array.max()}: the byte tokenizer has tokens 0 … 255.")
         return array.astype(np.uint8).tobytes().decode(errors="replace")
 
     def save(self, directory: Path) -> None:
-        """Write nothing: the name says it all."""
+        """Write nothing: the name `bytes` is enough."""
 
 
 class TrainedTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Attributes:
-        inner: That of the library.
+        inner: The library's tokenizer.
         vocab: One more than its highest token.
-        end: Its end of a document, if it has one.
-        dropped: How many characters (or bytes of some) have had no token and were left out.
-        unknown: How often text became the token for what is unknown.
+        end: Its token for the end of a document, if it has one.
+        dropped: The number of characters (or bytes of some) dropped so far, for lack of a token.
+        unknown: The number of unknown tokens so far.
     """
 
     kind = FILE
 
     def __init__(self, inner: Any, end: str | None = None) -> None:
         self.inner = inner
-        inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text
-        inner.no_truncation()  # as a folder may have them that a model was trained in
+        inner.encode_special_tokens = True  # "<|endoftext|>" in a text is plain text
+        inner.no_truncation()  # a training folder may enable it
         inner.no_padding()
-        if getattr(inner.model, "dropout", None):  # of merges, drawn anew for each text
+        if getattr(inner.model, "dropout", None):  # of BPE merges: random for each text
             inner.model.dropout = None
         self.dropped = self.unknown = 0
         tokens = inner.get_vocab(with_added_tokens=True)
@@ -86,7 +86,7 @@ class TrainedTokenizer:
             )
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, without any that a template would add."""
+        """Return the tokens of each text, without those that a template would add."""
         arrays_by_text: list[list[np.ndarray]] = [[] for _ in texts]
         chunks = ((i, chunk) for i, text in enumerate(texts) for chunk in self._split_text(text))
         for group in group_by_size(chunks, GROUP_SIZE, lambda pair: len(pair[1])):
@@ -96,7 +96,7 @@ class TrainedTokenizer:
         return [np.concatenate(arrays) for arrays in arrays_by_text]
 
     def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, and count what has none."""
+        """Return the tokens of each text; count dropped characters and unknown tokens."""
         token_arrays = _encode_plain(self._marking_tokenizer or self.inner, texts)
         num_dropped = [int((tokens == self.vocab).sum()) for tokens in token_arrays]
         self.dropped += sum(num_dropped)
@@ -112,18 +112,18 @@ class TrainedTokenizer:
 
     @cached_property
     def unknown_token(self) -> int | None:
-        """The token for what is unknown, if there is one."""
+        """The unknown token, if there is one."""
         model = json.loads(self.inner.to_str())["model"]
-        if "unk_id" in model:  # of Unigram
+        if "unk_id" in model:  # Unigram
             return model["unk_id"]
         return self.inner.token_to_id(model["unk_token"]) if model.get("unk_token") else None
 
     @cached_property
     def _marking_tokenizer(self) -> Any:
-        """A tokenizer that writes token `vocab` where this one drops a character; None: it cannot.
+        """A tokenizer that emits token `vocab` where this one drops a character; None: never drops.
 
-        BPE without a token for what is unknown is the one model that drops. Tokens that were added
-        keep their ids if the model has them; special ones are text here.
+        Only BPE without an unknown token drops characters. Added tokens keep their ids if the model
+        has them; special tokens are plain text here.
         """
         config = json.loads(self.inner.to_str())
         model = config["model"]
@@ -146,7 +146,7 @@ class TrainedTokenizer:
         (directory / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
     def is_equivalent(self, other: object) -> bool:
-        """Return whether another one makes the same tokens of a text."""
+        """Return whether another tokenizer encodes texts to the same tokens."""
         return isinstance(other, TrainedTokenizer) and self._settings == other._settings
 
     @cached_property
@@ -155,7 +155,7 @@ class TrainedTokenizer:
         return [config[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
 
     def _split_text(self, text: str) -> Iterator[str]:
-        """Yield a long text in pieces, cut where no token can lie across, else whole."""
+        """Yield a long text in chunks, split where no token can cross; else as one chunk."""
         start = 0
         while len(text) - start > CHUNK_SIZE and self._splits_at_lines:
             match = LINE.search(text, start + CHUNK_SIZE)
@@ -167,7 +167,7 @@ class TrainedTokenizer:
 
     @cached_property
     def _splits_at_lines(self) -> bool:
-        """Whether no token lies across such a line break, as with GPT-2's."""
+        """Whether no token crosses such a line break, as with GPT-2's."""
         config = json.loads(self.inner.to_str())
         pre_tokenizer = config["pre_tokenizer"] or {}
         byte_level = {"add_prefix_space": False, "use_regex": True, "type": "ByteLevel"}
@@ -182,7 +182,7 @@ def _encode_plain(inner: Any, texts: list[str]) -> list[np.ndarray]:
 
 @contextmanager
 def _wrap_library_errors(problem: str, advice: str) -> Iterator[None]:
-    """Tell what the library raises: bare Exceptions, and panics, which are none."""
+    """Raise the library's bare Exceptions, and its panics, as ValueErrors with advice."""
     try:
         yield
     except (ValueError, MemoryError):
@@ -194,7 +194,7 @@ def _wrap_library_errors(problem: str, advice: str) -> Iterator[None]:
 
 
 def _check_vocab(tokens: Mapping[str, int]) -> None:
-    """Refuse a tokenizer without tokens, and one with an id that no vocabulary reaches."""
+    """Refuse a tokenizer without tokens, or with an id beyond any vocabulary."""
     if not tokens:
         raise ValueError(f"the tokenizer has no token. Give the {FILE} of a trained one.")
     name, max_id = max(tokens.items(), key=lambda pair: pair[1])
@@ -206,7 +206,7 @@ def _check_vocab(tokens: Mapping[str, int]) -> None:
 
 
 def group_by_size(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield items in lists of at most `limit` together (or of one larger item).
+    """Yield items in lists of total size at most `limit` (or of one larger item).
 
     >>> list(group_by_size([2, 2, 3, 9, 1], 4, int))
     [[2, 2], [3], [9], [1]]
@@ -225,13 +225,13 @@ def group_by_size(items: Iterable[T], limit: int, size: Callable[[T], int]) -> I
 def load_tokenizer(
     source: str | Path, end: str | None = None
 ) -> "ByteTokenizer | TrainedTokenizer":
-    """Return the tokenizer named: "bytes", a `tokenizer.json`, or that of a data set or a model.
+    """Return the tokenizer "bytes", of a `tokenizer.json`, of a data set or of a model.
 
     Args:
-        source: The word, or the path of the file, of the data set's directory, or of the folder of
-            a model from Hugging Face.
+        source: "bytes", or the path of the file, of the data set's directory, or of a Hugging Face
+            model's folder.
         end: The name of the token that ends a document, in a `tokenizer.json`. None: the one that
-            the model's folder says, else the first of the usual names that it has.
+            the model's folder names, else the first of the usual names that exists.
 
     Returns:
         An object with `encode(texts)`, `decode(tokens)`, `vocab` and `end`.
@@ -274,7 +274,7 @@ def load_tokenizer(
 
 
 def end_tokens(*files: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end a text, by the first of a model's files that says them.
+    """Return the tokens that end a text, from the first of a model's files that lists them.
 
     >>> settings = {"eos_token_id": 2}
     >>> end_tokens({}, settings), end_tokens({"eos_token_id": [5, 7]}, settings)
@@ -291,7 +291,7 @@ def end_tokens(*files: Mapping[str, Any]) -> list[int]:
 
 
 def _with_model_end(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer:
-    """Return the tokenizer of a folder, with the end of a text that a model there says."""
+    """Return the tokenizer of a folder, with the end token that the model there names."""
     ends = end_tokens(*(_read_keys(path.with_name(name)) for name in MODEL))
     if ends and not 0 <= ends[0] < tokenizer.vocab:
         raise ValueError(
@@ -304,7 +304,7 @@ def _with_model_end(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer
 
 
 def _read_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a file of a model; none if it is not there."""
+    """Return the keys of a model's JSON file; empty if it is missing."""
     if path_kind(path) == MISSING:
         return {}
     try:
@@ -314,7 +314,7 @@ def _read_keys(path: Path) -> dict[str, Any]:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
-    """Return a byte-level BPE tokenizer (as GPT-2's) trained on texts; its end is token 0."""
+    """Return a byte-level BPE tokenizer (as GPT-2's) trained on texts; its end token is 0."""
     library = tokenizers_library()
     if vocab <= 257:
         raise ValueError(
@@ -335,12 +335,12 @@ def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
 
 
 def tokenizers_library() -> ModuleType:
-    """Return the `tokenizers` library, or say how to get it."""
+    """Return the `tokenizers` library; if it is missing, the error says how to install it."""
     return import_optional("tokenizers", "a trained tokenizer", "text")
 
 
 def _tokenizer_kind(directory: Path) -> str:
-    """Return which tokenizer made a data set, from its description."""
+    """Return which tokenizer encoded a data set, from its metadata."""
     path = directory / "meta.json"
     if not os.path.lexists(path):
         return FILE

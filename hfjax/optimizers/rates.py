@@ -27,21 +27,21 @@ def rate(
     hold: int = 0,
     shape: str = "linear",
 ) -> Rate:
-    """Return a learning rate: up to `peak` in `warmup` updates, held, then down to `end` * peak.
+    """Return a learning-rate schedule: warm-up to `peak`, hold, then decay to `end` * peak.
 
     With `shape="log"` it is DeepSpeed's WarmupLR (`decay="constant"`), WarmupDecayLR or
     WarmupCosineLR (docs/optimizers.md), with `hold` warm-up, stable, decay (WSD).
 
     Args:
         peak: The highest learning rate, above 0.
-        warmup: Updates on the way up; 0: none.
-        steps: Updates in all, after which the way down ends and the rate stays. Needed unless
+        warmup: Updates of the warm-up; 0: none.
+        steps: Updates in total, after which the decay ends and the rate stays. Needed unless
             `decay` is "constant".
-        end: The last rate, as a part of the peak from 0 to 1; "constant" takes no notice of it.
-        decay: Of the way down: cosine, linear or constant.
-        hold: Updates at the peak before the way down.
-        shape: Of the way up: linear (the first rate is peak / warmup), or log (the first two are
-            zero: a way up of one update is one of two).
+        end: The final rate, as a fraction of the peak from 0 to 1; "constant" ignores it.
+        decay: Shape of the decay: cosine, linear or constant.
+        hold: Updates at the peak before the decay.
+        shape: Shape of the warm-up: linear (the first rate is peak / warmup), or log (the first two
+            are zero: a warm-up of one update is one of two).
 
     Returns:
         A function of the number of updates done, as optax takes it.
@@ -87,7 +87,7 @@ def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
 
 
 def _is_count(x: object) -> bool:
-    """Return whether it counts updates: 100, and also 1e2."""
+    """Return whether it is a count of updates: 100, and also 1e2."""
     return is_int(x, 0) or (isinstance(x, float) and x >= 0 and x.is_integer())
 
 

@@ -61,7 +61,7 @@ def adamw(
 
 
 def _check_rate(rate: object) -> None:
-    """Refuse a learning rate that is no number; arrays and schedules are not looked at."""
+    """Refuse a learning rate that is no number; arrays and schedules are not checked."""
     is_plain = isinstance(rate, Real | str) or rate is None
     if is_plain and not is_real(rate, 0, float(jnp.finfo(jnp.float32).max)):
         raise ValueError(
@@ -73,12 +73,12 @@ def _check_rate(rate: object) -> None:
 def by_path(
     optimizers: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that treats a parameter as the first pattern says that its path matches.
+    """Return an optimizer that updates a parameter by the first pattern that its path matches.
 
     Use it for parameter groups: of weight decay, of learning rates, of anything.
 
     Args:
-        optimizers: {pattern: optax transformation}; `*` stands for anything, also for `/`. The
+        optimizers: {pattern: optax transformation}; `*` matches anything, also `/`. The
             first pattern that matches counts, so the most general comes last.
 
     Raises:
@@ -136,7 +136,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def _check_optimizer(caller: str, optimizer: object) -> None:
-    """Refuse what is no optimizer: a learning rate, or the function that makes one of it."""
+    """Refuse what is no optimizer: a learning rate, or a function that returns one."""
     if not is_optimizer(optimizer):
         name = getattr(optimizer, "__name__", "") if callable(optimizer) else ""
         raise ValueError(
@@ -149,7 +149,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     """Return a mask for optax: which parameters have a path that one of the patterns matches.
 
     Args:
-        patterns: Paths; `*` stands for anything, also for `/`. One that matches no parameter is
+        patterns: Paths; `*` matches anything, also `/`. One that matches no parameter is
             refused when the mask is used.
 
     Returns:
@@ -177,7 +177,7 @@ def scaled(
 
     Args:
         optimizer: Any optax transformation.
-        factors: {pattern: finite factor of at least 0}; `*` stands for anything, also for `/`, and
+        factors: {pattern: finite factor of at least 0}; `*` matches anything, also `/`, and
             the first pattern that matches counts. Other paths keep their rate.
 
     Example:
@@ -211,7 +211,7 @@ def scaled(
 def freeze_params(
     optimizer: optax.GradientTransformation, frozen: Collection[str]
 ) -> optax.GradientTransformation:
-    """Return an optimizer that neither moves the parameters of these paths nor keeps moments."""
+    """Return an optimizer that neither updates these parameters nor keeps state for them."""
     inner = unwrap(optimizer, FrozenParams)
     label = lambda path: "frozen" if path in frozen else "trained"
     labels = lambda params: nest({path: label(path) for path in flatten(params)})
@@ -223,26 +223,26 @@ def freeze_params(
 
 
 class FrozenParams(optax.GradientTransformationExtraArgs):
-    """An optimizer without some parameters, which knows the one that has them all."""
+    """An optimizer without some parameters; `inner` is the one that has them all."""
 
     inner: Any
 
 
 class FrozenLayers(optax.GradientTransformationExtraArgs):
-    """An optimizer without some rows of stacked layers, which knows the one that has them all."""
+    """An optimizer without some entries of stacked layers; `inner` is the one that has them all."""
 
     inner: Any
 
 
 def freeze_layers(optimizer: Any, frozen_rows: Mapping[str, np.ndarray]) -> FrozenLayers:
-    """Return an optimizer that leaves rows of some parameters alone, and all it keeps of them.
+    """Return an optimizer that changes neither entries of some parameters nor their state.
 
-    `frozen_rows` says by path which stay as they are, bit by bit: parameters, moments, master
-    weights and averages. Their gradients count as zero.
+    `frozen_rows` says by path which stay as they are, bit by bit: parameters, optimizer state,
+    master weights and averages. Their gradients count as zero.
     """
 
     def keep_frozen(path: str, new: Any, old: Any) -> Any:
-        """Return an array with the old rows where they stay."""
+        """Return an array with the old entries where they are frozen."""
         if path not in frozen_rows or not hasattr(new, "dtype"):  # those of another group have none
             return new
         is_frozen = frozen_rows[path].reshape(-1, *(1,) * (new.ndim - 1))
@@ -275,17 +275,17 @@ def unwrap(optimizer: Any, *wrappers: type) -> Any:
 
 
 class Mastered(NamedTuple):
-    """What an optimizer with master weights keeps."""
+    """The state of an optimizer with master weights."""
 
     optimizer: Any
     master: Any  # the parameters, in float32 or wider
 
 
 class MasterWeights(optax.GradientTransformationExtraArgs):
-    """An optimizer of master weights, which knows how the parameters of the state are stored."""
+    """An optimizer of master weights, with the dtype in which the state stores parameters."""
 
     param_dtype: Any
-    inner: Any  # the optimizer that it was made of
+    inner: Any  # the optimizer that it wraps
 
 
 def master(
@@ -336,13 +336,13 @@ def master(
 
 
 def stored_dtype(optimizer: Any, dtype: DTypeLike | None) -> DTypeLike | None:
-    """Return the dtype in which the parameters of a state are stored, of the model's own."""
+    """Return the dtype in which a state stores parameters, given the model's own."""
     inner = unwrap(optimizer, FrozenLayers, FrozenParams)
     return inner.param_dtype if isinstance(inner, MasterWeights) else dtype
 
 
 def check_master(optimizer: Any, params: Tree) -> None:
-    """Refuse master weights that are not those of the outermost optimizer."""
+    """Refuse master weights of an optimizer that is not the outermost."""
     inner = unwrap(optimizer, FrozenParams, MasterWeights)
     if _find_states(jax.eval_shape(inner.init, params), Mastered):
         raise ValueError(
@@ -353,12 +353,12 @@ def check_master(optimizer: Any, params: Tree) -> None:
 
 
 def check_update_arguments(optimizer: Any, params: Tree) -> None:
-    """Refuse an optimizer whose update asks for more than gradients, its state and parameters."""
+    """Refuse an optimizer whose update needs more than gradients, its state and parameters."""
     if not any(map(_has_required_keywords, _find_functions(optimizer.update, set()))):
-        return  # to trace an update takes seconds
+        return  # tracing an update takes seconds
     try:
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
-    except Exception as error:  # of any other kind the step tells
+    except Exception as error:  # the step reports any other kind
         if not (match := re.search(r"missing \d+ required keyword-only \w+: (.*)", str(error))):
             return
         raise ValueError(
@@ -370,13 +370,13 @@ def check_update_arguments(optimizer: Any, params: Tree) -> None:
 
 
 def _has_required_keywords(function: FunctionType) -> bool:
-    """Return whether a function has keywords that have to be given."""
+    """Return whether a function has required keyword arguments."""
     code, defaults = function.__code__, function.__kwdefaults__ or ()
     return code.co_kwonlyargcount > len(defaults)
 
 
 def _find_functions(node: Any, visited: set[int]) -> Iterator[Any]:
-    """Yield a function and those that it keeps, as a chain keeps what it is made of."""
+    """Yield a function and those in its closure, as a chain has its transformations there."""
     if id(node) in visited:
         return
     visited.add(id(node))
@@ -391,12 +391,12 @@ def _find_functions(node: Any, visited: set[int]) -> Iterator[Any]:
 def _has_contents(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # not yet
+    except ValueError:  # not set yet
         return False
 
 
 def params_from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
-    """Return parameters by path, those of which the optimizer keeps master weights being these."""
+    """Return parameters by path, cast from master weights where the optimizer keeps these."""
     new = dict(params)
     for node in _find_states(state, Mastered):
         new |= _cast_like(node.master, params)
@@ -404,7 +404,7 @@ def params_from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
 
 
 def masters_or_params(params: Mapping[str, Any], state: Any) -> Flat:
-    """Return parameters by path, master weights as they are in place of those that have one."""
+    """Return parameters by path, uncast master weights in place of those that have one."""
     new = dict(params)
     for node in _find_states(state, Mastered):
         new |= _arrays_by_path(node.master)
@@ -412,23 +412,23 @@ def masters_or_params(params: Mapping[str, Any], state: Any) -> Flat:
 
 
 def _find_states(state: Any, kind: type) -> list[Any]:
-    """Return the parts of an optimizer's state that are of a kind."""
+    """Return the nodes of an optimizer state that are of a type."""
     is_match = lambda x: isinstance(x, kind)
     return [x for x in jax.tree.leaves(state, is_leaf=is_match) if is_match(x)]
 
 
 def _cast_like(tree: Tree, params: Mapping[str, Any]) -> Flat:
-    """Return what is kept of parameters, by path, in their dtypes; of frozen ones there is none."""
+    """Return arrays kept for parameters, by path, in their dtypes; frozen ones have none."""
     return {path: x.astype(params[path].dtype) for path, x in _arrays_by_path(tree).items()}
 
 
 def _arrays_by_path(tree: Tree) -> Flat:
-    """Return what is kept of parameters, by path."""
+    """Return arrays kept for parameters, by path."""
     return {path: x for path, x in flatten(tree).items() if hasattr(x, "astype")}
 
 
 class Averaged(NamedTuple):
-    """What an averaging optimizer keeps."""
+    """The state of an averaging optimizer."""
 
     optimizer: Any
     average: Any  # of the parameters, in float32 or wider
@@ -437,8 +437,8 @@ class Averaged(NamedTuple):
 def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
     """Return the optimizer, which also keeps an exponential moving average of the parameters.
 
-    It starts from the first parameters, lies where moments lie, and is saved with them. A step
-    that is skipped leaves it alone. `averaged(state)` is the state to evaluate.
+    It starts from the first parameters, is sharded as the optimizer state, and is saved with it. A
+    step that is skipped does not change it. `averaged(state)` is the state to evaluate.
 
     Args:
         optimizer: Any optax transformation. In a chain put `ema` outermost: the average is of what

@@ -1,11 +1,11 @@
-"""Models in and out: a folder from Hugging Face streams into any layout, and goes out again.
+"""Import and export of models: a Hugging Face folder streams into any layout, and back.
 
-`families` is the table: an entry for each. `config_keys` reads config.json (`config_values` says of
-which type each value is), and `decoder_rules` says which tensor lies where (`tensor_rules` says
-what a rule is). `model_folder` and `tensor_files` read what is on disk. `file_rows` shares the rows
-of tensors out, `redistribute_rows` brings them to where a layout has them, `load` and `save` do so
-for a whole model. `pretrained` has what users call.
+`families` is the table of model families. `config_keys` reads config.json (`config_values` checks
+the types of values), and `decoder_rules` maps tensors to parameters (`tensor_rules` defines a
+rule). `model_folder` and `tensor_files` read what is on disk. `file_rows` reads and writes each
+process's rows of tensors, `redistribute_rows` moves them between files' and layout's sharding,
+`load` and `save` do so for a whole model. `pretrained` has the public functions.
 
-Models of images are one file with torchvision's names: `vision_rules` says which tensor lies where,
+Vision models are one file with torchvision's names: `vision_rules` maps tensors to parameters,
 `vision_files` reads and writes it.
 """

@@ -1,9 +1,9 @@
-"""The shape of a pretrained model, by the keys of its config.json.
+"""Convert the keys of a config.json to the configuration of a model.
 
-Keys that are absent are as `transformers` has them. Both spellings of what has changed in it are
-read: `rope_parameters`, and before it `rope_scaling` and `rope_theta`; `num_experts` and
+Absent keys have the defaults of `transformers`. Old and new spellings are both read:
+`rope_parameters`, and before it `rope_scaling` and `rope_theta`; `num_experts` and
 `num_local_experts`; `layer_types` and `sliding_window_pattern`. Dropout is left out: it is a
-setting of training.
+training setting.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ UNSUPPORTED_ROPES = {
 
 
 def gpt2_config(cfg: ConfigValues) -> GPTConfig:
-    """Return the shape of a GPT-2."""
+    """Return the configuration of a GPT-2."""
     embed = cfg.get_int("n_embd")
     cfg.require("n_inner", 4 * embed, "an MLP is four times as wide as the residual stream:")
     cfg.get_choice("activation_function", GELU_TANH, "gelu_new")
@@ -62,7 +62,7 @@ def gpt2_config(cfg: ConfigValues) -> GPTConfig:
 
 
 def _decoder_fields(cfg: ConfigValues) -> dict[str, Any]:
-    """Return the fields that all but GPT-2 read alike."""
+    """Return the fields that all families but GPT-2 share."""
     for name in ("attention_bias", "mlp_bias"):
         if cfg.get_bool(name):
             cfg.refuse(name, "only queries, keys and values of qwen2 have biases; take false.")
@@ -87,12 +87,12 @@ def _activation(cfg: ConfigValues, name: str = "hidden_act") -> dict[str, Any]:
 
 
 def llama_config(cfg: ConfigValues) -> LlamaConfig:
-    """Return the shape of a Llama 2 or 3."""
+    """Return the configuration of a Llama 2 or 3."""
     return LlamaConfig(**_decoder_fields(cfg), **_activation(cfg), rotary=_rotary(cfg))
 
 
 def mistral_config(cfg: ConfigValues) -> LlamaConfig:
-    """Return the shape of a Mistral."""
+    """Return the configuration of a Mistral."""
     return LlamaConfig(
         **_decoder_fields(cfg),
         **_activation(cfg),
@@ -101,21 +101,21 @@ def mistral_config(cfg: ConfigValues) -> LlamaConfig:
 
 
 def qwen2_config(cfg: ConfigValues) -> LlamaConfig:
-    """Return the shape of a Qwen2."""
+    """Return the configuration of a Qwen2."""
     return LlamaConfig(
         **_decoder_fields(cfg), **_activation(cfg), **_qwen_layers(cfg), qkv_bias=True
     )
 
 
 def qwen3_config(cfg: ConfigValues) -> LlamaConfig:
-    """Return the shape of a Qwen3."""
+    """Return the configuration of a Qwen3."""
     return LlamaConfig(
         **_decoder_fields(cfg), **_activation(cfg), **_qwen_layers(cfg), qk_norm=True
     )
 
 
 def _qwen_layers(cfg: ConfigValues) -> dict[str, Any]:
-    """Return the fields of layers, of which the last may see a window."""
+    """Return the layer fields; the last layers may use a sliding window."""
     window, first = _qwen_window(cfg), cfg.get_int("max_window_layers", minimum=0)
     layer_kind = lambda i: SLIDING if window and i >= first else FULL
     rotary = _rotary(cfg)
@@ -127,14 +127,14 @@ def _qwen_window(cfg: ConfigValues) -> int | None:
 
 
 def gemma2_config(cfg: ConfigValues) -> LlamaConfig:
-    """Return the shape of a Gemma 2."""
+    """Return the configuration of a Gemma 2."""
     rotary = _rotary(cfg)
     layer_kind = lambda i: SLIDING if (i + 1) % 2 else FULL
     return LlamaConfig(**_gemma_fields(cfg, layer_kind, {FULL: rotary, SLIDING: rotary}))
 
 
 def gemma3_text_config(cfg: ConfigValues) -> LlamaConfig:
-    """Return the shape of a Gemma 3."""
+    """Return the configuration of a Gemma 3."""
     cfg.require("attn_logit_softcapping", None, "transformers' Gemma 3 leaves this cap out:")
     pattern = cfg.get_int("sliding_window_pattern")
     layer_kind = lambda i: SLIDING if (i + 1) % pattern else FULL
@@ -142,7 +142,7 @@ def gemma3_text_config(cfg: ConfigValues) -> LlamaConfig:
 
 
 def gemma3_config(cfg: ConfigValues) -> LlamaConfig:
-    """Return the shape of the part that reads text."""
+    """Return the configuration of the text model of a multimodal Gemma 3."""
     text = cfg.get_section("text_config")
     if text is None:
         cfg.refuse("text_config", "the keys of the part that reads text are expected there.")
@@ -152,7 +152,7 @@ def gemma3_config(cfg: ConfigValues) -> LlamaConfig:
 def _gemma_fields(
     cfg: ConfigValues, layer_kind: Callable, rotary: Mapping[str, Rope]
 ) -> dict[str, Any]:
-    """Return the fields that Gemma 2 and 3 read alike."""
+    """Return the fields that Gemma 2 and 3 share."""
     if cfg.get_bool("use_bidirectional_attention"):
         cfg.refuse("use_bidirectional_attention", "attention is causal: take false.")
     fields, scalar = _decoder_fields(cfg), cfg.get_float("query_pre_attn_scalar")
@@ -171,7 +171,7 @@ def _gemma_fields(
 
 
 def mixtral_config(cfg: ConfigValues) -> MoEConfig:
-    """Return the shape of a Mixtral."""
+    """Return the configuration of a Mixtral."""
     if cfg.keys.get("router_jitter_noise"):
         cfg.refuse("router_jitter_noise", "take 0; Router(noise=) has noise of training.")
     window = cfg.maybe_int("sliding_window")
@@ -179,7 +179,7 @@ def mixtral_config(cfg: ConfigValues) -> MoEConfig:
 
 
 def qwen3_moe_config(cfg: ConfigValues) -> MoEConfig:
-    """Return the shape of a Qwen3 with experts."""
+    """Return the configuration of a Qwen3-MoE."""
     fields = _moe_fields(cfg, _qwen_window(cfg), cfg.get_bool("norm_topk_prob"))
     dense, layers = fields.pop("mlp"), fields["layers"]
     sparse_step, dense_layers = (
@@ -201,14 +201,14 @@ def qwen3_moe_config(cfg: ConfigValues) -> MoEConfig:
 
 
 def _moe_fields(cfg: ConfigValues, window: int | None, normalised: bool) -> dict[str, Any]:
-    """Return the fields that models with experts read alike.
+    """Return the fields that MoE models share.
 
-    The loss of balance is there if `transformers` adds one.
+    There is a load-balancing loss if `transformers` adds one.
     """
     cfg.get_choice("hidden_act", SILU, "silu")
     normalise, top_k = "chosen" if normalised else "none", cfg.get_int("num_experts_per_tok")
     router = Router(normalise=normalise, balance_loss=0)
-    if cfg.get_bool("output_router_logits"):  # of all layers together, and a choice counts as one
+    if cfg.get_bool("output_router_logits"):  # pooled over layers, and each choice counts as one
         loss = top_k * cfg.get_float("router_aux_loss_coef", minimum=0)
         router = replace(router, balance_loss=loss, balance_over="batch", pools_layers=True)
     return {
@@ -221,7 +221,7 @@ def _moe_fields(cfg: ConfigValues, window: int | None, normalised: bool) -> dict
 
 
 def _num_experts(cfg: ConfigValues, default: int) -> int:
-    """Return the number of experts, by either of its names."""
+    """Return the number of experts, from either of its keys."""
     names = [name for name in ("num_experts", "num_local_experts") if name in cfg]
     count = cfg.get_int(names[0]) if names else default
     if cfg.get_int("num_experts_per_tok") > count:
@@ -233,7 +233,7 @@ def _num_experts(cfg: ConfigValues, default: int) -> int:
 
 
 def _uniform_layers(cfg: ConfigValues, window: int | None) -> dict[str, Any]:
-    """Return the fields of layers that are all alike."""
+    """Return the layer fields if all layers are alike."""
     kind = FULL if window is None else SLIDING
     kinds = cfg.get_choices("layer_types", (FULL, SLIDING), cfg.get_int("num_hidden_layers"))
     if kinds is not None and set(kinds) != {kind}:
@@ -248,9 +248,9 @@ def _layer_fields(
     rotary: Mapping[str, Rope],
     cap: float | None = None,
 ) -> dict[str, Any]:
-    """Return the fields that say how layers attend, of which some may see a window.
+    """Return the attention fields of layers, some of which may use a sliding window.
 
-    `layer_kind` is the kind of each where `layer_types` does not say it.
+    `layer_kind` gives the kind of each layer if `layer_types` is absent.
     """
     count = cfg.get_int("num_hidden_layers")
     kinds = cfg.get_choices("layer_types", (FULL, SLIDING), count) or list(
@@ -277,7 +277,7 @@ def _attention(cap: float | None, window: int | None) -> Callable:
 
 
 def _rotary(cfg: ConfigValues) -> Rope:
-    """Return the rotary positions of all layers; both spellings are read."""
+    """Return the RoPE of all layers; both spellings are read."""
     rope_cfg = cfg.get_section("rope_scaling") or cfg.get_section("rope_parameters") or cfg.empty
     for kind in (FULL, SLIDING):
         if kind in rope_cfg:
@@ -286,19 +286,19 @@ def _rotary(cfg: ConfigValues) -> Rope:
 
 
 def _gemma3_rotary(cfg: ConfigValues) -> dict[str, Rope]:
-    """Return the rotary positions of each kind of layer."""
+    """Return the RoPE of each kind of layer."""
     bases = {FULL: cfg.get_float("rope_theta"), SLIDING: cfg.get_float("rope_local_base_freq")}
     rope_cfg = cfg.get_section("rope_parameters") or cfg.empty
     if flat := rope_cfg.keys.keys() - bases.keys():
         rope_cfg.refuse(min(flat), f"its keys are {FULL} and {SLIDING}, each with its own.")
     by_kind = {kind: rope_cfg.get_section(kind) or cfg.empty for kind in bases}
-    if scaling := cfg.get_section("rope_scaling"):  # of the layers that see all
+    if scaling := cfg.get_section("rope_scaling"):  # for global attention layers
         by_kind[FULL] = scaling.with_defaults(by_kind[FULL].keys)
     return {kind: _rope(cfg, by_kind[kind], bases[kind]) for kind in bases}
 
 
 def _rope(cfg: ConfigValues, rope_cfg: ConfigValues, base: float) -> Rope:
-    """Return the rotary positions that a set of keys describes."""
+    """Return the RoPE that a set of keys describes."""
     kind = _rope_type(cfg, rope_cfg)
     base = rope_cfg.get_float("rope_theta", base)
     if kind == "default":
@@ -353,7 +353,7 @@ def _yarn(rope_cfg: ConfigValues, base: float, original: int, length: int) -> Ro
 
 # -- defaults --------------------------------------------------------------------------------------
 
-# Of keys that a file does not have: as in the classes of transformers' configurations.
+# Values of absent keys, as in the configuration classes of transformers.
 _COMMON = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,

@@ -1,4 +1,4 @@
-"""Values of a config.json, each of the type that is expected of its key."""
+"""Typed access to the values of a config.json."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,27 @@ from hfjax.utils.keywords import is_int, is_real
 
 @dataclass(frozen=True)
 class ConfigValues:
-    """The keys of a config.json, or of a part of it.
+    """The keys of a config.json, or of a section of it.
 
     Attributes:
-        keys: The keys.
-        source: What errors call it.
+        keys: The keys and their values.
+        source: The name of the file in errors.
     """
 
     keys: Mapping[str, Any]
     source: str = "config.json"
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a key is there, and not null."""
+        """Return whether a key is present and not null."""
         return self.keys.get(name) is not None
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigValues":
-        """Return the keys, and those of `defaults` that are absent."""
+        """Return a copy with absent keys taken from `defaults`."""
         return ConfigValues({**defaults, **self.keys}, self.source)
 
     @property
     def empty(self) -> "ConfigValues":
-        """No keys, of the same place."""
+        """A copy without keys, with the same source."""
         return ConfigValues({}, self.source)
 
     def refuse(self, name: str, expected: str) -> NoReturn:
@@ -39,14 +39,14 @@ class ConfigValues:
         raise ValueError(f"{self.source}: {name} is {value}: {expected}")
 
     def get_int(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        """Return a whole number; `default` where the key is absent."""
+        """Return an integer; `default` where the key is absent."""
         value = self.keys.get(name, default)
         if not is_int(value, minimum):
             self.refuse(name, f"a whole number, at least {minimum}, is expected.")
         return int(value)
 
     def maybe_int(self, name: str) -> int | None:
-        """Return a whole number, or None where the key is absent or null."""
+        """Return an integer, or None where the key is absent or null."""
         return self.get_int(name) if name in self else None
 
     def get_float(
@@ -66,7 +66,7 @@ class ConfigValues:
         return self.get_float(name) if name in self else None
 
     def get_bool(self, name: str, default: bool = False) -> bool:
-        """Return true or false; false where the key is null."""
+        """Return a bool; False where the key is null."""
         value = self.keys.get(name, default)
         if not isinstance(value, bool | None):
             self.refuse(name, "true or false is expected.")
@@ -75,7 +75,7 @@ class ConfigValues:
     def get_choice(
         self, name: str, allowed: Mapping[str, str] | Sequence[str], default: str | None = None
     ) -> str:
-        """Return a word, one of those allowed; `default` where the key is absent or null."""
+        """Return one of the allowed strings; `default` where the key is absent or null."""
         value = self.keys.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or value not in allowed:
@@ -83,7 +83,7 @@ class ConfigValues:
         return allowed[value] if isinstance(allowed, Mapping) else value
 
     def get_choices(self, name: str, allowed: Sequence[str], count: int) -> list[str] | None:
-        """Return so many words, of those allowed; None where the key is absent or null."""
+        """Return `count` of the allowed strings; None where the key is absent or null."""
         value = self.keys.get(name)
         if value is None:
             return None
@@ -93,7 +93,7 @@ class ConfigValues:
         return list(value)
 
     def get_indices(self, name: str, end: int) -> set[int]:
-        """Return whole numbers from 0 to `end` - 1; none where the key is absent or null."""
+        """Return integers from 0 to `end` - 1; none where the key is absent or null."""
         value = self.keys.get(name)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or not all(is_int(n, 0, end - 1) for n in value):
@@ -101,14 +101,14 @@ class ConfigValues:
         return set(value)
 
     def get_section(self, name: str) -> "ConfigValues | None":
-        """Return the keys that lie in a key; None where it is absent, null or has none."""
+        """Return the section of a key; None where it is absent, null or empty."""
         value = self.keys.get(name)
         if not isinstance(value, Mapping | None):
             self.refuse(name, "keys and values, or null, are expected.")
         return ConfigValues(value, f"{self.source}, {name}") if value else None
 
     def require(self, name: str, allowed: Any, why: str) -> None:
-        """Refuse a value of a key that is none of the one allowed, absent or null."""
+        """Refuse a value other than the one allowed, unless the key is absent or null."""
         value = self.keys.get(name)
         if value is not None and value != allowed:
             self.refuse(name, f"{why} {allowed!r} can be read.")

@@ -1,4 +1,4 @@
-"""Where the tensors of each family lie in hfjax's decoders: GPT-2, Llama and its kin, mixtures.
+"""The tensor rules of hfjax's decoders: GPT-2, the Llama family, and MoE models.
 
 [V]ocabulary, [D] embed, [H]eads, [G] heads of keys, [Q]ueries of each, head width d, [M]lp.
 """
@@ -15,7 +15,7 @@ BUFFERS = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
 
 
 class ExpertNames(NamedTuple):
-    """What a family calls the parts of a mixture."""
+    """A family's names for the tensors of an MoE layer."""
 
     router: str
     gate: str
@@ -31,7 +31,7 @@ QWEN_EXPERTS = ExpertNames(
     "mlp.gate", *(f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
 )
 NORMS = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
-NORMS_AROUND = {  # Gemma: before and after
+NORMS_AROUND = {  # Gemma: before and after each sublayer
     "input_layernorm": "norm1",
     "post_attention_layernorm": "norm1_after",
     "pre_feedforward_layernorm": "norm2",
@@ -40,7 +40,7 @@ NORMS_AROUND = {  # Gemma: before and after
 
 
 def gpt_table(c: Any) -> RuleTable:
-    """Return the table of GPT-2; its matrices are [in, out] in the files, too."""
+    """Return the rules of GPT-2; its matrices are [in, out] in the files, too."""
     D, H, d = c.embed, c.heads, c.embed // c.heads
     theirs, ours = "transformer.h.{layer}.", OURS
     rules = [
@@ -79,7 +79,7 @@ def _norm_rules(theirs: str, ours: str, width: int) -> list[Rule]:
 
 
 def decoder_table(c: Any, experts: ExpertNames | None = None) -> RuleTable:
-    """Return the table of a Llama or its kin; of one with experts by what its family calls them."""
+    """Return the rules of a Llama-like model; an MoE model needs its family's expert names."""
     V, D = c.vocab, c.embed
     tied_name = HEAD if c.tied else None
     rules = [Rule("model.embed_tokens.weight", "tokens", (V, D), (V, D), (0, 1), 0, twin=tied_name)]
@@ -143,7 +143,7 @@ def _mlp_rules(M: int, D: int, ours: str, layers: frozenset[int] | None) -> Iter
 def _gated_rules(
     gate: str, up: str, ours: str, M: int, D: int, layers: frozenset[int] | None
 ) -> Iterator[Rule]:
-    """Yield the rules of a gate and what it gates, which lie beside each other."""
+    """Yield the rules of the gate and up projections, which share one parameter."""
     for slot, name in enumerate((gate, up)):
         yield Rule(
             *(f"{name}.weight", ours, (M, D), (M, D, 1), (1, 0, 2), 2, slot, layers),

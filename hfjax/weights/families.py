@@ -1,7 +1,7 @@
-"""The families of models that can be read and written: a row each.
+"""The table of model families that can be read and written.
 
-`config_keys` has the functions that read config.json, `decoder_rules` those that say which tensor
-lies where; what is left out of a config.json is as `transformers` has it.
+`config_keys` has the functions that read config.json, `decoder_rules` those that return the tensor
+rules; keys absent from a config.json have the defaults of `transformers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ from hfjax.weights.tensor_rules import RuleTable
 
 
 class Family(NamedTuple):
-    """How models of a family are read and run.
+    """How to read and build models of a family.
 
     Attributes:
-        to_config: Function of config.json's values: the shape of the model in hfjax's words.
-        defaults: The values that a config.json may leave out.
-        model: The module, a function of the shape and of `rngs`.
-        table: Function of the shape: which tensor lies where.
+        to_config: Function of config.json's values that returns the model's configuration.
+        defaults: The values of keys that a config.json may omit.
+        model: The module class, called with the configuration and `rngs`.
+        table: Function of the configuration that returns the tensor rules.
     """
 
     to_config: Callable[[ConfigValues], keys.ModelConfig]
@@ -56,10 +56,10 @@ REFUSED = dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT)
 
 
 def parse_config(config: Mapping[str, Any]) -> keys.ModelConfig:
-    """Return the shape of the model that a config.json describes.
+    """Return the model configuration that a config.json describes.
 
     Args:
-        config: What the file holds.
+        config: The content of the file.
 
     Example:
         >>> from hfjax.weights.families import parse_config

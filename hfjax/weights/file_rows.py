@@ -1,7 +1,7 @@
-"""Tensors as rows of their files, split over all devices: each process has its own share of them.
+"""Rows of the tensors in files, sharded over all devices: each process reads or writes its own.
 
-A row of a file is one run of bytes. So each process reads whole runs, and every byte is read by
-one process; what lies where on the devices is another program's affair (`stream_in`, `write_out`).
+A row is contiguous in its file. So each process reads contiguous ranges, and every byte is read by
+one process; `redistribute_rows` reshards them on the devices.
 """
 
 import os
@@ -24,13 +24,13 @@ from hfjax.weights.tensor_files import FileTensor, empty_aligned, file_stamp, fi
 class FileRows:
     """Rows of tensors on the devices of a mesh; files stay open until `close`.
 
-    What fails in one process must not keep the others waiting for its collectives: it is kept, rows
-    go on with whatever is in them, and `finish` raises it.
+    A failure in one process must not leave the others waiting in collectives: it is stored, rows
+    proceed with whatever they contain, and `finish` raises it.
 
     Attributes:
-        mesh: The devices.
+        mesh: The device mesh.
         writable: Whether files are written.
-        bytes_by_file: Bytes of each file that this process read or wrote.
+        bytes_by_file: The bytes of each file that this process read or wrote.
     """
 
     mesh: Mesh
@@ -49,7 +49,7 @@ class FileRows:
         ]
 
     def read(self, tensors: Sequence[FileTensor], plan: RowPlan) -> list[np.ndarray]:
-        """Return the rows of each device that is here; of those that a file has not, zeros."""
+        """Return the rows of each local device; rows beyond the end of a tensor are zeros."""
         return [
             self._read_device_rows(tensors, plan, *plan.row_range(at))
             for at, _ in self._local_devices
@@ -67,14 +67,14 @@ class FileRows:
         return rows.reshape(*plan.stack_shape, plan.device_rows, *like.shape[1:])
 
     def to_devices(self, device_rows: Sequence[np.ndarray], plan: RowPlan) -> jax.Array:
-        """Return what `read` returned as one array."""
+        """Return the rows from `read` as one sharded array."""
         arrays = [
             jax.device_put(x, d) for x, (_, d) in zip(device_rows, self._local_devices, strict=True)
         ]
         return jax.make_array_from_single_device_arrays(plan.shape, plan.sharding, arrays)
 
     def write(self, tensors: Sequence[FileTensor], array: jax.Array, plan: RowPlan) -> None:
-        """Write the rows that are here, at their places in the files."""
+        """Write the local rows at their offsets in the files."""
         row_ranges = {device: plan.row_range(at) for at, device in self._local_devices}
         for shard in array.addressable_shards:
             start, count = row_ranges[shard.device]
@@ -83,13 +83,13 @@ class FileRows:
                 len(tensors), plan.device_rows, *data.shape[len(plan.stack_shape) + 1 :]
             )
             for tensor, tensor_rows in zip(tensors, rows, strict=True):
-                x = tensor_rows.astype(tensor.dtype, copy=False)  # float64, where a device has none
+                x = tensor_rows.astype(tensor.dtype, copy=False)  # float64, which devices may lack
                 self._transfer(
                     tensor, count, partial(_write_rows, tensor=tensor, start=start, rows=x[:count])
                 )
 
     def _transfer(self, tensor: FileTensor, num_rows: int, transfer: Callable[[int], None]) -> None:
-        """Move rows by the descriptor of their file; count their bytes, or keep why it failed."""
+        """Transfer rows by their file's descriptor; count their bytes, or store the failure."""
         try:
             transfer(self.descriptor(tensor))
             self.bytes_by_file[tensor.file] = (
@@ -99,14 +99,14 @@ class FileRows:
             self._failures.append(failure)
 
     def finish(self) -> int:
-        """Return how many bytes were moved here; raise what failed first."""
+        """Return the number of bytes transferred by this process; raise the first failure."""
         self.close()
         if self._failures:
             raise self._failures[0]
         return sum(self.bytes_by_file.values())
 
     def descriptor(self, tensor: FileTensor) -> int:
-        """Return the descriptor of a tensor's file, opened when it is first asked for."""
+        """Return the descriptor of a tensor's file, opened at first use."""
         if tensor.file not in self._open:
             descriptor = (
                 os.open(tensor.file, os.O_WRONLY) if self.writable else open_to_read(tensor)
@@ -117,7 +117,7 @@ class FileRows:
         return self._open[tensor.file]
 
     def close(self) -> None:
-        """Close the files; those written are on the disk then, and those read are as they were."""
+        """Close the files: sync written ones to disk, check that read ones did not change."""
         while self._open:
             file, descriptor = self._open.popitem()
             try:
@@ -132,7 +132,7 @@ class FileRows:
 
 
 def _write_rows(descriptor: int, tensor: FileTensor, start: int, rows: np.ndarray) -> None:
-    """Write rows of a tensor, from one on."""
+    """Write rows of a tensor, from row `start` on."""
     assert rows.nbytes == len(rows) * tensor.row_bytes, (tensor, rows.shape, rows.dtype)
     offset = tensor.begin + start * tensor.row_bytes
     remaining = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data

@@ -1,8 +1,8 @@
-"""Weights stream from files into a layout: rows first, then devices move them to their places.
+"""Stream weights from files into a layout: read rows, then reshard them on the devices.
 
-Each process reads its rows of a tensor (`rows_of_files`). One compiled program for each shape
-orders them as ours are, casts them, and puts them into the stack of the parameter, which it is
-given to keep; meanwhile the rows of the next are read.
+Each process reads its rows of a tensor (`file_rows`). One compiled program per shape reorders and
+casts them, and writes them into the stacked parameter, which is donated; meanwhile the next rows
+are read.
 """
 
 import math
@@ -28,17 +28,17 @@ from hfjax.weights.redistribute_rows import RowPlan, row_plans
 from hfjax.weights.tensor_files import FileTensor
 from hfjax.weights.tensor_rules import Rule, Shape, TensorMapping
 
-GROUP_BYTES = 32 << 20  # bytes of files that move together, for each process
+GROUP_BYTES = 32 << 20  # bytes of files in a group, per process
 
 
 class TensorGroup(NamedTuple):
-    """What moves together: tensors that share a block of a parameter, perhaps of several layers.
+    """Tensors that move together: they share a block of a parameter, perhaps for several layers.
 
     Attributes:
-        path: The parameter.
-        stack_index: Where in its first dimensions.
-        stack_shape: The sizes of the dimensions after these that number tensors.
-        slots: For each rule, its pieces in order.
+        path: The path of the parameter.
+        stack_index: The index of the group in the parameter's first dimensions.
+        stack_shape: The sizes of the following dimensions, which number tensors.
+        slots: For each rule, its tensors in order.
     """
 
     path: str
@@ -53,18 +53,18 @@ class TensorGroup(NamedTuple):
 
     @property
     def twins(self) -> tuple[bool, ...]:
-        """Which of them the files hold twice."""
+        """Whether the files hold each slot's tensor twice."""
         return tuple(mappings[0].twin is not None for mappings in self.slots)
 
 
 def group_mappings(mappings: Sequence[TensorMapping], max_bytes: int) -> list[TensorGroup]:
-    """Return what of one parameter moves together: at most so many bytes, if it can be cut so."""
+    """Return the groups of one parameter, each of at most `max_bytes` if it can be split so."""
     index_ndim = len(mappings[0].index)
     sizes = tuple(1 + max(p.index[i] for p in mappings) for i in range(index_ndim))
     num_bytes = sum(_num_bytes(mapping) for mapping in mappings)
     num_split_dims = (
         index_ndim if _has_mixed_dtypes(mappings) else 0
-    )  # rows of one array have one type
+    )  # rows of one array have one dtype
     while num_split_dims < index_ndim and num_bytes > max_bytes:
         num_bytes //= sizes[num_split_dims]
         num_split_dims += 1
@@ -82,7 +82,7 @@ def group_mappings(mappings: Sequence[TensorMapping], max_bytes: int) -> list[Te
 
 
 def _has_mixed_dtypes(mappings: Sequence[TensorMapping]) -> bool:
-    """Return whether tensors of one rule differ in type."""
+    """Return whether tensors of one rule differ in dtype."""
     dtypes = {
         (mapping.rule, mapping.tensor.dtype) for mapping in mappings if mapping.tensor is not None
     }
@@ -94,7 +94,7 @@ def _num_bytes(mapping: TensorMapping) -> int:
 
 
 def group_by_path(mappings: Sequence[TensorMapping]) -> dict[str, list[TensorMapping]]:
-    """Return the pieces of each parameter."""
+    """Return the tensors of each parameter."""
     groups: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:
         groups.setdefault(mapping.path, []).append(mapping)
@@ -103,11 +103,11 @@ def group_by_path(mappings: Sequence[TensorMapping]) -> dict[str, list[TensorMap
 
 @dataclass(eq=False)
 class WeightStream:
-    """What is read into the parameters of a layout; `parameters` does it."""
+    """Reads tensors into the parameters of a layout; `parameters` runs it."""
 
     layout: Layout
     mappings: Sequence[TensorMapping]
-    read: int = 0  # bytes, by this process
+    read: int = 0  # bytes read by this process
 
     def __post_init__(self) -> None:
         self.files = FileRows(self.layout.mesh)
@@ -115,7 +115,7 @@ class WeightStream:
 
     @cached_property
     def groups(self) -> list[TensorGroup]:
-        """What moves together, in the order of the parameters."""
+        """The groups of tensors, in the order of the parameters."""
         max_bytes = GROUP_BYTES * jax.process_count()
         return [
             g
@@ -124,7 +124,7 @@ class WeightStream:
         ]
 
     def parameters(self) -> Flat:
-        """Return all parameters on their shards."""
+        """Return all parameters, sharded as in the layout."""
         params: Flat = {}
         checks: list[tuple[TensorGroup, Any]] = []
         with ThreadPoolExecutor(1) as executor:
@@ -147,14 +147,14 @@ class WeightStream:
         return params
 
     def read_local_rows(self, group: TensorGroup) -> list[list[np.ndarray]]:
-        """Return the rows that are here, of each slot and of the twins: they are read."""
+        """Read and return the local rows of each slot and of the twins."""
         plans = self._row_mover(group).plans
         return [self.files.read(tensors, plans[slot]) for slot, tensors in slot_tensors(group)]
 
     def assemble(
         self, group: TensorGroup, local_rows: Sequence[Sequence[np.ndarray]], stack: Any
     ) -> Any:
-        """Return a parameter with rows in their place, and whether these are well."""
+        """Return a parameter with the rows written into it, and the flags of `check_values`."""
         mover = self._row_mover(group)
         slots = [slot for slot, _ in slot_tensors(group)]
         arrays = [
@@ -177,13 +177,13 @@ class WeightStream:
 
 
 def strip_names(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return rules without the names in them: equal ones share a program."""
+    """Return rules without names, so that equal ones share a program."""
     blank = {"theirs": "", "ours": "", "layers": None, "twin": None, "transform": ""}
     return tuple(replace(rule, **blank) for rule in rules)
 
 
 def slot_tensors(group: TensorGroup) -> Iterator[tuple[int, list[FileTensor]]]:
-    """Yield the tensors of each slot, then those of the twins, with the slot's number."""
+    """Yield the slot number and tensors of each slot, then those of the twins."""
     for slot, mappings in enumerate(group.slots):
         yield slot, [p.tensor for p in mappings if p.tensor is not None]
     for slot, mappings in enumerate(group.slots):
@@ -192,7 +192,7 @@ def slot_tensors(group: TensorGroup) -> Iterator[tuple[int, list[FileTensor]]]:
 
 
 def check_values(checks: Sequence[tuple[TensorGroup, Any]]) -> None:
-    """Refuse weights that are not finite, and a tensor that a file holds twice unlike."""
+    """Refuse weights that are not finite, and twin tensors that differ."""
     for group, flags in checks:
         finite, twins_equal = (np.asarray(x) for x in flags)
         for mappings, slot_finite in zip(group.slots, finite, strict=True):
@@ -221,12 +221,12 @@ class RowMover:
     """The program that moves groups of one shape.
 
     Attributes:
-        rules: Of its slots.
-        twins: Which slots come twice.
+        rules: The rules of its slots.
+        twins: Which slots the files hold twice.
         stack_shape: The sizes of the dimensions that number tensors in a group.
         shape: The shape of the parameter.
-        dtype: Its type.
-        sharding: Where it lies.
+        dtype: The dtype of the parameter.
+        sharding: The sharding of the parameter.
     """
 
     rules: tuple[Rule, ...]
@@ -238,12 +238,12 @@ class RowMover:
 
     @property
     def index_ndim(self) -> int:
-        """How many dimensions the index of a group has."""
+        """The number of dimensions of a group's index."""
         return len(self.shape) - len(self.stack_shape) - len(self.rules[0].order)
 
     @cached_property
     def plans(self) -> list[RowPlan]:
-        """The way of each slot."""
+        """The row plan of each slot."""
         entries = entries_of(self.sharding.spec, len(self.shape))[self.index_ndim :]
         shape = self.shape[self.index_ndim + len(self.stack_shape) :]
         mesh = self.sharding.mesh
@@ -252,18 +252,18 @@ class RowMover:
 
     @cached_property
     def block_spec(self) -> P:
-        """How a block is split."""
+        """The partition spec of a block."""
         return P(
             *(e or None for e in entries_of(self.sharding.spec, len(self.shape))[self.index_ndim :])
         )
 
     def zeros(self) -> jax.Array:
-        """Return a parameter that nothing was put into."""
+        """Return a parameter of zeros, to write blocks into."""
         return jax.jit(lambda: jnp.zeros(self.shape, self.dtype), out_shardings=self.sharding)()
 
     @cached_property
     def program(self) -> jax.stages.Wrapped:
-        """The program (stack or nothing, index, rows) -> (stack, whether rows are well)."""
+        """The program (stack or nothing, index, rows) -> (stack, flags of `check_values`)."""
         mesh, spec = self.sharding.mesh, self.sharding.spec
         slots = [*range(len(self.rules)), *(i for i, twin in enumerate(self.twins) if twin)]
         row_specs = [self.plans[slot].spec for slot in slots]
@@ -292,12 +292,12 @@ class RowMover:
         return (self._write_block(stacks[0], block, index) if stacks else block), flags
 
     def reduce_all(self, flags: jax.Array, num_kept_dims: int) -> jax.Array:
-        """Return whether all are set, on all devices, for each tensor."""
+        """Return whether all flags of each tensor are set, on all devices."""
         local_flags = flags.all(tuple(range(num_kept_dims, flags.ndim))).astype(jnp.int32)
         return lax.pmin(local_flags, self.sharding.mesh.axis_names) > 0
 
     def _concat_by_rule(self, blocks: Sequence[jax.Array]) -> jax.Array:
-        """Return the block that several tensors share."""
+        """Return the blocks of several tensors as the one that they share."""
         concat_dim = self.rules[0].concat_dim
         return (
             blocks[0]
@@ -306,7 +306,7 @@ class RowMover:
         )
 
     def _write_block(self, stack: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-        """Return a stack with a block at an index of its first dimensions, which may be split."""
+        """Return a stack with a block at an index of its first dimensions, which may be sharded."""
         start_index, is_local = local_index(self.sharding, stack.shape[: self.index_ndim], index)
         start = [*start_index, *[0] * block.ndim]
         new = block.reshape(*[1] * self.index_ndim, *block.shape)
@@ -317,14 +317,14 @@ class RowMover:
 
 @cache
 def row_mover(*fields: Any) -> RowMover:
-    """Return the mover with these fields: one for each shape, so that it compiles once."""
+    """Return a cached mover with these fields, so that each shape compiles once."""
     return RowMover(*fields)
 
 
 def local_index(sharding: NamedSharding, sizes: Shape, index: jax.Array) -> tuple[list[Any], Any]:
-    """Return an index within what a device has of a stack, and whether it is there.
+    """Return an index within this device's shard of a stack, and whether it lies in it.
 
-    None: each device has all of the first dimensions.
+    The second is None if the first dimensions are not sharded.
     """
     indices, is_local = [], None
     for axes, size, i in zip(entries_of(sharding.spec, len(sizes)), sizes, index, strict=False):

@@ -1,7 +1,7 @@
-"""A model's folder as Hugging Face has them: config.json, an index, and files of tensors.
+"""A model folder in Hugging Face's format: config.json, an index, and files of tensors.
 
-The index decides which files belong to the model; without one it is `model.safetensors`. Pickles
-are never opened.
+The index lists the files of the model; without one it is `model.safetensors`. Pickles are never
+opened.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ CONFIG, SINGLE_FILE = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
-COMPANIONS = (  # what goes along with a model, if its folder has it
+COMPANIONS = (  # copied along with a model, if its folder has them
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", GENERATION),
 )
@@ -38,12 +38,12 @@ NAMES = object_of("names of files", lambda x: isinstance(x, str))
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What is in a model's folder; no weight was read.
+    """The content of a model folder; no weights were read.
 
     Attributes:
-        path: The folder.
-        config: What config.json says.
-        tensors: By name, each with the file it is in.
+        path: The path of the folder.
+        config: The content of config.json.
+        tensors: The tensors by name, each with its file.
     """
 
     path: Path
@@ -52,12 +52,12 @@ class ModelFolder:
 
     @property
     def files(self) -> list[Path]:
-        """The files of tensors, each once."""
+        """The files of tensors, without duplicates."""
         return list(dict.fromkeys(tensor.file for tensor in self.tensors.values()))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of config.json, and of what lies where in which file: no weight is read for it."""
+        """A hash of config.json and of the tensors' headers; no weights are read."""
         digest = hashlib.sha256(read_text(self.path / CONFIG).encode())
         for name, t in sorted(self.tensors.items()):
             digest.update(f"{name} {t.file.name} {t.dtype} {t.shape} {t.begin}\n".encode())
@@ -65,7 +65,7 @@ class ModelFolder:
 
 
 def read_folder(path: Path) -> ModelFolder:
-    """Return what is in a folder; ValueError says what is missing or damaged."""
+    """Return the content of a folder; ValueError says what is missing or damaged."""
     if (kind := path_kind(path)) != FOLDER:
         raise ValueError(
             f"{quote(path)} is {kind}: the folder of a model is expected, with {CONFIG} and files "
@@ -77,7 +77,7 @@ def read_folder(path: Path) -> ModelFolder:
             "holds it: one of a model as transformers' save_pretrained writes it."
         )
     config = read_json_object(path / CONFIG)
-    companion_files(path)  # that a link among them leads to nothing is said now
+    companion_files(path)  # report dangling links now
     index, has_single_file = path / INDEX, has_file(path / SINGLE_FILE)
     if has_file(index):
         if has_single_file and SINGLE_FILE not in _shards(index).values():
@@ -93,7 +93,7 @@ def read_folder(path: Path) -> ModelFolder:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether a file is there; refuse what is there and is none, as a link to nothing."""
+    """Return whether a file exists; refuse a path that is no file, such as a dangling link."""
     if (kind := path_kind(path)) not in (ORDINARY, MISSING):
         raise ValueError(
             f"{quote(path)} is {kind}: an ordinary file is expected. Get it again, or take it out."
@@ -102,13 +102,13 @@ def has_file(path: Path) -> bool:
 
 
 def companion_files(path: Path) -> list[Path]:
-    """Return the files of a model's folder that go along with it; refuse links to nothing."""
+    """Return the files of a model folder to copy along with it; refuse dangling links."""
     files = [file for pattern in COMPANIONS for file in sorted(path.glob(pattern))]
     return [file for file in files if path_kind(file) != FOLDER and has_file(file)]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object of JSON that a file holds."""
+    """Return the JSON object in a file."""
     try:
         record = parse_json(read_text(path))
         if not isinstance(record, dict):
@@ -119,7 +119,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _read_sharded(path: Path, index: Path) -> dict[str, FileTensor]:
-    """Return the tensors that an index names, each from the file that it says."""
+    """Return the tensors that an index names, each from its file."""
     shards = _shards(index)
     for shard in sorted({*shards.values()}):
         if Path(shard).name != shard or shard in ("", ".", ".."):
@@ -145,7 +145,7 @@ def _read_sharded(path: Path, index: Path) -> dict[str, FileTensor]:
 
 
 def _shards(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, as an index says."""
+    """Return the file of each tensor in an index."""
     try:
         return check_fields(read_json_object(index), {"weight_map": NAMES})["weight_map"]
     except ValueError as error:
@@ -153,7 +153,7 @@ def _shards(index: Path) -> dict[str, str]:
 
 
 def _no_weights_message(path: Path) -> str:
-    """Return what to say of a folder without weights that can be read."""
+    """Return the error message for a folder without readable weights."""
     pickles = sorted(p.name for pattern in PICKLES for p in path.glob(pattern))
     if pickles:
         return (

@@ -1,6 +1,6 @@
-"""`hfjax.pretrained`: a model's folder becomes a model to lay out, and weights that stream into it.
+"""`hfjax.pretrained`: a model folder becomes a model for a layout, and weights to stream into it.
 
-`hfjax.export` is the way back.
+`hfjax.export` is the inverse.
 """
 
 from collections.abc import Mapping
@@ -38,13 +38,13 @@ SHARD = "5GB"
 
 @dataclass(frozen=True, eq=False)
 class Pretrained:
-    """A model as its folder describes it; no weight was read. Prints as the table of its tensors.
+    """A model as its folder describes it; no weights were read. Prints as the table of its tensors.
 
     Attributes:
-        folder: What is in the folder.
-        family: Its row in the table of families.
-        config: The shape of the model, in hfjax's words.
-        stored: The type in which parameters are stored.
+        folder: The content of the folder.
+        family: Its entry in the table of families.
+        config: The configuration of hfjax's model.
+        stored: The dtype in which parameters are stored.
 
     Example:
         >>> import hfjax
@@ -59,10 +59,10 @@ class Pretrained:
     stored: str = "float32"
 
     def create(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Return the model with random weights: what `hfjax.layout` takes.
+        """Return the model with random weights, as `hfjax.layout` takes it.
 
         Args:
-            rngs: Where random numbers come from.
+            rngs: The random number generators.
         """
         model = self.family.model(self.config, rngs=rngs)
         if self.stored != "float32":
@@ -72,7 +72,7 @@ class Pretrained:
 
     @cached_property
     def table(self) -> RuleTable:
-        """Which tensor lies where."""
+        """The tensor rules."""
         return self.family.table(self.config)
 
     @cached_property
@@ -84,7 +84,7 @@ class Pretrained:
 
     @cached_property
     def mappings(self) -> list[TensorMapping]:
-        """Every tensor with its place; ValueError says what does not fit."""
+        """The mapping of every tensor; ValueError lists mismatches."""
         try:
             return self.table.match_tensors(self.folder.tensors, self.shapes)
         except ValueError as error:
@@ -92,17 +92,17 @@ class Pretrained:
 
     @cached_property
     def weights(self) -> "FolderWeights":
-        """What `hfjax.init(layout, parameters=…)` reads the weights from."""
+        """The weights to pass as `hfjax.init(layout, parameters=…)`."""
         return FolderWeights(self)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the folder has a tokenizer that can be read."""
+        """Whether the folder has a readable tokenizer."""
         return has_file(self.folder.path / TOKENIZER)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the folder; its `end` is the model's own end of a text."""
+        """The tokenizer of the folder; its `end` is the model's end-of-text token."""
         tokenizer: Any = load_tokenizer(self.folder.path)
         if tokenizer.vocab > self.config.vocab:
             raise ValueError(
@@ -114,7 +114,7 @@ class Pretrained:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors that are read."""
+        """The total bytes of all tensors to read."""
         return sum(t.nbytes for p in self.mappings for t in (p.tensor, p.twin) if t is not None)
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ class FolderWeights:
     """The weights of a folder, for `hfjax.init(layout, parameters=…)`.
 
     Attributes:
-        model: Whose weights they are.
+        model: The model of these weights.
         read: The bytes that this process has read, once they are in a layout.
     """
 
@@ -146,7 +146,7 @@ class FolderWeights:
     read: int = 0
 
     def into(self, layout: Layout) -> Flat:
-        """Return the parameters of a layout that stores layers as the model does."""
+        """Return the parameters for a layout that stores layers in the model's order."""
         check_same("folder of the model", {"hash": self.model.folder.fingerprint})
         mappings = run_on_all(lambda: self._mappings_for(layout))
         stream = WeightStream(layout, mappings)
@@ -161,18 +161,18 @@ class FolderWeights:
 
 
 def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pretrained:
-    """Return the model of a folder from Hugging Face; its configuration is read, no weight is.
+    """Return the model of a Hugging Face folder; only its configuration is read, no weights.
 
     Args:
-        path: A folder with config.json and files of safetensors, as transformers' save_pretrained
-            writes it. In a run of several processes all of them call this, and see it.
-        stored: The type in which parameters are stored and trained: float32, as hfjax stores its
+        path: A folder with config.json and safetensors files, as transformers' save_pretrained
+            writes it. In a multi-process run, all processes call this and must see the folder.
+        stored: The dtype in which parameters are stored and trained: float32, as hfjax stores its
             own models, or bfloat16 (with `hfjax.master`, which keeps a float32 copy: without it
             small updates are lost).
-        changes: Other values for fields of `config`, for instance `length=8192`.
+        changes: Overrides of fields of `config`, for instance `length=8192`.
 
     Raises:
-        ValueError: The folder is not of a model that is known, or something in it is damaged.
+        ValueError: The folder's model is unknown, or its content is damaged.
 
     Example:
         >>> import hfjax
@@ -183,7 +183,7 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
 
 
 def from_folder(folder: ModelFolder, param_dtype: str = "float32", **changes: Any) -> Pretrained:
-    """Return the model that a folder describes: `pretrained` without reading it."""
+    """Return the model that an already read folder describes: `pretrained` without the reading."""
     try:
         check_counts(folder)
         config = parse_config(folder.config)
@@ -198,7 +198,7 @@ def from_folder(folder: ModelFolder, param_dtype: str = "float32", **changes: An
 
 
 def check_counts(folder: ModelFolder) -> None:
-    """Refuse more layers or experts than the files have tensors, before one of each is made."""
+    """Refuse more layers or experts than the files have tensors, before rules are expanded."""
     text = folder.config.get("text_config")
     for section in (folder.config, text if isinstance(text, Mapping) else {}):
         for key in COUNT_KEYS:
@@ -211,7 +211,7 @@ def check_counts(folder: ModelFolder) -> None:
 
 
 def _param_dtype(dtype: Any) -> str:
-    """Return the name of the type in which parameters are stored."""
+    """Return the name of the dtype in which parameters are stored."""
     name = parse_dtype("stored", dtype).name
     if name not in PARAM_DTYPES:
         raise ValueError(
@@ -229,20 +229,20 @@ def export(
     dtype: DTypeLike | None = None,
     shard: str | int = SHARD,
 ) -> int:
-    """Write a state as a model's folder, which transformers loads; return the bytes written here.
+    """Write a state as a folder that transformers loads; return the bytes this process wrote.
 
     Args:
-        path: The new folder. It must not be there yet, and it appears when it is whole.
+        path: The new folder. It must not exist yet, and appears once it is complete.
         layout: The layout of the state. All processes call this.
-        state: Whose parameters are written, in any layout, stored for any schedule.
-        like: The model that it began as, or its folder: names, types, order, configuration and
-            tokenizer are as there.
-        dtype: The type of all tensors: float32, bfloat16, float16 or float64 (or fp32, bf16 …).
+        state: The state whose parameters are written, in any layout, stored for any schedule.
+        like: The model that training began from, or its folder: names, dtypes, order, configuration
+            and tokenizer are taken from it.
+        dtype: The dtype of all tensors: float32, bfloat16, float16 or float64 (or fp32, bf16 …).
             None: each as in `like`.
-        shard: The largest size of a file.
+        shard: The maximum size of a file.
 
     Raises:
-        ValueError: The folder is there, there is no room, or the state is not of the model `like`.
+        ValueError: The folder exists, the disk is full, or the state is not of the model `like`.
 
     Example:
         >>> hfjax.export("my-llama", layout, state, like=model)  # doctest: +SKIP
@@ -267,7 +267,7 @@ def export(
 
 
 def _check_like(model: Pretrained, layout: Layout) -> None:
-    """Refuse a layout of another model: with both shapes, or what it computes otherwise."""
+    """Refuse a layout of another model; the error has both shapes, or the differing fields."""
     shapes = {path: tuple(x.shape) for path, x in layout.arrays.items()}
     lines = [
         f"{path} is {_format_shape(shapes.get(path))} in the state, "
@@ -289,7 +289,7 @@ def _check_like(model: Pretrained, layout: Layout) -> None:
 
 
 def differences(model_config: Any, file_config: Any) -> list[str]:
-    """Return what two configurations compute otherwise, whatever they are trained with."""
+    """Return the differences of two configurations that change the computed function."""
     ours, theirs = (_computation_fields(config) for config in (model_config, file_config))
     return [
         f"{name} is {ours.get(name)} in the state, {theirs.get(name)} in the model"
@@ -304,7 +304,7 @@ ATTENTION_FIELDS = ("window", "cap")
 
 
 def _computation_fields(config: Any) -> dict[str, Any]:
-    """Return what of a configuration decides what a model makes of its weights."""
+    """Return the fields of a configuration that determine the function of its weights."""
     values = {
         f.name: getattr(config, f.name) for f in fields(config) if f.name not in MIXING_FIELDS
     }

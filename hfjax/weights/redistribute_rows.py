@@ -1,9 +1,9 @@
-"""How rows of a file get to where a layout has them, and back: collectives, written out.
+"""Reshard the rows of a file to a layout, and back, with explicit collectives.
 
-A tensor comes as rows that are split over all devices of the mesh, and its block of a parameter is
-split as the layout says. Which device reads which rows is chosen so that axes that split our
-counterpart of the rows cost nothing; axes that split another dimension exchange (`all_to_all`), and
-those that split nothing gather.
+A tensor is read as rows sharded over all devices of the mesh, and its block of a parameter is
+sharded as the layout says. Rows are assigned to devices so that mesh axes that shard the matching
+dimension of the parameter need no communication; axes that shard another dimension need an
+`all_to_all`, and those that shard nothing an all-gather.
 """
 
 import math
@@ -23,15 +23,15 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The way of some tensors of one rule.
+    """How to reshard some tensors of one rule.
 
     Attributes:
-        mesh: The devices.
-        rule: What is done with each.
-        stack_shape: The sizes of the dimensions that number them.
-        entries: The axes that split each dimension of the block, `stack_shape` among them.
-        padded_size: The size of the dimension `rule.concat_dim`, if this tensor has it to itself;
-            None: it shares it with others, and axes that split it gather.
+        mesh: The device mesh.
+        rule: The rule of each tensor.
+        stack_shape: The sizes of the dimensions that number tensors.
+        entries: The mesh axes that shard each dimension of the block, `stack_shape` included.
+        padded_size: The size of the dimension `rule.concat_dim`, if only this tensor fills it;
+            None: it shares it with others, and axes that shard it need an all-gather.
     """
 
     mesh: Mesh
@@ -42,7 +42,7 @@ class RowPlan:
 
     @cached_property
     def num_row_dims(self) -> int:
-        """How many dimensions of the view the rows are taken apart into."""
+        """The number of dimensions of the view that the rows are split into."""
         count, size = 1, self.rule.view[0]
         while size < self.rule.shape[0]:
             size *= self.rule.view[count]
@@ -50,7 +50,7 @@ class RowPlan:
         return count
 
     def dim_axes(self, dimension: int) -> Axes:
-        """Return the axes that split a dimension of the view in the layout."""
+        """Return the axes that shard a dimension of the view in the layout."""
         return self._multi_device(
             self.entries[len(self.stack_shape) + self.rule.order.index(dimension)]
         )
@@ -66,12 +66,12 @@ class RowPlan:
 
     @cached_property
     def row_axes(self) -> Axes:
-        """The axes that split our counterpart of the rows: who reads them has them."""
+        """The axes that shard the rows in the layout: each device reads the rows that it stores."""
         return () if self._is_shared(0) else self.dim_axes(0)
 
     @cached_property
     def all_to_alls(self) -> list[tuple[int, Axes]]:
-        """Other dimensions that are split, by their number among (first, rows, columns)."""
+        """Other sharded dimensions, as (number among (stack, rows, columns), axes)."""
         dims = [
             (i, self._multi_device(axes))
             for i, axes in enumerate(self.entries[: len(self.stack_shape)])
@@ -83,19 +83,19 @@ class RowPlan:
 
     @cached_property
     def gather_axes(self) -> Axes:
-        """The axes over which all have the same, or what cannot be exchanged."""
+        """The axes that replicate the block, or shard it as no `all_to_all` can."""
         used = {*self.row_axes, *(axis for _, axes in self.all_to_alls for axis in axes)}
         return tuple(a for a, n in self.mesh.shape.items() if n > 1 and a not in used)
 
     @cached_property
     def gathered_dims(self) -> list[tuple[int, Axes]]:
-        """Dimensions of the block that are cut once it is whole, with their axes."""
+        """Dimensions of the block that are sliced after the all-gather, with their axes."""
         dims = [(i, self._multi_device(axes)) for i, axes in enumerate(self.entries)]
         return [(i, axes) for i, axes in dims if axes and {*axes} & {*self.gather_axes}]
 
     @property
     def axis_order(self) -> Axes:
-        """The axes that split the rows, from the first to the last."""
+        """The axes that shard the rows, from major to minor."""
         return (
             *self.row_axes,
             *self.gather_axes,
@@ -103,24 +103,24 @@ class RowPlan:
         )
 
     def num_devices(self, axes: Axes) -> int:
-        """Return how many devices lie along some axes."""
+        """Return the number of devices along some axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @cached_property
     def view(self) -> Shape:
-        """The view of the tensor, with what pads it."""
+        """The view of the tensor, with padding."""
         first, *others = self.rule.view
         is_row_dim = self.rule.concat_dim is not None and self.rule.order[self.rule.concat_dim] == 0
         return (self.padded_size if is_row_dim and self.padded_size else first, *others)
 
     @cached_property
     def shard_rows(self) -> int:
-        """The rows of each part into which the layout splits them."""
+        """The number of rows of each shard in the layout."""
         return math.prod(self.view[: self.num_row_dims]) // self.num_devices(self.row_axes)
 
     @cached_property
     def device_rows(self) -> int:
-        """The rows that each device reads; the last of a part may have fewer."""
+        """The number of rows that each device reads; the last of a shard may have fewer."""
         return -(
             -self.shard_rows
             // (self.num_devices(self.axis_order) // self.num_devices(self.row_axes))
@@ -142,12 +142,12 @@ class RowPlan:
 
     @cached_property
     def spec(self) -> P:
-        """How an array of these rows is split: (first, rows, columns)."""
+        """The partition spec of an array of these rows: (stack, rows, columns)."""
         return P(*[None] * len(self.stack_shape), self.axis_order or None)
 
     @property
     def sharding(self) -> NamedSharding:
-        """The same on the mesh."""
+        """The sharding of that array."""
         return NamedSharding(self.mesh, self.spec)
 
     @property
@@ -162,7 +162,7 @@ class RowPlan:
     # -- within a device ------------------------------------------------------------------
 
     def rows_to_block(self, x: jax.Array) -> jax.Array:
-        """Return the block that a device has, of the rows that it read."""
+        """Return a device's block from the rows that it read."""
         n, dtype = len(self.stack_shape), x.dtype
         x = _to_bits(x)
         x = x.reshape(*x.shape[: n + 1], *self.view[self.num_row_dims :])
@@ -176,7 +176,7 @@ class RowPlan:
         return lax.bitcast_convert_type(x, dtype)
 
     def block_to_rows(self, block: jax.Array) -> jax.Array:
-        """Return the rows that a device writes, of the block that it has."""
+        """Return the rows that a device writes, from its block."""
         n, dtype = len(self.stack_shape), block.dtype
         block = _to_bits(block)
         inverse = sorted(range(len(self.rule.order)), key=self.rule.order.__getitem__)
@@ -190,7 +190,7 @@ class RowPlan:
         if num_padding:
             zero = jnp.zeros((), x.dtype)
             x = lax.pad(x, zero, [(0, num_padding * (i == n), 0) for i in range(x.ndim)])
-            x = lax.optimization_barrier(x)  # an exchange of known zeros does not compile (XLA)
+            x = lax.optimization_barrier(x)  # XLA fails to compile an all_to_all of known zeros
         x = _slice_local(x, n, self.gather_axes, self.num_devices(self.gather_axes))
         for dimension, axes in self.all_to_alls:
             x = lax.all_to_all(x, axes, n, dimension, tiled=True)
@@ -202,20 +202,20 @@ class RowPlan:
         return first // self.num_devices(self.row_axes), *others
 
     def slice_local(self, block: jax.Array) -> jax.Array:
-        """Return what a device has of a whole block, along dimensions that were gathered."""
+        """Return a device's slice of a block along the dimensions that were gathered."""
         for dimension, axes in self.gathered_dims:
             block = _slice_local(block, dimension, axes, self.num_devices(axes))
         return block
 
     def all_gather(self, block: jax.Array) -> jax.Array:
-        """Return a block whole along dimensions that cannot be exchanged."""
+        """Return a block all-gathered along `gathered_dims`."""
         for dimension, axes in self.gathered_dims:
             block = lax.all_gather(block, axes, axis=dimension, tiled=True)
         return block
 
 
 def _to_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of numbers: what moves is not looked at, nor widened where that is usual."""
+    """Return the bits of numbers, so that transfers neither interpret nor widen them."""
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
@@ -229,7 +229,7 @@ def _slice_local(x: jax.Array, dimension: int, axes: Axes, count: int) -> jax.Ar
 def row_plans(
     mesh: Mesh, rules: Sequence[Rule], stack_shape: Shape, spec: Sequence[Axes], shape: Shape
 ) -> list[RowPlan]:
-    """Return the plan of each rule of a block; `shape` and `spec` are without `stack_shape`."""
+    """Return the plan of each rule of a block; `shape` excludes the `stack_shape` dimensions."""
     is_only = len(rules) == 1
     size = lambda rule: None if rule.concat_dim is None or not is_only else shape[rule.concat_dim]
     return [RowPlan(mesh, rule, stack_shape, tuple(spec), size(rule)) for rule in rules]

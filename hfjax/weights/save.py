@@ -1,7 +1,7 @@
-"""A state goes out as a model's folder: rows in the files' own order, each process its own.
+"""Write a state as a model folder: each process writes its own rows, in the files' order.
 
-The folder is written under a name of its own and renamed when it is whole, so that one that was cut
-off at any point does not load, and two that are written at the same time do not mix.
+The folder is written under a unique name and renamed once complete, so that an interrupted one does
+not load, and concurrent writes do not mix.
 """
 
 import json
@@ -47,7 +47,7 @@ from hfjax.weights.redistribute_rows import RowPlan
 from hfjax.weights.tensor_files import FileTensor, header_of, plan_file
 from hfjax.weights.tensor_rules import Rule, Shape, TensorMapping
 
-TensorSpecs = dict[str, tuple[np.dtype, Shape]]  # of a file: what it holds, in order
+TensorSpecs = dict[str, tuple[np.dtype, Shape]]  # the tensors of a file, in order
 BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -60,10 +60,10 @@ def write_folder(
     dtype: np.dtype | None,
     max_shard_bytes: int,
 ) -> int:
-    """Write the parameters of a state as a model's folder; return the bytes written here."""
+    """Write the parameters of a state as a model folder; return the bytes this process wrote."""
     specs = tensor_specs(mappings, folder, dtype)
     files = dict(split_into_files(specs, max_shard_bytes))
-    run_on_first(lambda: len(companion_files(folder.path)))  # what is wrong with them is said now
+    run_on_first(lambda: len(companion_files(folder.path)))  # report their problems now
     with ExitStack() as exit_stack:
         new = target.parent / run_on_first(lambda: _create_folder(target, files, exit_stack))
         num_bytes = run_on_all(lambda: _write_tensors(new, layout, state, mappings, files))
@@ -74,14 +74,14 @@ def write_folder(
 def tensor_specs(
     mappings: Sequence[TensorMapping], folder: ModelFolder, dtype: np.dtype | None
 ) -> TensorSpecs:
-    """Return what is written: names, types and shapes, in the order of the model's own files."""
+    """Return the names, dtypes and shapes to write, in the order of the model's own files."""
     shapes = {t.name: p.rule.shape for p in mappings for t in (p.tensor, p.twin) if t is not None}
     ours = [tensor for tensor in folder.tensors.values() if tensor.name in shapes]
     return {t.name: (dtype or t.dtype, t.shape) for t in ours}
 
 
 def split_into_files(specs: TensorSpecs, max_bytes: int) -> Iterator[tuple[str, TensorSpecs]]:
-    """Yield the files, of at most so many bytes unless one tensor has more."""
+    """Yield the files, of at most `max_bytes` unless one tensor has more."""
     shards: list[TensorSpecs] = [{}]
     size = 0
     for name, (dtype, shape) in specs.items():
@@ -95,7 +95,7 @@ def split_into_files(specs: TensorSpecs, max_bytes: int) -> Iterator[tuple[str, 
 
 
 def shard_name(number: int, count: int) -> str:
-    """Return what transformers calls a file of several.
+    """Return transformers' name of one file of several.
 
     >>> shard_name(1, 4)
     'model-00001-of-00004.safetensors'
@@ -104,7 +104,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def check_free_to_write(target: Path) -> None:
-    """Refuse a folder that is there, or that another process is writing."""
+    """Refuse a folder that exists, or that another process is writing."""
     if not target.name:
         raise ValueError(f"{quote(target)} is there already: the name of a new folder is expected.")
     if os.path.lexists(target):
@@ -116,10 +116,10 @@ def check_free_to_write(target: Path) -> None:
 
 
 def _create_folder(target: Path, files: Mapping[str, TensorSpecs], exit_stack: ExitStack) -> str:
-    """Return where the folder is until it is whole, in which files have their whole size.
+    """Return the path of a temporary folder whose files have their final size.
 
-    A disk without room says so now. The folder is nobody else's, and gone at the end if it was not
-    moved.
+    So a full disk is reported now. The folder has a unique name, and is removed at the end unless
+    it was moved.
     """
     check_free_to_write(target)
     try:
@@ -147,7 +147,7 @@ def _write_tensors(
     mappings: Sequence[TensorMapping],
     files: Mapping[str, TensorSpecs],
 ) -> int:
-    """Write the rows that are here; return how many bytes they have."""
+    """Write the local rows; return their number of bytes."""
     file_tensors = {
         t.name: t for name, specs in files.items() for t in plan_file(new / name, specs)
     }
@@ -164,7 +164,7 @@ def _write_tensors(
             for group in group_mappings(path_mappings, GROUP_BYTES * jax.process_count()):
                 group_rows = _extract_rows(group, file_tensors, array, shardings[path])
                 checks.append((group, group_rows.finite))
-                if last is not None:  # written while the devices make the next
+                if last is not None:  # write while the devices compute the next
                     _write_group(file_rows, file_tensors, *last)
                 last = group, group_rows
         if last is not None:
@@ -177,9 +177,9 @@ def _write_tensors(
 
 
 def full_precision_params(layout: Layout, state: State) -> Flat:
-    """Return parameters by path; of those that are master weights, rounded, these themselves.
+    """Return parameters by path; the master weights instead, where parameters are these, rounded.
 
-    A state with averages in place of parameters keeps its averages.
+    A state with averages in place of parameters keeps the averages.
     """
     params = params_in_model_order(layout, state)
     masters = masters_or_params(flatten(state.params), state.optimizer)
@@ -192,7 +192,7 @@ def full_precision_params(layout: Layout, state: State) -> Flat:
 
 
 def _check_finite(checks: Sequence[tuple[TensorGroup, Any]]) -> None:
-    """Refuse numbers that nothing can be read from again."""
+    """Refuse numbers that are not finite."""
     for group, flags in checks:
         for slot, slot_finite in zip(group.slots, np.asarray(flags), strict=True):
             for mapping, ok in zip(slot, slot_finite.reshape(-1), strict=True):
@@ -206,7 +206,7 @@ def _check_finite(checks: Sequence[tuple[TensorGroup, Any]]) -> None:
 
 
 def _to_devices(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Return a parameter on the devices, split as the layout says."""
+    """Return a parameter in device memory, sharded as the layout says."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     return jax.jit(to_device, out_shardings=sharding)(x)
@@ -218,7 +218,7 @@ def _write_group(
     group: TensorGroup,
     group_rows: "GroupRows",
 ) -> None:
-    """Write the rows of each slot, and again where the model's files have a tensor twice."""
+    """Write the rows of each slot, twice where the model's files have a tensor twice."""
     for slot, plan, array in zip(group.slots, group_rows.plans, group_rows.rows, strict=True):
         for candidates in ([p.tensor for p in slot], [p.twin for p in slot]):
             if tensors := [file_tensors[t.name] for t in candidates if t is not None]:
@@ -226,11 +226,11 @@ def _write_group(
 
 
 class GroupRows(NamedTuple):
-    """The rows of a group's tensors, and the way that they came."""
+    """The rows of a group's tensors, with their plans."""
 
     plans: Sequence[RowPlan]
     rows: Sequence[jax.Array]
-    finite: jax.Array  # of each slot
+    finite: jax.Array  # per slot
 
 
 def _extract_rows(
@@ -239,7 +239,7 @@ def _extract_rows(
     array: jax.Array,
     sharding: NamedSharding,
 ) -> GroupRows:
-    """Return the rows of a group's tensors on the devices, in their types."""
+    """Return the rows of a group's tensors on the devices, in the files' dtypes."""
     dtypes = tuple(_device_dtype(file_tensors[t.name].dtype) for slot, t in _first_tensors(group))
     twins = (False,) * len(group.slots)
     dtype = np.dtype(array.dtype)
@@ -251,12 +251,12 @@ def _extract_rows(
 
 
 def _device_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the type that arrays of a type have on a device: none has float64 without x64."""
+    """Return the dtype that arrays have on a device: float64 needs x64 mode."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _first_tensors(group: TensorGroup) -> Iterator[tuple[int, FileTensor]]:
-    """Yield the first tensor of each slot: all of a slot have one type."""
+    """Yield the first tensor of each slot: all of a slot have one dtype."""
     for number, slot in enumerate(group.slots):
         assert slot[0].tensor is not None
         yield number, slot[0].tensor
@@ -264,7 +264,7 @@ def _first_tensors(group: TensorGroup) -> Iterator[tuple[int, FileTensor]]:
 
 @cache
 def _extract_program(mover: RowMover, dtypes: tuple[np.dtype, ...]) -> jax.stages.Wrapped:
-    """Return the program (stack, index) -> rows of each slot: a mover the other way round."""
+    """Return the program (stack, index) -> rows of each slot: the inverse of a mover's."""
     sharding, index_ndim, stack_ndim = mover.sharding, mover.index_ndim, len(mover.stack_shape)
 
     def extract_local(stack: jax.Array, index: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -289,7 +289,7 @@ def _extract_program(mover: RowMover, dtypes: tuple[np.dtype, ...]) -> jax.stage
 
 
 def _slice_slot(block: jax.Array, rule: Rule, stack_ndim: int, is_only: bool) -> jax.Array:
-    """Return what of a block is one tensor; of one alone with what pads it."""
+    """Return one tensor's slice of a block; a tensor alone in its block keeps its padding."""
     if rule.concat_dim is None or is_only:
         return block
     count = rule.block[rule.concat_dim]
@@ -299,7 +299,7 @@ def _slice_slot(block: jax.Array, rule: Rule, stack_ndim: int, is_only: bool) ->
 
 
 def _slice_block(sharding: NamedSharding, stack: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the block at an index of the first dimensions, which may be split; bit for bit."""
+    """Return the block at an index of the first dimensions, which may be sharded; bit-exact."""
     index_ndim = len(index)
     start_index, is_local = local_index(sharding, stack.shape[:index_ndim], index)
     size = (*[1] * index_ndim, *stack.shape[index_ndim:])
@@ -310,7 +310,7 @@ def _slice_block(sharding: NamedSharding, stack: jax.Array, index: jax.Array) ->
     axes = [
         a for axes_of_dim in entries_of(sharding.spec, stack.ndim)[:index_ndim] for a in axes_of_dim
     ]
-    bits = lax.bitcast_convert_type(block, BITS[block.dtype.itemsize])  # a sum keeps no -0
+    bits = lax.bitcast_convert_type(block, BITS[block.dtype.itemsize])  # a float sum would lose -0
     bits = lax.psum(jnp.where(is_local, bits, jnp.zeros_like(bits)), axes)
     return lax.bitcast_convert_type(bits, block.dtype)
 
@@ -323,9 +323,9 @@ def _finish_folder(
     dtype: np.dtype | None,
     exit_stack: ExitStack,
 ) -> None:
-    """Write what goes along, the index and the configuration; then move the folder to its place."""
+    """Write companion files, index and configuration; then move the folder to its final path."""
     try:
-        for path in companion_files(folder.path):  # of a hub's cache they are links
+        for path in companion_files(folder.path):  # links in a hub's cache
             shutil.copyfile(path, new / path.name)
         if len(files) > 1:
             _write_json(new / INDEX, _index_json(files))
@@ -347,7 +347,7 @@ def _index_json(files: Mapping[str, TensorSpecs]) -> dict[str, Any]:
 
 
 def _config_json(config: Mapping[str, Any], dtype: np.dtype | None) -> dict[str, Any]:
-    """Return the configuration, with the type that the tensors have now."""
+    """Return the configuration, with the dtype of the written tensors."""
     if dtype is None:
         return dict(config)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -1,7 +1,7 @@
-"""A file of tensors: eight bytes, a header in JSON, then the tensors row by row.
+"""A file of tensors (safetensors): eight bytes, a JSON header, then the tensors row by row.
 
-A header that says anything else than the file holds is refused before a tensor is read. Rows are
-read and written at their offsets, so that several processes can share a file.
+A header that does not match the file is refused before a tensor is read. Rows are read and written
+at their offsets, so that several processes can share a file.
 """
 
 import json
@@ -29,22 +29,22 @@ DTYPES: Mapping[str, np.dtype] = {
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 KNOWN_TYPES = ("float32", "bfloat16", "float16", "float64")  # of weights that are read and written
 METADATA = "__metadata__"
-LONGEST = 100_000_000  # bytes of a header: what the reference reader allows
+LONGEST = 100_000_000  # bytes of a header: the limit of the reference reader
 START = 8  # bytes that hold the length of the header
-ALIGNED = 64  # bytes: what a device takes without a copy, where it can
+ALIGNED = 64  # bytes: aligned host arrays avoid a copy where possible
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, and where it lies in it.
+    """A tensor of a file, and its position in it.
 
     Attributes:
-        file: The file.
-        name: What the file calls it.
-        dtype: Its type.
-        shape: Its shape.
-        begin: Its first byte in the file.
-        stamp: Size, time and header of the file when it was read; None: it was not.
+        file: The path of the file.
+        name: The name in the file.
+        dtype: The dtype.
+        shape: The shape.
+        begin: The offset of its first byte in the file.
+        stamp: The `file_stamp` from when the header was read; None: it was not read.
     """
 
     file: Path
@@ -56,17 +56,17 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def num_rows(self) -> int:
-        """How many rows: the first dimension; a single number is one."""
+        """The number of rows: the first dimension; a scalar is one row."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row."""
+        """The size of a row in bytes."""
         return self.nbytes // max(self.num_rows, 1)
 
 
@@ -93,9 +93,9 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def file_stamp(descriptor: int) -> tuple[int, ...]:
-    """Return by what a file is known again: its size, its time, and the sum of its header.
+    """Return what identifies a file's content: its size, time, and a checksum of its header.
 
-    Whoever copies a file may keep its time; where tensors lie the header says.
+    A copy may keep the time of a file; the header has the positions of the tensors.
     """
     status = os.fstat(descriptor)
     length = int.from_bytes(os.pread(descriptor, START, 0), "little")
@@ -104,7 +104,7 @@ def file_stamp(descriptor: int) -> tuple[int, ...]:
 
 
 def open_to_read(tensor: FileTensor) -> int:
-    """Return the descriptor of a tensor's file; refuse one that is not as its header was read."""
+    """Return the descriptor of a tensor's file; refuse a file that changed since it was read."""
     descriptor = _open_file(tensor.file)
     if tensor.stamp not in (None, file_stamp(descriptor)):
         os.close(descriptor)
@@ -117,7 +117,7 @@ def open_to_read(tensor: FileTensor) -> int:
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; refuse one that names a thing twice."""
+    """Return a JSON object; refuse duplicate keys."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):
         duplicate = next(name for name in names if names.count(name) > 1)
@@ -126,7 +126,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> FileTensor:
-    """Return what an entry of a header says."""
+    """Return the tensor of a header entry."""
     is_size = lambda x: type(x) is int and 0 <= x < 1 << 62
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
@@ -149,7 +149,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> FileTens
 
 
 def _check_offsets(path: Path, tensors: Any, data_start: int, size: int) -> None:
-    """Refuse tensors that overlap, leave holes, or run past the end of the file."""
+    """Refuse tensors that overlap, leave gaps, or run past the end of the file."""
     position, last = data_start, "the header"
     for tensor in sorted(tensors, key=lambda t: (t.begin, t.nbytes)):
         if tensor.begin != position:
@@ -173,7 +173,7 @@ def _damage_error(path: Path, problem: str) -> ValueError:
 
 
 def _open_file(path: Path) -> int:
-    """Return the descriptor of an ordinary file; ValueError says why it cannot be read."""
+    """Return the descriptor of a regular file; ValueError says why it cannot be read."""
     check_ordinary(path)
     try:
         return os.open(path, os.O_RDONLY)
@@ -184,7 +184,7 @@ def _open_file(path: Path) -> int:
 
 
 def read_rows(tensor: FileTensor, first: int, count: int) -> np.ndarray:
-    """Return `count` rows of a tensor from a row on, in memory that a device takes as it is."""
+    """Return `count` rows of a tensor from row `first` on, in aligned memory."""
     rows = empty_aligned((count, *tensor.shape[1:]), tensor.dtype)
     descriptor = open_to_read(tensor)
     try:
@@ -195,7 +195,7 @@ def read_rows(tensor: FileTensor, first: int, count: int) -> np.ndarray:
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array that nothing was written to, at a multiple of `ALIGNED` bytes."""
+    """Return an uninitialised array, aligned to `ALIGNED` bytes."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNED, np.uint8)
     start = -raw.ctypes.data % ALIGNED
@@ -203,7 +203,7 @@ def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def fill(descriptor: int, at: int, into: np.ndarray, tensor: FileTensor) -> None:
-    """Read bytes of a file from a place on until an array is full."""
+    """Read bytes of a file from offset `at` on until an array is full."""
     remaining = into.reshape(-1).view(np.uint8).data
     while remaining:
         num_read = os.preadv(descriptor, [remaining], at)
@@ -216,9 +216,9 @@ def fill(descriptor: int, at: int, into: np.ndarray, tensor: FileTensor) -> None
 
 
 def header_of(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
-    """Return what a file of these tensors begins with, and how many bytes the whole file has.
+    """Return the header bytes of a file of these tensors, and the size of the file.
 
-    They lie in the order given; the header ends at a multiple of eight bytes.
+    Tensors are in the given order; the header ends at a multiple of eight bytes.
     """
     entries: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0
@@ -238,7 +238,7 @@ def header_of(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
 def plan_file(
     path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Iterator[FileTensor]:
-    """Yield where tensors of a file that is to be written will lie."""
+    """Yield the tensors of a file to be written, with their offsets."""
     offset = len(header_of(tensors)[0])
     for name, (dtype, shape) in tensors.items():
         yield FileTensor(path, name, dtype, shape, offset)

@@ -1,8 +1,8 @@
-"""Which tensor of a file lies where in which parameter: a table of rules, each with its inverse.
+"""A table of invertible rules that map the tensors of a file to parameters.
 
-A rule takes the dimensions of a tensor apart (`view`), orders them as ours are (`order`), and says
-where the result lies (`concat_dim`, `start`). So every element has one place, and the way back is
-the same table read from right to left.
+A rule reshapes a tensor (`view`), transposes it to our order (`order`), and says where in the
+parameter the result goes (`concat_dim`, `start`). So every element has one position, and export
+applies the same table in reverse.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,19 +20,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """A tensor of a file, perhaps one for each layer and expert, and where it lies in a parameter.
+    """Maps a tensor of a file, perhaps one per layer and expert, to its position in a parameter.
 
     Attributes:
-        theirs: Its name; `{layer}` and `{expert}` stand for their numbers.
-        ours: The path of the parameter. Numbers that it does not name are its first dimensions.
+        theirs: The tensor's name; `{layer}` and `{expert}` stand for their numbers.
+        ours: The path of the parameter. Numbers that it does not name index its first dimensions.
         shape: The shape in the file.
-        view: The same elements with dimensions taken apart, or one of size 1 more.
+        view: The shape after splitting dimensions, or adding one of size 1.
         order: The dimensions of the view in our order.
         concat_dim: The dimension of ours that several tensors share, or that is padded at its end.
-        start: Where in it this tensor begins.
+        start: The offset of this tensor in that dimension.
         layers: The layers that have it. None: all.
-        twin: A name that the same tensor has too, if a file holds it twice: it must not differ.
-        transform: What is done, in words.
+        twin: A second name of the tensor, if a file holds it twice: both must be equal.
+        transform: The transformation in words.
 
     Example:
         >>> from hfjax.weights.tensor_rules import Rule
@@ -53,31 +53,31 @@ class Rule:
 
     @property
     def block(self) -> Shape:
-        """Its shape in our order."""
+        """The shape in our order."""
         return tuple(self.view[i] for i in self.order)
 
 
 def copy_rule(theirs: str, ours: str, *shape: int, **more: Any) -> Rule:
-    """Return the rule of a tensor that ours is equal to."""
+    """Return the rule of a tensor that is equal to ours."""
     return Rule(theirs, ours, shape, shape, tuple(range(len(shape))), **more)
 
 
 def transpose_rule(theirs: str, ours: str, rows: int, columns: int, **more: Any) -> Rule:
-    """Return the rule of a matrix that ours is the transpose of: torch has [out, in]."""
+    """Return the rule of a matrix that is the transpose of ours: torch has [out, in]."""
     more = {"transform": "transpose", **more}
     return Rule(theirs, ours, (rows, columns), (rows, columns), (1, 0), **more)
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One tensor of a file: its rule, and where it lies among layers and experts.
+    """One tensor of a file: its rule, and its layer and expert.
 
     Attributes:
-        rule: What is done with it.
-        name: What the file calls it.
-        path: The parameter in which it lies.
-        index: Its numbers in the first dimensions of the parameter.
-        tensor: Where it is; None: not looked for yet.
+        rule: The rule of the tensor.
+        name: The name in the file.
+        path: The path of its parameter.
+        index: The index in the first dimensions of the parameter.
+        tensor: The tensor in the file; None: not matched yet.
         twin: The same tensor under another name, if a file has it twice.
     """
 
@@ -91,12 +91,12 @@ class TensorMapping:
 
 @dataclass(frozen=True)
 class RuleTable:
-    """The rules of a model, with how many layers and experts it has.
+    """The rules of a model, with its numbers of layers and experts.
 
     Attributes:
-        rules: One for each tensor of a layer, and of the ends.
-        counts: How many of each there are, {"layer": 32, "expert": 8}.
-        prefix: What all names of a file may lack.
+        rules: One for each tensor of a layer, of the embedding and of the head.
+        counts: The numbers of layers and experts, {"layer": 32, "expert": 8}.
+        prefix: A prefix that all names in a file may lack.
         ignored: Patterns of tensors that follow from the configuration: they are not read.
     """
 
@@ -106,7 +106,7 @@ class RuleTable:
     ignored: tuple[str, ...] = ()
 
     def expand(self) -> Iterator[TensorMapping]:
-        """Yield every tensor with its place, rule by rule."""
+        """Yield the mapping of every tensor, rule by rule."""
         for rule in self.rules:
             counted = [name for name in self.counts if f"{{{name}}}" in rule.theirs]
             inner = [name for name in counted if f"{{{name}}}" not in rule.ours]
@@ -121,11 +121,11 @@ class RuleTable:
     def match_tensors(
         self, tensors: Mapping[str, FileTensor], shapes: Mapping[str, Shape]
     ) -> list[TensorMapping]:
-        """Return every piece with its tensor; ValueError says all that does not fit, at once.
+        """Return every mapping with its tensor; ValueError lists all mismatches.
 
         Args:
-            tensors: Those of the files, by name.
-            shapes: Those of the parameters, by path.
+            tensors: The tensors of the files, by name.
+            shapes: The shapes of the parameters, by path.
         """
         prefix_length = len(self.prefix) * (
             not any(name.startswith(self.prefix) for name in tensors)
@@ -160,7 +160,7 @@ class RuleTable:
 
 
 def check_coverage(mappings: Sequence[TensorMapping], shapes: Mapping[str, Shape]) -> None:
-    """Refuse tensors that do not fit their parameters, and parameters that have no tensor."""
+    """Refuse tensors that do not fit their parameters, and parameters without a tensor."""
     for mapping in mappings:
         shape, rule = shapes.get(mapping.path), mapping.rule
         block_shape = None if shape is None else shape[len(mapping.index) :]
@@ -180,7 +180,7 @@ def check_coverage(mappings: Sequence[TensorMapping], shapes: Mapping[str, Shape
 
 
 def _fits(rule: Rule, shape: Shape) -> bool:
-    """Return whether a block lies in a parameter; along one dimension it may be a part."""
+    """Return whether a block fits a parameter; along one dimension it may be a slice."""
     if len(rule.block) != len(shape):
         return False
     end = lambda i, n: rule.start + n <= shape[i] if i == rule.concat_dim else n == shape[i]
@@ -188,7 +188,7 @@ def _fits(rule: Rule, shape: Shape) -> bool:
 
 
 def find_mismatches(mappings: Sequence[TensorMapping], unused: Sequence[FileTensor]) -> list[str]:
-    """Return what does not fit, a line each: of pieces with their tensors, and of tensors left."""
+    """Return a line for each mismatch: of mappings with their tensors, and of unused tensors."""
     wrong = [*_shape_lines(mappings), *_dtype_lines(mappings)]
     return [*_missing_lines(mappings, unused), *wrong, *_unused_lines(unused, mappings)]
 
@@ -243,7 +243,7 @@ def _format_shape(shape: Shape) -> str:
 
 
 def format_table(table: RuleTable) -> list[str]:
-    """Return the table as people read it, a line for each rule."""
+    """Return the table as text, a line for each rule."""
     entries = [("tensor of the files", "shape", "parameter", "where in it", "how")]
     for rule in table.rules:
         ranges = {name: f"0…{count - 1}" for name, count in table.counts.items()}
@@ -268,7 +268,7 @@ def _slices(rule: Rule) -> list[str]:
 
 
 def _format_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as people write them.
+    """Return numbers as a compact list of ranges.
 
     >>> _format_ranges([0, 1, 2, 5])
     '0…2,5'

@@ -1,9 +1,8 @@
-"""Models of images in and out: one file of safetensors, with the names that torchvision has.
+"""Import and export of vision models: one safetensors file with torchvision's names.
 
-Parameters and statistics are read by slices where the file lies, and written as they were. Beside
-each running variance torchvision has `num_batches_tracked`, which counts steps and which nothing
-computes with: it is not read, and goes out as the count of the file that a state began from plus
-the steps of the state.
+Parameters and statistics are read lazily, by slices, and written unchanged. Beside each running
+variance torchvision has `num_batches_tracked`, a step count that no computation uses: it is not
+read, and is written as the count of the file that a state began from plus the steps of the state.
 """
 
 import os
@@ -46,11 +45,11 @@ NEW_HEAD = "--model.new-head (read_vision(…, new_head=True))"
 
 @dataclass(frozen=True)
 class FileArray:
-    """A parameter that lies in a file; of a stack, each layer a tensor. Slices of it are read.
+    """A parameter in a file, read lazily by slices; a stacked one has one tensor per layer.
 
     Attributes:
-        mappings: Its tensors, layer by layer.
-        shape: Its shape.
+        mappings: The tensors, layer by layer.
+        shape: The shape of the parameter.
     """
 
     mappings: Sequence[TensorMapping]
@@ -58,7 +57,7 @@ class FileArray:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type in the file."""
+        """The dtype in the file."""
         assert self.mappings[0].tensor is not None
         return self.mappings[0].tensor.dtype
 
@@ -79,7 +78,7 @@ class FileArray:
 
 
 def _open_tensor(mapping: TensorMapping) -> np.ndarray:
-    """Return a tensor in our order; what of it is asked for is read then."""
+    """Return a memory-mapped tensor in our order; indexing it reads the data."""
     assert mapping.tensor is not None
     tensor, rule = mapping.tensor, mapping.rule
     with os.fdopen(open_to_read(tensor), "rb") as file:
@@ -90,18 +89,18 @@ def _open_tensor(mapping: TensorMapping) -> np.ndarray:
 def read_vision(
     file: str | Path, config: VisionConfig, new_head: bool = False
 ) -> dict[str, FileArray | None]:
-    """Return {path: array} of a file, parameters and statistics; a slice is read when it is taken.
+    """Return {path: array} of a file's parameters and statistics; slices are read when indexed.
 
-    `with_weights` makes a state of it.
+    `with_weights` turns it into a state.
 
     Args:
-        file: Of safetensors, with torchvision's names; `safetensors.torch.save_file` writes one.
-        config: The shape of the model.
-        new_head: Whether what has the classes as a dimension is left out: None, from the seed. A
-            model that segments may then begin from a ResNet that classifies, too.
+        file: A safetensors file with torchvision's names, as `safetensors.torch.save_file` writes.
+        config: The configuration of the model.
+        new_head: Whether to leave out arrays with a class dimension: None, initialised from the
+            seed. A segmentation model may then begin from a ResNet classifier, too.
 
     Raises:
-        ValueError: The file is none of safetensors, or not of this model: all that does not fit.
+        ValueError: The file is no safetensors file, or not of this model: lists all mismatches.
 
     Example:
         >>> config = ResNetConfig.preset("resnet50")  # doctest: +SKIP
@@ -111,7 +110,7 @@ def read_vision(
 
 
 def _open_arrays(path: Path, config: VisionConfig, new_head: bool) -> dict[str, FileArray | None]:
-    """Return what lies where in a file, once all of it fits."""
+    """Return the arrays of a file by path, after checking that all of them fit."""
     _refuse_pickles(path)
     tensors, shapes = read_header(path), array_shapes(config)
     is_backbone = _is_backbone(config, tensors)
@@ -136,13 +135,13 @@ def _open_arrays(path: Path, config: VisionConfig, new_head: bool) -> dict[str, 
 
 
 def _is_backbone(config: VisionConfig, tensors: Mapping[str, FileTensor]) -> bool:
-    """Return whether a file is of the ResNet alone of a model that segments."""
+    """Return whether a file has only the ResNet backbone of a segmentation model."""
     segments = isinstance(config, DeepLabConfig)
     return segments and "conv1.weight" in tensors and f"{BACKBONE}conv1.weight" not in tensors
 
 
 def _refuse_pickles(path: Path) -> None:
-    """Refuse a file of torch's by its name, before anything of it is read."""
+    """Refuse a torch pickle by its name, before any of it is read."""
     if any(path.match(pattern) for pattern in PICKLES):
         raise ValueError(
             f"{quote(path)} is a pickle, which runs code when it is read: it is never opened. "
@@ -162,7 +161,7 @@ def _check_tensors(
     required: Sequence[TensorMapping],
     tensors: Mapping[str, FileTensor],
 ) -> None:
-    """Refuse tensors that are not those of the model: the head alone, or what else."""
+    """Refuse tensors that are not those of the model; a mismatch of only the head says so."""
     known = {mapping.name for mapping in mappings}
     unused = [t for name, t in tensors.items() if name not in known and _is_read(name)]
     body = [p for p in required if not _is_head(p.path)]
@@ -194,12 +193,12 @@ def with_weights(
     seed: int = 0,
     schedule: PipelineSchedule | None = None,
 ) -> State:
-    """Return a new state that begins with weights: `hfjax.init`, and statistics in their place.
+    """Return a new state with given weights: `hfjax.init`, plus the statistics.
 
     Args:
-        layout: Where everything lives.
-        weights: What `read_vision` returned: {path: array or None}; None is as the seed has it.
-        seed: Whole number, as `hfjax.init` takes it.
+        layout: The layout of the state.
+        weights: What `read_vision` returned: {path: array or None}; None: drawn from the seed.
+        seed: An integer, as `hfjax.init` takes it.
         schedule: The pipeline schedule of the training step.
     """
     params = {path: x for path, x in weights.items() if path in layout.arrays}
@@ -216,7 +215,7 @@ def with_weights(
 
 
 def _place_like(x: Any, like: jax.Array) -> jax.Array:
-    """Return an array where another is, in its type."""
+    """Return an array with the sharding and dtype of another."""
     read_slice = lambda index: np.array(x[index], like.dtype)
     return jax.make_array_from_callback(like.shape, like.sharding, read_slice)
 
@@ -228,15 +227,15 @@ def write_vision(
     config: VisionConfig,
     like: str | Path | None = None,
 ) -> None:
-    """Write a state as one file of safetensors, which torchvision's load_state_dict takes.
+    """Write a state as one safetensors file, for torchvision's load_state_dict.
 
     Args:
-        file: It takes the place of one that is there when it is whole.
+        file: The path. An existing file is replaced once the new one is complete.
         layout: The layout of the state. All processes call this.
-        state: Whose parameters and statistics are written.
-        config: The shape of the model.
-        like: The file that the state began from: its types are kept, and its counts of batches go
-            on. None: the types of the state, counts from 0.
+        state: The state whose parameters and statistics are written.
+        config: The configuration of the model.
+        like: The file that the state began from: its dtypes are kept, and its batch counts
+            continued. None: the dtypes of the state, counts from 0.
     """
     arrays = full({**full_precision_params(layout, state), **_statistics(state, config)})
     steps = 0 if isinstance(config, ConvNetConfig) and config.norm == "frozen" else int(state.step)
@@ -245,7 +244,7 @@ def write_vision(
 
 
 def _statistics(state: State, config: VisionConfig) -> Flat:
-    """Return the variables of a state that a file holds."""
+    """Return the statistics of a state that a file contains."""
     shapes = array_shapes(config)
     return {path: x for path, x in flatten(state.variables).items() if path in shapes}
 
@@ -268,7 +267,7 @@ def named_tensors(
     like: Mapping[str, FileTensor] = MappingProxyType({}),
     steps: int = 0,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a file by name, in torch's order of dimensions."""
+    """Yield the name and array of each tensor of a file, in torch's dimension order."""
     mappings = list(vision_table(config).expand())
     check_coverage(mappings, {path: x.shape for path, x in arrays.items()})
     for mapping in mappings:

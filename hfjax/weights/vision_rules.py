@@ -1,7 +1,7 @@
-"""Where the tensors of torchvision's models lie in hfjax's models of images: a rule for each.
+"""The rules that map torchvision's tensors to hfjax's vision models.
 
-The names are those of torchvision's state_dict(), in its order; shapes are those of our model, its
-kernels turned from HWIO to torch's OIHW. `num_batches_tracked` is no rule's: nothing reads it.
+The names are those of torchvision's state_dict(), in its order; shapes are those of our model, with
+kernels transposed from HWIO to torch's OIHW. `num_batches_tracked` has no rule: nothing reads it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,16 +19,16 @@ from hfjax.utils.paths import join_path
 from hfjax.weights.tensor_rules import Rule, RuleTable, Shape, copy_rule, transpose_rule
 
 COUNTER = "num_batches_tracked"
-HEADS = ("fc", "classifier/outer", "auxiliary/outer")  # what has the classes as a dimension
+HEADS = ("fc", "classifier/outer", "auxiliary/outer")  # modules with a class dimension
 NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
-Pairs = Iterator[tuple[str, str, str]]  # what it is, its name in the file, our path
+Pairs = Iterator[tuple[str, str, str]]  # kind, name in the file, our path
 
 
 def vision_table(config: VisionConfig) -> RuleTable:
-    """Return which tensor of torchvision's model of this shape lies where in ours.
+    """Return the rules that map torchvision's model of a configuration to ours.
 
     Args:
-        config: Of the model: a ResNetConfig, RegNetConfig, DeepLabConfig or ViTConfig.
+        config: The model's ResNetConfig, RegNetConfig, DeepLabConfig or ViTConfig.
 
     Example:
         >>> from hfjax.models.vision.resnet import ResNetConfig
@@ -45,7 +45,7 @@ def vision_table(config: VisionConfig) -> RuleTable:
 
 
 def model_factory(config: VisionConfig) -> Callable[[nnx.Rngs], nnx.Module]:
-    """Return what makes the model of a shape, a function of `nnx.Rngs`."""
+    """Return the function of `nnx.Rngs` that creates the model of a configuration."""
     model = _FAMILIES[_family(config)][0]
     return lambda rngs: model(config, rngs=rngs)
 
@@ -63,7 +63,7 @@ def _array_specs(config: VisionConfig) -> dict[str, tuple[type, Shape]]:
 
 
 def _family(config: VisionConfig) -> type:
-    """Return the type of a configuration; refuse what is none of a known model."""
+    """Return the type of a configuration; refuse one of an unknown model."""
     if type(config) not in _FAMILIES:
         known = ", ".join(kind.__name__ for kind in _FAMILIES)
         raise ValueError(f"config={config!r}: one of {known} is expected.")
@@ -71,7 +71,7 @@ def _family(config: VisionConfig) -> type:
 
 
 def _rules(pair: tuple[str, str, str], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
-    """Yield the rules of a part: what it is, is the name of its function here."""
+    """Yield the rules of one (kind, name, path) entry; the kind selects the function."""
     kind, theirs, ours = pair
     if kind == "norm":
         for name, our_name in NORM.items():
@@ -92,7 +92,7 @@ def _rules(pair: tuple[str, str, str], shapes: Mapping[str, Shape]) -> Iterator[
 
 
 def _layer_shape(shapes: Mapping[str, Shape], path: str) -> Shape:
-    """Return the shape of one layer's."""
+    """Return the shape of one layer's array."""
     stacked = path.startswith("layers/") and not path.split("/")[1].isdigit()
     return shapes[path][stacked:]
 
@@ -128,7 +128,7 @@ def _attention_rules(theirs: str, ours: str, qkv: Shape) -> Iterator[Rule]:
     yield copy_rule(f"{theirs}.out_proj.bias", f"{ours}/out/bias", embed)
 
 
-# -- what the parts of each family are called -----------------------------------------------------
+# -- names of each family's modules ---------------------------------------------------------------
 
 
 def _resnet_pairs(config: ResNetConfig) -> Pairs:
@@ -179,7 +179,7 @@ def _regnet_pairs(config: RegNetConfig) -> Pairs:
 
 
 def _numbered_pairs(theirs: str, ours: str, first: int = 0) -> Pairs:
-    """Yield a convolution and its norm, which torch numbers."""
+    """Yield the entries of a convolution and its norm, which torch numbers."""
     yield from _conv_norm_pairs(
         f"{theirs}.{first}", f"{theirs}.{first + 1}", f"{ours}/conv", f"{ours}/norm"
     )

@@ -1,8 +1,8 @@
-"""Mixtures of experts: who chooses whom, the layer, and a Llama whose MLPs are mixtures.
+"""Mixture of experts (MoE): routing, the layer, and a Llama with MoE layers.
 
-`layer` is the layer, `router` chooses, `slots` says which tokens an expert takes, `experts` and
-`grouped` what experts make of them, with a capacity and without. `losses` are those of routers,
-which `metrics` carries to `routed_loss`; `moe_llama` is the model.
+`layer` is the layer, `router` chooses experts, `slots` assigns tokens to expert capacity, `experts`
+and `grouped` run the experts, with and without a capacity. `losses` are the auxiliary losses, which
+`metrics` carries to `routed_loss`; `moe_llama` is the model.
 """
 
 from hfjax.models.moe.layer import MoE

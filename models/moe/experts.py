@@ -1,6 +1,6 @@
-"""What experts make of tokens: the whole, or the part of some experts. [G]roups, [E]xperts.
+"""Run the experts on tokens: all of them, or a local subset. [G]roups, [E]xperts.
 
-A `Mixture` is what a layer hands to the step's kernels, which may spread it over devices.
+A layer passes a `Mixture` to the step's kernels, which may shard it over devices.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from hfjax.models.moe.slots import Slots, choices_at_slots, combine, dispatch
 
 
 class DroplessRouting(NamedTuple):
-    """What each token chose, where an expert takes all that come."""
+    """The choices of each token, without a capacity."""
 
-    experts: jax.Array  # [G, T, k]; a number of no expert is none
+    experts: jax.Array  # [G, T, k]; a number beyond the experts means none
     weights: jax.Array  # [G, T, k]
 
 
@@ -26,11 +26,11 @@ class Mixture:
     """The experts of a layer.
 
     Attributes:
-        experts: How many there are.
-        arrays: Those of the experts that are here, stacked.
+        experts: The number of experts.
+        arrays: The stacked arrays of the local experts.
         apply: (arrays of one expert, [N, D]) -> [N, D].
-        block: Rows of a product, where there is no capacity.
-        tells: Whether the loss has to take part in what the router tells.
+        block: The number of rows of a matmul, without a capacity.
+        tells: Whether the loss must use the router metrics.
     """
 
     experts: int
@@ -41,23 +41,23 @@ class Mixture:
 
     @property
     def num_local(self) -> int:
-        """How many experts are here."""
+        """The number of local experts."""
         return len(jax.tree.leaves(self.arrays)[0])
 
     def run_all(self, x_GTD: jax.Array, routing: Slots | DroplessRouting) -> jax.Array:
-        """Return what all experts make of these tokens; all of them are here."""
+        """Return the combined output of all experts for these tokens; all experts are local."""
         if isinstance(routing, DroplessRouting):
             return self._run_grouped(x_GTD, routing)
         return self.from_experts(self.run(self.to_experts(x_GTD, routing)), routing)
 
     def to_experts(self, x_GTD: jax.Array, routing: Slots) -> jax.Array:
-        """Return what lies at the places of each expert, [E, G C, D]."""
+        """Return the tokens in the slots of each expert, [E, G C, D]."""
         slots_GECD = dispatch(x_GTD, routing)
         experts, width = slots_GECD.shape[1], slots_GECD.shape[3]
         return slots_GECD.swapaxes(0, 1).reshape(experts, -1, width)
 
     def from_experts(self, y_END: jax.Array, routing: Slots) -> jax.Array:
-        """Return what the tokens of each group get back."""
+        """Return the combined expert outputs of the tokens of each group."""
         groups, experts, size = routing.choice_at.shape
         y_EGCD = y_END.reshape(experts, groups, size, -1)
         return combine(y_EGCD.swapaxes(0, 1), routing)
@@ -69,13 +69,13 @@ class Mixture:
         all_gather: Callable,
         first: jax.Array,
     ) -> jax.Array:
-        """Return what the experts that are here, from number `first` on, add to all tokens.
+        """Return the partial sum of the local experts, from number `first` on, for all tokens.
 
         Args:
             x_GTD: The tokens of all devices.
-            routing: Where those of this device go.
-            all_gather: What makes an array of this device one of all devices.
-            first: The number of the first expert that is here.
+            routing: The routing of this device's tokens.
+            all_gather: Function that all-gathers an array over the devices.
+            first: The number of the first local expert.
         """
         numbers, weights = map(all_gather, routing[-2:])
         if isinstance(routing, DroplessRouting):
@@ -88,7 +88,7 @@ class Mixture:
         return self.run_all(x_GTD, Slots(choice_at, slot, jnp.where(inside, weights, 0)))
 
     def run(self, x_END: jax.Array) -> jax.Array:
-        """Return what each expert that is here makes of its rows."""
+        """Return the output of each local expert for its rows."""
         return jax.vmap(self.apply)(self.arrays, x_END)
 
     def _run_grouped(self, x_GTD: jax.Array, routing: DroplessRouting) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Experts without a capacity: products in blocks, as many as the choices of each expert need.
+"""Experts without a capacity: block-wise matmuls, as many as the choices of each expert need.
 
 The choices of each expert are padded to whole blocks of rows: at most ceil(T k / block) + E blocks.
-A loop runs those that there are, however unevenly tokens chose; its adjoint computes each block
-again.
+A loop runs only the existing ones, however unbalanced the choices; its adjoint recomputes each
+block.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ Apply = Callable[[Any, jax.Array], jax.Array]  # (arrays of one expert, [N, D]) 
 
 
 class Block(NamedTuple):
-    """The choices that one product is for."""
+    """The choices of one block of rows."""
 
     expert: jax.Array
-    choices: jax.Array  # numbers below T k; T k where there is none
-    tokens: jax.Array  # the rows of x, T where there is none
+    choices: jax.Array  # numbers below T k; T k for padding
+    tokens: jax.Array  # rows of x; T for padding
 
 
 class BlockPlan(NamedTuple):
-    """Which choices go to which block."""
+    """The assignment of choices to blocks."""
 
     sort: SortedChoices  # of one group
-    ends: jax.Array  # [E]: how many blocks there are up to the last of each expert
-    num_blocks: jax.Array  # how many there are
+    ends: jax.Array  # [E]: the cumulative number of blocks, up to each expert
+    num_blocks: jax.Array  # the total number of blocks
 
     def block(self, number: jax.Array, size: int, k: int) -> Block:
         """Return a block of the plan."""
@@ -45,7 +45,7 @@ class BlockPlan(NamedTuple):
 
 
 def plan_blocks(experts_Tk: jax.Array, count: int, size: int) -> BlockPlan:
-    """Return the blocks for choices among experts 0 to count - 1; other numbers are of none."""
+    """Return the plan for choices of experts 0 to count - 1; other numbers are ignored."""
     known = jnp.where((experts_Tk >= 0) & (experts_Tk < count), experts_Tk, count)[None]
     sort = sort_choices(known, jnp.zeros(known.shape, jnp.int32), count)
     ends = jnp.cumsum(-(-sort.counts[0] // size))
@@ -56,7 +56,7 @@ def plan_blocks(experts_Tk: jax.Array, count: int, size: int) -> BlockPlan:
 def run_grouped(
     apply: Apply, size: int, arrays: Any, x_TD: jax.Array, experts_Tk: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Return the weighted sum of what each token's experts make of it; those here are `arrays`."""
+    """Return each token's weighted sum of expert outputs; `arrays` are the local experts."""
     k, plan = experts_Tk.shape[1], _plan_for(size, arrays, experts_Tk)
     wide = jnp.promote_types(x_TD.dtype, jnp.float32)
 

@@ -1,4 +1,4 @@
-"""The layer: a router, experts, and what is beside them. [B]atch, [S]equence, [D] embed."""
+"""The MoE layer: router, experts, shared experts. [B]atch, [S]equence, [D] embed."""
 
 import sys
 import warnings
@@ -40,21 +40,21 @@ from hfjax.models.moe.slots import assign_slots, capacity as capacity_of, sort_c
 from hfjax.utils.keywords import attribute_docs, is_int, is_real, strict_fields
 from hfjax.utils.rounding import widen
 
-source_info_util.register_exclusion(__file__)  # the line of a mixture is the user's
+source_info_util.register_exclusion(__file__)  # report the user's source line for a mixture
 
-EXPERTS = "experts"  # the name of the dimension that stacks experts
+EXPERTS = "experts"  # the logical axis that stacks experts
 KEEP_SHARDED: Any = {
     "keep_sharded": True
-}  # a mixture takes pieces of a parameter: those on a device
-no_split = partial(no_constraint, names=())  # logits of routers are never split
+}  # a mixture reads only the local shard of such a parameter
+no_split = partial(no_constraint, names=())  # router logits are never sharded
 
 
 class RouterBias(nnx.Variable):
-    """What is added to an expert's score when experts are chosen; a step moves it, no optimizer."""
+    """A bias added to expert scores for the choice; the step updates it, not the optimizer."""
 
 
 class SwiGLUExperts(nnx.Module):
-    """Experts that are gated MLPs; gate and up share one kernel: [E, D, mlp, 2]."""
+    """Gated MLP experts; gate and up share one kernel: [E, D, mlp, 2]."""
 
     def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs) -> None:
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
@@ -64,11 +64,11 @@ class SwiGLUExperts(nnx.Module):
         self.place = no_constraint
 
     def arrays(self) -> tuple[jax.Array, jax.Array]:
-        """Return the arrays of the experts that are here, which other reads would join."""
+        """Return the arrays of the local experts; other reads would all-gather them."""
         return self.gate_up.get_raw_value(), self.down.get_raw_value()
 
     def apply(self, arrays: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:
-        """Return what one expert makes of some rows."""
+        """Return the output of one expert for some rows."""
         gate_up, down = arrays
         width, mlp, _ = gate_up.shape
         hidden = (x_ND @ gate_up.reshape(width, -1)).reshape(-1, mlp, 2)
@@ -78,7 +78,7 @@ class SwiGLUExperts(nnx.Module):
 
 
 class CustomExperts(nnx.Module):
-    """Experts that are modules of one's own, all alike."""
+    """Experts that are user-defined modules, all alike."""
 
     def __init__(self, count: int, create: Callable, *, rngs: nnx.Rngs) -> None:
         self.each = stack_layers(count, create, rngs)
@@ -93,30 +93,30 @@ class CustomExperts(nnx.Module):
             parameter.set_metadata(axes=(EXPERTS, *names), **KEEP_SHARDED)
 
     def arrays(self) -> nnx.State:
-        """Return the arrays of the experts that are here."""
+        """Return the arrays of the local experts."""
         return nnx.split(self.each)[1]
 
     def apply(self, arrays: nnx.State, x_ND: jax.Array) -> jax.Array:
-        """Return what one expert makes of some rows."""
+        """Return the output of one expert for some rows."""
         return nnx.merge(nnx.graphdef(self.each), arrays)(x_ND)
 
 
 @strict_fields
 @dataclass(frozen=True)
 class MixtureOptions:
-    """How a mixture works: fields that `MoE` takes as keywords, and that `MoEConfig` has.
+    """Options of a mixture: keywords of `MoE`, and fields of `MoEConfig`.
 
     Attributes:
-        top_k: How many experts a token goes to.
-        capacity: How many tokens of a group an expert takes: this times the mean, rounded up.
-            None: all that come.
-        eval_capacity: The same in evaluations. "same": as in training.
-        min_capacity: The fewest tokens of a group that an expert takes; 0 is as 1.
-        group: The tokens of a group: what divides a row, or a number of whole rows. None: a row.
-        shared: Experts that every token goes to.
-        residual: Whether an MLP is beside the experts, and each token mixes both (PR-MoE).
+        top_k: The number of experts per token.
+        capacity: The capacity factor: an expert takes this times the mean number of tokens of a
+            group, rounded up. None: no limit.
+        eval_capacity: The capacity factor in evaluations. "same": as in training.
+        min_capacity: The minimum capacity of an expert, in tokens of a group; 0 is as 1.
+        group: The tokens of a group: a divisor or a multiple of a sequence. None: a sequence.
+        shared: The number of shared experts, which process every token.
+        residual: Whether an MLP runs beside the experts, and each token mixes both (PR-MoE).
         router: How tokens choose: a `Router`, or the name of a preset.
-        block: Rows of a product, where there is no capacity.
+        block: The number of rows of a matmul, without a capacity.
 
     Example:
         >>> from hfjax.models.moe.layer import MixtureOptions
@@ -163,24 +163,24 @@ class MixtureOptions:
                 )
 
     def capacity_factor(self, training: bool) -> float | None:
-        """Return the factor of the capacity, None if there is no capacity."""
+        """Return the capacity factor, or None without a capacity."""
         other = training or self.eval_capacity == "same"
         return self.capacity if other else self.eval_capacity  # type: ignore[return-value]
 
 
 class MoE(nnx.Module):
-    """A mixture of experts in place of an MLP: each token goes to the `top_k` that it chooses.
+    """A mixture of experts in place of an MLP: each token is routed to its `top_k` experts.
 
-    Called with x [B, S, D] (or [B, D]) it returns what the experts make of it, and what it tells
-    the loss (`RouterMetrics`): hand that from layer to layer, and to the loss.
+    Called with x [B, S, D] (or [B, D]) it returns the output, and the `RouterMetrics` for the loss:
+    pass these from layer to layer, and to the loss.
 
     Args:
         embed: The width of the tokens.
-        mlp: That of an expert's hidden layer.
-        experts: How many experts there are.
+        mlp: The width of an expert's hidden layer.
+        experts: The number of experts.
         expert: Function of `nnx.Rngs` that returns one expert. None: a gated MLP.
-        scale: The scale of the kernels that write to the residual stream.
-        rngs: Where random numbers come from.
+        scale: The init scale of the kernels that write to the residual stream.
+        rngs: The random number generators.
         mixing: Fields of `MixtureOptions`, for instance `top_k=2, capacity=1.25, shared=1,
             router=…`:
 
@@ -234,7 +234,7 @@ class MoE(nnx.Module):
 
     @property
     def router(self) -> Router:
-        """How tokens choose."""
+        """The router of the mixture."""
         return self.mixing.router
 
     def __call__(
@@ -243,13 +243,13 @@ class MoE(nnx.Module):
         router_metrics: RouterMetrics | None = None,
         used: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterMetrics]:
-        """Return what the experts make of x, and what is told up to here.
+        """Return the output for x, and the router metrics up to this layer.
 
         Args:
             x: Tokens [B, S, D]; or [B, D], or images [B, H, W, D].
-            router_metrics: What the layers before told. None: this is the first and last that
-                tells.
-            used: Which tokens count, [B, S], flags or 1 and 0; the others go nowhere. None: all.
+            router_metrics: The metrics of the layers before. None: this is the only layer that
+                records metrics.
+            used: Which tokens count, [B, S], bools or 1 and 0; others are not routed. None: all.
         """
         if x.ndim < 2 or x.shape[-1] != self.embed:
             raise ValueError(
@@ -270,7 +270,7 @@ class MoE(nnx.Module):
         return y.reshape(x.shape).astype(x.dtype), before.append(new)
 
     def _run_experts(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, RouterMetrics]:
-        """Return what the experts make of tokens, and what this layer tells."""
+        """Return the experts' output for tokens, and the metrics of this layer."""
         noise = RouterNoise() if self.deterministic else self._draw_noise(x)
         wide = widen(x)
         noisy = wide if noise.jitter is None else wide * noise.jitter
@@ -287,7 +287,7 @@ class MoE(nnx.Module):
         arrays, block = self.each.arrays(), self.mixing.block
         mixture = Mixture(self.experts, arrays, self.each.apply, block, tells)
         dtypes = {a.dtype for a in jax.tree.leaves(arrays)}
-        x_cast = x.astype(*dtypes) if len(dtypes) == 1 else x  # precision by path: theirs
+        x_cast = x.astype(*dtypes) if len(dtypes) == 1 else x  # precision by path: the experts'
         y = self.kernels.experts(mixture, by_group(x_cast), routing)
         return y.reshape(x.shape).astype(x.dtype), self._router_metrics(
             logits, choice, used, has_slot, by_group
@@ -296,7 +296,7 @@ class MoE(nnx.Module):
     def _route(
         self, choice: ExpertChoice, noise: RouterNoise, by_group: Callable
     ) -> tuple[Any, Any]:
-        """Return where tokens of groups go, and which choices have a place (None: all)."""
+        """Return the routing of grouped tokens, and which choices have a slot (None: all)."""
         factor = self.mixing.capacity_factor(training=not self.deterministic)
         experts, weights = choice.experts, choice.weights
         if factor is None:
@@ -311,7 +311,7 @@ class MoE(nnx.Module):
         return slots._replace(weights=self._normalize(slots.weights)), has_slot
 
     def _warn_of_empty(self, size: int, tokens: int, factor: float) -> None:
-        """Warn of groups so small that most places stay empty, and are computed all the same."""
+        """Warn of groups so small that most slots stay empty, but are computed nevertheless."""
         num_choices, num_slots = tokens * self.mixing.top_k * max(factor, 1), self.experts * size
         if num_slots > 2 * num_choices:
             warnings.warn(
@@ -331,7 +331,7 @@ class MoE(nnx.Module):
         return weights * self.router.scale / jnp.maximum(weights.sum(-1, keepdims=True), least)
 
     def _priority(self, choice: ExpertChoice, noise: RouterNoise, by_group: Callable) -> jax.Array:
-        """Return a number for each choice: the lower take the places of an expert first."""
+        """Return a number for each choice: lower ones get the slots of an expert first."""
         if noise.priority is not None:
             return -by_group(noise.priority)
         if self.router.priority == "probability":
@@ -347,7 +347,7 @@ class MoE(nnx.Module):
         has_slot: Any,
         by_group: Any,
     ) -> RouterMetrics:
-        """Return what this layer tells the loss."""
+        """Return the router metrics of this layer."""
         batch_size, router = len(logits), self.router
         sum_sequence = lambda x: x.reshape(batch_size, 1, -1, x.shape[-1]).sum(2)
         is_used = jnp.ones(logits.shape[:-1], bool) if used is None else used
@@ -361,7 +361,7 @@ class MoE(nnx.Module):
             regroup = (
                 (lambda a: a.reshape(batch_size, -1, a.shape[-1])) if by_sequence else by_group
             )
-            if by_sequence:  # of a sequence, by scores alone: DeepSeek-V3's report, equation 18
+            if by_sequence:  # per sequence, by scores alone: DeepSeek-V3's report, equation 18
                 best = jax.lax.top_k(jax.lax.stop_gradient(scores), self.mixing.top_k)[1]
                 share = is_chosen(best, self.experts).sum(-2, dtype=load.dtype) * is_used[..., None]
             group_losses = balance(regroup(share), regroup(scores))
@@ -389,12 +389,12 @@ class MoE(nnx.Module):
 
     @property
     def _needs_no_group(self) -> bool:
-        """Whether tokens have nothing to do with each other: no places, and no loss of groups."""
+        """Whether tokens are independent: no capacity, and no loss over groups."""
         of_groups = self.router.balance_loss > 0 and self.router.balance_over == "group"
         return self.mixing.capacity_factor(not self.deterministic) is None and not of_groups
 
     def _group_size(self, x: jax.Array) -> int:
-        """Return the number of tokens of a group."""
+        """Return the number of tokens per group."""
         (batch_size, length), run = x.shape[:2], self.kernels.run_length(x.shape[1])
         requested = self.mixing.group
         group = (run if self._needs_no_group else length) if requested is None else requested
@@ -414,11 +414,11 @@ class MoE(nnx.Module):
         return group
 
     def _draw_noise(self, x: jax.Array) -> RouterNoise:
-        """Return the random numbers of each token: by its row and its position in it."""
+        """Return the random numbers of each token, keyed by its example and position."""
         if self.key is None:
             return RouterNoise()
         keys, router = self.key[...], self.router
-        if keys.ndim == 0:  # outside a training step: the rows are those of x
+        if keys.ndim == 0:  # outside a training step: x is the whole batch
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(len(x)))
         positions = jnp.arange(x.shape[1])
         keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, positions)
@@ -439,7 +439,7 @@ class MoE(nnx.Module):
 
 
 def _used_flags(used: jax.Array, x: jax.Array) -> jax.Array:
-    """Return which tokens count as flags [B, S], or raise."""
+    """Return which tokens count, as bools [B, S]; refuse invalid flags."""
     other = not isinstance(used, Tracer) and not np.isin(np.asarray(used), (0, 1)).all()
     used = jnp.asarray(used)
     if used.shape != x.shape[:-1]:
@@ -457,7 +457,7 @@ def _used_flags(used: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _check(experts: int, options: MixtureOptions) -> None:
-    """Refuse a number of experts that this mixture cannot have."""
+    """Refuse a number of experts that does not fit the options."""
     router = options.router
     if not isinstance(experts, int) or experts < 1 or options.top_k > experts:
         raise ValueError(

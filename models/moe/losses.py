@@ -1,7 +1,7 @@
 """Auxiliary losses of routers. [N] tokens, [E]xperts.
 
-Each is a number of every token, so that a loss adds them to its own of the same tokens: the mean
-over tokens, whatever their devices and microbatches, is then the mean over groups or rows.
+Each has a value per token, to add to the token losses: then the mean over tokens, whatever their
+devices and microbatches, is the mean over groups or sequences.
 """
 
 import math
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 def balance(choices: jax.Array, scores: jax.Array, sum_over: Callable | None = None) -> jax.Array:
     """Return E times the sum over experts of (share of choices) times (mean score): [...].
 
-    It is 1 if experts are chosen evenly (Switch, GShard, DeepSpeed; DeepSeek-V3's of a row).
+    It is 1 if experts are chosen evenly (Switch, GShard, DeepSpeed; DeepSeek-V3's sequence loss).
 
     Args:
         choices: [..., N, E]: how often each token chose each expert.
-        scores: [..., N, E]: what each token gives each expert, adding up to 1.
-        sum_over: What adds up sums of devices that have the other tokens.
+        scores: [..., N, E]: each token's score of each expert, summing to 1.
+        sum_over: Function that all-reduces sums over devices that have other tokens.
 
     >>> tokens = jnp.array([[1.0, 0.0], [0.0, 1.0]])
     >>> balance(tokens, tokens).item(), balance(tokens[:1], tokens[:1]).item()
@@ -39,7 +39,7 @@ def z_losses(logits: jax.Array) -> jax.Array:
 
 
 def per_token(group_losses: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
-    """Return, for each token, the number of its group."""
+    """Return, for each token, the loss of its group."""
     return jnp.repeat(group_losses.reshape(-1), math.prod(tokens) // group_losses.size).reshape(
         tokens
     )

@@ -1,7 +1,7 @@
-"""What mixtures tell the loss: it travels beside the activations, from layer to layer.
+"""Router metrics: values that mixtures pass to the loss, beside the activations.
 
-Pipelines forbid writing to variables, and a microbatch may be recomputed: so nothing is kept in a
-module. [B]atch, [S]equence, [L]ayers that are mixtures, [E]xperts.
+Pipelines forbid writing to variables, and a microbatch may be recomputed: so modules store none of
+them. [B]atch, [S]equence, [L]ayers that are mixtures, [E]xperts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from hfjax.utils.mean import ENTROPY
 from hfjax.utils.paths import natural_sort_key
 
-BIAS = "router_bias"  # the name of the variable that holds a layer's biases
-LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
+BIAS = "router_bias"  # the variable with a layer's biases
+LOAD, DROPPED = "expert_load", "dropped"  # per-layer metrics
 
 
 @partial(
@@ -26,18 +26,18 @@ LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
 )
 @dataclass(frozen=True)
 class RouterMetrics:
-    """What the layers before have told of each row.
+    """The router metrics of the layers so far, per example.
 
     Attributes:
-        loss: [B, S]: the auxiliary losses of each token's group, row and self, times their
-            factors, added over layers.
-        load: [B, L, E]: how many choices fell on each expert, before places ran out.
+        loss: [B, S]: the auxiliary losses of each token's group, sequence and self, times their
+            factors, summed over layers.
+        load: [B, L, E]: the number of choices of each expert, before capacity is applied.
         scores: [B, L, E]: the sum of the tokens' scores; [B, L, 0] where no loss needs them.
-        dropped: [B, L]: how many choices found no place.
+        dropped: [B, L]: the number of choices without a slot.
         entropy: [B, L]: the sum of the entropy of the tokens' scores.
-        tokens: [B, L]: how many tokens were used.
-        number: [B, L]: that of the layer's mixture, in the order of paths in the model.
-        experts: The number of experts, of those layers that tell.
+        tokens: [B, L]: the number of tokens used.
+        number: [B, L]: the number of the layer's mixture, in the order of paths in the model.
+        experts: The number of experts of these layers.
     """
 
     loss: jax.Array
@@ -53,13 +53,13 @@ class RouterMetrics:
     def start(
         cls, x: jax.Array, layers: int, experts: int, scores: bool = False
     ) -> "RouterMetrics":
-        """Return what is told before the first layer.
+        """Return the metrics before the first layer.
 
         Args:
-            x: What enters it: [B, S, D], [B, D], or images [B, H, W, D].
-            layers: How many mixtures will tell.
-            experts: How many experts the largest has.
-            scores: Whether a loss of balance over the whole batch will need their scores.
+            x: The input of that layer: [B, S, D], [B, D], or images [B, H, W, D].
+            layers: The number of mixtures.
+            experts: The number of experts of the largest mixture.
+            scores: Whether a balance loss over the whole batch will need scores.
         """
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         zeros = lambda *shape: jnp.zeros((x.shape[0], *shape), dtype)
@@ -68,10 +68,10 @@ class RouterMetrics:
         return cls(jnp.zeros(x.shape[:-1], dtype), *sums, none, none, none, none, experts)
 
     def append(self, other: "RouterMetrics") -> "RouterMetrics":
-        """Return this with what one more layer tells: layers move up, the newest comes last.
+        """Return the metrics with those of one more layer: layers shift up, the newest comes last.
 
         Args:
-            other: Of one layer, with as many experts or fewer.
+            other: The metrics of one layer, with as many experts or fewer.
         """
 
         def join(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -95,11 +95,11 @@ class RouterMetrics:
 )
 @dataclass(frozen=True)
 class RoutedOutputs:
-    """The outputs of a model, with what its mixtures told: what a loss is given that asks for it.
+    """The outputs of a model with its router metrics, for a loss that uses them.
 
     Attributes:
-        outputs: What the model returns elsewhere: logits, or what stands for them.
-        router_metrics: What its layers told.
+        outputs: The outputs otherwise: logits, or a `Projection`.
+        router_metrics: The metrics of its layers.
     """
 
     outputs: Any
@@ -113,14 +113,14 @@ def after_step(
     recentre: bool = True,
     counts: Sequence[int] | None = None,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the biases after a step, and its metrics with numbers that sum up those by layer.
+    """Return the biases after a step, and its metrics with summaries of the per-layer ones.
 
-    A model that has a method of this name, of two arguments, has it called once in a step: with
-    all its variables by path, and the metrics of the whole batch.
+    If a model has a method of this name with two arguments, a step calls it once: with all the
+    model's variables by path, and the metrics of the whole batch.
 
     Args:
-        variables: By path; biases are those named `router_bias`.
-        metrics: Those of the step.
+        variables: The variables by path; biases are those named `router_bias`.
+        metrics: The metrics of the step.
         rate: `Router.bias_rate`.
         recentre: `Router.recentre`.
         counts: The number of experts of each layer, in the order of paths, where they differ.
@@ -155,6 +155,6 @@ def after_step(
 
 
 def _bias_direction(load: jax.Array) -> jax.Array:
-    """Return 1 where experts had less than the mean, -1 where more; rounded shares may be equal."""
+    """Return 1 where load is below the mean, -1 above, 0 where equal up to rounding."""
     mean = load.mean(-1, keepdims=True)
     return jnp.where(jnp.abs(mean - load) > 1e-6 * mean, jnp.sign(mean - load), 0)

@@ -1,4 +1,4 @@
-"""A Llama whose MLPs are mixtures of experts, in three parts. [B]atch, [S]equence, [D] embed."""
+"""A layer-stack Llama whose MLPs are mixtures of experts. [B]atch, [S]equence, [D] embed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -40,7 +40,7 @@ from hfjax.utils.keywords import is_int
 
 
 class Stream(NamedTuple):
-    """What goes from layer to layer."""
+    """The values passed from layer to layer."""
 
     x: jax.Array  # [B, S, D]
     documents: jax.Array | None  # [B, S]
@@ -49,15 +49,15 @@ class Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class MoEConfig(MixtureOptions, LlamaConfig):
-    """The shape of a Llama whose MLPs are mixtures; `mlp` is the width of one expert.
+    """The configuration of a Llama whose MLPs are mixtures; `mlp` is the width of one expert.
 
-    The fields of `LlamaConfig` and `MixtureOptions`, and these two. Presets: mixtral-tiny,
+    It has the fields of `LlamaConfig` and `MixtureOptions`, and these two. Presets: mixtral-tiny,
     deepseek-tiny, mixtral-8x7b and deepseek-16b.
 
     Attributes:
-        experts: How many experts each mixture has; or the number in each layer, 0 for a plain MLP:
-            layers that differ are a list, not a stack.
-        dense: The width of plain MLPs, where there are any. None: `top_k` times `mlp`.
+        experts: The number of experts of each mixture; or one number per layer, 0 for a plain MLP:
+            layers that differ form a list, not a stack.
+        dense: The width of plain MLPs, if there are any. None: `top_k` times `mlp`.
 
     Example:
         >>> from hfjax.models.moe import MoEConfig
@@ -130,7 +130,7 @@ MoEConfig.known = PRESETS
 
 
 class Block(nnx.Module):
-    """One layer: attention, and a mixture or an MLP, each behind a norm."""
+    """One pre-norm layer: attention, and a mixture or an MLP."""
 
     def __init__(self, config: MoEConfig, experts: int, *, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = make_norm(config), make_norm(config)
@@ -164,9 +164,9 @@ class Block(nnx.Module):
 
 
 class MoELlama(nnx.Module):
-    """A Llama with mixtures; `layers` is one module of stacked arrays, or a list of unlike layers.
+    """A Llama with mixtures; `layers` is one module of stacked arrays, or a list if layers differ.
 
-    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    Checkpoint names in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
@@ -187,7 +187,7 @@ class MoELlama(nnx.Module):
         self.place, self.kernels = no_constraint, local_ops
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Stream:
-        """Return what enters the layers, of `batch["tokens"]` [B, S + 1] and perhaps documents."""
+        """Return the layers' input from `batch["tokens"]` [B, S + 1] and documents, if any."""
         inputs = next_tokens(batch)
         x = residual_stream(self, inputs["tokens"])
         mixtures = [count for count in self.config.by_layer if count]
@@ -198,11 +198,11 @@ class MoELlama(nnx.Module):
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return a batch of whole rows as `embed` and the loss read it."""
+        """Return a batch of full sequences in the form that `embed` and the loss read."""
         return next_tokens(batch)
 
     def head(self, stream: Stream) -> Any:
-        """Return the logits [B, S, V], or what the step's loss takes in their place."""
+        """Return the logits [B, S, V], or what the step's loss takes in place of them."""
         router, training = self.config.router, not self.deterministic
         counts = [n for n in self.config.by_layer if n]
         router_metrics = over_batch(stream.router_metrics, router, self.kernels, counts, training)
@@ -214,7 +214,7 @@ class MoELlama(nnx.Module):
         )
 
     def after_step(self, variables: Mapping[str, Any], metrics: Mapping[str, Any]) -> Any:
-        """Return the routers' biases after a step, and its metrics with what sums them up."""
+        """Return the routers' biases after a step, and its metrics with summaries."""
         router, counts = self.config.router, [n for n in self.config.by_layer if n]
         return after_step(variables, metrics, router.bias_rate, router.recentre, counts)
 

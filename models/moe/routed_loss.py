@@ -1,4 +1,4 @@
-"""The loss of a model with mixtures: that of its outputs, and what its routers add."""
+"""The loss of a model with mixtures: the loss of its outputs plus the routers' losses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from hfjax.utils.mean import ENTROPY, Mean
 
 
 def uses_router_metrics(loss: Callable) -> Callable:
-    """Return a loss, marked as one that takes `RoutedOutputs` outputs."""
+    """Return a loss, marked as one that takes `RoutedOutputs`."""
     loss.uses_router_metrics = True  # type: ignore[attr-defined]
     return loss
 
@@ -28,10 +28,10 @@ def uses_router_metrics(loss: Callable) -> Callable:
 def next_token_loss(
     outputs: RoutedOutputs | jax.Array | Projection, batch: Mapping[str, jax.Array]
 ) -> Mean:
-    """Return the cross entropy of each next token, plus what routers add to each token.
+    """Return the cross entropy of next tokens, plus the routers' losses of each token.
 
-    Metrics of every layer are in the Mean: `expert_load` (the share of choices that fell on each
-    expert), `dropped` (the share without a place), `router_entropy`; and `token_loss`.
+    The Mean has metrics of every layer: `expert_load` (the share of choices of each expert),
+    `dropped` (the share without a slot), `router_entropy`; and `token_loss`.
     """
     if not isinstance(outputs, RoutedOutputs):
         return of_tokens(outputs, batch)
@@ -40,12 +40,12 @@ def next_token_loss(
 
 
 def with_routing(losses: jax.Array, weights: jax.Array | np.ndarray, routed: RoutedOutputs) -> Mean:
-    """Return the mean loss of tokens plus what routers add, with their metrics.
+    """Return the mean loss of tokens plus the routers' losses, with router metrics.
 
     Args:
-        losses: Of each token, [B, S].
-        weights: What each token weighs.
-        routed: What the model returned.
+        losses: The loss of each token, [B, S].
+        weights: The weight of each token.
+        routed: The outputs of the model.
     """
     router_metrics = routed.router_metrics
     if router_metrics.scores.shape[-1]:
@@ -62,7 +62,7 @@ def with_routing(losses: jax.Array, weights: jax.Array | np.ndarray, routed: Rou
 
 
 def _layer_metrics(router_metrics: RouterMetrics) -> dict[str, Mean]:
-    """Return the metrics of every layer, in the order of paths, whichever was called first."""
+    """Return the metrics of every layer, in the order of paths, whatever the call order."""
     order = jnp.argsort(router_metrics.number, axis=1, stable=True)
 
     def in_order(x: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def _layer_metrics(router_metrics: RouterMetrics) -> dict[str, Mean]:
     load, dropped, entropy = map(
         in_order, (router_metrics.load, router_metrics.dropped, router_metrics.entropy)
     )
-    nonzero = lambda weight: weight + 1e-30  # where no token is used anywhere: shares of 0
+    nonzero = lambda weight: weight + 1e-30  # if no token is used anywhere, shares are 0
     num_choices, num_used = nonzero(load.sum(-1)), nonzero(in_order(router_metrics.tokens))
     return {
         LOAD: Mean(load, num_choices[:, None]),
@@ -88,17 +88,17 @@ def over_batch(
     counts: Sequence[int] | None = None,
     training: bool = True,
 ) -> RouterMetrics:
-    """Return what was told, with the loss of balance over all rows of the microbatch added.
+    """Return the metrics with the balance loss over all examples of the microbatch added.
 
-    That is one loss for each layer, added up, or one of all layers, if the router asks for it. A
+    That is the sum of one loss per layer, or one loss pooled over layers, as the router says. A
     model calls it once, after its last mixture.
 
     Args:
-        router_metrics: By all mixtures of the model.
-        router: That of all of them.
-        kernels: The model's `self.kernels`: it knows the rows of other devices.
+        router_metrics: The metrics of all mixtures of the model.
+        router: The router of all of them.
+        kernels: The model's `self.kernels`: it reduces over the examples of all devices.
         counts: The number of experts of each layer, where they differ.
-        training: Whether a loss is to be added.
+        training: Whether to add the loss.
     """
     if not router_metrics.scores.shape[-1]:
         return router_metrics
@@ -111,7 +111,7 @@ def over_batch(
         losses = balance(loads, scores, kernels.sum_over_batch)
         num_experts = counts or [router_metrics.experts] * len(
             losses
-        )  # where fewer, they are padded
+        )  # layers with fewer are padded
         batch_loss = (
             router.balance_loss * (jnp.asarray(num_experts) / router_metrics.experts * losses).sum()
         )

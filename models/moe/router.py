@@ -1,7 +1,7 @@
-"""How tokens choose experts. [T]okens, [E]xperts, [k] choices of a token.
+"""The choice of experts by tokens. [T]okens, [E]xperts, [k] choices of a token.
 
-Everything here concerns one token by itself; what tokens of a group have to do with each other,
-places in an expert's capacity and losses of balance, is in `slots.py` and `losses.py`.
+Everything here is per token; interactions between tokens of a group, i.e. slots of an expert's
+capacity and balance losses, are in `slots.py` and `losses.py`.
 """
 
 import sys
@@ -20,37 +20,37 @@ NORMALISE = ("none", "chosen", "kept")
 NOISE = (None, "jitter", "rsample")
 PRIORITY = ("position", "choice", "probability", "random")
 OVER = ("group", "row", "batch")
-JITTER = 1e-2  # of DeepSpeed's noisy gate: inputs are multiplied by 1 - this to 1 + this
+JITTER = 1e-2  # DeepSpeed's noisy gate multiplies inputs by 1 - JITTER to 1 + JITTER
 
 
 @dataclass(frozen=True)
 class Router:
-    """How tokens choose experts, and what keeps experts evenly busy.
+    """How tokens choose experts, and how load is balanced.
 
     Attributes:
-        scores: softmax over all experts, or sigmoid of each by itself.
-        normalise: none: an expert weighs as it scores. chosen: the weights of the chosen add up to
-            1 (the same as softmax after the choice). kept: those of them that have a place do.
-        scale: What all weights are multiplied by.
-        groups: Into how many groups experts are divided, of which each token chooses `best_groups`
-            first, by the sum of their two best scores.
-        best_groups: How many groups a token chooses from.
-        bias_rate: How far the bias of an expert moves in a step towards even loads; 0: no bias. It
-            counts in the choice only, lies in the state, and needs no loss (DeepSeek-V3).
-        recentre: Whether biases are moved so that their mean stays 0.
-        noise: jitter: while training, the router's inputs are multiplied by 0.99 to 1.01. rsample:
-            the first choice is drawn by the scores. None: no noise.
-        sample_second: Whether the second choice is drawn by the scores, while training.
-        priority: Who gets a place if an expert has too few. position: who comes first in the
-            group. choice: all first choices before all second ones. probability: who scores most.
-            random: drawn.
-        balance_loss: The factor of the auxiliary loss of balance: experts times the sum over them
-            of (share of choices) times (mean score).
-        balance_over: Over what these means are: each group of tokens, each row of the batch, or
-            all rows of a microbatch on all devices.
+        scores: softmax over all experts, or sigmoid of each expert separately.
+        normalise: none: weights are the scores. chosen: the weights of the chosen experts sum to 1
+            (the same as softmax after the choice). kept: those of choices with a slot sum to 1.
+        scale: The factor of all weights.
+        groups: The number of expert groups; each token first chooses `best_groups` of them, by the
+            sum of their two best scores.
+        best_groups: The number of groups that a token chooses from.
+        bias_rate: The update of an expert's bias per step, towards even loads; 0: no bias. The
+            bias affects the choice only, is part of the state, and needs no loss (DeepSeek-V3).
+        recentre: Whether to recentre biases so that their mean stays 0.
+        noise: jitter: in training, the router's inputs are multiplied by 0.99 to 1.01. rsample:
+            the first choice is sampled by the scores. None: no noise.
+        sample_second: Whether to sample the second choice by the scores, in training.
+        priority: Which choices get a slot if an expert has too few. position: the first tokens of
+            the group. choice: all first choices before all second ones. probability: the highest
+            scores. random: drawn.
+        balance_loss: The factor of the auxiliary balance loss: the number of experts times the sum
+            over them of (share of choices) times (mean score).
+        balance_over: The domain of these means: group (each group of tokens), row (each sequence)
+            or batch (all examples of a microbatch on all devices).
         first_choices_only: Whether that loss, over groups, counts first choices only.
-        pools_layers: Whether that loss, over the batch, is one of the choices of all layers
-            together (transformers), in place of one for each layer.
+        pools_layers: Whether that loss, over the batch, pools the choices of all layers
+            (transformers), instead of one loss per layer.
         z_loss: The factor of the mean square of log(sum(exp(logits))).
 
     Example:
@@ -110,7 +110,7 @@ class Router:
             )
 
     def _check_over(self) -> None:
-        """Refuse what only one kind of balance loss has."""
+        """Refuse options that do not apply to the kind of balance loss."""
         of_groups = "only the loss over groups knows first choices"
         of_all = "only the loss over the batch is added when all layers have run"
         for name, over, why in (
@@ -142,17 +142,17 @@ class Router:
 
     @property
     def draws(self) -> bool:
-        """Whether anything is drawn while training."""
+        """Whether anything is random in training."""
         return self.noise is not None or self.sample_second or self.priority == "random"
 
     @property
     def over_batch(self) -> bool:
-        """Whether it adds a loss of balance over the whole batch: models add that at their end."""
+        """Whether there is a balance loss over the whole batch, which models add at their end."""
         return self.balance_over == "batch" and self.balance_loss > 0
 
     @property
     def tells(self) -> bool:
-        """Whether it adds to the loss, or moves biases by what the loss is told."""
+        """Whether the loss must use router metrics, for auxiliary losses or bias updates."""
         return self.balance_loss > 0 or self.z_loss > 0 or self.bias_rate > 0
 
 
@@ -179,26 +179,26 @@ PRESETS: Mapping[str, Router] = {
 
 
 class RouterNoise(NamedTuple):
-    """Random numbers of a microbatch, None where none are asked for."""
+    """Random numbers of a microbatch, None where not needed."""
 
     jitter: jax.Array | None = None  # factors of the router's inputs, [..., D]
     first: jax.Array | None = None  # Gumbel noise of the first choice, [..., E]
-    second: jax.Array | None = None  # of the second, [..., E]
+    second: jax.Array | None = None  # Gumbel noise of the second choice, [..., E]
     priority: jax.Array | None = None  # from 0 to 1, [..., k]
 
 
 class ExpertChoice(NamedTuple):
-    """What each token chose, before places run out."""
+    """The choices of each token, before capacity is applied."""
 
     experts: jax.Array  # [..., k] int32
     weights: jax.Array  # [..., k]
-    scores: jax.Array  # [..., E], adding up to 1
+    scores: jax.Array  # [..., E], summing to 1
 
 
 def choose_experts(
     router: Router, k: int, logits: jax.Array, bias: jax.Array | None, noise: RouterNoise
 ) -> ExpertChoice:
-    """Return the k experts of each token and what they weigh; logits are [..., E], in float32."""
+    """Return the k experts of each token and their weights; logits are [..., E], in float32."""
     softmax = router.scores == "softmax"
     scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
     ranked = scores if bias is None else scores + bias.reshape((1,) * (scores.ndim - 1) + (-1,))
@@ -208,23 +208,23 @@ def choose_experts(
     if router.normalise == "chosen":
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     probs = scores if softmax else scores / (scores.sum(-1, keepdims=True) + 1e-20)
-    scale = 1 if router.normalise == "kept" else router.scale  # which `layer.py` does at the end
+    scale = 1 if router.normalise == "kept" else router.scale  # kept: `layer.py` applies it
     return ExpertChoice(experts, weights * scale, probs)
 
 
 def take_experts(x: jax.Array, experts: jax.Array) -> jax.Array:
-    """Return x[..., experts]; its gradient is a sum, no scatter."""
+    """Return x[..., experts]; its gradient is a sum, not a scatter."""
     return jnp.where(is_chosen(experts, x.shape[-1]), x[..., None, :], 0).sum(-1)
 
 
 def is_chosen(experts: jax.Array, count: int) -> jax.Array:
-    """Return [..., k, E]: whether a choice is of an expert."""
+    """Return [..., k, E]: the one-hot choices of experts."""
     shape = (*experts.shape, count)
     return experts[..., None] == lax.broadcasted_iota(experts.dtype, shape, experts.ndim)
 
 
 def _mask_groups(router: Router, ranked: jax.Array) -> jax.Array:
-    """Return scores, -inf outside of the groups that each token prefers."""
+    """Return scores, -inf outside each token's best groups."""
     if router.groups == 1:
         return ranked
     by_group = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
@@ -237,7 +237,7 @@ def _top_experts(k: int, ranked: jax.Array, logits: jax.Array, noise: RouterNois
     """Return the numbers of the k experts that each token ranks highest, best first."""
     if noise.first is None and noise.second is None:
         return lax.top_k(ranked, k)[1]
-    logits = jnp.where(jnp.isneginf(ranked), -jnp.inf, logits)  # outside of a token's groups
+    logits = jnp.where(jnp.isneginf(ranked), -jnp.inf, logits)  # outside a token's groups
     first = jnp.argmax(ranked if noise.first is None else logits + noise.first, -1)[..., None]
     if k == 1:
         return first.astype(jnp.int32)

@@ -1,9 +1,9 @@
-"""Places: which of a group's tokens an expert takes, and the way there and back.
+"""Slots: which of a group's tokens each expert takes, with dispatch and combine.
 
-[G]roups of [T]okens, [k] choices of each, [E]xperts of [C]apacity. A choice is a number below
-T k, a place one below E C; the number one beyond stands for none. The ways there and back are
-gathers in both directions: their adjoints are written here, since the adjoint that JAX derives of a
-gather is a scatter, which is slower.
+[G]roups of [T]okens, [k] choices of each, [E]xperts of [C]apacity. A choice is a number below T k,
+a slot a number below E C; T k and E C stand for none. Dispatch and combine are gathers in both
+directions, with explicit adjoints, since the adjoint that JAX derives for a gather is a scatter,
+which is slower.
 """
 
 import math
@@ -19,15 +19,15 @@ from hfjax.models.moe.router import is_chosen
 
 
 class Slots(NamedTuple):
-    """Who goes where: both directions of the same pairs."""
+    """The pairs of choices and slots, in both directions."""
 
-    choice_at: jax.Array  # [G, E, C]: the choice that has a place, T k if none
-    slot_of: jax.Array  # [G, T, k]: the place of a choice, E C if it has none
-    weights: jax.Array  # [G, T, k]: what each choice weighs, 0 if it has no place
+    choice_at: jax.Array  # [G, E, C]: the choice in a slot, T k if none
+    slot_of: jax.Array  # [G, T, k]: the slot of a choice, E C if none
+    weights: jax.Array  # [G, T, k]: the weight of a choice, 0 without a slot
 
 
 def capacity(tokens: int, k: int, experts: int, factor: float, least: int) -> int:
-    """Return how many tokens of a group an expert takes: DeepSpeed's formula, in float32 as there.
+    """Return an expert's capacity in tokens of a group: DeepSpeed's formula, in float32 as there.
 
     >>> capacity(tokens=64, k=2, experts=8, factor=1.25, least=4)
     20
@@ -37,17 +37,17 @@ def capacity(tokens: int, k: int, experts: int, factor: float, least: int) -> in
 
 
 class SortedChoices(NamedTuple):
-    """Choices in the order of experts, and of priority for each expert."""
+    """Choices sorted by expert, and by priority for each expert."""
 
     choices: jax.Array  # [G, T k]
-    first: jax.Array  # [G, E]: where an expert's choices begin
+    first: jax.Array  # [G, E]: the start of each expert's choices
     counts: jax.Array  # [G, E]
 
 
 def sort_choices(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) -> SortedChoices:
-    """Return the choices of each expert, lower priorities first; an expert E is none.
+    """Return the choices of each expert, lower priorities first; expert E stands for none.
 
-    Priorities that are whole numbers are below k.
+    Integer priorities must be below k.
     """
     k, size = experts_GTk.shape[2], math.prod(experts_GTk.shape[1:])
     flat = lambda x: x.reshape(x.shape[0], -1)
@@ -56,7 +56,7 @@ def sort_choices(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) ->
     is_integer = jnp.issubdtype(priority.dtype, jnp.integer)
     if is_integer and (count + 1) * k * size < 2**31:  # one key: a fifth of the time of three
         choices = lax.sort((experts * k + priority) * size + numbers, dimension=1) % size
-        choices = choices.astype(jnp.int32)  # of 64 bits, if the priorities are
+        choices = choices.astype(jnp.int32)  # 64 bits if the priorities are
     else:
         *_, choices = lax.sort((experts, priority, numbers), dimension=1, num_keys=3)
     counts = is_chosen(experts, count).sum(1, dtype=jnp.int32)
@@ -66,7 +66,7 @@ def sort_choices(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) ->
 def assign_slots(
     sort: SortedChoices, experts_GTk: jax.Array, weights_GTk: jax.Array, size: int
 ) -> Slots:
-    """Return who goes where if each expert takes `size` tokens of a group."""
+    """Return the slots if each expert takes `size` tokens of a group."""
     (groups, tokens, k), count = experts_GTk.shape, sort.counts.shape[1]
     rank = lax.broadcasted_iota("int32", (1, 1, size), 2)
     index = (sort.first[:, :, None] + rank).reshape(groups, -1)
@@ -80,12 +80,12 @@ def assign_slots(
 
 
 def choices_at_slots(slot_of_GTk: jax.Array, count: int) -> jax.Array:
-    """Return the choice at each of `count` places, [G, count]; a place beyond is none."""
+    """Return the choice in each of `count` slots, [G, count]; slots beyond are ignored."""
     return _invert(slot_of_GTk.reshape(len(slot_of_GTk), -1), count)
 
 
 def _invert(pairs_GN: jax.Array, count: int) -> jax.Array:
-    """Return, for each number below `count`, where in `pairs` it is; N where it is not."""
+    """Return the index of each number below `count` in `pairs_GN`; N where it is absent."""
     size = pairs_GN.shape[1]
     numbers = jnp.arange(size, dtype=jnp.int32)
     none = jnp.full(count, size, jnp.int32)
@@ -93,14 +93,14 @@ def _invert(pairs_GN: jax.Array, count: int) -> jax.Array:
 
 
 def _take_rows(x: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Return rows of x [G, N, D] by number [G, ...], zeros for numbers beyond."""
+    """Return rows of x [G, N, D] by number [G, ...], zeros for numbers out of range."""
     take = lambda x, at: x.at[at].get(mode="fill", fill_value=0)
     return jax.vmap(take)(x, numbers)
 
 
 @jax.custom_vjp
 def dispatch(x_GTD: jax.Array, slots: Slots) -> jax.Array:
-    """Return what lies at each place, [G, E, C, D]: a token, or zeros."""
+    """Return the token in each slot, [G, E, C, D], or zeros."""
     return _dispatch(x_GTD, slots)
 
 
@@ -122,7 +122,7 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @jax.custom_vjp
 def combine(y_slots: jax.Array, slots: Slots) -> jax.Array:
-    """Return the weighted sum of what each token's experts made of it, [G, T, D]."""
+    """Return each token's weighted sum of expert outputs, [G, T, D]."""
     return _combine(y_slots, slots)
 
 
@@ -155,13 +155,13 @@ def _top_k(slots: Slots) -> int:
 
 
 def _choice_outputs(y_slots: jax.Array, slots: Slots) -> Callable[[int], jax.Array]:
-    """Return number of a choice -> what its expert made of each token, [G, T, D]."""
+    """Return choice number -> the expert output of that choice for each token, [G, T, D]."""
     flat = y_slots.reshape(len(y_slots), -1, y_slots.shape[-1])
     return lambda j: _take_rows(flat, slots.slot_of[..., j])
 
 
 def _sum_choices(choice_term: Callable[[int], jax.Array], slots: Slots) -> jax.Array:
-    """Return the sum over the choices of a token."""
+    """Return the sum over the choices of each token."""
     out = choice_term(0)
     for j in range(1, _top_k(slots)):
         out = out + choice_term(j)

@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resizing of images [B, H, W, C], as torch computes them."""
+"""Convolutions, pooling and resizing of images [B, H, W, C], as in torch."""
 
 import math
 from functools import partial
@@ -19,15 +19,15 @@ KERNEL_AXES = (None, None, "channel_in", "channel_out")
 
 
 def fan_out_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return a kernel of normal numbers whose variance is 2 over what a number of x goes to.
+    """Return a normally distributed kernel whose variance is 2 / fan_out.
 
-    That is Kaiming's for ReLUs, fan_out, as torchvision's convolutional models begin.
+    That is Kaiming's initialisation for ReLUs, as in torchvision's convolutional models.
     """
     return math.sqrt(2 / math.prod((*shape[:-2], shape[-1]))) * jax.random.normal(key, shape)
 
 
 def fan_in_uniform(inputs: int) -> Initializer:
-    """Return what draws numbers evenly within 1 / sqrt(inputs): how torch's layers begin."""
+    """Return a uniform initializer within ±1 / sqrt(inputs), as in torch's layers."""
     limit = 1 / math.sqrt(inputs)
     return lambda key, shape: jax.random.uniform(key, shape, minval=-limit, maxval=limit)
 
@@ -37,7 +37,7 @@ def convolve(
 ) -> jax.Array:
     """Return a convolution of images [B, H, W, in], padded so that a stride of 1 keeps the size.
 
-    Where it is dilated the kernel's gradient has another form than XLA's (`convolve_dilated`).
+    If it is dilated, the kernel's gradient has another form than XLA's (`convolve_dilated`).
 
     >>> convolve(jnp.ones((1, 3, 3, 2)), jnp.ones((3, 3, 2, 1)))[0, :, :, 0].tolist()
     [[8.0, 12.0, 8.0], [12.0, 18.0, 12.0], [8.0, 12.0, 8.0]]
@@ -65,12 +65,12 @@ class Conv(nnx.Module):
     """A convolution padded with zeros, so that a stride of 1 keeps the size.
 
     Args:
-        shape: Of the kernel, [h, w, in / groups, out].
-        stride: From one position to the next.
-        dilation: From one row and column of the kernel to the next.
-        bias: Whether a bias is added.
-        draw: What draws the kernel.
-        rngs: Where it is drawn from.
+        shape: The shape of the kernel, [h, w, in / groups, out].
+        stride: The stride.
+        dilation: The dilation of the kernel.
+        bias: Whether to add a bias.
+        draw: The initializer of the kernel.
+        rngs: The random number generators.
 
     Example:
         >>> import jax.numpy as jnp
@@ -97,7 +97,7 @@ class Conv(nnx.Module):
         self.stride, self.dilation = stride, dilation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the convolution of images [B, H, W, in], named conv for remat."""
+        """Return the convolution of images [B, H, W, in], with checkpoint name conv for remat."""
         kernel = jnp.asarray(self.kernel[...])
         groups = x.shape[-1] // kernel.shape[2]
         y = convolve(x.astype(kernel.dtype), kernel, self.stride, self.dilation, groups)
@@ -108,19 +108,19 @@ class Conv(nnx.Module):
 
 
 class ConvNorm(nnx.Module):
-    """A convolution without a bias, and the norm after it."""
+    """A convolution without a bias, followed by a norm."""
 
     def __init__(self, conv: Conv, config: ConvNetConfig, *, rngs: nnx.Rngs) -> None:
         self.conv = conv
         self.norm = make_norm(config, conv.kernel.shape[3], rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return what the norm makes of the convolution."""
+        """Return the normalised convolution of x."""
         return self.norm(self.conv(x))
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """Return the greatest of each 3x3 numbers, two positions apart; beyond the edge are none.
+    """Return the 3x3 max pooling with stride 2; padding is ignored.
 
     >>> max_pool(-jnp.ones((1, 4, 4, 1))).ravel().tolist()
     [-1.0, -1.0, -1.0, -1.0]
@@ -130,15 +130,15 @@ def max_pool(x: jax.Array) -> jax.Array:
 
 
 def global_avg_pool(x: jax.Array) -> jax.Array:
-    """Return the mean of each channel of each image, [B, C]; added in float32 or wider."""
+    """Return the mean of each channel of each image, [B, C], summed in float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return wide.mean((1, 2)).astype(x.dtype)
 
 
 def resize(x: jax.Array, size: tuple[int, int]) -> jax.Array:
-    """Return images of another size, bilinear: corners of pixels stay where they are.
+    """Return images resized bilinearly, with pixel corners aligned at the edges.
 
-    That is torch's interpolate with align_corners=False, also where images get smaller.
+    That is torch's interpolate with align_corners=False, also for smaller sizes.
 
     >>> resize(jnp.array([0.0, 4.0]).reshape(1, 1, 2, 1), (1, 4)).ravel().tolist()
     [0.0, 1.0, 3.0, 4.0]
@@ -155,7 +155,7 @@ def resize(x: jax.Array, size: tuple[int, int]) -> jax.Array:
 
 
 def _bilinear_weights(old: int, new: int) -> np.ndarray:
-    """Return what of each old position a new one has, [new, old]."""
+    """Return the weight of each old position in each new one, [new, old]."""
     positions = np.maximum((np.arange(new) + 0.5) * (old / new) - 0.5, 0)
     left = np.minimum(positions.astype(int), old - 1)
     right, fraction = np.minimum(left + 1, old - 1), positions - left

@@ -1,4 +1,4 @@
-"""DeepLabV3 on a ResNet: what each pixel shows. In three parts: stem, blocks, classifiers."""
+"""DeepLabV3 on a ResNet, for semantic segmentation: a stem, blocks, and classifiers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,24 +32,24 @@ __all__ = ["PRESETS", "DeepLab", "DeepLabConfig"]
 
 @dataclass(frozen=True)
 class DeepLabConfig(ResNetConfig):
-    """The shape of a DeepLabV3; its backbone is a ResNet, whose fields it has.
+    """The configuration of a DeepLabV3, with the fields of its ResNet backbone.
 
     Attributes:
-        classes: The number of classes, the background among them.
-        mean: What is subtracted from images of bytes, once they are divided by 255.
-        std: What they are divided by then.
+        classes: The number of classes, background included.
+        mean: The mean to subtract from uint8 images after division by 255.
+        std: The standard deviation to divide them by then.
         norm: batch, frozen or group.
-        norm_groups: How many groups the channels of a group norm are in.
+        norm_groups: The number of groups of a group norm.
         block: "basic" or "bottleneck".
         depths: The number of blocks of each stage.
         widths: The channels of the 3x3 of each stage.
         stem: "imagenet" or "small".
-        output_stride: How many pixels of a side become one: strides beyond become dilations.
-        rates: The dilations of the 3x3 that look around a position (atrous spatial pyramid).
+        output_stride: The total stride of the backbone: later strides become dilations.
+        rates: The dilations of the 3x3 convolutions of the atrous spatial pyramid.
         pyramid: The channels of each of these.
-        dropout: The part that is dropped before the last convolutions.
-        auxiliary: Whether the stage before the last is trained to classify too, by an FCN head.
-        auxiliary_dropout: The part that is dropped there.
+        dropout: The dropout rate before the last convolutions.
+        auxiliary: Whether an auxiliary FCN head classifies the output of the second last stage.
+        auxiliary_dropout: The dropout rate in that head.
 
     Example:
         >>> from hfjax.models.vision.deeplab import DeepLabConfig
@@ -88,7 +88,7 @@ class DeepLabConfig(ResNetConfig):
 
     @property
     def inside_auxiliary(self) -> int:
-        """The channels that leave the stage before the last."""
+        """The output channels of the second last stage."""
         return [b.out_channels for b in self.blocks if b.stage == len(self.depths) - 2][-1]
 
 
@@ -111,7 +111,7 @@ DeepLabConfig.known = PRESETS
 
 
 class Pyramid(nnx.Module):
-    """What a position shows with what is around it, near and far, and in the whole image (ASPP)."""
+    """Atrous spatial pyramid pooling (ASPP): 1x1, dilated 3x3 and whole-image features."""
 
     def __init__(self, in_channels: int, config: DeepLabConfig, *, rngs: nnx.Rngs) -> None:
         width = config.pyramid
@@ -125,7 +125,7 @@ class Pyramid(nnx.Module):
         self.dropout = Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the channels of each position."""
+        """Return the pyramid features of each position."""
         batch_size, height, width, _ = x.shape
         image = jax.nn.relu(self.image(global_avg_pool(x).reshape(batch_size, 1, 1, -1)))
         image = jnp.broadcast_to(image, (batch_size, height, width, image.shape[3]))
@@ -135,7 +135,7 @@ class Pyramid(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """A 3x3 and a norm, then what each position is: a 1x1 to the classes."""
+    """A 3x3 convolution and a norm, then a 1x1 to the classes."""
 
     def __init__(
         self, in_channels: int, width: int, config: DeepLabConfig, dropout: float, *, rngs: nnx.Rngs
@@ -147,14 +147,14 @@ class Classifier(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return logits of each position."""
+        """Return the logits of each position."""
         return self.outer(self.dropout(jax.nn.relu(self.inner(x))))
 
 
 def make_conv_norm(
     shape: tuple[int, int, int, int], config: DeepLabConfig, dilation: int, rngs: nnx.Rngs
 ) -> ConvNorm:
-    """Return a convolution and its norm that begin as torch's own do."""
+    """Return a convolution and its norm, initialised as torch's defaults."""
     init = fan_in_uniform(shape[0] * shape[1] * shape[2])
     return ConvNorm(Conv(shape, dilation=dilation, kernel_init=init, rngs=rngs), config, rngs=rngs)
 
@@ -162,8 +162,8 @@ def make_conv_norm(
 class DeepLab(nnx.Module):
     """DeepLabV3; `layers` is the list of the backbone's blocks.
 
-    The outputs are {"out": logits [B, H, W, classes], "aux": those of the auxiliary classifier},
-    in evaluations too; without `auxiliary` there is no "aux".
+    The outputs are {"out": logits [B, H, W, classes], "aux": the auxiliary classifier's logits}, in
+    evaluations too; without `auxiliary` there is no "aux".
     """
 
     refuses: ClassVar[Mapping[str, str]] = CONV_REFUSALS
@@ -184,7 +184,7 @@ class DeepLab(nnx.Module):
         self.auxiliary = make_auxiliary() if config.auxiliary else None
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Features:
-        """Return what the first block is given of `batch["image"]` [B, H, W, 3], of any size."""
+        """Return the input of the first block from `batch["image"]` [B, H, W, 3], of any size."""
         x = self.stem(batch)
         _, height, width, _ = batch["image"].shape
         return Features(x, None, height, width)

@@ -1,8 +1,8 @@
-"""A dilated convolution whose kernel's gradient is that of a plain one.
+"""A dilated convolution whose kernel gradient is that of an undilated one.
 
 XLA asks cuDNN for the gradient of a dilated kernel as a forward convolution whose window is as
-large as the image. Here every so manieth row and column is an image of its own (zeros fill them
-up), and the gradient is that of a plain kernel over more and smaller images, which cuDNN has.
+large as the image. Here the image is split by `space_to_batch` (padded with zeros), and the
+gradient is that of an undilated kernel over more and smaller images, which cuDNN has.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ def convolve_dilated(
     Args:
         convolution: The convolution of (x, kernel).
         undilated: The same without dilation, which keeps the size.
-        dilation: How far the kernel's places are from one another.
+        dilation: The dilation of the kernel.
         x: Images [N, H, W, C].
         kernel: [h, w, in, out].
 
-    It is differentiated backward, as often as one likes; not forward (jax.jvp).
+    It supports reverse-mode differentiation, of any order; not forward mode (jax.jvp).
     """
     return convolution(x, kernel)
 
@@ -58,7 +58,7 @@ convolve_dilated.defvjp(_forward, _backward)
 
 
 def space_to_batch(x: jax.Array, dilation: int) -> jax.Array:
-    """Return images of every so manieth row and column, one after the other.
+    """Return images of every `dilation`-th row and column, stacked along the batch.
 
     >>> space_to_batch(jnp.arange(9.0).reshape(1, 3, 3, 1), 2)[:, :, :, 0].astype(int).tolist()[0]
     [[0, 2], [6, 8]]

@@ -1,4 +1,4 @@
-"""How images enter a model: bytes are normalised, floating-point numbers are taken as they are."""
+"""The image input of a model: uint8 images are normalised, floating-point ones unchanged."""
 
 from collections.abc import Mapping
 
@@ -13,13 +13,13 @@ from hfjax.models.vision.vision_config import VisionConfig
 def normalize_images(
     batch: Mapping[str, jax.Array], config: VisionConfig, dtype: DTypeLike
 ) -> jax.Array:
-    """Return `batch["image"]` [B, H, W, 3], normalised, in the type that a model computes in.
+    """Return `batch["image"]` [B, H, W, 3], normalised, in a model's compute dtype.
 
     Args:
-        batch: Images of bytes are normalised here, (x / 255 - mean) / std; those of floating-point
-            numbers were before.
-        config: It has mean and std.
-        dtype: The type.
+        batch: uint8 images are normalised here, (x / 255 - mean) / std; floating-point images must
+            be normalised already.
+        config: The configuration with mean and std.
+        dtype: The compute dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -44,7 +44,7 @@ def normalize_images(
 
 
 def _check(image: jax.Array) -> None:
-    """Refuse what are no images in colour, of bytes or floating-point numbers."""
+    """Refuse arrays that are no colour images, of uint8 or floating-point numbers."""
     if image.ndim != 4 or image.shape[3] != 3:
         raise ValueError(
             f"images of shape {list(image.shape)}: [rows, height, width, 3] is expected, channels "

@@ -1,4 +1,4 @@
-"""What models of images are trained on: cross entropy of a class, of each image or each pixel."""
+"""The losses of vision models: cross entropy of the class of each image or pixel."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,9 +13,9 @@ from hfjax.utils.head import widen_tokens
 from hfjax.utils.keywords import is_real
 from hfjax.utils.mean import Mean
 
-IGNORED = 255  # the label of a pixel that is of no class
-AUXILIARY = 0.5  # what the loss of the auxiliary classifier weighs
-DIGIT = 256  # counts go out as three digits of this base
+IGNORED = 255  # the label of pixels to ignore
+AUXILIARY = 0.5  # the weight of the auxiliary classifier's loss
+DIGIT = 256  # counts are returned as three digits of this base
 
 
 def classification_loss(
@@ -23,13 +23,13 @@ def classification_loss(
 ) -> Mean:
     """Return the cross entropy of `batch["label"]` [B], with the metrics top1 and top5.
 
-    A row whose `batch["mask"]` [B] is 0 counts nothing, and so does one whose label is negative. A
-    label beyond the classes makes the loss NaN. There is no top5 of five classes or fewer.
+    Examples with `batch["mask"]` [B] 0 or a negative label are ignored. A label beyond the classes
+    makes the loss NaN. There is no top5 for five classes or fewer.
 
     Args:
         outputs: Logits [B, classes].
-        batch: It has `label`, and may have `mask`.
-        smoothing: The part of each target that is spread evenly over all classes.
+        batch: A batch with `label`, and optionally `mask`.
+        smoothing: The fraction of each target that is spread evenly over all classes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -61,14 +61,14 @@ def classification_loss(
 
 
 def segmentation_loss(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]) -> Mean:
-    """Return the cross entropy of `batch["label"]` [B, H, W], with the metric pixels: how many fit.
+    """Return the cross entropy of `batch["label"]` [B, H, W], with the metric pixels (accuracy).
 
-    Pixels of label 255 count nothing, and so do those of rows whose `batch["mask"]` [B] is 0. Half
-    of the loss of the auxiliary classifier is added, if there is one.
+    Pixels of label 255, and those of examples with `batch["mask"]` [B] 0, are ignored. Half of the
+    loss of the auxiliary classifier is added, if there is one.
 
     Args:
         outputs: {"out": logits [B, H, W, classes]}, and "aux" if the model has it.
-        batch: It has `label`, and may have `mask`.
+        batch: A batch with `label`, and optionally `mask`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -91,15 +91,15 @@ def segmentation_loss(outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.
 def segmentation_eval_loss(
     outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]
 ) -> Mean:
-    """Return the segmentation loss with one more metric, the confusion: who is taken for whom.
+    """Return the segmentation loss with one more metric, the confusion matrix.
 
-    It is [3, classes, classes] and holds how many pixels of a class (first) are taken for another
-    (second), over the number of rows, in digits of base 256; `confusion_counts` makes numbers of
-    it, which are exact.
+    It is [3, classes, classes] and holds the number of pixels of a class (first) predicted as
+    another (second), over the number of examples, in digits of base 256; `confusion_counts`
+    converts it to exact counts.
 
     Args:
         outputs: {"out": logits [B, H, W, classes]}, and "aux" if the model has it.
-        batch: It has `label`, and may have `mask`.
+        batch: A batch with `label`, and optionally `mask`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -125,19 +125,19 @@ def segmentation_eval_loss(
     return replace(mean, metrics={**mean.metrics, "confusion": confusion})
 
 
-MAX_EXAMPLES = 4096  # of a step: digits of so many add up to less than 2 ** 20
+MAX_EXAMPLES = 4096  # per step: the digits of so many examples sum to less than 2 ** 20
 
 
 def confusion_counts(confusion: Any, num_examples: int) -> np.ndarray:
-    """Return the counts [classes, classes] of a step with `segmentation_eval_loss`, exactly.
+    """Return the exact counts [classes, classes] of a step with `segmentation_eval_loss`.
 
-    A sum of digits is below 2 ** 20 and divided by the number of rows in float32: an error of some
-    units in the last place, times the rows, is less than a half.
+    A sum of digits is below 2 ** 20 and divided by the number of examples in float32: an error of
+    some units in the last place, times that number, is less than a half.
 
     Args:
         confusion: The metric of the step.
-        num_examples: The rows of its batch, all of them: at most 4096, of images of less than 2 **
-            24 pixels.
+        num_examples: The size of its global batch: at most 4096, of images of less than 2 ** 24
+            pixels.
     """
     if not 0 < num_examples <= MAX_EXAMPLES:
         raise ValueError(
@@ -154,7 +154,7 @@ def _widen(logits: jax.Array) -> jax.Array:
 
 
 def _labels(batch: Mapping[str, jax.Array], shape: tuple[int, ...], expected: str) -> jax.Array:
-    """Return the labels; refuse what are none of these outputs."""
+    """Return the labels; refuse those that do not match the outputs."""
     labels = widen_tokens(jnp.asarray(batch["label"]))
     if labels.shape != shape or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
@@ -165,7 +165,7 @@ def _labels(batch: Mapping[str, jax.Array], shape: tuple[int, ...], expected: st
 
 
 def _example_weights(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:
-    """Return what each row weighs, with the dimensions of the labels."""
+    """Return the weight of each example, with the dimensions of the labels."""
     mask = jnp.asarray(batch["mask"] if "mask" in batch else jnp.ones(labels.shape[:1]))
     if mask.shape != labels.shape[:1] or jnp.issubdtype(mask.dtype, jnp.complexfloating):
         raise ValueError(
@@ -179,7 +179,7 @@ def _example_weights(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.A
 def _pixel_inputs(
     outputs: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return logits, labels, and what each pixel weighs."""
+    """Return logits, labels, and the weight of each pixel."""
     if not isinstance(outputs, Mapping) or "out" not in outputs:
         raise ValueError(
             'the outputs of a model that segments are expected, {"out": logits [B, H, W, classes]},'
@@ -192,7 +192,7 @@ def _pixel_inputs(
 
 
 def _weigh(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return losses times what they weigh; what weighs nothing is nothing, even where it is NaN."""
+    """Return losses times weights; zero weights give zero, even where the loss is NaN."""
     return jnp.where(weights == 0, 0, losses * weights)
 
 
@@ -212,9 +212,9 @@ def _label_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return how many classes come before the label: greater logits, and equal ones to its left.
+    """Return the label's rank: the number of greater logits, and of equal ones to its left.
 
-    What is no number comes before, so that it is never right.
+    NaNs rank before, so that they never count as correct.
     """
     label_logit, columns = _label_logits(logits, labels)[..., None], _columns(logits)
     after = (logits < label_logit) | ((logits == label_logit) & (columns >= labels[..., None]))

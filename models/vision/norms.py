@@ -1,6 +1,6 @@
-"""What normalises channels: over all rows, by running statistics, or within a row. As torch does.
+"""Norms over channels, as in torch: batch norm, frozen batch norm and group norm.
 
-All compute in float32 or wider and return the type that they were given.
+All compute in float32 or wider and return the dtype of their input.
 """
 
 from typing import Any
@@ -18,23 +18,23 @@ EPSILON = 1e-5
 
 
 def make_norm(config: ConvNetConfig, size: int, *, rngs: nnx.Rngs) -> nnx.Module:
-    """Return the norm that a model has after a convolution to so many channels."""
+    """Return a model's norm after a convolution to `size` channels."""
     if config.norm == "group":
         return GroupNorm(size, config.norm_groups)
     return FrozenBatchNorm(size) if config.norm == "frozen" else BatchNorm(size, rngs=rngs)
 
 
 class BatchNorm(nnx.BatchNorm):
-    """torch's BatchNorm: a channel less its mean, over its deviation; over all rows and positions.
+    """torch's BatchNorm: normalises each channel over all examples and positions.
 
-    Running statistics take a tenth of those of each step, and their variance counts one number
-    less (Bessel's correction). Statistics are float32 or wider, whatever the type of x.
+    Running statistics take a tenth of those of each step, with Bessel's correction of the variance.
+    Statistics are float32 or wider, whatever the dtype of x.
 
     Args:
         size: The number of channels.
-        momentum: The part of a step's statistics in the new running ones.
-        epsilon: What is added to a variance.
-        rngs: Nothing is drawn from it.
+        momentum: The weight of a step's statistics in the new running ones.
+        epsilon: Added to the variance.
+        rngs: Unused.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,12 +62,12 @@ class BatchNorm(nnx.BatchNorm):
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
     ) -> jax.Array:
-        """Return x normalised by its own statistics, in evaluations by the running ones.
+        """Return x normalised by batch statistics, in evaluations by the running ones.
 
         Args:
-            x: [rows, ..., channels].
-            use_running_average: Whether by the running ones. None: as `train` and `eval` said.
-            mask: None: all rows count.
+            x: [batch, ..., channels].
+            use_running_average: Whether to use running statistics. None: as `train` and `eval` set.
+            mask: Must be None: all examples count.
         """
         if mask is not None:
             raise ValueError("BatchNorm(x, mask=…): all rows and positions count. Leave mask out.")
@@ -78,7 +78,7 @@ class BatchNorm(nnx.BatchNorm):
         return _normalize(x, mean, variance, self.scale[...], self.bias[...], self.epsilon)
 
     def _batch_stats(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return mean and variance of x; running ones are kept."""
+        """Return mean and variance of x, and update the running ones."""
         mean, variance, count = self.kernels.channel_stats(x, self.axis_name)
         if count < 2:
             raise ValueError(
@@ -95,14 +95,14 @@ class BatchNorm(nnx.BatchNorm):
 
 
 class FrozenBatchNorm(nnx.Module):
-    """BatchNorm by running statistics in training too. Scale and bias are no parameters.
+    """BatchNorm by running statistics in training too. Scale and bias are not parameters.
 
-    They are variables as the statistics are: a step changes none of them, no optimizer has moments
-    for them, and their names are those of `BatchNorm`.
+    They are variables like the statistics: a step changes none of them, they have no optimizer
+    state, and their names are those of `BatchNorm`.
 
     Args:
         size: The number of channels.
-        epsilon: What is added to a variance.
+        epsilon: Added to the variance.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,7 +120,7 @@ class FrozenBatchNorm(nnx.Module):
         """Return x normalised by the running statistics.
 
         Args:
-            x: [rows, ..., channels].
+            x: [batch, ..., channels].
         """
         variables = (self.mean, self.var, self.scale, self.bias)
         mean, variance, scale, bias = (variable[...] for variable in variables)
@@ -128,12 +128,12 @@ class FrozenBatchNorm(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Normalises groups of channels that follow each other, over the positions of a row.
+    """Normalises groups of consecutive channels over the positions of each example.
 
     Args:
         size: The number of channels.
-        groups: How many groups.
-        epsilon: What is added to a variance.
+        groups: The number of groups.
+        epsilon: Added to the variance.
 
     Example:
         >>> import jax.numpy as jnp
@@ -151,7 +151,7 @@ class GroupNorm(nnx.Module):
         """Return x normalised.
 
         Args:
-            x: [rows, ..., channels].
+            x: [batch, ..., channels].
         """
         grouped = x.reshape(x.shape[0], -1, self.groups, x.shape[-1] // self.groups)
         wide = grouped.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -171,7 +171,7 @@ def _normalize(
     bias: jax.Array,
     epsilon: float,
 ) -> jax.Array:
-    """Return x less the mean over the deviation, scaled and moved, channel by channel."""
+    """Return (x - mean) / sqrt(variance + epsilon) * scale + bias, channel by channel."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     factor = lax.rsqrt(variance.astype(wide) + epsilon) * scale.astype(wide)
     y = (x.astype(wide) - _broadcast_channels(x, mean)) * _broadcast_channels(
@@ -181,6 +181,6 @@ def _normalize(
 
 
 def _broadcast_channels(x: jax.Array, channels: jax.Array) -> jax.Array:
-    """Return numbers of channels with the dimensions of x, in float32 or wider."""
+    """Return per-channel values broadcastable to x, in float32 or wider."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return channels.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -1,4 +1,4 @@
-"""The named shapes of all models of images."""
+"""The presets of all vision models."""
 
 from collections.abc import Mapping
 

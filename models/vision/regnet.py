@@ -1,4 +1,4 @@
-"""RegNet-Y in three parts: stem, blocks with squeeze and excitation, and a linear map.
+"""RegNet-Y: a stem, blocks with squeeze and excitation, and a linear map.
 
 Four numbers give the widths of all blocks (Radosavovic et al., 2020), as torchvision rounds them.
 """
@@ -20,20 +20,20 @@ from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "RegNet", "RegNetConfig"]
 
-QUANTUM = 8  # widths are its multiples
+QUANTUM = 8  # widths are multiples of it
 
 
 class RegNetBlockShape(NamedTuple):
-    """Where a block stands, and what enters and leaves it.
+    """The position and shape of a block.
 
     Attributes:
-        stage: The number of its stage, the first is 0.
-        number: Its own in the stage.
-        in_channels: Channels that enter.
-        out_channels: Channels that leave; all of its convolutions have as many.
-        group: Channels of a group of its 3x3.
-        squeezed: Channels between squeeze and excitation.
-        stride: Of its 3x3.
+        stage: The number of its stage, from 0 on.
+        number: Its number in the stage.
+        in_channels: The input channels.
+        out_channels: The output channels, also of all its convolutions.
+        group: The channels of a group of its 3x3.
+        squeezed: The channels between squeeze and excitation.
+        stride: The stride of its 3x3.
     """
 
     stage: int
@@ -46,26 +46,26 @@ class RegNetBlockShape(NamedTuple):
 
     @property
     def skips(self) -> bool:
-        """Whether what enters is added as it is; else a 1x1 and a norm go between."""
+        """Whether the skip connection is the identity; else it is a 1x1 and a norm."""
         return self.stride == 1 and self.in_channels == self.out_channels
 
 
 @dataclass(frozen=True)
 class RegNetConfig(ConvNetConfig):
-    """The shape of a RegNet-Y.
+    """The configuration of a RegNet-Y.
 
     Attributes:
         classes: The number of classes.
-        mean: What is subtracted from images of bytes, once they are divided by 255.
-        std: What they are divided by then.
+        mean: The mean to subtract from uint8 images after division by 255.
+        std: The standard deviation to divide them by then.
         norm: batch, frozen or group.
-        norm_groups: How many groups the channels of a group norm are in.
+        norm_groups: The number of groups of a group norm.
         depth: The number of blocks.
         first: The width of the first block (w_0), a multiple of 8.
-        slope: How much wider each block is than the one before (w_a), before widths are rounded.
-        step: The ratio of widths that they are rounded to (w_m), above 1.
+        slope: The increase in width per block (w_a), before widths are rounded.
+        step: The ratio between the widths that they are rounded to (w_m), above 1.
         group: The channels of a group of the 3x3.
-        squeeze: Channels between squeeze and excitation, as a part of those that enter the block.
+        squeeze: Channels between squeeze and excitation, as a fraction of the block's input.
         stem: The channels of the stem.
 
     Example:
@@ -129,7 +129,7 @@ class RegNetConfig(ConvNetConfig):
 
 
 def _round_to_group(width: int, group: int) -> int:
-    """Return the multiple of a group that is nearest, and not smaller by more than a tenth.
+    """Return the nearest multiple of a group that is not smaller by more than a tenth.
 
     >>> _round_to_group(112, 24), _round_to_group(8, 24)
     (120, 24)
@@ -160,20 +160,20 @@ RegNetConfig.known = PRESETS
 
 
 class SqueezeExcitation(nnx.Module):
-    """Channels times what two linear maps make of their means over the image, between 0 and 1."""
+    """Scales channels by weights from 0 to 1, two linear maps of their means over the image."""
 
     def __init__(self, in_channels: int, squeezed: int, *, rngs: nnx.Rngs) -> None:
         self.squeeze = Conv((1, 1, in_channels, squeezed), bias=True, rngs=rngs)
         self.excite = Conv((1, 1, squeezed, in_channels), bias=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the channels, weighed."""
+        """Return the scaled channels."""
         mean = global_avg_pool(x).reshape(x.shape[0], 1, 1, -1)
         return x * jax.nn.sigmoid(self.excite(jax.nn.relu(self.squeeze(mean))))
 
 
 class RegNetBlock(nnx.Module):
-    """A 3x3 in groups between two 1x1, weighed by what it sees, added to what entered."""
+    """A grouped 3x3 between two 1x1, with squeeze and excitation, added to the input."""
 
     def __init__(self, shape: RegNetBlockShape, config: RegNetConfig, *, rngs: nnx.Rngs) -> None:
         in_channels, out_channels = shape.in_channels, shape.out_channels
@@ -189,16 +189,16 @@ class RegNetBlock(nnx.Module):
         self.widen = make_conv(1, out_channels)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return what leaves the block."""
+        """Return the output of the block."""
         y = jax.nn.relu(self.grouped(jax.nn.relu(self.narrow(x))))
         y = self.widen(self.weigh(y))
         return jax.nn.relu((x if self.skip is None else self.skip(x)) + y)
 
 
 class RegNet(nnx.Module):
-    """A RegNet-Y; `layers` is a list of blocks, each gathered by itself.
+    """A RegNet-Y; `layers` is a list of blocks, each unsharded by itself.
 
-    Named in each layer, for remat: conv, what a convolution makes.
+    Checkpoint names in each layer, for remat: conv, the output of a convolution.
     """
 
     refuses: ClassVar[Mapping[str, str]] = CONV_REFUSALS
@@ -212,7 +212,7 @@ class RegNet(nnx.Module):
         self.fc = Linear(shape, axes, 1, 0.01, rngs=rngs)
 
     def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Return what the first block is given of `batch["image"]` [B, H, W, 3]."""
+        """Return the input of the first block from `batch["image"]` [B, H, W, 3]."""
         image = normalize_images(batch, self.config, self.stem.conv.kernel[...].dtype)
         return jax.nn.relu(self.stem(image))
 

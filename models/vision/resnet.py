@@ -1,7 +1,7 @@
-"""ResNets in three parts: stem, blocks, and the mean of positions with a linear map.
+"""ResNets: a stem, blocks, and average pooling with a linear map.
 
-The stride of a bottleneck is in its 3x3, as torchvision has it (v1.5). A model that segments keeps
-the size of later stages: their strides become dilations.
+The stride of a bottleneck is in its 3x3, as in torchvision (v1.5). A segmentation model keeps the
+resolution of later stages: their strides become dilations.
 """
 
 from collections.abc import Mapping
@@ -27,21 +27,21 @@ from hfjax.utils.keywords import is_int
 
 __all__ = ["PRESETS", "ResNet", "ResNetConfig"]
 
-EXPANSION = {"basic": 1, "bottleneck": 4}  # what a block hands on, in widths of its own
-STEM_STRIDES = {"imagenet": 4, "small": 1}  # and how many pixels of a side become one
+EXPANSION = {"basic": 1, "bottleneck": 4}  # output channels of a block / its width
+STEM_STRIDES = {"imagenet": 4, "small": 1}  # the total stride of each stem
 
 
 class BlockShape(NamedTuple):
-    """Where a block stands, and what enters and leaves it.
+    """The position and shape of a block.
 
     Attributes:
-        stage: The number of its stage, the first is 0.
-        number: Its own in the stage.
-        in_channels: Channels that enter.
-        width: Channels of its 3x3.
-        out_channels: Channels that leave.
-        stride: Of its first 3x3.
-        dilation: Of that.
+        stage: The number of its stage, from 0 on.
+        number: Its number in the stage.
+        in_channels: The input channels.
+        width: The channels of its 3x3.
+        out_channels: The output channels.
+        stride: The stride of its first 3x3.
+        dilation: The dilation of its first 3x3.
     """
 
     stage: int
@@ -54,27 +54,26 @@ class BlockShape(NamedTuple):
 
     @property
     def skips(self) -> bool:
-        """Whether what enters is added as it is; else a 1x1 and a norm go between."""
+        """Whether the skip connection is the identity; else it is a 1x1 and a norm."""
         return self.stride == 1 and self.in_channels == self.out_channels
 
 
 @dataclass(frozen=True)
 class ResNetConfig(ConvNetConfig):
-    """The shape of a ResNet.
+    """The configuration of a ResNet.
 
     Attributes:
         classes: The number of classes.
-        mean: What is subtracted from images of bytes, once they are divided by 255.
-        std: What they are divided by then.
+        mean: The mean to subtract from uint8 images after division by 255.
+        std: The standard deviation to divide them by then.
         norm: batch, frozen or group.
-        norm_groups: How many groups the channels of a group norm are in.
+        norm_groups: The number of groups of a group norm.
         block: "basic" (two 3x3) or "bottleneck" (a 3x3 between two 1x1, four times as wide).
         depths: The number of blocks of each stage.
         widths: The channels of the 3x3 of each stage; the stem has those of the first.
-        stem: "imagenet" (7x7 and a pool: a quarter of each side) or "small" (3x3, for images of few
-            pixels).
-        output_stride: How many pixels of a side become one, at most: strides beyond become
-            dilations. None: each stage but the first halves a side.
+        stem: "imagenet" (7x7 and a pool: a stride of 4) or "small" (3x3, for small images).
+        output_stride: The maximum total stride: strides beyond become dilations. None: each stage
+            but the first has a stride of 2.
 
     Example:
         >>> from hfjax.models.vision.resnet import ResNetConfig
@@ -100,7 +99,7 @@ class ResNetConfig(ConvNetConfig):
         self.check_norms(*self.widths)
 
     def _check_stride(self, owner: str) -> None:
-        """Refuse an output stride that no strides make, and basic blocks that are dilated."""
+        """Refuse an output stride that the stages cannot produce, and dilated basic blocks."""
         stem_stride = STEM_STRIDES[self.stem]
         allowed = [stem_stride * 2**n for n in range(len(self.depths))]
         stride = self.output_stride
@@ -158,13 +157,13 @@ ResNetConfig.known = PRESETS
 )
 @dataclass(frozen=True)
 class Features:
-    """What goes from block to block of a model that segments; the size of the image is no array.
+    """The values passed between blocks of a segmentation model; the image size is static.
 
     Attributes:
-        x: What leaves a block.
-        aux_input: What left the stage before the last, once it did.
-        height: Of the image.
-        width: Of the image.
+        x: The output of a block.
+        aux_input: The output of the second last stage, once it has run.
+        height: The height of the image.
+        width: The width of the image.
     """
 
     x: jax.Array
@@ -174,7 +173,7 @@ class Features:
 
 
 class Stem(nnx.Module):
-    """What images enter by: a convolution, a norm, and a pool that halves each side."""
+    """The stem: a convolution, a norm, and a pool of stride 2 unless it is small."""
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.small = config.stem == "small"
@@ -184,16 +183,16 @@ class Stem(nnx.Module):
         self.config = config
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Return what the first block is given of the images of a batch."""
+        """Return the input of the first block from the images of a batch."""
         image = normalize_images(batch, self.config, self.conv.kernel[...].dtype)
         x = jax.nn.relu(self.norm(self.conv(image)))
         return x if self.small else max_pool(x)
 
 
 class Block(nnx.Module):
-    """Two convolutions of 3x3, or one between two of 1x1, added to what entered.
+    """Two 3x3 convolutions, or one between two 1x1, added to the input.
 
-    Of `Features` it replaces `x`; with `keeps` it hands on what it made as `kept`, too.
+    Given `Features` it replaces `x`; with `keeps` it also sets `aux_input` to its output.
     """
 
     def __init__(self, shape: BlockShape, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
@@ -215,7 +214,7 @@ class Block(nnx.Module):
         self.keeps = False
 
     def __call__(self, stream: Any) -> Any:
-        """Return what leaves the block, `Features` if such entered."""
+        """Return the output of the block, as `Features` if the input is."""
         if not isinstance(stream, Features):
             return self._add_residual(stream)
         x = self._add_residual(stream.x)
@@ -234,9 +233,9 @@ def make_blocks(config: ResNetConfig, rngs: nnx.Rngs) -> nnx.List:
 
 
 class ResNet(nnx.Module):
-    """A ResNet; `layers` is a list of blocks, each gathered by itself.
+    """A ResNet; `layers` is a list of blocks, each unsharded by itself.
 
-    Named in each layer, for remat: conv, what a convolution makes.
+    Checkpoint names in each layer, for remat: conv, the output of a convolution.
     """
 
     refuses: ClassVar[Mapping[str, str]] = CONV_REFUSALS
@@ -251,7 +250,7 @@ class ResNet(nnx.Module):
         self.fc = Linear(shape, axes, 1, init, bias=init, rngs=rngs)
 
     def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Return what the first block is given of `batch["image"]` [B, H, W, 3]."""
+        """Return the input of the first block from `batch["image"]` [B, H, W, 3]."""
         return self.stem(batch)
 
     def head(self, x: jax.Array) -> jax.Array:

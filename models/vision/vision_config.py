@@ -1,4 +1,4 @@
-"""The fields that all models of images share, and how wrong ones are refused."""
+"""The configuration fields that all vision models share, and their checks."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from hfjax.models.model_config import Presets
 from hfjax.utils.keywords import check_sizes, is_int, is_real
 
-# Mesh axes over which models of images are not split, and what to do: hfjax.layout refuses them.
+# Mesh axes that vision models do not support, with advice: hfjax.layout refuses them.
 IMAGE_REFUSALS: Mapping[str, str] = {
     "context": "CONTEXT shares long rows of tokens, and images are none. Use data or fsdp.",
     "row": "GRID is not for models of images. Use data or fsdp, for a ViT also tensor.",
@@ -18,17 +18,17 @@ CONV_REFUSALS: Mapping[str, str] = {
     "tensor": "TENSOR and SEQUENCE do not split convolutions. Use data or fsdp.",
 }
 NORMS = ("batch", "group", "frozen")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 @dataclass(frozen=True)
 class VisionConfig(Presets):
-    """What every model of images has.
+    """The configuration that every vision model has.
 
     Attributes:
         classes: The number of classes.
-        mean: What is subtracted from images of bytes, once they are divided by 255.
-        std: What they are divided by then.
+        mean: The mean to subtract from uint8 images after division by 255.
+        std: The standard deviation to divide them by then.
     """
 
     classes: int = 1000
@@ -52,13 +52,13 @@ class VisionConfig(Presets):
 
 @dataclass(frozen=True)
 class ConvNetConfig(VisionConfig):
-    """What every model made of convolutions and norms has.
+    """The configuration that every convolutional model has.
 
     Attributes:
-        norm: What follows each convolution: "batch" (over all rows, running statistics in
-            evaluations), "frozen" (by running statistics always; nothing of it is trained), or
-            "group" (within a row).
-        norm_groups: How many groups the channels of a group norm are in.
+        norm: The norm after each convolution: "batch" (over all examples, running statistics in
+            evaluations), "frozen" (running statistics always; nothing of it is trained), or
+            "group" (within an example).
+        norm_groups: The number of groups of a group norm.
     """
 
     norm: str = "batch"
@@ -72,7 +72,7 @@ class ConvNetConfig(VisionConfig):
             raise ValueError(f"{owner}: norm={self.norm!r}; one of {', '.join(NORMS)}.")
 
     def check_norms(self, *widths: int) -> None:
-        """Refuse channels that do not divide into the groups of a group norm."""
+        """Refuse channels that are not divisible into the groups of a group norm."""
         for width in widths if self.norm == "group" else ():
             if width % self.norm_groups:
                 raise ValueError(
@@ -82,7 +82,7 @@ class ConvNetConfig(VisionConfig):
 
 
 def check_tuple(owner: str, name: str, numbers: Any, count: int | None = None) -> None:
-    """Refuse what is no tuple of positive whole numbers, of so many if a count is given."""
+    """Refuse anything but a tuple of positive integers, of length `count` if given."""
     fits = isinstance(numbers, tuple) and len(numbers) > 0 and all(map(is_int, numbers))
     if not fits or len(numbers) != (count or len(numbers)):
         expected = "whole numbers" if count is None else f"{count} whole numbers"

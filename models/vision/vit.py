@@ -1,7 +1,7 @@
-"""Vision transformers in three parts: patches, equal layers, and the class token's linear map.
+"""Vision transformers as layer-stack models: patches, equal layers, and the class token's head.
 
-[B]atch, [S]equence of a class token and patches, [D] embed, [H]eads. A layer's names of dimensions
-are those of GPT, so that what splits it splits these.
+[B]atch, [S]equence of a class token and patches, [D] embed, [H]eads. The logical axes of a layer
+are those of GPT, so that the same strategies shard both.
 """
 
 import math
@@ -34,11 +34,11 @@ from hfjax.utils.keywords import check_sizes, is_real
 
 __all__ = ["PRESETS", "ViT", "ViTConfig", "full_attention"]
 
-EPSILON = 1e-6  # of the norms
+EPSILON = 1e-6  # epsilon of the norms
 
 
 def full_attention(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:
-    """Return attention of every position to every other, scores in float32 or wider.
+    """Return attention of every position to all positions, scores in float32 or wider.
 
     >>> ones = jnp.ones((1, 3, 2, 4))
     >>> bool((full_attention(ones, ones, 2 * ones) == 2).all())
@@ -53,19 +53,19 @@ def full_attention(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> j
 
 @dataclass(frozen=True)
 class ViTConfig(VisionConfig):
-    """The shape of a vision transformer.
+    """The configuration of a vision transformer.
 
     Attributes:
         classes: The number of classes.
-        mean: What is subtracted from images of bytes, once they are divided by 255.
-        std: What they are divided by then.
-        image: The pixels of a side of an image.
-        patch: The pixels of a side of a patch; they divide `image`.
+        mean: The mean to subtract from uint8 images after division by 255.
+        std: The standard deviation to divide them by then.
+        image: The side of an image in pixels.
+        patch: The side of a patch in pixels; it divides `image`.
         layers: The number of layers.
         heads: The number of heads; they divide `embed`.
         embed: The width of the residual stream.
         mlp: The width of the MLP.
-        dropout: The part that is dropped, after the embedding, in the MLP and before additions.
+        dropout: The dropout rate, after the embedding, in the MLP and before residual additions.
         attention: Function of (q, k, v).
 
     Example:
@@ -105,12 +105,12 @@ class ViTConfig(VisionConfig):
 
     @property
     def positions(self) -> int:
-        """The number of patches, and one for the class token."""
+        """The number of patches plus one for the class token."""
         return (self.image // self.patch) ** 2 + 1
 
     @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
-        """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
+        """Sizes (in, out) of a layer's linear maps, alternately from and to the residual stream."""
         d, m = self.embed, self.mlp
         return {"qkv": (d, 3 * d), "out": (d, d), "up": (d, m), "down": (m, d)}
 
@@ -126,13 +126,13 @@ ViTConfig.known = PRESETS
 
 
 def xavier_uniform(inputs: int, outputs: int) -> Initializer:
-    """Return what draws a matrix evenly, its variance 2 / (inputs + outputs): Xavier's."""
+    """Return Xavier's uniform initializer of a matrix, with variance 2 / (inputs + outputs)."""
     bound = math.sqrt(6 / (inputs + outputs))
     return lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
 def tiny_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return normal numbers times a millionth: biases of the MLP begin so."""
+    """Return normal numbers times 1e-6: the initializer of MLP biases."""
     return 1e-6 * jax.random.normal(key, shape)
 
 
@@ -158,7 +158,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two linear maps with a GELU between, exact as torch's."""
+    """Two linear maps with an exact GELU, as torch's, between them."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         sizes = (config.embed, config.mlp)
@@ -174,7 +174,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+    """One pre-norm layer: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.norm1 = LayerNorm(config.embed, epsilon=EPSILON)
@@ -193,7 +193,7 @@ class Block(nnx.Module):
 class ViT(nnx.Module):
     """A vision transformer; `layers` is one module of stacked arrays.
 
-    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    Checkpoint names in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
     refuses: ClassVar[Mapping[str, str]] = IMAGE_REFUSALS

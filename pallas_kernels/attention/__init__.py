@@ -1,6 +1,6 @@
-"""Attention block by block with its state in and out, and its kernels.
+"""Block-wise attention with explicit state, and its kernels.
 
-`block` is the function, `reference` its plain JAX. `launch` goes from operands to the kernels
-`forward`, `backward` and `backward_keys`, which share `common`, `keys` (tiles on their way) and
-`mask` (which tiles are visited).
+`block` has the functions, `reference` their plain JAX. `launch` calls the kernels `forward`,
+`backward` and `backward_keys`, which share `common`, `keys` (copies of key tiles) and `mask`
+(which tiles are visited).
 """

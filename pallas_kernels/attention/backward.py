@@ -1,8 +1,8 @@
-"""The backward kernels of attention: one makes dq, the other dk and dv, neither with atomics.
+"""The backward kernels of attention: one computes dq, the other dk and dv, without atomics.
 
-Weights are made again from the final lse, so a block of keys needs nothing of other blocks. Each
-kernel makes its own: 7 products a tile where 5 would do with sums in device memory, and the same
-bits every time. Shapes as in `flash_parts`.
+Weights are recomputed from the final lse, so a block of keys needs nothing of other blocks. Each
+kernel recomputes its own: 7 matmuls a tile where 5 would do with sums in device memory, and the
+same bits every time. Shapes as in `common`.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ from hfjax.utils.paths import Index
 
 
 class Inputs(NamedTuple):
-    """Operands in device memory. lse in powers of two; +inf for rows that see nothing."""
+    """Operands in device memory. lse is in base 2; +inf for rows that see nothing."""
 
     q: Any
     k: Any
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory and barriers of one block of threads of the kernel that makes dq."""
+    """Shared memory and barriers of one thread block of the dq kernel."""
 
     keys: KeyBuffers
     q: Any
@@ -106,7 +106,7 @@ def _step(
     plgpu.barrier_arrive(keys.v_free.at[slot])
     if is_partial:
         s = rows.mask_scores(s, step, keys)
-        if plan.documents:  # read by other means than the next are written
+        if plan.documents:  # the next copy writes through another proxy
             plgpu.commit_smem()
     lse, delta = (rows_to_matrix(x, s.shape) for x in row_stats)
     ds = jnp.exp2(s * (plan.scale * LOG2E) - lse) * (dp - delta)

@@ -1,8 +1,8 @@
-"""The backward kernel of attention that makes dk and dv: see `flash_backward`.
+"""The backward kernel of attention for dk and dv: see `backward`.
 
-A block of threads has 64 rows of keys and values per warpgroup and is visited by the tiles of
-queries that see them, of every head that shares these keys. Everything is transposed: rows are
-keys, columns are queries. Shapes as in `flash_parts`.
+A thread block has 64 rows of keys and values per warpgroup and is visited by the tiles of queries
+that see them, of every head that shares these keys. Everything is transposed: rows are keys,
+columns are queries. Shapes as in `common`.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from hfjax.utils.paths import Index
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory and barriers of one block of threads: own rows, then tiles that visit."""
+    """Shared memory and barriers of one thread block: its own rows, then visiting tiles."""
 
     k: Any
     v: Any
@@ -108,7 +108,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, smem: SharedMemory) -> Non
 def _copy_tiles(
     plan: Plan, inputs: Inputs, smem: SharedMemory, visits: TileVisits, coords: tuple
 ) -> None:
-    """Bring the tiles of a visit, head after head of those that share these keys."""
+    """Copy the visiting tiles, for each head that shares these keys."""
     batch, group = coords
     count, stages, heads = visits.steps, plan.tiling.stages, plan.shape.group_size
 
@@ -133,7 +133,7 @@ def _copy_tiles(
 
 
 class _KeyRows(NamedTuple):
-    """One warpgroup's rows of keys, and what visits them."""
+    """One warpgroup's rows of keys, and their visits."""
 
     plan: Plan
     visits: TileVisits
@@ -143,14 +143,14 @@ class _KeyRows(NamedTuple):
     documents: Any
 
     def mask_scores(self, s: jax.Array, step: Index, slot: Index) -> jax.Array:
-        """Return what scores begin with, -inf where the query (column) does not see the key."""
+        """Return initial scores, -inf where the query (column) does not see the key."""
         query = indices(s.shape, 1, self.visits.partial_tile(step) * self.plan.tiling.tile)
         same = same_document(self.documents, self.smem.documents, lambda: slot, s.shape)
         key = indices(s.shape, 0, self.first)
         return jnp.where(visible_mask(self.plan, self.visits, query, key, same), s, -jnp.inf)
 
     def fold_tiles(self, sums: tuple) -> tuple:
-        """Return (dk, dv) after all heads' tiles; only those seen in part are masked."""
+        """Return (dk, dv) after all heads' tiles; only partially visible ones are masked."""
         num_full, count = self.visits.num_full, self.visits.steps
 
         def head(head_in_group: Index, sums: tuple) -> tuple:
@@ -183,7 +183,7 @@ def _multiply(key_rows: _KeyRows, inputs: Inputs, outputs: tuple, index: tuple) 
 
 
 def _step(key_rows: _KeyRows, steps: tuple[Any, Any], sums: tuple, is_partial: bool) -> tuple:
-    """Return (dk, dv) after one more tile of queries; a turn counts all, and this head's."""
+    """Return (dk, dv) after one more tile of queries; `steps`: over all heads, in this head."""
     plan, smem, thread = key_rows.plan, key_rows.smem, opaque_index(key_rows.thread)
     slot = slot_index(steps[0], plan.tiling.stages)
     q, do = smem.q.at[slot], smem.do.at[slot]
@@ -193,7 +193,7 @@ def _step(key_rows: _KeyRows, steps: tuple[Any, Any], sums: tuple, is_partial: b
     if is_partial:
         lse = key_rows.mask_scores(lse, steps[1], slot)
     delta = columns_to_matrix(-load(smem.delta.at[slot], column_layout()), shape)
-    s, dp = matmul_add_all(  # sums begin with what would be subtracted: no registers for it later
+    s, dp = matmul_add_all(  # accumulators start with the subtrahend: it needs no registers later
         (lse, smem.k.at[thread], q.transpose((1, 0))),
         (delta, smem.v.at[thread], do.transpose((1, 0))),
     )
@@ -202,6 +202,6 @@ def _step(key_rows: _KeyRows, steps: tuple[Any, Any], sums: tuple, is_partial: b
     dk, dv = sums
     narrow = lambda x: x.astype(plan.dtype)
     dk, dv = matmul_add_all((dk, narrow(ds), q), (dv, narrow(p), do))
-    plgpu.commit_smem()  # numbers per column were read by other means than the next are written
+    plgpu.commit_smem()  # the next copy of per-column numbers writes through another proxy
     plgpu.barrier_arrive(smem.free.at[slot])
     return dk, dv

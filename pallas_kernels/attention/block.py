@@ -1,24 +1,25 @@
-"""One block of attention with its state in and out: a ring goes on with the state, a model that has
-one block finishes it (FlashAttention, Dao et al., 2022; -3, Shah et al., 2024).
+"""One block of attention with explicit state: a ring passes the state on, a model with one block
+finishes it (FlashAttention, Dao et al., 2022; -3, Shah et al., 2024).
 
-`flash_block` visits one block of keys and `finish` turns a state into the attention and its lse;
-`flash_block_backward` gives one block's gradients from the final lse.
+`flash_block` processes one block of keys and `finish` turns a state into the attention and its lse;
+`flash_block_backward` returns one block's gradients from the final lse.
 `attention` and `attend` are one block, finished, with a gradient. All need a Hopper GPU and
 half-precision operands; `reference…` of the same signature runs anywhere, in any precision.
 
-A mask is static (`Mask`: causal, window); where queries and keys stand may be traced (`Positions`),
-since the block that arrives depends on the device. Queries that see nothing give zeros, an lse
-of -inf and no gradient. Lengths that are no multiples of the tiles are padded in a copy.
+A mask is static (`Mask`: causal, window); the positions of queries and keys may be traced
+(`Positions`), since the block that arrives depends on the device. Queries that see nothing give
+zeros, an lse of -inf and no gradient. Lengths that are no multiples of the tiles are padded in a
+copy.
 
-[B]atch, [S] queries, [T] keys, [H] heads of queries, [G] heads of keys: each serves H / G heads
-of queries that follow one another; head [D]im, 64 or 128.
+[B]atch, [S] queries, [T] keys, [H] query heads, [G] key heads: each serves H / G consecutive query
+heads; head [D]im, 64 or 128.
 
-The floor, with P pairs of a query and a key that see each other, n bytes a number:
+The lower bound, with P visible (query, key) pairs and n bytes per number:
 - forward: 4 B H P D flops; reads n B D (S H + 2 T G), writes n B S H D + 4 B H S bytes; a state
   in place of them is 8 B S H (D + 2), read and written. Causal with S = T: P = S (S + 1) / 2.
 - backward: 14 B H P D flops (10 where sums are kept in device memory); reads n B D (2 S H + 2 T G)
-  twice and 2 n B S H D for delta, writes what it returns: dq, dk and dv.
-Tiles of keys that no query of the tile sees are neither read nor multiplied.
+  twice and 2 n B S H D for delta, writes its results dq, dk and dv.
+Key tiles that no query of a tile sees are neither read nor multiplied.
 """
 
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def flash_block(
 ) -> State:
     """Return the state of the queries after one more block of keys; blocks may come in any order.
 
-    It has no gradient of its own: `attend` has, and `flash_block_backward` is one block's.
+    It is not differentiable: `attend` is, and `flash_block_backward` is one block's gradient.
     """
     _check(q_BSHD, k_BTGD, v_BTGD, positions, tuning)
     if state is not None and state.o.shape != q_BSHD.shape:
@@ -85,16 +86,16 @@ def reference(
     positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> State:
-    """Return what `flash_block` does, in plain JAX: any float, any head dimension; differentiable.
+    """Return the same as `flash_block`, in plain JAX: any float or head dimension, differentiable.
 
-    The backward pass of JAX's own keeps a state per block of keys: `reference_attend` does not.
+    JAX's own backward pass saves a state per block of keys: that of `reference_attend` does not.
     """
     del tuning
     return flash_reference.block(q_BSHD, k_BTGD, v_BTGD, state, mask, positions)
 
 
 def finish(state: State) -> tuple[jax.Array, jax.Array]:
-    """Return (what is attended to, [B, S, H, D]; lse, [B, H, S]): 0 and -inf if nothing is seen."""
+    """Return (attention [B, S, H, D], lse [B, H, S]): 0 and -inf if nothing is seen."""
     some = state.l > 0
     l = jnp.where(some, state.l, 1.0)
     lse = jnp.where(some, state.m + jnp.log(l), -jnp.inf)
@@ -104,7 +105,7 @@ def finish(state: State) -> tuple[jax.Array, jax.Array]:
 def final(
     out_BSHD: jax.Array, lse_BHS: jax.Array, do_BSHD: jax.Array, dlse_BHS: jax.Array | None = None
 ) -> Final:
-    """Return what `flash_block_backward` needs of the queries, from the result and its gradient."""
+    """Return the input of `flash_block_backward` for the queries, from result and gradient."""
     wide = jnp.promote_types(lse_BHS.dtype, jnp.float32)
     delta = (out_BSHD.astype(wide) * do_BSHD.astype(wide)).sum(-1).swapaxes(1, 2)
     return Final(do_BSHD, lse_BHS, delta if dlse_BHS is None else delta - dlse_BHS)
@@ -119,9 +120,9 @@ def flash_block_backward(
     positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return what one block of keys adds to dq, and its dk and dv, in float32: ready to be summed.
+    """Return one block of keys' partial sum of dq, and its dk and dv, in float32.
 
-    The same bits every time: no sum depends on the order in which the GPU works.
+    Results are bit-reproducible: no sum depends on the GPU's execution order.
     """
     _check(q_BSHD, k_BTGD, v_BTGD, positions, tuning)
     operands = (q_BSHD, k_BTGD, v_BTGD)
@@ -137,7 +138,7 @@ def reference_backward(
     positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return what `flash_block_backward` does, in plain JAX, in float32 or wider."""
+    """Return the same as `flash_block_backward`, in plain JAX, in float32 or wider."""
     del tuning
     return flash_reference.block_backward(q_BSHD, k_BTGD, v_BTGD, final, mask, positions)
 
@@ -152,7 +153,7 @@ def attention(
 ) -> jax.Array:
     """Return attention, causal unless the mask says otherwise, in the dtype of the queries.
 
-    With the number of each token's document, it stays inside documents.
+    With each token's document number, tokens attend only within their document.
     """
     positions = Positions(0, 0, documents_BS, documents_BS)
     return attend(q_BSHD, k_BTGD, v_BTGD, mask, positions, tuning)[0]
@@ -166,7 +167,7 @@ def reference_attention(
     documents_BS: jax.Array | None = None,
     tuning: Tuning = TUNING,
 ) -> jax.Array:
-    """Return what `attention` does, in plain JAX."""
+    """Return the same as `attention`, in plain JAX."""
     positions = Positions(0, 0, documents_BS, documents_BS)
     return reference_attend(q_BSHD, k_BTGD, v_BTGD, mask, positions, tuning)[0]
 
@@ -194,7 +195,7 @@ def reference_attend(
     positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what `attend` does, in plain JAX; lse in float32 or wider. No score is kept."""
+    """Return the same as `attend`, in plain JAX; lse in float32 or wider. No scores are saved."""
     return _attend(
         AttentionImpl(mask, tuning, positions.starts, False), q_BSHD, k_BTGD, v_BTGD, positions
     )
@@ -207,7 +208,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, positions: Positions, tunin
 
 @dataclass(frozen=True)
 class AttentionImpl:
-    """Attention by kernels or in plain JAX: its forward pass, and its backward pass by hand."""
+    """Attention by kernels or in plain JAX: forward pass and explicit backward pass."""
 
     mask: Mask
     tuning: Tuning
@@ -215,7 +216,7 @@ class AttentionImpl:
     kernels: bool
 
     def resolve_starts(self, positions: Positions) -> Positions:
-        """Return places whose starts are numbers, where they were when it was called."""
+        """Return positions whose starts are ints again, where they were at the call."""
         if self.starts is None:
             return positions
         return positions._replace(query_start=self.starts[0], key_start=self.starts[1])

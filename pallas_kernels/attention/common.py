@@ -1,8 +1,8 @@
-"""What the kernels of attention share: their plan, who does what, sums and masks in registers.
+"""Shared by the attention kernels: plans, warpgroup roles, accumulators and masks in registers.
 
-[B]atch, [S] queries, [T] keys, [H] heads of queries, [G] heads of keys, head [D]im. A block of
-threads has `consumers` warpgroups that multiply, each with 64 rows of its own, and one more
-that feeds them: it brings tile after tile to shared memory, `stages` of them ahead.
+[B]atch, [S] queries, [T] keys, [H] query heads, [G] key heads, head [D]im. A thread block has
+`consumers` warpgroups that multiply, each with 64 rows of its own, and one more that copies tiles
+to shared memory, `stages` of them ahead.
 """
 
 import math
@@ -28,20 +28,20 @@ FEEDER_REGISTERS = 24
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts its work: warpgroups of 64 rows, and the tiles that they visit."""
+    """The tiling of a kernel: warpgroups of 64 rows, and the tiles that they visit."""
 
     consumers: int = 2  # warpgroups that multiply
-    tile: int = 128  # rows of a tile that is visited
+    tile: int = 128  # rows of a visited tile
     stages: int = 2  # tiles in shared memory at a time
 
     @property
     def rows(self) -> int:
-        """Rows of a block of threads."""
+        """The number of rows of a thread block."""
         return self.consumers * ROWS
 
 
 class Shape(NamedTuple):
-    """Sizes of the operands, sequences in whole tiles."""
+    """Sizes of the operands, with sequences padded to whole tiles."""
 
     batch: int
     queries: int
@@ -52,17 +52,17 @@ class Shape(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """How many heads of queries share a head of keys."""
+        """The number of query heads that share a key head."""
         return self.heads // self.groups
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for."""
+    """The static parameters of a kernel."""
 
     mask: Mask
     shape: Shape
-    keys: int  # how many there were before they were padded to whole tiles
+    keys: int  # their number before padding to whole tiles
     tiling: Tiling
     documents: bool
     dtype: Any
@@ -77,12 +77,12 @@ class Plan:
 
     @property
     def has_partial_tiles(self) -> bool:
-        """Whether any tile can be seen in part."""
+        """Whether any tile can be partially visible."""
         return self.documents or not self.mask.everything or self.ragged
 
 
 class TileVisits(NamedTuple):
-    """One row of the table of visits: see `flash_mask`."""
+    """One entry of the table of visits: see `mask`."""
 
     start: Any
     full: Any
@@ -93,7 +93,7 @@ class TileVisits(NamedTuple):
 
     @property
     def num_full(self) -> Index:
-        """How many tiles are seen whole; they come first."""
+        """The number of fully visible tiles; they come first."""
         return self.full_end - self.full
 
     @property
@@ -105,7 +105,7 @@ class TileVisits(NamedTuple):
         return jnp.where(step < self.num_full, self.full + step, self.partial_tile(step))
 
     def partial_tile(self, step: Index) -> jax.Array:
-        """Return the number of a tile that is seen in part: those before and after the whole."""
+        """Return the number of a partially visible tile: those before and after the full ones."""
         past_full, before = step - self.num_full, self.full - self.start
         return jnp.where(
             past_full < before, self.start + past_full, self.full_end + past_full - before
@@ -113,7 +113,7 @@ class TileVisits(NamedTuple):
 
 
 def read_visits(visits_ref: Ref, batch: Index, tile: Index) -> TileVisits:
-    """Return a row of the table; without documents all batches have the same."""
+    """Return an entry of the table; without documents it is the same for the whole batch."""
     entry = visits_ref.at[batch if visits_ref.shape[0] > 1 else 0, tile]
     return TileVisits(*(entry[i] for i in range(len(TileVisits._fields))))
 
@@ -121,7 +121,7 @@ def read_visits(visits_ref: Ref, batch: Index, tile: Index) -> TileVisits:
 def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: Any) -> Any:
     """Run `body(inputs, outputs, scratch)` on refs; the trees are (inputs, outputs, scratch).
 
-    Inputs are a named tuple of arrays, None where there is none.
+    Inputs are a named tuple of arrays, or None for absent ones.
     """
     inputs, outputs, scratch = trees
     present = [name for name, x in inputs._asdict().items() if x is not None]
@@ -147,10 +147,10 @@ def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: 
 
 
 def registers(consumers: int) -> int:
-    """Return how many registers a thread that multiplies may ask for, in eights.
+    """Return how many registers a consumer thread may request, a multiple of eight.
 
-    A block begins with as many for each thread alike, in eights too, and there are never more: who
-    asks for one that is not there waits for ever.
+    A block starts with equally many per thread, a multiple of eight too, and the total is fixed:
+    requesting one beyond it blocks for ever.
 
     >>> registers(2), (2 * registers(2) + FEEDER_REGISTERS) * 128 <= 168 * 3 * 128
     (240, True)
@@ -161,7 +161,7 @@ def registers(consumers: int) -> int:
 
 
 def run_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], None]) -> None:
-    """Run `multiply(number)` in the warpgroups that multiply and `feed()` in the last one."""
+    """Run `multiply(number)` in the consumer warpgroups and `feed()` in the last one."""
     thread, consumers = lax.axis_index("thread"), plan.tiling.consumers
 
     num_registers = registers(consumers)
@@ -170,12 +170,12 @@ def run_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], No
 
 
 def slot_index(step: Index, stages: int) -> jax.Array:
-    """Return the place in shared memory of a step's tile."""
+    """Return the shared memory slot of a step's tile."""
     return lax.rem(step, jnp.int32(stages))
 
 
 def drain(count: Index, stages: int, *free: jax.Ref) -> None:
-    """Wait until the last tiles are free: no block ends while a barrier is under way."""
+    """Wait until the last tiles are free: no block may end while a barrier is pending."""
 
     @pl.loop(jnp.maximum(count - stages, 0), count)
     def _tile(step: jax.Array) -> None:
@@ -184,18 +184,18 @@ def drain(count: Index, stages: int, *free: jax.Ref) -> None:
 
 
 def accumulator(shape: tuple[int, int], start: Any = None) -> Any:
-    """Return registers in which the matrix units sum, in float32, from `start` where given."""
+    """Return a float32 accumulator of the tensor cores, initialised from `start` if given."""
     acc_type: Any = getattr(plgpu, "ACC")  # noqa: B009  (not declared as exported)
     return acc_type(shape, jnp.float32) if start is None else acc_type.init(start)
 
 
 def matmul_add(acc: jax.Array, a: "jax.Array | Ref", b: Ref) -> jax.Array:
-    """Return total + a @ b: a in registers or shared memory, b in shared memory."""
+    """Return acc + a @ b: a in registers or shared memory, b in shared memory."""
     return matmul_add_all((acc, a, b))[0]
 
 
 def matmul_add_all(*operands: tuple[Any, Any, Any]) -> tuple[Any, ...]:
-    """Return total + a @ b of each (total, a, b), issued together."""
+    """Return acc + a @ b for each (acc, a, b), issued together."""
     if mosaic.interpreter is not None:
         return tuple(acc + _interpreted(a, b) for acc, a, b in operands)
 
@@ -207,10 +207,10 @@ def matmul_add_all(*operands: tuple[Any, Any, Any]) -> tuple[Any, ...]:
 
 
 def _interpreted(a: Any, b: Any) -> jax.Array:
-    """Return a @ b: the interpreter knows neither sums with a past nor operands in registers."""
+    """Return a @ b: the interpreter lacks initialised accumulators and operands in registers."""
     if isinstance(a, jax.Array):
         product = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # it minds that b was read by other means than the matrix units
+        plgpu.commit_smem()  # the interpreter objects if b was read through another proxy
         return product
 
     def multiply(sum_ref: Any) -> jax.Array:
@@ -221,50 +221,50 @@ def _interpreted(a: Any, b: Any) -> jax.Array:
 
 
 def opaque_index(x: Index) -> jax.Array:
-    """Return a number that the compiler takes for a new one in every step.
+    """Return an index that the compiler treats as new in every step.
 
-    It would keep every address made of it in registers during the whole loop, and spill sums.
+    Otherwise it would keep derived addresses in registers during the whole loop, and spill sums.
     """
     return lax.optimization_barrier(x)
 
 
 def matrix_layout() -> Any:
-    """Return the layout in which the matrix units leave their sums in registers."""
+    """Return the register layout of a tensor core accumulator."""
     return plgpu.Layout.WGMMA
 
 
 def column_layout() -> Any:
-    """Return the layout of one number for each column of such sums."""
+    """Return the register layout of one number per column of an accumulator."""
     return matrix_layout().reduce(0)
 
 
 def constant(shape: tuple[int, ...], value: float, layout: Any = None) -> jax.Array:
-    """Return a constant array that lies in registers like a sum of the matrix units."""
+    """Return a constant array in registers, by default in an accumulator's layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or matrix_layout())
 
 
 def rows_to_matrix(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return one number per row as a matrix."""
+    """Return one number per row, broadcast to a matrix."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def columns_to_matrix(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return one number per column as a matrix."""
+    """Return one number per column, broadcast to a matrix."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def indices(shape: tuple[int, ...], axis: int, first: Index) -> jax.Array:
-    """Return the row's or the column's number, counted from `first`, everywhere in a tile."""
+    """Return the row or column numbers of a tile, from `first` on."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=matrix_layout()) + first
 
 
 def visible_mask(
     plan: Plan, visits: TileVisits, query: jax.Array, key: jax.Array, same: jax.Array | None
 ) -> jax.Array:
-    """Return where a query sees a key, from their numbers and whether their documents agree.
+    """Return where a query sees a key, from their numbers and whether their documents match.
 
-    Only what the mask needs is compared, and nothing subtracted: what is the same in every tile
-    takes one register per row or column then.
+    It compares only what the mask needs and subtracts nothing: so values that are the same in every
+    tile take one register per row or column.
     """
     conditions = [] if same is None else [same]
     if not plan.mask.everything:
@@ -280,8 +280,8 @@ def visible_mask(
 
 
 def write_tile(ref: RefSlice, value: jax.Array, smem: RefSlice) -> None:
-    """Write a tile to device memory: float32 from registers, others by way of shared memory."""
-    if ref.dtype == jnp.float32:  # four threads write 32 bytes that lie together
+    """Write a tile to device memory: float32 from registers, others through shared memory."""
+    if ref.dtype == jnp.float32:  # four threads write 32 contiguous bytes
         ref[...] = value
         return
     smem[...] = value.astype(ref.dtype)

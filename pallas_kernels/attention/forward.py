@@ -1,8 +1,8 @@
 """The forward kernel of attention, after FlashAttention-3 on Hopper (Shah et al., 2024).
 
-A block of threads has 64 rows of queries per warpgroup and visits the tiles of keys that they
-see, whole ones first. With two warpgroups one multiplies while the other takes exponentials.
-Shapes as in `flash_parts`.
+A thread block has 64 rows of queries per warpgroup and visits the tiles of keys that they see,
+fully visible ones first. With two warpgroups one multiplies while the other computes exponentials.
+Shapes as in `common`.
 """
 
 from functools import partial
@@ -38,11 +38,11 @@ from hfjax.pallas_kernels.attention.keys import (
 from hfjax.pallas_kernels.mosaic import RefSlice, load, row_layout
 from hfjax.utils.paths import Index
 
-FLOOR = -1e30  # a maximum below every score: exponentials of what is masked are then plain zeros
+FLOOR = -1e30  # a maximum below every score: exponentials of masked scores are then plain zeros
 
 
 class Inputs(NamedTuple):
-    """Operands in device memory; a state is there for later blocks, documents where given."""
+    """Operands in device memory; o, m and l only for later blocks, documents only if given."""
 
     q: Any
     k: Any
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory and barriers of one block of threads."""
+    """Shared memory and barriers of one thread block."""
 
     keys: KeyBuffers
     q: Any
@@ -65,7 +65,7 @@ class SharedMemory(NamedTuple):
 
 
 def run(plan: Plan, inputs: Inputs, outputs: tuple) -> tuple[jax.Array, ...]:
-    """Return (out, lse) or, where three outputs are asked for, the new state (o, m, l)."""
+    """Return (out, lse) or, if three outputs are requested, the new state (o, m, l)."""
     q_ready = plgpu.Barrier(num_barriers=plan.tiling.consumers)
     pingpong = plgpu.Barrier(num_arrivals=plan.tiling.consumers)
     scratch = SharedMemory(key_buffers(plan), row_buffers(plan), q_ready, pingpong)
@@ -79,7 +79,7 @@ def _multiply(rows: QueryRows, inputs: Inputs, outputs: tuple, smem: SharedMemor
     state = _initial_state(rows, inputs)
     plgpu.barrier_wait(ready)
     is_pingpong = rows.plan.tiling.consumers == 2
-    if is_pingpong:  # the second warpgroup is half a step behind
+    if is_pingpong:  # the second warpgroup runs half a step behind
         pl.when(thread == 1)(lambda: _swap_warpgroups(smem))
     state = rows.fold_tiles(partial(_step, rows, smem), state)
     if is_pingpong:
@@ -91,7 +91,7 @@ def _multiply(rows: QueryRows, inputs: Inputs, outputs: tuple, smem: SharedMemor
 
 
 def _initial_state(rows: QueryRows, inputs: Inputs) -> tuple:
-    """Return (o, m, l) before the first key: m counts powers of two."""
+    """Return (o, m, l) before the first key: m is in base 2."""
     if inputs.o is None:
         o = constant((ROWS, rows.plan.shape.width), 0.0)
         return o, constant((ROWS,), FLOOR, row_layout()), constant((ROWS,), 0.0, row_layout())
@@ -106,7 +106,7 @@ def _swap_warpgroups(smem: SharedMemory) -> None:
 
 
 def _scores(rows: QueryRows, smem: SharedMemory, slot: Index) -> jax.Array:
-    """Return q @ k.T; the other warpgroup goes on as soon as this product is issued."""
+    """Return q @ k.T; the other warpgroup continues as soon as this matmul is issued."""
 
     def multiply(s_ref: Any) -> jax.Array:
         plgpu.wgmma(
@@ -130,7 +130,7 @@ def _step(
     s = _scores(rows, smem, slot)
     if is_partial:
         s = rows.mask_scores(s, step, keys)
-        if plan.documents:  # read by other means than the next are written
+        if plan.documents:  # the next copy writes through another proxy
             plgpu.commit_smem()
     plgpu.barrier_arrive(keys.k_free.at[slot])
     unit = plan.scale * LOG2E
@@ -157,7 +157,7 @@ def _write_state(rows: QueryRows, outputs: tuple, o: jax.Array, m: Index, l: jax
 
 
 def _write_attention(rows: QueryRows, outputs: tuple, smem: RefSlice, state: tuple) -> None:
-    """Write what is attended to and its lse: 0 and -inf for rows that see nothing."""
+    """Write the attention and its lse: 0 and -inf for rows that see nothing."""
     o, m, l = state
     sees_any = l > 0.0
     lse = jnp.where(sees_any, m * LN2 + jnp.log(l), -jnp.inf)

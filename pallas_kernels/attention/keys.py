@@ -1,4 +1,4 @@
-"""Tiles of keys and values on their way to the warpgroups that multiply them with queries."""
+"""Copy tiles of keys and values to the warpgroups that multiply them with queries."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from hfjax.utils.paths import Index
 
 
 class KeyBuffers(NamedTuple):
-    """Shared memory for `stages` tiles of keys and values, and who may touch them."""
+    """Shared memory for `stages` tiles of keys and values, and their barriers."""
 
     k: Any
     v: Any
@@ -41,7 +41,7 @@ class KeyBuffers(NamedTuple):
 
 
 def key_buffers(plan: Plan) -> KeyBuffers:
-    """Return what a block of threads allocates."""
+    """Return the allocations of a thread block."""
     tiling, width = plan.tiling, plan.shape.width
     tiles = plgpu.SMEM(
         (tiling.stages, tiling.tile, width),
@@ -56,7 +56,7 @@ def key_buffers(plan: Plan) -> KeyBuffers:
 
 
 def row_buffers(plan: Plan) -> Any:
-    """Return shared memory for every warpgroup's own rows."""
+    """Return shared memory for each warpgroup's own rows."""
     shape = (plan.tiling.consumers, ROWS, plan.shape.width)
     return plgpu.SMEM(shape, plan.dtype, transforms=mosaic.tile_transforms(plan.dtype))
 
@@ -64,7 +64,7 @@ def row_buffers(plan: Plan) -> Any:
 def feed_keys(
     plan: Plan, inputs: Any, keys: KeyBuffers, visits: TileVisits, coords: tuple[Any, Any]
 ) -> None:
-    """Bring the tiles of a visit; `coords` is (batch, head of keys)."""
+    """Copy the tiles of a visit; `coords` is (batch, key head)."""
     batch, group = coords
 
     @pl.loop(0, visits.steps)
@@ -86,7 +86,7 @@ def feed_keys(
 
 
 def load_documents(plan: Plan, documents_BS: Ref, batch: Index, first: Index) -> jax.Array | None:
-    """Return the documents of a warpgroup's rows, in registers, where there are any."""
+    """Return the documents of a warpgroup's rows, in registers, or None."""
     if not plan.documents:
         return None
     return load(documents_BS.at[batch, pl.ds(first, ROWS)], row_layout())
@@ -95,7 +95,7 @@ def load_documents(plan: Plan, documents_BS: Ref, batch: Index, first: Index) ->
 def same_document(
     documents: jax.Array | None, others: Ref, slot: Callable, shape: tuple[int, ...]
 ) -> jax.Array | None:
-    """Return which rows lie in the same document as which of the others, those in a slot."""
+    """Return which rows share a document with which of the others, those in a slot."""
     if documents is None:
         return None
     columns = load(others.at[slot()], column_layout())
@@ -103,12 +103,12 @@ def same_document(
 
 
 class QueryRows(NamedTuple):
-    """One warpgroup's rows of queries, and what they visit."""
+    """One warpgroup's rows of queries, and their visits."""
 
     plan: Plan
     visits: TileVisits
     thread: Any
-    first: Any  # row's number
+    first: Any  # number of the first row
     batch: Any
     head: Any
     documents: Any  # of the rows, in registers
@@ -130,9 +130,9 @@ class QueryRows(NamedTuple):
         return jnp.where(visible_mask(self.plan, self.visits, query, key, same), s, -jnp.inf)
 
     def fold_tiles(self, step: Callable, state: Any) -> Any:
-        """Return the state after all tiles: `step(number, state, seen in part)`, whole ones first.
+        """Return the state after `step(number, state, is_partial)` for all tiles, full ones first.
 
-        Only tiles seen in part are masked.
+        Only partially visible tiles are masked.
         """
         tile_step = lambda is_partial: lambda i, x: step(i, x, is_partial)
         state = lax.fori_loop(0, self.visits.num_full, tile_step(False), state)
@@ -144,13 +144,13 @@ class QueryRows(NamedTuple):
 def launch_over_queries(
     plan: Plan, name: str, multiply: Callable, inputs: Any, outputs: tuple, scratch: Any
 ) -> Any:
-    """Run `multiply(rows, inputs, outputs, scratch)` on each consumer's rows of queries, fed."""
+    """Run `multiply(rows, inputs, outputs, scratch)` on each consumer's queries, and feed keys."""
     shape = plan.shape
     grid = {"batch": shape.batch, "head": shape.heads, "tile": inputs.visits.shape[1]}
 
     def body(inputs: Any, outputs: tuple, smem: Any) -> None:
         batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
-        if plan.mask.causal:  # the longest first: what is left at the end is short
+        if plan.mask.causal:  # the longest first, so that the tail is short
             tile = inputs.visits.shape[1] - 1 - tile
         visits = read_visits(inputs.visits, batch, tile)
 

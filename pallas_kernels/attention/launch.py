@@ -1,4 +1,4 @@
-"""From operands to the kernels of attention: what they refuse, whole tiles, tables of visits.
+"""Launch the attention kernels: check operands, pad to whole tiles, build tables of visits.
 
 Shapes as in `flash_block`.
 """
@@ -34,16 +34,16 @@ WIDTHS = (64, 128)
 
 @dataclass(frozen=True)
 class Tuning:
-    """How each kernel cuts its work; the defaults compile for Hopper without spills."""
+    """The tiling of each kernel; the defaults compile for Hopper without spills."""
 
     forward: Tiling = field(default_factory=lambda: Tiling(2, 128, 2))
-    queries: Tiling = field(default_factory=lambda: Tiling(2, 64, 4))  # makes dq
-    keys: Tiling = field(default_factory=lambda: Tiling(2, 64, 2))  # makes dk and dv
-    # Forward, where heads of 128 and the documents of a tile's keys want the same registers.
+    queries: Tiling = field(default_factory=lambda: Tiling(2, 64, 4))  # of dq
+    keys: Tiling = field(default_factory=lambda: Tiling(2, 64, 2))  # of dk and dv
+    # Forward, where heads of 128 and the documents of a tile's keys compete for registers.
     documents: Tiling = field(default_factory=lambda: Tiling(2, 64, 3))
 
     def forward_tiling(self, q: Shaped, positions: Positions) -> Tiling:
-        """Return the cut of a forward kernel."""
+        """Return the tiling of a forward kernel."""
         is_crowded = q.shape[-1] == max(WIDTHS) and positions.query_documents is not None
         return self.documents if is_crowded else self.forward
 
@@ -58,7 +58,7 @@ def refuses(
     positions: Positions = FROM_ZERO,
     tuning: Tuning = TUNING,
 ) -> str | None:
-    """Return why the kernels cannot take these operands; None where they can."""
+    """Return why the kernels cannot take these operands, or None if they can."""
     named = {"q_BSHD": q_BSHD, "k_BTGD": k_BTGD, "v_BTGD": v_BTGD}
     operands = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in named.items())
     reasons = (
@@ -136,7 +136,7 @@ def _forward(
     tuning: Tuning,
     dtype: DTypeLike | None,
 ) -> list[jax.Array]:
-    """Return the attention in a dtype and its lse; without a dtype the state: o, m and l."""
+    """Return the attention in `dtype` and its lse; without a dtype the state: o, m and l."""
     (q, k, v), tiling = operands, tuning.forward_tiling(operands[0], positions)
     visits = query_visits(mask, positions, Tiles(q.shape[1], k.shape[1], tiling.rows, tiling.tile))
     queries, keys = tiling.rows, tiling.tile
@@ -179,7 +179,7 @@ def block_backward(
     tuning: Tuning,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (dq, dk, dv) of one block of keys in a dtype: float32, or that of the operands."""
+    """Return (dq, dk, dv) of one block of keys in `dtype`: float32, or that of the operands."""
     q, k, v = operands
     of_queries, of_keys = tuning.queries, tuning.keys
     queries = math.lcm(of_queries.rows, of_keys.tile)

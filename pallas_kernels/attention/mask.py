@@ -1,7 +1,7 @@
 """Which keys a query sees, and which tiles of keys a tile of queries has to visit.
 
-Position of query i: `query_start + i`; of key j: `key_start + j`. With d = key's position less
-the query's, everything but documents is `low <= d <= high`. [B]atch, [S] queries, [T] keys.
+The position of query i is `query_start + i`, of key j `key_start + j`. With d the key's position
+minus the query's, all but documents is `low <= d <= high`. [B]atch, [S] queries, [T] keys.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FAR = 2**29  # farther apart than any two positions
 
 @dataclass(frozen=True)
 class Mask:
-    """What every query sees: not what follows it (`causal`), nothing `window` or more away."""
+    """What a query sees: no later keys (`causal`), no keys at a distance of `window` or more."""
 
     causal: bool = True
     window: int | None = None
@@ -34,9 +34,9 @@ class Mask:
 
 
 class Positions(NamedTuple):
-    """Where queries and keys stand: their first positions, and the documents that they are of.
+    """The first positions of queries and keys, and their documents.
 
-    Starts may be traced. Documents are given for both sides or for none: attention stays inside.
+    Starts may be traced. Documents are given for both or neither: attention stays within documents.
     """
 
     query_start: jax.Array | int = 0
@@ -46,14 +46,14 @@ class Positions(NamedTuple):
 
     @property
     def starts(self) -> tuple[int, int] | None:
-        """The first positions if they are known now; None if only when it runs."""
+        """The first positions if they are static, or None if they are traced."""
         if isinstance(self.query_start, int) and isinstance(self.key_start, int):
             return self.query_start, self.key_start
         return None
 
 
 class Tiles(NamedTuple):
-    """Lengths of queries and keys, and of their tiles."""
+    """The lengths of queries and keys, and of their tiles."""
 
     queries: int
     keys: int
@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
 
 
 def bounds(mask: Mask, positions: Positions) -> tuple[Any, Any]:
-    """Return (low, high) of key number - query number: what lies outside is not seen."""
+    """Return the visible range (low, high) of key number - query number."""
     if positions.starts is None:
         shift = jnp.int32(positions.query_start) - jnp.int32(positions.key_start)
     else:
@@ -75,7 +75,7 @@ def bounds(mask: Mask, positions: Positions) -> tuple[Any, Any]:
 def visible(
     mask: Mask, positions: Positions, query: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return which of the keys (numbers) each query (numbers) sees, by position and by document.
+    """Return which keys each query sees, by position and by document, from their numbers.
 
     The first is [Q, K]; the second [B, Q, K], or None without documents.
     """
@@ -89,15 +89,15 @@ def visible(
 
 
 def _document_ranges(documents: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the least and the greatest document of each tile: [B, tiles] each."""
+    """Return the lowest and the highest document of each tile: [B, tiles] each."""
     tiles = pad_axis(documents, 1, tile, mode="edge").reshape(documents.shape[0], -1, tile)
     return tiles.min(-1), tiles.max(-1)
 
 
 def tile_visibility(mask: Mask, positions: Positions, tiles: Tiles) -> tuple[Any, Any]:
-    """Return whether query tiles may see anything, and see everything, of key tiles: [B, n, m].
+    """Return whether query tiles see any, and all, of each key tile: [B, n, m] each.
 
-    Where all is known now, they are numpy's: constants of the program that runs.
+    If all inputs are static they are numpy arrays: constants of the program.
     """
     low, high = bounds(mask, positions)
     first = np.arange(0, tiles.queries, tiles.query_tile, dtype=np.int32)[:, None]
@@ -118,7 +118,7 @@ def tile_visibility(mask: Mask, positions: Positions, tiles: Tiles) -> tuple[Any
 
 
 def _spans(some: jax.Array | np.ndarray, every: jax.Array | np.ndarray) -> list[Any]:
-    """Return, along the last axis: start, start of a full run, its end, end: [B, n] each."""
+    """Return, along the last axis: start, start of the full run, its end, end: [B, n] each."""
     xp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]
     number = xp.broadcast_to(np.arange(count, dtype=np.int32), some.shape)
@@ -139,15 +139,15 @@ def _table(mask: Mask, positions: Positions, spans: list[Any]) -> jax.Array:
 
 
 def query_visits(mask: Mask, positions: Positions, tiles: Tiles) -> jax.Array:
-    """Return what each tile of queries visits, [B or 1, query tiles, 6].
+    """Return the visits of each tile of queries, [B or 1, query tiles, 6].
 
-    Tiles of keys from the first to the second number and from the third to the fourth are seen
-    in part; those between are seen whole; none else is seen. Then low and high.
+    Key tiles from the first to the second number and from the third to the fourth are partially
+    visible; those between are fully visible; others are not. The last two numbers are low and high.
     """
     return _table(mask, positions, _spans(*tile_visibility(mask, positions, tiles)))
 
 
 def key_visits(mask: Mask, positions: Positions, tiles: Tiles) -> jax.Array:
-    """Return what each tile of keys is visited by, [B or 1, key tiles, 6], in tiles of queries."""
+    """Return the visits of each tile of keys, [B or 1, key tiles, 6], in tiles of queries."""
     some, every = (x.swapaxes(1, 2) for x in tile_visibility(mask, positions, tiles))
     return _table(mask, positions, _spans(some, every))

@@ -1,7 +1,7 @@
-"""One block of attention in plain JAX, in blocks of queries and keys: the CPU's path, the oracle.
+"""One block of attention in plain JAX, in blocks of queries and keys: for CPUs and tests.
 
-No score outlives its block of `BLOCK` x `BLOCK`; blocks that see nothing are skipped when it
-runs. Computed in float32 or wider. Shapes as in `flash_block`, heads of queries as [G, R].
+Scores exist only within their block of `BLOCK` x `BLOCK`; blocks that see nothing are skipped at
+run time. Computed in float32 or wider. Shapes as in `flash_block`, query heads as [G, R].
 """
 
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ BLOCK = 512  # queries and keys
 
 
 class State(NamedTuple):
-    """Attention over the keys seen so far, float32 or wider: exp(score - m) weighs each value.
+    """Attention over the keys seen so far, float32 or wider; values are weighted by exp(score - m).
 
     o is the weighted sum of values, l the sum of weights, m the greatest score: 0, 0 and -inf
-    where nothing was seen. As constants, m's gradients are zero: they cancel in what is finished.
+    where nothing was seen. m is treated as a constant: its gradients cancel in `finish`.
     """
 
     o: jax.Array
@@ -31,10 +31,10 @@ class State(NamedTuple):
 
 
 class Final(NamedTuple):
-    """What the backward pass of any block of keys needs of the queries, once all keys were seen.
+    """The inputs of any key block's backward pass for the queries, after all keys were seen.
 
-    The gradient of what they attended to, the log of their weights' sum (-inf: saw nothing), and
-    `delta`: sum(out * do) over D, less the gradient of lse where there is one.
+    The gradient of the attention, the log of the sum of weights (-inf: nothing seen), and `delta`:
+    sum(out * do) over D, minus the gradient of lse where there is one.
     """
 
     do: jax.Array
@@ -63,22 +63,22 @@ def _split_blocks(length: int, *arrays: jax.Array) -> _Blocks:
 
 
 def _merge_blocks(blocks: jax.Array, length: int) -> jax.Array:
-    """Return blocks [n, B, block, ...] as they were before they were cut."""
+    """Return blocks [n, B, block, ...] merged to [B, length, ...]."""
     merged = jnp.moveaxis(blocks, 0, 1)
     return merged.reshape(merged.shape[0], -1, *merged.shape[3:])[:, :length]
 
 
 class _Visibility(NamedTuple):
-    """Who sees what, by numbers of queries and keys."""
+    """Which keys are visible, by numbers of queries and keys."""
 
     mask: Mask
     positions: Positions
     keys: int
-    some: Any  # [query blocks, key blocks]: whether anything is seen
+    some: Any  # [query blocks, key blocks]: whether anything is visible
 
     @property
     def sees_all(self) -> bool:
-        """Whether every block of queries is known to see something of every block of keys."""
+        """Whether every block of queries statically sees something of every block of keys."""
         return isinstance(self.some, np.ndarray) and bool(self.some.all())
 
     @classmethod
@@ -97,10 +97,10 @@ class _Visibility(NamedTuple):
 def _tie_together(
     q: _Blocks, k: _Blocks, visibility: _Visibility
 ) -> tuple[_Blocks, _Blocks, jax.Array]:
-    """Return the same, such that numbers are known no earlier than what they number.
+    """Return the same, with numbers made data-dependent on the arrays that they index.
 
-    Where a layer is rematerialised, JAX would else make all masks ahead, for all pairs of blocks
-    and all heads, and keep them: as large as the scores.
+    Otherwise, in a rematerialised layer, JAX would compute all masks ahead, for all pairs of blocks
+    and all heads, and save them: as large as the scores.
     """
     return lax.optimization_barrier((q, k, jnp.asarray(visibility.some)))
 
@@ -120,7 +120,7 @@ def _group_heads(x_BSHD: jax.Array, groups: int) -> jax.Array:
 
 
 def _heads_last(x_BHS: jax.Array, groups: int) -> jax.Array:
-    """Return [B, S, G, R]."""
+    """Return x as [B, S, G, R]."""
     batch, heads, length = x_BHS.shape
     return jnp.moveaxis(x_BHS.reshape(batch, groups, heads // groups, length), 3, 1)
 
@@ -205,7 +205,7 @@ def block_backward(
     mask: Mask,
     positions: Positions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return what one block of keys adds to dq, and its dk and dv: float32 or wider."""
+    """Return one block of keys' partial sum of dq, and its dk and dv: float32 or wider."""
     queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
     q_BSHD, k_BTGD, v_BTGD, final, positions = unify_varying(
         (q_BSHD, k_BTGD, v_BTGD, final, positions)

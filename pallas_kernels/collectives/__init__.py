@@ -1,5 +1,5 @@
-"""All-gather and reduce-scatter that cast while they send and add in float32.
+"""All-gather and reduce-scatter that cast while sending and sum in float32.
 
-`casting` has the functions, `kernel` their bodies, `reference` the same in plain JAX, `stream` how
-arrays pass through shared memory.
+`casting` has the functions, `kernel` their bodies, `reference` the same in plain JAX, `stream`
+streams arrays through shared memory.
 """

@@ -1,15 +1,15 @@
-"""all_gather and reduce_scatter with the cast fused into the sending.
+"""all_gather and reduce_scatter with the cast fused into the send.
 
-What travels is `wire` (bfloat16 unless asked otherwise), what is added is float32: an owner adds
-its own rows, never rounded, and then those of the other ranks, the lowest rank first. So the same
-operands give the same bits on every run. `all_gather` and `reduce_scatter` are each other's
-transpose, cotangents travel and add up the same way.
+Data is sent in `wire` (bfloat16 by default) and summed in float32: an owner starts with its own
+rows, never rounded, and adds those of the other ranks, the lowest rank first. So the same operands
+give the same bits on every run. `all_gather` and `reduce_scatter` are each other's transpose;
+cotangents are sent and summed the same way.
 
-The kernels are for the GPUs of one host, which reach each other's memory: each rank stores every
-piece straight into its owner's memory, one hop, and no cast copy is ever in memory. Across hosts
-it is `collectives_reference`, which sends the same bytes.
+The kernels are for the GPUs of one host, which access each other's memory: each rank stores every
+piece directly into its owner's memory, in one hop, and no cast copy is ever in memory. Across hosts
+`reference` sends the same bytes.
 
-The floor on S ranks, x of n elements of b bytes, w bytes on the wire:
+The lower bound on S ranks, x of n elements of b bytes, w bytes on the wire:
                       a link carries, each way     the memory of a device moves
     all_gather        (S - 1) * n * w              n * b + S * n * w       (x is one of S pieces)
     reduce_scatter    (S - 1) / S * n * w          n * b + 2 * (S - 1) / S * n * w + 4 * n / S
@@ -30,12 +30,12 @@ from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable_reason
 from hfjax.utils.paths import Shaped
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-MAX_GPUS = 8  # GPUs of a host that reach each other's memory
+MAX_GPUS = 8  # GPUs of a host that access each other's memory
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Elements to a tile, tiles in flight, and blocks of threads (at most one to a processor)."""
+    """Elements per tile, tiles in flight, and thread blocks (at most one per multiprocessor)."""
 
     elements: int = 4096
     stages: int = 3
@@ -45,7 +45,7 @@ class Tuning:
 def refuses(
     op: str, x: Shaped, axis: Axis, size: int, wire: DTypeLike = jnp.bfloat16
 ) -> str | None:
-    """Return why the kernel of `op` cannot take `x` over an axis of that size, or None.
+    """Return why the kernel of `op` cannot take `x` over an axis of size `size`, or None.
 
     `op` is "all_gather" or "reduce_scatter".
     """

@@ -1,11 +1,11 @@
-"""The bodies of `collectives.py`: every rank writes its cast pieces straight into peers' memory.
+"""The kernel bodies of `casting.py`: every rank writes its cast pieces directly to peers' memory.
 
-A tile is loaded, cast in registers, laid in shared memory once, and copied from there to one peer
-(scatter) or to all of them (gather). Block b of one rank and block b of another take the same
-tiles, so a block waits only for its likes: one semaphore a block, one signal a peer.
+A tile is loaded, cast in registers, stored in shared memory once, and copied from there to one peer
+(scatter) or to all of them (gather). Block b of every rank takes the same tiles, so a block waits
+only for its counterparts: one semaphore per block, one signal per peer.
 
-Shapes: S ranks, R rows of C elements to a piece. Before them stand `ring.ranks`: nothing on a
-mesh, and a virtual ring's ranks.
+Shapes: S ranks, R rows of C elements per piece, after the leading dimensions `ring.ranks`: none on
+a mesh, the ranks of a virtual ring.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,18 @@ from hfjax.utils.paths import Index
 
 
 def load_cast(ref: Ref, dtype: DTypeLike) -> jax.Array:
-    """Return a tile in shared memory, cast; spread over the threads alike for every dtype."""
+    """Return a tile of shared memory, cast, with the same thread layout for every dtype."""
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=4)
     return plgpu.layout_cast(ref[...], layout).astype(dtype)
 
 
 def inbox_slot(sender: Index, owner: Index) -> jax.Array:
-    """Return where an owner keeps what a sender gave: others in the order of their ranks."""
+    """Return the owner's slot for a sender's data: senders in the order of their ranks."""
     return sender - jnp.int32(sender > owner)
 
 
 def signal_and_wait(ring: Ring, arrived: Any) -> None:
-    """Wait for all that this block sent, tell the peers, and wait until they have told."""
+    """Wait for all stores of this block, signal the peers, and wait for their signals."""
     block = lax.axis_index("block")
     plgpu.wait_smem_to_gmem(0)
     for steps in range(1, ring.size):
@@ -48,7 +48,7 @@ def signal_and_wait(ring: Ring, arrived: Any) -> None:
 
 
 def launch(body: Callable, ring: Ring, tiles: Tiles, out: list, scratch: list) -> Callable:
-    """Return a function of the arrays that runs `body` on every rank and block of the ring."""
+    """Return a function of arrays that runs `body` on every rank and block of the ring."""
     return mosaic.kernel(
         body,
         [jax.ShapeDtypeStruct((*ring.ranks, *shape), dtype) for shape, dtype in out],
@@ -150,7 +150,7 @@ def _send_and_add(
 
 
 def scatter(ring: Ring, x: jax.Array, wire: DTypeLike, tuning: Any) -> jax.Array:
-    """Return this rank's part (…, n) of the sum over the ranks, where each has x (…, S, n)."""
+    """Return this rank's shard (…, n) of the sum over the ranks, where each has x (…, S, n)."""
     size, n = ring.size, x.shape[-1]
     rows, columns = stream.matrix_shape(n)
     stage_bytes = x.dtype.itemsize + (size - 1) * jnp.dtype(wire).itemsize

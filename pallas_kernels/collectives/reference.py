@@ -1,8 +1,8 @@
-"""The collectives of `collectives.py` in plain JAX: the same wire, the same order of additions.
+"""The collectives of `casting.py` in plain JAX: the same wire dtype and order of additions.
 
-XLA sends what it is given: each piece is cast and then sent with `all_gather` or `all_to_all`,
-never with `psum_scatter`, which would add up in the dtype of the wire. The bytes that leave a
-device are those of the kernels; what the kernels save is the cast copy in memory.
+Each piece is cast and then sent with `all_gather` or `all_to_all`, never with `psum_scatter`, which
+would sum in the dtype of the wire. A device sends the same bytes as with the kernels; the kernels
+save the cast copy in memory.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Axis = str | tuple[str, ...]
 
 
 def as_varying(x: jax.Array, axis: Axis) -> jax.Array:
-    """Return `x`, marked as differing along the axis where shard_map keeps account of that."""
+    """Return `x`, marked as varying along the axis if shard_map tracks that."""
     return mark_varying(x, varying_axes(lax.axis_index(axis)))
 
 
@@ -34,7 +34,7 @@ def _scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
             f"x {x.shape} over {axis!r} of size {size}: the rows must be a multiple of that size. "
             "Pad the rows, or reduce over another axis."
         )
-    chunks = x.reshape(size, x.shape[0] // size, *x.shape[1:])  # by the device that owns them
+    chunks = x.reshape(size, x.shape[0] // size, *x.shape[1:])  # by owner
     summed = lax.dynamic_index_in_dim(chunks, lax.axis_index(axis), keepdims=False)
     summed = summed.astype(jnp.promote_types(x.dtype, jnp.float32))
     if size == 1:
@@ -42,7 +42,7 @@ def _scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
     received = lax.all_to_all(chunks.astype(wire), axis, split_axis=0, concat_axis=0)
     rank = lax.axis_index(axis)
     for other in range(size):  # the lowest rank first
-        # A select, not a product: what stands in the own place is not read, it may be NaN.
+        # A select, not a multiplication: the own entry is not used and may be NaN.
         summed = summed + jnp.where(other == rank, 0, received[other].astype(summed.dtype))
     return summed
 
@@ -50,7 +50,7 @@ def _scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
 def _vjp(
     collective: Callable, axis: Axis, wire: DTypeLike, like: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array]:
-    if lax.axis_size(axis) > 1:  # else nothing is sent, so nothing is rounded
+    if lax.axis_size(axis) > 1:  # otherwise nothing is sent, so nothing is rounded
         cotangent = collective(cotangent, axis, wire)
     return (cotangent.astype(like.dtype),)
 
@@ -59,8 +59,8 @@ def make_pair(gather: Callable, scatter: Callable) -> list[Callable]:
     """Return `all_gather` and `reduce_scatter`, differentiable, of (x, axis, wire=bfloat16).
 
     The first returns the rows of all devices along the axis, in `wire`, the second this device's
-    rows of the sum over the axis, in float32; both inside `jax.shard_map`. The cotangent of a
-    gather goes through the scatter and the other way round.
+    rows of the sum over the axis, in float32; both inside `jax.shard_map`. The transpose of the
+    gather is the scatter and vice versa.
     """
 
     def make_differentiable(collective: Callable, transpose: Callable) -> Callable:

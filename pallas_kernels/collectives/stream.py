@@ -1,10 +1,10 @@
-"""Arrays that stream through shared memory tile by tile: what elementwise kernels share.
+"""Stream arrays through shared memory tile by tile, for elementwise kernels.
 
-An array of n elements is seen as `columns` (up to 256, the most that one copy of the TMA takes)
-by as many rows; a tile is some rows. The blocks of the grid's axis "block" take tiles in turn, and
-each keeps several copies in flight. A last tile may reach over the end: what is read there is
-zero, and what a kernel writes must have room for it (`Tiles.whole` rows), since a copy from shared
-memory stops neither at the end of a dimension nor at any number of bytes that 16 does not divide.
+An array of n elements is viewed as a matrix with up to 256 columns, the limit of one TMA copy; a
+tile is some rows. The blocks of the grid axis "block" take tiles round-robin, and each keeps
+several copies in flight. The last tile may extend beyond the end: reads there return zero, and a
+kernel's output must have room for it (`Tiles.padded_rows` rows), since a copy from shared memory
+stops neither at the end of a dimension nor at a number of bytes that is no multiple of 16.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.mosaic import Ref
 from hfjax.utils.paths import Index
 
-COLUMNS = 256  # the most elements of a side of one copy
-SLOTS = 2  # tiles on their way out
+COLUMNS = 256  # the maximum side of one copy, in elements
+SLOTS = 2  # output tiles in flight
 SHARED_BYTES = 200 * 1024  # bytes of shared memory that tiles may take
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of `rows` rows, `tile` to each, that `blocks` blocks take in turn."""
+    """Tiles of `tile` of the `rows` rows, assigned round-robin to `blocks` blocks."""
 
     rows: int
     tile: int
@@ -39,15 +39,15 @@ class Tiles:
 
     @property
     def padded_rows(self) -> int:
-        """The rows of all tiles: what is written has so many."""
+        """The rows of all tiles, which the output must have."""
         return self.count * self.tile
 
     def steps(self) -> jax.Array:
-        """Return how many tiles this block takes."""
+        """Return the number of tiles of this block."""
         return lax.div(self.count - lax.axis_index("block") + self.blocks - 1, self.blocks)
 
     def at(self, step: Index) -> jax.Array:
-        """Return the number of the tile that this block takes in a step."""
+        """Return the number of this block's tile in a step."""
         return lax.axis_index("block") + step * self.blocks
 
     def rows_of(self, step: Index) -> slice | pl.Slice:
@@ -55,7 +55,7 @@ class Tiles:
 
 
 def matrix_shape(n: int) -> tuple[int, int]:
-    """Return rows and columns that n elements are seen as.
+    """Return the rows and columns of the matrix view of n elements.
 
     >>> matrix_shape(1024), matrix_shape(24)
     ((4, 256), (3, 8))
@@ -65,7 +65,7 @@ def matrix_shape(n: int) -> tuple[int, int]:
 
 
 def max_elements(elements: int, bytes_each: int) -> int:
-    """Return how many elements a tile has, at most, that takes `bytes_each` of shared memory."""
+    """Return the maximum elements per tile, if each takes `bytes_each` of shared memory."""
     while elements * bytes_each > SHARED_BYTES:
         elements //= 2
     return elements
@@ -80,9 +80,9 @@ def make_tiles(rows: int, tile: int, blocks: int) -> Tiles:
 def stream(step: Callable, tiles: Tiles, inputs: Sequence[tuple], rounds: int, stages: int) -> None:
     """Run `step(step, round, slot, *tiles in shared memory)` for each tile, `rounds` times each.
 
-    An input is a ref, the shape of a tile of it, and where that tile is, in tiles: a function of
-    the tile's number and the round. Of `SLOTS` slots for what leaves, the one given is written
-    next: wait for what left it before.
+    An input is a ref, the shape of its tiles, and their index, in tiles: a function of the tile's
+    number and the round. `slot` is the next of `SLOTS` output slots: wait for its previous copy
+    before writing.
     """
 
     def run(index: tuple, *smem: Ref) -> None:

@@ -1,5 +1,5 @@
-"""The loss of a vocabulary without its logits, and its kernels.
+"""Cross entropy over a vocabulary without storing its logits, and its kernels.
 
-`loss` is the function, `logits` a vocabulary in parts, `tile_loop` deals its tiles to a GPU's
-blocks, `tiles` is what is made of each.
+`loss` is the function, `logits` splits a vocabulary into parts, `tile_loop` assigns its tiles to a
+GPU's thread blocks, `tiles` computes on each tile.
 """

@@ -1,7 +1,7 @@
-"""Logits that are never all there: a vocabulary in parts, the labels and columns of each part.
+"""Logits computed in parts of the vocabulary, with the labels and columns of each part.
 
 [N] rows, [D] width, [V] vocabulary; in [P] parts of [C] columns: column c of part p is c * P + p,
-so that a part of a matrix that is split over devices lies evenly on all of them.
+so that each part of a sharded matrix is spread evenly over all devices.
 """
 
 import math
@@ -19,23 +19,23 @@ from hfjax.utils.paths import Index
 from hfjax.utils.vma import zeros
 
 LOG2E = math.log2(math.e)
-LOWEST = -1e30  # the maximum of nothing: finite, so that no inf - inf appears
-EVEN = 8  # rows of a matrix as the copies of a GPU take them
+LOWEST = -1e30  # the maximum of no columns: finite, to avoid inf - inf
+EVEN = 8  # matrix rows must be a multiple, for GPU copies
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes: of a tile in shared memory, of the ring, of the order of tiles, of the parts.
+    """Sizes of a tile in shared memory, of the ring of stages, of the tile order and of the parts.
 
-    `num_parts`: backward, the vocabulary goes through memory in so many parts (what is there of the
-    logits at once is 1 / parts of them), fewer where one would be narrower than `min_columns`
-    columns, below which matrix products are inefficient.
+    `num_parts`: the backward pass processes the vocabulary in so many parts (only 1 / parts of the
+    logits exist at a time), fewer where one would be narrower than `min_columns` columns, below
+    which matmuls are inefficient.
     """
 
     columns: int = 256
     depth: int = 64
     stages: int = 4
-    group: int = 16  # tiles of rows that run side by side: their x stays in the L2 cache
+    group: int = 16  # row tiles processed together: their x stays in the L2 cache
     blocks: int = 132  # multiprocessors of an H100 or H200
     num_parts: int = 8
     min_columns: int = 2048
@@ -50,7 +50,7 @@ class Tuning:
             raise ValueError(f"{self}: give at least 2 stages, and 1 of all others.")
 
     def count_parts(self, vocab: int) -> int:
-        """Return into how many parts a vocabulary is split: rather a few more, if that is even.
+        """Return the number of parts of a vocabulary, slightly more if that divides it evenly.
 
         >>> tuning = Tuning()
         >>> tuning.count_parts(50304), tuning.count_parts(6288)
@@ -69,20 +69,20 @@ PLAIN = Tuning(
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the vocabulary that are here: where they begin, how many of them are real."""
+    """The local columns of the vocabulary: where they begin, how many of them are not padding."""
 
     first: Any
     real: Any
 
     def local_labels(self, labels_N: jax.Array) -> jax.Array:
-        """Return each label as a column here; no column of ours where it is none of them."""
+        """Return each label as a local column; out of range where it is not local."""
         column = labels_N - self.first
         return jnp.where((labels_N >= 0) & (column >= 0) & (column < self.real), column, -1)
 
     def part_labels(
         self, labels_N: jax.Array, part: Index, num_parts: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (the labels' columns in a part, how many columns of it are real)."""
+        """Return (the labels' columns in a part, its number of real columns)."""
         column = self.local_labels(labels_N)
         is_ours = (column >= 0) & (lax.rem(column, jnp.int32(num_parts)) == part)
         real = lax.div(jnp.int32(self.real) - part + num_parts - 1, jnp.int32(num_parts))
@@ -100,7 +100,7 @@ def take_part(a_CPD: jax.Array, part: Index) -> jax.Array:
 
 
 def sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype in which sums are taken: float32, or wider."""
+    """Return the dtype of sums: float32, or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -133,7 +133,7 @@ def statistics(
 def _logits(
     x_ND: jax.Array, w_CPD: jax.Array, part: Index, real: Index
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (the logits of a part [N, C], -inf where no column is real; the columns' numbers)."""
+    """Return (the logits of a part [N, C], -inf in padding columns; the columns' numbers)."""
     logits = matmul(x_ND, take_part(w_CPD, part), (1, 1))
     ids = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
     return jnp.where(ids < real, logits, -jnp.inf), ids
@@ -147,8 +147,8 @@ def probabilities(
 ) -> jax.Array:
     """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
 
-    numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
-    and the label's column in the part.
+    numbers: [part, its number of real columns]; operands: x_ND and w_CPD; rows_N: logsumexp and the
+    label's column in the part.
     """
     (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
     logits, ids = _logits(x_ND, w_CPD, numbers[0], numbers[1])

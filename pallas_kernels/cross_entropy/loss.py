@@ -3,31 +3,31 @@
 `cross_entropy(x_ND, w_VD, labels_N)` is `logsumexp(x @ w.T) - (x @ w.T)[label]` of each row, in
 float32 (float64 stays). Saved for backward: x, w, labels and the logsumexp, [N] floats. After
 "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al., 2024), with the gradients'
-products left to the library of matrix products, as Liger does.
+matmuls left to the BLAS library, as in Liger.
 
-- Forward: tiles of logits on the matrix units (`tiles.statistics`), of which the maximum and
-  the sum of exponentials of each row stay.
+- Forward: tiles of logits on the tensor cores (`tiles.statistics`), reduced to the maximum and the
+  sum of exponentials of each row.
 - Backward: the vocabulary in P parts, one after another: (softmax - onehot) of a part in x's dtype
-  [N, V / P], then dx += that @ w, dw = that.T @ x. A part is all that is ever there of the logits.
+  [N, V / P], then dx += that @ w, dw = that.T @ x. Only one part of the logits exists at a time.
 
-Labels: a negative one is ignored (its loss is 0 and it has no gradient); one that is not in the
-vocabulary makes its loss, and the gradients, NaN: it is a mistake that must be seen.
+Labels: a negative one is ignored (its loss is 0 and it has no gradient); one beyond the vocabulary
+makes its loss, and the gradients, NaN: an error that must be noticed.
 
-`axis`: inside shard_map, the mesh axis (or axes) over which the rows of w are split; labels count
-over all of it. dx and dw are this device's share, and whoever made x the same on all devices of
-the axis adds dx up: with check_vma that is JAX itself (x is cast to varying here, and the
-transpose of the cast is the sum), without it the transpose of the shard_map around.
+`axis`: inside shard_map, the mesh axis (or axes) over which the rows of w are sharded; labels are
+global. dx is this device's partial sum, and dw its shard; dx must be summed where x was replicated
+over the axis: with check_vma JAX does so (x is cast to varying here, and the transpose of the cast
+is the sum), without it the transpose of the enclosing shard_map.
 
-The floor, for N rows, width D, V columns here, S devices of the axis, 2-byte operands:
+The lower bound, for N rows, width D, V local columns, S devices of the axis, 2-byte operands:
   flops    forward 2NVD; backward 6NVD (the logits again, dx, dw): 8NVD, where saved logits
-           take 6NVD. Exponentials: NV forward, NV backward.
-  memory   kept: 4N bytes. At once: 2NV / P of probabilities, 4ND of dx, 2ND of weighed x.
-  traffic  forward 2ND + 2VD * N / 2048 (a group of 2048 rows shares what it reads of w);
+           need 6NVD. Exponentials: NV forward, NV backward.
+  memory   saved: 4N bytes. Peak: 2NV / P of probabilities, 4ND of dx, 2ND of weighted x.
+  traffic  forward 2ND + 2VD * N / 2048 (a group of 2048 rows shares its reads of w);
            backward 6NV of probabilities (written, read twice), 8NDP of dx.
   links    12N bytes all-reduced over the axis (maximum, then sum and picked logit), and dx once.
-At 700 TFLOP/s, N=16384, V=50304, D=768: forward 1.8 ms, backward 5.4 ms, and 6 GB of traffic of
-which the products hide a part. Compiled for an H200: 265 MiB at once, where saved logits take
-1572 MiB. Nothing of this was timed yet.
+At 700 TFLOP/s, N=16384, V=50304, D=768: forward 1.8 ms, backward 5.4 ms, and 6 GB of traffic,
+partly hidden by matmuls. Compiled for an H200: a peak of 265 MiB, where saved logits take 1572 MiB.
+None of this has been timed yet.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def cross_entropy(
 ) -> jax.Array:
     """Return the loss of each row, [N] in float32: the kernel, for a Hopper GPU.
 
-    `vocab`: how many columns are real where w has rows beyond (padding) that are none.
+    `vocab`: the number of real columns, if w has padding rows beyond.
     """
     if reason := refuses(x_ND, w_VD, labels_N):
         raise ValueError(reason)
@@ -73,11 +73,11 @@ def reference(
     vocab: int | None = None,
     tuning: Tuning = logits.PLAIN,
 ) -> jax.Array:
-    """Return what `cross_entropy` does, in plain JAX: the same parts, for any device and dtype.
+    """Return the same as `cross_entropy`, in plain JAX: the same parts, for any device and dtype.
 
-    It may be split by the compiler, too (axis=None under jit): compiled for 8 H200s, rows over
-    devices cost dw's sum, one part at a time; columns over devices cost dx's sum, once and in
-    float32, and three sums of [N] for each part.
+    The compiler may shard it, too (axis=None under jit): compiled for 8 H200s, rows sharded over
+    devices cost an all-reduce of dw, one part at a time; columns cost one all-reduce of dx, in
+    float32, and three all-reduces of [N] for each part.
     """
     if reason := _check_shapes(x_ND, w_VD, labels_N):
         raise ValueError(reason)
@@ -115,7 +115,7 @@ def _check_shapes(x: Shaped, w: Shaped, labels: Shaped) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """How the vocabulary lies on the devices, and who computes its tiles."""
+    """The sharding of the vocabulary, and the implementation that computes its tiles."""
 
     axis: Axis
     vocab: int | None
@@ -133,19 +133,19 @@ class Problem:
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
 
     def size(self, w_VD: jax.Array) -> int:
-        """Return the columns of the whole vocabulary that are real."""
+        """Return the number of real columns of the global vocabulary."""
         num_columns = w_VD.shape[0] * (lax.axis_size(self.axes) if self.axes else 1)
         return num_columns if self.vocab is None else min(self.vocab, num_columns)
 
     def columns(self, w_VD: jax.Array) -> Columns:
-        """Return which columns of the vocabulary are here."""
+        """Return the local columns of the vocabulary."""
         num_local = w_VD.shape[0]
         first = lax.axis_index(self.axes) * num_local if self.axes else 0
         return Columns(first, jnp.clip(self.size(w_VD) - first, 0, num_local))
 
     @property
     def tracked(self) -> frozenset[str]:
-        """The axes over which JAX knows values to differ (shard_map's check_vma)."""
+        """The axes over which JAX tracks values as varying (shard_map's check_vma)."""
         return frozenset[str]().union(*(varying_axes(lax.axis_index(axis)) for axis in self.axes))
 
 
@@ -162,7 +162,7 @@ def _losses(problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Ar
 def forward(
     problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    """Return (the loss of each row, what `backward` needs: the operands and logsumexp)."""
+    """Return (the loss of each row, the residuals of `backward`: operands and logsumexp)."""
     stats = problem.statistics(x_ND, w_VD, labels_N, problem.columns(w_VD), problem.tuning)
     logsumexp, picked = _reduce_stats(problem.axes, *stats)
     losses = jnp.where(labels_N < problem.size(w_VD), logsumexp - picked, jnp.nan)
@@ -173,7 +173,7 @@ def forward(
 def _reduce_stats(
     axes: tuple[str, ...], row_max: jax.Array, sum_exp: jax.Array, picked: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (logsumexp, picked logit) over the shares of all devices of the axes."""
+    """Return (logsumexp, picked logit), all-reduced over the axes."""
     if not axes:
         return row_max + jnp.log(sum_exp), picked
     global_max = lax.pmax(row_max, axes)
@@ -182,7 +182,7 @@ def _reduce_stats(
 
 
 def backward(problem: Problem, saved: tuple, g_N: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """Return (dx, this device's share of it; dw; nothing for the labels)."""
+    """Return (this device's partial sum of dx; dw; None for the labels)."""
     x_ND, w_VD, labels_N, _ = saved
     g_N = jnp.where(labels_N < problem.size(w_VD), g_N, jnp.nan)
     g_N = jnp.where(labels_N < 0, 0, g_N)
@@ -195,9 +195,9 @@ def backward(problem: Problem, saved: tuple, g_N: jax.Array) -> tuple[jax.Array,
 def _gradients(
     problem: Problem, saved: tuple, weights_N: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return dx before each row is weighed, and dw.
+    """Return dx before each row is weighted, and dw.
 
-    The weights of rows go with x: the probabilities, whose dtype has few bits, stay in [-1, 1].
+    Row weights are applied to x: the probabilities, in a low-precision dtype, stay in [-1, 1].
     """
     x_ND, w_VD, labels_N, logsumexp = saved
     num_parts = problem.tuning.count_parts(w_VD.shape[0])
@@ -223,7 +223,7 @@ def _gradients(
 
 def _backward(problem: Problem, saved: tuple, g_N: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     if not problem.tracked and problem.axes:
-        g_N = lax.psum(g_N, problem.axes)  # as the transpose of a sum does without check_vma
+        g_N = lax.psum(g_N, problem.axes)  # as the transpose of psum does without check_vma
     return backward(problem, saved, g_N)
 
 

@@ -1,9 +1,9 @@
-"""Tiles of logits dealt to the blocks of a Hopper GPU, and their operands copied ahead.
+"""Assign tiles of logits to the thread blocks of a Hopper GPU, and copy their operands ahead.
 
-One launch: each block takes units in turn (a tile of rows, every `lanes`-th tile of columns); one
-warpgroup copies x and w to shared memory (TMA, a ring of stages, running ahead over units), two
-multiply (64 rows each, float32 accumulators) and make of each tile, in registers, what the launch
-is for: a `Work`.
+In one launch, each block takes units round-robin (a tile of rows, every `lanes`-th tile of
+columns); one warpgroup copies x and w to shared memory (TMA, a ring of stages, running ahead over
+units), two multiply (64 rows each, float32 accumulators) and process each tile, in registers, as
+the launch's `Work` says.
 
 [N] rows, [D] width; w is [C, P, D]: column c of part p of the vocabulary.
 """
@@ -23,14 +23,14 @@ from hfjax.pallas_kernels.cross_entropy.logits import EVEN, Tuning
 from hfjax.pallas_kernels.mosaic import RefSlice, kernel, pad_axis, run_role, tile_transforms
 from hfjax.utils.paths import Index
 
-ROWS = 64  # of one warpgroup: what one wgmma takes
+ROWS = 64  # of one warpgroup: the rows of one wgmma
 WORKERS = 2  # warpgroups that multiply; one more copies
 TILE = WORKERS * ROWS
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How tiles (rows x columns of them) are dealt to the blocks of a launch, in units."""
+    """The assignment of rows x columns tiles to the blocks of a launch, in units."""
 
     rows: int
     columns: int
@@ -43,7 +43,7 @@ class Walk:
         return self.rows * self.lanes
 
     def unit(self, number: Index) -> tuple[Any, Any]:
-        """Return (row of tiles, lane): rows of a group change first, then lanes, then groups."""
+        """Return (row of tiles, lane): rows of a group vary fastest, then lanes, then groups."""
         number = jnp.asarray(number, jnp.int32)
         band, in_band = divmod_(number, self.group * self.lanes)
         height = jnp.minimum(self.group, self.rows - band * self.group)
@@ -51,29 +51,29 @@ class Walk:
         return band * self.group + row, lane
 
     def block_units(self, block: Index) -> jax.Array:
-        """Return how many units a block takes: numbers block, block + blocks, …"""
+        """Return the number of units of a block: block, block + blocks, …"""
         return lax.div(self.units - block + self.blocks - 1, jnp.int32(self.blocks))
 
     def tiles(self, lane: Index) -> jax.Array:
-        """Return how many tiles of columns a lane has."""
+        """Return the number of column tiles of a lane."""
         return lax.div(self.columns - lane + self.lanes - 1, jnp.int32(self.lanes))
 
 
 def divmod_(number: Index, divisor: Index) -> tuple[Any, Any]:
-    """Return quotient and remainder of what is not negative."""
+    """Return quotient and remainder of non-negative numbers."""
     divisor = jnp.asarray(divisor, jnp.int32)
     return lax.div(number, divisor), lax.rem(number, divisor)
 
 
 def best_lanes(rows: int, columns: int, tuning: Tuning) -> int:
-    """Return into how many units a row of tiles is split so that no block waits for long.
+    """Return the number of units per row of tiles that minimises idle blocks.
 
-    At least so many that the blocks are busy with one group of rows, whose x the L2 cache holds.
+    At least enough to keep all blocks busy with one group of rows, whose x fits the L2 cache.
 
     >>> [best_lanes(rows, 197, Tuning()) for rows in (128, 16, 1)]
     [33, 33, 99]
     """
-    start = 0.1  # tiles' time that a unit costs by itself
+    start = 0.1  # fixed cost of a unit, in tiles
     blocks = tuning.blocks
     least = min(columns, -(-blocks // tuning.group))
 
@@ -85,7 +85,7 @@ def best_lanes(rows: int, columns: int, tuning: Tuning) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What is made of the logits of a unit: of its start, each tile, its end."""
+    """Callbacks on the logits of a unit: at its start, for each tile, at its end."""
 
     start: Callable  # (row) -> carry
     tile: Callable  # (carry, logits, row, column) -> carry
@@ -93,9 +93,9 @@ class Work:
 
 
 def launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -> Callable:
-    """Return a function of (numbers, x, w, *more); `work(refs, worker)` says what to make.
+    """Return a function of (numbers, x, w, *more); `work(refs, worker)` returns its `Work`.
 
-    numbers: [part of w, its columns that are real].
+    numbers: [part of w, its number of real columns].
     """
 
     def body(numbers: jax.Ref, x: jax.Ref, w: jax.Ref, *refs) -> None:
@@ -142,7 +142,7 @@ def launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -
 
 @dataclass(frozen=True)
 class StageBuffers:
-    """The stages in shared memory between the warpgroup that copies and those that multiply."""
+    """The stages in shared memory between the copying warpgroup and those that multiply."""
 
     x: Any
     w: Any
@@ -155,16 +155,16 @@ class StageBuffers:
 
     @property
     def steps(self) -> int:
-        """The stages that one tile takes."""
+        """The number of stages per tile."""
         return self.x.shape[1] // self.tuning.depth
 
     def slot(self, step: Index) -> jax.Array:
         return lax.rem(step, jnp.int32(self.tuning.stages))
 
     def each_tile(self, start: Callable, tile: Callable, end: Callable) -> jax.Array:
-        """Go over this block's tiles; return how many steps they took.
+        """Iterate over this block's tiles; return the total number of steps.
 
-        `tile(carry, row, lane, number, step)`: step is its first.
+        In `tile(carry, row, lane, number, step)`, step is the tile's first one.
         """
         block = lax.axis_index("block")
 
@@ -186,7 +186,7 @@ class StageBuffers:
         return pl.multiple_of(column, self.tuning.columns)
 
     def fill(self, part: jax.Array) -> None:
-        """Copy the operands of all tiles, as far ahead as there are stages."""
+        """Copy the operands of all tiles, as far ahead as stages allow."""
         nothing = lambda *_: None
 
         def tile(
@@ -219,7 +219,7 @@ class StageBuffers:
         plgpu.copy_gmem_to_smem(w.at[:, depth], self.w_stages.at[slot], full)
 
     def multiply(self, work: Work, worker: jax.Array) -> None:
-        """Hand the logits of each tile, [64, columns] in registers, to the work."""
+        """Pass the logits of each tile, [64, columns] in registers, to the work."""
         shape = plgpu.WGMMAAccumulatorRef((ROWS, self.tuning.columns), jnp.float32)
         first_row = lambda row: pl.multiple_of(row * TILE + worker * ROWS, ROWS)
 

@@ -1,4 +1,4 @@
-"""What is made of tiles of logits while they are in registers (`tile_loop.py`).
+"""Computations on tiles of logits in registers (`tile_loop.py`).
 
 `statistics`: the maximum and the sum of exponentials of each row. `probabilities`: softmax - onehot
 of a part of the vocabulary.
@@ -34,11 +34,11 @@ from hfjax.pallas_kernels.cross_entropy.tile_loop import (
 )
 from hfjax.pallas_kernels.mosaic import load, pad_axis, row_layout, tile_transforms
 
-STORE = 64  # columns that are stored at once: 128 bytes
+STORE = 64  # columns per store: 128 bytes
 
 
 def _mask_columns(logits: jax.Array, limit: jax.Array, otherwise: float) -> jax.Array:
-    """Return the logits, `otherwise` in columns from `limit` on; most tiles have none of these."""
+    """Return the logits, `otherwise` in columns from `limit` on, which most tiles lack."""
 
     def masked(logits: jax.Array) -> jax.Array:
         columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -52,7 +52,7 @@ def statistics(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return max, sum of exponentials relative to it, and the label's logit, of each row.
 
-    The label's logit is a product of two gathered rows: cheaper than a search in every tile.
+    The label's logit is a dot product of two gathered rows: cheaper than a search in every tile.
     """
     max_LN, sum_exp_LN = _per_lane(jnp.stack([0, columns.real]), x_ND, split_parts(w_VD, 1), tuning)
     max_1N = max_LN.max(0, keepdims=True)
@@ -67,7 +67,7 @@ def statistics(
 def _per_lane(
     numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning
 ) -> list[jax.Array]:
-    """Return each row's maximum, in units of log 2, and sum of exponentials: [L, N] each."""
+    """Return each row's maximum, in base 2, and sum of exponentials: [L, N] each."""
     rows, columns = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     lanes = best_lanes(rows, columns, tuning)
     walk = Walk(rows, columns, lanes, tuning.group, min(tuning.blocks, rows * lanes))
@@ -115,15 +115,15 @@ def probabilities(
 ) -> jax.Array:
     """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
 
-    numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
-    and the label's column in the part. Columns of zeros are behind, up to a multiple of 64.
+    numbers: [part, its number of real columns]; operands: x_ND and w_CPD; rows_N: logsumexp and the
+    label's column in the part. Columns are padded with zeros to a multiple of 64.
     """
     (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
     rows, tiles = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     walk = Walk(rows, tiles, tiles, tuning.group, min(tuning.blocks, rows * tiles))
     shape = (_round_up(x_ND.shape[0], EVEN), _round_up(w_CPD.shape[0], STORE))
     out = jax.ShapeDtypeStruct(shape, x_ND.dtype)
-    num_slots = 2 - tuning.columns // STORE % 2  # two in turn, where a tile ends on the second
+    num_slots = 2 - tuning.columns // STORE % 2  # two alternate, if a tile ends on the second
     staged = plgpu.SMEM(
         (WORKERS, num_slots, ROWS, STORE), x_ND.dtype, transforms=tile_transforms(x_ND.dtype)
     )

@@ -1,5 +1,5 @@
-"""Matmuls beside their collective: shards go round the ring of GPUs while they are multiplied.
+"""Matmuls overlapped with their collective: shards travel a ring of GPUs while being multiplied.
 
-`products` chooses between kernel and `reference`, with gradients; `all_gather_matmul` and
+`products` makes kernels and `reference` differentiable; `all_gather_matmul` and
 `matmul_reduce_scatter` launch the kernels `gather` and `scatter`, which share `tiles` and `peers`.
 """

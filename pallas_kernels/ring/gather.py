@@ -1,9 +1,9 @@
-"""The kernel of `all_gather_matmul`: shards of x go round the ring while they are multiplied.
+"""The kernel of `all_gather_matmul`: shards of x travel the ring while they are multiplied.
 
-At step s a rank multiplies the shard of the rank s places ahead. A block that has a tile in its
-first column passes the rows that it has in shared memory on, to the rank before it, as it goes; it
-says so with a semaphore of that shard and those rows, for which the copier of each block over there
-waits. So no step ends for all blocks at once, and each shard crosses each link once.
+At step s a rank multiplies the shard of the rank s places ahead. A block with a tile in the first
+column also sends its rows from shared memory to the rank before, and signals a semaphore of that
+shard and those rows, for which the copier of each block there waits. So there is no barrier between
+steps, and each shard crosses each link once.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from hfjax.pallas_kernels.ring.tiles import (
 
 
 def gather_matmul(ring: Ring, x: jax.Array, w: jax.Array, tuning: Tuning) -> jax.Array:
-    """Return all shards of x times w, [S, M, N] (each operand's leading axis: ranks, if virtual).
+    """Return all shards of x times w, [S, M, N] (operands of a virtual ring lead with ranks).
 
     x: [M, K], this rank's shard. w: [K, N].
     """
@@ -42,7 +42,7 @@ def gather_matmul(ring: Ring, x: jax.Array, w: jax.Array, tuning: Tuning) -> jax
 
 
 class _Gather:
-    """What the warpgroups of one block do."""
+    """The roles of one block's warpgroups."""
 
     def __init__(
         self, ring: Ring, stages: Stages, x: Any, w: Any, out: Ref, landed: Sequence[Ref]
@@ -94,7 +94,7 @@ class _Gather:
 
         @when_passing
         def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=False)  # all of it is there
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)  # all stores have arrived
             self.ring.signal(self.arrived, step * self.tiles.rows + row, self.before)
 
         return begin + self.depths

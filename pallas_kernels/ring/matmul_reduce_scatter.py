@@ -1,18 +1,19 @@
-"""`matmul_reduce_scatter`: multiply, add up along a mesh axis, keep a rank's rows, in one kernel.
+"""`matmul_reduce_scatter`: multiply and reduce-scatter along a mesh axis, in one kernel.
 
-The exit of a layer whose contracted axis is split (row parallel): each of S ranks has x [R, K] and
-w [K, N], its part of the contraction, and gets its R / S rows of the sum over ranks of x @ w. Each
-tile of a partial sum goes straight to its owner while the next is multiplied; the owner adds what
-landed in float32 (ring_scatter.py). As in Wang et al., "Overlap Communication with Dependent
-Computation via Decomposition in Large Deep Learning Models" (ASPLOS 2023).
+The exit of a row-parallel layer: each of S ranks has x [R, K] and w [K, N], its shard of the
+contraction, and gets its R / S rows of the sum over ranks of x @ w. Each tile of a partial sum is
+sent directly to its owner while the next is multiplied; the owner adds received tiles in float32
+(scatter.py). As in Wang et al., "Overlap Communication with Dependent Computation via Decomposition
+in Large Deep Learning Models" (ASPLOS 2023).
 
-The floor, for one rank and b bytes a number: 2 R K N flops; b (S - 1) R N / S bytes over its link
-out and as many in; b (R K + K N + R N / S) bytes of device memory, and 2 b (S - 1) R N / S more for
-what landed. The links are hidden when K > (flops per second) b / (2 link bytes per second): 1800
-for bfloat16, 800 Tflop/s and 450 GB/s. Nothing of this was timed: it has not run on a GPU.
+The lower bound, for one rank and b bytes per number: 2 R K N flops; b (S - 1) R N / S bytes sent
+over its link and as many received; b (R K + K N + R N / S) bytes of device memory traffic, and
+2 b (S - 1) R N / S more for received tiles. Communication is hidden when K > (flops per second) b
+/ (2 link bytes per second): 1800 for bfloat16, 800 Tflop/s and 450 GB/s. None of this was timed: it
+has not run on a GPU.
 
-Partial sums cross the links in the operands' type, each rounded once, and are added in float32.
-The gradient: ring_gradients.py.
+Partial sums cross the links in the operands' dtype, each rounded once, and are added in float32.
+The gradient: products.py.
 """
 
 import jax
@@ -40,7 +41,7 @@ def reference(
 
 
 def refuses(x_RK: Shaped, w_KN: Shaped, size: int, tuning: Tuning = DEFAULT_TUNING) -> str | None:
-    """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
+    """Return why the kernel or its gradient cannot take these on a ring of `size`, or None."""
     return _check_even(x_RK, size) or refusal(x_RK, w_KN, x_RK.shape[0] // size, size, tuning)
 
 

@@ -1,11 +1,10 @@
-"""The two products over a ring, by kernel and by plain JAX, their gradients and their limits.
+"""The two matmuls over a ring, by kernel and by plain JAX, with gradients and input checks.
 
-All-gather then multiply, and multiply then reduce-scatter, are each other's gradient. `make_pair`
-makes two differentiable functions of any two implementations. Nothing gathered is saved: the
-gradient of the weights sends x (or the gradient) round once more, S - 1 shards over the links,
-while it is multiplied (in plain JAX, XLA hides one under the other). The gradient of the
-activations multiplies by w transposed, which is a copy of w: 2 K N numbers of traffic beside the
-product's 2 R K N flops.
+All-gather matmul and matmul reduce-scatter are each other's gradient. `make_pair` makes any two
+implementations differentiable. No gathered array is saved: the gradient of the weights sends x (or
+the gradient) round the ring once more, S - 1 shards over the links, while it is multiplied (in
+plain JAX, XLA overlaps both). The gradient of the activations multiplies by w transposed, which is
+a copy of w: 2 K N numbers of traffic beside the matmul's 2 R K N flops.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from hfjax.utils.vma import varying_axes
 
 
 class ProductPair(NamedTuple):
-    """Two products, each `(x, w, axis, tuning)`, and each one's gradient by the other.
+    """Two matmuls, each `(x, w, axis, tuning)`, and their gradients, each by means of the other.
 
     A gradient is `(axis, tuning, (x, w), dy) -> (dx, dw)`.
     """
@@ -37,7 +36,7 @@ class ProductPair(NamedTuple):
 
 
 def make_pair(gather: Callable, scatter: Callable) -> ProductPair:
-    """Return differentiable products of two implementations."""
+    """Return differentiable matmuls from two implementations."""
 
     gather_op, scatter_op = (jax.custom_vjp(f, nondiff_argnums=(2, 3)) for f in (gather, scatter))
 
@@ -63,14 +62,14 @@ def make_pair(gather: Callable, scatter: Callable) -> ProductPair:
 
 
 def _like(primal: jax.Array, gradient: Any) -> jax.Array:
-    """Return a gradient of the primal's type, summed over axes along which that does not vary."""
+    """Return a gradient in the primal's dtype, summed over axes along which that does not vary."""
     extra = varying_axes(gradient) - varying_axes(primal)
     gradient = lax.psum(gradient, tuple(sorted(extra))) if extra else gradient
     return gradient.astype(primal.dtype)
 
 
 DTYPES = ("bfloat16", "float16")
-ROWS, COLUMNS = 8, 16  # what an array's rows and columns are multiples of, for the copies' sake
+ROWS, COLUMNS = 8, 16  # an array's rows and columns must be multiples, for copies
 
 
 def _gather(x: jax.Array, w: jax.Array, axis: str, tuning: Tuning) -> jax.Array:
@@ -93,7 +92,7 @@ jax_pair = make_pair(
 
 
 def refusal(x: Shaped, w: Shaped, rows: int, size: int, tuning: Tuning) -> str | None:
-    """Return why a kernel cannot take x and w, whose shards have `rows`, on a ring of `size`."""
+    """Return why a kernel cannot take x and w, with shards of `rows`, on a ring of `size`."""
     operands = f"x {x.dtype.name}{list(x.shape)}, w {w.dtype.name}{list(w.shape)}: "
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         return operands + "x is [rows, K] and w is [K, columns]. Reshape them"
@@ -108,6 +107,6 @@ def refusal(x: Shaped, w: Shaped, rows: int, size: int, tuning: Tuning) -> str |
 
 
 def check(reason: str | None) -> None:
-    """Raise what was refused."""
+    """Raise a refusal as an error."""
     if reason:
         raise ValueError(reason)

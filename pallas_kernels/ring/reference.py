@@ -1,6 +1,6 @@
-"""The products over a ring in plain JAX: shards travel by `ppermute`, both ways round at once.
+"""The matmuls over a ring in plain JAX: shards travel by `ppermute`, in both directions.
 
-Each step's transfer needs nothing of that step's product, so XLA can hide the one under the other.
+Each step's transfer is independent of that step's matmul, so XLA can overlap them.
 Shapes: M rows of one shard, R = S M rows of all, K contracted, N columns; S ranks along `axis`.
 """
 
@@ -33,7 +33,7 @@ def _shift(size: int, offset: int) -> list:
 
 
 def _product(a: Any, b: Any) -> jax.Array:
-    """Return a @ b, added up in (at least) float32."""
+    """Return a @ b, accumulated in (at least) float32."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.matmul(a, b, preferred_element_type=wide)
 
@@ -43,7 +43,7 @@ def _slice_rows(x: Any, rank: Index, count: int) -> jax.Array:
 
 
 def gather_matmul(x_MK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
-    """Return all ranks' x, one below the other, times w: [R, N]."""
+    """Return all ranks' x, concatenated, times w: [R, N]."""
     rows = x_MK.shape[0]
     out = jnp.zeros((lax.axis_size(axis) * rows, w_KN.shape[1]), x_MK.dtype)
     for rank, shard in shards(x_MK, axis):
@@ -55,7 +55,7 @@ def gather_matmul(x_MK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
 def matmul_scatter(x_RK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
     """Return this rank's rows of the sum over ranks of x times w: [M, N].
 
-    Two sums of half the columns go round in opposite directions, in float32 (on the links too).
+    Two partial sums of half the columns travel in opposite directions, in float32 (on links too).
     """
     size, own_rank = lax.axis_size(axis), lax.axis_index(axis)
     rows, middle = x_RK.shape[0] // size, w_KN.shape[1] // 2
@@ -70,7 +70,7 @@ def matmul_scatter(x_RK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
 
 
 def weight_gradient(x_MK: jax.Array, y_RN: jax.Array, axis: str) -> jax.Array:
-    """Return (all ranks' x, one below the other)^T times y, [K, N], and never hold all of x."""
+    """Return (all ranks' x, concatenated)^T times y, [K, N], without materialising all of x."""
     rows = x_MK.shape[0]
     products = (_product(x.T, _slice_rows(y_RN, rank, rows)) for rank, x in shards(x_MK, axis))
     return reduce(jnp.add, products)

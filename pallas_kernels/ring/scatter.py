@@ -1,11 +1,10 @@
-"""The kernel of `matmul_reduce_scatter`: partial sums go to their owners while others are computed.
+"""The kernel of `matmul_reduce_scatter`: partial sums are sent while others are computed.
 
 At step s a rank multiplies the rows of the rank s + 1 places ahead, so that no two ranks send to
-the same one at a time, and its own rows last. What belongs to another rank is cast and stored
-straight into a place of that rank's memory which only this rank writes; a semaphore of each tile
-counts the halves that have arrived. For its own tiles a block copies what arrived, through the same
-stages as operands, and adds it in fp32: each partial sum is rounded once, however many ranks there
-are.
+the same one at a time, and its own rows last. Tiles of another rank are cast and stored directly
+into a buffer of that rank which only this rank writes; a semaphore per tile counts the halves that
+have arrived. For its own tiles a block copies received tiles, through the same stages as operands,
+and adds them in fp32: each partial sum is rounded once, however many ranks there are.
 """
 
 from collections.abc import Sequence
@@ -47,7 +46,7 @@ def matmul_scatter(ring: Ring, x: jax.Array, w: jax.Array, tuning: Tuning) -> ja
 
 
 class _Scatter:
-    """What the warpgroups of one block do."""
+    """The roles of one block's warpgroups."""
 
     def __init__(
         self, ring: Ring, stages: Stages, x: Any, w: Any, out: Ref, landed: Sequence[Ref]
@@ -83,7 +82,7 @@ class _Scatter:
     def _copy_landed(
         self, source: jax.Array, row: jax.Array, column: jax.Array, begin: jax.Array
     ) -> jax.Array:
-        """Copy a tile that another rank sent, a half for each consumer, to where B's copies go."""
+        """Copy a tile from another rank, a half for each consumer, to the stages of B."""
         rows, columns = tile_slices(row, column, self.stages.tuning)
         height = HALF // 2  # in two copies: as many as a stage of operands has
 
@@ -117,7 +116,7 @@ class _Scatter:
         return end
 
     def _signal_sent(self, tile: jax.Array) -> None:
-        """Tell the owner of this block's last but one tile that it is there; it long is by now."""
+        """Signal the arrival of this block's previous tile to its owner; by now it has arrived."""
         step, row, column = self.tiles.at(tile)
 
         @pl.when((tile >= 0) & (step < self.last))
@@ -127,7 +126,7 @@ class _Scatter:
             self.ring.signal(self.arrived, index, rank_ahead(self.ring, step + 1))
 
     def _add_landed(self, _: jax.Array, carry: tuple) -> tuple:
-        """Add this consumer's half of a tile, and give back both."""
+        """Add this consumer's half of a tile, and release both."""
         chunks, number = carry
         slots = [self.stages.wait_full(number + half) for half in range(CONSUMERS)]
         slot = lax.select(lax.axis_index("warpgroup") == 0, *slots)
@@ -135,7 +134,7 @@ class _Scatter:
             chunk + self._load_landed(slot, c * CHUNK).astype(jnp.float32)
             for c, chunk in enumerate(chunks)
         )
-        plgpu.commit_smem()  # read, before a copy may write there
+        plgpu.commit_smem()  # reads are done before a copy may write there
         for half in range(CONSUMERS):
             self.stages.release(number + half)
         return chunks, number + CONSUMERS
@@ -150,8 +149,8 @@ class _Scatter:
 
         def store(chunk: RefSlice, column_offset: int) -> None:
             index = pl.ds(first, HALF), pl.ds(columns.start + column_offset, chunk.shape[1])
-            # The local one comes first: jax lowers the first branch once more, to look at its
-            # type, and the copy to a peer of that throw-away lowering would be remembered.
+            # The local one comes first: jax lowers the first branch once more, to inspect its
+            # type, and a copy to a peer in that discarded lowering would be recorded.
             refs = [self.out.at[index]]
             refs += [ref.at[s, *index] for s, ref in enumerate(self.peer_refs)]
             which = lax.rem(step + 1, jnp.int32(self.ring.size))

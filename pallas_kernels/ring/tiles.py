@@ -1,10 +1,10 @@
-"""A matrix product in tiles on the tensor cores: what the two kernels over a ring have in common.
+"""A tiled matmul on the tensor cores, shared by the two kernels over a ring.
 
-The structure of the best Hopper products: one block per processor for the whole launch (persistent
-grid), one warpgroup that only copies (TMA, some stages ahead, also across the border of two tiles),
-two warpgroups that multiply half a tile each into fp32 registers and write it back through shared
-memory while the copies of the next tile are already under way. Tiles are walked in bands of rows,
-so that the blocks running at one time share their operands in the L2 cache.
+The structure of the best Hopper matmuls: one block per multiprocessor for the whole launch
+(persistent grid), one warpgroup that only copies (TMA, some stages ahead, also across tile
+boundaries), two warpgroups that multiply half a tile each into fp32 registers and write it back
+through shared memory while the copies of the next tile are already in flight. Tiles are walked in
+bands of rows, so that concurrent blocks share their operands in the L2 cache.
 
 Shapes: matrices A [M, K] and B [K, N]; a tile is `rows` x `columns` of A @ B. M, K, N need not be
 multiples of a tile: TMA reads zeros beyond an edge and writes nothing there.
@@ -26,21 +26,21 @@ from hfjax.pallas_kernels.ring.peers import Ring
 from hfjax.utils.paths import Index, Shaped
 
 CONSUMERS = 2  # warpgroups that multiply; the third one copies
-HALF = 64  # rows of a tile that one of them multiplies
+HALF = 64  # rows of a tile per consumer
 ROWS = CONSUMERS * HALF  # of a tile
-DEPTH = 64  # of K, copied and multiplied at a time: one swizzled row of 16-bit numbers
-CHUNK = 64  # columns that are written back at a time
-COPIER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread; 64 Ki are there for 384 threads
+DEPTH = 64  # of K, per copy and multiplication: one swizzled row of 16-bit numbers
+CHUNK = 64  # columns per write-back
+COPIER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # per thread; there are 64 Ki for 384 threads
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes of a product's tiles; the defaults take 224 KiB of shared memory and do not spill."""
+    """Tile sizes of a matmul; the defaults take 224 KiB of shared memory and do not spill."""
 
     columns: int = 256  # of a tile
-    stages: int = 4  # pairs of copies that are under way or in use
-    band: int = 8  # rows of tiles that are walked together, for the L2 cache
-    blocks: int = 132  # of one rank: at most as many as the GPU has processors
+    stages: int = 4  # pairs of copies in flight or in use
+    band: int = 8  # rows of tiles walked together, for the L2 cache
+    blocks: int = 132  # per rank: at most as many as the GPU has multiprocessors
 
     def __post_init__(self) -> None:
         if self.columns not in (2 * CHUNK, 4 * CHUNK) or self.stages < 2:
@@ -55,7 +55,7 @@ DEFAULT_TUNING = Tuning()
 
 @dataclass(frozen=True)
 class Tiles:
-    """The order in which all blocks walk the tiles of `steps` products of the same shape."""
+    """The order in which all blocks walk the tiles of `steps` matmuls of the same shape."""
 
     steps: int
     rows: int
@@ -90,7 +90,7 @@ class Tiles:
 
 
 def make_tiles(tuning: Tuning, steps: int, rows: int, columns: int) -> Tiles:
-    """Return the walk over the tiles of `steps` products of `rows` x `columns`."""
+    """Return the walk over the tiles of `steps` matmuls of `rows` x `columns`."""
     shape = pl.cdiv(rows, ROWS), pl.cdiv(columns, tuning.columns)
     return Tiles(steps, *shape, blocks=tuning.blocks, band=tuning.band)
 
@@ -102,11 +102,11 @@ def tile_slices(row: Index, column: Index, tuning: Tuning) -> tuple:
 
 @dataclass(frozen=True)
 class Stages:
-    """The copies that are under way: places in shared memory, each filled and freed in turn."""
+    """The copies in flight: slots in shared memory, filled and freed cyclically."""
 
     a: Any
     b: Any
-    staged: Any  # what each consumer is writing back, two chunks
+    staged: Any  # two chunks per consumer, being written back
     full: Any
     empty: Any
     tuning: Tuning
@@ -115,7 +115,7 @@ class Stages:
         return lax.rem(number, jnp.int32(self.tuning.stages))
 
     def claim(self, number: Index) -> jax.Array:
-        """Return the place of copy `number` once it is free again (the copier asks)."""
+        """Return the slot of copy `number` once it is free again (for the copier)."""
         slot = self.slot(number)
 
         @pl.when(number >= self.tuning.stages)
@@ -125,7 +125,7 @@ class Stages:
         return slot
 
     def wait_full(self, number: Index) -> jax.Array:
-        """Return the place of copy `number` once it holds its data (a consumer asks)."""
+        """Return the slot of copy `number` once its data has arrived (for consumers)."""
         plgpu.barrier_wait(self.full.at[self.slot(number)])
         return self.slot(number)
 
@@ -133,7 +133,7 @@ class Stages:
         plgpu.barrier_arrive(self.empty.at[self.slot(number)])
 
     def drain(self, count: jax.Array) -> None:
-        """Wait until the last of `count` copies were consumed: no barrier is left half way."""
+        """Wait until the last of `count` copies were consumed: no barrier is left pending."""
         last = lax.min(count, jnp.int32(self.tuning.stages))
 
         @pl.loop(count - last, count)
@@ -155,7 +155,7 @@ def scratch(tuning: Tuning, w: Shaped) -> list:
 
 
 def copy_operands(stages: Stages, a: Ref, b: Ref, tile: tuple, begin: jax.Array) -> jax.Array:
-    """Copy the operands of a (row, column), depth by depth; return the number of the next copy."""
+    """Copy the operands of tile (row, column), depth by depth; return the next copy's number."""
     row, column = tile
     rows, columns = tile_slices(row, column, stages.tuning)
 
@@ -179,10 +179,10 @@ def multiply(
     on_stage: Callable = _nothing,
     before_release: Callable = _nothing,
 ) -> tuple[jax.Array, ...]:
-    """Return this warpgroup's half of a tile in fp32, a chunk of columns after the other.
+    """Return this warpgroup's half of a tile in fp32, as chunks of columns.
 
-    `on_stage(k, place)` is done with each place while it is multiplied; a place is given back one
-    step later, and the last one after `before_release()`.
+    `on_stage(k, slot)` is called for each slot while it is multiplied; a slot is released one step
+    later, and the last one after `before_release()`.
     """
     half = pl.ds(lax.axis_index("warpgroup") * HALF, HALF)
 
@@ -214,7 +214,7 @@ def write_back(stages: Stages, chunks: tuple, store: Callable) -> None:
     """Call `store(chunk, column)` with each chunk of this warpgroup's half, cast."""
     for number, chunk in enumerate(chunks):
         staged = stages.staged.at[lax.axis_index("warpgroup"), number % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has left it
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read it
         staged[...] = chunk.astype(staged.dtype)
         plgpu.commit_smem()
         store(staged, number * CHUNK)
@@ -229,11 +229,11 @@ def launch(
     w: jax.Array,
     tuning: Tuning,
 ) -> jax.Array:
-    """Return what a kernel makes of x and w: of `shapes`, that of its result and of what lands.
+    """Return a kernel's result for x and w; `shapes` are those of the result and of received data.
 
-    `body(ring, stages, x, w, out, landed)` has what the copier does, and what a consumer does.
+    `body(ring, stages, x, w, out, landed)` has the roles of the copier and of a consumer.
     """
-    shapes = shapes[: min(ring.size, 2)]  # alone, nothing lands
+    shapes = shapes[: min(ring.size, 2)]  # a single rank receives nothing
     out_shapes = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
 
     def run_block(*refs: jax.Ref) -> None:

@@ -1,7 +1,7 @@
-"""A configuration of DeepSpeed read as it is: `hfjax.from_deepspeed`, `hfjax train --deepspeed`.
+"""Read a DeepSpeed configuration unchanged: `hfjax.from_deepspeed`, `hfjax train --deepspeed`.
 
-`known_keys` is the table: each key of DeepSpeed, its default, and what becomes of it. `key_entries`
-says what an entry is, and `config_file` reads a file by them. `compute`, `parallelism` and
-`optimizer` take precision, sharding and updates from it, with `lr_schedules` and `torch_updates`.
-`convert` puts it together.
+`known_keys` is the table: each key of DeepSpeed, its default, and how it is handled. `key_entries`
+defines its entries, and `config_file` reads a file by them. `compute`, `parallelism` and
+`optimizer` derive precision, sharding and updates, with `lr_schedules` and `torch_updates`.
+`convert` combines the results.
 """

@@ -1,11 +1,11 @@
-"""How a step computes by a file: precision, clipping, remat and offload."""
+"""The step arguments of a file: precision, clipping, remat and offload."""
 
 from typing import Any
 
 from hfjax.compat.deepspeed.config_file import DeepSpeedConfig
 from hfjax.parallel.precision.dtypes import LossScale, Precision
 
-MOST = 2.0**24  # of our scales; DeepSpeed's have no upper limit
+MOST = 2.0**24  # limit of our loss scales; DeepSpeed's have none
 STORED = "parameters are stored, and gradients added, in float32"
 RULES = "; without ZeRO DeepSpeed has no hysteresis and no stop: ZeRO's rules are taken"
 FLOAT16 = "float16 overflows in a sum over devices, which DeepSpeed divides first: write fp32"
@@ -13,7 +13,7 @@ TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def parse_execution(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Return the arguments of train_step that a file says, but for the microbatches."""
+    """Return the arguments of train_step that a file sets, except for microbatches."""
     clip = config.get("gradient_clipping") or None
     remark = "" if clip is None else ": norms above it are divided by norm, there by norm + 1e-6"
     config.take("gradient_clipping", f"clip={clip}{remark}")
@@ -22,7 +22,7 @@ def parse_execution(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def precision_name(fields: dict[str, Any]) -> str:
-    """Return how `--precision` calls the types of a step."""
+    """Return the value of `--precision` for the dtypes of a step."""
     precision = fields.get("precision", "stored")
     names = {"float16": "fp16", "bfloat16": "bf16", "None": "stored"}
     return precision if isinstance(precision, str) else names[str(precision.compute)]
@@ -71,7 +71,7 @@ def _bf16_nonfinite_policy(config: DeepSpeedConfig) -> str:
 
 
 def _loss_scale(config: DeepSpeedConfig) -> LossScale:
-    """Return the scale as ZeRO has it; it moves unless `loss_scale` says a number."""
+    """Return the loss scale as in ZeRO; it is dynamic unless `loss_scale` gives a number."""
     get_fp16 = lambda key: config.get(f"fp16.{key}")
     static, least = float(get_fp16("loss_scale")), float(get_fp16("min_loss_scale"))
     keys = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
@@ -95,12 +95,12 @@ def _loss_scale(config: DeepSpeedConfig) -> LossScale:
         least = 1.0
     for say in (config.take, config.imply):
         say("fp16.loss_scale", f"a scale that moves, at most {most:.0f} (DeepSpeed: no limit)")
-    window, hysteresis = (max(int(n), 1) for n in (window, hysteresis))  # refused if they are less
+    window, hysteresis = (max(int(n), 1) for n in (window, hysteresis))  # smaller ones are refused
     return LossScale(initial, window, hysteresis, least, most, bool(consecutive))
 
 
 def _memory_arguments(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Return what is computed again, and what of the kept tensors waits on the host."""
+    """Return the arguments for remat, and for the offload of saved residuals to host memory."""
     partition_path = "activation_checkpointing.partition_activations"
     if config.get(partition_path) and config.tensor_size > 1:
         config.refuse(

@@ -1,4 +1,4 @@
-"""A file of DeepSpeed, read strictly: what each path of it says, and what becomes of it."""
+"""A DeepSpeed configuration file, read strictly: the value of each path, and its outcome."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -27,10 +27,10 @@ UNKNOWN = "DeepSpeed has no such key"
 
 @dataclass
 class DeepSpeedConfig:
-    """What a file says: {path: value}, and what becomes of each path, in words.
+    """The values of a file, {path: value}, and the outcome of each path, in words.
 
-    There are also words of what it does not say and DeepSpeed does all the same. Paths are those of
-    the table; `names` are other names of some, as the file has them.
+    Outcomes also cover paths that the file omits but DeepSpeed applies by default. Paths are those
+    of the table; `names` maps them to other names that the file uses.
     """
 
     file: str
@@ -39,7 +39,7 @@ class DeepSpeedConfig:
     outcomes: dict[str, str] = field(default_factory=dict)
 
     def get(self, path: str) -> Any:
-        """Return the value of a path, or DeepSpeed's default; None: there is none."""
+        """Return the value of a path, or DeepSpeed's default, or None if it has none."""
         value = self.values.get(path)
         if value is None:
             default = TABLE[self.table_path(path)].default
@@ -47,42 +47,42 @@ class DeepSpeedConfig:
         return value
 
     def table_path(self, path: str) -> str:
-        """Return the path by which the table knows it: of its kind of optimizer or schedule."""
+        """Return the path as the table has it: with the type of optimizer or schedule."""
         section, _, rest = path.partition(".")
         if section in ("optimizer", "scheduler") and rest.startswith("params"):
             return f"{section}({self.kind(section)}).{rest}"
         return path
 
     def kind(self, section: str) -> str:
-        """Return which optimizer or schedule is meant, as the table spells it: adam is Adam."""
+        """Return the type of optimizer or schedule, as the table spells it: adam is Adam."""
         kind = str(self.values.get(f"{section}.type"))
         return OPTIMIZERS.get(kind.lower(), kind) if section == "optimizer" else kind
 
     @property
     def tensor_size(self) -> int:
-        """Over how many devices a layer is split."""
+        """The number of devices over which a layer is sharded."""
         sizes = (self.get(f"tensor_parallel.{key}") for key in ("autotp_size", "tp.tp_size"))
         return int(max(1, *sizes))
 
     def take(self, path: str, meaning: str) -> None:
-        """Say as what a path is taken, if the file has it and it is not refused."""
+        """Record how a path is applied, if the file has it and it is not refused."""
         self._record(path, f"{TAKEN} {meaning}")
 
     def ignore(self, path: str, why: str) -> None:
-        """Say why a path changes nothing, if the file has it."""
+        """Record why a path has no effect, if the file has it."""
         self._record(path, f"{IGNORED} {why}")
 
     def refuse(self, path: str, why: str) -> None:
-        """Say why a path, or DeepSpeed's default of it, is refused: an error at the end."""
+        """Record why a path, or DeepSpeed's default for it, is refused: an error at the end."""
         self.outcomes[path] = f"{REFUSED} {why}"
 
     def imply(self, path: str, meaning: str) -> None:
-        """Say what DeepSpeed does by default, if the file does not have a path."""
+        """Record what DeepSpeed does by default, if the file does not have a path."""
         if path not in self.values:
             self.outcomes[path] = f"{TAKEN} {meaning}"
 
     def table(self) -> tuple[tuple[str, str, str], ...]:
-        """Return a line for each key: its path, its value, what becomes of it."""
+        """Return a line for each key: its path, value and outcome."""
         name = lambda path: quote(self.names.get(path, path))
         entries = self.outcomes.items()
         return tuple(
@@ -90,11 +90,11 @@ class DeepSpeedConfig:
         )
 
     def is_refused(self) -> bool:
-        """Return whether something is."""
+        """Return whether any path is refused."""
         return any(outcome.startswith(REFUSED) for outcome in self.outcomes.values())
 
     def error(self, message: str = "") -> ValueError:
-        """Return the error that has the whole table, below what it says or what is refused."""
+        """Return an error with the whole table, below the message or the list of refused paths."""
         table = self.table()
         refused = ", ".join(path for path, _, outcome in table if outcome.startswith(REFUSED))
         message = message or f"{refused}: refused, as said below."
@@ -106,7 +106,7 @@ class DeepSpeedConfig:
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> DeepSpeedConfig:
-    """Return what a file or a dict says; what no row of the table allows is refused."""
+    """Return the configuration in a file or dict; what no table entry allows is refused."""
     is_dict = isinstance(source, Mapping)
     file = "the configuration" if is_dict else quote(source)
     root = source if is_dict else _parse_file(Path(source))
@@ -175,7 +175,7 @@ def _iter_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _find_problem(config: DeepSpeedConfig, path: str, value: Any) -> str | None:
-    """Return what is wrong with a key, if something is: it is unknown, or no such value."""
+    """Return the problem of a key, if any: it is unknown, or its value is invalid."""
     table_path = config.table_path(path)
     entry, is_empty = find_entry(TABLE, table_path), value in ({}, None)
     if entry is None:
@@ -197,9 +197,9 @@ def _find_problem(config: DeepSpeedConfig, path: str, value: Any) -> str | None:
 
 
 def _unknown_key_message(path: str, table_path: str) -> str | None:
-    """Return what is said of a key that DeepSpeed does not have, with the nearest of its place.
+    """Return the message for a key that DeepSpeed does not have, with the closest known key.
 
-    None: it is outside of all sections, where DeepSpeed reads no other keys, and near to none.
+    None: it is outside all sections, where DeepSpeed reads no other keys, and resembles none.
     """
     if '"' in path:
         return f"{UNKNOWN}: nest objects"
@@ -241,7 +241,7 @@ def _format_entry(values: dict[str, Any], path: str) -> str:
 
 
 def _apply_table(config: DeepSpeedConfig, path: str, value: Any) -> None:
-    """Say what the table says; what is taken is said again by who takes it."""
+    """Record the table's outcome; the code that applies a taken path records it again."""
     entry = find_entry(TABLE, config.table_path(path))
     if entry is None and path.partition(".")[0] not in SECTIONS:
         config.ignore(path, f"{UNKNOWN}, and passes over it too")

@@ -1,4 +1,4 @@
-"""`hfjax.from_deepspeed`: what a configuration of DeepSpeed is here, and the table that says it."""
+"""`hfjax.from_deepspeed`: convert a DeepSpeed configuration, with a table of the outcomes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,17 +26,17 @@ from hfjax.utils.tables import align
 
 @dataclass(frozen=True)
 class DeepSpeedSetup:
-    """What a configuration of DeepSpeed is here; `hfjax.from_deepspeed` makes it.
+    """The equivalent of a DeepSpeed configuration; `hfjax.from_deepspeed` returns it.
 
     Attributes:
-        strategy: Where everything lies.
+        strategy: The sharding strategy.
         execution: Arguments of `hfjax.train_step`.
         optimizer: An optax transformation. None: the file has none, give your own.
         rate: The learning rate, by the number of updates. None: the file has none.
         mesh: Arguments of `hfjax.make_mesh`.
-        rows: Rows of a batch, of all devices together.
-        table: A line for each key: its path, its value, what becomes of it.
-        flags: What the flags of `hfjax train` would say.
+        rows: The global batch size, in examples.
+        table: A line for each key: its path, value and outcome.
+        flags: The equivalent flags of `hfjax train`.
     """
 
     strategy: Strategy
@@ -59,15 +59,15 @@ class DeepSpeedSetup:
 def from_deepspeed(
     source: str | Path | Mapping[str, Any], world: int | None = None
 ) -> DeepSpeedSetup:
-    """Return what a configuration of DeepSpeed is here; print it for what becomes of each key.
+    """Return the equivalent of a DeepSpeed configuration; print it for the outcome of each key.
 
     Args:
-        source: The file, ds_config.json, or what is in it, as a dict.
-        world: The number of devices. None: those at hand.
+        source: The file, ds_config.json, or its content as a dict.
+        world: The number of devices. None: `jax.device_count()`.
 
     Raises:
-        ValueError: A key is unknown, its value is none that it may have, or what it asks for is not
-            parsed: the message has the table.
+        ValueError: A key is unknown, its value is invalid, or the feature is not supported: the
+            message has the table.
 
     Example:
         >>> import hfjax
@@ -103,7 +103,7 @@ def from_deepspeed(
 
 
 class ParsedConfig(NamedTuple):
-    """What a file says that is the same on any number of devices."""
+    """The settings of a file that do not depend on the number of devices."""
 
     parallelism: Parallelism
     execution: dict[str, Any]
@@ -111,7 +111,7 @@ class ParsedConfig(NamedTuple):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What the flags of `hfjax train` would say."""
+        """The equivalent flags of `hfjax train`."""
         fields = self.execution
         flags = {"strategy": "+".join(self.parallelism.names), "optimizer.clip": fields["clip"]}
         flags |= {name: fields[name] for name in ("remat", "nonfinite") if name in fields}
@@ -122,7 +122,7 @@ class ParsedConfig(NamedTuple):
 
 
 def parse_config(config: DeepSpeedConfig) -> ParsedConfig:
-    """Return what is the same on any number of devices; what is refused is an error."""
+    """Return the settings that do not depend on the number of devices; refused keys raise."""
     parsed = ParsedConfig(parse_parallelism(config), parse_execution(config), parse_updates(config))
     if config.is_refused():
         raise config.error()

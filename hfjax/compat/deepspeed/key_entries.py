@@ -1,4 +1,4 @@
-"""Rows of the table of DeepSpeed's keys: what a key is, its default, and what becomes of it."""
+"""Entries of the table of DeepSpeed's keys: type, default, and how the key is handled."""
 
 import json
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ TAKEN, IGNORED, REFUSED = "taken as", "ignored because", "refused because"
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A key: `default` is DeepSpeed's, or the type of a value that has none; `meaning` go on.
+    """A key. `default` is DeepSpeed's, or a type if it has none; `meaning` completes `verdict`.
 
-    A number that is taken is one of `range`, or, if that is None, one from 0 on.
+    A number that is taken must lie in `range`, or, if that is None, be at least 0.
     """
 
     verdict: str
@@ -30,9 +30,9 @@ TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "an
 
 
 def take(section: str, keys: str) -> KeyEntries:
-    """Return rows of what is taken: `key=default key:type | as what`; `{}` stands for the value.
+    """Return entries of keys that are taken: `key=default key:type | meaning`; `{}` is the value.
 
-    A range may follow a key: `ratio=1.0@0..1`, or `steps:int@1..`, without an end.
+    A range may follow a key: `ratio=1.0@0..1`, or `steps:int@1..`, without an upper bound.
 
     >>> take("step", "size=2@1..9 | {}")
     {'step.size': KeyEntry(verdict='taken as', default=2, meaning='{}', range=(1.0, 9.0))}
@@ -42,12 +42,12 @@ def take(section: str, keys: str) -> KeyEntries:
 
 
 def ignore(section: str, why: str, keys: str) -> KeyEntries:
-    """Return rows of what changes neither numbers nor memory here."""
+    """Return entries of keys that change neither numerics nor memory here."""
     return _parse_entries(IGNORED, section, keys, why)
 
 
 def refuse(section: str, why: str, keys: str) -> KeyEntries:
-    """Return rows of what is refused unless it has its default, by which it is off."""
+    """Return entries of keys that are refused unless they have their default, which is off."""
     return _parse_entries(REFUSED, section, keys, why)
 
 
@@ -66,7 +66,7 @@ def _parse_entries(verdict: str, section: str, keys: str, meaning: str) -> KeyEn
 
 
 def merge(*tables: KeyEntries) -> KeyEntries:
-    """Return all rows; a key that is there twice is a mistake of the table."""
+    """Return all entries; a duplicate key is a bug in the table."""
     merged: KeyEntries = {}
     for table in tables:
         assert not merged.keys() & table.keys(), merged.keys() & table.keys()
@@ -75,7 +75,7 @@ def merge(*tables: KeyEntries) -> KeyEntries:
 
 
 def find_entry(table: KeyEntries, path: str) -> KeyEntry | None:
-    """Return the row of a path: its own, or that of the first pattern that it matches."""
+    """Return the entry of a path: its own, or that of the first pattern that it matches."""
     if path in table:
         return table[path]
     return next(
@@ -84,12 +84,12 @@ def find_entry(table: KeyEntries, path: str) -> KeyEntry | None:
 
 
 def is_section(table: Iterable[str], path: str) -> bool:
-    """Return whether keys of the table are inside it."""
+    """Return whether the table has keys below a path."""
     return any(key.startswith(f"{path}.") for key in table)
 
 
 def describe_value(entry: KeyEntry) -> str:
-    """Return in words what the value of a key has to be.
+    """Return a description of the values that a key accepts.
 
     >>> [describe_value(KeyEntry(TAKEN, default, "")) for default in (1.0, bool, object)]
     ['a number from 0 to 3.4e+38', 'true or false', 'anything']
@@ -109,14 +109,14 @@ def _value_type(entry: KeyEntry) -> type:
 
 
 def _value_range(entry: KeyEntry) -> tuple[float, float]:
-    """Return from where to where its numbers go; what is not taken may be any."""
+    """Return the (min, max) of a key's numbers; unlimited unless it is taken."""
     if entry.verdict != TAKEN:
         return -1e300, 1e300
     return entry.range or (0, LARGEST[_value_type(entry)])
 
 
 def is_allowed(entry: KeyEntry, value: Any) -> bool:
-    """Return whether a value is of the kind of its key; null is where nothing is the default."""
+    """Return whether a value has its key's type and range; null is allowed without a default."""
     kind = _value_type(entry)
     if entry.default == "auto" or kind not in (bool, int, float, str, list):
         return True
@@ -128,12 +128,12 @@ def is_allowed(entry: KeyEntry, value: Any) -> bool:
 
 
 def is_default(entry: KeyEntry, value: object) -> bool:
-    """Return whether a value changes nothing: it is DeepSpeed's default, or nothing."""
+    """Return whether a value has no effect: it is DeepSpeed's default, or empty."""
     return value in (None, [], entry.default)
 
 
 def suggest_value(entry: KeyEntry) -> str:
-    """Return what to write in place of "auto"."""
+    """Return a suggestion to replace "auto"."""
     if isinstance(entry.default, type):
         return f"{describe_value(entry)}, or leave it out"
     return f"{json.dumps(entry.default)} (DeepSpeed's default)"

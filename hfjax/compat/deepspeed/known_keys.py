@@ -1,9 +1,9 @@
-"""The table of DeepSpeed's keys, of version 0.19 and before: what becomes of each one.
+"""The table of DeepSpeed's keys, up to version 0.19, and how each is handled.
 
-A row is a key with DeepSpeed's default, `key=default`, or, where it has none, the type of its
-value, `key:int`. `take` is carried out by the other files here. `ignore` changes neither numbers
-nor memory. `refuse` does change them and is not here: only its default, by which it is off, is let
-through. What changes numbers or memory is never ignored. `*` stands for any keys.
+An entry is a key with DeepSpeed's default, `key=default`, or, without one, the type of its value,
+`key:int`. Keys of `take` are applied by the other files here. Keys of `ignore` change neither
+numerics nor memory. Keys of `refuse` do and are not supported: only their default, which is off, is
+accepted. A key that changes numerics or memory is never ignored. `*` stands for any keys.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from hfjax.compat.deepspeed.key_entries import ignore, merge, refuse, take
 
-# -- words that several rows share --------------------------------------------------------
+# -- texts that several entries share -----------------------------------------------------
 
 SCHEDULED = "XLA schedules the program: buckets, buffers and prefetching have no counterpart"
 LAYERS = "each layer is gathered before it is used, and dropped after"
@@ -28,14 +28,14 @@ ON_DEVICE = "the update runs on the device, part by part"
 GRADIENTS = "gradients are added in float32, and their mean is the same wherever it is divided"
 RATE = "| part of the rate"
 FROM_ZERO = "a rate begins at update 0 here, and a run that goes on counts on"
-COUNT = "@1..1e9"  # a number of updates, of int32 also where two are added
+COUNT = "@1..1e9"  # a number of updates: the sum of two fits int32
 
 # -- optimizers and schedules, by type ------------------------------------------------------
 
-# As DeepSpeed compares them, in small letters, and as the table writes them.
+# DeepSpeed compares them in lower case; the table spells them like this.
 NAMES = ("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon")
 OPTIMIZERS = {x.lower(): x for x in NAMES}
-COMPRESSING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")  # refused with all that they say
+COMPRESSING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")  # refused with all their parameters
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 FORMS = "fused=false foreach:bool capturable=false differentiable=false set_grad_none=true"
@@ -162,7 +162,7 @@ STEP = merge(
     refuse("data_types", "types by path are not in this file", 'keep_in_fp32_modules="auto"'),
 )
 
-# -- where everything lies ------------------------------------------------------------------
+# -- sharding and offload -------------------------------------------------------------------
 
 PLACES = merge(
     take("zero_optimization", "stage=0 | the strategy"),
@@ -277,9 +277,9 @@ PLACES = merge(
     ),
 )
 
-# -- what only tells, and what is another program -------------------------------------------
+# -- logging, and other tools ---------------------------------------------------------------
 
-ENABLED = {  # sections that are refused where they are enabled
+ENABLED = {  # sections that are refused if enabled
     "autotuning": "it changes the batch: hfjax memory says what fits",
     "elasticity": "it changes the batch: write train_batch_size",
     "hybrid_engine": "hfjax.generate writes text with the same parameters",
@@ -322,11 +322,11 @@ TABLE = merge(UPDATES, STEP, PLACES, TOOLS)
 
 # -- other names ----------------------------------------------------------------------------
 
-SECTIONS = {re.split(r"[.(]", key)[0] for key in TABLE}  # and keys that are in none
+SECTIONS = {re.split(r"[.(]", key)[0] for key in TABLE}  # and keys outside of sections
 SHORTER = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold
 max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save
 module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential""".split()
-OTHER_NAMES = {  # which DeepSpeed reads too: of a key, or of a section
+OTHER_NAMES = {  # aliases of keys and sections that DeepSpeed reads too
     **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in SHORTER},
     "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
     "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
@@ -335,7 +335,7 @@ OTHER_NAMES = {  # which DeepSpeed reads too: of a key, or of a section
 
 
 def usual_name(path: str, others: Collection[str]) -> str:
-    """Return a path as the table has it, unless `others` have that one already.
+    """Return a path as the table has it, unless `others` already contain that one.
 
     >>> usual_name("bfloat16.enabled", ["fp16.enabled"]), usual_name("bfloat16", ["bf16.enabled"])
     ('bf16.enabled', 'bfloat16')

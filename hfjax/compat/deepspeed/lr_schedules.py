@@ -1,7 +1,7 @@
-"""DeepSpeed's five schedules of learning rates, as functions of the number of updates done.
+"""DeepSpeed's five learning rate schedules, as functions of the number of updates done.
 
-Its scheduler counts after the update, so update n (from 0) has the rate of iteration n - 1, and
-the first one a rate of its own: the least, or the first.
+Its scheduler steps after the update, so update n (from 0) has the rate of iteration n - 1, and the
+first update a separate one: the lowest, or the first.
 """
 
 import math
@@ -23,7 +23,7 @@ def schedule(kind: str, params: Params, lr: float) -> Rate:
 
 
 def _warmup(params: Params) -> tuple[int, Rate]:
-    """Return how many iterations the way up takes, and how far iteration i has got, up to 1."""
+    """Return the number of warmup iterations, and the progress at iteration i, up to 1."""
     length = max(2, int(params["warmup_num_steps"]))
     log = params["warmup_type"] == "log"
     progress = lambda i: jnp.log(i + 1.0) / math.log(length) if log else i / length
@@ -31,12 +31,12 @@ def _warmup(params: Params) -> tuple[int, Rate]:
 
 
 def _with_first_rate(first: float, rest: Rate) -> Rate:
-    """Return a rate whose first value is its own; the others are those of iterations from 0."""
+    """Return a rate that is `first` at update 0, and then follows `rest` from iteration 0 on."""
     return lambda n: jnp.where(n < 1, first, rest(jnp.maximum(n - 1.0, 0.0)))
 
 
 def _warmup_lr(params: Params, lr: float) -> Rate:
-    """Return WarmupLR, or WarmupDecayLR: what has `total_num_steps` goes down to zero."""
+    """Return WarmupLR, or WarmupDecayLR, which decays to zero at `total_num_steps`."""
     least, num_steps = params["warmup_min_lr"], params.get("total_num_steps")
     most = params["warmup_max_lr"] if params["warmup_max_lr"] is not None else lr
     length, up = _warmup(params)
@@ -93,7 +93,7 @@ def _one_cycle(params: Params, lr: float) -> Rate:
 
 
 def _fraction(n: Index, length: int, stairs: int) -> Any:
-    """Return which part of a way is done after n of its updates, in stairs if there are any."""
+    """Return the fraction n / length, rounded down to one of `stairs` stairs if there are any."""
     return _stair_index(n, int(stairs), int(length)) / stairs if stairs else n / length
 
 
@@ -115,7 +115,7 @@ def _stair_index(n: Index, stairs: int, length: int) -> jax.Array:
     """
     updates = jnp.asarray(n, jnp.uint32)
     quotient = rest = jnp.zeros_like(updates)
-    for bit in f"{stairs:b}":  # of the bits so far: updates * bits = quotient * length + rest
+    for bit in f"{stairs:b}":  # invariant: updates * (bits so far) = quotient * length + rest
         rest = 2 * rest + updates * int(bit)
         quotient, rest = 2 * quotient + rest // length, rest % length
     return quotient

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate of a file: sections optimizer and scheduler."""
+"""The optimizer and learning rate of a file: sections optimizer and scheduler."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 
 
 class NoFlagText(str):
-    """What a file says and no flag of hfjax train could say."""
+    """A setting of a file that no flag of hfjax train can express."""
 
 
 class Updates(NamedTuple):
@@ -30,7 +30,7 @@ class Updates(NamedTuple):
 
 
 def parse_updates(config: DeepSpeedConfig) -> Updates:
-    """Return what a file says of updates; what it says that is not here is refused."""
+    """Return the optimizer and rate of a file; unsupported settings are refused."""
     kind = config.kind("optimizer")
     params = _optimizer_params(config, kind)
     rate = _make_schedule(config, params, kind)
@@ -43,7 +43,7 @@ def parse_updates(config: DeepSpeedConfig) -> Updates:
 
 
 def _params(config: DeepSpeedConfig, section: str, kind: str) -> Params:
-    """Return every parameter of an optimizer or a schedule, DeepSpeed's defaults included."""
+    """Return all parameters of an optimizer or schedule, DeepSpeed's defaults included."""
     inside = f"{section}({kind}).params."
     names = [key.removeprefix(inside) for key in TABLE if key.startswith(inside)]
     return {name: config.get(f"{section}.params.{name}") for name in names}
@@ -53,7 +53,7 @@ def _params(config: DeepSpeedConfig, section: str, kind: str) -> Params:
 
 
 def _optimizer_params(config: DeepSpeedConfig, kind: str) -> Params | None:
-    """Return the parameters of the optimizer; None: there is none, or it is refused."""
+    """Return the parameters of the optimizer, or None if there is none or it is refused."""
     known = ", ".join(name for name in OPTIMIZERS.values() if name != "Muon")
     if "optimizer.type" not in config.values:
         return None
@@ -77,7 +77,7 @@ def _check_params(config: DeepSpeedConfig, params: Params) -> None:
     path, betas = "optimizer.params.betas", params.get("betas", (0, 0))
     if len(betas) != 2 or not all(is_real(beta, 0, 1) and beta < 1 for beta in betas):
         config.refuse(path, "two numbers from 0 to below 1 are expected")
-        params["betas"] = TABLE[config.table_path(path)].default  # to say what else is wrong
+        params["betas"] = TABLE[config.table_path(path)].default  # to report other problems too
     if params.get("nesterov") and not params["momentum"]:
         config.refuse("optimizer.params.nesterov", "it needs a momentum above 0: write that")
     if params.get("torch_adam") and not params["bias_correction"]:
@@ -86,12 +86,12 @@ def _check_params(config: DeepSpeedConfig, params: Params) -> None:
 
 
 def _adds_decay(kind: str, params: Params) -> bool:
-    """Whether Adam adds the decay to the gradient; otherwise, as by default, it is AdamW."""
+    """Return whether Adam adds the decay to the gradient; else, by default, it is AdamW."""
     return kind == "Adam" and not params["adam_w_mode"]
 
 
 def _flag_name(kind: str, params: Params) -> str:
-    """Return how `--optimizer.name` calls it."""
+    """Return the value of `--optimizer.name` for an optimizer."""
     return "adamw" if "Adam" in kind and not _adds_decay(kind, params) else kind.lower()
 
 
@@ -116,7 +116,7 @@ def _make_optimizer(config: DeepSpeedConfig, kind: str, params: Params, rate: Ca
 
 
 def _base_optimizer(name: str, params: Params, rate: Callable) -> Any:
-    """Return an optimizer whose decay is added to the gradient before it."""
+    """Return an optimizer with weight decay added to the gradient before it."""
     if name == "adam":
         return optax.adam(rate, *params["betas"], eps=params["eps"])
     if name == "sgd":
@@ -130,7 +130,7 @@ def _base_optimizer(name: str, params: Params, rate: Callable) -> Any:
 def _make_schedule(
     config: DeepSpeedConfig, optimizer_params: Params | None, kind: str
 ) -> Callable | None:
-    """Return the schedule of the file; `optimizer_params` are the parameters of its optimizer."""
+    """Return the schedule of the file; `optimizer_params` are those of its optimizer."""
     name = config.kind("scheduler")
     if "scheduler.type" not in config.values:
         return None
@@ -158,7 +158,7 @@ def _make_schedule(
 
 
 def _rate_flags(config: DeepSpeedConfig, optimizer_params: Params) -> dict[str, Any]:
-    """Return what the flags of hfjax train would say of the rate."""
+    """Return the equivalent learning rate flags of hfjax train."""
     name = config.kind("scheduler")
     if name not in SCHEDULES:
         return {"rate": optimizer_params["lr"], "warmup": 0, "hold": 0, "decay": "constant"}

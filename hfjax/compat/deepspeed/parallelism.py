@@ -1,4 +1,4 @@
-"""Where everything lies by a file: strategy, mesh, and the rows of a batch."""
+"""The strategy, mesh and batch size of a file."""
 
 import math
 from functools import reduce
@@ -13,7 +13,7 @@ from hfjax.utils.keywords import is_int
 
 STAGES = ("ddp", "zero1", "zero2", "fsdp")
 ZERO = "zero_optimization"
-OFFLOADS = (  # section, its older key, strategy, least stage, and that in words
+OFFLOADS = (  # section, its older key, strategy, minimum ZeRO stage, and that in words
     (
         "offload_optimizer",
         "cpu_offload",
@@ -27,13 +27,13 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 class Parallelism(NamedTuple):
-    """A strategy by its names, how many devices each axis but those of rows has, and edits."""
+    """A strategy by its names, the sizes of its model-parallel axes, and edits."""
 
     names: tuple[str, ...]
     tensor: int
     pipe: int
     expert: int
-    group: int  # how many devices divide parameters among them; 0: all
+    group: int  # devices that shard parameters among them; 0: all
     edits: dict[str, Any]
 
     @property
@@ -44,7 +44,7 @@ class Parallelism(NamedTuple):
 
     @property
     def model_parallel_size(self) -> int:
-        """How many devices share the rows of one place."""
+        """The number of devices that share one shard of the batch."""
         return self.tensor * self.pipe
 
 
@@ -52,7 +52,7 @@ class Parallelism(NamedTuple):
 
 
 def parse_parallelism(config: DeepSpeedConfig) -> Parallelism:
-    """Return what a file says of the strategy; it asks for no number of devices."""
+    """Return the strategy of a file, independent of the number of devices."""
     stage = int(config.get(f"{ZERO}.stage"))
     if stage not in range(4):
         config.refuse(f"{ZERO}.stage", "the stages are 0 (DDP), 1, 2 (ZERO1, ZERO2) and 3 (FSDP)")
@@ -80,7 +80,7 @@ def parse_parallelism(config: DeepSpeedConfig) -> Parallelism:
 
 
 def _shard_group_size(config: DeepSpeedConfig, stage: int) -> int:
-    """Return how many devices divide parameters among them, by ZeRO++ or MiCS; 0: all."""
+    """Return the number of devices that shard parameters among them, by ZeRO++ or MiCS; 0: all."""
     group_size = 0
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         path, size = f"{ZERO}.{key}", int(config.get(f"{ZERO}.{key}"))
@@ -97,7 +97,7 @@ def _shard_group_size(config: DeepSpeedConfig, stage: int) -> int:
 
 
 def _offload_edits(config: DeepSpeedConfig, stage: int, names: list[str]) -> dict[str, Any]:
-    """Add what the host keeps to the names; return edits of the strategy."""
+    """Add the strategies for host memory to `names`; return edits of the strategy."""
     for section, old, name, least, needs in OFFLOADS:
         inside, old = f"{ZERO}.{section}", f"{ZERO}.{old}"
         path = f"{inside}.device"
@@ -156,11 +156,11 @@ def _expert_size(config: DeepSpeedConfig, group: int) -> int:
     return max(size, 1) if on else 1
 
 
-# -- how many -----------------------------------------------------------------------------
+# -- sizes --------------------------------------------------------------------------------
 
 
 def mesh_sizes(config: DeepSpeedConfig, parallelism: Parallelism, world: int) -> dict[str, int]:
-    """Return the size of each axis that is in use, on so many devices."""
+    """Return the size of each used mesh axis, for `world` devices."""
     group = parallelism.group or 1
     needed = parallelism.model_parallel_size * math.lcm(parallelism.expert, group)
     if world % needed:
@@ -180,10 +180,10 @@ def mesh_sizes(config: DeepSpeedConfig, parallelism: Parallelism, world: int) ->
 
 
 def batch_sizes(config: DeepSpeedConfig, num_shards: int) -> tuple[int, int]:
-    """Return the rows of a batch and its microbatches: rows = micro * accumulate * shares."""
+    """Return the global batch size and number of microbatches: batch = micro * count * shards."""
     batch_size, micro, num_microbatches = (
         int(config.get(path) or 0) for path in BATCH
-    )  # 0: it is not said
+    )  # 0: not set
     if not batch_size and not micro:
         raise config.error(
             "neither train_batch_size nor train_micro_batch_size_per_gpu: how many "
@@ -208,7 +208,7 @@ def batch_sizes(config: DeepSpeedConfig, num_shards: int) -> tuple[int, int]:
 
 
 def microbatch_arguments(parallelism: Parallelism, num_microbatches: int) -> dict[str, Any]:
-    """Return how a step runs them: by accumulation, or through the stages of a pipeline."""
+    """Return the step arguments for microbatches: accumulation, or a pipeline schedule."""
     if parallelism.pipe == 1:
         return {"accumulate": num_microbatches}
     return {"accumulate": 1, "schedule": Schedule("1f1b", num_microbatches)}

@@ -1,4 +1,4 @@
-"""Updates that optax has in another form: Adagrad as in torch, Lamb and Adam as in DeepSpeed."""
+"""Updates that differ from optax's: Adagrad as in torch, Lamb and Adam as in DeepSpeed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from optax import tree_utils
 
 
 def adagrad(rate: Callable, start: float, eps: float) -> optax.GradientTransformation:
-    """Return Adagrad with `eps` outside of the root, as torch has it.
+    """Return Adagrad with `eps` outside the root, as in torch.
 
     >>> import numpy as np
     >>> made = adagrad(lambda count: 0.5, 0.0, 1e-10)
@@ -32,7 +32,7 @@ def adagrad(rate: Callable, start: float, eps: float) -> optax.GradientTransform
 
 
 def lamb(rate: Callable, settings: dict[str, Any]) -> optax.GradientTransformation:
-    """Return Lamb with bounded ratios: moments are not corrected, the rate is.
+    """Return Lamb with bounded trust ratios; the rate is bias-corrected, the moments are not.
 
     Args:
         rate: The learning rate, by the number of updates.
@@ -63,7 +63,7 @@ def lamb(rate: Callable, settings: dict[str, Any]) -> optax.GradientTransformati
 def uncorrected_adam(
     rate: Callable, settings: dict[str, Any], *, decoupled: bool
 ) -> optax.GradientTransformation:
-    """Return Adam, or AdamW if it is decoupled, whose moments are not corrected for their start.
+    """Return Adam, or AdamW if `decoupled`, without bias correction of the moments.
 
     Args:
         rate: The learning rate, by the number of updates.
@@ -87,7 +87,7 @@ def _init_moments(params: Any) -> optax.ScaleByAdamState:
 
 
 def _update_moments(updates: Any, state: Any, b1: float, b2: float) -> optax.ScaleByAdamState:
-    """Return a state whose moments have seen one gradient more."""
+    """Return the Adam state with moments updated by one more gradient."""
     mu = tree_utils.tree_update_moment(updates, state.mu, b1, 1)
     nu = tree_utils.tree_update_moment_per_elem_norm(updates, state.nu, b2, 2)
     return optax.ScaleByAdamState(state.count + 1, mu, nu)

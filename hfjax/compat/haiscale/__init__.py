@@ -1,4 +1,4 @@
 """haiscale's pipelines as objects (`PipeDream`, `GPipe`, `Interleaved1F1B`) and partitions.
 
-`pipe` has the objects, `partition` the partitions, `checks` what they refuse.
+`pipe` has the objects, `partition` the partitions, `checks` their input checks.
 """

@@ -1,4 +1,4 @@
-"""What a pipe refuses before anything runs: each with what was given and what to do."""
+"""Checks of a pipe's inputs before anything runs; each error says what to do instead."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compile
 
 
 def check_partition(kind: type, chunked: bool, partition: object) -> None:
-    """Refuse a partition that this class does not run."""
+    """Refuse a partition that a class of pipes cannot run."""
     if not isinstance(partition, Partition):
         raise ValueError(
             f"{kind.__name__} takes a partition, found {type(partition).__name__}. Make one: "
@@ -38,7 +38,7 @@ def check_partition(kind: type, chunked: bool, partition: object) -> None:
 
 
 def check_options(microbatches: int | None, remat: str, options: Mapping[str, Any]) -> int:
-    """Return the number of microbatches; refuse what is no option of a pipe."""
+    """Return the number of microbatches; refuse unknown options of a pipe."""
     if "chunks" in options:
         raise ValueError(
             f"chunks={options['chunks']!r}: what haiscale calls the chunks of a batch are "
@@ -62,7 +62,7 @@ def check_options(microbatches: int | None, remat: str, options: Mapping[str, An
 
 
 def check_mesh(mesh: Any, partition: Partition) -> Mesh:
-    """Return the mesh, if it has the stages of the partition."""
+    """Return the mesh; refuse one without the stages of the partition."""
     if not isinstance(mesh, Mesh) or mesh.axis_names != AXES:
         raise ValueError(
             f"mesh is {mesh!r}: a mesh of hfjax.make_mesh is expected, for instance "
@@ -84,7 +84,7 @@ def check_mesh(mesh: Any, partition: Partition) -> Mesh:
 
 
 def check_like(name: str, new: object, old: Mapping[str, Any]) -> None:
-    """Refuse parameters of another form than those that are there."""
+    """Refuse parameters whose paths, shapes or dtypes differ from the existing ones."""
     if not isinstance(new, Mapping):
         raise ValueError(f"{name}: a dictionary is expected, found {type(new).__name__}.")
     new_arrays, old_arrays = _describe_arrays(new), _describe_arrays(old)
@@ -103,7 +103,7 @@ def _describe_arrays(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_batch(x: Any, labels: Any, criterion: Any) -> dict[str, Any]:
-    """Return x and labels as a batch of the engine, if they go with each other."""
+    """Return x and labels as a batch of the engine; refuse those that do not match."""
     _check_labels(labels)
     _check_criterion(criterion, labels)
     _check_examples(x, labels)
@@ -112,7 +112,7 @@ def check_batch(x: Any, labels: Any, criterion: Any) -> dict[str, Any]:
 
 @contextmanager
 def explain_shape_errors(batch: Any) -> Iterator[None]:
-    """Run what calls layers and criterion: where shapes do not fit, tell what they were given."""
+    """Run code that calls layers and criterion; shape errors report the inputs."""
     try:
         yield
     except TypeError as error:
@@ -140,7 +140,7 @@ def _check_criterion(criterion: object, labels: tuple) -> None:
         )
     try:
         signature = inspect.signature(criterion)
-    except (TypeError, ValueError):  # of some compiled functions
+    except (TypeError, ValueError):  # some compiled functions have none
         return
     try:
         signature.bind(None, *labels)
@@ -153,7 +153,7 @@ def _check_criterion(criterion: object, labels: tuple) -> None:
 
 
 def _check_examples(x: Any, labels: tuple) -> None:
-    """Refuse labels that do not have a row for each row of x."""
+    """Refuse labels whose number of examples differs from that of x."""
     batch_sizes = _batch_sizes(x, "x")
     if not batch_sizes or not all(batch_sizes):
         raise ValueError("x has no rows: give an array with at least one.")

@@ -1,6 +1,6 @@
-"""Partition a model's layers over pipeline stages, so that the most expensive stage is cheapest.
+"""Partition a model's layers over pipeline stages, to minimise the cost of the largest stage.
 
-Equal layers of the list become one module of stacked arrays.
+Equal layers become one module of stacked arrays.
 """
 
 import operator
@@ -26,7 +26,7 @@ BALANCES = ("parameters", "flops")  # a schedule has "even" too
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which layers each stage gets; prints as a table. `hfjax.partition` makes one.
+    """The layers of each stage; prints as a table. `hfjax.partition` returns one.
 
     Part g of the model is on stage g % stages, its chunk g // stages.
 
@@ -41,7 +41,7 @@ class Partition:
              1      1      0     2-3    160  50.0%
     """
 
-    layers: Any  # a tuple of modules, or one module that stacks them
+    layers: Any  # a tuple of modules, or one module of stacked layers
     stages: int
     chunks: int  # parts on each stage
     counts: tuple[int, ...]  # layers of each part, in the model's order
@@ -62,16 +62,16 @@ def partition(
     chunks: int = 1,
     example: Any = None,
 ) -> Partition:
-    """Return the layers dealt to `stages` stages, `chunks` parts of the model on each.
+    """Return a partition of layers over `stages` stages, with `chunks` parts of the model on each.
 
     Args:
         layers: A list of modules or functions, nnx.Sequential, nnx.List, or one module of stacked
             arrays (`hfjax.models.layers.stack_layers`).
         stages: The size of the mesh's pipe axis.
-        balance: By what the parts are made even, "parameters" or "flops"; or how many layers each
-            part has, in the model's order.
+        balance: The cost to balance, "parameters" or "flops"; or the number of layers of each part,
+            in the model's order.
         chunks: Parts of the model on each stage; above 1 for `Interleaved1F1B`.
-        example: What enters the first layer, or its shape; "flops" needs it.
+        example: The input of the first layer, or its shape; "flops" needs it.
 
     Raises:
         ValueError: There are fewer layers than parts, or layers share a parameter.
@@ -132,22 +132,22 @@ def _table(assignment: Partition) -> Iterator[str]:
 
 
 class Chain(nnx.Module):
-    """Layers as a model in three parts: nothing comes before them or after them."""
+    """Layers as a layer-stack model, with an identity embed and head."""
 
     def __init__(self, layers: Any) -> None:
         self.layers = layers
 
     def embed(self, batch: Any) -> Any:
-        """Return what enters the first layer."""
+        """Return the input of the first layer."""
         return batch["x"]
 
     def head(self, x: Any) -> Any:
-        """Return the outputs: what leaves the last layer."""
+        """Return the output of the last layer."""
         return x
 
 
 def list_layers(layers: Any) -> list[Any]:
-    """Return layers one by one: of a list, or the shapes of those that one module stacks."""
+    """Return a list of layers: those of a list, or the shapes of stacked ones."""
     if is_list(layers):
         return _check_layers(list(items_of(layers)))
     if not isinstance(layers, nnx.Module):
@@ -197,7 +197,7 @@ def stack_layers(layers: Sequence[Any]) -> Any:
 
 
 def model_init(layers: Any) -> Callable:
-    """Return rngs -> the chain of layers with zeros for values: it holds on to no array."""
+    """Return rngs -> the chain of layers, with zeros as values; it keeps no array alive."""
     graph, state = nnx.split(Chain(layers))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     zeros = lambda x: lax.full(x.shape, 0, x.dtype)

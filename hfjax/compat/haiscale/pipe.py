@@ -1,4 +1,4 @@
-"""A pipeline as an object: `forward_backward` leaves gradients, any optax optimizer applies them.
+"""A pipeline object: `forward_backward` computes gradients, any optax optimizer applies them.
 
 After haiscale's GPipe, PipeDream and Interleaved1F1B:
 
@@ -55,17 +55,17 @@ from hfjax.step.build import engine_for, step_spec
 from hfjax.utils.mean import Mean, as_mean
 from hfjax.utils.paths import flatten, join_path, nest
 
-MANY = 8  # programs of one pipe, from which on it looks like a mistake
+MANY = 8  # more programs of one pipe trigger a warning
 NEW_CRITERIA = (
     f"this pipe has compiled for {MANY} criteria already. A function that is made anew for every "
     "call is compiled anew: define the criterion once, outside of the loop, and give it what "
     "changes as labels."
 )
-Parameters = dict[str, Any]  # {"layers": {…}}, each array on its stages
+Parameters = dict[str, Any]  # {"layers": {…}}, each array sharded over its stages
 
 
 class _JittedProgram(NamedTuple):
-    """A program by itself, and as a part of one of the user's, whose options count."""
+    """A jitted program, and one to nest in the user's jit, whose compiler options apply."""
 
     standalone: Any
     nested: Any
@@ -74,15 +74,15 @@ class _JittedProgram(NamedTuple):
         return (self.nested if is_traced(arguments) else self.standalone)(*arguments)
 
     def lower(self, *arguments: Any) -> Any:
-        """Return the program by itself, lowered."""
+        """Return the lowered standalone program."""
         return self.standalone.lower(*arguments)
 
 
 class Pipe:
-    """Layers on the stages of a mesh, and a schedule of microbatches: see the subclasses."""
+    """Layers on the stages of a mesh, and a microbatch schedule: see the subclasses."""
 
     schedule: ClassVar[str]
-    chunked: ClassVar[bool] = False  # several parts of the model on each stage
+    chunked: ClassVar[bool] = False  # several parts of the model per stage
 
     def __init__(
         self,
@@ -94,16 +94,16 @@ class Pipe:
         remat: str = "never",
         **options: Any,
     ) -> None:
-        """Put the layers of a partition on the stages of a mesh.
+        """Place the layers of a partition on the stages of a mesh.
 
         Args:
-            parts: Which layers each stage gets, as `hfjax.partition` returns it.
-            microbatches: Into how many a batch is split; it has to be given.
-            mesh: A mesh whose pipe axis has as many stages as the partition. None: the devices that
-                are left split the rows (data).
-            strategy: Where everything lies; it has to split layers over pipe. None: `hfjax.PIPE`;
-                `hfjax.DDP` where one stage has all layers.
-            remat: In which microbatches layers are computed again for the backward pass: "never",
+            parts: The layers of each stage, as `hfjax.partition` returns them.
+            microbatches: The number of microbatches per batch; required.
+            mesh: A mesh whose pipe axis has as many stages as the partition. None: the remaining
+                devices shard the batch (data).
+            strategy: The sharding strategy; it must shard layers over pipe. None: `hfjax.PIPE`;
+                `hfjax.DDP` if one stage has all layers.
+            remat: The microbatches whose layers are recomputed in the backward pass: "never",
                 "except_last" or "always".
             options: Fields of `Execution`: precision, reduction, reshard_after_forward, unroll,
                 compiler_options.
@@ -131,7 +131,7 @@ class Pipe:
         self._shapes = _nest_arrays(to_shapes(model_layers), nnx.Param)
         self.load(_nest_arrays(model_layers, nnx.Param))
         self.parts = replace(parts, layers=_layers_to_shapes(parts.layers))
-        self.metrics: dict[str, jax.Array] = {}  # of the last forward_backward, over all rows
+        self.metrics: dict[str, jax.Array] = {}  # of the last forward_backward, over all examples
         self._gradients: Parameters | None = None
         self._calls = 0
         self._programs: dict[Any, Callable] = {}
@@ -140,11 +140,11 @@ class Pipe:
 
     @property
     def parameters(self) -> Parameters:
-        """The parameters, each on its stage: an optax optimizer takes them and gives them back.
+        """The parameters, each on its stage, for an optax optimizer to update.
 
-        Arrays have a row for each layer, in the order in which the stages store them (`canonical`
-        has the model's order). Layers that differ are packed, a row for each part: their optimizer
-        has to work element by element (adam, sgd …; not LAMB, nor a mask by path).
+        The first dimension of an array is the layer, in the order in which stages store them
+        (`canonical` has the model's order). Layers that differ are packed, one entry for each part:
+        their optimizer must be elementwise (adam, sgd …; not LAMB, nor a mask by path).
         """
         return self._parameters
 
@@ -155,16 +155,16 @@ class Pipe:
 
     @property
     def gradients(self) -> Parameters:
-        """The gradients of the mean over all rows, in the form of the parameters."""
+        """The gradients of the mean over all examples, with the structure of the parameters."""
         if self._gradients is None:
             raise ValueError("there are no gradients yet: call forward_backward first.")
         return self._gradients
 
     def canonical(self, tree: Parameters | None = None) -> Parameters:
-        """Return the parameters, or gradients, in the model's order: what to save.
+        """Return the parameters, or gradients, in the model's order, for saving.
 
         Args:
-            tree: What has the form of `parameters`, for instance `gradients`. None: the parameters.
+            tree: A tree with the structure of `parameters`, e.g. `gradients`. None: the parameters.
 
         Example:
             >>> import hfjax
@@ -179,10 +179,10 @@ class Pipe:
         return canonical(self.layout, self._make_state(params, self.layout.order)).params
 
     def load(self, parameters: Parameters) -> None:
-        """Take parameters in the model's order, as `canonical` gives them.
+        """Set the parameters from the model's order, as `canonical` returns them.
 
         Args:
-            parameters: {"layers": {…}}, with the paths, shapes and dtypes of the layers' own.
+            parameters: {"layers": {…}}, with the paths, shapes and dtypes of the layers.
 
         Example:
             >>> import hfjax, jax
@@ -199,9 +199,9 @@ class Pipe:
         self._parameters = jax.device_put(params, self._shardings.params)
 
     def layers(self) -> Any:
-        """Return the layers in the form in which they were given, with the parameters of now.
+        """Return the layers in their original form, with the current parameters.
 
-        They are whole, in host memory. `load` has an example.
+        They are unsharded, in host memory. `load` has an example.
         """
         values = flatten(full(self.canonical())["layers"])
         layers = self.parts.layers
@@ -231,17 +231,17 @@ class Pipe:
     ) -> tuple[jax.Array, Any]:
         """Run the schedule; return (loss of each microbatch, outputs or None).
 
-        Gradients of the mean over all rows are in `gradients` afterwards. Microbatch m is the m-th
-        one of all devices that hold rows; the loss of one that weighs nothing is NaN, and it adds
+        `gradients` then has the gradients of the mean over all examples. Microbatch m combines the
+        m-th one of every data-parallel device; the loss of one with zero weight is NaN, and it adds
         nothing to the gradients.
 
         Args:
-            x: What enters the first layer, with a row for each example.
-            criterion: Function of (outputs, *labels) that returns the mean over its rows, or
+            x: The input of the first layer, with a leading batch dimension.
+            criterion: Function of (outputs, *labels) that returns the mean over its examples, or
                 `hfjax.Mean`. Define it once: a new function is compiled anew.
-            labels: A tuple of what the criterion takes after the outputs, row by row.
-            return_outputs: Whether to return what leaves the last layer, too.
-            accumulate: Whether to add gradients to those that are there.
+            labels: A tuple of the criterion's arguments after the outputs, with a batch dimension.
+            return_outputs: Whether to also return the output of the last layer.
+            accumulate: Whether to add to the existing gradients.
 
         Example:
             >>> import hfjax, numpy as np, optax
@@ -273,13 +273,13 @@ class Pipe:
     def lower(
         self, x: Any, *, criterion: Callable, labels: tuple = (), return_outputs: bool = False
     ) -> jax.stages.Lowered:
-        """Return the program of forward_backward for arrays or shapes, without running it.
+        """Return the lowered program of forward_backward for arrays or shapes, without running it.
 
         Args:
-            x: What enters the first layer, or its shapes.
+            x: The input of the first layer, or its shapes.
             criterion: As `forward_backward` takes it.
             labels: As `forward_backward` takes it, or their shapes.
-            return_outputs: Whether the program returns what leaves the last layer, too.
+            return_outputs: Whether the program also returns the output of the last layer.
 
         Example:
             >>> import hfjax, jax
@@ -300,10 +300,10 @@ class Pipe:
         return run.lower(self._parameters, self._variables, batch, np.int32(0))
 
     def forward(self, x: Any) -> Any:
-        """Return the outputs, forward only: nothing is random, nothing is kept.
+        """Return the outputs, forward only: deterministic, no residuals are saved.
 
         Args:
-            x: What enters the first layer, with a row for each example.
+            x: The input of the first layer, with a leading batch dimension.
 
         Example:
             >>> import hfjax, numpy as np
@@ -320,10 +320,10 @@ class Pipe:
     __call__ = forward
 
     def evaluate(self, x: Any, *, criterion: Callable, labels: tuple = ()) -> dict[str, jax.Array]:
-        """Return the loss (and metrics of the criterion) as means over all rows, forward only.
+        """Return the loss (and metrics of the criterion) as means over all examples, forward only.
 
         Args:
-            x: What enters the first layer, with a row for each example.
+            x: The input of the first layer, with a leading batch dimension.
             criterion: As `forward_backward` takes it.
             labels: As `forward_backward` takes it.
 
@@ -349,7 +349,7 @@ class Pipe:
     # -- programs -----------------------------------------------------------------------------
 
     def _program(self, criterion: Callable, returns: str | None, build: Callable) -> Any:
-        """Return the jitted function for a criterion; it compiles once for each shape."""
+        """Return the jitted function for a criterion; it compiles once per shape."""
         name = criterion if isinstance(criterion, Hashable) else id(criterion)
         key = (build.__name__, name, returns)
         if key not in self._programs:
@@ -415,7 +415,7 @@ class Pipe:
     # -- batches ------------------------------------------------------------------------------
 
     def _batch(self, x: Any, labels: tuple, criterion: Callable, microbatches: int) -> Any:
-        """Return x and labels on their devices, after checking that they fit."""
+        """Return x and labels as a sharded batch, after checking that they match."""
         batch = check_batch(x, labels, criterion)
         return shard_batch(self.layout, batch, microbatches)
 
@@ -466,7 +466,7 @@ class Interleaved1F1B(Pipe):
 
 
 def _to_sharding(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Return an array where it is wanted: itself, if it lies there, otherwise a copy."""
+    """Return an array with a sharding: itself if it already has it, otherwise a copy."""
     is_placed = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
     return x if is_placed else copy_to(x, sharding)
 
@@ -487,7 +487,7 @@ def _layer_index(path: str) -> int:
 
 
 def _make_loss(criterion: Callable) -> Callable:
-    """Return the criterion as the engine calls it."""
+    """Return the criterion as a loss of (outputs, batch), as the engine calls it."""
 
     def loss(outputs, batch):
         batch_size = jax.tree.leaves(batch)[0].shape[0]

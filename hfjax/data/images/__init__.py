@@ -1,8 +1,8 @@
-"""Folders of images as they lie, and the examples that a run reads from them.
+"""Image folders as they are on disk, and the examples that a run reads from them.
 
-A folder is found by `find_images` and opened as a `dataset`; one file of it is decoded by `decode`.
-What `examples` makes of it is drawn in `augment` and computed in `pixels`. `loader` has batches of
-examples, in the order and with the resume of hfjax.data. `report` tells what is in a folder.
+`find_images` lists a folder, `dataset` opens it and `decode` decodes one file. `examples` makes an
+example of it: `augment` draws the random parameters, `pixels` computes the result. `loader` yields
+batches, with the ordering and exact resume of hfjax.data. `report` describes a folder's content.
 """
 
 from hfjax.utils.lazy_import import lazy_names

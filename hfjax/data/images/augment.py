@@ -1,4 +1,4 @@
-"""What is drawn for a row: crop, flip and colours, from seed, epoch and the number of the row."""
+"""Random crop, flip and colours of an example, drawn from seed, epoch and example number."""
 
 import math
 from collections.abc import Iterator
@@ -9,23 +9,23 @@ import numpy as np
 
 from hfjax.utils.keywords import is_real, strict_fields
 
-ATTEMPTS = 10  # to find a crop that lies inside, as torchvision
+ATTEMPTS = 10  # to find a crop inside the image, as torchvision
 
 
 @strict_fields
 @dataclass(frozen=True)
 class Augment:
-    """How much the images of training are changed at random.
+    """Random augmentation of training images.
 
     Attributes:
-        scale: Of classes: the least and the largest part of the area that a crop takes. Of masks:
-            the least and the largest scale, where at 1 the longer side is `size`. None: 0.08 to 1,
-            and 0.5 to 2.
-        ratio: The least and the largest width of a crop for its height; not of masks.
-        flip: How often left and right are exchanged, from 0 to 1.
+        scale: For classes: the range of the fraction of the area that a crop takes. For masks: the
+            range of the scale, where at 1 the longer side is `size`. None: 0.08 to 1, and 0.5 to
+            2.
+        ratio: The range of a crop's aspect ratio, width / height; unused for masks.
+        flip: The probability of a horizontal flip, from 0 to 1.
         brightness: 0.4 draws a factor from 0.6 to 1.4; 0 changes nothing.
-        contrast: The same.
-        saturation: The same.
+        contrast: As `brightness`.
+        saturation: As `brightness`.
 
     Example:
         >>> from hfjax.data.images import Augment
@@ -60,7 +60,7 @@ class Augment:
             raise ValueError(f"{name}={pair!r}: the least comes first.")
 
     def of_kind(self, kind: str) -> "Augment":
-        """Return it with the scale of a kind of data, if none was given.
+        """Return a copy with the default scale of a kind of data, if none was given.
 
         Args:
             kind: classes, or masks.
@@ -77,12 +77,12 @@ class Augment:
         return Augment(**{**asdict(self), "scale": scale})
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the settings as JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
 def generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Return what draws for a row in an epoch, the same on every machine.
+    """Return the random generator of an example in an epoch, the same on every machine.
 
     >>> round(generator(0, 0, 5).random(), 6), round(generator(0, 1, 5).random(), 6)
     (0.915996, 0.60108)
@@ -91,19 +91,19 @@ def generator(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def uniform(u: float, low: float, high: float) -> float:
-    """Return what a number from 0 to 1 is between two bounds."""
+    """Return a number from 0 to 1 mapped to the range [low, high]."""
     return low + (high - low) * u
 
 
 def uniform_int(u: float, high: int) -> int:
-    """Return a whole number from 0 to `high`, each as often, for a number from 0 to 1."""
+    """Return a number from 0 to 1 mapped to an integer from 0 to `high`, uniformly."""
     return min(int(u * (high + 1)), high)
 
 
 def random_crop(
     rng: np.random.Generator, width: int, height: int, augment: Augment
 ) -> tuple[int, int, int, int]:
-    """Return left, top, right, bottom of a part of an image, as torchvision's RandomResizedCrop."""
+    """Return left, top, right, bottom of a random crop, as torchvision's RandomResizedCrop."""
     assert augment.scale is not None
     sizes, (x, y) = rng.random((ATTEMPTS, 2)), rng.random(2)
     for area, ratio in sizes:
@@ -117,7 +117,7 @@ def random_crop(
 
 
 def central_crop(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Return the largest part in the middle whose width for its height is allowed.
+    """Return the largest central crop whose aspect ratio is allowed.
 
     >>> central_crop(200, 100, (3 / 4, 4 / 3))
     (33, 0, 166, 100)
@@ -132,7 +132,7 @@ def central_crop(width: int, height: int, ratio: tuple[float, float]) -> tuple[i
 
 
 def color_factors(rng: np.random.Generator, augment: Augment) -> Iterator[tuple[str, float]]:
-    """Yield what of the colours is changed and by which factor, in an order that is drawn."""
+    """Yield each colour property to change and its factor, in random order."""
     amounts = augment.brightness, augment.contrast, augment.saturation
     if not any(amounts):
         return

@@ -1,4 +1,4 @@
-"""A folder of images opened: which classes it has, and each image with its label or its mask."""
+"""An opened folder of images: its classes, and each image with its label or mask."""
 
 import hashlib
 import os
@@ -38,39 +38,39 @@ from hfjax.utils.tables import quote
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_NAMES = 5  # names in a message
-READ_AHEAD = 1024  # images that wait for threads
+MAX_NAMES = 5  # names listed in a message
+READ_AHEAD = 1024  # images queued for threads
 
 T = TypeVar("T")
 
 
 class ImageSet:
-    """A folder of images opened: `set[i]` is an image and its label, or its mask of labels.
+    """An opened folder of images: `set[i]` is an image and its label, or its mask of labels.
 
-    Folders of classes (`photos/cat/1.jpg`): their names, sorted, are labels 0, 1, …. Or images and
-    masks (`street/images/1.jpg`, `street/masks/1.png`): a mask's levels or palette indices are the
-    labels, 255 does not count, and `street/classes.txt` may name them, one a line.
+    Either folders of classes (`photos/cat/1.jpg`): their sorted names are labels 0, 1, …. Or images
+    and masks (`street/images/1.jpg`, `street/masks/1.png`): a mask's grey levels or palette indices
+    are the labels, 255 is ignored, and `street/classes.txt` may name them, one per line.
 
     Args:
-        directory: The folder; of one that is split into train/ and valid/ (or val/), say which.
-        part: train or valid; a folder that is not split is taken as it is.
+        directory: The folder. If it is split into train/ and valid/ (or val/), `part` is required.
+        part: train or valid; a folder that is not split is used as it is.
         classes: Names of the classes in the order of labels, such as those of a training set: then
-            a class may have no folder here. Of masks also their number. None: as found; of masks
-            that nobody names, all are read for the largest label.
-        most_pixels: A larger image is refused before it is decoded.
+            a class may have no folder here. For masks, also their number. None: as found; for masks
+            without names, all masks are read to find the largest label.
+        most_pixels: Larger images are refused before they are decoded.
 
     Raises:
-        ValueError: It is no such folder; the message says what is there and what is expected.
+        ValueError: The folder has another structure; the message says what was found and expected.
 
     Attributes:
         directory: The folder that is read.
         kind: "classes" or "masks".
         classes: Names, in the order of labels.
-        names: The images, relative to the folder, in the order of rows.
-        labels: The label of each image; none of a set with masks.
-        masks: The names of the masks; none of a set of classes.
-        sizes: Bytes of these files, then of their masks.
-        passed_over: How many other files there are.
+        names: The images, relative to the folder, in the order of examples.
+        labels: The label of each image; empty for a set with masks.
+        masks: The names of the masks; empty for a set of classes.
+        sizes: File sizes of the images in bytes, then of their masks.
+        passed_over: The number of other files.
 
     Example:
         >>> import tempfile
@@ -178,12 +178,12 @@ class ImageSet:
         """Return the largest label of a mask; -1 if there is none, or the file is damaged."""
         try:
             mask = self.mask(index)
-        except DamagedImageError:  # said when its row is read
+        except DamagedImageError:  # raised when its example is read
             return -1
         labels = mask[mask != IGNORED]
         return int(labels.max()) if labels.size else -1
 
-    # -- what is in it --------------------------------------------------------------------
+    # -- content --------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.names)
@@ -207,7 +207,7 @@ class ImageSet:
         """Return the file of an image.
 
         Args:
-            index: Its number, from 0 on.
+            index: The number of the image, from 0 on.
 
         Example:
             >>> import tempfile
@@ -244,12 +244,12 @@ class ImageSet:
         return read_mask(self.directory / MASKS / self.masks[index], self.most_pixels)
 
     def check_mask(self, index: int, image: "Image", mask: np.ndarray) -> None:
-        """Refuse a mask of another size than its image, and one with labels beyond the classes.
+        """Refuse a mask whose size differs from its image's, or whose labels exceed the classes.
 
         Args:
             index: The number of the image, for the message.
             image: The image.
-            mask: Its labels, uint8.
+            mask: The labels of its mask, uint8.
 
         Example:
             >>> import tempfile
@@ -278,7 +278,7 @@ class ImageSet:
             )
 
     def beyond(self, mask: np.ndarray) -> str:
-        """Return which labels of a mask are no classes, and of how many pixels; "" if none.
+        """Return which labels of a mask are no classes, with their pixel counts; "" if none.
 
         Args:
             mask: Labels, uint8.
@@ -306,10 +306,10 @@ class ImageSet:
         )
 
     def each(self, read: Callable[[int], T]) -> Iterator[T]:
-        """Yield what is read of each image, in order, by as many threads as there are cores.
+        """Yield `read(index)` for each image, in order, using one thread per core.
 
         Args:
-            read: A function of the number of an image.
+            read: Function of the number of an image.
 
         Example:
             >>> import tempfile
@@ -329,7 +329,7 @@ class ImageSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of names and sizes of all files, and of the classes."""
+        """A hash of the names and sizes of all files, and of the classes."""
         digest = hashlib.sha256()
         names = [*self.names, *self.masks]
         lines = [f"{name}\0{size}" for name, size in zip(names, self.sizes, strict=True)]
@@ -339,19 +339,19 @@ class ImageSet:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def check_same_classes(train: ImageSet, valid: ImageSet) -> None:
-    """Refuse a set to validate on whose labels do not mean the classes of the training set.
+    """Refuse a validation set whose labels do not mean the classes of the training set.
 
-    Masks to validate on may lack the last classes: their labels are numbers already.
+    Validation masks may lack the last classes: their labels are numbers already.
 
     Args:
-        train: The set that a model is trained on.
-        valid: The set that it is validated on.
+        train: The training set.
+        valid: The validation set.
 
     Example:
         >>> import tempfile
@@ -395,7 +395,7 @@ def _abbreviate(names: Sequence[str]) -> str:
 
 
 def _is_unread_file(entry: os.DirEntry[str]) -> bool:
-    """Return whether something beside the folders is a file that is not read."""
+    """Return whether an entry beside the folders is a file that is not read."""
     return (
         os.path.isfile(entry.path)
         and not is_system_file(entry.name)

@@ -1,4 +1,4 @@
-"""One image file decoded by Pillow: upright and RGB, or what is wrong with it, by its path."""
+"""Decode one image file with Pillow: upright and RGB. Errors name its path."""
 
 import functools
 import re
@@ -19,14 +19,14 @@ MOST_PIXELS = 1 << 26  # of one image, 192 MiB as RGB; Pillow warns from a third
 PLAIN = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
 LABELS = ("P", "L", "1")
 SIXTEEN = "16 or 32 bits for a level"
-FULL = 255  # the highest level of 8 bits
+FULL = 255  # the highest 8-bit level
 FEWER_BITS, SIXTEEN_BITS = re.compile(r"L;([24])"), re.compile(r";16[BLN]")  # of Pillow's rawmodes
 GONE = (
     "the image was there when the folder was opened, and is gone (broken='skip' skips none such). "
     "Put it back, or begin anew without it"
 )
-PHOTOMETRIC = 262  # of TIFF: 0 where 0 is white
-ORIENTATION = 274  # of EXIF: how to turn what is stored
+PHOTOMETRIC = 262  # TIFF tag: 0 where 0 is white
+ORIENTATION = 274  # EXIF tag: how to rotate the stored image
 EXIF_TRANSPOSES = (
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE"),
     *("ROTATE_270", "TRANSVERSE", "ROTATE_90"),
@@ -34,24 +34,24 @@ EXIF_TRANSPOSES = (
 
 
 class DamagedImageError(ValueError):
-    """A file that is damaged, or no image: it may be skipped."""
+    """Raised for a damaged file or one that is no image: it may be skipped."""
 
 
 @functools.cache
 def pillow() -> Any:
-    """Return Pillow's module of images, or say how to get it."""
+    """Return Pillow's Image module; if it is missing, the error says how to install it."""
     return import_optional("PIL.Image", "reading images", "images")
 
 
 def raise_pixel_limit(most_pixels: int) -> None:
-    """Raise Pillow's own limit if a larger one is asked for; it holds for the whole program."""
+    """Raise Pillow's own limit if `most_pixels` is larger; it applies to the whole program."""
     image = pillow()
     if image.MAX_IMAGE_PIXELS is not None and most_pixels > image.MAX_IMAGE_PIXELS:
         image.MAX_IMAGE_PIXELS = most_pixels
 
 
 def read_image(path: Path, most_pixels: int = MOST_PIXELS) -> "Image":
-    """Return an image upright and as RGB, by Pillow's `convert`: transparency is dropped."""
+    """Return an image, upright and as RGB by Pillow's `convert`: transparency is dropped."""
     return read_with_mode(path, most_pixels)[1]
 
 
@@ -65,7 +65,7 @@ def read_with_mode(path: Path, most_pixels: int = MOST_PIXELS) -> "tuple[str, Im
 
 
 def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
-    """Return the labels of a mask: the indices of a palette, or levels of grey."""
+    """Return the labels of a mask: palette indices or grey levels."""
     with _open_image(path, most_pixels) as image:
         if image.mode not in LABELS:
             raise ValueError(
@@ -85,7 +85,7 @@ def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
 
 
 def _label_problem(image: "Image") -> str | None:
-    """Return why the pixels of a mask are not those that were written; None: they are."""
+    """Return why a mask's pixels differ from those that were written, or None if they do not."""
     if image.format in ("JPEG", "MPO"):
         return "is a JPEG, which changes pixels"
     inverted = image.format == "TIFF" and getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == 0
@@ -93,9 +93,10 @@ def _label_problem(image: "Image") -> str | None:
 
 
 def _max_level(image: "Image") -> int:
-    """Return the highest level of an image that is opened and not loaded: 3 of 2 bits.
+    """Return the highest level of an image that is opened but not loaded: 3 for 2 bits.
 
-    Pillow stretches levels to 255, or drops the low byte of 16 bits; only how it decodes tells.
+    Pillow stretches levels to 255, or drops the low byte of 16 bits; only its decoder mode shows
+    this.
     """
     for decoder, _, _, args in getattr(image, "tile", []):
         rawmode, *more = args if isinstance(args, tuple) else (args,)
@@ -110,7 +111,7 @@ def _max_level(image: "Image") -> int:
 
 @contextmanager
 def _open_image(path: Path, most_pixels: int) -> Iterator["Image"]:
-    """Give an image whose header is read, if its pixels are not too many."""
+    """Yield an image of which only the header is read; refuse too many pixels."""
     library = pillow()
     try:
         image = library.open(path)
@@ -137,7 +138,7 @@ def _too_large_message(path: Path, reason: str, max_pixels: int) -> str:
 
 
 def _decode_error(path: Path, error: Exception) -> Exception:
-    """Return the error of a file that does not decode; what the system says stays as it is."""
+    """Return the error for a file that does not decode; OS errors are returned unchanged."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
         return error
     message = quote(str(error)).replace(repr(str(path)), "it").rstrip(".")
@@ -149,7 +150,7 @@ def _decode_error(path: Path, error: Exception) -> Exception:
 
 
 def _load_upright(path: Path, image: "Image") -> "Image":
-    """Return an image with its pixels, turned as its EXIF says."""
+    """Return a loaded image, rotated as its EXIF says."""
     try:
         image.load()
     except Exception as error:
@@ -161,7 +162,7 @@ def _load_upright(path: Path, image: "Image") -> "Image":
 def _exif_transpose(image: "Image") -> Any:
     try:
         tag = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # EXIF that cannot be read says nothing
+    except Exception:  # unreadable EXIF is ignored
         return None
     is_known = isinstance(tag, int) and 2 <= tag <= 8
     return getattr(pillow().Transpose, EXIF_TRANSPOSES[tag - 2]) if is_known else None

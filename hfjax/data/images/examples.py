@@ -1,4 +1,4 @@
-"""Row = f(seed, epoch, number): an image of a set, cut and changed, with its label or mask."""
+"""Example = f(seed, epoch, number): an image, cropped and augmented, with its label or mask."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageExamples:
-    """The examples of a set, for evaluation without `augment`; `skipped_names` do not decode."""
+    """The examples of a set, for evaluation without `augment`; `skipped_names` failed to decode."""
 
     data: ImageSet
     size: int
     seed: int
     augment: Augment | None
-    resize: int  # the shorter side before the middle is cut out; of classes, evaluated
+    resize: int  # the shorter side before the centre crop, to evaluate classes
     skip: bool
     with_mask: bool
     skipped_names: set[str] = field(default_factory=set)
 
     def example(self, index: int, position: int) -> ArrayDict:
-        """Return a row; of one that does not decode the next one that does, or one of mask 0."""
+        """Return an example; if it does not decode, the next one that does, or one of mask 0."""
         rng = None
         if self.skip and self.with_mask and self._is_broken(index):
             return self.padding_example()
@@ -62,7 +62,7 @@ class ImageExamples:
         return {**arrays, "mask": np.ones((), np.float32)} if self.with_mask else arrays
 
     def _is_broken(self, index: int) -> bool:
-        """Return whether an image does not decode; each counts once where scores are told."""
+        """Return whether an image does not decode; in evaluations each counts once."""
         try:
             _ = self.data[index]
         except DamagedImageError:
@@ -82,7 +82,7 @@ class ImageExamples:
         raise ValueError(f"{self.data}: none of its images decodes.")
 
     def padding_example(self) -> ArrayDict:
-        """Return a black image of mask 0: of class 0, or with ignored labels."""
+        """Return a black image of mask 0, with class 0 or ignored labels."""
         image = np.zeros((self.size, self.size, 3), np.uint8)
         label = np.zeros((), np.uint8)
         if self.data.kind == "masks":
@@ -90,7 +90,7 @@ class ImageExamples:
         return {"image": image, "label": label, "mask": np.zeros((), np.float32)}
 
     def collate(self, examples: list[ArrayDict]) -> ArrayDict:
-        """Return rows as a batch; labels, one byte so far, become int32."""
+        """Return examples as a batch; labels are cast from uint8 to int32."""
         types = {"label": np.int32}
         return {
             k: np.stack([example[k] for example in examples], dtype=types.get(k))
@@ -143,7 +143,7 @@ class ImageExamples:
     def _crop_params(
         self, size: tuple[int, int], rng: np.random.Generator | None
     ) -> tuple[tuple[int, int], Box, bool]:
-        """Return the sides after scaling, the part of it that is taken, and whether to flip it."""
+        """Return the size after scaling, the box to crop from it, and whether to flip it."""
         if rng is None or self.augment is None or self.augment.scale is None:
             scaled_size = size_by_longer_side(*size, self.size)
             return scaled_size, (0, 0, *scaled_size), False

@@ -19,8 +19,8 @@ from hfjax.utils.tables import quote
 
 SPLITS = {"train": ("train",), "valid": ("valid", "val")}
 IMAGES, MASKS, CLASSES = "images", "masks", "classes.txt"
-TOKENS = "meta.json"  # what makes a folder a data set of tokens
-LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif")  # labels do not survive them
+TOKENS = "meta.json"  # marks a folder as a token data set
+LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif")  # lossy formats corrupt labels
 ADVICE = (
     "Put the images of each class into a folder of its own (cat/1.jpg), or images and their masks "
     "into images/ and masks/."
@@ -29,7 +29,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class ImageListing:
-    """Images below a folder: names relative to it, sorted, with sizes in bytes; others counted."""
+    """Images below a folder: sorted relative names, sizes in bytes, and the count of others."""
 
     names: list[str]
     sizes: list[int]
@@ -37,7 +37,7 @@ class ImageListing:
 
 
 def list_images(folder: Path) -> ImageListing:
-    """Return the images in a folder and in those inside it; hidden ones are not there."""
+    """Return the images in a folder and its subfolders, without hidden ones."""
     files: list[tuple[str, int]] = []
     num_others, stack, visited = 0, [(folder, "")], set()
     while stack:
@@ -68,22 +68,22 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def list_folders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted."""
+    """Return the names of a folder's subfolders, sorted."""
     return sorted(entry.name for entry in _entries(folder) if is_folder(entry))
 
 
 def count_files(folder: Path) -> tuple[int, int]:
-    """Return how many images and how many other files lie in a folder itself."""
+    """Return the number of images and of other files directly in a folder."""
     files = [entry.name for entry in _entries(folder) if not is_folder(entry)]
     images = sum(map(is_image, files))
     return images, len(files) - images
 
 
 def parts_of(directory: str | Path) -> dict[str, Path]:
-    """Return the folders of the parts `train` and `valid` (or `val`) of a folder of images.
+    """Return the folders of the splits `train` and `valid` (or `val`) of a folder of images.
 
-    A part has folders of its own, of classes or images and masks: `train/` with images in it is a
-    class. There is no part in a folder that is not split.
+    A split has subfolders, of classes or of images and masks: `train/` with images in it is a
+    class. The result is empty for a folder that is not split.
 
     Args:
         directory: A folder of images.
@@ -108,7 +108,7 @@ def parts_of(directory: str | Path) -> dict[str, Path]:
 
 
 def split_folder(directory: Path, split: str | None) -> Path:
-    """Return the folder of a part, or the folder itself if it is not split."""
+    """Return the folder of a split, or the folder itself if it is not split."""
     _check_folder(directory)
     if split is not None and split not in SPLITS:
         raise ValueError(f"part={split!r}: one of {', '.join(SPLITS)}.")
@@ -129,7 +129,7 @@ def split_folder(directory: Path, split: str | None) -> Path:
 
 
 def _check_folder(directory: Path) -> None:
-    """Refuse what is no folder, and a data set of tokens."""
+    """Refuse a path that is no folder, or that is a token data set."""
     if (kind := path_kind(directory)) != FOLDER:
         problem = "no such directory" if kind == MISSING else f"it is {kind}"
         raise ValueError(f"{quote(directory)}: {problem}. A folder of images is expected.")
@@ -142,7 +142,7 @@ def _check_folder(directory: Path) -> None:
 
 
 def has_masks(directory: Path) -> bool:
-    """Return whether a folder holds images and masks, not classes; refuse one of the two alone."""
+    """Return whether a folder has images and masks, not classes; refuse only one of the two."""
     folders = list_folders(directory)
     if IMAGES in folders and MASKS in folders:
         return True
@@ -157,7 +157,7 @@ def has_masks(directory: Path) -> bool:
 
 
 def class_folders(directory: Path) -> list[str]:
-    """Return the names of the folders of classes, sorted; refuse a folder that has none."""
+    """Return the names of the class folders, sorted; refuse a folder that has none."""
     if folders := list_folders(directory):
         return folders
     images, others = count_files(directory)
@@ -172,7 +172,7 @@ def class_folders(directory: Path) -> list[str]:
 
 
 def match_masks(directory: Path, images: ImageListing, masks: ImageListing) -> list[str]:
-    """Return the name of the mask of each image: the same name but for what is after the dot."""
+    """Return the mask of each image: the file of the same name, whatever its suffix."""
     by_stem = _by_stem(directory / MASKS, masks.names)
     _by_stem(directory / IMAGES, images.names)
     unpaired = [name for name in images.names if _stem(name) not in by_stem]
@@ -206,7 +206,7 @@ def _stem(name: str) -> str:
 
 
 def read_class_names(directory: Path) -> list[str] | None:
-    """Return the names in classes.txt, of the folder or of that which it is a part of."""
+    """Return the names in the classes.txt of a folder, or of its parent if it is a split."""
     folders = [directory]
     if any(directory.name in names for names in SPLITS.values()):
         folders.append(directory.parent)
@@ -226,7 +226,7 @@ def _read_text(path: Path) -> str:
 
 
 def check_class_names(names: Iterable[str], source: str) -> list[str]:
-    """Return names of classes; refuse none, empty ones and one that comes twice."""
+    """Return class names; refuse an empty list, empty names and duplicates."""
     if isinstance(names, str):
         raise ValueError(f"{source}={names!r}: a list of names is expected.")
     class_names = list(names)

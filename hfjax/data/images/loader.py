@@ -18,8 +18,8 @@ from hfjax.utils.keywords import strict_fields
 from hfjax.utils.tables import quote
 
 BROKEN = ("refuse", "skip")
-MOST_THREADS = 16  # more wait for each other
-RESIZE_RATIO = 256 / 224  # of the shorter side over what is cut out, when evaluated
+MOST_THREADS = 16  # more only wait for each other
+RESIZE_RATIO = 256 / 224  # shorter side / centre crop, in evaluations
 
 
 @strict_fields
@@ -27,28 +27,28 @@ RESIZE_RATIO = 256 / 224  # of the shorter side over what is cut out, when evalu
 class ImageLoader(IndexedLoader):
     """An iterator over batches {"image": uint8 [rows, size, size, 3], "label": int32 […]}.
 
-    Labels are [rows], or [rows, size, size] of a set with masks. Images and their order are a
+    Labels are [rows], or [rows, size, size] for a set with masks. Images and their order are a
     function of the files, size, augment, resize, shuffle and seed: not of processes, threads or
     batch size. With `pad_last` there is also "mask", float32 [rows].
 
     Attributes:
-        data: A set of images or its directory; of one with parts, train or valid as `train` says.
-        rows: Rows of the global batch.
+        data: A set of images or its directory; if it is split, `train` selects train or valid.
+        rows: The global batch size, in examples.
         size: Height and width of all images in pixels.
-        train: Whether images are cut and changed at random (`augment`), and shuffled. If not: of
-            classes the shorter side becomes `resize` and the middle is cut out; of masks all of the
-            image is scaled to fit, and filled up to the right and below.
-        seed: Of the shuffle, and of what is drawn.
-        epochs: How often to go over the data. None: without end.
-        mine: The numbers of the rows that this process gives (`hfjax.data.share`). None: all.
-        pad_last: Whether the last batch is filled up with rows of mask 0, not dropped.
-        augment: How images of training are changed. None: `Augment()`.
-        resize: The shorter side when classes are evaluated. None: size * 256 / 224, rounded.
-        shuffle: Whether each epoch has an order of its own. None: as `train`.
-        broken: refuse, or skip: in place of an image that does not decode the next one that does;
-            `skipped` names those met.
-        threads: How many decode; 0: none beside the caller. None: one for each core, at most 16.
-        prefetch: Batches that wait, at least as many as threads. None: two more.
+        train: Whether images are augmented (`augment`) and shuffled. If not: with classes, the
+            shorter side is resized to `resize` and the centre is cropped; with masks, the whole
+            image is scaled to fit, and padded at the right and bottom.
+        seed: The seed of shuffle and augmentation.
+        epochs: The number of passes over the data. None: no end.
+        mine: The examples of each batch that this process loads (`hfjax.data.share`). None: all.
+        pad_last: Whether to pad the last batch with examples of mask 0 instead of dropping it.
+        augment: The augmentation of training images. None: `Augment()`.
+        resize: The shorter side in evaluations of classes. None: size * 256 / 224, rounded.
+        shuffle: Whether each epoch is shuffled anew. None: as `train`.
+        broken: refuse, or skip: use the next image that decodes in place of one that does not;
+            `skipped` lists those met.
+        threads: The number of decoding threads; 0: the caller only. None: one per core, at most 16.
+        prefetch: The number of batches to prefetch, at least `threads`. None: two more.
 
     Example:
         >>> import tempfile
@@ -72,13 +72,13 @@ class ImageLoader(IndexedLoader):
     seed: int = 0
     epochs: int | None = None  # None: no end
     mine: Sequence[int] | np.ndarray | None = None
-    pad_last: bool = False  # the last batch is filled up with rows of mask 0, not dropped
+    pad_last: bool = False  # pad the last batch with examples of mask 0, do not drop it
     augment: Augment | None = None
     resize: int | None = None
     shuffle: bool | None = None
     broken: str = "refuse"  # or skip
     threads: int | None = None
-    prefetch: int | None = None  # batches that wait
+    prefetch: int | None = None  # batches read ahead
 
     def __post_init__(self) -> None:
         options = ("threads", "prefetch", "resize", "shuffle")
@@ -96,11 +96,11 @@ class ImageLoader(IndexedLoader):
                 f"a batch of {self.rows} rows: {quote(self.images.directory)} has "
                 f"{self.rows_per_epoch} images. Lower rows, or give more images."
             )
-        self._source  # noqa: B018  what is wrong with augment is said now
+        self._source  # noqa: B018  raise errors of augment now
 
     @cached_property
     def images(self) -> ImageSet:
-        """The set that is read."""
+        """The opened set of images."""
         if isinstance(self.data, ImageSet):
             return self.data
         if not isinstance(self.data, str | Path):
@@ -118,7 +118,7 @@ class ImageLoader(IndexedLoader):
 
     @property
     def skipped(self) -> list[str]:
-        """The images that did not decode so far, relative to the directory: of broken="skip"."""
+        """With broken="skip": the images that did not decode so far, relative to the directory."""
         return sorted(self._examples.skipped_names)
 
     def check(self, classes: int) -> None:
@@ -144,7 +144,7 @@ class ImageLoader(IndexedLoader):
                 f"model {num_classes}, or leave images out."
             )
 
-    # -- what it reads --------------------------------------------------------------------
+    # -- data -----------------------------------------------------------------------------
 
     @property
     def _threads(self) -> int:

@@ -1,4 +1,4 @@
-"""The pixels of a row: cut, resized and filled up, uint8, as Pillow and torchvision do it."""
+"""Crop, resize and pad the pixels of an example, uint8, as Pillow and torchvision do it."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -12,8 +12,8 @@ from hfjax.utils.command_errors import import_optional
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IGNORED = 255  # the label of pixels that do not count
-FILL = (124, 116, 104)  # the mean colour of ImageNet: about 0 once a model has normalised it
+IGNORED = 255  # the label of ignored pixels
+FILL = (124, 116, 104)  # the mean colour of ImageNet: about 0 after normalisation
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
@@ -23,7 +23,7 @@ def to_array(image: "Image") -> np.ndarray:
 
 
 def crop_and_resize(image: "Image", box: Box, size: int) -> "Image":
-    """Return a part of an image as a square: cut, then resized."""
+    """Return a box of an image, cropped and then resized to a square."""
     return image.crop(box).resize((size, size), pillow().Resampling.BILINEAR)
 
 
@@ -49,7 +49,7 @@ def size_by_longer_side(width: int, height: int, size: float) -> tuple[int, int]
 
 
 def center_box(width: int, height: int, size: int) -> Box:
-    """Return the square in the middle, as torchvision's CenterCrop.
+    """Return the central square, as torchvision's CenterCrop.
 
     >>> center_box(341, 256, 224)
     (58, 16, 282, 240)
@@ -59,7 +59,7 @@ def center_box(width: int, height: int, size: int) -> Box:
 
 
 def resize_region(image: "Image", full_size: tuple[int, int], box: Box) -> "Image":
-    """Return a part of an image resized to `full_size`; the rest is not computed."""
+    """Return a box of an image resized to `full_size`; the rest is not computed."""
     left, top, right, bottom = box
     x, y = image.width / full_size[0], image.height / full_size[1]
     source_box = left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
@@ -69,7 +69,7 @@ def resize_region(image: "Image", full_size: tuple[int, int], box: Box) -> "Imag
 def resize_labels(
     labels: np.ndarray, scaled_size: tuple[int, int], box: Box, flip: bool = False
 ) -> np.ndarray:
-    """Return a part of labels resized to `scaled_size`: each place has the label nearest to it."""
+    """Return a box of labels resized to `scaled_size`, by nearest neighbour."""
     left, top, right, bottom = box
     row_indices = _nearest_indices(top, bottom, labels.shape[0], scaled_size[1])
     column_indices = _nearest_indices(left, right, labels.shape[1], scaled_size[0])
@@ -81,12 +81,12 @@ def _nearest_indices(start: int, stop: int, old_size: int, new_size: int) -> np.
 
 
 def flip_horizontal(image: "Image") -> "Image":
-    """Return an image with left and right exchanged."""
+    """Return an image flipped horizontally."""
     return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
 
 
 def pad_image(image: "Image", size: int) -> "Image":
-    """Return a square with a part at its top left; the rest has the mean colour."""
+    """Return a square with the image at its top left, padded with the mean colour."""
     if image.size == (size, size):
         return image
     square = pillow().new("RGB", (size, size), FILL)
@@ -95,7 +95,7 @@ def pad_image(image: "Image", size: int) -> "Image":
 
 
 def pad_labels(labels: np.ndarray, size: int) -> np.ndarray:
-    """Return a square with labels at its top left; the rest does not count."""
+    """Return a square with the labels at its top left, padded with the ignored label."""
     if labels.shape == (size, size):
         return labels
     square = np.full((size, size), IGNORED, labels.dtype)

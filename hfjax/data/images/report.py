@@ -1,4 +1,4 @@
-"""What `hfjax data FOLDER` tells of images: classes, sizes, modes, labels, and what is broken."""
+"""The image report of `hfjax data FOLDER`: classes, sizes, modes, labels and broken files."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from hfjax.data.images.decode import read_with_mode
 from hfjax.data.images.pixels import IGNORED
 from hfjax.utils.tables import align, quote
 
-Progress = Callable[[str, int, int], None]  # what, bytes read, of how many
-MAX_CLASSES = 50  # of classes
+Progress = Callable[[str, int, int], None]  # activity, bytes read, total bytes
+MAX_CLASSES = 50  # classes listed
 LABELS = 256
 
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """What was found of one image: mode, size, pixels of each label, or what is wrong with it."""
+    """The properties of one image: mode, size, pixels of each label, or its error."""
 
     mode: str = ""
     size: tuple[int, int] = (0, 0)
@@ -28,7 +28,7 @@ class ImageInfo:
 
 @dataclass(frozen=True)
 class ImageReport:
-    """What all images of a set are. `image_counts` and `pixel_counts` of masks are by label."""
+    """Statistics of a set's images. For masks, `image_counts` and `pixel_counts` are by label."""
 
     data: ImageSet
     sizes: np.ndarray  # [n, 2], by area
@@ -39,7 +39,7 @@ class ImageReport:
 
 
 def examine(data: ImageSet, progress: Progress | None = None) -> ImageReport:
-    """Return what all images of a set are; each is decoded."""
+    """Return the statistics of a set; each image is decoded."""
     infos: list[ImageInfo] = []
     bytes_read, bytes_total = 0, sum(data.sizes)
     for number, info in enumerate(data.each(lambda index: _examine_image(data, index))):
@@ -78,7 +78,7 @@ def _examine_image(data: ImageSet, index: int) -> ImageInfo:
 
 
 def format_report(report: ImageReport) -> list[str]:
-    """Return the lines that tell a report."""
+    """Return a report as lines of text."""
     data = report.data
     table = _class_table(report) if report.pixel_counts is None else _label_table(report)
     head, *entries = align(table, numbers=range(1, len(table[0])))
