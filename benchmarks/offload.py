@@ -102,7 +102,7 @@ class Row:
 def row_of(setting: Setting, case: str, seconds: float, peak: int | None) -> Row:
     """Return what was measured of a case, and what its compiled program takes."""
     traced = setting.step(case).trace(setting.batch)
-    moved = hfjax.transfers(traced)
+    moved = hfjax.analysis.host_transfers(traced)
     memory: Any = traced.lower().compile().memory_analysis()
     compiled = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     compiled += memory.output_size_in_bytes - memory.alias_size_in_bytes

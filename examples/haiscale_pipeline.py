@@ -26,8 +26,10 @@ def squares(outputs, y):
 
 def main() -> None:
     rngs = nnx.Rngs(0)
-    parts = hfjax.partition([Block(rngs=rngs) for _ in range(6)], stages=2, balance="parameters")
-    pipe = hfjax.PipeDream(parts, microbatches=8, mesh=hfjax.make_mesh(pipe=2, data=2))
+    parts = hfjax.compat.partition(
+        [Block(rngs=rngs) for _ in range(6)], stages=2, balance="parameters"
+    )
+    pipe = hfjax.compat.PipeDream(parts, microbatches=8, mesh=hfjax.make_mesh(pipe=2, data=2))
     print(parts, pipe, sep="\n")
     optimizer = optax.adam(3e-3)
     moments = optimizer.init(pipe.parameters)

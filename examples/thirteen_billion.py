@@ -36,8 +36,8 @@ def compiled_memory(strategy, sizes, layers, options):
     """Return the layout and what the compiler says that a step needs on a device."""
     config = GPTConfig(vocab=50304, length=2048, layers=layers, embed=5120, heads=40)
     count = max(sizes.values())
-    mesh = hfjax.make_mesh(devices=hfjax.target_devices(GPU, count), **sizes)
-    optimizer = hfjax.master(optax.adamw(1e-4))
+    mesh = hfjax.make_mesh(devices=hfjax.analysis.target_devices(GPU, count), **sizes)
+    optimizer = hfjax.optimizers.master_weights(optax.adamw(1e-4))
     layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optimizer, mesh, strategy)
     step = hfjax.train_step(layout, next_token_loss, precision="bf16", remat="full", **options)
     batch = {"tokens": jax.ShapeDtypeStruct((count, config.length + 1), "int32")}

@@ -37,8 +37,8 @@ from hfjax.parallel.strategy import (
 )
 from hfjax.parallel.whole_model.model import call_model
 from hfjax.sharding.layout import Layout, layout
-from hfjax.sharding.reorder_layers import canonical
-from hfjax.step.batches import full
+from hfjax.sharding.reorder_layers import to_model_order
+from hfjax.step.batches import full_array
 from hfjax.step.init_state import init
 from hfjax.step.train_step import train_step
 from hfjax.utils.mean import Mean, as_mean, mean_metrics
@@ -134,10 +134,10 @@ class Case:
             _check_placement(step.layout, state)
             metrics_log.append(metrics)
             if number == 0:
-                gradients = flatten(full(canonical(case_layout, state).optimizer[0]))
+                gradients = flatten(full_array(to_model_order(case_layout, state).optimizer[0]))
             variables |= _host_variables(flatten(state.variables), number)
         losses = [float(metrics["loss"]) for metrics in metrics_log]
-        parameters = flatten(full(canonical(case_layout, state).params))
+        parameters = flatten(full_array(to_model_order(case_layout, state).params))
         outcome = losses, gradients, parameters, variables, _metrics_by_step(metrics_log)
         return TrainResult(*outcome, batch_comms=str(step.batch_comms))
 
@@ -182,7 +182,11 @@ def train_plain(case: Case, case_layout: Layout) -> TrainResult:
         variable_log |= _host_variables(variables, number)
     losses = [float(metrics["loss"]) for metrics in metrics_log]
     return TrainResult(
-        losses, full(first_gradients), full(parameters), variable_log, _metrics_by_step(metrics_log)
+        losses,
+        full_array(first_gradients),
+        full_array(parameters),
+        variable_log,
+        _metrics_by_step(metrics_log),
     )
 
 
@@ -277,7 +281,7 @@ class PlainStep:
 
 def _host_variables(variables: Flat, number: int) -> dict[str, np.ndarray]:
     """Return variables in host memory after a step, by path and step, except random keys."""
-    arrays = full({path: x for path, x in variables.items() if not is_random_key(x)})
+    arrays = full_array({path: x for path, x in variables.items() if not is_random_key(x)})
     return {f"{path} after step {number}": x for path, x in arrays.items()}
 
 
@@ -418,7 +422,7 @@ def assert_same_run(run: TrainResult, reference: TrainResult, who: str) -> float
 
 
 ADVICE = (
-    " What a program makes of its device's own rows depends on the mesh: hfjax.own_rows, and "
+    " What a program makes of its device's own rows depends on the mesh: hfjax.per_device, and "
     "rows='own' (docs/any_model.md#where-rows-of-the-batch-meet)."
 )
 

@@ -13,7 +13,7 @@ from hfjax.parallel.precision.dtypes import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.schedules.versions import Versions
-from hfjax.parallel.settings import Context, KernelChoices, check_dispatch, parse_context
+from hfjax.parallel.settings import ContextParallel, KernelChoices, check_dispatch, parse_context
 from hfjax.utils.keywords import is_int, is_real, strict_fields
 
 REDUCTIONS = ("flat", "hierarchical")
@@ -74,7 +74,7 @@ class Execution:
             that about one layer's gradients exist at a time. docs/combinations.md says what it
             excludes.
         context: How devices that share sequences work together: auto, ring, allgather, ulysses, or
-            a `hfjax.Context`.
+            a `hfjax.ContextParallel`.
         dispatch: How tokens get to experts on other devices: auto (what sends the fewest bytes),
             all_to_all, gather.
         kernels: auto, pallas, xla, reference; or {kernel: one of these}.
@@ -107,7 +107,7 @@ class Execution:
     # all-gathered over fsdp; sharded ones are reduce-scattered over fsdp, then over data.
     reduction: str = "flat"
     optimizer_in_backward: bool = False
-    context: Context = Context()
+    context: ContextParallel = ContextParallel()
     dispatch: str = "auto"
     kernels: KernelChoices = KernelChoices()
     unroll: int | bool | None = None

@@ -25,8 +25,8 @@ KERNELS: Mapping[str, str] = {  # what each does in a training step
 
 @strict_fields
 @dataclass(frozen=True)
-class Context:
-    """How devices that share a sequence work together: `train_step(…, context=hfjax.Context(…))`.
+class ContextParallel:
+    """How devices that share a sequence work together, `context=` of `train_step`.
 
     Attributes:
         form: What is sent. ring: keys and values, from device to device. allgather: the same, in
@@ -44,7 +44,7 @@ class Context:
 
     Example:
         >>> import hfjax
-        >>> hfjax.Context(form="ring", ulysses=2).order
+        >>> hfjax.ContextParallel(form="ring", ulysses=2).order
         'auto'
     """
 
@@ -58,33 +58,36 @@ class Context:
         for name, allowed in (("form", ("auto", *CONTEXT_FORMS)), ("order", CONTEXT_ORDERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"Context({name}={getattr(self, name)!r}): one of {', '.join(allowed)}."
+                    f"ContextParallel({name}={getattr(self, name)!r}): one of {', '.join(allowed)}."
                 )
         if self.gather is not None and not is_int(self.gather, 0, MOST_BYTES):
-            raise ValueError(f"Context(gather={self.gather!r}): a number of bytes, or None.")
+            raise ValueError(
+                f"ContextParallel(gather={self.gather!r}): a number of bytes, or None."
+            )
         for path, dimension in (self.sequence or {}).items():
             if dimension is not None and not is_int(dimension, -MOST, MOST):
                 raise ValueError(
-                    f"Context(sequence={{{path!r}: {dimension!r}}}): the number of a dimension, "
+                    f"ContextParallel(sequence={{{path!r}: {dimension!r}}}): the number of a "
+                    "dimension, "
                     "or None: the array has no sequence."
                 )
         u = self.ulysses
         if u is not None and not is_int(u):
             raise ValueError(
-                f"Context(ulysses={u!r}): how many devices exchange heads, at least 1."
+                f"ContextParallel(ulysses={u!r}): how many devices exchange heads, at least 1."
             )
 
 
-def parse_context(value: Any) -> Context:
+def parse_context(value: Any) -> ContextParallel:
     """Return the settings, given as such, as the name of a form, or as fields."""
-    if isinstance(value, Context):
+    if isinstance(value, ContextParallel):
         return value
     if isinstance(value, str):
-        return Context(value)
+        return ContextParallel(value)
     if isinstance(value, dict):
-        return Context(**value)
+        return ContextParallel(**value)
     raise ValueError(
-        f"context={value!r}: a hfjax.Context is expected, or one of auto, "
+        f"context={value!r}: a hfjax.ContextParallel is expected, or one of auto, "
         f"{', '.join(CONTEXT_FORMS)}."
     )
 

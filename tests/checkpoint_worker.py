@@ -14,7 +14,9 @@ def main(directory, losses, steps, devices=2):
     layout = mlp_layout(hfjax.FSDP, {"fsdp": devices}, layers=1, dropout=0.1)
     step = hfjax.train_step(layout, next_token_loss)
     print("open", flush=True)
-    with hfjax.Checkpoints(directory, layout, keep=hfjax.Keep(latest=2)) as checkpoints:
+    with hfjax.CheckpointManager(
+        directory, layout, keep=hfjax.RetentionPolicy(latest=2)
+    ) as checkpoints:
         state, first = hfjax.init(layout), 0
         if checkpoints.latest() is not None:
             restored = checkpoints.restore()

@@ -85,7 +85,7 @@ def all_at_once(specialists: jax.Array, dense: jax.Array, x: jax.Array) -> jax.A
     return jnp.einsum("bi,eij->bj", x @ dense, specialists)
 
 
-@hfjax.own_rows
+@hfjax.per_device
 def meet(specialists: jax.Array, dense: jax.Array, x: jax.Array) -> jax.Array:
     """Return the same; each device has some and is given the others."""
     return all_at_once(lax.all_gather(specialists, "specialist", axis=0, tiled=True), dense, x)
@@ -105,7 +105,7 @@ def trained(model: Callable, strategy: Strategy, sizes: dict, loss: Callable, ba
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    return losses, hfjax.full(hfjax.canonical(layout, state).params)
+    return losses, hfjax.full_array(hfjax.to_model_order(layout, state).params)
 
 
 def apart(*case: Any, **given: Any) -> float:

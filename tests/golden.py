@@ -143,7 +143,9 @@ def cases() -> dict[str, Case]:
             piped("1f1b"), execution={"schedule": Schedule("1f1b", 4), "offload": 0.5}
         ),
         "optimizer on the host": Case(FSDP | HOST_OPTIMIZER, two, {"clip": 1.0}),
-        "master weights": Case(ZERO1, two, optimizer=hfjax.master(optax.adamw(1e-3))),
+        "master weights": Case(
+            ZERO1, two, optimizer=hfjax.optimizers.master_weights(optax.adamw(1e-3))
+        ),
         "in backward": Case(ZERO2, two, frugal),
         "all on the host": Case(FSDP | HOST_OPTIMIZER | HOST_PARAMETERS, two, frugal),
         "called as it is": Case(FSDP, eight, {"accumulate": 2}, Called),
@@ -213,7 +215,7 @@ def predicted(case: Case, layout: Any, batch: Any) -> tuple[list[jax.Array], Any
     """Return sums of the outputs, the program and the state of `predict_step`."""
     step, state = hfjax.predict_step(layout), hfjax.init(layout, 0)
     outputs = jax.tree.leaves(step(state, batch))
-    sums = [np.sum(np.square(hfjax.full(x), dtype=np.float64)) for x in outputs]
+    sums = [np.sum(np.square(hfjax.full_array(x), dtype=np.float64)) for x in outputs]
     return sums, jax.jit(step).lower(state, batch), state
 
 
@@ -221,7 +223,7 @@ def of_haiscale(case: Case, layout: Any, batch: Any) -> tuple[list[jax.Array], A
     """Return losses and outputs, the program and the gradients of a pipe as haiscale has it."""
     rngs = nnx.Rngs(0)
     layers = [nnx.Linear(8, 8, rngs=rngs) for _ in range(4)]
-    pipe = hfjax.PipeDream(hfjax.partition(layers, stages=2), 4, mesh=layout.mesh)
+    pipe = hfjax.compat.PipeDream(hfjax.compat.partition(layers, stages=2), 4, mesh=layout.mesh)
     criterion = lambda outputs: jax.numpy.mean(outputs**2)
     losses, _ = pipe.forward_backward(batch["x"], criterion=criterion)
     found = [*losses, pipe.forward(batch["x"]).sum()]

@@ -3,7 +3,7 @@ was rebuilt (commit 92464be). Not to be run again: files written by later code p
 
 `python -m tests.make_before` in a checkout of that commit makes all of it anew:
 
-    checkpoint/     what hfjax.Checkpoints wrote: a GPT after two steps, FSDP on four devices
+    checkpoint/     what hfjax.CheckpointManager wrote: a GPT after two steps, FSDP on four devices
     text/           a data set of bytes, of `hfjax data`
     run/            of `hfjax train`, stopped three times; its config.yaml names `text` (relative)
     expected.json   the losses of the same code when it went on
@@ -73,7 +73,7 @@ def write_checkpoint(place: Path) -> dict[str, Any]:
     """Save the small GPT after two steps; return what the same code computes then."""
     made = layout(hfjax.FSDP, fsdp=4)
     _, state = going_on(made, hfjax.init(made, 3), 0)
-    with hfjax.Checkpoints(place, made, config={"rate": 1e-2, "shape": SHAPE}) as checkpoints:
+    with hfjax.CheckpointManager(place, made, config={"rate": 1e-2, "shape": SHAPE}) as checkpoints:
         checkpoints.save(state, data={"rows": 16}, metrics={"loss": 2.5})
     loss = judged(made, state)
     return {"loss": loss, "next": going_on(made, state, 2)[0]}

@@ -86,8 +86,10 @@ class Saved:
 
 CHECKPOINTS = {
     "plain": Saved(FSDP, {"fsdp": 4}),
-    "ema": Saved(DDP, {"data": 2}, optimizer=lambda: hfjax.ema(optax.adamw(1e-2), 0.9)),
-    "master": Saved(DDP, {"data": 2}, optimizer=lambda: hfjax.master(optax.adamw(1e-2))),
+    "ema": Saved(DDP, {"data": 2}, optimizer=lambda: hfjax.optimizers.ema(optax.adamw(1e-2), 0.9)),
+    "master": Saved(
+        DDP, {"data": 2}, optimizer=lambda: hfjax.optimizers.master_weights(optax.adamw(1e-2))
+    ),
     "fp16": Saved(FSDP, {"fsdp": 2}, fields={"precision": "fp16"}),
     "pipe": Saved(PIPE, {"pipe": 2}, fields={"schedule": Schedule("interleaved", 2, 2)}),
     "packed": Saved(PIPE, {"pipe": 2}, Unlike, fields={"schedule": Schedule("1f1b", 2)}),
@@ -106,7 +108,7 @@ def layout_of(case: Saved, strategy: hfjax.Strategy, sizes: dict[str, int]) -> h
 def checksum(layout: hfjax.Layout, state: hfjax.State) -> int:
     """Return the CRC32 of all arrays of a state, layers in the order of the model."""
     found = 0
-    for x in jax.tree.leaves(hfjax.canonical(layout, state)):
+    for x in jax.tree.leaves(hfjax.to_model_order(layout, state)):
         x = jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         found = zlib.crc32(np.asarray(x).tobytes(), found)
     return found
@@ -117,7 +119,7 @@ def write_checkpoint(place: Path, case: Saved) -> dict[str, Any]:
     layout = layout_of(case, case.strategy, case.sizes)
     state = hfjax.init(layout, 3, case.fields.get("schedule"))
     _, state = going_on(layout, state, 0, case.loss, **case.fields)
-    with hfjax.Checkpoints(place, layout, config={"rate": 1e-2}) as checkpoints:
+    with hfjax.CheckpointManager(place, layout, config={"rate": 1e-2}) as checkpoints:
         checkpoints.save(state, data={"rows": 16}, metrics={"loss": 2.5})
     found = checksum(layout, state)
     losses = going_on(layout, state, 2, case.loss, **case.fields)[0]

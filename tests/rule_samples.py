@@ -517,7 +517,7 @@ def _in_vmap(name: str, **more: Any) -> Sample:
 
 
 NO_ROWS = "of what has no rows"  # with operands of which none is a part
-NOTHING_TO_SEND = r"hfjax\.own_rows\(function\)"
+NOTHING_TO_SEND = r"hfjax\.per_device\(function\)"
 nothing = lambda *_: None
 OUTSIDE = {
     "psum": [

@@ -14,7 +14,11 @@ from hfjax.trainer.config import Optimizer, Train
 from hfjax.trainer.optimizer import build_optimizer
 
 RATE = optax.linear_schedule(1e-2, 1e-3, 4)
-HOW: dict[str, Any] = {"eps": 1e-4, "weight_decay": 0.1, "mask": hfjax.matching("*/kernel")}
+HOW: dict[str, Any] = {
+    "eps": 1e-4,
+    "weight_decay": 0.1,
+    "mask": hfjax.optimizers.matching("*/kernel"),
+}
 ADAMW = hfjax.adamw(RATE, **HOW)
 
 
@@ -75,7 +79,7 @@ def test_the_ordinary_program_is_that_of_optax_to_the_letter():
 
 def test_hfjax_train_makes_it():
     config = Train(optimizer=Optimizer(weight_decay=0.2, no_decay=("*/bias",)))
-    mine = build_optimizer(config, hfjax.rate(1e-3, steps=10))
+    mine = build_optimizer(config, hfjax.lr_schedule(1e-3, steps=10))
     params = {"up": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}}
     still = jax.tree.map(jnp.zeros_like, params)
     moved = mine.update(still, mine.init(params), params)[0]["up"]

@@ -87,15 +87,15 @@ def test_a_step_keeps_the_mode_in_which_each_part_was_built_and_evaluation_switc
     init = lambda rngs: Backbone(rngs=rngs)
     agree(init)
     layout, state = plan(init)
-    plain = float(squares(hfjax.module(layout, state)(BATCH["x"]), BATCH))
-    model = hfjax.module(layout, state)
+    plain = float(squares(hfjax.to_model(layout, state)(BATCH["x"]), BATCH))
+    model = hfjax.to_model(layout, state)
     model.eval()
     evaluated = float(squares(model(BATCH["x"]), BATCH))
     got = float(hfjax.eval_step(layout, squares)(state, BATCH)["loss"])
     np.testing.assert_allclose(got, evaluated, rtol=1e-5)
     state, metrics = hfjax.train_step(layout, squares)(state, BATCH)
     np.testing.assert_allclose(float(metrics["loss"]), plain, rtol=1e-5)
-    changed = hfjax.full(state.variables)
+    changed = hfjax.full_array(state.variables)
     assert not changed["frozen"]["mean"].any()
     assert changed["free"]["mean"].any()
 
@@ -230,7 +230,7 @@ class Writes(nnx.Module):
 def written(value, change):
     layout, state = plan(lambda rngs: Writes(value, change, rngs=rngs))
     state, _ = hfjax.train_step(layout, squares)(state, BATCH)
-    return hfjax.full(state.variables)["held"]
+    return hfjax.full_array(state.variables)["held"]
 
 
 def test_a_variable_is_the_average_of_what_devices_write_to_it():
@@ -246,7 +246,7 @@ def test_a_step_that_is_not_finite_writes_to_no_variable(strategy):
     step = hfjax.train_step(layout, bad, nonfinite="skip")
     state, metrics = step(hfjax.init(layout), BATCH)
     assert not metrics["finite"]
-    assert float(hfjax.full(state.variables)["held"]) == 0
+    assert float(hfjax.full_array(state.variables)["held"]) == 0
 
 
 def test_narrow_variables_are_averaged_in_float32():
@@ -293,10 +293,10 @@ def test_arrays_that_are_no_variables_are_constants_of_the_state(agree):
     agree(init)
     layout, state = plan(init)
     assert set(state.variables) == {"jax", "numpy", "data", "tree"}
-    before = hfjax.full(state.variables)
+    before = hfjax.full_array(state.variables)
     state, _ = hfjax.train_step(layout, squares)(state, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.variables))
-    np.testing.assert_array_equal(hfjax.module(layout, state).jax, np.arange(8.0))
+    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full_array(state.variables))
+    np.testing.assert_array_equal(hfjax.to_model(layout, state).jax, np.arange(8.0))
 
 
 # -- names of axes that models of flax have ----------------------------
@@ -450,14 +450,14 @@ def test_dropout_of_flax_works_in_the_layers_of_a_pipeline():
     layout = hfjax.layout(init, optax.sgd(0.0), mesh, hfjax.PIPE | hfjax.DDP)
     step = hfjax.train_step(layout, squares, schedule=hfjax.Schedule("1f1b", 2))
     state, found = hfjax.init(layout), []
-    whole = hfjax.canonical(layout, state)
-    before, model = hfjax.full(whole.params), hfjax.module(layout.model_layout, whole)
+    whole = hfjax.to_model_order(layout, state)
+    before, model = hfjax.full_array(whole.params), hfjax.to_model(layout.model_layout, whole)
     model.eval()
     plain = functools.reduce(lambda x, layer: layer(x), model.layers, BATCH["x"])
     for _ in range(2):
         state, metrics = step(state, BATCH)
         found.append(float(metrics["loss"]))
-    after = hfjax.full(hfjax.canonical(layout, state).params)
+    after = hfjax.full_array(hfjax.to_model_order(layout, state).params)
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert len({*found, float(squares(plain, BATCH))}) == 3
 
@@ -505,7 +505,7 @@ def test_a_key_that_forward_asks_for_differs_by_step_and_is_none_in_evaluation()
         float(np.mean(BATCH["y"] ** 2)), rel=1e-5
     )
     assert set(state.variables) == {"forward.key"}
-    assert hfjax.full(state.variables)["forward.key"].shape == ()
+    assert hfjax.full_array(state.variables)["forward.key"].shape == ()
 
 
 def test_forward_that_asks_for_what_is_not_known_is_refused():
@@ -559,7 +559,7 @@ def test_a_variable_with_a_row_for_each_row_of_the_batch_is_split_as_the_batch_i
     layout, state = plan(init)
     state, _ = hfjax.train_step(layout, squares, **options)(state, BATCH)
     assert state.variables["memory"].sharding.spec == P(("data", "fsdp"))
-    np.testing.assert_allclose(hfjax.full(state.variables)["memory"], BATCH["x"], rtol=1e-6)
+    np.testing.assert_allclose(hfjax.full_array(state.variables)["memory"], BATCH["x"], rtol=1e-6)
 
 
 def test_rows_of_state_that_do_not_say_so_are_whole_on_every_device(agree):
@@ -601,7 +601,7 @@ def test_a_tree_with_functions_and_numbers_among_its_leaves_trains_its_arrays(ag
     layout, state = plan(init)
     assert list(layout.specs) == ["kernel"]
     assert "Python numbers stay as they are and are not trained: scale" in str(layout)
-    model = hfjax.module(layout, state)
+    model = hfjax.to_model(layout, state)
     assert isinstance(model, Tree)
     np.testing.assert_allclose(
         float(squares(model(BATCH["x"]), BATCH)),
@@ -632,7 +632,7 @@ def test_a_function_of_parameters_and_state_is_a_module_in_one_line(agree):
     for _ in range(2):
         state, _ = step(state, BATCH)
     assert list(layout.specs) == ["parameters/w"]
-    held = hfjax.full(state.variables)["state"]
+    held = hfjax.full_array(state.variables)["state"]
     np.testing.assert_allclose(held["mean"], 0.19 * BATCH["x"].mean(0), rtol=1e-5, atol=1e-7)
     assert held["steps"] == 2
 
@@ -640,7 +640,7 @@ def test_a_function_of_parameters_and_state_is_a_module_in_one_line(agree):
 def test_a_list_comes_back_as_a_list():
     init = lambda rngs: [jnp.ones((8, 8)), {"b": jnp.zeros(8)}]
     layout, state = plan(init, forward=lambda p, batch: batch["x"] @ p[0] + p[1]["b"][None])
-    first, second = hfjax.module(layout, state)
+    first, second = hfjax.to_model(layout, state)
     assert (first.shape, second["b"].shape) == ((8, 8), (8,))
 
 
@@ -737,14 +737,14 @@ def test_ddp_on_one_device_is_plain_jax_for_a_module_that_is_merged_and_split():
     """A bare step of optax on nnx's own gradient, no engine involved."""
     layout = hfjax.layout(linear, optax.adam(1e-2), hfjax.make_mesh(**ONE), DDP, forward=on_x)
     state = hfjax.init(layout)
-    model = hfjax.module(layout, state)
+    model = hfjax.to_model(layout, state)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     step = hfjax.train_step(layout, squares)
     for _ in range(3):
         optimizer.update(model, nnx.grad(lambda m: squares(on_x(m, BATCH), BATCH))(model))
         state, _ = step(state, BATCH)
     np.testing.assert_allclose(
-        hfjax.full(state.params)["kernel"], model.kernel[...], rtol=1e-5, atol=1e-6
+        hfjax.full_array(state.params)["kernel"], model.kernel[...], rtol=1e-5, atol=1e-6
     )
 
 

@@ -80,7 +80,7 @@ def test_an_old_checkpoint_is_restored_and_goes_on_with_the_same_losses(checkpoi
     losses, state = going_on(made, found.state, 2)
     close(losses, EXPECTED["checkpoint"]["next"])
     hfjax.save(checkpoint, made, state)  # beside the old one, in its directory
-    assert hfjax.latest(checkpoint) == 4
+    assert hfjax.latest_step(checkpoint) == 4
 
 
 def test_what_lies_beside_the_arrays_of_an_old_checkpoint_is_read(checkpoint):
@@ -89,9 +89,9 @@ def test_what_lies_beside_the_arrays_of_an_old_checkpoint_is_read(checkpoint):
     config = {"rate": 1e-2, "shape": SHAPE}
     assert (found.config, found.data, found.metrics) == (config, {"rows": 16}, {"loss": 2.5})
     assert found.origin == "FSDP on fsdp=4, processes: 1"
-    told = hfjax.recorded(checkpoint)
+    told = hfjax.checkpoint_metadata(checkpoint)
     assert (told["format"], told["config"], told["step"]) == (1, config, 2)
-    with hfjax.Checkpoints(checkpoint, made) as checkpoints:
+    with hfjax.CheckpointManager(checkpoint, made) as checkpoints:
         assert checkpoints.latest() == 2
         assert int(checkpoints.restore().state.step) == 2
 
@@ -132,7 +132,7 @@ def test_an_old_run_goes_on_with_the_losses_of_one_that_was_left_alone(command):
         found, wanted = metrics_of(Path("run"), name), EXPECTED["run"][name]
         assert list(found) == list(wanted)
         close(list(found.values()), list(wanted.values()))
-    assert hfjax.latest("run/checkpoints") == STEPS
+    assert hfjax.latest_step("run/checkpoints") == STEPS
     same_words(command("eval", "run", "--devices", "2"), EXPECTED["run"]["eval"])
 
 

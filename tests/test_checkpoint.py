@@ -40,7 +40,7 @@ def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):
         hfjax.save(tmp_path, layout, state)
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    assert hfjax.latest(tmp_path) == 3
+    assert hfjax.latest_step(tmp_path) == 3
 
 
 def test_what_is_restored_lies_where_the_layout_says(tmp_path):
@@ -56,7 +56,9 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
     layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
     step = hfjax.train_step(layout, next_token_loss)
     state, wanted = hfjax.init(layout), {}
-    with hfjax.Checkpoints(tmp_path, layout, keep=hfjax.Keep(latest=None)) as checkpoints:
+    with hfjax.CheckpointManager(
+        tmp_path, layout, keep=hfjax.RetentionPolicy(latest=None)
+    ) as checkpoints:
         for number in range(1, 4):
             state, _ = step(state, tokens(8))
             wanted[number] = jax.tree.map(np.array, state.params)  # a copy
@@ -76,21 +78,21 @@ def test_beside_the_state_are_config_data_metrics_versions_and_origin(tmp_path):
         ["python", "hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"]
     )
     assert found.origin == "FSDP on fsdp=2, processes: 1"
-    told = hfjax.recorded(tmp_path)  # needs no layout
+    told = hfjax.checkpoint_metadata(tmp_path)  # needs no layout
     assert (told["config"], told["data"], told["format"]) == (config, {"rows": 640}, 1)
     assert told["arrays"]["params/first/kernel"] == ["float32", [8, 16]]
 
 
 def test_steps_that_are_durable_are_listed_and_the_latest_needs_no_layout(tmp_path):
-    assert hfjax.latest(tmp_path / "nowhere") is None
+    assert hfjax.latest_step(tmp_path / "nowhere") is None
     layout = small_layout()
-    with hfjax.Checkpoints(tmp_path / "run", layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path / "run", layout) as checkpoints:
         assert (checkpoints.steps(), checkpoints.latest()) == ([], None)
         for step in (9, 10, 11):
             checkpoints.save(state_at(layout, step))
         checkpoints.wait()
         assert (checkpoints.steps(), checkpoints.latest()) == ([9, 10, 11], 11)
-    assert hfjax.latest(tmp_path / "run") == 11
+    assert hfjax.latest_step(tmp_path / "run") == 11
 
 
 def test_parameters_only_begins_a_new_run_with_another_optimizer(tmp_path):
@@ -187,11 +189,11 @@ def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
     layout, schedule = mlp_layout(PIPE, {"pipe": 2}, layers=3), Schedule("1f1b", 2)
     state = hfjax.init(layout, schedule=schedule)
     hfjax.save(tmp_path, layout, state)
-    arrays = hfjax.recorded(tmp_path)["arrays"]
+    arrays = hfjax.checkpoint_metadata(tmp_path)["arrays"]
     assert arrays["params/layers/mlp/up/kernel"] == ["float32", [3, 32, 128]]
     plain = mlp_layout(EVERYTHING, {"fsdp": 2}, layers=3)
     restored = hfjax.restore(tmp_path, plain).state
-    assert same(restored.params, hfjax.canonical(layout, state).params)
+    assert same(restored.params, hfjax.to_model_order(layout, state).params)
 
 
 @pytest.mark.slow
@@ -200,7 +202,7 @@ def test_packed_rows_of_unlike_layers_are_saved_as_the_models_own_arrays(tmp_pat
     state = hfjax.init(two, schedule=Schedule("1f1b", 2))
     hfjax.save(tmp_path, two, state)
     one = hfjax.layout(mlp, optax.adam(1e-3), hfjax.make_mesh(data=1), DDP)
-    wanted = replace(hfjax.canonical(two, state), order=None)
+    wanted = replace(hfjax.to_model_order(two, state), order=None)
     for layout in (one, two):
         restored = hfjax.restore(tmp_path, layout).state
         assert same(replace(restored, order=None), wanted)

@@ -114,7 +114,7 @@ def test_unattended_a_damaged_step_is_passed_over_with_a_warning(tmp_path):
         restored = hfjax.restore(tmp_path, layout, on_damage="previous")
     assert ["step 3", "step 2"] == [str(w.message)[:6] for w in told]
     assert (restored.step, restored.damaged) == (1, (3, 2))
-    assert hfjax.latest(tmp_path) == 3  # a reader changes nothing
+    assert hfjax.latest_step(tmp_path) == 3  # a reader changes nothing
 
 
 def test_an_empty_step_is_damaged_as_a_power_failure_leaves_it(tmp_path):
@@ -130,7 +130,7 @@ def test_an_empty_step_is_damaged_as_a_power_failure_leaves_it(tmp_path):
             hfjax.restore(tmp_path, layout)
         with pytest.warns(RuntimeWarning, match="step 2 .* Restored step 1 instead"):
             assert hfjax.restore(tmp_path, layout, on_damage="previous").step == 1
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         with pytest.warns(RuntimeWarning, match="step 2 .* Restored step 1 instead"):
             assert checkpoints.restore(on_damage="previous").step == 1
         assert checkpoints.steps() == [1]
@@ -139,7 +139,7 @@ def test_an_empty_step_is_damaged_as_a_power_failure_leaves_it(tmp_path):
 def test_a_run_that_passes_over_a_damaged_step_can_save_it_again(tmp_path):
     layout = saved(tmp_path, 1, 2)
     flip(arrays(tmp_path / "2"))
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         with pytest.warns(RuntimeWarning, match="step 2 .* Restored step 1 instead"):
             assert checkpoints.restore(on_damage="previous").step == 1
         assert checkpoints.steps() == [1]
@@ -152,7 +152,7 @@ def test_a_run_that_passes_over_a_damaged_step_can_save_it_again(tmp_path):
 def test_damage_to_what_orbax_alone_reads_does_not_stop_a_run(tmp_path):
     layout = saved(tmp_path, 1)
     (tmp_path / "1/_CHECKPOINT_METADATA").write_text("{")
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         assert checkpoints.restore().step == 1
         checkpoints.save(state_at(layout, 2))
     assert hfjax.restore(tmp_path, layout).step == 2

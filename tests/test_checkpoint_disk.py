@@ -34,7 +34,7 @@ def no_more_room(full):
         limit = 100_000 if full else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
-with hfjax.Checkpoints(path, layout, keep=hfjax.Keep(latest=None)) as checkpoints:
+with hfjax.CheckpointManager(path, layout, keep=hfjax.RetentionPolicy(latest=None)) as checkpoints:
     checkpoints.save(state_at(layout, 1, 1))
     checkpoints.wait()
     no_more_room(True)
@@ -59,7 +59,9 @@ with hfjax.Checkpoints(path, layout, keep=hfjax.Keep(latest=None)) as checkpoint
 """
 WAYS = ["limit", "exit", "mistake", "tmpfs"]
 TOLD = r"told: step 2 was not saved in \S+: {}\. It needs \d+ bytes, \d+ are free\. "
-TOLD += r"Steps saved before are intact: 1\. Make room \(Keep\(latest=…\) with fewer steps\)"
+TOLD += (
+    r"Steps saved before are intact: 1\. Make room \(RetentionPolicy\(latest=…\) with fewer steps\)"
+)
 
 
 class Done(NamedTuple):

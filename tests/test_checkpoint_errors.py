@@ -46,7 +46,7 @@ def test_arguments_in_another_order_are_told_the_right_one(tmp_path):
     with pytest.raises(ValueError, match=r"a directory, then a layout; found Layout and PosixPath"):
         hfjax.restore(layout, tmp_path)
     with pytest.raises(ValueError, match=r"a layout, then a state; found State and Layout"):
-        hfjax.module(state, layout)
+        hfjax.to_model(state, layout)
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
@@ -70,9 +70,9 @@ def test_a_file_is_no_directory(tmp_path):
     match = "file is a file: checkpoints are saved in a directory"
     refused(tmp_path / "file", match)
     with pytest.raises(ValueError, match=match):
-        hfjax.Checkpoints(tmp_path / "file", small_layout())
+        hfjax.CheckpointManager(tmp_path / "file", small_layout())
     with pytest.raises(ValueError, match=match):
-        hfjax.latest(tmp_path / "file")
+        hfjax.latest_step(tmp_path / "file")
 
 
 def test_a_directory_that_cannot_be_made_or_written_is_told_at_once(tmp_path):
@@ -82,7 +82,7 @@ def test_a_directory_that_cannot_be_made_or_written_is_told_at_once(tmp_path):
         "/proc": "/proc cannot be written: .*Save to a directory in which you may make files",
     }.items():
         with pytest.raises(ValueError, match=match):
-            hfjax.Checkpoints(place, small_layout())
+            hfjax.CheckpointManager(place, small_layout())
 
 
 def test_an_empty_name_is_no_directory(tmp_path, monkeypatch):
@@ -90,10 +90,10 @@ def test_an_empty_name_is_no_directory(tmp_path, monkeypatch):
     layout = small_layout()
     for call in (
         lambda: hfjax.save("", layout, state_at(layout, 1)),
-        lambda: hfjax.Checkpoints("", layout),
+        lambda: hfjax.CheckpointManager("", layout),
         lambda: hfjax.restore("", layout),
-        lambda: hfjax.latest(""),
-        lambda: hfjax.recorded(""),
+        lambda: hfjax.latest_step(""),
+        lambda: hfjax.checkpoint_metadata(""),
     ):
         with pytest.raises(ValueError, match=r"'' is no directory.* \"\.\" is the folder at hand"):
             call()
@@ -104,7 +104,7 @@ def test_a_step_below_zero_is_not_saved(tmp_path):
     layout = small_layout()
     with pytest.raises(ValueError, match=r"step -5 of this state: .* at least 0\. Give the state"):
         hfjax.save(tmp_path, layout, state_at(layout, -5))
-    assert hfjax.latest(tmp_path) is None
+    assert hfjax.latest_step(tmp_path) is None
 
 
 def test_another_model_is_refused_before_any_read_by_path_and_shape(tmp_path):
@@ -205,36 +205,38 @@ def other():
 
 def test_a_second_writer_is_refused_and_told_who_writes(tmp_path, other):
     layout = small_layout()
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         with pytest.raises(ValueError, match="is being written by this process itself"):
-            hfjax.Checkpoints(tmp_path / "." / "", layout)
+            hfjax.CheckpointManager(tmp_path / "." / "", layout)
         told = other(tmp_path)
         assert f"is being written by process {os.getpid()} on " in told
         assert "a directory has one writer. Close that one first" in told
         checkpoints.save(state_at(layout, 1))
         checkpoints.wait()
         assert hfjax.restore(tmp_path, layout).step == 1  # a reader needs no lock
-    hfjax.Checkpoints(tmp_path, layout).close()
+    hfjax.CheckpointManager(tmp_path, layout).close()
 
 
 def test_a_directory_that_is_moved_away_is_taken_again(tmp_path, other):
     layout, place, away = small_layout(), tmp_path / "run", tmp_path / "away"
-    with hfjax.Checkpoints(place, layout, keep=hfjax.Keep(latest=1)) as checkpoints:
+    with hfjax.CheckpointManager(
+        place, layout, keep=hfjax.RetentionPolicy(latest=1)
+    ) as checkpoints:
         checkpoints.save(state_at(layout, 1))
         checkpoints.wait()
         place.rename(away)
         with pytest.warns(RuntimeWarning, match="/run was moved or deleted .* made anew"):
             checkpoints.save(state_at(layout, 2))
         with pytest.raises(ValueError, match="is being written by this process itself"):
-            hfjax.Checkpoints(place, layout)
+            hfjax.CheckpointManager(place, layout)
         checkpoints.save(state_at(layout, 3))
-    assert (hfjax.latest(away), hfjax.latest(place)) == (1, 3)
-    with hfjax.Checkpoints(place, layout) as checkpoints:
+    assert (hfjax.latest_step(away), hfjax.latest_step(place)) == (1, 3)
+    with hfjax.CheckpointManager(place, layout) as checkpoints:
         place.rename(tmp_path / "again")
         with other_writer(other, place), pytest.raises(ValueError, match="written by process"):
             with pytest.warns(RuntimeWarning, match="moved or deleted"):
                 checkpoints.save(state_at(layout, 4))
-    assert hfjax.latest(place) is None
+    assert hfjax.latest_step(place) is None
 
 
 def test_a_directory_that_is_moved_while_a_step_is_written_is_told_and_not_made_anew(
@@ -249,7 +251,7 @@ def test_a_directory_that_is_moved_while_a_step_is_written_is_told_and_not_made_
         sealed(writer)
 
     monkeypatch.setattr(Writer, "_seal", moved_away)
-    checkpoints = hfjax.Checkpoints(place, layout)
+    checkpoints = hfjax.CheckpointManager(place, layout)
     checkpoints.save(state_at(layout, 1))
     checkpoints.save(state_at(layout, 2))
     match = (
@@ -260,12 +262,12 @@ def test_a_directory_that_is_moved_while_a_step_is_written_is_told_and_not_made_
         checkpoints.wait()
     checkpoints.close()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["away"]
-    assert hfjax.latest(tmp_path / "runs" / "away" / "checkpoints") == 1
+    assert hfjax.latest_step(tmp_path / "runs" / "away" / "checkpoints") == 1
 
 
 def test_a_step_that_cannot_be_deleted_is_named_and_the_new_one_is_saved(tmp_path):
     layout, trash = small_layout(), tmp_path / ".deleted"
-    checkpoints = hfjax.Checkpoints(tmp_path, layout, keep=hfjax.Keep(latest=1))
+    checkpoints = hfjax.CheckpointManager(tmp_path, layout, keep=hfjax.RetentionPolicy(latest=1))
     checkpoints.save(state_at(layout, 1))
     checkpoints.wait()
     trash.write_text("no folder")
@@ -282,7 +284,7 @@ def test_a_step_that_cannot_be_deleted_is_named_and_the_new_one_is_saved(tmp_pat
 
 def test_a_directory_of_a_full_disk_is_opened(tmp_path):
     layout = saved(tmp_path, 1)
-    with allowed_bytes(0), hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with allowed_bytes(0), hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         assert checkpoints.restore().step == 1
 
 
@@ -302,7 +304,7 @@ def test_a_path_under_which_a_step_could_not_be_read_again_is_refused(tmp_path, 
 
 
 def test_a_lock_outlives_a_copy_that_its_holder_makes_of_the_folder(tmp_path, other):
-    with hfjax.Checkpoints(tmp_path / "run", small_layout()):
+    with hfjax.CheckpointManager(tmp_path / "run", small_layout()):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         assert "is being written by process" in other(tmp_path / "run")
 
@@ -322,7 +324,7 @@ def test_a_step_whose_directory_is_moved_meanwhile_is_no_step_of_the_next_writer
         sealed(writer)
 
     monkeypatch.setattr(Writer, "_seal", moved_away)
-    checkpoints = hfjax.Checkpoints(place, layout)
+    checkpoints = hfjax.CheckpointManager(place, layout)
     checkpoints.save(state_at(layout, 1))
     with pytest.raises(OSError, match=r"step 1 was not saved .* moved or deleted while the step"):
         checkpoints.wait()
@@ -347,8 +349,11 @@ def test_a_folder_that_bears_the_name_of_another_step_is_refused(tmp_path):
     for wish in ({}, {"on_damage": "previous"}, {"parameters_only": True}, {"verify": False}):
         refused(tmp_path, match, layout, **wish)
     with pytest.raises(ValueError, match=match):
-        hfjax.recorded(tmp_path)
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints, pytest.raises(ValueError, match=match):
+        hfjax.checkpoint_metadata(tmp_path)
+    with (
+        hfjax.CheckpointManager(tmp_path, layout) as checkpoints,
+        pytest.raises(ValueError, match=match),
+    ):
         checkpoints.restore()
     assert hfjax.restore(tmp_path, layout, 3).step == 3
     shutil.copytree(tmp_path / "7", tmp_path / "5")
@@ -360,7 +365,7 @@ def test_a_folder_that_bears_the_name_of_another_step_is_refused(tmp_path):
 
 def test_a_step_that_is_there_is_replaced_only_by_force(tmp_path):
     layout = saved(tmp_path, 3, 5)
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         with pytest.raises(
             ValueError, match=r"step 5 is already saved in .* force=True: it delete"
         ):
@@ -419,15 +424,15 @@ def test_what_json_would_change_is_not_written(tmp_path, data, match):
     layout = small_layout()
     with pytest.raises(ValueError, match=match):
         hfjax.save(tmp_path, layout, state_at(layout, 1), data=data)
-    assert hfjax.latest(tmp_path) is None
+    assert hfjax.latest_step(tmp_path) is None
     with pytest.raises(ValueError, match=match.replace("data", "config")):
-        hfjax.Checkpoints(tmp_path, layout, config=data)
-    hfjax.Checkpoints(tmp_path, layout).close()
+        hfjax.CheckpointManager(tmp_path, layout, config=data)
+    hfjax.CheckpointManager(tmp_path, layout).close()
 
 
 def test_closed_checkpoints_say_so(tmp_path):
     layout = small_layout()
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         pass
     checkpoints.close()
     with pytest.raises(ValueError, match=r"the checkpoints of .* are closed. Open them again"):
@@ -443,7 +448,7 @@ def test_steps_of_another_strategy_are_no_mistake(tmp_path):
 def test_a_time_that_is_no_number_of_seconds_is_refused(tmp_path, given):
     wanted = f"timeout={given!r}; a number of seconds above 0"
     with pytest.raises(ValueError, match=f"Checkpoints: {wanted}"):
-        hfjax.Checkpoints(tmp_path / "run", small_layout(), timeout=given)
+        hfjax.CheckpointManager(tmp_path / "run", small_layout(), timeout=given)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=f"init_distributed: {wanted}"):
         hfjax.init_distributed(timeout=given)

@@ -63,7 +63,7 @@ class Run:
 
     def check(self, layout, before):
         """Return the latest step, which restores, and lies at most one save behind."""
-        latest = hfjax.latest(self.directory) or 0
+        latest = hfjax.latest_step(self.directory) or 0
         assert latest >= before
         assert len(self.read()) - latest <= 2  # one being written, one just taken
         if latest:
@@ -86,7 +86,7 @@ def kill_again_and_again(tmp_path, kills, steps, longest):
         interrupted += len(list(run.directory.glob("*.orbax-checkpoint-tmp")))
         latest = run.check(layout, latest)
     assert run.finish() == undisturbed
-    assert hfjax.latest(run.directory) == steps
+    assert hfjax.latest_step(run.directory) == steps
     assert not list(run.directory.glob("*.orbax-checkpoint-tmp"))
     return done, interrupted
 
@@ -128,7 +128,8 @@ for folder, change in json.loads(sys.argv[1]).items():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
         continue
     layout = small_layout()
-    with hfjax.Checkpoints(folder, layout, keep=hfjax.Keep(latest=1)) as checkpoints:
+    keep = hfjax.RetentionPolicy(latest=1)
+    with hfjax.CheckpointManager(folder, layout, keep=keep) as checkpoints:
         exec(change)
         checkpoints.save(state_at(layout, 2, 2))
     break
@@ -152,9 +153,9 @@ def killed(tmp_path_factory):
 def test_a_step_counts_with_its_manifest_or_not_at_all(killed, moment):
     folder, steps, layout = killed[moment], MOMENTS[moment][1], small_layout()
     last = steps[-1]
-    assert hfjax.latest(folder) == last
+    assert hfjax.latest_step(folder) == last
     assert same(hfjax.restore(folder, layout).state, state_at(layout, last, last))
-    with hfjax.Checkpoints(folder, layout) as checkpoints:
+    with hfjax.CheckpointManager(folder, layout) as checkpoints:
         assert checkpoints.steps() == steps
         leftovers = [p.name for p in folder.iterdir() if p.name not in map(str, steps)]
         assert sorted(leftovers) in (["writer.lock"], [".deleted", "writer.lock"])
@@ -169,7 +170,7 @@ from tests import checkpoint_worker
 from tests.small_checkpoint import small_layout, state_at
 
 layout = small_layout(wide=8192)
-hfjax.Checkpoints(sys.argv[1], layout).save(state_at(layout, 5, 5))
+hfjax.CheckpointManager(sys.argv[1], layout).save(state_at(layout, 5, 5))
 """
 
 
@@ -178,7 +179,7 @@ def test_what_is_being_written_when_a_program_ends_is_finished_or_told_to_be_los
     done = subprocess.run(command, env=ENVIRONMENT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lost = "hfjax: step 5 was not saved in" in done.stderr
-    assert lost == ("use `with hfjax.Checkpoints(…)`" in done.stderr)
-    assert hfjax.latest(tmp_path) == (None if lost else 5)
+    assert lost == ("use `with hfjax.CheckpointManager(…)`" in done.stderr)
+    assert hfjax.latest_step(tmp_path) == (None if lost else 5)
     if sys.version_info < (3, 12):  # later ones start no thread at the end of a program
         assert not lost

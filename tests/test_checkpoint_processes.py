@@ -43,12 +43,14 @@ def work(rank, directory):
     step = hfjax.train_step(layout, next_token_loss)
     mine = {"tokens": tokens()["tokens"][8 * rank : 8 * rank + 8]}
     state = hfjax.init(layout)
-    with hfjax.Checkpoints(directory, layout, keep=hfjax.Keep(latest=2)) as checkpoints:
+    with hfjax.CheckpointManager(
+        directory, layout, keep=hfjax.RetentionPolicy(latest=2)
+    ) as checkpoints:
         for _ in range(3):
             state, metrics = step(state, hfjax.shard_batch(layout, mine))
             checkpoints.save(state, data={"rows": 16}, metrics=metrics_of(metrics))
             print("loss", float(metrics["loss"]))
-        print("refused", refusal(lambda: hfjax.Checkpoints(directory, layout)))
+        print("refused", refusal(lambda: hfjax.CheckpointManager(directory, layout)))
         restored = checkpoints.restore(2)
         print("steps", checkpoints.steps(), restored.data, restored.origin)
         print("again", float(step(restored.state, hfjax.shard_batch(layout, mine))[1]["loss"]))
@@ -85,11 +87,11 @@ def apart(rank, directory, layout, state):
     own = directory.parent / f"own{rank}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hfjax.checkpoint.directory.SEEN", 0.0)
-        yield refusal(lambda: hfjax.Checkpoints(own, layout))
+        yield refusal(lambda: hfjax.CheckpointManager(own, layout))
         if rank == 1:
             own.mkdir()
-        yield refusal(lambda: hfjax.Checkpoints(own, layout))
-    with hfjax.Checkpoints(own.parent / "own0", layout) as checkpoints:  # is free again
+        yield refusal(lambda: hfjax.CheckpointManager(own, layout))
+    with hfjax.CheckpointManager(own.parent / "own0", layout) as checkpoints:  # is free again
         checkpoints.save(state)
     yield refusal(lambda: hfjax.restore(own, layout))
     if rank == 1:
@@ -101,7 +103,7 @@ def no_room(rank, directory):
     """Let the disk of process 1 be full; go on when it is not."""
     layout = small_layout(wide=8192, sizes={"fsdp": 4})
     limit = lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY))
-    with hfjax.Checkpoints(directory, layout, timeout=8) as checkpoints:
+    with hfjax.CheckpointManager(directory, layout, timeout=8) as checkpoints:
         checkpoints.save(state_at(layout, 1, 1))
         checkpoints.wait()
         if rank == 1:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import hfjax
-from hfjax import Keep
+from hfjax import RetentionPolicy
 from hfjax.checkpoint.directory import discard, list_steps
 from tests.small_checkpoint import same, saved, small_layout, state_at
 
@@ -20,16 +20,16 @@ def kept(keep):
 @pytest.mark.parametrize(
     ("keep", "steps"),
     [
-        (Keep(), [40, 50, 60]),
-        (Keep(latest=1), [60]),
-        (Keep(latest=None), [10, 20, 30, 40, 50, 60]),
-        (Keep(latest=1, every=20), [20, 40, 60]),
-        (Keep(latest=1, every=25), [30, 50, 60]),
-        (Keep(latest=1, every=1000), [60]),
-        (Keep(latest=1, best="loss"), [20, 60]),
-        (Keep(latest=1, best="loss", bests=2), [20, 40, 60]),
-        (Keep(latest=1, best="loss", highest=True), [10, 60]),
-        (Keep(latest=2, every=30, best="loss"), [20, 30, 50, 60]),
+        (RetentionPolicy(), [40, 50, 60]),
+        (RetentionPolicy(latest=1), [60]),
+        (RetentionPolicy(latest=None), [10, 20, 30, 40, 50, 60]),
+        (RetentionPolicy(latest=1, every=20), [20, 40, 60]),
+        (RetentionPolicy(latest=1, every=25), [30, 50, 60]),
+        (RetentionPolicy(latest=1, every=1000), [60]),
+        (RetentionPolicy(latest=1, best="loss"), [20, 60]),
+        (RetentionPolicy(latest=1, best="loss", bests=2), [20, 40, 60]),
+        (RetentionPolicy(latest=1, best="loss", highest=True), [10, 60]),
+        (RetentionPolicy(latest=2, every=30, best="loss"), [20, 30, 50, 60]),
     ],
 )
 def test_a_step_stays_while_any_part_of_the_rule_wants_it(keep, steps):
@@ -37,7 +37,7 @@ def test_a_step_stays_while_any_part_of_the_rule_wants_it(keep, steps):
 
 
 def test_deleting_step_by_step_keeps_what_the_rule_keeps_of_all():
-    keep, there = Keep(latest=2, every=25, best="loss"), {}
+    keep, there = RetentionPolicy(latest=2, every=25, best="loss"), {}
     for step, loss in LOSSES.items():
         there[step] = {"loss": loss}
         there = {step: there[step] for step in keep.kept(there)}
@@ -46,9 +46,9 @@ def test_deleting_step_by_step_keeps_what_the_rule_keeps_of_all():
 
 @pytest.mark.slow
 def test_steps_are_deleted_on_disk_also_by_a_run_that_goes_on(tmp_path):
-    layout, keep = small_layout(), Keep(latest=1, best="loss")
+    layout, keep = small_layout(), RetentionPolicy(latest=1, best="loss")
     for steps in ([1, 2, 3], [4, 5]):
-        with hfjax.Checkpoints(tmp_path, layout, keep=keep) as checkpoints:
+        with hfjax.CheckpointManager(tmp_path, layout, keep=keep) as checkpoints:
             for step in steps:
                 loss = {2: 0.5}.get(step, 1.0 + step)
                 checkpoints.save(state_at(layout, step), metrics={"loss": loss})
@@ -59,7 +59,7 @@ def test_steps_are_deleted_on_disk_also_by_a_run_that_goes_on(tmp_path):
 @pytest.mark.parametrize("wrong", [{"latest": 0}, {"every": -1}, {"bests": None}, {"latest": True}])
 def test_a_rule_counts_in_positive_whole_numbers(wrong):
     with pytest.raises(ValueError, match="a positive whole number is expected"):
-        Keep(**wrong)
+        RetentionPolicy(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,14 @@ def test_a_rule_counts_in_positive_whole_numbers(wrong):
 )
 def test_a_rule_of_the_best_names_a_metric(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Keep(**wrong)
+        RetentionPolicy(**wrong)
 
 
 def test_the_best_needs_its_metric(tmp_path):
     layout = small_layout()
-    with hfjax.Checkpoints(tmp_path, layout, keep=Keep(best="loss")) as checkpoints:
+    with hfjax.CheckpointManager(
+        tmp_path, layout, keep=RetentionPolicy(best="loss")
+    ) as checkpoints:
         with pytest.raises(ValueError, match="judges steps by a metric that was not given, found"):
             checkpoints.save(state_at(layout, 1), metrics={"accuracy": 1.0})
 
@@ -115,10 +117,10 @@ def test_what_is_recorded_of_a_step_that_is_deleted_is_that_of_a_later_one(tmp_p
     layout = saved(tmp_path, 1)
     place = "hfjax.checkpoint.checkpoints.read_record"
     deleting(monkeypatch, tmp_path, layout, place, "before")
-    assert hfjax.recorded(tmp_path)["step"] == 2
+    assert hfjax.checkpoint_metadata(tmp_path)["step"] == 2
     deleting(monkeypatch, tmp_path, layout, place, "before")
     with pytest.raises(ValueError, match=r"step 2 of \S+ was deleted while it was read: .* 3\."):
-        hfjax.recorded(tmp_path, 2)
+        hfjax.checkpoint_metadata(tmp_path, 2)
 
 
 def deleting(monkeypatch, directory, layout, place, when):

@@ -47,15 +47,15 @@ MATHEMATICS = {
     "precision",
     "loss scale",
     ASYNCHRONOUS,
-    "hfjax.master",
-    "hfjax.ema",
+    "hfjax.optimizers.master_weights",
+    "hfjax.optimizers.ema",
     NOT_ELEMENT_BY_ELEMENT,
     "freeze",
     "EXPERT",
     "list of layers",
     WRITES,
 }
-ROUNDED = {"precision", "loss scale", "hfjax.master"}  # to 16 bits
+ROUNDED = {"precision", "loss scale", "hfjax.optimizers.master_weights"}  # to 16 bits
 # Cells without an equal on one device, and why.
 ALONE = {("accumulate", WRITES): "which rows a microbatch normalises over depends on the mesh"}
 
@@ -198,11 +198,11 @@ def left_by(names, sizes=None, words=()) -> Left:
         told.append([float(metrics[name]) for name in ("loss", "grad_norm")])
     losses, norms = np.transpose(told)
     left: Left = {("loss",): {"": losses}, ("grad_norm",): {"": norms}}
-    whole = hfjax.canonical(step.layout, state)
+    whole = hfjax.to_model_order(step.layout, state)
     for keys, x in jax.tree_util.tree_leaves_with_path(whole):
         if jnp.issubdtype(x.dtype, jnp.number):  # no random key
             field = tuple(key.name for key in keys if isinstance(key, jax.tree_util.GetAttrKey))
-            left.setdefault(field, {})[jax.tree_util.keystr(keys)] = hfjax.full(x)
+            left.setdefault(field, {})[jax.tree_util.keystr(keys)] = hfjax.full_array(x)
     return left
 
 

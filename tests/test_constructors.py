@@ -93,9 +93,9 @@ def test_each_seed_has_parameters_of_its_own_and_those_of_plain_flax():
     for seed in (0, 3):
         key = jax.random.key(seed)
         own = AsksForAValue(nnx.Rngs(key, dropout=jax.random.fold_in(key, 1)))
-        found = hfjax.full(hfjax.init(layout, seed).params)
+        found = hfjax.full_array(hfjax.init(layout, seed).params)
         np.testing.assert_array_equal(found["map"]["kernel"], own.map.kernel[...])
-        by_hand = hfjax.full(layout.create(seed).params)
+        by_hand = hfjax.full_array(layout.create(seed).params)
         np.testing.assert_array_equal(by_hand["map"]["kernel"], own.map.kernel[...])
 
 

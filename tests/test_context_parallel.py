@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax import CONTEXT, DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Context, Schedule
+from hfjax import CONTEXT, DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ContextParallel, Schedule
 from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
@@ -62,7 +62,7 @@ def trained(model, strategy, sizes, batch, steps=2, **execution):
     for _ in range(steps):
         state, metrics = step(state, batch)
         told += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    return told, hfjax.full(hfjax.canonical(layout, state).params)
+    return told, hfjax.full_array(hfjax.to_model_order(layout, state).params)
 
 
 SAME = ("accumulate", "clip", "precision")  # what changes the numbers of one device as well
@@ -88,20 +88,22 @@ def apart(found, wanted) -> float:
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
+by = lambda *given, **fields: {"context": ContextParallel(*given, **fields)}
+
 CASES = {
     "ring": (gpt, TOKENS, DDP, {"context": 4}, {"context": "ring"}),
     "all-gather": (llama, TOKENS, FSDP, {"context": 4}, {"context": "allgather"}),
     "Ulysses": (gpt, TOKENS, FSDP, {"context": 4, "data": 2}, {"context": "ulysses"}),
     "Ulysses repeats heads of keys": (llama, TOKENS, DDP, {"context": 4}, {"context": "ulysses"}),
-    "crossed": (llama, TOKENS, FSDP, {"context": 4}, {"context": Context("ring", 2)}),
-    "crossed, all-gather": (gpt, TOKENS, DDP, {"context": 8}, {"context": Context("allgather", 4)}),
+    "crossed": (llama, TOKENS, FSDP, {"context": 4}, by("ring", 2)),
+    "crossed, all-gather": (gpt, TOKENS, DDP, {"context": 8}, by("allgather", 4)),
     "one after the other": (
-        llama, TOKENS, DDP, {"context": 4}, {"context": Context("ring", order="contiguous")},
+        llama, TOKENS, DDP, {"context": 4}, by("ring", order="contiguous"),
     ),
     "documents": (gpt, DOCUMENTS, FSDP, {"context": 2, "fsdp": 2}, {"context": "allgather"}),
     "documents in a ring": (llama, DOCUMENTS, DDP, {"context": 2}, {"context": "ring"}),
     "documents, Ulysses": (llama, DOCUMENTS, DDP, {"context": 2}, {"context": "ulysses"}),
-    "documents, crossed": (gpt, DOCUMENTS, DDP, {"context": 4}, {"context": Context("ring", 2)}),
+    "documents, crossed": (gpt, DOCUMENTS, DDP, {"context": 4}, by("ring", 2)),
     "tensor": (gpt, TOKENS, TENSOR, {"context": 4, "tensor": 2}, {"context": "ring"}),
     "tensor, Ulysses": (
         llama, TOKENS, TENSOR | FSDP, {"context": 2, "tensor": 2, "fsdp": 2},
@@ -141,12 +143,12 @@ CASES = {
     "a window": (windowed_llama, TOKENS, FSDP, {"context": 4}, {"context": "ring"}),
     "a window, zigzag": (
         windowed_llama, TOKENS, DDP, {"context": 4},
-        {"context": Context("allgather", order="zigzag")},
+        by("allgather", order="zigzag"),
     ),
     "a window, documents, crossed": (
-        windowed_llama, DOCUMENTS, DDP, {"context": 4}, {"context": Context("ring", 2)},
+        windowed_llama, DOCUMENTS, DDP, {"context": 4}, by("ring", 2),
     ),
-    "three": (llama, TOKENS, DDP, {"context": 3}, {"context": Context("ring", order="contiguous")}),
+    "three": (llama, TOKENS, DDP, {"context": 3}, by("ring", order="contiguous")),
 }  # fmt: skip
 
 
@@ -174,12 +176,12 @@ def test_evaluations_and_predictions_are_those_of_one_device():
         mesh = hfjax.make_mesh(devices=devices, **sizes)
         layout = hfjax.layout(windowed_llama, optax.sgd(0.1), mesh, strategy)
         step, state = hfjax.predict_step(layout, context=context), hfjax.init(layout)
-        return layout, state, hfjax.full(step(state, DOCUMENTS))
+        return layout, state, hfjax.full_array(step(state, DOCUMENTS))
 
     outputs = predicted(DDP, {"data": 1})[-1]
     wanted = jax.jit(next_token_loss)(outputs, DOCUMENTS)
     split = (FSDP | CONTEXT).edit(replicate_below=0)
-    zigzag = Context("ring", order="zigzag")  # positions come back in another order
+    zigzag = ContextParallel("ring", order="zigzag")  # positions come back in another order
     layout, state, found = predicted(split, {"context": 2}, zigzag)
     np.testing.assert_allclose(found, outputs, atol=1e-5)
     loss = hfjax.eval_step(layout, next_token_loss)(state, DOCUMENTS)["loss"]
@@ -227,7 +229,7 @@ ROWS = {"tokens": np.zeros((2, 65), np.int32)}
 
 def sends_its_formula(n, form, u=1) -> int:
     """Return the bytes of a form, found in the program, told by the step, and of its formula."""
-    step = plan(n, form if u in (1, n) else Context(form, u))
+    step = plan(n, form if u in (1, n) else ContextParallel(form, u))
     wanted = expected(form, n, u, heads=8, groups=2, width=8, tokens=2 * 64 // n, layers=2)
     assert sent_by(step, ROWS) == wanted
     assert chosen(step).option.total_bytes(chosen(step).calls) == wanted
@@ -270,9 +272,10 @@ def test_on_8_devices_crossed_forms_send_the_bytes_of_both():
 
 FAR = """
 import numpy as np
-from tests.test_context_parallel import Context, plan, sent_by
+from tests.test_context_parallel import ContextParallel, plan, sent_by
 rows = {"tokens": np.zeros((1, 257), np.int32)}
-for n, context in ((16, "ring"), (64, "allgather"), (64, Context("ring", 8)), (8, "ulysses")):
+crossed = ContextParallel("ring", 8)
+for n, context in ((16, "ring"), (64, "allgather"), (64, crossed), (8, "ulysses")):
     print(sent_by(plan(n, context, length=256), rows))
 """
 
@@ -320,7 +323,7 @@ def test_grouped_heads_on_few_devices_go_around_a_ring():
 def test_rows_that_do_not_divide_are_refused_with_the_length_that_does():
     with pytest.raises(ValueError, match=r"30 positions do not divide by 8 .*rows of 32 positions"):
         plan(4, "ring").lower({"tokens": np.zeros((2, 31), np.int32)})
-    with pytest.raises(ValueError, match=r'or choose hfjax.Context\(order="contiguous"\)'):
+    with pytest.raises(ValueError, match=r'or choose hfjax.ContextParallel\(order="contiguous"\)'):
         plan(4, "ring").lower({"tokens": np.zeros((2, 37), np.int32)})
 
 
@@ -334,7 +337,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_groups_that_do():
     ("given", "match"),
     [
         ("rings", "form='rings'.*auto, ring, allgather, ulysses"),
-        (Context, "a hfjax.Context is expected"),
+        (ContextParallel, "a hfjax.ContextParallel is expected"),
         ({"ulysses": 0}, "ulysses=0"),
         ({"order": "snake"}, "zigzag, contiguous"),
     ],
@@ -346,9 +349,9 @@ def test_settings_that_mean_nothing_are_refused(given, match):
 
 def test_groups_that_do_not_divide_the_devices_are_refused():
     with pytest.raises(ValueError, match=r"groups of 3 do not divide them\. These do: 1, 2, 4"):
-        plan(4, Context("ring", 3)).lower(ROWS)
+        plan(4, ContextParallel("ring", 3)).lower(ROWS)
     with pytest.raises(ValueError, match="need something that joins them"):
-        plan(4, Context("ulysses", 2)).lower(ROWS)
+        plan(4, ContextParallel("ulysses", 2)).lower(ROWS)
 
 
 @pytest.mark.slow

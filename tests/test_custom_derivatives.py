@@ -131,10 +131,10 @@ def trained(model, strategy, sizes, loss, batch, called=None, **run):
     strategy = strategy.edit(replicate_below=0)
     layout = hfjax.layout(model, optax.sgd(1.0, momentum=0.9), mesh, strategy, forward=called)
     state = hfjax.init(layout)
-    before = hfjax.full(hfjax.canonical(layout, state).params)
+    before = hfjax.full_array(hfjax.to_model_order(layout, state).params)
     step = hfjax.train_step(layout, loss, **run)
     state, _ = step(state, batch)
-    after = hfjax.full(hfjax.canonical(layout, state).params)
+    after = hfjax.full_array(hfjax.to_model_order(layout, state).params)
     return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, after), before, step
 
 

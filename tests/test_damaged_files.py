@@ -261,7 +261,9 @@ def test_numbers_that_no_float_holds(step, tmp_path):
     (tmp_path / "1/meta/metadata").write_text(text)
     with pytest.raises(ValueError, match=r"meta/metadata does not parse: metrics is .* numbers is"):
         read_record(tmp_path / "1")
-    hfjax.Checkpoints(tmp_path, small_layout(), keep=hfjax.Keep(best="loss")).close()
+    hfjax.CheckpointManager(
+        tmp_path, small_layout(), keep=hfjax.RetentionPolicy(best="loss")
+    ).close()
     (tmp_path / "run.yaml").write_text(f"optimizer: {{rate: {int(MANY)}}}")
     with pytest.raises(ValueError, match=r"run.yaml:1: optimizer: rate='999.*: a number is expec"):
         load(tmp_path / "run.yaml")

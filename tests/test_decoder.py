@@ -88,7 +88,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family, tmp_path):
     layout = hfjax.layout(model.create, optax.sgd(RATE), mesh, hfjax.DDP)
     state = hfjax.init(layout, parameters=model.weights)
     batch: Any = {"tokens": wanted["tokens"]}
-    graph, parameters, rest = nnx.split(hfjax.module(layout, state), nnx.Param, ...)
+    graph, parameters, rest = nnx.split(hfjax.to_model(layout, state), nnx.Param, ...)
 
     def loss(parameters):
         logits = nnx.merge(graph, parameters, rest)(batch)

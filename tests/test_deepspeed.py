@@ -39,7 +39,7 @@ def example(**changes):
 
 
 def setup(world=8, **keys):
-    return hfjax.from_deepspeed({"train_batch_size": 8 * world, **keys}, world)
+    return hfjax.compat.from_deepspeed({"train_batch_size": 8 * world, **keys}, world)
 
 
 def zero(stage, **keys):
@@ -88,7 +88,7 @@ zero_optimization.overlap_comm true ignored because XLA schedules the program
 
 
 def test_the_table_says_what_becomes_of_each_key_of_the_example():
-    made = hfjax.from_deepspeed(EXAMPLE, world=8)
+    made = hfjax.compat.from_deepspeed(EXAMPLE, world=8)
     lines = [re.sub(" +", " ", line) for line in str(made).splitlines()]
     assert lines[0].endswith("ZERO2|HOST_OPTIMIZER on data=8, 32 rows in 2 microbatches")
     for line in TABLE_OF_EXAMPLE:
@@ -200,10 +200,12 @@ def test_how_a_step_computes(keys, execution):
 def test_rows_are_those_of_a_device_times_microbatches_times_devices(sizes, rows, times):
     names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps".split()
     given = dict(zip(names, sizes, strict=True))
-    made = hfjax.from_deepspeed({name: x for name, x in given.items() if x is not None}, world=8)
+    made = hfjax.compat.from_deepspeed(
+        {name: x for name, x in given.items() if x is not None}, world=8
+    )
     assert (made.rows, made.execution["accumulate"]) == (rows, times)
     tensor = {"tensor_parallel": {"autotp_size": 2}}
-    assert hfjax.from_deepspeed({names[1]: 3, **tensor}, world=8).rows == 12
+    assert hfjax.compat.from_deepspeed({names[1]: 3, **tensor}, world=8).rows == 12
 
 
 @pytest.mark.parametrize(
@@ -403,14 +405,14 @@ def test_a_file_that_is_no_json_is_told(tmp_path, text, message):
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"ds.json.*{message}"):
-        hfjax.from_deepspeed(path)
+        hfjax.compat.from_deepspeed(path)
 
 
 def test_a_number_of_devices_is_one():
     with pytest.raises(ValueError, match="world=0: a number of devices is expected"):
-        hfjax.from_deepspeed({}, world=0)
+        hfjax.compat.from_deepspeed({}, world=0)
     with pytest.raises(ValueError, match="neither train_batch_size nor train_micro_batch_size"):
-        hfjax.from_deepspeed({}, world=1)
+        hfjax.compat.from_deepspeed({}, world=1)
 
 
 # -- numbers ------------------------------------------------------------------------------
@@ -483,7 +485,7 @@ def test_a_cycle_goes_up_and_down_with_the_first_update_of_each_stair(first, sta
     ],
 )
 def test_the_rows_of_the_page_on_optimizers_are_the_classes_of_deepspeed(name, rate):
-    found = jax.vmap(hfjax.rate(1e-3 if "Decay" in name else LR, shape="log", **rate))
+    found = jax.vmap(hfjax.lr_schedule(1e-3 if "Decay" in name else LR, shape="log", **rate))
     np.testing.assert_allclose(found(jnp.arange(2000)), REFERENCE[name], rtol=1e-6, atol=1e-9)
 
 
@@ -546,8 +548,8 @@ BY_HAND = {"accumulate": 2, "clip": 1.0}
 @pytest.mark.parametrize("section", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_the_example_trains_as_what_is_written_by_hand(section):
     """ZeRO-2, the optimizer on the host, Adam(0.8, 0.999), WarmupLR, clipping."""
-    made = hfjax.from_deepspeed(example(**section), world=4)
-    rate = hfjax.rate(1e-3, warmup=1000, decay="constant", shape="log")
+    made = hfjax.compat.from_deepspeed(example(**section), world=4)
+    rate = hfjax.lr_schedule(1e-3, warmup=1000, decay="constant", shape="log")
     mine = optax.adamw(rate, 0.8, 0.999, 1e-8, weight_decay=3e-7)
     types = {"precision": "bf16", "nonfinite": "skip"} if section else {}
     results = []

@@ -8,7 +8,20 @@ from functools import reduce
 
 import pytest
 
-PUBLIC = ("hfjax", "hfjax.data", "hfjax.data.images", "hfjax.trainer", "hfjax.distributed")
+PUBLIC = (
+    *("hfjax", "hfjax.analysis", "hfjax.compat", "hfjax.data", "hfjax.data.images"),
+    *("hfjax.distributed", "hfjax.optimizers", "hfjax.trainer"),
+)
+
+
+def public_names():
+    """Return package:name of each public name, of hfjax if it is there too."""
+    for package in PUBLIC:
+        for name in importlib.import_module(package).__all__:
+            if package == "hfjax" or name not in importlib.import_module("hfjax").__all__:
+                yield f"{package}:{name}"
+
+
 MORE = """
 hfjax.testing:assert_strategies_agree
 hfjax.testing:strategies
@@ -27,10 +40,10 @@ ARGUMENTS = {  # whose arguments need no list, and why
     "hfjax:Collectives": "hfjax.collectives makes it; the class says what its two fields are",
     "hfjax:Layout.parameter_of": ENGINE,
     "hfjax:Layout.working_dtype": ENGINE,
-    "hfjax:Partition": "hfjax.partition makes it; " + FIELDS,
+    "hfjax.compat:Partition": "hfjax.compat.partition makes it; " + FIELDS,
     "hfjax:Remat.check": ENGINE,
     "hfjax:Remat.policy": ENGINE,
-    "hfjax:Transfers": "hfjax.transfers makes it; the class says what its two fields are",
+    "hfjax.analysis:Transfers": "hfjax.analysis.host_transfers makes it",
     "hfjax.trainer:Train": FIELDS + ", and its docstring is what `hfjax train --help` shows",
 }
 WITH_A_RUN = "it needs a trained run: docs/training.md shows one"
@@ -40,9 +53,9 @@ EXAMPLES = {  # what has no example, and why
     "hfjax:Layout.working_dtype": ENGINE,
     "hfjax:Remat.check": ENGINE,
     "hfjax:Remat.policy": ENGINE,
-    "hfjax.trainer:Parts.check_validation": WITH_A_RUN,
-    "hfjax.trainer:Parts.validated": WITH_A_RUN,
-    "hfjax.trainer:Parts.written": WITH_A_RUN,
+    "hfjax.trainer:RunComponents.check_validation": WITH_A_RUN,
+    "hfjax.trainer:RunComponents.validated": WITH_A_RUN,
+    "hfjax.trainer:RunComponents.written": WITH_A_RUN,
     "hfjax.trainer:Train": "its docstring is what `hfjax train --help` shows; `train` has one",
     "hfjax.models.layers:NoConstraint.axes": HANDED,
     "hfjax.models.layers:LocalOps.matmul": HANDED,
@@ -52,7 +65,7 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.models.layers:LocalOps.record_metrics": HANDED,
 }
 SKIPPED = {  # whose example does not run here, and why
-    "hfjax:target_devices": "it needs the wheels that compile for CUDA; tests/test_targets.py",
+    "hfjax.analysis:target_devices": "it needs wheels for CUDA; tests/test_targets.py",
     "hfjax:export": "it needs a model's folder; docs/pretrained.md has one that is run",
     "hfjax:pretrained": "it needs a model's folder; docs/pretrained.md has one that is run",
     "hfjax.trainer:train": "a run takes ten seconds; docs/training.md has one that is run",
@@ -61,7 +74,7 @@ SKIPPED = {  # whose example does not run here, and why
 
 def public():
     """Return {name: object} of all public functions and classes, and of methods with arguments."""
-    names = [f"{m}:{name}" for m in PUBLIC for name in importlib.import_module(m).__all__]
+    names = [*public_names()]
     found = {name: the(name) for name in names + MORE}
     found = {name: x for name, x in found.items() if inspect.isclass(x) or inspect.isfunction(x)}
     classes = [(name, x) for name, x in found.items() if inspect.isclass(x)]

@@ -51,7 +51,7 @@ def squares(outputs, batch):
 
 def on_own_rows(keep):
     """Return what a variable keeps, of a device's own rows: it depends on the mesh."""
-    return lambda seen, x: hfjax.own_rows(keep)(seen, x)
+    return lambda seen, x: hfjax.per_device(keep)(seen, x)
 
 
 @pytest.mark.short("a running maximum", "a count of rows")
@@ -83,7 +83,7 @@ class Forgets(nnx.Module):
         self.seen, self.even = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.int32(0))
 
     def __call__(self, batch):
-        rows, total = hfjax.own_rows(lambda x: (jnp.int32(len(x)), (x**2).sum()))(batch["x"])
+        rows, total = hfjax.per_device(lambda x: (jnp.int32(len(x)), (x**2).sum()))(batch["x"])
         self.count[...] += rows == 16 if self.off == "count" else 1
         self.seen[...] = total * (self.even[...] == 0) * (self.off == "seen")
         self.even[...] = 1 - self.even[...]
@@ -111,8 +111,8 @@ def largest(most):
 def test_a_metric_of_own_rows_is_seen_and_one_of_all_rows_agrees():
     model = lambda rngs: Counts(rngs, lambda seen, x: seen)
     assert_strategies_agree(model, largest(jnp.max), BATCH, DDP, steps=1)
-    with pytest.raises(AssertionError, match=r"metric largest of step 0 by .*hfjax.own_rows"):
-        assert_strategies_agree(model, largest(hfjax.own_rows(jnp.max)), BATCH, DDP, steps=1)
+    with pytest.raises(AssertionError, match=r"metric largest of step 0 by .*hfjax.per_device"):
+        assert_strategies_agree(model, largest(hfjax.per_device(jnp.max)), BATCH, DDP, steps=1)
 
 
 class Noisy(nnx.Module):
@@ -238,7 +238,7 @@ def test_a_default_case_that_a_check_refuses_is_left_out_and_one_that_fails_fail
     told = r"PIPE on pipe=2 x data=4: left out: batch of 4 rows does not divide by .*8 rows"
     assert re.search(told, capfd.readouterr().err)
 
-    @hfjax.own_rows
+    @hfjax.per_device
     def check(outputs):
         if outputs.shape[0] != 4:
             raise ValueError("four rows are expected")

@@ -81,10 +81,10 @@ def trained(name, strategy, sizes, batch, steps=2, **execution):
         state, metrics = step(state, batch)
         told += [metrics[what] for what in ("loss", "grad_norm", "router_entropy")]
         routing += [metrics[what] for what in ("expert_load", "dropped")]
-    state = hfjax.canonical(layout, state)
+    state = hfjax.to_model_order(layout, state)
     biases = {path: x for path, x in flat(state.variables).items() if "bias" in path}
     kept = jax.device_get((told, routing, biases))
-    return (*kept, hfjax.full(state.params)), step
+    return (*kept, hfjax.full_array(state.params)), step
 
 
 def flat(tree):

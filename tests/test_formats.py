@@ -89,7 +89,7 @@ def test_a_checkpoint_goes_on_under_another_strategy(name, unpacked):
 def test_a_run_is_read(name, unpacked):
     place = unpacked(name, "inputs")
     config, steps = load(place / name / "config.yaml"), EXPECTED["runs"][name]["loss"]
-    last = hfjax.latest(place / name / "checkpoints")
+    last = hfjax.latest_step(place / name / "checkpoints")
     assert last == (config.steps if name == "finished" else STOPS)
     found = metrics_of(place / name, "loss")
     assert list(found.items()) == list(steps.items())[:last]
@@ -142,4 +142,4 @@ def test_an_export_is_read(unpacked):
     model = hfjax.pretrained("export")
     layout = hfjax.layout(model.create, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
     state = hfjax.init(layout, parameters=model.weights)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(hfjax.full(state.params)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(hfjax.full_array(state.params)))

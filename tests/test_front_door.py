@@ -22,7 +22,7 @@ from hfjax.cli.launch import split_command
 from hfjax.distributed import init
 from hfjax.distributed.init import Cluster, init_distributed
 from hfjax.distributed.ports import free_port
-from hfjax.trainer import Parts, Train, train
+from hfjax.trainer import RunComponents, Train, train
 from hfjax.trainer.build import build_mesh, check_flags_used, parse_strategy
 from hfjax.trainer.config import (
     CheckpointOptions as Checkpoints,
@@ -87,7 +87,7 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
 )
 def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
-    monkeypatch.setattr(Parts, "written", lambda *_: time.sleep(0.1) or "text")
+    monkeypatch.setattr(RunComponents, "written", lambda *_: time.sleep(0.1) or "text")
     assert main([command, str(run.out), "--devices", "1"]) == 0
     out, err = capsys.readouterr()
     assert "reading the checkpoint … " in err
@@ -150,7 +150,7 @@ def test_every_command_ends_in_one_style(raised, status, capsys):
 
 @pytest.mark.slow
 def test_a_run_starts_with_the_parameters_that_save_wrote(run, tmp_path, capsys):
-    layout = Parts(run).layout
+    layout = RunComponents(run).layout
     hfjax.save(tmp_path / "saved", layout, hfjax.init(layout, seed=3))
     start = Checkpoints(start=str(tmp_path / "saved"))
     train(replace(run, out=tmp_path / "new", checkpoints=start))
@@ -193,12 +193,12 @@ def test_another_optimizer_is_told_with_what_takes_the_parameters_along(run):
 
 
 def test_a_saved_model_of_other_shapes_is_told_without_words_of_python(run, tmp_path):
-    layout = Parts(replace(run, model=replace(MODEL, embed=64))).layout
+    layout = RunComponents(replace(run, model=replace(MODEL, embed=64))).layout
     hfjax.save(tmp_path / "saved", layout, hfjax.init(layout), config={"width": 64})
     start = Checkpoints(start=str(tmp_path / "saved"))
     with pytest.raises(ValueError, match="params/") as refused:
         train(replace(run, out=tmp_path / "new", checkpoints=start))
-    assert "hfjax.recorded" not in str(refused.value)
+    assert "hfjax.checkpoint_metadata" not in str(refused.value)
     assert str(refused.value).endswith("saved was trained with.")
 
 
@@ -350,7 +350,7 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
 def test_generate_writes_after_each_prompt_and_counts_the_seed_on(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     told = lambda parts, state, prompt, count, sampling: f"{prompt} {count} {sampling.seed}"
-    monkeypatch.setattr(Parts, "written", told)
+    monkeypatch.setattr(RunComponents, "written", told)
     words = ["generate", str(run.out), "--devices", "1", "--tokens", "3", "--seed", "4294967295"]
     assert main([*words, "--prompt", "one", "--prompt=two"]) == 0
     assert capsys.readouterr().out == "one 3 4294967295\n\ntwo 3 0\n"
@@ -514,7 +514,7 @@ def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_el
 
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
-    monkeypatch.setattr(Parts, "written", lambda *_: "a\x1bb")
+    monkeypatch.setattr(RunComponents, "written", lambda *_: "a\x1bb")
     words = ["generate", str(run.out), "--devices", "1"]
     assert main(words) == 0
     assert capsys.readouterr().out == "a\x1bb\n"

@@ -17,12 +17,18 @@ from tests.test_given_params import INTERLEAVED, ONE, ROWS, adam, alone, made, s
 FROZEN = {  # name: strategy, mesh, schedule, optimizer, fields of the step
     "FSDP": (FSDP, {"fsdp": 4}, None, adam, {"clip": 0.1}),
     "PIPE, interleaved": (PIPE | ZERO1, {"pipe": 2, "data": 2}, INTERLEAVED, adam, {}),
-    "PIPE, padded": (PIPE, {"pipe": 3}, Schedule("gpipe", 2), lambda: hfjax.master(adam()), {}),
+    "PIPE, padded": (
+        PIPE,
+        {"pipe": 3},
+        Schedule("gpipe", 2),
+        lambda: hfjax.optimizers.master_weights(adam()),
+        {},
+    ),
     "HOST_OPTIMIZER": (
         FSDP | HOST_OPTIMIZER,
         {"fsdp": 2},
         None,
-        lambda: hfjax.ema(hfjax.adamw(1e-2, eps=1e-4), 0.5),
+        lambda: hfjax.optimizers.ema(hfjax.adamw(1e-2, eps=1e-4), 0.5),
         {},
     ),
 }
@@ -43,10 +49,10 @@ def begun(state):
 def trained(layout, schedule=None, steps=2, **run):
     step = hfjax.train_step(layout, next_token_loss, schedule=schedule, unroll=1, **run)
     state = begun(hfjax.init(layout, schedule=schedule))
-    first = hfjax.full(hfjax.canonical(layout, state))
+    first = hfjax.full_array(hfjax.to_model_order(layout, state))
     for _ in range(steps):
         state, _ = step(state, tokens(rows=8))
-    return first, hfjax.full(hfjax.canonical(layout, state))
+    return first, hfjax.full_array(hfjax.to_model_order(layout, state))
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -82,10 +88,10 @@ def test_layers_of_a_list_freeze_where_there_is_no_pipeline():
         assert "layers/0/kernel" not in two.gradient_bytes
         assert "layers/1/kernel" in two.gradient_bytes
         step, state = hfjax.train_step(two, squares, **run), hfjax.init(two, seed=3)
-        before = hfjax.full(state.params)
+        before = hfjax.full_array(state.params)
         for _ in range(2):
             state, _ = step(state, ROWS)
-        found.append(hfjax.full(state.params))
+        found.append(hfjax.full_array(state.params))
         same(found[-1]["layers"]["0"], before["layers"]["0"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
 

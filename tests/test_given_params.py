@@ -69,15 +69,15 @@ CASES: dict[str, tuple] = {
         FSDP | HOST_OPTIMIZER | HOST_PARAMETERS,
         {"fsdp": 2},
         None,
-        lambda: hfjax.master(adam()),
+        lambda: hfjax.optimizers.master_weights(adam()),
         False,
     ),
-    "master": (ZERO1, {"data": 2}, None, lambda: hfjax.master(adam()), False),
+    "master": (ZERO1, {"data": 2}, None, lambda: hfjax.optimizers.master_weights(adam()), False),
     "ema": (
         PIPE | FSDP,
         {"pipe": 2, "fsdp": 2},
         INTERLEAVED,
-        lambda: hfjax.ema(adam(), 0.5),
+        lambda: hfjax.optimizers.ema(adam(), 0.5),
         False,
     ),
 }
@@ -102,7 +102,7 @@ def given(name):
     """Parameters that no seed of the test gives, in host memory: float32."""
     layout = listed(DDP, {"data": 1}, devices=ONE) if CASES[name][4] else None
     layout = layout or mlp_layout(DDP, {"data": 1}, adam(), devices=ONE, layers=4)
-    return flatten(hfjax.full(hfjax.init(layout, seed=3).params))
+    return flatten(hfjax.full_array(hfjax.init(layout, seed=3).params))
 
 
 def same(a, b):
@@ -128,11 +128,11 @@ def test_given_parameters_make_the_state_that_the_seed_makes_of_the_same_ones(na
     same(found.optimizer, wanted.optimizer)
     place = lambda x: (x.sharding, x.sharding.memory_kind)
     jax.tree.map(lambda a, b: place(a) == place(b) or pytest.fail(str(place(a))), found, wanted)
-    whole = flatten(hfjax.full(hfjax.canonical(layout, found).params))
+    whole = flatten(hfjax.full_array(hfjax.to_model_order(layout, found).params))
     assert whole.keys() == given(name).keys()
     again = hfjax.init(layout, schedule=schedule, parameters=whole)
     same(again.params, found.params)
-    same(hfjax.canonical(layout, again).params, hfjax.canonical(layout, found).params)
+    same(hfjax.to_model_order(layout, again).params, hfjax.to_model_order(layout, found).params)
 
 
 DAILY = ("FSDP+TENSOR", "PIPE, a list", "HOST_PARAMETERS")
@@ -147,7 +147,7 @@ def test_a_step_from_given_parameters_is_that_of_one_device(name):
     for layout, schedule in ((made(name), CASES[name][2]), (alone(name), None)):
         state = hfjax.init(layout, schedule=schedule, parameters=given(name))
         state, metrics = hfjax.train_step(layout, loss, schedule=schedule)(state, batch)
-        whole = flatten(hfjax.full(hfjax.canonical(layout, state).params))
+        whole = flatten(hfjax.full_array(hfjax.to_model_order(layout, state).params))
         found.append((float(metrics["loss"]), whole))
     (loss, params), (wanted, after) = found
     assert loss == pytest.approx(wanted, rel=1e-5)
@@ -176,20 +176,20 @@ def test_a_function_is_asked_for_the_parts_of_this_process_and_each_once():
 def test_none_says_that_the_seed_gives_a_parameter(name):
     layout, schedule = made(name), CASES[name][2]
     path = min(given(name))
-    wanted = given(name) | {path: flatten(hfjax.full(hfjax.init(alone(name)).params))[path]}
+    wanted = given(name) | {path: flatten(hfjax.full_array(hfjax.init(alone(name)).params))[path]}
     partly = given(name) | {path: None}
     part = lambda path, at: None if partly[path] is None else given(name)[path][at]
     for source in (partly, part):
         state = hfjax.init(layout, schedule=schedule, parameters=source)
-        same(hfjax.canonical(layout, state).params, nest(wanted))
+        same(hfjax.to_model_order(layout, state).params, nest(wanted))
 
 
 @pytest.mark.slow
 def test_the_tree_may_be_that_of_a_state_or_a_module_in_numpy_or_jax_of_another_float_dtype():
     layout = made("FSDP")
     wanted = hfjax.init(alone("FSDP"), seed=3)
-    model = hfjax.module(alone("FSDP"), wanted)
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), hfjax.full(wanted.params))
+    model = hfjax.to_model(alone("FSDP"), wanted)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), hfjax.full_array(wanted.params))
     for parameters in (wanted.params, nnx.state(model, nnx.Param), model, wide):
         state = hfjax.init(layout, parameters=parameters)
         same(state.params, wanted.params)
@@ -203,27 +203,27 @@ def test_the_tree_may_be_that_of_a_state_or_a_module_in_numpy_or_jax_of_another_
 def test_a_state_may_be_given_wherever_its_layers_lie(name):
     layout, schedule = made(name), CASES[name][2]
     state = hfjax.init(layout, schedule=schedule, seed=3)
-    wanted = hfjax.full(hfjax.canonical(layout, state).params)
-    for given in (state, hfjax.full(state), wanted):
+    wanted = hfjax.full_array(hfjax.to_model_order(layout, state).params)
+    for given in (state, hfjax.full_array(state), wanted):
         for to, on in ((layout, schedule), (alone(name), None)):
             found = hfjax.init(to, schedule=on, parameters=given)
-            same(hfjax.canonical(to, found).params, wanted)
+            same(hfjax.to_model_order(to, found).params, wanted)
     if schedule is None:  # as the model has them
-        same(hfjax.init(layout, parameters=hfjax.full(state.params)).params, wanted)
+        same(hfjax.init(layout, parameters=hfjax.full_array(state.params)).params, wanted)
 
 
 @pytest.mark.parametrize("name", ["PIPE, a list", "PIPE, padded"])
 def test_parameters_as_a_pipeline_stores_them_are_told_what_to_give(name):
     state = hfjax.init(made(name), schedule=CASES[name][2])
     with pytest.raises(ValueError, match=r"as a pipeline stores them: give the whole state"):
-        hfjax.init(alone(name), parameters=hfjax.full(state.params))
+        hfjax.init(alone(name), parameters=hfjax.full_array(state.params))
 
 
 @pytest.mark.slow
 def test_what_is_given_stays_the_users_own():
     """A step donates its state; the arrays that it was made of are none of it."""
     mine = jax.tree.map(jnp.array, hfjax.init(alone("FSDP"), seed=3).params)
-    theirs = jax.tree.map(np.array, hfjax.full(mine))
+    theirs = jax.tree.map(np.array, hfjax.full_array(mine))
     before = jax.tree.map(np.copy, theirs)
     for parameters in (mine, theirs):
         state = hfjax.init(alone("FSDP"), parameters=parameters)
@@ -240,8 +240,8 @@ MESHES = {  # small models shard nothing unless told to
 }
 KEEPS = {  # what an optimizer keeps of the parameters that it begins with
     "moments": lambda: optax.adam(0.1),
-    "master weights": lambda: hfjax.master(optax.adam(0.1), "bfloat16"),
-    "an average": lambda: hfjax.ema(optax.adam(0.1), 0.5),
+    "master weights": lambda: hfjax.optimizers.master_weights(optax.adam(0.1), "bfloat16"),
+    "an average": lambda: hfjax.optimizers.ema(optax.adam(0.1), 0.5),
     "the parameters": lambda: optax.contrib.schedule_free_adamw(0.1),
 }
 take = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
@@ -277,18 +277,18 @@ def test_a_module_and_a_state_that_are_given_outlive_a_state_that_is_donated():
     layout = made("a list", strategy=DDP, sizes={"data": 4})
     model, first = Listed(nnx.Rngs(0)), hfjax.init(layout, seed=3)
     mine = nnx.state(model), first
-    before = hfjax.full(mine)
+    before = hfjax.full_array(mine)
     for parameters in (model, first):
         take(hfjax.init(layout, parameters=parameters))
-        same(hfjax.full(mine), before)
+        same(hfjax.full_array(mine), before)
 
 
 @pytest.mark.slow
 def test_a_state_on_one_device_outlives_its_copy_in_the_models_order():
     layout, schedule = made("PIPE, a list"), Schedule("1f1b", 2)
     state = hfjax.init(layout, 3, schedule)
-    mine = jax.tree.map(jnp.asarray, hfjax.full(state))
-    take(hfjax.canonical(layout, mine))
+    mine = jax.tree.map(jnp.asarray, hfjax.full_array(state))
+    take(hfjax.to_model_order(layout, mine))
     same(mine, state)
 
 

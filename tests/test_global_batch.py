@@ -181,17 +181,17 @@ def centred(rows):
 
 
 REFUSED = {
-    "jax.vmap is around hfjax.own_rows": lambda m, b: jax.vmap(hfjax.own_rows(centred))(
+    "jax.vmap is around hfjax.per_device": lambda m, b: jax.vmap(hfjax.per_device(centred))(
         jnp.stack([m(b["x"]), m(b["x"])])
     ),
-    r"closes over \(hand it in as an argument\) is in hfjax.own_rows": lambda m, b: hfjax.own_rows(
-        lambda rows, w=m.kernel[...]: rows * w[:1, :1]
+    r"closes over \(hand it in as an argument\) is in hfjax.per_device": lambda m, b: (
+        hfjax.per_device(lambda rows, w=m.kernel[...]: rows * w[:1, :1])(m(b["x"]))
+    ),
+    "differentiates, within its own program, .* in hfjax.per_device": lambda m, b: jax.grad(
+        lambda x: hfjax.per_device(jnp.square)(x).sum()
     )(m(b["x"])),
-    "differentiates, within its own program, .* in hfjax.own_rows": lambda m, b: jax.grad(
-        lambda x: hfjax.own_rows(jnp.square)(x).sum()
-    )(m(b["x"])),
-    "differentiates, within its own program, with .* in hfjax.own_rows": lambda m, b: jax.grad(
-        lambda x: hfjax.own_rows(lambda x: 2 * x + 1)(x).sum()  # whose tangent is not it
+    "differentiates, within its own program, with .* in hfjax.per_device": lambda m, b: jax.grad(
+        lambda x: hfjax.per_device(lambda x: 2 * x + 1)(x).sum()  # whose tangent is not it
     )(m(b["x"])),
 }
 

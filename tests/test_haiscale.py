@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
+from hfjax import PIPE, TENSOR, ZERO2
+from hfjax.compat import GPipe, Interleaved1F1B, PipeDream, partition
 from hfjax.models.layers import Dropout, stack_layers
 from hfjax.parallel.layer_stack.sharded_model import ShardedModel
 from tests.constant_stack import rows, stack_layout, weighted as of_rows
@@ -122,7 +123,7 @@ def test_a_pipe_trains_as_plain_jax_does(name):
     on = mesh(**sizes)
     pipe = kind(partition(layers, on.shape["pipe"], chunks=chunks), 4, mesh=on)
     wanted = stack_of(layers)
-    jax.tree.map(np.testing.assert_array_equal, hfjax.full(pipe.canonical()), wanted)
+    jax.tree.map(np.testing.assert_array_equal, hfjax.full_array(pipe.canonical()), wanted)
     mine, theirs = OPTIMIZER.init(pipe.parameters), OPTIMIZER.init(wanted)
     for _ in range(2):
         losses, outputs = pipe.forward_backward(
@@ -144,7 +145,7 @@ def test_several_labels_a_weighted_mean_and_its_metrics():
     losses, outputs = pipe.forward_backward(X, criterion=weighted, labels=labels)
     assert outputs is None
     assert losses.shape == (4,)
-    parameters = hfjax.full(pipe.canonical())
+    parameters = hfjax.full_array(pipe.canonical())
     wanted, gradients = jax.value_and_grad(mean_of)(parameters, weighted, X, labels)
     assert_close(pipe.canonical(pipe.gradients), gradients)
     parts = [microbatch(m, 4, 2) for m in range(4)]
@@ -176,7 +177,7 @@ def test_evaluation_runs_forward_only_and_without_dropout():
     rngs = nnx.Rngs(0)
     parts = partition([Dropped(rngs=rngs) for _ in range(2)], 2)
     pipe = PipeDream(parts, 4, mesh=mesh(pipe=2, data=2))
-    wanted = plain(hfjax.full(pipe.canonical()), X)
+    wanted = plain(hfjax.full_array(pipe.canonical()), X)
     few = slice(0, 6)  # rows that do not split into four microbatches
     assert_close(pipe(X[few]), wanted[few])
     assert_close(pipe.evaluate(X, criterion=squares, labels=(Y,))["loss"], squares(wanted, Y))
@@ -200,7 +201,7 @@ def test_a_program_compiles_once_for_a_shape_and_gradients_add_up_if_asked():
         X[:rows], criterion=criterion, labels=(Y[:rows],), **how
     )
     run(16)
-    once, times = hfjax.full(pipe.gradients), len(traced)
+    once, times = hfjax.full_array(pipe.gradients), len(traced)
     run(16, accumulate=True)
     assert_close(pipe.gradients, jax.tree.map(lambda g: 2 * g, once))
     run(16)
@@ -316,7 +317,7 @@ def test_stages_that_update_by_themselves_keep_the_last_microbatch_too():
     for remat in ("none", "except_last"):
         step = hfjax.train_step(layout, of_rows, schedule=schedule, remat=remat)
         state, _ = step(hfjax.init(layout, 0, schedule), rows())
-        after.append(hfjax.full(state.params))
+        after.append(hfjax.full_array(state.params))
     assert_close(*after)
 
 
@@ -493,7 +494,7 @@ def test_unlike_layers_go_through_the_same_entry():
 
 def test_outputs_may_be_a_part_of_ones_own_program():
     rngs = nnx.Rngs(0)
-    parts = hfjax.partition([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)], stages=2)
+    parts = hfjax.compat.partition([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)], stages=2)
     mesh = hfjax.make_mesh(devices=jax.devices()[:2], pipe=2)
-    pipe, x = hfjax.PipeDream(parts, microbatches=2, mesh=mesh), np.ones((4, 8), np.float32)
+    pipe, x = hfjax.compat.PipeDream(parts, microbatches=2, mesh=mesh), np.ones((4, 8), np.float32)
     np.testing.assert_allclose(jax.jit(lambda x: pipe(x))(x), pipe(x), rtol=1e-6)

@@ -35,7 +35,7 @@ def run(layout, loss=squared, steps=2, **execution):
         assert x.sharding.is_equivalent_to(where, x.ndim)
         assert x.sharding.memory_kind == where.memory_kind
     evaluated = float(hfjax.eval_step(layout, loss)(state, batch)["loss"])
-    return told, hfjax.full((state.params, state.optimizer)), evaluated
+    return told, hfjax.full_array((state.params, state.optimizer)), evaluated
 
 
 def assert_equal(found, wanted, rounding=0.0):
@@ -98,7 +98,9 @@ def test_the_optimizer_on_the_host_too_is_streamed_by_the_layer_that_is_updated(
 
 
 def test_master_weights_are_what_parameters_are_rounded_from():
-    layout = lambda strategy: stack_layout(strategy, {"fsdp": 2}, hfjax.master(ADAMW))
+    layout = lambda strategy: stack_layout(
+        strategy, {"fsdp": 2}, hfjax.optimizers.master_weights(ADAMW)
+    )
     execution = {"optimizer_in_backward": True, "precision": "bf16"}
     found = run(layout(FSDP | HOST_PARAMETERS | HOST_OPTIMIZER), **execution)
     assert_equal(found, run(layout(FSDP), **execution))

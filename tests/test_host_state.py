@@ -188,12 +188,16 @@ def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, s
 
 
 def grouped():
-    rate = hfjax.rate(1e-2, warmup=2, steps=8)
-    return hfjax.by_path({"*norm*": optax.lion(1e-3), "*": optax.adamw(rate, weight_decay=0.1)})
+    rate = hfjax.lr_schedule(1e-2, warmup=2, steps=8)
+    return hfjax.optimizers.by_path(
+        {"*norm*": optax.lion(1e-3), "*": optax.adamw(rate, weight_decay=0.1)}
+    )
 
 
 OPTIMIZERS = {
-    "groups, factors and an average": hfjax.ema(hfjax.scaled(grouped(), {"before": 0.1}), 0.5),
+    "groups, factors and an average": hfjax.optimizers.ema(
+        hfjax.optimizers.scaled(grouped(), {"before": 0.1}), 0.5
+    ),
     "lamb, whole arrays": optax.lamb(1e-3),
     "a norm of all gradients": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
 }
@@ -230,13 +234,13 @@ def test_a_step_that_is_not_finite_changes_nothing_on_the_host():
         return hfjax.Mean(mean.total * np.float32("nan"), mean.weight)
 
     state = hfjax.init(layout)
-    before = hfjax.full(state)
+    before = hfjax.full_array(state)
     step = hfjax.train_step(layout, bad, nonfinite="skip")
     state, metrics = step(state, rows())
     assert not metrics["finite"]
     _check_placement(layout, state)
-    assert same(before.params, hfjax.full(state.params))
-    assert same(before.optimizer, hfjax.full(state.optimizer))
+    assert same(before.params, hfjax.full_array(state.params))
+    assert same(before.optimizer, hfjax.full_array(state.optimizer))
     assert state.step == 1
 
 
@@ -266,7 +270,7 @@ def test_evaluation_and_another_order_of_layers_leave_moments_where_they_are():
     schedule = hfjax.Schedule("interleaved", 4, chunks=2)
     state, _ = steps(layout, 1, schedule=schedule)
     loss = hfjax.eval_step(layout, squared)(state, rows())["loss"]
-    plain = hfjax.canonical(layout, state)
+    plain = hfjax.to_model_order(layout, state)
     _check_placement(layout.model_layout, plain)
     alone = stack_layout(DDP, ONE, layers=4)
     state, _ = steps(alone, 1)
@@ -279,15 +283,15 @@ def test_evaluation_and_another_order_of_layers_leave_moments_where_they_are():
 
 def rounded(state, masters):
     """Whether every parameter is its master weight, rounded."""
-    params = flatten(hfjax.full(state.params))
-    of = {path: x.astype("bfloat16") for path, x in flatten(hfjax.full(masters)).items()}
+    params = flatten(hfjax.full_array(state.params))
+    of = {path: x.astype("bfloat16") for path, x in flatten(hfjax.full_array(masters)).items()}
     return all(x.tobytes() == params[path].tobytes() for path, x in of.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param(ZERO1, marks=pytest.mark.slow), ZERO1 | HOST])
 def test_parameters_are_their_master_weights_rounded_after_every_step(strategy):
-    optimizer = hfjax.master(hfjax.ema(grouped(), 0.5))
+    optimizer = hfjax.optimizers.master_weights(hfjax.optimizers.ema(grouped(), 0.5))
     layout = stack_layout(strategy, {"data": 4}, optimizer)
     state = hfjax.init(layout)
     born = hfjax.init(stack_layout(DDP, ONE))
@@ -300,7 +304,7 @@ def test_parameters_are_their_master_weights_rounded_after_every_step(strategy):
         _check_placement(layout, state)
     assert moments(state) == {"pinned_host" if strategy.memory else "device"}
     assert not same(state.optimizer.master, born.params)
-    average = hfjax.averaged(state).params
+    average = hfjax.optimizers.averaged(state).params
     assert {str(x.dtype) for x in jax.tree.leaves(average)} == {"bfloat16"}
 
 
@@ -312,13 +316,15 @@ def test_the_optimizer_sees_master_weights_and_gradients_in_float32():
         return updates, state
 
     spy = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    layout = stack_layout(DDP, ONE, hfjax.master(optax.chain(spy, optax.sgd(1e-3))))
+    layout = stack_layout(
+        DDP, ONE, hfjax.optimizers.master_weights(optax.chain(spy, optax.sgd(1e-3)))
+    )
     hfjax.train_step(layout, squared).trace(rows())
     assert set(seen) == {"float32"}
 
 
 def test_small_updates_that_bfloat16_would_lose_add_up_in_the_master_weights():
-    layout = stack_layout(DDP, ONE, hfjax.master(optax.sgd(1e-6)))
+    layout = stack_layout(DDP, ONE, hfjax.optimizers.master_weights(optax.sgd(1e-6)))
     state, _ = steps(layout, 2)
     born = hfjax.init(layout)
     moved = lambda a, b: not same(a, b)
@@ -327,7 +333,9 @@ def test_small_updates_that_bfloat16_would_lose_add_up_in_the_master_weights():
 
 @pytest.mark.slow
 def test_master_weights_of_frozen_parameters_are_not_kept():
-    layout = stack_layout(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
+    layout = stack_layout(
+        FSDP | HOST, {"fsdp": 2}, hfjax.optimizers.master_weights(optax.adamw(1e-3))
+    )
     layout = layout.freeze("before")
     state, _ = steps(layout, 2)
     first = hfjax.init(layout)
@@ -337,15 +345,19 @@ def test_master_weights_of_frozen_parameters_are_not_kept():
     assert not any("'before'" in path for path in paths)
 
 
-@pytest.mark.parametrize("outer", [lambda inner: hfjax.ema(inner, 0.9), hfjax.master])
+@pytest.mark.parametrize(
+    "outer", [lambda inner: hfjax.optimizers.ema(inner, 0.9), hfjax.optimizers.master_weights]
+)
 def test_master_weights_inside_another_optimizer_are_refused(outer):
-    with pytest.raises(ValueError, match=r"hfjax.master is inside another optimizer.* outermost"):
-        stack_layout(DDP, ONE, outer(hfjax.master(optax.sgd(1e-3))))
+    with pytest.raises(
+        ValueError, match=r"hfjax.optimizers.master_weights is inside another optimizer.* outermost"
+    ):
+        stack_layout(DDP, ONE, outer(hfjax.optimizers.master_weights(optax.sgd(1e-3))))
 
 
 def test_a_dtype_that_needs_no_master_weights_is_refused():
     with pytest.raises(ValueError, match=r"stored=float32: .* narrower than float32"):
-        hfjax.master(optax.sgd(1e-3), "float32")
+        hfjax.optimizers.master_weights(optax.sgd(1e-3), "float32")
 
 
 # -- checkpoints --------------------------------------------------------------------------
@@ -370,7 +382,9 @@ def test_a_state_is_restored_into_the_memory_that_the_layout_says(tmp_path, save
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path):
-    layout = stack_layout(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
+    layout = stack_layout(
+        FSDP | HOST, {"fsdp": 2}, hfjax.optimizers.master_weights(optax.adamw(1e-3))
+    )
     step = hfjax.train_step(layout, squared)
     state, _ = step(hfjax.init(layout), rows())
     hfjax.save(tmp_path, layout, state)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, PIPE, TENSOR
-from hfjax.analysis.count_transfers import HostTransfer, Transfers, transfers
+from hfjax.analysis.count_transfers import HostTransfer, Transfers, host_transfers
 from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.offload.host_memory import host_sharding, is_host_sharding
@@ -35,7 +35,7 @@ def mesh():
 
 
 def copies(f, *arrays):
-    return transfers(jax.jit(f).trace(*arrays))
+    return host_transfers(jax.jit(f).trace(*arrays))
 
 
 def sums(found):
@@ -184,7 +184,7 @@ def test_shardings_of_a_jit_within_and_of_the_results_are_known():
     found = copies(lambda x: to_host(within(x)), X)
     assert [(row.shape, row.is_global) for row in found] == [((2, 4), False)]
     traced = jax.jit(lambda x: (x, within(x)), out_shardings=(split, there)).trace(X)
-    rows = [(row.direction, row.shape, row.is_global) for row in transfers(traced)]
+    rows = [(row.direction, row.shape, row.is_global) for row in host_transfers(traced)]
     assert rows == [(TO_HOST, (2, 4), False)]
 
 
@@ -206,7 +206,7 @@ def test_a_step_fetches_and_returns_a_devices_own_part_of_the_moments(case):
     strategy, sizes, execution = STEPS[case]
     layout = gpt_layout(strategy | HOST_OPTIMIZER, sizes, optax.adamw(1e-3))
     step = hfjax.train_step(layout, next_token_loss, **execution)
-    found = transfers(step.trace(tokens()))
+    found = host_transfers(step.trace(tokens()))
     local = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     moments = jax.tree.leaves(step.layout.abstract_state().optimizer)
     there = sum(local(x) for x in moments if is_host_sharding(x.sharding))
@@ -263,4 +263,4 @@ def test_a_direction_that_is_none_is_refused():
 @pytest.mark.parametrize("program", [to_host, jax.jit(to_host).lower(X)], ids=["f", "lowered"])
 def test_only_traced_programs_are_read(program):
     with pytest.raises(ValueError, match=r"program is a (function|Lowered); allowed are .*Traced"):
-        transfers(program)
+        host_transfers(program)

@@ -42,9 +42,9 @@ def trained(model, schedule, strategy=PIPE, sizes=None, batch=None, freeze=None,
         for _ in range(2):
             state, metrics = step(state, rows() if batch is None else batch)
             told += [metrics["loss"], metrics["grad_norm"]]
-        left = flatten(hfjax.canonical(step.layout, state).params)
+        left = flatten(hfjax.to_model_order(step.layout, state).params)
         assert all(x.dtype == jnp.float64 for x in left.values())
-        return {"told": np.array(told)} | {path: hfjax.full(x) for path, x in left.items()}
+        return {"told": np.array(told)} | {path: hfjax.full_array(x) for path, x in left.items()}
 
 
 def assert_equal(name, model, microbatches=4, **changes):

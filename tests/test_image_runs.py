@@ -15,7 +15,7 @@ import hfjax
 from hfjax.cli.model_files import export_command
 from hfjax.cli.run import evaluate_command
 from hfjax.models.vision.preset_table import PRESETS
-from hfjax.trainer import Parts, Train, train
+from hfjax.trainer import RunComponents, Train, train
 from hfjax.trainer.config import Data, Log, Mesh, Model, Optimizer
 from hfjax.trainer.config_io import load, save, setting_changes, to_plain
 from hfjax.trainer.optimizer import sgd
@@ -104,9 +104,9 @@ def test_from_a_folder_to_scores(photos, tmp_path, capsys):
 @pytest.mark.slow
 def test_scores_are_those_of_a_plain_loop_over_all_images(photos, tmp_path):
     """The last batch is filled up: rows that do not count."""
-    parts = Parts(of_photos(photos, tmp_path))
+    parts = RunComponents(of_photos(photos, tmp_path))
     state = hfjax.init(parts.layout)
-    module = hfjax.module(parts.layout, state)
+    module = hfjax.to_model(parts.layout, state)
     module.eval()
     right, losses, valid = 0, [], parts.valid
     assert valid is not None
@@ -134,9 +134,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(photos, tmp_path):
 
 
 def test_iou_of_each_class(street, tmp_path):
-    parts = Parts(of_photos(street, tmp_path, model={"preset": "deeplabv3-tiny"}, batch=4))
+    parts = RunComponents(of_photos(street, tmp_path, model={"preset": "deeplabv3-tiny"}, batch=4))
     state = hfjax.init(parts.layout)
-    module = hfjax.module(parts.layout, state)
+    module = hfjax.to_model(parts.layout, state)
     module.eval()
     counts, valid, run = np.zeros((2, 2), np.int64), parts.valid, jax.jit(module.__call__)
     assert valid is not None
@@ -161,7 +161,9 @@ def test_iou_of_each_class_is_shown(street, tmp_path, capsys):
 
 def test_a_dropout_of_0_is_none_and_that_of_the_auxiliary_head_is_set(street, tmp_path):
     def rates(**model):
-        parts = Parts(of_photos(street, tmp_path, model={"preset": "deeplabv3-tiny", **model}))
+        parts = RunComponents(
+            of_photos(street, tmp_path, model={"preset": "deeplabv3-tiny", **model})
+        )
         return parts.model.shape.dropout, parts.model.shape.auxiliary_dropout
 
     assert rates() == (0.5, 0.1)
@@ -265,13 +267,13 @@ def test_wrong_settings_are_told_by_their_flags(photos, tmp_path, name):
     changes, words = WRONG[name]
     made = lambda parts: (parts.layout, parts.data)
     with pytest.raises(ValueError, match=words):
-        made(Parts(of_photos(photos, tmp_path / "run", **changes)))
+        made(RunComponents(of_photos(photos, tmp_path / "run", **changes)))
 
 
 def test_no_data_is_told(tmp_path):
     config = Train(out=tmp_path, model=Model(preset="resnet-tiny"))
     with pytest.raises(ValueError, match="trained on one folder"):
-        _ = Parts(config).data
+        _ = RunComponents(config).data
 
 
 def test_a_pickle_is_never_opened(photos, tmp_path):
@@ -301,7 +303,7 @@ def test_an_image_that_does_not_decode_counts_in_no_score(photos, tmp_path, caps
     for part, number in (("train", 3), ("valid", 0)):
         (place / part / "red" / f"{number}.png").write_text("none")
     with pytest.raises(ValueError, match=r"red/3.png"):
-        list(Parts(of_photos(place, tmp_path, data={"epochs": 1})).data)
+        list(RunComponents(of_photos(place, tmp_path, data={"epochs": 1})).data)
     out, skip = tmp_path / "run", {"broken": "skip", "epochs": 1}
     train(of_photos(place, out, data=skip, steps=20))
     told = capsys.readouterr().out

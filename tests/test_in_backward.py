@@ -42,7 +42,7 @@ def run(layout, loss=next_token_loss, batch=None, steps=3, **execution):
     wanted = layout.shardings()
     for x, where in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         assert x.sharding.is_equivalent_to(where, x.ndim)
-    return told, hfjax.full((state.params, state.optimizer))
+    return told, hfjax.full_array((state.params, state.optimizer))
 
 
 def norm(tree):
@@ -90,7 +90,9 @@ def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(name):
     assert_same(trained(strategy, sizes, of, **IN_BACKWARD), ordinary(of), 1e-12)
 
 
-GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1), "*": ADAMW})
+GROUPS = hfjax.optimizers.by_path(
+    {"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1), "*": ADAMW}
+)
 
 
 @pytest.mark.slow
@@ -105,7 +107,7 @@ GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1),
             *(ADAMW, (), {"fsdp": 4}, {"reshard_after_forward": False, "nonfinite": "apply"}),
             marks=pytest.mark.slow,
         ),
-        (hfjax.ema(GROUPS, 0.9), (), {"fsdp": 2}, {"remat": "dots"}),
+        (hfjax.optimizers.ema(GROUPS, 0.9), (), {"fsdp": 2}, {"remat": "dots"}),
         (ADAMW, ("before", "layers/kernel"), {"fsdp": 2}, {"unroll": True}),
     ],
     ids=["bf16, remat", "kept gathered", "an average, by path", "frozen, unrolled"],
@@ -350,9 +352,9 @@ def test_a_layer_whose_gradient_is_not_finite_and_all_below_stay_as_they_are():
     layout = small_layout()
     step = hfjax.train_step(layout, plain, **IN_BACKWARD)
     state = broken(layout, 1)
-    before = hfjax.full((state.params, state.optimizer))
+    before = hfjax.full_array((state.params, state.optimizer))
     state, metrics = step(state, rows())
-    after = hfjax.full((state.params, state.optimizer))
+    after = hfjax.full_array((state.params, state.optimizer))
     assert np.isfinite(float(metrics["loss"]))
     assert not metrics["finite"]
     assert changed(before[0], after[0]) == ([2], False)
@@ -371,12 +373,12 @@ def test_a_loss_that_is_not_finite_changes_nothing():
     """Neither if it is infinite, nor if no row weighs anything, whose total is finite."""
     step = hfjax.train_step(small_layout(), by_weight, nonfinite="skip", **IN_BACKWARD)
     state = hfjax.init(step.layout)
-    before = hfjax.full(state.params)
+    before = hfjax.full_array(state.params)
     for y, weight in ((np.inf, 1.0), (0.0, 0.0)):
         batch = rows()
         batch["y"][0, 0] = y
         state, _ = step(state, batch | {"weight": np.full(len(batch["y"]), weight, np.float32)})
-        assert changed(before, hfjax.full(state.params)) == ([], False)
+        assert changed(before, hfjax.full_array(state.params)) == ([], False)
         with pytest.warns(RuntimeWarning, match=r"changed no parameter.*It was skipped"):
             step.check(state)
 
@@ -385,9 +387,9 @@ def test_apply_updates_whatever_comes():
     layout = small_layout()
     step = hfjax.train_step(layout, plain, nonfinite="apply", **IN_BACKWARD)
     state = broken(layout, 1)
-    before = hfjax.full(state.params)
+    before = hfjax.full_array(state.params)
     state, _ = step(state, rows())
-    assert changed(before, hfjax.full(state.params)) == ([0, 1, 2], True)
+    assert changed(before, hfjax.full_array(state.params)) == ([0, 1, 2], True)
 
 
 # --- refusals -------------------------------------------------------------------------------
@@ -465,7 +467,7 @@ def test_a_field_of_an_optimizer_that_is_called_master_is_no_master_weight():
 
     zeros = lambda params: Average(jax.tree.map(jnp.zeros_like, params))
     mixing = optax.GradientTransformation(zeros, update)
-    for optimizer in (mixing, hfjax.master(mixing)):
+    for optimizer in (mixing, hfjax.optimizers.master_weights(mixing)):
         layout = stack_layout(DDP, {"data": 2}, optimizer)
         found, wanted = (run(layout, squared, rows(), **more) for more in (IN_BACKWARD, {}))
         assert_same(found, wanted, 1e-2 if optimizer is not mixing else 1e-5)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax import CONTEXT, DDP, FSDP, GRID, PIPE, SEQUENCE, TENSOR, Context, Schedule
+from hfjax import CONTEXT, DDP, FSDP, GRID, PIPE, SEQUENCE, TENSOR, ContextParallel, Schedule
 from hfjax.models.attention import block_attention, capped, windowed
 from hfjax.models.llama import Llama, LlamaConfig, LocalLayers
 from hfjax.models.loss import next_token_loss
@@ -71,7 +71,7 @@ CASES = {
 }
 ZERO_BUBBLE = {"schedule": Schedule("zb-h1", 4)}
 ONE_F_ONE_B = {"schedule": Schedule("1f1b", 2)}
-ZIGZAG = {"context": Context("ring", order="zigzag")}
+ZIGZAG = {"context": ContextParallel("ring", order="zigzag")}
 RECOMPUTED = {"context": "allgather", "remat": "full"}
 MORE = {
     "1F1B": (split(PIPE), {"pipe": 2, "data": 2}, ONE_F_ONE_B),
@@ -120,7 +120,7 @@ def test_kinds_are_saved_and_restored_under_another_cut(tmp_path):
     before, after = layout_of(FSDP, fsdp=2), layout_of(PIPE, pipe=2)
     hfjax.save(tmp_path, before, hfjax.init(before))
     state = hfjax.restore(tmp_path, after).state
-    kinds = jax.tree.leaves(hfjax.full(hfjax.canonical(after, state)).variables)
+    kinds = jax.tree.leaves(hfjax.full_array(hfjax.to_model_order(after, state)).variables)
     assert [x.tolist() for x in kinds] == [[True, True, False, True]]
 
 
@@ -136,7 +136,9 @@ def test_devices_that_share_rows_gather_the_keys_of_a_capped_attention_once():
     """Not what is repeated for the queries; and advice is about an attention of one's own."""
     mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
     layout = hfjax.layout(gemma2, optax.sgd(0.1), mesh, FSDP | CONTEXT)
-    run = lambda **how: hfjax.train_step(layout, next_token_loss, context=hfjax.Context(**how))
+    run = lambda **how: hfjax.train_step(
+        layout, next_token_loss, context=hfjax.ContextParallel(**how)
+    )
     step = run(gather=2**20)
     step.trace(ROWS)
     keys = len(ROWS["tokens"]) * 32 * 2 * 8 * 4  # of 32 positions and 2 heads, in float32

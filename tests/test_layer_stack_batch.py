@@ -258,7 +258,7 @@ def test_evaluations_and_outputs_are_those_of_one_device(listed, strategy):
         mesh = hfjax.make_mesh(devices=jax.devices()[: sizes.get("fsdp", 1)], **sizes)
         layout = hfjax.layout(init, optax.sgd(0.1), mesh, strategy)
         state = hfjax.init(layout)
-        outputs = hfjax.full(hfjax.predict_step(layout)(state, BATCH))
+        outputs = hfjax.full_array(hfjax.predict_step(layout)(state, BATCH))
         return {**outputs, **hfjax.eval_step(layout, loss)(state, BATCH)}
 
     wanted = found(hfjax.DDP, {"data": 1})

@@ -214,7 +214,7 @@ def test_one_dimension_over_fsdp_and_tensor_keeps_its_order():
         step, state = hfjax.train_step(plan, next_token_loss), hfjax.init(plan)
         state, _ = step(state, tokens())
         state, metrics = step(state, tokens())
-        runs.append((float(metrics["loss"]), hfjax.full(state.params)))
+        runs.append((float(metrics["loss"]), hfjax.full_array(state.params)))
     np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
     jax.tree.map(close, runs[0][1], runs[1][1])

@@ -44,7 +44,7 @@ def test_a_folder_of_checkpoints_whose_own_files_are_links_is_refused(tmp_path, 
             with pytest.raises(
                 ValueError, match=rf"run/{name} is a link to {target}: .*rm \S+/{name}"
             ):
-                hfjax.Checkpoints(place, layout)
+                hfjax.CheckpointManager(place, layout)
             (place / name).unlink()
     assert not (tmp_path / "nowhere").exists()
     saved(place, 1, layout=layout)
@@ -59,7 +59,9 @@ def test_of_steps_that_are_links_only_the_links_go(tmp_path, mine):
     (place / ".deleted").mkdir(exist_ok=True)
     (place / ".deleted/4").symlink_to(mine.folder)
     assert hfjax.restore(place, layout, 1).step == 1
-    with hfjax.Checkpoints(place, layout, keep=hfjax.Keep(latest=1)) as checkpoints:
+    with hfjax.CheckpointManager(
+        place, layout, keep=hfjax.RetentionPolicy(latest=1)
+    ) as checkpoints:
         checkpoints.save(state_at(layout, 3))
     assert sorted(path.name for path in place.iterdir()) == [".deleted", "3", "writer.lock"]
     assert not list((place / ".deleted").iterdir())
@@ -70,7 +72,9 @@ def test_a_folder_of_checkpoints_may_be_a_link_and_what_hfjax_has_not_written_st
     (tmp_path / "checkpoints").symlink_to(mine.folder)
     layout, more = small_layout(), mine.folder / "x.orbax-checkpoint-tmp"
     more.mkdir()
-    with hfjax.Checkpoints(tmp_path / "checkpoints", layout, keep=hfjax.Keep(latest=1)) as open_:
+    with hfjax.CheckpointManager(
+        tmp_path / "checkpoints", layout, keep=hfjax.RetentionPolicy(latest=1)
+    ) as open_:
         for step in (3000, 3001):
             open_.save(state_at(layout, step))
         open_.wait()
@@ -79,7 +83,7 @@ def test_a_folder_of_checkpoints_may_be_a_link_and_what_hfjax_has_not_written_st
             open_.save(state_at(layout, 5), force=True)
         assert open_.steps() == [2020, 3001]
     more.rmdir()
-    with hfjax.Checkpoints(tmp_path / "checkpoints", layout) as open_:
+    with hfjax.CheckpointManager(tmp_path / "checkpoints", layout) as open_:
         (mine.folder / "2020").rename(tmp_path / "2020")
         open_.save(state_at(layout, 0), force=True)
         open_.wait()
@@ -91,7 +95,7 @@ def test_a_folder_of_checkpoints_may_be_a_link_and_what_hfjax_has_not_written_st
     broken = tmp_path / "broken"
     broken.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"broken is a link to \S+nowhere, which is not there"):
-        hfjax.Checkpoints(broken, layout)
+        hfjax.CheckpointManager(broken, layout)
 
 
 FILES = ("config.yaml", "metrics.jsonl", "loss.png")

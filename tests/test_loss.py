@@ -60,7 +60,7 @@ def test_tokens_of_few_bits_have_the_loss_of_the_same_numbers(sizes, strategy):
 def test_a_loss_that_mixes_rows_sees_all_of_them_and_may_say_so():
     def contrastive(params, batch):
         mine = batch["x"] @ params["w"]
-        everyone = hfjax.gather_rows(mine)  # as it was written when a loss had to ask
+        everyone = hfjax.gather_batch(mine)  # as it was written when a loss had to ask
         return jax.nn.logsumexp(mine @ everyone.T, axis=1).mean()
 
     assert_strategies_agree(linear, contrastive, BATCH, CASES)
@@ -115,7 +115,7 @@ def test_what_joins_rows_is_as_on_one_device(what):
 def test_a_metric_that_is_no_mean_is_made_of_all_rows():
     def loss(params, batch):
         rows = squares(params, batch)
-        here = hfjax.own_rows(jnp.max)(rows)
+        here = hfjax.per_device(jnp.max)(rows)
         return hfjax.Mean(rows.sum(), len(rows), {"most": rows.max(), "here": here})
 
     _, metrics = one_step(loss)
@@ -145,7 +145,7 @@ def test_further_metrics_travel_by_name_and_are_means_too():
 
 def linear_weights():
     layout = hfjax.layout(linear, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
-    return hfjax.full(hfjax.init(layout).params)["w"]
+    return hfjax.full_array(hfjax.init(layout).params)["w"]
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_a_step_whose_weights_are_all_zero_is_reported_and_changes_nothing():
     step = hfjax.train_step(layout, nothing)
     state, metrics = step(hfjax.init(layout), BATCH)
     assert not metrics["finite"]
-    np.testing.assert_array_equal(hfjax.full(state.params)["w"], linear_weights())
+    np.testing.assert_array_equal(hfjax.full_array(state.params)["w"], linear_weights())

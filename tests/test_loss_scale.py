@@ -172,7 +172,7 @@ def test_small_gradients_are_not_lost():
 
 
 def test_master_weights_may_be_stored_in_float16():
-    optimizer = hfjax.master(optax.adamw(1e-2), "float16")
+    optimizer = hfjax.optimizers.master_weights(optax.adamw(1e-2), "float16")
     layout = stack_layout(ZERO1, {"data": 2}, optimizer)
     (losses, scales, _), state = trained(layout, 3, Precision(scale=SMALL), lambda _: planted(0))
     assert {x.dtype.name for x in flatten(state.params).values()} == {"float16"}
@@ -187,9 +187,9 @@ def test_dtypes_have_short_words_wherever_one_is_given():
     short = Precision(compute="fp16", gather="bf16", reduce="fp32", scale=LossScale())
     assert short == Precision("float16", "bfloat16", "float32", LossScale())
     assert Precision(reduce="fp64") == Precision(reduce="float64")
-    assert hfjax.master(optax.sgd(0.1), "bf16").param_dtype == jnp.bfloat16
+    assert hfjax.optimizers.master_weights(optax.sgd(0.1), "bf16").param_dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="master: stored='half a float': a dtype, "):
-        hfjax.master(optax.sgd(0.1), "half a float")
+        hfjax.optimizers.master_weights(optax.sgd(0.1), "half a float")
 
 
 @pytest.mark.slow
@@ -357,9 +357,13 @@ def test_float16_parameters_need_a_float32_copy():
     model = lambda rngs: {"w": jnp.ones((4,), jnp.float16)}
     layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
     loss = lambda outputs, batch: outputs["w"].mean()
-    with pytest.raises(ValueError, match=r"w is stored in float16: .*hfjax.master"):
+    with pytest.raises(
+        ValueError, match=r"w is stored in float16: .*hfjax.optimizers.master_weights"
+    ):
         hfjax.train_step(layout, loss, precision="fp16")
-    kept = hfjax.layout(model, hfjax.master(optax.sgd(0.1), "float16"), layout.mesh, DDP)
+    kept = hfjax.layout(
+        model, hfjax.optimizers.master_weights(optax.sgd(0.1), "float16"), layout.mesh, DDP
+    )
     with pytest.raises(ValueError, match="w is computed in float16, which needs a loss scale"):
         hfjax.train_step(kept, loss)
     hfjax.eval_step(kept, loss)(hfjax.init(kept), np.ones((8, 4), np.float32))

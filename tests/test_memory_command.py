@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 from rich.console import Console
 
-from hfjax.analysis.residuals import stashes
+from hfjax.analysis.residuals import saved_residuals
 from hfjax.analysis.search_offload import least_offload
 from hfjax.analysis.targets import GPUS, can_compile_for_gpus
 from hfjax.cli.memory import command as memory_command, plot as memory_picture
@@ -39,7 +39,7 @@ CARRY_OF_MLPS = 2 * CARRY
 
 
 def stashed(loss):
-    found = stashes(jax.jit(jax.grad(loss)).trace(jnp.zeros((8, 4))))
+    found = saved_residuals(jax.jit(jax.grad(loss)).trace(jnp.zeros((8, 4))))
     assert found is not None
     return found
 
@@ -65,7 +65,7 @@ def test_what_does_not_depend_on_an_input_is_not_kept():
 
 
 def test_a_program_without_a_backward_pass_keeps_nothing_that_is_known():
-    assert stashes(jax.jit(jnp.sin).trace(jnp.zeros(3))) is None
+    assert saved_residuals(jax.jit(jnp.sin).trace(jnp.zeros(3))) is None
 
 
 # --- the numbers ----------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_each_bias_moves_by_the_load_of_its_own_mixture_whatever_the_names():
     for names in (("first", "second"), ("second", "first"), ("of9", "of10")):
         layout = layout_of(lambda rngs, names=names: Two(rngs, names), DDP | EXPERT, expert=2)
         state, metrics = hfjax.train_step(layout, squares)(hfjax.init(layout), BATCH)
-        variables = flatten(hfjax.full(state.variables))
+        variables = flatten(hfjax.full_array(state.variables))
         load = np.asarray(metrics["expert_load"])[:: -1 if names[0] == "second" else 1]
         found.append(([variables[f"{name}/router_bias"] for name in names], load))
     assert not np.array_equal(found[0][0][0], found[0][0][1])
@@ -128,7 +128,7 @@ def test_a_step_in_which_no_token_is_used_has_finite_metrics():
     state, metrics = hfjax.train_step(layout, squares)(hfjax.init(layout), batch)
     assert all(np.isfinite(x).all() for x in metrics.values())
     assert not np.asarray(metrics["expert_load"]).any()
-    assert not flatten(hfjax.full(state.variables))["first/router_bias"].any()
+    assert not flatten(hfjax.full_array(state.variables))["first/router_bias"].any()
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def with_scale(scale):
 
 
 def bias_of(state):
-    return np.asarray(hfjax.full(state.variables)["layers"]["mlp"]["router_bias"])
+    return np.asarray(hfjax.full_array(state.variables)["layers"]["mlp"]["router_bias"])
 
 
 def moved(bias, metrics):
@@ -95,7 +95,7 @@ def test_a_bias_moves_by_the_loads_of_a_step_whatever_the_optimizer_decays(tmp_p
     assert not metrics["finite"]
     np.testing.assert_array_equal(bias_of(state), before)
 
-    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+    with hfjax.CheckpointManager(tmp_path, layout) as checkpoints:
         checkpoints.save(state)
     other = laid_out(BIASED, DDP, data=1)
     restored = hfjax.restore(tmp_path, other).state
@@ -110,7 +110,7 @@ def test_a_bias_moves_by_the_loads_of_a_step_whatever_the_optimizer_decays(tmp_p
 def test_pyramids_train_and_tell_of_as_many_experts_as_each_layer_has():
     """A token goes to both experts of the first layer, and to three of the second."""
     config = MoEConfig(**SHAPE, experts=(2, 8), top_k=3, min_capacity=1)
-    experts = hfjax.by_path({"*/mlp/each/*": optax.sgd(1.0), "*": optax.sgd(0.5)})
+    experts = hfjax.optimizers.by_path({"*/mlp/each/*": optax.sgd(1.0), "*": optax.sgd(0.5)})
     layout = laid_out(config, FSDP | EXPERT, experts, expert=2, fsdp=2)
     step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
     state, first = step(state, TOKENS)
@@ -143,7 +143,7 @@ def test_in_bfloat16_tokens_that_are_gathered_train_as_those_that_are_exchanged(
 @pytest.fixture(scope="module")
 def still():
     """Experts that stay as they are: (layout, step)."""
-    optimizer = hfjax.by_path({"*/mlp/each/*": optax.sgd(0.0), "*": optax.sgd(0.1)})
+    optimizer = hfjax.optimizers.by_path({"*/mlp/each/*": optax.sgd(0.0), "*": optax.sgd(0.1)})
     layout = laid_out(replace(BIASED, router=Router()), DDP | EXPERT, optimizer, expert=2)
     return layout, hfjax.train_step(layout, next_token_loss)
 
@@ -152,9 +152,9 @@ def still():
 def test_experts_may_have_an_optimizer_of_their_own(still):
     layout, step = still
     state = hfjax.init(layout)
-    before = flatten(hfjax.full(state.params))
+    before = flatten(hfjax.full_array(state.params))
     state, _ = step(state, TOKENS)
-    after = flatten(hfjax.full(state.params))
+    after = flatten(hfjax.full_array(state.params))
     same = {path for path, x in after.items() if np.array_equal(x, before[path])}
     assert same == {"layers/mlp/each/gate_up", "layers/mlp/each/down"}
 

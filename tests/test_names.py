@@ -2,9 +2,11 @@
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from dataclasses import fields
+from functools import reduce
 from types import ModuleType
 
 import jax
@@ -16,6 +18,7 @@ import hfjax
 from hfjax import DDP, FSDP, ZERO1, Schedule
 from hfjax.__main__ import main
 from hfjax.models.gpt import next_token_loss
+from hfjax.utils.renamed import NAMES
 from tests.small_gpt import mlp_layout, tokens
 from tests.workers import environment
 
@@ -153,3 +156,10 @@ def test_a_state_of_another_layout_is_told_with_both(strategy, sizes):
         hfjax.train_step(LAYOUT, next_token_loss)(state, batch)
     moved = jax.device_put(state, LAYOUT.shardings())
     hfjax.train_step(LAYOUT, next_token_loss)(moved, batch)
+
+
+def test_a_name_of_before_says_what_it_is_now():
+    for old, new in NAMES.items():
+        with pytest.raises(AttributeError, match=rf"hfjax\.{old} is {re.escape(new)} now\."):
+            getattr(hfjax, old)
+        reduce(getattr, new.split(".")[1:], hfjax)

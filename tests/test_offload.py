@@ -38,7 +38,7 @@ def trained_by(layout, loss, batch, **options):
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    state = hfjax.canonical(layout, state)  # layers of a V lie in another order
+    state = hfjax.to_model_order(layout, state)  # layers of a V lie in another order
     return jax.tree.map(np.asarray, state.params), losses, step
 
 
@@ -122,7 +122,7 @@ def step_of(strategy=FSDP, sizes=None, model=mlps, **options):
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 0.5, 0.9, 1.0])
 def test_the_ratio_is_reached_within_a_slice_and_what_is_reported_is_what_is_copied(ratio):
     step = step_of(offload=Offload(ratio=ratio))
-    copied = hfjax.transfers(step.trace(tokens()))
+    copied = hfjax.analysis.host_transfers(step.trace(tokens()))
     report = step.offloaded
     largest = max(row.tensor.bytes / max(row.tensor.shape) for row in report.entries.values())
     assert abs(report.host_bytes - ratio * report.total_bytes) <= largest * 2
@@ -132,7 +132,7 @@ def test_the_ratio_is_reached_within_a_slice_and_what_is_reported_is_what_is_cop
 
 def test_each_microbatch_copies_what_the_report_says():
     step = step_of(offload=Offload(ratio=0.5), accumulate=2)
-    copied = hfjax.transfers(step.trace(tokens()))
+    copied = hfjax.analysis.host_transfers(step.trace(tokens()))
     assert copied.to_host == copied.to_device == 2 * step.offloaded.host_bytes > 0
 
 
@@ -491,6 +491,6 @@ def test_layers_that_normalise_over_all_devices_offload_too():
     def trained(**offload):
         step = hfjax.train_step(layout, lambda y, _: (y**2).mean(), **offload)
         state, metrics = step(hfjax.init(layout), x.astype(np.float32))
-        return [metrics["loss"], hfjax.full((state.params, state.variables))]
+        return [metrics["loss"], hfjax.full_array((state.params, state.variables))]
 
     chex.assert_trees_all_close(trained(offload=0.5), trained(), rtol=1e-6)

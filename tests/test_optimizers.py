@@ -34,8 +34,8 @@ MESHES = [
 
 
 def grouped():
-    rate = hfjax.rate(1e-2, warmup=2, steps=8)
-    return hfjax.by_path(
+    rate = hfjax.lr_schedule(1e-2, warmup=2, steps=8)
+    return hfjax.optimizers.by_path(
         {
             "*/bias": optax.sgd(rate),
             "*norm*": optax.adamw(0.1 * 1e-2, weight_decay=0.0),
@@ -50,7 +50,7 @@ def after(layout, steps=4, loss=squared, batch=None, **execution):
     for _ in range(steps):
         state, metrics = step(state, batch or rows())
         losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return hfjax.canonical(layout, state) if layout.order is not None else state, losses
+    return hfjax.to_model_order(layout, state) if layout.order is not None else state, losses
 
 
 def alone(optimizer=None):
@@ -62,7 +62,9 @@ FROZEN = ("positions", "layers/mlp/up/*")
 
 def mlps_after(strategy, mesh, **execution):
     devices = jax.devices()[: int(np.prod(list(mesh.values())))]
-    layout = mlp_layout(strategy, mesh, hfjax.ema(grouped(), 0.5), devices).freeze(*FROZEN)
+    layout = mlp_layout(strategy, mesh, hfjax.optimizers.ema(grouped(), 0.5), devices).freeze(
+        *FROZEN
+    )
     return layout, *after(layout, loss=next_token_loss, batch=tokens(), **execution)
 
 
@@ -77,13 +79,13 @@ def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strateg
     wanted, losses = grouped_alone()
     layout, state, found = mlps_after(strategy, mesh, **execution)
     np.testing.assert_allclose(found, losses, rtol=2e-5)
-    for tree in (lambda s: s.params, lambda s: hfjax.averaged(s).params):
-        old, new = flatten(hfjax.full(tree(wanted))), flatten(hfjax.full(tree(state)))
+    for tree in (lambda s: s.params, lambda s: hfjax.optimizers.averaged(s).params):
+        old, new = flatten(hfjax.full_array(tree(wanted))), flatten(hfjax.full_array(tree(state)))
         for path, x in old.items():
             np.testing.assert_allclose(new[path], x, atol=2e-5, err_msg=path)
-    first = flatten(hfjax.full(hfjax.init(layout).params))
+    first = flatten(hfjax.full_array(hfjax.init(layout).params))
     np.testing.assert_array_equal(
-        flatten(hfjax.full(state.params))["positions"], first["positions"]
+        flatten(hfjax.full_array(state.params))["positions"], first["positions"]
     )
 
 
@@ -120,13 +122,16 @@ def test_what_is_frozen_step_by_step_is_frozen_together():
 
 @pytest.mark.slow
 def test_averages_of_groups_are_put_together():
-    groups = {"before": hfjax.ema(optax.sgd(0.1), 0.5), "*": hfjax.ema(optax.sgd(0.1), 0.5)}
-    several, _ = after(alone(hfjax.by_path(groups)))
-    one, _ = after(alone(hfjax.ema(optax.sgd(0.1), 0.5)))
+    groups = {
+        "before": hfjax.optimizers.ema(optax.sgd(0.1), 0.5),
+        "*": hfjax.optimizers.ema(optax.sgd(0.1), 0.5),
+    }
+    several, _ = after(alone(hfjax.optimizers.by_path(groups)))
+    one, _ = after(alone(hfjax.optimizers.ema(optax.sgd(0.1), 0.5)))
     jax.tree.map(
         np.testing.assert_array_equal,
-        hfjax.full(hfjax.averaged(several).params),
-        hfjax.full(hfjax.averaged(one).params),
+        hfjax.full_array(hfjax.optimizers.averaged(several).params),
+        hfjax.full_array(hfjax.optimizers.averaged(one).params),
     )
 
 
@@ -154,11 +159,11 @@ def test_frozen_layers_of_a_list_are_refused():
 
 
 def test_a_frozen_parameter_may_be_scaled_too():
-    layout = alone(hfjax.scaled(optax.sgd(0.1), {"*": 0.5})).freeze("before")
+    layout = alone(hfjax.optimizers.scaled(optax.sgd(0.1), {"*": 0.5})).freeze("before")
     half, _ = after(layout, steps=1)
     wanted, _ = after(alone(optax.sgd(0.05)).freeze("before"), steps=1)
-    for path, x in flatten(hfjax.full(wanted.params)).items():
-        np.testing.assert_allclose(flatten(hfjax.full(half.params))[path], x, rtol=1e-6)
+    for path, x in flatten(hfjax.full_array(wanted.params)).items():
+        np.testing.assert_allclose(flatten(hfjax.full_array(half.params))[path], x, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -167,32 +172,48 @@ def test_a_frozen_parameter_may_be_scaled_too():
         (lambda x: x.freeze("layer/*"), r"pattern 'layer/\*' matches no parameter. Nearest"),
         (lambda x: x.freeze("*"), r"all parameters are, and nothing would train"),
         (
-            lambda x: hfjax.init(alone(hfjax.by_path({"layers/*": optax.sgd(1.0)}))),
+            lambda x: hfjax.init(alone(hfjax.optimizers.by_path({"layers/*": optax.sgd(1.0)}))),
             r"by_path: before \(and 2 more\) matches none of \['layers/\*'\]. Add a last",
         ),
         (
-            lambda x: hfjax.init(alone(hfjax.by_path({"x*": optax.sgd(1), "*": optax.sgd(1)}))),
+            lambda x: hfjax.init(
+                alone(hfjax.optimizers.by_path({"x*": optax.sgd(1), "*": optax.sgd(1)}))
+            ),
             r"pattern 'x\*' matches no parameter",
         ),
         (lambda x: x.freeze(), r"freeze\(\): patterns of paths are expected, at least one"),
         (lambda x: x.freeze(["tokens"]), r"freeze\(\['tokens'\],\): patterns of paths"),
         (
-            lambda x: hfjax.init(alone(hfjax.by_path({"*": optax.sgd(1), "norm/*": optax.sgd(1)}))),
+            lambda x: hfjax.init(
+                alone(hfjax.optimizers.by_path({"*": optax.sgd(1), "norm/*": optax.sgd(1)}))
+            ),
             r"by_path: 'norm/\*' never counts, since patterns before it match the same paths",
         ),
-        (lambda x: hfjax.ema(optax.sgd(1), NO_NUMBER), r"ema: decay=.0.001.; a number between"),
         (
-            lambda x: hfjax.rate(NO_NUMBER),
+            lambda x: hfjax.optimizers.ema(optax.sgd(1), NO_NUMBER),
+            r"ema: decay=.0.001.; a number between",
+        ),
+        (
+            lambda x: hfjax.lr_schedule(NO_NUMBER),
             r"rate: peak=.0.001., warmup=0, .*; numbers are expected",
         ),
-        (lambda x: hfjax.averaged(5), r"averaged\(state\): a hfjax.State is expected, found 5"),
-        (lambda x: hfjax.ema(optax.sgd(1), 1.0), r"ema: decay=1.0; a number between 0 and 1"),
-        (lambda x: hfjax.averaged(hfjax.init(x)), r"its optimizer keeps no average"),
-        (lambda x: hfjax.rate(0.0), r"peak=0.0, .*, peak a positive learning rate"),
-        (lambda x: hfjax.rate(1.0, warmup=5, steps=5), r"steps=5 leave nothing to decay"),
-        (lambda x: hfjax.rate(1.0, steps=5, end=2), r"end=2; numbers of updates, and a fraction"),
         (
-            lambda x: hfjax.rate(1.0, steps=5, decay="cos"),
+            lambda x: hfjax.optimizers.averaged(5),
+            r"averaged\(state\): a hfjax.State is expected, found 5",
+        ),
+        (
+            lambda x: hfjax.optimizers.ema(optax.sgd(1), 1.0),
+            r"ema: decay=1.0; a number between 0 and 1",
+        ),
+        (lambda x: hfjax.optimizers.averaged(hfjax.init(x)), r"its optimizer keeps no average"),
+        (lambda x: hfjax.lr_schedule(0.0), r"peak=0.0, .*, peak a positive learning rate"),
+        (lambda x: hfjax.lr_schedule(1.0, warmup=5, steps=5), r"steps=5 leave nothing to decay"),
+        (
+            lambda x: hfjax.lr_schedule(1.0, steps=5, end=2),
+            r"end=2; numbers of updates, and a fraction",
+        ),
+        (
+            lambda x: hfjax.lr_schedule(1.0, steps=5, decay="cos"),
             r"decay='cos', shape='linear'; decay is one of",
         ),
         (
@@ -217,8 +238,8 @@ PLATEAU = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
     ("optimizer", "asks"),
     [
         (PLATEAU, "'value'"),
-        (hfjax.by_path({"*/bias": optax.sgd(0.1), "*": PLATEAU}), "'value'"),
-        (hfjax.master(PLATEAU), "'value'"),
+        (hfjax.optimizers.by_path({"*/bias": optax.sgd(0.1), "*": PLATEAU}), "'value'"),
+        (hfjax.optimizers.master_weights(PLATEAU), "'value'"),
         (optax.polyak_sgd(), "'value'"),
         (optax.lbfgs(), "'value', 'grad', and 'value_fn'"),
     ],
@@ -256,16 +277,16 @@ NAN, INF = float("nan"), float("inf")
 def test_a_rate_of_what_is_no_number_is_refused(fields, message):
     given: Any = {"peak": 1.0, "steps": 100} | fields
     with pytest.raises(ValueError, match=f"rate: .*{message}"):
-        hfjax.rate(**given)
+        hfjax.lr_schedule(**given)
     whole: Any = {"warmup": 1e1, "steps": np.int64(50)}
-    assert float(hfjax.rate(1.0, **whole)(9)) == 1
+    assert float(hfjax.lr_schedule(1.0, **whole)(9)) == 1
 
 
 WRAPPERS = {
-    "by_path: '\\*'": lambda x: hfjax.by_path({"*": x}),
-    "ema": lambda x: hfjax.ema(x, 0.9),
-    "master": hfjax.master,
-    "scaled": lambda x: hfjax.scaled(x, {"*": 2.0}),
+    "by_path: '\\*'": lambda x: hfjax.optimizers.by_path({"*": x}),
+    "ema": lambda x: hfjax.optimizers.ema(x, 0.9),
+    "master": hfjax.optimizers.master_weights,
+    "scaled": lambda x: hfjax.optimizers.scaled(x, {"*": 2.0}),
 }
 
 
@@ -274,7 +295,7 @@ WRAPPERS = {
     ("given", "found"),
     [
         (1e-3, "0.001"),
-        (hfjax.rate(1e-3, decay="constant"), "the function learning_rate"),
+        (hfjax.lr_schedule(1e-3, decay="constant"), "the function learning_rate"),
         (optax.adamw, "the function adamw"),
         ("adamw", "'adamw'"),
         ({"init": 1e-3}, "{'init': 0.001}"),
@@ -291,7 +312,7 @@ def test_groups_are_a_dictionary_of_patterns():
     given: Any
     for given in ([("*", optax.sgd(1.0))], None, {3: optax.sgd(1.0)}, {}):
         with pytest.raises(ValueError, match=r"^by_path: a dictionary .* is expected, found "):
-            hfjax.by_path(given)
+            hfjax.optimizers.by_path(given)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "b1", "b2", "eps", "weight_decay"])
@@ -305,7 +326,7 @@ def test_adamw_of_what_is_no_number_is_refused(name, given):
 @pytest.mark.parametrize("given", [NAN, INF, -1.0, True, "3"])
 def test_a_factor_that_is_no_number_is_refused(given):
     with pytest.raises(ValueError, match=rf"scaled: w={given!r}; a finite factor"):
-        hfjax.scaled(optax.sgd(1.0), {"w": given})
+        hfjax.optimizers.scaled(optax.sgd(1.0), {"w": given})
 
 
 @pytest.mark.parametrize(
@@ -318,7 +339,7 @@ def test_a_gradient_is_shortened_where_it_is_longer_than_clip_and_nowhere_else(c
     step = hfjax.train_step(layout, lambda outputs, batch: outputs.mean(), clip=clip)
     state, metrics = step(hfjax.init(layout), np.ones((8, 4), np.float32))
     assert float(metrics["grad_norm"]) == pytest.approx(2.0)
-    moved = np.concatenate([np.ravel(x) for x in jax.tree.leaves(hfjax.full(state.params))])
+    moved = np.concatenate([np.ravel(x) for x in jax.tree.leaves(hfjax.full_array(state.params))])
     assert float(np.linalg.norm(moved)) == pytest.approx(length)
 
 
@@ -340,14 +361,14 @@ def test_an_infinite_clip_is_none_wherever_a_clip_is_refused():
 
 
 def test_an_average_follows_the_parameters_by_its_decay():
-    layout = alone(hfjax.ema(optax.sgd(0.1), 0.9))
+    layout = alone(hfjax.optimizers.ema(optax.sgd(0.1), 0.9))
     step, state = hfjax.train_step(layout, squared), hfjax.init(layout)
-    wanted = flatten(hfjax.full(state.params))
+    wanted = flatten(hfjax.full_array(state.params))
     for _ in range(3):
         state, _ = step(state, rows())
-        new = flatten(hfjax.full(state.params))
+        new = flatten(hfjax.full_array(state.params))
         wanted = {path: 0.9 * x + 0.1 * new[path] for path, x in wanted.items()}
-    for path, x in flatten(hfjax.full(hfjax.averaged(state).params)).items():
+    for path, x in flatten(hfjax.full_array(hfjax.optimizers.averaged(state).params)).items():
         np.testing.assert_allclose(x, wanted[path], rtol=1e-5, atol=1e-7)
 
 
@@ -361,7 +382,7 @@ def test_an_average_follows_the_parameters_by_its_decay():
     ],
 )
 def test_a_rate_goes_up_stays_and_goes_down(fields, wanted):
-    found = [float(hfjax.rate(1.0, **fields)(n)) for n in range(len(wanted))]
+    found = [float(hfjax.lr_schedule(1.0, **fields)(n)) for n in range(len(wanted))]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
@@ -390,7 +411,7 @@ def of_deepspeed(kind, update, warmup, steps, end):
 )
 def test_a_rate_is_that_of_deepspeed_at_every_update(kind, fields):
     for warmup in (1, 2, 5):
-        rate = hfjax.rate(1.0, warmup=warmup, shape="log", **fields)
+        rate = hfjax.lr_schedule(1.0, warmup=warmup, shape="log", **fields)
         wanted = [of_deepspeed(kind, n, warmup, 12, 0.0001) for n in range(16)]
         np.testing.assert_allclose([float(rate(n)) for n in range(16)], wanted, atol=1e-6)
 
@@ -420,7 +441,11 @@ def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optim
     with pytest.warns(RuntimeWarning, match=r"step 2 is not finite.*look at the batch.*skipped"):
         state = run(step, state, (GOOD, BAD, GOOD, GOOD, GOOD))
     wanted = run(plain, wanted, [GOOD] * 4)
-    jax.tree.map(np.testing.assert_array_equal, hfjax.full(state.params), hfjax.full(wanted.params))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        hfjax.full_array(state.params),
+        hfjax.full_array(wanted.params),
+    )
     assert int(state.step) == 5
 
 
@@ -466,13 +491,15 @@ def of_layers(params):
     [
         optax.contrib.muon(1e-3),
         optax.chain(optax.clip(1.0), optax.contrib.muon(1e-3)),
-        hfjax.by_path({"layers/*": optax.contrib.muon(1e-3), "*": optax.sgd(1e-3)}),
-        hfjax.ema(optax.contrib.muon(1e-3), 0.9),
-        hfjax.master(hfjax.scaled(optax.contrib.muon(1e-3), {"layers/*": 0.5})),
+        hfjax.optimizers.by_path({"layers/*": optax.contrib.muon(1e-3), "*": optax.sgd(1e-3)}),
+        hfjax.optimizers.ema(optax.contrib.muon(1e-3), 0.9),
+        hfjax.optimizers.master_weights(
+            hfjax.optimizers.scaled(optax.contrib.muon(1e-3), {"layers/*": 0.5})
+        ),
         optax.partition({"muon": optax.contrib.muon(1e-3), "sgd": optax.sgd(1e-3)}, of_layers),
         optax.masked(optax.contrib.muon(1e-3), lambda params: jax.tree.map(jnp.ndim, params)),
         optax.inject_hyperparams(optax.contrib.muon)(learning_rate=1e-3),
-        optax.contrib.muon(hfjax.rate(1e-3, warmup=2, decay="constant")),
+        optax.contrib.muon(hfjax.lr_schedule(1e-3, warmup=2, decay="constant")),
         optax.MultiSteps(optax.contrib.muon(1e-3), 2).gradient_transformation(),
         optax.apply_if_finite(optax.contrib.muon(1e-3), 3),
     ],
@@ -507,7 +534,7 @@ def test_muon_that_is_told_the_matrices_of_a_stack_trains_each_of_them_alone():
     def moved(optimizer):
         layout = mlp_layout(DDP, ONE, optimizer)
         state = hfjax.init(layout)
-        kernel = lambda state: hfjax.full(state.params)["layers"]["mlp"]["up"]["kernel"]
+        kernel = lambda state: hfjax.full_array(state.params)["layers"]["mlp"]["up"]["kernel"]
         before = kernel(state)
         return kernel(hfjax.train_step(layout, next_token_loss)(state, tokens(rows=8))[0]) - before
 
@@ -538,25 +565,31 @@ def by_plain_optax(model, optimizer, batch, steps):
 
 @pytest.mark.slow
 def test_muon_that_is_told_its_matrices_trains_as_plain_optax_on_one_device():
-    muon, wanted = partial(optax.contrib.muon, hfjax.rate(0.01, warmup=2, decay="constant")), {}
+    muon, wanted = (
+        partial(optax.contrib.muon, hfjax.lr_schedule(0.01, warmup=2, decay="constant")),
+        {},
+    )
     for told in (of_stacks, None):
         init = hfjax.init(mlp_layout(FSDP, {"fsdp": 4}))
         tree = told or of_stacks(init.params)
         layout = mlp_layout(FSDP, {"fsdp": 4}, muon(muon_weight_dimension_numbers=tree))
         step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
         if not wanted:
-            one, plain = hfjax.module(layout, state), muon(muon_weight_dimension_numbers=of_stacks)
+            one, plain = (
+                hfjax.to_model(layout, state),
+                muon(muon_weight_dimension_numbers=of_stacks),
+            )
             wanted = by_plain_optax(one, plain, tokens(), steps=2)
         for _ in range(2):
             state, _ = step(state, tokens())
-        for path, x in flatten(hfjax.full(state.params)).items():
+        for path, x in flatten(hfjax.full_array(state.params)).items():
             np.testing.assert_allclose(x, wanted[path], rtol=1e-4, atol=1e-5)
 
 
 def test_muon_for_some_paths_says_nothing_of_the_others():
     """What another optimizer updates, in words of one's own, is no matrix that muon has missed."""
     muon, sgd = optax.contrib.muon(1e-3), optax.sgd(1e-3)
-    mlp_layout(DDP, ONE, hfjax.by_path({"tokens": muon, "*": sgd}))
+    mlp_layout(DDP, ONE, hfjax.optimizers.by_path({"tokens": muon, "*": sgd}))
     kernels = optax.contrib.MuonDimensionNumbers(0, 1)
     only = lambda params: {**jax.tree.map(lambda _: None, params), "tokens": kernels}
     mlp_layout(DDP, ONE, optax.contrib.muon(1e-3, muon_weight_dimension_numbers=only))

@@ -32,7 +32,7 @@ NONE: Any = "layout"
 
 def plain(name, batch):
     """Return what the model itself returns in evaluation mode."""
-    model = hfjax.module(alone(name), hfjax.init(alone(name), parameters=given(name)))
+    model = hfjax.to_model(alone(name), hfjax.init(alone(name), parameters=given(name)))
     model.eval()
     return jax.tree.map(np.asarray, model(batch))
 
@@ -53,7 +53,7 @@ def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
         np.testing.assert_allclose(np.asarray(mine, np.float32), wanted, atol=limit)
         assert mine.sharding.is_equivalent_to(rows, mine.ndim)
     assert isinstance(found, dict) == (loss_of(name)[0] is squares)
-    own = hfjax.module(layout, state)  # the model itself, from any layout and schedule
+    own = hfjax.to_model(layout, state)  # the model itself, from any layout and schedule
     own.eval()
     same(own(batch), of_model)
 
@@ -212,7 +212,7 @@ def test_a_module_is_like_ones_own_and_has_no_hooks_of_which_flax_warns():
     mesh = hfjax.make_mesh(fsdp=4, devices=jax.devices()[:4])
     for model_init in (Listed, mixture):
         layout = hfjax.layout(model_init, optax.sgd(0.1), mesh, hfjax.FSDP)
-        model, own = hfjax.module(layout, hfjax.init(layout)), model_init(nnx.Rngs(0))
+        model, own = hfjax.to_model(layout, hfjax.init(layout)), model_init(nnx.Rngs(0))
         assert told_of(model) == told_of(own)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -65,7 +65,7 @@ def assert_simulated(
         wanted = simulator.call(given, schedule.table(stages), every)
         assert {"finite", "step", *wanted} == set(metrics)
         assert_close({name: metrics[name] for name in wanted}, wanted, tolerance)
-        params = hfjax.canonical(layout, state).params
+        params = hfjax.to_model_order(layout, state).params
         assert_close(params, simulator.params(), tolerance)
     found = tuple(simulator.stale[s] for s in range(stages))
     assert found == versions_of(schedule, stages).staleness
@@ -149,7 +149,7 @@ def test_with_a_tensor_axis_it_is_the_same_step():
     for strategy, sizes in ((PIPE | DDP, {}), (PIPE | DDP | TENSOR, {"tensor": 2})):
         layout = plan(SGD, 2, 2, strategy=strategy.edit(replicate_below=0), **sizes)
         step = hfjax.train_step(layout, weighted, schedule=Schedule("2bw", 4))
-        results.append(hfjax.full(taken(step, 2, rows(16)).params))
+        results.append(hfjax.full_array(taken(step, 2, rows(16)).params))
     assert_close(results[1], results[0], 1e-5)
 
 
@@ -167,7 +167,7 @@ def test_a_count_advances_with_every_update_and_the_ends_take_it_as_the_call_beg
     layout = plan(optax.chain(optax.scale(0.0), marking()), 2)
     step = hfjax.train_step(layout, weighted, schedule=Schedule("pipedream", 3))
     old, new = (taken(step, calls, rows(6)) for calls in (0, 2))
-    before, after = hfjax.full(old.params), hfjax.full(new.params)
+    before, after = hfjax.full_array(old.params), hfjax.full_array(new.params)
     moved = jax.tree.map(lambda a, b: np.unique(np.round(b - a)).tolist(), before, after)
     assert moved == {
         "before": [0 + 3],

@@ -227,7 +227,7 @@ def test_a_layer_without_a_gradient_of_its_own_comes_apart_too():
 
 def test_rows_that_layers_or_criterion_cannot_take_are_told_with_their_shapes():
     layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(4)]
-    pipe = hfjax.GPipe(hfjax.partition(layers, stages=2), microbatches=2)
+    pipe = hfjax.compat.GPipe(hfjax.compat.partition(layers, stages=2), microbatches=2)
     x, wide = np.ones((8, 8), np.float32), np.ones((8, 9), np.float32)
     criterion = lambda outputs, y: jnp.mean((outputs - y) ** 2)
     with pytest.raises(ValueError, match=r"cannot take x float32\[8, 9\] with labels"):

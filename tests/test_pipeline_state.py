@@ -55,7 +55,7 @@ def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule(
     assert layout.specs[path] == jax.sharding.PartitionSpec("pipe")
     assert layout.arrays[path].shape == (6, 8, 16)
     assert flatten(state.params)[path].shape == (8, 8, 16)  # two of eight places are empty
-    saved = flatten(hfjax.canonical(layout, state).params)
+    saved = flatten(hfjax.to_model_order(layout, state).params)
     assert {p: x.shape for p, x in saved.items()} == {
         p: array.shape for p, array in layout.arrays.items()
     }
@@ -98,7 +98,7 @@ def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, 
     schedule = Schedule("interleaved", 4, 2)
     before, wanted = trained(layout, schedule)
     manager = ocp.StandardCheckpointer()
-    manager.save(tmp_path / "saved", hfjax.canonical(layout, before))
+    manager.save(tmp_path / "saved", hfjax.to_model_order(layout, before))
     other = stack_layout(FSDP, {"fsdp": 4}, layers=layers)
     manager.wait_until_finished()
     restored = manager.restore(tmp_path / "saved", other.abstract_state())
@@ -142,7 +142,7 @@ def test_what_is_compiled_for_a_layout_dies_with_it():
     layout, schedule = stack_layout(PIPE, {"pipe": 2}, layers=4), Schedule("interleaved", 4, 2)
     step = hfjax.train_step(layout, weighted, schedule=schedule)
     state = hfjax.init(layout, schedule=schedule)
-    assert not np.array_equal(hfjax.canonical(layout, state).order, state.order)
+    assert not np.array_equal(hfjax.to_model_order(layout, state).order, state.order)
     held = [weakref.ref(x) for x in (layout, layout.model_layout, layout.template, step)]
     del layout, step, state
     gc.collect()
@@ -160,7 +160,7 @@ def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
         evaluate(state, rows())
     assert len(looked) == 1
     other = dataclasses.replace(state, order=jnp.array([1, 0]))
-    moved = hfjax.canonical(layout, other)
+    moved = hfjax.to_model_order(layout, other)
     assert len(looked) == 2
     kernel = lambda state: np.asarray(flatten(state.params)["layers/up"])
     np.testing.assert_array_equal(kernel(moved), kernel(state)[::-1])

@@ -15,7 +15,7 @@ from hfjax.__main__ import main
 from hfjax.cli.memory.settings import memory_settings
 from hfjax.cli.run import Saved, saved_config, saved_state
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, stdlib_corpus
-from hfjax.trainer import Parts, Train, config_io, load, train
+from hfjax.trainer import RunComponents, Train, config_io, load, train
 from hfjax.trainer.build import check_flags_used
 from hfjax.trainer.config import CheckpointOptions as Checkpoints, Data, Mesh, Model
 from hfjax.trainer.pretrained_model import length_note
@@ -94,7 +94,7 @@ def test_a_run_begins_with_the_weights_and_says_what_it_has_read(place, capsys):
     assert "rows of 16 tokens; the model takes 32: --model.length" in said
     assert f"read {model.bytes / 1024:.1f} KiB of {place / 'llama'} in " in said
     assert "parameters are stored in float32" in said
-    parts = Parts(config)
+    parts = RunComponents(config)
     state = hfjax.init(parts.layout, parameters=model.weights)
     losses = told(place / "begins", "valid_loss")
     assert list(losses) == [0, 1]
@@ -257,14 +257,14 @@ def test_flags_that_make_no_sense_of_a_folder_are_refused(place):
         ({"capacity": 2.0}, r"--model.capacity 2.0: this model has no experts. Leave it out"),
     ):
         with pytest.raises(ValueError, match=message):
-            _ = Parts(replace(config, model=replace(config.model, **fields))).model
+            _ = RunComponents(replace(config, model=replace(config.model, **fields))).model
     assert config.directory == Path("runs/llama")
 
 
 def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_is_useful(place, tmp_path):
     keys = {"max_position_embeddings": 131072}
     long = small_folder(tmp_path / "long", LLAMA | keys)
-    of = lambda folder, **fields: Parts(Train(model=Model(pretrained=folder, **fields)))
+    of = lambda folder, **fields: RunComponents(Train(model=Model(pretrained=folder, **fields)))
     assert [of(folder).model.length for folder in (place / "llama", long)] == [32, 4096]
     assert of(long).model.name == "long"
     more = of(place / "llama", length=40)
@@ -308,7 +308,7 @@ def test_data_of_another_tokenizer_is_refused_with_both_named(place, tmp_path):
         if not folder.exists():
             prepare(texts, folder, tokenizer="bpe", vocab=262)
         for data in (Data(train=(str(folder),)), Data((str(place / "data"),), str(folder))):
-            parts = Parts(small(place, "refused", data=data))
+            parts = RunComponents(small(place, "refused", data=data))
             wrong = rf"{folder}\S* was made by another tokenizer \({made_by}"
             with pytest.raises(
                 ValueError, match=rf"{wrong}.* model {place / 'llama'} \(270 tokens"
@@ -319,7 +319,7 @@ def test_data_of_another_tokenizer_is_refused_with_both_named(place, tmp_path):
 def test_a_tokenizer_of_more_tokens_than_the_embedding_has_is_refused(place, tmp_path):
     folder = small_folder(tmp_path / "few", LLAMA | {"vocab_size": VOCAB - 1})
     with pytest.raises(ValueError, match=r"has 270 tokens, the model's embedding 269 rows"):
-        _ = Parts(small(place, "refused", folder)).data
+        _ = RunComponents(small(place, "refused", folder)).data
 
 
 def test_without_data_the_library_is_read_by_the_tokenizer_of_the_model(
@@ -328,7 +328,7 @@ def test_without_data_the_library_is_read_by_the_tokenizer_of_the_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     few = tuple(sorted((place / "bytes" / "texts").iterdir()))
     monkeypatch.setattr(stdlib_corpus, "library_files", lambda root: few)
-    parts = Parts(small(place, "library", data=Data()))
+    parts = RunComponents(small(place, "library", data=Data()))
     tokens = parts.tokens[0]
     assert tokens.meta.end == END
     assert tokens.directory.parent != standard_library()
@@ -341,7 +341,7 @@ def test_without_data_the_library_is_read_by_the_tokenizer_of_the_model(
 
 
 def flops_of(folder, **model):
-    parts = Parts(Train(model=Model(pretrained=folder, **model), mesh=ONE, devices=1))
+    parts = RunComponents(Train(model=Model(pretrained=folder, **model), mesh=ONE, devices=1))
     return flops_per_token(parts.model, parts.layout)
 
 

@@ -14,7 +14,7 @@ import hfjax
 from hfjax import CONTEXT, DDP, GRID, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, SEQUENCE, TENSOR
-from hfjax.trainer import Parts, Train
+from hfjax.trainer import RunComponents, Train
 from hfjax.trainer.config import Mesh
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
@@ -61,7 +61,7 @@ def given():
         return whole[path][slices]
 
     states = [hfjax.init(layout, parameters=parameters) for parameters in (part, whole)]
-    found = [hfjax.full(state.params)["tokens"].sum() for state in states]
+    found = [hfjax.full_array(state.params)["tokens"].sum() for state in states]
     return [*map(float, found), *asked]
 
 
@@ -74,7 +74,7 @@ def refused(rank):
     yield refusal(lambda: hfjax.eval_step(layout, next_token_loss)(state, tokens(16 - 8 * rank)))
     yield f"{float(step(state, ahead)[1]['loss']) > 0}"
     yield refusal(lambda: hfjax.make_mesh(data=2))
-    yield refusal(lambda: Parts(Train(mesh=Mesh(data=2))).mesh)
+    yield refusal(lambda: RunComponents(Train(mesh=Mesh(data=2))).mesh)
     yield refusal(lambda: mlp_layout(DDP, {"data": 2}, devices=jax.devices()[:2], layers=1))
 
 
@@ -90,12 +90,14 @@ def losses(rows, strategy, sizes, schedule):
     layout = (gpt_layout if {"context", "row"} & {*sizes} else mlp_layout)(strategy, sizes)
     step = hfjax.train_step(layout, next_token_loss, accumulate=2, schedule=schedule)
     state, whole = hfjax.init(layout), tokens(24 if sizes.get("data") == 3 else 16)["tokens"]
-    mine = {"tokens": whole[hfjax.rows_of_process(layout, len(whole)) if rows is None else rows]}
+    mine = {
+        "tokens": whole[hfjax.process_batch_slice(layout, len(whole)) if rows is None else rows]
+    }
     found = []
     for _ in range(3):
         state, metrics = step(state, hfjax.shard_batch(layout, mine))
         found.append(float(metrics["loss"]))
-    whole = hfjax.full(state.params)
+    whole = hfjax.full_array(state.params)
     return [*found, float(sum(np.abs(x).sum() for x in [whole["tokens"], whole["positions"]]))]
 
 
@@ -139,7 +141,7 @@ def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(t
         "process 1 gave other rows of the batch than process 0: on mesh tensor=4 devices along "
     )
     assert first[0].startswith(f"{differ}tensor compute with the same rows, and belong to both. ")
-    assert "Give the same in each: those of hfjax.rows_of_process(layout, rows)" in first[0]
+    assert "Give the same in each: those of hfjax.process_batch_slice(layout, rows)" in first[0]
     assert first[1] == first[0]  # also another number of them
     assert first[2] == "True"  # those that are the same are none
     assert first[3].startswith("mesh data=2 has no device of process 1 of 2: it would never")

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
 from hfjax import DDP, FSDP, HOST_PARAMETERS, PIPE, Schedule
-from hfjax.analysis.residuals import stashes
+from hfjax.analysis.residuals import saved_residuals
 from hfjax.models.gpt import GPTConfig, next_token_loss
 from hfjax.models.layers import stack_layers
 from tests.small_gpt import SHAPE, MLPs, OnlyMLP, gpt, gpt_layout, mlps, tokens
@@ -31,7 +31,7 @@ def gpt_step(remat, strategy=DDP, sizes=None, model=gpt, **options):
 @cache
 def waiting(remat):
     """What layers keep until the backward pass."""
-    found = stashes(gpt_step(remat).trace(tokens(ROWS, LENGTH)))
+    found = saved_residuals(gpt_step(remat).trace(tokens(ROWS, LENGTH)))
     assert found is not None
     return [k for k in found if k.layers]
 
@@ -94,7 +94,7 @@ def test_of_a_group_only_what_enters_it_is_kept():
 def trained(remat, strategy, sizes):
     step = gpt_step(remat, strategy, dict([sizes]), mlps)
     state, _ = step(hfjax.init(step.layout), tokens(ROWS, LENGTH))
-    return hfjax.full(state.params)
+    return hfjax.full_array(state.params)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_layers_of_a_list_go_together_and_keep_their_statistics(remat):
         loss = lambda y, batch: (y**2).mean()
         step = hfjax.train_step(layout, loss, remat=remat, **options)
         state, _ = step(hfjax.init(layout), batch)
-        return hfjax.full(state.params), hfjax.full(state.variables)
+        return hfjax.full_array(state.params), hfjax.full_array(state.variables)
 
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
     found = trained(remat)

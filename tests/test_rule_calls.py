@@ -39,7 +39,7 @@ class OwnRows(nnx.Module):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
 
     def __call__(self, x):
-        return hfjax.own_rows(lambda x, kernel: jnp.cumsum(x @ kernel, 1))(x, self.kernel[...])
+        return hfjax.per_device(lambda x, kernel: jnp.cumsum(x @ kernel, 1))(x, self.kernel[...])
 
 
 class Attention(nnx.Module):
@@ -159,7 +159,7 @@ def found(layout):
     return (
         np.asarray(outputs),
         float(metrics["loss"]),
-        hfjax.full(hfjax.canonical(layout, state).params),
+        hfjax.full_array(hfjax.to_model_order(layout, state).params),
     )
 
 
@@ -205,7 +205,7 @@ REFUSED = {
     "custom_linear_solve": (f"custom_linear_solve{WHOLE}", solved),
     "custom_vmap": (f"custom_vmap_call{WHOLE}", of_one_batch),
 }
-NAMES = {"experts": "a mixture of experts, whose tokens", "own rows": "hfjax.own_rows"}
+NAMES = {"experts": "a mixture of experts, whose tokens", "own rows": "hfjax.per_device"}
 
 
 @pytest.mark.parametrize("program", REFUSED)

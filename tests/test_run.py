@@ -20,7 +20,7 @@ from hfjax.cli.run import Generate
 from hfjax.data import Loader, prepare
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.models.llama import LlamaConfig
-from hfjax.trainer import Parts, Train, evaluate, generate, load, train
+from hfjax.trainer import RunComponents, Train, evaluate, generate, load, train
 from hfjax.trainer.config import (
     CheckpointOptions as Checkpoints,
     Data,
@@ -68,7 +68,7 @@ def begun(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("runs") / "begun"
     stopped = train(small(directory, data, mesh=ONE, minutes=0.0))
     assert (stopped.step, stopped.reason) == (1, "asked")
-    assert hfjax.latest(directory / "checkpoints") == 1
+    assert hfjax.latest_step(directory / "checkpoints") == 1
     return directory
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_told_to_stop_saves_and_leaves_though_a_validation_is_due(
         stopped = train(replace(config, minutes=0.0))
         assert (stopped.step, stopped.reason) == (step, "asked")
         assert list(told(tmp_path / "run", "valid_loss")) == [*wanted][: step - 1]
-        assert hfjax.latest(tmp_path / "run" / "checkpoints") == step
+        assert hfjax.latest_step(tmp_path / "run" / "checkpoints") == step
     train(config)
     assert told(tmp_path / "run", "valid_loss") == wanted
     train(replace(config, minutes=0.0))  # complete: nothing is left
@@ -141,7 +141,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_goes_on_later(
         patch.setattr(MetricsWriter, "write", leave)
         stopped = train(config)
     assert stopped.reason == "stdout"
-    assert hfjax.latest(tmp_path / "checkpoints") == stopped.step == 7
+    assert hfjax.latest_step(tmp_path / "checkpoints") == stopped.step == 7
     assert "standard output: Broken pipe: stopping after this step\n" in capfd.readouterr().err
     assert train(config).step == 12
 
@@ -157,7 +157,7 @@ def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whol
     assert result.valid_loss == told(directory, "valid_loss")[12]
     assert load(directory / "config.yaml") == small(directory, data, mesh=ONE, devices=None)
     assert (directory / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert hfjax.latest(directory / "checkpoints") == 12
+    assert hfjax.latest_step(directory / "checkpoints") == 12
     assert result.reason is None
 
 
@@ -172,8 +172,8 @@ def test_a_run_that_is_complete_does_nothing_more(whole, data, capsys):
     assert (again.step, again.loss) == (12, None)
     jax.tree.map(
         np.testing.assert_array_equal,
-        hfjax.full(again.state.params),
-        hfjax.full(result.state.params),
+        hfjax.full_array(again.state.params),
+        hfjax.full_array(result.state.params),
     )
 
 
@@ -354,7 +354,7 @@ PIPED = {"strategy": "pipe", "mesh": Mesh(pipe=2), "model": DEEP}
     ],
 )
 def test_what_is_set_is_how_the_step_runs(data, tmp_path, changes, fields):
-    parts, wanted = Parts(small(tmp_path, data, **changes)), hfjax.Execution(**fields)
+    parts, wanted = RunComponents(small(tmp_path, data, **changes)), hfjax.Execution(**fields)
     found = hfjax.Execution(**parts.execution)
     for name in fields:
         assert getattr(found, name) == getattr(wanted, name), name
@@ -382,9 +382,9 @@ def test_documents_an_average_and_the_best_checkpoint(data, tmp_path):
         checkpoints=Checkpoints(every=6, keep=1, keep_best=True),
     )
     result = train(config)
-    parts = Parts(config)
+    parts = RunComponents(config)
     assert parts.valid is not None
-    found = evaluate(parts.evaluate, hfjax.averaged(result.state), parts.valid, 3)
+    found = evaluate(parts.evaluate, hfjax.optimizers.averaged(result.state), parts.valid, 3)
     assert found.loss == pytest.approx(result.valid_loss, rel=1e-6)
     plain = evaluate(parts.evaluate, result.state, parts.valid.rewind(), 3)
     assert plain.loss != found.loss
@@ -409,7 +409,7 @@ def test_a_run_of_ones_own_model_loss_and_optimizer(data, tmp_path):
 def test_a_llama_is_a_preset_too(data, tmp_path):
     model = replace(MODEL, preset="llama-tiny")
     config = small(tmp_path, data, steps=1, model=model, mesh=ONE, log=UNJUDGED)
-    assert Parts(config).model.shape.kv_heads == 1
+    assert RunComponents(config).model.shape.kv_heads == 1
     assert train(config).step == 1
 
 
@@ -453,7 +453,7 @@ def test_the_data_ends_and_so_does_the_run(data, tmp_path, capsys):
     once = Data(train=(str(data),), epochs=1)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=500, data=once)
     result = train(config)
-    assert result.step == Parts(config).data.rows_per_epoch // 16
+    assert result.step == RunComponents(config).data.rows_per_epoch // 16
     assert "the data ends after 1 epochs" in capsys.readouterr().out
     train(config)
     assert "nothing was trained. To train on: --data.epochs 2" in capsys.readouterr().out
@@ -559,7 +559,7 @@ def test_an_evaluation_is_the_mean_over_every_row_whatever_the_batch(whole, data
     directory, _ = whole
     losses = []
     for batch in (8, 24, 40):
-        parts = Parts(small(directory, data, batch=batch, mesh=Mesh(data=8)))
+        parts = RunComponents(small(directory, data, batch=batch, mesh=Mesh(data=8)))
         assert parts.valid is not None
         state = hfjax.restore(directory / "checkpoints", parts.layout, parameters_only=True).state
         found = evaluate(parts.evaluate, state, parts.valid)
@@ -579,7 +579,7 @@ def test_an_evaluation_in_which_nothing_weighs_is_refused_in_words():
 def greedy(parts, state, prompt, count):
     """Write by the likeliest token, plainly."""
     module = nnx.eval_shape(lambda: parts.model.init(nnx.Rngs(0)))
-    nnx.update(module, jax.tree.map(jnp.asarray, hfjax.full(state.params)))
+    nnx.update(module, jax.tree.map(jnp.asarray, hfjax.full_array(state.params)))
     graph, arrays = nnx.split(module)
     run = jax.jit(lambda row: nnx.merge(graph, arrays)({"tokens": row}))
     tokens = list(prompt)
@@ -599,16 +599,16 @@ def test_the_likeliest_text_is_the_same_on_many_devices_and_from_the_host(whole,
     many = {"strategy": "fsdp+tensor", "mesh": Mesh(fsdp=2, tensor=2)}
     host = {"strategy": "fsdp+host_parameters", "mesh": Mesh(fsdp=2)}
     fields = {"length": 16, "vocab": 256, "sampling": Sampling(temperature=0)}
-    wanted = greedy(Parts(small(directory, data, mesh=ONE)), whole[1].state, prompt, 12)
+    wanted = greedy(RunComponents(small(directory, data, mesh=ONE)), whole[1].state, prompt, 12)
     for changes in ({"mesh": ONE}, many, host):
-        layout = Parts(small(directory, data, **changes)).layout
+        layout = RunComponents(small(directory, data, **changes)).layout
         state = hfjax.restore(directory / "checkpoints", layout, parameters_only=True).state
         assert generate(layout, state, prompt, 12, **fields) == wanted
 
 
 def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whole, data):
     directory, result = whole
-    layout = Parts(small(directory, data, mesh=ONE)).layout
+    layout = RunComponents(small(directory, data, mesh=ONE)).layout
     write = lambda **sampling: generate(
         layout, result.state, [100], 24, length=16, vocab=200, sampling=Sampling(**sampling)
     )
@@ -633,7 +633,10 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
             {"model": Model(loss="os:getcwd")},
             r"--model.loss os:getcwd is <built-in .*: a function ",
         ),
-        ({"model": Model(loss="hfjax:latest")}, r"is a function of \(directory: .*outputs, batch"),
+        (
+            {"model": Model(loss="hfjax:latest_step")},
+            r"is a function of \(directory: .*outputs, batch",
+        ),
         ({"batch": 10**9}, r"a batch of 1000000000 rows: the data has 315 rows of 16 tokens"),
         ({"mesh": Mesh(pipe=-1)}, r"2 layers for 8 parts \(stages x chunks\)"),
         ({"model": Model(preset="gpt-huge")}, r"--model.preset gpt-huge: one of gpt-tiny, "),
@@ -685,7 +688,7 @@ def test_a_setting_that_makes_no_sense_is_refused(data, tmp_path, changes, messa
 
 
 def test_a_model_that_is_too_short_for_the_rows_is_refused(data, tmp_path):
-    parts = Parts(small(tmp_path, data))
+    parts = RunComponents(small(tmp_path, data))
     with pytest.raises(ValueError, match=r"rows of 16 tokens, the model has 8 positions"):
         cast(Loader, parts.data).check(256, 8)
 
@@ -769,7 +772,7 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
         (lambda: Pipeline(name="nope"), r"--pipeline.name nope: no schedule 'nope'. Schedules: g"),
         (lambda: Optimizer(rate=1e40), r"--optimizer.rate 1e\+40: a number from 0 to 3.4028"),
         (lambda: Optimizer(rate=1e-50), r"--optimizer.rate 1e-50: that is 0 in float32"),
-        (lambda: hfjax.rate(1e40), r"rate: peak=1e\+40"),
+        (lambda: hfjax.lr_schedule(1e40), r"rate: peak=1e\+40"),
         (lambda: Sampling(seed=2**32), r"--seed 4294967296: a number from 0 to 4294967295"),
         (lambda: Train(steps=cast("Any", 1.5)), r"--steps 1.5: a number from 1 on is .* whole one"),
         (lambda: Model(layers=0), r"--model.layers 0: a number from 1 on"),
@@ -792,7 +795,7 @@ def test_an_empty_value_is_no_folder():
 
 
 def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_path):
-    layout = Parts(small(tmp_path, data, model=BIGRAMS, mesh=ONE)).layout
+    layout = RunComponents(small(tmp_path, data, model=BIGRAMS, mesh=ONE)).layout
     seeds = (0, 2**31 - 1, 2**31)
     made = {seed: np.asarray(hfjax.init(layout, seed).params["table"]) for seed in seeds}
     assert float(made[0].sum()) == pytest.approx(FIRST_TABLE, abs=1e-4)
@@ -813,8 +816,8 @@ def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_pat
 def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
     config = small(tmp_path, data, model=BIGRAMS, steps=1, mesh=ONE)
     train(config)
-    loader, step = Parts(config).data, tmp_path / "checkpoints" / "1"
-    told = hfjax.recorded(tmp_path / "checkpoints")["data"]
+    loader, step = RunComponents(config).data, tmp_path / "checkpoints" / "1"
+    told = hfjax.checkpoint_metadata(tmp_path / "checkpoints")["data"]
     assert restore_loader(loader, told, step) == 0
     for change, message in (
         ({"data": told["data"] | {"rows": -5}}, r"1/meta/metadata: data: data: rows is -5, a wh"),
@@ -888,7 +891,7 @@ def test_steps_that_are_not_finite_are_never_saved_over(data, tmp_path):
     for _ in range(2):
         with pytest.raises(FloatingPointError, match=r"step 2 is not finite"):
             train(config)
-    assert hfjax.latest(tmp_path / "checkpoints") is None
+    assert hfjax.latest_step(tmp_path / "checkpoints") is None
     assert set(told(tmp_path)) <= {0, 1}
 
 
@@ -909,12 +912,12 @@ def test_skipped_steps_are_no_updates_for_the_learning_rate(data, tmp_path):
     more = replace(config, steps=13)
     train(more)  # goes on
     losses, rates = told(tmp_path), told(tmp_path, "lr")
-    skipped, rate = 0, Parts(config).rate
+    skipped, rate = 0, RunComponents(config).rate
     for step in range(12):
         assert rates[step] == pytest.approx(float(rate(step - skipped)))
         skipped += losses[step] is None
     assert 0 < skipped < 12
-    assert rates[12] == pytest.approx(float(Parts(more).rate(12 - skipped)))
+    assert rates[12] == pytest.approx(float(RunComponents(more).rate(12 - skipped)))
 
 
 def test_the_best_checkpoint_is_judged_by_its_own_validation(data, tmp_path):
@@ -923,7 +926,7 @@ def test_the_best_checkpoint_is_judged_by_its_own_validation(data, tmp_path):
     train(small(tmp_path, data, model=BIGRAMS, mesh=ONE, log=log, checkpoints=keep))
     found = told(tmp_path, "valid_loss")
     assert list(found) == [4, 5, 8, 10, 12]
-    recorded = hfjax.recorded(tmp_path / "checkpoints", 12)
+    recorded = hfjax.checkpoint_metadata(tmp_path / "checkpoints", 12)
     assert recorded["metrics"] == {"valid_loss": found[12]}
 
 
@@ -1016,6 +1019,6 @@ def test_a_temperature_that_is_no_number_is_refused_on_the_command_line(given, c
 
 def test_a_prompt_without_a_token_is_refused(whole, data):
     directory, result = whole
-    layout = Parts(small(directory, data, mesh=ONE)).layout
+    layout = RunComponents(small(directory, data, mesh=ONE)).layout
     with pytest.raises(ValueError, match=r"the prompt has no token. Give some text"):
         generate(layout, result.state, [], 4, length=16, vocab=256)

@@ -195,7 +195,7 @@ def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process
     job = started(*own, "--", *command, **kept)
     reached(job, directory, HANGS - LAG)
     before, compiled = told(directory), programs()
-    assert (saved := hfjax.latest(directory / "checkpoints"))
+    assert (saved := hfjax.latest_step(directory / "checkpoints"))
     reached(job, directory, SLOW + LAG)  # started again
     job.terminate()
     out = ended(job, 143)
@@ -266,7 +266,7 @@ def test_killed_told_to_stop_and_interrupted_a_job_goes_on_with_the_same_losses(
 
 def stopped_after(directory):
     """Return the step of the last checkpoint."""
-    step = hfjax.latest(directory / "checkpoints")
+    step = hfjax.latest_step(directory / "checkpoints")
     assert step is not None
     return step
 
@@ -326,7 +326,7 @@ def test_thirty_kills_lose_nothing(shared):
             time.sleep(0.01)
         job.kill()
         job.communicate()
-        found = hfjax.latest(directory / "checkpoints") or 0
+        found = hfjax.latest_step(directory / "checkpoints") or 0
         assert found >= latest
         latest = found
     ended(started("train", "--config", file))

@@ -80,7 +80,7 @@ def of_a_step(model, sizes, batch=TOKENS, **how):
     """Return metrics and parameters after a step."""
     step = made(model, sizes, **how)
     state, metrics = step(hfjax.init(step.layout), batch)
-    return dict(metrics), hfjax.full(state.params)
+    return dict(metrics), hfjax.full_array(state.params)
 
 
 def same_as_one_device(model, sizes=None, batch=TOKENS, context="auto", close=1e-9, **how):
@@ -497,7 +497,7 @@ def test_outputs_have_all_positions_in_their_order():
 
     wanted = predicted({"data": 1})
     for order in ("zigzag", "contiguous"):
-        found = predicted({"context": 4}, context=hfjax.Context(order=order))
+        found = predicted({"context": 4}, context=hfjax.ContextParallel(order=order))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
 
 
@@ -602,7 +602,8 @@ def test_more_than_the_limit_is_refused_with_its_line_and_what_to_do():
     said = (
         r"gather 16\.0 KiB in a microbatch, more than the limit of 1000 B \(.*"
         r"test_sequence_programs\.py.*"
-        r"dot_general: 8\.0 KiB; .*8\.0 KiB\).*self\.kernels\.attention.*hfjax\.Context\(gather=…\)"
+        r"dot_general: 8\.0 KiB; .*8\.0 KiB\).*self\.kernels\.attention.*"
+        r"hfjax\.ContextParallel\(gather=…\)"
     )
     with pytest.raises(ValueError, match=said):
         traced(*given, context={"gather": 1000})
@@ -720,20 +721,23 @@ def test_groups_of_one_beside_ulysses_are_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"gather": "all"}, r"Context\(gather='all'\): a number of bytes, or None"),
-        ({"gather": -1}, r"Context\(gather=-1\): a number of bytes, or None"),
-        ({"sequence": {"x": 1.5}}, r"Context\(sequence={'x': 1.5}\): the number of a dimension"),
+        ({"gather": "all"}, r"ContextParallel\(gather='all'\): a number of bytes, or None"),
+        ({"gather": -1}, r"ContextParallel\(gather=-1\): a number of bytes, or None"),
+        (
+            {"sequence": {"x": 1.5}},
+            r"ContextParallel\(sequence={'x': 1.5}\): the number of a dimension",
+        ),
         ({"sequence": {"x": True}}, r"sequence={'x': True}\): the number of a dimension, or None"),
         ({"sequence": {"x": "3"}}, r"sequence={'x': '3'}\): the number of a dimension, or None"),
     ],
 )
 def test_a_field_of_context_that_is_no_number_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        hfjax.Context(**fields)
+        hfjax.ContextParallel(**fields)
 
 
 def test_a_field_that_context_does_not_have_is_refused_with_those_that_it_has():
-    for made_of in (lambda x: hfjax.Execution(context=x), lambda x: hfjax.Context(**x)):
+    for made_of in (lambda x: hfjax.Execution(context=x), lambda x: hfjax.ContextParallel(**x)):
         with pytest.raises(TypeError, match=r"'orders'\. Did you mean order\? All: form, ulysses"):
             made_of({"orders": 1})
 
@@ -742,4 +746,4 @@ def test_pipes_of_haiscale_take_no_shared_rows():
     mesh = hfjax.make_mesh(devices=jax.devices()[:4], pipe=2, context=2)
     layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)]
     with pytest.raises(ValueError, match=r"a pipe takes whole rows, .* context would share them"):
-        hfjax.PipeDream(hfjax.partition(layers, stages=2), microbatches=2, mesh=mesh)
+        hfjax.compat.PipeDream(hfjax.compat.partition(layers, stages=2), microbatches=2, mesh=mesh)

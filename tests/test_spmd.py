@@ -10,7 +10,7 @@ import pytest
 
 from hfjax.parallel.spmd.interpreter import run_partitioned
 from hfjax.parallel.spmd.placements import AxisGroup, PartialValue, ShardedValue, Split
-from hfjax.parallel.spmd.rule_calls import own_rows
+from hfjax.parallel.spmd.rule_calls import per_device
 from tests.compare_programs import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
 from tests.random_axis_groups import SIDES
 from tests.random_programs import generated, of_steps
@@ -403,7 +403,7 @@ def test_a_function_may_close_over_weights_and_be_derived(n):
 
 
 def test_a_function_that_jax_has_traced_before_keeps_what_runs_on_own_rows():
-    centre = jax.jit(own_rows(lambda x: x - x.mean(0, keepdims=True)))
+    centre = jax.jit(per_device(lambda x: x - x.mean(0, keepdims=True)))
     function = lambda x: centre(jnp.exp(centre(x)))
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     _, first = on_devices(4, function, rows_of(x, 4))

@@ -31,8 +31,8 @@ def taken_by(tmp_path):
         "eval_step": lambda state: step_of("eval", next_token_loss)(state, BATCH),
         "predict_step": lambda state: step_of("predict")(state, BATCH),
         "generate": lambda state: hfjax.generate(LAYOUT, state, [1, 2], 2, length=8),
-        "module": partial(hfjax.module, LAYOUT),
-        "canonical": partial(hfjax.canonical, LAYOUT),
+        "module": partial(hfjax.to_model, LAYOUT),
+        "canonical": partial(hfjax.to_model_order, LAYOUT),
         "save": partial(hfjax.save, tmp_path, LAYOUT),
     }
 
@@ -71,7 +71,7 @@ def test_a_state_that_a_step_has_taken_is_refused_by_all_that_take_one(tmp_path)
     first = hfjax.init(LAYOUT)
     hfjax.generate(LAYOUT, first, [1, 2], 2, length=8)  # compiled: what comes next does not trace
     state, _ = step_of("train", next_token_loss)(first, BATCH)
-    for name, take in (taken_by(tmp_path) | {"full": hfjax.full}).items():
+    for name, take in (taken_by(tmp_path) | {"full": hfjax.full_array}).items():
         with pytest.raises(ValueError, match=r"took its memory \(donation\)"):
             pytest.fail(f"{name}: {take(first)}")
     with pytest.raises(ValueError, match=r"a hfjax.State is expected, found tuple.*hfjax.init"):
@@ -88,7 +88,7 @@ def test_a_deeper_state_of_a_pipeline_is_not_taken_for_one_of_another_schedule(s
     state, schedule = hfjax.init(deeper, schedule=stored_for), hfjax.Schedule("1f1b", 2)
     step = hfjax.train_step(layout, squared, schedule=schedule)
     evaluate = hfjax.eval_step(layout, squared, schedule=schedule)
-    for take in (step, evaluate, lambda state, _: hfjax.canonical(layout, state)):
+    for take in (step, evaluate, lambda state, _: hfjax.to_model_order(layout, state)):
         with pytest.raises(ValueError, match=r"is float32\[8,8\S*, the layout has float32\[4,8"):
             take(state, rows())
 
@@ -98,7 +98,7 @@ def test_an_optimizer_of_another_kind_is_named_where_layers_are_rearranged():
     other = stack_layout(PIPE, {"pipe": 2}, optax.adam(0.1), layers=4)
     state = hfjax.init(other, schedule=hfjax.Schedule("interleaved", 2, chunks=2))
     with pytest.raises(ValueError, match=r"not of this layout: optimizer\S+ is .*nothing"):
-        hfjax.canonical(layout, state)
+        hfjax.to_model_order(layout, state)
 
 
 def test_a_state_is_looked_at_once_for_each_form(monkeypatch):

@@ -58,7 +58,7 @@ def test_steps_in_a_scan_of_ones_own_are_those_of_a_loop(name):
     np.testing.assert_array_equal(metrics["loss"], np.asarray(loop, np.float32))
     assert metrics["finite"].all()
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
-    jax.tree.map(same, hfjax.full(state.params), hfjax.full(one.params))
+    jax.tree.map(same, hfjax.full_array(state.params), hfjax.full_array(one.params))
     same(after["loss"], evaluate(one, BATCH)["loss"])
     wanted = layout.shardings().params["kernel"]
     assert state.params["kernel"].sharding.is_equivalent_to(wanted, 2)
@@ -67,12 +67,12 @@ def test_steps_in_a_scan_of_ones_own_are_those_of_a_loop(name):
 
 def test_a_step_in_a_program_that_is_not_finite_is_told_and_changes_nothing():
     layout, state = plan()
-    before = hfjax.full(state.params)
+    before = hfjax.full_array(state.params)
     step, many = hfjax.train_step(layout, squares), batches(3)
     many["x"][:] = np.nan
     state, metrics = jax.jit(lambda state, many: jax.lax.scan(step, state, many))(state, many)
     assert not metrics["finite"].any()
-    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.params))
+    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full_array(state.params))
 
 
 class Three(nnx.Module):
@@ -93,10 +93,10 @@ def test_a_pipeline_in_a_program_refuses_to_run_layers_in_another_order():
     mine = hfjax.init(layout, schedule=schedule)
     _, metrics = jax.jit(step)(mine, BATCH)
     assert bool(metrics["finite"])
-    before = hfjax.full(plain.params)
+    before = hfjax.full_array(plain.params)
     state, metrics = jax.jit(step)(plain, BATCH)
     assert not bool(metrics["finite"])
-    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.params))
+    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full_array(state.params))
 
 
 def test_a_state_of_another_optimizer_or_model_is_refused_by_the_name_of_what_differs():
@@ -149,38 +149,40 @@ def put(state, layout):
 def test_parameters_put_into_a_state_are_those_that_train_also_with_master_weights(name, host):
     strategy, sizes = CASES[name]
     strategy = strategy | hfjax.HOST_OPTIMIZER if host else strategy
-    layout, state = plan(strategy, sizes, hfjax.master(optax.sgd(0.0)))
+    layout, state = plan(strategy, sizes, hfjax.optimizers.master_weights(optax.sgd(0.0)))
     step, state = hfjax.train_step(layout, squares), put(state, layout)
     wanted = float(hfjax.eval_step(layout, squares)(state, BATCH)["loss"])
     for _ in range(2):
         state, metrics = step(state, BATCH)
         assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
-    master = hfjax.full(state.optimizer.master)
+    master = hfjax.full_array(state.optimizer.master)
     np.testing.assert_allclose(master["kernel"], GIVEN["kernel"], rtol=2**-8)
 
 
 @pytest.mark.parametrize("strategy", [FSDP, FSDP | hfjax.HOST_OPTIMIZER], ids=["device", "host"])
 @pytest.mark.short("device")
 def test_parameters_put_into_a_state_are_those_that_train_in_a_program_too(strategy):
-    optimizer = hfjax.master(hfjax.ema(optax.sgd(0.0), 0.9))
+    optimizer = hfjax.optimizers.master_weights(hfjax.optimizers.ema(optax.sgd(0.0), 0.9))
     layout, state = plan(strategy.edit(replicate_below=0), {"fsdp": 4}, optimizer)
     step = hfjax.train_step(layout, squares)
     state, _ = jax.jit(lambda s, many: jax.lax.scan(step, s, many))(put(state, layout), batches(2))
-    for found in (state.params, hfjax.averaged(state).params):
-        kernel = np.float32(hfjax.full(found)["kernel"])
+    for found in (state.params, hfjax.optimizers.averaged(state).params):
+        kernel = np.float32(hfjax.full_array(found)["kernel"])
         np.testing.assert_allclose(kernel, GIVEN["kernel"], rtol=2**-7)
 
 
 def test_master_weights_that_agree_to_rounding_stay_as_they_are():
-    layout, state = plan(optimizer=hfjax.master(optax.sgd(0.0)))
-    before = hfjax.full(state.optimizer.master)
+    layout, state = plan(optimizer=hfjax.optimizers.master_weights(optax.sgd(0.0)))
+    before = hfjax.full_array(state.optimizer.master)
     assert (before["kernel"] != np.asarray(state.params["kernel"], np.float32)).any()
     state, _ = hfjax.train_step(layout, squares)(state, BATCH)
-    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.optimizer.master))
+    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full_array(state.optimizer.master))
 
 
 def test_an_average_begins_with_parameters_that_were_put_into_a_new_state():
-    layout, state = plan(optimizer=hfjax.master(hfjax.ema(optax.sgd(0.0), 0.9)))
+    layout, state = plan(
+        optimizer=hfjax.optimizers.master_weights(hfjax.optimizers.ema(optax.sgd(0.0), 0.9))
+    )
     state, _ = hfjax.train_step(layout, squares)(put(state, layout), BATCH)
-    found = hfjax.full(hfjax.averaged(state).params)["kernel"]
+    found = hfjax.full_array(hfjax.optimizers.averaged(state).params)["kernel"]
     np.testing.assert_allclose(np.float32(found), GIVEN["kernel"], rtol=2**-7)

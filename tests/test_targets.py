@@ -15,7 +15,7 @@ from tests.workers import environment
 
 def test_an_unknown_gpu_names_the_known_ones():
     with pytest.raises(ValueError, match=r"gpu 'b300': one of h100, h200"):
-        hfjax.target_devices("b300")
+        hfjax.analysis.target_devices("b300")
 
 
 def test_without_the_wheels_it_says_what_to_install(monkeypatch):
@@ -23,7 +23,7 @@ def test_without_the_wheels_it_says_what_to_install(monkeypatch):
     with pytest.raises(
         ValueError, match=r"install --no-deps --target .*/cuda jax-cuda1[23]-plugin=="
     ):
-        hfjax.target_devices("h200", 8)
+        hfjax.analysis.target_devices("h200", 8)
 
 
 def test_what_compiles_for_cuda_is_installed_aside_and_only_seen_when_it_is_asked_for(
@@ -43,7 +43,7 @@ LATE = """
 import sys, jax, jax.numpy as jnp
 print(jax.devices()[0].platform, any("cuda" in path for path in sys.path))
 import hfjax
-here = jax.sharding.SingleDeviceSharding(hfjax.target_devices("h200", 8)[0])
+here = jax.sharding.SingleDeviceSharding(hfjax.analysis.target_devices("h200", 8)[0])
 draw = lambda data: jnp.linalg.cholesky(jax.random.normal(jax.random.wrap_key_data(data), (4, 4)))
 drawn = jax.jit(draw, in_shardings=here, out_shardings=here)
 drawn.lower(jax.ShapeDtypeStruct((2,), "uint32")).compile()  # calls functions of the plugin
@@ -67,4 +67,4 @@ def test_a_program_that_has_started_compiles_for_gpus_and_goes_on_without_one():
 def test_whole_hosts_of_eight():
     assert len(h200s(512)) == 512
     with pytest.raises(ValueError, match="count=12: up to 8, or a multiple of 8"):
-        hfjax.target_devices("h200", 12)
+        hfjax.analysis.target_devices("h200", 12)

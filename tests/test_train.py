@@ -38,7 +38,9 @@ def test_a_seed_gives_the_same_parameters_on_every_mesh():
     one = hfjax.init(alone, seed=3)
     many = hfjax.init(mlp_layout(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}), seed=3)
     other = hfjax.init(alone, seed=4)
-    pairs = zip(*(jax.tree.leaves(hfjax.full(s.params)) for s in (one, many, other)), strict=True)
+    pairs = zip(
+        *(jax.tree.leaves(hfjax.full_array(s.params)) for s in (one, many, other)), strict=True
+    )
     differs = []
     for a, b, c in pairs:
         np.testing.assert_array_equal(a, b)
@@ -155,7 +157,7 @@ def test_evaluation_drops_nothing_and_leaves_the_state(ddp):
 
 def test_full_returns_whole_arrays_in_host_memory():
     layout = mlp_layout(FSDP.edit(replicate_below=0) | TENSOR, {"fsdp": 4, "tensor": 2})
-    whole = hfjax.full(hfjax.init(layout).params)
+    whole = hfjax.full_array(hfjax.init(layout).params)
     assert isinstance(whole["tokens"], np.ndarray)
     assert whole["layers"]["mlp"]["up"]["kernel"].shape == (2, 32, 128)
 
@@ -169,12 +171,12 @@ def test_a_loss_that_is_not_finite_is_told_by_step_and_loses_nothing():
     step = hfjax.train_step(layout, poisoned)
     good, bad = np.ones(16, np.float32), np.full(16, np.nan, np.float32)
     state, _ = step(hfjax.init(layout), tokens(poison=good))
-    before = hfjax.full(state.params)
+    before = hfjax.full_array(state.params)
     state, metrics = step(state, tokens(poison=bad))
     assert not metrics["finite"]
     with pytest.raises(FloatingPointError, match=r"step 2 is not finite.*look at the batch"):
         step.check(state)
-    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.params))
+    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full_array(state.params))
     state, metrics = step(state, tokens(poison=good))
     assert metrics["finite"]
     assert int(state.step) == 3

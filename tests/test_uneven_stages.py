@@ -207,7 +207,7 @@ def test_what_packed_layers_keep_may_wait_on_the_host():
         plan = layout({"pipe": 2}, init=short)
         step = hfjax.train_step(plan, squares, offload=offload, **pipe())
         state, metrics = step(hfjax.init(plan, schedule=pipe()["schedule"]), ROWS)
-        return hfjax.full(state.params), metrics["loss"], step
+        return hfjax.full_array(state.params), metrics["loss"], step
 
     found, wanted = trained(0.5), trained(None)
     jax.tree.map(np.testing.assert_array_equal, found[:2], wanted[:2])
@@ -258,7 +258,7 @@ def test_a_canonical_state_is_that_of_one_device_and_goes_on_under_any_layout(tm
         hfjax.train_step(layout({"pipe": 2}, init=short), squares, **pipe("interleaved")),
     ]
     state, _ = steps[0](hfjax.init(piped), ROWS)
-    saved = hfjax.canonical(piped, state)
+    saved = hfjax.to_model_order(piped, state)
     one = hfjax.init(layout({"data": 1}, DDP, init=short))
     assert jax.tree.map(jnp.shape, saved) == jax.tree.map(jnp.shape, one)
     with ocp.StandardCheckpointer() as checkpointer:

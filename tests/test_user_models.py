@@ -84,12 +84,12 @@ def test_batch_statistics_over_all_devices_are_carried_in_the_state(cases):
     mesh = hfjax.make_mesh(data=4, fsdp=2)
     layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.FSDP, forward=on_x)
     state = hfjax.init(layout)
-    before = hfjax.full(state.variables)["norm"]["mean"]
+    before = hfjax.full_array(state.variables)["norm"]["mean"]
     state, _ = hfjax.train_step(layout, squares)(state, BATCH)
-    assert not np.allclose(before, hfjax.full(state.variables)["norm"]["mean"])
-    held = hfjax.full(state.variables)["norm"]["mean"]
+    assert not np.allclose(before, hfjax.full_array(state.variables)["norm"]["mean"])
+    held = hfjax.full_array(state.variables)["norm"]["mean"]
     hfjax.eval_step(layout, squares)(state, BATCH)
-    np.testing.assert_array_equal(held, hfjax.full(state.variables)["norm"]["mean"])
+    np.testing.assert_array_equal(held, hfjax.full_array(state.variables)["norm"]["mean"])
 
 
 class Frozen(Perceptron):
@@ -108,11 +108,11 @@ def test_a_variable_that_nothing_writes_to_is_not_sent_and_stays_bit_by_bit():
     layout = hfjax.layout(lambda rngs: Frozen(rngs=rngs), optax.sgd(0.1), mesh, DDP, forward=on_x)
     step, state = hfjax.train_step(layout, squares), hfjax.init(layout)
     batch = jax.tree.map(lambda x: x[:12], BATCH)
-    before = hfjax.full(state.variables)["table"]
+    before = hfjax.full_array(state.variables)["table"]
     assert not [row for row in hfjax.collectives(step.lower(batch)) if row.shape == (8, 3)]
     for _ in range(5):
         state, _ = step(state, batch)
-    np.testing.assert_array_equal(before, hfjax.full(state.variables)["table"])
+    np.testing.assert_array_equal(before, hfjax.full_array(state.variables)["table"])
 
 
 class Residual(nnx.Module):
@@ -175,7 +175,7 @@ def test_a_listed_layer_writes_its_statistics_under_remat():
     found = {}
     for remat in ("none", "full"):
         state, _ = hfjax.train_step(layout, squares, remat=remat)(hfjax.init(layout), BATCH)
-        found[remat] = hfjax.full(state.variables)["layers"]["1"]["mean"]
+        found[remat] = hfjax.full_array(state.variables)["layers"]["1"]["mean"]
         assert found[remat].any()
     np.testing.assert_allclose(found["full"], found["none"], rtol=1e-5)
 

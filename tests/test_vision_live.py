@@ -132,7 +132,7 @@ def test_a_whole_model_goes_in_computes_as_torchvision_and_comes_out(name, tmp_p
 
     layout = layout_of(config)
     state = with_weights(layout, read_vision(file, config))
-    ours = hfjax.module(layout, state)
+    ours = hfjax.to_model(layout, state)
     ours.eval()
     graph, parameters, rest = nnx.split(ours, nnx.Param, ...)
     loss = segmentation_loss if segments else partial(classification_loss, smoothing=0.1)

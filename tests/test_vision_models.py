@@ -58,7 +58,7 @@ def layout_of(config, optimizer=None) -> hfjax.Layout:
 def loaded(config, path: Path) -> Any:
     """Return the module with the weights of a file."""
     layout = layout_of(config)
-    return hfjax.module(layout, with_weights(layout, read_vision(path, config)))
+    return hfjax.to_model(layout, with_weights(layout, read_vision(path, config)))
 
 
 def apart(found, wanted) -> float:

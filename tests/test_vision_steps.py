@@ -79,12 +79,12 @@ def test_two_microbatches_mix_running_statistics_twice():
     batch, mesh = images("resnet-tiny"), hfjax.make_mesh(data=8)
     layout = hfjax.layout(model("resnet-tiny"), optax.sgd(0.0), mesh, hfjax.DDP)
     state = hfjax.init(layout)
-    module = hfjax.module(layout, state)
+    module = hfjax.to_model(layout, state)
     module.train()
     for half in (slice(None, 8), slice(8, None)):
         module(jax.tree.map(lambda x, half=half: x[half], batch))
     step = hfjax.train_step(layout, classification_loss, accumulate=2)
-    found = hfjax.module(layout, step(state, batch)[0])
+    found = hfjax.to_model(layout, step(state, batch)[0])
     there, here = (nnx.to_flat_state(nnx.state(m, nnx.BatchStat)) for m in (module, found))
     for (path, wanted), (_, got) in zip(there, here, strict=True):
         np.testing.assert_allclose(got[...], wanted[...], rtol=2e-4, atol=1e-5, err_msg=str(path))
@@ -105,7 +105,7 @@ def test_in_bfloat16_as_on_one_device_in_bfloat16(name):
         state, _ = step(state, batch)
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-        means.append(np.asarray(hfjax.module(layout, state).stem.norm.mean[...]))
+        means.append(np.asarray(hfjax.to_model(layout, state).stem.norm.mean[...]))
         assert means[-1].dtype == np.float32
     np.testing.assert_allclose(losses[1:], losses[0], rtol=2e-2)
     np.testing.assert_allclose(means[1:], means[:1] * 2, rtol=2e-2, atol=2e-3)
@@ -176,7 +176,7 @@ def test_a_mean_far_from_zero_costs_no_digits():
     layout = hfjax.layout(norm, optax.sgd(0.0), hfjax.make_mesh(data=8), hfjax.DDP)
     step = hfjax.train_step(layout, lambda y, x: (y**3).mean())
     state, _ = step(hfjax.init(layout), x.astype(np.float32))
-    made = hfjax.module(layout, state)
+    made = hfjax.to_model(layout, state)
     exact = x.astype(np.float32).astype(np.float64).var(0, ddof=1)
     np.testing.assert_allclose(np.asarray(made.var[...]), 0.9 + 0.1 * exact, rtol=2e-6)
     naive = lambda x: (x**2).mean(0) - x.mean(0) ** 2

@@ -684,13 +684,13 @@ def test_master_weights_go_out_in_full_and_averages_as_averages(tmp_path):
     written(tmp_path / "in", CONFIGS["llama"], drawn())
     model = hfjax.pretrained(tmp_path / "in", stored="float32")
     mesh = hfjax.make_mesh(fsdp=8)
-    optimizer = hfjax.master(hfjax.ema(optax.sgd(0.1), 0.5))
+    optimizer = hfjax.optimizers.master_weights(hfjax.optimizers.ema(optax.sgd(0.1), 0.5))
     layout = hfjax.layout(model.create, optimizer, mesh, SPLIT)
     state = hfjax.init(layout, parameters=model.weights)
     assert state.params["tokens"].dtype == jax.numpy.bfloat16
     hfjax.export(tmp_path / "out", layout, state, like=model)
     assert_same_bits(tmp_path / "out", tmp_path / "in")
-    moved = jax.tree.map(lambda x: x + 1, hfjax.averaged(state).params)
+    moved = jax.tree.map(lambda x: x + 1, hfjax.optimizers.averaged(state).params)
     hfjax.export(tmp_path / "moved", layout, replace(state, params=moved), like=model)
     tensor = hfjax.pretrained(tmp_path / "moved").folder.tensors["model.norm.weight"]
     np.testing.assert_array_equal(read_rows(tensor, 0, 32), np.asarray(moved["norm"]["scale"]))

@@ -122,7 +122,7 @@ def _optimizer() -> Any:
     b1, b2 = BETAS
     given: dict[str, Any] = {"b1": b1, "b2": b2, "weight_decay": DECAY}
     make: Any = getattr(hfjax, "adamw", optax.adamw)  # hfjax's own, where it has one
-    return make(RATE, **given, mask=hfjax.matching(*DECAYED))
+    return make(RATE, **given, mask=hfjax.optimizers.matching(*DECAYED))
 
 
 def _task(asked: Asked) -> Task:

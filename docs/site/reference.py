@@ -30,19 +30,19 @@ API = {  # page: (its title, {heading: public names, module:name})
                 *("hfjax:EXPERT", "hfjax:PIPE", "hfjax:HOST_OPTIMIZER", "hfjax:HOST_PARAMETERS"),
             ],
             "Layout and state": [
-                *("hfjax:layout", "hfjax:Layout", "hfjax:init", "hfjax:State", "hfjax:full"),
-                *("hfjax:canonical", "hfjax:module"),
+                *("hfjax:layout", "hfjax:Layout", "hfjax:init", "hfjax:State", "hfjax:full_array"),
+                *("hfjax:to_model_order", "hfjax:to_model"),
             ],
             "Steps": [
                 *("hfjax:train_step", "hfjax.step.train_step:TrainStep", "hfjax:eval_step"),
                 *("hfjax:predict_step", "hfjax:Mean", "hfjax:Execution"),
             ],
-            "Batches": ["hfjax:shard_batch", "hfjax:rows_of_process"],
+            "Batches": ["hfjax:shard_batch", "hfjax:process_batch_slice"],
             "Choices of a step": [
                 *("hfjax:Precision", "hfjax:PrecisionByPath", "hfjax:LossScale", "hfjax:Remat"),
-                *("hfjax:Offload", "hfjax:offload", "hfjax:Schedule", "hfjax:Context"),
+                *("hfjax:Offload", "hfjax:offload", "hfjax:Schedule", "hfjax:ContextParallel"),
             ],
-            "Rows that meet": ["hfjax:own_rows", "hfjax:gather_rows"],
+            "Rows that meet": ["hfjax:per_device", "hfjax:gather_batch"],
         },
     ),
     "api_models": (
@@ -77,8 +77,18 @@ API = {  # page: (its title, {heading: public names, module:name})
             ],
             "Pretrained weights": ["hfjax:pretrained", "hfjax:export"],
             "Optimizers": [
-                *("hfjax:adamw", "hfjax:by_path", "hfjax:matching", "hfjax:scaled", "hfjax:rate"),
-                *("hfjax:ema", "hfjax:averaged", "hfjax:master"),
+                *(
+                    "hfjax:adamw",
+                    "hfjax.optimizers:by_path",
+                    "hfjax.optimizers:matching",
+                    "hfjax.optimizers:scaled",
+                    "hfjax:lr_schedule",
+                ),
+                *(
+                    "hfjax.optimizers:ema",
+                    "hfjax.optimizers:averaged",
+                    "hfjax.optimizers:master_weights",
+                ),
             ],
         },
     ),
@@ -92,7 +102,7 @@ API = {  # page: (its title, {heading: public names, module:name})
                     "hfjax.trainer:Result",
                     "hfjax.trainer:load",
                 ),
-                *("hfjax.trainer:Parts", "hfjax.trainer:evaluate", "hfjax:generate"),
+                *("hfjax.trainer:RunComponents", "hfjax.trainer:evaluate", "hfjax:generate"),
             ],
             "Text": [
                 *("hfjax.data:Loader", "hfjax.data:TokenSet", "hfjax.data:prepare"),
@@ -108,8 +118,8 @@ API = {  # page: (its title, {heading: public names, module:name})
                 *("hfjax.data.images:parts_of", "hfjax.data.images:check_same_classes"),
             ],
             "Checkpoints": [
-                *("hfjax:save", "hfjax:restore", "hfjax:latest", "hfjax:recorded"),
-                *("hfjax:Checkpoints", "hfjax:Keep", "hfjax:Restored"),
+                *("hfjax:save", "hfjax:restore", "hfjax:latest_step", "hfjax:checkpoint_metadata"),
+                *("hfjax:CheckpointManager", "hfjax:RetentionPolicy", "hfjax:RestoredRun"),
             ],
             "Processes": [
                 *("hfjax:init_distributed", "hfjax.distributed:Stop", "hfjax.distributed:Watchdog"),
@@ -126,8 +136,17 @@ API = {  # page: (its title, {heading: public names, module:name})
         "API: counting, planning, comparing",
         {
             "What a program does": [
-                *("hfjax:collectives", "hfjax:Collectives", "hfjax:transfers", "hfjax:Transfers"),
-                *("hfjax:stashes", "hfjax:least_offload", "hfjax:target_devices"),
+                *(
+                    "hfjax:collectives",
+                    "hfjax:Collectives",
+                    "hfjax.analysis:host_transfers",
+                    "hfjax.analysis:Transfers",
+                ),
+                *(
+                    "hfjax.analysis:saved_residuals",
+                    "hfjax.analysis:least_offload",
+                    "hfjax.analysis:target_devices",
+                ),
             ],
             "Plans": ["hfjax:make_plan"],
             "Compared with one device": [
@@ -135,8 +154,13 @@ API = {  # page: (its title, {heading: public names, module:name})
                 "hfjax.testing:strategies",
             ],
             "From haiscale and DeepSpeed": [
-                *("hfjax:GPipe", "hfjax:PipeDream", "hfjax:Interleaved1F1B", "hfjax:partition"),
-                *("hfjax:Partition", "hfjax:from_deepspeed"),
+                *(
+                    "hfjax.compat:GPipe",
+                    "hfjax.compat:PipeDream",
+                    "hfjax.compat:Interleaved1F1B",
+                    "hfjax.compat:partition",
+                ),
+                *("hfjax.compat:Partition", "hfjax.compat:from_deepspeed"),
             ],
         },
     ),

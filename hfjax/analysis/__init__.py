@@ -7,3 +7,7 @@ least offload with which a step fits. `overlap` reads which collectives of a GPU
 matmul, and its matmuls; `matmul_time` models how long those take. `targets` are GPUs to compile for
 that need not be here.
 """
+
+from hfjax.utils.lazy_import import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -51,7 +51,7 @@ class Transfers(Entries[HostTransfer]):
         >>> optimizer = optax.sgd(0.1, momentum=0.9)
         >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), host)
         >>> step = hfjax.train_step(layout, lambda params, x: ((x @ params["w"]) ** 2).mean())
-        >>> found = hfjax.transfers(step.trace(jnp.ones((8, 64))))
+        >>> found = hfjax.analysis.host_transfers(step.trace(jnp.ones((8, 64))))
         >>> found.to_host, found.to_device, found.count("to host")
         (2048, 2048, 1)
     """
@@ -74,7 +74,7 @@ class Transfers(Entries[HostTransfer]):
 
         Example:
             >>> import hfjax, jax, jax.numpy as jnp
-            >>> hfjax.transfers(jax.make_jaxpr(jnp.sin)(1.0)).total("to host")
+            >>> hfjax.analysis.host_transfers(jax.make_jaxpr(jnp.sin)(1.0)).total("to host")
             0
         """
         return sum(entry.bytes * entry.count for entry in self._select(direction))
@@ -112,7 +112,7 @@ def _cells(entry: HostTransfer) -> tuple[str, ...]:
     return (entry.direction, array, *sizes, entry.where)
 
 
-def transfers(program: Any) -> Transfers:
+def host_transfers(program: Any) -> Transfers:
     """Return the copies between device and host of one call of a traced program.
 
     Args:
@@ -123,7 +123,7 @@ def transfers(program: Any) -> Transfers:
         >>> from jax.sharding import SingleDeviceSharding
         >>> host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
         >>> program = jax.jit(lambda x: jax.device_put(2 * x, host)).trace(jnp.ones(256))
-        >>> hfjax.transfers(program).total("to host")
+        >>> hfjax.analysis.host_transfers(program).total("to host")
         1024
     """
     if isinstance(program, jax.stages.Traced):

@@ -111,7 +111,7 @@ def _scheduled(text: str) -> tuple[hlo._Module, str]:
     if "is_scheduled=true" not in header:
         raise ValueError(
             f"not a scheduled module: {header[:80]!r}. Give the text of a program compiled for a "
-            "GPU (a CPU program has no schedule): hfjax.target_devices gives the devices."
+            "GPU (a CPU program has no schedule): hfjax.analysis.target_devices gives the devices."
         )
     return hlo._read(text)
 

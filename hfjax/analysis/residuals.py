@@ -35,7 +35,7 @@ class SavedResidual:
         return self.bytes * self.count
 
 
-def stashes(traced: jax.stages.Traced) -> tuple[SavedResidual, ...] | None:
+def saved_residuals(traced: jax.stages.Traced) -> tuple[SavedResidual, ...] | None:
     """Return the residuals, most bytes first; None if the trace has no backward pass by jax.grad.
 
     Of a step with several microbatches they are those of one: microbatches run in a loop.
@@ -51,7 +51,7 @@ def stashes(traced: jax.stages.Traced) -> tuple[SavedResidual, ...] | None:
         >>> import hfjax, jax, jax.numpy as jnp
         >>> loss = lambda w, x: jnp.sin(x @ w).sum()
         >>> traced = jax.jit(jax.grad(loss)).trace(jnp.ones((4, 8)), jnp.ones((16, 4)))
-        >>> [(kept.shape, kept.total) for kept in hfjax.stashes(traced)]
+        >>> [(kept.shape, kept.total) for kept in hfjax.analysis.saved_residuals(traced)]
         [((16, 8), 512)]
     """
     for jaxpr in _regions(traced.jaxpr.jaxpr):

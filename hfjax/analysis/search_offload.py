@@ -41,7 +41,7 @@ def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS
 
     Example:
         >>> import hfjax
-        >>> found = hfjax.least_offload(lambda ratio: round(100 - 60 * ratio), memory=70)
+        >>> found = hfjax.analysis.least_offload(lambda ratio: round(100 - 60 * ratio), memory=70)
         >>> found.ratio, found.peaks[0.5]
         (0.5, 70)
     """

@@ -132,7 +132,7 @@ def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
 
     Example:
         >>> import hfjax
-        >>> devices = hfjax.target_devices("h200", 512)  # doctest: +SKIP
+        >>> devices = hfjax.analysis.target_devices("h200", 512)  # doctest: +SKIP
         >>> mesh = hfjax.make_mesh(devices=devices, data=64, fsdp=8)  # doctest: +SKIP
     """
     if gpu not in GPUS:

@@ -6,8 +6,22 @@ locks the steps of a directory, `retention` decides which stay, `manifest` has t
 what does not fit a layout, `orbax_logging` silences Orbax about failures that are raised anyway.
 """
 
-from hfjax.checkpoint.checkpoints import Checkpoints, latest, recorded, restore, save
-from hfjax.checkpoint.restoring import Restored
-from hfjax.checkpoint.retention import Keep
+from hfjax.checkpoint.checkpoints import (
+    CheckpointManager,
+    checkpoint_metadata,
+    latest_step,
+    restore,
+    save,
+)
+from hfjax.checkpoint.restoring import RestoredRun
+from hfjax.checkpoint.retention import RetentionPolicy
 
-__all__ = ["Checkpoints", "Keep", "Restored", "latest", "recorded", "restore", "save"]
+__all__ = [
+    "CheckpointManager",
+    "RestoredRun",
+    "RetentionPolicy",
+    "checkpoint_metadata",
+    "latest_step",
+    "restore",
+    "save",
+]

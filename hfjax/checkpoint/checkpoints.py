@@ -1,7 +1,8 @@
 """Checkpoints of a run: saved in the background, kept by a rule, restored under any layout.
 
 A program that ends while a step is being written finishes it first, or reports that it is lost.
-`save`, `restore`, `latest` and `recorded` each do one thing without opening a run's checkpoints.
+`save`, `restore`, `latest_step` and `checkpoint_metadata` each do one thing without opening
+a run's checkpoints.
 """
 
 import atexit
@@ -34,8 +35,8 @@ from hfjax.checkpoint.directory import (
     sweep,
 )
 from hfjax.checkpoint.metadata import check_json, make_record, read_record
-from hfjax.checkpoint.restoring import ReadOptions, Restored, read
-from hfjax.checkpoint.retention import Keep, Metrics
+from hfjax.checkpoint.restoring import ReadOptions, RestoredRun, read
+from hfjax.checkpoint.retention import Metrics, RetentionPolicy
 from hfjax.checkpoint.writer import Writer
 from hfjax.distributed.consensus import run_on_all, run_on_first
 from hfjax.sharding.layout import Layout, State
@@ -70,7 +71,7 @@ def _close_all() -> None:
         try:
             resource.close()
         except Exception as error:
-            advice = "The program ended without close(): use `with hfjax.Checkpoints(…)`."
+            advice = "The program ended without close(): use `with hfjax.CheckpointManager(…)`."
             print(f"hfjax: {error} {advice}", file=sys.stderr)
 
 
@@ -78,7 +79,7 @@ def _close_all() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of a directory, as its only writer; use it in a `with` statement.
 
     With several processes all of them call every method, and all see the directory.
@@ -86,7 +87,7 @@ class Checkpoints:
     Args:
         directory: Where steps are saved; created if missing. Another writer is refused.
         layout: The layout of the states to save and restore.
-        keep: Which steps are kept. None: `Keep()`, the latest three.
+        keep: Which steps are kept. None: `RetentionPolicy()`, the latest three.
         config: JSON data, written beside each step: how to rebuild the model, say.
         timeout: Seconds that writing a save may take.
 
@@ -95,7 +96,8 @@ class Checkpoints:
         >>> model = lambda rngs: {"w": jnp.ones((8, 8))}
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
         >>> folder, state = tempfile.TemporaryDirectory(), hfjax.init(layout)
-        >>> with hfjax.Checkpoints(folder.name, layout, keep=hfjax.Keep(latest=2)) as checkpoints:
+        >>> keep = hfjax.RetentionPolicy(latest=2)
+        >>> with hfjax.CheckpointManager(folder.name, layout, keep=keep) as checkpoints:
         ...     checkpoints.save(state, data={"rows": 0}, metrics={"loss": 1.5})
         ...     checkpoints.wait()
         ...     checkpoints.steps(), checkpoints.latest(), checkpoints.restore().data
@@ -107,12 +109,12 @@ class Checkpoints:
         directory: str | os.PathLike,
         layout: Layout,
         *,
-        keep: Keep | None = None,
+        keep: RetentionPolicy | None = None,
         config: Any = None,
         timeout: int = 600,
     ) -> None:
         self.directory, self._layout = Path(os.path.abspath(directory_path(directory))), layout
-        self._keep, self._config = keep or Keep(), check_json("config", config)
+        self._keep, self._config = keep or RetentionPolicy(), check_json("config", config)
         check_seconds("Checkpoints", timeout=timeout)
         self._lock: WriterLock | None = None
         self._timeout = timeout
@@ -169,7 +171,7 @@ class Checkpoints:
         Args:
             state: The state; its layers may be stored for any schedule.
             data: JSON data: the position in the data, for instance `loader.state()`.
-            metrics: {name: number}, written beside it. `Keep(best=…)` needs the one that it names.
+            metrics: {name: number}, written beside it. `RetentionPolicy(best=…)` needs its own.
             force: Whether to delete the same and later steps first, those of an abandoned run.
 
         Raises:
@@ -239,7 +241,7 @@ class Checkpoints:
         parameters_only: bool = False,
         verify: bool = True,
         on_damage: str = "refuse",
-    ) -> Restored:
+    ) -> RestoredRun:
         """Return the state of a step, after any save in progress; see `hfjax.restore`.
 
         With on_damage="previous" damaged steps are skipped, and renamed, so that the run can save
@@ -272,7 +274,7 @@ class Checkpoints:
             self._writer.close()
             self._release()
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -326,10 +328,12 @@ def save(
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
         >>> folder = tempfile.TemporaryDirectory()
         >>> hfjax.save(folder.name, layout, hfjax.init(layout), config={"width": 8})
-        >>> hfjax.latest(folder.name)
+        >>> hfjax.latest_step(folder.name)
         0
     """
-    with Checkpoints(directory, layout, keep=Keep(latest=None), config=config) as checkpoints:
+    with CheckpointManager(
+        directory, layout, keep=RetentionPolicy(latest=None), config=config
+    ) as checkpoints:
         checkpoints.save(state, data=data, metrics=metrics)
 
 
@@ -342,7 +346,7 @@ def restore(
     parameters_only: bool = False,
     verify: bool = True,
     on_damage: str = "refuse",
-) -> Restored:
+) -> RestoredRun:
     """Return the state of a step, placed by the layout; takes no lock.
 
     Args:
@@ -381,7 +385,7 @@ def restore(
     return read(Path(os.path.abspath(directory_path(directory))), layout, step, options)
 
 
-def latest(directory: str | os.PathLike) -> int | None:
+def latest_step(directory: str | os.PathLike) -> int | None:
     """Return the last step saved in a directory; None if there is no step or no directory.
 
     Args:
@@ -389,13 +393,13 @@ def latest(directory: str | os.PathLike) -> int | None:
 
     Example:
         >>> import hfjax
-        >>> hfjax.latest("no/such/directory") is None
+        >>> hfjax.latest_step("no/such/directory") is None
         True
     """
     return max(list_steps(directory_path(directory)), default=None)
 
 
-def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
+def checkpoint_metadata(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
     """Return the record beside the arrays of a step: config, data, metrics, versions ...
 
     It needs no layout: build the layout from this record.
@@ -413,7 +417,7 @@ def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str,
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
         >>> folder = tempfile.TemporaryDirectory()
         >>> hfjax.save(folder.name, layout, hfjax.init(layout), config={"width": 8})
-        >>> hfjax.recorded(folder.name)["config"]
+        >>> hfjax.checkpoint_metadata(folder.name)["config"]
         {'width': 8}
     """
     folder = directory_path(directory)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from hfjax.checkpoint.arrays import KEY, ArraySpecs, state_arrays
 from hfjax.sharding.check_state import check_is_state
 from hfjax.sharding.layout import Layout, State
-from hfjax.sharding.reorder_layers import canonical
+from hfjax.sharding.reorder_layers import to_model_order
 from hfjax.utils.keywords import NEAREST, name_hint
 from hfjax.utils.tables import first_lines, quote
 
@@ -97,7 +97,10 @@ def _advice(saved: ArraySpecs, expected: ArraySpecs, cast: str | None) -> str:
             "Only the optimizer's state differs. Give the layout the optimizer it was saved with, "
             "or restore with parameters_only=True: the parameters, and a fresh optimizer."
         )
-    return "Make the layout of the model that was saved: hfjax.recorded(directory) has its config."
+    return (
+        "Make the layout of the model that was saved: hfjax.checkpoint_metadata(directory) has "
+        "its config."
+    )
 
 
 def _show(spec: list) -> str:
@@ -142,4 +145,4 @@ def steps_taken(state: Any) -> int:
 
 def arrays_to_save(layout: Layout, state: State) -> dict[str, Any]:
     """Return {path: array} of a state, its layers in the model's order."""
-    return state_arrays(canonical(layout, state))
+    return state_arrays(to_model_order(layout, state))

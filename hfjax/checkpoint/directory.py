@@ -103,7 +103,8 @@ class DeletedError(ValueError):
         super().__init__(
             f"step {step.name} of {quote(step.parent)} was deleted while it was read: whoever "
             f"writes there keeps only some steps. Saved now: {saved}. Read one of these, or have "
-            "the run keep more (hfjax.Keep; --checkpoints.keep, --checkpoints.keep-every)."
+            "the run keep more (hfjax.RetentionPolicy; --checkpoints.keep, "
+            "--checkpoints.keep-every)."
         )
 
 
@@ -329,5 +330,6 @@ def _describe_holder(lock: str | bytes) -> str:
 def _refusal(directory: Path, holder: str) -> str:
     return (
         f"{quote(directory)} is being written by {holder}: a directory has one writer. Close that "
-        "one first, or save elsewhere; to restore, hfjax.restore and hfjax.latest need no lock."
+        "one first, or save elsewhere; to restore, hfjax.restore and hfjax.latest_step need no "
+        "lock."
     )

@@ -45,7 +45,7 @@ Damaged = list[tuple[int, list[str]]]  # skipped steps, and what is wrong with e
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRun:
     """A restored state and the record beside it.
 
     Attributes:
@@ -60,7 +60,8 @@ class Restored:
 
     Example:
         >>> import hfjax
-        >>> hfjax.Restored(None, 3, {"rows": 96}, {}, {"loss": 1.5}, {}, "DDP on one device").data
+        >>> metrics = {"loss": 1.5}
+        >>> hfjax.RestoredRun(None, 3, {"rows": 96}, {}, metrics, {}, "DDP on one device").data
         {'rows': 96}
     """
 
@@ -88,7 +89,7 @@ class ReadOptions:
             raise ValueError(f"on_damage={self.on_damage!r}: one of {', '.join(ON_DAMAGE)}.")
 
 
-def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions) -> Restored:
+def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions) -> RestoredRun:
     """Return the state of a step, placed by the layout, and the record beside it."""
     restored, damaged = retry_if_deleted(step, lambda: _read(directory, layout, step, options))
     for number, lines in damaged:
@@ -102,7 +103,7 @@ def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions
 
 def _read(
     directory: Path, layout: Layout, step: int | None, options: ReadOptions
-) -> tuple[Restored, Damaged]:
+) -> tuple[RestoredRun, Damaged]:
     """Return the restored step and the damaged ones; all processes raise `DeletedError`."""
     chosen = run_on_first(
         lambda: retry_if_deleted(step, lambda: _choose_step(directory, step, options))
@@ -115,7 +116,7 @@ def _read(
         if run_on_first(lambda: folder_identity(path) == chosen["identity"]):
             raise
         raise DeletedError(path) from None
-    restored = Restored(
+    restored = RestoredRun(
         state=state,
         step=chosen["step"],
         origin=_format_origin(record),

@@ -11,7 +11,7 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """The steps to keep; a step is deleted when none of these rules keeps it.
 
     Attributes:
@@ -23,7 +23,7 @@ class Keep:
 
     Example:
         >>> import hfjax
-        >>> keep = hfjax.Keep(latest=2, every=100)
+        >>> keep = hfjax.RetentionPolicy(latest=2, every=100)
         >>> keep.kept({90: {}, 100: {}, 180: {}, 210: {}, 220: {}, 230: {}})
         [100, 210, 220, 230]
     """
@@ -39,12 +39,16 @@ class Keep:
             value = getattr(self, name)
             missing = value is None and name != "bests"
             if not missing and not is_int(value):
-                raise ValueError(f"Keep({name}={value!r}): a positive whole number is expected.")
+                raise ValueError(
+                    f"RetentionPolicy({name}={value!r}): a positive whole number is expected."
+                )
 
         if not (self.best is None or (isinstance(self.best, str) and self.best)):
-            raise ValueError(f"Keep(best={self.best!r}): the name of a metric, or None: no best.")
+            raise ValueError(
+                f"RetentionPolicy(best={self.best!r}): the name of a metric, or None: no best."
+            )
         if not isinstance(self.highest, bool):
-            raise ValueError(f"Keep(highest={self.highest!r}): true or false.")
+            raise ValueError(f"RetentionPolicy(highest={self.highest!r}): true or false.")
 
     def kept(self, metrics: Mapping[int, Metrics]) -> list[int]:
         """Return those of the saved steps that are kept, in ascending order.
@@ -55,7 +59,8 @@ class Keep:
 
         Example:
             >>> import hfjax
-            >>> hfjax.Keep(latest=1, best="loss").kept({1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {}})
+            >>> metrics = {1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {}}
+            >>> hfjax.RetentionPolicy(latest=1, best="loss").kept(metrics)
             [2, 3]
         """
         steps = sorted(metrics)
@@ -70,11 +75,12 @@ class Keep:
 
         Example:
             >>> import hfjax
-            >>> hfjax.Keep(best="loss").check({"loss": 1.0})
+            >>> hfjax.RetentionPolicy(best="loss").check({"loss": 1.0})
         """
         if self.best is not None and self.best not in metrics:
             raise ValueError(
-                f"Keep(best={self.best!r}) judges steps by a metric that was not given, found "
+                f"RetentionPolicy(best={self.best!r}) judges steps by a metric that was "
+                "not given, found "
                 f"{sorted(metrics) or 'none'}. Give save(…, metrics={{{self.best!r}: …}})."
             )
 
@@ -95,9 +101,9 @@ class Keep:
 
 
 class KeepPolicy:
-    """Orbax's preservation policy by a `Keep`."""
+    """Orbax's preservation policy by a `RetentionPolicy`."""
 
-    def __init__(self, keep: Keep, metrics: Mapping[int, Metrics]) -> None:
+    def __init__(self, keep: RetentionPolicy, metrics: Mapping[int, Metrics]) -> None:
         self._keep, self._metrics = keep, metrics
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:

@@ -24,7 +24,7 @@ from hfjax.checkpoint.directory import (
 )
 from hfjax.checkpoint.manifest import write_manifest
 from hfjax.checkpoint.orbax_logging import silence_orbax
-from hfjax.checkpoint.retention import Keep, KeepPolicy, Metrics
+from hfjax.checkpoint.retention import KeepPolicy, Metrics, RetentionPolicy
 from hfjax.utils.paths import nest
 from hfjax.utils.tables import quote
 
@@ -47,12 +47,12 @@ def save_error(directory: Path, step: int, needed: int, error: BaseException) ->
         return OSError(
             f"step {step} is saved in {quote(directory)}, but what is no longer kept cannot be "
             f"deleted: {_reason(errors)[1]}. Steps there: {steps}. Delete the oldest yourself, or "
-            "keep all: Keep(latest=None)."
+            "keep all: RetentionPolicy(latest=None)."
         )
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     no_room, reason = _reason(errors)
-    fewer = " (Keep(latest=…) with fewer steps)" * bool(saved)
+    fewer = " (RetentionPolicy(latest=…) with fewer steps)" * bool(saved)
     advice = f" Make room{fewer} and save again." * no_room
     before = f"Steps saved before are intact: {steps}" if saved else "No step was saved before"
     return OSError(
@@ -100,7 +100,7 @@ class Writer:
     def __init__(
         self,
         directory: Path,
-        keep: Keep,
+        keep: RetentionPolicy,
         metrics: dict[int, Metrics],
         timeout: int,
         holds: Callable[[], bool],

@@ -172,7 +172,7 @@ def _check_scale(layout: Layout, precision: Any) -> None:
         raise ValueError(
             f"{half_paths[0]} is stored in float16: its updates would be too small for it. Store "
             "it in "
-            "float32, or keep a float32 copy: hfjax.master(optimizer)."
+            "float32, or keep a float32 copy: hfjax.optimizers.master_weights(optimizer)."
         )
     compute_dtypes = {
         path: precision.at(path).of(p.dtype).compute for path, p in layout.param_specs.items()

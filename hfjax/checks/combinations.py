@@ -214,9 +214,9 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "where these lie",
         f"{WAITS}leave the column `memory` out.",
     ),
-    ("hfjax.master", "asynchronous schedule"): Refusal(
+    ("hfjax.optimizers.master_weights", "asynchronous schedule"): Refusal(
         "stages keep versions of the parameters, not of their master weights",
-        f"{WAITS}the optimizer without hfjax.master.",
+        f"{WAITS}the optimizer without hfjax.optimizers.master_weights.",
     ),
     ("FSDP", "asynchronous schedule"): BY_STAGE,
     ("asynchronous schedule", "EXPERT"): BY_STAGE,

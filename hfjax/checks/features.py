@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
+from hfjax.optimizers.transforms import Averaged, ema, master_weights, stored_dtype
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
@@ -197,11 +197,13 @@ def _strategy_text_if(condition: Callable[[Layout], Any]) -> UserText:
 def _ema_text(layout: Layout, _: Execution) -> str | None:
     is_average = lambda x: isinstance(x, Averaged)
     nodes = jax.tree.leaves(layout.state_shapes.optimizer, is_leaf=is_average)
-    return "hfjax.ema" if any(map(is_average, nodes)) else None
+    return "hfjax.optimizers.ema" if any(map(is_average, nodes)) else None
 
 
 def _master_text(layout: Layout, _: Execution) -> str | None:
-    return None if stored_dtype(layout.optimizer, None) is None else "hfjax.master"
+    return (
+        None if stored_dtype(layout.optimizer, None) is None else "hfjax.optimizers.master_weights"
+    )
 
 
 def _freeze_text(layout: Layout, _: Execution) -> str | None:
@@ -305,8 +307,8 @@ FEATURES: dict[str, Feature] = {
         _strategy_text_if(lambda layout: layout.host_memory.parameters), strategy=HOST_PARAMETERS
     ),
     NOT_ELEMENT_BY_ELEMENT: Feature(None, optimizer=lambda _: optax.lamb(1e-2)),
-    "hfjax.ema": Feature(_ema_text, optimizer=lambda optimizer: ema(optimizer, 0.9)),
-    "hfjax.master": Feature(_master_text, optimizer=master),
+    "hfjax.optimizers.ema": Feature(_ema_text, optimizer=lambda optimizer: ema(optimizer, 0.9)),
+    "hfjax.optimizers.master_weights": Feature(_master_text, optimizer=master_weights),
     "freeze": Feature(_freeze_text, freeze="positions"),
     "list of layers": Feature(_layer_list_text, model="listed"),
     NOT_IN_PARTS: Feature(_whole_model_text, model="called"),

@@ -326,7 +326,7 @@ def warn_of_mixed_experts(layout: Layout) -> None:
         warnings.warn(
             f"the optimizer treats the experts of {path} as one array (as LAMB, LARS, Adafactor "
             "and Muon do): how far one expert moves depends on the others. Use an optimizer that "
-            "works element by element for them (hfjax.by_path).",
+            "works element by element for them (hfjax.optimizers.by_path).",
             UserWarning,
             stacklevel=5,
         )

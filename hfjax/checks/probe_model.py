@@ -82,7 +82,7 @@ def _sequence_length(batch: Any, dims: Any) -> int:
             f"the devices of context share rows, so that the arrays of a batch have one number of "
             f"positions; found {lengths_text} (dimension 1). Which dimension is the sequence can "
             "be said: "
-            'hfjax.Context(sequence={"tokens": 1, "image": None}).'
+            'hfjax.ContextParallel(sequence={"tokens": 1, "image": None}).'
         )
     return next(iter(lengths.values()))
 

@@ -11,7 +11,7 @@ from hfjax.cli.arguments import parse_flags
 from hfjax.cli.run import Saved, saved_config, saved_state
 from hfjax.distributed.consensus import say
 from hfjax.distributed.stop import leaving
-from hfjax.trainer.build import Parts
+from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import Model, Train
 from hfjax.trainer.console import show_waiting
 from hfjax.trainer.model import ROUND_TO
@@ -121,7 +121,7 @@ def _no_folder_message(args: Export, config: Train) -> str:
     )
 
 
-def _template_model(args: Export, run: Parts) -> Pretrained:
+def _template_model(args: Export, run: RunComponents) -> Pretrained:
     """Return the model whose names the files get; refuse one that computes something else."""
     if args.like is None:
         assert run.pretrained is not None

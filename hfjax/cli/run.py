@@ -15,7 +15,7 @@ import jax
 import tyro
 
 import hfjax
-from hfjax.checkpoint import Restored
+from hfjax.checkpoint import RestoredRun
 from hfjax.cli.arguments import parse_flags
 from hfjax.distributed.consensus import say, speaks
 from hfjax.distributed.exit_codes import exit_code
@@ -26,7 +26,7 @@ from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.param_specs import num_batch_shards
 from hfjax.trainer import config_io
 from hfjax.trainer.build import (
-    Parts,
+    RunComponents,
     build_mesh,
     check_flags_used,
     unsharded_strategy,
@@ -229,7 +229,9 @@ def saved_config(args: Saved) -> Train:
     return replace(config, **overrides)
 
 
-def saved_state(args: Saved, config: Train, master: bool = False) -> tuple[Parts, Restored]:
+def saved_state(
+    args: Saved, config: Train, master: bool = False
+) -> tuple[RunComponents, RestoredRun]:
     """Return the components of a run and its state.
 
     Without an average, and unless master weights are asked for, only parameters are read; the state
@@ -249,9 +251,9 @@ def saved_state(args: Saved, config: Train, master: bool = False) -> tuple[Parts
         return run, replace(restored, state=state)
 
 
-def _build_run(args: Saved, config: Train, trains: bool) -> Parts:
+def _build_run(args: Saved, config: Train, trains: bool) -> RunComponents:
     """Return the components of a run in its own layout, or one that these devices allow."""
-    make = lambda config: Parts(_pad_batch(config), trains=trains)
+    make = lambda config: RunComponents(_pad_batch(config), trains=trains)
     if args.strategy is not None:
         return make(replace(config, strategy=args.strategy, mesh=args.mesh))
     own = config.strategy if trains else without_host_optimizer(config.strategy)

@@ -161,7 +161,7 @@ class Loader(IndexedLoader):
 def share(rows: int, process: int, processes: int) -> np.ndarray:
     """Return the indices of a process's examples in the global batch, equally many for each.
 
-    `hfjax.rows_of_process` returns them for any mesh, also where processes share examples.
+    `hfjax.process_batch_slice` returns them for any mesh, also where processes share examples.
 
     Args:
         rows: The global batch size; it must be divisible by `processes`.

@@ -1,6 +1,23 @@
 """Wrappers of any optax optimizer: `transforms` (by path, averages, master weights), `rates`."""
 
-from hfjax.optimizers.rates import rate
-from hfjax.optimizers.transforms import adamw, averaged, by_path, ema, master, matching, scaled
+from hfjax.optimizers.rates import lr_schedule
+from hfjax.optimizers.transforms import (
+    adamw,
+    averaged,
+    by_path,
+    ema,
+    master_weights,
+    matching,
+    scaled,
+)
 
-__all__ = ["adamw", "averaged", "by_path", "ema", "master", "matching", "rate", "scaled"]
+__all__ = [
+    "adamw",
+    "averaged",
+    "by_path",
+    "ema",
+    "lr_schedule",
+    "master_weights",
+    "matching",
+    "scaled",
+]

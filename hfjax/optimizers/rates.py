@@ -17,7 +17,7 @@ SHAPES = ("linear", "log")
 MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 
-def rate(
+def lr_schedule(
     peak: float,
     *,
     warmup: int = 0,
@@ -48,8 +48,8 @@ def rate(
 
     Example:
         >>> import hfjax
-        >>> rate = hfjax.rate(1.0, warmup=2, steps=6)
-        >>> [round(float(rate(n)), 3) for n in range(7)]
+        >>> lr_schedule = hfjax.lr_schedule(1.0, warmup=2, steps=6)
+        >>> [round(float(lr_schedule(n)), 3) for n in range(7)]
         [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     _check_numbers(peak, warmup, end, hold)

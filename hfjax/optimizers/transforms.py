@@ -36,7 +36,7 @@ def adamw(
         eps: What is added to the root of the second moment.
         weight_decay: Strength of the decay, times the learning rate.
         mask: Which parameters decay: a tree of booleans, or a function of the parameters that
-            returns one (`hfjax.matching`). None: all.
+            returns one (`hfjax.optimizers.matching`). None: all.
         mu_dtype: The dtype of the first moment. None: that of the parameter.
 
     Example:
@@ -66,7 +66,7 @@ def _check_rate(rate: object) -> None:
     if is_plain and not is_real(rate, 0, float(jnp.finfo(jnp.float32).max)):
         raise ValueError(
             f"adamw: learning_rate={rate!r}: a finite number, at least 0, or a schedule, a "
-            "function of the number of updates (hfjax.rate), is expected."
+            "function of the number of updates (hfjax.lr_schedule), is expected."
         )
 
 
@@ -87,7 +87,7 @@ def by_path(
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
-        >>> optimizer = hfjax.by_path({"*/bias": optax.sgd(1.0), "*": optax.sgd(0.1)})
+        >>> optimizer = hfjax.optimizers.by_path({"*/bias": optax.sgd(1.0), "*": optax.sgd(0.1)})
         >>> params = {"mlp": {"bias": jnp.ones(2), "kernel": jnp.ones(2)}}
         >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
         >>> {name: round(float(x[0]), 1) for name, x in updates["mlp"].items()}
@@ -157,9 +157,10 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
 
     Example:
         >>> import hfjax, optax
-        >>> hfjax.matching("*/kernel")({"mlp": {"bias": 0, "kernel": 0}})
+        >>> hfjax.optimizers.matching("*/kernel")({"mlp": {"bias": 0, "kernel": 0}})
         {'mlp': {'bias': False, 'kernel': True}}
-        >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=hfjax.matching("*/kernel"))
+        >>> mask = hfjax.optimizers.matching("*/kernel")
+        >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=mask)
     """
 
     def mask(params: Tree) -> dict:
@@ -182,7 +183,7 @@ def scaled(
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
-        >>> optimizer = hfjax.scaled(optax.sgd(1.0), {"tokens": 0.5})
+        >>> optimizer = hfjax.optimizers.scaled(optax.sgd(1.0), {"tokens": 0.5})
         >>> params = {"head": jnp.ones(1), "tokens": jnp.ones(1)}
         >>> updates, _ = optimizer.update(params, optimizer.init(params))
         >>> {name: float(x[0]) for name, x in updates.items()}
@@ -288,13 +289,13 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
     inner: Any  # the optimizer that it wraps
 
 
-def master(
+def master_weights(
     optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat16"
 ) -> MasterWeights:
     """Return the optimizer of a float32 copy of the parameters; the state's are stored narrower.
 
     After each step a parameter is its master weight, rounded. The optimizer sees master weights
-    and float32 gradients. Put it outermost: `master(ema(by_path({…}), 0.999))`.
+    and float32 gradients. Put it outermost: `master_weights(ema(by_path({…}), 0.999))`.
 
     Args:
         optimizer: Any optax transformation.
@@ -303,7 +304,7 @@ def master(
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
         >>> model = lambda rngs: {"w": jnp.ones((64, 8))}
-        >>> optimizer = hfjax.master(optax.adamw(1e-3))
+        >>> optimizer = hfjax.optimizers.master_weights(optax.adamw(1e-3))
         >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), hfjax.DDP)
         >>> state = layout.abstract_state()
         >>> state.params["w"].dtype.name, state.optimizer.master["w"].dtype.name
@@ -314,7 +315,8 @@ def master(
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
         raise ValueError(
             f"master: stored={dtype.name}: a floating-point type that is narrower than float32 "
-            'is expected, for instance "bfloat16". Without one leave hfjax.master out.'
+            'is expected, for instance "bfloat16". Without one leave '
+            "hfjax.optimizers.master_weights out."
         )
     inner = optax.with_extra_args_support(optimizer)
     widen = lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
@@ -346,9 +348,11 @@ def check_master(optimizer: Any, params: Tree) -> None:
     inner = unwrap(optimizer, FrozenParams, MasterWeights)
     if _find_states(jax.eval_shape(inner.init, params), Mastered):
         raise ValueError(
-            "hfjax.master is inside another optimizer, and what that one does would not reach the "
-            "master weights. Put it outermost: hfjax.master(optax.chain(…)), "
-            "hfjax.master(hfjax.ema(…)); clip with train_step(…, clip=1.0)."
+            "hfjax.optimizers.master_weights is inside another optimizer, and what that one does "
+            "would not reach the "
+            "master weights. Put it outermost: hfjax.optimizers.master_weights(optax.chain(…)), "
+            "hfjax.optimizers.master_weights(hfjax.optimizers.ema(…)); clip with "
+            "train_step(…, clip=1.0)."
         )
 
 
@@ -365,7 +369,7 @@ def check_update_arguments(optimizer: Any, params: Tree) -> None:
             f"the optimizer's update asks for {match[1]}, and a step gives it gradients, its "
             "state and parameters. Leave out what asks (optax.contrib.reduce_on_plateau, "
             "optax.lbfgs and others that look at the loss): a rate may follow the number of the "
-            "step, hfjax.rate(…)."
+            "step, hfjax.lr_schedule(…)."
         ) from None
 
 
@@ -447,7 +451,7 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
-        >>> optimizer = hfjax.ema(optax.sgd(1.0), decay=0.75)
+        >>> optimizer = hfjax.optimizers.ema(optax.sgd(1.0), decay=0.75)
         >>> params = {"w": jnp.array(4.0)}
         >>> _, kept = optimizer.update({"w": jnp.array(4.0)}, optimizer.init(params), params)
         >>> float(kept.average["w"])  # of 4.0, and of 0.0 after the update
@@ -478,22 +482,23 @@ def averaged(state: Any) -> Any:
     Parameters of which no average is kept (frozen ones, those of another group) stay as they are.
 
     Args:
-        state: A `hfjax.State` whose optimizer is `hfjax.ema(…)`, or has one in it.
+        state: A `hfjax.State` whose optimizer is `hfjax.optimizers.ema(…)`, or has one in it.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
         >>> model = lambda rngs: {"w": jnp.ones((64, 8))}
-        >>> optimizer = hfjax.ema(optax.adamw(1e-3), decay=0.999)
+        >>> optimizer = hfjax.optimizers.ema(optax.adamw(1e-3), decay=0.999)
         >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), hfjax.DDP)
         >>> state = hfjax.init(layout)
-        >>> float(hfjax.averaged(state).params["w"].sum())
+        >>> float(hfjax.optimizers.averaged(state).params["w"].sum())
         512.0
     """
     if not hasattr(state, "optimizer"):
         raise ValueError(f"averaged(state): a hfjax.State is expected, found {state!r}.")
     if not (nodes := _find_states(state.optimizer, Averaged)):
         raise ValueError(
-            "averaged(state): its optimizer keeps no average. Train with hfjax.ema(optimizer, "
+            "averaged(state): its optimizer keeps no average. Train with "
+            "hfjax.optimizers.ema(optimizer, "
             "decay=0.999)."
         )
     params, new = flatten(state.params), Flat()

@@ -10,7 +10,7 @@ from hfjax.parallel.mesh import AXES
 from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.table import Table
-from hfjax.parallel.settings import Context
+from hfjax.parallel.settings import ContextParallel
 from hfjax.parallel.strategy import Strategy
 from hfjax.planner.memory_model import MeshShape
 from hfjax.trainer.build import DATA_STRATEGIES, mesh_sizes, parse_strategy
@@ -152,7 +152,7 @@ class Candidate:
             "offload": self.offload,
             "split_rows": self.split_rows,
             "reduction": self.reduction,
-            "context": Context(),
+            "context": ContextParallel(),
         }
 
     def settings(self, base: Train) -> Train:

@@ -16,7 +16,7 @@ from hfjax.parallel.extensions.expert_parallel.dispatch_kinds import (
 )
 from hfjax.parallel.extensions.tensor_grid.costs import grid_comm_volume
 from hfjax.parallel.mesh import BATCH_AXES, in_use
-from hfjax.parallel.settings import Context
+from hfjax.parallel.settings import ContextParallel
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.memory_model import Flows, MeshShape
 
@@ -222,7 +222,7 @@ def attention_option(
     devices: int, calls: tuple[comm_kinds.AttentionCall, ...]
 ) -> comm_kinds.CommOption:
     """Return the form of context parallel attention that a step chooses."""
-    return comm_kinds.choose_comm_kind(Context(), devices, calls).option
+    return comm_kinds.choose_comm_kind(ContextParallel(), devices, calls).option
 
 
 def _expert_comms(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:

@@ -38,7 +38,7 @@ def check_matrices(
             "muon_weight_dimension_numbers=f), f(params) being a tree of "
             "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), and None for what "
             "Adam updates. Or use another optimizer, for all paths (optax.adamw) or for some "
-            "(hfjax.by_path)."
+            "(hfjax.optimizers.by_path)."
         )
 
 

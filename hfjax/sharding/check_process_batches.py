@@ -100,6 +100,7 @@ def _mismatch_message(mesh: Mesh, process: int, other: int) -> str:
     return (
         f"process {process} gave other rows of the batch than process {other}: on mesh "
         f"{describe_mesh(mesh)} devices along {axes} compute with the same rows, and belong to "
-        "both. Give the same in each: those of hfjax.rows_of_process(layout, rows), drawn in the "
+        "both. Give the same in each: those of hfjax.process_batch_slice(layout, rows), drawn "
+        "in the "
         "same order."
     )

@@ -93,7 +93,7 @@ class HostMemory:
         rules = ", ".join(f"{rule} -> {self._target(rule)}" for rule in active_rules)
         reasons = {
             "moments": "keeps no array like a parameter",
-            MASTER: "keeps no master weights (hfjax.master(optimizer) does)",
+            MASTER: "keeps no master weights (hfjax.optimizers.master_weights(optimizer) does)",
         }
         raise ValueError(
             f"strategy {self.strategy.name}, memory {rules}: the optimizer "

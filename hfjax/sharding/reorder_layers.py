@@ -25,7 +25,7 @@ from hfjax.sharding.optimizer_state import convert_layers, convert_state
 from hfjax.utils.paths import Flat, flatten, nest
 
 
-def canonical(layout: Layout, state: State) -> State:
+def to_model_order(layout: Layout, state: State) -> State:
     """Return the state with its layers in the model's order: to save and to inspect.
 
     Any layout of the same model can restore it, whatever its mesh, strategy or schedule. A state
@@ -47,7 +47,7 @@ def canonical(layout: Layout, state: State) -> State:
         >>> mesh, schedule = hfjax.make_mesh(pipe=2, data=4), hfjax.Schedule("interleaved", 8)
         >>> layout = hfjax.layout(Model, optax.sgd(0.1), mesh, hfjax.PIPE)
         >>> state = hfjax.init(layout, schedule=schedule)  # two chunks on each stage
-        >>> state.order.tolist(), hfjax.canonical(layout, state).order.tolist()
+        >>> state.order.tolist(), hfjax.to_model_order(layout, state).order.tolist()
         ([0, 2, 1, 3], [0, 1, 2, 3])
     """
     check_layout_and_state("canonical", layout, state)

@@ -37,7 +37,7 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
     Args:
         layout: The layout of the step that takes the batch.
         batch: Pytree of arrays with the same number of examples. With several processes each
-            passes its own examples (`rows_of_process`). Processes whose devices compute with the
+            passes its own (`process_batch_slice`). Processes whose devices compute with the
             same examples (along pipe, context, row and tensor) pass the same ones; a step refuses
             those that differ.
         microbatches: Number of microbatches of the step: the number of examples has to be
@@ -83,7 +83,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
-def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
+def process_batch_slice(layout: Layout, rows: int) -> np.ndarray:
     """Return which examples of a global batch this process passes to `shard_batch`, in order.
 
     Args:
@@ -94,7 +94,7 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
         >>> import hfjax, jax.numpy as jnp, optax
         >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
-        >>> hfjax.rows_of_process(layout, 8).tolist()  # of one process: all
+        >>> hfjax.process_batch_slice(layout, 8).tolist()  # of one process: all
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
     if not is_int(rows, 1):
@@ -217,7 +217,7 @@ def is_placed(mesh: Mesh, batch: Any) -> bool:
     return all(isinstance(x, jax.Array) and has_batch_sharding(x) for x in jax.tree.leaves(batch))
 
 
-def full(params: Tree) -> Any:
+def full_array(params: Tree) -> Any:
     """Return the full, unsharded arrays in host memory, leaf by leaf (summon_full_params).
 
     Random keys come back as jax arrays, everything else as NumPy arrays. With several processes
@@ -231,7 +231,7 @@ def full(params: Tree) -> Any:
         >>> from flax import nnx
         >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
-        >>> kernel = hfjax.full(hfjax.init(layout).params)["kernel"]
+        >>> kernel = hfjax.full_array(hfjax.init(layout).params)["kernel"]
         >>> type(kernel).__name__, kernel.shape
         ('ndarray', (8, 4))
     """

@@ -58,7 +58,7 @@ def init(
             stages that run them. None: the first step moves them there.
         parameters: The parameters to start from, in the model's own order, whatever the schedule:
             NumPy or JAX arrays in a tree like `state.params`, or as {path: array}; a state or
-            `hfjax.full(state)`, whose layers may be stored for any schedule; the `weights` of
+            `hfjax.full_array(state)`, whose layers may be stored for any schedule; the `weights` of
             `hfjax.pretrained`, which stream from their files; or a function of (path, slices) that
             returns this slice of the array, so that no array is ever held in full. None in place
             of an array takes it from the seed. Floating-point arrays are cast to the model's dtype;
@@ -83,7 +83,7 @@ def init(
         128.0
         >>> own = model(nnx.Rngs(0))  # hfjax from the parameters of a loop of your own
         >>> state = hfjax.init(layout, parameters=own)
-        >>> own = hfjax.module(layout, state)  # a loop of your own from those of hfjax
+        >>> own = hfjax.to_model(layout, state)  # a loop of your own from those of hfjax
     """
     check_layout(layout)
     layout = assign_stages(layout, schedule)
@@ -330,7 +330,8 @@ def _check_params(arrays: Flat, expected: Mapping[str, Any]) -> None:
             + "\n  ".join(lines)
             + "\nPaths and shapes are those of the model's own order: "
             "print(layout) shows them. None in place of an array takes it from the seed. If they "
-            "lie as a pipeline stores them: give the whole state, parameters=hfjax.full(state)."
+            "lie as a pipeline stores them: give the whole state, "
+            "parameters=hfjax.full_array(state)."
         )
 
 

@@ -38,7 +38,13 @@ from hfjax.sharding.check_state import (
 from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import rearrange
 from hfjax.step import build
-from hfjax.step.batches import batch_sharding, check_batch, full, num_microbatches, place_batch
+from hfjax.step.batches import (
+    batch_sharding,
+    check_batch,
+    full_array,
+    num_microbatches,
+    place_batch,
+)
 from hfjax.step.nonfinite import NonfiniteMonitor
 from hfjax.utils.keywords import attribute_docs, check_keywords
 from hfjax.utils.mean import mean_metrics
@@ -261,7 +267,7 @@ class TrainStep:
             >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
             >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
             >>> traced = step.trace(jax.ShapeDtypeStruct((8, 8), "float32"))
-            >>> hfjax.transfers(traced).total()  # nothing goes to the host
+            >>> hfjax.analysis.host_transfers(traced).total()  # nothing goes to the host
             0
         """
         check_batch(self.layout, batch, num_microbatches(self.execution))
@@ -397,7 +403,7 @@ class TrainStep:
         return after, metrics, grads.squares
 
 
-def module(layout: Layout, state: State) -> Any:
+def to_model(layout: Layout, state: State) -> Any:
     """Return the model as `model_init` makes it, with the parameters and variables of a state.
 
     It is unsharded, on one device, and independent of the mesh: call it, save it, pass it on, train
@@ -412,12 +418,14 @@ def module(layout: Layout, state: State) -> Any:
         >>> from flax import nnx
         >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
-        >>> linear = hfjax.module(layout, hfjax.init(layout))
+        >>> linear = hfjax.to_model(layout, hfjax.init(layout))
         >>> type(linear).__name__, linear(np.ones((2, 8), np.float32)).shape
         ('Linear', (2, 4))
     """
     check_layout_and_state("module", layout, state)
     state = rearrange(layout.model_layout, state)
     check_state_shapes(layout.model_layout, state, optimizer=False)
-    full_arrays = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
+    full_arrays = lambda tree: {
+        path: jnp.asarray(x) for path, x in flatten(full_array(tree)).items()
+    }
     return layout.template.merge(full_arrays(state.params), full_arrays(state.variables), "model")

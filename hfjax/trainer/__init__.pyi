@@ -1,4 +1,4 @@
-from hfjax.trainer.build import Parts as Parts
+from hfjax.trainer.build import RunComponents as RunComponents
 from hfjax.trainer.config import Train as Train
 from hfjax.trainer.config_io import load as load
 from hfjax.trainer.sampling import evaluate as evaluate, generate as generate

@@ -15,7 +15,7 @@ from hfjax.data import TokenSet
 from hfjax.data.indexed_loader import IndexedLoader
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
-from hfjax.step.batches import rows_of_process
+from hfjax.step.batches import process_batch_slice
 from hfjax.trainer.config import Train, pretrained_conflict
 from hfjax.trainer.model import check_preset
 from hfjax.trainer.optimizer import build_optimizer, make_lr_schedule, stateless_optimizer
@@ -38,7 +38,7 @@ DATA_STRATEGIES = STRATEGIES[:6]  # each places parameters and optimizer state: 
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunComponents:
     """The components of a run, each built on first use.
 
     Args:
@@ -48,8 +48,8 @@ class Parts:
         trains: Whether there is optimizer state; without it the run can only evaluate and write.
 
     Example:
-        >>> from hfjax.trainer import Parts, Train
-        >>> parts = Parts(Train(steps=100, strategy="fsdp"))
+        >>> from hfjax.trainer import RunComponents, Train
+        >>> parts = RunComponents(Train(steps=100, strategy="fsdp"))
         >>> parts.mesh.shape["fsdp"], round(float(parts.rate(20)), 4)
         (8, 0.003)
     """
@@ -172,9 +172,9 @@ class Parts:
         }
 
     @property
-    def context(self) -> hfjax.Context:
+    def context(self) -> hfjax.ContextParallel:
         """How devices shard each sequence."""
-        return hfjax.Context(**asdict(self.config.context))
+        return hfjax.ContextParallel(**asdict(self.config.context))
 
     @cached_property
     def step(self) -> Any:
@@ -201,7 +201,7 @@ class Parts:
         return self.task.valid_loader(self._local_slice)
 
     def _local_slice(self, batch: int) -> Any:
-        return rows_of_process(self.layout, batch)
+        return process_batch_slice(self.layout, batch)
 
     def check_validation(self, state: hfjax.State, most: int | None = None) -> None:
         """Refuse a user's loss that would count the examples that pad the last batch.

@@ -27,7 +27,7 @@ from rich.progress import (
 
 from hfjax.distributed.consensus import speaks
 from hfjax.hardware.machine import machine_of
-from hfjax.trainer.build import Parts, format_count
+from hfjax.trainer.build import RunComponents, format_count
 from hfjax.utils.mean import SCALE, SKIPPED
 from hfjax.utils.progress import show_progress
 from hfjax.utils.tables import escape_controls, human
@@ -56,7 +56,7 @@ def show_waiting(task: str) -> Any:
 class SpeedMeter:
     """Measures tokens (or images) a second, without what a run does between steps."""
 
-    def __init__(self, components: Parts) -> None:
+    def __init__(self, components: RunComponents) -> None:
         self._unit, units_per_example = components.task.unit, components.task.units_per_example
         self._units_per_step = components.config.batch * units_per_example / components.mesh.size
         self._flops = components.task.flops(components.layout)

@@ -43,7 +43,7 @@ def make_lr_schedule(config: Train) -> Callable:
     opts, steps = config.optimizer, config.steps
     warmup = min(20, steps // 4) if opts.warmup is None else opts.warmup
     fields = {"warmup": warmup, "end": opts.end, "hold": opts.hold}
-    return hfjax.rate(opts.rate, steps=steps, decay=opts.decay, **fields)
+    return hfjax.lr_schedule(opts.rate, steps=steps, decay=opts.decay, **fields)
 
 
 def build_optimizer(config: Train, rate: Callable, optimizer: Any = None) -> Any:
@@ -54,8 +54,8 @@ def build_optimizer(config: Train, rate: Callable, optimizer: Any = None) -> Any
             _optax_optimizer(opts, rate) if opts.own is None else _user_optimizer(opts, rate)
         )
     optimizer = scaled(optimizer, dict(map(_parse_factor, opts.scale)))
-    optimizer = optimizer if opts.ema is None else hfjax.ema(optimizer, opts.ema)
-    return hfjax.master(optimizer) if opts.master else optimizer
+    optimizer = optimizer if opts.ema is None else hfjax.optimizers.ema(optimizer, opts.ema)
+    return hfjax.optimizers.master_weights(optimizer) if opts.master else optimizer
 
 
 def stateless_optimizer(config: Train) -> Any:
@@ -64,7 +64,7 @@ def stateless_optimizer(config: Train) -> Any:
     if not config.optimizer.master:
         return plain
     wrapper = MasterWeights(plain.init, plain.update)
-    wrapper.param_dtype, wrapper.inner = hfjax.master(plain).param_dtype, plain
+    wrapper.param_dtype, wrapper.inner = hfjax.optimizers.master_weights(plain).param_dtype, plain
     return wrapper
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 import hfjax
-from hfjax.checkpoint import Checkpoints, Keep
+from hfjax.checkpoint import CheckpointManager, RetentionPolicy
 from hfjax.checkpoint.directory import NAME as LOCK, list_steps
 from hfjax.data.indexed_loader import IndexedLoader
 from hfjax.distributed.consensus import check_same, run_on_first, speaks
@@ -25,7 +25,7 @@ from hfjax.distributed.watchdog import Watchdog
 from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.extensions.context_parallel.sequence_layout import describe_work
 from hfjax.trainer import config_io, metrics_file, profile, source_snapshot
-from hfjax.trainer.build import Parts
+from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import Train
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
@@ -100,8 +100,8 @@ def find_steps(folder: Path) -> Path:
 
 
 def restore_or_explain(
-    restore: Callable[[], hfjax.Restored], config: Train, steps: Path, is_resumed: bool = False
-) -> hfjax.Restored:
+    restore: Callable[[], hfjax.RestoredRun], config: Train, steps: Path, is_resumed: bool = False
+) -> hfjax.RestoredRun:
     """Return what `restore` reads; explain a mismatch by the flags that cause it."""
     try:
         with show_waiting("reading the checkpoint"):
@@ -116,7 +116,7 @@ def _mismatch_message(message: str, config: Train, steps: Path, is_resumed: bool
     folder = quote(steps.parent if steps.name == CHECKPOINTS else steps)
     parameters = f"--checkpoints.start {folder} " * ("parameters_only" in message)
     restart_hint = f", or begin anew: {parameters}--out ANOTHER" * is_resumed
-    differences = config_io.state_differences(config, hfjax.recorded(steps)["config"])
+    differences = config_io.state_differences(config, hfjax.checkpoint_metadata(steps)["config"])
     if not differences:
         lines = message.rpartition("\n")[0]  # without the advice for Python
         return f"{lines}\nGive the data and the flags that {folder} was trained with{restart_hint}."
@@ -176,7 +176,7 @@ def train(config: Train) -> Result:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.timeout))
         stop = enter(Stop())  # from now on a signal takes effect after the step
-        run = Run(config, Parts(config), watchdog)
+        run = Run(config, RunComponents(config), watchdog)
         with watchdog.allow(COMPILING, "preparing"):
             run.prepare(enter)
         return run.run_steps(stop)
@@ -187,7 +187,7 @@ class Run:
     """One call of `train`."""
 
     config: Train
-    components: Parts
+    components: RunComponents
     watchdog: Watchdog
     state: Any = None
     first_step: int = 0  # the step that this call begins with
@@ -230,10 +230,10 @@ class Run:
             raise ValueError("--checkpoints.keep-best needs a validation set: --data.valid DIR.")
         with show_waiting("opening the checkpoints"):
             self.checkpoints = enter(
-                Checkpoints(
+                CheckpointManager(
                     directory / CHECKPOINTS,
                     self.components.layout,
-                    keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
+                    keep=RetentionPolicy(latest=keep.keep, every=keep.keep_every, best=best),
                     config=config_io.to_plain(config_io.with_absolute_paths(config)),
                     timeout=int(max(config.timeout, WRITING)),
                 )
@@ -293,9 +293,9 @@ class Run:
         step = self.config.directory / CHECKPOINTS / str(checkpoint.step)
         self.skipped_steps = restore_loader(self.components.data, checkpoint.data, step)
         self.screen.say(f"going on after step {self.first_step} of {quote(self.config.directory)}")
-        old_config = hfjax.recorded(self.config.directory / CHECKPOINTS, step=self.first_step)[
-            "config"
-        ]
+        old_config = hfjax.checkpoint_metadata(
+            self.config.directory / CHECKPOINTS, step=self.first_step
+        )["config"]
         for text in self._change_notes(old_config, checkpoint.data):
             self.screen.say(text)
 
@@ -319,7 +319,7 @@ class Run:
         """The identity of the validation data; None if there is none."""
         return None if self.components.valid is None else self.components.valid.identity["data"]
 
-    def _restore(self) -> hfjax.Restored:
+    def _restore(self) -> hfjax.RestoredRun:
         directory = self.config.directory
         restore = partial(self.checkpoints.restore, on_damage="previous")
         return restore_or_explain(restore, self.config, directory / CHECKPOINTS, is_resumed=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hfjax.utils.command_errors import import_or_explain
 from hfjax.utils.keywords import name_hint
+from hfjax.utils.renamed import NAMES
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -27,6 +28,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     def get(name: str) -> Any:
         """Return a public name; import its module only now: JAX and grain import slowly."""
         if (module := source.get(name)) is None:
+            if new := NAMES.get(name) if package == "hfjax" else None:
+                raise AttributeError(f"{package}.{name} is {new} now.")
             near = ""
             if not name.startswith("_"):  # tools probe for these
                 near = name_hint(name, source) or name_hint(name.upper(), source)

@@ -167,7 +167,8 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
         path: A folder with config.json and safetensors files, as transformers' save_pretrained
             writes it. In a multi-process run, all processes call this and must see the folder.
         stored: The dtype in which parameters are stored and trained: float32, as hfjax stores its
-            own models, or bfloat16 (with `hfjax.master`, which keeps a float32 copy: without it
+            own models, or bfloat16 (with `hfjax.optimizers.master_weights`,
+            which keeps a float32 copy: without it
             small updates are lost).
         changes: Overrides of fields of `config`, for instance `length=8192`.
 

@@ -20,7 +20,7 @@ from hfjax.models.vision.deeplab import DeepLabConfig
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.sharding.layout import Layout, State
-from hfjax.step.batches import full
+from hfjax.step.batches import full_array
 from hfjax.step.init_state import init
 from hfjax.utils.atomic import atomic_file
 from hfjax.utils.paths import Flat, flatten, nest
@@ -237,7 +237,7 @@ def write_vision(
         like: The file that the state began from: its dtypes are kept, and its batch counts
             continued. None: the dtypes of the state, counts from 0.
     """
-    arrays = full({**full_precision_params(layout, state), **_statistics(state, config)})
+    arrays = full_array({**full_precision_params(layout, state), **_statistics(state, config)})
     steps = 0 if isinstance(config, ConvNetConfig) and config.norm == "frozen" else int(state.step)
     like_tensors = {} if like is None else read_header(Path(like))
     run_on_first(lambda: _write_file(Path(file), arrays, config, like_tensors, steps))

@@ -2,7 +2,7 @@
 
 A model sees the global batch, and all positions, so BatchNorm is that of one device. Where a model
 sees its own examples only (rows="own"), it averages its statistics over devices. Where each device
-is to normalise by itself, BatchNorm runs under `own_rows`.
+is to normalise by itself, BatchNorm runs under `per_device`.
 """
 
 import math
@@ -17,7 +17,7 @@ from flax import linen, nnx
 from hfjax.parallel.mesh import DATA_AXES
 from hfjax.parallel.spmd.global_batch import axis_size_or_one
 from hfjax.parallel.spmd.partition_context import is_recording
-from hfjax.parallel.spmd.rule_calls import own_rows
+from hfjax.parallel.spmd.rule_calls import per_device
 from hfjax.utils.paths import join_path
 
 
@@ -75,7 +75,7 @@ def _per_device_norm(norm_class: type) -> type:
             return y, nnx.state(module)
 
         arrays = {name: v for name, v in kwargs.items() if hasattr(v, "shape")}
-        y, state = own_rows(run)(state, x, arrays)
+        y, state = per_device(run)(state, x, arrays)
         nnx.update(self, state)
         return y
 
@@ -97,7 +97,7 @@ def linen_per_device(call: Callable, args: tuple, kwargs: dict, context: Any) ->
         more: Any = {**kwargs, **arrays, "mutable": ["batch_stats"] if writes else False}
         return norm.apply(variables, x, *args[1:], **more)
 
-    out = own_rows(run)(dict(module.variables), args[0], arrays)
+    out = per_device(run)(dict(module.variables), args[0], arrays)
     if not writes:
         return out
     y, updates = out

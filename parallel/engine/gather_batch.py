@@ -9,7 +9,7 @@ from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.spmd.global_batch import axis_size_or_one
 
 
-def gather_rows(x: Any) -> Any:
+def gather_batch(x: Any) -> Any:
     """Return the examples of all devices, for a loss across examples (contrastive, ranking).
 
     A loss sees the global batch, as on one device, so this returns `x` itself. It is kept for
@@ -23,7 +23,7 @@ def gather_rows(x: Any) -> Any:
         >>> model = lambda rngs: {"w": jnp.ones((2, 2))}
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
         >>> def loss(params, x):  # of 16 rows, whatever the mesh
-        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"rows": len(hfjax.gather_rows(x))})
+        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"rows": len(hfjax.gather_batch(x))})
         >>> step = hfjax.eval_step(layout, loss)
         >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["rows"])
         16

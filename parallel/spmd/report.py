@@ -70,11 +70,11 @@ def check_gathers(comms: Sequence[CommEvent], strict: bool, gradient_bytes: int)
         if strict:
             raise ValueError(
                 f'{text}rows="strict" refuses that: keep rows apart, run it on each device\'s own '
-                'rows (hfjax.own_rows), or take rows="all".'
+                'rows (hfjax.per_device), or take rows="all".'
             )
         warnings.warn(
             f"{text}The result is that of one device. To spare it keep rows apart, or run it on "
-            "each device's own rows (hfjax.own_rows).",
+            "each device's own rows (hfjax.per_device).",
             UserWarning,
             stacklevel=2,
         )

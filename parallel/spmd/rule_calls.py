@@ -1,6 +1,6 @@
 """Calls that tracing keeps as one equation, since they run by a rule of their own.
 
-`own_rows` is one: it runs part of a model on each device's own examples.
+`per_device` is one: it runs part of a model on each device's own examples.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -201,7 +201,7 @@ def keep_as_call(
     return wrapper
 
 
-def own_rows(function: Callable) -> Callable:
+def per_device(function: Callable) -> Callable:
     """Return the function run on each device's own examples, where devices shard the batch.
 
     Results with one entry for each local example are sharded like the batch. Any other result is
@@ -213,7 +213,7 @@ def own_rows(function: Callable) -> Callable:
 
     Example:
         >>> import hfjax, jax.numpy as jnp
-        >>> centred = hfjax.own_rows(lambda x: x - x.mean(0, keepdims=True))
+        >>> centred = hfjax.per_device(lambda x: x - x.mean(0, keepdims=True))
         >>> centred(jnp.array([[1.0], [3.0]])).tolist()
         [[-1.0], [1.0]]
     """
@@ -222,15 +222,16 @@ def own_rows(function: Callable) -> Callable:
 
 
 PER_DEVICE = (
-    "hfjax.own_rows. Let own_rows be around: hfjax.own_rows(jax.vmap(function)), "
-    "hfjax.own_rows(jax.grad(function))."
+    "hfjax.per_device. Let own_rows be around: hfjax.per_device(jax.vmap(function)), "
+    "hfjax.per_device(jax.grad(function))."
 )
 EXPERTS = (
     "a mixture of experts, whose tokens travel between devices. Call it on all tokens at once, and "
     "differentiate outside of the model."
 )
 WRITES = (
-    "hfjax.own_rows(function): the function writes to a module that was made outside of it. Split "
+    "hfjax.per_device(function): the function writes to a module that was made outside of "
+    "it. Split "
     "the module, hand its state in and out (nnx.split, nnx.merge), or let BatchNorm normalise over "
     "each device's rows with hfjax.layout(…, sync_batch_norm=False)."
 )
@@ -299,7 +300,7 @@ def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, argument
         out_placements[:] = map(placement_of, outs)
         return list(map(local_array, outs))
 
-    outs = own_rows(function)(*map(local_array, values))
+    outs = per_device(function)(*map(local_array, values))
     return [from_local(x, placement) for x, placement in zip(outs, out_placements, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""`hfjax.from_deepspeed`: convert a DeepSpeed configuration, with a table of the outcomes."""
+"""Convert a DeepSpeed configuration (`from_deepspeed`), with a table of the outcomes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from hfjax.utils.tables import align
 
 @dataclass(frozen=True)
 class DeepSpeedSetup:
-    """The equivalent of a DeepSpeed configuration; `hfjax.from_deepspeed` returns it.
+    """The equivalent of a DeepSpeed configuration; `hfjax.compat.from_deepspeed` returns it.
 
     Attributes:
         strategy: The sharding strategy.
@@ -71,7 +71,8 @@ def from_deepspeed(
 
     Example:
         >>> import hfjax
-        >>> setup = hfjax.from_deepspeed({"train_batch_size": 32, "gradient_clipping": 0.5}, 8)
+        >>> config = {"train_batch_size": 32, "gradient_clipping": 0.5}
+        >>> setup = hfjax.compat.from_deepspeed(config, 8)
         >>> setup.strategy.name, setup.mesh, setup.rows, setup.execution
         ('DDP', {'data': 8}, 32, {'accumulate': 1, 'clip': 0.5})
     """

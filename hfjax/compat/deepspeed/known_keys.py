@@ -132,7 +132,8 @@ STEP = merge(
     ignore("fp16", "floating-point inputs are cast here, as with true", "auto_cast=false"),
     refuse(
         "fp16",
-        "parameters are stored in float32 here; hfjax.master(optimizer) stores less",
+        "parameters are stored in float32 here; "
+        "hfjax.optimizers.master_weights(optimizer) stores less",
         "fp16_master_weights_and_grads=false",
     ),
     take("bf16", "enabled=false | the types of a step"),
@@ -155,7 +156,8 @@ STEP = merge(
     refuse("data_types", "gradients are added in float32 here", 'grad_accum_dtype="fp32"'),
     refuse(
         "data_types",
-        "parameters are stored in float32 here; hfjax.master(optimizer) stores bfloat16",
+        "parameters are stored in float32 here; "
+        "hfjax.optimizers.master_weights(optimizer) stores bfloat16",
         'param_dtype="fp32"',
     ),
     refuse("data_types", "variables keep the type that the model gives them", "buffer_dtype:str"),

@@ -23,7 +23,7 @@ def check_partition(kind: type, chunked: bool, partition: object) -> None:
     if not isinstance(partition, Partition):
         raise ValueError(
             f"{kind.__name__} takes a partition, found {type(partition).__name__}. Make one: "
-            f"{kind.__name__}(hfjax.partition(layers, stages=4), microbatches=8)."
+            f"{kind.__name__}(hfjax.compat.partition(layers, stages=4), microbatches=8)."
         )
     if chunked and partition.chunks == 1:
         raise ValueError(

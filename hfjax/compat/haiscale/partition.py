@@ -26,7 +26,7 @@ BALANCES = ("parameters", "flops")  # a schedule has "even" too
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The layers of each stage; prints as a table. `hfjax.partition` returns one.
+    """The layers of each stage; prints as a table. `hfjax.compat.partition` returns one.
 
     Part g of the model is on stage g % stages, its chunk g // stages.
 
@@ -34,7 +34,7 @@ class Partition:
         >>> import hfjax
         >>> from flax import nnx
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-        >>> print(hfjax.partition(layers, stages=2))
+        >>> print(hfjax.compat.partition(layers, stages=2))
         4 layers on 2 stages
           part  stage  chunk  layers  bytes  share
              0      0      0     0-1    160  50.0%
@@ -80,7 +80,7 @@ def partition(
         >>> import hfjax
         >>> from flax import nnx
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
-        >>> hfjax.partition(layers, stages=4).counts
+        >>> hfjax.compat.partition(layers, stages=4).counts
         (2, 2, 1, 1)
     """
     for name, value in (("stages", stages), ("chunks", chunks)):

@@ -47,10 +47,10 @@ from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy
 from hfjax.sharding.layout import State, layout
-from hfjax.sharding.reorder_layers import canonical, copy_to, rearrange
+from hfjax.sharding.reorder_layers import copy_to, rearrange, to_model_order
 from hfjax.sharding.stage_assignment import assign_stages, evaluation_table
 from hfjax.sharding.xla_options import options_for
-from hfjax.step.batches import check_batch as check_rows, full, shard_batch
+from hfjax.step.batches import check_batch as check_rows, full_array, shard_batch
 from hfjax.step.build import engine_for, step_spec
 from hfjax.utils.mean import Mean, as_mean
 from hfjax.utils.paths import flatten, join_path, nest
@@ -97,7 +97,7 @@ class Pipe:
         """Place the layers of a partition on the stages of a mesh.
 
         Args:
-            parts: The layers of each stage, as `hfjax.partition` returns them.
+            parts: The layers of each stage, as `hfjax.compat.partition` returns them.
             microbatches: The number of microbatches per batch; required.
             mesh: A mesh whose pipe axis has as many stages as the partition. None: the remaining
                 devices shard the batch (data).
@@ -143,7 +143,7 @@ class Pipe:
         """The parameters, each on its stage, for an optax optimizer to update.
 
         The first dimension of an array is the layer, in the order in which stages store them
-        (`canonical` has the model's order). Layers that differ are packed, one entry for each part:
+        (`to_model_order` has the model's order). Layers that differ are packed, one entry a part:
         their optimizer must be elementwise (adam, sgd …; not LAMB, nor a mask by path).
         """
         return self._parameters
@@ -170,16 +170,17 @@ class Pipe:
             >>> import hfjax
             >>> from flax import nnx
             >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> stages = hfjax.compat.partition(layers, stages=4)
+            >>> pipe = hfjax.compat.PipeDream(stages, microbatches=4)
             >>> pipe.canonical()["layers"]["kernel"].shape
             (4, 4, 4)
         """
         params = self._parameters if tree is None else tree
         check_like("canonical", params, self._parameters)
-        return canonical(self.layout, self._make_state(params, self.layout.order)).params
+        return to_model_order(self.layout, self._make_state(params, self.layout.order)).params
 
     def load(self, parameters: Parameters) -> None:
-        """Set the parameters from the model's order, as `canonical` returns them.
+        """Set the parameters from the model's order, as `to_model_order` returns them.
 
         Args:
             parameters: {"layers": {…}}, with the paths, shapes and dtypes of the layers.
@@ -188,7 +189,8 @@ class Pipe:
             >>> import hfjax, jax
             >>> from flax import nnx
             >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> stages = hfjax.compat.partition(layers, stages=4)
+            >>> pipe = hfjax.compat.PipeDream(stages, microbatches=4)
             >>> pipe.load(jax.tree.map(lambda x: 0 * x, pipe.canonical()))
             >>> float(pipe.layers()[0].kernel[...].sum())
             0.0
@@ -203,7 +205,7 @@ class Pipe:
 
         They are unsharded, in host memory. `load` has an example.
         """
-        values = flatten(full(self.canonical())["layers"])
+        values = flatten(full_array(self.canonical())["layers"])
         layers = self.parts.layers
         if not isinstance(layers, tuple):
             return replace_params(layers, values)
@@ -247,7 +249,8 @@ class Pipe:
             >>> import hfjax, numpy as np, optax
             >>> from flax import nnx
             >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> stages = hfjax.compat.partition(layers, stages=4)
+            >>> pipe = hfjax.compat.PipeDream(stages, microbatches=4)
             >>> squares = lambda outputs, y: ((outputs - y) ** 2).mean()
             >>> x = y = np.ones((8, 4), np.float32)
             >>> losses, _ = pipe.forward_backward(x, criterion=squares, labels=(y,))
@@ -285,7 +288,8 @@ class Pipe:
             >>> import hfjax, jax
             >>> from flax import nnx
             >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> stages = hfjax.compat.partition(layers, stages=4)
+            >>> pipe = hfjax.compat.PipeDream(stages, microbatches=4)
             >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
             >>> lowered = pipe.lower(x, criterion=lambda outputs: (outputs**2).mean())
             >>> hfjax.collectives(lowered).count("permute", "pipe") > 0
@@ -309,7 +313,8 @@ class Pipe:
             >>> import hfjax, numpy as np
             >>> from flax import nnx
             >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> stages = hfjax.compat.partition(layers, stages=4)
+            >>> pipe = hfjax.compat.PipeDream(stages, microbatches=4)
             >>> pipe.forward(np.ones((8, 4), np.float32)).shape
             (8, 4)
         """
@@ -331,7 +336,8 @@ class Pipe:
             >>> import hfjax, numpy as np
             >>> from flax import nnx
             >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> stages = hfjax.compat.partition(layers, stages=4)
+            >>> pipe = hfjax.compat.PipeDream(stages, microbatches=4)
             >>> x = np.zeros((8, 4), np.float32)
             >>> float(pipe.evaluate(x, criterion=lambda outputs: (outputs**2).mean())["loss"])
             0.0
@@ -427,7 +433,8 @@ class GPipe(Pipe):
         >>> import hfjax
         >>> from flax import nnx
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-        >>> hfjax.GPipe(hfjax.partition(layers, stages=4), microbatches=8, remat="always")
+        >>> stages = hfjax.compat.partition(layers, stages=4)
+        >>> hfjax.compat.GPipe(stages, microbatches=8, remat="always")
         GPipe(8 microbatches, pipe=4 x data=2, 4 layers: [1, 1, 1, 1])
     """
 
@@ -443,7 +450,7 @@ class PipeDream(Pipe):
         >>> import hfjax
         >>> from flax import nnx
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
-        >>> hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=8)
+        >>> hfjax.compat.PipeDream(hfjax.compat.partition(layers, stages=4), microbatches=8)
         PipeDream(8 microbatches, pipe=4 x data=2, 4 layers: [1, 1, 1, 1])
     """
 
@@ -457,7 +464,8 @@ class Interleaved1F1B(Pipe):
         >>> import hfjax
         >>> from flax import nnx
         >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(8)]
-        >>> hfjax.Interleaved1F1B(hfjax.partition(layers, stages=4, chunks=2), microbatches=8)
+        >>> stages = hfjax.compat.partition(layers, stages=4, chunks=2)
+        >>> hfjax.compat.Interleaved1F1B(stages, microbatches=8)
         Interleaved1F1B(8 microbatches, pipe=4 x data=2, 8 layers: [1, 1, 1, 1, 1, 1, 1, 1])
     """
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from hfjax.analysis.count_transfers import transfers
-from hfjax.analysis.residuals import stashes
+from hfjax.analysis.count_transfers import host_transfers
+from hfjax.analysis.residuals import saved_residuals
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.layerwise.engines import LayerwiseEngine
 from hfjax.parallel.mesh import platform_of
@@ -73,7 +73,7 @@ def estimate(name: str, run: PlannedRun) -> Estimate:
     """Return the memory of a step, which is traced and compiled; nothing is allocated."""
     step = run.step
     traced = run.trace()
-    copies = transfers(traced)
+    copies = host_transfers(traced)
     return Estimate(
         name,
         gradients=_gradient_bytes(step),
@@ -117,7 +117,7 @@ def _residual_bytes(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[st
 
     An unrolled loop, forward and backward, does not show them.
     """
-    residuals = None if isinstance(step.engine, LayerwiseEngine) else stashes(traced)
+    residuals = None if isinstance(step.engine, LayerwiseEngine) else saved_residuals(traced)
     if residuals is None:
         return dict.fromkeys(("layers", "ends", "messages", "host_stashes"))
     device_bytes = lambda layers: sum(

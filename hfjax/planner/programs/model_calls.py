@@ -14,7 +14,7 @@ from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
 from hfjax.parallel.extensions.context_parallel.ops import ContextParallelOps
 from hfjax.parallel.extensions.expert_parallel.dispatch_kinds import MixtureCall
 from hfjax.parallel.extensions.expert_parallel.expert_dispatch import mixture_call
-from hfjax.parallel.settings import Context
+from hfjax.parallel.settings import ContextParallel
 from hfjax.planner.programs.planned_run import PlannedRun
 from hfjax.utils.paths import flatten
 from hfjax.utils.tables import count_equal
@@ -42,7 +42,9 @@ def calls_of(run: PlannedRun) -> ModelCalls:
     context = run.step.engine.context
     ops, batch_size = context.trace.ops, run.config.batch
     common_ops = replace(ops.inputs, mixtures=[])
-    probe = partial(record_attention_calls, ContextParallelOps(common_ops, ops.kernels, Context()))
+    probe = partial(
+        record_attention_calls, ContextParallelOps(common_ops, ops.kernels, ContextParallel())
+    )
     variables = flatten(run.layout.abstract_state().variables)
     ops_record, _ = probe_local(context, variables, run.batch, "train", probe)
     mixtures = Counter(mixture_call(1, *args) for args in common_ops.mixtures)

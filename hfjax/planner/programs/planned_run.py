@@ -7,14 +7,14 @@ from typing import Any
 import jax
 
 from hfjax.pallas_kernels.capabilities import replace_attention
-from hfjax.trainer.build import Parts
+from hfjax.trainer.build import RunComponents
 
 NO_TILES = "Couldn't find output tile sizes"  # of a matmul: XLA's compiler for GPUs gives up
 PLAIN = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclass(frozen=True)
-class PlannedRun(Parts):
+class PlannedRun(RunComponents):
     """Components of a run whose step is compiled but never run.
 
     Args:

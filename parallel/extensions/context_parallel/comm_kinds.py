@@ -17,27 +17,30 @@ from dataclasses import dataclass
 
 from hfjax.parallel.extensions.context_parallel.sequence_layout import SequenceLayout
 from hfjax.parallel.extensions.context_parallel.ulysses import num_repeats
-from hfjax.parallel.settings import CONTEXT_FORMS as FORMS, Context
+from hfjax.parallel.settings import CONTEXT_FORMS as FORMS, ContextParallel
 from hfjax.utils.tables import align, human
 
 
-def check_devices(settings: Context, devices: int) -> None:
+def check_devices(settings: ContextParallel, devices: int) -> None:
     """Refuse groups that do not divide the devices which share a sequence."""
     if settings.ulysses is not None and devices % settings.ulysses:
         fits = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ValueError(
-            f"Context(ulysses={settings.ulysses}) on {devices} devices that share a row: groups of "
+            f"ContextParallel(ulysses={settings.ulysses}) on {devices} devices that share a "
+            "row: groups of "
             f"{settings.ulysses} do not divide them. These do: {', '.join(map(str, fits))}."
         )
     if settings.form == "ulysses" and settings.ulysses not in (None, devices):
         if settings.ulysses == 1:
             raise ValueError(
-                f'Context(form="ulysses", ulysses=1): with ulysses=1 no heads are exchanged, and '
+                f'ContextParallel(form="ulysses", ulysses=1): with ulysses=1 no heads are '
+                "exchanged, and "
                 f'all {devices} devices exchange heads under form="ulysses". Leave ulysses= out, '
                 'or choose what travels instead of heads: form="ring" or form="allgather".'
             )
         raise ValueError(
-            f'Context(form="ulysses", ulysses={settings.ulysses}) on {devices} devices: groups of '
+            f'ContextParallel(form="ulysses", ulysses={settings.ulysses}) on {devices} '
+            "devices: groups of "
             f'{settings.ulysses} need something that joins them. Use form="ring" or '
             f'form="allgather" with ulysses={settings.ulysses}, or ulysses={devices}.'
         )
@@ -141,7 +144,7 @@ def _fits(ulysses: int, devices: int, call: AttentionCall) -> bool:
     return devices % ulysses == 0 and call.heads % ulysses == 0
 
 
-def list_options(settings: Context, devices: int, order: str) -> list[CommOption]:
+def list_options(settings: ContextParallel, devices: int, order: str) -> list[CommOption]:
     """Return the options that the settings allow, the preferred ones first."""
     groups = [n for n in range(1, devices + 1) if devices % n == 0]
     if settings.ulysses is not None:
@@ -161,7 +164,7 @@ def list_options(settings: Context, devices: int, order: str) -> list[CommOption
 class ContextChoice:
     """The option that a step uses, and what it and the others send: print it."""
 
-    settings: Context
+    settings: ContextParallel
     calls: tuple[AttentionCall, ...]
     option: CommOption
     lines: tuple[tuple[str, ...], ...]
@@ -182,7 +185,10 @@ class ContextChoice:
 
 
 def choose_comm_kind(
-    settings: Context, devices: int, calls: Sequence[AttentionCall], ring_refusal: str | None = None
+    settings: ContextParallel,
+    devices: int,
+    calls: Sequence[AttentionCall],
+    ring_refusal: str | None = None,
 ) -> ContextChoice:
     """Return the option that sends least of those that can run; `ring_refusal`: why no ring can."""
     check_devices(settings, devices)
@@ -198,7 +204,7 @@ def choose_comm_kind(
             rank = (*(FORMS[1::-1] if has_documents else FORMS[:2]), FORMS[2]).index(option.kind)
             possible.append((option.total_bytes(calls), rank, option))
     if not possible:
-        raise ValueError(f'Context(form="{settings.form}"): {lines[0][1]}.')
+        raise ValueError(f'ContextParallel(form="{settings.form}"): {lines[0][1]}.')
     best = min(possible, key=lambda x: x[:2])[2]
     table = tuple(_line(option, why, calls, option == best) for option, why in lines)
     return ContextChoice(settings, tuple(calls), best, table)

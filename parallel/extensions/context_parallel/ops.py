@@ -32,7 +32,7 @@ from hfjax.parallel.extensions.context_parallel.ulysses import HeadAllToAll
 from hfjax.parallel.extensions.kernel_dispatch.ops import KernelOps
 from hfjax.parallel.extensions.kernel_dispatch.per_shard import ShardedFunction
 from hfjax.parallel.mesh import SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
-from hfjax.parallel.settings import Context
+from hfjax.parallel.settings import ContextParallel
 from hfjax.parallel.spmd.interpreter import run_partitioned
 from hfjax.parallel.spmd.nested import InnerAxes
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext
@@ -72,7 +72,7 @@ class ContextParallelOps(KernelOps):
         probe: What the probe of the model found; None before it.
     """
 
-    settings: Context
+    settings: ContextParallel
     ring_refusal: str | None = None
     probe: SequenceProbe | None = None
 
@@ -140,7 +140,7 @@ class ContextParallelOps(KernelOps):
             f"gather {human(size)} in a microbatch, more than the limit of {human(limit)} "
             f"({details}). {CUSTOM_ATTENTION_HINT if gathers_custom else GATHER_HINT} Or raise "
             "the limit: "
-            "hfjax.Context(gather=…), in bytes."
+            "hfjax.ContextParallel(gather=…), in bytes."
         )
 
     # -- attention ------------------------------------------------------------------------------
@@ -258,7 +258,8 @@ GATHER_HINT = (
 CUSTOM_ATTENTION_HINT = (
     "The attention of this model is a function of its own (hfjax.models.attention.capped is one): "
     "every device gathers its keys and values. Share each row between as many devices as divide "
-    'its heads, by hfjax.Context(form="ulysses"), or between fewer. What meets beside it: keep '
+    'its heads, by hfjax.ContextParallel(form="ulysses"), or between fewer. '
+    "What meets beside it: keep "
     "positions apart, and shift targets in a method prepare(batch) of the model; "
     "print(step.positions) shows what meets."
 )
@@ -296,7 +297,8 @@ def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> A
     dims = dims or {}
     if unknown := dims.keys() - set(jax.tree.leaves(paths)):
         raise ValueError(
-            f"Context(sequence=…) names {', '.join(sorted(unknown))}, which no array of the batch "
+            f"ContextParallel(sequence=…) names {', '.join(sorted(unknown))}, which no array "
+            "of the batch "
             f"is. It has: {', '.join(jax.tree.leaves(paths))}."
         )
 
@@ -304,7 +306,8 @@ def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> A
         dim = dims.get(path, 1 if x.ndim > 1 else None)
         if dim is not None and not 1 <= dim < x.ndim:
             raise ValueError(
-                f"Context(sequence={{{path!r}: {dim}}}) of an array {list(x.shape)}: a dimension "
+                f"ContextParallel(sequence={{{path!r}: {dim}}}) of an array {list(x.shape)}: a "
+                "dimension "
                 f"from 1 to {x.ndim - 1} (0 has the rows), or None."
             )
         return dim

@@ -114,7 +114,7 @@ class SequenceLayout:
     def _order_text(self, length: int) -> str:
         other = SequenceLayout(self.devices, "contiguous", self.ulysses)
         is_divisible = self.order != "contiguous" and length % other.length_multiple == 0
-        return ', or choose hfjax.Context(order="contiguous")' if is_divisible else ""
+        return ', or choose hfjax.ContextParallel(order="contiguous")' if is_divisible else ""
 
 
 def attention_work(seq_layout: SequenceLayout, documents: np.ndarray) -> np.ndarray:

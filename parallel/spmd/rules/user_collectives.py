@@ -74,7 +74,7 @@ def _on_one_device(ctx: PartitionContext, equation: JaxprEqn, values: Values) ->
             "rows: "
             "the model sees all rows, as on one device, so each device would be given the same. If "
             "devices hold something of their own there, run that part on each device's own rows: "
-            "hfjax.own_rows(function)."
+            "hfjax.per_device(function)."
         )
     if name == "axis_index":
         return [jnp.zeros((), aval_of(equation.outvars[0]).dtype)]
@@ -91,7 +91,7 @@ def _on_one_device(ctx: PartitionContext, equation: JaxprEqn, values: Values) ->
         f"{ctx.line}: lax.{name} over {', '.join(collective_axes(equation))}: the model and the "
         "loss see "
         "the rows of all devices, as on one device, so there is nothing to send. Leave it out, or "
-        "run that part on each device's own rows: hfjax.own_rows(function)."
+        "run that part on each device's own rows: hfjax.per_device(function)."
     )
 
 
