@@ -261,7 +261,7 @@ def test_numbers_that_devices_hold_in_few_bits_are_numbers():
     trace(made(Linear), {"x": half, "kept": TOKENS > 0}, forward=on_x)
 
 
-@pytest.mark.parametrize("call", ["init", "shard_batch", "eval_step", "predict_step", "module"])
+@pytest.mark.parametrize("call", ["init", "shard_batch", "eval_step", "predict_step", "to_model"])
 def test_what_is_no_layout_is_refused_in_words(call):
     given = {"init": (), "eval_step": (squares,), "predict_step": ()}.get(call, (BATCH,))
     with pytest.raises(ValueError, match=r"layout.* found NoneType|not NoneType"):

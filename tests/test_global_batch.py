@@ -309,7 +309,7 @@ def test_what_no_rule_runs_on_parts_is_told_where_it_is_much_and_refused_on_requ
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step.trace(rows(16))
-    told = r"test_global_batch.py.*sort: rows meet, .* gathers .*own_rows"
+    told = r"test_global_batch.py.*sort: rows meet, .* gathers .*per_device"
     with pytest.warns(UserWarning, match=told):
         step.trace(rows(2**13))  # 32 KiB
     _, step = step_of(ranked, lambda rngs: nnx.Linear(4, 2**25, use_bias=False, rngs=rngs))

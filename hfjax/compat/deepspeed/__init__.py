@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration unchanged (`from_deepspeed`, `hfjax train --deepspeed`).
+"""Read a DeepSpeed configuration: `hfjax.compat.from_deepspeed`, `hfjax train --deepspeed`.
 
 `known_keys` is the table: each key of DeepSpeed, its default, and how it is handled. `key_entries`
 defines its entries, and `config_file` reads a file by them. `compute`, `parallelism` and
