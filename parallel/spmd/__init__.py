@@ -11,7 +11,7 @@ works in a `jax.shard_map(…, check_vma=False)`, a `jax.vmap(…, axis_name=…
     >>> group, comms = AxisGroup(("data",), 2), []  # two devices along the mesh axis "data"
     >>> def program(w, x):  # at global shapes: x is [4, 2]
     ...     y = x @ w
-    ...     return y - y.mean(0), x.T @ y, jnp.sort(y, 0)
+    ...     return y - y.mean(0, keepdims=True), x.T @ y, jnp.sort(y, 0)
     >>> def device(w, x):  # what each device runs: x is its shard, [2, 2]
     ...     return run_partitioned(group, program, w, ShardedValue(x), comms=comms)
     >>> w = jnp.array([[1.0], [2.0]])
