@@ -17,4 +17,4 @@ def test_the_stations_are_the_calls_in_order():
 
 
 def test_it_is_read_in_one_go():
-    assert len(inspect.getsource(build).splitlines()) <= 170
+    assert len(inspect.getsource(build).splitlines()) <= 150

@@ -139,10 +139,8 @@ class Layout:
                 raise ValueError(f"{path}: a PartitionSpec is expected, found {spec!r}.")
             array = self._array(path)
             check_spec(array, spec, self.mesh)
-            columns_of_path = column_specs(array, self.strategy, self.mesh, spec)
-            param_specs[path] = replace(
-                param_specs[path], **dict(zip(COLUMNS, columns_of_path, strict=True))
-            )
+            columns = zip(COLUMNS, column_specs(array, self.strategy, self.mesh, spec), strict=True)
+            param_specs[path] = replace(param_specs[path], **dict(columns))
         return replace(self, param_specs=param_specs)
 
     def freeze(self, *patterns: str, first: int | None = None) -> "Layout":
@@ -177,20 +175,16 @@ class Layout:
         paths, frozen_layers = set(match_patterns(patterns, self.arrays)), 0
         if first is not None:
             paths, frozen_layers = first_layers(paths, first, self.template), first
-        stacked_paths = {path for path in paths if frozen_layers and self.param_specs[path].stacked}
-        frozen = {path for path, p in self.param_specs.items() if p.frozen} | (
-            paths - stacked_paths
-        )
+        stacked = {path for path in paths if frozen_layers and self.param_specs[path].stacked}
+        frozen = (paths - stacked) | {path for path, p in self.param_specs.items() if p.frozen}
         check_frozen(frozen, self.template, self.storage.arrangement)
-        count_of = lambda path, p: (
-            max(p.frozen_layers, frozen_layers) if path in stacked_paths else p.frozen_layers
-        )
-        param_specs = {
-            path: replace(
-                p, frozen=path in frozen, frozen_layers=0 if path in frozen else count_of(path, p)
-            )
-            for path, p in self.param_specs.items()
-        }
+
+        def freeze_param(path: str, p: ParamSpecs) -> ParamSpecs:
+            if path in frozen:
+                return replace(p, frozen=True, frozen_layers=0)
+            return replace(p, frozen_layers=max(p.frozen_layers, (path in stacked) * frozen_layers))
+
+        param_specs = {path: freeze_param(path, p) for path, p in self.param_specs.items()}
         new_layout = replace(self, param_specs=param_specs)._freeze_optimizer()
         new_layout.host_memory.check()
         return new_layout
@@ -201,11 +195,9 @@ class Layout:
         optimizer = unwrap(self.optimizer, FrozenLayers)
         optimizer = freeze_params(optimizer, frozen) if frozen else optimizer
         if frozen_layers := _frozen_layers(self.param_specs):
-            layer_numbers = np.asarray(self.order)
-            frozen_rows = {
-                path: (0 <= layer_numbers) & (layer_numbers < n)
-                for path, n in frozen_layers.items()
-            }
+            layers = np.asarray(self.order)
+            in_first = lambda n: (0 <= layers) & (layers < n)
+            frozen_rows = {path: in_first(n) for path, n in frozen_layers.items()}
             optimizer = freeze_layers(optimizer, frozen_rows)
         return replace(self, optimizer=optimizer)
 
@@ -255,20 +247,12 @@ class Layout:
             >>> layout.shardings().params["w"].spec == jax.P("fsdp")
             True
         """
-        specs, host_memory = self._state_specs(), self.host_memory
-        sharding_of = lambda spec, is_on_host: (host_sharding if is_on_host else NamedSharding)(
-            self.mesh, spec
-        )
-        by_name = lambda keys, spec: sharding_of(
-            spec, jax.tree_util.keystr(keys) in host_memory.optimizer
-        )
-        is_spec = lambda x: isinstance(x, P)
-        device = jax.tree.map(lambda spec: sharding_of(spec, False), specs, is_leaf=is_spec)
+        specs, host, is_spec = self._state_specs(), self.host_memory, lambda x: isinstance(x, P)
+        shard = lambda spec, on_host: (host_sharding if on_host else NamedSharding)(self.mesh, spec)
+        by_name = lambda keys, spec: shard(spec, jax.tree_util.keystr(keys) in host.optimizer)
         return replace(
-            device,
-            params=jax.tree.map(
-                lambda s: sharding_of(s, host_memory.parameters), specs.params, is_leaf=is_spec
-            ),
+            jax.tree.map(lambda spec: shard(spec, False), specs, is_leaf=is_spec),
+            params=jax.tree.map(lambda s: shard(s, host.parameters), specs.params, is_leaf=is_spec),
             optimizer=jax.tree_util.tree_map_with_path(by_name, specs.optimizer, is_leaf=is_spec),
         )
 
@@ -360,10 +344,8 @@ class Layout:
             "gradients": sum(self.gradient_bytes.values()),
             "moments": state_bytes[False],
         }
-        host = {
-            "host parameters": parameters - totals["parameters"],
-            "host moments": state_bytes[True],
-        }
+        host_parameters = parameters - totals["parameters"]
+        host = {"host parameters": host_parameters, "host moments": state_bytes[True]}
         return totals | {name: n for name, n in host.items() if n}
 
     @property
@@ -506,16 +488,8 @@ def layout(  # noqa: PLR0913  options of one call
         for path, array in arrays.items()
     }
     source = Source(mesh, strategy, template, arrays, example)
-    new_layout = Layout(
-        mesh,
-        strategy,
-        optimizer,
-        template,
-        arrays,
-        param_specs,
-        make_storage(source, None),
-        forward,
-    )
+    storage = make_storage(source, None)
+    new_layout = Layout(mesh, strategy, optimizer, template, arrays, param_specs, storage, forward)
     new_layout = arrange_layers(new_layout, source.even_arrangement(param_specs))
     tuple(unmatched(source, new_layout.storage.packed is not None))  # called for its checks
     check_master(optimizer, nest(template.parameters))

@@ -1,7 +1,4 @@
-"""How a step is built: its checks and choices, in order.
-
-`train_step(…)` checks its keywords and makes the `Execution`, which checks each setting. Then come
-these calls in `build_step`:
+"""How a step is built: `train_step` makes the `Execution`, then `build_step` calls, in order:
 
 1. `check_step_arguments`: a layout and a loss (checks/check_step.py).
 2. `assign_stages`: puts layers on the stages of the schedule (sharding/stage_assignment.py).
@@ -10,12 +7,10 @@ these calls in `build_step`:
 5. `training_table`: which stage does what in which tick (sharding/stage_assignment.py).
 6. `step_spec`, `update_for`: how the state is updated, and the engine that runs the model.
 7. `options_for`: XLA's compiler options (sharding/xla_options.py).
-8. `check_host_loops`: with host memory or offload, whether XLA reads it back correctly
-   (parallel/offload/check_host_loops.py).
+8. `check_host_loops`: whether XLA reads host memory back (parallel/offload/check_host_loops.py).
 
-Then `jax.jit`, and `check_deadlock` (checks/deadlock.py) around it, which reads the compiled
-program. Engines, updates and the operations of modules are chosen only here; again after a probe
-of the model.
+Then `jax.jit`, and `check_deadlock` (checks/deadlock.py), which reads the compiled program. Only
+here are engines, updates and the operations of modules chosen; again after a probe of the model.
 """
 
 from collections.abc import Callable
@@ -72,7 +67,7 @@ class StepSpec(NamedTuple):
 def step_spec(
     layout: Layout, loss: Callable, execution: Execution, table: Table | None
 ) -> StepSpec:
-    """Return what a step is built from; `table` is that of its pipeline, if there is one."""
+    """Return what a step is built from; `table` is that of its pipeline."""
     kernels = Kernels.of(execution.kernels, layout.mesh, loss)
     experts = ExpertDispatch(layout.mesh, execution.dispatch)
     is_layerwise = cache(partial(has_layerwise_update, layout))
@@ -99,17 +94,12 @@ def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
     """Return how a step updates its state; `ops` are those that a probe of the model chose."""
     layout, execution = spec.layout, spec.execution
     if execution.optimizer_in_backward:
-        layer_engine = LayerUpdateEngine.of(
-            step_context(spec, ops, one_microbatch=True, keep_unsharded=True)
-        )
+        context = step_context(spec, ops, one_microbatch=True, keep_unsharded=True)
+        layer_engine = LayerUpdateEngine.of(context)
         return InBackwardUpdate(layout, layer_engine.engine, layer_engine)
-    engine = engine_for(spec, ops)
-    if (
-        execution.schedule
-        and execution.schedule.asynchronous
-        and isinstance(engine, PipelineEngine)
-    ):
-        return AsynchronousUpdate.build(layout, engine, execution.schedule)
+    engine, schedule = engine_for(spec, ops), execution.schedule
+    if schedule and schedule.asynchronous and isinstance(engine, PipelineEngine):
+        return AsynchronousUpdate.build(layout, engine, schedule)
     if layout.host_memory:
         return StreamedUpdate(layout, engine, spec.is_layerwise)
     return ShardedUpdate(layout, engine)
@@ -117,40 +107,31 @@ def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
 
 def engine_for(spec: StepSpec, ops: ModelOps | None = None) -> GradientEngine:
     """Return the engine that runs the model forward and backward."""
-    layout, execution, table, storage = spec.layout, spec.execution, spec.table, spec.layout.storage
+    layout, table, storage = spec.layout, spec.table, spec.layout.storage
+    one_microbatch = spec.execution.accumulate == 1
     if table is not None:
         context = step_context(spec, ops, keep_unsharded=True, full_gradients=True)
         model_factory = storage.packed and partial(UnevenStageModel, packed=storage.packed)
         assert storage.arrangement is not None
         return PipelineEngine(context, storage.arrangement, compile_table(table), model_factory)
     if layout.host_memory.parameters and layout.template.is_layer_stack and not layout.forward:
-        return LayerwiseEngine(
-            step_context(spec, ops, execution.accumulate == 1, keep_unsharded=True)
-        )
-    context = step_context(spec, ops, execution.accumulate == 1, full_gradients=True)
-    return AutodiffEngine(
-        context, (LayerStackModel if context.is_layer_stack else WholeModel)(context)
-    )
+        return LayerwiseEngine(step_context(spec, ops, one_microbatch, keep_unsharded=True))
+    context = step_context(spec, ops, one_microbatch, full_gradients=True)
+    model = LayerStackModel if context.is_layer_stack else WholeModel
+    return AutodiffEngine(context, model(context))
 
 
 def step_context(
     spec: StepSpec, ops: ModelOps | None, one_microbatch=False, **gather_options: bool
 ) -> StepContext:
     """Return the context of an engine; `gather_options`: what is gathered once per step."""
-    layout, execution, kernels = spec.layout, spec.execution, ops or ops_for(spec)
-    param_specs = (
-        scatter_gradients_early(layout.param_specs) if one_microbatch else layout.param_specs
-    )
+    layout, execution, ops = spec.layout, spec.execution, ops or ops_for(spec)
+    specs = scatter_gradients_early(layout.param_specs) if one_microbatch else layout.param_specs
+    trace = TraceRecord.of(ops, execution, layout.mesh, run_partitioned)
+    gathered = params_gathered_once(specs, execution, **gather_options)
+    template, mesh, forward = layout.template.with_ops(ops), layout.mesh, layout.forward
     return StepContext(
-        template=layout.template.with_ops(kernels),
-        param_specs=param_specs,
-        mesh=layout.mesh,
-        execution=execution,
-        loss=spec.loss,
-        forward=layout.forward,
-        trace=TraceRecord.of(kernels, execution, layout.mesh, run_partitioned),
-        one_microbatch=one_microbatch,
-        gathered_for_step=params_gathered_once(param_specs, execution, **gather_options),
+        template, specs, mesh, execution, spec.loss, forward, trace, one_microbatch, gathered
     )
 
 
@@ -162,7 +143,7 @@ def ops_for(spec: StepSpec) -> ModelOps:
         grid_options = layout.strategy.parameters, kernels.without_logits, execution.rows == "own"
         return GridOps(inputs, layout.mesh, *grid_options)
     if in_use(layout.mesh, SEQUENCE_AXES):
-        listed, template = bool(layout.storage.packed), layout.template
-        no_ring = table and permute_refusal(table, listed, execution.remat, template)
+        packed, remat = bool(layout.storage.packed), execution.remat
+        no_ring = table and permute_refusal(table, packed, remat, layout.template)
         return ContextParallelOps(inputs, kernels, execution.context, no_ring)
     return WholeSequenceOps(inputs, kernels)
