@@ -25,6 +25,7 @@ from hfjax.parallel.strategy import (
     Strategy,
 )
 from hfjax.utils.paths import flatten
+from hfjax.utils.renamed import MARKS
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)
@@ -388,6 +389,17 @@ def test_a_union_with_rows_of_its_own_counts_as_one_strategy():
     assert gpt_layout(own, {"fsdp": 8}).specs["tokens"] == P("fsdp")
     with pytest.raises(ValueError, match="own on data=8: own would split nothing"):
         gpt_layout(own, {"data": 8})
+
+
+@pytest.mark.parametrize(("old", "new"), MARKS.items())
+def test_an_old_mark_of_a_variable_is_refused_with_the_new_one(old, new):
+    class Marked(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(np.zeros((8, 8), np.float32))
+            self.noted = nnx.Variable(np.zeros(8, np.float32), **{old: True})
+
+    with pytest.raises(ValueError, match=f"noted is marked {old}=…, which is {new}=… now"):
+        hfjax.layout(Marked, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
 
 
 def test_variables_are_told_beside_parameters():

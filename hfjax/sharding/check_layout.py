@@ -30,6 +30,7 @@ from hfjax.parallel.param_specs import ParamSpecs, batch_devices, entries_of
 from hfjax.parallel.strategy import GRID, HSDP, Rules, Strategy, python_expression
 from hfjax.utils.keywords import is_int
 from hfjax.utils.paths import suggest
+from hfjax.utils.renamed import MARKS
 
 PACKED_TOGETHER = (
     "a pipeline packs the layers of a list into one row",
@@ -203,6 +204,14 @@ def check_axes_of_model(template: ModelTemplate, mesh: Mesh) -> None:
     for axis, why in getattr(type(model), "refuses", {}).items():
         if mesh.shape[axis] > 1:
             raise ValueError(f"{type(model).__name__} on {describe_mesh(mesh)}: {why}")
+
+
+def check_marks(template: ModelTemplate) -> None:
+    """Refuse an old mark of a variable: it would have no effect."""
+    for path, variable in {**template.parameters, **template.variables}.items():
+        for old, new in MARKS.items():
+            if isinstance(variable, nnx.Variable) and variable.get_metadata(old, None) is not None:
+                raise ValueError(f"{path} is marked {old}=…, which is {new}=… now: write that.")
 
 
 def check_splits(strategy: Strategy, mesh: Mesh) -> None:

@@ -38,6 +38,7 @@ from hfjax.sharding.check_layout import (
     check_axes_of_model,
     check_dtypes,
     check_frozen,
+    check_marks,
     check_paths,
     check_patterns,
     check_per_example_variables,
@@ -475,6 +476,7 @@ def layout(  # noqa: PLR0913  options of one call
         )
     check_per_example_variables(template, mesh)
     check_axes_of_model(template, mesh)
+    check_marks(template)
     check_paths(axes or {}, template)
     check_dtypes(template)
     arrays = {

@@ -1,4 +1,4 @@
-"""Old names of modules, for Python configurations that were written before."""
+"""Old names and what they are now, for errors, and modules that an old Python file may import."""
 
 import sys
 from collections.abc import Iterator
@@ -39,6 +39,12 @@ NAMES = {
     "stashes": "hfjax.analysis.saved_residuals",
     "target_devices": "hfjax.analysis.target_devices",
     "transfers": "hfjax.analysis.host_transfers",
+}
+# Metadata of an nnx.Variable.
+MARKS = {
+    "chooses_branch": "layer_kind",
+    "per_row": "per_example",
+    "stays_split": "keep_sharded",
 }
 MODULES = {"hfjax.run": "hfjax.trainer", "hfjax.run.config": "hfjax.trainer.config"}
 
