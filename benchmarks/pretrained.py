@@ -1,7 +1,7 @@
 """Weights from files into a layout: time beside its two parts, bytes and memory by process.
 
 A model of random bfloat16 weights is written once; then it is read by `np.fromfile`, as rows by
-`RowsOfFiles`, moved by the programs alone, and brought in as `hfjax.init` does. Then real processes
+`FileRows`, moved by the programs alone, and brought in as `hfjax.init` does. Then real processes
 read it together. Writes results/pretrained.md.
 
     python -m benchmarks.pretrained [--gigabytes N] [--folder DIR]

@@ -152,11 +152,11 @@ def cases() -> dict[str, Case]:
         "called, ZERO2": Case(ZERO2, two, {}, Called),
         "llama": Case(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, {}, llama),
         "kernels' plain forms": Case(FSDP, eight, {"kernels": "reference"}),
-        **wings(),
+        **extensions(),
     }
 
 
-def wings() -> dict[str, Case]:
+def extensions() -> dict[str, Case]:
     """Return cases of what the common core need not know of."""
     four, half = {"context": 4}, {"schedule": Schedule("1f1b", 4)}
     once = {"unroll": 1}
