@@ -27,26 +27,25 @@ VOCAB = {
     **dict.fromkeys(("llama3-8b", "llama3-70b"), 128256),
     **dict.fromkeys(("llama2-7b", "mixtral-8x7b"), 32000),
 }
-LONG = {"model.length": 4096}
+LONG = {"model.seq_len": 4096}
 # name -> model, GPUs, and the flags of `hfjax memory`; all in bfloat16
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "ddp": ("gpt-medium", 8, {"strategy": "ddp", "batch": 64}),
-    "zero2, dots": ("gpt-medium", 8, {"strategy": "zero2", "batch": 64, "remat": "dots"}),
-    "fsdp": ("gpt-medium", 8, {"strategy": "fsdp", "batch": 128}),
-    "fsdp, full": ("gpt-medium", 8, {"strategy": "fsdp", "batch": 256, "remat": "full"}),
+    "ddp": ("gpt-medium", 8, {"global_batch_size": 64}),
+    "zero2, dots": ("gpt-medium", 8, {"zero": 2, "global_batch_size": 64, "remat": "dots"}),
+    "fsdp": ("gpt-medium", 8, {"mesh.fsdp": -1, "global_batch_size": 128}),
+    "fsdp, full": ("gpt-medium", 8, {"mesh.fsdp": -1, "global_batch_size": 256, "remat": "full"}),
     "1f1b, pipe 4": (
         "gpt-medium",
         8,
-        {"strategy": "ddp+pipe", "mesh.pipe": 4, "batch": 128, "pipeline.microbatches": 8},
+        {"mesh.pipe": 4, "global_batch_size": 128, "pipeline.microbatches": 8},
     ),
     "interleaved, pipe 8": (
         "gpt-medium",
         8,
         {
-            "strategy": "pipe",
             "mesh.pipe": 8,
-            "batch": 128,
-            "pipeline.name": "interleaved",
+            "global_batch_size": 128,
+            "pipeline.schedule": "interleaved",
             "pipeline.chunks": 3,
             "pipeline.microbatches": 16,
         },
@@ -54,31 +53,43 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tensor 4": (
         "gpt-medium",
         8,
-        {"strategy": "ddp+tensor+sequence", "mesh.tensor": 4, "batch": 64},
+        {"mesh.tensor": 4, "global_batch_size": 64},
     ),
-    "ddp, accumulate": ("gpt-medium", 8, {"strategy": "ddp", "batch": 128, "accumulate": 4}),
-    "8b fsdp, full": ("llama3-8b", 8, {**LONG, "strategy": "fsdp", "batch": 8, "remat": "full"}),
-    "8b fsdp, dots": ("llama3-8b", 8, {**LONG, "strategy": "fsdp", "batch": 8, "remat": "dots"}),
+    "ddp, accumulate": (
+        "gpt-medium",
+        8,
+        {"global_batch_size": 128, "gradient_accumulation_steps": 4},
+    ),
+    "8b fsdp, full": (
+        "llama3-8b",
+        8,
+        {**LONG, "mesh.fsdp": -1, "global_batch_size": 8, "remat": "full"},
+    ),
+    "8b fsdp, dots": (
+        "llama3-8b",
+        8,
+        {**LONG, "mesh.fsdp": -1, "global_batch_size": 8, "remat": "dots"},
+    ),
     "8b fsdp, tensor 2": (
         "llama3-8b",
         8,
-        {**LONG, "strategy": "fsdp+tensor+sequence", "mesh.tensor": 2, "batch": 8},
+        {**LONG, "mesh.fsdp": -1, "mesh.tensor": 2, "global_batch_size": 8},
     ),
     "8b hsdp, full": (
         "llama3-8b",
         8,
-        {**LONG, "strategy": "hsdp", "mesh.data": 2, "mesh.fsdp": 4, "batch": 16, "remat": "full"},
+        {**LONG, "mesh.data": 2, "mesh.fsdp": 4, "global_batch_size": 16, "remat": "full"},
     ),
     "8b gpipe, full": (
         "llama3-8b",
         8,
         {
             **LONG,
-            "strategy": "fsdp+pipe",
+            "mesh.fsdp": -1,
             "mesh.pipe": 4,
-            "batch": 8,
+            "global_batch_size": 8,
             "remat": "full",
-            "pipeline.name": "gpipe",
+            "pipeline.schedule": "gpipe",
             "pipeline.microbatches": 4,
         },
     ),
@@ -87,11 +98,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         8,
         {
             **LONG,
-            "strategy": "pipe+tensor",
+            "sequence_parallel": False,
             "mesh.pipe": 4,
             "mesh.tensor": 2,
-            "batch": 8,
-            "pipeline.name": "zb-v",
+            "global_batch_size": 8,
+            "pipeline.schedule": "zb-v",
             "pipeline.microbatches": 8,
         },
     ),
@@ -99,26 +110,26 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         "llama3-8b",
         8,
         {
-            "model.length": 8192,
-            "strategy": "fsdp+context",
+            "model.seq_len": 8192,
+            "mesh.fsdp": -1,
             "mesh.context": 2,
-            "batch": 4,
+            "global_batch_size": 4,
             "remat": "full",
         },
     ),
     "70b fsdp, full": (
         "llama3-70b",
         64,
-        {**LONG, "strategy": "fsdp", "batch": 64, "remat": "full"},
+        {**LONG, "mesh.fsdp": -1, "global_batch_size": 64, "remat": "full"},
     ),
     "70b fsdp, tensor 8, full": (
         "llama3-70b",
         64,
         {
             **LONG,
-            "strategy": "fsdp+tensor+sequence",
+            "mesh.fsdp": -1,
             "mesh.tensor": 8,
-            "batch": 16,
+            "global_batch_size": 16,
             "remat": "full",
         },
     ),
@@ -127,10 +138,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         64,
         {
             **LONG,
-            "strategy": "pipe+tensor",
+            "sequence_parallel": False,
             "mesh.pipe": 8,
             "mesh.tensor": 8,
-            "batch": 16,
+            "global_batch_size": 16,
             "remat": "full",
             "pipeline.microbatches": 16,
         },
@@ -138,18 +149,17 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts 8, full": (
         "mixtral-8x7b",
         8,
-        {**LONG, "strategy": "fsdp+expert", "mesh.expert": 8, "batch": 8, "remat": "full"},
+        {**LONG, "zero": 3, "mesh.expert": 8, "global_batch_size": 8, "remat": "full"},
     ),
     "experts 2, pipe 4, dots": (
         "mixtral-8x7b",
         16,
         {
             **LONG,
-            "strategy": "fsdp+expert+pipe",
             "mesh.expert": 2,
             "mesh.fsdp": 2,
             "mesh.pipe": 4,
-            "batch": 32,
+            "global_batch_size": 32,
             "remat": "dots",
             "pipeline.microbatches": 8,
         },
@@ -162,18 +172,18 @@ HELD_OUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-xl zero1, full": (
         "gpt-xl",
         8,
-        {"strategy": "zero1", "batch": 64, "accumulate": 2, "remat": "full"},
+        {"zero": 1, "global_batch_size": 64, "gradient_accumulation_steps": 2, "remat": "full"},
     ),
-    "gpt-large fsdp": ("gpt-large", 16, {"strategy": "fsdp", "batch": 64}),
-    "7b zero2": ("llama2-7b", 8, {"strategy": "zero2", "batch": 8}),
+    "gpt-large fsdp": ("gpt-large", 16, {"mesh.fsdp": -1, "global_batch_size": 64}),
+    "7b zero2": ("llama2-7b", 8, {"zero": 2, "global_batch_size": 8}),
     "8b zero1, tensor 8, dots": (
         "llama3-8b",
         16,
         {
             **LONG,
-            "strategy": "zero1+tensor+sequence",
+            "zero": 1,
             "mesh.tensor": 8,
-            "batch": 8,
+            "global_batch_size": 8,
             "remat": "dots",
         },
     ),
@@ -182,11 +192,11 @@ HELD_OUT: dict[str, tuple[str, int, dict[str, Any]]] = {
         16,
         {
             **LONG,
-            "strategy": "zero1+pipe",
+            "zero": 1,
             "mesh.pipe": 8,
-            "batch": 32,
+            "global_batch_size": 32,
             "remat": "dots",
-            "pipeline.name": "interleaved",
+            "pipeline.schedule": "interleaved",
             "pipeline.chunks": 2,
             "pipeline.microbatches": 16,
         },
@@ -194,18 +204,17 @@ HELD_OUT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "8b grid 2 x 4": (
         "llama3-8b",
         8,
-        {**LONG, "strategy": "grid", "mesh.row": 2, "mesh.tensor": 4, "batch": 4, "remat": "full"},
+        {**LONG, "mesh.row": 2, "mesh.tensor": 4, "global_batch_size": 4, "remat": "full"},
     ),
     "8b zb-h1, tensor 4": (
         "llama3-8b",
         16,
         {
             **LONG,
-            "strategy": "pipe+tensor+sequence",
             "mesh.pipe": 4,
             "mesh.tensor": 4,
-            "batch": 8,
-            "pipeline.name": "zb-h1",
+            "global_batch_size": 8,
+            "pipeline.schedule": "zb-h1",
             "pipeline.microbatches": 8,
         },
     ),
@@ -214,59 +223,73 @@ HELD_OUT: dict[str, tuple[str, int, dict[str, Any]]] = {
         16,
         {
             **LONG,
-            "strategy": "fsdp+expert",
             "mesh.expert": 4,
             "mesh.fsdp": 4,
-            "batch": 16,
+            "global_batch_size": 16,
             "remat": "dots",
         },
     ),
 }
 # Deep, wide, and of large vocabularies: the first six shaped what the formula says of them. The
 # twelve after them were chosen before that; one of the six compared first shaped it once more.
-NARROW = {"model.embed": 1024, "model.heads": 16, "model.mlp": 2816, "model.length": 2048}
-WIDE = {"model.embed": 12288, "model.heads": 96, "model.mlp": 32768, "model.length": 2048}
+NARROW = {
+    "model.hidden_size": 1024,
+    "model.num_heads": 16,
+    "model.intermediate_size": 2816,
+    "model.seq_len": 2048,
+}
+WIDE = {
+    "model.hidden_size": 12288,
+    "model.num_heads": 96,
+    "model.intermediate_size": 32768,
+    "model.seq_len": 2048,
+}
 
 
 def _far(preset: str = "llama2-7b", vocab: int = 32000, count: int = 8, **flags: Any) -> Any:
-    """Return a case; `layers`, `tensor` and the like are flags without their prefix."""
-    of = {"layers": "model.layers", "tensor": "mesh.tensor", "context": "mesh.context"}
+    """Return a case; `layers`, `batch`, `fsdp` and the like are short names of flags."""
+    of = {"layers": "model.num_layers", "batch": "global_batch_size"}
+    of |= {axis: f"mesh.{axis}" for axis in ("fsdp", "tensor", "context")}
     more = flags.pop("widths", NARROW) if preset == "llama2-7b" else flags.pop("widths", {})
     return preset, count, {"vocab": vocab, **more, **{of.get(k, k): v for k, v in flags.items()}}
 
 
 SHAPED: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "64 layers": _far(layers=64, strategy="fsdp", batch=8, remat="full"),
-    "48 layers, ddp": _far(layers=48, strategy="ddp", batch=16, remat="full"),
-    "vocabulary of 1M": _far("gpt-small", 2**20, layers=4, strategy="fsdp", batch=8),
-    "vocabulary of 1M, full": _far(vocab=2**20, layers=4, strategy="ddp", batch=8, remat="full"),
-    "width 12288": _far(widths=WIDE, layers=4, strategy="fsdp", batch=8),
-    "width 12288, full": _far(widths=WIDE, layers=4, strategy="fsdp", batch=8, remat="full"),
+    "64 layers": _far(layers=64, fsdp=-1, batch=8, remat="full"),
+    "48 layers, ddp": _far(layers=48, batch=16, remat="full"),
+    "vocabulary of 1M": _far("gpt-small", 2**20, layers=4, fsdp=-1, batch=8),
+    "vocabulary of 1M, full": _far(vocab=2**20, layers=4, batch=8, remat="full"),
+    "width 12288": _far(widths=WIDE, layers=4, fsdp=-1, batch=8),
+    "width 12288, full": _far(widths=WIDE, layers=4, fsdp=-1, batch=8, remat="full"),
 }
 TWELVE: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "96 layers": _far(layers=96, strategy="fsdp", batch=16, remat="full"),
-    "56 layers, dots": _far(layers=56, strategy="fsdp", batch=8, remat="dots"),
-    "44 layers": _far(layers=44, strategy="fsdp", batch=8),
-    "80 layers, zero1": _far(layers=80, strategy="zero1", batch=8, remat="full"),
+    "96 layers": _far(layers=96, fsdp=-1, batch=16, remat="full"),
+    "56 layers, dots": _far(layers=56, fsdp=-1, batch=8, remat="dots"),
+    "44 layers": _far(layers=44, fsdp=-1, batch=8),
+    "80 layers, zero1": _far(layers=80, zero=1, batch=8, remat="full"),
     "128 layers, gpt": _far(
-        "gpt-medium", 50257, layers=128, strategy="fsdp", batch=64, remat="full"
+        "gpt-medium", 50257, layers=128, fsdp=-1, batch=64, remat="full"
     ),
     "64 layers, tensor": _far(
-        layers=64, strategy="fsdp+tensor+sequence", tensor=2, batch=8, remat="full"
+        layers=64, fsdp=-1, tensor=2, batch=8, remat="full"
     ),
     "64 layers, context": _far(
-        layers=64, strategy="fsdp+context", context=2, batch=8, remat="full"
+        layers=64, fsdp=-1, context=2, batch=8, remat="full"
     ),
-    "vocabulary of 512K": _far("gpt-small", 2**19, layers=6, strategy="ddp", batch=16),
-    "vocabulary of 1.5M": _far(vocab=3 * 2**19, layers=6, strategy="fsdp", batch=8, remat="full"),
-    "vocabulary of 800K": _far(vocab=800_000, layers=8, strategy="zero2", batch=16),
+    "vocabulary of 512K": _far("gpt-small", 2**19, layers=6, batch=16),
+    "vocabulary of 1.5M": _far(vocab=3 * 2**19, layers=6, fsdp=-1, batch=8, remat="full"),
+    "vocabulary of 800K": _far(vocab=800_000, layers=8, zero=2, batch=16),
     "width 16384": _far(
-        widths={**WIDE, "model.embed": 16384, "model.heads": 128, "model.mlp": 53248},
-        layers=3, strategy="fsdp", batch=8, remat="full",
+        widths=WIDE | {
+            "model.hidden_size": 16384, "model.num_heads": 128, "model.intermediate_size": 53248,
+        },
+        layers=3, fsdp=-1, batch=8, remat="full",
     ),
     "width 8192": _far(
-        widths={**WIDE, "model.embed": 8192, "model.heads": 64, "model.mlp": 28672},
-        layers=6, strategy="fsdp", batch=16, remat="dots",
+        widths=WIDE | {
+            "model.hidden_size": 8192, "model.num_heads": 64, "model.intermediate_size": 28672,
+        },
+        layers=6, fsdp=-1, batch=16, remat="dots",
     ),
 }  # fmt: skip
 ALL = CASES | HELD_OUT | SHAPED | TWELVE
@@ -365,7 +388,7 @@ HEAD = (
     "`python -m benchmarks.planner_memory --compile`, then `python -m benchmarks.planner_memory`.",
     "GiB of one H200, bfloat16; programs compiled ahead of time, jax 0.10.2.",
     "",
-    "| case | GPUs, model | how | program | formula | off |",
+    "| case | GPUs, model | settings | program | formula | off |",
     "| --- | --- | --- | --- | --- | --- |",
 )
 NOTES = (

@@ -3,7 +3,7 @@
     python -m benchmarks.planner_truth          # a minute; writes results/planner_truth.md
 
 Nothing is compiled, and no constant is fitted on a row that it is judged by: those of the H100 are
-its ceilings (a copy, one product, cuDNN's own times), all else is in hfjax/machines. The rows of
+its ceilings (a copy, one product, cuDNN's own times), all else is in hfjax/hardware. The rows of
 others are laid out as they were published; where hfjax has no such setting, what stands for it is
 said. Theirs overlap tensor's transfers with products, which hfjax does by split_rows only.
 """
@@ -20,7 +20,7 @@ from hfjax.hardware.machine import MACHINES, Machine
 from hfjax.parallel.mesh import AXES
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.score import ScoredCandidate, Scorer
-from hfjax.trainer.config import Model, Train
+from hfjax.trainer.config import ModelConfig, TrainConfig
 
 RESULTS = Path(__file__).parent / "results" / "planner_truth.md"
 H100, H200 = MACHINES["h100"], MACHINES["h200"]
@@ -34,11 +34,16 @@ def _at_500_watts(machine: Machine) -> Machine:
 
 
 TITAN = _at_500_watts(H100)
-L8, L70 = Model(preset="llama3-8b", length=8192), Model(preset="llama3-70b", length=8192)
-L405 = Model(preset="llama3-405b", length=8192)
-GPT3 = Model(preset="gpt-medium", length=2048, layers=96, heads=96, embed=12288)
-SMALL, MEDIUM = Model(preset="gpt-small"), Model(preset="gpt-medium")
-MIXTRAL = Model(preset="mixtral-8x7b", length=4096, capacity=1.0)
+L8, L70 = (
+    ModelConfig(preset="llama3-8b", seq_len=8192),
+    ModelConfig(preset="llama3-70b", seq_len=8192),
+)
+L405 = ModelConfig(preset="llama3-405b", seq_len=8192)
+GPT3 = ModelConfig(
+    preset="gpt-medium", seq_len=2048, num_layers=96, num_heads=96, hidden_size=12288
+)
+SMALL, MEDIUM = ModelConfig(preset="gpt-small"), ModelConfig(preset="gpt-medium")
+MIXTRAL = ModelConfig(preset="mixtral-8x7b", seq_len=4096, capacity_factor=1.0)
 LLAMA3, GPT = 128256, 50257
 OURS, NEMO = "measured here", "NeMo 24.12, dgxc-benchmarking v25.02"
 KEEPS = "names:qkv,attended"
@@ -50,7 +55,7 @@ class Real:
 
     name: str
     source: str
-    model: Model
+    model: ModelConfig
     vocab: int
     machine: Machine
     candidate: Candidate
@@ -178,7 +183,7 @@ REAL = (
     Real(
         "Llama 3.1 405B cut to 7 layers, 32 H100, TP 8, CP 2, DP 2",
         NEMO,
-        replace(L405, layers=7),
+        replace(L405, num_layers=7),
         LLAMA3,
         H100,
         row("zero1", 126, {"accumulate": 63, **SEQUENCE}, data=2, context=2, tensor=8),
@@ -220,7 +225,7 @@ REAL = (
 )
 
 # Rows in float8 with asynchronous TP: the order of their tokens a second alone is compared.
-ORDERS: dict[str, tuple[str, tuple[tuple[str, Model, Candidate, float], ...]]] = {
+ORDERS: dict[str, tuple[str, tuple[tuple[str, ModelConfig, Candidate, float], ...]]] = {
     "Llama 3.1 405B, 512 H100, TP 8, PP 8, FSDP 8": (
         "torchtitan; sides as far as known",
         tuple(
@@ -236,7 +241,7 @@ ORDERS: dict[str, tuple[str, tuple[tuple[str, Model, Candidate, float], ...]]] =
         tuple(
             (
                 f"{length // 1024}k",
-                replace(L8, length=length),
+                replace(L8, seq_len=length),
                 row("fsdp", 8 // context, FULL, fsdp=8 // context, context=context),
                 rate,
             )
@@ -251,9 +256,11 @@ ORDERS: dict[str, tuple[str, tuple[tuple[str, Model, Candidate, float], ...]]] =
 }
 
 
-def scored(model: Model, vocab: int, machine: Machine, candidate: Candidate) -> ScoredCandidate:
+def scored(
+    model: ModelConfig, vocab: int, machine: Machine, candidate: Candidate
+) -> ScoredCandidate:
     """Return what the formula says of a configuration."""
-    config = Train(batch=candidate.batch_size, precision="bf16", model=model)
+    config = TrainConfig(global_batch_size=candidate.batch_size, precision="bf16", model=model)
     gpu = "h200" if can_compile_for_gpus() else None
     return Scorer(config, vocab, machine, gpu).score(candidate)
 
@@ -292,11 +299,13 @@ def _parts(found: ScoredCandidate) -> str:
     return ", ".join(f"{name} {s / total:.0%}" for name, s in shown.items() if s > total / 200)
 
 
-def _order(name: str, source: str, rows: tuple[tuple[str, Model, Candidate, float], ...]) -> str:
+def _order(
+    name: str, source: str, rows: tuple[tuple[str, ModelConfig, Candidate, float], ...]
+) -> str:
     rates, told = [], []
     for what, model, candidate, real in rows:
         found = scored(model, LLAMA3, TITAN, candidate)
-        rate = candidate.batch_size * (model.length or 0) / candidate.devices / found.time.total
+        rate = candidate.batch_size * (model.seq_len or 0) / candidate.devices / found.time.total
         rates.append((real, rate))
         told.append(f"{what} {real:.0f} ({rate:.0f}; {found.peak.total / 2**30:.0f} GiB)")
     by_real, ours = sorted(rates), sorted(rates, key=lambda pair: pair[1])

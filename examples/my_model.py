@@ -1,7 +1,7 @@
 """A model, a loss and an optimizer of one's own for `hfjax train`.
 
-hfjax train --model.own examples/my_model.py:make --model.loss examples/my_model.py:loss \
-    --optimizer.own examples/my_model.py:optimizer --steps 100 --out runs/mine
+hfjax train --model.factory examples/my_model.py:make --model.loss examples/my_model.py:loss \
+    --optimizer.factory examples/my_model.py:optimizer --steps 100 --run-dir runs/mine
 """
 
 import jax
@@ -22,8 +22,8 @@ class Bigrams(nnx.Module):
         return jnp.asarray(self.table[...])[batch["tokens"][:, :-1]]
 
 
-def make(vocab: int, length: int):
-    """A model for so many tokens, and rows so long."""
+def make(vocab: int, seq_len: int):
+    """A model for so many tokens, and sequences so long."""
     return lambda rngs: Bigrams(vocab, rngs=rngs)
 
 

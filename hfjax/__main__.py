@@ -2,11 +2,14 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from hfjax.utils.command_errors import close_stdout, import_or_explain, run_command
 from hfjax.utils.keywords import name_hint
+from hfjax.utils.renamed import OLD_COMMANDS, OldNamesWarning
 from hfjax.utils.version import version
 
 COMMANDS = {  # name: what it does, and the function that takes its arguments
@@ -18,9 +21,9 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
     "eval": ("evaluate a trained model", "hfjax.cli.run:evaluate_command"),
     "generate": ("write text with a trained model", "hfjax.cli.run:generate_command"),
     "data": ("make a data set of text, or show what one holds", "hfjax.cli.data:main"),
-    "import": (
+    "inspect": (
         "show what a Hugging Face model's folder holds",
-        "hfjax.cli.model_files:import_command",
+        "hfjax.cli.model_files:inspect_command",
     ),
     "export": ("write a run's model for Hugging Face", "hfjax.cli.model_files:export_command"),
     "launch": ("start several processes on this machine", "hfjax.cli.launch:main"),
@@ -70,15 +73,28 @@ def _run(name: str, rest: Sequence[str]) -> int:
     if name == "--version":
         return run_command(name, lambda: print(f"hfjax {version()}"))
     if name not in COMMANDS:
-        near = name_hint(name, COMMANDS)
-        print(f"hfjax {name}: no such command.{near}\n\n{_help()}", file=sys.stderr)
+        near = OLD_COMMANDS.get(name)
+        hint = f" It is hfjax {near} now." if near else name_hint(name, COMMANDS)
+        print(f"hfjax {name}: no such command.{hint}\n\n{_help()}", file=sys.stderr)
         return 2
+    _shorten_warnings(name)
     try:
         function = _function(name)
     except ModuleNotFoundError as missing:
         print(missing, file=sys.stderr)
         return 2
     return function(rest)
+
+
+def _shorten_warnings(name: str) -> None:
+    """Print warnings about names of a user's files without a line of hfjax."""
+    usual = warnings.formatwarning
+
+    def short(message: Any, category: Any, *rest: Any) -> str:
+        is_ours = issubclass(category, OldNamesWarning)
+        return f"hfjax {name}: {message}\n" if is_ours else usual(message, category, *rest)
+
+    warnings.formatwarning = short
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

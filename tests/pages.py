@@ -55,6 +55,12 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
         yield lines[start].removeprefix("$ "), lines[start + 1 : end]
 
 
+def write_file(block: Block) -> None:
+    """Write the file that a block of YAML names in its first line."""
+    name = block.text.splitlines()[0].removeprefix("# ")
+    Path(name).write_text(block.text, encoding="utf-8")
+
+
 class Page:
     """A page, run in a folder with the names that its text takes for granted."""
 
@@ -70,8 +76,7 @@ class Page:
         """Run all blocks, and those of the commands that are wanted."""
         for block in self.blocks:
             if block.language == "yaml":
-                name = block.text.splitlines()[0].removeprefix("# ")
-                Path(name).write_text(block.text, encoding="utf-8")
+                write_file(block)
             elif ">>> " in block.text:
                 self._examples(block)
             elif block.language == "python":
@@ -133,6 +138,7 @@ def output_of(command: str) -> str:
         status = _status(words[1:])
     error = re.sub(r"\A(.* … \d+ s\n)+", "", told.getvalue())  # what took long comes before it
     assert status == 0 or error.startswith("hfjax "), f"{command}: {status}: {told.getvalue()}"
+    assert not re.search(r"--\S+( is --\S+ now\.|: there is no such flag)", error), error
     return told.getvalue()
 
 

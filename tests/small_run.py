@@ -9,14 +9,25 @@ from typing import Any
 import numpy as np
 
 from hfjax.data import prepare
-from hfjax.trainer.config import CheckpointOptions, Data, Log, Mesh, Model, Optimizer, Train
+from hfjax.trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 
-MODEL = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=32)
+MODEL = ModelConfig(preset="gpt-tiny", seq_len=16, num_layers=1, num_heads=2, hidden_size=32)
 # The next token from this one alone: for what no model can change.
-BIGRAMS = Model(own=f"{Path(__file__).parents[1]}/examples/my_model.py:make", length=16)
+BIGRAMS = ModelConfig(factory=f"{Path(__file__).parents[1]}/examples/my_model.py:make", seq_len=16)
 # Two layers that look behind, in three parts: for what strategies do to a model.
-STACK = Model(own=f"{Path(__file__).parent}/small_model.py:make", length=16)
-QUIET = Log(every=4, valid_every=6, valid_batches=3, sample=0)
+STACK = ModelConfig(factory=f"{Path(__file__).parent}/small_model.py:make", seq_len=16)
+QUIET = LogConfig(interval=4, sample_tokens=0)
+EVAL = EvalConfig(interval=6, max_batches=3)
+NO_EVAL = EvalConfig(interval=0)
 
 
 def corpus(directory: Path) -> Path:
@@ -31,26 +42,28 @@ def corpus(directory: Path) -> Path:
     return directory / "data"
 
 
-def small(directory: Path, text: Path, **changes: Any) -> Train:
+def small(directory: Path, text: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a small run in a directory."""
     fields: dict[str, Any] = {
-        "out": directory,
+        "run_dir": directory,
         "steps": 12,
-        "batch": 16,
+        "global_batch_size": 16,
         "model": MODEL,
-        "data": Data(train=(str(text),)),
-        "optimizer": Optimizer(rate=1e-2),
-        "checkpoints": CheckpointOptions(every=5),
+        "data": DataConfig(train=(str(text),)),
+        "optimizer": OptimizerConfig(learning_rate=1e-2),
+        "checkpoint": CheckpointConfig(interval=5),
+        "eval": EVAL,
         "log": QUIET,
     }
-    return Train(**(fields | _devices(changes.get("mesh")) | changes))
+    return TrainConfig(**(fields | _devices(changes.get("mesh")) | changes))
 
 
-def _devices(mesh: Mesh | None) -> dict[str, Any]:
+def _devices(mesh: MeshConfig | None) -> dict[str, Any]:
     """Return how many of the eight fake devices a mesh takes, if sizes say so."""
-    sizes = [] if mesh is None else [size for size in asdict(mesh).values() if size is not None]
-    count = math.prod(sizes)
-    return {"devices": count} if sizes and 0 < count < 8 else {}
+    if mesh is None or mesh == MeshConfig():
+        return {}
+    count = math.prod(size for size in asdict(mesh).values() if size is not None)
+    return {"devices": count} if 0 < count < 8 else {}
 
 
 def told(directory: Path, name: str = "loss") -> dict[int, float]:

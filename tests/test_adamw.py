@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.trainer.config import Optimizer, Train
+from hfjax.trainer.config import OptimizerConfig, TrainConfig
 from hfjax.trainer.optimizer import build_optimizer
 
 RATE = optax.linear_schedule(1e-2, 1e-3, 4)
@@ -78,7 +78,7 @@ def test_the_ordinary_program_is_that_of_optax_to_the_letter():
 
 
 def test_hfjax_train_makes_it():
-    config = Train(optimizer=Optimizer(weight_decay=0.2, no_decay=("*/bias",)))
+    config = TrainConfig(optimizer=OptimizerConfig(weight_decay=0.2, no_decay=("*/bias",)))
     mine = build_optimizer(config, hfjax.lr_schedule(1e-3, steps=10))
     params = {"up": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}}
     still = jax.tree.map(jnp.zeros_like, params)

@@ -313,7 +313,7 @@ def fixture_waiting(tmp_path):
     """A run that has written some documents and waits for more from a pipe."""
     os.mkfifo(tmp_path / "in.jsonl")
     started = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, tmp_path / "in.jsonl", "--out", tmp_path / "out"],
+        [sys.executable, "-c", COMMAND, tmp_path / "in.jsonl", "--data-dir", tmp_path / "out"],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -383,8 +383,9 @@ def test_whatever_does_not_fit_a_full_disk_is_told_alike(tmp_path, text, options
 def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
     write(tmp_path / "in.txt", "text" * 100_000)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+    words = [tmp_path / "in.txt", "--data-dir", tmp_path / "out"]
     done = subprocess.run(
-        [sys.executable, "-c", limit + COMMAND, tmp_path / "in.txt", "--out", tmp_path / "out"],
+        [sys.executable, "-c", limit + COMMAND, *words],
         capture_output=True,
         text=True,
         timeout=60,
@@ -432,7 +433,7 @@ def test_the_command_makes_and_shows_a_data_set(tmp_path, capfd):
         return code, *capfd.readouterr()
 
     folder, out = tmp_path / "in", tmp_path / "out"
-    code, made, err = run(folder, "--out", out, "--valid", "0.1")
+    code, made, err = run(folder, "--data-dir", out, "--valid", "0.1")
     assert (code, err) == (0, "")
     head, *parts = (line.split() for line in made.splitlines()[:3])
     assert " ".join(head) == "data set documents tokens vocabulary on disk tokens per byte"
@@ -447,7 +448,7 @@ def test_the_command_makes_and_shows_a_data_set(tmp_path, capfd):
     assert f"train: {about}" in shown
     assert "  | Als Gregor Samsa\n" in shown
     assert "valid: every CRC32 is right (documents.npy, tokens.bin)" in shown
-    code, told, err = run(folder, "--out", out)
+    code, told, err = run(folder, "--data-dir", out)
     assert (code, told) == (2, "")
     assert err.startswith(f"hfjax data: {out} holds a data set already.")
 

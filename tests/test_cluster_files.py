@@ -18,10 +18,11 @@ SCRIPT = ROOT / "docs/cluster/train.slurm"
 MANIFEST = ROOT / "docs/cluster/train.yaml"
 RUN = """\
 steps: 2
-batch: 4
-strategy: fsdp
-model: {length: 16, layers: 1, heads: 2, embed: 32}
-log: {sample: 0, valid_every: 0, every: 1}
+global_batch_size: 4
+mesh: {fsdp: -1}
+model: {seq_len: 16, num_layers: 1, num_heads: 2, hidden_size: 32}
+eval: {interval: 0}
+log: {sample_tokens: 0, interval: 1}
 """
 SRUN = """\
 #!/bin/bash

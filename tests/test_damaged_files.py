@@ -31,7 +31,7 @@ from hfjax.data import (
     write_tokens,
 )
 from hfjax.trainer import load
-from hfjax.trainer.config import Log
+from hfjax.trainer.config import LogConfig
 from hfjax.trainer.metrics_file import MetricsWriter
 from tests.small_checkpoint import saved, small_layout
 
@@ -154,19 +154,19 @@ def test_a_configuration_whose_aliases_grow_without_end(tmp_path):
         path.write_text("\n".join(lines))
         with pytest.raises(ValueError, match=message):
             load(path)
-    path.write_text("checkpoints: &often {every: 3}\nlog: {<<: *often, sample: 0}\n")
-    assert (load(path).log.every, load(path).log.sample) == (3, 0)
+    path.write_text("checkpoint: &often {interval: 3}\nlog: {<<: *often, sample_tokens: 0}\n")
+    assert (load(path).log.interval, load(path).log.sample_tokens) == (3, 0)
 
 
 def test_the_metrics_of_a_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 2.0}\n')
-    refused(path, lambda: MetricsWriter(tmp_path, Log(), {}, 1).close(), ODD)
+    refused(path, lambda: MetricsWriter(tmp_path, LogConfig(), {}, 1).close(), ODD)
     lines = [b"\xff", DEEP.encode(), b"[1]", b'{"loss": 1}', b'{"step": -5, "loss": 1}']
     for line in (*lines, b'{"step": 1, "x": %s}' % MANY, b'{"step": %s}' % MANY, b'{"step":1}\0'):
         path.write_bytes(b'{"step": 0, "loss": 1.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is no line of a run \(.*Take it"):
-            MetricsWriter(tmp_path, Log(), {}, 3)
+            MetricsWriter(tmp_path, LogConfig(), {}, 3)
 
 
 @pytest.fixture(name="step", scope="module")
@@ -264,8 +264,9 @@ def test_numbers_that_no_float_holds(step, tmp_path):
     hfjax.CheckpointManager(
         tmp_path, small_layout(), keep=hfjax.RetentionPolicy(best="loss")
     ).close()
-    (tmp_path / "run.yaml").write_text(f"optimizer: {{rate: {int(MANY)}}}")
-    with pytest.raises(ValueError, match=r"run.yaml:1: optimizer: rate='999.*: a number is expec"):
+    (tmp_path / "run.yaml").write_text(f"optimizer: {{learning_rate: {int(MANY)}}}")
+    told = r"run.yaml:1: optimizer: learning_rate='999.*: a number is expec"
+    with pytest.raises(ValueError, match=told):
         load(tmp_path / "run.yaml")
 
 

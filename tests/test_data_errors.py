@@ -121,7 +121,7 @@ def test_links_that_lead_to_themselves_or_nowhere(tmp_path):
         (tmp_path / name).symlink_to(target)
     loop = r"self is not to be reached \(Too many levels of symbolic links\)"
     for out in (tmp_path / "self", tmp_path / "self" / "out"):
-        with pytest.raises(ValueError, match=r"not to be reached .* choose another --out"):
+        with pytest.raises(ValueError, match=r"not to be reached .* choose another --data-dir"):
             prepare(tmp_path / "in", out)
     with pytest.raises(ValueError, match=loop.replace(" is ", ": it is ")):
         prepare(tmp_path / "self", tmp_path / "out")
@@ -376,7 +376,7 @@ def test_words_of_the_command_that_do_not_go_together(tmp_path, capsys):
         DataCommand(): "name what to read and where to write",
         DataCommand(some): "name what to read and where to write",
         DataCommand(some, tmp_path, verify=True): "--verify goes with --show DIR",
-        DataCommand(some, show=tmp_path): "--show DIR goes without inputs and without --out",
+        DataCommand(some, show=tmp_path): "--show DIR goes without inputs and without --data-dir",
         DataCommand(some, tmp_path / "out"): "in.txt: no such file or folder",
     }.items():
         assert run(command) == 2

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
+from hfjax.compat.deepspeed.config_file import read_config
+from hfjax.compat.deepspeed.convert import parse_config
 from hfjax.compat.deepspeed.key_entries import REFUSED, find_entry, is_section
 from hfjax.compat.deepspeed.known_keys import TABLE, usual_name
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.precision.dtypes import LossScale, Precision
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import MeshConfig, OffloadConfig, TrainConfig
+from hfjax.trainer.config_io import parse_dataclass
 from hfjax.trainer.deepspeed_flags import with_deepspeed_file
+from hfjax.trainer.old_config import translate
+from hfjax.trainer.strategy import choose_strategy, mesh_sizes
 from tests.make_deepspeed import LR, RATES, TORCH, gradient
 from tests.small_gpt import mlps, tokens
 
@@ -104,56 +110,89 @@ def test_the_table_says_what_becomes_of_each_key_of_the_example():
 # -- what is taken ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keys", "strategy", "mesh"),
-    [
-        ({}, hfjax.DDP, {"data": 8}),
-        (zero(0), hfjax.DDP, {"data": 8}),
-        (zero(1), hfjax.ZERO1, {"data": 8}),
-        (zero(2, cpu_offload=True), hfjax.ZERO2 | hfjax.HOST_OPTIMIZER, {"data": 8}),
-        (zero(3), hfjax.FSDP, {"fsdp": 8}),
-        (zero(3, mics_shard_size=4), hfjax.HSDP, {"data": 2, "fsdp": 4}),
-        (zero(3, zero_hpz_partition_size=2), hfjax.HSDP, {"data": 4, "fsdp": 2}),
-        (
-            zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
-            hfjax.FSDP | hfjax.HOST_OPTIMIZER | hfjax.HOST_PARAMETERS,
-            {"fsdp": 8},
-        ),
-        (
-            zero(3, offload_optimizer={"device": "cpu", "ratio": 0.25}),
-            (hfjax.FSDP | hfjax.HOST_OPTIMIZER).edit(memory={"moments": 0.25}),
-            {"fsdp": 8},
-        ),
-        (zero(3, param_persistence_threshold=7), hfjax.FSDP.edit(replicate_below=7), {"fsdp": 8}),
-        (
-            zero(3, stage3_param_persistence_threshold=1e4),
-            hfjax.FSDP.edit(replicate_below=1e4),
-            {"fsdp": 8},
-        ),
-        (
-            {**zero(1), "tensor_parallel": {"autotp_size": 2}},
-            hfjax.ZERO1 | hfjax.TENSOR,
-            {"data": 4, "tensor": 2},
-        ),
-        (
-            {**zero(3), "expert_parallel": {"enabled": True, "autoep_size": 4}},
-            hfjax.FSDP | hfjax.EXPERT,
-            {"fsdp": 2, "expert": 4},
-        ),
-        (
-            {"pipeline": {"stages": 4}, "gradient_accumulation_steps": 8},
-            hfjax.DDP | hfjax.PIPE,
-            {"pipe": 4, "data": 2},
-        ),
-    ],
-)
-def test_where_everything_lies(keys, strategy, mesh):
+PLACES = [
+    ({}, hfjax.DDP, {"data": 8}),
+    (zero(0), hfjax.DDP, {"data": 8}),
+    (zero(1), hfjax.ZERO1, {"data": 8}),
+    (zero(2, cpu_offload=True), hfjax.ZERO2 | hfjax.HOST_OPTIMIZER, {"data": 8}),
+    (zero(3), hfjax.FSDP, {"fsdp": 8}),
+    (zero(3, mics_shard_size=4), hfjax.HSDP, {"data": 2, "fsdp": 4}),
+    (zero(3, zero_hpz_partition_size=2), hfjax.HSDP, {"data": 4, "fsdp": 2}),
+    (
+        zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+        hfjax.FSDP | hfjax.HOST_OPTIMIZER | hfjax.HOST_PARAMETERS,
+        {"fsdp": 8},
+    ),
+    (
+        zero(3, offload_optimizer={"device": "cpu", "ratio": 0.25}),
+        (hfjax.FSDP | hfjax.HOST_OPTIMIZER).edit(memory={"moments": 0.25}),
+        {"fsdp": 8},
+    ),
+    (zero(3, param_persistence_threshold=7), hfjax.FSDP.edit(replicate_below=7), {"fsdp": 8}),
+    (
+        zero(3, stage3_param_persistence_threshold=1e4),
+        hfjax.FSDP.edit(replicate_below=1e4),
+        {"fsdp": 8},
+    ),
+    (
+        {**zero(1), "tensor_parallel": {"autotp_size": 2}},
+        hfjax.ZERO1 | hfjax.TENSOR,
+        {"data": 4, "tensor": 2},
+    ),
+    (
+        {**zero(3), "expert_parallel": {"enabled": True, "autoep_size": 4}},
+        hfjax.FSDP | hfjax.EXPERT,
+        {"fsdp": 2, "expert": 4},
+    ),
+    (
+        {"pipeline": {"stages": 4}, "gradient_accumulation_steps": 8},
+        hfjax.DDP | hfjax.PIPE,
+        {"pipe": 4, "data": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "strategy", "mesh"), PLACES)
+def test_where_everything_lies(keys, strategy, mesh, tmp_path):
     made = setup(**keys)
     assert made.strategy == strategy
     assert made.mesh == mesh
     if "pipe" in mesh:
         assert made.execution["schedule"] == hfjax.Schedule("1f1b", 8)
         assert made.execution["accumulate"] == 1
+    path = written(tmp_path / "ds.json", train_batch_size=64, **keys)
+    config, _ = with_deepspeed_file(TrainConfig(deepspeed=path), [], 8)
+    sizes = {axis: size for axis, size in mesh_sizes(config.mesh, 8).items() if size > 1}
+    assert (choose_strategy(config).name, sizes) == (strategy.name, mesh)
+    again, _ = with_deepspeed_file(config, [], 16)  # it goes on with more devices
+    assert (choose_strategy(again), again.mesh) == (choose_strategy(config), config.mesh)
+
+
+@pytest.mark.parametrize(("keys", "strategy", "mesh"), PLACES)
+def test_a_run_of_before_goes_on_in_the_same_layout(keys, strategy, mesh, tmp_path):
+    path = written(tmp_path / "ds.json", train_batch_size=64, **keys)
+    names = parse_config(read_config(path)).parallelism.names
+    rest = "fsdp" if names[0] == "fsdp" else "data"  # which a run did not record
+    sizes = {axis: mesh.get(axis, 1) for axis in hfjax.make_mesh().shape if axis != rest}
+    recorded = {"strategy": "+".join(names), "mesh": sizes, "deepspeed": str(path), "batch": 64}
+    old = parse_dataclass(TrainConfig, translate(recorded)[0], "config.yaml")
+    new = TrainConfig(deepspeed=path)
+    assert with_deepspeed_file(old, [], 8)[0] == with_deepspeed_file(new, [], 8)[0]
+
+
+def test_parameters_are_sharded_over_experts_alone(tmp_path):
+    keys = {**zero(3), "expert_parallel": {"enabled": True, "autoep_size": 4}}
+    path = written(tmp_path / "ds.json", train_batch_size=8, **keys)
+    for given in (
+        TrainConfig(mesh=MeshConfig(expert=4), zero=3),
+        TrainConfig(mesh=MeshConfig(expert=4, fsdp=-1)),
+        TrainConfig(),
+    ):
+        config, made = with_deepspeed_file(replace(given, deepspeed=path), [], 4)
+        assert made is not None
+        assert (made.flags["zero"], made.flags["mesh.fsdp"], made.mesh["fsdp"]) == (3, 1, 1)
+        assert choose_strategy(config) == hfjax.FSDP | hfjax.EXPERT
+        assert mesh_sizes(config.mesh, 8)["fsdp"] == 2
 
 
 @pytest.mark.parametrize(
@@ -343,7 +382,7 @@ REFUSALS = [
         {**zero(2), "pipeline": {"stages": 2}},
         "DeepSpeed's pipelines take stage 0 or 1, and stage is 2",
     ),
-    ({"tensor_parallel": {"autotp_size": 3}}, "8 devices do not divide by 3: ddp.tensor has"),
+    ({"tensor_parallel": {"autotp_size": 3}}, "8 devices do not divide by 3: DDP.TENSOR has"),
     ({"train_batch_size": 30}, r"30 is not 3 rows \* 1 microbatches \* 8 devices .*= 24. Write"),
     (
         {"train_batch_size": 0},
@@ -579,30 +618,50 @@ def written(path, **keys):
 
 def test_a_run_is_configured_by_the_file_and_flags_that_say_the_same(tmp_path):
     path = written(tmp_path / "ds.json", **example(bf16={"enabled": True}))
-    given = Train(deepspeed=path, strategy="host_optimizer+zero2", steps=7)
-    config, made = with_deepspeed_file(given, ["--strategy", "--steps"], 8)
+    given = TrainConfig(deepspeed=path, zero=2, offload=OffloadConfig(optimizer=True), steps=7)
+    typed = ["--zero", "--offload.optimizer", "--steps"]
+    config, made = with_deepspeed_file(given, typed, 8)
     assert made is not None
-    assert (config.batch, config.accumulate, config.steps) == (32, 2, 7)
-    assert (config.strategy, config.precision) == ("zero2+host_optimizer", "bf16")
+    assert (config.global_batch_size, config.gradient_accumulation_steps) == (32, 2)
+    assert (config.steps, config.precision) == (7, "bf16")
+    assert (config.zero, config.offload) == (2, OffloadConfig(optimizer=True))
+    assert choose_strategy(config) == made.strategy
     assert (config.mesh.data, config.mesh.fsdp) == (None, 1)  # on other devices too
-    assert (config.optimizer.clip, config.optimizer.warmup) == (1.0, 1000)
+    assert (config.optimizer.max_grad_norm, config.lr_schedule.warmup_steps) == (1.0, 1000)
     assert with_deepspeed_file(config, [], 8)[0] == config  # a run that goes on
-    assert with_deepspeed_file(Train(), ["--steps"], 8) == (Train(), None)
+    assert with_deepspeed_file(TrainConfig(), ["--steps"], 8) == (TrainConfig(), None)
 
 
 @pytest.mark.parametrize(
     ("changes", "typed", "message"),
     [
-        ({}, "--batch", "--batch 32: --deepspeed .*ds.json says something else for 8 devices, 16"),
         (
-            {"accumulate": 4},
-            "",
-            "--accumulate 4: --deepspeed .* says something else for 8 devices, 2",
+            {},
+            "--global-batch-size",
+            "--global-batch-size 32: --deepspeed .*ds.json says something else for 8 devices, 16",
         ),
-        ({"strategy": "fsdp"}, "--strategy", "--strategy fsdp: .* devices, zero2.host_optimizer"),
+        (
+            {"gradient_accumulation_steps": 4},
+            "",
+            "--gradient-accumulation-steps 4: --deepspeed .* says something else for 8 devices, 2",
+        ),
+        ({"mesh": MeshConfig(fsdp=-1)}, "--mesh.fsdp", r"--mesh.fsdp -1: .* 8 devices, 1\. "),
+        ({"mesh": MeshConfig(data=4)}, "--mesh.data", r"--mesh.data 4: .* 8 devices, 8\. "),
+        ({"zero": 1}, "--zero", r"--zero 1: .* 8 devices, 2\. "),
+        ({}, "--offload.no-optimizer", "--offload.no-optimizer: .* devices, --offload.optimizer"),
+        (
+            {"offload": OffloadConfig(parameters=True)},
+            "",
+            "--offload.parameters: .* 8 devices, --offload.no-parameters",
+        ),
+        ({"strategy": "mine.py:rules"}, "--strategy", "--strategy mine.py:rules: .* 8 devices, No"),
         ({}, "--precision", "--precision stored: .* 8 devices, bf16"),
-        ({}, "--optimizer.rate", "--optimizer.rate 0.003: .* 8 devices, 0.001"),
-        ({}, "--optimizer.hold=0", "--optimizer.hold 0: .* 8 devices, as WarmupLR does"),
+        ({}, "--optimizer.learning-rate", "--optimizer.learning-rate 0.003: .* 8 devices, 0.001"),
+        (
+            {},
+            "--lr-schedule.stable-steps=0",
+            "--lr-schedule.stable-steps 0: .* 8 devices, as WarmupLR does",
+        ),
     ],
 )
 def test_a_flag_that_says_something_else_is_an_error_with_both_values(
@@ -611,23 +670,27 @@ def test_a_flag_that_says_something_else_is_an_error_with_both_values(
     keys = example(bf16={"enabled": True}, train_batch_size=16)
     path = written(tmp_path / "ds.json", **keys)
     with pytest.raises(ValueError, match=message):
-        with_deepspeed_file(Train(deepspeed=path, **changes), [typed], 8)
+        with_deepspeed_file(TrainConfig(deepspeed=path, **changes), [typed], 8)
 
 
 def test_the_command_trains_evaluates_and_refuses(tmp_path, capsys):
     path = written(tmp_path / "ds.json", **example(train_batch_size=16))
-    small = "--model.layers 1 --model.embed 16 --model.heads 2 --model.length 16 --log.sample 0"
-    run = ["--out", str(tmp_path / "run"), "--log.valid-every", "0", *small.split()]
+    small = "--model.num-layers 1 --model.hidden-size 16 --model.num-heads 2 --model.seq-len 16"
+    run = ["--run-dir", str(tmp_path / "run"), "--eval.interval", "0", *small.split()]
+    run += ["--log.sample-tokens", "0"]
     run += ["--devices", "2", "--steps", "2"]
     assert main(["train", "--deepspeed", str(path), *run]) == 0
     told = capsys.readouterr().out
     assert re.search(r'zero_optimization.offload_optimizer.device +"cpu" +taken as HOST_OPT', told)
     path.unlink()  # the run has its own copy
-    assert main(["eval", str(tmp_path / "run"), "--batches", "1", "--devices", "1"]) == 0
+    assert main(["eval", str(tmp_path / "run"), "--max-batches", "1", "--devices", "1"]) == 0
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["train", "--deepspeed", str(path), *run])
     assert "ds.json: there is no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--deepspeed", str(EXAMPLE), "--lr", "0.003", *run])
+    assert "--optimizer.learning-rate 0.003: --deepspeed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -638,8 +701,8 @@ def test_the_example_falls_in_float16_as_in_float32(tmp_path):
     for enabled in (True, False):
         file, out = tmp_path / f"{enabled}.json", tmp_path / str(enabled)
         file.write_text(json.dumps(given | {"fp16": given["fp16"] | {"enabled": enabled}}))
-        words = ["--deepspeed", str(file), "--steps", "50", "--out", str(out)]
-        quiet = ["--cpu-devices", "1", "--log.valid-batches", "1"]
+        words = ["--deepspeed", str(file), "--steps", "50", "--run-dir", str(out)]
+        quiet = ["--cpu-devices", "1", "--eval.max-batches", "1"]
         train = [sys.executable, "-m", "hfjax", "train", *words, *quiet]
         launch = [sys.executable, "-m", "hfjax", "launch", "-n", "2", "--", *train]
         subprocess.run(launch, check=True, cwd=ROOT, capture_output=True, timeout=600)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.h200 import h200s
 from tests.model_folders import CONFIGS, drawn, written
-from tests.pages import FENCE, Page, blocks, commands, output_of
+from tests.pages import FENCE, Page, blocks, commands, output_of, write_file
 from tests.small_images import photos
 from tests.small_model_folder import LLAMA, small_folder
 from tests.workers import environment
@@ -27,16 +27,18 @@ PAGES = sorted(
         *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")),
     ]
 )
-SMALL_GPT = "--model.length 16 --model.layers 1 --model.heads 2 --model.embed 32"
+SMALL_GPT = "--model.seq-len 16 --model.num-layers 1 --model.num-heads 2 --model.hidden-size 32"
 EIGHT = 'jax.config.update("jax_num_cpu_devices", 8)'  # conftest.py has done it
 SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
         EIGHT: "",
-        "--out runs/tiny ": f"--out runs/tiny --steps 2 --log.sample 0 {SMALL_GPT} ",
-        "--cpu-devices 8 --out runs/fsdp": f"--out runs/fsdp --steps 2 --log.sample 0 {SMALL_GPT}",
-        "eval runs/tiny ": "eval runs/tiny --batches 2 ",
+        "--run-dir runs/tiny ": f"--run-dir runs/tiny --steps 2 --log.sample-tokens 0 {SMALL_GPT} ",
+        "--cpu-devices 8 --run-dir runs/fsdp": (
+            f"--run-dir runs/fsdp --steps 2 --log.sample-tokens 0 {SMALL_GPT}"
+        ),
+        "eval runs/tiny ": "eval runs/tiny --max-batches 2 ",
         '--prompt "def "': '--prompt "def " --tokens 4',
-        "gpt-medium --precision bf16": "gpt-tiny --batch 8",
+        "gpt-medium --precision bf16": "gpt-tiny --global-batch-size 8",
     },
     "docs/assumed.md": {EIGHT: ""},
     "docs/ahead_of_time.md": {'"h200", 512), data=64': '"h200", 16), data=2'},
@@ -51,35 +53,37 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/choose.md": {
         "--model.preset llama3-8b --vocab 128256": f"{SMALL_GPT} --vocab 512",
-        "--tokens-per-step 1M": "--batch 8",
+        "--tokens-per-step 1M": "--global-batch-size 8",
     },
     "docs/evaluate.md": {
         EIGHT: "",
-        "--cpu-devices 8 --log.sample 0": f"--log.sample 0 {SMALL_GPT}",
-        "eval runs/first\n": "eval runs/first --batch 2048\n",
+        "--cpu-devices 8 --log.sample-tokens 0": f"--log.sample-tokens 0 {SMALL_GPT}",
+        "eval runs/first\n": "eval runs/first --batch-size 2048\n",
         "GPTConfig.tiny()": "GPTConfig.tiny(length=16, layers=1, heads=2, embed=32)",
         "rows=32, length=64": "rows=2048, length=16",
         "after 'import os, sys' comes b'e'": "…",
     },
     "docs/first_gpu_run.md": {
-        "gpt-small --model.length 1024 --batch 16 --precision bf16 --gpu": (
-            f"gpt-tiny {SMALL_GPT} --vocab 512 --batch 16 --compare none --precision bf16 --gpu"
+        "gpt-small --model.seq-len 1024 --global-batch-size 16 \\\n    --precision bf16 --gpu": (
+            f"gpt-tiny {SMALL_GPT} --vocab 512 --global-batch-size 16 --compare none "
+            "--precision bf16 --gpu"
         ),
-        "gpt-small --model.length 1024": f"gpt-tiny {SMALL_GPT} --log.sample 0",
+        "gpt-small --model.seq-len 1024": f"gpt-tiny {SMALL_GPT} --log.sample-tokens 0",
         "--steps 300 --profile 50:53": "--steps 6 --profile 3:5",
     },
     "docs/long_sequences.md": {EIGHT: "", "length=256, layers=2": "length=256, layers=1"},
     "docs/memory.md": {
-        "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
+        "gpt-medium --model.seq-len 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "8GiB": "1MiB",
     },
     "docs/migration.md": {
         EIGHT: "",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
         "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=4, embed=32)",
-        "--model.layers 8 --model.embed 128": "--model.layers 4 --model.embed 32",
+        "--model.num-layers 8": "--model.num-layers 4",
+        "--model.hidden-size 128": "--model.hidden-size 32",
         "zero2.json --cpu-devices 8": f"zero2.json {SMALL_GPT} --cpu-devices 8",
-        "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
+        "--cpu-devices 8": "--steps 2 --log.sample-tokens 0 --eval.interval 0",
     },
     "docs/pipelines.md": {
         EIGHT: "",
@@ -88,14 +92,14 @@ SMALL = {  # what is too long for a test, and what stands for it
     "docs/plain_jax.md": {EIGHT: ""},
     "docs/plan.md": {
         "gpt-medium --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
-        "--count 8 --batch 64": "--count 8 --batch 8",
-        'tensor=8"\n': 'tensor=2"\n',
-        "batch=16, ": "batch=8, ",
+        "--global-batch-size 64": "--global-batch-size 8",
+        "--mesh.tensor 8\n": "--mesh.tensor 2\n",
+        "batch_size=16": "batch_size=8",
         "count=4": "count=8",
     },
     "docs/pretrained.md": {
         "--valid 0.01": "--valid 0.1",
-        "--optimizer.rate 1e-5\n": "--steps 2 --log.sample 0 --model.length 16\n",
+        "--lr 1e-5\n": "--steps 2 --log.sample-tokens 0 --model.seq-len 16\n",
         "DDP on one device (NVIDIA H100 80GB HBM3)": "DDP on data=8 (cpu)",
         '--prompt "Once "': '--prompt "Once " --tokens 4',
     },
@@ -112,39 +116,39 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/quickstart.md": {
         EIGHT: "",
-        "--cpu-devices 8 --log.sample 0": f"--log.sample 0 {SMALL_GPT}",
-        "eval runs/first\n": "eval runs/first --batch 2048\n",
+        "--cpu-devices 8 --log.sample-tokens 0": f"--log.sample-tokens 0 {SMALL_GPT}",
+        "eval runs/first\n": "eval runs/first --batch-size 2048\n",
         "def gerdtma n ng ane s  fceveler.pede nes os": "…",
     },
     "docs/troubleshooting.md": {
         "--model.preset gpt-small": f"--model.preset gpt-tiny {SMALL_GPT} --vocab 512",
-        "--gpu h200 --count 8": "--gpu here --compare none",
+        "--mesh.fsdp -1 --gpu h200": "--mesh.fsdp -1 --gpu here --compare none",
     },
     "docs/tutorial.md": {EIGHT: ""},
     "docs/training.md": {
         "launch -n 4": "launch -n 2",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
-        "hfjax train\n": f"hfjax train --steps 30 --log.sample 4 {SMALL_GPT}\n",
+        "hfjax train\n": f"hfjax train --steps 30 --log.sample-tokens 4 {SMALL_GPT}\n",
         "DDP on one device (cpu)": "DDP on data=8 (cpu)",
         "def iled_mactiond)\ndef _file_par.pode_seyt__ycoptEror(seques=": "…",
         "       None:\n                         indeff condiss:\n": "",
         "steps: 2000": "steps: 2",
-        "preset: gpt-small, length: 512": "preset: gpt-tiny, length: 16, layers: 1",
-        "warmup: 100": "warmup: 1",
-        "eval runs/gpt-tiny\n": "eval runs/gpt-tiny --batch 2048\n",
+        "preset: gpt-small, seq_len: 512": "preset: gpt-tiny, seq_len: 16, num_layers: 1",
+        "warmup_steps: 100": "warmup_steps: 1",
+        "eval runs/gpt-tiny\n": "eval runs/gpt-tiny --batch-size 2048\n",
         "--tokens 60": "--tokens 6",
         "class is demaction and self, velil.pode_seyp_syceptEror(')": "…",
-        "-- hfjax train --strategy fsdp": f"-- hfjax train --strategy fsdp --steps 2 {SMALL_GPT}",
-        "config import Optimizer": "config import Model, Optimizer",
-        "steps=200, strategy": "steps=2, model=Model(length=16, layers=1, embed=32), strategy",
+        "-- hfjax train --mesh.fsdp -1": f"-- hfjax train --mesh.fsdp -1 --steps 2 {SMALL_GPT}",
+        "import MeshConfig, Opt": "import MeshConfig, ModelConfig, Opt",
+        "steps=200,": "steps=2, model=ModelConfig(seq_len=16, num_layers=1, hidden_size=32),",
         "int(state.step), 200)": "int(state.step), 4)",
     },
 }
 
 ELSEWHERE = {  # commands that are not run here, and where they are
     "hfjax demo": "test_the_demo_ends_with_the_table_of_the_page",
-    "--out to-evaluate": "docs/pretrained.md exports a run",
-    "--offload auto": "below: it needs what compiles for GPUs",
+    "--export-dir to-evaluate": "docs/pretrained.md exports a run",
+    "--offload.activations auto": "below: it needs what compiles for GPUs",
     "-- hfjax train --config runs/fsdp/config.yaml": "tests/test_run_processes.py",
     "train.py trouble": "a process is killed: tests/test_run_processes.py",
     "--max-restarts 3 -- python train.py": "Ctrl-C: tests/test_run_processes.py",
@@ -265,10 +269,13 @@ def test_the_least_offload_is_found_by_the_command_of_the_page(tmp_path, monkeyp
     h200s()
     monkeypatch.chdir(tmp_path)
     page = Page(ROOT / "docs/memory.md", SMALL["docs/memory.md"], {})
+    for block in page.blocks:
+        if block.language == "yaml":
+            write_file(block)
     [(command, printed)] = [found for block in page.blocks for found in commands(block)]
     told = output_of(command)
     for start in ("from the layout", "from the trace", "from the compiler", "on the host"):
         assert start in told
         assert any(line.startswith(start) for line in printed)
-    assert "* offload auto: " in told
+    assert "* --offload.activations auto: " in told
     assert Path("memory.png").exists()

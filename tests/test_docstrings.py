@@ -44,7 +44,7 @@ ARGUMENTS = {  # whose arguments need no list, and why
     "hfjax:Remat.check": ENGINE,
     "hfjax:Remat.policy": ENGINE,
     "hfjax.analysis:Transfers": "hfjax.analysis.host_transfers makes it",
-    "hfjax.trainer:Train": FIELDS + ", and its docstring is what `hfjax train --help` shows",
+    "hfjax.trainer:TrainConfig": FIELDS + ", and its docstring is what `hfjax train --help` shows",
 }
 WITH_A_RUN = "it needs a trained run: docs/training.md shows one"
 HANDED = "the model's own layers call it: hfjax/models/gpt.py"
@@ -56,7 +56,7 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.trainer:RunComponents.check_validation": WITH_A_RUN,
     "hfjax.trainer:RunComponents.validated": WITH_A_RUN,
     "hfjax.trainer:RunComponents.written": WITH_A_RUN,
-    "hfjax.trainer:Train": "its docstring is what `hfjax train --help` shows; `train` has one",
+    "hfjax.trainer:TrainConfig": "`hfjax train --help` shows its docstring; `train` has one",
     "hfjax.models.layers:NoConstraint.axes": HANDED,
     "hfjax.models.layers:LocalOps.matmul": HANDED,
     "hfjax.models.layers:LocalOps.outputs": HANDED,

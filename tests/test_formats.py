@@ -16,6 +16,7 @@ from hfjax import DDP, FSDP, TENSOR, Schedule
 from hfjax.__main__ import main
 from hfjax.hardware.machine import Machine
 from hfjax.trainer import load
+from hfjax.trainer.strategy import choose_strategy
 from hfjax.weights.model_folder import read_folder
 from tests.golden import here
 from tests.make_before import going_on, metrics_of
@@ -85,10 +86,20 @@ def test_a_checkpoint_goes_on_under_another_strategy(name, unpacked):
     np.testing.assert_allclose(found, EXPECTED["checkpoints"][name]["losses"], rtol=rtol)
 
 
+STRATEGIES = {"finished": "ZERO1", "piped": "FSDP|PIPE", "images": "DDP", "pretrained": "FSDP"}
+
+
+def read(path, fields="batch is global_batch_size"):
+    """Return a configuration of before; it is read with a warning that has today's fields."""
+    with pytest.warns(UserWarning, match=f"fields of an earlier hfjax, .* Today: .*{fields}"):
+        return load(path)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_read(name, unpacked):
     place = unpacked(name, "inputs")
-    config, steps = load(place / name / "config.yaml"), EXPECTED["runs"][name]["loss"]
+    config, steps = read(place / name / "config.yaml"), EXPECTED["runs"][name]["loss"]
+    assert choose_strategy(config).name == STRATEGIES[name]
     last = hfjax.latest_step(place / name / "checkpoints")
     assert last == (config.steps if name == "finished" else STOPS)
     found = metrics_of(place / name, "loss")
@@ -99,8 +110,9 @@ def test_a_run_is_read(name, unpacked):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_with_the_losses_of_one_that_was_left_alone(name, unpacked, capsys):
     place = unpacked(name, "inputs")
-    words = ["--minutes", "None", "--devices", str(RUNS[name][1])]
-    assert main(["train", "--config", f"{name}/config.yaml", *words]) == 0
+    words = ["--max-runtime", "None", "--devices", str(RUNS[name][1])]
+    with pytest.warns(UserWarning, match="fields of an earlier hfjax"):
+        assert main(["train", "--config", f"{name}/config.yaml", *words]) == 0
     for metric, wanted in EXPECTED["runs"][name].items():
         if metric != "eval":
             found = metrics_of(place / name, metric)
@@ -113,18 +125,23 @@ def test_a_run_goes_on_with_the_losses_of_one_that_was_left_alone(name, unpacked
 
 def test_configurations_are_read(unpacked):
     place = unpacked("settings")
-    one, two, planned = (load(place / name) for name in ("run.yaml", "run.py", "plan.yaml"))
-    assert (one.steps, one.batch, one.accumulate, one.precision) == (2000, 64, 4, "bf16")
-    assert (one.mesh.tensor, one.mesh.fsdp, one.optimizer.clip) == (2, 4, 1.0)
-    assert (two.pipeline.name, two.pipeline.chunks, two.model.layers) == ("interleaved", 2, 4)
-    assert (planned.batch, planned.model.preset) == (64, "gpt-tiny")
+    one, two = read(place / "run.yaml"), read(place / "run.py", "optimizer.rate is optimizer.lear")
+    planned = read(place / "plan.yaml")
+    assert (one.steps, one.global_batch_size) == (2000, 64)
+    assert (one.gradient_accumulation_steps, one.precision) == (4, "bf16")
+    assert (one.mesh.tensor, one.mesh.fsdp, one.optimizer.max_grad_norm) == (2, 4, 1.0)
+    assert choose_strategy(one).name == "FSDP|TENSOR|SEQUENCE"
+    assert (two.pipeline.schedule, two.pipeline.chunks) == ("interleaved", 2)
+    assert (two.model.num_layers, choose_strategy(two).name) == (4, "ZERO1|PIPE")
+    assert (planned.global_batch_size, planned.model.preset) == (64, "gpt-tiny")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 def test_a_run_whose_schedule_had_another_name_is_read(name, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(f"mesh: {{pipe: 2}}\npipeline: {{name: {name}-half}}\n")
-    assert load(path).pipeline.name == f"{name}-published"
+    config = read(path, "pipeline.name is pipeline.schedule")
+    assert config.pipeline.schedule == f"{name}-published"
 
 
 def test_a_table_a_calibration_and_a_data_set_are_read(unpacked, capsys):

@@ -22,26 +22,31 @@ from hfjax.cli.launch import split_command
 from hfjax.distributed import init
 from hfjax.distributed.init import Cluster, init_distributed
 from hfjax.distributed.ports import free_port
-from hfjax.trainer import RunComponents, Train, train
-from hfjax.trainer.build import build_mesh, check_flags_used, parse_strategy
+from hfjax.trainer import RunComponents, TrainConfig, train
+from hfjax.trainer.build import check_flags_used
 from hfjax.trainer.config import (
-    CheckpointOptions as Checkpoints,
-    Mesh,
-    Model,
-    Optimizer,
-    PipelineOptions as Pipeline,
+    CheckpointConfig as Checkpoints,
+    MeshConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PipelineConfig as Pipeline,
 )
-from hfjax.trainer.config_io import to_plain
+from hfjax.trainer.config_io import save, to_plain
 from hfjax.trainer.console import Screen, step_line
 from hfjax.trainer.loss_plot import make_figure, moving_average
 from hfjax.trainer.model import choose_model
+from hfjax.trainer.strategy import build_mesh, choose_strategy, load_strategy
 from hfjax.utils.command_errors import report_errors, run_command
 from hfjax.utils.progress import show_progress
 from hfjax.utils.tables import escape_controls
-from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small, told
+from tests.small_run import BIGRAMS, MODEL, NO_EVAL, STACK, corpus, small, told
 from tests.workers import finished, start
 
-ONE = Mesh(data=1)
+ONE = MeshConfig(data=1)
+WHOLE_SEQUENCE = {"sequence_parallel": False}
+ON_HOST = {"offload": OffloadConfig(optimizer=True)}
+IN_NODE = {"gradient_reduction": "hierarchical"}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +93,7 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
 def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     monkeypatch.setattr(RunComponents, "written", lambda *_: time.sleep(0.1) or "text")
-    assert main([command, str(run.out), "--devices", "1"]) == 0
+    assert main([command, str(run.run_dir), "--devices", "1"]) == 0
     out, err = capsys.readouterr()
     assert "reading the checkpoint … " in err
     assert doing in err
@@ -115,13 +120,16 @@ def test_the_bar_of_a_terminal_says_what_goes_on(monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_tells_each_peak_as_soon_as_it_is_known(capsys, monkeypatch):
+def test_memory_tells_each_peak_as_soon_as_it_is_known(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("full.yaml").write_text("remat: full\n")
+    Path("three.yaml").write_text("gradient_accumulation_steps: 3\n")
     monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
-    flags = "--gpu here --vocab 64 --model.layers 1 --model.embed 32 --model.heads 2"
-    assert main(["memory", *flags.split(), "--compare", "remat=full", "accumulate=3"]) == 0
+    flags = "--gpu here --vocab 64 --model.num-layers 1 --model.hidden-size 32 --model.num-heads 2"
+    assert main(["memory", *flags.split(), "--compare", "full.yaml", "three.yaml"]) == 0
     said = capsys.readouterr().err.splitlines()
     rows = [row for row in said if not row.startswith("compiling")]
-    assert [row.split(": ")[0] for row in rows] == ["remat=none", "remat=full", "accumulate=3"]
+    assert [row.split(": ")[0] for row in rows] == ["remat=none", "full.yaml", "three.yaml"]
     assert "peak" in rows[0]
     assert rows[2].endswith("cannot be, as told below the table")
 
@@ -152,10 +160,12 @@ def test_every_command_ends_in_one_style(raised, status, capsys):
 def test_a_run_starts_with_the_parameters_that_save_wrote(run, tmp_path, capsys):
     layout = RunComponents(run).layout
     hfjax.save(tmp_path / "saved", layout, hfjax.init(layout, seed=3))
-    start = Checkpoints(start=str(tmp_path / "saved"))
-    train(replace(run, out=tmp_path / "new", checkpoints=start))
+    start = Checkpoints(init_from=str(tmp_path / "saved"))
+    train(replace(run, run_dir=tmp_path / "new", checkpoint=start))
     assert f"starting with the parameters of {tmp_path}/saved, step 0" in capsys.readouterr().out
-    train(replace(run, out=tmp_path / "other", checkpoints=Checkpoints(start=str(run.out))))
+    train(
+        replace(run, run_dir=tmp_path / "other", checkpoint=Checkpoints(init_from=str(run.run_dir)))
+    )
     assert told(tmp_path / "new")[0] != told(tmp_path / "other")[0]
 
 
@@ -164,28 +174,29 @@ def test_a_run_starts_with_the_parameters_that_save_wrote(run, tmp_path, capsys)
 )
 def test_a_start_without_checkpoints_is_refused(run, tmp_path, name, why):
     (tmp_path / "empty").mkdir()
-    start = Checkpoints(start=str(tmp_path / name))
+    start = Checkpoints(init_from=str(tmp_path / name))
     with pytest.raises(
-        ValueError, match=rf"--checkpoints.start .*/{name}: {why}.*hfjax.save wrote"
+        ValueError, match=rf"--checkpoint.init-from .*/{name}: {why}.*hfjax.save wrote"
     ):
-        train(replace(run, out=tmp_path / "new", checkpoints=start))
+        train(replace(run, run_dir=tmp_path / "new", checkpoint=start))
 
 
 def test_another_model_than_that_of_the_folder_is_told_by_its_flag(run, tmp_path):
-    wide = replace(run, steps=2, model=replace(MODEL, embed=64, dropout=0.5))
+    wide = replace(run, steps=2, model=replace(MODEL, hidden_size=64, dropout=0.5))
     told = (
-        rf"--model.embed 64, --model.dropout 0.5: {run.out} was trained with --model.embed 32, "
-        r"without --model.dropout, and its checkpoint does not fit. Give the same"
+        rf"--model.hidden-size 64, --model.dropout 0.5: {run.run_dir} was trained with "
+        r"--model.hidden-size 32, without --model.dropout, and its checkpoint does not fit. Give "
+        r"the same"
     )
-    with pytest.raises(ValueError, match=rf"{told}, or begin anew: --out ANOTHER\.$"):
+    with pytest.raises(ValueError, match=rf"{told}, or begin anew: --run-dir ANOTHER\.$"):
         train(wide)
     with pytest.raises(ValueError, match=rf"{told}\.$"):
-        train(replace(wide, out=tmp_path, checkpoints=Checkpoints(start=str(run.out))))
+        train(replace(wide, run_dir=tmp_path, checkpoint=Checkpoints(init_from=str(run.run_dir))))
 
 
 def test_another_optimizer_is_told_with_what_takes_the_parameters_along(run):
-    other = replace(run, steps=2, optimizer=Optimizer(name="lion"))
-    anew = rf"or begin anew: --checkpoints.start {run.out} --out ANOTHER\.$"
+    other = replace(run, steps=2, optimizer=OptimizerConfig(name="lion"))
+    anew = rf"or begin anew: --checkpoint.init-from {run.run_dir} --run-dir ANOTHER\.$"
     with pytest.raises(
         ValueError, match=rf"--optimizer.name lion: .* --optimizer.name adamw.*{anew}"
     ):
@@ -193,11 +204,11 @@ def test_another_optimizer_is_told_with_what_takes_the_parameters_along(run):
 
 
 def test_a_saved_model_of_other_shapes_is_told_without_words_of_python(run, tmp_path):
-    layout = RunComponents(replace(run, model=replace(MODEL, embed=64))).layout
+    layout = RunComponents(replace(run, model=replace(MODEL, hidden_size=64))).layout
     hfjax.save(tmp_path / "saved", layout, hfjax.init(layout), config={"width": 64})
-    start = Checkpoints(start=str(tmp_path / "saved"))
+    start = Checkpoints(init_from=str(tmp_path / "saved"))
     with pytest.raises(ValueError, match="params/") as refused:
-        train(replace(run, out=tmp_path / "new", checkpoints=start))
+        train(replace(run, run_dir=tmp_path / "new", checkpoint=start))
     assert "hfjax.checkpoint_metadata" not in str(refused.value)
     assert str(refused.value).endswith("saved was trained with.")
 
@@ -205,90 +216,121 @@ def test_a_saved_model_of_other_shapes_is_told_without_words_of_python(run, tmp_
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (Mesh(tensor=2), r"^--mesh.tensor 2: 2 .* there is 1\. Lower .*: --cpu-devices 2 makes"),
-        (Mesh(data=2, tensor=4), r"^--mesh.data 2 --mesh.tensor 4: 8 devices are needed"),
+        (
+            MeshConfig(tensor=2),
+            r"^--mesh.tensor 2: 2 .* there is 1\. Lower .*: --cpu-devices 2 mak",
+        ),
+        (MeshConfig(data=2, tensor=4), r"^--mesh.data 2 --mesh.tensor 4: 8 devices are needed"),
     ],
 )
 def test_more_devices_than_there_are_is_told_by_the_flags_typed(mesh, message, monkeypatch):
     here = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: here)
     with pytest.raises(ValueError, match=message):
-        build_mesh(Train(mesh=mesh))
+        build_mesh(TrainConfig(mesh=mesh))
 
 
 def test_sizes_that_do_not_divide_the_devices_are_told_by_their_flags():
     with pytest.raises(ValueError, match=r"--mesh.tensor 3: .* are 8\. Give .* product divides 8"):
-        build_mesh(Train(mesh=Mesh(tensor=3)))
+        build_mesh(TrainConfig(mesh=MeshConfig(tensor=3)))
     with pytest.raises(ValueError, match=r"--mesh.tensor 16: .* --count 16\."):
-        build_mesh(Train(mesh=Mesh(tensor=16)), jax.devices())
+        build_mesh(TrainConfig(mesh=MeshConfig(tensor=16)), jax.devices())
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "sizes"),
+    ("fields", "strategy", "sizes"),
     [
-        ("ddp", Mesh(), {"data": 8}),
-        ("zero1", Mesh(), {"data": 8}),
-        ("fsdp", Mesh(), {"fsdp": 8}),
-        ("hsdp", Mesh(data=2), {"data": 2, "fsdp": 4}),
-        ("tensor", Mesh(), {"tensor": 8}),
-        ("tensor+sequence", Mesh(tensor=2), {"data": 4, "tensor": 2}),
-        ("pipe", Mesh(), {"pipe": 8}),
-        ("pipe", Mesh(pipe=2), {"pipe": 2, "data": 4}),
-        ("zero1 + tensor", Mesh(tensor=2), {"data": 4, "tensor": 2}),
-        ("fsdp+tensor", Mesh(fsdp=2), {"fsdp": 2, "tensor": 4}),
-        ("fsdp+host_optimizer", Mesh(), {"fsdp": 8}),
-        ("host_optimizer", Mesh(), {"data": 8}),
-        ("hsdp", Mesh(fsdp=4), {"data": 2, "fsdp": 4}),
-        ("fsdp", Mesh(fsdp=2), {"data": 4, "fsdp": 2}),
-        ("fsdp", Mesh(fsdp=2, tensor=2), {"data": 2, "fsdp": 2, "tensor": 2}),
-        ("zero3+context", Mesh(fsdp=2, context=2), {"data": 2, "fsdp": 2, "context": 2}),
-        ("fsdp+pipe", Mesh(fsdp=2, pipe=2), {"data": 2, "fsdp": 2, "pipe": 2}),
-        ("fsdp+expert", Mesh(fsdp=2, expert=2), {"data": 2, "fsdp": 2, "expert": 2}),
-        ("fsdp+grid", Mesh(row=2, tensor=2), {"fsdp": 2, "row": 2, "tensor": 2}),
-        ("grid", Mesh(row=2, tensor=2), {"data": 2, "row": 2, "tensor": 2}),
-        ("zero1", Mesh(fsdp=2), {"data": 4, "fsdp": 2}),
-        ("ddp", Mesh(fsdp=2), {"data": 4, "fsdp": 2}),
+        ({}, "DDP", {"data": 8}),
+        ({"zero": 1}, "ZERO1", {"data": 8}),
+        ({"mesh": MeshConfig(fsdp=-1)}, "FSDP", {"fsdp": 8}),
+        ({"mesh": MeshConfig(data=2, fsdp=-1)}, "HSDP", {"data": 2, "fsdp": 4}),
+        ({"mesh": MeshConfig(tensor=-1), **WHOLE_SEQUENCE}, "DDP|TENSOR", {"tensor": 8}),
+        ({"mesh": MeshConfig(tensor=2)}, "DDP|TENSOR|SEQUENCE", {"data": 4, "tensor": 2}),
+        ({"mesh": MeshConfig(pipe=-1)}, "DDP|PIPE", {"pipe": 8}),
+        ({"mesh": MeshConfig(pipe=2)}, "DDP|PIPE", {"pipe": 2, "data": 4}),
+        (
+            {"zero": 1, "mesh": MeshConfig(tensor=2), **WHOLE_SEQUENCE},
+            "ZERO1|TENSOR",
+            {"data": 4, "tensor": 2},
+        ),
+        (
+            {"mesh": MeshConfig(fsdp=2, tensor=-1)},
+            "FSDP|TENSOR|SEQUENCE",
+            {"fsdp": 2, "tensor": 4},
+        ),
+        ({"mesh": MeshConfig(fsdp=-1), **ON_HOST}, "FSDP|HOST_OPTIMIZER", {"fsdp": 8}),
+        (ON_HOST, "DDP|HOST_OPTIMIZER", {"data": 8}),
+        ({"mesh": MeshConfig(data=-1, fsdp=4)}, "HSDP", {"data": 2, "fsdp": 4}),
+        ({"mesh": MeshConfig(fsdp=2)}, "FSDP", {"data": 4, "fsdp": 2}),
+        (
+            {"mesh": MeshConfig(fsdp=2, tensor=2)},
+            "FSDP|TENSOR|SEQUENCE",
+            {"data": 2, "fsdp": 2, "tensor": 2},
+        ),
+        (
+            {"mesh": MeshConfig(fsdp=2, context=2)},
+            "FSDP|CONTEXT",
+            {"data": 2, "fsdp": 2, "context": 2},
+        ),
+        ({"zero": 3, "mesh": MeshConfig(context=-1)}, "FSDP|CONTEXT", {"context": 8}),
+        ({"mesh": MeshConfig(fsdp=2, pipe=2)}, "FSDP|PIPE", {"data": 2, "fsdp": 2, "pipe": 2}),
+        (
+            {"mesh": MeshConfig(fsdp=2, expert=2)},
+            "FSDP|EXPERT",
+            {"data": 2, "fsdp": 2, "expert": 2},
+        ),
+        (
+            {"mesh": MeshConfig(fsdp=-1, row=2, tensor=2)},
+            "FSDP|GRID",
+            {"fsdp": 2, "row": 2, "tensor": 2},
+        ),
+        ({"mesh": MeshConfig(row=2, tensor=2)}, "DDP|GRID", {"data": 2, "row": 2, "tensor": 2}),
+        ({"zero": 1, "mesh": MeshConfig(fsdp=2), **IN_NODE}, "ZERO1", {"data": 4, "fsdp": 2}),
+        ({"zero": 0, "mesh": MeshConfig(fsdp=2), **IN_NODE}, "DDP", {"data": 4, "fsdp": 2}),
     ],
 )
-def test_devices_that_no_flag_asks_for_go_to_the_axis_that_the_strategy_uses(strategy, mesh, sizes):
-    found = build_mesh(Train(strategy=strategy, mesh=mesh)).shape
+def test_sizes_of_the_mesh_say_what_is_on_and_others_take_the_remaining_devices(
+    fields, strategy, sizes
+):
+    config = TrainConfig(**fields)
+    assert choose_strategy(config).name == strategy
+    found = build_mesh(config).shape
     assert {axis: size for axis, size in found.items() if size > 1} == sizes
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "told"),
+    ("mesh", "told"),
     [
-        ("ddp", Mesh(data=1), r"^--mesh.data 1: 1 of the 8 devices is used, and 7 would"),
-        ("hsdp", Mesh(data=2, fsdp=2), r"^--mesh.data 2 --mesh.fsdp 2: 4 of the 8 devices are"),
-        ("tensor", Mesh(data=2, tensor=2), r"4 would .* out --mesh.data, which then is 4, or"),
-        ("zero1", Mesh(data=2), r"6 would stay idle\. .* is 8, or say .* are meant: --devices 2\."),
-        ("ddp", Mesh(data=1, tensor=3), r"5 would stay idle\. Give sizes whose product is 8, or"),
+        (MeshConfig(data=1), r"^--mesh.data 1: 1 of the 8 devices is used, and 7 would"),
+        (MeshConfig(data=2, fsdp=2), r"^--mesh.data 2 --mesh.fsdp 2: 4 of the 8 devices are"),
+        (MeshConfig(data=2, tensor=2), r"4 would .* out --mesh.data, which then is 4, or"),
+        (MeshConfig(data=2), r"6 would stay idle\. .* is 8, or say .* are meant: --devices 2\."),
+        (MeshConfig(data=1, tensor=3), r"5 would stay idle\. Give sizes whose product is 8, or"),
     ],
 )
-def test_devices_that_would_stay_idle_are_refused_by_the_flags(strategy, mesh, told):
+def test_devices_that_would_stay_idle_are_refused_by_the_flags(mesh, told):
     with pytest.raises(ValueError, match=told):
-        build_mesh(Train(strategy=strategy, mesh=mesh))
+        build_mesh(TrainConfig(mesh=mesh))
     with pytest.raises(ValueError, match=told.replace("--devices", "--count")):
-        build_mesh(Train(strategy=strategy, mesh=mesh), jax.devices())
+        build_mesh(TrainConfig(mesh=mesh), jax.devices())
 
 
 def test_a_run_takes_the_first_devices_where_that_is_said(monkeypatch):
-    found = build_mesh(Train(devices=2))
+    found = build_mesh(TrainConfig(devices=2))
     assert list(found.devices.flat) == jax.devices()[:2]
     with pytest.raises(ValueError, match=r"^--devices 9: there are 8\. Give a number from 1 to 8"):
-        build_mesh(Train(devices=9))
+        build_mesh(TrainConfig(devices=9))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"^--devices 2: .* of 2 processes.* all of its devices"):
-        build_mesh(Train(devices=2))
+        build_mesh(TrainConfig(devices=2))
     with pytest.raises(ValueError, match=r"would stay idle\. Leave out --mesh.data, .* is 8\.$"):
-        build_mesh(Train(mesh=Mesh(data=2)))
+        build_mesh(TrainConfig(mesh=MeshConfig(data=2)))
 
 
-def test_a_strategy_of_two_axes_asks_how_the_devices_are_shared():
-    with pytest.raises(
-        ValueError, match=r"of the 8 devices .* --mesh.tensor; the others go to fsdp"
-    ):
-        build_mesh(Train(strategy="fsdp+tensor"))
+def test_two_axes_that_take_the_remaining_devices_are_refused():
+    told = r"^--mesh.fsdp -1 and --mesh.tensor -1: only one .* Give a number for the other\."
+    with pytest.raises(ValueError, match=told):
+        build_mesh(TrainConfig(mesh=MeshConfig(fsdp=-1, tensor=-1)))
 
 
 def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(
@@ -301,8 +343,8 @@ def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(
     told = capsys.readouterr().err
     assert told.startswith("hfjax train: --config ")
     assert "name 'nowhere' is not defined (NameError in line 2)" in told
-    with pytest.raises(ValueError, match=r"--model.own .*: .*NameError in line 2"):
-        choose_model(Train(model=Model(own=f"{tmp_path}/run.py:make")), 256)
+    with pytest.raises(ValueError, match=r"--model.factory .*: .*NameError in line 2"):
+        choose_model(TrainConfig(model=ModelConfig(factory=f"{tmp_path}/run.py:make")), 256)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +393,16 @@ def test_generate_writes_after_each_prompt_and_counts_the_seed_on(run, monkeypat
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     told = lambda parts, state, prompt, count, sampling: f"{prompt} {count} {sampling.seed}"
     monkeypatch.setattr(RunComponents, "written", told)
-    words = ["generate", str(run.out), "--devices", "1", "--tokens", "3", "--seed", "4294967295"]
+    words = [
+        "generate",
+        str(run.run_dir),
+        "--devices",
+        "1",
+        "--tokens",
+        "3",
+        "--seed",
+        "4294967295",
+    ]
     assert main([*words, "--prompt", "one", "--prompt=two"]) == 0
     assert capsys.readouterr().out == "one 3 4294967295\n\ntwo 3 0\n"
     assert main(words) == 0
@@ -377,18 +428,16 @@ def test_a_flag_of_several_values_that_is_there_twice_is_refused(command, flag, 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--context.ulysses", "2"], "--context.ulysses 2: .* --strategy ddp has no context"),
-        (["--context.form=ring"], r"--context.form 'ring': .*--strategy ddp\+context"),
-        (["--context.order", "zigzag"], "--context.order 'zigzag': nothing takes notice"),
+        (["--context.ulysses", "2"], "--context.ulysses 2: .* since --mesh.context is 1"),
+        (["--context.form=ring"], "--context.form 'ring': .* Give --mesh.context 2, or"),
+        (["--context.order", "zigzag"], "--context.order 'zigzag': nothing uses it"),
+        (["--pipeline.microbatches", "4"], "since --mesh.pipe is 1. Give --mesh.pipe 2, or"),
         (
-            ["--pipeline.microbatches", "4"],
-            r"ddp has no pipe. Add it: .*ddp\+pipe --mesh",
+            ["--pipeline.schedule=gpipe", "--mesh.fsdp", "-1"],
+            "'gpipe': .* --mesh.pipe is 1",
         ),
-        (
-            ["--pipeline.name=gpipe", "--strategy", "fsdp"],
-            "'gpipe': .* fsdp has no pipe",
-        ),
-        (["--pipeline.chunks", "2", "--pipeline.name", "interleaved"], "Or leave the flag out"),
+        (["--pipeline.chunks", "2", "--pipeline.schedule", "interleaved"], "or leave the flag out"),
+        (["--no-sequence-parallel"], "--no-sequence-parallel: nothing .* Give --mesh.tensor 2, or"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "memory"])
@@ -399,12 +448,14 @@ def test_a_flag_without_effect_is_refused_by_its_name(command, words, told, caps
 
 
 def test_a_flag_at_its_default_and_one_that_a_configuration_uses_pass():
-    piped = [Train(strategy="pipe"), Train(mesh=Mesh(pipe=2)), Train(pipeline=Pipeline("gpipe"))]
+    piped = [TrainConfig(mesh=MeshConfig(pipe=-1)), TrainConfig(mesh=MeshConfig(pipe=2))]
+    piped += [TrainConfig(pipeline=Pipeline("gpipe"))]
     check_flags_used(piped[-1:], ["--steps", "3"])  # said in a file, of a pipeline that is off here
-    check_flags_used([Train()], ["--pipeline.name", "1f1b", "--context.order", "auto"])
+    check_flags_used([TrainConfig()], ["--pipeline.schedule", "1f1b", "--context.order", "auto"])
     for config in piped[:2]:
         given = replace(config, pipeline=Pipeline(microbatches=4))
-        check_flags_used([Train(pipeline=given.pipeline), given], ["--pipeline.microbatches=4"])
+        configs = [TrainConfig(pipeline=given.pipeline), given]
+        check_flags_used(configs, ["--pipeline.microbatches=4"])
 
 
 @pytest.mark.parametrize(
@@ -438,7 +489,7 @@ def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys)
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     told = set()
     for batch in ("5", "8", "16"):
-        assert main(["eval", str(run.out), "--batch", batch]) == 0
+        assert main(["eval", str(run.run_dir), "--batch-size", batch]) == 0
         told.add(capsys.readouterr().out)
     assert len(told) == 1
 
@@ -461,21 +512,26 @@ def made(monkeypatch):
 def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
     data, tmp_path, made, command, capsys
 ):
-    fields = {"steps": 1, "log": replace(QUIET, valid_every=0), "model": STACK}
-    fields["optimizer"] = Optimizer(master=True)
-    spread = {"strategy": "fsdp+tensor+host_optimizer", "mesh": Mesh(fsdp=2, tensor=2, data=2)}
+    fields = {"steps": 1, "eval": NO_EVAL, "model": STACK, "master_weights": True}
+    spread = {"mesh": MeshConfig(fsdp=2, tensor=2, data=2), **ON_HOST, **WHOLE_SEQUENCE}
     config = small(tmp_path / "run", data, **fields, **spread)
     train(config)
     capsys.readouterr()
-    words, told = [command, str(config.out), "--trust"], set()
+    words, told = [command, str(config.run_dir), "--trust"], set()
     words += ["--tokens", "4", "--temperature", "0"] if command == "generate" else []
+    both = MeshConfig(data=2, tensor=2, context=2)  # of which none comes first on two devices
+    why = f"parameters are replicated, since the run's mesh does not fit: {both.flags}: 8 devices"
     for more, on in (
         ([], {"data": 2, "fsdp": 2, "tensor": 2}),
-        (["--devices", "2"], {"data": 2}),  # neither fsdp nor tensor is told how to share them
+        (["--devices", "2"], {"fsdp": 2}),
         (["--devices", "1"], {}),
-        (["--strategy", "fsdp"], {"fsdp": 8}),
-        (["--mesh.tensor", "4"], {"fsdp": 2, "tensor": 4}),
+        (["--mesh.fsdp", "-1"], {"fsdp": 8}),
+        (["--mesh.fsdp", "2", "--mesh.tensor", "4"], {"fsdp": 2, "tensor": 4}),
+        (["--strategy", "hfjax:ZERO1"], {"data": 8}),
+        (["--devices=2"], {"data": 2}),
     ):
+        if is_last := more == ["--devices=2"]:
+            save(replace(config, mesh=both, devices=None), config.directory / "config.yaml")
         assert main([*words, *more]) == 0
         layout, state = made[-1]
         assert {axis: n for axis, n in layout.mesh.shape.items() if n > 1} == on
@@ -483,8 +539,8 @@ def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
         assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.bfloat16.dtype}
         out, err = capsys.readouterr()
         told.add(out[:24])
-        said = "FSDP|TENSOR" in err or "fsdp+tensor" in err
-        assert said == (more == ["--devices", "2"]), err
+        assert (why in err) == is_last, err
+        assert ("replicated" in err) == is_last, err
     assert len(told) == 1
 
 
@@ -492,15 +548,15 @@ def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
 def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_else(
     data, tmp_path, made, monkeypatch
 ):
-    wide = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=64)
-    log = replace(QUIET, valid_every=0)
-    config = small(tmp_path / "run", data, steps=1, log=log, model=wide, strategy="fsdp")
+    wide = ModelConfig(preset="gpt-tiny", seq_len=16, num_layers=1, num_heads=2, hidden_size=64)
+    fields = {"steps": 1, "eval": NO_EVAL, "model": wide, "mesh": MeshConfig(fsdp=-1)}
+    config = small(tmp_path / "run", data, **fields)
     train(config)
     read = []
     load = restoring._load_arrays
     spy = lambda path, wanted, where: read.extend(wanted) or load(path, wanted, where)
     monkeypatch.setattr(restoring, "_load_arrays", spy)
-    assert main(["eval", str(config.out), "--batches", "1"]) == 0
+    assert main(["eval", str(config.run_dir), "--max-batches", "1"]) == 0
     assert {path.partition("/")[0] for path in read} == {"params"}  # of a GPT without dropout
     params = jax.tree.leaves(made[-1][1].params)
     assert not jax.tree.leaves(made[-1][1].optimizer)
@@ -515,7 +571,7 @@ def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_el
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     monkeypatch.setattr(RunComponents, "written", lambda *_: "a\x1bb")
-    words = ["generate", str(run.out), "--devices", "1"]
+    words = ["generate", str(run.run_dir), "--devices", "1"]
     assert main(words) == 0
     assert capsys.readouterr().out == "a\x1bb\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -571,15 +627,20 @@ def journal(steps, valid_every):
             yield {"step": step, "valid_loss": loss + 0.1}
 
 
-LONG = Model(own="/a/long/path/to/a/folder/of/models/that_are_mine.py:make_it", length=4096)
+FOLDER = "/a/long/path/to/a/folder/of/models"
+LONG = {
+    "model": ModelConfig(factory=f"{FOLDER}/that_are_mine.py:make_it", seq_len=4096),
+    "mesh": MeshConfig(data=16, fsdp=8, tensor=8, context=4, expert=2, pipe=4),
+    "strategy": f"{FOLDER}/rules_that_are_mine.py:fsdp_tensor_sequence",
+}
 
 
 @pytest.mark.parametrize(
     ("steps", "name", "config"),
     [
-        (1, "one", Train()),
-        (20, "runs", Train(steps=20)),
-        (20_000, "a" * 99, Train(model=LONG, strategy="fsdp+tensor+sequence+host_optimizer")),
+        (1, "one", TrainConfig()),
+        (20, "runs", TrainConfig(steps=20)),
+        (20_000, "a" * 99, TrainConfig(**LONG)),
     ],
 )
 def test_nothing_in_the_picture_of_a_run_is_cut_off_or_overlaps(steps, name, config):
@@ -605,7 +666,7 @@ def test_nothing_in_the_picture_of_a_run_is_cut_off_or_overlaps(steps, name, con
 
 
 def test_the_picture_of_a_run_has_mean_validations_rate_and_settings():
-    drawn = make_figure(list(journal(200, 50)), "runs", to_plain(Train(steps=200)))
+    drawn = make_figure(list(journal(200, 50)), "runs", to_plain(TrainConfig(steps=200)))
     axes, beside = drawn.axes
     raw, mean_of_it, valid = axes.lines
     assert raw.get_alpha() < 0.5 < 1 < mean_of_it.get_linewidth()
@@ -613,7 +674,7 @@ def test_the_picture_of_a_run_has_mean_validations_rate_and_settings():
     assert valid.get_xdata().tolist() == [0, 50, 100, 150]
     assert beside.lines[0].get_ydata().max() == pytest.approx(3e-3)
     assert beside.get_ylabel() == "learning rate"
-    assert axes.get_title("left").startswith("gpt-tiny, strategy ddp, 32 rows in a step, optim")
+    assert axes.get_title("left").startswith("gpt-tiny, mesh data=-1, global batch size 32, opt")
 
 
 def test_a_mean_is_of_those_around_and_of_nothing_else():
@@ -626,7 +687,7 @@ def test_a_mean_is_of_those_around_and_of_nothing_else():
 
 
 def test_the_name_of_a_strategy_reaches_a_terminal_as_text():
-    for names in ("ddp\u202e", "\x1b[31mddp"):
-        with pytest.raises(ValueError, match=r"no strategy") as told:
-            parse_strategy(names)
+    for name in ("ddp\u202e", "\x1b[31mddp", "hfjax:DDP\u202e"):
+        with pytest.raises(ValueError, match=r"strategy") as told:
+            load_strategy(name)
         assert str(told.value).isprintable()

@@ -11,12 +11,12 @@ from hfjax.analysis.targets import GPUS
 from hfjax.cli.arguments import BOXES, CHOICES, LEFT_OUT, RARE, choices
 from hfjax.hardware.machine import MACHINES
 from hfjax.models.vision.preset_table import PRESETS
+from hfjax.parallel.mesh import AXES
 from hfjax.parallel.precision.dtypes import PRECISIONS
 from hfjax.parallel.remat import WHAT
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.parallel.settings import CONTEXT_FORMS, CONTEXT_ORDERS, DISPATCH, KERNEL_WORDS
 from hfjax.planner.make_plan import MAX_ENTRIES
-from hfjax.trainer.build import DATA_STRATEGIES, STRATEGIES
 from hfjax.trainer.model import presets
 
 LIMIT = 90  # characters of a line, its default included; the words of a table apart
@@ -97,9 +97,7 @@ def test_what_is_wrong_is_found_and_the_flag_named(text, invocation, fault):
 @pytest.mark.parametrize(
     ("command", "flag", "words"),
     [
-        *((command, "--strategy", STRATEGIES) for command in ("train", "memory", "eval")),
-        *((command, "--strategy", STRATEGIES) for command in ("generate", "export x")),
-        *((command, "--pipeline.name", TRAINING) for command in ("train", "memory")),
+        *((command, "--pipeline.schedule", TRAINING) for command in ("train", "memory")),
         *((command, "--precision", tuple(PRECISIONS)) for command in TAKE_CONFIG),
         *((command, "--model.preset", tuple(presets())) for command in TAKE_CONFIG),
         *((command, "--model.preset", tuple(PRESETS)) for command in TAKE_CONFIG),
@@ -113,6 +111,17 @@ def test_the_help_lists_the_words_of_the_table(command, flag, words):
     assert ", ".join(words) in texts[flag]
 
 
+@pytest.mark.parametrize("command", ["train", "memory", "plan", "eval", "generate", "export x"])
+def test_each_axis_of_the_mesh_has_a_flag(command):
+    flags = {flag.name: flag for flag in help_of(command)[1]}
+    assert {f"--mesh.{axis}" for axis in AXES} == {x for x in flags if x.startswith("--mesh.")}
+    usual = {"--mesh.data": "(default: all remaining devices)"}
+    for name in (f"--mesh.{axis}" for axis in AXES):
+        assert flags[name].text.endswith(usual.get(name, "(default: 1)"))
+    if command != "plan":
+        assert "file.py:name of a hfjax.Strategy" in flags["--strategy"].text
+
+
 @pytest.mark.parametrize(
     ("command", "flag", "words"),
     [
@@ -123,7 +132,7 @@ def test_the_help_lists_the_words_of_the_table(command, flag, words):
         ("train", "--dispatch", ("auto", *DISPATCH)),
         ("train", "--context.form", ("auto", *CONTEXT_FORMS)),
         ("train", "--context.order", CONTEXT_ORDERS),
-        ("train", "--optimizer.decay", ("cosine", "linear", "constant")),
+        ("train", "--lr-schedule.type", ("cosine", "linear", "constant")),
     ],
 )
 def test_the_value_of_a_flag_is_one_of_the_table(command, flag, words):
@@ -136,8 +145,7 @@ def test_the_value_of_a_flag_is_one_of_the_table(command, flag, words):
 def test_what_the_help_says_of_words_is_so():
     for decay in ("cosine", "linear", "constant"):
         hfjax.lr_schedule(1.0, steps=3, decay=decay)
-    assert len(DATA_STRATEGIES) == 6, "--strategy: at most one of the first six"
-    assert MAX_ENTRIES == 20, "hfjax plan --rows: at most 20"
+    assert MAX_ENTRIES == 20, "hfjax plan --top: at most 20"
     has_backward = lambda name: "B0" in str(hfjax.Schedule(name, 4).table(2)).replace("I", "B")
     assert [name for name in SCHEDULES if not has_backward(name)] == [*LEFT_OUT["schedules"]]
 
@@ -150,8 +158,8 @@ def test_each_word_of_kernels_is_explained_by_its_name():
 
 def test_a_flag_that_takes_none_says_what_it_does():
     flags = {flag.name: flag for flag in help_of("train")[1]}
-    assert flags["--optimizer.clip"].invocation == "--optimizer.clip FLOAT|None"
-    assert "None disables" in flags["--optimizer.clip"].text
+    assert flags["--optimizer.max-grad-norm"].invocation == "--optimizer.max-grad-norm FLOAT|None"
+    assert "None disables" in flags["--optimizer.max-grad-norm"].text
     flags = {flag.name: flag for flag in help_of("generate")[1]}
     assert flags["--top-k"].invocation == "--top-k INT|None"
     assert "None allows all" in flags["--top-k"].text
@@ -173,18 +181,21 @@ def test_two_files_of_configuration_are_refused(capfd):
 
 def test_a_default_of_the_configuration_is_shown(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("log: {valid_every: 5}\noptimizer: {clip: null}\ndata: {train: [a, b]}\n")
+    path.write_text(
+        "eval: {interval: 5}\noptimizer: {max_grad_norm: null}\ndata: {train: [a, b]}\n"
+    )
     told = help_of(f"train --config {path}")[1]
     texts = {flag.name: flag.text for flag in told}
-    assert texts["--log.valid-every"].endswith("(default: 5)")
+    assert texts["--eval.interval"].endswith("(default: 5)")
     assert texts["--data.train"].endswith("(default: a b)")
-    assert texts["--optimizer.clip"].endswith("(default: none)")
+    assert texts["--optimizer.max-grad-norm"].endswith("(default: none)")
 
 
 def test_what_few_need_stands_last():
     flags = help_of("train")[1]
-    assert [flag.name for flag in flags[:4]] == ["-h", "--config", "--out", "--steps"]
+    assert [flag.name for flag in flags[:4]] == ["-h", "--config", "--run-dir", "--steps"]
     boxes = list(dict.fromkeys(flag.box.removesuffix(" options") for flag in flags))
+    boxes = [box.replace("-", "_") for box in boxes]
     assert boxes == ["options", *(box for box in BOXES if box != "sampling"), "context"]
     for box in ("options", "model options", "mesh options"):
         names = [f.name.split(".")[-1].lstrip("-") for f in flags if f.box == box]

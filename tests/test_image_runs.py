@@ -9,17 +9,28 @@ import jax
 import numpy as np
 import optax
 import pytest
+import yaml
 from PIL import Image
 
 import hfjax
 from hfjax.cli.model_files import export_command
 from hfjax.cli.run import evaluate_command
 from hfjax.models.vision.preset_table import PRESETS
-from hfjax.trainer import RunComponents, Train, train
-from hfjax.trainer.config import Data, Log, Mesh, Model, Optimizer
+from hfjax.trainer import RunComponents, train
+from hfjax.trainer.config import (
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    LRScheduleConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from hfjax.trainer.config_io import load, save, setting_changes, to_plain
 from hfjax.trainer.optimizer import sgd
 from hfjax.trainer.tasks.images import intersection_over_union
+from hfjax.utils.renamed import CONFIG_KEYS
 from hfjax.weights.tensor_files import read_header, read_rows
 from hfjax.weights.vision_files import read_vision
 
@@ -55,14 +66,16 @@ def street(tmp_path_factory):
     return place
 
 
-def of_photos(photos, out, **changes) -> Train:
-    fields = {"steps": 4, "batch": 8, "mesh": Mesh(data=2), "devices": 2} | changes
+def of_photos(photos, out, **changes) -> TrainConfig:
+    fields = {"steps": 4, "global_batch_size": 8, "mesh": MeshConfig(data=2), "devices": 2}
+    fields |= changes
     model, data = fields.pop("model", {}), fields.pop("data", {})
-    return Train(
-        out=out,
-        model=Model(**({"preset": "resnet-tiny"} | model)),
-        data=Data(train=(str(photos),), **({"size": 16} | data)),
-        log=Log(every=2, valid_every=2),
+    return TrainConfig(
+        run_dir=out,
+        model=ModelConfig(**({"preset": "resnet-tiny"} | model)),
+        data=DataConfig(train=(str(photos),), **({"image_size": 16} | data)),
+        eval=EvalConfig(interval=2),
+        log=LogConfig(interval=2),
         **fields,
     )
 
@@ -72,7 +85,7 @@ def lines_of(out):
 
 
 def test_from_a_folder_to_scores(photos, tmp_path, capsys):
-    train(of_photos(photos, tmp_path / "run", optimizer=Optimizer(name="sgd", momentum=0.9)))
+    train(of_photos(photos, tmp_path / "run", optimizer=OptimizerConfig(name="sgd", momentum=0.9)))
     told = capsys.readouterr().out
     assert "48 images of 3 classes; 16 x 16 pixels" in told
     assert "normalised by mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225" in told
@@ -124,7 +137,7 @@ def test_scores_are_those_of_a_plain_loop_over_all_images(photos, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(photos, tmp_path):
-    alike = {"optimizer": Optimizer(decay="constant", warmup=0)}
+    alike = {"lr_schedule": LRScheduleConfig(type="constant", warmup_steps=0)}
     train(of_photos(photos, tmp_path / "whole", steps=8, **alike))
     train(of_photos(photos, tmp_path / "parts", steps=3, **alike))
     assert train(of_photos(photos, tmp_path / "parts", steps=8, **alike)).step == 8
@@ -134,7 +147,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(photos, tmp_path):
 
 
 def test_iou_of_each_class(street, tmp_path):
-    parts = RunComponents(of_photos(street, tmp_path, model={"preset": "deeplabv3-tiny"}, batch=4))
+    fields = {"model": {"preset": "deeplabv3-tiny"}, "global_batch_size": 4}
+    parts = RunComponents(of_photos(street, tmp_path, **fields))
     state = hfjax.init(parts.layout)
     module = hfjax.to_model(parts.layout, state)
     module.eval()
@@ -151,7 +165,8 @@ def test_iou_of_each_class(street, tmp_path):
 
 @pytest.mark.slow
 def test_iou_of_each_class_is_shown(street, tmp_path, capsys):
-    train(of_photos(street, tmp_path / "run", model={"preset": "deeplabv3-tiny"}, batch=4))
+    fields = {"model": {"preset": "deeplabv3-tiny"}, "global_batch_size": 4}
+    train(of_photos(street, tmp_path / "run", **fields))
     capsys.readouterr()
     assert evaluate_command([str(tmp_path / "run"), "--devices", "1"]) == 0
     told = capsys.readouterr().out.splitlines()
@@ -169,8 +184,8 @@ def test_a_dropout_of_0_is_none_and_that_of_the_auxiliary_head_is_set(street, tm
     assert rates() == (0.5, 0.1)
     assert rates(dropout=0.0) == (0.0, 0.1)
     assert rates(dropout=0.25, auxiliary_dropout=0.0) == (0.25, 0.0)
-    with pytest.raises(ValueError, match=r"--model.auxiliary-dropout 2: a part from 0 to 1"):
-        Model(auxiliary_dropout=2)
+    with pytest.raises(ValueError, match=r"--model.auxiliary-dropout 2: a fraction from 0 to 1"):
+        ModelConfig(auxiliary_dropout=2)
 
 
 def test_a_dropout_of_0_in_the_file_of_an_older_run_is_that_of_its_preset(tmp_path):
@@ -178,36 +193,52 @@ def test_a_dropout_of_0_in_the_file_of_an_older_run_is_that_of_its_preset(tmp_pa
     config = of_photos(tmp_path / "photos", tmp_path, model=model)
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml").model.dropout == 0.0
-    lines = (tmp_path / "config.yaml").read_text().splitlines()
-    old = "\n".join(line for line in lines if "auxiliary_dropout" not in line)
-    (tmp_path / "config.yaml").write_text(old)
-    found = load(tmp_path / "config.yaml")
-    assert found.model.dropout is None
-    recorded = to_plain(config)
+    recorded = in_old_fields(config)
     del recorded["model"]["auxiliary_dropout"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded))
+    with pytest.warns(UserWarning, match="fields of an earlier hfjax"):
+        found = load(tmp_path / "config.yaml")
+    assert found == replace(config, model=replace(config.model, dropout=None))
     assert setting_changes(found, recorded) == []
+    assert setting_changes(found, in_old_fields(config)) != []
+
+
+def in_old_fields(config) -> dict[str, Any]:
+    """Return a configuration with the fields that it had before."""
+    old, found = {new: old for old, new in CONFIG_KEYS.items()}, {}
+    plain = to_plain(config)
+    flat = {
+        f"{box}.{x}": y for box, of in plain.items() if isinstance(of, dict) for x, y in of.items()
+    }
+    flat |= {name: x for name, x in plain.items() if not isinstance(x, dict)}
+    for new in ("zero", "sequence_parallel", "offload.optimizer", "offload.parameters"):
+        del flat[new]
+    for name, value in ({**flat, "strategy": "ddp"}).items():
+        *box, last = old.get(name, name).split(".")
+        (found.setdefault(box[0], {}) if box else found)[last] = value
+    return found
 
 
 def test_weights_in_and_out_and_a_new_head(photos, tmp_path, capsys):
     first, file = tmp_path / "first", tmp_path / "net.safetensors"
     train(of_photos(photos, first, steps=2))
-    assert export_command([str(first), "--out", str(file), "--devices", "2"]) == 0
+    assert export_command([str(first), "--export-dir", str(file), "--devices", "2"]) == 0
     shape = replace(PRESETS["resnet-tiny"], classes=3)
     counters = [x for name, x in read_header(file).items() if name.endswith(".num_batches_tracked")]
     assert counters
     assert {read_rows(x, 0, 1).item() for x in counters} == {2}  # the steps of the run
     assert all(x is not None for x in read_vision(file, shape).values())
-    more = {"preset": "resnet-tiny", "weights": file, "classes": 5}
+    more = {"preset": "resnet-tiny", "weights": file, "num_classes": 5}
     with pytest.raises(ValueError, match=r"(?s)other classes.*--model.new-head"):
         train(of_photos(photos, tmp_path / "five", model=more, steps=1))
-    frozen = more | {"new_head": True, "frozen_norms": True}
+    frozen = more | {"new_head": True, "freeze_batch_norm": True}
     result = train(of_photos(photos, tmp_path / "six", model=frozen, steps=2))
     assert "drawn anew: fc/bias, fc/kernel" in capsys.readouterr().out
     given = np.asarray(read_vision(file, shape)["stem/norm/mean"])
     np.testing.assert_array_equal(result.state.variables["stem"]["norm"]["mean"], given)
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        export_command([str(first), "--out", str(tmp_path / "folder"), "--devices", "2"])
+        export_command([str(first), "--export-dir", str(tmp_path / "folder"), "--devices", "2"])
     assert "a name that ends in .safetensors" in capsys.readouterr().err
 
 
@@ -216,11 +247,18 @@ WRONG = {
         {"model": {"preset": "deeplabv3-tiny"}},
         "folders of classes, and .*what each pixel shows",
     ),
-    "fewer classes": ({"model": {"preset": "resnet-tiny", "classes": 2}}, "has 3 classes. Give 3"),
-    "text": ({"model": {"preset": "resnet-tiny", "length": 8}}, "--model.length 8: .* of images"),
+    "fewer classes": (
+        {"model": {"preset": "resnet-tiny", "num_classes": 2}},
+        "--model.num-classes 2: .* has 3 classes. Give 3",
+    ),
+    "text": ({"model": {"preset": "resnet-tiny", "seq_len": 8}}, "--model.seq-len 8: .* of images"),
+    "experts": (
+        {"model": {"preset": "resnet-tiny", "capacity_factor": 2.0}},
+        "--model.capacity-factor 2.0: .* of images",
+    ),
     "packing": ({"data": {"packing": "documents"}}, "--data.packing .documents.: .* of images"),
     "two norms": (
-        {"model": {"preset": "resnet-tiny", "frozen_norms": True, "group_norms": True}},
+        {"model": {"preset": "resnet-tiny", "freeze_batch_norm": True, "group_norm": True}},
         "one of the two",
     ),
     "dropout of a ResNet": ({"model": {"preset": "resnet-tiny", "dropout": 0.1}}, "has no dropout"),
@@ -229,25 +267,25 @@ WRONG = {
         "--model.auxiliary-dropout 0.1: vit-tiny has no auxiliary dropout. Leave it out",
     ),
     "dropout of one's own": (
-        {"model": {"own": "a.py:b", "dropout": 0.0}},
-        "--model.dropout is of presets, and --model.own a.py:b is none",
+        {"model": {"factory": "a.py:b", "dropout": 0.0}},
+        "--model.dropout is of presets, and --model.factory a.py:b is none",
     ),
-    "no norms": ({"model": {"preset": "vit-tiny", "group_norms": True}}, "has no BatchNorm"),
+    "no norms": ({"model": {"preset": "vit-tiny", "group_norm": True}}, "has no BatchNorm"),
     "a head alone": ({"model": {"preset": "resnet-tiny", "new_head": True}}, "--model.weights"),
     "frozen, of nothing": (
-        {"model": {"preset": "resnet-tiny", "frozen_norms": True}},
+        {"model": {"preset": "resnet-tiny", "freeze_batch_norm": True}},
         "add --model",
     ),
     "smooth masks": (
-        {"model": {"preset": "resnet-tiny", "smoothing": 0.1, "loss": "a.py:b"}},
+        {"model": {"preset": "resnet-tiny", "label_smoothing": 0.1, "loss": "a.py:b"}},
         "say it there",
     ),
     "more than all": (
-        {"data": {"scale": (0.5, 2.0)}},
-        "--data.scale 0.5 2.0: of classes it is the part of the area",
+        {"data": {"crop_scale": (0.5, 2.0)}},
+        "--data.crop-scale 0.5 2.0: of classes it is the part of the area",
     ),
     "a patch": (
-        {"model": {"preset": "vit-tiny"}, "data": {"size": 9}},
+        {"model": {"preset": "vit-tiny"}, "data": {"image_size": 9}},
         "does not divide by patch=2",
     ),
     "a misspelt preset": (
@@ -255,10 +293,13 @@ WRONG = {
         r"--model.preset resnet5: one of gpt-tiny.*, vit-l-16\. Did you mean resnet50\?",
     ),
     "a preset of text": (
-        {"model": {"preset": "gpt-tiny"}, "data": {"size": None}},
+        {"model": {"preset": "gpt-tiny"}, "data": {"image_size": None}},
         "--data.train .* holds images, and gpt-tiny is a model of text. Give --model.preset, one o",
     ),
-    "images for text": ({"model": {"preset": "gpt-tiny"}, "data": {}}, "--data.size 16: .*images"),
+    "images for text": (
+        {"model": {"preset": "gpt-tiny"}, "data": {}},
+        "--data.image-size 16: .*images",
+    ),
 }
 
 
@@ -271,7 +312,7 @@ def test_wrong_settings_are_told_by_their_flags(photos, tmp_path, name):
 
 
 def test_no_data_is_told(tmp_path):
-    config = Train(out=tmp_path, model=Model(preset="resnet-tiny"))
+    config = TrainConfig(run_dir=tmp_path, model=ModelConfig(preset="resnet-tiny"))
     with pytest.raises(ValueError, match="trained on one folder"):
         _ = RunComponents(config).data
 
@@ -304,7 +345,7 @@ def test_an_image_that_does_not_decode_counts_in_no_score(photos, tmp_path, caps
         (place / part / "red" / f"{number}.png").write_text("none")
     with pytest.raises(ValueError, match=r"red/3.png"):
         list(RunComponents(of_photos(place, tmp_path, data={"epochs": 1})).data)
-    out, skip = tmp_path / "run", {"broken": "skip", "epochs": 1}
+    out, skip = tmp_path / "run", {"on_broken_image": "skip", "epochs": 1}
     train(of_photos(place, out, data=skip, steps=20))
     told = capsys.readouterr().out
     assert "train: 1 images did not decode, and others took their places: red/3.png" in told

@@ -186,7 +186,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path, name, damage):
     path = tmp_path / name
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8)).save(path)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    skips = "broken='skip' .--data.broken skip. takes the next"
+    skips = "broken='skip' .--data.on-broken-image skip. takes the next"
     with pytest.raises(ValueError, match=rf"{path} does not decode: .*{skips}"):
         read_image(path)
 
@@ -351,8 +351,9 @@ def test_the_command_names_what_is_broken_and_fails(tmp_path, capsys):
     assert [line for line in told if "masks/4.png does not decode" in line]
 
 
+SOMEWHERE = ["--data-dir", "x"]
 COMMANDS = {
-    "--out x: .* holds images, which are read as they lie, so nothing is written": ["--out", "x"],
+    "--data-dir x: .* holds images, which are read in place, so nothing is written": SOMEWHERE,
     "--vocab: .* holds images; leave it out": ["--vocab", "300"],
     "--append-end: .* holds images; leave it out": ["--no-append-end"],
 }
@@ -380,7 +381,7 @@ def test_two_folders_and_other_classes_are_refused_by_the_command(tmp_path, caps
 def test_texts_beside_pictures_stay_text(tmp_path, capsys):
     photos(tmp_path / "docs" / "pictures")
     (tmp_path / "docs" / "page.md").write_text("A page with a picture.")
-    assert main(["data", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 0
+    assert main(["data", str(tmp_path / "docs"), "--data-dir", str(tmp_path / "out")]) == 0
     assert "files of another kind, not read: 15" in capsys.readouterr().out
     assert len(TokenSet(tmp_path / "out")) == 23
 

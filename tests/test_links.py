@@ -11,7 +11,7 @@ import pytest
 
 import hfjax
 from hfjax.data import TokenSet, write_tokens
-from hfjax.trainer.config import Log
+from hfjax.trainer.config import LogConfig
 from hfjax.trainer.metrics_file import MetricsWriter
 from hfjax.trainer.train_loop import Run
 from hfjax.utils.atomic import atomic_file, replace_text
@@ -160,9 +160,9 @@ def test_a_journal_writes_through_no_link(tmp_path, mine, capsys):
     for name in ("metrics.jsonl", "loss.png", "tensorboard"):
         (tmp_path / name).symlink_to(mine.folder if name == "tensorboard" else mine.file)
         with pytest.raises(ValueError, match=rf"{name} is a link to \S+mine"):
-            MetricsWriter(tmp_path, Log(tensorboard=True), {}, 0)
+            MetricsWriter(tmp_path, LogConfig(tensorboard=True), {}, 0)
         (tmp_path / name).unlink()
-    with MetricsWriter(tmp_path, Log(), {}, 0) as journal:
+    with MetricsWriter(tmp_path, LogConfig(), {}, 0) as journal:
         journal.write(0, loss=1.0)
         (tmp_path / "loss.png").symlink_to(mine.file)
     assert "loss.png is not drawn: " in capsys.readouterr().out

@@ -21,18 +21,41 @@ from hfjax.analysis.search_offload import least_offload
 from hfjax.analysis.targets import GPUS, can_compile_for_gpus
 from hfjax.cli.memory import command as memory_command, plot as memory_picture
 from hfjax.cli.memory.command import main as command, report
-from hfjax.cli.memory.settings import Memory, alternatives, apply_changes
+from hfjax.cli.memory.settings import (
+    Memory,
+    OffloadOptions,
+    alternatives,
+    apply_changes,
+    memory_settings,
+    with_offload,
+)
 from hfjax.cli.memory.table import table
 from hfjax.planner.programs.planned_run import PlannedRun
-from hfjax.trainer.config import Data, Mesh, Model, Optimizer, PipelineOptions
+from hfjax.trainer.config import (
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from hfjax.utils.tables import parse_bytes
 from tests.h200 import h200s
 from tests.small_run import STACK, corpus
 
 ROOT = Path(__file__).parents[1]
 LAYERS, LENGTH, EMBED, ROWS = 3, 16, 32, 2  # rows on each device
-MODEL = Model(preset="gpt-tiny", length=LENGTH, layers=LAYERS, heads=2, embed=EMBED)
-GIVEN = Memory(model=MODEL, batch=8 * ROWS, strategy="fsdp", vocab=64, gpu="here", compare=())
+MODEL = ModelConfig(
+    preset="gpt-tiny", seq_len=LENGTH, num_layers=LAYERS, num_heads=2, hidden_size=EMBED
+)
+GIVEN = Memory(
+    model=MODEL,
+    global_batch_size=8 * ROWS,
+    mesh=MeshConfig(fsdp=-1),
+    vocab=64,
+    gpu="here",
+    compare=(),
+)
 CARRY = ROWS * LENGTH * EMBED * 4  # what enters a layer
 OF_MLPS = replace(GIVEN, model=STACK)  # two layers, twice as wide; compiled in half of the time
 CARRY_OF_MLPS = 2 * CARRY
@@ -46,6 +69,20 @@ def stashed(loss):
 
 def estimates(given) -> dict[str, Any]:
     return {e.name: e for e in report(given).estimates}
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    """Write a file for each text; return the settings that compare them."""
+
+    def compare(given: Memory, *texts: str) -> Memory:
+        folder = tmp_path_factory.mktemp("compared")
+        paths = tuple(folder / f"{n}.yaml" for n in range(len(texts)))
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text, encoding="utf-8")
+        return replace(given, compare=paths)
+
+    return compare
 
 
 # --- what waits for the backward pass -------------------------------------------------------------
@@ -72,9 +109,11 @@ def test_a_program_without_a_backward_pass_keeps_nothing_that_is_known():
 
 
 @pytest.fixture(scope="module")
-def compared():
-    beside = ("remat=none", "remat=none,offload=1")
-    return report(replace(OF_MLPS, remat="full", compare=beside))
+def compared(beside):
+    full = replace(OF_MLPS, remat="full")
+    given = beside(full, "remat: none", "remat: none\noffload: 1")  # one of today, one of before
+    with pytest.warns(UserWarning, match=r"1\.yaml has the fields of an earlier hfjax"):
+        return report(given)
 
 
 @pytest.mark.slow
@@ -90,10 +129,11 @@ def test_recomputed_layers_keep_what_enters_them(compared):
 
 
 def test_what_is_offloaded_waits_on_the_host_and_is_sent_there_and_back(compared):
+    assert [e.name for e in compared.estimates] == ["remat=full", "0.yaml", "1.yaml"]
     _, none, offloaded = compared.estimates
     assert none.layers > 10 * 2 * CARRY_OF_MLPS
     assert (none.host_stashes, none.to_host, none.to_device) == (0, 0, 0)
-    planned = PlannedRun(replace(OF_MLPS, offload="1"), vocab=64)
+    planned = PlannedRun(with_offload(OF_MLPS, "1"), vocab=64)
     planned.step.trace(planned.batch)
     moved = planned.step.offloaded.host_bytes
     assert moved > 0.8 * none.layers  # views are made again
@@ -101,10 +141,10 @@ def test_what_is_offloaded_waits_on_the_host_and_is_sent_there_and_back(compared
     assert offloaded.host_stashes == offloaded.to_host == offloaded.to_device == moved
 
 
-def test_updated_in_the_backward_pass_a_layer_and_the_ends_have_gradients_at_once():
+def test_updated_in_the_backward_pass_a_layer_and_the_ends_have_gradients_at_once(beside):
     """The loop is written out: it does not tell what it keeps."""
-    beside = ("optimizer.clip=null,optimizer.in_backward=true",)
-    whole, small = estimates(replace(OF_MLPS, compare=beside)).values()
+    changes = "optimizer: {max_grad_norm: null, in_backward: true}"
+    whole, small = estimates(beside(OF_MLPS, changes)).values()
     sizes = PlannedRun(OF_MLPS, vocab=64).layout.gradient_bytes
     layers = sum(size for path, size in sizes.items() if path.startswith("layers/"))
     assert whole.gradients - small.gradients == layers - layers // 2
@@ -113,9 +153,9 @@ def test_updated_in_the_backward_pass_a_layer_and_the_ends_have_gradients_at_onc
 
 
 @pytest.mark.slow
-def test_the_state_on_the_host_is_told_apart():
-    beside = ("strategy=fsdp+host_optimizer+host_parameters,optimizer.master=true",)
-    here, there = estimates(replace(OF_MLPS, compare=beside)).values()
+def test_the_state_on_the_host_is_told_apart(beside):
+    changes = "offload: {optimizer: true, parameters: true}\nmaster_weights: true"
+    here, there = estimates(beside(OF_MLPS, changes)).values()
     counts = 8  # of updates; they stay on the device
     assert (there.parameters, there.moments, there.master) == (0, counts, 0)
     assert there.host_parameters == here.parameters // 2  # bfloat16
@@ -129,27 +169,30 @@ def test_peak_is_arguments_and_temporaries(compared):
 
 
 @pytest.mark.slow
-def test_microbatches_keep_as_much_as_one_of_them():
-    whole, split = estimates(replace(OF_MLPS, remat="full", compare=("accumulate=2",))).values()
+def test_microbatches_keep_as_much_as_one_of_them(beside):
+    full = replace(OF_MLPS, remat="full")
+    whole, split = estimates(beside(full, "gradient_accumulation_steps: 2")).values()
     assert whole.layers == 2 * split.layers
 
 
 @pytest.mark.slow
 def test_the_stages_of_a_pipeline_keep_all_slots_of_their_rings():
     """1F1B on two stages keeps three microbatches; each has one layer's input for two layers."""
-    deep = Model(own=f"{ROOT}/tests/small_model.py:deep", length=LENGTH)
-    piped = replace(GIVEN, model=deep, strategy="pipe", mesh=Mesh(pipe=2), remat="full")
-    given = replace(piped, batch=4 * 8 * ROWS, pipeline=PipelineOptions("1f1b", microbatches=8))
+    deep = ModelConfig(factory=f"{ROOT}/tests/small_model.py:deep", seq_len=LENGTH)
+    piped = replace(GIVEN, model=deep, mesh=MeshConfig(pipe=2), remat="full")
+    pipeline = PipelineConfig("1f1b", microbatches=8)
+    given = replace(piped, global_batch_size=4 * 8 * ROWS, pipeline=pipeline)
     (e,) = estimates(given).values()
     assert e.layers == 3 * 2 * CARRY_OF_MLPS
     assert e.messages % CARRY_OF_MLPS == 0
     assert e.messages >= 3 * CARRY_OF_MLPS
 
 
-def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded():
-    piped = replace(OF_MLPS, strategy="pipe", mesh=Mesh(pipe=2))
-    given = replace(piped, batch=4 * 4 * ROWS, pipeline=PipelineOptions("1f1b", microbatches=4))
-    here, there = estimates(replace(given, compare=("offload=1",))).values()
+def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded(beside):
+    piped = replace(OF_MLPS, mesh=MeshConfig(pipe=2))
+    pipeline = PipelineConfig("1f1b", microbatches=4)
+    given = replace(piped, global_batch_size=4 * 4 * ROWS, pipeline=pipeline)
+    here, there = estimates(beside(given, "offload: {activations: 1}")).values()
     assert (here.host_stashes, there.layers) == (0, 0)
     assert 0.9 * here.layers < there.host_stashes <= here.layers  # views are made again
     assert there.to_host % (there.host_stashes // 3) == 0  # slots of three microbatches
@@ -157,14 +200,15 @@ def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded():
 
 @pytest.mark.slow
 def test_frozen_parameters_have_no_gradients():
-    frozen = replace(OF_MLPS, strategy="ddp", optimizer=Optimizer(frozen=("layers/*",)))
+    optimizer = OptimizerConfig(frozen=("layers/*",))
+    frozen = replace(OF_MLPS, mesh=MeshConfig(), optimizer=optimizer)
     (e,) = estimates(frozen).values()
     assert e.gradients < e.parameters / 4
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_a_planned_batch_has_the_shapes_of_the_loaders(tmp_path, packing):
-    data = Data(train=(str(corpus(tmp_path)),), packing=packing)
+    data = DataConfig(train=(str(corpus(tmp_path)),), packing=packing)
     parts = PlannedRun(replace(GIVEN, vocab=None, data=data))
     shapes = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
     assert shapes(parts.batch) == shapes(parts.data.at(0))
@@ -177,31 +221,129 @@ def test_a_planned_batch_has_the_shapes_of_the_loaders(tmp_path, packing):
 def test_without_compare_every_remat_and_two_ratios_stand_beside():
     names = [name for name, _ in alternatives(replace(GIVEN, compare=None))]
     offloads = ["remat=none,offload=0.5", "remat=none,offload=1"]
-    on_host = "strategy=fsdp+host_optimizer"
-    assert names == ["remat=none", "remat=dots", "remat=full", *offloads, on_host]
+    assert names == ["remat=none", "remat=dots", "remat=full", *offloads, "offload.optimizer"]
+    *_, last = alternatives(replace(GIVEN, compare=None))
+    assert last[1] == replace(GIVEN, compare=None, offload=OffloadOptions(optimizer=True))
 
 
-def test_compare_changes_any_flag_and_keeps_the_rest():
-    assert (
-        apply_changes(GIVEN, "optimizer.clip=None")
-        == apply_changes(GIVEN, "optimizer.clip=null")
-        != GIVEN
-    )
-    other = apply_changes(GIVEN, "remat=full,model.layers=5,--optimizer.weight-decay=0.5")
-    assert (other.remat, other.model.layers, other.optimizer.weight_decay) == ("full", 5, 0.5)
+def test_beside_an_offload_every_remat_stands_without_it_and_the_other_ratio():
+    given = replace(GIVEN, compare=None, offload=OffloadOptions("0.5", optimizer=True))
+    found = {name: (x.remat, x.offload) for name, x in alternatives(given)}
+    assert found == {
+        "remat=none,offload=0.5": ("none", given.offload),
+        **{f"remat={x}": (x, OffloadOptions(optimizer=True)) for x in ("none", "dots", "full")},
+        "remat=none,offload=1": ("none", OffloadOptions("1", optimizer=True)),
+    }
+
+
+def changed(given: Memory, folder: Path, text: str) -> Memory:
+    path = folder / "changes.yaml"
+    path.write_text(text, encoding="utf-8")
+    return apply_changes(given, path)
+
+
+def test_compare_changes_any_setting_and_keeps_the_rest(tmp_path):
+    other = changed(GIVEN, tmp_path, "optimizer: {max_grad_norm: null}")
+    assert other == replace(GIVEN, optimizer=OptimizerConfig(max_grad_norm=None)) != GIVEN
+    text = "remat: full\nmodel: {num_layers: 5}\noptimizer: {weight_decay: 0.5}"
+    other = changed(GIVEN, tmp_path, text)
+    assert (other.remat, other.model.num_layers, other.optimizer.weight_decay) == ("full", 5, 0.5)
     assert replace(other, remat="none", model=MODEL, optimizer=GIVEN.optimizer) == GIVEN
+    other = changed(GIVEN, tmp_path, "mesh: {tensor: 2}\noffload: {activations: 0.5}")
+    assert other.mesh == MeshConfig(fsdp=-1, tensor=2)
+    assert other.offload == OffloadOptions("0.5")
+    assert changed(GIVEN, tmp_path, "") == GIVEN
 
 
-@pytest.mark.parametrize("words", ["remat", "model.colour=red", "remat.full=1"])
-def test_compare_refuses_what_is_no_flag(words):
-    with pytest.raises(ValueError, match=f"--compare {words}: FLAG=VALUE is expected"):
-        apply_changes(GIVEN, words)
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("remat", "fields with values are expected, found 'remat'"),
+        ("seed: 1\nmodel:\n  colour: red", r":3: model: no field 'colour'\. Nearest"),
+        ("remat: {full: 1}", r":1: remat=.*a text is expected"),
+        ("model: 5", r":1: model: fields with values are expected, found '5'"),
+        ("remat: most", "remat='most': one of none, dots, full"),
+        ("zero: 1", "--zero 1 beside --mesh.fsdp -1: --mesh.fsdp shards parameters"),
+        ("accumulate: 2\nmaster_weights: true", "accumulate is now gradient_accumulation_steps"),
+        ("seed: [", "--compare .* is no YAML"),
+        (None, r"--compare \S+changes\.yaml: there is no such file"),
+    ],
+)
+def test_compare_refuses_what_is_no_setting_in_its_line(text, told, tmp_path):
+    path = tmp_path / "changes.yaml"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=told) as wrong:
+        apply_changes(GIVEN, path)
+    assert "changes.yaml" in str(wrong.value)
 
 
-def test_an_alternative_that_cannot_be_is_told_with_its_reason():
-    found = report(replace(OF_MLPS, compare=("accumulate=3",)))
+def test_two_files_are_compared_of_which_one_is_of_before(beside):
+    given = replace(beside(OF_MLPS, "remat: full\nzero: 3", OF_BEFORE), remat="dots")
+    with pytest.warns(UserWarning, match="accumulate is gradient_accumulation_steps"):
+        first, today, before = alternatives(given)
+    assert first == ("remat=dots", given)
+    assert today == ("0.yaml", replace(given, remat="full", zero=3))
+    changes = {"gradient_accumulation_steps": 2, "master_weights": True, "remat": "full"}
+    offload = OffloadOptions(optimizer=True)
+    wanted = replace(given, mesh=MeshConfig(fsdp=4), offload=offload, **changes)
+    assert before == ("1.yaml", wanted)
+
+
+OF_BEFORE = """
+strategy: fsdp+host_optimizer
+mesh: {fsdp: 4}
+accumulate: 2
+remat: full
+optimizer: {master: true}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "others"),
+    [
+        ("strategy: ddp", {}, {}),
+        ("strategy: zero1", {}, {"zero": 1}),
+        ("strategy: fsdp", {"fsdp": -1}, {}),
+        ("strategy: tensor\nmesh: {tensor: 2}", {"tensor": 2}, {"sequence_parallel": False}),
+    ],
+)
+def test_a_strategy_of_before_says_the_whole_layout(text, mesh, others, tmp_path):
+    given = replace(
+        GIVEN, mesh=MeshConfig(fsdp=2, context=4), offload=OffloadOptions("0.5", optimizer=True)
+    )
+    with pytest.warns(UserWarning, match="strategy is mesh"):
+        found = changed(given, tmp_path, text)
+    offload = OffloadOptions("0.5")  # which --strategy did not say
+    assert found == replace(given, mesh=MeshConfig(**mesh), offload=offload, **others)
+
+
+def test_the_settings_of_a_run_are_those_of_its_configuration():
+    config = TrainConfig(mesh=MeshConfig(fsdp=-1), cpu_devices=8, run_dir=Path("runs/a"))
+    assert memory_settings(config) == Memory(mesh=MeshConfig(fsdp=-1))
+
+
+def test_an_alternative_that_cannot_be_is_told_with_its_reason(beside):
+    found = report(beside(OF_MLPS, "gradient_accumulation_steps: 3"))
     assert len(found.estimates) == 1
-    assert "batch of 16 rows does not divide by 3 microbatches" in found.refused["accumulate=3"]
+    assert "batch of 16 rows does not divide by 3 microbatches" in found.refused["0.yaml"]
+
+
+def test_changes_are_in_a_file(tmp_path):
+    with pytest.raises(ValueError, match="--compare remat=full: the name of a YAML file is exp"):
+        apply_changes(GIVEN, Path("remat=full"))
+    assert changed(GIVEN, tmp_path, "remat: full").remat == "full"
+
+
+def test_files_of_one_name_are_told_apart_and_none_is_no_file(tmp_path):
+    paths = tuple(tmp_path / name for name in ("a/full.yaml", "b/full.yaml", "dots.yaml"))
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"remat: {path.stem}")
+    found = list(alternatives(replace(GIVEN, compare=paths)))
+    assert [name for name, _ in found] == ["remat=none", *map(str, paths[:2]), "dots.yaml"]
+    assert [x.remat for _, x in found] == ["none", "full", "full", "dots"]
+    assert len(list(alternatives(replace(GIVEN, compare=(Path("none"),))))) == 1
 
 
 # --- what is shown --------------------------------------------------------------------------------
@@ -235,40 +377,43 @@ def test_a_label_of_the_picture_is_never_on_the_line_of_the_limit():
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
     flags = (
-        "--model.layers 2 --model.embed 32 --model.heads 2 --vocab 64 --cpu-devices 2 --gpu here"
+        "--model.num-layers 2 --model.hidden-size 32 --model.num-heads 2 --vocab 64 "
+        "--cpu-devices 2 --gpu here"
     )
-    words = [*flags.split(), "--compare", "remat=full", "--json", str(tmp_path / "memory.json")]
-    ran = [sys.executable, "-m", "hfjax", "memory", *words, "--out", str(tmp_path / "memory.png")]
+    full = tmp_path / "full.yaml"
+    full.write_text("remat: full")
+    words = [*flags.split(), "--compare", str(full), "--json", str(tmp_path / "memory.json")]
+    ran = [sys.executable, "-m", "hfjax", "memory", *words, "--plot", str(tmp_path / "memory.png")]
     done = subprocess.run(ran, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "gpt-tiny, DDP on data=2 (2 x CPU), 32 rows of 64 tokens" in done.stdout
     told = json.loads((tmp_path / "memory.json").read_text())
-    assert [e["name"] for e in told["estimates"]] == ["remat=none", "remat=full"]
+    assert [e["name"] for e in told["estimates"]] == ["remat=none", "full.yaml"]
     assert (tmp_path / "memory.png").exists()
 
 
 def test_every_device_that_is_counted_on_is_used_and_told():
-    hsdp = replace(OF_MLPS, strategy="hsdp", mesh=Mesh(fsdp=4))
+    hsdp = replace(OF_MLPS, mesh=MeshConfig(data=2, fsdp=4))
     assert "HSDP on data=2 x fsdp=4 (8 x CPU)" in report(hsdp).title
     layers = lambda given: next(iter(estimates(given).values())).layers
-    alone = layers(replace(hsdp, mesh=Mesh(data=1, fsdp=4), devices=4))
+    alone = layers(replace(hsdp, mesh=MeshConfig(data=1, fsdp=4), devices=4))
     assert layers(hsdp) == alone / 2  # half of the rows
     with pytest.raises(ValueError, match=r"4 of the 8 devices are used.* meant: --devices 4\."):
-        report(replace(hsdp, mesh=Mesh(data=1, fsdp=4)))
+        report(replace(hsdp, mesh=MeshConfig(data=1, fsdp=4)))
     with pytest.raises(ValueError, match=r"4 of the 8 devices are used.* meant: --count 4\."):
-        report(replace(hsdp, gpu="h200", mesh=Mesh(data=1, fsdp=4)))
+        report(replace(hsdp, gpu="h200", mesh=MeshConfig(data=1, fsdp=4)))
 
 
 def test_a_mistake_ends_the_command_in_words(capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
-    flags = "--gpu here --vocab 64 --model.layers 2 --batch 9"
+    flags = "--gpu here --vocab 64 --model.num-layers 2 --global-batch-size 9"
     assert command(flags.split()) == 2
     assert "hfjax memory: batch of 9 rows does not divide" in capsys.readouterr().err
 
 
 def test_the_picture_has_to_be_a_png():
-    with pytest.raises(ValueError, match=r"--out memory.svg: the picture is a .png file"):
-        replace(GIVEN, out=Path("memory.svg"))
+    with pytest.raises(ValueError, match=r"--plot memory.svg: the picture is a .png file"):
+        replace(GIVEN, plot=Path("memory.svg"))
 
 
 # --- sizes, and the least offload that fits -------------------------------------------------------
@@ -334,12 +479,12 @@ def test_where_nothing_fits_there_is_no_ratio():
 
 def test_auto_needs_a_compiler_that_counts_offload():
     with pytest.raises(ValueError, match="the compiler for CPUs counts no offload"):
-        report(replace(GIVEN, offload="auto"))
+        report(with_offload(GIVEN, "auto"))
 
 
 def test_a_ratio_above_one_is_refused():
     with pytest.raises(ValueError, match="a fraction of the bytes from 0 to 1"):
-        report(replace(GIVEN, offload="1.5"))
+        report(with_offload(GIVEN, "1.5"))
 
 
 @pytest.mark.parametrize(
@@ -410,18 +555,18 @@ def test_without_the_wheels_the_command_says_so_before_it_compiles(monkeypatch, 
 
 
 @pytest.mark.cuda
-def test_for_an_h200_the_least_offload_that_fits_is_found_by_compiling():
+def test_for_an_h200_the_least_offload_that_fits_is_found_by_compiling(beside):
     h200s(1)
-    model = Model(preset="gpt-tiny", length=128, layers=4, heads=2, embed=128)
-    given = replace(GIVEN, model=model, gpu="h200", count=1, mesh=Mesh(fsdp=1), batch=32)
-    none, whole = report(replace(given, compare=("offload=1",))).estimates
+    model = ModelConfig(preset="gpt-tiny", seq_len=128, num_layers=4, num_heads=2, hidden_size=128)
+    given = replace(GIVEN, model=model, gpu="h200", count=1, global_batch_size=32)
+    none, whole = report(beside(given, "offload: {activations: 1}")).estimates
     assert whole.peak < none.peak
     assert whole.host_compiled == whole.host_stashes == whole.to_host == whole.to_device
     half = (none.peak + whole.peak) // 2
-    found = report(replace(given, offload="auto", device_memory=str(half)))
+    found = report(replace(with_offload(given, "auto"), device_memory=str(half)))
     assert found.estimates[0].peak <= half < none.peak
     assert "is the least that fits" in found.notes[0]
-    missed = report(replace(given, offload="auto", device_memory="1MiB")).missed
+    missed = report(replace(with_offload(given, "auto"), device_memory="1MiB")).missed
     assert missed is not None
     assert "even with all that layers keep on the host" in missed
 

@@ -6,8 +6,8 @@ from jax.sharding import AxisType
 
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import AXES
-from hfjax.trainer.build import build_mesh
-from hfjax.trainer.config import Mesh, Train
+from hfjax.trainer.config import MeshConfig, TrainConfig
+from hfjax.trainer.strategy import build_mesh
 
 
 def test_all_axes_exist_in_order_and_size_one_is_off():
@@ -60,5 +60,6 @@ def test_devices_that_are_left_over_are_told_of(sizes, told):
 def test_a_mesh_of_all_devices_that_it_is_given_says_nothing(recwarn):
     make_mesh(data=8)
     make_mesh(devices=jax.devices()[:2], fsdp=2)
-    build_mesh(Train(mesh=Mesh(data=2), devices=2))  # a run says by itself how many devices it uses
+    # A run says by itself how many devices it uses.
+    build_mesh(TrainConfig(mesh=MeshConfig(data=2), devices=2))
     assert not recwarn.list

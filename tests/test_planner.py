@@ -5,7 +5,7 @@ import json
 import math
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -17,8 +17,9 @@ import pytest
 
 import hfjax
 from benchmarks import planner_memory, planner_truth
+from hfjax.cli.plan.command import as_yaml
 from hfjax.hardware.machine import MACHINES
-from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP, PIPE, TENSOR, ZERO1, ZERO2
+from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP, PIPE, TABLE, TENSOR, ZERO1, ZERO2
 from hfjax.planner import make_plan as planner
 from hfjax.planner.candidate import Candidate, schedule_of
 from hfjax.planner.comm_model import NEW_PARAMS, comm_volumes
@@ -26,6 +27,7 @@ from hfjax.planner.explain import largest_loss
 from hfjax.planner.make_plan import (
     BuildCheck,
     CandidatePool,
+    empty_plan,
     make_plan,
     model_facts,
     rank_candidates,
@@ -36,16 +38,28 @@ from hfjax.planner.programs.compile_step import ProgramStats
 from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.read_program import Share
 from hfjax.planner.score import ScoredCandidate, Scorer
-from hfjax.planner.search import candidates
+from hfjax.planner.search import ModelFacts, candidates, host_variants
 from hfjax.sharding.stage_assignment import assign_stages
-from hfjax.trainer.config import Model, Train
+from hfjax.trainer import RunComponents, config_io
+from hfjax.trainer.config import (
+    MeshConfig,
+    ModelConfig,
+    OffloadConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from hfjax.trainer.strategy import choose_strategy
 
 H200 = MACHINES["h200"]
 GIB = 2**30
 
 
 def settings(preset="llama-tiny", rows=64, length: int | None = 64, **model):
-    return Train(batch=rows, precision="bf16", model=Model(preset=preset, length=length, **model))
+    return TrainConfig(
+        global_batch_size=rows,
+        precision="bf16",
+        model=ModelConfig(preset=preset, seq_len=length, **model),
+    )
 
 
 def scorer(config, vocab=256, machine=H200):
@@ -144,7 +158,7 @@ FEW = 64  # bytes: the loss and what it is divided by
 
 @pytest.fixture(scope="module")
 def small():
-    return scorer(settings(embed=256, heads=8, rows=16))
+    return scorer(settings(hidden_size=256, num_heads=8, rows=16))
 
 
 @pytest.mark.short("zero2, two levels")
@@ -255,7 +269,7 @@ def test_experts_without_a_capacity_are_counted_block_by_block():
     """As many products as with a capacity that all choices fill, and forward once more."""
     flops = []
     for capacity in (None, 1.0):
-        found = scorer(settings("mixtral-tiny", 8, 1024, capacity=capacity)).profile("none")
+        found = scorer(settings("mixtral-tiny", 8, 1024, capacity_factor=capacity)).profile("none")
         products = found.work("layers", Share()).products
         flops.append(sum(2 * math.prod(x.gemm_shape(8, 1)) * x.times for x in products))
     assert flops[1] < flops[0] < 1.5 * flops[1]
@@ -321,7 +335,7 @@ def own(tmp_path_factory):
     path = tmp_path_factory.mktemp("own") / "own.py"
     path.write_text(OWN, encoding="utf-8")
     return lambda name, length=64: scorer(
-        settings(own=f"{path}:{name}", length=length, preset="gpt-tiny")
+        settings(factory=f"{path}:{name}", length=length, preset="gpt-tiny")
     )
 
 
@@ -357,7 +371,8 @@ def test_a_window_leaves_pairs_out(own):
     )
     assert [a.window for a in near.attention] == [32, 32]
     pairs = 128 * 129 / 2
-    left = [a.part / b.part for a, b in zip(near.attention, far.attention, strict=True)]
+    pairs_of = zip(near.attention, far.attention, strict=True)
+    left = [a.window_fraction / b.window_fraction for a, b in pairs_of]
     assert left == pytest.approx([(pairs - 96 * 97 / 2) / pairs] * 2)
 
 
@@ -385,7 +400,7 @@ def test_lazily_ranked_candidates_are_those_that_are_all_scored_and_sorted():
     assert all(
         s.min_seconds <= one.time.total for s, one in zip(sifted.scored, scored, strict=True)
     )
-    assert list(rank_candidates(sifted.scored, found)) == sorted(scored, key=planner._rank)
+    assert list(rank_candidates(sifted.scored, found)) == sorted(scored, key=planner.rank)
 
 
 # -- rows that can run -----------------------------------------------------------------------
@@ -414,7 +429,7 @@ def test_refused_pairs_are_those_of_the_table():
 
 
 def test_arrays_that_no_size_divides_are_told_with_the_sizes_next_to_it():
-    found = scorer(settings("llama-tiny", 48, embed=96, heads=8, mlp=256))
+    found = scorer(settings("llama-tiny", 48, hidden_size=96, num_heads=8, intermediate_size=256))
     many, few = (found.placements(row("fsdp", 48, fsdp=n)).replication_note for n in (40, 8))
     assert few is None
     assert many is not None
@@ -423,6 +438,112 @@ def test_arrays_that_no_size_divides_are_told_with_the_sizes_next_to_it():
         r"whole: 32 or 48 divide them",
         many,
     )
+
+
+# -- settings of a run -------------------------------------------------------------------------
+
+SMALL_NODES = replace(H200, per_node=4)  # eight devices are two nodes
+KINDS = {
+    "ddp": lambda c: c.axis_sizes == (("data", 8),) and c.zero == "ddp",
+    "zero1": lambda c: c.axis_sizes == (("data", 8),) and c.zero == "zero1",
+    "zero2, dots": lambda c: c.zero == "zero2" and c.remat == "dots",
+    "fsdp, accumulate": lambda c: c.axis_sizes == (("fsdp", 8),) and c.accumulate == 2,
+    "hsdp, full": lambda c: "hsdp" in c.strategy_names and c.remat == "full",
+    **{
+        f"{zero}, two levels": lambda c, zero=zero: c.zero == zero and c.reduction != "flat"
+        for zero in ("ddp", "zero1", "zero2")
+    },
+    "tensor": lambda c: "tensor" in c.strategy_names and not c.sequence,
+    "sequence": lambda c: c.sequence and c.zero == "zero1",
+    "parts": lambda c: c.split_rows == 2 and c.zero == "fsdp",
+    "grid": lambda c: c.axis_size("row") == 2 and c.axis_size("data") == 2,
+    "context": lambda c: c.axis_size("context") == 2 and c.zero == "ddp",
+    "fsdp over context": lambda c: (
+        c.axis_sizes == (("data", 4), ("context", 2)) and c.zero == "fsdp"
+    ),
+    "expert": lambda c: c.axis_size("expert") == 4 and c.zero == "zero2",
+    "fsdp over expert": lambda c: c.axis_sizes == (("expert", 8),) and c.zero == "fsdp",
+    "1f1b, fsdp": lambda c: c.schedule == "1f1b" and c.axis_size("fsdp") == 4,
+    "interleaved, expert": lambda c: c.schedule == "interleaved" and c.axis_size("expert") == 2,
+    "zb-v, tensor": lambda c: c.schedule == "zb-v" and c.sequence,
+    "offload": lambda c: c.offload == "0.5",
+    "optimizer on the host": lambda c: bool(c.host) and c.axis_size("pipe") == 2,
+    "both on the host": lambda c: bool(c.host) and bool(c.offload),
+}
+
+
+@pytest.fixture(scope="module")
+def searched():
+    """What a search tries, by preset: a model with experts, and one that runs on grids."""
+    facts = {
+        "mixtral-tiny": ModelFacts(layers=4, length=128, experts=8),
+        "llama-tiny": ModelFacts(layers=4, length=128, experts=0, supports_grid=True),
+    }
+    return [
+        (settings(preset, length=128, num_layers=4), c)
+        for preset, model in facts.items()
+        for plain in candidates(64, 8, model, SMALL_NODES)
+        for c in (plain, *host_variants(plain, model.layers))
+    ]
+
+
+def elsewhere(config):
+    """Return a configuration that already has another layout."""
+    return replace(
+        config,
+        **{"strategy": "mine.py:table", "mesh": MeshConfig(fsdp=-1, context=2), "remat": "dots"},
+        pipeline=PipelineConfig("zb", 4, 3),
+        offload=OffloadConfig("1", parameters=True),
+        sequence_parallel=False,
+        tensor_overlap_chunks=4,
+    )
+
+
+def assert_is_run(c, config):
+    """Check that a run of a configuration is the one of a candidate."""
+    assert Candidate.of(config, 8) == c
+    chosen = choose_strategy(config)
+    assert {x: getattr(chosen, x) for x in TABLE} == {x: getattr(c.strategy, x) for x in TABLE}
+    run = RunComponents(config, vocab=256)
+    assert {name: run.execution[name] for name in c.execution} == c.execution
+    assert dict(run.mesh.shape) == dict(c.mesh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_a_candidate_describe_it_and_so_does_the_file_of_the_plan(
+    kind, searched, tmp_path
+):
+    base, c = next((base, c) for base, c in searched if KINDS[kind](c))
+    given, path = c.settings(base), tmp_path / "plan.yaml"
+    assert_is_run(c, given)
+    pipeline = given.pipeline if c.schedule else PipelineConfig("zb", 4, 3)  # a setting kept
+    assert c.settings(elsewhere(base)) == replace(given, pipeline=pipeline)
+    plan = empty_plan(base, gpu=SMALL_NODES, count=8, vocab=256)
+    number = SimpleNamespace(total=1.0)
+    entry: Any = SimpleNamespace(candidate=c, time=number, peak=number)
+    path.write_text(as_yaml(plan, entry))
+    loaded = config_io.load(path)
+    assert loaded == config_io.with_absolute_paths(given)
+    assert_is_run(c, loaded)
+
+
+def test_settings_of_every_candidate_describe_it(searched):
+    presets = Counter(base.model.preset for base, _ in searched)
+    assert min(presets.values()) > 1000
+    for base, c in searched[::11]:
+        config = c.settings(base)
+        assert Candidate.of(config, 8) == c
+        rules = choose_strategy(config)
+        assert all(getattr(rules, x) == getattr(c.strategy, x) for x in TABLE), str(c)
+
+
+def test_a_mesh_that_shards_nothing_is_ddp():
+    for config in (
+        TrainConfig(mesh=MeshConfig(fsdp=-1, data=4)),
+        TrainConfig(mesh=MeshConfig(tensor=4), zero=2),
+    ):
+        assert Candidate.of(config, 4).zero == "ddp"
+    assert Candidate.of(TrainConfig(mesh=MeshConfig(expert=4), zero=3), 4).zero == "fsdp"
 
 
 # -- plans -----------------------------------------------------------------------------------
@@ -443,7 +564,7 @@ def as_is(plan):
 def across(row):
     """Return over how many nodes of eight parameters are gathered."""
     c = row.candidate
-    block = c.side("fsdp") * c.side("expert") * c.side("context") * c.side("tensor")
+    block = math.prod(c.axis_size(axis) for axis in ("fsdp", "expert", "context", "tensor"))
     return max(block // 8, 1) if c.zero != "ddp" else 1
 
 
@@ -474,7 +595,8 @@ def test_less_memory_computes_more_again_or_splits_more(plan, as_is):
 def test_fewer_tokens_in_a_step_take_fewer_microbatches_or_less_data(plan, as_is):
     quarter = plan(replace(H200, between=50e9), 64)
     before, after = as_is.best.candidate, quarter.best.candidate
-    assert after.pieces < before.pieces or after.replicas < before.replicas
+    fewer = after.num_microbatches < before.num_microbatches
+    assert fewer or after.replicas < before.replicas
 
 
 @pytest.mark.slow
@@ -497,8 +619,8 @@ def test_losers_lose_by_their_largest_part():
     assert times == sorted(times)
     assert all(one.peak.total <= 0.95 * found.memory for one in found.entries)
     settings_of = found.settings()
-    assert settings_of.batch == 64
-    assert settings_of.strategy == "+".join(best.candidate.strategy_names)
+    assert settings_of.global_batch_size == 64
+    assert choose_strategy(settings_of) == best.candidate.strategy
 
 
 def test_a_model_larger_than_all_gpus_says_by_how_much_and_how_many_would_do():
@@ -508,7 +630,7 @@ def test_a_model_larger_than_all_gpus_says_by_how_much_and_how_many_would_do():
 
 def test_rows_that_no_mesh_divides_are_refused_with_the_next_ones():
     with pytest.raises(ValueError, match=r"no mesh divides them\. These divide: 8, 16\."):
-        make_plan(settings("resnet18", 7, None, classes=10), gpu="h200", count=8)
+        make_plan(settings("resnet18", 7, None, num_classes=10), gpu="h200", count=8)
 
 
 def test_a_gpu_without_constants_is_named():
@@ -544,7 +666,7 @@ def test_any_number_of_few_rows_is_tried():
 
 @pytest.mark.slow
 def test_gradients_of_one_microbatch_go_to_their_moments_at_once():
-    found = scorer(settings("llama-tiny", 16, embed=256, heads=8))
+    found = scorer(settings("llama-tiny", 16, hidden_size=256, num_heads=8))
     once = found.score(row("zero1", 16, data=8)).peak
     sums = found.score(row("zero1", 16, {"accumulate": 2}, data=8)).peak
     assert once.gradients < sums.gradients

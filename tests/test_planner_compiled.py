@@ -23,10 +23,15 @@ from hfjax.planner.programs.compile_step import (
 from hfjax.planner.programs.live_bytes import live_bytes
 from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.planned_run import PlannedRun
-from hfjax.trainer.config import Mesh, Model, Train
+from hfjax.trainer.config import MeshConfig, ModelConfig, TrainConfig
 from tests.h200 import h200s
 
-TINY = Train(model=Model(preset="gpt-tiny"), batch=8, precision="bf16", strategy="fsdp")
+TINY = TrainConfig(
+    model=ModelConfig(preset="gpt-tiny"),
+    global_batch_size=8,
+    precision="bf16",
+    mesh=MeshConfig(fsdp=-1),
+)
 ROW = CompiledTransfer("all-gather", "fsdp", 1024, 4, 1e-6, 5e-7, 1e9, False)
 FOUND = ProgramStats(100, 40, 60, 0, (ROW,), 3.5)
 
@@ -110,21 +115,26 @@ def test_what_is_live_is_told_before_and_after_half_of_the_backward_pass():
 
 
 CASES = {
-    "gpt-medium, fsdp": (Model(preset="gpt-medium"), 24, 50257, {"batch": 128}),
+    "gpt-medium, fsdp": (ModelConfig(preset="gpt-medium"), 24, 50257, {"global_batch_size": 128}),
     # at two depths an update takes most memory, in the whole program the backward pass
     "llama3-8b, fsdp, dots": (
-        Model(preset="llama3-8b", length=4096),
+        ModelConfig(preset="llama3-8b", seq_len=4096),
         32,
         128256,
-        {"batch": 8, "remat": "dots"},
+        {"global_batch_size": 8, "remat": "dots"},
     ),
     "llama3-8b, fsdp, full": (
-        Model(preset="llama3-8b", length=4096),
+        ModelConfig(preset="llama3-8b", seq_len=4096),
         32,
         128256,
-        {"batch": 8, "remat": "full"},
+        {"global_batch_size": 8, "remat": "full"},
     ),
-    "gpt-medium, ddp": (Model(preset="gpt-medium"), 24, 50257, {"batch": 64, "strategy": "ddp"}),
+    "gpt-medium, ddp": (
+        ModelConfig(preset="gpt-medium"),
+        24,
+        50257,
+        {"global_batch_size": 64, "mesh": MeshConfig()},
+    ),
 }
 SLOW = ("llama3-8b, fsdp, full", "gpt-medium, ddp")
 
@@ -147,11 +157,11 @@ def errors(found, whole):
 )
 def test_two_depths_tell_what_the_whole_program_tells(name, tmp_path):
     devices, (model, layers, vocab, more) = h200s(), CASES[name]
-    config = Train(model=model, precision="bf16", **{"strategy": "fsdp", **more})
+    config = TrainConfig(model=model, precision="bf16", **{"mesh": MeshConfig(fsdp=-1), **more})
     kernels = tmp_path / "kernels"
     kernels.touch()
     at = lambda layers: PlannedRun(
-        replace(config, model=replace(model, layers=layers)),
+        replace(config, model=replace(model, num_layers=layers)),
         devices,
         vocab,
         attention=fused_attention,
@@ -171,8 +181,9 @@ def test_two_depths_tell_what_the_whole_program_tells(name, tmp_path):
 def test_layers_in_a_loop_are_compiled_whole(tmp_path, monkeypatch):
     h200s()
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    model = Model(preset="gpt-tiny", layers=24)
-    config = replace(TINY, model=model, strategy="fsdp+tensor", mesh=Mesh(tensor=2), remat="full")
+    model = ModelConfig(preset="gpt-tiny", num_layers=24)
+    mesh = MeshConfig(fsdp=-1, tensor=2)
+    config = replace(TINY, model=model, mesh=mesh, sequence_parallel=False, remat="full")
     found = compile_candidate(config, vocab=256, limit=300.0, cache=tmp_path)
     assert isinstance(found, ProgramStats), found
     assert not found.depths
@@ -198,7 +209,7 @@ def test_a_candidate_whose_compilation_dies_is_named_with_the_reason(monkeypatch
 @pytest.mark.slow
 def test_settings_that_cannot_be_are_said_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "can_compile_for_gpus", lambda: True)
-    wrong = replace(TINY, strategy="fsdp+zero1")
+    wrong = replace(TINY, mesh=MeshConfig(fsdp=-1, tensor=3))
     found = compile_candidate(wrong, vocab=256, cache=tmp_path, limit=120.0)
     assert isinstance(found, CompileFailure)
     assert found.why.startswith("died: ValueError: ")
@@ -247,7 +258,7 @@ def test_the_limit_of_a_pipeline_is_longer(monkeypatch, tmp_path):
     child(monkeypatch, telling())
     limits = []
     monkeypatch.setattr(planner, "_answer", lambda asked, limit: limits.append(limit) or "")
-    for config in (TINY, replace(TINY, mesh=Mesh(pipe=2)), replace(TINY, strategy="pipe")):
+    for config in (TINY, *(replace(TINY, mesh=MeshConfig(pipe=n)) for n in (2, -1))):
         compile_candidate(config, vocab=256, cache=tmp_path)
     assert limits == [60, 240, 240]
 
@@ -266,10 +277,10 @@ def test_what_was_compiled_once_is_read_from_disk(monkeypatch, tmp_path):
     assert compile_candidate(TINY, vocab=256, cache=tmp_path) == FOUND
     child(monkeypatch, NEVER)
     assert compile_candidate(TINY, vocab=256, cache=tmp_path) == FOUND
-    elsewhere = replace(TINY, steps=7, seed=1, cache=tmp_path, out=tmp_path)
+    elsewhere = replace(TINY, steps=7, seed=1, compilation_cache=tmp_path, run_dir=tmp_path)
     assert compile_candidate(elsewhere, vocab=256, cache=tmp_path) == FOUND
     for config, others in (
-        (replace(TINY, batch=16), {}),
+        (replace(TINY, global_batch_size=16), {}),
         (TINY, {"vocab": 257}),
         (TINY, {"gpu": "h100"}),
         (TINY, {"count": 4}),
@@ -294,7 +305,7 @@ def test_a_damaged_file_is_ignored_and_written_again(monkeypatch, tmp_path, dama
 
 def test_what_data_or_ones_own_code_says_is_not_kept(monkeypatch, tmp_path):
     child(monkeypatch, telling())
-    own = replace(TINY, model=Model(own="mine.py:model"))
+    own = replace(TINY, model=ModelConfig(factory="mine.py:model"))
     for config, vocab in ((TINY, None), (own, 256)):
         assert compile_candidate(config, vocab=vocab, cache=tmp_path) == FOUND
     assert list((tmp_path / "plans").glob("*.json")) == []

@@ -15,19 +15,25 @@ from hfjax.__main__ import main
 from hfjax.cli.memory.settings import memory_settings
 from hfjax.cli.run import Saved, saved_config, saved_state
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, stdlib_corpus
-from hfjax.trainer import RunComponents, Train, config_io, load, train
+from hfjax.trainer import RunComponents, TrainConfig, config_io, load, train
 from hfjax.trainer.build import check_flags_used
-from hfjax.trainer.config import CheckpointOptions as Checkpoints, Data, Mesh, Model
+from hfjax.trainer.config import (
+    CheckpointConfig as Checkpoints,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+)
 from hfjax.trainer.pretrained_model import length_note
 from hfjax.trainer.source_snapshot import COPY, TENSORS, read_copy, write_copy
 from hfjax.trainer.tasks.text import flops_per_token
 from hfjax.weights.model_folder import CONFIG, read_folder
 from hfjax.weights.tensor_files import read_rows
 from tests.small_model_folder import END, GPT2, LLAMA, VOCAB, small_folder
-from tests.small_run import QUIET, corpus, small as small_gpt, told
+from tests.small_run import NO_EVAL, QUIET, corpus, small as small_gpt, told
 
-ONE = Mesh(data=1)
-SHORT = replace(QUIET, every=2, valid_every=3, valid_batches=1)
+ONE = MeshConfig(data=1)
+SHORT = {"log": replace(QUIET, interval=2), "eval": EvalConfig(interval=3, max_batches=1)}
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +48,17 @@ def place(tmp_path_factory):
     return made
 
 
-def small(place: Path, name: str, folder: Path | str = "llama", **changes: Any) -> Train:
+def small(place: Path, name: str, folder: Path | str = "llama", **changes: Any) -> TrainConfig:
     """Return the configuration of a small run that begins with a model's folder."""
-    model = Model(pretrained=place / folder, length=16)
-    fields = {"model": model, "mesh": ONE, "steps": 4, "batch": 4, "log": SHORT}
+    model = ModelConfig(pretrained=place / folder, seq_len=16)
+    fields = {"model": model, "mesh": ONE, "steps": 4, "global_batch_size": 4, **SHORT}
     return small_gpt(place / name, place / "data", **(fields | changes))
 
 
 @pytest.fixture(scope="module")
 def whole(place):
     """A run that nobody disturbed."""
-    return train(small(place, "whole", checkpoints=Checkpoints(every=0)))
+    return train(small(place, "whole", checkpoint=Checkpoints(interval=0)))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def alone(place, whole):
     """The same run, stopped after its first step; then the folder lost its weights, and is gone."""
     folder, config = place / "passing" / "llama", small(place, "alone", "passing/llama")
     shutil.copytree(place / "llama", folder)
-    once = replace(config, minutes=0.0)
+    once = replace(config, max_runtime=0.0)
     assert train(once).step == 1
     for shard in folder.glob("*.safetensors"):
         shard.unlink()
@@ -86,12 +92,12 @@ def said_by(words: list[Any], capsys: Any, status: int = 2) -> str:
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_and_says_what_it_has_read(place, capsys):
-    config = small(place, "begins", steps=1, strategy="fsdp", mesh=Mesh(fsdp=2))
+    config = small(place, "begins", steps=1, mesh=MeshConfig(fsdp=2))
     train(config)
     said = capsys.readouterr().out
     model = hfjax.pretrained(place / "llama", pad_vocab_to=128)
     assert "llama: 40.1k parameters, FSDP on fsdp=2" in said
-    assert "rows of 16 tokens; the model takes 32: --model.length" in said
+    assert "rows of 16 tokens; the model takes 32: --model.seq-len" in said
     assert f"read {model.bytes / 1024:.1f} KiB of {place / 'llama'} in " in said
     assert "parameters are stored in float32" in said
     parts = RunComponents(config)
@@ -116,13 +122,12 @@ def test_a_run_that_was_killed_before_it_saved_begins_with_the_weights_again(pla
 
 
 def test_parameters_are_stored_in_bfloat16_beside_a_copy_or_with_a_word(place, tmp_path, capsys):
-    model = Model(pretrained=place / "llama", length=16, stored="bf16")
-    log = replace(SHORT, valid_every=0)
-    found = train(small(place, tmp_path / "run", model=model, steps=1, log=log))
+    fields = {"param_dtype": "bf16", "steps": 1, "eval": NO_EVAL}
+    found = train(small(place, tmp_path / "run", **fields))
     said = capsys.readouterr().out
     assert {str(x.dtype) for x in jax.tree.leaves(found.state.params)} == {"bfloat16"}
     assert "parameters are stored in bfloat16" in said
-    assert "without --optimizer.master, updates that bfloat16 rounds away are lost" in said
+    assert "without --master-weights, updates that bfloat16 rounds away are lost" in said
     assert told(tmp_path / "run", "valid_loss") == {}
 
 
@@ -156,9 +161,9 @@ def test_a_folder_that_moved_goes_on_and_one_that_changed_does_not(place, alone,
 
 
 def test_a_run_of_something_else_does_not_go_on_with_a_folder(place, tmp_path):
-    own = small_gpt(tmp_path / "own", place / "data", steps=1, mesh=ONE, log=SHORT)
+    own = small_gpt(tmp_path / "own", place / "data", steps=1, mesh=ONE, **SHORT)
     train(own)
-    there = replace(own, steps=2, model=Model(pretrained=place / "llama", length=16))
+    there = replace(own, steps=2, model=ModelConfig(pretrained=place / "llama", seq_len=16))
     with pytest.raises(ValueError, match=r"has checkpoints, and no copy of a model's folder"):
         train(there)
 
@@ -168,13 +173,13 @@ def test_another_run_begins_with_the_parameters_of_one_and_with_its_copy_alone(
 ):
     config, result = alone
     copy = replace(config.model, pretrained=place / "alone" / COPY)
-    fields = {"out": place / "next", "model": copy, "steps": 1}
+    fields = {"run_dir": place / "next", "model": copy, "steps": 1}
     with pytest.raises(
         ValueError, match=r"it is what a run keeps of its model, and has no weights"
     ):
         train(replace(config, **fields))
-    start = Checkpoints(start=str(place / "alone"))
-    train(replace(config, **fields, checkpoints=start))
+    start = Checkpoints(init_from=str(place / "alone"))
+    train(replace(config, **fields, checkpoint=start))
     assert f"starting with the parameters of {place / 'alone'}, step 4" in capsys.readouterr().out
     assert told(place / "next", "valid_loss")[1] == pytest.approx(result.valid_loss, abs=0.1)
     assert not (place / "next" / COPY / "model.safetensors").exists()
@@ -219,7 +224,7 @@ def test_a_folder_of_the_user_in_the_place_of_the_copy_stays(place, tmp_path):
     with pytest.raises(
         ValueError, match=r"it is the folder of --model.pretrained, and a run writes"
     ):
-        train(replace(config, out=tmp_path / "run" / COPY))
+        train(replace(config, run_dir=tmp_path / "run" / COPY))
     assert read_folder(tmp_path / "run" / COPY).files
 
 
@@ -230,31 +235,32 @@ def test_a_folder_of_the_user_in_the_place_of_the_copy_stays(place, tmp_path):
     "fields",
     [
         {"preset": "llama-tiny"},
-        {"own": "mine.py:make"},
-        *({name: 2} for name in ("layers", "embed", "kv_heads", "mlp", "head", "experts")),
-        *({name: 2} for name in ("heads", "top_k")),
+        {"factory": "mine.py:make"},
+        *({name: 2} for name in ("num_layers", "hidden_size", "num_kv_heads", "head_dim")),
+        *({name: 2} for name in ("intermediate_size", "num_experts", "num_heads", "top_k")),
     ],
 )
 def test_what_else_says_the_shape_is_refused_with_both_flags(fields):
     name, value = next(iter(fields.items()))
     flag = f"--model.{name.replace('_', '-')} {value} beside --model.pretrained llama: the folder"
     with pytest.raises(ValueError, match=flag):
-        Model(pretrained=Path("llama"), **fields)
+        ModelConfig(pretrained=Path("llama"), **fields)
 
 
 def test_flags_that_make_no_sense_of_a_folder_are_refused(place):
-    config = Train(model=Model(pretrained=place / "llama"))
+    config = TrainConfig(model=ModelConfig(pretrained=place / "llama"))
     with pytest.raises(ValueError, match=r"--model.preset gpt-tiny beside --model.pretrained"):
         check_flags_used([config], ["--model.preset=gpt-tiny"])
-    with pytest.raises(
-        ValueError, match=r"--model.stored bf16: it is of --model.pretrained, which"
-    ):
-        Model(stored="bf16")
+    with pytest.raises(ValueError, match=r"--param-dtype bf16: it is of --model.pretrained, which"):
+        TrainConfig(param_dtype="bf16")
     with pytest.raises(ValueError, match=r"--vocab 300 beside --model.pretrained"):
         memory_settings(config, vocab=300)
     for fields, message in (
         ({"dropout": 0.1}, r"--model.dropout 0.1: only a GPT has dropout. Leave it out"),
-        ({"capacity": 2.0}, r"--model.capacity 2.0: this model has no experts. Leave it out"),
+        (
+            {"capacity_factor": 2.0},
+            r"--model.capacity-factor 2.0: this model has no experts. Leave it out",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             _ = RunComponents(replace(config, model=replace(config.model, **fields))).model
@@ -264,20 +270,21 @@ def test_flags_that_make_no_sense_of_a_folder_are_refused(place):
 def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_is_useful(place, tmp_path):
     keys = {"max_position_embeddings": 131072}
     long = small_folder(tmp_path / "long", LLAMA | keys)
-    of = lambda folder, **fields: RunComponents(Train(model=Model(pretrained=folder, **fields)))
+    model = lambda folder, **fields: ModelConfig(pretrained=folder, **fields)
+    of = lambda *words, **fields: RunComponents(TrainConfig(model=model(*words, **fields)))
     assert [of(folder).model.length for folder in (place / "llama", long)] == [32, 4096]
     assert of(long).model.name == "long"
-    more = of(place / "llama", length=40)
+    more = of(place / "llama", seq_len=40)
     assert (more.model.length, more.model.max_length) == (40, 40)
     assert more.pretrained is not None
     assert length_note(more.pretrained, 40).startswith(
         "warning: rows of 40 tokens are longer than those that the model was trained for (32)"
     )
     learned = small_folder(tmp_path / "gpt2", GPT2)
-    parts = of(learned, length=16)
+    parts = of(learned, seq_len=16)
     assert (parts.model.length, parts.model.shape.length) == (16, 24)
-    with pytest.raises(ValueError, match=r"--model.length 25: .*gpt2 has learned 24 positions"):
-        _ = of(learned, length=25).model
+    with pytest.raises(ValueError, match=r"--model.seq-len 25: .*gpt2 has learned 24 positions"):
+        _ = of(learned, seq_len=25).model
 
 
 # -- tokens -----------------------------------------------------------------------------------
@@ -307,7 +314,8 @@ def test_data_of_another_tokenizer_is_refused_with_both_named(place, tmp_path):
     ):
         if not folder.exists():
             prepare(texts, folder, tokenizer="bpe", vocab=262)
-        for data in (Data(train=(str(folder),)), Data((str(place / "data"),), str(folder))):
+        valid = DataConfig((str(place / "data"),), str(folder))
+        for data in (DataConfig(train=(str(folder),)), valid):
             parts = RunComponents(small(place, "refused", data=data))
             wrong = rf"{folder}\S* was made by another tokenizer \({made_by}"
             with pytest.raises(
@@ -328,7 +336,7 @@ def test_without_data_the_library_is_read_by_the_tokenizer_of_the_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     few = tuple(sorted((place / "bytes" / "texts").iterdir()))
     monkeypatch.setattr(stdlib_corpus, "library_files", lambda root: few)
-    parts = RunComponents(small(place, "library", data=Data()))
+    parts = RunComponents(small(place, "library", data=DataConfig()))
     tokens = parts.tokens[0]
     assert tokens.meta.end == END
     assert tokens.directory.parent != standard_library()
@@ -341,7 +349,8 @@ def test_without_data_the_library_is_read_by_the_tokenizer_of_the_model(
 
 
 def flops_of(folder, **model):
-    parts = RunComponents(Train(model=Model(pretrained=folder, **model), mesh=ONE, devices=1))
+    shape = ModelConfig(pretrained=folder, **model)
+    parts = RunComponents(TrainConfig(model=shape, mesh=ONE, devices=1))
     return flops_per_token(parts.model, parts.layout)
 
 
@@ -350,42 +359,45 @@ def test_operations_are_those_of_the_model_itself(place, tmp_path):
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48  # queries; keys, values; back; the MLP
     head = 32 * VOCAB
     plain = 6 * (2 * layer + head) + 12 * 2 * 32 * 16
-    assert flops_of(place / "llama", length=16) == plain
+    assert flops_of(place / "llama", seq_len=16) == plain
     wide = small_folder(tmp_path / "qwen3", LLAMA | {"model_type": "qwen3", "head_dim": 32})
     more = 2 * 32 * 32 + 2 * 32 * 32 + 2 * 32 * 32 + 3 * 32 * 48  # two heads of 32, one of keys
-    assert flops_of(wide, length=16) == 6 * (2 * more + head) + 12 * 2 * 64 * 16
+    assert flops_of(wide, seq_len=16) == 6 * (2 * more + head) + 12 * 2 * 64 * 16
     window = small_folder(
         tmp_path / "mistral", LLAMA | {"model_type": "mistral", "sliding_window": 4}
     )
-    assert flops_of(window, length=16) == plain - 12 * 2 * 32 * (16 - 4)
+    assert flops_of(window, seq_len=16) == plain - 12 * 2 * 32 * (16 - 4)
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
     some = LLAMA | kinds | {"model_type": "qwen2", "sliding_window": 4, "tie_word_embeddings": True}
     local = small_folder(tmp_path / "qwen2", some)
-    assert flops_of(local, length=16) == plain - 12 * 32 * (16 - 4)
+    assert flops_of(local, seq_len=16) == plain - 12 * 32 * (16 - 4)
     few = {"num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}
     experts = small_folder(tmp_path / "mixtral", LLAMA | few)
-    assert flops_of(experts, length=16) == plain + 6 * 2 * (3 * 32 * 48 + 32 * 4)
+    assert flops_of(experts, seq_len=16) == plain + 6 * 2 * (3 * 32 * 48 + 32 * 4)
 
 
 def test_what_a_step_takes_is_planned_from_the_folder(place, capsys):
-    words = ["--model.pretrained", place / "llama", "--batch", 8, "--gpu", "here", "--compare"]
-    assert "llama, DDP on data=8" in said_by(["memory", *words, "none"], capsys, 0)
+    words = ["--model.pretrained", place / "llama", "--global-batch-size", 8]
+    words += ["--gpu", "here", "--compare", "none"]
+    assert "llama, DDP on data=8" in said_by(["memory", *words], capsys, 0)
 
 
 # -- in and out -------------------------------------------------------------------------------
 
 
-def test_import_prints_the_table_and_says_what_is_no_folder(place, capsys):
-    said = said_by(["import", place / "llama"], capsys, 0)
+def test_inspect_prints_the_table_and_says_what_is_no_folder(place, capsys):
+    said = said_by(["inspect", place / "llama"], capsys, 0)
     assert said == f"{hfjax.pretrained(place / 'llama')}\n"
-    assert "hfjax import: " in said_by(["import", place / "nowhere"], capsys)
-    assert "has no config.json" in said_by(["import", place / "data"], capsys)
+    assert "hfjax inspect: " in said_by(["inspect", place / "nowhere"], capsys)
+    assert "has no config.json" in said_by(["inspect", place / "data"], capsys)
 
 
 def test_a_run_is_exported_evaluated_and_writes_text_without_its_folder(place, alone, capsys):
     _, result = alone
     run, out = place / "alone", place / "exported"
-    said = said_by(["export", run, "--out", out, "--devices", 1, "--shard", "60KB"], capsys, 0)
+    said = said_by(
+        ["export", run, "--export-dir", out, "--devices", 1, "--shard", "60KB"], capsys, 0
+    )
     assert f"{out}: {run} after step 4, 21 tensors; wrote 128.1 KiB" in said
     found, source = read_folder(out), read_folder(place / "llama")
     assert list(found.tensors) == list(source.tensors)
@@ -399,9 +411,9 @@ def test_a_run_is_exported_evaluated_and_writes_text_without_its_folder(place, a
     np.testing.assert_array_equal(rows["model.embed_tokens.weight"], tokens[:VOCAB])
     assert load_tokenizer(out).end == END
     assert "is a folder already: nothing is written over it" in said_by(
-        ["export", run / "no-run", "--out", out], capsys
+        ["export", run / "no-run", "--export-dir", out], capsys
     )
-    again = ["export", run, "--step", 2, "--out", place / "half", "--devices", 1]
+    again = ["export", run, "--step", 2, "--export-dir", place / "half", "--devices", 1]
     assert "after step 2" in said_by([*again, "--dtype", "bfloat16"], capsys, 0)
     half = read_folder(place / "half")
     assert {str(t.dtype) for t in half.tensors.values()} == {"bfloat16"}
@@ -415,9 +427,9 @@ def test_a_run_is_exported_evaluated_and_writes_text_without_its_folder(place, a
 def test_a_run_of_a_preset_is_exported_only_like_a_model(place, tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
-    model = Model(preset="llama-tiny", embed=32, layers=2, heads=2, length=16)
+    model = ModelConfig(preset="llama-tiny", hidden_size=32, num_layers=2, num_heads=2, seq_len=16)
     config_io.save(small_gpt(run, place / "data", model=model, devices=None), run / "config.yaml")
-    words = ["export", run, "--devices", 1, "--out", tmp_path / "out"]
+    words = ["export", run, "--devices", 1, "--export-dir", tmp_path / "out"]
     said = said_by(words, capsys)
     assert "began from no model's folder (--model.preset llama-tiny), which would say" in said
     assert "Give one of the same shape: --like FOLDER" in said
@@ -427,7 +439,7 @@ def test_a_run_of_a_preset_is_exported_only_like_a_model(place, tmp_path, capsys
 
 def test_a_model_of_another_kind_is_no_likeness(place, alone, tmp_path, capsys):
     other = small_folder(tmp_path / "theta", LLAMA | {"rope_theta": 5e5})
-    words = ["export", place / "alone", "--devices", 1, "--out", tmp_path / "out", "--like"]
+    words = ["export", place / "alone", "--devices", 1, "--export-dir", tmp_path / "out", "--like"]
     said = said_by([*words, other], capsys)
     assert "Its config.json would describe another model. Give the folder of" in said
     assert "rotary is Rope(base=10000.0" in said
@@ -439,7 +451,7 @@ def test_transformers_makes_the_same_logits_of_what_is_exported(place, alone, ca
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     run, out = place / "alone", place / "to-transformers"
-    said_by(["export", run, "--out", out, "--devices", 1], capsys, 0)
+    said_by(["export", run, "--export-dir", out, "--devices", 1], capsys, 0)
     saved = Saved(run, devices=1)
     parts, restored = saved_state(saved, saved_config(saved))
     tokens = np.arange(34, dtype=np.int32).reshape(2, 17)

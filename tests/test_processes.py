@@ -14,8 +14,8 @@ import hfjax
 from hfjax import CONTEXT, DDP, GRID, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, SEQUENCE, TENSOR
-from hfjax.trainer import RunComponents, Train
-from hfjax.trainer.config import Mesh
+from hfjax.trainer import RunComponents, TrainConfig
+from hfjax.trainer.config import MeshConfig
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 FSDP_TENSOR = ((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2}, None)
@@ -74,7 +74,7 @@ def refused(rank):
     yield refusal(lambda: hfjax.eval_step(layout, next_token_loss)(state, tokens(16 - 8 * rank)))
     yield f"{float(step(state, ahead)[1]['loss']) > 0}"
     yield refusal(lambda: hfjax.make_mesh(data=2))
-    yield refusal(lambda: RunComponents(Train(mesh=Mesh(data=2))).mesh)
+    yield refusal(lambda: RunComponents(TrainConfig(mesh=MeshConfig(data=2))).mesh)
     yield refusal(lambda: mlp_layout(DDP, {"data": 2}, devices=jax.devices()[:2], layers=1))
 
 

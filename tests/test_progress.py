@@ -85,7 +85,7 @@ class Device:
             size=1, local_devices=[device], devices=SimpleNamespace(flat=[device])
         )
         task = SimpleNamespace(unit="images", units_per_example=1, flops=lambda layout: 1.0)
-        config = SimpleNamespace(batch=8)
+        config = SimpleNamespace(global_batch_size=8)
         self.speed = console.SpeedMeter(
             SimpleNamespace(task=task, mesh=mesh, config=config, layout=None)  # pyright: ignore
         )

@@ -17,23 +17,23 @@ import pytest
 import hfjax
 from hfjax.__main__ import main
 from hfjax.cli.run import start
+from hfjax.parallel.mesh import AXES
 from hfjax.trainer import config_io, train
-from hfjax.trainer.build import STRATEGIES
 from hfjax.trainer.config import (
-    CheckpointOptions as Checkpoints,
-    Log,
-    Mesh,
-    Model,
-    Optimizer,
-    Train,
+    CheckpointConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
 )
 from hfjax.trainer.train_loop import LAG
 from tests import hanging_train
 from tests.hanging_train import HANGS, SLOW
-from tests.small_run import BIGRAMS, corpus, small, told
+from tests.small_run import BIGRAMS, NO_EVAL, corpus, small, told
 
 STEPS, LONG = 6, 150
-QUIET = Log(every=50, valid_every=0, sample=0)
+QUIET = LogConfig(interval=50, sample_tokens=0)
 ROOT = Path(__file__).parents[1]
 HERE = {"PYTHONPATH": str(ROOT)}
 HFJAX = [sys.executable, "-W", "ignore", "-m", "hfjax"]
@@ -49,7 +49,8 @@ def shared(tmp_path_factory):
 def written(shared, name, **changes):
     """Return the file of a configuration, and the directory of its run."""
     directory, data = shared
-    fields = {"strategy": "fsdp", "log": QUIET, "cache": directory / "programs", "timeout": 120.0}
+    fields = {"mesh": MeshConfig(fsdp=-1), "eval": NO_EVAL, "log": QUIET}
+    fields |= {"compilation_cache": directory / "programs", "watchdog_timeout": 120.0}
     config = small(directory / name, data, **(fields | changes))
     config_io.save(config, directory / f"{name}.yaml")
     return directory / f"{name}.yaml", directory / name
@@ -101,7 +102,7 @@ def workers(process):
 
 
 def losses_of(shared, processes):
-    mesh = Mesh(data=2, fsdp=2)
+    mesh = MeshConfig(data=2, fsdp=2)
     file, directory = written(shared, f"of{processes}", steps=STEPS, mesh=mesh)
     ended(launched(file, processes, 4 // processes))
     return list(told(directory).values())
@@ -121,8 +122,8 @@ def test_several_processes_have_the_losses_of_one(shared, losses_of_one, process
 @pytest.mark.slow
 def test_tensor_across_processes_trains_resumes_evaluates_and_writes_as_in_one(shared):
     """Four processes with a device each, two with two; what they saved goes on in one."""
-    fields = {"strategy": "fsdp+tensor", "checkpoints": Checkpoints(0)}
-    fields["mesh"] = Mesh(fsdp=2, tensor=2)
+    fields = {"mesh": MeshConfig(fsdp=2, tensor=2), "sequence_parallel": False}
+    fields["checkpoint"] = CheckpointConfig(0)
     found, directory = {}, None
     for processes in (1, 2, 4):
         file, directory = written(shared, f"width{processes}", steps=STEPS, **fields)
@@ -138,7 +139,8 @@ def test_tensor_across_processes_trains_resumes_evaluates_and_writes_as_in_one(s
     np.testing.assert_allclose(fours, ones, rtol=1e-6)
 
     four = ["launch", "-n", 4, "--devices-per-process", 1, "--", *HFJAX]
-    tensor = ["--strategy", "fsdp+tensor", "--mesh.tensor", "2", "--cache", shared[0] / "programs"]
+    tensor = ["--mesh.fsdp", "-1", "--mesh.tensor", "2"]
+    tensor += ["--compilation-cache", shared[0] / "programs"]
     validated = lambda out: re.findall(r"validated after step \d+: loss ([\d.]+)", out)
     several = validated(ended(started(*four, "eval", directory, *tensor)))
     assert several == validated(ended(started("eval", directory, "--cpu-devices", "1"))) != []
@@ -159,10 +161,14 @@ def test_the_lines_of_the_readme_work_one_after_the_other_in_processes_of_one_de
         for text in lines
         if text.startswith(f"hfjax {start}") and word in text
     )
-    first, second = line("train", "--out runs/fsdp"), line("launch -n 2", "runs/fsdp/config.yaml")
+    first, second = (
+        line("train", "--run-dir runs/fsdp"),
+        line("launch -n 2", "runs/fsdp/config.yaml"),
+    )
     first[first.index("bf16")] = "fp32"  # to compare the losses
-    model = ["--model.length", 16, "--model.layers", 1, "--model.heads", 2, "--model.embed", 32]
-    ended(started(*first, *model, "--steps", 3, "--log.sample", 0, **HERE))
+    model = ["--model.seq-len", 16, "--model.num-layers", 1, "--model.num-heads", 2]
+    model += ["--model.hidden-size", 32]
+    ended(started(*first, *model, "--steps", 3, "--log.sample-tokens", 0, **HERE))
     assert config_io.load("runs/fsdp/config.yaml").cpu_devices is None  # it is of that start
     at = second.index("--") + 1
     assert second[at] == "hfjax"
@@ -178,12 +184,13 @@ def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process
 
     What hangs is ended by the watchdog of its peer, and killed.
     """
-    changes = {"model": BIGRAMS, "steps": LONG, "timeout": 6.0, "cache": None}
-    file, directory = written(shared, "job", checkpoints=Checkpoints(every=30), **changes)
+    changes = {"model": BIGRAMS, "steps": LONG, "watchdog_timeout": 6.0}
+    changes["compilation_cache"] = None
+    file, directory = written(shared, "job", checkpoint=CheckpointConfig(interval=30), **changes)
     config = replace(
-        config_io.load(file), mesh=Mesh(fsdp=2), devices=2, log=replace(QUIET, every=0)
+        config_io.load(file), mesh=MeshConfig(fsdp=2), devices=2, log=replace(QUIET, interval=0)
     )
-    result = train(replace(config, out=tmp_path, checkpoints=Checkpoints(every=0)))
+    result = train(replace(config, run_dir=tmp_path, checkpoint=CheckpointConfig(interval=0)))
     assert result.state.params["table"].addressable_data(0).shape == (128, 256)  # split in two
     alone = told(tmp_path)
 
@@ -223,7 +230,7 @@ def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process
 @pytest.fixture(scope="module")
 def undisturbed(shared):
     """What two processes that nobody disturbs tell."""
-    changes = {"steps": LONG, "checkpoints": Checkpoints(every=70)}
+    changes = {"steps": LONG, "checkpoint": CheckpointConfig(interval=70)}
     file, directory = written(shared, "undisturbed", **changes)
     ended(launched(file, 2, 1))
     return told(directory)
@@ -234,7 +241,7 @@ def test_killed_told_to_stop_and_interrupted_a_job_goes_on_with_the_same_losses(
     shared, undisturbed
 ):
     """One run: a process is killed, the job told to stop, then Ctrl-C; one process ends it."""
-    changes = {"steps": LONG, "checkpoints": Checkpoints(every=70)}
+    changes = {"steps": LONG, "checkpoint": CheckpointConfig(interval=70)}
     file, directory = written(shared, "disturbed", **changes)
     job = launched(file, 2, 1, "--max-restarts", "1")
     reached(job, directory, 90)
@@ -304,16 +311,16 @@ def test_a_peer_that_does_not_come_is_not_waited_for_as_long_as_a_step(monkeypat
     asked = {}
     monkeypatch.setattr("hfjax.cli.run.enable_program_cache", lambda place: None)
     monkeypatch.setattr("hfjax.cli.run.init_distributed", lambda **given: asked.update(given))
-    start(Train(timeout=600.0))
+    start(TrainConfig(watchdog_timeout=600.0))
     assert asked == {"timeout": 60.0}
-    start(Train(init_timeout=5.0))
+    start(TrainConfig(init_timeout=5.0))
     assert asked == {"timeout": 5.0}
 
 
 @pytest.mark.slow
 def test_thirty_kills_lose_nothing(shared):
     """The run is killed at random moments, 30 times, also while it starts and saves."""
-    changes = {"steps": 600, "checkpoints": Checkpoints(every=3), "cpu_devices": 2}
+    changes = {"steps": 600, "checkpoint": CheckpointConfig(interval=3), "cpu_devices": 2}
     file, whole = written(shared, "alone", **changes)
     ended(started("train", "--config", file))
     file, directory = written(shared, "thirty", **changes)
@@ -341,19 +348,19 @@ def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
         assert main([str(word) for word in words]) == 0
         return capsys.readouterr().out
 
-    changes = {"model": BIGRAMS, "strategy": "ddp", "optimizer": Optimizer(ema=0.5)}
+    changes = {"model": BIGRAMS, "mesh": MeshConfig(), "optimizer": OptimizerConfig(ema=0.5)}
     file, directory = written(shared, "commands", **changes)
     one = ["--devices", "1"]
-    assert "done: 12 steps" in here("train", "--config", file, "--log.sample", "8", *one)
-    saved = [directory, "--trust", "--cache", shared[0] / "programs"]
-    out = here("eval", *saved, "--batch", "24")
+    assert "done: 12 steps" in here("train", "--config", file, "--log.sample-tokens", "8", *one)
+    saved = [directory, "--trust", "--compilation-cache", shared[0] / "programs"]
+    out = here("eval", *saved, "--batch-size", "24")
     assert "validated after step 12: loss" in out
-    latest = here("eval", *saved, "--no-average", "--strategy", "fsdp")
+    latest = here("eval", *saved, "--no-average", "--mesh.fsdp", "-1")
     assert latest != out
     write = ["generate", *saved, "--prompt", "mesh", "--tokens", "12", "--temperature", "0"]
     text = here(*write)
     assert text.startswith("mesh")
-    again = ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
+    again = ended(started(*write, "--cpu-devices", "2", "--mesh.fsdp", "-1"))
     assert again.endswith(text)  # what takes long says so before
 
 
@@ -361,9 +368,12 @@ def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model": Model(own="stranger.py:make")}, "--model.own "),
-        ({"model": Model(loss="stranger.py:make")}, "--model.loss "),
-        ({"optimizer": Optimizer(own="stranger.py:make", ema=0.5)}, "--optimizer.own "),
+        ({"model": ModelConfig(factory="stranger.py:make")}, "--model.factory "),
+        ({"model": ModelConfig(loss="stranger.py:make")}, "--model.loss "),
+        (
+            {"optimizer": OptimizerConfig(factory="stranger.py:make", ema=0.5)},
+            "--optimizer.factory ",
+        ),
     ],
 )
 def test_code_that_a_run_names_is_run_only_on_trust(
@@ -373,7 +383,7 @@ def test_code_that_a_run_names_is_run_only_on_trust(
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     Path("stranger.py").write_text("raise SystemExit('it ran')")
     Path("run").mkdir()
-    config_io.save(Train(cpu_devices=1, **fields), Path("run/config.yaml"))
+    config_io.save(TrainConfig(cpu_devices=1, **fields), Path("run/config.yaml"))
     with pytest.raises(SystemExit, match="2"):
         main([command, "run"])
     told = capfd.readouterr().err
@@ -391,8 +401,8 @@ def test_code_that_a_run_names_is_run_only_on_trust(
         (["memory", "--config=run.yaml"], "run.yaml:1: steps='none': a whole number is expected"),
         (["train", "--config", "run.py"], "--config run.py: it must define `config`"),
         (["train", "--config"], "--config: the name of a file is expected"),
-        (["train", "--out="], "--out: its value is empty"),
-        (["data", "--out="], "--out: its value is empty"),
+        (["train", "--run-dir="], "--run-dir: its value is empty"),
+        (["data", "--data-dir="], "--data-dir: its value is empty"),
         (["train", "--steps", "0"], "--steps 0: a number from 1 on is needed"),
         (["eval", "nowhere"], "nowhere is no run of hfjax train: it has no config.yaml."),
         (["eval", "odd"], "odd is no run of hfjax train: its config.yaml is a folder."),
@@ -411,11 +421,15 @@ def test_a_command_that_makes_no_sense_ends_with_words(
     assert message in capfd.readouterr().err
 
 
-def test_the_help_of_strategy_has_all_of_them(capsys):
+def test_the_help_of_train_has_all_that_turns_a_strategy_on(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["train", "--help"])
     told = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
-    assert f"{', '.join(STRATEGIES)}, joined by +" in told
+    assert all(f" --mesh.{axis} INT" in told for axis in AXES)
+    for flag in ("zero {0,1,2,3}", "offload.optimizer", "offload.parameters"):
+        assert f" --{flag}" in told
+    assert "--sequence-parallel, --no-sequence-parallel" in told
+    assert "--strategy STR Your own table of sharding rules: file.py:name of a hfjax.Str" in told
 
 
 def test_a_command_that_is_none_is_told_with_those_there_are(capsys):

@@ -47,12 +47,12 @@ def test_a_state_larger_than_the_machine_is_refused_before_it_is_made():
 @pytest.mark.parametrize(
     ("flags", "told", "status"),
     [
-        (["--model.embed", "400000"], "the state does not fit: a device needs parameters", 1),
-        (["--model.layers", "1000000000"], "layers=1000000000: from 1 to 100000 layers", 2),
+        (["--model.hidden-size", "400000"], "the state does not fit: a device needs parameters", 1),
+        (["--model.num-layers", "1000000000"], "layers=1000000000: from 1 to 100000 layers", 2),
     ],
 )
 def test_a_run_says_so_too(flags, told, status, tmp_path, capsys):
-    given = [*flags, "--steps", "1", "--out", str(tmp_path / "run"), "--log.sample", "0"]
+    given = [*flags, "--steps", "1", "--run-dir", str(tmp_path / "run"), "--log.sample-tokens", "0"]
     with pytest.raises(SystemExit) as ended:
         main(["train", *given])
     assert ended.value.code == status

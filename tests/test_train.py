@@ -11,7 +11,7 @@ import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.layers import Dropout
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1
-from hfjax.trainer.config import Model
+from hfjax.trainer.config import ModelConfig
 from tests.small_gpt import mlp_layout, mlps, tokens
 
 
@@ -119,8 +119,8 @@ def test_a_module_and_a_run_refuse_the_same_rates_of_dropout(rate):
     with pytest.raises(ValueError, match=r"Dropout\(rate=.*\): the part that is dropped is from 0"):
         Dropout(rate, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"--model.dropout"):
-        Model(dropout=rate)
-    assert [Model(dropout=rate).dropout for rate in (0.0, 1.0)] == [0.0, 1.0]
+        ModelConfig(dropout=rate)
+    assert [ModelConfig(dropout=rate).dropout for rate in (0.0, 1.0)] == [0.0, 1.0]
 
 
 @pytest.mark.slow

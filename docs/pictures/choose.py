@@ -19,19 +19,19 @@ LEFT, RIGHT, HIGH, STEP = 4.6, 5.3, 0.78, 1.12
 QUESTIONS = [
     (
         ("Do state and activations", "fit on one GPU?"),
-        ("DDP; on several GPUs also ZERO1", "--strategy ddp, or zero1"),
+        ("DDP; on several GPUs also ZERO1", "no flag; --zero 1"),
     ),
     (
         ("Is there only one GPU?", ""),
-        ("Recompute; optimizer state on the host", "--strategy ddp+host_optimizer --remat full"),
+        ("Recompute; optimizer state on the host", "--remat full --offload.optimizer"),
     ),
     (
         ("Does the state fit when it is", "divided over the GPUs of a node?"),
-        ("FSDP; on several nodes HSDP", "--strategy fsdp, or hsdp --mesh.fsdp 8"),
+        ("FSDP; on several nodes HSDP", "--mesh.fsdp -1; --mesh.data -1 --mesh.fsdp 8"),
     ),
     (
         ("Does it fit when it is divided", "over all GPUs?"),
-        ("FSDP", "--strategy fsdp"),
+        ("FSDP", "--mesh.fsdp -1"),
     ),
 ]
 # What to add, if something is still too large or too slow.
@@ -39,19 +39,19 @@ ADDITIONS = [
     (("Activations too large?", ""), ("Recompute", "--remat dots, then full")),
     (
         ("Fewer sequences than GPUs,", "or very long ones?"),
-        ("Divide each sequence", "+context --mesh.context 4"),
+        ("Divide each sequence", "--mesh.context 4"),
     ),
     (
         ("One layer too wide", "for a GPU?"),
-        ("Divide its matrices, in a node", "+tensor+sequence --mesh.tensor 4"),
+        ("Divide its matrices, in a node", "--mesh.tensor 4"),
     ),
     (
         ("Many layers, slow links", "between nodes?"),
-        ("Stages of a pipeline", "+pipe --mesh.pipe 4"),
+        ("Stages of a pipeline", "--mesh.pipe 4"),
     ),
     (
         ("Mixture of experts?", ""),
-        ("Experts on different GPUs", "+expert --mesh.expert 8"),
+        ("Experts on different GPUs", "--mesh.expert 8"),
     ),
 ]
 
@@ -96,7 +96,7 @@ def draw(at: Axes) -> float:
             arrow(at, (1.2, y - HIGH / 2), (1.2, y - STEP + HIGH / 2), below)
         y -= STEP
     y -= 0.25
-    words = "If it still does not fit, or is slow, add with +:"
+    words = "If it still does not fit, or is slow, add:"
     at.text(0, y + 0.4, words, color=INK, fontsize=10.5, va="center", weight="bold")
     y -= 0.35
     for question, answer in ADDITIONS:

@@ -3,9 +3,9 @@
 python docs/pictures/loss.py runs/ddp runs/fsdp-tensor    # loss.svg next to this file
 
 The runs:
-hfjax train --cpu-devices 8 --steps 1000 --log.valid-every 50 --strategy ddp --out runs/ddp
-hfjax train --cpu-devices 8 --steps 1000 --log.valid-every 50 --strategy fsdp+tensor \
-    --mesh.data 2 --mesh.tensor 2 --out runs/fsdp-tensor
+hfjax train --cpu-devices 8 --steps 1000 --eval.interval 50 --run-dir runs/ddp
+hfjax train --cpu-devices 8 --steps 1000 --eval.interval 50 --run-dir runs/fsdp-tensor \
+    --mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --no-sequence-parallel
 """
 
 import json

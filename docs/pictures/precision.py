@@ -25,8 +25,8 @@ RUNS = {
 def losses(precision: str, steps: int, folder: Path) -> list[float]:
     """Train the default model of `hfjax train`; return its losses."""
     out = folder / str(list(RUNS).index(precision))
-    words = ["--precision", precision, "--steps", str(steps), "--out", str(out)]
-    quiet = ["--cpu-devices", "2", "--log.valid-batches", "1"]
+    words = ["--precision", precision, "--steps", str(steps), "--run-dir", str(out)]
+    quiet = ["--cpu-devices", "2", "--eval.max-batches", "1"]
     command = [sys.executable, "-m", "hfjax", "train", *words, *quiet]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hfjax.__main__ import main
 
 COLUMNS = "129"  # of the terminal: with one more the boxes stand in two columns
-TITLE = re.compile(r"(?:╭─ | |)((?:[a-z]+ )?(?:options|arguments)):?(?: +─*╮?)?")
+TITLE = re.compile(r"(?:╭─ | |)((?:[a-z-]+ )?(?:options|arguments)):?(?: +─*╮?)?")
 
 
 class Flag(NamedTuple):

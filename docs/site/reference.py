@@ -97,7 +97,7 @@ API = {  # page: (its title, {heading: public names, module:name})
         {
             "A run": [
                 *(
-                    "hfjax.trainer:Train",
+                    "hfjax.trainer:TrainConfig",
                     "hfjax.trainer:train",
                     "hfjax.trainer:Result",
                     "hfjax.trainer:load",
@@ -217,7 +217,7 @@ def _flags() -> str:
     parts = [
         "# Commands and flags",
         "What `hfjax COMMAND --help` prints. A flag `--model.preset` is `preset` of `model` in a "
-        "YAML file for `--config`, and in `hfjax.trainer.Train`.",
+        "YAML file for `--config`, and in `hfjax.trainer.TrainConfig`.",
     ]
     for command, (what, _) in COMMANDS.items():
         shown = [flag for flag in help_of(command)[1] if flag.name not in ("-h", "-h,")]
@@ -244,7 +244,8 @@ def _presets() -> str:
         kind = getattr(importlib.import_module(module), model)
         count = _count(lambda rngs, k=kind, s=shape: k(s, rngs=rngs))
         images.append((name, model, str(shape.classes), count))
-    head = ("preset", "class", "layers", "width", "heads", "length", "vocabulary", "parameters")
+    sizes = ("layers", "hidden size", "heads", "sequence length", "vocabulary")
+    head = ("preset", "class", *sizes, "parameters")
     return "\n\n".join(
         [
             "# Presets",
@@ -312,7 +313,7 @@ EXIT_CODES = {
     "FAILED": "raised an exception; standard error says which",
     "MISTAKE": "was given an invalid setting; a restart does not help",
     "ASKED": "saved and stopped, because the program asked for it (a time limit)",
-    "HUNG": "made no progress for `--timeout` seconds; the watchdog ended it",
+    "HUNG": "made no progress for `--watchdog-timeout` seconds; the watchdog ended it",
     "INTERRUPTED": "saved and stopped after Ctrl-C",
     "TERMINATED": "saved and stopped after SIGTERM",
 }

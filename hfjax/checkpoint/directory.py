@@ -103,8 +103,8 @@ class DeletedError(ValueError):
         super().__init__(
             f"step {step.name} of {quote(step.parent)} was deleted while it was read: whoever "
             f"writes there keeps only some steps. Saved now: {saved}. Read one of these, or have "
-            "the run keep more (hfjax.RetentionPolicy; --checkpoints.keep, "
-            "--checkpoints.keep-every)."
+            "the run keep more (hfjax.RetentionPolicy; --checkpoint.keep-latest, "
+            "--checkpoint.keep-period)."
         )
 
 

@@ -162,7 +162,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("clip", "optimizer_in_backward"): Refusal(
         "clipping needs the norm of the whole gradient",
         "Clip element by element (optax.chain(optax.clip(…), …)) with clip=None (hfjax train: "
-        f"--optimizer.clip None), {OR_LEAVE_IT_OUT}",
+        f"--optimizer.max-grad-norm None), {OR_LEAVE_IT_OUT}",
     ),
     ("accumulate", "optimizer_in_backward"): Refusal(
         "accumulate keeps the gradients of all layers until the last microbatch",

@@ -25,10 +25,10 @@ from tyro.constructors import (
 
 from hfjax.utils.command_errors import import_or_explain
 from hfjax.utils.keywords import closest
+from hfjax.utils.renamed import CONFIG_KEYS, OLD_FLAGS
 
 # What replaces {name} in a text: the keys of a table, or what a function returns.
 CHOICES = {
-    "strategies": "hfjax.trainer.build:STRATEGIES",
     "schedules": "hfjax.parallel.schedules.named:SCHEDULES",
     "presets": "hfjax.trainer.model:presets",
     "image_presets": "hfjax.models.vision.preset_table:PRESETS",
@@ -40,13 +40,21 @@ LEFT_OUT = {"schedules": ("forward",)}  # a run refuses it: it has no backward p
 
 # Flags that few need, behind the others of their box in this order; then boxes, in theirs.
 RARE = (
-    *("own", "loss", "deepspeed", "devices", "cpu_devices", "profile", "minutes", "cache"),
-    *("timeout", "init_timeout", "nonfinite", "reduction", "split_rows", "dispatch"),
-    *("experts", "top_k", "capacity", "expert", "row"),
+    *("factory", "loss", "deepspeed", "strategy", "devices", "cpu_devices", "profile"),
+    *("max_runtime", "compilation_cache", "watchdog_timeout", "init_timeout", "on_nonfinite"),
+    *("gradient_reduction", "tensor_overlap_chunks", "dispatch", "param_dtype"),
+    *("num_experts", "top_k", "capacity_factor", "expert", "row"),
 )
-BOXES = ("sampling", "model", "data", "optimizer", "checkpoints", "log", "mesh", "pipeline")
+BOXES = (
+    *("sampling", "mesh", "pipeline", "model", "data", "optimizer", "lr_schedule"),
+    *("checkpoint", "eval", "log", "offload"),
+)
 CONFIG = "Take settings from a .yaml file, or from `config` of a .py file (default: none)"
 NO_VALUE = re.compile(r"\s*\(default: (?P<what>.*)\)$", re.DOTALL)
+
+
+class InvalidFlagsError(Exception):
+    """What a dataclass of flags refuses; of a ValueError tyro draws a box."""
 
 
 def parse_flags(
@@ -61,14 +69,18 @@ def parse_flags(
         default: The defaults of flags that are not given.
         config: Whether it takes --config, which `config_of` has already removed from `argv`.
     """
+    argv = expand_short(kind, argv)
     check_values(argv)
     check_known(kind, argv, config)
     check_once(kind, argv)
     fields = {} if default is None else {"default": default}
     registry = ConstructorRegistry()
     registry.struct_rule(lambda info: _struct_spec(info, kind if config else None))
-    with registry:
-        return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
+    try:
+        with registry:
+            return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
+    except InvalidFlagsError as wrong:
+        raise ValueError(str(wrong)) from None
 
 
 # -- --help -------------------------------------------------------------------------------
@@ -102,15 +114,17 @@ def _struct_spec(info: StructTypeInfo, takes_config: type | None) -> StructConst
             specs.append(StructFieldSpec(field.name, hint, value, text or None))
         else:
             specs.append(StructFieldSpec(field.name, _flag(hint, text, usual), value))
-    if kind is not takes_config:
-        return StructConstructorSpec(kind, tuple(specs))
-    config: Any = _flag(Path | None, CONFIG, None)
+    if kind is takes_config:
+        specs.insert(0, StructFieldSpec("config", _flag(Path | None, CONFIG, None), None))
 
-    def build(config: Any, **values: Any) -> Any:
-        return kind(**values)
+    def build(config: Any = None, **values: Any) -> Any:
+        try:
+            return kind(**values)
+        except ValueError as wrong:
+            raise InvalidFlagsError(wrong) from None
 
     build.__doc__ = inspect.getdoc(kind)  # --help begins with it
-    return StructConstructorSpec(build, (StructFieldSpec("config", config, None), *specs))
+    return StructConstructorSpec(build, tuple(specs))
 
 
 def _flag(hint: Any, text: str, usual: Any) -> Any:
@@ -153,7 +167,7 @@ def _value(kind: Any) -> str:
     """
     of = get_args(kind)
     if get_origin(kind) is Literal:
-        return f"{{{','.join(of)}}}"
+        return f"{{{','.join(map(str, of))}}}"
     if get_origin(kind) is not tuple:
         return kind.__name__.upper()
     return f"[{_value(of[0])} [{_value(of[0])} ...]]" if ... in of else " ".join(map(_value, of))
@@ -196,9 +210,9 @@ def _default(field: dataclasses.Field) -> Any:
 def check_values(argv: Sequence[str]) -> None:
     """Refuse a flag with an empty value: an empty path would be the current folder.
 
-    >>> check_values(["--steps", "3", "--out="])
+    >>> check_values(["--steps", "3", "--run-dir="])
     Traceback (most recent call last):
-    ValueError: --out: its value is empty. Give one, or leave the flag out.
+    ValueError: --run-dir: its value is empty. Give one, or leave the flag out.
     """
     for before, arg in zip(["an argument", *argv], argv, strict=False):
         name, equals, value = arg.partition("=")
@@ -220,18 +234,31 @@ def check_once(kind: type, argv: Sequence[str]) -> None:
             )
 
 
+SHORT = {"lr": "optimizer.learning-rate"}  # short names of flags
+
 # Name of a flag in other libraries -> its name here, if a command has it.
 ALIASES = {
-    **dict.fromkeys(("lr", "learning-rate", "optimizer.lr"), "optimizer.rate"),
-    **dict.fromkeys(("batch-size", "global-batch-size", "bs", "train-batch-size"), "batch"),
-    **dict.fromkeys(("max-steps", "num-steps", "train-steps", "iters"), "steps"),
+    **dict.fromkeys(("learning-rate", "optimizer.lr"), "optimizer.learning-rate"),
+    **dict.fromkeys(("batch-size", "bs", "train-batch-size"), "global-batch-size"),
+    **dict.fromkeys(("max-steps", "num-steps", "train-steps", "train-iters", "iters"), "steps"),
     **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs"), "data.epochs"),
-    **dict.fromkeys(("seq-len", "seq-length", "max-length", "context-length"), "model.length"),
-    **dict.fromkeys(("warmup-steps", "warmup"), "optimizer.warmup"),
+    **dict.fromkeys(("seq-length", "max-length", "context-length"), "model.seq-len"),
+    **dict.fromkeys(("warmup", "lr-warmup-iters"), "lr-schedule.warmup-steps"),
+    **dict.fromkeys(("lr-decay-style", "lr-scheduler-type"), "lr-schedule.type"),
     **dict.fromkeys(("wd", "weight-decay"), "optimizer.weight-decay"),
+    **dict.fromkeys(("clip-grad", "gradient-clipping", "max-norm"), "optimizer.max-grad-norm"),
+    **dict.fromkeys(("tensor-model-parallel-size", "tp"), "mesh.tensor"),
+    **dict.fromkeys(("pipeline-model-parallel-size", "pp"), "mesh.pipe"),
+    **dict.fromkeys(("context-parallel-size", "cp"), "mesh.context"),
+    **dict.fromkeys(("expert-model-parallel-size", "ep"), "mesh.expert"),
+    **dict.fromkeys(("data-parallel-size", "dp"), "mesh.data"),
+    **dict.fromkeys(("save-interval", "save-steps", "checkpoint-period"), "checkpoint.interval"),
+    **dict.fromkeys(("eval-interval", "eval-steps"), "eval.interval"),
+    **dict.fromkeys(("log-interval", "logging-steps"), "log.interval"),
+    **dict.fromkeys(("recompute-granularity", "remat-policy"), "remat"),
     **dict.fromkeys(("dtype", "bf16", "fp16"), "precision"),
     **dict.fromkeys(("gpus", "num-gpus", "nproc-per-node"), "count"),
-    **dict.fromkeys(("output-dir", "output", "o"), "out"),
+    **dict.fromkeys(("output-dir", "output", "o", "save"), "run-dir"),
     **dict.fromkeys(("dataset", "train-data"), "data.train"),
 }
 
@@ -249,8 +276,29 @@ def check_known(kind: type, argv: Sequence[str], config: bool = False) -> None:
         if not arg.startswith("--") or arg == "--":
             continue
         name = arg.partition("=")[0].removeprefix("--").replace("_", "-")
-        if name not in known:
-            raise ValueError(f"--{name}: there is no such flag.{_suggestion(name, known)}")
+        if name in known:
+            continue
+        if current := [flag for flag in _current_names(name) if flag in known]:
+            raise ValueError(f"--{name} is --{current[0]} now.")
+        raise ValueError(f"--{name}: there is no such flag.{_suggestion(name, known)}")
+
+
+def _current_names(name: str) -> tuple[str, ...]:
+    """Return what an old flag may be now.
+
+    >>> _current_names("optimizer.rate"), _current_names("steps")
+    (('optimizer.learning-rate',), ())
+    """
+    new = CONFIG_KEYS.get(name.replace("-", "_"))
+    return (*([new.replace("_", "-")] if new else []), *OLD_FLAGS.get(name, ()))
+
+
+def expand_short(kind: type, argv: Sequence[str]) -> list[str]:
+    """Return arguments with full names of flags, where the command has them."""
+    known = set(flags_of(kind))
+    full = {f"--{short}": f"--{flag}" for short, flag in SHORT.items() if flag in known}
+    parts = [arg.partition("=") for arg in argv]
+    return [full.get(flag, flag) + equals + value for flag, equals, value in parts]
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
@@ -272,8 +320,8 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 def flags_of(kind: type, prefix: str = "") -> Iterator[str]:
     """Yield the flags of a dataclass without their dashes, including the negated ones.
 
-    >>> from hfjax.trainer.config import Mesh
-    >>> list(flags_of(Mesh, "mesh."))[:2]
+    >>> from hfjax.trainer.config import MeshConfig
+    >>> list(flags_of(MeshConfig, "mesh."))[:2]
     ['mesh.data', 'mesh.fsdp']
     """
     for name, hint, _ in _flag_types(kind, prefix):

@@ -34,7 +34,7 @@ class DataCommand:
     inputs: tyro.conf.Positional[tuple[str, ...]] = ()
     """Files or folders of .txt, .md, .jsonl, .parquet (or .gz), or of images (default: none)."""
 
-    out: Path | None = None
+    data_dir: Path | None = None
     """New folder of the data set; it appears when complete (default: none)."""
 
     tokenizer: str = "bytes"
@@ -44,7 +44,7 @@ class DataCommand:
     """Size of a bpe vocabulary (default: 8192)."""
 
     valid: float = 0.0
-    """Fraction of documents for validation; --out then holds train/ and valid/."""
+    """Fraction of documents for validation; the folder then has train/ and valid/."""
 
     field: str = "text"
     """Field of JSONL, or column of Parquet, that holds the text."""
@@ -62,7 +62,7 @@ class DataCommand:
     """Text that is not UTF-8: strict refuses it, replace writes U+FFFD."""
 
     overwrite: bool = False
-    """Replace the data set that is at --out."""
+    """Replace the data set that is at --data-dir."""
 
     show: Path | None = None
     """Show what this data set holds and how it begins (default: none)."""
@@ -90,22 +90,23 @@ def _make(command: DataCommand, console: Console) -> int | None:
         raise ValueError("--verify goes with --show DIR.")
     if _are_images(command):
         return _print_images(command, console)
-    if command.out is None or not command.inputs:
+    if command.data_dir is None or not command.inputs:
         missing = [name for name in command.inputs if not Path(name).exists()]
         gone = f"{quote(missing[0])}: there is no such file or folder; " if missing else ""
         raise ValueError(
-            f"{gone}name what to read and where to write: hfjax data INPUT … --out DIR; or a data "
-            "set to look at: hfjax data --show DIR"
+            f"{gone}name what to read and where to write: hfjax data INPUT … --data-dir DIR; or a "
+            "data set to look at: hfjax data --show DIR"
         )
-    options = {field.name: getattr(command, field.name) for field in fields(Recipe)}
+    names = (field.name for field in fields(Recipe) if field.name != "out")
+    recipe = Recipe(out=command.data_dir, **{name: getattr(command, name) for name in names})
     with _progress() as progress:
-        dataset = build(Recipe(**options), progress)
+        dataset = build(recipe, progress)
     _print_summary(dataset, console)
     return None
 
 
 def _are_images(command: DataCommand) -> bool:
-    """Return whether folders of images are given; with --out, folders with text count as text."""
+    """Return whether folders of images are given; with --data-dir, those with text are text."""
     folders = [Path(name) for name in command.inputs]
     if (
         not folders
@@ -113,7 +114,7 @@ def _are_images(command: DataCommand) -> bool:
         or not all(p.is_dir() and contains_images(p) for p in folders)
     ):
         return False
-    return command.out is None or not any(
+    return command.data_dir is None or not any(
         suffix(path) in KNOWN and path.name != CLASSES
         for folder in folders
         for path in list_visible(folder, "**/*")
@@ -123,11 +124,11 @@ def _are_images(command: DataCommand) -> bool:
 def _print_images(command: DataCommand, console: Console) -> int:
     """Print the contents of a folder of images; return 1 if some cannot be used."""
     root = command.inputs[0]
-    if command.out is not None:
+    if command.data_dir is not None:
         raise ValueError(
-            f"--out {quote(command.out)}: {quote(root)} holds images, which are read as they lie, "
-            f"so nothing is written. Leave --out away to see what is in it; give the folder itself "
-            "to hfjax.data.images.ImageLoader."
+            f"--data-dir {quote(command.data_dir)}: {quote(root)} holds images, which are read "
+            "in place, so nothing is written. Leave out --data-dir to see what is in it; give the "
+            "folder itself to hfjax.data.images.ImageLoader."
         )
     if len(command.inputs) > 1:
         raise ValueError("of folders of images give one at a time.")
@@ -201,8 +202,8 @@ def _print_splits(directory: Path, splits: dict[str, Meta], console: Console) ->
 
 def _show(command: DataCommand, console: Console) -> None:
     assert command.show is not None
-    if command.inputs or command.out is not None:
-        raise ValueError("--show DIR goes without inputs and without --out.")
+    if command.inputs or command.data_dir is not None:
+        raise ValueError("--show DIR goes without inputs and without --data-dir.")
     names = [name for name in SPLITS if (command.show / name / META).is_file()] or [""]
     sets = {name: TokenSet(command.show / name) for name in names}
     _print_splits(command.show, {name: data.meta for name, data in sets.items()}, console)

@@ -1,4 +1,4 @@
-"""`hfjax import` and `hfjax export`: show a model's folder, and write one from a run."""
+"""`hfjax inspect` and `hfjax export`: show a model's folder, and write one from a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from hfjax.cli.run import Saved, saved_config, saved_state
 from hfjax.distributed.consensus import say
 from hfjax.distributed.stop import leaving
 from hfjax.trainer.build import RunComponents
-from hfjax.trainer.config import Model, Train
+from hfjax.trainer.config import ModelConfig, TrainConfig
 from hfjax.trainer.console import show_waiting
 from hfjax.trainer.model import ROUND_TO
 from hfjax.trainer.pretrained_model import byte_counts, open_pretrained
@@ -27,7 +27,7 @@ FILE = ".safetensors"
 
 
 @dataclass(frozen=True)
-class Import:
+class Inspect:
     """Show what is in the folder of a model from Hugging Face: its tensors, and where each goes.
 
     It reads no weight and starts no run: hfjax train --model.pretrained FOLDER does that.
@@ -42,7 +42,7 @@ class Export(Saved):
     """Write the model of a run as a folder that transformers loads; of images as a file that
     torchvision loads."""
 
-    out: Path = field(kw_only=True)
+    export_dir: Path = field(kw_only=True)
     """New folder, or FILE.safetensors for images; it appears when complete."""
     like: Path | None = None
     """Folder, or image file, of names and dtypes (default: what the run began from)."""
@@ -56,10 +56,10 @@ class Export(Saved):
             raise ValueError(f"--shard {self.shard}: at least one byte is needed, as in 5GB.")
 
 
-def import_command(argv: Sequence[str]) -> int:
+def inspect_command(argv: Sequence[str]) -> int:
     """Print the contents of a folder; return the exit status."""
-    with report_errors("import"):
-        args: Import = parse_flags(Import, argv, "import")
+    with report_errors("inspect"):
+        args: Inspect = parse_flags(Inspect, argv, "inspect")
         print(pretrained(args.folder))
     return 0
 
@@ -72,47 +72,51 @@ def export_command(argv: Sequence[str]) -> int:
 
 
 def _export(args: Export) -> None:
-    check_free_to_write(args.out)
+    check_free_to_write(args.export_dir)
     config = saved_config(args)
     if is_image_task(config):
         return _export_images(args, config)
     if config.model.pretrained is None and args.like is None:
         raise ValueError(_no_folder_message(args, config))
-    run, restored = saved_state(args, config, master=config.optimizer.master)
+    run, restored = saved_state(args, config, master=config.master_weights)
     like = _template_model(args, run)
-    with show_waiting(f"writing {quote(args.out)}"):
-        written = export(args.out, run.layout, restored.state, like, args.dtype, args.shard)
+    with show_waiting(f"writing {quote(args.export_dir)}"):
+        written = export(args.export_dir, run.layout, restored.state, like, args.dtype, args.shard)
     say(
-        f"{quote(args.out)}: {quote(args.run)} after step {restored.step}, "
+        f"{quote(args.export_dir)}: {quote(args.run)} after step {restored.step}, "
         f"{len(like.mappings)} tensors; wrote {byte_counts(written)}"
     )
 
 
-def _export_images(args: Export, config: Train) -> None:
+def _export_images(args: Export, config: TrainConfig) -> None:
     """Write a model of images as one file, with torchvision's names."""
-    if args.out.suffix != FILE:
+    if args.export_dir.suffix != FILE:
         raise ValueError(
-            f"--out {quote(args.out)}: a model of images is one file with torchvision's names: "
-            f"give a name that ends in {FILE}."
+            f"--export-dir {quote(args.export_dir)}: a model of images is one file with "
+            f"torchvision's names: give a name that ends in {FILE}."
         )
-    if config.model.own is not None:
-        raise ValueError(f"--model.own {config.model.own}: torchvision has no names for it.")
+    if config.model.factory is not None:
+        raise ValueError(
+            f"--model.factory {config.model.factory}: torchvision has no names for it."
+        )
     if args.dtype is not None or args.shard != SHARD:
         raise ValueError("--dtype, --shard: of models of text. Leave them out.")
     began = config.model.weights
     like = args.like or (began if began is not None and began.is_file() else None)
-    run, restored = saved_state(args, config, master=config.optimizer.master)
-    with show_waiting(f"writing {quote(args.out)}"):
-        write_vision(args.out, run.layout, restored.state, run.model.shape, like)
+    run, restored = saved_state(args, config, master=config.master_weights)
+    with show_waiting(f"writing {quote(args.export_dir)}"):
+        write_vision(args.export_dir, run.layout, restored.state, run.model.shape, like)
     say(
-        f"{quote(args.out)}: {quote(args.run)} after step {restored.step}, "
-        f"{human(args.out.stat().st_size)}"
+        f"{quote(args.export_dir)}: {quote(args.run)} after step {restored.step}, "
+        f"{human(args.export_dir.stat().st_size)}"
     )
 
 
-def _no_folder_message(args: Export, config: Train) -> str:
-    own = config.model.own
-    model_flag = f"--model.preset {config.model.preset}" if own is None else f"--model.own {own}"
+def _no_folder_message(args: Export, config: TrainConfig) -> str:
+    own = config.model.factory
+    model_flag = (
+        f"--model.preset {config.model.preset}" if own is None else f"--model.factory {own}"
+    )
     return (
         f"{quote(args.run)} began from no model's folder ({model_flag}), which would say what "
         "files, "
@@ -126,8 +130,8 @@ def _template_model(args: Export, run: RunComponents) -> Pretrained:
     if args.like is None:
         assert run.pretrained is not None
         return run.pretrained
-    pad = 1 if run.config.model.own else ROUND_TO
-    like = open_pretrained(Model(pretrained=args.like), pad)
+    pad = 1 if run.config.model.factory else ROUND_TO
+    like = open_pretrained(ModelConfig(pretrained=args.like), pad=pad)
     tokens = max(tokens.vocab for tokens in run.tokens) if run.pretrained is None else 0
     if tokens > like.config.vocab:
         raise ValueError(

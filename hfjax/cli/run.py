@@ -6,7 +6,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import tyro
 
 import hfjax
 from hfjax.checkpoint import RestoredRun
-from hfjax.cli.arguments import parse_flags
+from hfjax.cli.arguments import expand_short, parse_flags
 from hfjax.distributed.consensus import say, speaks
 from hfjax.distributed.exit_codes import exit_code
 from hfjax.distributed.init import Cluster, init_distributed
@@ -27,29 +27,28 @@ from hfjax.parallel.param_specs import num_batch_shards
 from hfjax.trainer import config_io
 from hfjax.trainer.build import (
     RunComponents,
-    build_mesh,
     check_flags_used,
-    unsharded_strategy,
-    without_host_optimizer,
 )
-from hfjax.trainer.config import Mesh, Train, check_bounds
+from hfjax.trainer.config import MeshConfig, TrainConfig, check_bounds
 from hfjax.trainer.console import show_waiting, validation_line
 from hfjax.trainer.deepspeed_flags import FILE, with_deepspeed_file
 from hfjax.trainer.sampling import Sampling
 from hfjax.trainer.source_snapshot import COPY
+from hfjax.trainer.strategy import build_mesh
 from hfjax.trainer.train_loop import CHECKPOINTS, CONFIG, train
 from hfjax.utils.command_errors import report_errors
 from hfjax.utils.read_files import MISSING, ORDINARY, path_kind
+from hfjax.utils.renamed import OldNamesWarning
 from hfjax.utils.tables import escape_controls, quote
 from hfjax.utils.write_files import user_cache
 
 
-def start(config: Train) -> Cluster:
+def start(config: TrainConfig) -> Cluster:
     """Set JAX up for a configuration; return the cluster of processes that run it."""
     if config.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
-    enable_program_cache(config.cache)
+    enable_program_cache(config.compilation_cache)
     cluster = init_distributed(timeout=config.init_timeout)
     if not speaks():  # the first process reports skipped steps
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -71,17 +70,18 @@ def train_command(argv: Sequence[str]) -> int:
         report_errors("train"),
     ):  # in every process: the others may not know of an error
         default, rest = config_of(argv)
-        config = parse_flags(Train, rest, "train", default, config=True)
+        config = parse_flags(TrainConfig, rest, "train", default, config=True)
         check_flags_used([config], rest)
         start(config)
         _check_cpu_devices(config, default)
-        config, setup = with_deepspeed_file(config, rest, config.devices or jax.device_count())
+        typed = expand_short(TrainConfig, rest)
+        config, setup = with_deepspeed_file(config, typed, config.devices or jax.device_count())
         if setup is not None:
             say(str(setup))
         return exit_code(train(config).reason)
 
 
-def _check_cpu_devices(config: Train, file: Train) -> None:
+def _check_cpu_devices(config: TrainConfig, file: TrainConfig) -> None:
     """Warn of simulated devices in a configuration file on a machine with GPUs.
 
     Runs do not save them, but early versions did.
@@ -99,7 +99,7 @@ def _check_cpu_devices(config: Train, file: Train) -> None:
         )
 
 
-def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
+def config_of(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     """Return the configuration of --config, and the other arguments, which override it."""
     rest = list(argv)
     for at, arg in enumerate(rest):
@@ -112,7 +112,7 @@ def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
             if any(arg.partition("=")[0] == name for arg in left):
                 raise ValueError("--config is there twice: give one file.")
             return config_io.load(path), left
-    return Train(), rest
+    return TrainConfig(), rest
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,16 @@ class Saved:
     """Step of the checkpoint to load (default: the latest)."""
     average: bool = True
     """Use the average of the parameters, if the run keeps one (--optimizer.ema)."""
+    mesh: MeshConfig = MeshConfig()
+    """Sizes of the mesh's axes; -1: all remaining devices. A size other than 1 turns the axis's
+    parallelism on. Without any: as in the run if that fits these devices, else replicated."""
     strategy: str | None = None
-    """Strategy: {strategies}, joined by + (default: the run's if it fits, else ddp)."""
-    mesh: Mesh = Mesh()
-    """Sizes of the mesh's axes; -1: all remaining devices. Without any: as in the run, if that fits
-    these devices."""
+    """Your own table of sharding rules: file.py:name of a hfjax.Strategy (default: the run's)."""
     devices: int | None = None
     """Use only the first N devices (default: all)."""
     cpu_devices: int | None = None
     """Number of simulated CPU devices to run on (default: none, real devices)."""
-    cache: Path | None = None
+    compilation_cache: Path | None = None
     """Folder of compiled programs (default: in the user's cache)."""
     trust: bool = False
     """Run the Python code that the configuration of the run names."""
@@ -147,13 +147,13 @@ class Evaluate(Saved):
 
     data: Path | None = None
     """Data set to evaluate on (default: the run's validation set)."""
-    batch: int | None = None
+    batch_size: int | None = None
     """Examples in a batch, raised to what devices divide (default: as in training)."""
-    batches: int | None = None
+    max_batches: int | None = None
     """Maximum number of batches (default: all)."""
 
     def __post_init__(self):
-        check_bounds(self, "", batch=1, batches=1)
+        check_bounds(self, "", batch_size=1, max_batches=1)
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,15 @@ def evaluate_command(argv: Sequence[str]) -> int:
 def _evaluate(args: Evaluate) -> None:
     config = saved_config(args)
     data = replace(config.data, valid=str(args.data)) if args.data else config.data
-    config = replace(config, data=data, batch=args.batch or config.batch)
+    config = replace(
+        config, data=data, global_batch_size=args.batch_size or config.global_batch_size
+    )
     run, restored = saved_state(args, config)
     if run.valid is None:
         raise ValueError(f"{quote(args.run)} has no validation set. Give one: --data DIR.")
     with show_waiting("compiling and evaluating"):
-        run.check_validation(restored.state, args.batches)
-        evaluation = run.validated(restored.state, args.batches)
+        run.check_validation(restored.state, args.max_batches)
+        evaluation = run.validated(restored.state, args.max_batches)
     lines = [
         validation_line(restored.step, evaluation.line),
         evaluation.table,
@@ -207,20 +209,22 @@ def generate_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def saved_config(args: Saved) -> Train:
+def saved_config(args: Saved) -> TrainConfig:
     """Return the configuration of a saved run, on the available devices."""
     path = args.run / CONFIG
     if (kind := path_kind(path)) != ORDINARY:
         problem = f"it has no {CONFIG}" if kind == MISSING else f"its {CONFIG} is {kind}"
         raise ValueError(f"{quote(args.run)} is no run of hfjax train: {problem}.")
-    config = config_io.load(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OldNamesWarning)
+        config = config_io.load(path)
     if (code := config_io.code_flags(config)) and not args.trust:
         raise ValueError(
             f"{quote(path)} names Python code, {' and '.join(code)}, which would run as you. If "
             "you wrote it or have read it, give --trust."
         )
     overrides: dict[str, Any] = {
-        name: getattr(args, name) for name in ("devices", "cpu_devices", "cache")
+        name: getattr(args, name) for name in ("devices", "cpu_devices", "compilation_cache")
     }
     if config.deepspeed is not None:
         overrides["deepspeed"] = args.run / FILE
@@ -230,7 +234,7 @@ def saved_config(args: Saved) -> Train:
 
 
 def saved_state(
-    args: Saved, config: Train, master: bool = False
+    args: Saved, config: TrainConfig, master: bool = False
 ) -> tuple[RunComponents, RestoredRun]:
     """Return the components of a run and its state.
 
@@ -251,31 +255,45 @@ def saved_state(
         return run, replace(restored, state=state)
 
 
-def _build_run(args: Saved, config: Train, trains: bool) -> RunComponents:
+def _build_run(args: Saved, config: TrainConfig, trains: bool) -> RunComponents:
     """Return the components of a run in its own layout, or one that these devices allow."""
     make = lambda config: RunComponents(_pad_batch(config), trains=trains)
     if args.strategy is not None:
-        return make(replace(config, strategy=args.strategy, mesh=args.mesh))
-    own = config.strategy if trains else without_host_optimizer(config.strategy)
-    meshes = (config.mesh, Mesh()) if args.mesh == Mesh() else (args.mesh,)
+        return make(replace(config, strategy=args.strategy, zero=None, mesh=args.mesh))
+    if not trains:
+        config = replace(config, offload=replace(config.offload, optimizer=False))
+    if args.mesh != MeshConfig():
+        return make(replace(config, zero=None, mesh=args.mesh))
     is_single_device = (config.devices or jax.device_count()) == 1
-    for mesh in () if is_single_device else meshes:
+    reason = ""
+    for mesh in () if is_single_device else _meshes(config.mesh):
         try:
-            run = make(replace(config, strategy=own, mesh=mesh))
+            run = make(replace(config, mesh=mesh))
             _ = run.evaluate
             return run
-        except ValueError:  # tried without it below, which reports any other mistake
-            continue
-    plain = replace(config, strategy=unsharded_strategy(own), mesh=args.mesh)
-    if not is_single_device:
-        warning = (
-            f"--strategy {own} of the run does not fit these devices: {plain.strategy} is taken."
-        )
+        except ValueError as wrong:  # tried without it below, which reports any other mistake
+            reason = reason or str(wrong)
+    if reason:
+        warning = f"parameters are replicated, since the run's mesh does not fit: {reason}"
         print(f"hfjax: {warning}", file=sys.stderr, flush=True)
-    return make(plain)
+    return make(replace(config, strategy=None, zero=None, mesh=MeshConfig()))
 
 
-def _pad_batch(config: Train) -> Train:
+def _meshes(mesh: MeshConfig) -> Iterator[MeshConfig]:
+    """Yield the mesh of a run, and one of the same kind for another number of devices.
+
+    >>> [mesh.flags for mesh in _meshes(MeshConfig(data=2, fsdp=4))]
+    ['--mesh.data 2 --mesh.fsdp 4', '--mesh.fsdp -1']
+    """
+    yield mesh
+    axes = [axis for axis in ("fsdp", "tensor", "context", "expert", "pipe") if mesh.is_on(axis)]
+    if axes[:1] == ["fsdp"] or len(axes) == 1:
+        yield MeshConfig(**{axes[0]: -1})
+
+
+def _pad_batch(config: TrainConfig) -> TrainConfig:
     """Return the configuration with batches that divide by the devices; the last is padded."""
     batch_shards = num_batch_shards(build_mesh(config))
-    return replace(config, batch=-(-config.batch // batch_shards) * batch_shards)
+    return replace(
+        config, global_batch_size=-(-config.global_batch_size // batch_shards) * batch_shards
+    )

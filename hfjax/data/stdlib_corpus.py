@@ -65,6 +65,6 @@ def library_files(root: Path) -> tuple[Path, ...]:
     if not files:
         raise ValueError(
             f"{root} has no .py files: this Python comes without its sources. Make a data set of "
-            "text of your own: hfjax data … --out DIR"
+            "text of your own: hfjax data … --data-dir DIR"
         )
     return files

@@ -381,7 +381,7 @@ def _check_dtype(meta: Meta) -> None:
 
 def _not_a_dataset_message(directory: Path) -> str:
     if not directory.exists():
-        return f"{directory}: no such directory. Make a data set there: hfjax data … --out …"
+        return f"{directory}: no such directory. Make a data set there: hfjax data … --data-dir …"
     splits = [name for name in SPLITS if (directory / name / META).is_file()]
     if splits:
         inside = " and ".join(str(directory / name) for name in splits)
@@ -392,6 +392,6 @@ def _not_a_dataset_message(directory: Path) -> str:
             f"hfjax data {directory} shows what is in it. Here a data set of tokens is expected."
         )
     return (
-        f"{directory} is not a data set: it has no {META}. Make one: hfjax data … --out DIR; if "
-        "one was being made here, it was not finished."
+        f"{directory} is not a data set: it has no {META}. Make one: hfjax data … --data-dir DIR; "
+        "if one was being made here, it was not finished."
     )

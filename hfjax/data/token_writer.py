@@ -161,15 +161,15 @@ def atomic_dataset(directory: Path, overwrite: bool = False) -> Iterator[Path]:
 def check_free(directory: Path, overwrite: bool) -> None:
     """Refuse a directory that exists, unless it is a data set and `overwrite` is set."""
     if (kind := path_kind(directory)).startswith(UNREACHED):
-        raise ValueError(f"{quote(directory)} is {kind}: choose another --out.")
+        raise ValueError(f"{quote(directory)} is {kind}: choose another --data-dir.")
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not is_data_set(directory):
-        raise ValueError(f"{directory} exists and is not a data set: choose another --out.")
+        raise ValueError(f"{directory} exists and is not a data set: choose another --data-dir.")
     if not overwrite:
         raise ValueError(
             f"{directory} holds a data set already. Give --overwrite to replace it, or another "
-            "--out."
+            "--data-dir."
         )
 
 

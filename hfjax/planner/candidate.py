@@ -1,11 +1,12 @@
 """One way to run a step: mesh axis sizes, strategy, schedule, rematerialization, offload."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
+from operator import or_
 from typing import Any
 
+import hfjax
 from hfjax.parallel.mesh import AXES
 from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
@@ -13,8 +14,16 @@ from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.settings import ContextParallel
 from hfjax.parallel.strategy import Strategy
 from hfjax.planner.memory_model import MeshShape
-from hfjax.trainer.build import DATA_STRATEGIES, mesh_sizes, parse_strategy
-from hfjax.trainer.config import Mesh, PipelineOptions, Train
+from hfjax.trainer.config import (
+    FSDP_AXES,
+    MeshConfig,
+    OffloadConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from hfjax.trainer.strategy import mesh_sizes, zero_stage
+
+ZERO_STAGES = ("ddp", "zero1", "zero2", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Candidate:
         batch_size: Examples in a step, over all devices.
         sequence: Whether tensor also shards the sequence between layers.
         schedule: Pipeline schedule; None without a pipeline.
-        chunks: Model chunks of each stage, where the schedule leaves a choice.
+        chunks: Model chunks of each stage; None without a pipeline.
         microbatches: Microbatches of the pipeline.
         remat: What layers recompute.
         offload: Which of the layers' residuals wait in host memory.
@@ -52,30 +61,26 @@ class Candidate:
     host: str = ""
 
     @classmethod
-    def of(cls, config: Train, count: int) -> "Candidate":
+    def of(cls, config: TrainConfig, count: int) -> "Candidate":
         """Return the candidate that the settings of a run describe, on `count` devices."""
-        config_sizes = mesh_sizes(config, count)
-        remaining = count // -math.prod(config_sizes.values()) if -1 in config_sizes.values() else 1
-        sizes = MeshShape.of(
-            **{axis: remaining if n == -1 else n for axis, n in config_sizes.items()}
-        )
-        names = config.strategy.replace("|", "+").split("+")
-        zero = next((n for n in names if n in DATA_STRATEGIES), "ddp")
-        is_pipeline = sizes["pipe"] > 1
+        sizes = MeshShape.of(**mesh_sizes(config.mesh, count))
+        is_pipeline, pipeline = sizes["pipe"] > 1, config.pipeline
+        chunks = pipeline.chunks or SCHEDULES[pipeline.schedule].chunks
+        microbatches = pipeline.microbatches or 4 * sizes["pipe"]
         return cls(
             tuple((axis, sizes[axis]) for axis in AXES if sizes[axis] > 1),
-            {"hsdp": "fsdp", "zero3": "fsdp"}.get(zero, zero),
-            config.batch,
-            "sequence" in names,
-            config.pipeline.name if is_pipeline else None,
-            config.pipeline.chunks if is_pipeline else None,
-            (config.pipeline.microbatches or 4 * sizes["pipe"]) if is_pipeline else None,
+            effective_zero(ZERO_STAGES[zero_stage(config)], sizes),
+            config.global_batch_size,
+            sizes["tensor"] > 1 and sizes["row"] == 1 and config.sequence_parallel,
+            pipeline.schedule if is_pipeline else None,
+            chunks if is_pipeline else None,
+            microbatches if is_pipeline else None,
             config.remat,
-            config.offload,
-            config.accumulate,
-            config.split_rows,
-            config.reduction,
-            "host_optimizer" if "host_optimizer" in names else "",
+            config.offload.activations,
+            config.gradient_accumulation_steps,
+            config.tensor_overlap_chunks,
+            config.gradient_reduction,
+            "host_optimizer" if config.offload.optimizer else "",
         )
 
     def axis_size(self, axis: str) -> int:
@@ -120,13 +125,14 @@ class Candidate:
         ratio = Offload.of(self.offload).ratio
         if ratio is None:
             raise ValueError(
-                f"offload={self.offload}: a plan knows the bytes of a fraction. Say offload=0.5."
+                f"--offload.activations {self.offload}: a plan has no formula for its bytes. Give "
+                "a fraction: --offload.activations 0.5."
             )
         return ratio
 
     @cached_property
     def strategy_names(self) -> tuple[str, ...]:
-        """The strategies, as `--strategy` joins them."""
+        """The strategies that are joined, in lower case."""
         return _strategy_names(self.axis_sizes, self.zero, self.sequence, self.host)
 
     @property
@@ -155,23 +161,27 @@ class Candidate:
             "context": ContextParallel(),
         }
 
-    def settings(self, base: Train) -> Train:
+    def settings(self, base: TrainConfig) -> TrainConfig:
         """Return the settings of a run: those of `base`, with this layout."""
-        axis_sizes = {axis: size for axis, size in self.axis_sizes if size > 1}
         pipeline = base.pipeline
         if self.schedule is not None:
             chunks = None if SCHEDULES[self.schedule].fixed_chunks else self.chunks
-            pipeline = PipelineOptions(self.schedule, self.microbatches, chunks)
+            pipeline = PipelineConfig(self.schedule, self.microbatches, chunks)
+        stage = ZERO_STAGES.index(self.zero)
+        implied = 3 if self.axis_size("fsdp") > 1 else 0
+        tensor = self.axis_size("tensor") > 1 and self.axis_size("row") == 1
         return replace(
             base,
-            strategy="+".join(self.strategy_names),
-            mesh=Mesh(**{**axis_sizes, **({} if "data" in axis_sizes else {"data": 1})}),
-            batch=self.batch_size,
-            accumulate=self.accumulate,
+            strategy=None,
+            zero=None if stage == implied else stage,
+            sequence_parallel=self.sequence or not tensor,
+            mesh=MeshConfig(**{"data": 1, **dict(self.axis_sizes)}),
+            global_batch_size=self.batch_size,
+            gradient_accumulation_steps=self.accumulate,
             remat=self.remat,
-            offload=self.offload,
-            split_rows=self.split_rows,
-            reduction=self.reduction,
+            offload=OffloadConfig(self.offload, bool(self.host)),
+            tensor_overlap_chunks=self.split_rows,
+            gradient_reduction=self.reduction,
             pipeline=pipeline,
         )
 
@@ -185,7 +195,8 @@ class Candidate:
         examples = self.batch_size // (self.replicas * self.num_microbatches)
         memory_words = [f"remat={self.remat}"] if self.remat != "none" else []
         memory_words += [f"offload={self.offload}"] if self.offload else []
-        memory_words += [f"split_rows={self.split_rows}"] if self.split_rows > 1 else []
+        chunks = self.split_rows
+        memory_words += [f"tensor_overlap_chunks={chunks}"] if chunks > 1 else []
         memory_words += ["hierarchical"] if self.reduction != "flat" else []
         return {
             "mesh": mesh,
@@ -201,6 +212,16 @@ class Candidate:
         columns = self.columns
         cells = [columns["mesh"], columns["strategy"], columns["schedule"], columns["microbatches"]]
         return ", ".join(p for p in [*cells, columns["memory"]] if p != "-")
+
+
+def effective_zero(zero: str, sizes: Mapping[str, int]) -> str:
+    """Return what is sharded on a mesh: nothing, if its axes for that have one device.
+
+    >>> effective_zero("fsdp", MeshShape.of(fsdp=4)), effective_zero("fsdp", MeshShape.of(data=4))
+    ('fsdp', 'ddp')
+    """
+    axes = FSDP_AXES if zero == "fsdp" else ("data", *FSDP_AXES)
+    return zero if any(sizes[axis] > 1 for axis in axes) else "ddp"
 
 
 @cache
@@ -225,7 +246,7 @@ def _strategy_names(
 
 @cache
 def _strategy(names: tuple[str, ...]) -> Strategy:
-    return parse_strategy("+".join(names))
+    return reduce(or_, (getattr(hfjax, name.upper()) for name in names))
 
 
 @cache

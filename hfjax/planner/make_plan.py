@@ -28,7 +28,7 @@ from hfjax.planner.programs.compile_step import ProgramStats
 from hfjax.planner.score import ScoredCandidate, Scorer
 from hfjax.planner.search import ModelFacts, candidates, host_variants
 from hfjax.planner.step_time import StepTime
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
 from hfjax.utils.tables import align, human
 
 MAX_ENTRIES = 20  # entries that are checked and kept
@@ -101,7 +101,7 @@ class StepPlan:
     machine: Machine
     memory: int
     count: int
-    config: Train
+    config: TrainConfig
     searched: int
     refused: int
     seconds: float
@@ -109,13 +109,14 @@ class StepPlan:
     scorer: Scorer = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        head = ("step", "tokens/s", "MFU", "peak", "how", "why not the first")
+        head = ("step", "tokens/s", "MFU", "peak", "layout", "why not the first")
         cells = [
             (f"{r.time.total * 1e3:.1f} ms", f"{r.tokens:,.0f}", f"{r.mfu:.1%}",
              human(r.peak.total), str(r.candidate), r.reason)
             for r in (*self.entries, *self.others)
         ]  # fmt: skip
-        title = f"{self.count} x {self.machine.name}, {self.config.batch} rows in a step"
+        batch_size = self.config.global_batch_size
+        title = f"{self.count} x {self.machine.name}, {batch_size} examples in a step"
         return "\n".join([title, *align([head, *cells], numbers=(0, 1, 2, 3))])
 
     @property
@@ -123,13 +124,13 @@ class StepPlan:
         """The first entry."""
         return self.entries[0]
 
-    def settings(self, entry: PlanEntry | None = None) -> Train:
+    def settings(self, entry: PlanEntry | None = None) -> TrainConfig:
         """Return the settings of `hfjax train` for an entry; None: the best."""
         return (entry or self.best).candidate.settings(self.config)
 
 
 def make_plan(
-    config: Train,
+    config: TrainConfig,
     *,
     gpu: str | Machine = "h200",
     count: int = 8,
@@ -141,8 +142,8 @@ def make_plan(
     """Return the best layouts of a run's step on `count` GPUs, by formula.
 
     Args:
-        config: The settings of the run: model, precision, optimizer and `batch`, the examples of a
-            step. Settings of the layout (strategy, mesh, schedule, remat …) are searched.
+        config: The settings of the run: model, precision, optimizer and `global_batch_size`, the
+            examples of a step. Settings of the layout (mesh, zero, pipeline, remat …) are searched.
         gpu: GPU name (a100, h100, h200, b200), or a `Machine` of constants.
         count: Number of GPUs.
         vocab: Vocabulary size. None: that of the data.
@@ -156,8 +157,9 @@ def make_plan(
 
     Example:
         >>> import hfjax
-        >>> from hfjax.trainer.config import Model, Train
-        >>> config = Train(batch=16, precision="bf16", model=Model(preset="gpt-tiny"))
+        >>> from hfjax.trainer.config import ModelConfig, TrainConfig
+        >>> model = ModelConfig(preset="gpt-tiny")
+        >>> config = TrainConfig(global_batch_size=16, precision="bf16", model=model)
         >>> plan = hfjax.make_plan(config, gpu="h200", count=2, vocab=256)
         >>> plan.best.fits, plan.best.candidate.devices
         (True, 2)
@@ -171,7 +173,7 @@ def make_plan(
     build_check = BuildCheck(scorer)
     limit = limit_of(memory)
     pool = CandidatePool(scorer, limit)
-    for candidate in candidates(config.batch, count, facts, machine):
+    for candidate in candidates(config.global_batch_size, count, facts, machine):
         pool.add(candidate)
     if pool.smallest is None:
         raise ValueError(_indivisible_message(config, scorer, count))
@@ -190,14 +192,14 @@ def make_plan(
     options = compile if isinstance(compile, CompileOptions) else CompileOptions(compile)
     if options.best and compiles:
         scored, compile_notes = _compile_best(scored, options, scorer, count, memory, tell)
-    if not _fits(best := scored[0], memory):
+    if not fits_memory(best := scored[0], memory):
         raise ValueError(
             f"nothing fits: {len(scored)} ways were compiled that should by formula, and the first "
             f"({best.candidate}) takes {human(best.peak.total)} of {human(memory)}. Take more "
             "devices, fewer tokens in a step, or --device-memory a little lower, so that others "
             "are tried."
         )
-    near = takewhile(lambda s: _rank(s)[0] <= _rank(best)[0], rank_candidates(others, scorer))
+    near = takewhile(lambda s: rank(s)[0] <= rank(best)[0], rank_candidates(others, scorer))
     faster = build_check.first_runnable(
         (s for s in near if s.time.total < best.time.total), MAX_OTHERS
     )
@@ -219,7 +221,7 @@ def make_plan(
 
 
 def empty_plan(
-    config: Train,
+    config: TrainConfig,
     *,
     gpu: str | Machine,
     count: int,
@@ -286,7 +288,7 @@ class SizedCandidate:
 def rank_candidates(
     sized_candidates: Sequence[SizedCandidate], scorer: Scorer
 ) -> Iterator[ScoredCandidate]:
-    """Yield candidates as `_rank` orders them.
+    """Yield candidates as `rank` orders them.
 
     The collectives of a candidate are computed only when no candidate that is known to be faster is
     left: a small part of a hundred thousand candidates.
@@ -301,7 +303,7 @@ def rank_candidates(
             continue
         s = sized_candidates[n]
         scored[n] = ScoredCandidate(s.candidate, scorer.time(s.candidate, s.placements), s.peak)
-        heappush(heap, (*_rank(scored[n]), n))
+        heappush(heap, (*rank(scored[n]), n))
 
 
 class CandidatePool:
@@ -386,12 +388,12 @@ class BuildCheck:
         for s in scored:
             if len(runnable) == limit:
                 break
-            if _rank(s)[:2] in seen_ranks:
+            if rank(s)[:2] in seen_ranks:
                 continue
             why = self.refusal(s.candidate)
             if why is None:
                 runnable.append(s)
-                seen_ranks.add(_rank(s)[:2])
+                seen_ranks.add(rank(s)[:2])
             else:
                 self.reasons[s.candidate] = why
                 self.refused += 1
@@ -437,7 +439,7 @@ def _compile_best(
     scored, notes, tried = list(scored), [], set()
     limits: Any = {"limit": options.limit, "cache": options.cache}
     while True:
-        scored.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
+        scored.sort(key=lambda s: (not fits_memory(s, memory), rank(s)))
         index = next((n for n, s in enumerate(scored) if s.candidate not in tried), None)
         if index is None or len(tried) >= (max_compiled if index else 2 * max_compiled):
             break  # the first one is compiled, or twice as many were
@@ -450,33 +452,33 @@ def _compile_best(
             notes.append(f"not compiled, so by formula only: {name}: {program.why}")
         else:
             scored[index] = correct_score(s, program, scorer.machine)
-    scored.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
+    scored.sort(key=lambda s: (not fits_memory(s, memory), rank(s)))
     if scored[0].compiled is None:
         notes.append("the first is by formula only: those that were compiled are slower")
     return scored, notes
 
 
-def _fits(s: ScoredCandidate, memory: int) -> bool:
+def fits_memory(s: ScoredCandidate, memory: int) -> bool:
     """Return whether a candidate fits in memory; one scored by formula needs a margin."""
     return s.peak.total <= (memory if s.compiled else limit_of(memory))
 
 
-def _rank(s: ScoredCandidate) -> tuple[float, float, int]:
+def rank(s: ScoredCandidate) -> tuple[float, float, int]:
     """Return a sort key: the shortest step first, then the fewest bytes."""
     return round(s.time.total, 7), round(s.peak.total), len(s.candidate.axis_sizes)
 
 
 def plan_entry(s: ScoredCandidate, best: ScoredCandidate, plan: StepPlan) -> PlanEntry:
     """Return a candidate as an entry of a plan, of which `best` is the first."""
-    scorer, fits = plan.scorer, _fits(s, plan.memory)
+    scorer, fits = plan.scorer, fits_memory(s, plan.memory)
     tokens = s.candidate.batch_size * scorer.length / s.candidate.devices / s.time.total
     mfu = tokens * scorer.flops / scorer.machine.peak
     reason = "" if s is best else reason_of(s, best, fits, scorer.machine)
     return PlanEntry(s.candidate, s.time, s.peak, fits, reason, tokens, mfu, s.compiled)
 
 
-def _indivisible_message(config: Train, scorer: Scorer, count: int) -> str:
-    task, low = scorer.base_run.task, max(config.batch // count * count, count)
+def _indivisible_message(config: TrainConfig, scorer: Scorer, count: int) -> str:
+    task, low = scorer.base_run.task, max(config.global_batch_size // count * count, count)
     describe = lambda batch_size: (
         f" ({batch_size * task.units_per_example:,} {task.unit})"
         if task.units_per_example > 1
@@ -484,9 +486,8 @@ def _indivisible_message(config: Train, scorer: Scorer, count: int) -> str:
     )
     sizes = ", ".join(f"{batch_size}{describe(batch_size)}" for batch_size in (low, low + count))
     return (
-        f"{config.batch} {task.describe_example()} on {count} devices: no mesh divides them. "
-        "These divide: "
-        f"{sizes}."
+        f"{config.global_batch_size} {task.describe_example()} on {count} devices: no mesh "
+        f"divides them. These divide: {sizes}."
     )
 
 
@@ -506,7 +507,7 @@ def _too_large_message(pool: CandidatePool, scorer: Scorer, count: int, memory: 
         f"nothing fits: the smallest of all ways on {count} x {scorer.machine.name} takes "
         f"{human(need)} of a device ({c}). A step may use {human(memory)}, {MARGIN:.0%} of it "
         f"free: {human(need - room)} too much. {more}; or fewer "
-        "tokens in a step, a shorter --model.length, a smaller model, or more of the memory "
+        "tokens in a step, a shorter --model.seq-len, a smaller model, or more of the memory "
         "(--device-memory)."
     )
 

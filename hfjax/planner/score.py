@@ -50,7 +50,7 @@ from hfjax.planner.step_time import (
     straggler_factor,
     time_of_work,
 )
-from hfjax.trainer.config import Mesh, Train
+from hfjax.trainer.config import MeshConfig, OffloadConfig, TrainConfig
 
 HALVES = 0.5  # of tensor's transfers hidden by split_rows: benchmarks/results/ahead_of_time.md
 
@@ -94,7 +94,7 @@ class Scorer:
     """Scores candidates of one run on one kind of machine."""
 
     def __init__(
-        self, config: Train, vocab: int | None, machine: Machine, compile_for: str | None
+        self, config: TrainConfig, vocab: int | None, machine: Machine, compile_for: str | None
     ) -> None:
         self.config, self.vocab, self.machine = config, vocab, machine
         self.compile_for = compile_for  # the GPU, where something here compiles for it
@@ -108,8 +108,9 @@ class Scorer:
     def base_run(self) -> PlannedRun:
         """The components of the run on one device."""
         config = replace(
-            self.config, strategy="ddp", mesh=Mesh(), batch=1, accumulate=1, offload=None,
-            remat="none", split_rows=1, reduction="flat",
+            self.config, strategy=None, zero=None, mesh=MeshConfig(), global_batch_size=1,
+            gradient_accumulation_steps=1, offload=OffloadConfig(),
+            remat="none", tensor_overlap_chunks=1, gradient_reduction="flat",
         )  # fmt: skip
         return PlannedRun(config, jax.devices()[:1], self.vocab)
 
@@ -483,7 +484,7 @@ class Scorer:
 
     def _optimizer_seconds(self, placements: ArrayPlacements) -> float:
         state = placements.state + sum(placements.on_host.values())
-        size = 2 * state + placements.gradients * (2 if self.config.optimizer.clip else 1)
+        size = 2 * state + placements.gradients * (2 if self.config.optimizer.max_grad_norm else 1)
         return size / self.machine.stream
 
     def _host_seconds(

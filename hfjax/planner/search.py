@@ -13,9 +13,8 @@ from functools import cache
 from hfjax.checks.combinations import refusals
 from hfjax.hardware.machine import Machine
 from hfjax.parallel.schedules.named import SCHEDULES
-from hfjax.planner.candidate import Candidate, table_of
+from hfjax.planner.candidate import ZERO_STAGES, Candidate, table_of
 
-ZERO_STAGES = ("ddp", "zero1", "zero2", "fsdp")
 REMATS = ("none", "dots", "full")
 OFFLOADS = ("0.5", "1")
 # One of each idea: 1f1b-published is 1f1b, v and v-zb lie between 1f1b and zb-v.

@@ -1,9 +1,10 @@
 """A training run: configuration, loop, metrics, evaluation, text generation.
 
-`config` defines every setting; `build` makes the components of a run, with `optimizer` and one of
-`tasks`, whose model comes from `model` or, for a folder, from `pretrained_model`. `train_loop`
-trains, `sampling` evaluates and generates; `source_snapshot` copies the model's folder into the
-run. `config_io` and `yaml_fields` read and write configurations, `deepspeed_flags` those of
+`config` defines every setting; `strategy` makes the mesh, and the strategy that its sizes describe.
+`build` makes the components of a run, with `optimizer` and one of `tasks`, whose model comes from
+`model` or, for a folder, from `pretrained_model`. `train_loop` trains, `sampling` evaluates and
+generates; `source_snapshot` copies the model's folder into the run. `config_io` and `yaml_fields`
+read and write configurations, `old_config` reads those of before, `deepspeed_flags` those of
 DeepSpeed; `metrics_file`, `loss_plot`, `profile` and `console` write and print a run's output.
 """
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,25 +16,18 @@ from hfjax.data.indexed_loader import IndexedLoader
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.step.batches import process_batch_slice
-from hfjax.trainer.config import Train, pretrained_conflict
+from hfjax.trainer import config_io
+from hfjax.trainer.config import TrainConfig, pretrained_conflict
 from hfjax.trainer.model import check_preset
 from hfjax.trainer.optimizer import build_optimizer, make_lr_schedule, stateless_optimizer
 from hfjax.trainer.pretrained_model import open_pretrained
 from hfjax.trainer.sampling import Sampling, check_mask_weights, eval_batches
+from hfjax.trainer.strategy import build_mesh, choose_strategy
 from hfjax.trainer.tasks.images import ImageTask, check_text_only, is_image_task
 from hfjax.trainer.tasks.task import Scores, Task
 from hfjax.trainer.tasks.text import TextTask
 from hfjax.utils.read_files import brief
-from hfjax.utils.tables import quote
 from hfjax.weights.pretrained import Pretrained
-
-STRATEGIES = (
-    *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "grid", "context"),
-    *("expert", "pipe", "host_optimizer", "host_parameters"),
-)
-
-
-DATA_STRATEGIES = STRATEGIES[:6]  # each places parameters and optimizer state: at most one
 
 
 @dataclass(frozen=True)
@@ -48,13 +41,14 @@ class RunComponents:
         trains: Whether there is optimizer state; without it the run can only evaluate and write.
 
     Example:
-        >>> from hfjax.trainer import RunComponents, Train
-        >>> parts = RunComponents(Train(steps=100, strategy="fsdp"))
+        >>> from hfjax.trainer import RunComponents, TrainConfig
+        >>> from hfjax.trainer.config import MeshConfig
+        >>> parts = RunComponents(TrainConfig(steps=100, mesh=MeshConfig(fsdp=-1)))
         >>> parts.mesh.shape["fsdp"], round(float(parts.rate(20)), 4)
         (8, 0.003)
     """
 
-    config: Train
+    config: TrainConfig
     devices: Sequence[Any] | None = None
     vocab: int | None = None
     trains: bool = True
@@ -84,7 +78,7 @@ class RunComponents:
     def pretrained(self) -> Pretrained | None:
         """The model of `--model.pretrained`, no weights read yet. All processes must call it."""
         opts = self.config.model
-        return None if opts.pretrained is None else open_pretrained(opts)
+        return None if opts.pretrained is None else open_pretrained(opts, self.config.param_dtype)
 
     @property
     def tokenizer(self) -> Any:
@@ -112,7 +106,7 @@ class RunComponents:
     @cached_property
     def layout(self) -> hfjax.Layout:
         """The layout of the training state on the mesh."""
-        strategy, frozen = self._strategy, self.config.optimizer.frozen
+        strategy, frozen = self.strategy, self.config.optimizer.frozen
         if not self.trains:
             return hfjax.layout(
                 self.model.init, stateless_optimizer(self.config), self.mesh, strategy
@@ -134,12 +128,15 @@ class RunComponents:
         path = self.config.deepspeed
         return None if path is None else parse_config(read_config(path))
 
-    @property
-    def _strategy(self) -> hfjax.Strategy:
-        """The strategy, with the details of the DeepSpeed file unless --strategy names another."""
-        named_strategy = parse_strategy(self.config.strategy)
-        file_strategy = named_strategy if self.file is None else self.file.parallelism.strategy
-        return file_strategy if file_strategy.name == named_strategy.name else named_strategy
+    @cached_property
+    def strategy(self) -> hfjax.Strategy:
+        """The strategy, with the details of the DeepSpeed file if that describes the same."""
+        strategy = choose_strategy(self.config)
+        if self.file is None:
+            return strategy
+        names = lambda s: {part.name.replace("HSDP", "FSDP") for part in s.parts}
+        file_strategy = self.file.parallelism.strategy
+        return file_strategy if names(file_strategy) == names(strategy) else strategy
 
     @cached_property
     def schedule(self) -> hfjax.Schedule | None:
@@ -148,7 +145,7 @@ class RunComponents:
         if stages == 1:
             return None
         chunks: dict[str, Any] = {} if opts.chunks is None else {"chunks": opts.chunks}
-        return hfjax.Schedule(opts.name, opts.microbatches or 4 * stages, **chunks)
+        return hfjax.Schedule(opts.schedule, opts.microbatches or 4 * stages, **chunks)
 
     @property
     def execution(self) -> dict[str, Any]:
@@ -156,18 +153,18 @@ class RunComponents:
         c = self.config
         from_file = {} if self.file is None else self.file.execution
         return {
-            "accumulate": c.accumulate,
+            "accumulate": c.gradient_accumulation_steps,
             "schedule": self.schedule,
-            "clip": c.optimizer.clip,
+            "clip": c.optimizer.max_grad_norm,
             "precision": from_file.get("precision", c.precision),
             "remat": c.remat,
-            "offload": c.offload,
+            "offload": c.offload.activations,
             "optimizer_in_backward": c.optimizer.in_backward,
-            "nonfinite": c.nonfinite,
+            "nonfinite": c.on_nonfinite,
             "context": self.context,
             "dispatch": c.dispatch,
-            "split_rows": c.split_rows,
-            "reduction": c.reduction,
+            "split_rows": c.tensor_overlap_chunks,
+            "reduction": c.gradient_reduction,
             "kernels": c.kernels,
         }
 
@@ -213,7 +210,7 @@ class RunComponents:
         if self.valid is None or not self.model.has_user_loss:
             return
         count = len(self.valid)
-        padded = count * self.config.batch > self.valid.rows_per_epoch
+        padded = count * self.config.global_batch_size > self.valid.rows_per_epoch
         if padded and (most is None or most >= count):
             check_mask_weights(self.evaluate, state, self.valid.at(0))
 
@@ -270,117 +267,14 @@ def format_count(count: float) -> str:
     return f"{count:.4g}"
 
 
-def parse_strategy(names: str) -> hfjax.Strategy:
-    """Return the strategy of these names, such as fsdp+tensor."""
-    parts = _split_names(names)
-    for name in parts:
-        if name not in STRATEGIES:
-            raise ValueError(
-                f"--strategy {quote(names)}: no strategy {name!r}. Join some of "
-                f"{', '.join(STRATEGIES)} by +, for instance fsdp+tensor."
-            )
-    data_strategies = [name for name in parts if name in DATA_STRATEGIES]
-    if len(data_strategies) > 1 or len(set(parts)) < len(parts):
-        raise ValueError(
-            f"--strategy {quote(names)}: at most one of {', '.join(DATA_STRATEGIES)}, found "
-            f"{', '.join(data_strategies)}; and each name once. What goes with it: "
-            f"{', '.join(STRATEGIES[len(DATA_STRATEGIES) :])}."
-        )
-    return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in parts))
-
-
-def without_host_optimizer(names: str) -> str:
-    """Return the names of a strategy for a state without optimizer state.
-
-    >>> without_host_optimizer("fsdp+host_optimizer"), without_host_optimizer("host_optimizer")
-    ('fsdp', 'ddp')
-    """
-    return "+".join(name for name in _split_names(names) if name != "host_optimizer") or "ddp"
-
-
-def unsharded_strategy(names: str) -> str:
-    """Return the names of a replicated strategy; what is in host memory stays there.
-
-    >>> unsharded_strategy("fsdp+tensor"), unsharded_strategy("fsdp+host_parameters")
-    ('ddp', 'ddp+host_parameters')
-    """
-    return "+".join(["ddp", *(name for name in _split_names(names) if name.startswith("host_"))])
-
-
-def _split_names(text: str) -> list[str]:
-    return [name.strip().lower() for name in text.replace("|", "+").split("+")]
-
-
-def build_mesh(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh; devices without a requested size go to the axis that the strategy uses.
-
-    No device stays idle, except those that `config.devices` leaves out.
-    """
-    more_flag = "--cpu-devices" if devices is None else "--count"
-    devices = _take_devices(config.devices, devices or jax.devices())
-    return hfjax.make_mesh(devices=devices, **mesh_sizes(config, len(devices), more_flag))
-
-
-def mesh_sizes(config: Train, count: int, more_flag: str = "--count") -> dict[str, int]:
-    """Return the axis sizes of a mesh of `count` devices; -1 means all remaining devices.
-
-    Args:
-        config: The configuration.
-        count: Number of devices.
-        more_flag: The flag that requests more of them.
-    """
-    sizes = asdict(config.mesh)
-    free = _free_axis(config, count)
-    if sizes[free] is None and -1 not in sizes.values():
-        sizes[free] = -1
-    axis_sizes = {axis: size for axis, size in sizes.items() if size is not None}
-    _check_device_count(axis_sizes, count, more_flag)
-    return axis_sizes
-
-
-def _take_devices(count: int | None, devices: Sequence[Any]) -> Sequence[Any]:
-    """Return the first `count` devices; refuse more than are available."""
-    if count is None:
-        return devices
-    if count > (available := len(devices)):
-        are = "is 1" if available == 1 else f"are {available}"
-        raise ValueError(f"--devices {count}: there {are}. Give a number from 1 to {available}.")
-    if (processes := jax.process_count()) > 1 and count < available:
-        raise ValueError(
-            f"--devices {count}: in a run of {processes} processes each takes part with all of its "
-            f"devices, {available} together. Start them with fewer, or start fewer."
-        )
-    return devices[:count]
-
-
-AXIS_STRATEGIES = {  # mesh axis -> the strategies that shard over it
-    **{"fsdp": ("fsdp", "zero3", "hsdp"), "data": ("ddp", "zero1", "zero2")},
-    **{"tensor": ("tensor", "sequence", "grid"), "row": ("grid",)},
-    **{"context": ("context",), "expert": ("expert",), "pipe": ("pipe",)},
+# Flags -> the mesh axis that they need, and what turns it on.
+NEEDED_AXES = {
+    **{"context.": ("context", "--mesh.context 2"), "pipeline.": ("pipe", "--mesh.pipe 2")},
+    "sequence_parallel": ("tensor", "--mesh.tensor 2"),
 }
 
 
-def _free_axis(config: Train, devices: int) -> str:
-    """Return the axis that takes the devices without a requested size."""
-    parse_strategy(config.strategy)  # check its names
-    used = [
-        axis for axis, of in AXIS_STRATEGIES.items() if {*of} & {*_split_names(config.strategy)}
-    ]
-    unset = [axis for axis in used if getattr(config.mesh, axis) is None]
-    if len(unset) > 1 and devices > 1 and -1 not in asdict(config.mesh).values():
-        flags = " and ".join(f"--mesh.{axis}" for axis in unset[1:])
-        raise ValueError(
-            f"--strategy {config.strategy}: it splits over {' and '.join(unset)}, and no flag "
-            f"says how many of the {devices} devices go to which. Give {flags}; the others go to "
-            f"{unset[0]}."
-        )
-    return next(iter(unset), "data")
-
-
-SETTINGS_AXES = {"context": "context", "pipeline": "pipe"}  # flags -> the mesh axis that they need
-
-
-def check_flags_used(configs: Sequence[Train], argv: Sequence[str]) -> None:
+def check_flags_used(configs: Sequence[TrainConfig], argv: Sequence[str]) -> None:
     """Refuse command-line flags that none of the configurations uses.
 
     Unused settings of a configuration file are allowed, such as those of a pipeline that is off.
@@ -389,57 +283,15 @@ def check_flags_used(configs: Sequence[Train], argv: Sequence[str]) -> None:
     model = configs[0].model
     if model.pretrained is not None and "model.preset" in typed:  # even the default
         raise ValueError(pretrained_conflict("--model.preset", model.preset, model.pretrained))
-    for settings, needed in SETTINGS_AXES.items():
-        if any(_uses_axis(config, needed) for config in configs):
+    changed = config_io.changed_fields(configs[0])
+    for prefix, (axis, flag) in NEEDED_AXES.items():
+        if any(config.mesh.is_on(axis) for config in configs):
             continue
-        for name, default in asdict(getattr(Train(), settings)).items():
-            value = getattr(getattr(configs[0], settings), name)
-            if f"{settings}.{name}" in typed and value != default:
-                strategy = configs[0].strategy
+        for name, value in changed.items():
+            no_name = f"no_{name}"
+            if name.startswith(prefix) and ({name, no_name} & typed):
+                text = f"no-{name}" if value is False else f"{name} {brief(value)}"
                 raise ValueError(
-                    f"--{settings}.{name} {brief(value)}: nothing takes notice of it, since "
-                    f"--strategy {strategy} has no {needed}. Add it: --strategy {strategy}+{needed}"
-                    f" --mesh.{needed} 2. Or leave the flag out."
+                    f"--{text.replace('_', '-')}: nothing uses it, since --mesh.{axis} is 1. Give "
+                    f"{flag}, or leave the flag out."
                 )
-
-
-def _uses_axis(config: Train, axis: str) -> bool:
-    return axis in _split_names(config.strategy) or getattr(config.mesh, axis) not in (None, 1)
-
-
-def _check_device_count(sizes: dict[str, int], available: int, more_flag: str) -> None:
-    """Refuse a mesh that does not fit the number of devices; name its flags."""
-    typed = {axis: size for axis, size in sizes.items() if size != -1}
-    needed, rest = math.prod(typed.values()), -1 in sizes.values()
-    if min(typed.values(), default=1) < 1 or (
-        available % needed == 0 if rest else available == needed
-    ):
-        return
-    flags = " ".join(f"--mesh.{axis} {size}" for axis, size in typed.items())
-    if not rest and available > needed:
-        raise ValueError(f"{flags}: {_idle_message(typed, available, more_flag)}")
-    are = "is 1" if available == 1 else f"are {available}"
-    fake = " makes fake ones" * (more_flag == "--cpu-devices")
-    todo = (
-        f"Lower a size, or ask for more devices: {more_flag} {needed}{fake}."
-        if available < needed
-        else f"Give sizes whose product divides {available}."
-    )
-    raise ValueError(f"{flags}: {needed} devices are needed, and there {are}. {todo}")
-
-
-def _idle_message(typed: dict[str, int], available: int, more_flag: str) -> str:
-    """Return the message about devices that a mesh leaves idle."""
-    needed = math.prod(typed.values())
-    others = needed // typed["data"]
-    todo = (
-        f"Leave out --mesh.data, which then is {available // others}"
-        if available % others == 0
-        else f"Give sizes whose product is {available}"
-    )
-    flag = "--count" if more_flag == "--count" else "--devices"
-    fewer = f", or say that so few are meant: {flag} {needed}" * (jax.process_count() == 1)
-    return (
-        f"{needed} of the {available} devices {'is' if needed == 1 else 'are'} used, and "
-        f"{available - needed} would stay idle. {todo}{fewer}."
-    )

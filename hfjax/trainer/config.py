@@ -22,6 +22,7 @@ Names = tuple[str, ...]
 
 
 MOST = 2**31 - 1  # of counts and seconds
+FSDP_AXES = ("fsdp", "expert", "context")  # over which FSDP shards parameters
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
@@ -61,108 +62,127 @@ def pretrained_conflict(flag: str, value: Any, folder: Path) -> str:
     )
 
 
+SHAPE_FLAGS = (
+    *("num_layers", "num_heads", "hidden_size", "num_kv_heads", "intermediate_size", "head_dim"),
+    *("num_experts", "top_k"),
+)
+
+
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """The model."""
 
     preset: str = "gpt-tiny"
     """Preset: {presets}; of images: {image_presets}."""
-    own: str | None = None
-    """Your own model: file.py:function of (vocab, length) or (classes, size) (default: none)."""
+    factory: str | None = None
+    """Your own model: file.py:function of (vocab, seq_len) or (classes, size) (default: none)."""
     pretrained: Path | None = None
     """Folder of a Hugging Face model to start from, in place of a preset (default: none)."""
-    stored: Literal["fp32", "bf16"] = "fp32"
-    """Stored dtype of --model.pretrained; with bf16 use --optimizer.master."""
     loss: str | None = None
     """Your own loss(outputs, batch): file.py:function (default: that of the task)."""
-    length: int | None = None
+    seq_len: int | None = None
     """Tokens in a sequence (default: the preset's, or the folder's but at most 4096)."""
-    layers: int | None = None
+    num_layers: int | None = None
     """Number of layers (default: the preset's)."""
-    heads: int | None = None
+    num_heads: int | None = None
     """Attention heads of a layer (default: the preset's)."""
-    embed: int | None = None
-    """Width of embeddings and layers (default: the preset's)."""
-    kv_heads: int | None = None
+    hidden_size: int | None = None
+    """Size of embeddings and of the layers' input (default: the preset's)."""
+    num_kv_heads: int | None = None
     """Heads of keys and values, of a Llama (default: as many for each head as the preset has)."""
-    mlp: int | None = None
-    """Width of a Llama's MLP, or of an expert (default: the preset's)."""
-    head: int | None = None
-    """Width of one of a Llama's heads (default: --model.embed / --model.heads)."""
+    intermediate_size: int | None = None
+    """Size of the hidden layer of a Llama's MLP, or of an expert (default: the preset's)."""
+    head_dim: int | None = None
+    """Size of one of a Llama's heads (default: --model.hidden-size / --model.num-heads)."""
     dropout: float | None = None
     """Dropout rate, from 0 to 1 (default: the preset's)."""
     auxiliary_dropout: float | None = None
     """Dropout rate of DeepLab's auxiliary head (default: the preset's)."""
-    experts: int | None = None
+    num_experts: int | None = None
     """Experts of a layer, in a preset that has experts (default: the preset's)."""
     top_k: int | None = None
     """Experts that each token goes to (default: the preset's)."""
-    capacity: float | None = None
+    capacity_factor: float | None = None
     """Tokens an expert takes, as a multiple of the mean; 0: all (default: the preset's)."""
     weights: Path | None = None
     """File of torchvision's weights (.safetensors) for an image preset (default: none)."""
     new_head: bool = False
     """Drop the last layer of --model.weights, for other classes."""
-    classes: int | None = None
+    num_classes: int | None = None
     """Number of classes of images (default: that of the data)."""
-    frozen_norms: bool = False
+    freeze_batch_norm: bool = False
     """Freeze BatchNorm as in --model.weights: statistics, scale and bias."""
-    group_norms: bool = False
+    group_norm: bool = False
     """Use GroupNorm for BatchNorm, so that no statistics mix examples."""
-    smoothing: float = 0.0
+    label_smoothing: float = 0.0
     """Label smoothing: fraction of a target spread over all classes."""
 
     def __post_init__(self):
-        check_bounds(self, "model.", length=1, layers=1, heads=1, embed=1)
-        check_bounds(self, "model.", kv_heads=1, mlp=1, head=2)
-        check_bounds(self, "model.", dropout=0, auxiliary_dropout=0)
-        check_bounds(self, "model.", experts=1, top_k=1, capacity=0, classes=1, smoothing=0)
-        if self.smoothing >= 1:
-            raise ValueError(f"--model.smoothing {self.smoothing}: a part from 0 to below 1.")
+        check_bounds(self, "model.", seq_len=1, num_layers=1, num_heads=1, hidden_size=1)
+        check_bounds(self, "model.", num_kv_heads=1, intermediate_size=1, head_dim=2)
+        check_bounds(self, "model.", dropout=0, auxiliary_dropout=0, label_smoothing=0)
+        check_bounds(self, "model.", num_experts=1, top_k=1, capacity_factor=0, num_classes=1)
+        if self.label_smoothing >= 1:
+            raise ValueError(
+                f"--model.label-smoothing {self.label_smoothing}: a fraction from 0 to below 1."
+            )
         for name in ("dropout", "auxiliary_dropout"):
             if (rate := getattr(self, name) or 0) > 1:
                 flag = name.replace("_", "-")
-                raise ValueError(f"--model.{flag} {rate}: a part from 0 to 1 is needed.")
+                raise ValueError(f"--model.{flag} {rate}: a fraction from 0 to 1 is needed.")
         self._check_pretrained()
 
     def _check_pretrained(self) -> None:
-        """Refuse flags of the shape beside --model.pretrained, and --model.stored without it."""
+        """Refuse flags of the shape beside --model.pretrained."""
         if self.pretrained is None:
-            if self.stored != "fp32":
-                raise ValueError(
-                    f"--model.stored {self.stored}: it is of --model.pretrained, which is not "
-                    "given. Other models are stored in bfloat16 by --optimizer.master."
-                )
             return
-        of_shape = ("layers", "heads", "embed", "kv_heads", "mlp", "head", "experts", "top_k")
-        for name in ("preset", "own", *of_shape):
+        for name in ("preset", "factory", *SHAPE_FLAGS):
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ValueError(pretrained_conflict(f"--model.{name}", value, self.pretrained))
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """Sizes of the mesh's axes; -1: all remaining devices. Devices that no size asks for go to the
-    axis over which --strategy splits or, if that has a size, to data."""
+class MeshConfig:
+    """Sizes of the mesh's axes; -1: all remaining devices. A size other than 1 turns the axis's
+    parallelism on."""
 
     data: int | None = None
-    """Devices that split the batch (default: automatic)."""
-    fsdp: int | None = None
-    """Devices that split the batch, and parameters with their state (default: automatic)."""
-    row: int | None = None
-    """Rows of a tensor grid, whose columns are --mesh.tensor (default: automatic)."""
-    tensor: int | None = None
-    """Devices that split each layer (default: automatic)."""
-    context: int | None = None
-    """Devices that split each sequence (default: automatic)."""
-    expert: int | None = None
-    """Devices that split the batch, and experts (default: automatic)."""
-    pipe: int | None = None
-    """Stages of the pipeline (default: automatic)."""
+    """Data parallelism: replicas of the parameters (default: all remaining devices)."""
+    fsdp: int = 1
+    """FSDP (ZeRO 3): shards of parameters, gradients and optimizer state."""
+    row: int = 1
+    """Rows of a tensor grid (2D tensor parallelism), of --mesh.tensor columns."""
+    tensor: int = 1
+    """Tensor parallelism: shards of each layer."""
+    context: int = 1
+    """Context parallelism: shards of each sequence."""
+    expert: int = 1
+    """Expert parallelism: shards of the experts, and of the batch."""
+    pipe: int = 1
+    """Pipeline parallelism: stages."""
+
+    def is_on(self, axis: str) -> bool:
+        """Return whether the parallelism of an axis is on: its size is not 1.
+
+        >>> MeshConfig(fsdp=-1).is_on("fsdp"), MeshConfig().is_on("fsdp")
+        (True, False)
+        """
+        return getattr(self, axis) != 1
+
+    @property
+    def flags(self) -> str:
+        """The flags of its sizes that are no defaults.
+
+        >>> MeshConfig(data=2, fsdp=-1).flags
+        '--mesh.data 2 --mesh.fsdp -1'
+        """
+        default = vars(type(self)())
+        sizes = {axis: size for axis, size in vars(self).items() if size != default[axis]}
+        return " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
 
 
 @dataclass(frozen=True)
-class ContextOptions:
+class ContextConfig:
     """How devices share a sequence, if --mesh.context is above 1: docs/long_sequences.md."""
 
     form: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
@@ -177,27 +197,44 @@ class ContextOptions:
 
 
 @dataclass(frozen=True)
-class PipelineOptions:
+class PipelineConfig:
     """The schedule of a pipeline, if --mesh.pipe is above 1."""
 
-    name: str = "1f1b"
+    schedule: str = "1f1b"
     """Schedule, as hfjax schedule lists them: {schedules}."""
     microbatches: int | None = None
     """Microbatches in a step (default: four for each stage)."""
     chunks: int | None = None
-    """Pieces of the model on each stage (default: as the schedule has them)."""
+    """Model chunks of each stage (default: as the schedule has them)."""
 
     def __post_init__(self):
         check_bounds(self, "pipeline.", microbatches=1, chunks=1)
         chunks: dict[str, Any] = {} if self.chunks is None else {"chunks": self.chunks}
         try:
-            Schedule(self.name, self.microbatches or 1, **chunks)
+            Schedule(self.schedule, self.microbatches or 1, **chunks)
         except ValueError as wrong:
-            raise ValueError(f"--pipeline.name {self.name}: {wrong}") from None
+            raise ValueError(f"--pipeline.schedule {self.schedule}: {wrong}") from None
 
 
 @dataclass(frozen=True)
-class Data:
+class OffloadConfig:
+    """What waits in host memory."""
+
+    activations: str | None = None
+    """Residuals of layers: a fraction of the bytes (0.3), dots or names:A,B (default: none)."""
+    optimizer: bool = False
+    """Optimizer state and master weights."""
+    parameters: bool = False
+    """Parameters, which each step reads."""
+    activation_words: ClassVar[tuple[str, ...]] = ()  # further allowed values
+
+    def __post_init__(self):
+        if self.activations is not None and self.activations not in self.activation_words:
+            Offload.of(self.activations)
+
+
+@dataclass(frozen=True)
+class DataConfig:
     """The data."""
 
     train: Names = ()
@@ -210,11 +247,11 @@ class Data:
     """stream: cut running text; documents: pack complete ones, with masks."""
     epochs: int | None = None
     """Maximum number of epochs, if --steps is not reached first (default: no limit)."""
-    size: int | None = None
+    image_size: int | None = None
     """Height and width of images (default: 224; with masks 513, of tiny presets 32)."""
-    broken: Literal["refuse", "skip"] = "refuse"
+    on_broken_image: Literal["refuse", "skip"] = "refuse"
     """Images that do not decode: refuse stops the run, skip takes the next."""
-    scale: tuple[float, float] | None = None
+    crop_scale: tuple[float, float] | None = None
     """Range of a random crop's area (default: 0.08 1; with masks of the zoom, 0.5 2)."""
     flip: float = 0.5
     """Probability of flipping an image left to right."""
@@ -226,185 +263,237 @@ class Data:
     """Random change of saturation; 0.4: times 0.6 to 1.4."""
 
     def __post_init__(self):
-        check_bounds(self, "data.", epochs=1, size=1)
+        check_bounds(self, "data.", epochs=1, image_size=1)
         check_bounds(self, "data.", 1, flip=0)
         check_float32(self, "data.", "brightness", "contrast", "saturation")
-        if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] < MOST:
+        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] < MOST:
             raise ValueError(
-                f"--data.scale {self.scale[0]} {self.scale[1]}: the least and the largest, above 0."
+                f"--data.crop-scale {self.crop_scale[0]} {self.crop_scale[1]}: the least and the "
+                "largest, above 0."
             )
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """The optimizer and its learning rate."""
+class OptimizerConfig:
+    """The optimizer."""
 
     name: str = "adamw"
     """Optimizer of optax: adamw, lion, sgd, adafactor and others."""
-    own: str | None = None
+    factory: str | None = None
     """Your own optimizer: file.py:function of the learning rate (default: none)."""
-    rate: float = 3e-3
-    """Highest learning rate."""
+    learning_rate: float = 3e-3
+    """Highest learning rate; also --lr."""
     momentum: float | None = None
     """Momentum, of optimizers that have it, such as sgd (default: optax's)."""
-    warmup: int | None = None
-    """Steps of warm-up to --optimizer.rate (default: 20, or a quarter of a short run)."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate's decay."""
-    end: float = 0.1
-    """Final learning rate as a fraction of --optimizer.rate."""
-    hold: int = 0
-    """Steps at the highest rate before it decays."""
     weight_decay: float | None = None
     """Weight decay (default: 0.1 where the optimizer has it, 0 for sgd)."""
     no_decay: Names | None = None
     """Patterns of parameters without weight decay (default: biases and norms)."""
     frozen: Names = ()
     """Patterns of parameters that are not trained (default: none)."""
-    scale: Names = ()
+    lr_factors: Names = ()
     """Factors on the learning rate: tokens=0.1 'layers/*=0.5' (default: none)."""
-    clip: float | None = 1.0
+    max_grad_norm: float | None = 1.0
     """Maximum global norm of the gradient; None disables clipping, as inf does."""
     ema: float | None = None
     """Average parameters with this decay, as 0.999, and validate the average (default: no)."""
-    master: bool = False
-    """Store parameters in bfloat16, and update a float32 copy of them."""
     in_backward: bool = False
-    """Update each layer in the backward pass; needs --optimizer.clip None."""
+    """Update layers in the backward pass; needs --optimizer.max-grad-norm None."""
 
     def __post_init__(self):
-        check_bounds(self, "optimizer.", warmup=0, hold=0)
         check_bounds(self, "optimizer.", 1, momentum=0)
-        if is_real(self.clip, LARGEST, math.inf):  # no norm is greater
-            object.__setattr__(self, "clip", None)
-        check_float32(self, "optimizer.", "rate", "weight_decay", "clip")
+        if is_real(self.max_grad_norm, LARGEST, math.inf):  # no norm is greater
+            object.__setattr__(self, "max_grad_norm", None)
+        check_float32(self, "optimizer.", "learning_rate", "weight_decay", "max_grad_norm")
 
 
 @dataclass(frozen=True)
-class CheckpointOptions:
+class LRScheduleConfig:
+    """The learning rate over the steps: warm-up, a stable phase, decay."""
+
+    type: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay."""
+    warmup_steps: int | None = None
+    """Steps of warm-up (default: 20, or a quarter of a short run)."""
+    stable_steps: int = 0
+    """Steps at the highest rate before it decays."""
+    final_fraction: float = 0.1
+    """Final learning rate as a fraction of --optimizer.learning-rate."""
+
+    def __post_init__(self):
+        check_bounds(self, "lr_schedule.", warmup_steps=0, stable_steps=0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
     """What is saved, and when."""
 
-    every: int | None = None
+    interval: int | None = None
     """Steps between checkpoints; 0: only the last (default: ten in a run, 25 apart at least)."""
-    keep: int = 3
+    keep_latest: int = 3
     """Number of the latest checkpoints to keep."""
-    keep_every: int | None = None
+    keep_period: int | None = None
     """Keep also the first checkpoint from each multiple of N steps on (default: none)."""
     keep_best: bool = False
     """Keep also the checkpoint with the lowest validation loss."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the latest checkpoint in --out; never: refuse if any."""
-    start: str | None = None
+    """auto: resume from the latest checkpoint in --run-dir; never: refuse if any."""
+    init_from: str | None = None
     """Folder of a run whose parameters to start from, to fine-tune (default: none)."""
 
     def __post_init__(self):
-        check_bounds(self, "checkpoints.", every=0, keep=1, keep_every=1)
+        check_bounds(self, "checkpoint.", interval=0, keep_latest=1, keep_period=1)
 
 
 @dataclass(frozen=True)
-class Log:
-    """Logs and validation."""
+class EvalConfig:
+    """Validation during training."""
 
-    every: int = 10
-    """Steps between log lines; 0: none. metrics.jsonl has every step."""
-    valid_every: int | None = None
+    interval: int | None = None
     """Steps between validations; 0: none (default: four in a run)."""
-    valid_batches: int = 20
+    max_batches: int = 20
     """Maximum number of batches of a validation."""
+
+    def __post_init__(self):
+        check_bounds(self, "eval.", interval=0, max_batches=1)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Logs."""
+
+    interval: int = 10
+    """Steps between log lines; 0: none. metrics.jsonl has every step."""
     tensorboard: bool = False
     """Log to TensorBoard, in the folder of the run."""
     wandb: str | None = None
     """Log to this project of Weights & Biases (default: none)."""
-    sample: int = 200
+    sample_tokens: int = 200
     """Tokens of text to write at the end; 0: none."""
 
     def __post_init__(self):
-        check_bounds(self, "log.", every=0, valid_every=0, valid_batches=1, sample=0)
+        check_bounds(self, "log.", interval=0, sample_tokens=0)
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainConfig:
     """Train a model: on this machine, or in several processes started by `hfjax launch`, SLURM,
     Open MPI or torchrun. Without any flag: a byte-level GPT on Python's own library.
     """
 
-    out: Path | None = None
+    run_dir: Path | None = None
     """Folder of the run (default: runs/ and the name of the model)."""
     steps: int = 300
     """Number of training steps."""
-    batch: int = 32
+    global_batch_size: int = 32
     """Examples in a step, over all devices."""
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     """Microbatches in a step, whose gradients are accumulated."""
     deepspeed: Path | None = None
     """Take settings from a ds_config.json of DeepSpeed (default: none)."""
-    strategy: str = "ddp"
-    """Strategy: {strategies}, joined by + (fsdp+tensor), at most one of the first six."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage: 1 shards optimizer state, 2 gradients too (default: 3 if --mesh.fsdp, else 0)."""
+    sequence_parallel: bool = True
+    """Shard the sequence over --mesh.tensor between matmuls, as Megatron does."""
+    strategy: str | None = None
+    """Your own table of sharding rules: file.py:name of a hfjax.Strategy (default: none)."""
     precision: str = "stored"
     """Precision: {precisions}; or by path, the first for all else: bf16,*norm*=fp32."""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of --model.pretrained's parameters; with bf16 use --master-weights."""
+    master_weights: bool = False
+    """Store parameters in bfloat16, and update a float32 copy of them."""
     remat: str = "none"
     """Recompute: {remats}, every:N, group:N, names:A,B. dots keeps matmuls, names A, B."""
-    offload: str | None = None
-    """Offload activations: a fraction of the bytes (0.3), dots or names:A,B (default: none)."""
-    offload_words: ClassVar[tuple[str, ...]] = ()  # further allowed values
     kernels: Literal["auto", "pallas", "xla", "reference"] = "auto"
     """Kernels. auto: if faster; pallas: always; xla: never; reference: plain JAX."""
     dispatch: Literal["auto", "all_to_all", "gather"] = "auto"
     """Exchange of tokens with experts on other devices; auto: fewest bytes."""
-    split_rows: int = 1
-    """Parts of a batch that take turns in a layer, to overlap communication."""
-    reduction: Literal["flat", "hierarchical"] = "flat"
-    """Sum gradients at once (flat), or first within a node (hierarchical)."""
-    nonfinite: Literal["stop", "skip"] = "stop"
+    tensor_overlap_chunks: int = 1
+    """Chunks of a batch that take turns, so that matmuls hide communication."""
+    gradient_reduction: Literal["flat", "hierarchical"] = "flat"
+    """flat: sum gradients at once; hierarchical: first in a node (--mesh.fsdp)."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stop at a loss or gradient that is not finite, or skip that step."""
     seed: int = 0
     """Seed of initial parameters, the order of the data and dropout."""
-    model: Model = field(default_factory=Model)
-    mesh: Mesh = field(default_factory=Mesh)
-    context: ContextOptions = field(default_factory=ContextOptions)
-    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
-    log: Log = field(default_factory=Log)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     devices: int | None = None
     """Use only the first N devices (default: all)."""
     cpu_devices: int | None = None
     """Number of simulated CPU devices to run on (default: none, real devices)."""
     profile: str | None = None
     """Steps to trace, FIRST:END; 5:8 traces steps 5, 6 and 7 (default: none)."""
-    timeout: float = 600.0
+    watchdog_timeout: float = 600.0
     """Seconds without progress until a process is ended; an hour to compile."""
     init_timeout: float = 60.0
     """Seconds in which all processes of a run have to connect."""
-    minutes: float | None = None
+    max_runtime: float | None = None
     """Save and stop after N minutes; start again to go on (default: no limit)."""
-    cache: Path | None = None
+    compilation_cache: Path | None = None
     """Folder of compiled programs (default: in the user's cache)."""
 
     def __post_init__(self):
-        check_bounds(self, "", steps=1, batch=1, accumulate=1, split_rows=1)
-        check_bounds(self, "", devices=1, cpu_devices=1)
-        check_bounds(self, "", timeout=1, init_timeout=1, minutes=0)
+        check_bounds(self, "", steps=1, global_batch_size=1, gradient_accumulation_steps=1)
+        check_bounds(self, "", tensor_overlap_chunks=1, devices=1, cpu_devices=1)
+        check_bounds(self, "", watchdog_timeout=1, init_timeout=1, max_runtime=0)
         check_bounds(self, "", 2**32 - 1, seed=0)
         Remat.of(self.remat)
         precision_of(parse_precision(self.precision))
-        self._check_offload()
+        self._check_parallelism()
         self._check_microbatches()
         self._check_profile()
+        if self.param_dtype != "fp32" and self.model.pretrained is None:
+            raise ValueError(
+                f"--param-dtype {self.param_dtype}: it is of --model.pretrained, which is not "
+                "given. Other models are stored in bfloat16 by --master-weights."
+            )
 
-    def _check_offload(self) -> None:
-        if self.offload is not None and self.offload not in self.offload_words:
-            Offload.of(self.offload)
+    def _check_parallelism(self) -> None:
+        """Refuse flags of parallelism that contradict each other."""
+        mesh, zero = self.mesh, self.zero
+        if self.strategy is not None and zero is not None:
+            raise ValueError(
+                f"--zero {zero} beside --strategy {self.strategy}: the table says what is sharded. "
+                "Leave out one of the two."
+            )
+        if zero == 3 and not any(map(mesh.is_on, FSDP_AXES)):
+            raise ValueError(
+                "--zero 3: parameters are sharded over --mesh.fsdp, which is 1. Give --mesh.fsdp "
+                "-1 (all remaining devices), which needs no --zero."
+            )
+        two_levels = self.gradient_reduction == "hierarchical" and mesh.data != 1
+        if zero in (0, 1, 2) and mesh.is_on("fsdp") and not two_levels:
+            raise ValueError(
+                f"--zero {zero} beside --mesh.fsdp {mesh.fsdp}: --mesh.fsdp shards parameters, "
+                f"gradients and optimizer state, which is ZeRO 3. Leave out --zero; or for ZeRO "
+                f"{zero} give --mesh.data {mesh.fsdp} in place of --mesh.fsdp."
+            )
+        if mesh.is_on("row") and not mesh.is_on("tensor") and self.strategy is None:
+            raise ValueError(
+                f"--mesh.row {mesh.row}: a tensor grid has columns too. Give --mesh.tensor 2, or "
+                f"only --mesh.tensor {mesh.row}."
+            )
 
     def _check_microbatches(self) -> None:
-        piped = None if self.mesh.pipe in (None, 1) else self.pipeline.microbatches
-        flags = {"--accumulate": self.accumulate, "--pipeline.microbatches": piped}
+        piped = self.pipeline.microbatches if self.mesh.is_on("pipe") else None
+        steps = self.gradient_accumulation_steps
+        flags = {"--gradient-accumulation-steps": steps, "--pipeline.microbatches": piped}
         for flag, count in flags.items():
-            if count is not None and count > self.batch:
+            if count is not None and count > self.global_batch_size:
                 raise ValueError(
-                    f"{flag} {count}: more than --batch {self.batch} has rows. Lower the one, or "
-                    "raise the other."
+                    f"{flag} {count}: more than --global-batch-size {self.global_batch_size} has "
+                    "examples. Lower the one, or raise the other."
                 )
 
     def _check_profile(self) -> None:
@@ -421,8 +510,8 @@ class Train:
     @property
     def directory(self) -> Path:
         """The directory of the run."""
-        if self.out is not None:
-            return self.out
+        if self.run_dir is not None:
+            return self.run_dir
         if self.model.pretrained is not None:
             return Path("runs") / Path(os.path.abspath(self.model.pretrained)).name
-        return Path("runs") / ("own" if self.model.own else self.model.preset)
+        return Path("runs") / ("own" if self.model.factory else self.model.preset)

@@ -15,25 +15,26 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hfjax.parallel.offload.activations import parse_ratios
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
+from hfjax.trainer.old_config import OldSettings, old_modules, translate
 from hfjax.trainer.yaml_fields import Lined, parse_yaml
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.read_files import MISSING, brief, is_number, path_kind, read_text
-from hfjax.utils.renamed import old_modules
+from hfjax.utils.renamed import OldNamesWarning
 from hfjax.utils.tables import quote
 
 # The flags that the optimizer state depends on.
-STATE_FLAGS = tuple(
-    f"optimizer.{name}" for name in ("name", "own", "ema", "master", "frozen", "scale")
+STATE_FLAGS = (
+    *(f"optimizer.{name}" for name in ("name", "factory", "ema", "frozen", "lr_factors")),
+    *("param_dtype", "master_weights"),
 )
 
 
 # Fields of one machine, or of one start of a run: not saved with it.
-MACHINE_FIELDS = ("devices", "cpu_devices", "cache", "profile", "minutes")
+MACHINE_FIELDS = ("devices", "cpu_devices", "compilation_cache", "profile", "max_runtime")
 
 
-def load(path: str | Path) -> Train:
+def load(path: str | Path) -> TrainConfig:
     """Return the configuration in a YAML file, or `config` of a Python file.
 
     Args:
@@ -54,54 +55,69 @@ def load(path: str | Path) -> Train:
         (2000, 8)
     """
     path = Path(path)
-    if (kind := path_kind(path)) != "a file":
-        problem = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
-        raise ValueError(f"--config {quote(path)}: {problem}.")
+    check_file(path, "--config")
     if path.suffix == ".py":
         return _load_python(path)
+    return parse_dataclass(TrainConfig, read_settings(path, "--config"), quote(path))
+
+
+def check_file(path: Path, flag: str) -> None:
+    """Refuse a path that is no file."""
+    if (kind := path_kind(path)) != "a file":
+        problem = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
+        raise ValueError(f"{flag} {quote(path)}: {problem}.")
+
+
+def read_settings(path: Path, flag: str) -> Mapping[str, Any]:
+    """Return the settings in a YAML file, by the fields of today.
+
+    Args:
+        path: The file.
+        flag: The flag that names it.
+    """
+    check_file(path, flag)
     try:
         text = read_text(path)
     except UnicodeDecodeError as wrong:
-        raise ValueError(f"--config {quote(path)} is no YAML: {wrong}") from None
-    settings = parse_yaml(text, f"--config {quote(path)}")
-    if isinstance(settings, dict) and (ratios := parse_ratios(settings.get("offload"))):
-        # Until November 2026 each stage of a pipeline could have its own.
-        settings["offload"] = f"{max(ratios):g}"
-        warnings.warn(
-            f"{quote(path)}: offload has several ratios. All stages of a pipeline have one now: "
-            f"the largest, {max(ratios):g}, is taken. Write offload: {max(ratios):g}.",
-            stacklevel=2,
+        raise ValueError(f"{flag} {quote(path)} is no YAML: {wrong}") from None
+    settings = parse_yaml(text, f"{flag} {quote(path)}")
+    if not isinstance(settings, Mapping):
+        if settings is None:
+            return {}
+        raise ValueError(
+            f"{quote(path)}: fields with values are expected, found {brief(settings)}."
         )
-    _drop_zero_dropout(settings)
-    _rename_schedule(settings)
-    return parse_dataclass(Train, {} if settings is None else settings, quote(path))
+    return _translate(settings, path, flag)
 
 
-def _drop_zero_dropout(settings: Any) -> None:
-    """Drop a recorded dropout of 0: until November 2026 it meant the preset's."""
-    model = settings.get("model") if isinstance(settings, dict) else None
-    if not isinstance(model, dict) or not {"smoothing", "group_norms", "stored"} <= set(model):
-        return
-    if "auxiliary_dropout" not in model and model.get("dropout") == "0.0":
-        del model["dropout"]
+def _translate(settings: Mapping[str, Any], path: Path, flag: str) -> Mapping[str, Any]:
+    """Return settings by the fields of today, with a warning if they have those of before."""
+    try:
+        settings, renamed = translate(settings)
+    except ValueError as wrong:
+        raise ValueError(f"{flag} {quote(path)}: {wrong}") from None
+    if renamed:
+        names = ", ".join(f"{old} is {new}" for old, new in renamed.items())
+        warnings.warn(
+            f"{quote(path)} has the fields of an earlier hfjax, which are read. Today: {names}.",
+            OldNamesWarning,
+            stacklevel=4,
+        )
+    return settings
 
 
-def _rename_schedule(settings: Any) -> None:
-    """Replace the names that two schedules had until November 2026."""
-    pipeline = settings.get("pipeline") if isinstance(settings, dict) else None
-    if isinstance(pipeline, dict) and pipeline.get("name") in ("1f1b-half", "interleaved-half"):
-        pipeline["name"] = pipeline["name"].replace("half", "published")
-
-
-def _load_python(path: Path) -> Train:
+def _load_python(path: Path) -> TrainConfig:
     try:
         with old_modules():
             config = getattr(_load_module(path), "config", None)
     except Exception as wrong:  # whatever the file does
         raise ValueError(f"--config {quote(path)}: {_error_message(wrong, path)}") from wrong
-    if not isinstance(config, Train):
+    if isinstance(config, OldSettings):
+        settings = _translate(config, path, "--config")
+        return parse_dataclass(TrainConfig, settings, quote(path))
+    if not isinstance(config, TrainConfig):
         raise ValueError(
-            f"--config {quote(path)}: it must define `config`, a hfjax.trainer.Train; "
+            f"--config {quote(path)}: it must define `config`, a hfjax.trainer.TrainConfig; "
             f"found {config!r}."
         )
     return config
@@ -163,7 +179,8 @@ def _parse_value(hint: Any, raw: Any, loc: _Location) -> Any:
         options = [h for h in get_args(hint) if h is not type(None)]
         return None if raw is None else _parse_value(options[0], raw, loc)
     if get_origin(hint) is Literal:
-        fits, value = raw in get_args(hint), raw
+        options = {str(option): option for option in get_args(hint)}
+        fits, value = str(raw) in options, options.get(str(raw), raw)
     elif get_origin(hint) is tuple:
         raw = [raw] if isinstance(raw, str | int | float) else raw  # one value is a list of one
         fits = isinstance(raw, list | tuple)
@@ -217,7 +234,7 @@ def _is_text(text: str) -> bool:
     return text != "" and "\0" not in text
 
 
-def to_plain(config: Train) -> dict[str, Any]:
+def to_plain(config: TrainConfig) -> dict[str, Any]:
     """Return a configuration as plain values for YAML and JSON."""
 
     def convert(node: Any) -> Any:
@@ -230,19 +247,19 @@ def to_plain(config: Train) -> dict[str, Any]:
     return convert(asdict(config))
 
 
-def save(config: Train, path: Path) -> None:
+def save(config: TrainConfig, path: Path) -> None:
     """Write a configuration that `load` reads, from any folder."""
     replace_text(path, yaml.safe_dump(to_plain(with_absolute_paths(config)), sort_keys=False))
 
 
-def without_machine_fields(config: Train) -> Train:
+def without_machine_fields(config: TrainConfig) -> TrainConfig:
     """Return the configuration without the fields of this machine, or of this start."""
-    checkpoints = replace(config.checkpoints, resume=Train().checkpoints.resume)
-    defaults = {name: getattr(Train(), name) for name in MACHINE_FIELDS}
-    return replace(config, checkpoints=checkpoints, **defaults)
+    checkpoint = replace(config.checkpoint, resume=TrainConfig().checkpoint.resume)
+    defaults = {name: getattr(TrainConfig(), name) for name in MACHINE_FIELDS}
+    return replace(config, checkpoint=checkpoint, **defaults)
 
 
-def state_differences(config: Train, other: Any) -> list[tuple[str, str]]:
+def state_differences(config: TrainConfig, other: Any) -> list[tuple[str, str]]:
     """Return the flags of the stored state that differ from another run's, as (ours, theirs)."""
     mine, theirs = _flatten(to_plain(config)), _recorded_flags(other)
     flags = [flag for flag in mine if flag.startswith("model.") or flag in STATE_FLAGS]
@@ -251,28 +268,25 @@ def state_differences(config: Train, other: Any) -> list[tuple[str, str]]:
     return _differences(config, theirs, flags)
 
 
-def setting_changes(config: Train, other: Any) -> list[str]:
+def setting_changes(config: TrainConfig, other: Any) -> list[str]:
     """Return the training flags that differ from another run's, each with its old value."""
     flags = [flag for flag in _flatten(to_plain(config)) if not flag.startswith(_NOT_TRAINING)]
     differ = _differences(config, _recorded_flags(other), flags)
     return [f"{current} (before: {previous.removeprefix('with ')})" for current, previous in differ]
 
 
-def changed_start(config: Train, other: Any) -> str | None:
-    """Return --checkpoints.start if it differs from another configuration's."""
-    differs = _differences(config, _flatten(other), ["checkpoints.start"])
-    return config.checkpoints.start if differs else None
+def changed_start(config: TrainConfig, other: Any) -> str | None:
+    """Return --checkpoint.init-from if it differs from another configuration's."""
+    differs = _differences(config, _recorded_flags(other), ["checkpoint.init_from"])
+    return config.checkpoint.init_from if differs else None
 
 
 def _recorded_flags(other: Any) -> dict[str, Any]:
-    """Return the flags that a run recorded; a dropout of 0 once meant the preset's, see `load`."""
-    flags = _flatten(other)
-    if "model.auxiliary_dropout" not in flags and flags.get("model.dropout") == 0:
-        del flags["model.dropout"]
-    return flags
+    """Return the flags that a run recorded, by their names of today."""
+    return _flatten(translate(other)[0] if isinstance(other, dict) else other)
 
 
-def _differences(config: Train, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
+def _differences(config: TrainConfig, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
     """Return the flags that differ; a relative path equals its absolute form."""
     mine, absolute = _flatten(to_plain(config)), _flatten(to_plain(with_absolute_paths(config)))
     return [
@@ -283,11 +297,14 @@ def _differences(config: Train, theirs: dict, flags: Sequence[str]) -> list[tupl
 
 
 # Flags of a run that do not affect its training.
-_NOT_TRAINING = (*MACHINE_FIELDS, "out", "timeout", "init_timeout", "log.", "checkpoints.")
+_NOT_TRAINING = (
+    *(*MACHINE_FIELDS, "run_dir", "watchdog_timeout", "init_timeout"),
+    *("log.", "eval.", "checkpoint."),
+)
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested fields as {"model.length": 128}; {} for anything but a dict."""
+    """Return nested fields as {"model.seq_len": 128}; {} for anything but a dict."""
     flat: dict[str, Any] = {}
     for name, value in tree.items() if isinstance(tree, dict) else ():
         nested = isinstance(value, dict)
@@ -303,7 +320,7 @@ def _format_flag(name: str, value: Any, prefix: str) -> str:
     return f"{prefix}--{name}" + ("" if value is True else f" {values}")
 
 
-def with_absolute_paths(config: Train) -> Train:
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Return the configuration with absolute paths in place of relative ones."""
     absolute = lambda path: None if path is None else os.path.abspath(path)
     code = lambda name: absolute(name) if name is not None and ".py:" in name else name
@@ -314,36 +331,56 @@ def with_absolute_paths(config: Train) -> Train:
     )
     folder = config.model.pretrained
     pretrained = None if folder is None else Path(os.path.abspath(folder))
-    own, loss = code(config.model.own), code(config.model.loss)
-    model = replace(config.model, own=own, loss=loss, pretrained=pretrained)
-    optimizer = replace(config.optimizer, own=code(config.optimizer.own))
-    start = replace(config.checkpoints, start=absolute(config.checkpoints.start))
+    model = replace(
+        config.model,
+        factory=code(config.model.factory),
+        loss=code(config.model.loss),
+        pretrained=pretrained,
+    )
+    optimizer = replace(config.optimizer, factory=code(config.optimizer.factory))
+    checkpoint = replace(config.checkpoint, init_from=absolute(config.checkpoint.init_from))
     file = None if config.deepspeed is None else Path(os.path.abspath(config.deepspeed))
-    paths = {"deepspeed": file, "checkpoints": start}
-    return replace(config, data=data, model=model, optimizer=optimizer, **paths)
+    others = {"deepspeed": file, "checkpoint": checkpoint, "strategy": code(config.strategy)}
+    return replace(config, data=data, model=model, optimizer=optimizer, **others)
 
 
-def code_flags(config: Train) -> list[str]:
+def code_flags(config: TrainConfig) -> list[str]:
     """Return the flags by which a configuration names Python code."""
     model, optimizer = config.model, config.optimizer
-    functions = {"model.own": model.own, "model.loss": model.loss, "optimizer.own": optimizer.own}
-    return [f"--{flag} {name}" for flag, name in functions.items() if name is not None]
+    names = {
+        **{"model.factory": model.factory, "model.loss": model.loss},
+        **{"optimizer.factory": optimizer.factory, "strategy": config.strategy},
+    }
+    return [f"--{flag} {name}" for flag, name in names.items() if name is not None]
 
 
 def load_function(name: str, flag: str) -> Callable:
     """Return the function named as file.py:function, or as package.module:function."""
+    return load_object(name, flag, "function", callable)
+
+
+def load_object(name: str, flag: str, kind: str, accepts: Callable[[Any], bool]) -> Any:
+    """Return an object of a module, named as file.py:name or package.module:name.
+
+    Args:
+        name: The name.
+        flag: The flag that names it.
+        kind: What is expected, in a word.
+        accepts: Whether an object is of that kind.
+    """
     source, _, attribute = name.rpartition(":")
-    file = source.endswith(".py")
+    file, given = source.endswith(".py"), f"{flag} {quote(name)}"
     if not source or not attribute or (source.startswith(".") and not file):
-        raise ValueError(f"{flag} {name}: file.py:function or package.module:function is expected.")
+        raise ValueError(f"{given}: file.py:{kind} or package.module:{kind} is expected.")
     try:
         module = _load_module(Path(source)) if file else importlib.import_module(source)
     except Exception as wrong:  # whatever the file does
-        raise ValueError(f"{flag} {name}: {_error_message(wrong, Path(source))}.") from wrong
+        raise ValueError(f"{given}: {_error_message(wrong, Path(source))}.") from wrong
     target = getattr(module, attribute, None)
-    if not callable(target):
-        names = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
-        raise ValueError(f"{flag} {name}: {source} has no function {attribute}. There: {names}.")
+    if not accepts(target):
+        names = [n for n, x in vars(module).items() if accepts(x) and not n.startswith("_")]
+        missing = f"{quote(source)} has no {kind} {quote(attribute)}"
+        raise ValueError(f"{given}: {missing}. There: {names}.")
     return target
 
 
@@ -371,7 +408,7 @@ def _load_module(path: Path) -> types.ModuleType:
 
 
 def changed_fields(config: Any) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, {"model.length": 128}."""
+    """Return the settings that differ from the defaults, {"model.seq_len": 128}."""
 
     def walk(x: Any, default: Any, prefix: str) -> dict[str, Any]:
         diffs: dict[str, Any] = {}

@@ -58,7 +58,9 @@ class SpeedMeter:
 
     def __init__(self, components: RunComponents) -> None:
         self._unit, units_per_example = components.task.unit, components.task.units_per_example
-        self._units_per_step = components.config.batch * units_per_example / components.mesh.size
+        self._units_per_step = (
+            components.config.global_batch_size * units_per_example / components.mesh.size
+        )
         self._flops = components.task.flops(components.layout)
         self._peak = peak_flops(components.mesh.devices.flat[0])
         self._device = components.mesh.local_devices[0]

@@ -125,18 +125,23 @@ def _draw_experts(axes: Any, load: np.ndarray, dropped: np.ndarray) -> None:
 def subtitle(settings: Mapping[str, Any]) -> str:
     """Return the settings of a run that matter to its losses, in lines of their own.
 
-    >>> subtitle({"steps": 300, "batch": 32, "strategy": "fsdp", "model": {"preset": "gpt-tiny"}})
-    'gpt-tiny, strategy fsdp, 32 rows in a step, 300 steps'
+    >>> mesh = {"data": 2, "fsdp": 4, "tensor": 1}
+    >>> subtitle({"steps": 9, "global_batch_size": 8, "mesh": mesh, "seed": 3})
+    'mesh data=2 fsdp=4, global batch size 8, seed 3, 9 steps'
     """
     setting = lambda section, name: (settings.get(section) or {}).get(name)
-    factory = lambda section: (name := setting(section, "own")) and Path(name).name
+    file = lambda name: name and Path(name).name
+    sizes = (settings.get("mesh") or {}).items()
+    mesh = " ".join(f"{axis}={size}" for axis, size in sizes if size not in (None, 1))
     templates = {
-        "{}": factory("model") or setting("model", "preset"),
-        "{} tokens in a row": setting("model", "length"),
-        "strategy {}": settings.get("strategy"),
-        "{} rows in a step": settings.get("batch"),
-        "optimizer {}": factory("optimizer") or setting("optimizer", "name"),
-        "rate {}": setting("optimizer", "rate"),
+        "{}": file(setting("model", "factory")) or setting("model", "preset"),
+        "sequence length {}": setting("model", "seq_len"),
+        "mesh {}": mesh or "data=-1",
+        "ZeRO {}": settings.get("zero"),
+        "strategy {}": file(settings.get("strategy")),
+        "global batch size {}": settings.get("global_batch_size"),
+        "optimizer {}": file(setting("optimizer", "factory")) or setting("optimizer", "name"),
+        "learning rate {}": setting("optimizer", "learning_rate"),
         "precision {}": settings.get("precision"),
         "seed {}": settings.get("seed"),
         "{} steps": settings.get("steps"),

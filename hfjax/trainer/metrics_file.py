@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hfjax.distributed.consensus import say
-from hfjax.trainer.config import Log
+from hfjax.trainer.config import LogConfig
 from hfjax.trainer.loss_plot import draw_plot
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.read_files import (
@@ -42,7 +42,9 @@ class MetricsWriter:
         validated_steps: The steps after which it has a validation.
     """
 
-    def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int) -> None:
+    def __init__(
+        self, directory: Path, log: LogConfig, config: Mapping[str, Any], start: int
+    ) -> None:
         self.directory = directory
         check_no_link(directory / PLOT)
         lines, dropped = _drop_redone_steps(directory / METRICS, start)
@@ -66,8 +68,9 @@ class MetricsWriter:
                 f"{quote(self.directory / METRICS)} cannot be written: {full.strerror}. What was "
                 "saved is whole: start again when it can be written."
             ) from full
+        grouped = {group_name(name): x for name, x in values.items()}
         for sink in self._sinks:
-            sink.write(step, values)
+            sink.write(step, grouped)
 
     def close(self) -> None:
         """Close the files, and draw the plot."""
@@ -167,6 +170,22 @@ def _format_ranges(steps: list[int]) -> str:
 
 # -- other tools --------------------------------------------------------------------------
 
+SPEED = ("memory", "mfu", "tflops", "waiting_for_data")
+EXPERTS = ("load_max_over_mean", "dropped", "entropy")
+
+
+def group_name(name: str) -> str:
+    """Return the name of a metric in TensorBoard and Weights & Biases, by group.
+
+    >>> [group_name(name) for name in ("loss", "valid_loss", "mfu", "tokens_per_second")]
+    ['train/loss', 'eval/loss', 'perf/mfu', 'perf/tokens_per_second']
+    """
+    if name.startswith("valid_"):
+        return f"eval/{name.removeprefix('valid_')}"
+    if name in SPEED or name.endswith("_per_second"):
+        return f"perf/{name}"
+    return f"moe/{name}" if name.startswith(EXPERTS) else f"train/{name}"
+
 
 class _TensorBoard:
     def __init__(self, directory: Path) -> None:
@@ -198,7 +217,7 @@ class _Wandb:
         self._run.finish()
 
 
-def _open_sinks(directory: Path, log: Log, config: Mapping[str, Any]) -> list[Any]:
+def _open_sinks(directory: Path, log: LogConfig, config: Mapping[str, Any]) -> list[Any]:
     for folder in (TENSORBOARD, WANDB):
         check_no_link(directory / folder)
     try:

@@ -12,7 +12,7 @@ import optax
 
 import hfjax
 from hfjax.optimizers.transforms import MasterWeights, scaled
-from hfjax.trainer.config import Optimizer, Train
+from hfjax.trainer.config import OptimizerConfig, TrainConfig
 from hfjax.trainer.config_io import load_function
 from hfjax.utils.paths import Tree, flatten, match_patterns, nest
 
@@ -38,53 +38,55 @@ DEFAULT_DECAYS = {"sgd": 0.0}  # default weight decay by optimizer; DECAY for th
 DECAY = 0.1
 
 
-def make_lr_schedule(config: Train) -> Callable:
+def make_lr_schedule(config: TrainConfig) -> Callable:
     """Return the learning-rate schedule of a configuration, by the number of updates."""
-    opts, steps = config.optimizer, config.steps
-    warmup = min(20, steps // 4) if opts.warmup is None else opts.warmup
-    fields = {"warmup": warmup, "end": opts.end, "hold": opts.hold}
-    return hfjax.lr_schedule(opts.rate, steps=steps, decay=opts.decay, **fields)
+    opts, steps = config.lr_schedule, config.steps
+    warmup = min(20, steps // 4) if opts.warmup_steps is None else opts.warmup_steps
+    fields = {"warmup": warmup, "end": opts.final_fraction, "hold": opts.stable_steps}
+    rate = config.optimizer.learning_rate
+    return hfjax.lr_schedule(rate, steps=steps, decay=opts.type, **fields)
 
 
-def build_optimizer(config: Train, rate: Callable, optimizer: Any = None) -> Any:
+def build_optimizer(config: TrainConfig, rate: Callable, optimizer: Any = None) -> Any:
     """Return the optimizer of a configuration; `optimizer` replaces the one that it names."""
     opts = config.optimizer
     if optimizer is None:
         optimizer = (
-            _optax_optimizer(opts, rate) if opts.own is None else _user_optimizer(opts, rate)
+            _optax_optimizer(opts, rate) if opts.factory is None else _user_optimizer(opts, rate)
         )
-    optimizer = scaled(optimizer, dict(map(_parse_factor, opts.scale)))
+    optimizer = scaled(optimizer, dict(map(_parse_factor, opts.lr_factors)))
     optimizer = optimizer if opts.ema is None else hfjax.optimizers.ema(optimizer, opts.ema)
-    return hfjax.optimizers.master_weights(optimizer) if opts.master else optimizer
+    return hfjax.optimizers.master_weights(optimizer) if config.master_weights else optimizer
 
 
-def stateless_optimizer(config: Train) -> Any:
+def stateless_optimizer(config: TrainConfig) -> Any:
     """Return a stateless optimizer, whose parameters are stored as those of the run."""
     plain = optax.with_extra_args_support(optax.identity())
-    if not config.optimizer.master:
+    if not config.master_weights:
         return plain
     wrapper = MasterWeights(plain.init, plain.update)
     wrapper.param_dtype, wrapper.inner = hfjax.optimizers.master_weights(plain).param_dtype, plain
     return wrapper
 
 
-def _user_optimizer(opts: Optimizer, rate: Callable) -> Any:
+def _user_optimizer(opts: OptimizerConfig, rate: Callable) -> Any:
     for name in ("weight_decay", "no_decay", "momentum"):
         if getattr(opts, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(
-                f"--optimizer.{flag} beside --optimizer.own {opts.own}: say it in that function."
+                f"--optimizer.{flag} beside --optimizer.factory {opts.factory}: say it in that "
+                "function."
             )
-    make = load_function(str(opts.own), "--optimizer.own")
+    make = load_function(str(opts.factory), "--optimizer.factory")
     if isinstance(make, BuiltinFunctionType) or len(inspect.signature(make).parameters) != 1:
         raise ValueError(
-            f"--optimizer.own {opts.own}: a function of the learning rate is expected, which "
-            f"returns an optax transformation; found {inspect.signature(make)}."
+            f"--optimizer.factory {opts.factory}: a function of the learning rate is expected, "
+            f"which returns an optax transformation; found {inspect.signature(make)}."
         )
     return make(rate)
 
 
-def _optax_optimizer(opts: Optimizer, rate: Callable) -> Any:
+def _optax_optimizer(opts: OptimizerConfig, rate: Callable) -> Any:
     """Return an optax optimizer, tried out on a small matrix."""
     known = HFJAX_OPTIMIZERS.get(opts.name) or getattr(optax, opts.name, None)
     make: Any = known or getattr(optax.contrib, opts.name, None)
@@ -92,7 +94,8 @@ def _optax_optimizer(opts: Optimizer, rate: Callable) -> Any:
     if names[:1] != ["learning_rate"] or opts.name.startswith("scale"):
         raise ValueError(
             f"--optimizer.name {opts.name}: optax has no optimizer of a learning rate by this "
-            "name. For instance adamw, lion, sgd, adafactor; or --optimizer.own file.py:function."
+            "name. For instance adamw, lion, sgd, adafactor; or --optimizer.factory "
+            "file.py:function."
         )
     fields = _decay_kwargs(opts, names) | _momentum_kwargs(opts, names)
     try:
@@ -105,11 +108,11 @@ def _optax_optimizer(opts: Optimizer, rate: Callable) -> Any:
         raise ValueError(
             f"--optimizer.name {opts.name} cannot be used here: it needs more than gradients and "
             f"a schedule of learning rates ({why}). Use another, or give "
-            "it what it needs: --optimizer.own file.py:function."
+            "it what it needs: --optimizer.factory file.py:function."
         ) from wrong
 
 
-def _decay_kwargs(opts: Optimizer, names: list[str]) -> dict[str, Any]:
+def _decay_kwargs(opts: OptimizerConfig, names: list[str]) -> dict[str, Any]:
     """Return the weight-decay arguments of an optimizer."""
     mask = next((name for name in MASKS if name in names), None)
     for name, is_accepted in (
@@ -129,7 +132,7 @@ def _decay_kwargs(opts: Optimizer, names: list[str]) -> dict[str, Any]:
     return {"weight_decay": decay, mask: _decay_mask(opts.no_decay)}
 
 
-def _momentum_kwargs(opts: Optimizer, names: list[str]) -> dict[str, Any]:
+def _momentum_kwargs(opts: OptimizerConfig, names: list[str]) -> dict[str, Any]:
     """Return the momentum argument of an optimizer, if it is set."""
     if opts.momentum is None:
         return {}
@@ -162,4 +165,6 @@ def _parse_factor(text: str) -> tuple[str, float]:
             return pattern, float(factor)
     except ValueError:
         pass
-    raise ValueError(f"--optimizer.scale {text}: PATTERN=FACTOR is expected, as in tokens=0.1.")
+    raise ValueError(
+        f"--optimizer.lr-factors {text}: PATTERN=FACTOR is expected, as in tokens=0.1."
+    )

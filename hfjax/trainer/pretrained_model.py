@@ -13,7 +13,7 @@ from hfjax.distributed.exchange import gather_values
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.moe import MoEConfig
 from hfjax.parallel.execution import PipelineSchedule
-from hfjax.trainer.config import Model, Train
+from hfjax.trainer.config import ModelConfig, TrainConfig
 from hfjax.trainer.model import ROUND_TO, ModelChoice, loss_for
 from hfjax.trainer.source_snapshot import is_copy, model_name, read_copy
 from hfjax.utils.tables import human, quote
@@ -25,40 +25,46 @@ MAX_FINETUNING_RATE = 1e-3  # from this learning rate on, a trained model forget
 DEFAULT_MAX_LENGTH = 4096  # tokens in a sequence, unless a flag sets it
 
 
-def open_pretrained(opts: Model, pad: int = ROUND_TO) -> Pretrained:
+def open_pretrained(opts: ModelConfig, dtype: str = "fp32", pad: int = ROUND_TO) -> Pretrained:
     """Return the model of a folder, or of a run's own copy of one. All processes call it.
 
     Args:
-        opts: The settings with its folder and stored dtype.
+        opts: The settings with its folder.
+        dtype: Dtype of the parameters.
         pad: The vocabulary is padded to a multiple of this.
     """
     path = Path(opts.pretrained or "")
     folder = run_on_all(lambda: read_copy(path) if is_copy(path) else read_folder(path))
     check_same("folder of the model", {"hash": folder.fingerprint})
-    pretrained = from_folder(folder, opts.stored, pad_vocab_to=pad)
+    pretrained = from_folder(folder, dtype, pad_vocab_to=pad)
     changes = _config_changes(opts, pretrained.config)
     return (
         replace(pretrained, config=replace(pretrained.config, **changes)) if changes else pretrained
     )
 
 
-def _config_changes(opts: Model, config: Any) -> dict[str, Any]:
+def _config_changes(opts: ModelConfig, config: Any) -> dict[str, Any]:
     """Return the changes that flags make to a model's shape; weights depend on none of them."""
     changes: dict[str, Any] = {}
     if opts.dropout:  # 0 is fine for a model without dropout
         _check_kind(config, GPTConfig, f"dropout {opts.dropout}", "only a GPT has dropout")
         changes["dropout"] = opts.dropout
-    if opts.capacity is not None:
-        _check_kind(config, MoEConfig, f"capacity {opts.capacity}", "this model has no experts")
-        changes["capacity"] = opts.capacity or None
-    if opts.length is not None and opts.length > config.length:
+    if opts.capacity_factor is not None:
+        _check_kind(
+            config,
+            MoEConfig,
+            f"capacity-factor {opts.capacity_factor}",
+            "this model has no experts",
+        )
+        changes["capacity"] = opts.capacity_factor or None
+    if opts.seq_len is not None and opts.seq_len > config.length:
         if isinstance(config, GPTConfig):
             raise ValueError(
-                f"--model.length {opts.length}: {quote(opts.pretrained)} has learned "
+                f"--model.seq-len {opts.seq_len}: {quote(opts.pretrained)} has learned "
                 f"{config.length} positions, and has none for what lies beyond. Give at most "
                 f"{config.length}."
             )
-        changes["length"] = opts.length
+        changes["length"] = opts.seq_len
     return changes
 
 
@@ -67,7 +73,7 @@ def _check_kind(config: Any, kind: type, flag: str, why: str) -> None:
         raise ValueError(f"--model.{flag}: {why}. Leave it out.")
 
 
-def model_choice(config: Train, model: Pretrained) -> ModelChoice:
+def model_choice(config: TrainConfig, model: Pretrained) -> ModelChoice:
     """Return a folder's model as one to train.
 
     Args:
@@ -75,7 +81,7 @@ def model_choice(config: Train, model: Pretrained) -> ModelChoice:
         model: The model of the folder.
     """
     shape = model.config
-    length = config.model.length or min(shape.length, DEFAULT_MAX_LENGTH)
+    length = config.model.seq_len or min(shape.length, DEFAULT_MAX_LENGTH)
     name, loss = model_name(model.folder), loss_for(config.model)
     return ModelChoice(name, model.create, loss, shape.vocab, length, shape.length, shape)
 
@@ -88,7 +94,7 @@ def length_note(model: Pretrained, length: int) -> str:
             f"warning: rows of {length} tokens are longer than those that the model was trained "
             f"for ({trained}): what it does beyond is for this training to teach"
         )
-    more = f"; the model takes {trained}: --model.length" * (length < trained)
+    more = f"; the model takes {trained}: --model.seq-len" * (length < trained)
     return f"rows of {length} tokens{more}"
 
 
@@ -96,7 +102,7 @@ def rate_warning(rate: float) -> str:
     """Return the warning about a learning rate at which a model forgets what it knows."""
     return (
         f"warning: a learning rate of {rate:g} is for models that begin from nothing; trained ones "
-        "are trained on with about 1e-5: --optimizer.rate"
+        "are trained on with about 1e-5: --optimizer.learning-rate"
     )
 
 
@@ -118,8 +124,8 @@ def init_from_folder(
         raise ValueError(
             f"--model.pretrained {path}: it is what a run keeps of its model, and has no weights. "
             "Give the folder of a model: that of the run, if it is still there, or the run's own "
-            "model (hfjax export RUN --out FOLDER). To begin with the run's parameters alone: "
-            "--checkpoints.start RUN beside it."
+            "model (hfjax export RUN --export-dir FOLDER). To begin with the run's parameters "
+            "alone: --checkpoint.init-from RUN beside it."
         )
     weights, began = model.weights, time.monotonic()
     state = hfjax.init(layout, seed, schedule, parameters=weights)

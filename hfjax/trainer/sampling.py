@@ -314,7 +314,7 @@ def check_mask_weights(step: Callable, state: State, batch: Mapping[str, Any]) -
         raise ValueError(
             f"the loss weighs a batch whose mask is 0 everywhere by {weight:g}: the rows that fill "
             'up the last batch would count. Let it use batch["mask"] and return hfjax.Mean(total, '
-            "mask.sum()), or validate with a --batch that divides the rows."
+            "mask.sum()), or validate with a --global-batch-size that divides the rows."
         )
 
 

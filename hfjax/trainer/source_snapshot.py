@@ -14,7 +14,7 @@ from typing import Any
 
 from hfjax.checkpoint.directory import list_steps
 from hfjax.distributed.consensus import run_on_first
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
 from hfjax.utils.atomic import atomic_directory
 from hfjax.utils.read_files import (
     MISSING,
@@ -68,7 +68,7 @@ def check_replaceable(directory: Path) -> None:
     if path_kind(own) != MISSING and (not is_copy(own) or any(own.glob("*.safetensors"))):
         raise ValueError(
             f"{quote(own)} is there, and no run has written it. What a run keeps of its model "
-            "would take its place: move it away, or give another --out."
+            "would take its place: move it away, or give another --run-dir."
         )
 
 
@@ -77,8 +77,8 @@ def check_separate(folder: Path, directory: Path) -> None:
     if path_kind(directory) != MISSING and path_kind(folder) != MISSING:
         if os.path.samefile(folder, directory):
             raise ValueError(
-                f"--out {quote(directory)}: it is the folder of --model.pretrained, and a run "
-                "writes files of its own. Give another --out."
+                f"--run-dir {quote(directory)}: it is the folder of --model.pretrained, and a run "
+                "writes files of its own. Give another --run-dir."
             )
     check_replaceable(directory)
 
@@ -140,7 +140,7 @@ def model_name(folder: ModelFolder) -> str:
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def resume_from_copy(config: Train, steps: Path) -> tuple[Train, str | None]:
+def resume_from_copy(config: TrainConfig, steps: Path) -> tuple[TrainConfig, str | None]:
     """Return the configuration with the run's own copy in place of its folder, if it resumes.
 
     Also return a message about the folder, if any. All processes call this.
@@ -162,7 +162,7 @@ def _compare_with_copy(folder: Path, own: Path) -> str | None:
         raise ValueError(
             f"--model.pretrained {quote(folder)}: {quote(own.parent)} has checkpoints, and no copy "
             f"of a model's folder ({quote(own / TENSORS)}): it began from something else. Give the "
-            "flags that it was trained with, or begin anew: --out ANOTHER."
+            "flags that it was trained with, or begin anew: --run-dir ANOTHER."
         )
     copied_folder = read_copy(own)
     try:
@@ -185,7 +185,7 @@ def _compare_with_copy(folder: Path, own: Path) -> str | None:
         raise ValueError(
             f"--model.pretrained {quote(folder)} is not the model that {quote(own.parent)} began "
             f"from: {reason} (hash {hashes[0]}, of the run {hashes[1]}). Give the folder that it "
-            "began from; or begin anew: --out ANOTHER."
+            "began from; or begin anew: --run-dir ANOTHER."
         )
     return None
 

@@ -26,7 +26,7 @@ from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.extensions.context_parallel.sequence_layout import describe_work
 from hfjax.trainer import config_io, metrics_file, profile, source_snapshot
 from hfjax.trainer.build import RunComponents
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
 from hfjax.trainer.metrics_file import METRICS, MetricsWriter
@@ -62,7 +62,7 @@ def restore_loader(loader: IndexedLoader, record: Any, step: Path) -> int:
     except ValueError as wrong:
         raise ValueError(
             f"{file}: {wrong}. hfjax train cannot go on from there: begin anew with its parameters "
-            f"(--checkpoints.start {quote(step.parent.parent)} --out ANOTHER)."
+            f"(--checkpoint.init-from {quote(step.parent.parent)} --run-dir ANOTHER)."
         ) from None
     loader.restore(record["data"])
     return record["skipped"]
@@ -82,7 +82,7 @@ def check_reachable(directory: Path) -> None:
         kind = f"a folder without {LOCK}"
     raise ValueError(
         f"{quote(metrics)} is of a run, and its checkpoints are out of reach: {quote(folder)} is "
-        f"{kind}. If they are on a disk that is not mounted, mount it. To begin anew: --out "
+        f"{kind}. If they are on a disk that is not mounted, mount it. To begin anew: --run-dir "
         f"ANOTHER, or mv {quote(metrics)} {quote(metrics)}.old"
     )
 
@@ -93,14 +93,17 @@ def find_steps(folder: Path) -> Path:
     if steps is None:
         problem = "it has no checkpoint" if folder.exists() else "there is no such folder"
         raise ValueError(
-            f"--checkpoints.start {quote(folder)}: {problem}. Give the folder of a run of hfjax "
+            f"--checkpoint.init-from {quote(folder)}: {problem}. Give the folder of a run of hfjax "
             "train, or one that hfjax.save wrote."
         )
     return steps
 
 
 def restore_or_explain(
-    restore: Callable[[], hfjax.RestoredRun], config: Train, steps: Path, is_resumed: bool = False
+    restore: Callable[[], hfjax.RestoredRun],
+    config: TrainConfig,
+    steps: Path,
+    is_resumed: bool = False,
 ) -> hfjax.RestoredRun:
     """Return what `restore` reads; explain a mismatch by the flags that cause it."""
     try:
@@ -112,10 +115,10 @@ def restore_or_explain(
         raise ValueError(_mismatch_message(str(mistake), config, steps, is_resumed)) from None
 
 
-def _mismatch_message(message: str, config: Train, steps: Path, is_resumed: bool) -> str:
+def _mismatch_message(message: str, config: TrainConfig, steps: Path, is_resumed: bool) -> str:
     folder = quote(steps.parent if steps.name == CHECKPOINTS else steps)
-    parameters = f"--checkpoints.start {folder} " * ("parameters_only" in message)
-    restart_hint = f", or begin anew: {parameters}--out ANOTHER" * is_resumed
+    parameters = f"--checkpoint.init-from {folder} " * ("parameters_only" in message)
+    restart_hint = f", or begin anew: {parameters}--run-dir ANOTHER" * is_resumed
     differences = config_io.state_differences(config, hfjax.checkpoint_metadata(steps)["config"])
     if not differences:
         lines = message.rpartition("\n")[0]  # without the advice for Python
@@ -157,24 +160,25 @@ class Result(NamedTuple):
     reason: str | None  # why it stopped early
 
 
-def train(config: Train) -> Result:
+def train(config: TrainConfig) -> Result:
     """Train, from the beginning or from the directory's latest checkpoint; return how it ended.
 
     It handles signals as `Stop` does (only in the main thread), ends the process if it hangs
-    (`config.timeout`), and writes config.yaml, metrics and checkpoints to `config.directory`.
+    (`config.watchdog_timeout`), and writes config.yaml, metrics and checkpoints to
+    `config.directory`.
 
     Args:
         config: The settings of the run: see `hfjax train --help`.
 
     Example:
-        >>> from hfjax.trainer import Train, train
-        >>> result = train(Train(steps=200, strategy="fsdp"))  # doctest: +SKIP
+        >>> from hfjax.trainer import TrainConfig, train
+        >>> result = train(TrainConfig(steps=200))  # doctest: +SKIP
         >>> result.step, result.reason  # doctest: +SKIP
         (200, None)
     """
     with ExitStack() as stack:
         enter = stack.enter_context
-        watchdog = enter(Watchdog(config.timeout))
+        watchdog = enter(Watchdog(config.watchdog_timeout))
         stop = enter(Stop())  # from now on a signal takes effect after the step
         run = Run(config, RunComponents(config), watchdog)
         with watchdog.allow(COMPILING, "preparing"):
@@ -186,7 +190,7 @@ def train(config: Train) -> Result:
 class Run:
     """One call of `train`."""
 
-    config: Train
+    config: TrainConfig
     components: RunComponents
     watchdog: Watchdog
     state: Any = None
@@ -224,23 +228,25 @@ class Run:
             self.screen.say(text)
         for name, value in config_io.changed_fields(config).items():
             self.screen.say(f"  {name}: {quote(value) if isinstance(value, Path) else value}")
-        keep = config.checkpoints
+        keep = config.checkpoint
         best = "valid_loss" if keep.keep_best else None
         if best and self.components.valid is None:
-            raise ValueError("--checkpoints.keep-best needs a validation set: --data.valid DIR.")
+            raise ValueError("--checkpoint.keep-best needs a validation set: --data.valid DIR.")
         with show_waiting("opening the checkpoints"):
             self.checkpoints = enter(
                 CheckpointManager(
                     directory / CHECKPOINTS,
                     self.components.layout,
-                    keep=RetentionPolicy(latest=keep.keep, every=keep.keep_every, best=best),
+                    keep=RetentionPolicy(
+                        latest=keep.keep_latest, every=keep.keep_period, best=best
+                    ),
                     config=config_io.to_plain(config_io.with_absolute_paths(config)),
-                    timeout=int(max(config.timeout, WRITING)),
+                    timeout=int(max(config.watchdog_timeout, WRITING)),
                 )
             )
         self._restore_or_init()
         with show_waiting("checking the validation"):
-            self.components.check_validation(self.state, config.log.valid_batches)
+            self.components.check_validation(self.state, config.eval.max_batches)
         self.speed, self.profile = (
             SpeedMeter(self.components),
             enter(Profile(config.profile, directory)),
@@ -280,10 +286,10 @@ class Run:
 
     def _restore_or_init(self) -> None:
         latest = self.checkpoints.latest()
-        if latest is not None and self.config.checkpoints.resume == "never":
+        if latest is not None and self.config.checkpoint.resume == "never":
             raise ValueError(
-                f"--checkpoints.resume never: {quote(self.config.directory)} has checkpoints, the "
-                f"latest of step {latest}. Give another --out, or remove them."
+                f"--checkpoint.resume never: {quote(self.config.directory)} has checkpoints, the "
+                f"latest of step {latest}. Give another --run-dir, or remove them."
             )
         if latest is None:
             self.state = self._new_state()
@@ -305,8 +311,9 @@ class Run:
             yield f"settings that changed: {', '.join(changes)}"
         if start := config_io.changed_start(self.config, old_config):
             yield (
-                f"--checkpoints.start {quote(start)} is not read: {quote(self.config.directory)} "
-                "has checkpoints. To begin with its parameters: --out ANOTHER"
+                f"--checkpoint.init-from {quote(start)} is not read: "
+                f"{quote(self.config.directory)} has checkpoints. To begin with its "
+                "parameters: --run-dir ANOTHER"
             )
         if "valid" in position and position["valid"] != self._valid_identity:
             yield (
@@ -325,7 +332,7 @@ class Run:
         return restore_or_explain(restore, self.config, directory / CHECKPOINTS, is_resumed=True)
 
     def _new_state(self) -> hfjax.State:
-        source, layout = self.config.checkpoints.start, self.components.layout
+        source, layout = self.config.checkpoint.init_from, self.components.layout
         if source is None:
             return self._init_state()
         steps = Path(run_on_first(lambda: str(find_steps(Path(source)))))
@@ -356,7 +363,7 @@ class Run:
     def run_steps(self, stop: Stop) -> Result:
         """Run the remaining steps."""
         began, pending, done = time.monotonic(), deque[Any](), self.first_step
-        limit = None if self.config.minutes is None else 60 * self.config.minutes
+        limit = None if self.config.max_runtime is None else 60 * self.config.max_runtime
         if self._validates_first() and not stop.agreed():
             self.validate(self.first_step)
         for number in range(self.first_step, self.config.steps):
@@ -426,12 +433,12 @@ class Run:
 
     @cached_property
     def _valid_every(self) -> int:
-        every = self.config.log.valid_every
+        every = self.config.eval.interval
         return max(self.config.steps // 4, 1) if every is None else every
 
     @cached_property
     def _save_every(self) -> int:
-        every = self.config.checkpoints.every
+        every = self.config.checkpoint.interval
         return max(self.config.steps // 10, 25) if every is None else every
 
     def _log_all(self, pending: deque) -> None:
@@ -454,7 +461,7 @@ class Run:
             "lr": float(self.components.rate(step - self.skipped_steps)),
         }
         self.skipped_steps += skips
-        if self._is_due(step + 1, self.config.log.every):
+        if self._is_due(step + 1, self.config.log.interval):
             self.metrics |= self.speed.measure()
             left = self.speed.seconds_left(self.config.steps - step - 1)
             self.screen.say(step_line(self.metrics, self.config.steps, left))
@@ -474,7 +481,7 @@ class Run:
             batch = self.components.valid.at(0)
             with self._phase("the first validation"):
                 jax.block_until_ready(self.components.evaluate(self._eval_state, batch))
-        scores = self.components.validated(self._eval_state, self.config.log.valid_batches, beat)
+        scores = self.components.validated(self._eval_state, self.config.eval.max_batches, beat)
         self.valid_loss, self.validated_step = scores.loss, done
         self.screen.say(validation_line(done, scores.line))
         if self.metrics_writer is not None:
@@ -487,7 +494,7 @@ class Run:
 
     def save(self, done: int) -> None:
         """Start saving a checkpoint, with its validation loss if there is one."""
-        if self.config.checkpoints.keep_best:
+        if self.config.checkpoint.keep_best:
             self.validate(done)
         self.speed.pause()
         metrics = {"valid_loss": self.valid_loss} if self.validated_step == done else {}
@@ -515,7 +522,7 @@ class Run:
 
     def _sample(self) -> None:
         """Print a sample of generated text."""
-        if not (count := self.config.log.sample) or not self.components.reads_text:
+        if not (count := self.config.log.sample_tokens) or not self.components.reads_text:
             return
         with self._phase("writing a sample"):
             text = self.components.written(self._eval_state, PROMPT, count, Sampling())
@@ -535,8 +542,8 @@ class Run:
             more = more if ended else f"--steps {2 * done}"
             self.screen.say(
                 f"{directory} is complete: {done} steps, nothing was trained. To train on: {more}; "
-                f"anew: --out ANOTHER, or --checkpoints.start {directory} --out ANOTHER to begin "
-                "with its parameters"
+                f"anew: --run-dir ANOTHER, or --checkpoint.init-from {directory} --run-dir ANOTHER "
+                "to begin with its parameters"
             )
         else:
             has_metrics = (self.config.directory / metrics_file.METRICS).exists()

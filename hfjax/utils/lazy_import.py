@@ -28,7 +28,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     def get(name: str) -> Any:
         """Return a public name; import its module only now: JAX and grain import slowly."""
         if (module := source.get(name)) is None:
-            if new := NAMES.get(name) if package == "hfjax" else None:
+            if new := NAMES.get(f"{package}.{name}".removeprefix("hfjax.")):
                 raise AttributeError(f"{package}.{name} is {new} now.")
             near = ""
             if not name.startswith("_"):  # tools probe for these

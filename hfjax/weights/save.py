@@ -110,7 +110,7 @@ def check_free_to_write(target: Path) -> None:
     if os.path.lexists(target):
         raise ValueError(
             f"{quote(target)} is {path_kind(target)} already: nothing is written over it. Give "
-            "another --out, or remove it."
+            "another --export-dir, or remove it."
         )
     check_no_writer(target)
 
@@ -335,7 +335,7 @@ def _finish_folder(
         if os.path.lexists(target):
             raise ValueError(
                 f"{quote(target)} was written by another process meanwhile: it stays as it is. "
-                "Give another --out."
+                "Give another --export-dir."
             ) from None
         raise ValueError(f"{quote(target)} cannot be written: {error.strerror}.") from None
 

@@ -146,7 +146,7 @@ class RuleTable:
             raise ValueError(
                 "the tensors of the files are not those of the model that config.json describes:"
                 "\n  " + "\n  ".join(lines) + "\nNo weight was read. Give the folder of one model "
-                "with its own config.json; hfjax import FOLDER shows what is expected."
+                "with its own config.json; hfjax inspect FOLDER shows what is expected."
             )
         return mappings
 

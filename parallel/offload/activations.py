@@ -120,7 +120,8 @@ def _ratio_error(value: object) -> ValueError:
         )
     return ValueError(
         f"offload={value!r}: a fraction of the bytes from 0 to 1, names:a,b, dots, or a "
-        "hfjax.Offload. For the least that fits a memory ask `hfjax memory --offload auto`."
+        "hfjax.Offload. For the least that fits a memory ask "
+        "`hfjax memory --offload.activations auto`."
     )
 
 

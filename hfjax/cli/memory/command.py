@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ from hfjax.analysis.targets import (
     memory_fraction,
     target_devices,
 )
-from hfjax.cli.arguments import parse_flags
+from hfjax.cli.arguments import expand_short, parse_flags
 from hfjax.cli.memory import plot
-from hfjax.cli.memory.settings import AUTO, Memory, alternatives, memory_settings
+from hfjax.cli.memory.settings import AUTO, Memory, alternatives, memory_settings, with_offload
 from hfjax.cli.memory.table import Report, table
 from hfjax.cli.run import config_of
 from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, describe_mesh, in_use
@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
             num_devices = settings.cpu_devices or (
                 jax.device_count() if settings.gpu == "here" else settings.count
             )
-            settings, _ = with_deepspeed_file(settings, rest, num_devices)
+            typed = expand_short(Memory, rest)
+            settings, _ = with_deepspeed_file(settings, typed, num_devices)
         check_flags_used([config for _, config in alternatives(settings)], rest)
     console = Console(highlight=False)
     return run_command("memory", lambda: _print_report(settings, console))
@@ -56,7 +57,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_report(settings: Memory, console: Console) -> int | None:
     _prepare(settings)
-    if settings.gpu != "here" and settings.offload != AUTO and not can_compile_for_gpus():
+    if (
+        settings.gpu != "here"
+        and settings.offload.activations != AUTO
+        and not can_compile_for_gpus()
+    ):
         print(
             f"no package here compiles for CUDA: this is compiled for the CPU, and what it says of "
             f"temporaries and peak is not of a {settings.gpu.upper()}. Install what compiles for "
@@ -74,9 +79,9 @@ def _print_report(settings: Memory, console: Console) -> int | None:
         console.print(f"* {note}", style="dim")
     if settings.json is not None:
         settings.json.write_text(json.dumps(asdict(memory_report), indent=1), encoding="utf-8")
-    if settings.out is not None:
-        plot.draw(memory_report, settings.out)
-        console.print(f"{settings.out} is drawn.")
+    if settings.plot is not None:
+        plot.draw(memory_report, settings.plot)
+        console.print(f"{settings.plot} is drawn.")
     if memory_report.missed is None:
         return None
     print(f"hfjax memory: {memory_report.missed}", file=sys.stderr)
@@ -100,10 +105,10 @@ def report(settings: Memory, log: Callable[[str], Any] = lambda line: None) -> R
     device = run.mesh.devices.flat[0]
     memory, device_name = _device_memory(settings, device)
     list(alternatives(settings))  # refuses wrong alternatives before anything is compiled
-    if settings.offload == AUTO:
+    if settings.offload.activations == AUTO:
         least = _search_offload(settings, devices, memory, log)
         ratio = 1 if least.ratio is None else least.ratio
-        settings = replace(settings, offload=f"{ratio:g}" if ratio else None)
+        settings = with_offload(settings, f"{ratio:g}" if ratio else None)
         notes, missed = [_offload_note(least)], _offload_failure(least)
     estimates, refused = [], {}
     for name, config in alternatives(settings):
@@ -117,9 +122,12 @@ def report(settings: Memory, log: Callable[[str], Any] = lambda line: None) -> R
             refused[name] = str(wrong)
             log(f"{name}: cannot be, as told below the table")
     kind = "CPU" if device.platform == "cpu" else device.device_kind
-    batch_text = f"{settings.batch} {run.task.describe_example()}, precision {settings.precision}"
+    batch_text = f"{settings.global_batch_size} {run.task.describe_example()}"
     layout_text = f"{run.layout.strategy.name} on {describe_mesh(run.mesh)}"
-    title = f"{run.model.name}, {layout_text} ({run.mesh.size} x {kind}), {batch_text}"
+    title = (
+        f"{run.model.name}, {layout_text} ({run.mesh.size} x {kind}), {batch_text}, precision "
+        f"{settings.precision}"
+    )
     if any(e.sent_whole for e in estimates):
         notes.append("sent in a step: some of it is counted whole along tensor, more than is sent.")
     notes = (*notes, *_notes(settings, run))
@@ -135,17 +143,20 @@ def _search_offload(
     """Return the least offload that fits the memory of a device, by programs compiled for it."""
     if not _is_for_gpu(settings):
         raise ValueError(
-            "--offload auto compares programs compiled for the GPU: the compiler for CPUs counts "
-            f"no offload. Install what compiles: {how_to_install()}"
+            "--offload.activations auto compares programs compiled for the GPU: the compiler for "
+            f"CPUs counts no offload. Install what compiles: {how_to_install()}"
         )
     if memory is None:
-        raise ValueError("--offload auto: which memory is to be kept to? --device-memory 24GiB")
+        raise ValueError(
+            "--offload.activations auto: the memory that a step may use is needed. Give it: "
+            "--device-memory 24GiB"
+        )
 
     def peak(ratio: float) -> int:
         name = f"offload={ratio:g}"
         with show_progress(f"compiling {name}"):
             offload = f"{ratio:g}" if ratio else None  # without any, layers run in no loop
-            run = _plan_run(replace(settings, offload=offload), devices)
+            run = _plan_run(with_offload(settings, offload), devices)
             size = program_memory(compile_for_gpu(run.trace().lower()))["peak"]
         log(f"{name}: peak {human(size)}")
         return size
@@ -156,7 +167,9 @@ def _search_offload(
 def _offload_note(least: OffloadSearch) -> str:
     peaks = ", ".join(f"{ratio:g}: {human(least.peaks[ratio])}" for ratio in sorted(least.peaks))
     verdict = "no ratio fits" if least.ratio is None else f"{least.ratio:g} is the least that fits"
-    text = f"offload auto: {verdict} {human(least.memory)}. Peaks as compiled: {peaks}"
+    text = (
+        f"--offload.activations auto: {verdict} {human(least.memory)}. Peaks as compiled: {peaks}"
+    )
     return text + ("" if least.monotone else ". Here and there more offload takes more memory.")
 
 
@@ -166,8 +179,8 @@ def _offload_failure(least: OffloadSearch) -> str | None:
     return (
         f"even with all that layers keep on the host a step takes {human(least.peaks[1.0])}, more "
         f"than {human(least.memory)}. The table shows what takes it. Else try --remat full, "
-        "--accumulate N (fewer rows at a time), the optimizer on the host, --strategy fsdp or "
-        "--count with more devices, or a smaller --model.length."
+        "--gradient-accumulation-steps N (smaller microbatches), --offload.optimizer, --mesh.fsdp "
+        "-1 or --count with more devices, or a smaller --model.seq-len."
     )
 
 
@@ -194,7 +207,7 @@ def _devices(settings: Memory) -> Sequence[Any] | None:
 
 def _plan_run(settings: Memory, devices: Sequence[Any] | None) -> PlannedRun:
     is_gpu = devices is not None and devices[0].platform != "cpu"
-    known = replace(settings, offload=None) if settings.offload == AUTO else settings
+    known = with_offload(settings, None) if settings.offload.activations == AUTO else settings
     attention = fused_attention if is_gpu else None
     return PlannedRun(known, devices, settings.vocab, attention=attention)
 

@@ -15,8 +15,8 @@ from rich.console import Console, Group
 
 from hfjax.cli import draw_timeline
 from hfjax.cli.arguments import parse_flags
-from hfjax.cli.plan.compare import Answer, find_answer, is_complete, parse_query
-from hfjax.cli.plan.compare_table import transfer_totals, why_report
+from hfjax.cli.plan.compare import Answer, find_answer, full_query, query_of
+from hfjax.cli.plan.compare_table import layout_report, transfer_totals
 from hfjax.cli.plan.hardware import (
     Constants,
     calibration_path,
@@ -26,10 +26,13 @@ from hfjax.cli.plan.hardware import (
 )
 from hfjax.cli.plan.settings import (
     PlanSettings,
+    check_compared,
+    check_flags,
     check_no_deepspeed,
-    check_searched,
     ignored_settings,
+    layout_flags,
     plan_settings,
+    run_flags,
     run_of,
     step_batch_size,
 )
@@ -41,7 +44,6 @@ from hfjax.planner.make_plan import (
     CompileOptions,
     PlanEntry,
     StepPlan,
-    empty_plan,
     make_plan,
     plan_entry,
 )
@@ -49,12 +51,12 @@ from hfjax.planner.programs.planned_run import PlannedRun
 from hfjax.planner.score import ScoredCandidate
 from hfjax.trainer import config_io
 from hfjax.trainer.build import check_flags_used
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.command_errors import report_errors, run_command
 from hfjax.utils.paths import nest
 from hfjax.utils.progress import show_progress
-from hfjax.utils.tables import human, parse_bytes
+from hfjax.utils.tables import human, parse_bytes, quote
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class PlanReport:
     plan: StepPlan
     settings: PlanSettings
     notes: tuple[str, ...] = ()
-    query: tuple[tuple[str, Any], ...] = ()  # of --why
+    compared: str = ""  # what describes the compared layout: flags, or a file
+    query: tuple[tuple[str, Any], ...] = ()
     answer: Answer | None = None
 
     @property
@@ -82,16 +85,16 @@ def main(argv: Sequence[str]) -> int:
     """Run `hfjax plan` with these arguments; return the exit status."""
     with report_errors("plan"):
         default, rest = config_of(argv)
-        check_searched(rest)
+        check_flags(rest)
         check_no_deepspeed(default, rest)
         settings: PlanSettings = parse_flags(
             PlanSettings, rest, "plan", plan_settings(default), config=True
         )
-        check_flags_used([settings], rest)
+        check_flags_used([settings], run_flags(rest))
     if settings.calibrate is not None:
         return run_command("plan", lambda: _calibrate(settings.count))
     console = Console(highlight=False)
-    return run_command("plan", lambda: _run_plan(settings, default, console))
+    return run_command("plan", lambda: _run_plan(settings, default, rest, console))
 
 
 def _calibrate(count: int) -> None:
@@ -112,19 +115,44 @@ def _say(message: object) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _run_plan(settings: PlanSettings, default: Train, console: Console) -> None:
-    query = None if settings.why is None else parse_query(settings.why, settings.count)
+def _run_plan(
+    settings: PlanSettings, default: TrainConfig, argv: Sequence[str], console: Console
+) -> None:
     constants = constants_of(settings.gpu)
     check_whole_nodes(constants.machine, settings.count)
+    text, query = find_query(settings, argv)
     _prepare()
-    search = query is None or not is_complete(query, settings.count)
-    report = build_plan(settings, default, constants, _say, search)
-    if query is not None:
-        with show_progress("looking for what --why says"):
-            why_answer = find_answer(report.plan, query, _say)
-        report = replace(report, query=tuple(query.items()), answer=why_answer)
+    report = build_plan(settings, default, constants, _say)
+    if query:
+        with show_progress("looking for the layout to compare"):
+            answer = find_answer(report.plan, query, _say)
+        report = replace(report, compared=text, query=tuple(query.items()), answer=answer)
     _show(report, console)
     _write(report, console)
+
+
+def find_query(settings: PlanSettings, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return what describes the layout to compare, and the fields that it fixes; {}: none."""
+    if settings.compare is not None:
+        config = _load_compared(settings.compare)
+        try:
+            return str(settings.compare), full_query(config, settings.count)
+        except ValueError as wrong:
+            raise ValueError(f"--compare {quote(settings.compare)}: {wrong}") from None
+    flags = layout_flags(argv)
+    return " ".join(flags.values()), query_of(settings, list(flags), settings.count)
+
+
+def _load_compared(path: Path) -> TrainConfig:
+    """Return the configuration of --compare; refuse one that a plan has no formula for."""
+    config_io.check_file(path, "--compare")
+    if path.suffix == ".py":
+        config = config_io.load(path)
+    else:
+        settings = config_io.read_settings(path, "--compare")
+        config = config_io.parse_dataclass(TrainConfig, settings, quote(path))
+    check_compared(config, path)
+    return config
 
 
 def _prepare() -> None:
@@ -135,10 +163,9 @@ def _prepare() -> None:
 
 def build_plan(
     settings: PlanSettings,
-    default: Train,
+    default: TrainConfig,
     constants: Constants,
     log: Callable[[str], Any] = lambda message: None,
-    search: bool = True,
 ) -> PlanReport:
     """Return the plan of the settings.
 
@@ -147,7 +174,6 @@ def build_plan(
         default: The configuration that they started from: that of --config.
         constants: The constants of the GPU.
         log: Called with progress messages.
-        search: Whether to search; else the plan has no entries.
     """
     run = PlannedRun(run_of(settings, default, 1), jax.devices()[:1], settings.vocab)
     batch_size = step_batch_size(settings, run.task.unit, run.task.units_per_example)
@@ -159,10 +185,8 @@ def build_plan(
         "vocab": settings.vocab,
     }
     target["memory"] = memory
-    if not search:
-        return PlanReport(empty_plan(config, **target), settings, constants.notes)
     with show_progress(f"planning for {settings.count} x {constants.machine.name}"):
-        options = CompileOptions(settings.compile, cache=settings.cache)
+        options = CompileOptions(settings.compile, cache=settings.compilation_cache)
         plan = make_plan(config, **target, compile=options, tell=log)
     left = ignored_settings(default)
     notes = [f"searched anew, in place of what --config says: {', '.join(left)}"] if left else []
@@ -177,10 +201,9 @@ def _show(report: PlanReport, console: Console) -> None:
     lines = list(heading(plan, report))
     notes = [*notes_of(plan, settings), *report.notes]
     if report.answer is None:
-        write(console, plan_table(plan, settings.rows, lines, notes))
+        write(console, plan_table(plan, settings.top, lines, notes))
     else:
-        assert settings.why is not None
-        group = why_report(plan, report.answer, settings.why, dict(report.query))
+        group = layout_report(plan, report.answer, report.compared)
         write(console, Group(*heading_lines(lines), group, *note_lines(notes)))
 
 
@@ -192,25 +215,25 @@ def _write(report: PlanReport, console: Console) -> None:
     if settings.picture is not None and entry is not None:
         draw_timeline.write(settings.picture, timeline(plan, entry))
         console.print(f"{settings.picture} is drawn.")
-    if settings.out is None and entry is not None:
-        hint = "--out plan.yaml writes it for hfjax train --config plan.yaml."
+    if settings.plan is None and entry is not None:
+        hint = "--plan plan.yaml writes it for hfjax train --config plan.yaml."
         console.print(("The first: " if report.answer is None else "This one: ") + hint)
-    elif settings.out is not None:
+    elif settings.plan is not None:
         if entry is None:
             raise ValueError(
-                f"--out {settings.out}: what --why says does not run; none is written."
+                f"--plan {settings.plan}: {report.compared} does not run; none is written."
             )
-        replace_text(settings.out, as_yaml(plan, entry))
-        console.print(f"{settings.out} is written: hfjax train --config {settings.out}")
+        replace_text(settings.plan, as_yaml(plan, entry))
+        console.print(f"{settings.plan} is written: hfjax train --config {settings.plan}")
 
 
-def _answer_entry(why_answer: Answer, plan: StepPlan) -> PlanEntry | None:
-    """Return the result of --why as an entry; None: it does not run."""
-    s = why_answer.scored
+def _answer_entry(answer: Answer, plan: StepPlan) -> PlanEntry | None:
+    """Return the compared layout as an entry; None: it does not run."""
+    s = answer.scored
     if s is None:
         return None
     matches = [r for r in (*plan.entries, *plan.others) if r.candidate == s.candidate]
-    return matches[0] if matches else replace(plan_entry(s, s, plan), reason="--why")
+    return matches[0] if matches else replace(plan_entry(s, s, plan), reason="compared")
 
 
 def as_yaml(plan: StepPlan, entry: PlanEntry) -> str:
@@ -238,22 +261,23 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "gpu": plan.machine.name,
         "count": plan.count,
         "memory": plan.memory,
-        "rows_of_a_step": plan.config.batch,
+        "global_batch_size": plan.config.global_batch_size,
         "unit": task.unit,
         "each": task.units_per_example,
         "searched": plan.searched,
         "refused": plan.refused,
         "seconds": plan.seconds,
         "notes": [*plan.notes, *report.notes],
-        "rows": entries,
+        "entries": entries,
         "others": others,
     }
     if report.answer is not None:
         entry = _answer_entry(report.answer, plan)
-        document["why"] = {
-            "words": dict(report.query),
+        document["compared"] = {
+            "layout": report.compared,
+            "fields": dict(report.query),
             "refusal": report.answer.refusal,
-            "row": None if entry is None else _entry_numbers(plan, entry),
+            "entry": None if entry is None else _entry_numbers(plan, entry),
         }
     return document
 

@@ -1,4 +1,4 @@
-"""--why: scores the one configuration that a query means, even if it is not among the best."""
+"""Scores the one layout that flags or a second file describe, even if it is not among the best."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,32 +6,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hfjax.parallel.mesh import AXES
-from hfjax.parallel.offload.activations import Offload
-from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import SCHEDULES
-from hfjax.planner.candidate import Candidate
-from hfjax.planner.make_plan import BuildCheck, StepPlan, limit_of, model_facts
+from hfjax.planner.candidate import ZERO_STAGES, Candidate, effective_zero
+from hfjax.planner.make_plan import BuildCheck, StepPlan, fits_memory, limit_of, model_facts, rank
 from hfjax.planner.score import ScoredCandidate
-from hfjax.planner.search import ZERO_STAGES, candidates, host_variants
-from hfjax.utils.keywords import name_hint
+from hfjax.planner.search import candidates, host_variants
+from hfjax.trainer.config import TrainConfig
+from hfjax.trainer.strategy import mesh_sizes, zero_stage
 
-NUMBERS = ("accumulate", "microbatches", "chunks", "split_rows")
-OPTIONS = {  # setting -> its values
-    "zero": ZERO_STAGES,
-    "schedule": tuple(SCHEDULES),
-    "reduction": ("flat", "hierarchical"),
-    "remat": None,  # checked by Remat and Offload
-    "offload": None,
+# Flag of `hfjax train` -> field of a candidate; mesh.AXIS is the size of an axis.
+FIELDS = {
+    "zero": "zero",
+    "sequence_parallel": "sequence",
+    "gradient_accumulation_steps": "accumulate",
+    "remat": "remat",
+    "tensor_overlap_chunks": "split_rows",
+    "gradient_reduction": "reduction",
+    "pipeline.schedule": "schedule",
+    "pipeline.microbatches": "microbatches",
+    "pipeline.chunks": "chunks",
+    "offload.activations": "offload",
+    "offload.optimizer": "host_optimizer",
+    **{f"mesh.{axis}": axis for axis in AXES},
 }
-FLAGS = ("sequence", "host_optimizer")
+FLAGS = {field: f"--{flag.replace('_', '-')}" for flag, field in FIELDS.items()}
+OPTIONS = ("accumulate", "microbatches", "chunks", "split_rows", "remat", "offload", "reduction")
 HOST_SETTINGS = ("offload", "host_optimizer")
-KNOWN = (*AXES, *NUMBERS, *OPTIONS, *FLAGS)
 MAX_TRIED = 12  # matching candidates of which hfjax is asked whether it runs them
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of --why.
+    """The score of a layout.
 
     Attributes:
         scored: The configuration with its seconds and bytes; None: it does not run.
@@ -48,72 +54,73 @@ class Answer:
     candidate: Candidate | None = None
 
 
-def parse_query(text: str, count: int) -> dict[str, Any]:
-    """Return the settings in a query of --why.
+def query_of(config: TrainConfig, flags: Sequence[str], count: int) -> dict[str, Any]:
+    """Return the fields of candidates that flags fix.
 
-    >>> parse_query("pipe=8 zero=fsdp sequence", 64)
-    {'pipe': 8, 'zero': 'fsdp', 'sequence': True}
+    Args:
+        config: A configuration with the values of the flags.
+        flags: The flags, without dashes.
+        count: Number of devices.
+
+    >>> from hfjax.trainer.config import MeshConfig
+    >>> query_of(TrainConfig(mesh=MeshConfig(pipe=8, fsdp=2)), ["mesh.pipe", "mesh.fsdp"], 64)
+    {'pipe': 8, 'fsdp': 2, 'zero': 'fsdp'}
 
     Raises:
-        ValueError: A word is no axis or setting, or axis sizes do not divide the devices.
+        ValueError: Axis sizes do not divide the devices.
     """
-    query: dict[str, Any] = {}
-    for term in text.replace(",", " ").split():
-        name, equals, value = term.removeprefix("--").partition("=")
-        name = name.removeprefix("mesh.").replace("-", "_")
-        if name not in KNOWN:
-            raise ValueError(
-                f"--why {term}: no axis or setting {name!r}.{name_hint(name, KNOWN)} Axes: "
-                f"{', '.join(AXES)}. Settings: {', '.join(KNOWN[len(AXES) :])}. For instance "
-                '--why "pipe=8 tensor=8 remat=full".'
-            )
-        if name in query:
-            raise ValueError(f"--why {term}: {name} is there twice. Say it once.")
-        query[name] = _parse_value(term, name, value if equals else None)
-    if not query:
-        raise ValueError('--why: it is empty. Say what is meant: --why "pipe=8 tensor=8".')
-    _check_axis_sizes({a: n for a, n in query.items() if a in AXES}, count)
-    return query
+    sizes, zero = vars(config.mesh), ZERO_STAGES[zero_stage(config)]
+    if any(size is not None and size < 1 for size in sizes.values()):
+        sizes = mesh_sizes(config.mesh, count)  # with -1 the flags say the size of every axis
+        flags, zero = [*flags, *(f"mesh.{axis}" for axis in AXES)], effective_zero(zero, sizes)
+    values = {
+        **{"zero": zero, "sequence": config.sequence_parallel and sizes["row"] == 1},
+        **{"accumulate": config.gradient_accumulation_steps, "remat": config.remat},
+        "split_rows": config.tensor_overlap_chunks,
+        "reduction": config.gradient_reduction,
+        **vars(config.pipeline),
+        "offload": config.offload.activations,
+        "host_optimizer": config.offload.optimizer,
+        **sizes,
+    }
+    fields = [FIELDS[flag] for flag in flags if flag in FIELDS]
+    none = ("offload",)  # fields of which None is a value; elsewhere it leaves the field open
+    query = {name: values[name] for name in fields if values[name] is not None or name in none}
+    _check_axis_sizes({axis: n for axis, n in query.items() if axis in AXES}, count)
+    return {**query, "zero": zero} if query.get("fsdp", 1) > 1 else query
 
 
-def _parse_value(term: str, name: str, value: str | None) -> Any:
-    if name in FLAGS:
-        known = {None: True, "yes": True, "true": True, "no": False, "false": False}
-        if value in known:
-            return known[value]
-        raise ValueError(f"--why {term}: {name}, or {name}=no, is expected.")
-    if name in AXES or name in NUMBERS:
-        if value is not None and value.isdecimal() and int(value) > 0:
-            return int(value)
-        raise ValueError(f"--why {term}: {name}=NUMBER is expected, from 1 on.")
-    allowed = OPTIONS[name]
-    if not value or (allowed is not None and value not in allowed):
-        raise ValueError(f"--why {term}: {name}= one of {', '.join(allowed or ('none', 'full'))}.")
-    if name == "remat":
-        Remat.of(value)
-    if name == "offload":
-        if value == "none":
-            return None
-        Offload.of(value)
-    return value
+def full_query(config: TrainConfig, count: int) -> dict[str, Any]:
+    """Return the fields of candidates that a configuration fixes: all that it has.
+
+    >>> full_query(TrainConfig(), 8)["data"], full_query(TrainConfig(), 8)["accumulate"]
+    (8, 1)
+    """
+    c = Candidate.of(config, count)
+    sizes = {axis: c.axis_size(axis) for axis in AXES}
+    query = {**sizes, "zero": c.zero, "host_optimizer": bool(c.host), "sequence": c.sequence}
+    query |= {name: getattr(c, name) for name in ("remat", "offload", "split_rows", "reduction")}
+    query["accumulate"] = c.accumulate
+    if c.schedule is None:
+        return query
+    return {**query, "schedule": c.schedule, "microbatches": c.microbatches, "chunks": c.chunks}
 
 
 def _check_axis_sizes(axis_sizes: Mapping[str, int], count: int) -> None:
     product = math.prod(axis_sizes.values())
     if count % product == 0:
         return
-    text = " ".join(f"{a}={n}" for a, n in axis_sizes.items())
+    text = " ".join(f"--mesh.{a} {n}" for a, n in axis_sizes.items())
     would = []
     for axis, size in axis_sizes.items():
         others = product // size
         fit = [n for n in range(1, count + 1) if count % (others * n) == 0]
         if fit:
             near = min(fit, key=lambda n: (abs(n - size), n))
-            would.append(f"{axis}={near}")
+            would.append(f"--mesh.{axis} {near}")
     todo = f"{' or '.join(would)} would do, or " if would else ""
     raise ValueError(
-        f"--why {text}: {product} devices, which do not divide --count {count}. {todo}--count "
-        f"{product}."
+        f"{text}: {product} devices, which do not divide --count {count}. {todo}--count {product}."
     )
 
 
@@ -130,45 +137,38 @@ def _setting(c: Candidate, name: str) -> Any:
     return getattr(c, name)
 
 
-def is_complete(query: Mapping[str, Any], count: int) -> bool:
-    """Return whether a query leaves nothing to search: all axis sizes, and how the batch runs.
-
-    >>> is_complete(parse_query("fsdp=8 zero=fsdp remat=none accumulate=1", 8), 8)
-    True
-    >>> is_complete(parse_query("fsdp=8 zero=fsdp", 8), 8)
-    False
-    """
-    devices = math.prod(n for name, n in query.items() if name in AXES)
-    has_microbatches = "accumulate" in query or {"schedule", "microbatches"} <= query.keys()
-    return devices == count and has_microbatches and {"zero", "remat"} <= query.keys()
-
-
 def find_answer(plan: StepPlan, query: Mapping[str, Any], log: Callable[[str], Any]) -> Answer:
     """Return the configuration that a query means: the best match of the search, or a new one.
 
     Args:
-        plan: The plan, whose best it is compared with; without entries if nothing was searched.
-        query: The result of `parse_query`.
+        plan: The plan, whose best it is compared with.
+        query: The result of `query_of` or `full_query`.
         log: Called with progress messages.
     """
-    limit = limit_of(plan.memory)
     build_check = BuildCheck(plan.scorer)
-    if not plan.entries:
-        return _build_answer(plan, query, build_check, limit)
     matches = sorted(
-        _matching_candidates(plan, query),
-        key=lambda s: (s.peak.total > limit, s.time.total, str(s.candidate)),
+        (_as_planned(s, plan) for s in _matching_candidates(plan, query)),
+        key=lambda s: (not fits_memory(s, plan.memory), rank(s)),
     )
     log(f"{len(matches):,} of those searched agree")
     refusal = ""
     for s in matches[:MAX_TRIED]:
         why = build_check.refusal(s.candidate)
         if why is None:
-            return Answer(s, s.peak.total <= limit, "", len(matches), s.candidate)
+            return Answer(s, fits_memory(s, plan.memory), "", len(matches), s.candidate)
         refusal = refusal or why
     if matches:
         return Answer(None, False, refusal, len(matches), matches[0].candidate)
-    return _build_answer(plan, query, build_check, limit)
+    return _build_answer(plan, query, build_check)
+
+
+def _as_planned(s: ScoredCandidate, plan: StepPlan) -> ScoredCandidate:
+    """Return a candidate with the numbers of its entry in the plan, which may be compiled."""
+    entries = (entry for entry in (*plan.entries, *plan.others) if entry.candidate == s.candidate)
+    entry = next(entries, None)
+    if entry is None:
+        return s
+    return ScoredCandidate(entry.candidate, entry.time, entry.peak, entry.compiled)
 
 
 def _matching_candidates(plan: StepPlan, query: Mapping[str, Any]) -> Iterator[ScoredCandidate]:
@@ -176,7 +176,9 @@ def _matching_candidates(plan: StepPlan, query: Mapping[str, Any]) -> Iterator[S
     scorer, limit = plan.scorer, limit_of(plan.memory)
     on_host = {name: value for name, value in query.items() if name in HOST_SETTINGS}
     others = {name: value for name, value in query.items() if name not in HOST_SETTINGS}
-    for c in candidates(plan.config.batch, plan.count, model_facts(scorer), plan.machine):
+    for c in candidates(
+        plan.config.global_batch_size, plan.count, model_facts(scorer), plan.machine
+    ):
         if not matches_query(c, others):
             continue
         try:
@@ -193,11 +195,9 @@ def _matching_candidates(plan: StepPlan, query: Mapping[str, Any]) -> Iterator[S
             )
 
 
-def _build_answer(
-    plan: StepPlan, query: Mapping[str, Any], build_check: BuildCheck, limit: float
-) -> Answer:
+def _build_answer(plan: StepPlan, query: Mapping[str, Any], build_check: BuildCheck) -> Answer:
     """Return the answer for what was not searched: built as far as it goes."""
-    c = candidate_of(query, plan.config.batch, plan.count, plan.scorer.layers)
+    c = candidate_of(query, plan.config.global_batch_size, plan.count)
     if why := next(_indivisible_reasons(c, query, plan), None):
         return Answer(None, False, why, 0, c)
     try:
@@ -206,33 +206,36 @@ def _build_answer(
         scored = plan.scorer.score(c)
     except ValueError as wrong:
         return Answer(None, False, str(wrong), 0, c)
-    return Answer(scored, scored.peak.total <= limit, "", 0, c)
+    return Answer(scored, fits_memory(scored, plan.memory), "", 0, c)
 
 
-def candidate_of(query: Mapping[str, Any], batch_size: int, count: int, layers: int) -> Candidate:
-    """Return a configuration of a query; what it leaves open gets a plain default."""
+def candidate_of(query: Mapping[str, Any], batch_size: int, count: int) -> Candidate:
+    """Return a configuration of a query; what it leaves open has the default of `hfjax train`.
+
+    >>> c = candidate_of({"tensor": 2, "remat": "every:2"}, 32, 8)
+    >>> c.axis_sizes, c.zero, c.sequence
+    ((('data', 4), ('tensor', 2)), 'ddp', True)
+    """
     axis_sizes = {axis: query.get(axis, 1) for axis in AXES}
     rest = count // math.prod(axis_sizes.values())
-    fsdp = query.get("zero") == "fsdp" and "fsdp" not in query
-    spare = [a for a in (("fsdp", "data") if fsdp else ("data", "fsdp")) if a not in query]
+    spare = [axis for axis in ("data", "fsdp") if axis not in query]
     if rest > 1 and spare:
         axis_sizes[spare[0]] = rest
-    inside = any(axis_sizes[axis] > 1 for axis in ("fsdp", "expert", "context"))
-    zero = query.get("zero", "fsdp" if inside else "ddp")
-    options = {n: query[n] for n in (*NUMBERS, "remat", "offload", "reduction") if n in query}
+    zero = query.get("zero", "fsdp" if axis_sizes["fsdp"] > 1 else "ddp")
+    options = {n: query[n] for n in OPTIONS if n in query}
+    tensor = axis_sizes["tensor"] > 1 and axis_sizes["row"] == 1
     c = Candidate(
         tuple((axis, n) for axis, n in axis_sizes.items() if n > 1),
         zero,
         batch_size,
-        query.get("sequence", False),
+        query.get("sequence", True) and tensor,
         query.get("schedule"),
         host="host_optimizer" if query.get("host_optimizer") else "",
         **options,
     )
     if c.axis_size("pipe") > 1 or c.schedule is not None:
         name = c.schedule or "1f1b"
-        builder = SCHEDULES[name]
-        chunks = builder.chunks if builder.fixed_chunks else c.chunks or 2
+        chunks = c.chunks or SCHEDULES[name].chunks
         many = c.microbatches or min(4 * c.axis_size("pipe"), max(batch_size // c.replicas, 1))
         return replace(c, schedule=name, chunks=chunks, microbatches=many)
     return c
@@ -241,19 +244,22 @@ def candidate_of(query: Mapping[str, Any], batch_size: int, count: int, layers: 
 def _indivisible_reasons(c: Candidate, query: Mapping[str, Any], plan: StepPlan) -> Iterator[str]:
     """Yield what does not divide, and what would."""
     if c.devices != plan.count:
-        text = " ".join(f"{a}={n}" for a, n in c.axis_sizes)
-        yield f"{text}: {c.devices} devices of {plan.count}. Leave an axis open, or --count it."
+        text = " ".join(f"--mesh.{axis} {n}" for axis, n in c.axis_sizes)
+        yield (
+            f"{text}: that is a mesh of {c.devices} of the {plan.count} devices. Leave out the "
+            f"size of an axis, or give --count {c.devices}."
+        )
     if (query.get("schedule") or query.get("microbatches")) and c.axis_size("pipe") == 1:
-        yield "schedule and microbatches are of a pipeline: say pipe=2 too, or accumulate=4."
+        yield (
+            "--pipeline.schedule and --pipeline.microbatches are of a pipeline, and --mesh.pipe is "
+            "1. Give --mesh.pipe 2 too, or --gradient-accumulation-steps 4 in their place."
+        )
     if c.axis_size("pipe") > 1 and c.accumulate > 1:
         yield (
-            f"accumulate={c.accumulate} beside a pipeline, whose microbatches do the same: say "
-            f"microbatches={c.accumulate * (c.microbatches or 1)}."
+            f"--gradient-accumulation-steps {c.accumulate} beside --mesh.pipe "
+            f"{c.axis_size('pipe')}: microbatches of a pipeline do the same. Give "
+            f"--pipeline.microbatches {c.accumulate * (c.microbatches or 1)} in its place."
         )
-    if c.schedule and (chunks := query.get("chunks")) and SCHEDULES[c.schedule].fixed_chunks:
-        own = SCHEDULES[c.schedule].chunks
-        if chunks != own:
-            yield f"chunks={chunks}: schedule {c.schedule} always has {own}. Leave chunks out."
     yield from _batch_errors(c)
 
 
@@ -264,21 +270,23 @@ def _batch_errors(c: Candidate) -> Iterator[str]:
     if c.batch_size % c.replicas:
         low = c.batch_size // c.replicas * c.replicas
         would = f"{low} or {low + c.replicas}" if low else f"{c.replicas}"
-        yield f"{c.batch_size} rows do not divide over {over}: --batch {would} would."
+        yield (
+            f"{c.batch_size} examples do not divide over {over}. --global-batch-size {would} would."
+        )
         return
     share = c.batch_size // c.replicas
     if share % c.num_microbatches:
-        name = "microbatches" if c.microbatches else "accumulate"
+        flag = FLAGS["microbatches" if c.microbatches else "accumulate"]
         fit = [str(n) for n in range(1, share + 1) if share % n == 0]
         yield (
-            f"{name}={c.num_microbatches}: a device has {share} rows ({c.batch_size} over "
-            f"{over or 'one device'}), "
-            f"which so many do not divide. These do: {', '.join(_few(fit))}."
+            f"{flag} {c.num_microbatches}: a device has {share} examples ({c.batch_size} over "
+            f"{over or 'one device'}), which so many do not divide. These do: "
+            f"{', '.join(_few(fit))}."
         )
     elif share // c.num_microbatches % c.split_rows:
         yield (
-            f"split_rows={c.split_rows}: a microbatch has {share // c.num_microbatches} rows of a "
-            "device. "
+            f"{FLAGS['split_rows']} {c.split_rows}: a microbatch has "
+            f"{share // c.num_microbatches} examples on a device, which so many do not divide. "
             "Fewer microbatches have more."
         )
 

@@ -1,4 +1,4 @@
-"""The output of --why: a configuration compared with the best of a plan, part by part."""
+"""The output about one layout: a configuration compared with the best of a plan, part by part."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,33 +20,27 @@ from hfjax.utils.tables import human
 STATE_NAMES = {"batch": "batch", "moment": "while the peak layer or head runs"}
 
 
-def why_report(plan: StepPlan, answer: Answer, text: str, query: Mapping[str, Any]) -> Group:
-    """Return the report of --why.
+def layout_report(plan: StepPlan, answer: Answer, text: str) -> Group:
+    """Return the report about a layout.
 
     Args:
         plan: The plan.
         answer: The result.
-        text: The query on the command line.
-        query: The parsed query.
+        text: What describes it: flags, or a file.
     """
-    return Group(*_lines(plan, answer, text, query))
+    return Group(*_lines(plan, answer, text))
 
 
-def _lines(plan: StepPlan, answer: Answer, text: str, query: Mapping[str, Any]) -> Iterator[Any]:
+def _lines(plan: StepPlan, answer: Answer, text: str) -> Iterator[Any]:
     yield Text()
     c = answer.candidate
     assert c is not None
     if answer.scored is None:
-        yield Text(f'"{text}" does not run: {_describe(c)}', style="bold red")
+        yield Text(f"{text} does not run: {_describe(c)}", style="bold red")
         yield Text(answer.refusal)
         return
-    yield Text(f'"{text}": {_describe(c)}', style="bold")
-    if not plan.entries:
-        yield Text(_verdict(plan, answer.scored, answer.fits))
-        yield Text()
-        yield _comparison(plan, answer.scored, None)
-        return
-    yield Text(_origin(answer, c, query, plan))
+    yield Text(f"{text}: {_describe(c)}", style="bold")
+    yield Text(_origin(answer, c, plan))
     yield Text(_verdict(plan, answer.scored, answer.fits))
     first = ScoredCandidate(plan.best.candidate, plan.best.time, plan.best.peak)
     if c == first.candidate:
@@ -59,7 +53,7 @@ def _lines(plan: StepPlan, answer: Answer, text: str, query: Mapping[str, Any]) 
 
 def _describe(c: Candidate) -> str:
     columns = c.columns
-    microbatches = f"{columns['microbatches']} (microbatches x rows of a device)"
+    microbatches = f"{columns['microbatches']} (microbatches x examples of a device)"
     cells = (
         columns["mesh"],
         columns["strategy"],
@@ -70,7 +64,7 @@ def _describe(c: Candidate) -> str:
     return ", ".join(cell for cell in cells if cell != "-")
 
 
-def _origin(answer: Answer, c: Candidate, query: Mapping[str, Any], plan: StepPlan) -> str:
+def _origin(answer: Answer, c: Candidate, plan: StepPlan) -> str:
     if answer.num_matches == 1:
         return "One of the ways that were searched is this one."
     if answer.num_matches:
@@ -81,7 +75,7 @@ def _origin(answer: Answer, c: Candidate, query: Mapping[str, Any], plan: StepPl
     node = plan.machine.per_node
     inside = c.axis_size("tensor") * c.axis_size("row")
     why = f": tensor and row leave a node of {node}" if inside > node else ""
-    return f"The search does not try it{why}; what the words leave open is plain."
+    return f"The search does not try it{why}; what is not given has its default."
 
 
 def _verdict(plan: StepPlan, s: ScoredCandidate, fits: bool) -> str:
@@ -116,13 +110,12 @@ def _loss(s: ScoredCandidate, first: ScoredCandidate) -> str:
 # -- part by part -------------------------------------------------------------------------
 
 
-def _comparison(plan: StepPlan, s: ScoredCandidate, best: ScoredCandidate | None) -> Table:
-    """Return the parts of a configuration, beside those of the best if there is one."""
+def _comparison(plan: StepPlan, s: ScoredCandidate, first: ScoredCandidate) -> Table:
+    """Return the parts of a configuration, beside those of the best."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     for name in ("this one", "the first", "difference"):
         table.add_column(name, justify="right")
-    first = best or s
     scale = TimeScale.of(first.time.total)
     _add_settings(table, s, first)
     _add_numbers(table, f"{scale.unit} of a step", s.time.parts, first.time.parts, scale.seconds)
@@ -137,13 +130,11 @@ def _comparison(plan: StepPlan, s: ScoredCandidate, best: ScoredCandidate | None
     mine, theirs = pick(sent, "bytes"), pick(first_sent, "bytes")
     size = ByteScale.of(max(sum(mine.values()), sum(theirs.values())))
     _add_numbers(table, f"transfers, {size.unit} that a device sends", mine, theirs, size.bytes)
-    if best is None:
-        del table.columns[2:]
     return table
 
 
 def _add_settings(table: Table, s: ScoredCandidate, first: ScoredCandidate) -> None:
-    table.add_row(Text("how", style="italic cyan"))
+    table.add_row(Text("layout", style="italic cyan"))
     pairs = [(k, v, first.candidate.columns[k]) for k, v in s.candidate.columns.items()]
     for n, (name, mine, theirs) in enumerate(pairs, 1):
         name = "remat, offload" if name == "memory" else name

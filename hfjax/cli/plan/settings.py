@@ -2,39 +2,35 @@
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from hfjax.cli.draw_timeline import check_ending
 from hfjax.planner.make_plan import MAX_ENTRIES
 from hfjax.trainer import config_io
-from hfjax.trainer.config import Train, check_bounds, pretrained_conflict
-from hfjax.utils.tables import parse_bytes
+from hfjax.trainer.config import TrainConfig, check_bounds, pretrained_conflict
+from hfjax.utils.tables import parse_bytes, quote
 
-# Settings that are searched, and their names in --why.
-SEARCHED = {
-    "strategy": "zero=fsdp tensor=2",
-    "mesh": "tensor=2",
-    "accumulate": "accumulate=2",
-    "remat": "remat=full",
-    "offload": "offload=0.5",
-    "split_rows": "split_rows=2",
-    "reduction": "reduction=hierarchical",
-    "pipeline": "pipe=2 schedule=1f1b microbatches=8",
-    "context": "context=2",
-}
+# Settings of the layout: they are searched, and flags of them describe one layout to compare.
+SEARCHED = (
+    *("zero", "sequence_parallel", "mesh", "gradient_accumulation_steps", "remat", "offload"),
+    *("tensor_overlap_chunks", "gradient_reduction", "pipeline", "context", "strategy"),
+)
+NOT_SEARCHED = ("context", "strategy", "offload.parameters")  # kept at their defaults
 COUNTED = ("devices", "cpu_devices")  # the number of GPUs: --count says it
 TIMES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 LEAST_MEMORY, MOST_MEMORY = 2**20, 2**40  # bytes
 
 
 @dataclass(frozen=True)
-class PlanSettings(Train):
+class PlanSettings(TrainConfig):
     """Find the fastest layout of a step on so many GPUs: it scores every mesh, strategy, schedule,
     recomputation and offload by formulas, shows what fits, the fastest first, and why others lose.
-    Takes the flags of `hfjax train` that say what is run, and searches how it is laid out.
+    Takes the flags of `hfjax train`; those of the layout (--mesh.pipe 8 --remat full) describe one
+    layout, which is compared with the best.
 
     No GPU is needed.
     """
@@ -44,52 +40,55 @@ class PlanSettings(Train):
     count: int = 8
     """Number of GPUs."""
     tokens_per_step: str | None = None
-    """Tokens in a step, over all GPUs: 4M, 512K (of 1024) (default: --batch sequences)."""
+    """Tokens in a step, over all GPUs: 4M, 512K (of 1024) (default: as --global-batch-size)."""
     vocab: int | None = None
     """Size of the vocabulary (default: that of the data, or of --model.pretrained)."""
     device_memory: str | None = None
     """Memory for a step, as 24GiB (default: what JAX takes of the GPU, usually 75 %)."""
-    rows: int = 10
+    top: int = 10
     """Number of layouts to show, at most 20."""
     compile: int = 4
     """Number of the best to compile for the GPU and rank by that; 0: none."""
-    why: str | None = None
-    """Compare one layout with the best: 'pipe=8 tensor=8 remat=full' (default: none)."""
-    out: Path | None = None
-    """Write the best layout, or --why, for hfjax train --config: plan.yaml (default: none)."""
+    compare: Path | None = None
+    """File of hfjax train --config, whose layout to compare with the best (default: none)."""
+    plan: Path | None = None
+    """Write the best layout, or the compared one, for hfjax train --config (default: none)."""
     json: Path | None = None
     """File to write all numbers to (default: none)."""
     picture: Path | None = None
-    """Draw a step of the best layout or --why; x.svg, x.png, x.json (Perfetto) (default: none)."""
+    """Picture of a step of that layout: .svg, .png, or .json for Perfetto (default: none)."""
     calibrate: Literal["here"] | None = None
     """Measure this machine's constants for --gpu here, and stop (default: none)."""
 
-    hidden: ClassVar[tuple[str, ...]] = (*SEARCHED, *COUNTED, "deepspeed")
+    hidden: ClassVar[tuple[str, ...]] = (*COUNTED, "deepspeed", "run_dir", "context", "strategy")
 
     def __post_init__(self):
         super().__post_init__()
         check_bounds(self, "", count=1, vocab=1, compile=0)
-        check_bounds(self, "", MAX_ENTRIES, rows=1)
+        check_bounds(self, "", MAX_ENTRIES, top=1)
         if self.vocab is not None and self.model.pretrained is not None:
             raise ValueError(pretrained_conflict("--vocab", self.vocab, self.model.pretrained))
         if self.device_memory is not None:
             self._check_memory(parse_bytes(self.device_memory, "--device-memory"))
         if self.tokens_per_step is not None:
             parse_count(self.tokens_per_step)
-        for flag in ("out", "json", "picture"):
+        for flag in ("plan", "json", "picture"):
             path = getattr(self, flag)
             if path is not None and not os.access(path.parent, os.W_OK):
                 raise ValueError(
                     f"--{flag} {path}: nothing can be written to {path.parent}. Make that folder, "
                     "or name another one."
                 )
-        if self.out is not None and self.out.suffix not in (".yaml", ".yml"):
+        if self.plan is not None and self.plan.suffix not in (".yaml", ".yml"):
             raise ValueError(
-                f"--out {self.out}: it is a .yaml file, for hfjax train --config; the directory of "
-                "the run is said to hfjax train."
+                f"--plan {self.plan}: a .yaml file is written, for hfjax train --config."
             )
         if self.picture is not None:
             check_ending(self.picture)
+
+    def _check_microbatches(self) -> None:
+        if self.tokens_per_step is None:  # which says the batch, by the length of sequences
+            super()._check_microbatches()
 
     def _check_memory(self, size: int) -> None:
         """Refuse what no GPU has: a number of bytes without its unit, or far too many."""
@@ -115,16 +114,15 @@ def parse_count(text: str) -> int:
     return int(match[1]) * TIMES[match[2]]
 
 
-def plan_settings(config: Train) -> PlanSettings:
+def plan_settings(config: TrainConfig) -> PlanSettings:
     """Return the configuration of a run as one to plan: without its layout."""
-    known = {f.name for f in fields(PlanSettings)} - {"out"}
-    values = {f.name: getattr(config, f.name) for f in fields(Train) if f.name in known}
-    usual = Train()
+    values = {f.name: getattr(config, f.name) for f in fields(TrainConfig)}
+    usual = TrainConfig()
     defaults = {name: getattr(usual, name) for name in (*SEARCHED, *COUNTED)}
     return PlanSettings(**{**values, **defaults})
 
 
-def ignored_settings(config: Train) -> list[str]:
+def ignored_settings(config: TrainConfig) -> list[str]:
     """Return the settings of a configuration file that concern the layout."""
     names = [
         name for name in config_io.changed_fields(config) if name.partition(".")[0] in SEARCHED
@@ -132,38 +130,86 @@ def ignored_settings(config: Train) -> list[str]:
     return [name.replace("_", "-") for name in names]
 
 
-def check_searched(argv: Sequence[str]) -> None:
-    """Refuse flags of what is searched, and of what another flag sets here."""
-    typed = [arg.partition("=") for arg in argv if arg.startswith("--")]
-    for flag, _, _ in typed:
-        name = flag.removeprefix("--").replace("-", "_")
-        if (top := name.partition(".")[0]) in SEARCHED:
+def _typed(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the fields that a command line sets, each with its arguments."""
+    starts = [n for n, arg in enumerate(argv) if arg.startswith("--")]
+    for start, end in pairwise([*starts, len(argv)]):
+        name = argv[start].partition("=")[0].removeprefix("--").replace("-", "_")
+        yield re.sub(r"^((?:\w+\.)?)no_", r"\1", name), list(argv[start:end])
+
+
+def _is_of_layout(name: str) -> bool:
+    return name.partition(".")[0] in SEARCHED
+
+
+def layout_flags(argv: Sequence[str]) -> dict[str, str]:
+    """Return the flags of the layout in a command line: their fields, and the flags as typed.
+
+    >>> layout_flags(["--mesh.pipe", "8", "--no-sequence-parallel", "--steps=3"])
+    {'mesh.pipe': '--mesh.pipe 8', 'sequence_parallel': '--no-sequence-parallel'}
+    """
+    return {name: " ".join(args) for name, args in _typed(argv) if _is_of_layout(name)}
+
+
+def run_flags(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line without flags of the layout.
+
+    >>> run_flags(["--mesh.pipe", "8", "--steps", "3"])
+    ['--steps', '3']
+    """
+    return [arg for name, args in _typed(argv) if not _is_of_layout(name) for arg in args]
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """Refuse flags that a plan has no use for."""
+    names = {name: args[0].partition("=")[0] for name, args in _typed(argv)}
+    for name, flag in names.items():
+        if name == "strategy":
             raise ValueError(
-                f"{flag}: hfjax plan searches that. To see one configuration beside the first: "
-                f'--why "{SEARCHED[top]}"; hfjax memory takes the flag itself.'
+                f"{flag}: a plan has no formula for a table of your own; hfjax memory takes it. "
+                "The sizes of the mesh say which layout to compare with the best: --mesh.fsdp -1."
             )
+        if name in NOT_SEARCHED or name.partition(".")[0] in NOT_SEARCHED:
+            raise ValueError(f"{flag}: a plan has no formula for it. hfjax memory takes it.")
         if name in COUNTED:
-            raise ValueError(f"{flag}: how many GPUs it is planned for is said by --count.")
-    names = {flag.removeprefix("--").replace("-", "_") for flag, _, _ in typed}
-    if {"batch", "tokens_per_step"} <= names:
+            raise ValueError(f"{flag}: the number of GPUs is --count.")
+    if {"global_batch_size", "tokens_per_step"} <= names.keys():
         raise ValueError(
-            "--batch beside --tokens-per-step: both say how many rows a step has. Leave one out."
+            "--global-batch-size beside --tokens-per-step: both say how many examples a step has. "
+            "Leave one out."
+        )
+    if "compare" in names and (layout := list(filter(_is_of_layout, names))):
+        raise ValueError(
+            f"{names[layout[0]]} beside --compare: the file says the whole layout. Leave out one "
+            "of the two."
         )
 
 
-def check_no_deepspeed(config: Train, argv: Sequence[str]) -> None:
+def check_compared(config: TrainConfig, path: Path) -> None:
+    """Refuse a configuration whose layout a plan has no formula for."""
+    for name in config_io.changed_fields(config):
+        if name == "deepspeed" or name in NOT_SEARCHED or name.partition(".")[0] in NOT_SEARCHED:
+            raise ValueError(
+                f"--compare {quote(path)}: it has {name}, and a plan has no formula for that. "
+                "hfjax memory takes it."
+            )
+
+
+def check_no_deepspeed(config: TrainConfig, argv: Sequence[str]) -> None:
     """Refuse a configuration of DeepSpeed: it sets the layout of a run."""
     if config.deepspeed is not None or any(w.startswith("--deepspeed") for w in argv):
         raise ValueError(
             "--deepspeed: its file says how a run is laid out, and hfjax plan searches that. Leave "
-            "it out, and say what else it has by flags: --precision, --optimizer.rate …"
+            "it out, and say what else it has by flags: --precision, --optimizer.learning-rate …"
         )
 
 
-def run_of(settings: PlanSettings, default: Train, batch_size: int) -> Train:
+def run_of(settings: PlanSettings, default: TrainConfig, batch_size: int) -> TrainConfig:
     """Return the run whose layout is searched, with this global batch size."""
-    values = {f.name: getattr(settings, f.name) for f in fields(Train)}
-    return replace(Train(**{**values, "out": default.out}), batch=batch_size)
+    usual = TrainConfig()
+    values = {f.name: getattr(settings, f.name) for f in fields(TrainConfig)}
+    values |= {name: getattr(usual, name) for name in SEARCHED}
+    return TrainConfig(**{**values, "run_dir": default.run_dir, "global_batch_size": batch_size})
 
 
 def step_batch_size(settings: PlanSettings, unit: str, each: int) -> int:
@@ -175,20 +221,20 @@ def step_batch_size(settings: PlanSettings, unit: str, each: int) -> int:
         each: Number of units in an example.
     """
     if settings.tokens_per_step is None:
-        return settings.batch
+        return settings.global_batch_size
     if unit != "tokens":
         raise ValueError(
-            f"--tokens-per-step {settings.tokens_per_step}: the model is of {unit}. Say by --batch "
-            "how many a step takes."
+            f"--tokens-per-step {settings.tokens_per_step}: the model is of {unit}. Give "
+            "--global-batch-size, the number of them in a step."
         )
     tokens = parse_count(settings.tokens_per_step)
     batch_size, rest = divmod(tokens, each)
     if not rest:
         return batch_size
-    describe = lambda n: f"{n * each:,} ({n} row{'s' if n > 1 else ''})"
+    describe = lambda n: f"{n * each:,} ({n} example{'s' if n > 1 else ''})"
     low = [describe(batch_size)] if batch_size else []
     raise ValueError(
-        f"--tokens-per-step {settings.tokens_per_step}: {tokens:,} tokens are no whole rows of "
-        f"{each} "
-        f"(--model.length). The nearest that are: {' and '.join([*low, describe(batch_size + 1)])}."
+        f"--tokens-per-step {settings.tokens_per_step}: {tokens:,} tokens are no whole sequences "
+        f"of {each} (--model.seq-len). The nearest that are: "
+        f"{' and '.join([*low, describe(batch_size + 1)])}."
     )

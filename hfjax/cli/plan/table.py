@@ -16,7 +16,7 @@ from hfjax.analysis.targets import FRACTION
 from hfjax.planner.make_plan import PlanEntry, StepPlan, memory_share
 from hfjax.utils.tables import align, human
 
-LEGEND = "mesh, strategy, schedule, microbatches x rows, remat, offload (why not the first)"
+LEGEND = "mesh, strategy, schedule, microbatches x examples, remat, offload (reason)"
 # heading -> seconds of a step
 PARTS = {
     "step": lambda time: time.total,
@@ -65,9 +65,11 @@ class ByteScale:
 def heading(plan: StepPlan, report: Any) -> Iterator[str]:
     """Yield the lines above the table."""
     task, config = plan.scorer.base_run.task, plan.config
-    batch_text = f"{config.batch:,} {task.describe_example()}"
+    batch_text = f"{config.global_batch_size:,} {task.describe_example()}"
     if task.unit == "tokens":
-        batch_text = f"{config.batch * plan.scorer.length:,} tokens in a step ({batch_text})"
+        batch_text = (
+            f"{config.global_batch_size * plan.scorer.length:,} tokens in a step ({batch_text})"
+        )
     else:
         batch_text += " in a step"
     nodes = -(-plan.count // plan.machine.per_node)
@@ -77,9 +79,6 @@ def heading(plan: StepPlan, report: Any) -> Iterator[str]:
         f"precision {config.precision}"
     )
     yield f"a step may use {human(plan.memory)} of a device's {human(plan.machine.memory)}"
-    if not plan.entries:
-        yield "nothing searched, since --why says all; predicted by formulas"
-        return
     refused = f", {plan.refused:,} refused" if plan.refused else ""
     compiled = sum(entry.compiled is not None for entry in (*plan.entries, *plan.others))
     took = f"{plan.seconds:.0f} s"

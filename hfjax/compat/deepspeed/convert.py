@@ -15,9 +15,10 @@ from hfjax.compat.deepspeed.parallelism import (
     batch_sizes,
     mesh_sizes,
     microbatch_arguments,
+    parallelism_flags,
     parse_parallelism,
 )
-from hfjax.parallel.mesh import AXES, show_sizes
+from hfjax.parallel.mesh import show_sizes
 from hfjax.parallel.strategy import Strategy
 from hfjax.utils.keywords import is_int
 from hfjax.utils.read_files import brief
@@ -85,10 +86,11 @@ def from_deepspeed(
     mesh = mesh_sizes(config, parallelism, world)
     batch_size, num_microbatches = batch_sizes(config, world // parallelism.model_parallel_size)
     split_arguments = microbatch_arguments(parallelism, num_microbatches)
-    flags = {**parsed.flags, "batch": batch_size, "accumulate": split_arguments["accumulate"]}
-    flags |= {f"mesh.{axis}": mesh.get(axis, 1) for axis in AXES}
+    flags = {**parallelism_flags(parallelism, mesh), **parsed.flags}
+    flags |= {"global_batch_size": batch_size}
+    flags |= {"gradient_accumulation_steps": split_arguments["accumulate"]}
     if "schedule" in split_arguments:
-        flags |= {"pipeline.name": "1f1b", "pipeline.microbatches": num_microbatches}
+        flags |= {"pipeline.schedule": "1f1b", "pipeline.microbatches": num_microbatches}
     updates = parsed.updates
     return DeepSpeedSetup(
         parallelism.strategy,
@@ -112,14 +114,14 @@ class ParsedConfig(NamedTuple):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The equivalent flags of `hfjax train`."""
+        """The equivalent flags of `hfjax train`, except for those of the parallelism."""
         fields = self.execution
-        flags = {"strategy": "+".join(self.parallelism.names), "optimizer.clip": fields["clip"]}
-        flags |= {name: fields[name] for name in ("remat", "nonfinite") if name in fields}
+        flags = {"precision": precision_name(fields), "optimizer.max_grad_norm": fields["clip"]}
+        same = {"remat": "remat", "nonfinite": "on_nonfinite"}
+        flags |= {flag: fields[name] for name, flag in same.items() if name in fields}
         if "offload" in fields:
-            flags["offload"] = f"{fields['offload']:g}"
-        of_optimizer = {f"optimizer.{name}": x for name, x in self.updates.flags.items()}
-        return {**flags, "precision": precision_name(fields), **of_optimizer}
+            flags["offload.activations"] = f"{fields['offload']:g}"
+        return {**flags, **self.updates.flags}
 
 
 def parse_config(config: DeepSpeedConfig) -> ParsedConfig:

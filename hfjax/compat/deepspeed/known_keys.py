@@ -16,7 +16,7 @@ from hfjax.compat.deepspeed.key_entries import ignore, merge, refuse, take
 SCHEDULED = "XLA schedules the program: buckets, buffers and prefetching have no counterpart"
 LAYERS = "each layer is gathered before it is used, and dropped after"
 NVME = "only offload to NVMe uses it, which is not here"
-TOLD = "it only changes what is told; hfjax train has --log.every and --profile"
+TOLD = "it only changes what is told; hfjax train has --log.interval and --profile"
 CHECKPOINTS = "checkpoints are hfjax's own (docs/checkpoints.md): each restores on any mesh"
 DISABLED = "it only matters where the section is enabled"
 COMPRESSES = "it compresses gradients, which changes numbers: use Adam or Lamb"

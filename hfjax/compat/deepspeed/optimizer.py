@@ -37,8 +37,10 @@ def parse_updates(config: DeepSpeedConfig) -> Updates:
     if params is None:
         return Updates(None, rate, {} if rate is None else _rate_flags(config, {}))
     rate = optax.constant_schedule(params["lr"]) if rate is None else rate
-    flags = {"name": _flag_name(kind, params), "weight_decay": params["weight_decay"]}
-    flags |= {"own": None, "no_decay": None, **_rate_flags(config, params)}
+    own = {"name": _flag_name(kind, params), "weight_decay": params["weight_decay"]}
+    own |= {"factory": None, "no_decay": None}
+    flags = {f"optimizer.{name}": value for name, value in own.items()}
+    flags |= _rate_flags(config, params)
     return Updates(_make_optimizer(config, kind, params, rate), rate, flags)
 
 
@@ -161,15 +163,20 @@ def _rate_flags(config: DeepSpeedConfig, optimizer_params: Params) -> dict[str, 
     """Return the equivalent learning rate flags of hfjax train."""
     name = config.kind("scheduler")
     if name not in SCHEDULES:
-        return {"rate": optimizer_params["lr"], "warmup": 0, "hold": 0, "decay": "constant"}
+        constant = {"warmup_steps": 0, "stable_steps": 0, "type": "constant"}
+        return _learning_rate_flags(optimizer_params["lr"], constant)
     params, no_flag = _params(config, "scheduler", name), NoFlagText(f"as {name} does")
     peaks = (params.get(x) for x in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"))
     peak = next((peak for peak in peaks if peak is not None), optimizer_params.get("lr"))
-    warmup = params.get("warmup_num_steps", no_flag)
-    return {
-        "rate": peak,
-        "warmup": warmup,
-        "decay": DECAYS.get(name, no_flag),
-        "hold": no_flag,
-        "end": no_flag,
+    shape = {
+        "warmup_steps": params.get("warmup_num_steps", no_flag),
+        "type": DECAYS.get(name, no_flag),
+        "stable_steps": no_flag,
+        "final_fraction": no_flag,
     }
+    return _learning_rate_flags(peak, shape)
+
+
+def _learning_rate_flags(peak: Any, shape: dict[str, Any]) -> dict[str, Any]:
+    schedule_flags = {f"lr_schedule.{name}": value for name, value in shape.items()}
+    return {"optimizer.learning_rate": peak, **schedule_flags}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from hfjax.compat.deepspeed.config_file import DeepSpeedConfig
 from hfjax.compat.deepspeed.key_entries import is_section
 from hfjax.parallel import strategy as strategies
+from hfjax.parallel.mesh import AXES
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import Strategy
 from hfjax.utils.keywords import is_int
@@ -165,7 +166,7 @@ def mesh_sizes(config: DeepSpeedConfig, parallelism: Parallelism, world: int) ->
     needed = parallelism.model_parallel_size * math.lcm(parallelism.expert, group)
     if world % needed:
         raise config.error(
-            f"{world} devices do not divide by {needed}: {'+'.join(parallelism.names)} has "
+            f"{world} devices do not divide by {needed}: {parallelism.strategy.name} has "
             f"tensor={parallelism.tensor}, pipe={parallelism.pipe}, expert={parallelism.expert}, "
             f"groups of {group}. "
             "Change these sizes, or the number of devices."
@@ -177,6 +178,24 @@ def mesh_sizes(config: DeepSpeedConfig, parallelism: Parallelism, world: int) ->
     axis_sizes |= {"expert": parallelism.expert, "tensor": parallelism.tensor}
     main = "fsdp" if is_fsdp else "data"
     return {axis: size for axis, size in axis_sizes.items() if size > 1 or axis == main}
+
+
+def parallelism_flags(parallelism: Parallelism, mesh: dict[str, int]) -> dict[str, Any]:
+    """Return the flags of hfjax train for a strategy on a mesh.
+
+    >>> flags = parallelism_flags(Parallelism(("zero1", "tensor"), 2, 1, 1, 0, {}), {"tensor": 2})
+    >>> flags["zero"], flags["sequence_parallel"], flags["mesh.tensor"]
+    (1, False, 2)
+    """
+    first, sizes = parallelism.names[0], {axis: mesh.get(axis, 1) for axis in AXES}
+    zero = {"zero1": 1, "zero2": 2}.get(first)
+    if first == "fsdp" and sizes["fsdp"] == 1 < sizes["expert"]:  # no size of fsdp says it
+        zero = 3
+    flags: dict[str, Any] = {"strategy": None, "zero": zero}
+    flags |= {"sequence_parallel": False} if parallelism.tensor > 1 else {}
+    for place in ("optimizer", "parameters"):
+        flags[f"offload.{place}"] = f"host_{place}" in parallelism.names
+    return flags | {f"mesh.{axis}": size for axis, size in sizes.items()}
 
 
 def batch_sizes(config: DeepSpeedConfig, num_shards: int) -> tuple[int, int]:

@@ -145,7 +145,7 @@ def _decode_error(path: Path, error: Exception) -> Exception:
     return DamagedImageError(
         f"{quote(path)} does not decode: {message or type(error).__name__}. Copy it again, or "
         "take it "
-        "out; broken='skip' (--data.broken skip) takes the next image instead."
+        "out; broken='skip' (--data.on-broken-image skip) takes the next image instead."
     )
 
 

@@ -25,7 +25,7 @@ import hfjax
 from hfjax.analysis.targets import can_compile_for_gpus, how_to_install
 from hfjax.planner.programs.compile_step import CompiledTransfer, ProgramStats
 from hfjax.trainer import config_io
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
 from hfjax.utils.atomic import atomic_file
 from hfjax.utils.version import version
 from hfjax.utils.write_files import user_cache
@@ -34,7 +34,7 @@ COMMAND = (sys.executable, "-m", "hfjax.planner.programs.compile_step")
 LIMIT, LIMIT_OF_PIPELINES = 60.0, 240.0  # seconds; quick ones take a quarter of it, or half
 # Fields of a run that its program does not depend on, or only in the values of constants.
 NOT_OF_PROGRAM = (
-    *("out", "steps", "seed", "checkpoints", "log", "timeout", "init_timeout"),
+    *("run_dir", "steps", "seed", "checkpoint", "eval", "log", "watchdog_timeout", "init_timeout"),
     *config_io.MACHINE_FIELDS,
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
@@ -49,7 +49,7 @@ class CompileFailure:
 
 
 def compile_candidate(
-    config: Train,
+    config: TrainConfig,
     gpu: str = "h200",
     count: int = 8,
     vocab: int | None = None,
@@ -152,21 +152,21 @@ def _last_line(file: IO[bytes]) -> str:
 # -- the cache ----------------------------------------------------------------------------
 
 
-def _settings(config: Train) -> dict[str, Any]:
+def _settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that a configuration's program depends on, as JSON has them."""
-    run = Train(**{f.name: getattr(config, f.name) for f in fields(Train)})
+    run = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
     plain = config_io.to_plain(config_io.with_absolute_paths(run))
     return {name: value for name, value in plain.items() if name not in NOT_OF_PROGRAM}
 
 
-def _is_known(config: Train, vocab: int | None) -> bool:
+def _is_known(config: TrainConfig, vocab: int | None) -> bool:
     """Return whether settings alone determine the program: no file, data or code does."""
     named = (config.model.pretrained, config.deepspeed, *config_io.code_flags(config))
     return vocab is not None and not any(named)
 
 
-def _is_pipeline(config: Train) -> bool:
-    return config.mesh.pipe not in (None, 1) or "pipe" in config.strategy.lower()
+def _is_pipeline(config: TrainConfig) -> bool:
+    return config.mesh.is_on("pipe")
 
 
 def _cache_key(request: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from hfjax.planner.programs.live_bytes import live_bytes, temporaries_at_depth
 from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
 from hfjax.trainer import config_io
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
 from hfjax.utils.tables import count_equal
 
 # Up to four layers are scheduled differently, and DDP's gradient reductions are combined
@@ -80,7 +80,7 @@ class ProgramStats:
 
 
 def compile_step(
-    config: Train, gpu: str, count: int, vocab: int | None = None, kernels: Path | None = None
+    config: TrainConfig, gpu: str, count: int, vocab: int | None = None, kernels: Path | None = None
 ) -> ProgramStats:
     """Return statistics of a configuration's program, compiled in this process.
 
@@ -94,7 +94,7 @@ def compile_step(
     began = time.perf_counter()
     devices = target_devices(gpu, count)
     plan = lambda config: PlannedRun(config, devices, vocab, attention=fused_attention)
-    at = lambda layers: plan(replace(config, model=replace(config.model, layers=layers)))
+    at = lambda layers: plan(replace(config, model=replace(config.model, num_layers=layers)))
     run = plan(config)
     layers = layers_without_loop(run)
     if layers is None or layers <= 2 * DEPTHS[1]:  # which takes no longer
@@ -110,7 +110,7 @@ def layers_without_loop(run: PlannedRun) -> int | None:
     None: they loop, or run in a pipeline, or the model is no preset, whose layers are alike.
     """
     model, engine = run.config.model, run.step.engine
-    preset = model.own is None and model.pretrained is None and run.task.unit == "tokens"
+    preset = model.factory is None and model.pretrained is None and run.task.unit == "tokens"
     if not preset or not isinstance(engine, AutodiffEngine) or not engine.context.is_layer_stack:
         return None
     layers = engine.context.template.num_layers
@@ -241,7 +241,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # the devices that it compiles for are not here
     kernels = request["kernels"] and Path(request["kernels"])
     try:
-        config = config_io.parse_dataclass(Train, request["settings"], "settings")
+        config = config_io.parse_dataclass(TrainConfig, request["settings"], "settings")
         stats = compile_step(config, request["gpu"], request["count"], request["vocab"], kernels)
     except Exception as wrong:  # of the settings, the model or the compiler
         print(f"{type(wrong).__name__}: {' '.join(str(wrong).split())}", file=sys.stderr)

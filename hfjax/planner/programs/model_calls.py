@@ -40,7 +40,7 @@ def calls_of(run: PlannedRun) -> ModelCalls:
     if run.task.unit != "tokens":
         return ModelCalls()
     context = run.step.engine.context
-    ops, batch_size = context.trace.ops, run.config.batch
+    ops, batch_size = context.trace.ops, run.config.global_batch_size
     common_ops = replace(ops.inputs, mixtures=[])
     probe = partial(
         record_attention_calls, ContextParallelOps(common_ops, ops.kernels, ContextParallel())

@@ -30,7 +30,7 @@ from hfjax.planner.programs.program_costs import (
     total_of,
 )
 from hfjax.planner.programs.read_program import Operand, Operation, Share, StepProgram, read_step
-from hfjax.trainer.config import Mesh, Train
+from hfjax.trainer.config import MeshConfig, OffloadConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class ModelProfile:
 
 
 def profile_of(
-    config: Train,
+    config: TrainConfig,
     vocab: int | None,
     gpu: str | None,
     attention: Callable | None = fused_attention,
@@ -182,14 +182,19 @@ def profile_of(
     It is traced on one device: the axis sizes of its mesh, its batch and its strategy do not count.
     `attention` replaces the model's own; None: its own is read, as CPUs run it.
     """
-    single_device = {"mesh": Mesh(), "accumulate": 1, "offload": None, "split_rows": 1}
-    base = replace(config, strategy="ddp", kernels="auto", reduction="flat", **single_device)
+    single_device: dict[str, Any] = {
+        **{"mesh": MeshConfig(), "zero": None, "strategy": None, "offload": OffloadConfig()},
+        **{"gradient_accumulation_steps": 1, "tensor_overlap_chunks": 1},
+    }
+    base = replace(config, kernels="auto", gradient_reduction="flat", **single_device)
     devices = jax.devices()[:1]
     if gpu is not None and can_compile_for_gpus():
         devices = target_devices(gpu, 1)
     traces, run = [], None
     for batch_size in (2, 3):
-        run = PlannedRun(replace(base, batch=batch_size), devices, vocab, attention=attention)
+        run = PlannedRun(
+            replace(base, global_batch_size=batch_size), devices, vocab, attention=attention
+        )
         execution = {**run.execution, "unroll": 1, "schedule": None}
         step = hfjax.train_step(run.layout, run.model.loss, **execution)
         traces.append(run.trace(step))

@@ -24,7 +24,7 @@ from hfjax.models.vision.losses import (
 )
 from hfjax.models.vision.preset_table import PRESETS
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
-from hfjax.trainer.config import Data, Model, Train
+from hfjax.trainer.config import DataConfig, ModelConfig, TrainConfig
 from hfjax.trainer.config_io import load_function
 from hfjax.trainer.model import load_loss
 from hfjax.trainer.sampling import mean_loss
@@ -38,8 +38,8 @@ CLASSES, MASKS = "classes", "masks"
 SIZES = {CLASSES: 224, MASKS: 513}  # default image sizes
 SMALL_SIZE = 32  # the same for models with a stem for small images
 TEXT_OPTS = (
-    *("length", "layers", "heads", "embed", "kv_heads", "mlp", "head"),
-    *("experts", "top_k", "capacity", "stored"),
+    *("seq_len", "num_layers", "num_heads", "hidden_size", "num_kv_heads", "intermediate_size"),
+    *("head_dim", "num_experts", "top_k", "capacity_factor"),
 )
 TOKEN_OPTS = ("weights", "packing")
 
@@ -106,7 +106,7 @@ class ImageTask:
         config: The configuration.
     """
 
-    config: Train
+    config: TrainConfig
     unit = "images"
     units_per_example = 1
 
@@ -115,7 +115,7 @@ class ImageTask:
 
     @property
     def _preset(self) -> VisionConfig | None:
-        return None if self.config.model.own else PRESETS[self.config.model.preset]
+        return None if self.config.model.factory else PRESETS[self.config.model.preset]
 
     @cached_property
     def kind(self) -> str:
@@ -134,7 +134,7 @@ class ImageTask:
                 "trained on one folder: of classes (photos/cat/1.jpg), or images/ and masks/."
             )
         train_folder = split_folder(Path(folders[0]), "train")
-        masks = self.config.model.classes if has_masks(train_folder) else None
+        masks = self.config.model.num_classes if has_masks(train_folder) else None
         image_set = ImageSet(folders[0], part="train", classes=masks)
         self._check_kind(image_set)
         return image_set
@@ -159,9 +159,9 @@ class ImageTask:
         opts, size = self.config.model, self._size
         loss = load_loss(opts) or self._default_loss
         has_user_loss = opts.loss is not None
-        if opts.own is not None:
+        if opts.factory is not None:
             init = _user_model(opts, self.classes, size)
-            return ImageModel(opts.own, init, loss, size, self.classes, None, has_user_loss)
+            return ImageModel(opts.factory, init, loss, size, self.classes, None, has_user_loss)
         shape = self._shape(size)
         return ImageModel(
             opts.preset, model_factory(shape), loss, size, shape.classes, shape, has_user_loss
@@ -169,10 +169,12 @@ class ImageTask:
 
     @property
     def _default_loss(self) -> Callable:
-        smoothing = self.config.model.smoothing
+        smoothing = self.config.model.label_smoothing
         if self.kind == MASKS:
             if smoothing:
-                raise ValueError(f"--model.smoothing {smoothing}: it is of classes, not of masks.")
+                raise ValueError(
+                    f"--model.label-smoothing {smoothing}: it is of classes, not of masks."
+                )
             return segmentation_loss
         if not smoothing:
             return classification_loss
@@ -181,20 +183,20 @@ class ImageTask:
     @property
     def classes(self) -> int:
         """The number of classes."""
-        count, preset = self.config.model.classes, self._preset
+        count, preset = self.config.model.num_classes, self._preset
         if self.config.data.train:
             least = len(self.images.classes)
             if count is not None and count < least:
                 raise ValueError(
-                    f"--model.classes {count}: {quote(self.images.directory)} has {least} classes. "
-                    f"Give {least} or more, or leave the flag out."
+                    f"--model.num-classes {count}: {quote(self.images.directory)} has {least} "
+                    f"classes. Give {least} or more, or leave the flag out."
                 )
             return count or least
         return count or (1000 if preset is None else preset.classes)
 
     @property
     def _size(self) -> int:
-        preset, requested = self._preset, self.config.data.size
+        preset, requested = self._preset, self.config.data.image_size
         if isinstance(preset, vit.ViTConfig):
             return requested or preset.image
         small = getattr(preset, "stem", None) == "small"
@@ -205,12 +207,11 @@ class ImageTask:
         opts, preset = self.config.model, self._preset
         assert preset is not None
         changes: dict[str, Any] = {"classes": self.classes}
-        norm = "frozen" if opts.frozen_norms else "group" if opts.group_norms else None
+        norm = "frozen" if opts.freeze_batch_norm else "group" if opts.group_norm else None
         if norm is not None:
             if not isinstance(preset, ConvNetConfig):
-                raise ValueError(
-                    f"--model.{norm}-norms: {opts.preset} has no BatchNorm. Leave it out."
-                )
+                flag = "freeze-batch-norm" if norm == "frozen" else "group-norm"
+                raise ValueError(f"--model.{flag}: {opts.preset} has no BatchNorm. Leave it out.")
             changes["norm"] = norm
         changes |= _dropout_rates(opts, preset)
         if isinstance(preset, vit.ViTConfig):
@@ -242,7 +243,7 @@ class ImageTask:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of a batch."""
-        batch_size, size = self.config.batch, self._size
+        batch_size, size = self.config.global_batch_size, self._size
         label = (batch_size,) if self.kind == CLASSES else (batch_size, size, size)
         return {
             "image": jax.ShapeDtypeStruct((batch_size, size, size, 3), jnp.uint8),
@@ -281,11 +282,11 @@ class ImageTask:
         """Return the training batches."""
         data = self.config.data
         colours = {name: getattr(data, name) for name in ("flip", *COLOURS)}
-        augment = Augment(scale=data.scale, **colours)
-        if self.kind == CLASSES and data.scale is not None and data.scale[1] > 1:
+        augment = Augment(scale=data.crop_scale, **colours)
+        if self.kind == CLASSES and data.crop_scale is not None and data.crop_scale[1] > 1:
             raise ValueError(
-                f"--data.scale {data.scale[0]} {data.scale[1]}: of classes it is the part of the "
-                "area that is cut out, from above 0 to 1."
+                f"--data.crop-scale {data.crop_scale[0]} {data.crop_scale[1]}: of "
+                "classes it is the part of the area that is cut out, from above 0 to 1."
             )
         fields: Any = {"augment": augment, "epochs": data.epochs, "seed": self.config.seed}
         return self._make_loader(local_slice, self.images, train=True, **fields)
@@ -303,8 +304,10 @@ class ImageTask:
         return self._make_loader(local_slice, valid, train=False, epochs=1, pad_last=True)
 
     def _make_loader(self, local_slice: Callable, data: ImageSet, **fields: Any) -> ImageLoader:
-        batch = self.config.batch
-        loader = ImageLoader(data, batch, self._size, broken=self.config.data.broken, **fields)
+        batch = self.config.global_batch_size
+        loader = ImageLoader(
+            data, batch, self._size, broken=self.config.data.on_broken_image, **fields
+        )
         loader.check(self.model.classes)
         loader.mine = local_slice(batch)
         return loader
@@ -347,7 +350,9 @@ class ImageTask:
         numbers = {f"valid_{name}": mean(name) for name in known}
         if "confusion" not in metrics[0]:
             return ImageScores(loss, count, unit, numbers)
-        counts = sum(confusion_counts(m["confusion"], self.config.batch) for m in metrics)
+        counts = sum(
+            confusion_counts(m["confusion"], self.config.global_batch_size) for m in metrics
+        )
         iou = intersection_over_union(np.asarray(counts, np.int64))
         present = [x for x in iou if x is not None]
         numbers["valid_iou"] = float(np.mean(present)) if present else 0.0
@@ -355,7 +360,7 @@ class ImageTask:
         return ImageScores(loss, count, unit, numbers, dict(zip(names, iou, strict=True)))
 
 
-def _dropout_rates(opts: Model, preset: VisionConfig) -> dict[str, float]:
+def _dropout_rates(opts: ModelConfig, preset: VisionConfig) -> dict[str, float]:
     """Return the requested dropout rates; refuse those that the preset does not have."""
     rates = {}
     for name in RATES:
@@ -383,20 +388,20 @@ def intersection_over_union(counts: np.ndarray) -> list[float | None]:
     return [float(r / u) if u else None for r, u in zip(right, union, strict=True)]
 
 
-def _user_model(opts: Model, classes: int, size: int) -> Callable:
-    make = load_function(str(opts.own), "--model.own")
+def _user_model(opts: ModelConfig, classes: int, size: int) -> Callable:
+    make = load_function(str(opts.factory), "--model.factory")
     if len(inspect.signature(make).parameters) != 2:
         raise ValueError(
-            f"--model.own {opts.own}: a function of (classes, size) is expected, since the data "
-            f"are images, which returns model_init(rngs); found {inspect.signature(make)}."
+            f"--model.factory {opts.factory}: a function of (classes, size) is expected, since the "
+            f"data are images, which returns model_init(rngs); found {inspect.signature(make)}."
         )
     return make(classes, size)
 
 
-def _check_flags(config: Train) -> None:
+def _check_flags(config: TrainConfig) -> None:
     """Refuse text flags for an image model."""
-    defaults: Any = (Model(), Data())
-    of = f"{config.model.own or config.model.preset} is a model of images"
+    defaults: Any = (ModelConfig(), DataConfig())
+    of = f"{config.model.factory or config.model.preset} is a model of images"
     for settings, plain, prefix, names in (
         (config.model, defaults[0], "model", TEXT_OPTS),
         (config.data, defaults[1], "data", TOKEN_OPTS),
@@ -405,10 +410,12 @@ def _check_flags(config: Train) -> None:
             if (value := getattr(settings, name)) != getattr(plain, name):
                 flag = f"--{prefix}.{name.replace('_', '-')}"
                 raise ValueError(f"{flag} {brief(value)}: {of}. Leave it out.")
-    if config.model.weights is not None and config.model.own is not None:
-        raise ValueError("--model.weights is of presets: load the weights in --model.own yourself.")
-    if config.model.frozen_norms and config.model.group_norms:
-        raise ValueError("--model.frozen-norms and --model.group-norms: give one of the two.")
+    if config.model.weights is not None and config.model.factory is not None:
+        raise ValueError(
+            "--model.weights is of presets: load the weights in --model.factory yourself."
+        )
+    if config.model.freeze_batch_norm and config.model.group_norm:
+        raise ValueError("--model.freeze-batch-norm and --model.group-norm: give one of the two.")
     _check_combinations(config)
     if config.model.new_head and config.model.weights is None:
         raise ValueError("--model.new-head goes with --model.weights FILE: a head is new anyway.")
@@ -417,33 +424,33 @@ def _check_flags(config: Train) -> None:
 RATES = ("dropout", "auxiliary_dropout")
 
 
-def _check_combinations(config: Train) -> None:
+def _check_combinations(config: TrainConfig) -> None:
     """Refuse flags that have no effect beside others."""
-    opts, start = config.model, config.checkpoints.start
-    norms = [name for name in ("frozen_norms", "group_norms") if getattr(opts, name)]
+    opts, start = config.model, config.checkpoint.init_from
+    norms = [name for name in ("freeze_batch_norm", "group_norm") if getattr(opts, name)]
     flags = [*norms, *(name for name in RATES if getattr(opts, name) is not None)]
-    if opts.own is not None and flags:
+    if opts.factory is not None and flags:
         raise ValueError(
-            f"--model.{flags[0].replace('_', '-')} is of presets, and --model.own {opts.own} is "
-            "none: say it there."
+            f"--model.{flags[0].replace('_', '-')} is of presets, and --model.factory "
+            f"{opts.factory} is none: say it there."
         )
-    if opts.smoothing and opts.loss is not None:
-        raise ValueError(f"--model.smoothing beside --model.loss {opts.loss}: say it there.")
+    if opts.label_smoothing and opts.loss is not None:
+        raise ValueError(f"--model.label-smoothing beside --model.loss {opts.loss}: say it there.")
     if opts.weights is not None and start is not None:
         raise ValueError(
-            f"--model.weights {opts.weights} beside --checkpoints.start {start}: a run begins "
+            f"--model.weights {opts.weights} beside --checkpoint.init-from {start}: a run begins "
             "with one of the two. Leave the other out."
         )
-    if opts.frozen_norms and opts.weights is None and start is None:
+    if opts.freeze_batch_norm and opts.weights is None and start is None:
         raise ValueError(
-            "--model.frozen-norms keeps norms as weights have them, and none are given: add "
-            "--model.weights FILE or --checkpoints.start RUN, or take --model.group-norms."
+            "--model.freeze-batch-norm keeps norms as weights have them, and none are given: add "
+            "--model.weights FILE or --checkpoint.init-from RUN, or take --model.group-norm."
         )
 
 
-def is_image_task(config: Train) -> bool:
+def is_image_task(config: TrainConfig) -> bool:
     """Return whether a configuration is of images: by its preset, or its own model's data."""
-    if config.model.own is None:
+    if config.model.factory is None:
         return config.model.pretrained is None and config.model.preset in PRESETS
     return bool(config.data.train) and contains_images(Path(config.data.train[0]))
 
@@ -451,23 +458,23 @@ def is_image_task(config: Train) -> bool:
 # Flags that only images use: fields of Model and Data.
 IMAGE_OPTS: Mapping[str, tuple[str, ...]] = {
     "model": (
-        *("weights", "new_head", "frozen_norms", "group_norms", "classes", "smoothing"),
-        "auxiliary_dropout",
+        *("weights", "new_head", "freeze_batch_norm", "group_norm", "num_classes"),
+        *("label_smoothing", "auxiliary_dropout"),
     ),
-    "data": ("size", "broken", "scale", "flip", *COLOURS),
+    "data": ("image_size", "on_broken_image", "crop_scale", "flip", *COLOURS),
 }
 
 
-def check_text_only(config: Train) -> None:
+def check_text_only(config: TrainConfig) -> None:
     """Refuse image flags and image data for a text model."""
-    plain = asdict(Train())
+    plain = asdict(TrainConfig())
     for prefix, names in IMAGE_OPTS.items():
         for name in names:
             if (value := getattr(getattr(config, prefix), name)) != plain[prefix][name]:
                 raise ValueError(
                     f"--{prefix}.{name.replace('_', '-')} {brief(value)}: it is of images, and "
-                    f"{config.model.own or config.model.preset} is a model of text. Leave it out, "
-                    f"or choose one of {', '.join(PRESETS)}."
+                    f"{config.model.factory or config.model.preset} is a model of text. Leave it "
+                    f"out, or choose one of {', '.join(PRESETS)}."
                 )
     value = config.data.train
     if value and contains_images(Path(value[0])):

@@ -15,7 +15,7 @@ from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.token_dataset import SPLITS, check_same_tokenizer, check_tokenizer
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.mesh import EXPERTS
-from hfjax.trainer.config import Train
+from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.model import ROUND_TO, ModelChoice, choose_model
 from hfjax.trainer.pretrained_model import (
     MAX_FINETUNING_RATE,
@@ -41,7 +41,7 @@ class TextTask:
         vocab: The vocabulary size. None: that of the data.
     """
 
-    config: Train
+    config: TrainConfig
     pretrained: Pretrained | None = None
     vocab: int | None = None
     unit = "tokens"
@@ -69,7 +69,7 @@ class TextTask:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of a batch of token sequences."""
-        batch_size, length = self.config.batch, self.model.length
+        batch_size, length = self.config.global_batch_size, self.model.length
         batch = {"tokens": jax.ShapeDtypeStruct((batch_size, length + 1), jnp.int32)}
         if self.config.data.packing == "documents":
             batch["documents"] = jax.ShapeDtypeStruct((batch_size, length + 1), jnp.int32)
@@ -84,7 +84,10 @@ class TextTask:
         """Return the lines to print before training, about a folder's model."""
         if self.pretrained is None:
             return []
-        lines, rate = [length_note(self.pretrained, self.model.length)], self.config.optimizer.rate
+        lines, rate = (
+            [length_note(self.pretrained, self.model.length)],
+            self.config.optimizer.learning_rate,
+        )
         by_file = self.config.deepspeed is not None
         return lines if by_file or rate < MAX_FINETUNING_RATE else [*lines, rate_warning(rate)]
 
@@ -96,8 +99,8 @@ class TextTask:
         if model is None:
             return None
         state, note = init_from_folder(model, layout, seed, schedule)
-        lost = "without --optimizer.master, updates that bfloat16 rounds away are lost"
-        loses = model.stored == "bfloat16" and not self.config.optimizer.master
+        lost = "without --master-weights, updates that bfloat16 rounds away are lost"
+        loses = model.stored == "bfloat16" and not self.config.master_weights
         return state, [note, lost] if loses else [note]
 
     # -- data -----------------------------------------------------------------------------
@@ -167,13 +170,13 @@ class TextTask:
         return self._make_loader(local_slice, tokens, shuffle=False, epochs=1, pad_last=True)
 
     def _make_loader(self, local_slice: Callable, data: Any, **fields: Any) -> Loader:
-        batch, packing = self.config.batch, self.config.data.packing
+        batch, packing = self.config.global_batch_size, self.config.data.packing
         loader = Loader(data, batch, self.model.length, packing=packing, **fields)
         loader.check(self.model.vocab, self.model.max_length)
         if batch > max(loader.rows_per_epoch, MAX_PADDED_BATCH):
             raise ValueError(
                 f"a batch of {batch} rows: the data to validate on has {loader.rows_per_epoch} "
-                f"rows of {loader.length} tokens. Lower --batch."
+                f"rows of {loader.length} tokens. Lower --global-batch-size."
             )
         loader.mine = local_slice(batch)  # only once the batch is accepted
         return loader
