@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from hfjax.cli.draw_timeline import check_ending
 from hfjax.planner.make_plan import MAX_ENTRIES
 from hfjax.trainer import config_io
-from hfjax.trainer.config import TrainConfig, check_bounds, pretrained_conflict
+from hfjax.trainer.config import MOST, TrainConfig, check_bounds, pretrained_conflict
 from hfjax.utils.tables import parse_bytes, quote
 
 # Settings of the layout: they are searched, and flags of them describe one layout to compare.
@@ -63,6 +63,8 @@ class PlanSettings(TrainConfig):
     hidden: ClassVar[tuple[str, ...]] = (*COUNTED, "deepspeed", "run_dir", "context", "strategy")
 
     def __post_init__(self):
+        if self.tokens_per_step is not None:  # sets the batch, once sequences have a length
+            object.__setattr__(self, "global_batch_size", MOST)
         super().__post_init__()
         check_bounds(self, "", count=1, vocab=1, compile=0)
         check_bounds(self, "", MAX_ENTRIES, top=1)
@@ -85,10 +87,6 @@ class PlanSettings(TrainConfig):
             )
         if self.picture is not None:
             check_ending(self.picture)
-
-    def _check_microbatches(self) -> None:
-        if self.tokens_per_step is None:  # which says the batch, by the length of sequences
-            super()._check_microbatches()
 
     def _check_memory(self, size: int) -> None:
         """Refuse what no GPU has: a number of bytes without its unit, or far too many."""
