@@ -155,7 +155,7 @@ def hfjax_runner(config: GPTConfig | MoEConfig, name: str) -> Runner:
     model, optimizer = lambda rngs: module(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = hfjax.layout(model, optimizer, hfjax.make_mesh(devices=devices, **sizes), strategy)
-    step = hfjax.train_step(layout, loss, clip=1.0, **execution)
+    step = hfjax.train_step(layout, loss, max_grad_norm=1.0, **execution)
 
     def run(state, batch):
         state, metrics = step(state, batch)

@@ -148,7 +148,7 @@ class Case:
     mesh: Mapping[str, int]
     rows: int  # of a microbatch, on each device or group of devices that shares rows
     length: int  # tokens in a row; of an image: its side
-    execution: Mapping[str, Any] = field(default_factory=dict)  # beside bf16 and clip=1
+    execution: Mapping[str, Any] = field(default_factory=dict)  # beside bf16 and max_grad_norm=1
     config: Mapping[str, Any] = field(default_factory=dict)  # what the model has otherwise
     fewer: int = 0  # layers of a second program; the row is then of one layer, by the difference
 
@@ -169,7 +169,7 @@ def schedules(microbatches: int, chunks: int, *names: str) -> dict[str, dict[str
 
 
 PRESETS = {name: {"compiler_options": name} for name in ("default", "overlap", "overlap_two")}
-DOTS, FULL, UNCLIPPED = {"remat": "dots"}, {"remat": "full"}, {"clip": None}
+DOTS, FULL, UNCLIPPED = {"remat": "dots"}, {"remat": "full"}, {"max_grad_norm": None}
 REMAT = {"remat=none": {}, "remat=dots": DOTS, "remat=full": FULL}
 LOOP = {"in a loop": {"unroll": 1}, "in no loop": {"unroll": True}}
 RINGS = {"all_gather_matmul": "reference", "matmul_reduce_scatter": "reference", "*": "xla"}
@@ -221,7 +221,7 @@ CASES: dict[str, Case] = {
         {
             "whole": PRESETS["default"],
             "rings": PRESETS["default"] | {"kernels": RINGS},
-            "halves": {"split_rows": 2},
+            "halves": {"tensor_overlap_chunks": 2},
         },
     ),
     # Pipelines: what stages send, and sums of gradients over data.
@@ -301,7 +301,7 @@ def lowered(case: Case, config: Mapping[str, Any]) -> jax.stages.Lowered:
     mesh = hfjax.make_mesh(devices=devices, **case.mesh)
     init = lambda rngs: model.module(shape, rngs=rngs)
     layout = hfjax.layout(init, model.optimizer, mesh, case.strategy)
-    execution = {"precision": "bf16", "clip": 1.0, **case.execution}
+    execution = {"precision": "bf16", "max_grad_norm": 1.0, **case.execution}
     schedule = execution.get("schedule")
     rows = case.rows * batch_devices(mesh) * (schedule.microbatches if schedule else 1)
     return hfjax.train_step(layout, model.loss, **execution).lower(batch_of(case, rows))

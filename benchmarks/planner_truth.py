@@ -5,7 +5,8 @@
 Nothing is compiled, and no constant is fitted on a row that it is judged by: those of the H100 are
 its ceilings (a copy, one product, cuDNN's own times), all else is in hfjax/hardware. The rows of
 others are laid out as they were published; where hfjax has no such setting, what stands for it is
-said. Theirs overlap tensor's transfers with products, which hfjax does by split_rows only.
+said. Theirs overlap tensor's transfers with matmuls, which hfjax does by tensor_overlap_chunks
+only.
 """
 
 import os
@@ -138,7 +139,7 @@ REAL = (
             L8,
             LLAMA3,
             H100,
-            row("zero1", 32 * n, {"accumulate": 32}, data=n, context=2),
+            row("zero1", 32 * n, {"gradient_accumulation_steps": 32}, data=n, context=2),
             seconds,
             True,
         )
@@ -186,7 +187,14 @@ REAL = (
         replace(L405, num_layers=7),
         LLAMA3,
         H100,
-        row("zero1", 126, {"accumulate": 63, **SEQUENCE}, data=2, context=2, tensor=8),
+        row(
+            "zero1",
+            126,
+            {"gradient_accumulation_steps": 63, **SEQUENCE},
+            data=2,
+            context=2,
+            tensor=8,
+        ),
         9.0,
         True,
     ),
@@ -207,7 +215,7 @@ REAL = (
         L70,
         LLAMA3,
         H100,
-        row("fsdp", 128, {"accumulate": 4, **FULL}, fsdp=32, context=2),
+        row("fsdp", 128, {"gradient_accumulation_steps": 4, **FULL}, fsdp=32, context=2),
         18.9,
         True,
     ),
@@ -217,7 +225,7 @@ REAL = (
         MIXTRAL,
         32000,
         H200,
-        row("zero1", 1024, {"accumulate": 2}, data=32, expert=8),
+        row("zero1", 1024, {"gradient_accumulation_steps": 2}, data=32, expert=8),
         2.740,
         False,
         "microbatches of 2 rows",

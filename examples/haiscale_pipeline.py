@@ -32,11 +32,11 @@ def main() -> None:
     pipe = hfjax.compat.PipeDream(parts, microbatches=8, mesh=hfjax.make_mesh(pipe=2, data=2))
     print(parts, pipe, sep="\n")
     optimizer = optax.adam(3e-3)
-    moments = optimizer.init(pipe.parameters)
+    opt_state = optimizer.init(pipe.parameters)
     x = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
     for step in range(60):
         losses, _ = pipe.forward_backward(x, criterion=squares, labels=(np.sin(2 * x),))
-        updates, moments = optimizer.update(pipe.gradients, moments, pipe.parameters)
+        updates, opt_state = optimizer.update(pipe.gradients, opt_state, pipe.parameters)
         pipe.parameters = optax.apply_updates(pipe.parameters, updates)
         if step % 20 == 19:
             print(f"step {step + 1}: loss {losses.mean():.4f}, {len(losses)} microbatches")

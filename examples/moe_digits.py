@@ -73,7 +73,10 @@ def main() -> float:
     strategy = hfjax.ZERO2 | hfjax.EXPERT | hfjax.HOST_OPTIMIZER
     optimizer = optax.adam(hfjax.lr_schedule(3e-3, warmup=20, decay="constant", shape="log"))
     layout = hfjax.layout(lambda rngs: Digits(rngs=rngs), optimizer, mesh, strategy)
-    step, evaluate = hfjax.train_step(layout, loss, clip=1.0), hfjax.eval_step(layout, loss)
+    step, evaluate = (
+        hfjax.train_step(layout, loss, max_grad_norm=1.0),
+        hfjax.eval_step(layout, loss),
+    )
     state = hfjax.init(layout)
     for number, batch in enumerate(islice(batches, STEPS), 1):
         state, metrics = step(state, batch)

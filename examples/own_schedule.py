@@ -34,7 +34,7 @@ def main() -> None:
     layout = hfjax.layout(init, optax.adamw(1e-3), hfjax.make_mesh(pipe=4), hfjax.PIPE)
     step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
     state = hfjax.init(layout, seed=0, schedule=schedule)
-    data = Loader(standard_library() / "train", rows=16, length=64)
+    data = Loader(standard_library() / "train", batch_size=16, seq_len=64)
     for number, batch in zip(range(20), data, strict=False):
         state, metrics = step(state, batch)
         if number % 5 == 4:

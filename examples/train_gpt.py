@@ -25,10 +25,12 @@ def main(names: str = "FSDP|TENSOR") -> None:
     init = lambda rngs: GPT(GPTConfig.tiny(dropout=0.1), rngs=rngs)
     layout = hfjax.layout(init, optax.adamw(1e-3), mesh, strategy)
     print(layout)
-    step = hfjax.train_step(layout, next_token_loss, accumulate=2, clip=1.0)
+    step = hfjax.train_step(
+        layout, next_token_loss, gradient_accumulation_steps=2, max_grad_norm=1.0
+    )
     evaluate = hfjax.eval_step(layout, next_token_loss)
     state = hfjax.init(layout, seed=0)
-    data = Loader(standard_library() / "train", rows=16, length=64)
+    data = Loader(standard_library() / "train", batch_size=16, seq_len=64)
     for number in range(30):
         state, metrics = step(state, next(data))
         if number % 10 == 9:

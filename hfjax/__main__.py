@@ -17,9 +17,9 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
         "train a small GPT under every strategy, on 8 simulated devices",
         "hfjax.cli.demo:command",
     ),
-    "train": ("train a model", "hfjax.cli.run:train_command"),
-    "eval": ("evaluate a trained model", "hfjax.cli.run:evaluate_command"),
-    "generate": ("write text with a trained model", "hfjax.cli.run:generate_command"),
+    "train": ("train a model", "hfjax.cli.train:train_command"),
+    "eval": ("evaluate a trained model", "hfjax.cli.train:evaluate_command"),
+    "generate": ("write text with a trained model", "hfjax.cli.train:generate_command"),
     "data": ("make a data set of text, or show what one holds", "hfjax.cli.data:main"),
     "inspect": (
         "show what a Hugging Face model's folder holds",

@@ -94,7 +94,7 @@ def strategies(
     return cases | {name: case for name, case in more.items() if name in of_parts}
 
 
-ONE_F_ONE_B = {"schedule": Schedule("1f1b", microbatches=2), "accumulate": 1}
+ONE_F_ONE_B = {"schedule": Schedule("1f1b", microbatches=2), "gradient_accumulation_steps": 1}
 
 
 class TrainResult(NamedTuple):
@@ -224,7 +224,7 @@ class PlainStep:
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches of a step."""
-        return self.case.execution.get("accumulate", 1)
+        return self.case.execution.get("gradient_accumulation_steps", 1)
 
     @property
     def microbatch_size(self) -> int:
@@ -273,7 +273,7 @@ class PlainStep:
         )
 
     def _clip(self, gradients: Flat) -> Flat:
-        if (clip := self.case.execution.get("clip")) is None:
+        if (clip := self.case.execution.get("max_grad_norm")) is None:
             return gradients
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in gradients.values()))
         return {path: g * jnp.minimum(1, clip / norm) for path, g in gradients.items()}
@@ -423,7 +423,7 @@ def assert_same_run(run: TrainResult, reference: TrainResult, who: str) -> float
 
 ADVICE = (
     " What a program makes of its device's own rows depends on the mesh: hfjax.per_device, and "
-    "rows='own' (docs/any_model.md#where-rows-of-the-batch-meet)."
+    "batch_view='local' (docs/any_model.md#where-rows-of-the-batch-meet)."
 )
 
 
@@ -499,10 +499,10 @@ def _compare_fields(run: TrainResult, reference: TrainResult) -> Iterator[tuple[
         ("metric", run.metrics, reference.metrics),
     ):
         for name in expected:
-            yield f"{kind} {name}", *_relative_difference(arrays[name], expected[name])
+            yield f"{kind} {name}", *_relative_norm_error(arrays[name], expected[name])
 
 
-def _relative_difference(actual: np.ndarray, expected: np.ndarray) -> tuple[float, str]:
+def _relative_norm_error(actual: np.ndarray, expected: np.ndarray) -> tuple[float, str]:
     """Return the difference of two arrays, relative to the norm of one, and their values."""
     is_integer = np.issubdtype(expected.dtype, np.integer)  # a count: it is equal or not
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))

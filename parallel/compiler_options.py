@@ -41,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "overlap": _overlap(),
     # Also lets two collectives run at the same time.
     "overlap_two": _overlap() | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
-    "split_rows": _tensor_overlap(),
+    "tensor_overlap_chunks": _tensor_overlap(),
 }
 
 # Not tried from this jax on: names of options change.
@@ -80,7 +80,7 @@ def best_preset(gathered: bool, tensor: bool, with_chunks: bool = False) -> str:
     if jax.__version_info__ >= NOT_TRIED or not (gathered or tensor):
         return "default"
     if with_chunks and not gathered:
-        return "split_rows"
+        return "tensor_overlap_chunks"
     return "overlap" if gathered and tensor else "overlap_two"
 
 

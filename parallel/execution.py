@@ -18,8 +18,12 @@ from hfjax.utils.keywords import is_int, is_real, strict_fields
 
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")
-BATCH_VIEWS = ("all", "strict", "own")
-COUNTS = {"accumulate": "microbatches", "split_rows": "parts", "patience": "steps in a row"}
+BATCH_VIEWS = ("global", "strict", "local")
+COUNTS = {
+    "gradient_accumulation_steps": "microbatches",
+    "tensor_overlap_chunks": "chunks",
+    "max_skipped": "steps in a row",
+}
 
 
 @runtime_checkable
@@ -59,9 +63,10 @@ class Execution:
     """How a training step runs; `train_step` takes these fields as keywords, also as strings.
 
     Attributes:
-        accumulate: Microbatches per step; gradients are reduced as the strategy says.
+        gradient_accumulation_steps: Microbatches per step; gradients are reduced as the strategy
+            says.
         schedule: A `hfjax.Schedule` of a pipeline; it splits each microbatch again.
-        clip: Greatest global norm of the gradient. None, or infinity: it is not clipped.
+        max_grad_norm: Greatest global norm of the gradient. None, or infinity: it is not clipped.
         precision: A `hfjax.Precision`, a name (stored, fp32, bf16, fp16, fp64), or by path:
             {"*": "bf16", "*norm*": "fp32"}, `hfjax.PrecisionByPath`.
         remat: What layers recompute: none, full, dots, names:…, every:k, group:k, except_last;
@@ -69,7 +74,7 @@ class Execution:
         offload: Which of their activations go to host memory: a fraction, dots, names:…, or a
             `hfjax.Offload`. None: none.
         reshard_after_forward: Whether to drop gathered parameters after use and gather them again.
-        reduction: flat, or hierarchical: axis by axis, within a node first.
+        gradient_reduction: flat, or hierarchical: axis by axis, within a node first.
         optimizer_in_backward: Whether to update each layer as soon as its gradient is ready, so
             that about one layer's gradients exist at a time. docs/combinations.md says what it
             excludes.
@@ -79,42 +84,43 @@ class Execution:
             all_to_all, gather.
         kernels: auto, pallas, xla, reference; or {kernel: one of these}.
         unroll: Layers per loop iteration; True: no loop. None: as measured per backend.
-        split_rows: Chunks of a device's batch that go through each layer one after the other: while
+        tensor_overlap_chunks: Chunks of a device's batch that go through each layer in turn: while
             the collectives over tensor of one are in flight, matmuls of another run.
-        rows: Which examples model and loss see: all (the global batch, as on one device), strict
-            (the same, and operations without a rule are refused), own (those of each device).
-        nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three
-            calls later), skip (leave it, warn, go on), apply (update, raise).
-        patience: Under skip: after how many such steps in a row to raise.
+        batch_view: Which examples model and loss see: global (the whole batch, as on one device),
+            strict (the same, and operations without a rule are refused), local (those of each
+            device).
+        on_nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise
+            three calls later), skip (leave it, warn, go on), apply (update, raise).
+        max_skipped: Under skip: after how many such steps in a row to raise.
         compiler_options: A preset's name, or a dict; auto: on a GPU the preset that was measured
             best.
 
     Example:
         >>> import hfjax
-        >>> run = hfjax.Execution(accumulate=4, precision="bf16", remat="every:2", offload=0.3)
+        >>> run = hfjax.Execution(precision="bf16", remat="every:2", offload=0.3)
         >>> run.precision.compute, run.remat.every, run.offload.ratio
         (dtype(bfloat16), 2, 0.3)
     """
 
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     schedule: PipelineSchedule | None = None
-    clip: float | None = None
+    max_grad_norm: float | None = None
     precision: Precision = Precision()
     remat: Remat = Remat("none")
     offload: Offload | None = None
     reshard_after_forward: bool = True
     # Hierarchical: unsharded gradients are reduce-scattered over fsdp, all-reduced over data,
     # all-gathered over fsdp; sharded ones are reduce-scattered over fsdp, then over data.
-    reduction: str = "flat"
+    gradient_reduction: str = "flat"
     optimizer_in_backward: bool = False
     context: ContextParallel = ContextParallel()
     dispatch: str = "auto"
     kernels: KernelChoices = KernelChoices()
     unroll: int | bool | None = None
-    split_rows: int = 1
-    rows: str = "all"
-    nonfinite: str = "stop"
-    patience: int = 10
+    tensor_overlap_chunks: int = 1
+    batch_view: str = "global"
+    on_nonfinite: str = "stop"
+    max_skipped: int = 10
     compiler_options: Any = field(default="auto", hash=False)
 
     def __post_init__(self) -> None:
@@ -138,26 +144,30 @@ class Execution:
         object.__setattr__(self, "kernels", KernelChoices.of(self.kernels))
         check_dispatch(self.dispatch)
         check_options(self.compiler_options)
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
-        if self.rows not in BATCH_VIEWS:
-            raise ValueError(f"rows={self.rows!r}: one of {', '.join(BATCH_VIEWS)}.")
-        if self.nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
-        if self.nonfinite == "apply" and self.precision.scale:
+        if self.gradient_reduction not in REDUCTIONS:
             raise ValueError(
-                'nonfinite="apply" with a loss scale: it lives by skipping steps that overflow. '
-                'Use nonfinite="stop" or "skip", which judge steps whose loss is not finite.'
+                f"gradient_reduction={self.gradient_reduction!r}: one of {', '.join(REDUCTIONS)}."
+            )
+        if self.batch_view not in BATCH_VIEWS:
+            raise ValueError(f"batch_view={self.batch_view!r}: one of {', '.join(BATCH_VIEWS)}.")
+        if self.on_nonfinite not in NONFINITE:
+            raise ValueError(f"on_nonfinite={self.on_nonfinite!r}: one of {', '.join(NONFINITE)}.")
+        if self.on_nonfinite == "apply" and self.precision.scale:
+            raise ValueError(
+                'on_nonfinite="apply" with a loss scale: it lives by skipping steps that overflow. '
+                'Use on_nonfinite="stop" or "skip", which judge steps whose loss is not finite.'
             )
 
     def _check_numbers(self) -> None:
         for name, unit in COUNTS.items():
             if not is_int(value := getattr(self, name)):
                 raise ValueError(f"{name}={value!r}: a positive number of {unit}.")
-        if (clip := self.clip) is not None:
+        if (clip := self.max_grad_norm) is not None:
             if not is_real(clip, 2**-126, math.inf):  # from the least normal float32
-                raise ValueError(f"clip={clip!r}: a positive norm, or None for no clipping.")
-            object.__setattr__(self, "clip", None if clip == math.inf else float(clip))
+                raise ValueError(
+                    f"max_grad_norm={clip!r}: a positive norm, or None for no clipping."
+                )
+            object.__setattr__(self, "max_grad_norm", None if clip == math.inf else float(clip))
         unroll = self.unroll
         if not (unroll is None or isinstance(unroll, bool) or is_int(unroll)):
             raise ValueError(

@@ -1,8 +1,8 @@
 """The mesh: always the same named axes, from the slowest link to the fastest; size 1 means off.
 
-`MEANING` says what an axis is for. Batches, placement, gathers, reductions, random keys and checks
-derive what they do from it: to the engine a new axis is one line there. tests/extra_axes.py trains
-on four such axes. What users see does not follow by itself: CONTRIBUTING.md.
+`MESH_AXES` says what an axis is for. Batches, placement, gathers, reductions, random keys and
+checks derive what they do from it: to the engine a new axis is one line there. tests/extra_axes.py
+trains on four such axes. What users see does not follow by itself: CONTRIBUTING.md.
 """
 
 import math
@@ -45,9 +45,10 @@ class Axis:
 
 # In the order of the links, from the slowest to the fastest: the axis that sends most comes last. A
 # new batch axis goes before fsdp: the last batch axis in use, expert or fsdp, is assumed to be
-# within a node (reduction="hierarchical"). ZERO1 and ZERO2 then shard over it too, but a model's or
-# loss's own psum(..., ("data", "fsdp")) misses it. The partitioner's axes come after all others.
-MEANING: Mapping[str, Axis] = {
+# within a node (gradient_reduction="hierarchical"). ZERO1 and ZERO2 then shard over it too, but a
+# model's or loss's own psum(..., ("data", "fsdp")) misses it. The partitioner's axes come
+# after all others.
+MESH_AXES: Mapping[str, Axis] = {
     "pipe": Axis(keeps_sharded=STACK),
     "data": Axis(batch=True),
     "fsdp": Axis(batch=True),
@@ -59,12 +60,12 @@ MEANING: Mapping[str, Axis] = {
 
 
 def _axes(predicate: Callable[[Axis], bool]) -> tuple[str, ...]:
-    return tuple(name for name, axis in MEANING.items() if predicate(axis))
+    return tuple(name for name, axis in MESH_AXES.items() if predicate(axis))
 
 
 def keeps_sharded(axis: str, dimension: str | None, takes_shards: bool = True) -> bool:
     """Return whether an axis keeps a dimension of this name sharded where it is read."""
-    meaning = MEANING[axis]
+    meaning = MESH_AXES[axis]
     if meaning.auto or meaning.keeps_sharded == ANY:
         return True
     return keeps_sharded_by_name(axis, dimension, takes_shards)
@@ -75,7 +76,7 @@ def keeps_sharded_by_name(axis: str, dimension: str | None, takes_shards: bool =
 
     `takes_shards` says whether the module of the parameter takes shards of it.
     """
-    meaning = MEANING[axis]
+    meaning = MESH_AXES[axis]
     return (
         dimension is not None
         and meaning.keeps_sharded == dimension
@@ -83,7 +84,7 @@ def keeps_sharded_by_name(axis: str, dimension: str | None, takes_shards: bool =
     )
 
 
-AXES = tuple(MEANING)
+AXES = tuple(MESH_AXES)
 PIPE_AXIS = "pipe"  # over the stages of a pipeline
 ROW_AXIS, COLUMN_AXIS = "row", "tensor"  # of a tensor-parallel grid
 BATCH_AXES = _axes(lambda axis: axis.batch)
@@ -134,10 +135,12 @@ def meanings(mesh: Mesh) -> Mapping[str, Axis]:
     """Return what each axis of a mesh does: if row is larger than 1, tensor is a grid's axis.
 
     >>> from hfjax import make_mesh
-    >>> meanings(make_mesh(row=2, tensor=4))["tensor"] == MEANING["row"]
+    >>> meanings(make_mesh(row=2, tensor=4))["tensor"] == MESH_AXES["row"]
     True
     """
-    return MEANING if mesh.shape[ROW_AXIS] == 1 else {**MEANING, COLUMN_AXIS: MEANING[ROW_AXIS]}
+    return (
+        MESH_AXES if mesh.shape[ROW_AXIS] == 1 else {**MESH_AXES, COLUMN_AXIS: MESH_AXES[ROW_AXIS]}
+    )
 
 
 def grid_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -194,7 +197,7 @@ def unused_axes(mesh: Mesh) -> set[str]:
     """
     rare = [
         name
-        for name, axis in MEANING.items()
+        for name, axis in MESH_AXES.items()
         if axis.sequence or (axis.batch and axis.keeps_sharded)
     ]
     return set(rare) - set(in_use(mesh, rare))

@@ -12,7 +12,7 @@ from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
     EXPERTS,
-    MEANING,
+    MESH_AXES,
     PIPE_AXIS,
     ROW_AXIS,
     STACK,
@@ -42,7 +42,7 @@ class ParamSpecs:
     dtype: Any
     parameter: P
     gradient: P
-    moment: P
+    optimizer_state: P
     small: bool  # below the size from which the strategy shards arrays
     axes: tuple[str | None, ...] = ()  # the logical name of each dimension
     frozen: bool = False  # no gradient, no optimizer state
@@ -77,7 +77,7 @@ class ParamSpecs:
     def optimizer_only_dims(self, column: str) -> Dims:
         """Return the dimensions that optimizer state shards over axes unused by a column."""
         done = self.split_axes(column)
-        dims = self.split_dims("moment")
+        dims = self.split_dims("optimizer_state")
         rest = [(dim, tuple(axis for axis in axes if axis not in done)) for dim, axes in dims]
         return tuple((dim, axes) for dim, axes in rest if axes)
 
@@ -118,7 +118,7 @@ class ParamSpecs:
         """
         if not auto_axes(self.mesh):
             return ()
-        columns = ("parameter", "gradient", "moment")
+        columns = ("parameter", "gradient", "optimizer_state")
         moved = {dim for column in columns for dim, _ in self.split_dims(column)}
         dims = self._dims(auto_part(self.parameter))
         return () if moved & {dim for dim, _ in dims} else dims
@@ -182,7 +182,7 @@ def _split_any_dim(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) ->
     grid = set(grid_axes(mesh))
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
         free = grid.issuperset(entries[dim]) and name != STACK
-        needs_rule = name is not None and any(MEANING[a].keeps_sharded == name for a in axes)
+        needs_rule = name is not None and any(MESH_AXES[a].keeps_sharded == name for a in axes)
         free = free and not needs_rule  # what stays sharded needs a rule by name
         if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
             entries[dim] += axes
@@ -215,9 +215,17 @@ def column_specs(
         entries = zip(entries_of(spec, len(array.axes)), array.axes, strict=True)
         is_kept = partial(keeps_sharded, takes_shards=array.takes_shards)
         full_gradient = _spec([tuple(a for a in e if is_kept(a, name)) for e, name in entries])
-        return spec, full_gradient, spec_from_rules(array, strategy.moments, mesh, smallest, spec)
+        return (
+            spec,
+            full_gradient,
+            spec_from_rules(array, strategy.optimizer_state, mesh, smallest, spec),
+        )
     gradient = spec_from_rules(array, strategy.gradients, mesh, smallest, spec)
-    return spec, gradient, spec_from_rules(array, strategy.moments, mesh, smallest, gradient)
+    return (
+        spec,
+        gradient,
+        spec_from_rules(array, strategy.optimizer_state, mesh, smallest, gradient),
+    )
 
 
 def check_spec(array: Array, spec: P, mesh: Mesh) -> None:

@@ -5,10 +5,10 @@ on which devices it will run. A strategy knows the devices but no model. So the 
 dimensions once, and the table says which mesh axes shard a dimension of that name. One model runs
 under every strategy, one strategy fits every model, and switching is editing a rule.
 
-Columns: `parameters`, `gradients`, `moments` (optimizer state), `activations`. ZeRO stages are
-nothing but columns: the rules of `gradients` and `moments` come on top of the parameter's own
-placement. The rule `*` means the first free dimension that divides. The column `memory` maps parts
-of the state to host memory: `moments -> host`.
+Columns: `parameters`, `gradients`, `optimizer_state`, `activations`. ZeRO stages are nothing but
+columns: the rules of `gradients` and `optimizer_state` come on top of the parameter's own
+placement. The rule `*` means the first free dimension that divides. The column `memory` maps
+parts of the state to host memory: `optimizer_state -> host`.
 """
 
 import math
@@ -25,7 +25,7 @@ from hfjax.utils.keywords import check_keywords, is_real, strict_fields
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rules = Mapping[str, Axes]
 SMALL = 2**14  # norms and biases of most models are smaller, their matrices larger
-COLUMNS = ("parameters", "gradients", "moments", "activations")
+COLUMNS = ("parameters", "gradients", "optimizer_state", "activations")
 TABLE = (*COLUMNS, "memory")
 
 
@@ -53,10 +53,10 @@ class Strategy:
         parameters: How parameters are sharded.
         gradients: How gradients accumulate, on top of the parameter's own placement; {"*": ()}
             alone means unsharded.
-        moments: How optimizer state is sharded, on top of the parameter's own placement.
+        optimizer_state: How optimizer state is sharded, on top of the parameter's own placement.
         activations: How batch, heads, sequence, … of activations are sharded.
-        memory: What is in host memory: moments, master or parameters -> "host" or "device"; for
-            moments also the fraction of their bytes from 0 to 1.
+        memory: What is in host memory: optimizer_state, master or parameters -> "host" or
+            "device"; for optimizer_state also the fraction of their bytes from 0 to 1.
         replicate_below: Arrays with fewer elements in a layer ignore the rule `*`; 0: none do,
             math.inf: all. None: 2**14.
         joined: The strategies that `|` joined; () for one that is no union, or whose rules changed.
@@ -70,9 +70,9 @@ class Strategy:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     gradients: Mapping[str, Any] = field(default_factory=dict)
-    moments: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_state: Mapping[str, Any] = field(default_factory=dict)
     activations: Mapping[str, Any] = field(default_factory=dict)
-    memory: Mapping[str, Any] = field(default_factory=dict)  # moments, master, parameters -> host
+    memory: Mapping[str, Any] = field(default_factory=dict)  # part of the state -> host
     replicate_below: float | None = None  # smaller arrays ignore the rule *; None: SMALL elements
     joined: tuple["Strategy", ...] = field(default=(), repr=False, compare=False)
 
@@ -156,9 +156,9 @@ class Strategy:
             >>> mine = hfjax.FSDP.edit(name="mine", gradients={"*": ()}, replicate_below=0)
             >>> print(mine)
             mine  (arrays below 0 elements stay whole)
-              rule   parameters           gradients  moments        activations
-              *      fsdp+expert+context  whole      as parameters  -
-              batch  -                    -          -              data+fsdp+expert
+              rule   parameters           gradients  optimizer_state  activations
+              *      fsdp+expert+context  whole      as parameters    -
+              batch  -                    -          -                data+fsdp+expert
         """
         allowed = [f.name for f in fields(self) if f.name != "joined"]
         check_keywords("Strategy.edit", changes, allowed)
@@ -182,14 +182,14 @@ class Strategy:
         return "\n".join(lines)
 
     def _cell(self, column: str, rule: str) -> str:
-        """Return the text of a rule in a column; gradients follow parameters, moments gradients."""
+        """Return the text of a rule in a column; optimizer state follows gradients."""
         mine, full_gradients = getattr(self, column).get(rule), self.gradients.get("*") == ()
-        if column not in ("gradients", "moments"):
+        if column not in ("gradients", "optimizer_state"):
             return "-" if mine is None else _show_axes(mine)
         if column == "gradients" and full_gradients:
             return "whole" if rule == "*" or rule in self.parameters else "-"
         base = "parameters" if self.parameters.get(rule) else ""
-        if column == "moments" and not full_gradients and self.gradients.get(rule):
+        if column == "optimizer_state" and not full_gradients and self.gradients.get(rule):
             if mine == self.gradients[rule]:
                 return self._cell("gradients", rule)
             base = "gradients"
@@ -206,11 +206,11 @@ _SPLIT_INNER_FIRST = tuple(reversed(DATA_AXES))  # so a reduce-scatter can go no
 _MEGATRON = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}
 
 DDP = Strategy("DDP", activations=_BATCH_RULE)
-ZERO1 = Strategy("ZERO1", moments={"*": _SPLIT_INNER_FIRST}, activations=_BATCH_RULE)
+ZERO1 = Strategy("ZERO1", optimizer_state={"*": _SPLIT_INNER_FIRST}, activations=_BATCH_RULE)
 ZERO2 = Strategy(
     "ZERO2",
     gradients={"*": _SPLIT_INNER_FIRST},
-    moments={"*": _SPLIT_INNER_FIRST},
+    optimizer_state={"*": _SPLIT_INNER_FIRST},
     activations=_BATCH_RULE,
 )
 # Devices that share sequences, or experts, shard the other parameters too: eight devices of one
@@ -233,7 +233,7 @@ CONTEXT = Strategy("CONTEXT", activations={"positions": SEQUENCE_AXES, **_BATCH_
 EXPERT = Strategy("EXPERT", parameters={EXPERTS: "expert"}, activations=_BATCH_RULE)
 PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_BATCH_RULE)
 # The largest part of the state: two moments and, if any, master weights of each parameter.
-HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"moments": "host", "master": "host"})
+HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"optimizer_state": "host", "master": "host"})
 HOST_PARAMETERS = Strategy("HOST_PARAMETERS", memory={"parameters": "host"})
 
 

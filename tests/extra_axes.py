@@ -94,7 +94,8 @@ def meet(specialists: jax.Array, dense: jax.Array, x: jax.Array) -> jax.Array:
 def trained(model: Callable, strategy: Strategy, sizes: dict, loss: Callable, batch: Any, **given):
     """Return losses and parameters after three steps."""
     execution = {
-        name: given.pop(name) for name in ("schedule", "accumulate", "reduction") & given.keys()
+        name: given.pop(name)
+        for name in ("schedule", "gradient_accumulation_steps", "gradient_reduction") & given.keys()
     }
     execution |= {"optimizer_in_backward": True} if given.pop("in_backward", False) else {}
     count = int(np.prod(list(sizes.values())))
@@ -111,7 +112,11 @@ def trained(model: Callable, strategy: Strategy, sizes: dict, loss: Callable, ba
 def apart(*case: Any, **given: Any) -> float:
     """Return the greatest difference from one device, in losses and parameters."""
     model, _, _, loss, batch = case
-    alone = {name: x for name, x in given.items() if name in ("forward", "axes", "accumulate")}
+    alone = {
+        name: x
+        for name, x in given.items()
+        if name in ("forward", "axes", "gradient_accumulation_steps")
+    }
     same = (model, loss, id(batch), str(alone))
     if same not in ALONE:
         ALONE[same] = trained(model, DDP, {"data": 1}, loss, batch, **alone)
@@ -149,8 +154,8 @@ def cases() -> dict[str, Callable[[], float]]:
             {"pretend_rows": 2, "data": 2, "fsdp": 2},
             next_token_loss,
             TOKENS,
-            reduction="hierarchical",
-            accumulate=2,
+            gradient_reduction="hierarchical",
+            gradient_accumulation_steps=2,
         ),
         "rows, pipeline": lambda: apart(
             gpt,

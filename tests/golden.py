@@ -121,7 +121,7 @@ def piped(name: str, chunks: int = 1, strategy: Any = PIPE, **sizes: int) -> Cas
 def cases() -> dict[str, Case]:
     """Return each case by its name."""
     found = {
-        name: Case(strategy, sizes, {"accumulate": 2, "clip": 0.5})
+        name: Case(strategy, sizes, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5})
         for name, (strategy, sizes) in strategies(8).items()
     }
     layers = ("gpipe", "1f1b", "1f1b-published", "zb", "zb-h1")
@@ -137,18 +137,20 @@ def cases() -> dict[str, Case]:
         "2bw": Case(PIPE, {"pipe": 2}, {"schedule": Schedule("2bw", 4)}),
         "one microbatch": Case(FSDP, eight, {"precision": "bf16"}),
         "kept gathered": Case(FSDP, eight, {"reshard_after_forward": False, "remat": "dots"}),
-        "hierarchical": Case(DDP, two, {"reduction": "hierarchical", "accumulate": 2}),
+        "hierarchical": Case(
+            DDP, two, {"gradient_reduction": "hierarchical", "gradient_accumulation_steps": 2}
+        ),
         "remat and offload": Case(FSDP, two, {"remat": "dots", "offload": 0.5}),
         "offload in a pipeline": dataclasses.replace(
             piped("1f1b"), execution={"schedule": Schedule("1f1b", 4), "offload": 0.5}
         ),
-        "optimizer on the host": Case(FSDP | HOST_OPTIMIZER, two, {"clip": 1.0}),
+        "optimizer on the host": Case(FSDP | HOST_OPTIMIZER, two, {"max_grad_norm": 1.0}),
         "master weights": Case(
             ZERO1, two, optimizer=hfjax.optimizers.master_weights(optax.adamw(1e-3))
         ),
         "in backward": Case(ZERO2, two, frugal),
         "all on the host": Case(FSDP | HOST_OPTIMIZER | HOST_PARAMETERS, two, frugal),
-        "called as it is": Case(FSDP, eight, {"accumulate": 2}, Called),
+        "called as it is": Case(FSDP, eight, {"gradient_accumulation_steps": 2}, Called),
         "called, ZERO2": Case(ZERO2, two, {}, Called),
         "llama": Case(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, {}, llama),
         "kernels' plain forms": Case(FSDP, eight, {"kernels": "reference"}),
@@ -173,14 +175,19 @@ def extensions() -> dict[str, Case]:
         "context in a pipeline": Case(
             PIPE | CONTEXT, {"pipe": 2, "context": 2}, half, gpt(layers=4, dropout=0.1)
         ),
-        "experts": Case(EXPERT, {"expert": 4, "data": 2}, {"accumulate": 2}, **mixture),
+        "experts": Case(
+            EXPERT, {"expert": 4, "data": 2}, {"gradient_accumulation_steps": 2}, **mixture
+        ),
         "experts gathered": Case(
             FSDP | EXPERT, {"expert": 2, "fsdp": 2}, {"dispatch": "gather"}, **mixture
         ),
         "grid": on_grid,
         "unlike layers": Case(PIPE | FSDP, {"pipe": 2, "fsdp": 2}, half, **unlike),
         "split rows": Case(
-            TENSOR | SEQUENCE, {"data": 2, "tensor": 2}, {"split_rows": 2}, mlps(dropout=0.1)
+            TENSOR | SEQUENCE,
+            {"data": 2, "tensor": 2},
+            {"tensor_overlap_chunks": 2},
+            mlps(dropout=0.1),
         ),
         "eval_step": Case(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, run=evaluated),
         "eval_step, context": dataclasses.replace(ring, run=evaluated),

@@ -10,7 +10,7 @@ import sys
 import time
 from functools import partial
 
-from hfjax.cli import run
+from hfjax.cli import train
 from hfjax.distributed import Watchdog
 from hfjax.distributed.init import init_distributed
 from hfjax.trainer import train_loop
@@ -31,5 +31,5 @@ class Hanging(Watchdog):
 if __name__ == "__main__":
     train_loop.Watchdog = Hanging
     # What ends a process that hangs is its peer's watchdog, and never JAX's own.
-    run.init_distributed = partial(init_distributed, heartbeat=600)
-    sys.exit(run.train_command(sys.argv[1:]))
+    train.init_distributed = partial(init_distributed, heartbeat=600)
+    sys.exit(train.train_command(sys.argv[1:]))

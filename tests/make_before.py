@@ -57,7 +57,7 @@ def going_on(
     made: hfjax.Layout, state: hfjax.State, first: int, loss: Any = next_token_loss, **fields: Any
 ) -> tuple[list[float], hfjax.State]:
     """Return the losses of two steps with the batches from a number on, and the state then."""
-    step, losses = hfjax.train_step(made, loss, clip=1.0, **fields), []
+    step, losses = hfjax.train_step(made, loss, max_grad_norm=1.0, **fields), []
     for number in (first, first + 1):
         state, metrics = step(state, batch(number))
         losses.append(float(metrics["loss"]))

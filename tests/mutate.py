@@ -256,7 +256,7 @@ square_counts_as_linear parallel/jaxprs/linearity.py: a product of two cotangent
   if name in PRODUCTS and operands.count(LINEAR) {{== ~> >=}} 1 and OTHER not in operand_set:
 residuals_of_b_and_w_swapped parallel/jaxprs/split_backward.py: those that W needs too come first
   b_inputs = [*known, *(stash[i] for i in (*{{b_ids, *w_ids ~> w_ids, *b_ids}})), *dy]
-variables_of_the_first_layer parallel/jaxprs/ordered_layers.py: all layers drop what the first one drops
+variables_of_the_first_layer parallel/jaxprs/layer_barriers.py: all layers drop what the first one drops
   known = full_params, variables[{{i ~> 0}}]
 cotangent_not_divided parallel/jaxprs/stage_fns.py: gradients are multiplied by the weight later
   return jnp.asarray(seed, loss_sum.dtype){{ / jnp.asarray(divisor, loss_sum.dtype) ~> }}
@@ -272,7 +272,7 @@ piece_by_the_first_axis parallel/layerwise/layer_update.py: of two axes only one
   start = lax.axis_index(axes{{ ~> [:1]}}) * length
 fetches_the_same_layer_again parallel/layerwise/passes.py: backward runs with the layer behind
   upcoming = self.host_params(carry, jnp.maximum(i{{ - 1 ~> }}, 0))
-skipped_layer_is_updated parallel/layerwise/layer_update.py: nonfinite="skip" keeps no layer as it is
+skipped_layer_is_updated parallel/layerwise/layer_update.py: on_nonfinite="skip" keeps no layer as it is
   after = guard({{self.on_nonfinite ~> "apply"}}, finite, after, before)
 parts_of_rows_share_keys parallel/layer_stack/batch_split.py: both parts of the rows drop the same
   return {{jax.random.fold_in(value, number) ~> value}}
@@ -289,7 +289,7 @@ embedding_not_weighed parallel/pipeline/executor.py: its gradient stays that of 
 idle_slots_add_gradients parallel/pipeline/executor.py: what a stage computes while it idles counts
   is_real = None{{ if self._cond or tick.facts.always_runs(kind) else tick.is_active(kind) ~> }}
 w_reads_the_slot_of_b parallel/pipeline/executor.py: the weights of another microbatch
-  late, cross = (self._read_stash(state, name, unit, tick, "{{W ~> B}}") for name in ("late", "cross"))
+  late, cross = (self._read_stash(state, name, unit, tick, "{{W ~> B}}") for name in ("w_residuals", "b_to_w"))
 chunks_and_units_swapped parallel/pipeline/stash_buffers.py: the parameters of another layer
   pick = lambda a, i: split(a)[{{:, i ~> i}}] if self.slots > 1 else a[i]
 sums_the_wrong_chunks parallel/pipeline/overlapped_grad_reduce.py: that in the last tick twice, another one never
@@ -305,7 +305,7 @@ rounds_too_short parallel/schedules/builders.py: stages wait for the next chunk
 one_forward_more_ahead parallel/schedules/builders.py: a stage keeps one microbatch more
   ahead = stages - {{1 -  ~> }}stage
 w_has_no_slot parallel/schedules/compile.py: late residuals are read from slot 0
-  (("B_late", backward_tick),{{ ("W_late", tick) ~> }}))
+  (("B_w_residuals", backward_tick),{{ ("W_w_residuals", tick) ~> }}))
 updates_at_the_first parallel/schedules/versions.py: a group ends with its first microbatch
   updates = (backward >= 0) & (backward % every == {{every - 1 ~> 0}})
 message_in_no_time parallel/schedules/table.py: a table may read what is sent in the same tick
@@ -383,7 +383,7 @@ group_seems_in_a_node hfjax/planner/step_time.py: the slowest axis of a group is
 rows_of_a_grid_are_whole hfjax/planner/candidate.py: a device has all rows of its place
   devices_per_example = self.axis_size("context"){{ * self.axis_size("row") ~> }}
 sums_not_in_the_peak hfjax/planner/peak_memory.py: accumulated gradients take no memory
-  sums = {{gradients if run.accumulate > 1 else  ~> }}0.0
+  sums = {{gradients if run.gradient_accumulation_steps > 1 else  ~> }}0.0
 suspended_time_counts hfjax/distributed/watchdog.py: Ctrl-Z and fg end a run
   self._waited += {{min(now - last, 2 * pause) ~> now - last}}
 gpus_are_shared hfjax/distributed/launcher.py: with two for each, neighbours get the same one

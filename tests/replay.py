@@ -65,7 +65,7 @@ class Replay:
             dy = ("dx", g + 1, m) if g == self.table.virtual - 1 else JUNK
             self.write("H_dy", "dy", tick, stage, dy)
         if self.table.splits_backward:
-            self.write("F_late", "late", tick, stage, y)
+            self.write("F_w_residuals", "w_residuals", tick, stage, y)
 
     def backward(self, tick: int, stage: int) -> None:
         g, m = self.task("B", tick, stage)
@@ -73,16 +73,16 @@ class Replay:
             self.read("B_dy", "dy", tick, stage, ("dx", g + 1, m))
             self.read("B_stash", "stash", tick, stage, ("y", g, m))
         if g >= 0 and self.table.splits_backward:
-            self.read("B_late", "late", tick, stage, ("y", g, m))
+            self.read("B_w_residuals", "w_residuals", tick, stage, ("y", g, m))
         dx = self.sent["B"][stage] = ("dx", g, m) if g >= 0 else JUNK
         if self.table.splits_backward:
-            self.write("B_cross", "cross", tick, stage, dx)
+            self.write("B_b_to_w", "b_to_w", tick, stage, dx)
 
     def weights(self, tick: int, stage: int) -> None:
         g, m = self.task("W", tick, stage)
         if g >= 0:
-            self.read("W_late", "late", tick, stage, ("y", g, m))
-            self.read("W_cross", "cross", tick, stage, ("dx", g, m))
+            self.read("W_w_residuals", "w_residuals", tick, stage, ("y", g, m))
+            self.read("W_b_to_w", "b_to_w", tick, stage, ("dx", g, m))
 
     def task(self, kind: str, tick: int, stage: int) -> tuple[int, int]:
         m = int(self.ticks.columns[f"{kind}_microbatch"][tick, stage])

@@ -71,7 +71,7 @@ def test_numbers_that_change_from_step_to_step_are_refused():
 
 def test_the_ordinary_program_is_that_of_optax_to_the_letter():
     texts = [
-        hfjax.train_step(layout_of(o), squares, clip=1.0).lower(batch()).as_text()
+        hfjax.train_step(layout_of(o), squares, max_grad_norm=1.0).lower(batch()).as_text()
         for o in (hfjax.adamw(RATE, **HOW), optax.adamw(RATE, **HOW))
     ]
     assert texts[0] == texts[1]

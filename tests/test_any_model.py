@@ -243,7 +243,7 @@ def test_a_step_that_is_not_finite_writes_to_no_variable(strategy):
     init = lambda rngs: Writes(jnp.float32(0), lambda old, x: old + 1, rngs=rngs)
     mesh, bad = hfjax.make_mesh(**FOUR), lambda outputs, batch: squares(outputs, batch) * np.nan
     layout = hfjax.layout(init, optax.adam(0.1), mesh, strategy, forward=on_x)
-    step = hfjax.train_step(layout, bad, nonfinite="skip")
+    step = hfjax.train_step(layout, bad, on_nonfinite="skip")
     state, metrics = step(hfjax.init(layout), BATCH)
     assert not metrics["finite"]
     assert float(hfjax.full_array(state.variables)["held"]) == 0
@@ -481,13 +481,13 @@ def with_key(model, batch, key):
 @pytest.mark.slow
 def test_forward_may_ask_for_a_key_of_each_row_and_every_mesh_draws_the_same(agree):
     agree(linear, forward=with_row_keys)
-    agree(linear, forward=with_row_keys, accumulate=2)
+    agree(linear, forward=with_row_keys, gradient_accumulation_steps=2)
 
 
 @pytest.mark.slow
 def test_forward_may_ask_for_a_key_whose_masks_are_those_of_one_device(agree):
     agree(linear, forward=with_key)
-    agree(linear, forward=with_key, accumulate=2)
+    agree(linear, forward=with_key, gradient_accumulation_steps=2)
 
 
 def test_a_key_that_forward_asks_for_differs_by_step_and_is_none_in_evaluation():
@@ -551,7 +551,9 @@ class Remembers(nnx.Module):
         return self.up(x) + self.memory[...]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2}], ids=["once", "accumulated"]
+)
 @pytest.mark.short("FSDP-once")
 def test_a_variable_with_a_row_for_each_row_of_the_batch_is_split_as_the_batch_is(agree, options):
     init = lambda rngs: Remembers(rngs=rngs, axes=("batch", None))

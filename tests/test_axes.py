@@ -1,4 +1,4 @@
-"""A mesh axis is a line of MEANING in parallel/mesh.py: what follows from its meaning, follows."""
+"""A mesh axis is a line of MESH_AXES in parallel/mesh.py: what its meaning implies, follows."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.checks import check_step
-from hfjax.parallel.mesh import AXES, BATCH_AXES, MEANING, TENSOR_AXES, Axis, keeps_sharded
+from hfjax.parallel.mesh import AXES, BATCH_AXES, MESH_AXES, TENSOR_AXES, Axis, keeps_sharded
 from hfjax.sharding import check_layout
 from tests import extra_axes
 
-BEFORE, AFTER = '    "data": Axis(rows=True),\n', '    "tensor": Axis(partitioner=True),\n'
-MANUAL = """    "pretend_rows": Axis(rows=True),
-    "specialist": Axis(rows=True, stays="specialists"),
+BEFORE, AFTER = '    "data": Axis(batch=True),\n', '    "tensor": Axis(auto=True),\n'
+MANUAL = """    "pretend_rows": Axis(batch=True),
+    "specialist": Axis(batch=True, keeps_sharded="specialists"),
     "positions": Axis(sequence=True),
 """
-PARTITIONED = '    "matrix": Axis(partitioner=True),\n'
+PARTITIONED = '    "matrix": Axis(auto=True),\n'
 STAYS = ("rows and stays", "rows and stays, read as a whole")
 DAILY = ("rows, FSDP", *STAYS, "sequence, FSDP", "partitioner")
 
@@ -48,7 +48,7 @@ def trained(folder: Path, *cases: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_new_axis_of_each_meaning_needs_one_line_in_MEANING(tmp_path):  # noqa: N802
+def test_a_new_axis_of_each_meaning_needs_one_line_in_MESH_AXES(tmp_path):  # noqa: N802
     assert "pretend_rows" not in AXES  # else it is none that only a copy knows
     found = trained(tmp_path, *DAILY)
     assert list(found) == list(DAILY)
@@ -63,7 +63,7 @@ def test_new_axes_train_as_one_device_under_every_strategy_and_schedule(tmp_path
 
 
 def test_groups_of_axes_follow_from_the_table():
-    assert AXES == tuple(MEANING)
+    assert AXES == tuple(MESH_AXES)
     assert AXES[-len(TENSOR_AXES) :] == TENSOR_AXES  # after all others
     assert BATCH_AXES == ("data", "fsdp", "expert")
     assert keeps_sharded("pipe", "layers")
@@ -73,9 +73,9 @@ def test_groups_of_axes_follow_from_the_table():
 
 
 def test_an_idle_axis_of_a_meaning_like_experts_is_not_told_to_add_experts(monkeypatch):
-    like = {**MEANING, "data": Axis(batch=True, keeps_sharded="specialists")}
-    monkeypatch.setattr(check_step, "MEANING", like)
-    monkeypatch.setattr(check_layout, "MEANING", like)
+    like = {**MESH_AXES, "data": Axis(batch=True, keeps_sharded="specialists")}
+    monkeypatch.setattr(check_step, "MESH_AXES", like)
+    monkeypatch.setattr(check_layout, "MESH_AXES", like)
     mesh = hfjax.make_mesh(data=2, devices=jax.devices()[:2])
     layout = hfjax.layout(extra_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP)
     message = r"over data under DDP\. .*'specialists' and a .* parameters=\{'specialists': 'data'\}"

@@ -250,7 +250,9 @@ def test_what_lies_beside_tokens_has_their_form(more, said):
 @pytest.mark.parametrize("number", ["a", None, 1.5, True, 0, -1, [8]])
 def test_numbers_of_rows_and_microbatches_are_whole(number):
     layout = hfjax.layout(made(Linear), optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
-    with pytest.raises(ValueError, match=r"rows_of_process: rows=.*; a whole number, at least 1"):
+    with pytest.raises(
+        ValueError, match=r"process_batch_slice: global_batch_size=.*; a whole number, at least 1"
+    ):
         hfjax.process_batch_slice(layout, number)
     with pytest.raises(ValueError, match=r"microbatches=.*: a whole number, at least 1"):
         hfjax.shard_batch(layout, BATCH, number)

@@ -21,11 +21,15 @@ def tokens(rows=16, length=24, **more):
     return small_gpt.tokens(rows, length, **more)
 
 
-TWO = {"split_rows": 2}
+TWO = {"tensor_overlap_chunks": 2}
 BOTH = hfjax.TENSOR | hfjax.SEQUENCE
 CASES = {
     "FSDP|TENSOR, remat": (hfjax.FSDP | BOTH, {"fsdp": 2, "tensor": 2}, TWO | {"remat": "full"}),
-    "microbatches": (hfjax.FSDP, {"fsdp": 2}, {"split_rows": 4, "accumulate": 2}),
+    "microbatches": (
+        hfjax.FSDP,
+        {"fsdp": 2},
+        {"tensor_overlap_chunks": 4, "gradient_accumulation_steps": 2},
+    ),
 }
 MORE = {
     "TENSOR|SEQUENCE": (BOTH, {"data": 2, "tensor": 4}, TWO),
@@ -70,17 +74,17 @@ def test_whole_models_with_documents_train_as_one_device():
     agree(small_gpt.gpt(dropout=0.1), tokens(documents=documents), CASES | MORE)
 
 
-def lowered(split_rows, batch, **options):
+def lowered(tensor_overlap_chunks, batch, **options):
     mesh = hfjax.make_mesh(fsdp=4, tensor=2)
     strategy = (hfjax.FSDP | BOTH).edit(replicate_below=0)
     plan = hfjax.layout(small_gpt.mlps(), optax.sgd(0.1), mesh, strategy)
-    run = {"split_rows": split_rows, "unroll": 1, **options}
+    run = {"tensor_overlap_chunks": tensor_overlap_chunks, "unroll": 1, **options}
     return hfjax.train_step(plan, next_token_loss, **run).lower(batch)
 
 
 @functools.cache
-def in_parts(split_rows):
-    return lowered(split_rows, tokens())
+def in_parts(tensor_overlap_chunks):
+    return lowered(tensor_overlap_chunks, tokens())
 
 
 def test_parameters_are_gathered_and_gradients_scattered_once():
@@ -139,20 +143,22 @@ class Told(GPT):
 
 
 def test_what_cannot_be_cut_is_refused():
-    with pytest.raises(ValueError, match=r"has 3 rows in a microbatch, .*: \[3\] would do"):
+    with pytest.raises(ValueError, match=r"has 3 examples in a microbatch, .*: \[3\] would do"):
         lowered(2, tokens(rows=12))
-    with pytest.raises(ValueError, match=r"has 1 rows in a microbatch, .*: leave it out"):
+    with pytest.raises(ValueError, match=r"has 1 examples in a microbatch, .*: leave it out"):
         lowered(2, tokens(rows=4))
     plan = hfjax.layout(
         lambda rngs: Told(rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP
     )
-    step = hfjax.train_step(plan, next_token_loss, split_rows=2)
+    step = hfjax.train_step(plan, next_token_loss, tensor_overlap_chunks=2)
     with pytest.raises(ValueError, match=r"is not all of rows: \[\] where a device has 2 rows"):
         step.lower(tokens())
     given: Any
     for given in (0, True, 1.5):
-        with pytest.raises(ValueError, match=f"split_rows={given}: a positive number of parts"):
-            hfjax.Execution(split_rows=given)
+        with pytest.raises(
+            ValueError, match=f"tensor_overlap_chunks={given}: a positive number of chunks"
+        ):
+            hfjax.Execution(tensor_overlap_chunks=given)
 
 
 class PositionsFirst(GPT):
@@ -204,7 +210,7 @@ class TurnedAtTheEnd(PositionsFirst):
 def lowered_step(model, batch):
     mesh = hfjax.make_mesh(devices=jax.devices()[:1])
     plan = hfjax.layout(lambda rngs: model(rngs=rngs), optax.sgd(0.1), mesh, hfjax.DDP)
-    return hfjax.train_step(plan, next_token_loss, split_rows=2).lower(batch)
+    return hfjax.train_step(plan, next_token_loss, tensor_overlap_chunks=2).lower(batch)
 
 
 def test_a_stream_that_does_not_begin_with_the_rows_is_refused():

@@ -41,7 +41,7 @@ def command(tmp_path, monkeypatch, capsys):
     for name in ("run", "text"):
         shutil.copytree(BEFORE / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
 
     def act(*words):
         assert main(words) == 0

@@ -43,7 +43,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=SLOW), 4])
 def test_ddp_reduces_each_gradient_once_whatever_the_number_of_microbatches(accumulate):
-    layout, program = lowered(DDP, {"data": 4}, accumulate=accumulate)
+    layout, program = lowered(DDP, {"data": 4}, gradient_accumulation_steps=accumulate)
     found = hfjax.collectives(program)
     whole = elements(layout, split=True) + elements(layout, split=False)
     assert found.total("all-reduce", "data") == 4 * whole + SUMS == found.total()
@@ -51,7 +51,7 @@ def test_ddp_reduces_each_gradient_once_whatever_the_number_of_microbatches(accu
 
 
 def test_hierarchical_reduction_scatters_in_the_node_adds_across_and_gathers():
-    layout, program = lowered(DDP, {"data": 2, "fsdp": 4}, reduction="hierarchical")
+    layout, program = lowered(DDP, {"data": 2, "fsdp": 4}, gradient_reduction="hierarchical")
     found = hfjax.collectives(program)
     whole = elements(layout, split=True) + elements(layout, split=False)
     assert found.total("reduce-scatter", "fsdp") == 4 * whole == found.total("all-gather", "fsdp")
@@ -61,7 +61,7 @@ def test_hierarchical_reduction_scatters_in_the_node_adds_across_and_gathers():
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
-    options = {"accumulate": accumulate, "unroll": 1}
+    options = {"gradient_accumulation_steps": accumulate, "unroll": 1}
     layout, program = lowered(ZERO1, {"data": 2, "fsdp": 2}, **options)
     found, both = hfjax.collectives(program), ("data", "fsdp")
     large, small = elements(layout, split=True), elements(layout, split=False)
@@ -78,7 +78,7 @@ def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero2_scatters_in_every_microbatch(accumulate):
-    layout, program = lowered(ZERO2, {"data": 4}, accumulate=accumulate)
+    layout, program = lowered(ZERO2, {"data": 4}, gradient_accumulation_steps=accumulate)
     found = hfjax.collectives(program)
     assert found.total("reduce-scatter", "data") == accumulate * 4 * elements(layout, split=True)
     assert found.total("all-reduce") == 4 * elements(layout, split=False) + SUMS
@@ -91,7 +91,9 @@ def test_zero2_scatters_in_every_microbatch(accumulate):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.short("2-full")
 def test_fsdp_gathers_each_layer_twice_and_scatters_it_once_per_microbatch(accumulate, remat):
-    layout, program = lowered(FSDP, {"fsdp": 4}, accumulate=accumulate, remat=remat)
+    layout, program = lowered(
+        FSDP, {"fsdp": 4}, gradient_accumulation_steps=accumulate, remat=remat
+    )
     found = hfjax.collectives(program)
     in_layers = elements(layout, split=True, layers=True)
     outside = elements(layout, split=True, layers=False)
@@ -111,14 +113,14 @@ def test_parameters_kept_after_the_forward_pass_are_gathered_once(remat):
 
 def test_gradients_accumulated_whole_are_gathered_and_scattered_once_a_step():
     once = FSDP.edit(gradients={"*": ()})
-    layout, program = lowered(once, {"fsdp": 4}, accumulate=2)
+    layout, program = lowered(once, {"fsdp": 4}, gradient_accumulation_steps=2)
     found, large = hfjax.collectives(program), elements(layout, split=True)
     assert found.total("all-gather", "fsdp") == found.total("reduce-scatter", "fsdp") == 4 * large
     assert {row.where for row in found} == {""}
 
 
 def test_hsdp_adds_only_shards_across_nodes_once_a_step():
-    layout, program = lowered(HSDP, {"data": 2, "fsdp": 4}, accumulate=2)
+    layout, program = lowered(HSDP, {"data": 2, "fsdp": 4}, gradient_accumulation_steps=2)
     found, large = hfjax.collectives(program), elements(layout, split=True)
     assert found.total("reduce-scatter", "fsdp") == 2 * 4 * large
     assert found.total("all-reduce", "data") == 4 * large // 4
@@ -148,7 +150,9 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
     outside = elements(layout, split=True, layers=False)
     assert found.total("reduce-scatter", "fsdp") == 4 * large // 2
     assert found.total("all-gather", "fsdp") == 4 * (2 * (large - outside) + outside) // 2
-    layout, program = lowered(ZERO1 | TENSOR, {"data": 2, "tensor": 2}, accumulate=2)
+    layout, program = lowered(
+        ZERO1 | TENSOR, {"data": 2, "tensor": 2}, gradient_accumulation_steps=2
+    )
     large = elements(layout, split=True)
     assert hfjax.collectives(program).total("reduce-scatter", "data") == 4 * large // 2
 

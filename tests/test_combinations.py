@@ -22,7 +22,15 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.checks.combinations import REFUSED, TRACED, cell, exclusions, reasons, refusals, table
+from hfjax.checks.feature_conflicts import (
+    CONFLICTS,
+    TRACED,
+    cell,
+    exclusions,
+    reasons,
+    refusals,
+    table,
+)
 from hfjax.checks.features import (
     FEATURES,
     NOT_ELEMENT_BY_ELEMENT,
@@ -43,7 +51,7 @@ PAIRS = list(itertools.combinations(FEATURES, 2))
 WRITES, ASYNCHRONOUS = "statistics that a model writes", "asynchronous schedule"
 # What one device does otherwise with them; all else is only done otherwise.
 MATHEMATICS = {
-    "clip",
+    "max_grad_norm",
     "precision",
     "loss scale",
     ASYNCHRONOUS,
@@ -57,7 +65,12 @@ MATHEMATICS = {
 }
 ROUNDED = {"precision", "loss scale", "hfjax.optimizers.master_weights"}  # to 16 bits
 # Cells without an equal on one device, and why.
-ALONE = {("accumulate", WRITES): "which rows a microbatch normalises over depends on the mesh"}
+ALONE = {
+    (
+        "gradient_accumulation_steps",
+        WRITES,
+    ): "which rows a microbatch normalises over depends on the mesh"
+}
 
 
 # -- a model that can be all of it --------------------------------------------------------------
@@ -281,12 +294,12 @@ CONDITIONS: dict[tuple[str, str], dict[str, Any]] = {  # where a pair is refused
 }
 
 
-@pytest.mark.parametrize("pair", REFUSED, ids=" with ".join)
+@pytest.mark.parametrize("pair", CONFLICTS, ids=" with ".join)
 def test_a_pair_that_is_refused_raises_its_words(pair, monkeypatch):
-    refusal = REFUSED[pair]
+    refusal = CONFLICTS[pair]
     assert bool(refusal.condition_text) == (pair in CONDITIONS) == (cell(*pair) == "?")
     if refusal.condition_text.startswith("on devices"):
-        monkeypatch.setattr("hfjax.checks.combinations.platform_of", lambda mesh: "gpu")
+        monkeypatch.setattr("hfjax.checks.feature_conflicts.platform_of", lambda mesh: "gpu")
 
     words = () if any(FEATURES[name].model for name in pair) else ("no attention",)
 
@@ -298,7 +311,7 @@ def test_a_pair_that_is_refused_raises_its_words(pair, monkeypatch):
         refuse()
 
 
-INHERITED = [pair for pair in PAIRS if cell(*pair) == "-" and not {pair, pair[::-1]} & {*REFUSED}]
+INHERITED = [pair for pair in PAIRS if cell(*pair) == "-" and not {pair, pair[::-1]} & {*CONFLICTS}]
 
 
 @pytest.mark.slow
@@ -314,8 +327,8 @@ def test_what_needs_another_is_refused_with_it(pair):
 
 
 def test_rows_are_of_features_and_no_pair_is_there_twice():
-    assert {name for pair in REFUSED for name in pair} <= FEATURES.keys()
-    assert not {pair[::-1] for pair in REFUSED} & REFUSED.keys()
+    assert {name for pair in CONFLICTS for name in pair} <= FEATURES.keys()
+    assert not {pair[::-1] for pair in CONFLICTS} & CONFLICTS.keys()
 
 
 @cache
@@ -347,7 +360,7 @@ def test_a_line_has_what_a_feature_does_not_go_with():
     lines = dict(line[2:].split(": ", 1) for line in exclusions().replace("\n  ", " ").splitlines())
     assert list(lines) == list(FEATURES)
     assert lines["unroll"] == "goes with everything."
-    assert lines["clip"] == "refused with optimizer_in_backward; asynchronous schedule."
+    assert lines["max_grad_norm"] == "refused with optimizer_in_backward; asynchronous schedule."
     assert lines["freeze"] == (
         "refused with asynchronous schedule. Also in some cases refused with list of layers."
     )

@@ -65,7 +65,11 @@ def trained(model, strategy, sizes, batch, steps=2, **execution):
     return told, hfjax.full_array(hfjax.to_model_order(layout, state).params)
 
 
-SAME = ("accumulate", "clip", "precision")  # what changes the numbers of one device as well
+SAME = (
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "precision",
+)  # what changes the numbers of one device as well
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +116,13 @@ CASES = {
     "both of one dimension": (
         gpt, TOKENS, TENSOR | SEQUENCE, {"context": 2, "tensor": 2, "data": 2}, {"context": "ring"},
     ),
-    "ZERO1": (gpt, TOKENS, ZERO1, {"context": 4, "data": 2}, {"context": "ring", "clip": 0.1}),
+    "ZERO1": (
+        *(gpt, TOKENS, ZERO1, {"context": 4, "data": 2}),
+        {"context": "ring", "max_grad_norm": 0.1},
+    ),
     "microbatches, recomputed": (
         gpt, TOKENS, FSDP, {"context": 4, "data": 2},
-        {"context": "ring", "accumulate": 2, "remat": "full"},
+        {"context": "ring", "gradient_accumulation_steps": 2, "remat": "full"},
     ),
     "1F1B": (
         gpt, TOKENS, PIPE, {"context": 2, "pipe": 2},

@@ -68,7 +68,7 @@ def test_that_form_runs_on_each_device_s_rows():
     for count in (1, 8):
         mesh = hfjax.make_mesh(data=count, devices=jax.devices()[:count])
         layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP)
-        step = hfjax.train_step(layout, loss, rows="strict")
+        step = hfjax.train_step(layout, loss, batch_view="strict")
         states.append(step(hfjax.init(layout), x)[0])
         assert "gathered" not in str(step.batch_comms)
     one, eight = (np.asarray(state.params["kernel"]) for state in states)

@@ -141,17 +141,22 @@ def trained(model, strategy, sizes, loss, batch, called=None, **run):
 CASES = {
     "one device": (DDP, {"data": 1}, {}, 1),
     "DDP": (DDP, {"data": 4}, {}, 1),
-    "DDP, accumulated": (DDP, {"data": 4}, {"accumulate": 2}, 2),
-    "FSDP": (FSDP, {"fsdp": 4}, {"accumulate": 2, "remat": "full"}, 2),
+    "DDP, accumulated": (DDP, {"data": 4}, {"gradient_accumulation_steps": 2}, 2),
+    "FSDP": (FSDP, {"fsdp": 4}, {"gradient_accumulation_steps": 2, "remat": "full"}, 2),
     "FSDP and TENSOR": (FSDP | TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}, {}, 1),
     "in the backward pass": (FSDP, {"fsdp": 4}, {"optimizer_in_backward": True}, 1),
-    "parameters on the host": (FSDP | HOST_PARAMETERS, {"fsdp": 2}, {"accumulate": 2}, 2),
+    "parameters on the host": (
+        FSDP | HOST_PARAMETERS,
+        {"fsdp": 2},
+        {"gradient_accumulation_steps": 2},
+        2,
+    ),
     "optimizer on the host": (FSDP | HOST_OPTIMIZER, {"fsdp": 2}, {}, 1),
     "GPipe": (PIPE | ZERO1, {"pipe": 2, "data": 2}, {"schedule": Schedule("gpipe", 4)}, 4),
     "1F1B, accumulated": (
         PIPE,
         {"pipe": 2, "data": 2},
-        {"schedule": Schedule("1f1b", 2), "accumulate": 2},
+        {"schedule": Schedule("1f1b", 2), "gradient_accumulation_steps": 2},
         4,
     ),
     "zero bubble": (PIPE | FSDP, {"pipe": 2, "fsdp": 2}, {"schedule": Schedule("zb-h1", 2)}, 2),
@@ -189,10 +194,11 @@ def tree(*, rngs):
 
 @pytest.mark.short("strategy0-sizes0-2")
 @pytest.mark.parametrize(
-    ("strategy", "sizes", "accumulate"), [(DDP, {"data": 4}, 2), (FSDP, {"fsdp": 4}, 1)]
+    ("strategy", "sizes", "accumulate"),
+    [(DDP, {"data": 4}, 2), (FSDP, {"fsdp": 4}, 1)],
 )
 def test_so_do_those_of_a_model_that_is_called_as_it_is(strategy, sizes, accumulate):
-    case = strategy, sizes, {"accumulate": accumulate}, accumulate
+    case = strategy, sizes, {"gradient_accumulation_steps": accumulate}, accumulate
     for step in check(case, [number, mean, of_outputs], tree, called=plain):
         assert "a derivative that is not linear: it sees the weight of all" in str(step.batch_comms)
 
@@ -210,13 +216,13 @@ def test_so_do_those_where_devices_share_sequences(sizes, accumulate):
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(2, 4, 8, 4)).astype(np.float32)
     sequences = {"x": x, "y": y, "weight": rng.integers(0, 3, (4, 8)).astype(np.float32)}
-    case = DDP | CONTEXT, sizes, {"accumulate": accumulate}, accumulate
+    case = DDP | CONTEXT, sizes, {"gradient_accumulation_steps": accumulate}, accumulate
     only = lambda *, rngs: {"before": tree(rngs=rngs)["before"]}
     list(check(case, [number, mean_of_tokens], only, forward, sequences, called=forward))
 
 
 def test_a_device_that_sees_its_own_rows_only_begins_with_one():
-    list(check((DDP, {"data": 4}, {"rows": "own"}, 4), [number]))
+    list(check((DDP, {"data": 4}, {"batch_view": "local"}, 4), [number]))
 
 
 @pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 4}])
@@ -242,7 +248,7 @@ def test_under_a_loss_scale_they_see_so_many_times_more_as_with_deepspeed(sizes)
         lambda outputs, batch: outputs.mean(),
         lambda outputs, batch: hfjax.Mean(7 * outputs.mean(), 7.0),
     ):
-        step = hfjax.train_step(layout, loss, precision=precision, accumulate=2)
+        step = hfjax.train_step(layout, loss, precision=precision, gradient_accumulation_steps=2)
         step.check(step(hfjax.init(layout), examples())[0])
         jax.effects_barrier()
         rows = 16 // sizes["data"]  # of a device, in a step

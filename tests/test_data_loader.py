@@ -38,24 +38,28 @@ def joined(batches) -> dict:
 @PACKINGS
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_processes_together_give_the_same_global_batches_for_three_epochs(data, packing, processes):
-    options = {"rows": 8, "length": 8, "epochs": 3, "packing": packing, "seed": 5}
+    options = {"batch_size": 8, "seq_len": 8, "epochs": 3, "packing": packing, "seed": 5}
     whole = Loader(data, **options)
-    assert whole.rows_per_epoch % 8, "the epochs must be uneven for this to say something"
-    parts = [Loader(data, mine=share(8, p, processes), **options) for p in range(processes)]
+    assert whole.examples_per_epoch % 8, "the epochs must be uneven for this to say something"
+    parts = [
+        Loader(data, local_examples=share(8, p, processes), **options) for p in range(processes)
+    ]
     steps = 0
     for batch, *shares in zip(whole, *parts, strict=True):
         assert same(batch, joined(shares))
         steps += 1
-    assert steps == len(whole) == 3 * whole.rows_per_epoch // 8
+    assert steps == len(whole) == 3 * whole.examples_per_epoch // 8
 
 
 def test_a_process_gives_just_the_rows_that_it_is_asked_for(data):
-    whole, some = Loader(data, 6, 8), Loader(data, 6, 8, mine=[4, 0, 3])
+    whole, some = Loader(data, 6, 8), Loader(data, 6, 8, local_examples=[4, 0, 3])
     np.testing.assert_array_equal(whole.at(7)["tokens"][[4, 0, 3]], some.at(7)["tokens"])
 
 
 def test_each_target_comes_once_in_an_epoch_and_epochs_are_shuffled_apart(data):
-    loader = Loader(data, rows=13, length=8, seed=1, epochs=3)  # 39 rows: three batches an epoch
+    loader = Loader(
+        data, batch_size=13, seq_len=8, seed=1, epochs=3
+    )  # 39 rows: three batches an epoch
     batches = list(loader)
     epochs = [np.concatenate([targets(b) for b in batches[i : i + 3]]) for i in (0, 3, 6)]
     for epoch in epochs:
@@ -95,7 +99,7 @@ RESUMED = [  # each packing, with and without threads
 
 @pytest.mark.parametrize(("packing", "threads"), RESUMED)
 def test_resume_is_exact_at_every_position(data, packing, threads):
-    options = {"length": 8, "epochs": 2, "packing": packing, "threads": threads}
+    options = {"seq_len": 8, "epochs": 2, "packing": packing, "threads": threads}
     through = Loader(data, 4, **options)
     batches, states = [], [through.state()]
     for batch in through:
@@ -118,7 +122,10 @@ def test_resume_is_exact_on_other_processes_and_with_other_batches(data):
     state = began.state()
     assert state["rows"] == 30
     for rows, processes in [(6, 1), (6, 2), (4, 4), (10, 2), (7, 1)]:
-        parts = [Loader(data, rows, 8, mine=share(rows, p, processes)) for p in range(processes)]
+        parts = [
+            Loader(data, rows, 8, local_examples=share(rows, p, processes))
+            for p in range(processes)
+        ]
         for part in parts:
             part.restore(state)
         for step in range(4):
@@ -137,8 +144,8 @@ def test_batches_that_wait_are_not_counted_as_consumed(data):
 
 def test_a_loader_tells_what_it_packs_and_drops(data):
     stream, packed = Loader(data, 4, 8), Loader(data, 4, 8, packing="documents")
-    assert (stream.rows_per_epoch, stream.dropped, stream.density) == (39, 1, 1.0)
-    assert (packed.rows_per_epoch, packed.dropped) == (39, 1)
+    assert (stream.examples_per_epoch, stream.dropped, stream.density) == (39, 1, 1.0)
+    assert (packed.examples_per_epoch, packed.dropped) == (39, 1)
     whole = Loader(data, 39, 8, packing="documents").at(0)
     assert (whole["documents"] > 0).sum() == 347
     assert round(packed.density * 39 * 9, 6) == 347
@@ -182,7 +189,7 @@ def test_evaluation_goes_over_everything_once(data, packing):
     options = {"shuffle": False, "epochs": 1, "pad_last": True, "packing": packing}
     loader = Loader(data, 16, 8, **options)
     batches = list(loader)
-    assert len(batches) == len(loader) == -(-loader.rows_per_epoch // 16)
+    assert len(batches) == len(loader) == -(-loader.examples_per_epoch // 16)
     assert {batch["tokens"].shape for batch in batches} == {(16, 9)}
     assert all("mask" in batch for batch in batches)
     found = Counter(np.concatenate([targets(batch) for batch in batches]).tolist())
@@ -193,20 +200,22 @@ def test_evaluation_goes_over_everything_once(data, packing):
 
 
 def test_a_process_whose_rows_are_all_padding_gives_zeros(data):
-    last = Loader(data, 32, 8, shuffle=False, epochs=1, pad_last=True, mine=[30, 31]).at(1)
+    last = Loader(data, 32, 8, shuffle=False, epochs=1, pad_last=True, local_examples=[30, 31]).at(
+        1
+    )
     assert (last["mask"].shape, last["mask"].sum(), last["tokens"].sum()) == ((2, 8), 0, 0)
 
 
 def test_a_batch_larger_than_the_data_is_padded_or_refused(data):
     small = Loader(data, 64, 8, epochs=1, pad_last=True)
     assert (len(small), next(small)["mask"].sum()) == (1, 312)
-    with pytest.raises(ValueError, match="a batch of 64 rows: the data has 39 rows of 8 tokens"):
+    with pytest.raises(ValueError, match="a batch of 64 examples: the data has 39 of 8 tokens"):
         Loader(data, 64, 8)
 
 
 def test_a_mixture_keeps_its_weights_and_goes_through_each_set(data, tmp_path):
     other = numbered(tmp_path / "other", [100], first=1000)
-    mixture = Loader([data, other], rows=10, length=8, weights=[3, 1])
+    mixture = Loader([data, other], batch_size=10, seq_len=8, weights=[3, 1])
     tokens = np.concatenate([mixture.at(i)["tokens"] for i in range(20)])
     of_other = tokens[:, 0] >= 1000
     assert of_other.sum() == 50
@@ -215,7 +224,7 @@ def test_a_mixture_keeps_its_weights_and_goes_through_each_set(data, tmp_path):
 
 
 def test_the_sets_of_a_mixture_are_shuffled_apart(data):
-    tokens = Loader([data, data], rows=78, length=8).at(0)["tokens"]
+    tokens = Loader([data, data], batch_size=78, seq_len=8).at(0)["tokens"]
     assert tokens[::2, 0].tolist() != tokens[1::2, 0].tolist()
 
 
@@ -223,7 +232,9 @@ def test_a_mixture_resumes_exactly_and_splits_among_processes(data, tmp_path):
     sets = [data, numbered(tmp_path / "other", [100], first=1000)]
     whole = Loader(sets, 6, 8, weights=[0.7, 0.3])
     state = [(next(whole), whole.state()) for _ in range(15)][9][1]
-    parts = [Loader(sets, 6, 8, weights=[0.7, 0.3], mine=share(6, p, 2)) for p in range(2)]
+    parts = [
+        Loader(sets, 6, 8, weights=[0.7, 0.3], local_examples=share(6, p, 2)) for p in range(2)
+    ]
     for part in parts:
         part.restore(state)
     for step in range(10, 15):
@@ -232,7 +243,7 @@ def test_a_mixture_resumes_exactly_and_splits_among_processes(data, tmp_path):
 
 DIFFERENCES = {
     "seed": {"seed": 1},
-    "length": {"length": 9},
+    "length": {"seq_len": 9},
     "packing": {"packing": "documents"},
     "shuffle": {"shuffle": False},
 }
@@ -240,10 +251,10 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_state_of_another_stream_is_refused_by_name(data, name):
-    given: dict[str, Any] = {"rows": 4, "length": 8}
+    given: dict[str, Any] = {"batch_size": 4, "seq_len": 8}
     state = Loader(data, **given).state()
     other = Loader(data, **given | DIFFERENCES[name])
-    with pytest.raises(ValueError, match=f"another stream of rows: its {name} is .*, here it is"):
+    with pytest.raises(ValueError, match=f"of another stream of examples: its {name} is .*, here"):
         other.restore(state)
 
 
@@ -273,25 +284,25 @@ def test_a_loader_goes_on_after_a_fault_at_the_same_batch(data, monkeypatch):
 
 def test_a_model_that_is_too_small_for_the_data_is_refused(data):
     loader = Loader(data, 4, 8)
-    loader.check(vocab=314, length=8)
+    loader.check(vocab=314, seq_len=8)
     with pytest.raises(ValueError, match="data has a vocabulary of 314, the model one of 313"):
         loader.check(vocab=313)
-    with pytest.raises(ValueError, match="rows of 8 tokens, the model has 7 positions"):
-        loader.check(length=7)
+    with pytest.raises(ValueError, match="sequences of 8 tokens, the model has 7 positions"):
+        loader.check(seq_len=7)
 
 
 REFUSED = {
-    "rows=0: a whole number from 1": {"rows": 0},
-    "rows=2.0: a whole number from 1": {"rows": 2.0},
-    "rows=True: a whole number from 1": {"rows": True},
+    "batch_size=0: a whole number from 1": {"batch_size": 0},
+    "batch_size=2.0: a whole number from 1": {"batch_size": 2.0},
+    "batch_size=True: a whole number from 1": {"batch_size": True},
     "epochs=True: a whole number from 1 on, or None": {"epochs": True},
     "shuffle=1: True or False": {"shuffle": 1},
-    "length=0: a whole number": {"length": 0},
+    "seq_len=0: a whole number": {"seq_len": 0},
     "seed=-1: a whole number from 0": {"seed": -1},
     "prefetch=1: a whole number from 2": {"prefetch": 1},
-    r"mine=\[4\]: the numbers .* from 0 to 3": {"mine": [4]},
-    r"mine=\[\]: the numbers": {"mine": []},
-    r"mine=\[0.5\]: the numbers": {"mine": [0.5]},
+    r"local_examples=\[4\]: the numbers .* from 0 to 3": {"local_examples": [4]},
+    r"local_examples=\[\]: the numbers": {"local_examples": []},
+    r"local_examples=\[0.5\]: the numbers": {"local_examples": [0.5]},
     "packing='rows': one of stream, documents": {"packing": "rows"},
     "epochs=0: a whole number from 1 on, or None": {"epochs": 0},
     "pad_last=True: without epochs": {"pad_last": True},
@@ -303,7 +314,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_means_nothing_is_refused(data, message):
     with pytest.raises(ValueError, match=message):
-        Loader(data, **{"rows": 4, "length": 8} | REFUSED[message])
+        Loader(data, **{"batch_size": 4, "seq_len": 8} | REFUSED[message])
 
 
 def test_a_mixture_of_nothing_or_with_an_end_is_refused(data):

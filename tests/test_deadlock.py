@@ -117,7 +117,7 @@ def test_the_error_names_the_line():
 @pytest.mark.parametrize("model", [Placed, Shifts])
 def test_arrays_put_together_and_layers_without_branches_train_as_one_device(model):
     strategy = (PIPE | TENSOR).edit(replicate_below=0)
-    execution = {"schedule": Schedule("1f1b", 2), "accumulate": 2}
+    execution = {"schedule": Schedule("1f1b", 2), "gradient_accumulation_steps": 2}
     cases = {"1F1B": (strategy, {"pipe": 2, "tensor": 2}, execution)}
     assert_strategies_agree(model, weighted, rows(), cases, steps=2)
 

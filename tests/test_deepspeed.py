@@ -74,15 +74,15 @@ def test_what_may_be_refused_is_let_through_with_the_default_of_deepspeed():
 
 
 TABLE_OF_EXAMPLE = """
-train_batch_size 32 taken as rows=32, of all devices
-gradient_accumulation_steps 2 taken as accumulate=2
+train_batch_size 32 taken as global_batch_size=32
+gradient_accumulation_steps 2 taken as gradient_accumulation_steps=2
 steps_per_print 10 ignored because it only changes what is told
 optimizer.type "Adam" taken as optax.adamw
 optimizer.params.lr 0.001 ignored because WarmupLR says the rate
 optimizer.params.betas [0.8, 0.999] taken as [0.8, 0.999]
 scheduler.type "WarmupLR" taken as DeepSpeed's WarmupLR, equal at every update
 scheduler.params.warmup_num_steps 1000 taken as part of the rate
-gradient_clipping 1.0 taken as clip=1.0: norms above it are divided by norm, there by norm + 1e-6
+gradient_clipping 1.0 taken as max_grad_norm=1.0: norms above are divided by norm, there + 1e-6
 fp16.enabled true taken as Precision(compute="float16", scale=…)
 fp16.loss_scale 0 taken as a scale that moves, at most 16777216 (DeepSpeed: no limit)
 fp16.loss_scale_window 500 taken as LossScale(window=500)
@@ -96,15 +96,19 @@ zero_optimization.overlap_comm true ignored because XLA schedules the program
 def test_the_table_says_what_becomes_of_each_key_of_the_example():
     made = hfjax.compat.from_deepspeed(EXAMPLE, world=8)
     lines = [re.sub(" +", " ", line) for line in str(made).splitlines()]
-    assert lines[0].endswith("ZERO2|HOST_OPTIMIZER on data=8, 32 rows in 2 microbatches")
+    assert lines[0].endswith("ZERO2|HOST_OPTIMIZER on data=8, 32 examples in 2 microbatches")
     for line in TABLE_OF_EXAMPLE:
         assert any(found.startswith(line) for found in lines), line
     assert len(lines) == 30  # a title, the head, and a line for each key
     assert made.mesh == {"data": 8}
-    assert made.rows == 32
+    assert made.global_batch_size == 32
     scale = LossScale(2.0**15, 500, 2, 1.0)
     precision = Precision(compute="float16", scale=scale)
-    assert made.execution == {"accumulate": 2, "clip": 1.0, "precision": precision}
+    assert made.execution == {
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 1.0,
+        "precision": precision,
+    }
 
 
 # -- what is taken ------------------------------------------------------------------------
@@ -125,7 +129,7 @@ PLACES = [
     ),
     (
         zero(3, offload_optimizer={"device": "cpu", "ratio": 0.25}),
-        (hfjax.FSDP | hfjax.HOST_OPTIMIZER).edit(memory={"moments": 0.25}),
+        (hfjax.FSDP | hfjax.HOST_OPTIMIZER).edit(memory={"optimizer_state": 0.25}),
         {"fsdp": 8},
     ),
     (zero(3, param_persistence_threshold=7), hfjax.FSDP.edit(replicate_below=7), {"fsdp": 8}),
@@ -159,7 +163,7 @@ def test_where_everything_lies(keys, strategy, mesh, tmp_path):
     assert made.mesh == mesh
     if "pipe" in mesh:
         assert made.execution["schedule"] == hfjax.Schedule("1f1b", 8)
-        assert made.execution["accumulate"] == 1
+        assert made.execution["gradient_accumulation_steps"] == 1
     path = written(tmp_path / "ds.json", train_batch_size=64, **keys)
     config, _ = with_deepspeed_file(TrainConfig(deepspeed=path), [], 8)
     sizes = {axis: size for axis, size in mesh_sizes(config.mesh, 8).items() if size > 1}
@@ -198,15 +202,15 @@ def test_parameters_are_sharded_over_experts_alone(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "execution"),
     [
-        ({}, {"clip": 1.0}),
-        ({"gradient_clipping": 0}, {"clip": None}),
-        ({"bf16": {"enabled": True}}, {"precision": "bf16", "nonfinite": "skip"}),
-        ({"bfloat16": {"enabled": True}}, {"precision": "bf16", "nonfinite": "skip"}),
+        ({}, {"max_grad_norm": 1.0}),
+        ({"gradient_clipping": 0}, {"max_grad_norm": None}),
+        ({"bf16": {"enabled": True}}, {"precision": "bf16", "on_nonfinite": "skip"}),
+        ({"bfloat16": {"enabled": True}}, {"precision": "bf16", "on_nonfinite": "skip"}),
         (
             {"bf16": {"enabled": True, "check_grad_overflow": False}},
-            {"precision": "bf16", "nonfinite": "stop"},
+            {"precision": "bf16", "on_nonfinite": "stop"},
         ),
-        ({"fp16": {"enabled": False, "hysteresis": 5}}, {"clip": 1.0}),
+        ({"fp16": {"enabled": False, "hysteresis": 5}}, {"max_grad_norm": 1.0}),
         (
             {"communication_data_type": "fp32", "bf16": {"enabled": True}},
             {"precision": Precision(compute="bfloat16", reduce="float32")},
@@ -242,9 +246,9 @@ def test_rows_are_those_of_a_device_times_microbatches_times_devices(sizes, rows
     made = hfjax.compat.from_deepspeed(
         {name: x for name, x in given.items() if x is not None}, world=8
     )
-    assert (made.rows, made.execution["accumulate"]) == (rows, times)
+    assert (made.global_batch_size, made.execution["gradient_accumulation_steps"]) == (rows, times)
     tensor = {"tensor_parallel": {"autotp_size": 2}}
-    assert hfjax.compat.from_deepspeed({names[1]: 3, **tensor}, world=8).rows == 12
+    assert hfjax.compat.from_deepspeed({names[1]: 3, **tensor}, world=8).global_batch_size == 12
 
 
 @pytest.mark.parametrize(
@@ -255,7 +259,7 @@ def test_rows_are_those_of_a_device_times_microbatches_times_devices(sizes, rows
         (zero(1, stage3_param_persistence_threshold=9), "9 +ignored because only stage 3 divides"),
         ({"fp16": {"loss_scale": 3}}, "loss_scale +3 +ignored because fp16.enabled is not true"),
         ({"fp16": {"enabled": True}}, "without ZeRO DeepSpeed has no hysteresis and no stop"),
-        ({}, "gradient_clipping +not there +taken as clip=1.0, DeepSpeed's default"),
+        ({}, "gradient_clipping +not there +taken as max_grad_norm=1.0, DeepSpeed's default"),
         ({"optimizer": {"type": "adam"}}, "optimizer.type +.adam. +taken as optax.adamw"),
         (zero(3, max_reuse_distance=7), "zero_optimization.max_reuse_distance +7 +ignored because"),
         (zero(3, gather_16bit_weights_on_model_save=True), "gather_16bit.* +true +ignored because"),
@@ -580,7 +584,7 @@ def test_adam_without_correction_of_its_bias_is_that_of_the_kernel(decoupled):
         np.testing.assert_allclose(found[t], x, rtol=1e-5)
 
 
-BY_HAND = {"accumulate": 2, "clip": 1.0}
+BY_HAND = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
 
 
 @pytest.mark.slow
@@ -590,7 +594,7 @@ def test_the_example_trains_as_what_is_written_by_hand(section):
     made = hfjax.compat.from_deepspeed(example(**section), world=4)
     rate = hfjax.lr_schedule(1e-3, warmup=1000, decay="constant", shape="log")
     mine = optax.adamw(rate, 0.8, 0.999, 1e-8, weight_decay=3e-7)
-    types = {"precision": "bf16", "nonfinite": "skip"} if section else {}
+    types = {"precision": "bf16", "on_nonfinite": "skip"} if section else {}
     results = []
     for strategy, optimizer, execution in (
         (made.strategy, made.optimizer, made.execution),
@@ -601,7 +605,7 @@ def test_the_example_trains_as_what_is_written_by_hand(section):
         step, state = hfjax.train_step(layout, next_token_loss, **execution), hfjax.init(layout)
         losses = []
         for _ in range(5):
-            state, metrics = step(state, tokens(rows=made.rows))
+            state, metrics = step(state, tokens(rows=made.global_batch_size))
             losses.append(float(metrics["loss"]))
         results.append((jax.device_get(state.params), losses))
     assert results[0][1] == results[1][1]

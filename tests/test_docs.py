@@ -48,7 +48,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--vocab 4096": "--vocab 300",
         "--valid 0.05": "--valid 0.2",
         "seed=0)": "seed=0, epochs=1)",
-        "rows=32, length=256": "rows=8, length=16",
+        "batch_size=32, seq_len=256": "batch_size=8, seq_len=16",
         "share(32": "share(8",
     },
     "docs/choose.md": {
@@ -60,7 +60,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--cpu-devices 8 --log.sample-tokens 0": f"--log.sample-tokens 0 {SMALL_GPT}",
         "eval runs/first\n": "eval runs/first --batch-size 2048\n",
         "GPTConfig.tiny()": "GPTConfig.tiny(length=16, layers=1, heads=2, embed=32)",
-        "rows=32, length=64": "rows=2048, length=16",
+        "batch_size=32, seq_len=64": "batch_size=2048, seq_len=16",
         "after 'import os, sys' comes b'e'": "…",
     },
     "docs/first_gpu_run.md": {

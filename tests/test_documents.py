@@ -76,7 +76,11 @@ def losses_of_one():
     ("strategy", "mesh", "execution"),
     [
         pytest.param(FSDP, {"fsdp": 8}, {"remat": "full"}, marks=pytest.mark.slow),
-        (FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulate": 2}),
+        (
+            FSDP | TENSOR | SEQUENCE,
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            {"gradient_accumulation_steps": 2},
+        ),
         (PIPE | DDP, {"pipe": 2, "data": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
         pytest.param(
             *(PIPE | TENSOR, {"pipe": 2, "tensor": 2}, {"schedule": hfjax.Schedule("zb", 4)}),

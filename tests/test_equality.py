@@ -53,7 +53,7 @@ def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clippin
     model, devices, names
 ):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)
-    batch, options = tokens(mask=mask), {"accumulate": 2, "clip": 0.5}
+    batch, options = tokens(mask=mask), {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     if model is mlps:
         options |= {"unroll": 1, "optimizer": MOMENTUM}
     assert_strategies_agree(
@@ -77,7 +77,7 @@ def test_in_float64_parameters_agree_to_the_last_digits(name):
             cases(8, [name]),
             optimizer=MOMENTUM,
             precision="fp64",
-            clip=1.0,
+            max_grad_norm=1.0,
         )
     assert found[name] < 1e-12
 
@@ -122,7 +122,12 @@ def test_hierarchical_reduction_and_whole_accumulation_change_no_result(names):
         name: (IN_TWO_LEVELS[name].edit(replicate_below=0), {"data": 2, "fsdp": 4})
         for name in names
     }
-    options = {"reduction": "hierarchical", "accumulate": 2, "unroll": 1, "optimizer": MOMENTUM}
+    options = {
+        "gradient_reduction": "hierarchical",
+        "gradient_accumulation_steps": 2,
+        "unroll": 1,
+        "optimizer": MOMENTUM,
+    }
     assert_strategies_agree(mlps(), next_token_loss, tokens(), chosen, **options)
 
 

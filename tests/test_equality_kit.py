@@ -71,7 +71,7 @@ def test_a_variable_that_is_another_on_a_mesh_is_seen_and_named_with_both_values
 def test_what_a_variable_keeps_of_all_rows_is_what_one_device_keeps(kept):
     model = lambda rngs: Counts(rngs, KEPT[kept])
     assert_strategies_agree(model, squares, BATCH, DDP, steps=2)
-    assert_strategies_agree(model, squares, BATCH, DDP, steps=2, accumulate=2)
+    assert_strategies_agree(model, squares, BATCH, DDP, steps=2, gradient_accumulation_steps=2)
 
 
 class Forgets(nnx.Module):
@@ -141,7 +141,7 @@ def tree(rngs):
 
 
 MODELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "variables and keys": (Noisy, {}, {"accumulate": 2, "clip": 0.01}),
+    "variables and keys": (Noisy, {}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}),
     "linen": (linen_model, {}, {}),
     "a tree": (tree, {"forward": lambda tree, batch: batch["x"] @ tree["w"]}, {}),
     "forward asks for keys": (
@@ -180,7 +180,9 @@ def test_one_device_that_differs_from_plain_jax_is_told(monkeypatch):
 @pytest.mark.slow
 def test_by_default_a_gpt_has_a_pipeline_shared_rows_and_a_grid_too():
     batch = tokens(rows=16)
-    found = assert_strategies_agree(gpt(layers=2), next_token_loss, batch, steps=1, accumulate=2)
+    found = assert_strategies_agree(
+        gpt(layers=2), next_token_loss, batch, steps=1, gradient_accumulation_steps=2
+    )
     assert {"PIPE", "CONTEXT", "GRID", "HSDP+TENSOR+SEQUENCE"} <= found.keys()
 
 

@@ -93,7 +93,7 @@ def flat(tree):
 
 
 BIAS = "['layers']['mlp']['router_bias']"
-SAME = ("clip",)  # what changes the numbers of one device as well
+SAME = ("max_grad_norm",)  # what changes the numbers of one device as well
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +112,18 @@ def alone():
 
 
 GATHER = {"dispatch": "gather"}
+ACCUMULATE = {"gradient_accumulation_steps": 2}
 CASES = {
     "E 8": ("mixtral", TOKENS, DDP | EXPERT, {"expert": 8}, {}),
     "E 4": ("mixtral", TOKENS, DDP | EXPERT, {"expert": 4}, {"dispatch": "all_to_all"}),
     "E 2, tokens travel": ("mixtral", TOKENS, DDP | EXPERT, {"expert": 2}, GATHER),
-    "E+D": ("deepseek", TOKENS, DDP | EXPERT, {"expert": 4, "data": 2}, {"clip": 0.1}),
+    "E+D": ("deepseek", TOKENS, DDP | EXPERT, {"expert": 4, "data": 2}, {"max_grad_norm": 0.1}),
     "E+Z1": ("mixtral", TOKENS, ZERO1 | EXPERT, {"expert": 4, "data": 2}, {}),
-    "E+Z2": ("drawn", TOKENS, ZERO2 | EXPERT, {"expert": 2, "data": 4}, {"accumulate": 2}),
+    "E+Z2": ("drawn", TOKENS, ZERO2 | EXPERT, {"expert": 2, "data": 4}, ACCUMULATE),
     "E+Z3": ("deepseek", TOKENS, FSDP | EXPERT, {"expert": 4, "fsdp": 2}, GATHER),
     "E+Z3+D, by axis": (
         "mixtral", TOKENS, FSDP | EXPERT, {"expert": 2, "fsdp": 2, "data": 2},
-        {"reduction": "hierarchical"},
+        {"gradient_reduction": "hierarchical"},
     ),
     "E+D+M": (
         "mixtral", TOKENS, DDP | EXPERT | TENSOR, {"expert": 2, "data": 2, "tensor": 2}, {},
@@ -176,7 +177,7 @@ CASES = {
     ),
     "over the batch": ("over the batch", TOKENS, FSDP | EXPERT, {"expert": 4, "data": 2}, {}),
     "PR-MoE": ("jitter, PR-MoE", TOKENS, ZERO1 | EXPERT, {"expert": 2, "data": 4}, {}),
-    "no axis": ("drawn", DOCUMENTS, FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, {"accumulate": 2}),
+    "no axis": ("drawn", DOCUMENTS, FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, ACCUMULATE),
 }  # fmt: skip
 
 

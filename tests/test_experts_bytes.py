@@ -102,7 +102,7 @@ def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again
 
 BESIDE = [  # every axis with one way, every way with one axis
     pytest.param(beside, way, marks=[] if "all_to_all" == way or beside == "data" else SLOW)
-    for beside in ("data", "tensor", "accumulate", "small groups")
+    for beside in ("data", "tensor", "gradient_accumulation_steps", "small groups")
     for way in WAYS
 ]
 
@@ -116,8 +116,8 @@ def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
         sizes, groups = {"data": 2, "expert": 4}, 2
     elif beside == "tensor":
         sizes, strategy = {"expert": 4, "tensor": 2}, DDP | EXPERT | TENSOR
-    elif beside == "accumulate":
-        execution = {**execution, "accumulate": 2}
+    elif beside == "gradient_accumulation_steps":
+        execution = {**execution, "gradient_accumulation_steps": 2}
     else:
         config, groups, tokens, places = replace(config, group=4), 16, 4, 4 * EXPERTS
     step = plan(config, sizes, strategy, **execution)

@@ -39,7 +39,7 @@ OTHERS = {  # another strategy that each checkpoint is restored under
 def unpacked(tmp_path, monkeypatch):
     """Return what unpacks archives into the folder in which the test runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
 
     def unpack(*names):
         for name in names:

@@ -91,7 +91,7 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
     ("command", "doing"), [("eval", "compiling and evaluating"), ("generate", "compiling and writ")]
 )
 def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, capsys, monkeypatch):
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     monkeypatch.setattr(RunComponents, "written", lambda *_: time.sleep(0.1) or "text")
     assert main([command, str(run.run_dir), "--devices", "1"]) == 0
     out, err = capsys.readouterr()
@@ -390,7 +390,7 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
 
 
 def test_generate_writes_after_each_prompt_and_counts_the_seed_on(run, monkeypatch, capsys):
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     told = lambda parts, state, prompt, count, sampling: f"{prompt} {count} {sampling.seed}"
     monkeypatch.setattr(RunComponents, "written", told)
     words = [
@@ -472,9 +472,9 @@ def test_a_file_that_asks_for_simulated_devices_where_gpus_are_is_a_warning(
 ):
     """As runs of early versions saved it: the file of such a run is in tests/before."""
     given = []
-    monkeypatch.setattr("hfjax.cli.run.start", given.append)
-    monkeypatch.setattr("hfjax.cli.run.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("hfjax.cli.run.train", lambda config: SimpleNamespace(reason=None))
+    monkeypatch.setattr("hfjax.cli.train.start", given.append)
+    monkeypatch.setattr("hfjax.cli.train.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("hfjax.cli.train.train", lambda config: SimpleNamespace(reason=None))
     (tmp_path / "config.yaml").write_text("steps: 1\ncpu_devices: 8\n")
     assert main(["train", "--config", str(tmp_path / "config.yaml"), *more]) == 0
     err = capsys.readouterr().err
@@ -486,7 +486,7 @@ def test_a_file_that_asks_for_simulated_devices_where_gpus_are_is_a_warning(
 
 @pytest.mark.slow
 def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys):
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     told = set()
     for batch in ("5", "8", "16"):
         assert main(["eval", str(run.run_dir), "--batch-size", batch]) == 0
@@ -497,13 +497,13 @@ def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys)
 @pytest.fixture
 def made(monkeypatch):
     """The parts of runs that commands read, as they are made."""
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     found = []
     restore = lambda place, layout, *given, **fields: (
         found.append((layout, hfjax.checkpoint.restore(place, layout, *given, **fields).state))
         or hfjax.checkpoint.restore(place, layout, *given, **fields)
     )
-    monkeypatch.setattr("hfjax.cli.run.hfjax.restore", restore)
+    monkeypatch.setattr("hfjax.cli.train.hfjax.restore", restore)
     return found
 
 
@@ -569,7 +569,7 @@ def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_el
 
 
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     monkeypatch.setattr(RunComponents, "written", lambda *_: "a\x1bb")
     words = ["generate", str(run.run_dir), "--devices", "1"]
     assert main(words) == 0

@@ -15,7 +15,7 @@ from tests.small_gpt import mlp_layout, tokens
 from tests.test_given_params import INTERLEAVED, ONE, ROWS, adam, alone, made, same, squares
 
 FROZEN = {  # name: strategy, mesh, schedule, optimizer, fields of the step
-    "FSDP": (FSDP, {"fsdp": 4}, None, adam, {"clip": 0.1}),
+    "FSDP": (FSDP, {"fsdp": 4}, None, adam, {"max_grad_norm": 0.1}),
     "PIPE, interleaved": (PIPE | ZERO1, {"pipe": 2, "data": 2}, INTERLEAVED, adam, {}),
     "PIPE, padded": (
         PIPE,

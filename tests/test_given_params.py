@@ -239,7 +239,7 @@ MESHES = {  # small models shard nothing unless told to
     "HOST_PARAMETERS": (FSDP | HOST_OPTIMIZER | HOST_PARAMETERS, {"fsdp": 4}),
 }
 KEEPS = {  # what an optimizer keeps of the parameters that it begins with
-    "moments": lambda: optax.adam(0.1),
+    "optimizer_state": lambda: optax.adam(0.1),
     "master weights": lambda: hfjax.optimizers.master_weights(optax.adam(0.1), "bfloat16"),
     "an average": lambda: hfjax.optimizers.ema(optax.adam(0.1), 0.5),
     "the parameters": lambda: optax.contrib.schedule_free_adamw(0.1),
@@ -257,7 +257,10 @@ def places_of(mesh):
 @pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.short(
-    "one device-moments", "DDP-an average", "FSDP-master weights", "HOST_PARAMETERS-the parameters"
+    "one device-optimizer_state",
+    "DDP-an average",
+    "FSDP-master weights",
+    "HOST_PARAMETERS-the parameters",
 )
 def test_an_array_that_is_given_outlives_a_state_that_is_donated_wherever_it_lay(mesh, keeps):
     strategy, sizes = MESHES[mesh]

@@ -51,7 +51,9 @@ SPLIT = {
 @pytest.mark.parametrize("loss", [masked, contrastive])
 def test_a_loss_that_joins_rows_trains_a_model_in_three_parts_as_one_device_does(strategy, loss):
     case = {strategy: SPLIT[strategy]}
-    assert_strategies_agree(mlps(), loss, tokens(mask=MASK), case, steps=2, accumulate=2)
+    assert_strategies_agree(
+        mlps(), loss, tokens(mask=MASK), case, steps=2, gradient_accumulation_steps=2
+    )
 
 
 @pytest.mark.slow
@@ -64,7 +66,7 @@ def test_a_loss_that_joins_rows_trains_in_a_pipeline_with_the_microbatches_of_on
     schedule = hfjax.Schedule(name, microbatches=2)
     run = {"strategy": hfjax.PIPE | hfjax.FSDP, "sizes": {"pipe": 2, "fsdp": 4}}
     found = trained(loss, **run, schedule=schedule)
-    wanted = trained(loss, hfjax.DDP, {"data": 1}, accumulate=2)
+    wanted = trained(loss, hfjax.DDP, {"data": 1}, gradient_accumulation_steps=2)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
@@ -95,7 +97,13 @@ def test_rows_have_the_number_that_they_have_in_a_microbatch_of_one_device(what)
     loss = lambda o, b: ((o * BY_NUMBER[what](o) - 1) ** 2).mean()
     init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
     assert_strategies_agree(
-        init, loss, BATCH, FOUR, steps=2, accumulate=2, forward=lambda m, batch: m(batch["x"])
+        init,
+        loss,
+        BATCH,
+        FOUR,
+        steps=2,
+        gradient_accumulation_steps=2,
+        forward=lambda m, batch: m(batch["x"]),
     )
 
 
@@ -166,14 +174,16 @@ class Masks(nnx.Module):
 def test_what_only_microbatches_have_is_that_of_one_device(model):
     """Nothing joins rows by itself."""
     case = {"DDP": (hfjax.DDP, {"data": 2})}
-    assert_strategies_agree(model, squares, BATCH, case, steps=1, accumulate=2)
+    assert_strategies_agree(model, squares, BATCH, case, steps=1, gradient_accumulation_steps=2)
 
 
 @pytest.mark.slow
 def test_a_key_for_the_microbatch_draws_the_number_of_one_device():
     init, scaled = lambda rngs: nnx.Linear(4, 3, rngs=rngs), jax.random.uniform
     forward = lambda model, batch, key: model(batch["x"]) * scaled(key)
-    assert_strategies_agree(init, squares, BATCH, FOUR, steps=1, accumulate=2, forward=forward)
+    assert_strategies_agree(
+        init, squares, BATCH, FOUR, steps=1, gradient_accumulation_steps=2, forward=forward
+    )
 
 
 def centred(rows):
@@ -253,7 +263,9 @@ def squares(outputs, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2}], ids=["once", "accumulated"]
+)
 def test_a_model_that_joins_rows_writes_to_its_variables_what_one_device_writes(options):
     assert_strategies_agree(Joins, squares, BATCH, FOUR, steps=3, **options)
 
@@ -289,7 +301,7 @@ def test_a_mean_in_bfloat16_is_complete_before_it_is_rounded_and_one_in_float32_
         return hfjax.Mean(0.0, 1.0, {"first": outputs[:, 0].mean(dtype=dtype)})
 
     init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
-    layout, step = step_of(loss, init, precision="bf16", accumulate=2)
+    layout, step = step_of(loss, init, precision="bf16", gradient_accumulation_steps=2)
     sent = hfjax.collectives(step.lower(BATCH))
     kept = {row.kind for row in sent} == {"all-reduce"} and str(step.batch_comms) == "no rows meet"
     assert kept == (dtype is not None)
@@ -297,7 +309,7 @@ def test_a_mean_in_bfloat16_is_complete_before_it_is_rounded_and_one_in_float32_
     found = float(step(hfjax.init(layout), BATCH)[1]["first"])
     one, forward = hfjax.make_mesh(devices=jax.devices()[:1]), lambda m, b: m(b["x"])
     alone = hfjax.layout(init, optax.sgd(0.1), one, hfjax.DDP, forward=forward)
-    step = hfjax.train_step(alone, loss, precision="bf16", accumulate=2)
+    step = hfjax.train_step(alone, loss, precision="bf16", gradient_accumulation_steps=2)
     np.testing.assert_allclose(found, step(hfjax.init(alone), BATCH)[1]["first"], rtol=1e-2)
 
 
@@ -318,9 +330,9 @@ def test_what_no_rule_runs_on_parts_is_told_where_it_is_much_and_refused_on_requ
         step.trace(rows(2**17))  # 512 KiB
     with pytest.warns(UserWarning, match=told):
         step.trace(rows(2**18))
-    _, strict = step_of(ranked, rows="strict")
+    _, strict = step_of(ranked, batch_view="strict")
     with pytest.raises(
-        ValueError, match=r'test_global_batch.py.*sort: .*rows="strict" refuses that'
+        ValueError, match=r'test_global_batch.py.*sort: .*batch_view="strict" refuses that'
     ):
         strict.trace(BATCH)
 
@@ -329,11 +341,11 @@ def test_on_request_each_device_sees_its_own_rows():
     count = lambda outputs, batch: hfjax.Mean(
         (outputs**2).sum(), outputs.size, {"rows": jnp.float32(len(outputs))}
     )
-    for rows, expected in (("all", 16), ("own", 2)):
-        layout, step = step_of(count, rows=rows)
+    for view, expected in (("global", 16), ("local", 2)):
+        layout, step = step_of(count, batch_view=view)
         assert float(step(hfjax.init(layout), BATCH)[1]["rows"]) == expected
-    with pytest.raises(ValueError, match="rows='some': one of all, strict, own"):
-        step_of(rows="some")
+    with pytest.raises(ValueError, match="batch_view='some': one of global, strict, local"):
+        step_of(batch_view="some")
 
 
 def test_outputs_that_join_rows_or_have_them_elsewhere_are_those_of_one_device():

@@ -78,7 +78,7 @@ def agree(model, cases, given=None, loss=next_token_loss, **options):
 )
 def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every, more):
     cases = {str(sides): of_sides(*sides) for sides in every}
-    agree(model, cases, tokens() | more, accumulate=2, clip=0.5)
+    agree(model, cases, tokens() | more, gradient_accumulation_steps=2, max_grad_norm=0.5)
 
 
 TWO: Any = {"row": 2, "tensor": 2}
@@ -100,7 +100,7 @@ BESIDE = {
 @pytest.mark.parametrize("name", [*list(BESIDE)[:3], pytest.param("data", marks=pytest.mark.slow)])
 def test_a_grid_goes_beside_data_zero_and_stages(name):
     cases = {name: BESIDE[name]}
-    agree(small_gpt.mlps(dropout=0.1), cases, small_gpt.tokens(), accumulate=2)
+    agree(small_gpt.mlps(dropout=0.1), cases, small_gpt.tokens(), gradient_accumulation_steps=2)
 
 
 @pytest.mark.slow
@@ -110,11 +110,13 @@ def test_as_many_rows_as_positions_stay_where_they_are(model):
     mesh, given = hfjax.make_mesh(data=2, **TWO), tokens(rows=24)  # 12 in a microbatch, of 12
     del given["mask"]  # what the loss then makes is made for positions
     plan = hfjax.layout(model, optax.sgd(0.1), mesh, beside(hfjax.DDP))
-    step = hfjax.train_step(plan, next_token_loss, accumulate=2, rows="strict")
+    step = hfjax.train_step(
+        plan, next_token_loss, gradient_accumulation_steps=2, batch_view="strict"
+    )
     sent = hfjax.collectives(step.lower(given))
     assert {row.kind for row in sent if "data" in row.axes} == {"all-reduce"}
     assert str(step.batch_comms) == "no rows meet"
-    agree(model, {"data": BESIDE["data"]}, given, accumulate=2, steps=1)
+    agree(model, {"data": BESIDE["data"]}, given, gradient_accumulation_steps=2, steps=1)
 
 
 def by_logits(logits, batch):
@@ -364,7 +366,7 @@ def test_sides_that_do_not_divide_the_model_are_refused_with_those_that_would(ca
 
 
 def test_rows_and_lengths_that_do_not_divide_are_refused_with_sides_that_would():
-    made = of(GRID, row=4, tensor=2, own={"accumulate": 2})
+    made = of(GRID, row=4, tensor=2, own={"gradient_accumulation_steps": 2})
     with pytest.raises(
         ValueError, match=r"microbatches x 1 devices x row=4 .*: row of \[3, 2\] would do"
     ):

@@ -322,7 +322,7 @@ def test_a_model_that_sees_its_own_rows_does_so_on_a_grid(more):
         mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
         model = lambda rngs: GPT(CONFIG, rngs=rngs)
         step = hfjax.train_step(
-            hfjax.layout(model, optax.sgd(0.1), mesh, strategy), next_token_loss, rows="own"
+            hfjax.layout(model, optax.sgd(0.1), mesh, strategy), next_token_loss, batch_view="local"
         )
         _, metrics = step(hfjax.init(step.layout), tokens())
         told.append((metrics["loss"], metrics["grad_norm"]))

@@ -36,7 +36,7 @@ AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
 
 
 def share(of):
-    return Strategy(f"SHARE{of}", memory={"moments": of})
+    return Strategy(f"SHARE{of}", memory={"optimizer_state": of})
 
 
 def mlps_layout(strategy, sizes):
@@ -70,20 +70,20 @@ def moments(state):
 
 def test_the_column_is_merged_edited_and_shown_as_the_others_are():
     both = FSDP | HOST
-    assert dict(both.memory) == {"moments": "host", "master": "host"}
+    assert dict(both.memory) == {"optimizer_state": "host", "master": "host"}
     assert dict((both | HOST).memory) == dict(both.memory)
-    assert str(both).endswith("\n  memory: moments -> host, master -> host")
+    assert str(both).endswith("\n  memory: optimizer_state -> host, master -> host")
     assert "memory" not in str(FSDP)
-    edited = both.edit(memory={"moments": 0.25})
-    assert dict(edited.memory) == {"moments": 0.25, "master": "host"}
-    assert "moments -> 25% host" in str(edited)
-    assert dict(share(1).memory) == {"moments": "host"}
-    assert dict(share(0.0).memory) == {"moments": "device"}
+    edited = both.edit(memory={"optimizer_state": 0.25})
+    assert dict(edited.memory) == {"optimizer_state": 0.25, "master": "host"}
+    assert "optimizer_state -> 25% host" in str(edited)
+    assert dict(share(1).memory) == {"optimizer_state": "host"}
+    assert dict(share(0.0).memory) == {"optimizer_state": "device"}
 
 
 def test_rows_that_say_different_things_are_refused_by_name():
     message = (
-        r"HOST_OPTIMIZER \| SHARE0.5: both place memory row 'moments': HOST_OPTIMIZER says "
+        r"HOST_OPTIMIZER \| SHARE0.5: both place memory row 'optimizer_state': HOST_OPTIMIZER says "
         "host, SHARE0.5 says 50% host"
     )
     with pytest.raises(ValueError, match=message):
@@ -93,11 +93,17 @@ def test_rows_that_say_different_things_are_refused_by_name():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"gradients": "host"}, "memory row 'gradients': one of moments, master, parameters"),
-        ({"moments": "disk"}, 'moments -> \'disk\': "host" or "device", or a share'),
-        ({"moments": 1.5}, "moments -> 1.5: the share of the moments' bytes .* from 0 to 1"),
-        ({"moments": True}, 'moments -> True: "host" or "device"'),
-        ({"master": 0.5}, "master -> 0.5: only moments can be shared out"),
+        (
+            {"gradients": "host"},
+            "memory row 'gradients': one of optimizer_state, master, parameters",
+        ),
+        (
+            {"optimizer_state": "disk"},
+            'optimizer_state -> \'disk\': "host" or "device", or a fraction',
+        ),
+        ({"optimizer_state": 1.5}, "optimizer_state -> 1.5: the fraction .* is from 0 to 1"),
+        ({"optimizer_state": True}, 'optimizer_state -> True: "host" or "device"'),
+        ({"master": 0.5}, "master -> 0.5: a fraction is of optimizer_state"),
     ],
 )
 def test_rows_that_mean_nothing_are_refused(rows: Any, message):
@@ -116,11 +122,11 @@ def test_a_state_is_born_where_the_layout_says_and_its_bytes_are_counted_apart()
     assert kinds((state.params, state.step, state.optimizer[0].count)) == {"device"}
     told, whole = layout.bytes_per_device(), plain.bytes_per_device()
     assert told["parameters"] == whole["parameters"]
-    assert told["moments"] == 4  # the count
-    assert told["host moments"] == whole["moments"] - 4
-    assert "host moments" not in whole
+    assert told["optimizer_state"] == 4  # the count
+    assert told["host optimizer_state"] == whole["optimizer_state"] - 4
+    assert "host optimizer_state" not in whole
     assert "same on host" in str(layout)
-    assert "host moments 264 B" in str(layout)
+    assert "host optimizer_state 264 B" in str(layout)
     assert same(state, hfjax.init(plain))
 
 
@@ -128,20 +134,23 @@ def test_a_state_is_born_where_the_layout_says_and_its_bytes_are_counted_apart()
 def test_a_share_of_the_moments_is_met_within_one_array(asked):
     layout = stack_layout(FSDP | share(asked), {"fsdp": 8})
     told = layout.bytes_per_device()
-    whole = told["host moments"] + told["moments"] - 4
+    whole = told["host optimizer_state"] + told["optimizer_state"] - 4
     left = [
         x.size * x.dtype.itemsize // 8
         for x in jax.tree.leaves(layout.abstract_state().optimizer)
         if x.ndim and x.sharding.memory_kind != "pinned_host"
     ]
-    assert 0 <= asked * whole - told["host moments"] < min(left)
-    assert f"{told['host moments'] / whole:.1%} of the moments' bytes lie on the host" in str(
-        layout
+    assert 0 <= asked * whole - told["host optimizer_state"] < min(left)
+    assert (
+        f"{told['host optimizer_state'] / whole:.1%} of the optimizer state's bytes are on the host"
+        in str(layout)
     )
 
 
 def test_a_column_that_would_keep_nothing_on_the_host_is_refused():
-    with pytest.raises(ValueError, match=r"moments -> host, .*keeps no array like a parameter and"):
+    with pytest.raises(
+        ValueError, match=r"optimizer_state -> host, .*no array like a parameter and"
+    ):
         stack_layout(DDP | HOST, ONE, optax.sgd(1e-3))
     no_masters = r"master -> host: .*keeps no master weights \(hfjax.optimizers.mast"
     with pytest.raises(ValueError, match=no_masters):
@@ -168,9 +177,13 @@ def test_parameters_on_the_host_are_stored_there():
 
 MESHES = [
     (DDP, ONE, {}),
-    (ZERO1, {"data": 4}, {"nonfinite": "skip"}),
-    (ZERO2 | TENSOR, {"data": 2, "tensor": 2}, {"accumulate": 2, "clip": 0.5}),
-    (hfjax.HSDP, {"data": 2, "fsdp": 2}, {"nonfinite": "apply"}),
+    (ZERO1, {"data": 4}, {"on_nonfinite": "skip"}),
+    (
+        ZERO2 | TENSOR,
+        {"data": 2, "tensor": 2},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+    ),
+    (hfjax.HSDP, {"data": 2, "fsdp": 2}, {"on_nonfinite": "apply"}),
     (PIPE | FSDP, {"pipe": 2, "fsdp": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
 ]
 
@@ -214,7 +227,9 @@ RARE = ("lamb, whole arrays", "a norm of all gradients")
 def test_optimizers_put_together_are_streamed_too(name):
     frozen = ("norm/bias", "layers/bias")
     of = lambda strategy: stack_layout(strategy, {"fsdp": 2}, OPTIMIZERS[name]).freeze(*frozen)
-    (wanted, _), (state, _) = (steps_as_written(of(s), clip=0.5) for s in (FSDP, FSDP | HOST))
+    (wanted, _), (state, _) = (
+        steps_as_written(of(s), max_grad_norm=0.5) for s in (FSDP, FSDP | HOST)
+    )
     assert moments(state) == {"pinned_host"}
     assert same(wanted, state)
 
@@ -236,7 +251,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_the_host():
 
     state = hfjax.init(layout)
     before = hfjax.full_array(state)
-    step = hfjax.train_step(layout, bad, nonfinite="skip")
+    step = hfjax.train_step(layout, bad, on_nonfinite="skip")
     state, metrics = step(state, rows())
     assert not metrics["finite"]
     _check_placement(layout, state)
@@ -254,7 +269,7 @@ def test_a_state_that_lies_elsewhere_is_refused_and_says_how_to_move_it():
 
 
 def test_a_share_too_small_for_any_array_is_told():
-    with pytest.warns(UserWarning, match="the host keeps nothing. Raise the share"):
+    with pytest.warns(UserWarning, match="the host keeps nothing. Raise the fraction"):
         stack_layout(DDP | share(1e-9), ONE)
 
 
@@ -298,7 +313,7 @@ def test_parameters_are_their_master_weights_rounded_after_every_step(strategy):
     born = hfjax.init(stack_layout(DDP, ONE))
     assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"bfloat16"}
     assert same(born.params, state.optimizer.master)  # not what is rounded
-    step = hfjax.train_step(layout, squared, clip=0.5, precision="bf16")
+    step = hfjax.train_step(layout, squared, max_grad_norm=0.5, precision="bf16")
     for _ in range(3):
         state, _ = step(state, rows())
         assert rounded(state, state.optimizer.master)
@@ -417,13 +432,13 @@ def compiled(strategy, sizes, layers):
 @pytest.mark.cuda
 @pytest.mark.parametrize(("strategy", "sizes"), [(DDP, ONE), (FSDP, {"fsdp": 8})])
 def test_the_device_needs_moments_of_one_layer_more_however_many_there_are(strategy, sizes):
-    of = lambda tree: tree["parameters"] + tree["moments"]
+    of = lambda tree: tree["parameters"] + tree["optimizer_state"]
     more = {}
     for layers in (2, 8):
         _, plain = compiled(strategy, sizes, layers)
         told, host = compiled(strategy | HOST, sizes, layers)
         batch = (LENGTH + 1) * 4
-        assert host.host_argument_size_in_bytes == told["host moments"]
+        assert host.host_argument_size_in_bytes == told["host optimizer_state"]
         assert 0 <= host.argument_size_in_bytes - of(told) - batch < 1024  # the step, padding
         assert host.host_temp_size_in_bytes == 0
         more[layers] = host.temp_size_in_bytes - plain.temp_size_in_bytes
@@ -441,5 +456,6 @@ def test_a_state_is_born_on_the_host_one_array_after_another():
     memory = program.memory_analysis()
     assert memory is not None
     state = layout.bytes_per_device()
-    assert memory.host_output_size_in_bytes == state["host parameters"] + state["host moments"]
+    on_host = state["host parameters"] + state["host optimizer_state"]
+    assert memory.host_output_size_in_bytes == on_host
     assert memory.temp_size_in_bytes < 0.5 * memory.host_output_size_in_bytes

@@ -190,7 +190,7 @@ def test_shardings_of_a_jit_within_and_of_the_results_are_known():
 
 STEPS = {
     "one device": (DDP, {"data": 1}, {}),
-    "FSDP": (FSDP, {"data": 2, "fsdp": 2}, {"clip": 1.0}),
+    "FSDP": (FSDP, {"data": 2, "fsdp": 2}, {"max_grad_norm": 1.0}),
     "beside a tensor axis": (FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, {}),
     "a pipeline": (
         PIPE | TENSOR,

@@ -131,7 +131,7 @@ def test_whole_numbers_beside_activations_share_their_permutes():
     """zb-v: their gradients, of which there are none, arrive as zeros of the same form."""
     assert_equal("zb-v", Numbered)
     found = trained(Numbered, Schedule("zb-v", 4))
-    wanted = trained(Numbered, None, DDP, {"data": 1}, accumulate=4)
+    wanted = trained(Numbered, None, DDP, {"data": 1}, gradient_accumulation_steps=4)
     for path, x in wanted.items():
         np.testing.assert_allclose(found[path], x, rtol=1e-9, err_msg=path)
 
@@ -320,7 +320,9 @@ def test_a_layer_whose_own_branch_permutes_is_refused_where_stages_skip_it(name,
     with pytest.raises(
         ValueError, match=f"{written}: a layer permutes over data.*psum, all_gather"
     ):
-        trained(Permuted, Schedule(name, 4, branches=branches), PIPE | DDP, sizes, rows="own")
+        trained(
+            Permuted, Schedule(name, 4, branches=branches), PIPE | DDP, sizes, batch_view="local"
+        )
 
 
 # -- compiled for GPUs --------------------------------------------------------------------------
@@ -367,7 +369,9 @@ def ring_arrays(step, batch):
     watch = lambda pipeline: told.update(jax.eval_shape(pipeline.start))
     given = flatten(state.params), flatten(state.variables), batch, state.step
     jax.eval_shape(replace(step.engine, on_build=watch).gradients, *given)
-    arrays = jax.tree.leaves([told[name] for name in ("stash", "late", "cross", "gradients")])
+    arrays = jax.tree.leaves(
+        [told[name] for name in ("stash", "w_residuals", "b_to_w", "gradients")]
+    )
     short = {"bfloat16": "bf16", "float32": "f32", "int32": "s32", "bool": "pred"}
     show = lambda x: f"{short[x.dtype.name]}[{','.join(map(str, x.shape))}]"
     return {show(x) for x in arrays if x.ndim}

@@ -14,7 +14,7 @@ from PIL import Image
 
 import hfjax
 from hfjax.cli.model_files import export_command
-from hfjax.cli.run import evaluate_command
+from hfjax.cli.train import evaluate_command
 from hfjax.models.vision.preset_table import PRESETS
 from hfjax.trainer import RunComponents, train
 from hfjax.trainer.config import (

@@ -29,8 +29,8 @@ def fixture_folder(tmp_path):
     return {"classes": photos(tmp_path / "photos"), "masks": street(tmp_path / "street")}
 
 
-def loader(folder, rows=4, size=16, **more) -> ImageLoader:
-    return ImageLoader(folder, rows, size, **{"augment": ALL, "seed": 3, **more})
+def loader(folder, batch_size=4, size=16, **more) -> ImageLoader:
+    return ImageLoader(folder, batch_size, size, **{"augment": ALL, "seed": 3, **more})
 
 
 def same(one: dict, other: dict) -> bool:
@@ -47,19 +47,22 @@ def joined(batches) -> dict:
 @KINDS
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_together_give_the_same_pixels_for_two_epochs(folder, kind, processes):
-    options = {"rows": 4, "epochs": 2, "pad_last": True}
+    options = {"batch_size": 4, "epochs": 2, "pad_last": True}
     whole = loader(folder[kind], **options)
-    assert whole.rows_per_epoch % 4, "the epochs must be uneven for this to say something"
-    parts = [loader(folder[kind], mine=share(4, p, processes), **options) for p in range(processes)]
+    assert whole.examples_per_epoch % 4, "the epochs must be uneven for this to say something"
+    parts = [
+        loader(folder[kind], local_examples=share(4, p, processes), **options)
+        for p in range(processes)
+    ]
     assert all(same(b, joined(each)) for b, *each in zip(whole, *parts, strict=True))
 
 
 @KINDS
 def test_threads_batches_and_a_batch_at_random_change_no_pixel(folder, kind):
-    alone = loader(folder[kind], rows=1, epochs=2, threads=0)
+    alone = loader(folder[kind], batch_size=1, epochs=2, threads=0)
     stream = joined(list(alone))
     for threads, rows in [(0, 5), (1, 3), (3, 4)]:
-        here = loader(folder[kind], rows=rows, epochs=2, threads=threads, prefetch=5)
+        here = loader(folder[kind], batch_size=rows, epochs=2, threads=threads, prefetch=5)
         found = list(here)
         assert same(joined(found), {k: v[: rows * len(found)] for k, v in stream.items()})
         assert same(here.at(1), found[1])
@@ -69,22 +72,22 @@ def test_threads_batches_and_a_batch_at_random_change_no_pixel(folder, kind):
 @pytest.mark.parametrize("train", [True, False])
 def test_resume_is_exact_in_the_middle_of_an_epoch(folder, kind, train):
     options = {"train": train, "epochs": 2}
-    through = loader(folder[kind], rows=3, **options)
+    through = loader(folder[kind], batch_size=3, **options)
     states = [(batch, json.loads(json.dumps(through.state()))) for batch in through]
     for done in (0, 2, 3):
-        resumed = loader(folder[kind], rows=3, **options)
+        resumed = loader(folder[kind], batch_size=3, **options)
         resumed.restore(states[done][1])
-        assert resumed.epoch == 3 * (done + 1) / through.rows_per_epoch
+        assert resumed.epoch == 3 * (done + 1) / through.examples_per_epoch
         rest = [batch for batch, _ in states[done + 1 : done + 3]]
         assert all(map(same, islice(resumed, 2), rest))
     assert same(next(through.rewind()), states[0][0])
 
 
 def test_each_image_comes_once_in_an_epoch_and_is_drawn_anew_in_the_next(folder):
-    found = list(loader(folder["classes"], rows=15, epochs=2, shuffle=False))
+    found = list(loader(folder["classes"], batch_size=15, epochs=2, shuffle=False))
     assert [batch["label"].tolist() for batch in found] == [[0] * 5 + [1] * 5 + [2] * 5] * 2
     assert all((a != b).any() for a, b in zip(found[0]["image"], found[1]["image"], strict=True))
-    shuffled = list(loader(folder["classes"], rows=15, epochs=2))
+    shuffled = list(loader(folder["classes"], batch_size=15, epochs=2))
     assert [sorted(batch["label"].tolist()) for batch in shuffled] == [
         found[0]["label"].tolist()
     ] * 2
@@ -135,16 +138,16 @@ def test_batches_have_the_names_types_and_shapes_that_steps_take(folder):
 @KINDS
 def test_evaluation_goes_over_everything_once_and_fills_the_last_batch_up(folder, kind):
     options = {"train": False, "epochs": 1, "pad_last": True}
-    found = loader(folder[kind], rows=8, **options)
+    found = loader(folder[kind], batch_size=8, **options)
     batches = list(found)
-    count = found.rows_per_epoch
+    count = found.examples_per_epoch
     whole = joined(batches)
     assert len(batches) == len(found) == -(-count // 8)
     assert whole["mask"].dtype == np.float32
     assert whole["mask"].tolist() == [1.0] * count + [0.0] * (8 * len(batches) - count)
     assert (whole["label"][count:] == (0 if kind == "classes" else 255)).all()
     assert not whole["image"][count:].any()
-    last = loader(folder[kind], rows=8, mine=[7], **options).at(len(batches) - 1)
+    last = loader(folder[kind], batch_size=8, local_examples=[7], **options).at(len(batches) - 1)
     assert last["mask"].tolist() == [0.0]
 
 
@@ -159,7 +162,7 @@ def test_the_identity_tells_other_files_and_other_settings(folder, tmp_path):
     for more in others:
         with pytest.raises(ValueError, match=f"its {next(iter(more))} is .*, here it is"):
             loader(folder["classes"], **more).restore(state)
-    loader(folder["classes"], rows=2, broken="skip", threads=0).restore(state)
+    loader(folder["classes"], batch_size=2, broken="skip", threads=0).restore(state)
     extra = folder["classes"] / "cat" / "new.png"
     smooth(1, 30, 30).save(extra)
     with pytest.raises(ValueError, match=r"its data is .*'images': 15.* here it is .*'images': 16"):
@@ -393,8 +396,8 @@ def test_parts_are_taken_by_name_and_a_class_called_train_is_none(tmp_path):
     photos(tmp_path / "split" / "val", 2)
     assert list(parts_of(tmp_path / "split")) == ["train", "valid"]
     assert len(ImageSet(tmp_path / "split", "valid")) == 6
-    assert loader(tmp_path / "split").rows_per_epoch == 15
-    assert loader(tmp_path / "split", train=False).rows_per_epoch == 6
+    assert loader(tmp_path / "split").examples_per_epoch == 15
+    assert loader(tmp_path / "split", train=False).examples_per_epoch == 6
     vehicles = photos(tmp_path / "vehicles", 1, ("car", "train"))
     assert parts_of(vehicles) == {}
     assert ImageSet(vehicles, "train").classes == ["car", "train"]
@@ -407,9 +410,9 @@ def test_broken_images_are_skipped_alike_on_all_processes(folder):
     broken = [folder["classes"] / "dog" / name for name in ("1.png", "2.jpg")]
     for path in broken:
         path.write_bytes(path.read_bytes()[:150])
-    options = {"rows": 5, "train": False, "broken": "skip", "epochs": 1}
+    options = {"batch_size": 5, "train": False, "broken": "skip", "epochs": 1}
     whole = loader(folder["classes"], **options)
-    parts = [loader(folder["classes"], mine=[p], **options) for p in range(5)]
+    parts = [loader(folder["classes"], local_examples=[p], **options) for p in range(5)]
     batches = [batch for batch in whole]
     assert all(same(b, joined(each)) for b, *each in zip(batches, *parts, strict=True))
     assert (batches[1]["image"][1] == batches[1]["image"][3]).all()  # the next that decodes

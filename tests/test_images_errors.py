@@ -277,7 +277,7 @@ def photos_by_name(folder: Path) -> Path:
 # -- settings -----------------------------------------------------------------------------
 
 REFUSED = {
-    "rows=0: a whole number from 1": {"rows": 0},
+    "batch_size=0: a whole number from 1": {"batch_size": 0},
     "size=0: a whole number from 1": {"size": 0},
     "size=-1: a whole number from 1": {"size": -1},
     "size=16.0: a whole number from 1": {"size": 16.0},
@@ -289,10 +289,10 @@ REFUSED = {
     "shuffle=1: True or False": {"shuffle": 1},
     "epochs=0: a whole number from 1 on, or None": {"epochs": 0},
     "pad_last=True: without epochs": {"pad_last": True},
-    r"mine=\[4\]: the numbers .* from 0 to 3": {"mine": [4]},
-    r"mine=\[0, 0\]: the numbers .* from 0 to 3, each once": {"mine": [0, 0]},
+    r"local_examples=\[4\]: the numbers .* from 0 to 3": {"local_examples": [4]},
+    r"local_examples=\[0, 0\]: the numbers .* from 0 to 3, each once": {"local_examples": [0, 0]},
     "broken='ignore': one of refuse, skip": {"broken": "ignore"},
-    r"a batch of 16 rows: .*photos has 15 images. Lower rows": {"rows": 16},
+    r"a batch of 16 examples: .*photos has 15 images. Lower batch_size": {"batch_size": 16},
     r"scale=\(0.5, 2\): of classes a part of the area, at most 1": {
         "augment": lambda: Augment(scale=(0.5, 2))
     },
@@ -307,7 +307,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_means_nothing_is_refused(tmp_path, message):
-    given = {"rows": 4, "size": 16} | REFUSED[message]
+    given = {"batch_size": 4, "size": 16} | REFUSED[message]
     place = photos(tmp_path / "photos")
     make = given.pop("augment", lambda: None)
     with pytest.raises(ValueError, match=message):

@@ -104,7 +104,7 @@ GROUPS = hfjax.optimizers.by_path(
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(ADAMW, (), {"fsdp": 4}, {"reshard_after_forward": False, "nonfinite": "apply"}),
+            *(ADAMW, (), {"fsdp": 4}, {"reshard_after_forward": False, "on_nonfinite": "apply"}),
             marks=pytest.mark.slow,
         ),
         (hfjax.optimizers.ema(GROUPS, 0.9), (), {"fsdp": 2}, {"remat": "dots"}),
@@ -124,7 +124,7 @@ def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
 @pytest.mark.slow
 def test_a_reduction_in_two_levels_goes_layer_by_layer():
     layout, loss = stack_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, LAYERS), (squared, rows())
-    more = {"reduction": "hierarchical", **IN_BACKWARD}
+    more = {"gradient_reduction": "hierarchical", **IN_BACKWARD}
     found = hfjax.collectives(hfjax.train_step(layout, squared, **more).lower(rows()))
     whole = sum(math.prod(p.shape) for p in layout.param_specs.values())
     assert found.total("reduce-scatter", "fsdp") == 4 * whole == found.total("all-gather", "fsdp")
@@ -213,7 +213,9 @@ def squares(layout):
     return (
         4
         * LAYERS
-        * sum(p.stacked and bool(p.split_dims("moment")) for p in layout.param_specs.values())
+        * sum(
+            p.stacked and bool(p.split_dims("optimizer_state")) for p in layout.param_specs.values()
+        )
     )
 
 
@@ -239,7 +241,7 @@ def test_fsdp_gathers_each_layer_twice_and_scatters_it_once(remat):
 
 
 def test_a_step_that_applies_whatever_comes_tells_squares_too():
-    layout, program = lowered(FSDP, {"fsdp": 4}, nonfinite="apply")
+    layout, program = lowered(FSDP, {"fsdp": 4}, on_nonfinite="apply")
     small = elements(layout, split=False)
     found = hfjax.collectives(program)
     assert found.total("all-reduce", "fsdp") == 4 * small + SUMS + squares(layout)
@@ -371,7 +373,7 @@ def by_weight(outputs, batch):
 
 def test_a_loss_that_is_not_finite_changes_nothing():
     """Neither if it is infinite, nor if no row weighs anything, whose total is finite."""
-    step = hfjax.train_step(small_layout(), by_weight, nonfinite="skip", **IN_BACKWARD)
+    step = hfjax.train_step(small_layout(), by_weight, on_nonfinite="skip", **IN_BACKWARD)
     state = hfjax.init(step.layout)
     before = hfjax.full_array(state.params)
     for y, weight in ((np.inf, 1.0), (0.0, 0.0)):
@@ -385,7 +387,7 @@ def test_a_loss_that_is_not_finite_changes_nothing():
 
 def test_apply_updates_whatever_comes():
     layout = small_layout()
-    step = hfjax.train_step(layout, plain, nonfinite="apply", **IN_BACKWARD)
+    step = hfjax.train_step(layout, plain, on_nonfinite="apply", **IN_BACKWARD)
     state = broken(layout, 1)
     before = hfjax.full_array(state.params)
     state, _ = step(state, rows())
@@ -399,12 +401,12 @@ def test_apply_updates_whatever_comes():
     ("execution", "message"),
     [
         (
-            {"clip": 1.0},
-            r"clip=1.0 with optimizer_in_backward=True: .* needs the norm .*optax.clip",
+            {"max_grad_norm": 1.0},
+            r"max_grad_norm=1.0 with optimizer_in_backward=True: .* needs the norm .*optax.clip",
         ),
         (
-            {"accumulate": 2},
-            r"accumulate=2 with .* keeps the gradients of all layers.*accumulate=1",
+            {"gradient_accumulation_steps": 2},
+            r"_steps=2 with .* keeps the gradients of all layers.*gradient_accumulation_steps=1",
         ),
         (
             {"schedule": Schedule("gpipe", 2)},

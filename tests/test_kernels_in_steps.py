@@ -42,7 +42,12 @@ def forms(step):
 def test_under_every_strategy_the_references_train_as_on_one_device(name):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)
     chosen = cases(name)
-    options = {"kernels": "reference", "accumulate": 2, "unroll": 1, "optimizer": MOMENTUM}
+    options = {
+        "kernels": "reference",
+        "gradient_accumulation_steps": 2,
+        "unroll": 1,
+        "optimizer": MOMENTUM,
+    }
     assert_strategies_agree(
         gpt(vocab=60, pad_vocab_to=8), next_token_loss, padded(mask), chosen, **options
     )

@@ -86,7 +86,7 @@ MORE = {
     "Ulysses": (split(CONTEXT), {"context": 2}, {"context": "ulysses"}),
     "Ulysses in a pipeline": (split(CONTEXT | PIPE), PIPES, {"context": "ulysses"} | ONE_F_ONE_B),
     "grid": (split(GRID), {"row": 2, "tensor": 2}),
-    "rows in parts": (split(FSDP), {"fsdp": 2}, {"split_rows": 2}),
+    "rows in parts": (split(FSDP), {"fsdp": 2}, {"tensor_overlap_chunks": 2}),
     "offload": (split(FSDP), {"fsdp": 2}, {"offload": 0.5, "remat": "dots"}),
     "kernels' plain form": (split(FSDP), {"fsdp": 2}, {"kernels": {"flash_block": "reference"}}),
 }

@@ -90,7 +90,7 @@ RUNS = {
     "at once": ({"writes": True}, {}),
     "microbatches, with masks of nnx.Dropout": (
         {"writes": True, "rate": 0.3},
-        {"accumulate": 2},
+        {"gradient_accumulation_steps": 2},
     ),
     "recomputed": ({"writes": True}, {"remat": "full"}),
     "on the host": ({"rate": 0.3}, {"offload": 0.5}),
@@ -115,7 +115,9 @@ def test_rows_meet_anywhere_in_a_model_as_on_one_device(strategy, run, listed):
 def test_also_where_layers_are_fetched_from_the_host_one_by_one(listed, accumulate):
     case = {"on the host": (hfjax.FSDP | hfjax.HOST_PARAMETERS, {"fsdp": 4})}
     init = model(listed=listed, rate=0.3)
-    assert_strategies_agree(init, loss, BATCH, case, steps=2, accumulate=accumulate)
+    assert_strategies_agree(
+        init, loss, BATCH, case, steps=2, gradient_accumulation_steps=accumulate
+    )
 
 
 def trained(init, strategy, sizes, loss=loss, **execution):
@@ -195,11 +197,15 @@ def pooled_loss(outputs, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 def test_what_is_linear_in_rows_is_handed_on_as_on_one_device(schedule):
-    how = {"schedule": hfjax.Schedule(schedule, 2)} if schedule else {"accumulate": 2}
+    how = (
+        {"schedule": hfjax.Schedule(schedule, 2)}
+        if schedule
+        else {"gradient_accumulation_steps": 2}
+    )
     sizes = {"pipe": 2, "data": 2} if schedule else {"data": 2}
     strategy = hfjax.PIPE if schedule else hfjax.DDP
     found = trained(Pooled, strategy, sizes, pooled_loss, **how)
-    wanted = trained(Pooled, hfjax.DDP, {"data": 1}, pooled_loss, accumulate=2)
+    wanted = trained(Pooled, hfjax.DDP, {"data": 1}, pooled_loss, gradient_accumulation_steps=2)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
@@ -219,7 +225,7 @@ PIPES = {
 def test_in_a_pipeline_microbatches_are_those_of_one_device(name, listed):
     init, (strategy, sizes) = model(layers=4, listed=listed, rate=0.3), PIPES[name]
     found = trained(init, strategy, sizes, schedule=hfjax.Schedule(name, microbatches=2))
-    wanted = trained(init, hfjax.DDP, {"data": 1}, accumulate=2)
+    wanted = trained(init, hfjax.DDP, {"data": 1}, gradient_accumulation_steps=2)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
@@ -302,6 +308,10 @@ def test_split_rows_refuses_layers_in_which_rows_meet(sizes):
             return self.out(x)
 
     layout = hfjax.layout(Alone, optax.sgd(0.1), mesh, hfjax.TENSOR, axes=names)
-    step = hfjax.train_step(layout, lambda o, b: ((o - b["y"]) ** 2).mean(), split_rows=2)
-    with pytest.raises(ValueError, match=r"split_rows=2: .*__call__.*: a layer joins rows"):
+    step = hfjax.train_step(
+        layout, lambda o, b: ((o - b["y"]) ** 2).mean(), tensor_overlap_chunks=2
+    )
+    with pytest.raises(
+        ValueError, match=r"tensor_overlap_chunks=2: .*__call__.*: a layer mixes examples"
+    ):
         step(hfjax.init(layout), BATCH)

@@ -91,7 +91,7 @@ def test_the_totals_printed_are_the_bytes_of_the_arrays():
     held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
     total = layout.bytes_per_device()
     assert total["parameters"] == held(state.params)
-    assert total["moments"] == held(state.optimizer)
+    assert total["optimizer_state"] == held(state.optimizer)
     assert f"parameters {total['parameters'] / 1024:.1f} KiB" in str(layout)
 
 
@@ -108,7 +108,7 @@ def test_no_device_ever_holds_the_whole_model_while_it_is_born():
 def test_an_edited_spec_moves_the_parameter_and_its_moments_follow():
     layout = mlp_layout(FSDP.edit(**ALL), MESH.shape)
     edited = layout.with_specs({UP: P(None, "fsdp", "tensor")})
-    assert edited.param_specs[UP].moment == P(None, "fsdp", "tensor")
+    assert edited.param_specs[UP].optimizer_state == P(None, "fsdp", "tensor")
     state = hfjax.init(edited)
     up = state.optimizer[0].mu["layers"]["mlp"]["up"]["kernel"]
     assert up.addressable_shards[0].data.shape == (2, 16, 64)
@@ -194,11 +194,11 @@ def test_names_for_an_unknown_path_or_of_the_wrong_length_are_refused():
 
 @pytest.mark.slow
 def test_moments_finer_than_gradients_come_on_top_of_them():
-    finer = Strategy("finer", gradients={"*": "fsdp"}, moments={"*": ("fsdp", "data")})
+    finer = Strategy("finer", gradients={"*": "fsdp"}, optimizer_state={"*": ("fsdp", "data")})
     layout = mlp_layout(finer, {"data": 2, "fsdp": 4})
     assert layout.param_specs[UP].gradient == P(None, "fsdp")
-    assert layout.param_specs[UP].moment == P(None, "fsdp", "data")
-    step = hfjax.train_step(layout, next_token_loss, accumulate=2)
+    assert layout.param_specs[UP].optimizer_state == P(None, "fsdp", "data")
+    step = hfjax.train_step(layout, next_token_loss, gradient_accumulation_steps=2)
     step(hfjax.init(layout), tokens())
 
 
@@ -291,11 +291,13 @@ def test_a_printed_spec_has_no_axis_of_size_one_and_is_python():
     layout = gpt_layout(ZERO2.edit(**ALL), {"data": 8})
     row = next(line for line in str(layout).splitlines() if UP in line)
     assert " ".join(row.split()) == f'{UP} 2x32x128 P() P(None, "data") P(None, "data") 32.0 KiB'
-    assert layout.param_specs[UP].moment == P(None, ("fsdp", "data"))  # the spec itself keeps both
+    assert layout.param_specs[UP].optimizer_state == P(
+        None, ("fsdp", "data")
+    )  # the spec itself keeps both
 
 
 def test_what_a_mesh_leaves_alike_is_printed_as_the_same():
-    finer = gpt_layout(Strategy("finer", {"*": "fsdp"}, moments={"*": "data"}), {"fsdp": 8})
+    finer = gpt_layout(Strategy("finer", {"*": "fsdp"}, optimizer_state={"*": "data"}), {"fsdp": 8})
     row = next(line for line in str(finer).splitlines() if UP in line)
     assert " ".join(row.split()) == f'{UP} 2x32x128 P(None, "fsdp") same same 4.0 KiB'
 

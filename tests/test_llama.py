@@ -42,7 +42,7 @@ def test_strategies_equal_one_device(tied):
     cases = {name: (known[name][0].edit(replicate_below=0), known[name][1]) for name in names}
     model = llama(tied=tied)
     assert_strategies_agree(
-        model, next_token_loss, tokens(), cases, steps=2, accumulate=2, unroll=1
+        model, next_token_loss, tokens(), cases, steps=2, gradient_accumulation_steps=2, unroll=1
     )
 
 

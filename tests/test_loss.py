@@ -26,7 +26,9 @@ def test_masked_tokens_weigh_nothing_wherever_they_lie():
     table = lambda rngs: {"table": jax.random.normal(rngs.params(), (64, 64))}
     loss = lambda params, batch: next_token_loss(params["table"][batch["tokens"][:, :-1]], batch)
     assert one_step(loss, table, batch)[1]["grad_norm"] > 0.05  # it is clipped
-    assert_strategies_agree(table, loss, batch, CASES, accumulate=2, clip=0.05)
+    assert_strategies_agree(
+        table, loss, batch, CASES, gradient_accumulation_steps=2, max_grad_norm=0.05
+    )
 
 
 @pytest.mark.slow
@@ -35,7 +37,7 @@ def test_weights_unequal_between_devices_give_the_global_mean():
         rows = ((batch["x"] @ params["w"]) ** 2).sum(-1)
         return hfjax.Mean((rows * batch["weight"]).sum(), batch["weight"].sum())
 
-    assert_strategies_agree(linear, loss, BATCH, CASES, accumulate=2)
+    assert_strategies_agree(linear, loss, BATCH, CASES, gradient_accumulation_steps=2)
 
 
 @pytest.mark.slow
@@ -64,7 +66,7 @@ def test_a_loss_that_mixes_rows_sees_all_of_them_and_may_say_so():
         return jax.nn.logsumexp(mine @ everyone.T, axis=1).mean()
 
     assert_strategies_agree(linear, contrastive, BATCH, CASES)
-    assert_strategies_agree(linear, contrastive, BATCH, CASES, accumulate=2)
+    assert_strategies_agree(linear, contrastive, BATCH, CASES, gradient_accumulation_steps=2)
 
 
 def outputs_of(params, batch):
@@ -109,7 +111,9 @@ KEY = jax.random.key(3)
 def test_what_joins_rows_is_as_on_one_device(what):
     case = {"FSDP": CASES["FSDP"]}
     assert_strategies_agree(linear, ROWS_MEET[what], BATCH, case, steps=2)
-    assert_strategies_agree(linear, ROWS_MEET[what], BATCH, case, steps=2, accumulate=2)
+    assert_strategies_agree(
+        linear, ROWS_MEET[what], BATCH, case, steps=2, gradient_accumulation_steps=2
+    )
 
 
 def test_a_metric_that_is_no_mean_is_made_of_all_rows():

@@ -104,11 +104,11 @@ def trained(layout, steps=13, precision=HALF, batches=planted, **run) -> tuple[A
 MESHES = {
     "one device": (DDP, {"data": 1}, {}),
     "DDP": (DDP, {"data": 8}, {}),
-    "ZERO2, accumulated": (ZERO2, {"data": 2}, {"accumulate": 4}),
-    "FSDP, remat, clip": (FSDP, {"fsdp": 4}, {"remat": "full", "clip": 100.0}),
+    "ZERO2, accumulated": (ZERO2, {"data": 2}, {"gradient_accumulation_steps": 4}),
+    "FSDP, remat, clip": (FSDP, {"fsdp": 4}, {"remat": "full", "max_grad_norm": 100.0}),
     "a pipeline": (PIPE | ZERO1, {"pipe": 3, "data": 2}, {"schedule": Schedule("1f1b", 2)}),
     "the host": (FSDP | HOST_OPTIMIZER, {"fsdp": 2}, {}),
-    "own rows": (DDP, {"data": 2}, {"rows": "own"}),
+    "own rows": (DDP, {"data": 2}, {"batch_view": "local"}),
 }
 
 
@@ -240,7 +240,7 @@ def test_a_scale_that_is_fixed_is_so_after_one_that_moved():
 def test_a_loss_that_is_not_finite_leaves_the_scale_as_it_is():
     layout = stack_layout(DDP, {"data": 1})
     scale = Precision("float16", scale=LossScale(2.0**8, window=1))
-    step = hfjax.train_step(layout, scaled_loss, precision=scale, nonfinite="skip")
+    step = hfjax.train_step(layout, scaled_loss, precision=scale, on_nonfinite="skip")
     state: Any = hfjax.init(layout)
     for _ in range(4):
         state, _ = step(state, rows(8) | {"y": np.full((8, 4), np.nan, np.float32)})
@@ -294,7 +294,7 @@ def test_an_overflow_never_counts_towards_patience():
     layout = stack_layout(DDP, {"data": 1})
     settings = LossScale(2.0**20, window=100, minimum=2.0**-20)
     with pytest.warns(RuntimeWarning, match="overflowed"):
-        run_until_told(layout, planted(3), settings, nonfinite="skip", patience=2)
+        run_until_told(layout, planted(3), settings, on_nonfinite="skip", max_skipped=2)
 
 
 def test_a_parameter_that_is_not_finite_is_named_at_once():
@@ -340,7 +340,7 @@ def test_settings_that_cannot_be_are_refused(make, message):
     ("optimizer", "run", "message"),
     [
         (optax.sgd(0.1), {"precision": Precision(scale=SMALL)}, "nothing is float16"),
-        (optax.sgd(0.1), {"precision": "fp16", "nonfinite": "apply"}, "lives by skipping"),
+        (optax.sgd(0.1), {"precision": "fp16", "on_nonfinite": "apply"}, "lives by skipping"),
         (
             optax.sgd(0.1),
             {"precision": "fp16", "optimizer_in_backward": True},

@@ -64,12 +64,12 @@ def test_on_h200s_new_parameters_are_gathered_into_the_place_of_the_old_ones(str
     shape = {"layers": 16, "embed": EMBED, "length": LENGTH}
     layout = mlp_layout(strategy, {"data": 8}, devices=h200s(), **shape)
     batch = {"tokens": jax.ShapeDtypeStruct((8, LENGTH + 1), "int32")}
-    step = hfjax.train_step(layout, next_token_loss, remat="full", accumulate=1)
+    step = hfjax.train_step(layout, next_token_loss, remat="full", gradient_accumulation_steps=1)
     compiled = step.lower(batch).compile(OPTIMIZED)
     memory = compiled.memory_analysis()
     assert memory is not None
     largest = max(math.prod(p.shape) * 4 for p in layout.param_specs.values())
     assert memory.temp_size_in_bytes <= needed_by_gradients(step, batch) + largest // 8
     sent = hfjax.collectives(compiled)
-    split = [p for p in layout.param_specs.values() if p.moment != p.parameter]
+    split = [p for p in layout.param_specs.values() if p.optimizer_state != p.parameter]
     assert sent.total("all-gather") == sum(math.prod(p.shape) * 4 for p in split)

@@ -121,7 +121,7 @@ def test_the_state_is_told_as_the_layout_has_it(compared):
     told = PlannedRun(OF_MLPS, vocab=64).layout.bytes_per_device()
     for e in compared.estimates:
         assert {name: getattr(e, name) for name in told} == told
-        assert (e.master, e.host_parameters, e.host_moments, e.host_master) == (0, 0, 0, 0)
+        assert (e.master, e.host_parameters, e.host_optimizer_state, e.host_master) == (0, 0, 0, 0)
 
 
 def test_recomputed_layers_keep_what_enters_them(compared):
@@ -157,9 +157,10 @@ def test_the_state_on_the_host_is_told_apart(beside):
     changes = "offload: {optimizer: true, parameters: true}\nmaster_weights: true"
     here, there = estimates(beside(OF_MLPS, changes)).values()
     counts = 8  # of updates; they stay on the device
-    assert (there.parameters, there.moments, there.master) == (0, counts, 0)
+    assert (there.parameters, there.optimizer_state, there.master) == (0, counts, 0)
     assert there.host_parameters == here.parameters // 2  # bfloat16
-    assert (there.host_moments, there.host_master) == (here.moments - counts, here.parameters)
+    assert there.host_optimizer_state == here.optimizer_state - counts
+    assert there.host_master == here.parameters
 
 
 def test_peak_is_arguments_and_temporaries(compared):

@@ -82,7 +82,7 @@ def moved(bias, metrics):
 def test_a_bias_moves_by_the_loads_of_a_step_whatever_the_optimizer_decays(tmp_path):
     """Microbatches, recomputed layers and devices count each token once."""
     layout = laid_out(BIASED, FSDP | EXPERT, expert=2, fsdp=2)
-    run = {"accumulate": 2, "remat": "full", "nonfinite": "skip"}
+    run = {"gradient_accumulation_steps": 2, "remat": "full", "on_nonfinite": "skip"}
     step, state = hfjax.train_step(layout, scaled_loss, **run), hfjax.init(layout)
     assert not bias_of(state).any()
     before = bias_of(state)
@@ -188,7 +188,10 @@ def squares(routed, batch):
 OWN = {
     "E": (DDP | EXPERT, {"expert": 2}),
     "E+D+Z": (FSDP | EXPERT, {"expert": 2, "fsdp": 2}),
-    "E+D+M": (DDP | EXPERT | TENSOR, {"expert": 2, "tensor": 2}, {"accumulate": 2}),
+    "E+D+M": (
+        *(DDP | EXPERT | TENSOR, {"expert": 2, "tensor": 2}),
+        {"gradient_accumulation_steps": 2},
+    ),
     "E+Z-Off+M": (
         ZERO2 | EXPERT | TENSOR | HOST_OPTIMIZER, {"expert": 2, "data": 2, "tensor": 2},
     ),

@@ -103,9 +103,9 @@ LAYOUT = small(DDP, {"data": 2})
     [
         (
             lambda **word: hfjax.train_step(LAYOUT, next_token_loss, **word),
-            "train_step has no keyword 'acumulate'. Did you mean accumulate. All: accumulate, sch",
+            "train_step has no keyword 'acumulate'. Did you mean gradient_acc.* All: grad",
         ),
-        (lambda **word: hfjax.Execution(**word), "Execution has no .* Did you mean accumulate"),
+        (lambda **word: hfjax.Execution(**word), "Execution has no .* Did you mean gradient_acc"),
         (
             lambda **word: hfjax.eval_step(LAYOUT, next_token_loss, **word),
             "eval_step has no .* All: layout, loss, precision, schedule, compiler_options, kernels",
@@ -135,7 +135,7 @@ def test_train_step_says_what_the_fields_of_an_execution_mean():
 
 
 def test_true_is_no_number():
-    for name in ("accumulate", "patience", "clip"):
+    for name in ("gradient_accumulation_steps", "max_skipped", "max_grad_norm"):
         word: dict = {name: True}
         with pytest.raises(ValueError, match=f"{name}=True: a positive"):
             hfjax.Execution(**word)

@@ -50,7 +50,7 @@ CASES = {
     "one device, unrolled": (DDP, {"data": 1}, {}),
     "one device, in a scan": (DDP, {"data": 1}, {"unroll": 1}),
     "FSDP in bfloat16": (FSDP, {"fsdp": 4}, {"precision": "bf16"}),
-    "FSDP, two microbatches": (FSDP, {"fsdp": 2}, {"accumulate": 2}),
+    "FSDP, two microbatches": (FSDP, {"fsdp": 2}, {"gradient_accumulation_steps": 2}),
     "FSDP, full remat": (FSDP, {"fsdp": 2}, {"remat": "full"}),
     "DDP, dots": (DDP, {"data": 2}, {"remat": "dots"}),
     "every other layer": (DDP, {"data": 2}, {"remat": "every:2", "layers": 3}),
@@ -105,7 +105,7 @@ def test_where_slots_of_a_pipeline_run_in_order_training_is_that_of_one_device(c
     assert found[2].offloaded.host_bytes > 0
     assert found[1] == wanted[1]
     assert_bit_equal(found[0], wanted[0])
-    alone = left(DDP, {"data": 1}, accumulate=4)
+    alone = left(DDP, {"data": 1}, gradient_accumulation_steps=4)
     rounding = 2e-2 if options else 1e-5
     np.testing.assert_allclose(found[1], alone[1], rtol=rounding)
     chex.assert_trees_all_close(found[0], alone[0], atol=rounding)
@@ -131,7 +131,7 @@ def test_the_ratio_is_reached_within_a_slice_and_what_is_reported_is_what_is_cop
 
 
 def test_each_microbatch_copies_what_the_report_says():
-    step = step_of(offload=Offload(ratio=0.5), accumulate=2)
+    step = step_of(offload=Offload(ratio=0.5), gradient_accumulation_steps=2)
     copied = hfjax.analysis.host_transfers(step.trace(tokens()))
     assert copied.to_host == copied.to_device == 2 * step.offloaded.host_bytes > 0
 
@@ -411,7 +411,7 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
 def test_what_a_gpu_would_copy_from_host_to_host_is_refused(monkeypatch):
     step = partial(step_of, PIPE, {"pipe": 2}, offload=0.5)
     step(schedule=Schedule("zb-h1", 4))
-    monkeypatch.setattr("hfjax.checks.combinations.platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr("hfjax.checks.feature_conflicts.platform_of", lambda mesh: "gpu")
     with pytest.raises(ValueError, match=r"offload=0.5 with schedule zb-h1: .* does not branch"):
         step(schedule=Schedule("zb-h1", 4))
     step(schedule=Schedule("1f1b", 4))

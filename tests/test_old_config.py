@@ -179,7 +179,7 @@ def test_a_strategy_of_ones_own(tmp_path):
     ],
 )
 def test_contradictions_are_refused(flags, message, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["train", "--steps", "1", *flags.split()])

@@ -22,9 +22,13 @@ ONE = {"data": 1}
 NO_NUMBER: Any = "0.001"
 MESHES = [
     pytest.param(DDP, {"data": 8}, {}, marks=pytest.mark.slow),
-    (ZERO1, {"data": 8}, {"accumulate": 2}),
+    (ZERO1, {"data": 8}, {"gradient_accumulation_steps": 2}),
     pytest.param(ZERO2 | TENSOR, {"data": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
-    (FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulate": 2}),
+    (
+        FSDP | TENSOR | SEQUENCE,
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"gradient_accumulation_steps": 2},
+    ),
     (
         PIPE | ZERO1,
         {"pipe": 2, "data": 2},
@@ -45,7 +49,7 @@ def grouped():
 
 
 def after(layout, steps=4, loss=squared, batch=None, **execution):
-    step = hfjax.train_step(layout, loss, clip=0.5, unroll=1, **execution)
+    step = hfjax.train_step(layout, loss, max_grad_norm=0.5, unroll=1, **execution)
     state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
     for _ in range(steps):
         state, metrics = step(state, batch or rows())
@@ -100,7 +104,7 @@ def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm()
         frozen, trained = frozen + size * p.frozen, trained + size * (not p.frozen)
     memory = still.bytes_per_device()
     assert memory["gradients"] == trained
-    assert memory["moments"] == 2 * trained + 4
+    assert memory["optimizer_state"] == 2 * trained + 4
     moved = [
         hfjax.collectives(hfjax.train_step(x, next_token_loss).lower(tokens())).moved
         for x in (whole, still)
@@ -217,12 +221,12 @@ def test_a_frozen_parameter_may_be_scaled_too():
             r"decay='cos', shape='linear'; decay is one of",
         ),
         (
-            lambda x: hfjax.train_step(x, squared, nonfinite="ignore"),
-            r"nonfinite='ignore': one of stop, skip, apply",
+            lambda x: hfjax.train_step(x, squared, on_nonfinite="ignore"),
+            r"on_nonfinite='ignore': one of stop, skip, apply",
         ),
         (
-            lambda x: hfjax.train_step(x, squared, patience=0),
-            r"patience=0: a positive number of steps",
+            lambda x: hfjax.train_step(x, squared, max_skipped=0),
+            r"max_skipped=0: a positive number of steps",
         ),
     ],
 )
@@ -336,7 +340,7 @@ def test_a_factor_that_is_no_number_is_refused(given):
 def test_a_gradient_is_shortened_where_it_is_longer_than_clip_and_nowhere_else(clip, length):
     mesh, forward = hfjax.make_mesh(data=2, devices=jax.devices()[:2]), lambda w, batch: batch @ w
     layout = hfjax.layout(lambda rngs: jnp.zeros(4), optax.sgd(1.0), mesh, DDP, forward=forward)
-    step = hfjax.train_step(layout, lambda outputs, batch: outputs.mean(), clip=clip)
+    step = hfjax.train_step(layout, lambda outputs, batch: outputs.mean(), max_grad_norm=clip)
     state, metrics = step(hfjax.init(layout), np.ones((8, 4), np.float32))
     assert float(metrics["grad_norm"]) == pytest.approx(2.0)
     moved = np.concatenate([np.ravel(x) for x in jax.tree.leaves(hfjax.full_array(state.params))])
@@ -345,19 +349,19 @@ def test_a_gradient_is_shortened_where_it_is_longer_than_clip_and_nowhere_else(c
 
 @pytest.mark.parametrize("clip", [0, -1.0, 1e-39, 1e-50, NAN, -INF, True, "1"])
 def test_a_clip_that_is_no_positive_number_of_float32_is_refused(clip):
-    with pytest.raises(ValueError, match=rf"clip={clip!r}: a positive norm, or None"):
-        hfjax.Execution(clip=clip)
+    with pytest.raises(ValueError, match=rf"max_grad_norm={clip!r}: a positive norm, or None"):
+        hfjax.Execution(max_grad_norm=clip)
 
 
 def test_an_infinite_clip_is_none_wherever_a_clip_is_refused():
     """Of layers that are updated in the backward pass nobody knows the norm before the end."""
     clip: Any
     for clip in (INF, np.float32(INF)):
-        assert hfjax.Execution(clip=clip, optimizer_in_backward=True).clip is None
+        assert hfjax.Execution(max_grad_norm=clip, optimizer_in_backward=True).max_grad_norm is None
     layout = mlp_layout(FSDP, {"fsdp": 2}, optax.sgd(0.1), layers=2)
-    hfjax.train_step(layout, next_token_loss, clip=INF, optimizer_in_backward=True)
+    hfjax.train_step(layout, next_token_loss, max_grad_norm=INF, optimizer_in_backward=True)
     layout = mlp_layout(PIPE, {"pipe": 2}, optax.sgd(0.1), layers=2)
-    hfjax.train_step(layout, next_token_loss, clip=INF, schedule=hfjax.Schedule("2bw", 4))
+    hfjax.train_step(layout, next_token_loss, max_grad_norm=INF, schedule=hfjax.Schedule("2bw", 4))
 
 
 def test_an_average_follows_the_parameters_by_its_decay():
@@ -435,7 +439,7 @@ GOOD = rows(poison=np.zeros(8, np.float32))
 @pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optimizer():
     layout = stack_layout(ZERO1, {"data": 4}, optax.adam(1e-3))
-    step = hfjax.train_step(layout, poisoned, nonfinite="skip")
+    step = hfjax.train_step(layout, poisoned, on_nonfinite="skip")
     plain = hfjax.train_step(layout, poisoned)
     state, wanted = hfjax.init(layout), hfjax.init(layout)
     with pytest.warns(RuntimeWarning, match=r"step 2 is not finite.*look at the batch.*skipped"):
@@ -451,9 +455,9 @@ def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optim
 
 def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run():
     layout = stack_layout(DDP, {"data": 4}, optax.sgd(0.1))
-    step = hfjax.train_step(layout, poisoned, nonfinite="skip", patience=3)
+    step = hfjax.train_step(layout, poisoned, on_nonfinite="skip", max_skipped=3)
     state, told = hfjax.init(layout), pytest.warns(RuntimeWarning, match="skipped")
-    with told, pytest.raises(FloatingPointError, match=r"3 in a row \(patience=3\).*step 5"):
+    with told, pytest.raises(FloatingPointError, match=r"3 in a row \(max_skipped=3\).*step 5"):
         run(step, state, (BAD, GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD))
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.layer_stack.ordered_layers import describe_unroll
+from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.testing import assert_strategies_agree
 from tests.small_gpt import gpt, gpt_layout, tokens
 from tests.test_layer_stack_batch import BATCH, loss, model
@@ -26,7 +26,7 @@ RUNS = {
     "kept": {"remat": "none"},
     "full": {"remat": "full"},
     "dots": {"remat": "dots"},
-    "microbatches": {"remat": "full", "accumulate": 2},
+    "microbatches": {"remat": "full", "gradient_accumulation_steps": 2},
     "gathered once": {"remat": "full", "reshard_after_forward": False},
 }
 
@@ -48,7 +48,7 @@ TENSORS = {
         {"fsdp": 2, "tensor": 2},
     ),
     "FSDP | CONTEXT": (hfjax.FSDP | hfjax.CONTEXT, {"fsdp": 2, "context": 2}),
-    "FSDP, rows in parts": (hfjax.FSDP, {"fsdp": 2}, {"split_rows": 2}),
+    "FSDP, rows in parts": (hfjax.FSDP, {"fsdp": 2}, {"tensor_overlap_chunks": 2}),
 }
 
 

@@ -244,11 +244,17 @@ WAITS = r"Use a synchronous schedule, for instance hfjax.Schedule\(\"1f1b\", …
 @pytest.mark.parametrize(
     ("execution", "message"),
     [
-        ({"clip": 1.0}, f"clip=1.0 with schedule pipedream: .* {WAITS} clip element by element"),
-        ({"accumulate": 2}, f"accumulate=2 with schedule pipedream: .* {WAITS} raise microbatches"),
         (
-            {"reduction": "hierarchical"},
-            f'reduction="hierarchical" with .* {WAITS} reduction="flat"',
+            {"max_grad_norm": 1.0},
+            f"max_grad_norm=1.0 with schedule pipedream: .* {WAITS} clip element by element",
+        ),
+        (
+            {"gradient_accumulation_steps": 2},
+            f"gradient_accumulation_steps=2 with schedule pipedream: .* {WAITS} raise microbatches",
+        ),
+        (
+            {"gradient_reduction": "hierarchical"},
+            f'gradient_reduction="hierarchical" with .* {WAITS} gradient_reduction="flat"',
         ),
     ],
 )
@@ -258,7 +264,7 @@ def test_what_needs_the_whole_gradient_is_refused_by_name(execution, message):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "what"), [(ZERO1, "moment"), (ZERO2, "gradient"), (FSDP, "parameter")]
+    ("strategy", "what"), [(ZERO1, "optimizer_state"), (ZERO2, "gradient"), (FSDP, "parameter")]
 )
 def test_a_strategy_that_splits_over_data_is_refused(strategy, what):
     strategy = (PIPE | strategy).edit(replicate_below=0)

@@ -62,7 +62,7 @@ def test_a_schedule_equals_one_device(family):
     }
     batch = rows()
     batch["weight"][::3] = 0
-    assert_strategies_agree(stack(dropout=0.1), weighted, batch, cases, steps=2, clip=0.5)
+    assert_strategies_agree(stack(dropout=0.1), weighted, batch, cases, steps=2, max_grad_norm=0.5)
 
 
 @SLOW
@@ -107,7 +107,7 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_a_pipeline_beside_other_axes_equals_one_device(name):
     strategy, sizes, schedule = MESHES[name]
-    fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}
+    fields = {"schedule": Schedule(schedule, 2), "gradient_accumulation_steps": 2}
     case = {name: (strategy.edit(replicate_below=0), sizes, fields)}
     kind = Stack if name == "tensor" else Tied  # no slice of what is split over tensor
     given = (partial(kind, dropout=0.1), weighted, rows())
@@ -137,7 +137,7 @@ def test_gradients_summed_in_the_last_tick_are_those_of_one_device(name, unroll)
     strategy, sizes, schedule = LAST_TICKS[name]
     case = {name: (strategy.edit(replicate_below=0), sizes, {"schedule": schedule})}
     given = partial(Tied, dropout=0.1), weighted, rows()
-    assert_strategies_agree(*given, case, steps=2, unroll=unroll, clip=0.5)
+    assert_strategies_agree(*given, case, steps=2, unroll=unroll, max_grad_norm=0.5)
 
 
 class Gated(nnx.Module):
@@ -191,7 +191,9 @@ def test_auxiliary_losses_travel_beside_the_activations(name):
     fields = {"schedule": Schedule(name, 2)}
     found = losses_of(Mixture, with_balance, batch, PIPE, {"pipe": 2}, fields)
     # the balance is a mean over each microbatch: one device takes as many
-    wanted = losses_of(Mixture, with_balance, batch, DDP, {"data": 1}, {"accumulate": 2})
+    wanted = losses_of(
+        Mixture, with_balance, batch, DDP, {"data": 1}, {"gradient_accumulation_steps": 2}
+    )
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
@@ -232,7 +234,7 @@ def test_precision_and_remat_are_those_of_the_step_without_a_pipeline(fields):
     layout = stack_layout(PIPE | FSDP, {"pipe": 2, "fsdp": 2}, layers=2)
     step = hfjax.train_step(layout, weighted, schedule=Schedule("1f1b", 4), **fields)
     one = stack_layout(DDP, {"data": 1}, layers=2)
-    plain = hfjax.train_step(one, weighted, accumulate=4, **fields)
+    plain = hfjax.train_step(one, weighted, gradient_accumulation_steps=4, **fields)
     state, reference = hfjax.init(layout), hfjax.init(one)
     for _ in range(3):
         state, found = step(state, rows())

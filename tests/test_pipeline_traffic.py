@@ -170,8 +170,8 @@ def test_each_stage_holds_its_layers_gradients_and_moments():
     one = gpt_layout(DDP, {"data": 1}, layers=8)
     ends = bytes_of(one, layers=False)
     for name, whole in one.bytes_per_device().items():
-        share, times = layout.bytes_per_device()[name], {"moments": 2}.get(name, 1)
-        scalars = whole % 8 if name == "moments" else 0
+        share, times = layout.bytes_per_device()[name], {"optimizer_state": 2}.get(name, 1)
+        scalars = whole % 8 if name == "optimizer_state" else 0
         assert share - scalars == times * ends + (whole - scalars - times * ends) // 4, name
 
 

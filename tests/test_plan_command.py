@@ -265,7 +265,7 @@ def test_a_layout_is_shown_part_by_part_beside_the_first_with_what_is_lost(made)
         "this one",
         "products",
         "bubble",
-        "parameters and moments",
+        "parameters and optimizer state",
         "messages of stages, in a node",
         "It fits: ",
         "slower than the first",
@@ -327,8 +327,13 @@ def test_flags_mean_the_fields_of_a_candidate():
     _, text, query = query_in(f"{flags} {more}")
     assert text == f"{flags} {more}"
     assert query == {
-        **{"sequence": False, "accumulate": 1, "split_rows": 2, "offload": None},
-        **{"host_optimizer": False, "reduction": "flat", "zero": "zero2"},
+        **{
+            "sequence": False,
+            "gradient_accumulation_steps": 1,
+            "tensor_overlap_chunks": 2,
+            "offload": None,
+        },
+        **{"host_optimizer": False, "gradient_reduction": "flat", "zero": "zero2"},
     }
     _, _, query = query_in("--mesh.row 2 --mesh.tensor 2 --sequence-parallel")
     assert query == {"row": 2, "tensor": 2, "sequence": False}  # a grid has no such choice
@@ -538,7 +543,7 @@ def test_a_file_of_before_is_read(made, tmp_path):
     with pytest.warns(UserWarning, match="accumulate is gradient_accumulation_steps"):
         query = file_query(path)
     found = find_answer(made.plan, query, lambda words: None)
-    whole = Candidate((("fsdp", 4), ("tensor", 2)), "fsdp", 128, accumulate=2)
+    whole = Candidate((("fsdp", 4), ("tensor", 2)), "fsdp", 128, gradient_accumulation_steps=2)
     assert (found.num_matches, found.candidate) == (1, whole)
 
 

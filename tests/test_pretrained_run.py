@@ -13,7 +13,7 @@ import pytest
 import hfjax
 from hfjax.__main__ import main
 from hfjax.cli.memory.settings import memory_settings
-from hfjax.cli.run import Saved, saved_config, saved_state
+from hfjax.cli.train import Saved, saved_config, saved_state
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, stdlib_corpus
 from hfjax.trainer import RunComponents, TrainConfig, config_io, load, train
 from hfjax.trainer.build import check_flags_used

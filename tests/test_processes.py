@@ -88,7 +88,9 @@ def refusal(ask):
 
 def losses(rows, strategy, sizes, schedule):
     layout = (gpt_layout if {"context", "row"} & {*sizes} else mlp_layout)(strategy, sizes)
-    step = hfjax.train_step(layout, next_token_loss, accumulate=2, schedule=schedule)
+    step = hfjax.train_step(
+        layout, next_token_loss, gradient_accumulation_steps=2, schedule=schedule
+    )
     state, whole = hfjax.init(layout), tokens(24 if sizes.get("data") == 3 else 16)["tokens"]
     mine = {
         "tokens": whole[hfjax.process_batch_slice(layout, len(whole)) if rows is None else rows]

@@ -67,7 +67,7 @@ CALLS = {
     "experts, each device all": (Experts, FSDP, {"fsdp": 4}),
     "own rows": (OwnRows, DDP, {"data": 4}),
     "attention": (Attention, DDP | CONTEXT, {"context": 2, "data": 2}),
-    "moments": (Moments, DDP, {"data": 4}),
+    "optimizer_state": (Moments, DDP, {"data": 4}),
 }
 
 

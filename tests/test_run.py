@@ -16,7 +16,7 @@ from flax import nnx
 import hfjax
 from hfjax.cli.arguments import parse_flags
 from hfjax.cli.memory.settings import memory_settings
-from hfjax.cli.run import Generate
+from hfjax.cli.train import Generate
 from hfjax.data import Loader, prepare
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.models.llama import LlamaConfig
@@ -365,17 +365,20 @@ PIPED = {"mesh": MeshConfig(pipe=2), "model": DEEP}
         (
             OWN_STEP,
             {
-                **{"precision": "bf16", "remat": "dots", "offload": "0.3", "nonfinite": "skip"},
-                "accumulate": 2,
+                **{"precision": "bf16", "remat": "dots", "offload": "0.3", "on_nonfinite": "skip"},
+                "gradient_accumulation_steps": 2,
             },
         ),
-        (SPREAD | {"kernels": "xla"}, {"split_rows": 2, "kernels": "xla"}),
-        ({"mesh": ONE, "optimizer": OptimizerConfig(max_grad_norm=0.25)}, {"clip": 0.25}),
-        ({"mesh": ONE, "optimizer": OptimizerConfig(max_grad_norm=float("inf"))}, {"clip": None}),
-        ({"mesh": ONE, "optimizer": OptimizerConfig(max_grad_norm=1e39)}, {"clip": None}),
+        (SPREAD | {"kernels": "xla"}, {"tensor_overlap_chunks": 2, "kernels": "xla"}),
+        ({"mesh": ONE, "optimizer": OptimizerConfig(max_grad_norm=0.25)}, {"max_grad_norm": 0.25}),
+        (
+            {"mesh": ONE, "optimizer": OptimizerConfig(max_grad_norm=float("inf"))},
+            {"max_grad_norm": None},
+        ),
+        ({"mesh": ONE, "optimizer": OptimizerConfig(max_grad_norm=1e39)}, {"max_grad_norm": None}),
         (
             {"mesh": ONE, "optimizer": OptimizerConfig(max_grad_norm=None, in_backward=True)},
-            {"clip": None, "optimizer_in_backward": True},
+            {"max_grad_norm": None, "optimizer_in_backward": True},
         ),
         (
             PIPED | {"pipeline": PipelineConfig("interleaved", 4, chunks=2)},
@@ -385,7 +388,7 @@ PIPED = {"mesh": MeshConfig(pipe=2), "model": DEEP}
     ids=[
         "a step of ones own",
         "parts of rows",
-        "clip",
+        "max_grad_norm",
         "no clip",
         "clips nothing",
         "in backward",
@@ -496,7 +499,7 @@ def test_the_data_ends_and_so_does_the_run(data, tmp_path, capsys):
     once = DataConfig(train=(str(data),), epochs=1)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=500, data=once)
     result = train(config)
-    assert result.step == RunComponents(config).data.rows_per_epoch // 16
+    assert result.step == RunComponents(config).data.examples_per_epoch // 16
     assert "the data ends after 1 epochs" in capsys.readouterr().out
     train(config)
     assert "nothing was trained. To train on: --data.epochs 2" in capsys.readouterr().out
@@ -608,9 +611,9 @@ def test_an_evaluation_is_the_mean_over_every_row_whatever_the_batch(whole, data
         assert parts.valid is not None
         state = hfjax.restore(directory / "checkpoints", parts.layout, parameters_only=True).state
         found = evaluate(parts.evaluate, state, parts.valid)
-        assert found.tokens == parts.valid.rows_per_epoch * 16
+        assert found.tokens == parts.valid.examples_per_epoch * 16
         losses.append(found.loss)
-    assert parts.valid.rows_per_epoch % 40  # the last batch is not full
+    assert parts.valid.examples_per_epoch % 40  # the last batch is not full
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
@@ -699,7 +702,7 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ),
         (
             {"global_batch_size": 10**9},
-            r"a batch of 1000000000 rows: the data has 315 rows of 16 tokens",
+            r"a batch of 1000000000 examples: the data has 315 of 16 tokens",
         ),
         ({"mesh": MeshConfig(pipe=-1)}, r"2 layers for 8 parts \(stages x chunks\)"),
         ({"model": ModelConfig(preset="gpt-huge")}, r"--model.preset gpt-huge: one of gpt-tiny, "),
@@ -800,7 +803,7 @@ def test_a_setting_that_makes_no_sense_is_refused(data, tmp_path, changes, messa
 
 def test_a_model_that_is_too_short_for_the_rows_is_refused(data, tmp_path):
     parts = RunComponents(small(tmp_path, data))
-    with pytest.raises(ValueError, match=r"rows of 16 tokens, the model has 8 positions"):
+    with pytest.raises(ValueError, match=r"sequences of 16 tokens, the model has 8 positions"):
         cast(Loader, parts.data).check(256, 8)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
-from hfjax.cli.run import start
+from hfjax.cli.train import start
 from hfjax.parallel.mesh import AXES
 from hfjax.trainer import config_io, train
 from hfjax.trainer.config import (
@@ -309,8 +309,8 @@ def test_processes_with_other_settings_are_told_apart(shared):
 
 def test_a_peer_that_does_not_come_is_not_waited_for_as_long_as_a_step(monkeypatch):
     asked = {}
-    monkeypatch.setattr("hfjax.cli.run.enable_program_cache", lambda place: None)
-    monkeypatch.setattr("hfjax.cli.run.init_distributed", lambda **given: asked.update(given))
+    monkeypatch.setattr("hfjax.cli.train.enable_program_cache", lambda place: None)
+    monkeypatch.setattr("hfjax.cli.train.init_distributed", lambda **given: asked.update(given))
     start(TrainConfig(watchdog_timeout=600.0))
     assert asked == {"timeout": 60.0}
     start(TrainConfig(init_timeout=5.0))
@@ -342,7 +342,7 @@ def test_thirty_kills_lose_nothing(shared):
 
 def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
     """In a process of its own: a text on another number of devices."""
-    monkeypatch.setattr("hfjax.cli.run.enable_program_cache", lambda place: None)
+    monkeypatch.setattr("hfjax.cli.train.enable_program_cache", lambda place: None)
 
     def here(*words):
         assert main([str(word) for word in words]) == 0
@@ -380,7 +380,7 @@ def test_code_that_a_run_names_is_run_only_on_trust(
     command, fields, named, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     Path("stranger.py").write_text("raise SystemExit('it ran')")
     Path("run").mkdir()
     config_io.save(TrainConfig(cpu_devices=1, **fields), Path("run/config.yaml"))
@@ -412,7 +412,7 @@ def test_a_command_that_makes_no_sense_ends_with_words(
     words, message, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.train.start", lambda config: None)
     Path("run.yaml").write_text("steps: none")
     Path("run.py").write_text("config = 1")
     Path("odd/config.yaml").mkdir(parents=True)

@@ -70,7 +70,18 @@ def test_a_replay_of_the_compiled_ticks_reads_what_was_written_for_it(name, chun
 
 
 @pytest.mark.parametrize(
-    "column", ["F_x", "F_stash", "F_late", "H_dy", "B_dy", "B_stash", "B_cross", "W_late", "x_left"]
+    "column",
+    [
+        "F_x",
+        "F_stash",
+        "F_w_residuals",
+        "H_dy",
+        "B_dy",
+        "B_stash",
+        "B_b_to_w",
+        "W_w_residuals",
+        "x_left",
+    ],
 )
 def test_the_replay_finds_a_wrong_slot(column):
     """The test of the test: any one slot that a task uses, moved, is found."""
@@ -96,7 +107,7 @@ def test_a_ring_has_as_many_slots_as_values_live_at_once_and_one_for_junk_if_nee
         assert depth["stash"] in (kept, kept + 1)
         assert depth["x"] == (stages > 1)
     one = compile_table(build_table("1f1b", 1, 8, 1))
-    assert one.depth == {"x": 0, "dy": 1, "stash": 1, "late": 0, "cross": 0}
+    assert one.depth == {"x": 0, "dy": 1, "stash": 1, "w_residuals": 0, "b_to_w": 0}
     assert one.links == {"F": (), "B": ()}
 
 

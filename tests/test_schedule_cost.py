@@ -33,7 +33,7 @@ def table(name: str, stages: int = 4, microbatches: int = 16, chunks: int | None
 # S=4, M=16, F=1, B=2 of which W=1: bubble in per cent; activations kept in whole stages, and what
 # crosses from B to W; permutes. The table of docs/pipelines.md.
 @pytest.mark.parametrize(
-    ("name", "chunks", "percent", "kept", "late", "permuted"),
+    ("name", "chunks", "percent", "kept", "w_residuals", "permuted"),
     [
         ("gpipe", 1, 15.8, 16, 0, 38),
         ("1f1b", 1, 15.8, 7, 0, 38),
@@ -52,10 +52,10 @@ def table(name: str, stages: int = 4, microbatches: int = 16, chunks: int | None
         ("dualpipe-v", 2, 11.1, 4.5, 2, 200),
     ],
 )
-def test_the_table_of_what_schedules_cost(name, chunks, percent, kept, late, permuted):
+def test_the_table_of_what_schedules_cost(name, chunks, percent, kept, w_residuals, permuted):
     schedule = table(name, chunks=chunks)
     assert round(100 * bubble(schedule), 1) == percent
-    assert (max(stash(schedule)), max(b_to_w_stash(schedule))) == (kept, late)
+    assert (max(stash(schedule)), max(b_to_w_stash(schedule))) == (kept, w_residuals)
     assert count_permutes(schedule) == permuted
 
 
@@ -158,7 +158,7 @@ def test_on_a_v_no_stage_keeps_more_than_1f1b_does(name):
 def test_a_split_backward_keeps_what_crosses_in_the_slots_of_the_executor():
     for name, kept in (("zb-h1", (1, 2, 3, 4)), ("zb-v", (0.5, 1.5, 2.5, 3.5)), ("1f1b", (0,) * 4)):
         assert b_to_w_stash(table(name)) == kept
-        column = compile_table(table(name)).columns["B_cross"]
+        column = compile_table(table(name)).columns["B_b_to_w"]
         assert tuple((column.max(axis=0) + 1) / table(name).chunks) == kept
 
 

@@ -11,9 +11,9 @@ from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, Z
 
 def test_zero_stages_are_nothing_but_columns():
     everywhere = {"*": ("context", "expert", "fsdp", "data")}
-    assert (dict(DDP.parameters), dict(DDP.gradients), dict(DDP.moments)) == ({}, {}, {})
-    assert (dict(ZERO1.gradients), dict(ZERO1.moments)) == ({}, everywhere)
-    assert (dict(ZERO2.gradients), dict(ZERO2.moments)) == (everywhere, everywhere)
+    assert (dict(DDP.parameters), dict(DDP.gradients), dict(DDP.optimizer_state)) == ({}, {}, {})
+    assert (dict(ZERO1.gradients), dict(ZERO1.optimizer_state)) == ({}, everywhere)
+    assert (dict(ZERO2.gradients), dict(ZERO2.optimizer_state)) == (everywhere, everywhere)
     assert dict(FSDP.parameters) == {"*": ("fsdp", "expert", "context")}
     assert ZERO3 is FSDP
 
@@ -28,9 +28,9 @@ def test_a_row_that_only_one_side_sets_wins_and_equal_rows_agree():
 def test_a_row_that_both_sides_set_differently_is_refused_with_both():
     with pytest.raises(
         ValueError,
-        match=r"moments row '\*': ZERO1 says context\+expert\+fsdp\+data, mine says fsdp",
+        match=r"optimizer_state row '\*': ZERO1 says context\+expert\+fsdp\+data, mine says fsdp",
     ):
-        _ = ZERO1 | Strategy("mine", moments={"*": "fsdp"})
+        _ = ZERO1 | Strategy("mine", optimizer_state={"*": "fsdp"})
 
 
 def test_a_sum_is_told_to_be_a_union():
@@ -61,7 +61,9 @@ def test_an_unknown_mesh_axis_in_a_row_is_refused():
 def test_an_edit_adds_rows_and_an_unknown_field_is_refused():
     edited = FSDP.edit(parameters={"mlp": "tensor"}, replicate_below=0)
     assert dict(edited.parameters) == {"*": ("fsdp", "expert", "context"), "mlp": ("tensor",)}
-    with pytest.raises(TypeError, match=r"no keyword 'momenta'\. Did you mean moments\? All: name"):
+    with pytest.raises(
+        TypeError, match=r"no keyword 'momenta'\. Did you mean optimizer_state\? All: name"
+    ):
         FSDP.edit(momenta={})
 
 
@@ -77,14 +79,14 @@ def test_a_size_that_is_none_is_refused(given):
 def test_a_strategy_prints_a_line_for_each_rule_and_a_column_for_each_kind_of_array():
     assert str(hfjax.ZERO1 | TENSOR | SEQUENCE | hfjax.HOST_OPTIMIZER).splitlines() == [
         "ZERO1|TENSOR|SEQUENCE|HOST_OPTIMIZER  (arrays below 16384 elements stay whole)",
-        "  rule   parameters  gradients      moments                   activations",
+        "  rule   parameters  gradients      optimizer_state           activations",
         "  vocab  tensor      as parameters  as parameters             tensor",
         "  heads  tensor      as parameters  as parameters             tensor",
         "  mlp    tensor      as parameters  as parameters             tensor",
         "  *      -           -              context+expert+fsdp+data  -",
         "  batch  -           -              -                         data+fsdp+expert",
         "  seq    -           -              -                         tensor",
-        "  memory: moments -> host, master -> host",
+        "  memory: optimizer_state -> host, master -> host",
     ]
     assert str(hfjax.HOST_PARAMETERS).splitlines()[1:] == [
         "  splits no array",
@@ -105,7 +107,7 @@ def test_the_print_says_what_gradients_and_moments_are_split_as():
     assert shown(ZERO2 | TENSOR, "mlp") == [same, same]
     assert shown(FSDP | ZERO2) == [f"{same}, then {every}"] * 2
     assert shown(DDP.edit(gradients={"*": "fsdp"})) == ["fsdp", "as gradients"]
-    both = DDP.edit(gradients={"*": "fsdp"}, moments={"*": "data"})
+    both = DDP.edit(gradients={"*": "fsdp"}, optimizer_state={"*": "data"})
     assert shown(both) == ["fsdp", "as gradients, then data"]
     whole = (FSDP | TENSOR).edit(gradients={"*": ()})
     assert shown(whole) == shown(whole, "mlp") == ["whole", same]
@@ -118,14 +120,14 @@ def test_the_print_says_what_gradients_and_moments_are_split_as():
 def test_execution_refuses_what_it_does_not_know():
     given: Any
     for field, given, message in (
-        ("accumulate", 0, "a positive number of microbatches"),
-        ("clip", 0.0, "a positive norm"),
+        ("gradient_accumulation_steps", 0, "a positive number of microbatches"),
+        ("max_grad_norm", 0.0, "a positive norm"),
         ("precision", "fp8", "one of stored, fp32, bf16, fp16, fp64"),
         ("remat", "some", "one of none, dots, full"),
-        ("reduction", "tree", "one of flat, hierarchical"),
-        ("clip", float("nan"), "a positive norm"),
-        ("clip", "3", "a positive norm"),
-        ("clip", True, "a positive norm"),
+        ("gradient_reduction", "tree", "one of flat, hierarchical"),
+        ("max_grad_norm", float("nan"), "a positive norm"),
+        ("max_grad_norm", "3", "a positive norm"),
+        ("max_grad_norm", True, "a positive norm"),
         ("unroll", -5, "a positive number of layers"),
         ("unroll", 0, "a positive number of layers"),
         ("unroll", 1.5, "a positive number of layers"),
@@ -142,7 +144,7 @@ def test_a_union_knows_what_it_joins_until_its_rows_are_edited():
     names = lambda strategy: [part.name for part in strategy.parts]
     three = FSDP.edit(replicate_below=0) | TENSOR | SEQUENCE
     assert names(three) == ["FSDP", "TENSOR", "SEQUENCE"]
-    assert names(three.edit(name="mine", memory={"moments": "host"})) == names(three)
+    assert names(three.edit(name="mine", memory={"optimizer_state": "host"})) == names(three)
     assert names(three.edit(name="mine", parameters={"mlp": ()})) == ["mine"]
     assert names(FSDP.edit(name="own") | DDP) == ["own", "DDP"]
     with pytest.raises(TypeError, match="no keyword 'joined'"):

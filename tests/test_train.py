@@ -72,7 +72,7 @@ def test_a_batch_that_does_not_split_is_refused(ddp, batch, message):
 
 def test_a_batch_must_divide_by_the_microbatches_too():
     layout = mlp_layout(DDP, {"data": 4})
-    step = hfjax.train_step(layout, next_token_loss, accumulate=3)
+    step = hfjax.train_step(layout, next_token_loss, gradient_accumulation_steps=3)
     message = (
         r"16 rows does not divide by 3 microbatches x 4 devices .*Use 12 or 24 rows, or change"
     )
@@ -142,7 +142,7 @@ def test_dropout_masks_are_the_same_on_every_mesh_bit_by_bit():
     assert len(set(wanted)) == 3  # another mask in every step
     assert 0.3 < wanted[0][1] < 0.7
     assert run(DDP, {"data": 8}) == wanted
-    assert run(FSDP, {"data": 2, "fsdp": 2}, accumulate=2) == wanted
+    assert run(FSDP, {"data": 2, "fsdp": 2}, gradient_accumulation_steps=2) == wanted
 
 
 def test_evaluation_drops_nothing_and_leaves_the_state(ddp):
@@ -234,6 +234,6 @@ def test_gradients_of_microbatches_are_added_in_float32_whatever_they_are_comput
         lambda rngs: {"w": jnp.ones(())}, optax.sgd(0.0), hfjax.make_mesh(data=1), DDP
     )
     loss = lambda params, batch: hfjax.Mean((params["w"] * batch["x"]).sum(), jnp.float32(1))
-    step = hfjax.train_step(layout, loss, accumulate=8, precision="bf16")
+    step = hfjax.train_step(layout, loss, gradient_accumulation_steps=8, precision="bf16")
     _, metrics = step(hfjax.init(layout), {"x": np.array([256.0] + 7 * [1.0], np.float32)})
     assert metrics["grad_norm"] == (256 + 7) / 8

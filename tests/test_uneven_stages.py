@@ -136,9 +136,16 @@ def test_dense_layers_equal_one_device(init, names):
 def test_functions_dropout_and_two_dtypes_equal_one_device(beside):
     made = lambda rngs: beside if beside is jnp.sin else beside(rngs=rngs)
     init = lambda rngs: short(rngs, jnp.bfloat16, made(rngs))
-    strategy, run = PIPE.edit(replicate_below=0), {"accumulate": 1, **pipe("v-zb", 4)}
+    strategy, run = (
+        PIPE.edit(replicate_below=0),
+        {"gradient_accumulation_steps": 1, **pipe("v-zb", 4)},
+    )
     cases = {"V": (strategy, {"pipe": 2}, run)}
-    same = {"accumulate": 4, "precision": "stored", "clip": 0.1}  # rounding of bfloat16 too
+    same = {
+        "gradient_accumulation_steps": 4,
+        "precision": "stored",
+        "max_grad_norm": 0.1,
+    }  # rounding of bfloat16 too
     assert_strategies_agree(init, squares, ROWS, cases, steps=2, **same)
 
 

@@ -85,7 +85,7 @@ MODELS = {
     "parts": Parts,
     "listed": lambda rngs: Parts(rngs, listed=True),
 }
-TWICE = {"accumulate": 2}
+TWICE = {"gradient_accumulation_steps": 2}
 CASES = {
     "called": {
         "E": (DDP | EXPERT, {"expert": 4}),

@@ -71,7 +71,7 @@ def test_statistics_are_those_of_each_microbatch_in_order(name):
     case = {"DDP": (hfjax.DDP, {"data": 4}), "FSDP": (hfjax.FSDP, {"data": 2, "fsdp": 2})}
     with jax.enable_x64(True):
         given = model(name), loss_of(name), images(name), case
-        assert_strategies_agree(*given, steps=2, accumulate=2)
+        assert_strategies_agree(*given, steps=2, gradient_accumulation_steps=2)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_two_microbatches_mix_running_statistics_twice():
     module.train()
     for half in (slice(None, 8), slice(8, None)):
         module(jax.tree.map(lambda x, half=half: x[half], batch))
-    step = hfjax.train_step(layout, classification_loss, accumulate=2)
+    step = hfjax.train_step(layout, classification_loss, gradient_accumulation_steps=2)
     found = hfjax.to_model(layout, step(state, batch)[0])
     there, here = (nnx.to_flat_state(nnx.state(m, nnx.BatchStat)) for m in (module, found))
     for (path, wanted), (_, got) in zip(there, here, strict=True):
@@ -201,7 +201,10 @@ def test_gradients_through_norms_are_exact_where_devices_have_unlike_rows():
         def loss(y, x):
             return (y**3 * jnp.cos(x)).mean()
 
-        cases = {"DDP": (hfjax.DDP, {"data": 8}), "own": (hfjax.DDP, {"data": 4}, {"rows": "own"})}
+        cases = {
+            "DDP": (hfjax.DDP, {"data": 8}),
+            "own": (hfjax.DDP, {"data": 4}, {"batch_view": "local"}),
+        }
         assert_strategies_agree(lambda rngs: Two(rngs), loss, x, cases, steps=2)
 
 

@@ -144,7 +144,7 @@ def _tokens(asked: Asked) -> Task:
         return prepared(asked.config(), flat, RATE, DECAY, again)
 
     batch = lambda number: {"tokens": _rows(asked, number)}
-    execution = {"precision": "bf16", "clip": 1.0}
+    execution = {"precision": "bf16", "max_grad_norm": 1.0}
     return Task(_layout(asked), next_token_loss, batch, execution, rival)
 
 

@@ -47,7 +47,7 @@ class ImageSetting(Setting):
 
 RESNET: Programs = {
     **BOTH,
-    "hfjax, nothing checked": {"nonfinite": "apply"},
+    "hfjax, nothing checked": {"on_nonfinite": "apply"},
 }
 DEEPLAB: Programs = {
     **BOTH,

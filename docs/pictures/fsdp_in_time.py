@@ -51,7 +51,7 @@ def program() -> str:
     """Compile the step; return its text."""
     mesh = hfjax.make_mesh(devices=hfjax.analysis.target_devices("h200", GPUS), fsdp=GPUS)
     layout = hfjax.layout(lambda rngs: GPT(CONFIG, rngs=rngs), optax.adamw(1e-3), mesh, hfjax.FSDP)
-    step = hfjax.train_step(layout, next_token_loss, precision="bf16", clip=1.0)
+    step = hfjax.train_step(layout, next_token_loss, precision="bf16", max_grad_norm=1.0)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS * GPUS, LENGTH + 1), "int32")}
     return step.lower(batch).compile().as_text() or ""
 

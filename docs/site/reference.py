@@ -267,7 +267,7 @@ def _count(init: Callable) -> str:
 
 
 def _combines() -> str:
-    from hfjax.checks.combinations import cell, refusals
+    from hfjax.checks.feature_conflicts import cell, refusals
     from hfjax.checks.features import FEATURES
 
     said = {"+": "yes", "-": "no", "?": "not always", ".": "same setting, or one needs the other"}

@@ -30,7 +30,7 @@ import numpy as np
 
 from hfjax.analysis import hlo, stablehlo
 from hfjax.analysis.hlo import KINDS, Groups, Transfer
-from hfjax.utils.tables import Entries, align, human, merge_equal
+from hfjax.utils.tables import Entries, align, human, sum_counts
 
 Sizes = Mapping[str, int]  # of a mesh's axes
 
@@ -188,7 +188,7 @@ def _merge_transfers(
         axes, devices = name(t.kind == "permute", t.groups)
         return Collective(t.kind, axes, t.dtype, t.shape, t.bytes, t.count, t.where, devices)
 
-    return merge_equal(map(to_collective, transfers))
+    return sum_counts(map(to_collective, transfers))
 
 
 def _mesh_axes(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str, ...], int]:

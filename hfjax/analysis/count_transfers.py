@@ -20,7 +20,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST, Copy, copies
-from hfjax.utils.tables import Entries, align, human, merge_equal
+from hfjax.utils.tables import Entries, align, human, sum_counts
 
 DIRECTIONS = (TO_HOST, TO_DEVICE)
 HEAD = ("direction", "array", "bytes", "count", "total", "where")
@@ -152,7 +152,7 @@ def _shardings(program: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _merge_copies(copy_list: list[Copy]) -> tuple[HostTransfer, ...]:
-    return merge_equal(
+    return sum_counts(
         HostTransfer(c.kind, c.dtype, c.shape, c.bytes, c.count, c.where, c.is_global)
         for c in copy_list
     )

@@ -30,11 +30,11 @@ FORMAT = 1
 FILE = "meta/metadata"
 
 
-def _is_array(obj: object) -> bool:
+def _is_dtype_and_shape(json_value: object) -> bool:
     """Return whether something is [dtype, shape]."""
-    if not isinstance(obj, list) or list(map(type, obj)) != [str, list]:
+    if not isinstance(json_value, list) or list(map(type, json_value)) != [str, list]:
         return False
-    dtype, shape = obj
+    dtype, shape = json_value
     try:
         known = dtype.startswith(KEY) or jnp.dtype(dtype)
     except TypeError:
@@ -47,7 +47,7 @@ CHECKS = {
     "strategy": TEXT,
     "mesh": TEXT,
     "processes": integer(1),
-    "arrays": object_of("[dtype, shape]", _is_array),
+    "arrays": object_of("[dtype, shape]", _is_dtype_and_shape),
     "config": ANYTHING,
     "data": ANYTHING,
     "metrics": object_of("numbers", is_number),

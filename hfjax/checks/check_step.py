@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from hfjax.checks.combinations import check_combinations
+from hfjax.checks.feature_conflicts import check_combinations
 from hfjax.optimizers.transforms import stored_dtype
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import check_kernels
@@ -16,7 +16,7 @@ from hfjax.parallel.mesh import (
     AXES,
     EXPERT_AXES,
     EXPERTS,
-    MEANING,
+    MESH_AXES,
     PIPE_AXIS,
     describe_mesh,
     grid_axes,
@@ -107,8 +107,8 @@ def check_execution(layout: Layout, execution: Execution, training: bool = False
 
 def _refuse_idle(layout: Layout, idle_axes: Sequence[str]) -> None:
     """Refuse mesh axes whose devices would repeat each other's work."""
-    if batch_axes := [axis for axis in idle_axes if MEANING[axis].batch]:
-        axis, dim_name = batch_axes[0], MEANING[batch_axes[0]].keeps_sharded
+    if batch_axes := [axis for axis in idle_axes if MESH_AXES[axis].batch]:
+        axis, dim_name = batch_axes[0], MESH_AXES[batch_axes[0]].keeps_sharded
         raise ValueError(
             f"mesh {describe_mesh(layout.mesh)}: no parameter stays split over {axis} under "
             f"{layout.strategy.name}. It is for arrays with a dimension named {dim_name!r} "

@@ -1,6 +1,6 @@
 """What a user can turn on: how it is detected, how it was written, and the least that turns it on.
 
-`hfjax.checks.combinations` says which of them go together.
+`hfjax.checks.feature_conflicts` says which of them go together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -235,8 +235,10 @@ def _schedule_feature(name: str, user_text: UserText, *needs: str, **fields: Any
 
 
 FEATURES: dict[str, Feature] = {
-    "accumulate": Feature(_text_of_field("accumulate", 1), {"accumulate": 2}),
-    "clip": Feature(_text_of_field("clip", None), {"clip": 0.1}),
+    "gradient_accumulation_steps": Feature(
+        _text_of_field("gradient_accumulation_steps", 1), {"gradient_accumulation_steps": 2}
+    ),
+    "max_grad_norm": Feature(_text_of_field("max_grad_norm", None), {"max_grad_norm": 0.1}),
     "precision": Feature(_precision_text, {"precision": "bf16"}),
     "loss scale": Feature(
         lambda _, execution: (
@@ -260,18 +262,20 @@ FEATURES: dict[str, Feature] = {
     "reshard_after_forward=False": Feature(
         _text_of_field("reshard_after_forward", True), {"reshard_after_forward": False}
     ),
-    "reduction=hierarchical": Feature(
-        _text_of_field("reduction", "flat"),
-        {"reduction": "hierarchical"},
+    "gradient_reduction=hierarchical": Feature(
+        _text_of_field("gradient_reduction", "flat"),
+        {"gradient_reduction": "hierarchical"},
         mesh={"data": 2, "fsdp": 2},
     ),
     "optimizer_in_backward": Feature(
         _text_of_field("optimizer_in_backward", False), {"optimizer_in_backward": True}
     ),
-    "nonfinite=skip": Feature(_text_of_field("nonfinite", "stop"), {"nonfinite": "skip"}),
+    "on_nonfinite=skip": Feature(_text_of_field("on_nonfinite", "stop"), {"on_nonfinite": "skip"}),
     "kernels": Feature(_kernels_text, {"kernels": "reference"}),
     "unroll": Feature(_text_of_field("unroll", None), {"unroll": 1}),
-    "split_rows": Feature(_text_of_field("split_rows", 1), {"split_rows": 2}),
+    "tensor_overlap_chunks": Feature(
+        _text_of_field("tensor_overlap_chunks", 1), {"tensor_overlap_chunks": 2}
+    ),
     "schedule": _schedule_feature("1f1b", _schedule_text),
     "schedule that splits B and W": _schedule_feature(
         "zb", _table_text_if(lambda table: table.splits_backward), "schedule"
@@ -281,7 +285,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "branches=True": _schedule_feature("1f1b", _branches_text, "schedule", branches=True),
     "asynchronous schedule": _schedule_feature("pipedream", _asynchronous_text, "schedule"),
-    "ZERO1": Feature(_split_text("moment"), strategy=ZERO1, mesh={"data": 2}),
+    "ZERO1": Feature(_split_text("optimizer_state"), strategy=ZERO1, mesh={"data": 2}),
     "ZERO2": Feature(_split_text("gradient"), strategy=ZERO2, mesh={"data": 2}),
     "FSDP": Feature(_split_text("parameter"), strategy=FSDP, mesh={"fsdp": 2}),
     "TENSOR": Feature(_axis_text(auto_axes), strategy=TENSOR, mesh={"tensor": 2}),

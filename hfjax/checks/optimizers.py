@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.checks.combinations import error_of
+from hfjax.checks.feature_conflicts import error_of
 from hfjax.checks.features import NOT_ELEMENT_BY_ELEMENT
 from hfjax.checks.optimizer_program import NONE, Entries, OptimizerProgram, Terms
 from hfjax.optimizer_step.optimizer_parts import COUNT, NUMBER, OptimizerParts
@@ -358,7 +358,8 @@ def check_optimizer(layout: Layout, execution: Execution) -> None:
     warn_of_mixed_experts(layout)
     if execution.optimizer_in_backward:
         with_pieces = any(
-            p.split_dims("moment") or p.sharded_compute for p in layout.param_specs.values()
+            p.split_dims("optimizer_state") or p.sharded_compute
+            for p in layout.param_specs.values()
         )
         feature_text = "optimizer_in_backward=True"
         check_element_by_element(layout, "optimizer_in_backward", feature_text, with_pieces)

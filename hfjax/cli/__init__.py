@@ -1,6 +1,6 @@
 """The commands of hfjax: one file for each, and what several of them use.
 
-`run` has train, eval and generate, `model_files` import and export; then `launch`, `data`,
+`train` has train, eval and generate, `model_files` inspect and export; then `launch`, `data`,
 `schedule`, `kernels` and `demo`. `arguments` reads command lines, `draw_timeline` draws boxes in
 time.
 """

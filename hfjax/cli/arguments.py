@@ -238,28 +238,65 @@ SHORT = {"lr": "optimizer.learning-rate"}  # short names of flags
 
 # Name of a flag in other libraries -> its name here, if a command has it.
 ALIASES = {
-    **dict.fromkeys(("learning-rate", "optimizer.lr"), "optimizer.learning-rate"),
-    **dict.fromkeys(("batch-size", "bs", "train-batch-size"), "global-batch-size"),
-    **dict.fromkeys(("max-steps", "num-steps", "train-steps", "train-iters", "iters"), "steps"),
-    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs"), "data.epochs"),
-    **dict.fromkeys(("seq-length", "max-length", "context-length"), "model.seq-len"),
-    **dict.fromkeys(("warmup", "lr-warmup-iters"), "lr-schedule.warmup-steps"),
-    **dict.fromkeys(("lr-decay-style", "lr-scheduler-type"), "lr-schedule.type"),
-    **dict.fromkeys(("wd", "weight-decay"), "optimizer.weight-decay"),
-    **dict.fromkeys(("clip-grad", "gradient-clipping", "max-norm"), "optimizer.max-grad-norm"),
-    **dict.fromkeys(("tensor-model-parallel-size", "tp"), "mesh.tensor"),
-    **dict.fromkeys(("pipeline-model-parallel-size", "pp"), "mesh.pipe"),
-    **dict.fromkeys(("context-parallel-size", "cp"), "mesh.context"),
-    **dict.fromkeys(("expert-model-parallel-size", "ep"), "mesh.expert"),
-    **dict.fromkeys(("data-parallel-size", "dp"), "mesh.data"),
-    **dict.fromkeys(("save-interval", "save-steps", "checkpoint-period"), "checkpoint.interval"),
-    **dict.fromkeys(("eval-interval", "eval-steps"), "eval.interval"),
-    **dict.fromkeys(("log-interval", "logging-steps"), "log.interval"),
-    **dict.fromkeys(("recompute-granularity", "remat-policy"), "remat"),
-    **dict.fromkeys(("dtype", "bf16", "fp16"), "precision"),
-    **dict.fromkeys(("gpus", "num-gpus", "nproc-per-node"), "count"),
-    **dict.fromkeys(("output-dir", "output", "o", "save"), "run-dir"),
-    **dict.fromkeys(("dataset", "train-data"), "data.train"),
+    name: flag
+    for flag, names in {
+        "optimizer.learning-rate": "learning-rate optimizer.lr lr-scheduler.lr",
+        "optimizer.name": "opt-type optimizer optimizer-name",
+        "optimizer.weight-decay": "wd weight-decay adam-weight-decay",
+        "optimizer.max-grad-norm": "clip-grad gradient-clipping gradient-clipping-threshold "
+        "max-norm training.max-norm max-grad-norm",
+        "lr-schedule.warmup-steps": "warmup lr-warmup-iters lr-scheduler.warmup-steps warmup-steps",
+        "lr-schedule.type": "lr-decay-style lr-scheduler-type lr-scheduler.decay-type",
+        "lr-schedule.final-fraction": "min-lr cosine-learning-rate-final-fraction "
+        "lr-scheduler.min-lr-factor",
+        "global-batch-size": "batch-size bs train-batch-size micro-batch-size "
+        "per-device-batch-size training.local-batch-size training.global-batch-size",
+        "gradient-accumulation-steps": "accumulate-grad-batches grad-accum",
+        "steps": "max-steps num-steps train-steps train-iters iters training.steps",
+        "data.epochs": "epochs num-epochs num-train-epochs",
+        "data.train": "dataset train-data data-path dataset-path training.dataset",
+        "model.preset": "model-name model model.name",
+        "model.seq-len": "seq-len seq-length max-length context-length max-target-length "
+        "training.seq-len",
+        "model.num-layers": "num-layers base-num-decoder-layers",
+        "model.num-heads": "num-attention-heads base-num-query-heads",
+        "model.num-kv-heads": "num-query-groups base-num-kv-heads",
+        "model.hidden-size": "hidden-size base-emb-dim",
+        "model.intermediate-size": "ffn-hidden-size base-mlp-dim",
+        "model.num-experts": "num-experts",
+        "model.top-k": "moe-router-topk num-experts-per-tok",
+        "mesh.data": "data-parallel-size dp ici-data-parallelism "
+        "parallelism.data-parallel-replicate-degree",
+        "mesh.fsdp": "ici-fsdp-parallelism fsdp use-fsdp "
+        "parallelism.data-parallel-shard-degree data-parallel-shard-degree",
+        "mesh.tensor": "tensor-model-parallel-size tensor-parallel-size tp "
+        "ici-tensor-parallelism tensor-parallel-degree parallelism.tensor-parallel-degree",
+        "mesh.pipe": "pipeline-model-parallel-size pp ici-pipeline-parallelism "
+        "pipeline-parallel-degree parallelism.pipeline-parallel-degree",
+        "mesh.context": "context-parallel-size cp ici-context-parallelism "
+        "context-parallel-degree parallelism.context-parallel-degree",
+        "mesh.expert": "expert-model-parallel-size ep ici-expert-parallelism "
+        "expert-parallel-degree parallelism.expert-parallel-degree",
+        "zero": "use-distributed-optimizer zero-stage",
+        "sequence-parallel": "enable-sequence-parallel",
+        "pipeline.chunks": "num-layers-per-virtual-pipeline-stage",
+        "remat": "recompute-granularity recompute-activations remat-policy "
+        "activation-checkpoint.mode",
+        "precision": "dtype bf16 fp16",
+        "master-weights": "weight-dtype",
+        "offload.optimizer": "optimizer-cpu-offload optimizer-memory-host-offload",
+        "checkpoint.interval": "save-interval save-steps checkpoint-period checkpoint-interval",
+        "checkpoint.keep-latest": "save-total-limit max-num-checkpoints-to-keep "
+        "checkpoint.keep-latest-k",
+        "checkpoint.init-from": "load load-parameters-path",
+        "eval.interval": "eval-interval eval-steps validation.freq",
+        "eval.max-batches": "eval-iters validation.steps",
+        "log.interval": "log-interval logging-steps log-period metrics.log-freq",
+        "run-dir": "output-dir output o save base-output-directory run-name job.dump-folder",
+        "count": "gpus num-gpus nproc-per-node",
+        "processes": "nproc-per-node nproc",
+    }.items()
+    for name in names.split()
 }
 
 

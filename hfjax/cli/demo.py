@@ -22,9 +22,12 @@ from hfjax.utils.tables import human
 
 CONFIG = GPTConfig.tiny()
 BATCH_SIZE, STEPS = 16, 10
-WIDTH = 120  # width that the table needs
-PIPED = {"accumulate": 1, "schedule": hfjax.Schedule("1f1b", microbatches=4)}
-TWICE = {"accumulate": 1, "schedule": hfjax.Schedule("interleaved", microbatches=4, chunks=2)}
+WIDTH = 122  # width that the table needs
+PIPED = {"gradient_accumulation_steps": 1, "schedule": hfjax.Schedule("1f1b", microbatches=4)}
+TWICE = {
+    "gradient_accumulation_steps": 1,
+    "schedule": hfjax.Schedule("interleaved", microbatches=4, chunks=2),
+}
 CASES: dict[str, tuple] = {
     "one device": (hfjax.DDP, {"data": 1}),
     "DDP": (hfjax.DDP, {"data": 8}),
@@ -56,7 +59,7 @@ class Entry(NamedTuple):
 def train(case: tuple, text: Path, tick: Any) -> Entry:
     """Return the results of training under a strategy."""
     strategy, sizes, *own = case
-    fields = {"accumulate": 2, "clip": 1.0} | (own[0] if own else {})
+    fields = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0} | (own[0] if own else {})
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = hfjax.make_mesh(devices=devices, **sizes)
     layout = hfjax.layout(lambda rngs: GPT(CONFIG, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
@@ -111,7 +114,7 @@ def table(entries: dict[str, Entry]) -> Table:
         caption="per device; calls and moved: the collectives of a step, counted in its program",
         box=box.SIMPLE,
     )
-    heads = ("strategy", "mesh", "loss", "parameters", "gradients", "moments", "calls")
+    heads = ("strategy", "mesh", "loss", "parameters", "gradients", "optimizer_state", "calls")
     for head in (*heads, "moved"):
         grid.add_column(
             head, justify="left" if head in ("strategy", "mesh") else "right", no_wrap=True

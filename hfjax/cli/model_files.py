@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from hfjax.cli.arguments import parse_flags
-from hfjax.cli.run import Saved, saved_config, saved_state
+from hfjax.cli.train import Saved, saved_config, saved_state
 from hfjax.distributed.consensus import say
 from hfjax.distributed.stop import leaving
 from hfjax.trainer.build import RunComponents

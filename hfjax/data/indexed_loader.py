@@ -20,9 +20,9 @@ class IndexedLoader(ABC):
     Subclasses provide the examples: `_source` reads one, `_order` numbers them.
     """
 
-    rows: int
+    batch_size: int
     epochs: int | None
-    mine: Sequence[int] | np.ndarray | None
+    local_examples: Sequence[int] | np.ndarray | None
     pad_last: bool
     _position: int = 0
     _iterator: Any = None
@@ -31,7 +31,7 @@ class IndexedLoader(ABC):
 
     @property
     @abstractmethod
-    def rows_per_epoch(self) -> int:
+    def examples_per_epoch(self) -> int:
         """The number of examples in one pass over the data."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class IndexedLoader(ABC):
         except BaseException:  # also Ctrl-C: the next call tries the same batch
             self._seek(self._position)
             raise
-        self._position += self.rows
+        self._position += self.batch_size
         return batch
 
     def at(self, number: int) -> ArrayDict:
@@ -79,7 +79,7 @@ class IndexedLoader(ABC):
             >>> from hfjax.data import Loader, write_tokens
             >>> folder = tempfile.TemporaryDirectory()
             >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-            >>> Loader(tokens, rows=2, length=4, shuffle=False).at(1)["tokens"].tolist()
+            >>> Loader(tokens, batch_size=2, seq_len=4, shuffle=False).at(1)["tokens"].tolist()
             [[8, 9, 10, 11, 12], [12, 13, 14, 15, 16]]
         """
         count = len(self._make_batches(0))
@@ -96,7 +96,7 @@ class IndexedLoader(ABC):
     @property
     def epoch(self) -> float:
         """The number of passes done: 1.5 is the middle of the second one."""
-        return self._position / self.rows_per_epoch
+        return self._position / self.examples_per_epoch
 
     # -- position -------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class IndexedLoader(ABC):
             >>> from hfjax.data import Loader, write_tokens
             >>> folder = tempfile.TemporaryDirectory()
             >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-            >>> loader, other = Loader(tokens, rows=2, length=4), Loader(tokens, rows=1, length=4)
+            >>> loader, other = (Loader(tokens, batch_size=n, seq_len=4) for n in (2, 1))
             >>> _ = next(loader)
             >>> other.restore(loader.state())
             >>> bool((next(other)["tokens"][0] == next(loader)["tokens"][0]).all())
@@ -135,11 +135,10 @@ class IndexedLoader(ABC):
             if state.get(name) != expected:
                 saved_value = quote(state.get(name))
                 raise ValueError(
-                    f"this state is of another stream of rows: its {name} is {saved_value}, here "
-                    "it is "
-                    f"{expected}. Go on with what the run began with, or begin anew."
+                    f"this state is of another stream of examples: its {name} is {saved_value}, "
+                    f"here it is {expected}. Go on with what the run began with, or begin anew."
                 )
-        if position >= len(self._stream) + self.rows:
+        if position >= len(self._stream) + self.batch_size:
             raise ValueError(
                 f"this state is at row {position}, the data ends at row {len(self._stream)} "
                 "(epochs="
@@ -155,7 +154,7 @@ class IndexedLoader(ABC):
             >>> from hfjax.data import Loader, write_tokens
             >>> folder = tempfile.TemporaryDirectory()
             >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-            >>> loader = Loader(tokens, rows=2, length=4, epochs=1)
+            >>> loader = Loader(tokens, batch_size=2, seq_len=4, epochs=1)
             >>> [sum(1 for batch in loader.rewind()) for _ in range(2)]
             [4, 4]
         """
@@ -181,8 +180,14 @@ class IndexedLoader(ABC):
         return self._order(self.epochs)
 
     def _make_batches(self, start: int) -> Batches:
-        local_indices = np.arange(self.rows) if self.mine is None else np.asarray(self.mine)
-        return Batches(self._stream, self._source, self.rows, local_indices, start, self.pad_last)
+        local_indices = (
+            np.arange(self.batch_size)
+            if self.local_examples is None
+            else np.asarray(self.local_examples)
+        )
+        return Batches(
+            self._stream, self._source, self.batch_size, local_indices, start, self.pad_last
+        )
 
 
 def check_numbers(loader: IndexedLoader, minimums: Mapping[str, int], flags: Sequence[str]) -> None:
@@ -193,7 +198,9 @@ def check_numbers(loader: IndexedLoader, minimums: Mapping[str, int], flags: Seq
     for name in flags:
         if not isinstance(getattr(loader, name), bool | np.bool_):
             raise ValueError(f"{name}={getattr(loader, name)!r}: True or False.")
-    local_indices = np.arange(1) if loader.mine is None else np.asarray(loader.mine)
+    local_indices = (
+        np.arange(1) if loader.local_examples is None else np.asarray(loader.local_examples)
+    )
     is_index_list = (
         local_indices.ndim == 1
         and local_indices.size
@@ -202,12 +209,13 @@ def check_numbers(loader: IndexedLoader, minimums: Mapping[str, int], flags: Seq
     if (
         not is_index_list
         or local_indices.min() < 0
-        or local_indices.max() >= loader.rows
+        or local_indices.max() >= loader.batch_size
         or len(set(local_indices)) < len(local_indices)
     ):
         raise ValueError(
-            f"mine={loader.mine}: the numbers of this process's rows, from 0 to {loader.rows - 1}, "
-            "each once, as share(rows, process, processes) gives them."
+            f"local_examples={loader.local_examples}: the numbers of this process's examples, from "
+            f"0 to {loader.batch_size - 1}, each once, as share(batch_size, process, processes) "
+            "gives them."
         )
 
 

@@ -13,11 +13,13 @@ from hfjax.data.examples import DocumentExamples, Examples, StreamExamples, Toke
 from hfjax.data.indexed_loader import IndexedLoader, check_epochs, check_numbers
 from hfjax.data.sampler import example_order
 from hfjax.data.token_dataset import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
+from hfjax.utils.keywords import strict_fields
 
 PACKINGS = ("stream", "documents")
 Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
 
 
+@strict_fields
 @dataclass(eq=False)
 class Loader(IndexedLoader):
     """An iterator over batches {"tokens": int32 [rows, length + 1], …} of one or several data sets.
@@ -27,13 +29,13 @@ class Loader(IndexedLoader):
 
     Attributes:
         data: A data set or its directory, or several of them.
-        rows: The global batch size, in examples.
-        length: The number of targets of an example; it has one token more.
+        batch_size: The global batch size, in examples.
+        seq_len: The number of targets of an example; it has one token more.
         seed: The seed of the shuffle.
         packing: stream (examples cut from consecutive text), or documents (whole ones, packed).
         shuffle: Whether each epoch is shuffled anew.
         epochs: The number of passes over the data. None: no end, required for several data sets.
-        mine: The examples of each batch that this process loads (`share`). None: all.
+        local_examples: The examples of each batch that this process loads (`share`). None: all.
         weights: Relative sampling rates of several data sets. None: equal.
         documents: Whether examples of a stream have document numbers and a mask.
         pad_last: Whether to pad the last batch with examples of mask 0 instead of dropping it.
@@ -45,19 +47,19 @@ class Loader(IndexedLoader):
         >>> from hfjax.data import Loader, write_tokens
         >>> folder = tempfile.TemporaryDirectory()
         >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-        >>> loader = Loader(tokens, rows=2, length=4, shuffle=False, epochs=1)
+        >>> loader = Loader(tokens, batch_size=2, seq_len=4, shuffle=False, epochs=1)
         >>> next(loader)["tokens"].tolist(), len(loader)
         ([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]], 4)
     """
 
     data: Sets
-    rows: int
-    length: int
+    batch_size: int
+    seq_len: int
     seed: int = 0
     packing: str = "stream"  # or documents: whole ones, packed
     shuffle: bool = True
     epochs: int | None = None  # None: no end
-    mine: Sequence[int] | np.ndarray | None = None
+    local_examples: Sequence[int] | np.ndarray | None = None
     weights: Sequence[float] | None = None  # of several data sets
     documents: bool = False  # a stream with document numbers and mask
     pad_last: bool = False  # pad the last batch with examples of mask 0, do not drop it
@@ -65,20 +67,20 @@ class Loader(IndexedLoader):
     prefetch: int = 4  # batches read ahead
 
     def __post_init__(self) -> None:
-        least = {"rows": 1, "length": 1, "seed": 0, "threads": 0, "prefetch": self.threads}
+        least = {"batch_size": 1, "seq_len": 1, "seed": 0, "threads": 0, "prefetch": self.threads}
         check_numbers(self, least, ("shuffle", "documents", "pad_last"))
         if self.packing not in PACKINGS:
             raise ValueError(f"packing={self.packing!r}: one of {', '.join(PACKINGS)}.")
         check_epochs(self)
         _check_weights(self)
-        if self.rows > self.rows_per_epoch and not self.pad_last:
+        if self.batch_size > self.examples_per_epoch and not self.pad_last:
             raise ValueError(
-                f"a batch of {self.rows} rows: the data has {self.rows_per_epoch} rows of "
-                f"{self.length} tokens. Lower rows or length, or give more data."
+                f"a batch of {self.batch_size} examples: the data has {self.examples_per_epoch} of "
+                f"{self.seq_len} tokens. Lower batch_size or seq_len, or give more data."
             )
 
     @property
-    def rows_per_epoch(self) -> int:
+    def examples_per_epoch(self) -> int:
         """The number of examples of all data sets together."""
         return sum(map(len, self._sets))
 
@@ -91,22 +93,23 @@ class Loader(IndexedLoader):
     def density(self) -> float:
         """The fraction of positions in all examples that hold a token, not padding."""
         return (
-            sum(examples.density * len(examples) for examples in self._sets) / self.rows_per_epoch
+            sum(examples.density * len(examples) for examples in self._sets)
+            / self.examples_per_epoch
         )
 
-    def check(self, vocab: int | None = None, length: int | None = None) -> None:
+    def check(self, vocab: int | None = None, seq_len: int | None = None) -> None:
         """Refuse a model with fewer tokens than the data, or fewer positions than an example.
 
         Args:
             vocab: The model's number of tokens. None: not checked.
-            length: The model's number of positions. None: not checked.
+            seq_len: The model's number of positions. None: not checked.
 
         Example:
             >>> import numpy as np, tempfile
             >>> from hfjax.data import Loader, write_tokens
             >>> folder = tempfile.TemporaryDirectory()
             >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-            >>> Loader(tokens, rows=2, length=4).check(vocab=64, length=1024)
+            >>> Loader(tokens, batch_size=2, seq_len=4).check(vocab=64, seq_len=1024)
         """
         for data in (examples.data for examples in self._sets):
             if vocab is not None and data.vocab > vocab:
@@ -114,10 +117,10 @@ class Loader(IndexedLoader):
                     f"{data.directory} has a vocabulary of {data.vocab}, the model one of {vocab}. "
                     f"Give the model {data.vocab}, or make the data with a smaller tokenizer."
                 )
-        if length is not None and self.length > length:
+        if seq_len is not None and self.seq_len > seq_len:
             raise ValueError(
-                f"rows of {self.length} tokens, the model has {length} positions: shorten the "
-                "rows, or give the model more."
+                f"sequences of {self.seq_len} tokens, the model has {seq_len} positions: shorten "
+                "them, or give the model more."
             )
 
     # -- data -----------------------------------------------------------------------------
@@ -130,8 +133,8 @@ class Loader(IndexedLoader):
         for data in token_sets:
             data.check()
         if self.packing == "documents":
-            return [DocumentExamples(data, self.length) for data in token_sets]
-        return [StreamExamples(data, self.length, self.documents) for data in token_sets]
+            return [DocumentExamples(data, self.seq_len) for data in token_sets]
+        return [StreamExamples(data, self.seq_len, self.documents) for data in token_sets]
 
     @property
     def _weights(self) -> list[float]:
@@ -143,7 +146,7 @@ class Loader(IndexedLoader):
 
     def _identity_fields(self) -> dict[str, Any]:
         return {
-            "length": self.length,
+            "length": self.seq_len,
             "packing": self.packing,
             "shuffle": self.shuffle,
             "seed": self.seed,

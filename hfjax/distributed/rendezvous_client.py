@@ -92,7 +92,9 @@ class RendezvousClient:
         self._last_report = time.monotonic()
         waited = f"({self.timeout - self.seconds_left:.0f} s of {self.timeout:g})"
         if self.reason is not None:
-            self.say(f"{self._own_name} cannot reach {self._coordinator}: {self.reason} {waited}")
+            self.say(
+                f"{self._own_name} cannot reach {self._coordinator_text}: {self.reason} {waited}"
+            )
         elif self.settings.process == 0:
             self.say(f"waiting for {self._missing} {waited}")
 
@@ -103,7 +105,7 @@ class RendezvousClient:
                 f"there, and whether {self.settings.coordinator} can be reached from there."
             )
         return (
-            f"{self._own_name} could not reach {self._coordinator} within {self.timeout:g} s: "
+            f"{self._own_name} could not reach {self._coordinator_text} within {self.timeout:g} s: "
             f"{self.reason or 'it did not say who is missing'}. "
             f"Is process 0 running, is the address right ({self.settings.names[0]}), and is the "
             "port open between the machines?"
@@ -120,7 +122,7 @@ class RendezvousClient:
         return f"process {self.settings.process} of {self.settings.processes}"
 
     @property
-    def _coordinator(self) -> str:
+    def _coordinator_text(self) -> str:
         return f"the coordinator at {self.settings.coordinator}"
 
 

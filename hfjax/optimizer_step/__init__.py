@@ -5,6 +5,6 @@ Each device updates its shard (`sharded`); arrays in host memory stream through 
 (`in_backward`); each stage updates by itself in an asynchronous pipeline (`async_pipeline`).
 `update` is their interface, `optimizer_parts` runs an optimizer on one part after another,
 `master_sync` syncs master weights and averages with parameters that were put into a state,
-`param_all_gather` gathers parameters that were updated in shards, `loss_scale` is what float16
+`gather_updated_params` gathers parameters that were updated in shards, `loss_scale` is what float16
 needs. `hfjax/step/build.py` chooses.
 """

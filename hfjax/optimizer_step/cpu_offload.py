@@ -56,7 +56,7 @@ class StreamedUpdate(Update):
         gradients = Gradients.compute(self.engine, state, batch)
         dtypes = self.layout.working_dtypes
         scale = lambda summed: mean_gradients(summed, gradients.scale(), dtypes)
-        keep = partial(guard, self.engine.context.execution.nonfinite)
+        keep = partial(guard, self.engine.context.execution.on_nonfinite)
 
         def update(trainable: UpdatedState, finite: jax.Array) -> UpdatedState:
             new = self._update_params(
@@ -131,7 +131,8 @@ class StreamedUpdate(Update):
             "this optimizer updates a parameter by what it keeps of others, so all that lies on "
             "the host is on the device at once while it is updated: it takes no less memory than "
             "without the strategy's column `memory`. Optimizers that work parameter by parameter "
-            "(sgd, adam, adamw, lion, lamb …; clip=1.0 of train_step) are updated part by part.",
+            "(sgd, adam, adamw, lion, lamb …; max_grad_norm=1.0 of train_step) are updated part by "
+            "part.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -305,7 +306,9 @@ class _UnitUpdater:
 
     def _update_arrays(self, unit: _UpdateUnit, old: Arrays, keys: Sequence[Key]) -> Arrays:
         """Return new arrays, each in the memory of the old one."""
-        arrays = {key: self._constrain(key, to_device(x), "moment") for key, x in old.items()}
+        arrays = {
+            key: self._constrain(key, to_device(x), "optimizer_state") for key, x in old.items()
+        }
         gradients = {key[1]: x for key, x in arrays.items() if key[0] == GRADIENT}
         arrays |= _add_kind(GRADIENT, self.scale(gradients))
         new = unit.compute(arrays)
@@ -313,7 +316,9 @@ class _UnitUpdater:
             new[key] = self.keep(self.finite, new[key], arrays[key])
             if is_on_host(old[key]):
                 new[key] = to_host(
-                    self._constrain(key, new[key], "parameter" if key[0] == PARAMETER else "moment")
+                    self._constrain(
+                        key, new[key], "parameter" if key[0] == PARAMETER else "optimizer_state"
+                    )
                 )
         return new
 

@@ -111,8 +111,8 @@ class InBackwardUpdate(Update):
         )
         before = constrain(to_device(end_params), param_specs), to_device(leaves)
         after = self._update_params(constrain(gradients, param_specs), before[1], before[0])
-        after = guard(self.engine.context.execution.nonfinite, finite, after, before)
-        column = "parameter" if self.layout.host_memory.parameters else "moment"
+        after = guard(self.engine.context.execution.on_nonfinite, finite, after, before)
+        column = "parameter" if self.layout.host_memory.parameters else "optimizer_state"
         new = constrain(after[0], param_specs, column)
         restore_memory = lambda old, x: to_host(x) if is_on_host(old) else x
         return {n: restore_memory(end_params[n], x) for n, x in new.items()}, {

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import optax
 
-from hfjax.optimizer_step.param_all_gather import all_gather_params
+from hfjax.optimizer_step.gather_updated_params import all_gather_params
 from hfjax.optimizer_step.update import (
     Gradients,
     GradResult,

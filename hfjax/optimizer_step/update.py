@@ -70,7 +70,7 @@ class Gradients(NamedTuple):
     variables: Flat
     squares: Flat
     norm: jax.Array
-    clip: float | None
+    max_grad_norm: float | None
 
     @classmethod
     def compute(cls, engine: GradientEngine, state: State, batch: Any) -> "Gradients":
@@ -88,13 +88,17 @@ class Gradients(NamedTuple):
             gradients = {path: g / seed for path, g in gradients.items()}
         squares = {path: (g * g).sum() for path, g in gradients.items()}
         norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
-        return cls(gradients, mean, new_variables, squares, norm, engine.context.execution.clip)
+        return cls(
+            gradients, mean, new_variables, squares, norm, engine.context.execution.max_grad_norm
+        )
 
     def scale(self) -> jax.Array:
         """Return the factor that turns gradients of the total into those of the mean, clipped."""
         scale = 1 / self.mean.weight.astype(self.norm.dtype)
-        if self.clip is not None and self.clip <= float(jnp.finfo(self.norm.dtype).max):
-            scale *= self.clip / jnp.maximum(self.norm, self.clip)
+        if self.max_grad_norm is not None and self.max_grad_norm <= float(
+            jnp.finfo(self.norm.dtype).max
+        ):
+            scale *= self.max_grad_norm / jnp.maximum(self.norm, self.max_grad_norm)
         return scale
 
     def to_result(self, update: Callable[[UpdatedState, jax.Array], UpdatedState]) -> GradResult:
@@ -102,7 +106,9 @@ class Gradients(NamedTuple):
         return GradResult(self.mean, self.norm, self.variables, self.squares, update)
 
 
-def constrain(arrays: Flat, param_specs: Mapping[str, ParamSpecs], column: str = "moment") -> Flat:
+def constrain(
+    arrays: Flat, param_specs: Mapping[str, ParamSpecs], column: str = "optimizer_state"
+) -> Flat:
     """Return arrays of parameters with the shardings of a column: that of the optimizer state."""
     sharding_of = lambda path: NamedSharding(
         param_specs[path].mesh, getattr(param_specs[path], column)
@@ -123,6 +129,6 @@ def update_if_finite(
     host, a selection costs nothing.
     """
     on_cpu = platform_of(next(iter(param_specs.values())).mesh) == "cpu"
-    if on_cpu and execution.nonfinite != "apply":
+    if on_cpu and execution.on_nonfinite != "apply":
         return lax.cond(finite, update, lambda trainable: trainable, trainable)
-    return guard(execution.nonfinite, finite, update(trainable), trainable)
+    return guard(execution.on_nonfinite, finite, update(trainable), trainable)

@@ -352,7 +352,7 @@ def check_master(optimizer: Any, params: Tree) -> None:
             "would not reach the "
             "master weights. Put it outermost: hfjax.optimizers.master_weights(optax.chain(…)), "
             "hfjax.optimizers.master_weights(hfjax.optimizers.ema(…)); clip with "
-            "train_step(…, clip=1.0)."
+            "train_step(…, max_grad_norm=1.0)."
         )
 
 

@@ -40,9 +40,9 @@ class Candidate:
         microbatches: Microbatches of the pipeline.
         remat: What layers recompute.
         offload: Which of the layers' residuals wait in host memory.
-        accumulate: Microbatches of a step without a pipeline.
-        split_rows: Parts of a batch whose transfers hide under each other's matmuls.
-        reduction: flat, or hierarchical.
+        gradient_accumulation_steps: Microbatches of a step without a pipeline.
+        tensor_overlap_chunks: Parts of a batch whose transfers hide under each other's matmuls.
+        gradient_reduction: flat, or hierarchical.
         host: Which part of the state is in host memory: "", host_optimizer.
     """
 
@@ -55,9 +55,9 @@ class Candidate:
     microbatches: int | None = None
     remat: str = "none"
     offload: str | None = None
-    accumulate: int = 1
-    split_rows: int = 1
-    reduction: str = "flat"
+    gradient_accumulation_steps: int = 1
+    tensor_overlap_chunks: int = 1
+    gradient_reduction: str = "flat"
     host: str = ""
 
     @classmethod
@@ -105,7 +105,7 @@ class Candidate:
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches of a device's batch."""
-        return self.accumulate * (self.microbatches or 1)
+        return self.gradient_accumulation_steps * (self.microbatches or 1)
 
     @cached_property
     def microbatch_size(self) -> float:
@@ -152,12 +152,12 @@ class Candidate:
     def execution(self) -> dict[str, Any]:
         """How the step runs: keyword arguments of `hfjax.train_step`."""
         return {
-            "accumulate": self.accumulate,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "schedule": self.pipeline,
             "remat": self.remat,
             "offload": self.offload,
-            "split_rows": self.split_rows,
-            "reduction": self.reduction,
+            "tensor_overlap_chunks": self.tensor_overlap_chunks,
+            "gradient_reduction": self.gradient_reduction,
             "context": ContextParallel(),
         }
 
@@ -177,11 +177,11 @@ class Candidate:
             sequence_parallel=self.sequence or not tensor,
             mesh=MeshConfig(**{"data": 1, **dict(self.axis_sizes)}),
             global_batch_size=self.batch_size,
-            gradient_accumulation_steps=self.accumulate,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
             remat=self.remat,
             offload=OffloadConfig(self.offload, bool(self.host)),
-            tensor_overlap_chunks=self.split_rows,
-            gradient_reduction=self.reduction,
+            tensor_overlap_chunks=self.tensor_overlap_chunks,
+            gradient_reduction=self.gradient_reduction,
             pipeline=pipeline,
         )
 
@@ -195,9 +195,9 @@ class Candidate:
         examples = self.batch_size // (self.replicas * self.num_microbatches)
         memory_words = [f"remat={self.remat}"] if self.remat != "none" else []
         memory_words += [f"offload={self.offload}"] if self.offload else []
-        chunks = self.split_rows
+        chunks = self.tensor_overlap_chunks
         memory_words += [f"tensor_overlap_chunks={chunks}"] if chunks > 1 else []
-        memory_words += ["hierarchical"] if self.reduction != "flat" else []
+        memory_words += ["hierarchical"] if self.gradient_reduction != "flat" else []
         return {
             "mesh": mesh,
             "strategy": "+".join(

@@ -84,7 +84,7 @@ def comm_volumes(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
 def _num_passes(c: Candidate, t: CommInputs, backward: bool = False) -> float:
     """Return how often all layers of a device run, idle slots of a pipeline included."""
     ticks = t.backward if backward else t.forward
-    return ticks / t.chunks if ticks else c.accumulate
+    return ticks / t.chunks if ticks else c.gradient_accumulation_steps
 
 
 def _param_gathers(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
@@ -95,7 +95,7 @@ def _param_gathers(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
             size, count = runs * t.compute_itemsize * inside, runs * max(t.layers, 1)
             yield CommVolume(GATHERS, "all-gather", axes, size, count, backward=backward)
     for axes, around in flows.axis_elements("fsdp", False):
-        times = 1 if t.forward else c.accumulate
+        times = 1 if t.forward else c.gradient_accumulation_steps
         yield CommVolume(
             GATHERS, "all-gather", axes, times * t.compute_itemsize * around, times, layers=False
         )
@@ -165,7 +165,7 @@ def _two_level_reductions(
 
 def _levels(c: Candidate, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the axes of a reduction's first level, and those of the second, if there is one."""
-    if c.reduction == "flat":
+    if c.gradient_reduction == "flat":
         return axes, ()
     node = in_use(c.mesh, BATCH_AXES)[-1:]
     return node, tuple(axis for axis in axes if axis not in node)

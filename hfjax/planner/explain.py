@@ -19,7 +19,7 @@ from hfjax.utils.tables import human
 MIN_DIFFERENCE = 0.0005  # of the best time: a smaller difference counts as none
 # part of a peak -> its name for users
 MEMORY_NAMES = {
-    "state": "parameters and moments",
+    "state": "parameters and optimizer state",
     "gradients": "gradients",
     "kept": "activations",
     "weights": "gathered weights",

@@ -328,7 +328,10 @@ class CandidatePool:
         if layout in self._indivisible:
             self.refused += 1
             return
-        plain, run_key = replace(c, remat="none", split_rows=1), (*layout, c.remat, c.split_rows)
+        plain, run_key = (
+            replace(c, remat="none", tensor_overlap_chunks=1),
+            (*layout, c.remat, c.tensor_overlap_chunks),
+        )
         if c.remat != "none" and plain == self._last_fitting:
             return
         if c.microbatch_size >= self._oversized.get(run_key, math.inf):

@@ -103,7 +103,7 @@ class ModelArrays:
         for keys, leaf in leaves:
             specs = layout.parameter_of(keys, leaf)
             names = [str(getattr(k, "name", getattr(k, "key", ""))) for k in keys]
-            name = "master" if "master" in names else "moments"
+            name = "master" if "master" in names else "optimizer_state"
             size = leaf.dtype.itemsize
             states.append(OptimizerArray(specs and specs.path, size, math.prod(leaf.shape), name))
         dtypes = {path: p.dtype for path, p in layout.param_specs.items()}
@@ -171,7 +171,7 @@ class ArrayPlacements:
     @cached_property
     def scattered_gradients(self) -> int:
         """Bytes of gradients if each is reduce-scattered at once to its optimizer state."""
-        return self._gradient_bytes(lambda p: p.moment)
+        return self._gradient_bytes(lambda p: p.optimizer_state)
 
     def _gradient_bytes(self, spec: Callable[[ParamSpecs], P]) -> int:
         """Return the bytes of gradients with these partition specs, in at least float32."""
@@ -181,13 +181,13 @@ class ArrayPlacements:
     @cached_property
     def optimizer_bytes(self) -> dict[str, int]:
         """Bytes of the optimizer state by name: moments, master."""
-        sizes = {"moments": 0, "master": 0}
+        sizes = {"optimizer_state": 0, "master": 0}
         for array in self.model.optimizer_arrays:
             if array.path is None:
                 sizes[array.name] += array.elements * array.itemsize
                 continue
             p = self.param_specs[array.path]
-            sizes[array.name] += self.local_size(p, p.moment) * array.itemsize
+            sizes[array.name] += self.local_size(p, p.optimizer_state) * array.itemsize
         return sizes
 
     @cached_property
@@ -206,7 +206,10 @@ class ArrayPlacements:
     @property
     def replication_note(self) -> str | None:
         """A message on arrays that no size of the axes of `*` divides; None: there is none."""
-        rules = ("parameter", self.strategy.parameters), ("moment", self.strategy.moments)
+        rules = (
+            ("parameter", self.strategy.parameters),
+            ("optimizer_state", self.strategy.optimizer_state),
+        )
         for column, axes in ((column, of.get("*", ())) for column, of in rules):
             replicated = [
                 p for p in self.param_specs.values() if is_large_replicated(p, column, axes)
@@ -242,7 +245,7 @@ class ArrayPlacements:
             size = math.prod(p.gathered_shape) // size_of(tensor, self.mesh)
             over = tuple(axis for axis in data_axes if axis not in p.sharded_compute)
             axes_of = lambda column, p=p, over=over: self._ordered_axes(p, column, over)
-            p_axes, g_axes, m_axes = map(axes_of, ("parameter", "gradient", "moment"))
+            p_axes, g_axes, m_axes = map(axes_of, ("parameter", "gradient", "optimizer_state"))
             kinds = {"fsdp": p_axes, "scattered": g_axes, "sharded moments": m_axes, "whole": over}
             kind = next((name for name, axes in kinds.items() if axes), "alone")
             elements[Flow(kind, inside, kinds.get(kind, ()))] += size

@@ -74,7 +74,7 @@ class MemoryInputs:
     layers: int  # of a stage
     layer_mode: str  # unrolled, in turn, loop
     gathers_params: bool  # parameters of layers are sharded over batch axes
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     # Of a pipeline: the most microbatches that a stage stashes, in whole stages.
     stash_depth: float = 0.0
     stages: int = 1
@@ -117,7 +117,7 @@ def _layer_moments(
     layer = _stacked_bytes(each[0], sizes) if run.layer_mode == "loop" else each[0]
     layer += sizes.carry * (run.layer_mode == "unrolled")
     layer *= examples * (1 - run.offload_ratio)
-    sums = gradients if run.accumulate > 1 else 0.0
+    sums = gradients if run.gradient_accumulation_steps > 1 else 0.0
     # The head's gradient is computed when those of the logits are used up: it takes their buffer.
     largest_growth = lambda pairs: examples * max((a for a, _ in pairs), default=0.0)
     head = (largest_growth if run.has_layer_stack else partial(max_bytes, examples=examples))(

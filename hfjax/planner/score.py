@@ -16,7 +16,7 @@ from hfjax.hardware.machine import Machine
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
 from hfjax.parallel.extensions.expert_parallel.dispatch_kinds import MixtureCall
-from hfjax.parallel.layer_stack.ordered_layers import MAX_UNROLLED
+from hfjax.parallel.layer_stack.unrolled_layers import MAX_UNROLLED
 from hfjax.parallel.mesh import size_of
 from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import precision_of
@@ -52,7 +52,8 @@ from hfjax.planner.step_time import (
 )
 from hfjax.trainer.config import MeshConfig, OffloadConfig, TrainConfig
 
-HALVES = 0.5  # of tensor's transfers hidden by split_rows: benchmarks/results/ahead_of_time.md
+# Of tensor's transfers, hidden by tensor_overlap_chunks: benchmarks/results/ahead_of_time.md.
+HALVES = 0.5
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def pipeline_profile(
     """Return what a schedule's table implies for the executor's program."""
     table = table_of(schedule, microbatches, chunks, stages)
     ticks = compile_outline(table)
-    stash_depth, crossing = (ticks.depth[name] / table.chunks for name in ("stash", "cross"))
+    stash_depth, crossing = (ticks.depth[name] / table.chunks for name in ("stash", "b_to_w"))
     runs = {kind: sum(b - a for a, b, used in ticks.segments if kind in used) for kind in "FB"}
     sent = sum(count for _, _, count in list_permutes(ticks))
     return PipelineProfile(table, stash_depth, crossing, runs["F"], runs["B"], sent)
@@ -208,7 +209,9 @@ class Scorer:
     def work(self, c: Candidate, part: str) -> WorkTime:
         """Return the seconds of one layer, or of embedding and head, for one microbatch."""
         share = self.share(c)
-        chunks = 1 if part == "ends" else c.split_rows  # layers run on parts of the batch
+        chunks = (
+            1 if part == "ends" else c.tensor_overlap_chunks
+        )  # layers run on parts of the batch
         key = c.remat, part, share, c.microbatch_size, chunks
         if key not in self._work:
             work, examples = self.profile(c.remat).work(part, share), c.microbatch_size / chunks
@@ -259,7 +262,7 @@ class Scorer:
             layers=layers,
             layer_mode=self.layer_mode(c, placements),
             gathers_params=placements.gathers_layers,
-            accumulate=c.accumulate,
+            gradient_accumulation_steps=c.gradient_accumulation_steps,
             stash_depth=pipeline.stash_depth if pipeline else 0.0,
             stages=stages,
             crossing=pipeline.crossing if pipeline else 0.0,
@@ -268,7 +271,9 @@ class Scorer:
             has_layer_stack=self.layers > 0,
         )
         batch = self._batch_bytes(c)
-        is_scattered = c.accumulate == 1 and stages == 1  # each as soon as it is computed
+        is_scattered = (
+            c.gradient_accumulation_steps == 1 and stages == 1
+        )  # each as soon as it is computed
         gradients = placements.scattered_gradients if is_scattered else placements.gradients
         return peak_of(sizes, run, placements.state, gradients, batch, weights)
 
@@ -442,7 +447,7 @@ class Scorer:
         copies = self._copy_seconds(c, placements, layers)
         forward, backward = forward.with_memory(copies), backward.with_memory(copies)
         bubble = 0.0
-        count = c.accumulate
+        count = c.gradient_accumulation_steps
         if c.pipeline is not None:
             table, count = self.pipeline_profile(c).table, c.pipeline.microbatches
             weights = backward.total / 2
@@ -477,7 +482,7 @@ class Scorer:
     def _overlap_fraction(self, comm: CommVolume, c: Candidate) -> float:
         """Return the fraction of a transfer that matmuls may hide."""
         if comm.purpose == TENSOR:
-            return HALVES if c.split_rows > 1 else 0.0
+            return HALVES if c.tensor_overlap_chunks > 1 else 0.0
         return float(
             comm.layers and comm.purpose not in (GRID, NEW_PARAMS)
         )  # new parameters come after the last matmul

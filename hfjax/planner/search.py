@@ -1,6 +1,6 @@
 """Yields every candidate of a run: mesh, strategy, schedule, remat, at a fixed global batch size.
 
-The table of refused pairs (checks/combinations.py) says what may go together, the rules of the
+The table of refused pairs (checks/feature_conflicts.py) says what may go together, the rules of the
 layout what divides, and the schedule which microbatches it takes. Here is only the order of the
 search, and where it stops: no tensor axis across nodes, no more than `MAX_MICROBATCHES`
 microbatches of a pipeline, since more hide no bubble that is left.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from hfjax.checks.combinations import refusals
+from hfjax.checks.feature_conflicts import refusals
 from hfjax.hardware.machine import Machine
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.planner.candidate import ZERO_STAGES, Candidate, table_of
@@ -60,7 +60,7 @@ def host_variants(c: Candidate, layers: int) -> Iterator[Candidate]:
     Residuals of unlike layers are not known one by one, so none of them are offloaded.
     """
     variants = [replace(c, host="host_optimizer")]
-    if layers and c.schedule is None and c.remat == "none" and c.split_rows == 1:
+    if layers and c.schedule is None and c.remat == "none" and c.tensor_overlap_chunks == 1:
         variants += [replace(c, offload=ratio) for ratio in OFFLOADS]
         variants += [replace(c, offload="1", host="host_optimizer")]
     yield from (variant for variant in variants if is_compatible(candidate_features(variant)))
@@ -145,7 +145,7 @@ def _execution_variants(first: Candidate, model: ModelFacts) -> Iterator[Candida
         return
     two_levels = first.zero != "fsdp" and first.axis_size("fsdp") > 1
     reduction = "hierarchical" if two_levels else "flat"
-    first = replace(first, reduction=reduction)
+    first = replace(first, gradient_reduction=reduction)
     least = first.axis_size("row")
     for microbatch_size in microbatch_sizes(share):
         if microbatch_size % least:
@@ -173,10 +173,10 @@ def microbatch_sizes(share: int) -> tuple[int, ...]:
 def _accumulation_variants(first: Candidate, num_microbatches: int) -> Iterator[Candidate]:
     microbatch_size = first.batch_size // first.replicas // num_microbatches
     for remat in REMATS:
-        run = replace(first, accumulate=num_microbatches, remat=remat)
+        run = replace(first, gradient_accumulation_steps=num_microbatches, remat=remat)
         yield run
         if first.sequence and microbatch_size % 2 == 0:
-            yield replace(run, split_rows=2)
+            yield replace(run, tensor_overlap_chunks=2)
 
 
 def _pipeline_variants(
@@ -211,7 +211,11 @@ def _takes(name: str, chunks: int, microbatches: int, stages: int) -> bool:
 def candidate_features(c: Candidate) -> frozenset[str]:
     """Return the features that a candidate uses, by their names in the table of refused pairs."""
     least = replace(
-        c, batch_size=1, accumulate=min(c.accumulate, 2), microbatches=None, chunks=None
+        c,
+        batch_size=1,
+        gradient_accumulation_steps=min(c.gradient_accumulation_steps, 2),
+        microbatches=None,
+        chunks=None,
     )
     return _features(least)
 
@@ -221,11 +225,11 @@ def _features(c: Candidate) -> frozenset[str]:
     mesh = c.mesh
     builder = SCHEDULES.get(c.schedule or "")
     uses = {
-        "accumulate": c.accumulate > 1,
+        "gradient_accumulation_steps": c.gradient_accumulation_steps > 1,
         "remat": c.remat != "none",
         "offload": c.offload is not None,
-        "reduction=hierarchical": c.reduction != "flat",
-        "split_rows": c.split_rows > 1,
+        "gradient_reduction=hierarchical": c.gradient_reduction != "flat",
+        "tensor_overlap_chunks": c.tensor_overlap_chunks > 1,
         "schedule": builder is not None,
         "ZERO1": c.zero == "zero1",
         "ZERO2": c.zero == "zero2",

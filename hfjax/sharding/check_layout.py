@@ -18,7 +18,7 @@ from hfjax.parallel.mesh import (
     BATCH_AXES,
     COLUMN_AXIS,
     EXPERT_AXES,
-    MEANING,
+    MESH_AXES,
     ROW_AXIS,
     SEQUENCE_AXES,
     describe_mesh,
@@ -104,7 +104,7 @@ def idle_axes(param_specs: Iterable[ParamSpecs], strategy: Strategy, mesh: Mesh)
     )
 
     def is_used(axis: str) -> bool:
-        meaning = MEANING[axis]
+        meaning = MESH_AXES[axis]
         if meaning.batch:
             return axis in marked_axes or not meaning.keeps_sharded
         return axis in sequence_axes or (
@@ -241,7 +241,12 @@ def check_splits(strategy: Strategy, mesh: Mesh) -> None:
 
 def _check_grid(strategy: Strategy, mesh: Mesh) -> None:
     """Refuse only some of a grid's rules, and a grid with a side of size 1."""
-    columns = (strategy.parameters, strategy.gradients, strategy.moments, strategy.activations)
+    columns = (
+        strategy.parameters,
+        strategy.gradients,
+        strategy.optimizer_state,
+        strategy.activations,
+    )
     if not any(ROW_AXIS in axes for column in columns for axes in column.values()):
         return
     if not GRID.parameters.items() <= strategy.parameters.items():

@@ -1,7 +1,7 @@
 """Which arrays of a state are in host memory: the column `memory` of a strategy, resolved.
 
-`FSDP | HOST_OPTIMIZER` sets `moments -> host` there. `layout.Layout.shardings` uses the answer,
-`optimizer_step/cpu_offload.py` streams such arrays through the device.
+`FSDP | HOST_OPTIMIZER` sets `optimizer_state -> host` there. `layout.Layout.shardings` uses the
+answer, `optimizer_step/cpu_offload.py` streams such arrays through the device.
 """
 
 import warnings
@@ -23,7 +23,7 @@ class OptimizerArray(NamedTuple):
     """An array that the optimizer keeps for a parameter."""
 
     path: str  # of the parameter
-    rule: str  # of the column `memory`: moments or master
+    rule: str  # of the column `memory`: optimizer_state or master
     bytes: int  # per device
 
 
@@ -37,7 +37,7 @@ def find_optimizer_arrays(
     arrays = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
         if (p := owner_of(keys, leaf)) is not None:
-            size = leaf.size * leaf.dtype.itemsize // num_shards(p.moment, p.mesh)
+            size = leaf.size * leaf.dtype.itemsize // num_shards(p.optimizer_state, p.mesh)
             arrays[jax.tree_util.keystr(keys)] = OptimizerArray(p.path, _rule_of(keys), size)
     return arrays
 
@@ -58,41 +58,41 @@ class HostMemory:
     @cached_property
     def optimizer(self) -> frozenset[str]:
         """The names (`jax.tree_util.keystr`) of the optimizer's arrays in host memory."""
-        return frozenset(self._host_moments) | (
+        return frozenset(self._host_optimizer_state) | (
             frozenset(self._sizes[MASTER]) if self._target(MASTER) == "host" else frozenset()
         )
 
     def __bool__(self) -> bool:
         return self.parameters or bool(self.optimizer)
 
-    def count_moments(self, path: str) -> tuple[int, int]:
+    def count_optimizer_state(self, path: str) -> tuple[int, int]:
         """Return how many optimizer arrays of a parameter are on the host, and how many it has."""
         names = [name for name, array in self.optimizer_arrays.items() if array.path == path]
         return sum(name in self.optimizer for name in names), len(names)
 
     @property
     def host_fraction(self) -> float | None:
-        """The fraction of the moments' bytes on the host; None where none was requested."""
-        if isinstance(self._target("moments"), str):
+        """The fraction of the optimizer state's bytes on the host; None: none was requested."""
+        if isinstance(self._target("optimizer_state"), str):
             return None
-        sizes = self._sizes["moments"]
-        return sum(sizes[name] for name in self._host_moments) / max(sum(sizes.values()), 1)
+        sizes = self._sizes["optimizer_state"]
+        return sum(sizes[name] for name in self._host_optimizer_state) / max(sum(sizes.values()), 1)
 
     def check(self) -> None:
         """Refuse rules that put nothing into host memory; warn where a fraction is too small."""
         if self.host_fraction == 0:
             warnings.warn(
-                f"strategy {self.strategy.name}, memory moments -> "
-                f"{self._target('moments')}: no array is as small as that, so that the host keeps "
-                "nothing. Raise the share.",
+                f"strategy {self.strategy.name}, memory optimizer_state -> "
+                f"{self._target('optimizer_state')}: no array is as small as that, so that the "
+                "host keeps nothing. Raise the fraction.",
                 stacklevel=2,
             )
-        active_rules = [rule for rule in ("moments", MASTER) if self._target(rule) != "device"]
+        active_rules = [r for r in ("optimizer_state", MASTER) if self._target(r) != "device"]
         if not active_rules or any(self._sizes[rule] for rule in active_rules):
             return
         rules = ", ".join(f"{rule} -> {self._target(rule)}" for rule in active_rules)
         reasons = {
-            "moments": "keeps no array like a parameter",
+            "optimizer_state": "keeps no array like a parameter",
             MASTER: "keeps no master weights (hfjax.optimizers.master_weights(optimizer) does)",
         }
         raise ValueError(
@@ -105,28 +105,28 @@ class HostMemory:
     def notes(self) -> Iterator[str]:
         """Yield notes for the printed layout."""
         if self.host_fraction is not None:
-            target = float(self._target("moments"))
+            target = float(self._target("optimizer_state"))
             yield (
-                f"{self.host_fraction:.1%} of the moments' bytes lie on the host, {target:.1%} "
-                "are asked "
-                f"for: whole arrays, the largest first, {len(self._host_moments)} of "
-                f"{len(self._sizes['moments'])}"
+                f"{self.host_fraction:.1%} of the optimizer state's bytes are on the host, "
+                f"{target:.1%} are asked "
+                f"for: whole arrays, the largest first, {len(self._host_optimizer_state)} of "
+                f"{len(self._sizes['optimizer_state'])}"
             )
 
     def _target(self, rule: str) -> Any:
         return self.strategy.memory.get(rule, "device")
 
     @cached_property
-    def _host_moments(self) -> list[str]:
-        """The moments in host memory: whole arrays, as many as fit, the largest first."""
-        sizes, target = self._sizes["moments"], self._target("moments")
+    def _host_optimizer_state(self) -> list[str]:
+        """The optimizer state in host memory: whole arrays, as many as fit, the largest first."""
+        sizes, target = self._sizes["optimizer_state"], self._target("optimizer_state")
         fraction = target if isinstance(target, float) else float(target == "host")
         return largest_first(sizes, fraction * sum(sizes.values()))[0]
 
     @cached_property
     def _sizes(self) -> dict[str, dict[str, int]]:
         """Rule -> name -> bytes per device."""
-        sizes: dict[str, dict[str, int]] = {"moments": {}, MASTER: {}}
+        sizes: dict[str, dict[str, int]] = {"optimizer_state": {}, MASTER: {}}
         for name, array in self.optimizer_arrays.items():
             sizes[array.rule][name] = array.bytes
         return sizes
@@ -134,4 +134,4 @@ class HostMemory:
 
 def _rule_of(keys: tuple) -> str:
     fields = [getattr(key, "name", None) for key in keys]
-    return MASTER if MASTER in fields else "moments"
+    return MASTER if MASTER in fields else "optimizer_state"

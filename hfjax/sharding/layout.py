@@ -86,10 +86,10 @@ class Layout:
         >>> zero1 = hfjax.ZERO1.edit(replicate_below=0)
         >>> print(hfjax.layout(model, optax.sgd(0.1, 0.9), hfjax.make_mesh(data=8), zero1))
         ZERO1 on data=8
-          parameter  shape  spec  gradient  moments    bytes/device
-          b          8      P()   same      P("data")  32 B
-          w          64x8   P()   same      P("data")  2.0 KiB
-        per device: parameters 2.0 KiB, gradients 2.0 KiB, moments 260 B
+          parameter  shape  spec  gradient  optimizer_state  bytes/device
+          b          8      P()   same      P("data")        32 B
+          w          64x8   P()   same      P("data")        2.0 KiB
+        per device: parameters 2.0 KiB, gradients 2.0 KiB, optimizer_state 260 B
     """
 
     mesh: Mesh
@@ -150,7 +150,7 @@ class Layout:
         They have neither gradient nor optimizer state. What was frozen before stays so. A stack of
         layers that is frozen in part (`first`) has both as a whole: the updates of frozen layers
         are zero, also those of weight decay, their optimizer state does not change, and their
-        gradients count in the norm that `clip` uses.
+        gradients count in the norm that `max_grad_norm` uses.
 
         Args:
             patterns: Paths, at least one; `*` matches anything, also `/`: `"layers/*"`.
@@ -314,7 +314,7 @@ class Layout:
 
     def _optimizer_spec(self, keys: tuple, leaf: Any) -> P:
         owner = self.parameter_of(keys, leaf)
-        return P() if owner is None else owner.moment
+        return P() if owner is None else owner.optimizer_state
 
     def parameter_of(self, keys: tuple, leaf: Any) -> ParamSpecs | None:
         """Return the parameter whose path and shape an array of the optimizer state has."""
@@ -325,14 +325,14 @@ class Layout:
     def bytes_per_device(self) -> dict[str, int]:
         """Return bytes per device of parameters, gradients (accumulated) and optimizer state.
 
-        What is in host memory counts separately, as "host parameters" and "host moments".
+        What is in host memory counts separately, as "host parameters" and "host optimizer_state".
 
         Example:
             >>> import hfjax, jax.numpy as jnp, optax
             >>> model, mesh = lambda rngs: {"w": jnp.zeros((64, 8))}, hfjax.make_mesh(data=8)
             >>> zero1, momentum = hfjax.ZERO1.edit(replicate_below=0), optax.sgd(0.1, momentum=0.9)
             >>> hfjax.layout(model, momentum, mesh, zero1).bytes_per_device()
-            {'parameters': 2048, 'gradients': 2048, 'moments': 256}
+            {'parameters': 2048, 'gradients': 2048, 'optimizer_state': 256}
         """
         size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, self.mesh)
         state_bytes = {False: 0, True: 0}  # on the host?
@@ -343,10 +343,10 @@ class Layout:
         totals = {
             "parameters": 0 if self.host_memory.parameters else parameters,
             "gradients": sum(self.gradient_bytes.values()),
-            "moments": state_bytes[False],
+            "optimizer_state": state_bytes[False],
         }
         host_parameters = parameters - totals["parameters"]
-        host = {"host parameters": host_parameters, "host moments": state_bytes[True]}
+        host = {"host parameters": host_parameters, "host optimizer_state": state_bytes[True]}
         return totals | {name: n for name, n in host.items() if n}
 
     @property

@@ -158,7 +158,7 @@ def _repack(layout: Layout, old: Arrangement | None, state: State) -> State:
     new_shapes = {path: p.shape for path, p in layout.param_specs.items()}
     like = layout.abstract_state().optimizer
     new_state = convert_state(
-        optimizer_state, old_shapes, like, new_shapes, partial(convert, "moment")
+        optimizer_state, old_shapes, like, new_shapes, partial(convert, "optimizer_state")
     )
     params = nest(convert("parameter", params))
     new = replace(state, params=params, optimizer=new_state, order=layout.order)

@@ -48,14 +48,17 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
 
 def large_replicated(strategy: Strategy, param_specs: Mapping[str, ParamSpecs]) -> Iterator[str]:
     """Report large arrays that the rule `*` could not shard, or that there are none."""
-    default_axes = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
+    default_axes = (*strategy.parameters.get("*", ()), *strategy.optimizer_state.get("*", ()))
     is_all_small = all(p.small for p in param_specs.values())
     if is_all_small and any(in_use(p.mesh, default_axes) for p in param_specs.values()):
         yield (
             f"no parameter has {strategy.smallest} elements a layer: nothing is split. Split all: "
             f"{strategy.name}.edit(replicate_below=0)"
         )
-    for column, rules in (("parameter", strategy.parameters), ("moment", strategy.moments)):
+    for column, rules in (
+        ("parameter", strategy.parameters),
+        ("optimizer_state", strategy.optimizer_state),
+    ):
         axes = rules.get("*", ())
         for p in param_specs.values():
             if is_large_replicated(p, column, axes):
@@ -120,7 +123,7 @@ def _bytes(tree: Tree) -> int:
 
 def layout_table(param_specs: Iterable[ParamSpecs], host_memory: HostMemory) -> Iterator[str]:
     """Yield how each parameter, gradient and optimizer state is sharded, and bytes per device."""
-    header = ("parameter", "shape", "spec", "gradient", "moments", "bytes/device")
+    header = ("parameter", "shape", "spec", "gradient", "optimizer_state", "bytes/device")
     yield from (
         f"  {line}" for line in align([header, *(_entry(p, host_memory) for p in param_specs)])
     )
@@ -129,12 +132,14 @@ def layout_table(param_specs: Iterable[ParamSpecs], host_memory: HostMemory) -> 
 def _entry(p: ParamSpecs, host_memory: HostMemory) -> tuple[str, ...]:
     used_axes = in_use(p.mesh, p.mesh.axis_names)  # an axis of size 1 shards nothing
     param_spec, gradient, optimizer_spec = (
-        _spec_text(keep_axes(spec, used_axes)) for spec in (p.parameter, p.gradient, p.moment)
+        _spec_text(keep_axes(spec, used_axes))
+        for spec in (p.parameter, p.gradient, p.optimizer_state)
     )
     unless_same = lambda text: "none" if p.frozen else "same" if text == param_spec else text
     size = human(bytes_of_array(p.shape, p.dtype, p.parameter, p.mesh))
     spec_text = param_spec + " on host" * host_memory.parameters
-    optimizer_spec = unless_same(optimizer_spec) + _on_host(*host_memory.count_moments(p.path))
+    on_host = _on_host(*host_memory.count_optimizer_state(p.path))
+    optimizer_spec = unless_same(optimizer_spec) + on_host
     return (
         p.path,
         "x".join(map(str, p.shape)),

@@ -24,7 +24,7 @@ from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.optimizer_state import convert_layers
 from hfjax.utils.paths import Flat
 
-COLUMNS = ("parameter", "gradient", "moment")
+COLUMNS = ("parameter", "gradient", "optimizer_state")
 
 
 def place_array(array: Array, dtype: DTypeLike, strategy: Strategy, mesh: Mesh) -> ParamSpecs:
@@ -173,11 +173,8 @@ class StackedLayers(Storage):
 
     def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
         """Return the specs of stacks, and of all that is not stacked."""
-        return _stack_specs(
-            self.source,
-            specs,
-            dict.fromkeys(self.source.stacked, self.arrangement.stored_order.size),
-        )
+        stack_sizes = dict.fromkeys(self.source.stacked, self.arrangement.stored_order.size)
+        return _stack_specs(self.source, specs, stack_sizes)
 
     def create(self, arrays: Flat, seed: Any) -> Flat:
         """Return the arrays with stacks in stored order."""

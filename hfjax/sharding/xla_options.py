@@ -23,7 +23,7 @@ def options_for(layout: Layout, execution: Execution) -> Options:
     platform, preset = platform_of(layout.mesh), execution.compiler_options
     if preset == "auto":
         splits = _splits(layout, DATA_AXES), _splits(layout, TENSOR_AXES)
-        preset = best_preset(*splits, execution.split_rows > 1)
+        preset = best_preset(*splits, execution.tensor_overlap_chunks > 1)
     options = compiler_options(preset, platform)
     if layout.host_memory or execution.offload:
         options = merge_options(host_options(platform, layout.host_memory.parameters), options)

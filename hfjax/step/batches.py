@@ -26,7 +26,9 @@ from hfjax.utils.paths import Tree, is_random_key
 def num_microbatches(execution: Execution) -> int:
     """Return the number of microbatches into which a step splits the examples of each device."""
     schedule = execution.schedule
-    return execution.accumulate * (1 if schedule is None else schedule.microbatches)
+    return execution.gradient_accumulation_steps * (
+        1 if schedule is None else schedule.microbatches
+    )
 
 
 def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
@@ -83,12 +85,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
-def process_batch_slice(layout: Layout, rows: int) -> np.ndarray:
+def process_batch_slice(layout: Layout, global_batch_size: int) -> np.ndarray:
     """Return which examples of a global batch this process passes to `shard_batch`, in order.
 
     Args:
         layout: The layout of the step that takes the batch.
-        rows: The number of examples of the global batch.
+        global_batch_size: The number of examples of the global batch.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
@@ -97,13 +99,14 @@ def process_batch_slice(layout: Layout, rows: int) -> np.ndarray:
         >>> hfjax.process_batch_slice(layout, 8).tolist()  # of one process: all
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    if not is_int(rows, 1):
+    if not is_int(global_batch_size, 1):
         raise ValueError(
-            f"rows_of_process: rows={rows!r}; a whole number, at least 1, is expected."
+            f"process_batch_slice: global_batch_size={global_batch_size!r}; a whole number, at "
+            "least 1, is expected."
         )
-    check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
-    split = batch_sharding(layout.mesh).addressable_devices_indices_map((rows,))
-    numbers = np.arange(rows)
+    check_batch(layout, jax.ShapeDtypeStruct((global_batch_size,), "int32"), 1)
+    split = batch_sharding(layout.mesh).addressable_devices_indices_map((global_batch_size,))
+    numbers = np.arange(global_batch_size)
     return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
 
 

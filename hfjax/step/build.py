@@ -108,7 +108,7 @@ def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
 def engine_for(spec: StepSpec, ops: ModelOps | None = None) -> GradientEngine:
     """Return the engine that runs the model forward and backward."""
     layout, table, storage = spec.layout, spec.table, spec.layout.storage
-    one_microbatch = spec.execution.accumulate == 1
+    one_microbatch = spec.execution.gradient_accumulation_steps == 1
     if table is not None:
         context = step_context(spec, ops, keep_unsharded=True, full_gradients=True)
         model_factory = storage.packed and partial(UnevenStageModel, packed=storage.packed)
@@ -140,7 +140,8 @@ def ops_for(spec: StepSpec) -> ModelOps:
     layout, loss, execution, table, kernels, experts, _ = spec
     inputs = OpsInputs(Placer(layout.mesh, layout.strategy), experts.run, loss)
     if grid_axes(layout.mesh):
-        grid_options = layout.strategy.parameters, kernels.without_logits, execution.rows == "own"
+        is_local = execution.batch_view == "local"
+        grid_options = layout.strategy.parameters, kernels.without_logits, is_local
         return GridOps(inputs, layout.mesh, *grid_options)
     if in_use(layout.mesh, SEQUENCE_AXES):
         packed, remat = bool(layout.storage.packed), execution.remat

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
-from hfjax.checks.combinations import check_combinations
+from hfjax.checks.feature_conflicts import check_combinations
 from hfjax.parallel.adapters.constructed import use_arrays
 from hfjax.parallel.adapters.model_template import raw_value
 from hfjax.parallel.execution import Execution, PipelineSchedule
@@ -102,7 +102,8 @@ def _explain_out_of_memory(layout: Layout) -> Iterator[None]:
 
     Nothing may wait for arrays whose creation failed.
     """
-    sizes = {k: n for k, n in layout.bytes_per_device().items() if k in ("parameters", "moments")}
+    parts = ("parameters", "optimizer_state")
+    sizes = {k: n for k, n in layout.bytes_per_device().items() if k in parts}
     if (available := _device_memory(layout.mesh)) is not None and sum(sizes.values()) > available:
         raise MemoryError(
             _out_of_memory_message(layout, sizes, f"there is room for {human(available)}")

@@ -68,7 +68,7 @@ class NonfiniteMonitor:
                 warnings.warn(f"{message} It was skipped.", RuntimeWarning, stacklevel=3)
                 continue
             self._pending.clear()
-            count = f"{self._consecutive} in a row (patience={self.max_skipped}): "
+            count = f"{self._consecutive} in a row (max_skipped={self.max_skipped}): "
             raise FloatingPointError((count if self.policy == "skip" else "") + message)
 
     def _check_overflow(self, state: State, stats: StepStats) -> None:

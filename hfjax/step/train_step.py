@@ -20,7 +20,7 @@ from hfjax.optimizer_step.update import Update, UpdatedState, constrain
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
-from hfjax.parallel.layer_stack.ordered_layers import describe_unroll
+from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.offload.activations import OffloadReport
 from hfjax.parallel.offload.host_memory import is_host_sharding, result_shardings
@@ -62,8 +62,8 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         layout: The layout of the state, as `hfjax.layout` returns it.
         loss: Function of (outputs, batch). It returns the mean over the examples that it is given,
             or `hfjax.Mean(total, weight)` for a weighted mean or for further metrics.
-        execution: Fields of `hfjax.Execution` as keywords, for instance `accumulate=4`,
-            `clip=1.0`, `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`:
+        execution: Fields of `hfjax.Execution` as keywords, for instance `max_grad_norm=1.0`,
+            `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`:
 
             {fields}
 
@@ -124,7 +124,7 @@ class TrainStep:
         scale = self._replicated if self._loss_scale else None
         self._shardings = replace(layout.shardings(), order=None, scale=scale)
         self._batch_sharding = batch_sharding(layout.mesh)
-        self._monitor = NonfiniteMonitor(layout, execution.nonfinite, execution.patience)
+        self._monitor = NonfiniteMonitor(layout, execution.on_nonfinite, execution.max_skipped)
         self._master_sync = MasterSync(layout.state_shapes.optimizer)
         program = self._jit(self._step, donate_argnums=0, compiler_options=options)
         self._jitted = check_deadlock(program, layout.mesh)
@@ -338,7 +338,7 @@ class TrainStep:
     def check(self, state: State) -> None:
         """Wait for the steps called so far; raise FloatingPointError if one was not finite.
 
-        Under `nonfinite="skip"` it warns instead, unless it was one too many in a row (`patience`).
+        Under `on_nonfinite="skip"` it warns instead, up to `max_skipped` in a row.
 
         Args:
             state: The state that the last call returned: the message says whether its parameters
@@ -397,7 +397,7 @@ class TrainStep:
         variables |= new.variables
         changed, metrics = self.layout.template.after_step(variables, metrics)
         old = {path: variables[path] for path in changed}
-        variables |= guard(self.execution.nonfinite, metrics["finite"], changed, old)
+        variables |= guard(self.execution.on_nonfinite, metrics["finite"], changed, old)
         params = nest(new.parameters)
         after = State(state.step + 1, params, new.optimizer, nest(variables), scale=scale)
         return after, metrics, grads.squares

@@ -153,18 +153,18 @@ class RunComponents:
         c = self.config
         from_file = {} if self.file is None else self.file.execution
         return {
-            "accumulate": c.gradient_accumulation_steps,
+            "gradient_accumulation_steps": c.gradient_accumulation_steps,
             "schedule": self.schedule,
-            "clip": c.optimizer.max_grad_norm,
+            "max_grad_norm": c.optimizer.max_grad_norm,
             "precision": from_file.get("precision", c.precision),
             "remat": c.remat,
             "offload": c.offload.activations,
             "optimizer_in_backward": c.optimizer.in_backward,
-            "nonfinite": c.on_nonfinite,
+            "on_nonfinite": c.on_nonfinite,
             "context": self.context,
             "dispatch": c.dispatch,
-            "split_rows": c.tensor_overlap_chunks,
-            "reduction": c.gradient_reduction,
+            "tensor_overlap_chunks": c.tensor_overlap_chunks,
+            "gradient_reduction": c.gradient_reduction,
             "kernels": c.kernels,
         }
 
@@ -210,7 +210,7 @@ class RunComponents:
         if self.valid is None or not self.model.has_user_loss:
             return
         count = len(self.valid)
-        padded = count * self.config.global_batch_size > self.valid.rows_per_epoch
+        padded = count * self.config.global_batch_size > self.valid.examples_per_epoch
         if padded and (most is None or most >= count):
             check_mask_weights(self.evaluate, state, self.valid.at(0))
 

@@ -103,7 +103,7 @@ class ModelConfig:
     top_k: int | None = None
     """Experts that each token goes to (default: the preset's)."""
     capacity_factor: float | None = None
-    """Tokens an expert takes, as a multiple of the mean; 0: all (default: the preset's)."""
+    """Capacity of an expert, times the mean load; 0: drops nothing (default: the preset's)."""
     weights: Path | None = None
     """File of torchvision's weights (.safetensors) for an image preset (default: none)."""
     new_head: bool = False
@@ -190,7 +190,7 @@ class ContextConfig:
     ulysses: int | None = None
     """Devices in a group that exchanges heads (default: as --context.form needs)."""
     order: Literal["auto", "zigzag", "contiguous"] = "auto"
-    """zigzag: an early and a late part; contiguous: one; auto: by windows."""
+    """zigzag: balances causal attention; contiguous: in order; auto: by windows."""
 
     def __post_init__(self):
         check_bounds(self, "context.", ulysses=1)
@@ -201,9 +201,9 @@ class PipelineConfig:
     """The schedule of a pipeline, if --mesh.pipe is above 1."""
 
     schedule: str = "1f1b"
-    """Schedule, as hfjax schedule lists them: {schedules}."""
+    """Schedule, as hfjax schedule shows it (1f1b-published: Megatron's): {schedules}."""
     microbatches: int | None = None
-    """Microbatches in a step (default: four for each stage)."""
+    """Microbatches of each accumulation step (default: four for each stage)."""
     chunks: int | None = None
     """Model chunks of each stage (default: as the schedule has them)."""
 
@@ -218,7 +218,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What waits in host memory."""
+    """Offload to host memory."""
 
     activations: str | None = None
     """Residuals of layers: a fraction of the bytes (0.3), dots or names:A,B (default: none)."""
@@ -386,25 +386,25 @@ class TrainConfig:
     steps: int = 300
     """Number of training steps."""
     global_batch_size: int = 32
-    """Examples in a step, over all devices."""
+    """Examples in an optimizer step, over all devices and accumulation steps."""
     gradient_accumulation_steps: int = 1
-    """Microbatches in a step, whose gradients are accumulated."""
+    """Forward and backward passes in an optimizer step, whose gradients add up."""
     deepspeed: Path | None = None
     """Take settings from a ds_config.json of DeepSpeed (default: none)."""
     zero: Literal[0, 1, 2, 3] | None = None
-    """ZeRO stage: 1 shards optimizer state, 2 gradients too (default: 3 if --mesh.fsdp, else 0)."""
+    """ZeRO of --mesh.data: 1 optimizer state, 2 gradients too; 3: use --mesh.fsdp (default: 0)."""
     sequence_parallel: bool = True
     """Shard the sequence over --mesh.tensor between matmuls, as Megatron does."""
     strategy: str | None = None
     """Your own table of sharding rules: file.py:name of a hfjax.Strategy (default: none)."""
     precision: str = "stored"
-    """Precision: {precisions}; or by path, the first for all else: bf16,*norm*=fp32."""
+    """Compute dtype: {precisions} (stored: no cast); or by path: bf16,*norm*=fp32."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of --model.pretrained's parameters; with bf16 use --master-weights."""
     master_weights: bool = False
-    """Store parameters in bfloat16, and update a float32 copy of them."""
+    """Keep bfloat16 parameters, and a float32 copy for the optimizer."""
     remat: str = "none"
-    """Recompute: {remats}, every:N, group:N, names:A,B. dots keeps matmuls, names A, B."""
+    """Activation checkpointing: {remats}, every:N, group:N, names:A,B; dots keeps dots."""
     kernels: Literal["auto", "pallas", "xla", "reference"] = "auto"
     """Kernels. auto: if faster; pallas: always; xla: never; reference: plain JAX."""
     dispatch: Literal["auto", "all_to_all", "gather"] = "auto"
@@ -435,7 +435,7 @@ class TrainConfig:
     profile: str | None = None
     """Steps to trace, FIRST:END; 5:8 traces steps 5, 6 and 7 (default: none)."""
     watchdog_timeout: float = 600.0
-    """Seconds without progress until a process is ended; an hour to compile."""
+    """Seconds without progress until a process is ended; 3600 while compiling."""
     init_timeout: float = 60.0
     """Seconds in which all processes of a run have to connect."""
     max_runtime: float | None = None

@@ -8,9 +8,9 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
@@ -21,34 +21,64 @@ ClassT = TypeVar("ClassT", bound=type)
 NEAREST = " (nearest: {})"
 LONG_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+# Keywords of functions and fields of settings, and what they are now, where there is one.
+KEYWORDS = {
+    "accumulate": ("gradient_accumulation_steps",),
+    "clip": ("max_grad_norm",),
+    "length": ("seq_len",),
+    "mine": ("local_examples",),
+    "moments": ("optimizer_state",),
+    "nonfinite": ("on_nonfinite",),
+    "patience": ("max_skipped",),
+    "reduction": ("gradient_reduction",),
+    "rows": ("batch_view", "batch_size", "global_batch_size"),
+    "split_rows": ("tensor_overlap_chunks",),
+}
+
 
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the known name most similar to an unknown one; an empty one if none is."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
-def name_hint(name: str, known: Iterable[str], question: str = " Did you mean {}?") -> str:
+def name_hint(
+    name: str,
+    known: Iterable[str],
+    question: str = " Did you mean {}?",
+    now: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Return a question with the known name most similar to an unknown one.
 
-    >>> name_hint("acumulate", ["clip", "accumulate"])
-    ' Did you mean accumulate?'
+    Args:
+        name: The unknown name.
+        known: The known ones.
+        question: The text; {} stands for the name.
+        now: Old names, and what they are now.
+
+    >>> name_hint("tensr", ["fsdp", "tensor"]), name_hint("clp", [], now={"clip": "max_norm"})
+    (' Did you mean tensor?', ' Did you mean max_norm?')
     """
-    near = closest(name, known)
-    return question.format(near) if near else ""
+    near = closest(name, [*known, *now])
+    return question.format(now.get(near, near)) if near else ""
 
 
 def check_keywords(owner: str, keywords: Iterable[str], known: Iterable[str]) -> None:
     """Refuse an unknown keyword.
 
-    >>> check_keywords("train_step", ["clp"], ["clip", "remat"])
+    >>> check_keywords("train_step", ["remt"], ["max_grad_norm", "remat"])
     Traceback (most recent call last):
-    TypeError: train_step has no keyword 'clp'. Did you mean clip? All: clip, remat.
+    TypeError: train_step has no keyword 'remt'. Did you mean remat? All: max_grad_norm, remat.
     """
     known = list(known)
     for name in keywords:
         if name not in known:
-            near = name_hint(name, known)
-            raise TypeError(f"{owner} has no keyword {name!r}.{near} All: {', '.join(known)}.")
+            now = {old: new for old, names in KEYWORDS.items() for new in names if new in known}
+            raise TypeError(
+                f"{owner}: {name} is {now[name]} now."
+                if name in now
+                else f"{owner} has no keyword {name!r}.{name_hint(name, known, now=now)} "
+                f"All: {', '.join(known)}."
+            )
 
 
 def strict_keywords(function: Callable[P, R]) -> Callable[P, R]:

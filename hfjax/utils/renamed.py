@@ -1,4 +1,7 @@
-"""Old names and what they are now: for errors, and to read configurations of before."""
+"""Old names and what they are now: for errors, and to read configurations of before.
+
+`keywords` has those of keywords, since the core loads it.
+"""
 
 
 class OldNamesWarning(UserWarning):

@@ -28,7 +28,7 @@ class Entries(Generic[EntryT]):
         return self.rows[index]
 
 
-def merge_equal(entries: Iterable[Any]) -> tuple[Any, ...]:
+def sum_counts(entries: Iterable[Any]) -> tuple[Any, ...]:
     """Return entries (with fields `bytes` and `count`), equal ones merged, most bytes first."""
     return tuple(sorted(count_equal(entries), key=lambda entry: -entry.bytes * entry.count))
 

@@ -44,7 +44,7 @@ class Pretrained:
         folder: The content of the folder.
         family: Its entry in the table of families.
         config: The configuration of hfjax's model.
-        stored: The dtype in which parameters are stored.
+        param_dtype: The dtype in which parameters are stored.
 
     Example:
         >>> import hfjax
@@ -56,7 +56,7 @@ class Pretrained:
     folder: ModelFolder
     family: Family
     config: Any
-    stored: str = "float32"
+    param_dtype: str = "float32"
 
     def create(self, rngs: nnx.Rngs) -> nnx.Module:
         """Return the model with random weights, as `hfjax.layout` takes it.
@@ -65,8 +65,8 @@ class Pretrained:
             rngs: The random number generators.
         """
         model = self.family.model(self.config, rngs=rngs)
-        if self.stored != "float32":
-            cast = lambda x: x.astype(self.stored)
+        if self.param_dtype != "float32":
+            cast = lambda x: x.astype(self.param_dtype)
             nnx.update(model, jax.tree.map(cast, nnx.state(model, nnx.Param)))
         return model
 
@@ -123,7 +123,7 @@ class Pretrained:
         head = (
             f"{quote(self.folder.path)}: {self.folder.config['model_type']}, "
             f"{len(self.mappings)} tensors of {', '.join(kinds)}, {human(self.bytes)} in "
-            f"{files} file{'s' * (files > 1)}; stored as {self.stored}"
+            f"{files} file{'s' * (files > 1)}; stored as {self.param_dtype}"
         )
         used = {t.name for p in self.mappings for t in (p.tensor, p.twin) if t is not None}
         left = [name for name in self.folder.tensors if name not in used]

@@ -294,7 +294,7 @@ class MoE(nnx.Module):
         )
 
     def _route(
-        self, choice: ExpertChoice, noise: RouterNoise, by_group: Callable
+        self, choice: ExpertChoice, random_draws: RouterNoise, by_group: Callable
     ) -> tuple[Any, Any]:
         """Return the routing of grouped tokens, and which choices have a slot (None: all)."""
         factor = self.mixing.capacity_factor(training=not self.deterministic)
@@ -305,7 +305,7 @@ class MoE(nnx.Module):
         _, tokens, k = experts.shape
         size = capacity_of(tokens, k, self.experts, factor, self.mixing.min_capacity)
         self._warn_of_empty(size, tokens, factor)
-        sort = sort_choices(experts, self._priority(choice, noise, by_group), self.experts)
+        sort = sort_choices(experts, self._priority(choice, random_draws, by_group), self.experts)
         slots = assign_slots(sort, experts, weights, size)
         has_slot = slots.slot_of < self.experts * size
         return slots._replace(weights=self._normalize(slots.weights)), has_slot

@@ -215,7 +215,7 @@ class AttentionImpl:
     starts: tuple[int, int] | None
     kernels: bool
 
-    def resolve_starts(self, positions: Positions) -> Positions:
+    def with_static_starts(self, positions: Positions) -> Positions:
         """Return positions whose starts are ints again, where they were at the call."""
         if self.starts is None:
             return positions
@@ -244,13 +244,13 @@ class AttentionImpl:
 def _attend(
     impl: AttentionImpl, q: jax.Array, k: jax.Array, v: jax.Array, positions: Positions
 ) -> tuple[jax.Array, jax.Array]:
-    return impl.forward((q, k, v), impl.resolve_starts(positions))
+    return impl.forward((q, k, v), impl.with_static_starts(positions))
 
 
 def _attend_forward(
     impl: AttentionImpl, q: jax.Array, k: jax.Array, v: jax.Array, positions: Positions
 ):
-    out, lse = impl.forward((q, k, v), impl.resolve_starts(positions))
+    out, lse = impl.forward((q, k, v), impl.with_static_starts(positions))
     return (out, lse), (q, k, v, positions, out, lse)
 
 
@@ -258,7 +258,7 @@ def _attend_backward(impl: AttentionImpl, residuals: tuple, cotangents: tuple):
     q, k, v, positions, out, lse = residuals
     do, dlse = cotangents
     return (
-        *impl.backward((q, k, v), final(out, lse, do, dlse), impl.resolve_starts(positions)),
+        *impl.backward((q, k, v), final(out, lse, do, dlse), impl.with_static_starts(positions)),
         None,
     )
 

@@ -1,8 +1,8 @@
 """BatchNorm over the global batch, or over each device's examples: NNX's and Linen's.
 
 A model sees the global batch, and all positions, so BatchNorm is that of one device. Where a model
-sees its own examples only (rows="own"), it averages its statistics over devices. Where each device
-is to normalise by itself, BatchNorm runs under `per_device`.
+sees its own examples only (batch_view="local"), it averages its statistics over devices. Where each
+device is to normalise by itself, BatchNorm runs under `per_device`.
 """
 
 import math

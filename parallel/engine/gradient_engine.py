@@ -111,7 +111,7 @@ class GradientEngine(ABC):
             mean = self.loss_over_devices(mean)
             return gradients, mean, context.average(changed), context.batched_variables(changed)
 
-        optimizer_specs = context.specs("moment")
+        optimizer_specs = context.specs("optimizer_state")
         gradient_specs = {path: optimizer_specs[path] for path in context.trainable}
         out_specs = (gradient_specs, self.loss_specs, P(), P(context.batch_axes))
         in_specs = (*context.in_specs(variables), P(), P())
@@ -184,19 +184,19 @@ class GradientEngine(ABC):
         )
 
     def _accumulate(
-        self, microbatch: Callable, statistics: Flat, batch: Any, redistributed: bool
+        self, microbatch: Callable, statistics: Flat, batch: Any, should_redistribute: bool
     ) -> PassOutput:
         """Return gradients, Mean and statistics after all microbatches of this device."""
-        context, count = self.context, self.context.execution.accumulate
+        context, count = self.context, self.context.execution.gradient_accumulation_steps
         redistribute = partial(redistribute_examples, context.batch_group, self.num_microbatches)
-        if redistributed:
+        if should_redistribute:
             batch = self.redistribute_batch(batch)
             statistics = statistics | {
                 p: redistribute(x) for p, x in context.batched_variables(statistics).items()
             }
         batch = context.local_sequence_batch(batch)
         out = self._scan_microbatches(microbatch, statistics, batch, count)
-        if redistributed:
+        if should_redistribute:
             restored = {
                 p: redistribute(x, inverse=True)
                 for p, x in context.batched_variables(out.statistics).items()
@@ -276,7 +276,7 @@ class LoopEngine(GradientEngine):
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches of a step."""
-        return self.context.execution.accumulate
+        return self.context.execution.gradient_accumulation_steps
 
 
 @dataclass(frozen=True)

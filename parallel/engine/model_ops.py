@@ -247,7 +247,7 @@ class TraceRecord:
         cls, ops: ModelOps, execution: Execution, mesh: Mesh, partition: Callable
     ) -> "TraceRecord":
         """Return an empty record; `partition` runs programs of the global batch."""
-        axes = () if execution.rows == "own" else active_batch_axes(mesh)
+        axes = () if execution.batch_view == "local" else active_batch_axes(mesh)
         groups = ops.inner_groups()
         inner = InnerAxes(groups, partition, ops.named_groups()) if groups else None
         group, entry_dtype = (

@@ -88,7 +88,7 @@ class Reduction:
             "reduce_scatter", todo, gradient, gradient.dtype, spec.mesh, choose_kernel
         )
         gradient = scatter(gradient, scatters, spec.tensor_dims)
-        done = spec.split_axes("gradient", "moment").union(
+        done = spec.split_axes("gradient", "optimizer_state").union(
             spec.sharded_compute, self.summed_axes.get(spec.path, ())
         )
         return gradient, tuple(axis for axis in self.axes if axis not in done)

@@ -213,7 +213,7 @@ class StepContext:
     @property
     def sees_global_batch(self) -> bool:
         """Whether the model sees the global batch, not its own device's only."""
-        return self.execution.rows != "own"
+        return self.execution.batch_view != "local"
 
     @property
     def num_local_losses(self) -> int:
@@ -225,7 +225,7 @@ class StepContext:
         gradients = (
             math.prod(self.param_specs[path].gathered_shape) * 4 for path in self.trainable
         )
-        global_batch, strict = self.trace.global_batch, self.execution.rows == "strict"
+        global_batch, strict = self.trace.global_batch, self.execution.batch_view == "strict"
         sent_bytes = sum(gradients)
         check_gathers(global_batch.comms, strict, sent_bytes)
         self.trace.ops.check_positions(global_batch.inner_comms, sent_bytes)
@@ -394,7 +394,7 @@ class StepContext:
 
     @property
     def _hierarchical(self) -> bool:
-        return self.execution.reduction == "hierarchical"
+        return self.execution.gradient_reduction == "hierarchical"
 
     def _psum_axes(self, spec: ParamSpecs) -> Axes:
         """Return the axes over which a gradient is summed as soon as its layer is done.
@@ -408,7 +408,7 @@ class StepContext:
 
     def grad_sum_axes(self, spec: ParamSpecs) -> Axes:
         """Return the axes over which a gradient is summed, and not sharded."""
-        split = spec.split_axes("gradient", "moment").union(spec.sharded_compute)
+        split = spec.split_axes("gradient", "optimizer_state").union(spec.sharded_compute)
         return tuple(axis for axis in self.axes if axis not in split)
 
     # -- after a trace ------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def params_gathered_once(
 
 def scatter_gradients_early(param_specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
     """Return the specs for one microbatch: gradients go straight to optimizer state's placement."""
-    early = lambda p: replace(p, gradient=p.moment) if p.gradient == p.parameter else p
+    early = lambda p: replace(p, gradient=p.optimizer_state) if p.gradient == p.parameter else p
     return {path: early(p) for path, p in param_specs.items()}
 
 

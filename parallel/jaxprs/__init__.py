@@ -2,6 +2,6 @@
 
 `program` finds the residuals that a backward pass needs of the forward pass; `split_backward`
 splits a layer's backward pass into the gradient of its input and that of its weights.
-`ordered_layers` ties unrolled layers to one another. `linearity` reads whether a program is linear.
+`layer_barriers` ties unrolled layers to one another. `linearity` reads whether a program is linear.
 `stage_fns` is a layer-stack model as the functions that a stage runs.
 """

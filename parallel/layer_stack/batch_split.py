@@ -1,4 +1,4 @@
-"""Layers that run on chunks of the batch, one after the other (`split_rows`).
+"""Layers that run on chunks of the batch, one after the other (`tensor_overlap_chunks`).
 
 The collectives of a layer over tensor wait for its matmuls, and its matmuls for them. Those of
 two chunks do not wait for each other: while the all-reduces of one are in flight, the matmuls of
@@ -41,27 +41,28 @@ class BatchChunks:
 
     @classmethod
     def of(
-        cls, x: Any, batch_size: int, count: int, embed_chunk: Callable, in_order: bool
+        cls, x: Any, batch_size: int, count: int, embed_first_chunk: Callable, in_order: bool
     ) -> "BatchChunks":
         """Return the output of `embed` for a device's batch, in chunks.
 
         An array that does not begin with the batch dimension, or does not divide, is refused.
-        `embed_chunk(count)` is the output of `embed` for the first chunk.
+        `embed_first_chunk(count)` is the output of `embed` for the first chunk.
         """
-        _check_batch_dim(x, batch_size, f"split_rows={count}")
+        _check_batch_dim(x, batch_size, f"tensor_overlap_chunks={count}")
         if batch_size % count:
             fits = [n for n in range(2, batch_size + 1) if batch_size % n == 0]
             raise ValueError(
-                f"split_rows={count}: a device has {batch_size} rows in a microbatch, which do not "
-                f"divide: {f'{fits} would do' if fits else 'leave it out'}. Or take more rows."
+                f"tensor_overlap_chunks={count}: a device has {batch_size} examples in a "
+                "microbatch, which do not divide: "
+                f"{f'{fits} would do' if fits else 'leave it out'}. Or take a larger batch."
             )
-        _check_ambiguous(embed_chunk, x, batch_size, count)
+        _check_ambiguous(embed_first_chunk, x, batch_size, count)
         chunk_of = lambda i: jax.tree.map(lambda x: slice_chunk(x, i, count), x)
         return cls(tuple(map(chunk_of, range(count))), batch_size // count, in_order)
 
     def concat(self) -> Any:
         """Return the chunks concatenated; refuse other outputs of the last layer."""
-        who = f"split_rows={len(self.chunks)}, after the last layer"
+        who = f"tensor_overlap_chunks={len(self.chunks)}, after the last layer"
         _check_batch_dim(self.chunks[0], self.chunk_size, who, "a part has")
         return jax.tree.map(lambda *x: jnp.concatenate(x), *self.chunks)
 
@@ -89,7 +90,7 @@ def _check_ambiguous(embed: Callable, x: Any, batch_size: int, count: int) -> No
     if not any(map(repeats, jax.tree.leaves(x))):
         return
 
-    who = f"split_rows={count}, of {batch_size} rows in a microbatch"
+    who = f"tensor_overlap_chunks={count}, of {batch_size} rows in a microbatch"
     try:
         outs = jax.eval_shape(partial(embed, count))
     except Exception as error:
@@ -98,7 +99,7 @@ def _check_ambiguous(embed: Callable, x: Any, batch_size: int, count: int) -> No
             f"and embed of {batch_size // count} rows fails ({type(error).__name__}: {error}), so "
             "hfjax "
             "cannot tell which dimension has the rows. Take another number of rows, or leave "
-            "split_rows out."
+            "tensor_overlap_chunks out."
         ) from error
     _check_batch_dim(
         outs, batch_size // count, f"{who}, and of {batch_size // count} to tell which they are"
@@ -109,7 +110,7 @@ def _shapes(leaves: list) -> str:
     return ", ".join(str(list(jnp.shape(leaf))) for leaf in leaves)
 
 
-BATCH_FIRST = "Let each array begin with the rows of the batch, or leave split_rows out."
+BATCH_FIRST = "Let each array begin with the rows of the batch, or leave tensor_overlap_chunks out."
 
 
 def slice_chunk(x: jax.Array, number: int, count: int) -> jax.Array:
@@ -160,9 +161,9 @@ def _check_independent(comms: Sequence[CommEvent], count: int) -> None:
     """Refuse operations across examples, or that number them: a chunk has not all of them."""
     if crossing := [event for event in comms if event.action != "draw"]:
         raise ValueError(
-            f"split_rows={count}: {crossing[0].line}: {crossing[0].operation}: a layer joins rows "
-            "of the "
-            "batch, or counts them, and sees a part of them at a time. Leave split_rows out."
+            f"tensor_overlap_chunks={count}: {crossing[0].line}: {crossing[0].operation}: "
+            "a layer mixes examples of the batch, or counts them, and sees a chunk of them at a "
+            "time. Leave tensor_overlap_chunks out."
         )
 
 
@@ -189,10 +190,10 @@ def _check_unwritten(written: nnx.State | None, count: int) -> None:
     flat = [] if written is None else nnx.to_flat_state(written)
     if names := [join_path(keys) for keys, v in flat if not isinstance(v, nnx.RngState)]:
         raise ValueError(
-            f"split_rows={count}: a layer writes to {', '.join(names)}: {SOME_EXAMPLES}. "
-            f"{NO_CHUNK_STATISTICS}"
+            f"tensor_overlap_chunks={count}: a layer writes to {', '.join(names)}: "
+            f"{SOME_EXAMPLES}. {NO_CHUNK_STATISTICS}"
         )
 
 
 SOME_EXAMPLES = "a layer sees only a part of the rows at a time"
-NO_CHUNK_STATISTICS = "Leave split_rows out, or normalise without running statistics."
+NO_CHUNK_STATISTICS = "Leave tensor_overlap_chunks out, or normalise without running statistics."

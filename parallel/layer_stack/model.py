@@ -32,7 +32,7 @@ class LayerStackModel:
         layer_params = {p: x for p, x in params.items() if p.startswith(LAYERS)}
         outside = unshard({path: x for path, x in params.items() if path not in layer_params})
         ends = EmbedAndHead(context.template, mode, context.trace.global_batch)
-        inputs, num_chunks = context.cast_inputs(batch), options.execution.split_rows
+        inputs, num_chunks = context.cast_inputs(batch), options.execution.tensor_overlap_chunks
         x, variables = ends.run(
             "embed", outside, variables, context.trace.global_batch.as_sharded(inputs)
         )

@@ -17,7 +17,7 @@ from hfjax.parallel.engine.layer_remat import LayerOptions
 from hfjax.parallel.engine.unshard import ShardedParam, unshard
 from hfjax.parallel.jaxprs.split_backward import check_same_shapes
 from hfjax.parallel.layer_stack.batch_split import run_chunks
-from hfjax.parallel.layer_stack.ordered_layers import (
+from hfjax.parallel.layer_stack.unrolled_layers import (
     UnrolledLayer,
     is_unrolled,
     run_unrolled,

@@ -112,26 +112,26 @@ class LayerwiseEngine(LoopEngine):
         )
 
     def passes(
-        self, sharded_model: ShardedModel, params_of: Callable, after_backward: Callable
+        self, sharded_model: ShardedModel, params_from_carry: Callable, after_backward: Callable
     ) -> StackedPasses | ListedPasses:
-        """Return the pass through the layers, whose parameters are `params_of(carry)`."""
+        """Return the pass through the layers, whose parameters are `params_from_carry(carry)`."""
         make_passes = (
             self._listed_passes if self.context.template.is_layer_list else self._stacked_passes
         )
         layer_params = lambda carry: {
-            p: x for p, x in params_of(carry).items() if p.startswith(LAYERS)
+            p: x for p, x in params_from_carry(carry).items() if p.startswith(LAYERS)
         }
         return make_passes(sharded_model, layer_params, after_backward)
 
     def _stacked_passes(
-        self, sharded_model: ShardedModel, params_of: Callable, after_backward: Callable
+        self, sharded_model: ShardedModel, params_from_carry: Callable, after_backward: Callable
     ) -> StackedPasses:
         model = sharded_model.model()
         first = lambda x: lax.index_in_dim(x, 0, 0, keepdims=False)
         layer_of = lambda x, i: lax.dynamic_index_in_dim(x, i, 0, False)
 
         def layer_params(carry: Any, i: Index, on_host: bool) -> Flat:
-            mine = {p: x for p, x in params_of(carry).items() if is_on_host(x) == on_host}
+            mine = {p: x for p, x in params_from_carry(carry).items() if is_on_host(x) == on_host}
             return {path: layer_of(x, i) for path, x in mine.items()}
 
         return StackedPasses(
@@ -192,7 +192,7 @@ class LayerUpdateEngine:
     def of(cls, context: StepContext) -> "LayerUpdateEngine":
         """Return the engine: gradients are placed as optimizer state."""
         param_specs = {
-            path: replace(p, gradient=p.moment) for path, p in context.param_specs.items()
+            path: replace(p, gradient=p.optimizer_state) for path, p in context.param_specs.items()
         }
         return cls(LayerwiseEngine(replace(context, param_specs=param_specs)))
 
@@ -227,7 +227,7 @@ class LayerUpdateEngine:
             new = StepInputs(carry.parameters, {}, carry.optimizer_state, {})
             return new, carry.squares, carry.finite, gradients, mean
 
-        specs, optimizer_specs = context.specs("parameter"), context.specs("moment")
+        specs, optimizer_specs = context.specs("parameter"), context.specs("optimizer_state")
         state_specs = {name: optimizer_specs[path] for name, path in owner_paths.items()}
         layer_specs = {path: specs[path] for path in self._layer_paths}
         outside = {
@@ -269,7 +269,7 @@ class LayerUpdateEngine:
             ),
             owner_paths=owner_paths,
             num_local_losses=context.num_local_losses,
-            on_nonfinite=context.execution.nonfinite,
+            on_nonfinite=context.execution.on_nonfinite,
         )
 
     def _carry(self, inputs: StepInputs) -> Carry:

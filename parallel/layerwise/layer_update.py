@@ -53,8 +53,10 @@ class LayerUpdate(ABC):
         """Return gradients of a layer in the shapes of its arrays."""
 
     @abstractmethod
-    def take(self, carry: Carry, i: Index, paths: list[str], params: Flat) -> tuple[Flat, Flat]:
-        """Return parameters and optimizer state of layer i; `params` are those from the host."""
+    def take(
+        self, carry: Carry, i: Index, paths: list[str], host_params: Flat
+    ) -> tuple[Flat, Flat]:
+        """Return parameters and optimizer state of layer i; of `host_params` those on the host."""
 
     @abstractmethod
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
@@ -81,7 +83,7 @@ class LayerUpdate(ABC):
         owner = {name: specs[self.owner_paths[name]] for name in after[1]}
         new = (
             pin_tensor_axes(params, specs, "parameter"),
-            pin_tensor_axes(after[1], owner, "moment"),
+            pin_tensor_axes(after[1], owner, "optimizer_state"),
         )
         return self.put(carry, i, Carry(*new, {p: x[None] for p, x in squares.items()}, finite))
 
@@ -98,10 +100,14 @@ class StackedUpdate(LayerUpdate):
         """Return gradients of a layer in the shapes of its arrays."""
         return {path: g[None] for path, g in gradients.items()}
 
-    def take(self, carry: Carry, i: Index, paths: list[str], params: Flat) -> tuple[Flat, Flat]:
+    def take(
+        self, carry: Carry, i: Index, paths: list[str], host_params: Flat
+    ) -> tuple[Flat, Flat]:
         """Return parameters and optimizer state of layer i."""
         take_layer = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
-        far = {path: params[path][None] for path, x in carry.parameters.items() if is_on_host(x)}
+        far = {
+            path: host_params[path][None] for path, x in carry.parameters.items() if is_on_host(x)
+        }
         near = {path: take_layer(x) for path, x in carry.parameters.items() if path not in far}
         return near | far, jax.tree.map(take_layer, carry.optimizer_state)
 
@@ -124,7 +130,9 @@ class ListedUpdate(LayerUpdate):
         """Return gradients of a layer as they are."""
         return gradients
 
-    def take(self, carry: Carry, i: Index, paths: list[str], params: Flat) -> tuple[Flat, Flat]:
+    def take(
+        self, carry: Carry, i: Index, paths: list[str], host_params: Flat
+    ) -> tuple[Flat, Flat]:
         """Return parameters and optimizer state of layer i."""
         layer_state = {
             name: x for name, x in carry.optimizer_state.items() if self.owner_paths[name] in paths
@@ -160,7 +168,7 @@ def _squares(gradients: Flat, param_specs: Mapping[str, ParamSpecs]) -> Flat:
     groups: dict[tuple, Flat] = {}
     for path, square in squares.items():
         p = param_specs[path]
-        axes = p.split_axes("moment").union(p.sharded_compute)
+        axes = p.split_axes("optimizer_state").union(p.sharded_compute)
         groups.setdefault(tuple(sorted(axes)), {})[path] = square
     for axes, group in groups.items():
         if axes:

@@ -17,14 +17,14 @@ from hfjax.utils.paths import Tree
 
 HOST_MEMORY_KIND = "pinned_host"
 Key = TypeVar("Key", int, str)
-STATE_PARTS = ("moments", "master", "parameters")  # parts of a state that may be on the host
+STATE_PARTS = ("optimizer_state", "master", "parameters")  # that may be on the host
 
 
 def memory_rules(rules: Mapping[str, Any]) -> Mapping[str, str | float]:
     """Return the rules of a strategy's column `memory`, checked.
 
-    >>> dict(memory_rules({"moments": 1.0, "master": "host"}))
-    {'moments': 'host', 'master': 'host'}
+    >>> dict(memory_rules({"optimizer_state": 1.0, "master": "host"}))
+    {'optimizer_state': 'host', 'master': 'host'}
     """
     checked: dict[str, str | float] = {}
     for rule, memory in rules.items():
@@ -38,18 +38,18 @@ def _memory_of(rule: str, memory: Any) -> str | float:
     if memory in ("host", "device"):
         return memory
     is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
-    if rule == "moments" and is_number and 0 <= memory <= 1:
+    if rule == "optimizer_state" and is_number and 0 <= memory <= 1:
         return "device" if memory == 0 else "host" if memory == 1 else float(memory)
     if is_number:
         raise ValueError(
             f"memory row {rule} -> {memory!r}: "
             + (
-                "the share of the moments' bytes that lies on the host is from 0 to 1."
-                if rule == "moments"
-                else f'only moments can be shared out; {rule} are on the "host" or the "device".'
+                "the fraction of its bytes in host memory is from 0 to 1."
+                if rule == "optimizer_state"
+                else f'a fraction is of optimizer_state; {rule} are on "host" or "device".'
             )
         )
-    share = ", or a share of the bytes from 0 (device) to 1 (host)" if rule == "moments" else ""
+    share = ", or a fraction of the bytes from 0 (device) to 1 (host)" * (rule == STATE_PARTS[0])
     raise ValueError(f'memory row {rule} -> {memory!r}: "host" or "device"{share}.')
 
 

@@ -90,7 +90,7 @@ class PipelineEngine(GradientEngine):
 
         A haiscale pipe returns the loss of each, so each device keeps its own examples.
         """
-        count = self.context.execution.accumulate * self.ticks.table.microbatches
+        count = self.context.execution.gradient_accumulation_steps * self.ticks.table.microbatches
         return count if self.returns is None else 1
 
     def loss_over_devices(self, mean: Any) -> Any:
@@ -264,8 +264,8 @@ class PipelineEngine(GradientEngine):
         """
         context, execution = self.context, self.context.execution
         if (
-            execution.accumulate > 1
-            or execution.reduction == "hierarchical"
+            execution.gradient_accumulation_steps > 1
+            or execution.gradient_reduction == "hierarchical"
             or self.ticks.table.branches
         ):
             return {}
@@ -334,7 +334,7 @@ def permute_refusal(
 
 # kind of memory -> the buffers (and queues) that it counts
 WAITING_BUFFERS = {
-    "activations": ("stash", "late", "cross", "kept"),
+    "activations": ("stash", "w_residuals", "b_to_w", "kept"),
     "messages": ("x", "dy", "sent", "made"),
 }
 

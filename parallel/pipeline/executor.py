@@ -132,16 +132,16 @@ class Pipeline:
 
     @cached_property
     def _stash_buffers(self) -> dict[str, StashBuffer]:
-        """Ring buffers: `stash` has residuals that B reads, `late` those that W reads too.
+        """Ring buffers: `stash` has residuals that B reads, `w_residuals` those that W reads too.
 
-        `cross` has what B computes for W.
+        `b_to_w` has what B computes for W.
         """
         passes, chunks = self._passes, self.chunks
         num_stash, share = len(jax.tree.leaves(passes.stash)), self._host_share
         entries = {
             "stash": (passes.stash, share_of_range(share, 0, num_stash)),
-            "late": (passes.w_residuals, share_of_range(share, num_stash, None)),
-            "cross": (passes.b_to_w if self._splits_backward else [], {}),
+            "w_residuals": (passes.w_residuals, share_of_range(share, num_stash, None)),
+            "b_to_w": (passes.b_to_w if self._splits_backward else [], {}),
         }
         store = lambda name: Slots(self.ticks.depth[name], chunks.units, chunks.per_unit)
         return {
@@ -151,7 +151,7 @@ class Pipeline:
 
     @property
     def _host_share(self) -> Share:
-        """How much of stash and late is offloaded to the host."""
+        """How much of stash and w_residuals is offloaded to the host."""
         if self.choose_offload is None:
             return {}
         passes, (_, chunks, units) = self._passes, self.model.unit_order.shape
@@ -277,7 +277,7 @@ class Pipeline:
     def _layers_forward(
         self, state: State, x: Any, tick: StageTick, m: Index, chunk: Index
     ) -> tuple:
-        names = ("stash", "late") if self._trains else ()
+        names = ("stash", "w_residuals") if self._trains else ()
 
         def step(carry: tuple, unit: Index) -> tuple:
             x, buffers, unit_carry = carry
@@ -397,20 +397,21 @@ class Pipeline:
 
             def run(dy) -> tuple:
                 stash, w_residuals = (
-                    self._read_stash(state, name, unit, tick, "B") for name in ("stash", "late")
+                    self._read_stash(state, name, unit, tick, "B")
+                    for name in ("stash", "w_residuals")
                 )
                 known = self._known_values(
                     self._params_of_layer(state, tick, "B", unit), unit, chunk, m
                 )
                 return self._passes.input_backward(known, stash, w_residuals, dy)
 
-            skip = lambda dy: (dy, self._read_stash({"cross": b_to_w}, "cross", unit, tick, "B"))
+            skip = lambda dy: (dy, self._read_stash({"b_to_w": b_to_w}, "b_to_w", unit, tick, "B"))
             dx, new_b_to_w = self._run_or_skip(("B", tick, unit, chunk), run, skip, dy)
-            b_to_w = self._write_stash({"cross": b_to_w}, "cross", unit, tick, "B", new_b_to_w)
+            b_to_w = self._write_stash({"b_to_w": b_to_w}, "b_to_w", unit, tick, "B", new_b_to_w)
             return (self._where_layer(unit, chunk, dx, dy), b_to_w)
 
-        dx, b_to_w = self._loop_units(step, (dy, state["cross"]), tick)
-        return dx, state | {"cross": b_to_w}
+        dx, b_to_w = self._loop_units(step, (dy, state["b_to_w"]), tick)
+        return dx, state | {"b_to_w": b_to_w}
 
     def _backward_weight(self, state: State, tick: StageTick) -> State:
         m, chunk = tick.index("W_microbatch"), tick.index("W_chunk")
@@ -418,7 +419,8 @@ class Pipeline:
         def step(gradients, unit: Index):
             def run() -> Flat:
                 w_residuals, b_to_w = (
-                    self._read_stash(state, name, unit, tick, "W") for name in ("late", "cross")
+                    self._read_stash(state, name, unit, tick, "W")
+                    for name in ("w_residuals", "b_to_w")
                 )
                 known = self._known_values(
                     self._params_of_layer(state, tick, "W", unit), unit, chunk, m

@@ -56,7 +56,7 @@ def _loop_lanes(stages: int, chunks: int, rounds: list[range]) -> list[list[Lane
     return [[make_lane(kind, to_virtual(order, s)) for kind, order in kinds] for s in range(stages)]
 
 
-def build_combined(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_1f1b(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """Forward and backward slots side by side; both in rounds (Megatron-LM's interleaved order)."""
     lanes = _loop_lanes(stages, chunks, _split_rounds(microbatches, stages))
     return lay_out(name, loop_stage_map(stages, chunks), lanes)
@@ -79,7 +79,7 @@ def build_zero_bubble(
     return add_weight_slots(build(name, stages, microbatches, chunks))
 
 
-def build_1f1b(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+def build_alternating_1f1b(name: str, stages: int, microbatches: int, chunks: int) -> Table:
     """A forward or a backward in a tick, alternating once enough forwards have run."""
     rounds = _split_rounds(microbatches, stages)
     lanes = []

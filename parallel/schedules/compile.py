@@ -15,17 +15,17 @@ import numpy as np
 
 from hfjax.parallel.schedules.table import KINDS, Table, Task, check_table
 
-BUFFERS = ("x", "dy", "stash", "late", "cross")
+BUFFERS = ("x", "dy", "stash", "w_residuals", "b_to_w")
 LINK_NAMES = {0: "self", 1: "left", -1: "right"}
 # The column that writes -> its buffer.
 WRITES = {
     **{f"{buffer}_{source}": buffer for buffer in ("x", "dy") for source in LINK_NAMES.values()},
     "F_stash": "stash",
-    "F_late": "late",
+    "F_w_residuals": "w_residuals",
     "H_dy": "dy",
-    "B_cross": "cross",
+    "B_b_to_w": "b_to_w",
 }
-READS = ("F_x", "B_dy", "B_stash", "B_late", "W_late", "W_cross")
+READS = ("F_x", "B_dy", "B_stash", "B_w_residuals", "W_w_residuals", "W_b_to_w")
 # The phases of a tick are receive, F, head, B, W; the first word of a column is its phase.
 PHASES = {"x": 0, "dy": 0, "F": 1, "H": 2, "B": 3, "W": 4}
 Use = tuple[str, int]  # a column, and the tick in which it is used
@@ -148,12 +148,12 @@ def _values(table: Table) -> Iterator[_Value]:
         elif kind == "W":
             forward_tick, backward_tick = times[Task("F", g, m)], times[Task("B", g, m)]
             yield _Value(
-                "late",
+                "w_residuals",
                 stage,
-                ("F_late", forward_tick),
-                (("B_late", backward_tick), ("W_late", tick)),
+                ("F_w_residuals", forward_tick),
+                (("B_w_residuals", backward_tick), ("W_w_residuals", tick)),
             )
-            yield _Value("cross", stage, ("B_cross", backward_tick), (("W_cross", tick),))
+            yield _Value("b_to_w", stage, ("B_b_to_w", backward_tick), (("W_b_to_w", tick),))
 
 
 def _backward_values(table: Table, times: dict[Task, int], task: Task) -> Iterator[_Value]:

@@ -184,14 +184,14 @@ def stash(table: Table) -> tuple[float, ...]:
 def b_to_w_stash(table: Table) -> tuple[float, ...]:
     """Return for how many microbatches each stage can keep what W needs of B, in whole stages.
 
-    These are slots of the executor's buffer `cross`; only a split table has any.
+    These are slots of the executor's buffer `b_to_w`; only a split table has any.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> b_to_w_stash(Schedule("zb-h1", microbatches=16).table(stages=4))
     (1.0, 2.0, 3.0, 4.0)
     """
     columns = [
-        compile_cached(table).columns[name] for name, into in WRITES.items() if into == "cross"
+        compile_cached(table).columns[name] for name, into in WRITES.items() if into == "b_to_w"
     ]
     slots = np.stack(columns).max(axis=(0, 1)) + 1
     return tuple((slots / table.chunks).tolist())
@@ -243,21 +243,21 @@ def sent_messages(table: Table) -> dict[tuple[int, int], int]:
 
 
 def compile_outline(table: Table) -> Ticks:
-    """Return a compiled table without its columns, with only the ring buffers stash and cross.
+    """Return a compiled table without its columns, with only the ring buffers stash and b_to_w.
 
     Predictions need no more. It is a tenth of the work of `compile_table`; the table is one that a
     schedule built, and is not checked again.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> compile_outline(Schedule("1f1b", microbatches=8).table(stages=4)).depth
-    {'stash': 7, 'cross': 0}
+    {'stash': 7, 'b_to_w': 0}
     """
     forward, backward, weights = _task_ticks(table)
-    depth = {"stash": 0, "cross": 0}
+    depth = {"stash": 0, "b_to_w": 0}
     if table.trains:
         depth["stash"] = _count_slots(table, "F", forward, "B", backward)
     if table.splits_backward:
-        depth["cross"] = _count_slots(table, "B", backward, "W", weights)
+        depth["b_to_w"] = _count_slots(table, "B", backward, "W", weights)
     arrivals = {"F": _find_arrivals(table, "F", forward), "B": _find_arrivals(table, "B", backward)}
     return Ticks(table, {}, depth, find_segments(table), arrivals)
 

@@ -50,20 +50,20 @@ def _build_forward(name: str, stages: int, microbatches: int, chunks: int) -> Ta
 SCHEDULES: dict[str, Builder] = {
     "gpipe": Builder(builders.build_gpipe, "All forwards, then all backwards (Huang et al. 2019)."),
     "1f1b": Builder(
-        builders.build_combined, "A forward and a backward in every tick (1F1B, combined)."
+        builders.build_1f1b, "A forward and a backward in every tick (1F1B, combined)."
     ),
     "1f1b-published": Builder(
-        builders.build_1f1b,
+        builders.build_alternating_1f1b,
         "A forward or a backward in a tick: the memory of 1F1B (PipeDream-flush).",
     ),
     "interleaved": Builder(
-        builders.build_combined,
+        builders.build_1f1b,
         "1f1b with more chunks: the bubble divided by them (Narayanan et al. 2021).",
         chunks=2,
         fixed_chunks=False,
     ),
     "interleaved-published": Builder(
-        builders.build_1f1b,
+        builders.build_alternating_1f1b,
         "A forward or a backward in a tick, interleaved as in Megatron-LM.",
         chunks=2,
         fixed_chunks=False,
@@ -75,7 +75,7 @@ SCHEDULES: dict[str, Builder] = {
         fixed_chunks=False,
     ),
     "zb": Builder(
-        partial(builders.build_zero_bubble, builders.build_combined),
+        partial(builders.build_zero_bubble, builders.build_1f1b),
         "1f1b or interleaved with a weights slot in every tick (after Qi et al. 2023).",
         fixed_chunks=False,
     ),
@@ -104,12 +104,12 @@ SCHEDULES: dict[str, Builder] = {
         chunks=2,
     ),
     "pipedream": Builder(
-        builders.build_1f1b,
+        builders.build_alternating_1f1b,
         "Stages update after every backward, without a flush: stale weights (Narayanan 2019).",
         every=lambda stages: 1,
     ),
     "2bw": Builder(
-        builders.build_1f1b,
+        builders.build_alternating_1f1b,
         "Updates by groups of microbatches, one group late, without a flush (PipeDream-2BW, 2021).",
         every=lambda stages: max(stages, 2),
     ),

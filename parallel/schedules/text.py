@@ -122,7 +122,7 @@ class TextTable:
     ) -> ValueError:
         """Return the error with its message above the cells around the marked ones."""
         lines = self._visible_lines(marks)
-        texts = align([self._line_texts(s, marks) for s in lines], justify=str.center)
+        texts = align([self._row_cells(s, marks) for s in lines], justify=str.center)
         grid = (f"{text}{notes.get(s, '')}" for s, text in zip(lines, texts, strict=True))
         return ValueError("\n  ".join([f"{self.name}: {message}", *grid]))
 
@@ -132,7 +132,7 @@ class TextTable:
         near = lambda s: any(abs(s - position.line) <= MARGIN for position in marks)
         return [s for s in range(len(self.cell_texts)) if has_few or near(s)]
 
-    def _line_texts(self, s: int, marks: Sequence[CellPosition]) -> list[str]:
+    def _row_cells(self, s: int, marks: Sequence[CellPosition]) -> list[str]:
         """Return the cells of a line around all marks, or around its own if marks are far apart.
 
         All lines show equally many cells, also those whose mark is near the beginning.

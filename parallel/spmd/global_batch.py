@@ -2,7 +2,7 @@
 
 Their inputs and outputs are values (parallel/spmd/placements.py): an array is replicated, of a
 `ShardedValue` each device holds its examples, of a `PartialValue` its term. On one device, and
-where each device is to see its own examples only (rows="own"), they are plain arrays.
+where each device is to see its own examples only (batch_view="local"), they are plain arrays.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -69,8 +69,8 @@ def check_gathers(comms: Sequence[CommEvent], strict: bool, gradient_bytes: int)
         )
         if strict:
             raise ValueError(
-                f'{text}rows="strict" refuses that: keep rows apart, run it on each device\'s own '
-                'rows (hfjax.per_device), or take rows="all".'
+                f'{text}batch_view="strict" refuses that: keep examples apart, run it on each '
+                'device\'s own (hfjax.per_device), or take batch_view="global".'
             )
         warnings.warn(
             f"{text}The result is that of one device. To spare it keep rows apart, or run it on "

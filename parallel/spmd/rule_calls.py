@@ -133,7 +133,7 @@ def check_calls(ctx: PartitionContext, equation: JaxprEqn) -> None:
 
 # -- placeholders of calls that cannot be traced at global shapes ----------------------------------
 
-_placeholder = Primitive("stand_in")  # shapes only: if it runs, a rule is missing
+_placeholder = Primitive("placeholder")  # shapes only: if it runs, a rule is missing
 _placeholder.multiple_results = True
 _placeholder.def_abstract_eval(lambda *_, results, **more: list(results))
 

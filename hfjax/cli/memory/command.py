@@ -23,7 +23,7 @@ from hfjax.cli.arguments import expand_short, parse_flags
 from hfjax.cli.memory import plot
 from hfjax.cli.memory.settings import AUTO, Memory, alternatives, memory_settings, with_offload
 from hfjax.cli.memory.table import Report, table
-from hfjax.cli.run import config_of
+from hfjax.cli.train import config_of
 from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, describe_mesh, in_use
 from hfjax.planner.programs.estimate import estimate, program_memory
 from hfjax.planner.programs.placeholder_attention import fused_attention

@@ -9,7 +9,7 @@ from hfjax.utils.tables import human, unit_of
 # segments of a bar, from the bottom -> the field of an estimate, and its colour
 PARTS = {
     "parameters": ("parameters", "#8db4e8"),
-    "moments": ("moments", "#b79ce0"),
+    "optimizer state": ("optimizer_state", "#b79ce0"),
     "master weights": ("master", "#e6a5cf"),
     "gradients": ("gradients", "#86c98f"),
     "kept by layers": ("layers", "#f2bc6b"),
@@ -19,7 +19,7 @@ PARTS = {
 REST, INK, LIMIT = "#e4e4e4", "#333333", "#c0392b"
 HOST = {
     "parameters": ("host_parameters", "#8db4e8"),
-    "moments": ("host_moments", "#b79ce0"),
+    "optimizer state": ("host_optimizer_state", "#b79ce0"),
     "master weights": ("host_master", "#e6a5cf"),
     "kept by layers": ("host_stashes", "#f2bc6b"),
 }

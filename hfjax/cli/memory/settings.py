@@ -20,7 +20,7 @@ OF_OLD_STRATEGIES = ("strategy", "mesh", "zero", "sequence_parallel")  # fields 
 
 @dataclass(frozen=True)
 class OffloadOptions(OffloadConfig):
-    """What waits in host memory."""
+    """Offload to host memory."""
 
     activations: str | None = None
     """Residuals of layers: fraction (0.3), dots, names:A,B or auto, as it fits (default: none)."""

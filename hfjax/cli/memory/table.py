@@ -30,7 +30,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "from the layout": {
         "parameters": "parameters",
         "gradients": "gradients",
-        "moments": "moments",
+        "optimizer state": "optimizer_state",
         "master weights": "master*",
     },
     "from the trace": {
@@ -45,7 +45,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "on the host, per device": {
         "parameters ": "host_parameters*",
-        "moments ": "host_moments*",
+        "optimizer state ": "host_optimizer_state*",
         "master weights ": "host_master*",
         "stashes": "host_stashes*",
         "as compiled": "host_compiled*",

@@ -38,7 +38,7 @@ from hfjax.cli.plan.settings import (
 )
 from hfjax.cli.plan.table import heading, heading_lines, note_lines, notes_of, plan_table, write
 from hfjax.cli.plan.timeline import timeline
-from hfjax.cli.run import config_of
+from hfjax.cli.train import config_of
 from hfjax.planner.calibration.calibrate import calibrate
 from hfjax.planner.make_plan import (
     CompileOptions,

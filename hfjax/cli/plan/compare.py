@@ -18,10 +18,10 @@ from hfjax.trainer.strategy import mesh_sizes, zero_stage
 FIELDS = {
     "zero": "zero",
     "sequence_parallel": "sequence",
-    "gradient_accumulation_steps": "accumulate",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
     "remat": "remat",
-    "tensor_overlap_chunks": "split_rows",
-    "gradient_reduction": "reduction",
+    "tensor_overlap_chunks": "tensor_overlap_chunks",
+    "gradient_reduction": "gradient_reduction",
     "pipeline.schedule": "schedule",
     "pipeline.microbatches": "microbatches",
     "pipeline.chunks": "chunks",
@@ -30,7 +30,15 @@ FIELDS = {
     **{f"mesh.{axis}": axis for axis in AXES},
 }
 FLAGS = {field: f"--{flag.replace('_', '-')}" for flag, field in FIELDS.items()}
-OPTIONS = ("accumulate", "microbatches", "chunks", "split_rows", "remat", "offload", "reduction")
+OPTIONS = (
+    "gradient_accumulation_steps",
+    "microbatches",
+    "chunks",
+    "tensor_overlap_chunks",
+    "remat",
+    "offload",
+    "gradient_reduction",
+)
 HOST_SETTINGS = ("offload", "host_optimizer")
 MAX_TRIED = 12  # matching candidates of which hfjax is asked whether it runs them
 
@@ -75,9 +83,12 @@ def query_of(config: TrainConfig, flags: Sequence[str], count: int) -> dict[str,
         flags, zero = [*flags, *(f"mesh.{axis}" for axis in AXES)], effective_zero(zero, sizes)
     values = {
         **{"zero": zero, "sequence": config.sequence_parallel and sizes["row"] == 1},
-        **{"accumulate": config.gradient_accumulation_steps, "remat": config.remat},
-        "split_rows": config.tensor_overlap_chunks,
-        "reduction": config.gradient_reduction,
+        **{
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "remat": config.remat,
+        },
+        "tensor_overlap_chunks": config.tensor_overlap_chunks,
+        "gradient_reduction": config.gradient_reduction,
         **vars(config.pipeline),
         "offload": config.offload.activations,
         "host_optimizer": config.offload.optimizer,
@@ -93,14 +104,18 @@ def query_of(config: TrainConfig, flags: Sequence[str], count: int) -> dict[str,
 def full_query(config: TrainConfig, count: int) -> dict[str, Any]:
     """Return the fields of candidates that a configuration fixes: all that it has.
 
-    >>> full_query(TrainConfig(), 8)["data"], full_query(TrainConfig(), 8)["accumulate"]
+    >>> query = full_query(TrainConfig(), 8)
+    >>> query["data"], query["gradient_accumulation_steps"]
     (8, 1)
     """
     c = Candidate.of(config, count)
     sizes = {axis: c.axis_size(axis) for axis in AXES}
     query = {**sizes, "zero": c.zero, "host_optimizer": bool(c.host), "sequence": c.sequence}
-    query |= {name: getattr(c, name) for name in ("remat", "offload", "split_rows", "reduction")}
-    query["accumulate"] = c.accumulate
+    query |= {
+        name: getattr(c, name)
+        for name in ("remat", "offload", "tensor_overlap_chunks", "gradient_reduction")
+    }
+    query["gradient_accumulation_steps"] = c.gradient_accumulation_steps
     if c.schedule is None:
         return query
     return {**query, "schedule": c.schedule, "microbatches": c.microbatches, "chunks": c.chunks}
@@ -254,11 +269,11 @@ def _indivisible_reasons(c: Candidate, query: Mapping[str, Any], plan: StepPlan)
             "--pipeline.schedule and --pipeline.microbatches are of a pipeline, and --mesh.pipe is "
             "1. Give --mesh.pipe 2 too, or --gradient-accumulation-steps 4 in their place."
         )
-    if c.axis_size("pipe") > 1 and c.accumulate > 1:
+    if c.axis_size("pipe") > 1 and c.gradient_accumulation_steps > 1:
         yield (
-            f"--gradient-accumulation-steps {c.accumulate} beside --mesh.pipe "
+            f"--gradient-accumulation-steps {c.gradient_accumulation_steps} beside --mesh.pipe "
             f"{c.axis_size('pipe')}: microbatches of a pipeline do the same. Give "
-            f"--pipeline.microbatches {c.accumulate * (c.microbatches or 1)} in its place."
+            f"--pipeline.microbatches {c.num_microbatches} in its place."
         )
     yield from _batch_errors(c)
 
@@ -276,16 +291,16 @@ def _batch_errors(c: Candidate) -> Iterator[str]:
         return
     share = c.batch_size // c.replicas
     if share % c.num_microbatches:
-        flag = FLAGS["microbatches" if c.microbatches else "accumulate"]
+        flag = FLAGS["microbatches" if c.microbatches else "gradient_accumulation_steps"]
         fit = [str(n) for n in range(1, share + 1) if share % n == 0]
         yield (
             f"{flag} {c.num_microbatches}: a device has {share} examples ({c.batch_size} over "
             f"{over or 'one device'}), which so many do not divide. These do: "
             f"{', '.join(_few(fit))}."
         )
-    elif share // c.num_microbatches % c.split_rows:
+    elif share // c.num_microbatches % c.tensor_overlap_chunks:
         yield (
-            f"{FLAGS['split_rows']} {c.split_rows}: a microbatch has "
+            f"{FLAGS['tensor_overlap_chunks']} {c.tensor_overlap_chunks}: a microbatch has "
             f"{share // c.num_microbatches} examples on a device, which so many do not divide. "
             "Fewer microbatches have more."
         )

@@ -78,7 +78,7 @@ class _Step:
         )
         self.stages = [f"stage {n}" for n in range(self.c.axis_size("pipe"))]
         self.stages = self.stages if self.table is not None else ["computes"]
-        self.count = self.c.microbatches or self.c.accumulate
+        self.count = self.c.microbatches or self.c.gradient_accumulation_steps
         self.spent = entry.time.products + entry.time.memory + entry.time.bubble
         # Purposes of transfers once a step, after all microbatches.
         self.once = {NEW_PARAMS} | ({SUMS} if self.c.zero != "fsdp" else set())

@@ -15,10 +15,10 @@ TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def parse_execution(config: DeepSpeedConfig) -> dict[str, Any]:
     """Return the arguments of train_step that a file sets, except for microbatches."""
     clip = config.get("gradient_clipping") or None
-    remark = "" if clip is None else ": norms above it are divided by norm, there by norm + 1e-6"
-    config.take("gradient_clipping", f"clip={clip}{remark}")
-    config.imply("gradient_clipping", f"clip={clip}, DeepSpeed's default{remark}")
-    return {"clip": clip, **_precision_arguments(config), **_memory_arguments(config)}
+    remark = "" if clip is None else ": norms above are divided by norm, there + 1e-6"
+    config.take("gradient_clipping", f"max_grad_norm={clip}{remark}")
+    config.imply("gradient_clipping", f"max_grad_norm={clip}, DeepSpeed's default{remark}")
+    return {"max_grad_norm": clip, **_precision_arguments(config), **_memory_arguments(config)}
 
 
 def precision_name(fields: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def _precision_arguments(config: DeepSpeedConfig) -> dict[str, Any]:
     if not fields:
         return {}
     precision = "bf16" if fields == {"compute": "bfloat16"} else Precision(**fields)
-    skips = {"nonfinite": _bf16_nonfinite_policy(config)} if is_bf16 and not is_fp16 else {}
+    skips = {"on_nonfinite": _bf16_nonfinite_policy(config)} if is_bf16 and not is_fp16 else {}
     return {"precision": precision, **skips}
 
 
@@ -65,8 +65,10 @@ def _reduce_dtype(config: DeepSpeedConfig) -> str | None:
 
 def _bf16_nonfinite_policy(config: DeepSpeedConfig) -> str:
     is_skip, path = config.get("bf16.check_grad_overflow"), "bf16.check_grad_overflow"
-    config.take(path, 'nonfinite="skip"' if is_skip else 'nonfinite="stop": there it is applied')
-    config.imply(path, f"nonfinite={'skip' if is_skip else 'stop'!r}, DeepSpeed's default")
+    config.take(
+        path, 'on_nonfinite="skip"' if is_skip else 'on_nonfinite="stop": there it is applied'
+    )
+    config.imply(path, f"on_nonfinite={'skip' if is_skip else 'stop'!r}, DeepSpeed's default")
     return "skip" if is_skip else "stop"
 
 

@@ -35,7 +35,7 @@ class DeepSpeedSetup:
         optimizer: An optax transformation. None: the file has none, give your own.
         rate: The learning rate, by the number of updates. None: the file has none.
         mesh: Arguments of `hfjax.make_mesh`.
-        rows: The global batch size, in examples.
+        global_batch_size: The global batch size, in examples.
         table: A line for each key: its path, value and outcome.
         flags: The equivalent flags of `hfjax train`.
     """
@@ -45,14 +45,15 @@ class DeepSpeedSetup:
     optimizer: Any
     rate: Callable | None
     mesh: dict[str, int]
-    rows: int
+    global_batch_size: int
     table: tuple[tuple[str, str, str], ...] = field(repr=False)
     flags: dict[str, Any] = field(repr=False)
     file: str = field(repr=False)
 
     def __str__(self) -> str:
-        times = self.execution["accumulate"]
-        head = f"{self.file}: {self.strategy.name} on {show_sizes(self.mesh)}, {self.rows} rows"
+        times = self.execution["gradient_accumulation_steps"]
+        head = f"{self.file}: {self.strategy.name} on {show_sizes(self.mesh)}, "
+        head += f"{self.global_batch_size} examples"
         head += f" in {times} microbatches" * (times > 1)
         return "\n".join([head, *align([("key", "value", "what becomes of it"), *self.table])])
 
@@ -74,8 +75,8 @@ def from_deepspeed(
         >>> import hfjax
         >>> config = {"train_batch_size": 32, "gradient_clipping": 0.5}
         >>> setup = hfjax.compat.from_deepspeed(config, 8)
-        >>> setup.strategy.name, setup.mesh, setup.rows, setup.execution
-        ('DDP', {'data': 8}, 32, {'accumulate': 1, 'clip': 0.5})
+        >>> setup.strategy.name, setup.mesh, setup.global_batch_size, setup.execution
+        ('DDP', {'data': 8}, 32, {'gradient_accumulation_steps': 1, 'max_grad_norm': 0.5})
     """
     world = jax.device_count() if world is None else world
     if not is_int(world):
@@ -88,7 +89,7 @@ def from_deepspeed(
     split_arguments = microbatch_arguments(parallelism, num_microbatches)
     flags = {**parallelism_flags(parallelism, mesh), **parsed.flags}
     flags |= {"global_batch_size": batch_size}
-    flags |= {"gradient_accumulation_steps": split_arguments["accumulate"]}
+    flags |= {"gradient_accumulation_steps": split_arguments["gradient_accumulation_steps"]}
     if "schedule" in split_arguments:
         flags |= {"pipeline.schedule": "1f1b", "pipeline.microbatches": num_microbatches}
     updates = parsed.updates
@@ -116,8 +117,11 @@ class ParsedConfig(NamedTuple):
     def flags(self) -> dict[str, Any]:
         """The equivalent flags of `hfjax train`, except for those of the parallelism."""
         fields = self.execution
-        flags = {"precision": precision_name(fields), "optimizer.max_grad_norm": fields["clip"]}
-        same = {"remat": "remat", "nonfinite": "on_nonfinite"}
+        flags = {
+            "precision": precision_name(fields),
+            "optimizer.max_grad_norm": fields["max_grad_norm"],
+        }
+        same = {"remat": "remat", "on_nonfinite": "on_nonfinite"}
         flags |= {flag: fields[name] for name, flag in same.items() if name in fields}
         if "offload" in fields:
             flags["offload.activations"] = f"{fields['offload']:g}"

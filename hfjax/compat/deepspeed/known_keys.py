@@ -107,10 +107,10 @@ UPDATES = merge(
 # -- batch, types, clipping -----------------------------------------------------------------
 
 STEP = merge(
-    take("", "train_batch_size:int@1.. | rows={}, of all devices"),
+    take("", "train_batch_size:int@1.. | global_batch_size={}"),
     take("", "train_micro_batch_size_per_gpu:int@1.. | rows of a device in a microbatch"),
-    take("", "gradient_accumulation_steps:int@1.. | accumulate={}"),
-    take("", "gradient_clipping=1.0 | clip={}"),
+    take("", "gradient_accumulation_steps:int@1.. | gradient_accumulation_steps={}"),
+    take("", "gradient_clipping=1.0 | max_grad_norm={}"),
     take("", "communication_data_type:str | the type of a reduction"),
     take("", "optimizer.type:str | the optimizer"),
     take("", "scheduler.type:str | the rate"),
@@ -137,7 +137,7 @@ STEP = merge(
         "fp16_master_weights_and_grads=false",
     ),
     take("bf16", "enabled=false | the types of a step"),
-    take("bf16", "check_grad_overflow=true | nonfinite="),
+    take("bf16", "check_grad_overflow=true | on_nonfinite="),
     ignore("bf16", "it says when, not what is added", "immediate_grad_update=false"),
     refuse(
         "bf16",
@@ -172,10 +172,10 @@ PLACES = merge(
         "zero_optimization", "zero_hpz_partition_size=1 mics_shard_size=-1@-1.. | groups of devices"
     ),
     take("zero_optimization", "stage3_param_persistence_threshold=100000 | replicate_below={}"),
-    take("zero_optimization", "cpu_offload=false | where moments lie"),
+    take("zero_optimization", "cpu_offload=false | where the optimizer state lies"),
     take("zero_optimization", "cpu_offload_param=false | where parameters lie"),
-    take("zero_optimization", 'offload_optimizer.device="none" | where moments lie'),
-    take("zero_optimization", "offload_optimizer.ratio=1.0@0..1 | the part of moments on the host"),
+    take("zero_optimization", 'offload_optimizer.device="none" | where the optimizer state lies'),
+    take("zero_optimization", "offload_optimizer.ratio=1.0@0..1 | the fraction on the host"),
     take("zero_optimization", 'offload_param.device="none" | where parameters lie'),
     ignore(
         "zero_optimization",

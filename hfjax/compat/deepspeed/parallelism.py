@@ -126,8 +126,8 @@ def _offload_edits(config: DeepSpeedConfig, stage: int, names: list[str]) -> dic
     elif ratio < 1 and stage != 3:
         config.refuse(path, "a part below 1 needs stage 3")
     elif ratio < 1:
-        config.take(path, f'memory={{"moments": {ratio}}}')
-        return {"memory": {"moments": ratio}}
+        config.take(path, f'memory={{"optimizer_state": {ratio}}}')
+        return {"memory": {"optimizer_state": ratio}}
     return {}
 
 
@@ -221,13 +221,13 @@ def batch_sizes(config: DeepSpeedConfig, num_shards: int) -> tuple[int, int]:
             f"{product or num_microbatches * num_shards}, or change {' or '.join(BATCH[1:])}, or "
             "the devices."
         )
-    config.imply(BATCH[0], f"rows={product}, of all devices")
-    config.imply(BATCH[2], f"accumulate={num_microbatches}")
+    config.imply(BATCH[0], f"global_batch_size={product}")
+    config.imply(BATCH[2], f"gradient_accumulation_steps={num_microbatches}")
     return product, num_microbatches
 
 
 def microbatch_arguments(parallelism: Parallelism, num_microbatches: int) -> dict[str, Any]:
     """Return the step arguments for microbatches: accumulation, or a pipeline schedule."""
     if parallelism.pipe == 1:
-        return {"accumulate": num_microbatches}
-    return {"accumulate": 1, "schedule": Schedule("1f1b", num_microbatches)}
+        return {"gradient_accumulation_steps": num_microbatches}
+    return {"gradient_accumulation_steps": 1, "schedule": Schedule("1f1b", num_microbatches)}

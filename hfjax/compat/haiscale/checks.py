@@ -15,7 +15,7 @@ from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.utils.paths import Tree, flatten
 
 REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
-OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")
+OPTIONS = ("precision", "gradient_reduction", "reshard_after_forward", "unroll", "compiler_options")
 
 
 def check_partition(kind: type, chunked: bool, partition: object) -> None:

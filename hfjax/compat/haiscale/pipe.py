@@ -381,7 +381,7 @@ class Pipe:
             return scaled, output.means.total / output.means.weight, output.outputs, _metrics(mean)
 
         grad_shardings = {
-            path: self._sharding(p.moment) for path, p in self.layout.param_specs.items()
+            path: self._sharding(p.optimizer_state) for path, p in self.layout.param_specs.items()
         }
         return self._jit(
             run,

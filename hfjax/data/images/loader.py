@@ -33,14 +33,14 @@ class ImageLoader(IndexedLoader):
 
     Attributes:
         data: A set of images or its directory; if it is split, `train` selects train or valid.
-        rows: The global batch size, in examples.
+        batch_size: The global batch size, in examples.
         size: Height and width of all images in pixels.
         train: Whether images are augmented (`augment`) and shuffled. If not: with classes, the
             shorter side is resized to `resize` and the centre is cropped; with masks, the whole
             image is scaled to fit, and padded at the right and bottom.
         seed: The seed of shuffle and augmentation.
         epochs: The number of passes over the data. None: no end.
-        mine: The examples of each batch that this process loads (`hfjax.data.share`). None: all.
+        local_examples: The examples of each batch that this process loads (`share`). None: all.
         pad_last: Whether to pad the last batch with examples of mask 0 instead of dropping it.
         augment: The augmentation of training images. None: `Augment()`.
         resize: The shorter side in evaluations of classes. None: size * 256 / 224, rounded.
@@ -59,19 +59,19 @@ class ImageLoader(IndexedLoader):
         >>> for name in ("cat", "dog"):
         ...     Path(folder.name, name).mkdir()
         ...     Image.new("RGB", (40, 30)).save(Path(folder.name, name, "1.png"))
-        >>> loader = ImageLoader(folder.name, rows=2, size=16, train=False, epochs=1)
+        >>> loader = ImageLoader(folder.name, batch_size=2, size=16, train=False, epochs=1)
         >>> batch = next(loader)
         >>> batch["image"].shape, batch["label"].tolist(), len(loader)
         ((2, 16, 16, 3), [0, 1], 1)
     """
 
     data: ImageSet | str | Path
-    rows: int
+    batch_size: int
     size: int
     train: bool = True
     seed: int = 0
     epochs: int | None = None  # None: no end
-    mine: Sequence[int] | np.ndarray | None = None
+    local_examples: Sequence[int] | np.ndarray | None = None
     pad_last: bool = False  # pad the last batch with examples of mask 0, do not drop it
     augment: Augment | None = None
     resize: int | None = None
@@ -83,7 +83,7 @@ class ImageLoader(IndexedLoader):
     def __post_init__(self) -> None:
         options = ("threads", "prefetch", "resize", "shuffle")
         explicit = [name for name in options if getattr(self, name) is not None]
-        least = {"rows": 1, "size": 1, "seed": 0, "threads": 0, "prefetch": self._threads}
+        least = {"batch_size": 1, "size": 1, "seed": 0, "threads": 0, "prefetch": self._threads}
         least |= {"resize": self.size}
         optional = {k: n for k, n in least.items() if k not in options or k in explicit}
         flags = ("train", "pad_last", *(name for name in ("shuffle",) if name in explicit))
@@ -91,10 +91,10 @@ class ImageLoader(IndexedLoader):
         check_epochs(self)
         if self.broken not in BROKEN:
             raise ValueError(f"broken={self.broken!r}: one of {', '.join(BROKEN)}.")
-        if self.rows > self.rows_per_epoch and not self.pad_last:
+        if self.batch_size > self.examples_per_epoch and not self.pad_last:
             raise ValueError(
-                f"a batch of {self.rows} rows: {quote(self.images.directory)} has "
-                f"{self.rows_per_epoch} images. Lower rows, or give more images."
+                f"a batch of {self.batch_size} examples: {quote(self.images.directory)} has "
+                f"{self.examples_per_epoch} images. Lower batch_size, or give more images."
             )
         self._source  # noqa: B018  raise errors of augment now
 
@@ -112,7 +112,7 @@ class ImageLoader(IndexedLoader):
         return ImageSet(self.data, part="train" if self.train else "valid")
 
     @property
-    def rows_per_epoch(self) -> int:
+    def examples_per_epoch(self) -> int:
         """The number of images."""
         return len(self.images)
 
@@ -135,7 +135,7 @@ class ImageLoader(IndexedLoader):
             >>> folder = tempfile.TemporaryDirectory()
             >>> Path(folder.name, "cat").mkdir()
             >>> Image.new("RGB", (40, 30)).save(Path(folder.name, "cat", "1.png"))
-            >>> ImageLoader(folder.name, rows=1, size=16).check(classes=10)
+            >>> ImageLoader(folder.name, batch_size=1, size=16).check(classes=10)
         """
         if classes < (num_classes := len(self.images.classes)):
             raise ValueError(

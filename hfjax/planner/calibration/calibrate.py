@@ -150,7 +150,7 @@ def calibrate_cpu(
     link_source = "assumed: as a copy and a launch; there is one device to measure on"
     if len(watch.devices) > 1:
         log("transfers")
-        links, link_source = measure.transfers(watch, quick), _measurement_source()
+        links, link_source = measure.transfers(watch, quick), _provenance_text()
     prefix = "assumed: a CPU has none; as"
     rate, flops, stream = timings["flops_fp32"], timings["flops"], timings["stream"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(watch.devices)
@@ -217,7 +217,7 @@ def _build_machine(
 ) -> Machine:
     """Return a machine of measured constants (`timings`) and known ones (`defaults`)."""
     measured = {name: _round_digits(value) for name, value in timings.items() if name in CONSTANTS}
-    sources = {**default_sources, **dict.fromkeys(measured, _measurement_source())}
+    sources = {**default_sources, **dict.fromkeys(measured, _provenance_text())}
     values: ConstantValues = {
         **{name: _round_digits(value) for name, value in defaults.items()},
         **measured,
@@ -234,7 +234,7 @@ def _round_digits(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _measurement_source() -> str:
+def _provenance_text() -> str:
     return f"measured: {BY}, {datetime.date.today()}"
 
 

@@ -24,7 +24,7 @@ import jax
 from hfjax.analysis.overlap import Flight, flights
 from hfjax.analysis.targets import target_devices
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine
-from hfjax.parallel.layer_stack.ordered_layers import unroll
+from hfjax.parallel.layer_stack.unrolled_layers import unroll
 from hfjax.planner.programs.estimate import program_memory as memory_of
 from hfjax.planner.programs.live_bytes import live_bytes, temporaries_at_depth
 from hfjax.planner.programs.placeholder_attention import fused_attention

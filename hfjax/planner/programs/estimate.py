@@ -16,7 +16,7 @@ from hfjax.parallel.pipeline.engine import PipelineEngine, waiting_bytes
 from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
 from hfjax.utils.paths import flatten
 
-STATE = ("parameters", "moments", "master")
+STATE = ("parameters", "optimizer_state", "master")
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Estimate:
     # from the layout
     parameters: int
     gradients: int
-    moments: int
+    optimizer_state: int
     master: int
     host_parameters: int
-    host_moments: int
+    host_optimizer_state: int
     host_master: int
     # from the trace: residuals of the backward pass
     layers: int | None  # of the layers, of one microbatch (in a pipeline: of all that wait)
@@ -60,12 +60,12 @@ class Estimate:
     @property
     def layout_and_trace_bytes(self) -> int:
         """Bytes in device memory that the layout and the trace show."""
-        return self.parameters + self.moments + self.master + self.gradients + self.stashes
+        return self.parameters + self.optimizer_state + self.master + self.gradients + self.stashes
 
     @property
     def host(self) -> int:
         """Bytes in host memory that the layout and the trace show."""
-        state = self.host_parameters + self.host_moments + self.host_master
+        state = self.host_parameters + self.host_optimizer_state + self.host_master
         return state + (self.host_stashes or 0)
 
 
@@ -106,7 +106,8 @@ def _state_bytes(layout: Any) -> dict[str, int]:
     state = layout.abstract_state()
     for keys, x in jax.tree_util.tree_leaves_with_path((state.params, state.optimizer)):
         names = {str(getattr(key, "name", getattr(key, "key", ""))) for key in keys}
-        kind = "parameters" if keys[0].idx == 0 else "master" if "master" in names else "moments"
+        of_optimizer = "master" if "master" in names else "optimizer_state"
+        kind = "parameters" if keys[0].idx == 0 else of_optimizer
         prefix = "host_" if x.sharding.memory_kind == HOST_MEMORY_KIND else ""
         sizes[prefix + kind] += prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return sizes

@@ -419,7 +419,7 @@ def _split_squeeze(op: Operation) -> None:
     op.makes[0].split = frozenset(n for n, d in enumerate(rest) if d in op.reads[0].split)
 
 
-def _mark_partial(op: Operation) -> None:
+def _mark_partial_sum(op: Operation) -> None:
     op.is_partial = True
 
 
@@ -434,8 +434,8 @@ _RULES = {
     "reshape": _split_reshape,
     "broadcast_in_dim": _split_broadcast,
     "squeeze": _split_squeeze,
-    "gather": _mark_partial,
-    "conv_general_dilated": _mark_partial,
+    "gather": _mark_partial_sum,
+    "conv_general_dilated": _mark_partial_sum,
     "scatter-add": _split_like_first,
     "scatter_add": _split_like_first,
     **dict.fromkeys(REDUCES, _split_reduction),

@@ -309,7 +309,7 @@ class ImageTask:
             data, batch, self._size, broken=self.config.data.on_broken_image, **fields
         )
         loader.check(self.model.classes)
-        loader.mine = local_slice(batch)
+        loader.local_examples = local_slice(batch)
         return loader
 
     def closing_lines(self, loader: Any) -> list[str]:

@@ -100,7 +100,7 @@ class TextTask:
             return None
         state, note = init_from_folder(model, layout, seed, schedule)
         lost = "without --master-weights, updates that bfloat16 rounds away are lost"
-        loses = model.stored == "bfloat16" and not self.config.master_weights
+        loses = model.param_dtype == "bfloat16" and not self.config.master_weights
         return state, [note, lost] if loses else [note]
 
     # -- data -----------------------------------------------------------------------------
@@ -173,12 +173,12 @@ class TextTask:
         batch, packing = self.config.global_batch_size, self.config.data.packing
         loader = Loader(data, batch, self.model.length, packing=packing, **fields)
         loader.check(self.model.vocab, self.model.max_length)
-        if batch > max(loader.rows_per_epoch, MAX_PADDED_BATCH):
+        if batch > max(loader.examples_per_epoch, MAX_PADDED_BATCH):
             raise ValueError(
-                f"a batch of {batch} rows: the data to validate on has {loader.rows_per_epoch} "
-                f"rows of {loader.length} tokens. Lower --global-batch-size."
+                f"a batch of {batch} rows: the data to validate on has {loader.examples_per_epoch} "
+                f"rows of {loader.seq_len} tokens. Lower --global-batch-size."
             )
-        loader.mine = local_slice(batch)  # only once the batch is accepted
+        loader.local_examples = local_slice(batch)  # only once the batch is accepted
         return loader
 
     def closing_lines(self, loader: Any) -> list[str]:

@@ -155,11 +155,11 @@ class ContextParallelOps(KernelOps):
         """Return the attention's output; the program on full sequences keeps the call by name."""
         program, out_shapes = jax.make_jaxpr(attend, return_shape=True)(*operands)
 
-        def attend_global(consts: Sequence[Any], *operands: Any) -> Any:
+        def attend_full_sequences(consts: Sequence[Any], *operands: Any) -> Any:
             leaves = jaxpr_as_fun(program.replace(consts=consts))(*operands)
             return jax.tree.unflatten(jax.tree.structure(out_shapes), leaves)
 
-        return keep_as_call(partial(self._attention_rule, attend), attend_global)(
+        return keep_as_call(partial(self._attention_rule, attend), attend_full_sequences)(
             program.consts, *operands
         )
 

@@ -1,6 +1,6 @@
 """A model's layers without a loop, each gathered while the layer before it runs.
 
-jaxprs/ordered_layers.py ties them to one another; here are the layer's functions and parameters.
+jaxprs/layer_barriers.py ties them to one another; here are the layer's functions and parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from hfjax.parallel.compiler_options import GPU
 from hfjax.parallel.engine.layer_remat import LayerOptions
 from hfjax.parallel.engine.reduce_gradients import reduce_gradient
 from hfjax.parallel.engine.unshard import ShardedParam, is_sharded_param
-from hfjax.parallel.jaxprs.ordered_layers import OrderedLayer, ordered_layers
+from hfjax.parallel.jaxprs.layer_barriers import OrderedLayer, ordered_layers
 
 MAX_UNROLLED = 40  # unrolled layers: 32 take up to 2.6 times as long to compile, 80 five times
 

@@ -1,4 +1,4 @@
-"""What goes together: `REFUSED` has an entry for each pair of features that does not.
+"""What goes together: `CONFLICTS` has an entry for each pair of features that does not.
 
 Everything else works: tests/test_combinations.py trains every pair. `check_combinations` raises the
 errors of this table, `table` returns what docs/combinations.md prints.
@@ -105,10 +105,10 @@ MAY_PERMUTE = Refusal(
 )
 LAYER_BY_LAYER = Refusal(
     "layers then run in hfjax's own loop over layers (parallel/layerwise), each on all rows",
-    "Leave split_rows out.",
+    "Leave tensor_overlap_chunks out.",
 )
 
-REFUSED: dict[tuple[str, str], Refusal] = {
+CONFLICTS: dict[tuple[str, str], Refusal] = {
     # a whole model: hfjax runs no layers of it
     ("schedule", NOT_IN_PARTS): Refusal(
         f"stages are made of a model in three parts: {PARTS}", "docs/any_model.md shows one."
@@ -126,18 +126,18 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"the model is not in three parts: {PARTS} (docs/any_model.md)",
         f"Write the model in three parts, {OR_LEAVE_IT_OUT}",
     ),
-    ("split_rows", NOT_IN_PARTS): Refusal(
-        "split_rows cuts what goes from layer to layer, and this model does not run in three parts "
-        "(embed, layers, head)",
+    ("tensor_overlap_chunks", NOT_IN_PARTS): Refusal(
+        "tensor_overlap_chunks splits what goes from layer to layer, and this model does not run "
+        "in three parts (embed, layers, head)",
         "Give the model these (docs/any_model.md).",
     ),
     # layers that run on chunks of the batch
-    ("split_rows", "schedule"): Refusal(
-        "the microbatches of a pipeline are such parts already", "Leave split_rows out."
+    ("tensor_overlap_chunks", "schedule"): Refusal(
+        "the microbatches of a pipeline are such parts already", "Leave tensor_overlap_chunks out."
     ),
-    ("split_rows", "optimizer_in_backward"): LAYER_BY_LAYER,
-    ("split_rows", "HOST_PARAMETERS"): LAYER_BY_LAYER,
-    ("split_rows", "statistics that a model writes"): Refusal(
+    ("tensor_overlap_chunks", "optimizer_in_backward"): LAYER_BY_LAYER,
+    ("tensor_overlap_chunks", "HOST_PARAMETERS"): LAYER_BY_LAYER,
+    ("tensor_overlap_chunks", "statistics that a model writes"): Refusal(
         SOME_EXAMPLES, NO_CHUNK_STATISTICS, detected_later=TRACED
     ),
     # parameters in host memory
@@ -159,14 +159,14 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"Leave reshard_after_forward=False out, {ON_HOST}",
     ),
     # layers that are updated in the backward pass
-    ("clip", "optimizer_in_backward"): Refusal(
+    ("max_grad_norm", "optimizer_in_backward"): Refusal(
         "clipping needs the norm of the whole gradient",
-        "Clip element by element (optax.chain(optax.clip(…), …)) with clip=None (hfjax train: "
-        f"--optimizer.max-grad-norm None), {OR_LEAVE_IT_OUT}",
+        "Clip element by element (optax.chain(optax.clip(…), …)) with max_grad_norm=None "
+        f"(hfjax train: --optimizer.max-grad-norm None), {OR_LEAVE_IT_OUT}",
     ),
-    ("accumulate", "optimizer_in_backward"): Refusal(
-        "accumulate keeps the gradients of all layers until the last microbatch",
-        f"Use accumulate=1 (remat saves memory too), {OR_LEAVE_IT_OUT}",
+    ("gradient_accumulation_steps", "optimizer_in_backward"): Refusal(
+        "accumulation keeps the gradients of all layers until the last microbatch",
+        f"Use gradient_accumulation_steps=1 (remat saves memory too), {OR_LEAVE_IT_OUT}",
     ),
     ("remat every, group", "optimizer_in_backward"): Refusal(
         "such a remat recomputes several layers together, and with optimizer_in_backward each "
@@ -195,16 +195,16 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "stages update their layers before it is known whether a gradient overflows",
         f'{WAITS}precision="bf16", which needs no scale.',
     ),
-    ("clip", "asynchronous schedule"): Refusal(
+    ("max_grad_norm", "asynchronous schedule"): Refusal(
         "no stage knows the norm of the whole gradient",
         f"{WAITS}clip element by element: optax.chain(optax.clip(…), …).",
     ),
-    ("accumulate", "asynchronous schedule"): Refusal(
+    ("gradient_accumulation_steps", "asynchronous schedule"): Refusal(
         "an asynchronous schedule accumulates by itself, by microbatch or by group",
         f"{WAITS}raise microbatches.",
     ),
-    ("reduction=hierarchical", "asynchronous schedule"): Refusal(
-        "gradients are reduced at every update, in one level", f'{WAITS}reduction="flat".'
+    ("gradient_reduction=hierarchical", "asynchronous schedule"): Refusal(
+        "gradients are reduced at every update, in one level", f'{WAITS}gradient_reduction="flat".'
     ),
     ("freeze", "asynchronous schedule"): Refusal(
         "stages keep versions of all their parameters", f"{WAITS}freeze nothing."
@@ -339,7 +339,7 @@ def check_combinations(layout: Layout, execution: Execution) -> None:
     """Refuse a pair of features that does not go together, before anything is traced."""
 
     text_of = cache(lambda name: user_text(name, layout, execution))
-    for pair, refusal in REFUSED.items():
+    for pair, refusal in CONFLICTS.items():
         if refusal.detected_later:
             continue
         if all(map(text_of, pair)) and refusal.condition(layout, execution):
@@ -348,7 +348,7 @@ def check_combinations(layout: Layout, execution: Execution) -> None:
 
 def error_of(pair: tuple[str, str], *written: str | None) -> ValueError:
     """Return the error of a refused pair, each as the user wrote it."""
-    refusal = REFUSED[pair]
+    refusal = CONFLICTS[pair]
     return ValueError(f"{' with '.join(map(str, written))}: {refusal.why}. {refusal.instead}")
 
 
@@ -358,7 +358,7 @@ def error_of(pair: tuple[str, str], *written: str | None) -> ValueError:
 def refusals(one: str, other: str) -> list[Refusal]:
     """Return why two features do not go together, unconditional refusals first."""
     pairs = [(a, b) for a in needed_features(one) for b in needed_features(other)]
-    matches = [REFUSED.get((a, b)) or REFUSED.get((b, a)) for a, b in pairs]
+    matches = [CONFLICTS.get((a, b)) or CONFLICTS.get((b, a)) for a, b in pairs]
     return sorted(filter(None, matches), key=lambda refusal: bool(refusal.condition_text))
 
 
@@ -371,8 +371,8 @@ def are_exclusive(one: str, other: str) -> bool:
 def cell(one: str, other: str) -> str:
     """Return what the table says about two features.
 
-    >>> cell("clip", "remat"), cell("clip", "optimizer_in_backward"), cell("offload", "FSDP")
-    ('+', '-', '+')
+    >>> [cell("max_grad_norm", name) for name in ("remat", "optimizer_in_backward")]
+    ['+', '-']
     """
     if are_exclusive(one, other):
         return "."
@@ -384,7 +384,7 @@ def table() -> str:
     """Return which features go together, as text of at most 100 columns.
 
     Example:
-        >>> from hfjax.checks.combinations import table
+        >>> from hfjax.checks.feature_conflicts import table
         >>> print(table().splitlines()[-1])
         + works; - refused; ? refused under a condition; . same setting, or one needs the other
     """
@@ -405,9 +405,9 @@ def exclusions() -> str:
     """Return what each feature does not go with, a line for each, of at most 100 columns.
 
     Example:
-        >>> from hfjax.checks.combinations import exclusions
+        >>> from hfjax.checks.feature_conflicts import exclusions
         >>> print(exclusions().splitlines()[1])
-        - clip: refused with optimizer_in_backward; asynchronous schedule.
+        - max_grad_norm: refused with optimizer_in_backward; asynchronous schedule.
     """
     return "\n".join(map(_exclusion, FEATURES))
 
@@ -425,12 +425,12 @@ def reasons() -> str:
     """Return why the others do not, and what to do, as text of at most 100 columns.
 
     Example:
-        >>> from hfjax.checks.combinations import reasons
+        >>> from hfjax.checks.feature_conflicts import reasons
         >>> print(reasons().split(": ")[0])
         - schedule with model not in three parts
     """
     pairs_by_refusal: dict[Refusal, list[str]] = {}
-    for (one, other), refusal in REFUSED.items():
+    for (one, other), refusal in CONFLICTS.items():
         pairs_by_refusal.setdefault(refusal, []).append(f"{one} with {other}")
     return "\n".join(_reason(refusal, pairs) for refusal, pairs in pairs_by_refusal.items())
 

@@ -47,7 +47,7 @@ def all_gather_params(context: StepContext, new: Flat, old: Flat) -> Flat:
 
     update_specs, stored_specs = (
         {path: p.manual_spec(column) for path, p in param_specs.items()}
-        for column in ("moment", "parameter")
+        for column in ("optimizer_state", "parameter")
     )
     gather = context.shard_map(device, (update_specs, stored_specs), stored_specs)
     select = lambda flat: {path: flat[path] for path in param_specs}
