@@ -9,7 +9,8 @@ import pytest
 from hfjax.__main__ import main
 from hfjax.cli.arguments import flags_of, parse_flags
 from hfjax.trainer import load
-from hfjax.trainer.config import TrainConfig
+from hfjax.trainer.config import MeshConfig, OffloadConfig, TrainConfig
+from hfjax.trainer.config_io import setting_changes
 from hfjax.trainer.metrics_file import group_name
 from hfjax.trainer.old_config import translate
 from hfjax.trainer.strategy import build_mesh, choose_strategy, load_strategy
@@ -36,6 +37,8 @@ STRATEGIES = {  # what --strategy and the mesh said -> rules and sizes of today,
     "fsdp+host_optimizer": ("FSDP|HOST_OPTIMIZER", {"fsdp": 8}),
     "host_parameters+host_optimizer": ("DDP|HOST_OPTIMIZER|HOST_PARAMETERS", {"data": 8}),
     "ddp mesh.data=2 mesh.fsdp=4": ("DDP", {"data": 8}),
+    "tensor mesh.fsdp=2": ("DDP|TENSOR", {"data": 2, "tensor": 4}),
+    "pipe mesh.fsdp=2": ("DDP|PIPE", {"data": 2, "pipe": 4}),
     "zero1 mesh.fsdp=4": ("ZERO1", {"data": 8}),
     "ddp mesh.data=2 mesh.fsdp=4 reduction=hierarchical": ("DDP", {"data": 2, "fsdp": 4}),
     "zero2 mesh.fsdp=4 reduction=hierarchical": ("ZERO2", {"data": 2, "fsdp": 4}),
@@ -162,9 +165,60 @@ def test_a_strategy_of_ones_own(tmp_path):
         TrainConfig(strategy="mine.py:mine", zero=1)
 
 
+FAULTS = {  # an old file -> its error
+    "batch: 16\nmesh: {fdsp: 4}": r"old\.yaml:2: mesh: no field 'fdsp'",
+    "strategy: fsdp\nmesh: 4": r"old\.yaml:2: mesh: fields with values are expected, found '4'",
+    "strategy: ddp\nmesh: {fsdp: two}": r"old\.yaml:2: mesh: fsdp='two': a whole number is exp",
+    "strategy: zero1\nmesh: {data: 2, fsdp: 1.5}": r"old\.yaml:2: mesh: fsdp='1.5': a whole numb",
+    "strategy: fsdp+tensor": r"line 1: strategy fsdp\+tensor: it splits over tensor, and mesh has",
+    "strategy: ddp+pipe": "it splits over pipe, and mesh has no size of it. Give mesh: {pipe: 2}",
+    "strategy: zero1+zero2": r"strategy zero1\+zero2: at most one of ddp, zero1",
+    "eval: 5\nlog: {valid_every: 3}": r"line 1: log.valid_every is now eval.interval, and eval is",
+    "batch: 3\nlr_schedule: null": "line 2: batch is now global_batch_size, and lr_schedule is of",
+    "strategy: fsdp\noffload: {optimizer: true}": "and offload.optimizer is of today",
+    "batch: 3\noptimizer.rate: 2": r"line 2: optimizer\.rate: fields are nested",
+    "batch: 16\ncheckpoints: {evry: 3}": r"old\.yaml:2: checkpoint: no field 'evry'",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_in_an_old_file_is_no_silent_change(text, tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=FAULTS[text]):
+        load(path)
+
+
+def test_old_host_flags_join_a_table_of_ones_own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import hfjax\nmine = hfjax.FSDP | hfjax.TENSOR\n")
+    config = TrainConfig(strategy=f"{path}:mine", offload=OffloadConfig(optimizer=True))
+    assert choose_strategy(config).name == "FSDP|TENSOR|HOST_OPTIMIZER"
+    with pytest.raises(ValueError, match="the table of --strategy says how sequences"):
+        TrainConfig(strategy=f"{path}:mine", sequence_parallel=False)
+
+
+def test_a_change_of_what_an_old_run_left_off_is_told():
+    old = {"strategy": "ddp+pipe", "mesh": {"pipe": 2, "data": None}, "batch": 8}
+    now = TrainConfig(global_batch_size=8, mesh=MeshConfig(fsdp=-1))
+    changes = ", ".join(setting_changes(now, old))
+    assert (
+        changes == "--mesh.fsdp -1 (before: --mesh.fsdp 1), --mesh.pipe 1 (before: --mesh.pipe 2)"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--no-sequence-parallel --mesh.row 2 --mesh.tensor 2", "a tensor grid says how sequences"),
+        ("--tensor-overlap-chunks 2", "--tensor-overlap-chunks 2: nothing uses it"),
+        ("--lr 0.1 --optimizer.learning-rate 0.2", "--lr beside --optimizer.learning-rate"),
+        ("--model.factory a.py:f --model.preset gpt-small", "--model.preset beside --model.fact"),
+        ("--optimizer.factory a.py:f --optimizer.name sgd", "--optimizer.name beside"),
+        ("--lr-schedule.type constant --lr-schedule.stable-steps 1", "type is constant"),
+        ("--lr-schedule.warmup-steps -1", "--lr-schedule.warmup-steps -1: a number from 0"),
+        ("--optimizer.no-master", "--optimizer.no-master is --no-master-weights now."),
         ("--zero 3", "--zero 3: parameters are sharded over --mesh.fsdp, which is 1"),
         ("--zero 1 --mesh.fsdp 4", "--zero 1 beside --mesh.fsdp 4"),
         ("--mesh.row 2", "--mesh.row 2: a tensor grid has columns too"),

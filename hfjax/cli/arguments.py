@@ -323,10 +323,15 @@ def check_known(kind: type, argv: Sequence[str], config: bool = False) -> None:
 def _current_names(name: str) -> tuple[str, ...]:
     """Return what an old flag may be now.
 
-    >>> _current_names("optimizer.rate"), _current_names("steps")
-    (('optimizer.learning-rate',), ())
+    >>> _current_names("optimizer.rate"), _current_names("optimizer.no-master")
+    (('optimizer.learning-rate',), ('no-master-weights',))
     """
-    new = CONFIG_KEYS.get(name.replace("-", "_"))
+    head, dot, last = name.rpartition(".")
+    is_off = last.startswith("no-")
+    new = CONFIG_KEYS.get(f"{head}{dot}{last.removeprefix('no-')}".replace("-", "_"), "")
+    if is_off and new:
+        head, dot, last = new.rpartition(".")
+        new = f"{head}{dot}no_{last}"
     return (*([new.replace("_", "-")] if new else []), *OLD_FLAGS.get(name, ()))
 
 
@@ -335,6 +340,10 @@ def expand_short(kind: type, argv: Sequence[str]) -> list[str]:
     known = set(flags_of(kind))
     full = {f"--{short}": f"--{flag}" for short, flag in SHORT.items() if flag in known}
     parts = [arg.partition("=") for arg in argv]
+    typed = {flag for flag, _, _ in parts}
+    for short, flag in full.items():
+        if {short, flag} <= typed:
+            raise ValueError(f"{short} beside {flag}: it is the same flag. Give it once.")
     return [full.get(flag, flag) + equals + value for flag, equals, value in parts]
 
 

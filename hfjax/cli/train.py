@@ -258,12 +258,14 @@ def saved_state(
 def _build_run(args: Saved, config: TrainConfig, trains: bool) -> RunComponents:
     """Return the components of a run in its own layout, or one that these devices allow."""
     make = lambda config: RunComponents(_pad_batch(config), trains=trains)
-    if args.strategy is not None:
-        return make(replace(config, strategy=args.strategy, zero=None, mesh=args.mesh))
     if not trains:
         config = replace(config, offload=replace(config.offload, optimizer=False))
+    if args.strategy is not None:
+        own = {"strategy": args.strategy, "zero": None, "sequence_parallel": True}
+        return make(replace(config, mesh=args.mesh, **own))
     if args.mesh != MeshConfig():
-        return make(replace(config, zero=None, mesh=args.mesh))
+        shards = config.sequence_parallel or args.mesh.is_on("row")
+        return make(replace(config, zero=None, mesh=args.mesh, sequence_parallel=shards))
     is_single_device = (config.devices or jax.device_count()) == 1
     reason = ""
     for mesh in () if is_single_device else _meshes(config.mesh):

@@ -149,7 +149,7 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, factor: Fraction 
             f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices"
             f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if grid_axes(mesh) else ''} "
             f"({describe_mesh(mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
-            f"{', or change the number of microbatches (accumulate, schedule)' if several else ''}."
+            f"{', or another number of microbatches' if several else ''}."
             f"{hint}"
         )
 

@@ -270,7 +270,11 @@ def format_count(count: float) -> str:
 # Flags -> the mesh axis that they need, and what turns it on.
 NEEDED_AXES = {
     **{"context.": ("context", "--mesh.context 2"), "pipeline.": ("pipe", "--mesh.pipe 2")},
-    "sequence_parallel": ("tensor", "--mesh.tensor 2"),
+    **dict.fromkeys(("sequence_parallel", "tensor_overlap_chunks"), ("tensor", "--mesh.tensor 2")),
+}
+UNUSED = {  # of two flags, the second has no effect
+    "model.factory": "model.preset",
+    "optimizer.factory": "optimizer.name",
 }
 
 
@@ -284,6 +288,17 @@ def check_flags_used(configs: Sequence[TrainConfig], argv: Sequence[str]) -> Non
     if model.pretrained is not None and "model.preset" in typed:  # even the default
         raise ValueError(pretrained_conflict("--model.preset", model.preset, model.pretrained))
     changed = config_io.changed_fields(configs[0])
+    for used, unused in UNUSED.items():
+        if used in changed and unused in typed:
+            raise ValueError(
+                f"--{unused} beside --{used} {changed[used]}, which takes its place. Leave out one."
+            )
+    if configs[0].lr_schedule.type == "constant":
+        for name in typed & {"lr_schedule.final_fraction", "lr_schedule.stable_steps"}:
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag}: nothing uses it, since --lr-schedule.type is constant. Leave it out."
+            )
     for prefix, (axis, flag) in NEEDED_AXES.items():
         if any(config.mesh.is_on(axis) for config in configs):
             continue

@@ -35,12 +35,12 @@ def check_bounds(settings: Any, prefix: str, most: float = MOST, **least: float)
         number = is_real(value, -math.inf, math.inf)
         counts = settings.__dataclass_fields__[name].type in (int, int | None)
         if counts and number and not is_int(value, -MOST, 2**63) and bound <= value <= most:
-            flag = f"{prefix}{name.replace('_', '-')}"
+            flag = f"{prefix}{name}".replace("_", "-")
             raise ValueError(
                 f"--{flag} {brief(value)}: a number from {bound} on is needed, a whole one."
             )
         if not number or not bound <= value <= most:
-            flag = f"{prefix}{name.replace('_', '-')}"
+            flag = f"{prefix}{name}".replace("_", "-")
             to = f"to {int(most) if most < 2**53 else most}" if number and value > most else "on"
             raise ValueError(f"--{flag} {brief(value)}: a number from {bound} {to} is needed.")
 
@@ -50,7 +50,7 @@ def check_float32(settings: Any, prefix: str, *names: str) -> None:
     check_bounds(settings, prefix, LARGEST, **dict.fromkeys(names, 0))
     for name in names:
         if 0 < (value := getattr(settings, name) or 0) < SMALLEST:
-            flag = f"{prefix}{name.replace('_', '-')}"
+            flag = f"{prefix}{name}".replace("_", "-")
             raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
@@ -466,6 +466,11 @@ class TrainConfig:
             raise ValueError(
                 f"--zero {zero} beside --strategy {self.strategy}: the table says what is sharded. "
                 "Leave out one of the two."
+            )
+        if not self.sequence_parallel and (self.strategy is not None or mesh.is_on("row")):
+            what = "a tensor grid" if self.strategy is None else "the table of --strategy"
+            raise ValueError(
+                f"--no-sequence-parallel: {what} says how sequences are sharded. Leave it out."
             )
         if zero == 3 and not any(map(mesh.is_on, FSDP_AXES)):
             raise ValueError(

@@ -283,7 +283,15 @@ def changed_start(config: TrainConfig, other: Any) -> str | None:
 
 def _recorded_flags(other: Any) -> dict[str, Any]:
     """Return the flags that a run recorded, by their names of today."""
-    return _flatten(translate(other)[0] if isinstance(other, dict) else other)
+    if not isinstance(other, dict):
+        return {}
+    settings, renamed = translate(other)
+    flags = _flatten(settings)
+    if not renamed:
+        return flags
+    usual = _flatten(to_plain(TrainConfig()))  # an old one says of axes only what is on
+    of_layout = ("mesh.", "offload.", "zero", "sequence_parallel", "strategy")
+    return {name: value for name, value in usual.items() if name.startswith(of_layout)} | flags
 
 
 def _differences(config: TrainConfig, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 `translate` is for YAML and for what checkpoints record; `old_modules` for Python files.
 """
 
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,14 @@ STRATEGIES = {
     **{"host_optimizer": (), "host_parameters": ()},
 }
 AXES = ("fsdp", "data", "tensor", "row", "context", "expert", "pipe")
+STATE_AXES = ("fsdp", "data")  # an axis of these without a size has the remaining devices, or 1
+DATA_WORDS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
+# Fields and sections that only a configuration of today has.
+TODAY = {
+    *({*CONFIG_KEYS.values()} - CONFIG_KEYS.keys()),
+    *("zero", "sequence_parallel", "eval", "lr_schedule", "checkpoint"),
+    *("offload.optimizer", "offload.parameters"),
+}
 
 
 def translate(settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
@@ -36,35 +45,37 @@ def translate(settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     >>> translate({"batch": 8, "strategy": "fsdp", "optimizer": {"rate": 1.0}})[0]
     {'global_batch_size': 8, 'optimizer': {'learning_rate': 1.0}, 'mesh': {'fsdp': -1}}
     """
-    flat = dict(_flatten(settings))
+    lines, flat = dict(_lines(settings)), dict(_flatten(settings))
     renamed = {key: CONFIG_KEYS[key] for key in flat if key in CONFIG_KEYS}
-    words = _words(flat.get("strategy"))
-    if words:
+    if words := _words(flat.get("strategy")):
         renamed["strategy"] = "mesh"
+    if not renamed:
+        return settings, {}
+    at = lambda key: f"line {lines[key]}: " if key in lines else ""
+    if dotted := [key for key in settings if "." in str(key)]:
+        raise ValueError(f"{at(dotted[0])}{dotted[0]}: fields are nested, not joined by dots.")
+    if today := [key for key in flat if key in TODAY or key.partition(".")[0] in TODAY]:
+        old = next(iter(renamed))
+        raise ValueError(
+            f"{at(today[0])}{old} is now {renamed[old]}, and {today[0]} is of today: a file has "
+            "old names or new ones."
+        )
+    flat = _today_values(flat)
     if ratios := parse_ratios(flat.get("offload")):  # each stage of a pipeline had its own
         flat["offload"] = f"{max(ratios):g}"
         renamed["offload"] += f" (the largest of its ratios, {max(ratios):g})"
-    if not renamed:
-        return settings, {}
-    today = {*CONFIG_KEYS.values(), "zero", "sequence_parallel"} - CONFIG_KEYS.keys()
-    if both := [key for key in flat if key in today]:
-        old = next(iter(renamed))
-        raise ValueError(
-            f"{old} is now {renamed[old]}, and {both[0]} is of today: a file has old names or new "
-            "ones."
-        )
-    flat = _today_values(flat)
-    sizes = {axis: flat.get(f"mesh.{axis}") for axis in AXES}
-    changes = _degrees(words, sizes, flat.get("reduction") == "hierarchical")
-    flat = {
-        key: value
-        for key, value in flat.items()
-        if key != "strategy" and not key.startswith("mesh.")
-    }
-    lines = dict(_lines(settings))
+    changes: dict[str, Any] = {}
+    if "mesh" not in flat or not flat["mesh"]:  # else it is no mapping: whoever reads it says so
+        sizes = {axis: flat.pop(f"mesh.{axis}", None) for axis in AXES}
+        try:
+            changes = _degrees(words, sizes, flat.get("reduction") == "hierarchical")
+        except ValueError as wrong:
+            raise ValueError(f"{at('strategy')}{wrong}") from None
+    flat.pop("strategy", None) if words else None
     nested = Lined()
     for key, value in (flat | changes).items():
-        _set(nested, CONFIG_KEYS.get(key, key), value, lines.get(key))
+        new = CONFIG_KEYS.get(key, re.sub(r"^checkpoints\b", "checkpoint", key))
+        _set(nested, new, value, lines.get(key))
     return nested, renamed
 
 
@@ -84,6 +95,15 @@ def _today_values(flat: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _is_size(value: Any) -> bool:
+    """Return whether a value is a whole number, or none.
+
+    >>> [_is_size(value) for value in (None, 4, "-1", "1.5", "two")]
+    [True, True, True, False, False]
+    """
+    return value is None or bool(re.fullmatch(r"-?\d+", str(value)))
+
+
 def _words(names: Any) -> tuple[str, ...]:
     """Return the strategies that a text joined, as `fsdp+tensor`; () if it is of today."""
     words = tuple(name.strip().lower() for name in str(names).replace("|", "+").split("+"))
@@ -99,24 +119,37 @@ def _degrees(
     {'mesh.tensor': 2, 'zero': 1, 'sequence_parallel': False}
     """
     words = words or ("ddp",)
+    of_data = [word for word in words if word in DATA_WORDS]
+    if len(of_data) > 1 or len({*words}) < len(words):
+        raise ValueError(
+            f"strategy {'+'.join(words)}: at most one of {', '.join(DATA_WORDS)}, and each once."
+        )
     sizes = {axis: sizes.get(axis) for axis in AXES}
     used = [axis for axis in AXES if any(axis in STRATEGIES[word] for word in words)]
     free = next((axis for axis in used if sizes[axis] is None), "data")
     if free != "data" and "-1" not in map(str, sizes.values()):
         sizes[free] = -1
+    if open_axes := [axis for axis in used if axis not in STATE_AXES and sizes[axis] is None]:
+        raise ValueError(
+            f"strategy {'+'.join(words)}: it splits over {open_axes[0]}, and mesh has no size of "
+            f"it. Give mesh: {{{open_axes[0]}: 2}}."
+        )
     sharded = bool({*words} & {"fsdp", "zero3", "hsdp"})
     stage = next((n for n in (1, 2) if f"zero{n}" in words), 0)
     is_second = not sharded and str(sizes["fsdp"]) not in ("None", "1")  # a second axis of data
-    if is_second and not two_levels:
-        data, fsdp = sizes["data"], sizes.pop("fsdp")
-        is_free = "-1" in (str(data), str(fsdp)) or data is None
-        sizes["data"] = None if is_free else int(str(data)) * int(str(fsdp))
+    if is_second and not two_levels and all(map(_is_size, (sizes["data"], sizes["fsdp"]))):
+        data, fsdp = sizes["data"], int(str(sizes.pop("fsdp")))
+        if data is None and "-1" in map(str, sizes.values()):
+            data = 1
+        free_data = data is not None and -1 in (int(str(data)), fsdp)
+        sizes["data"] = None if data is None else -1 if free_data else int(str(data)) * fsdp
     is_on = {axis: str(size) not in ("None", "1") for axis, size in sizes.items()}
     inside = sharded and not is_on["fsdp"] and (is_on["expert"] or is_on["context"])
     changes = {f"mesh.{axis}": size for axis, size in sizes.items() if size is not None}
     changes |= {"zero": 3} if inside else {}
     changes |= {"zero": stage} if stage or (is_second and two_levels) else {}
-    changes |= {"sequence_parallel": False} if "tensor" in words and "sequence" not in words else {}
+    plain = "tensor" in words and not {*words} & {"sequence", "grid"}
+    changes |= {"sequence_parallel": False} if plain else {}
     changes |= {"offload.optimizer": True} if "host_optimizer" in words else {}
     return changes | ({"offload.parameters": True} if "host_parameters" in words else {})
 

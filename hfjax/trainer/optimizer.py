@@ -44,7 +44,13 @@ def make_lr_schedule(config: TrainConfig) -> Callable:
     warmup = min(20, steps // 4) if opts.warmup_steps is None else opts.warmup_steps
     fields = {"warmup": warmup, "end": opts.final_fraction, "hold": opts.stable_steps}
     rate = config.optimizer.learning_rate
-    return hfjax.lr_schedule(rate, steps=steps, decay=opts.type, **fields)
+    try:
+        return hfjax.lr_schedule(rate, steps=steps, decay=opts.type, **fields)
+    except ValueError as wrong:
+        raise ValueError(
+            f"--lr-schedule.warmup-steps {warmup}, --lr-schedule.stable-steps "
+            f"{opts.stable_steps}, --lr-schedule.final-fraction {opts.final_fraction}: {wrong}"
+        ) from None
 
 
 def build_optimizer(config: TrainConfig, rate: Callable, optimizer: Any = None) -> Any:

@@ -29,13 +29,13 @@ def choose_strategy(config: TrainConfig) -> hfjax.Strategy:
     >>> choose_strategy(TrainConfig(mesh=MeshConfig(fsdp=4, tensor=2))).name
     'FSDP|TENSOR|SEQUENCE'
     """
-    if config.strategy is not None:
-        return load_strategy(config.strategy)
-    return reduce(or_, _strategies(config))
+    return reduce(or_, [*_strategies(config), *_host_strategies(config)])
 
 
 def _strategies(config: TrainConfig) -> list[hfjax.Strategy]:
-    mesh, offload = config.mesh, config.offload
+    if config.strategy is not None:
+        return [load_strategy(config.strategy)]
+    mesh = config.mesh
     stage = zero_stage(config)
     hybrid = stage == 3 and mesh.is_on("fsdp") and mesh.data not in (None, 1)
     tensor = [hfjax.TENSOR, *([hfjax.SEQUENCE] if config.sequence_parallel else [])]
@@ -46,9 +46,13 @@ def _strategies(config: TrainConfig) -> list[hfjax.Strategy]:
     return [
         hfjax.HSDP if hybrid else ZERO[stage],
         *(strategy for axis, of in by_axis.items() if mesh.is_on(axis) for strategy in of),
-        *([hfjax.HOST_OPTIMIZER] if offload.optimizer else []),
-        *([hfjax.HOST_PARAMETERS] if offload.parameters else []),
     ]
+
+
+def _host_strategies(config: TrainConfig) -> list[hfjax.Strategy]:
+    offload = config.offload
+    optimizer = [hfjax.HOST_OPTIMIZER] if offload.optimizer else []
+    return [*optimizer, *([hfjax.HOST_PARAMETERS] if offload.parameters else [])]
 
 
 def zero_stage(config: TrainConfig) -> int:
