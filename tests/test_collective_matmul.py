@@ -199,7 +199,7 @@ patch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only: wait(n, wait
 """
 FREED_TOO_EARLY = """
 from hfjax.pallas_kernels.ring.tiles import Stages
-patch.setattr(Stages, "claim", lambda stages, number: stages.place(number))
+patch.setattr(Stages, "claim", lambda stages, number: stages.slot(number))
 """
 
 

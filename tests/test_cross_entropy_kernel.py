@@ -82,11 +82,11 @@ def test_what_nobody_wrote_is_not_a_number(interpreted, monkeypatch):  # noqa: F
 EARLY = """
 import os, conftest
 from tests.test_cross_entropy_kernel import *
-from hfjax.pallas_kernels.cross_entropy import walk
+from hfjax.pallas_kernels.cross_entropy import tile_loop
 from tests.kernels import mosaic, plgpu
 
 mosaic.interpreter = plgpu.InterpretGPUParams(detect_races=True)
-walk.Ring._until_read = lambda *_: None
+tile_loop.StageBuffers._wait_read = lambda *_: None
 case = Case.of(8, 128, 256, dtype=jnp.bfloat16)
 try:
     forms.cross_entropy(case.x, case.w, case.labels, tuning=TINY).block_until_ready()

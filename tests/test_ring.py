@@ -110,7 +110,7 @@ import pytest
 import tests.test_ring as t
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from hfjax.pallas_kernels import mosaic
-from hfjax.pallas_kernels.ring.peers import MeshRing, ahead
+from hfjax.pallas_kernels.ring.peers import MeshRing, rank_ahead
 from tests import interpreter
 
 interpreter.install(pytest.MonkeyPatch(), patience=5)
@@ -127,8 +127,8 @@ def body(ring, x_ref, out_ref):
 EARLY_READ = """
 def body(ring, x_ref, out_ref):
     arrived, part = ring.semaphores(1), t.part_of_block()
-    ring.peer(out_ref, ahead(ring, 1))[part] = x_ref[part]
-    ring.signal(arrived, 0, ahead(ring, 1))
+    ring.peer(out_ref, rank_ahead(ring, 1))[part] = x_ref[part]
+    ring.signal(arrived, 0, rank_ahead(ring, 1))
     out_ref[part] = out_ref[part] + 0
     ring.wait(arrived, 0, t.BLOCKS)
 """
@@ -141,7 +141,7 @@ def body(ring, x_ref, out_ref):
 LATE_SIGNAL = """
 def body(ring, x_ref, out_ref):
     t.push(ring, x_ref, out_ref)
-    ring.signal(ring.semaphores(1), 0, ahead(ring, 1))
+    ring.signal(ring.semaphores(1), 0, rank_ahead(ring, 1))
 """
 
 

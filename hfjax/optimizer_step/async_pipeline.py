@@ -79,9 +79,9 @@ class AsynchronousUpdate(Update):
         )
         return GradResult(mean, norm, {}, {}, update)
 
-    def _apply(self, gradients: Flat, leaves: tuple[Flat, Flat], parameters: Flat) -> Any:
+    def _apply(self, gradients: Flat, state_and_counts: tuple[Flat, Flat], parameters: Flat) -> Any:
         """Update layers, inside the engine."""
-        optimizer_state, counts = leaves
+        optimizer_state, counts = state_and_counts
         parameters, new = self.parts.apply(gradients, optimizer_state | counts, parameters)
         pick = lambda old: {name: new[name] for name in old}
         return parameters, (pick(optimizer_state), pick(counts))

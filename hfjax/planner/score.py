@@ -301,7 +301,7 @@ class Scorer:
         return self._weights[key]
 
     def _transposed_bytes(
-        self, c: Candidate, layer_specs: list[Any], placements: ArrayPlacements
+        self, c: Candidate, layer_param_specs: list[Any], placements: ArrayPlacements
     ) -> float:
         """Return the bytes of stacks that a loop of gathered layers keeps in another order.
 
@@ -310,13 +310,16 @@ class Scorer:
         """
         if c.axis_size("row") > 1:  # which of them was not examined: about a third
             return (
-                sum(placements.local_size(p, p.parameter) * p.dtype.itemsize for p in layer_specs)
+                sum(
+                    placements.local_size(p, p.parameter) * p.dtype.itemsize
+                    for p in layer_param_specs
+                )
                 / 3
             )
         if c.axis_size("tensor") == 1 and c.axis_size("expert") == 1:
             return 0.0
         size = 0
-        for p in layer_specs:
+        for p in layer_param_specs:
             dims = [d + len(p.shape) for d, _ in p.split_dims("parameter")]
             if dims and min(dims) > 1:
                 size += placements.local_size(p, p.parameter) * p.dtype.itemsize

@@ -288,9 +288,11 @@ def _extract_program(mover: RowMover, dtypes: tuple[np.dtype, ...]) -> jax.stage
     return jax.jit(jax.shard_map(extract_local, mesh=sharding.mesh, check_vma=False, **specs))
 
 
-def _slice_slot(block: jax.Array, rule: Rule, stack_ndim: int, is_only: bool) -> jax.Array:
+def _slice_slot(
+    block: jax.Array, rule: Rule, stack_ndim: int, is_alone_in_block: bool
+) -> jax.Array:
     """Return one tensor's slice of a block; a tensor alone in its block keeps its padding."""
-    if rule.concat_dim is None or is_only:
+    if rule.concat_dim is None or is_alone_in_block:
         return block
     count = rule.block[rule.concat_dim]
     return lax.slice_in_dim(

@@ -302,7 +302,7 @@ def make_template(
             [path for path in tree.parameters if path.startswith("batch_stats/")]
         )
         notes = batch_norm_notes(norms, sync_batch_norm)
-        return _add_forward_keys(replace(tree, notes=(*notes, *tree.notes)), requested)
+        return _add_random_keys(replace(tree, notes=(*notes, *tree.notes)), requested)
     key_paths = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
     check_paths(list(map(join_path, key_paths)))
     parameters, variables = map(_flatten_state, states)
@@ -322,10 +322,10 @@ def make_template(
         keys={join_path(keys): keys for keys in key_paths},
         **fields,
     )
-    return _add_forward_keys(template, requested)
+    return _add_random_keys(template, requested)
 
 
-def _add_forward_keys(template: ModelTemplate, requested: Sequence[str]) -> ModelTemplate:
+def _add_random_keys(template: ModelTemplate, requested: Sequence[str]) -> ModelTemplate:
     """Return the template whose state also holds the random keys that `forward` asks for."""
     forward_keys = key_templates(requested)
     create = add_keys(template.create, forward_keys)

@@ -146,7 +146,7 @@ class LayerwiseEngine(LoopEngine):
         )
 
     def _listed_passes(
-        self, sharded_model: ShardedModel, params_of: Callable, after_backward: Callable
+        self, sharded_model: ShardedModel, params_from_carry: Callable, after_backward: Callable
     ) -> ListedPasses:
         layers = self.context.template.layers(sharded_model.mode)
 
@@ -156,7 +156,9 @@ class LayerwiseEngine(LoopEngine):
         return ListedPasses(
             model=sharded_model.model(),
             layers=[function(layer) for layer in layers],
-            params=lambda carry, i: {path: params_of(carry)[path] for path in layers[i].paths},
+            params=lambda carry, i: {
+                path: params_from_carry(carry)[path] for path in layers[i].paths
+            },
             slots=[
                 {p: sharded_model.slots[p] for p in x.paths if p in sharded_model.slots}
                 for x in layers

@@ -54,9 +54,9 @@ class LayerUpdate(ABC):
 
     @abstractmethod
     def take(
-        self, carry: Carry, i: Index, paths: list[str], host_params: Flat
+        self, carry: Carry, i: Index, paths: list[str], copied_params: Flat
     ) -> tuple[Flat, Flat]:
-        """Return parameters and optimizer state of layer i; of `host_params` those on the host."""
+        """Return parameters and optimizer state of layer i; `copied_params` were on the host."""
 
     @abstractmethod
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
@@ -101,12 +101,12 @@ class StackedUpdate(LayerUpdate):
         return {path: g[None] for path, g in gradients.items()}
 
     def take(
-        self, carry: Carry, i: Index, paths: list[str], host_params: Flat
+        self, carry: Carry, i: Index, paths: list[str], copied_params: Flat
     ) -> tuple[Flat, Flat]:
         """Return parameters and optimizer state of layer i."""
         take_layer = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
         far = {
-            path: host_params[path][None] for path, x in carry.parameters.items() if is_on_host(x)
+            path: copied_params[path][None] for path, x in carry.parameters.items() if is_on_host(x)
         }
         near = {path: take_layer(x) for path, x in carry.parameters.items() if path not in far}
         return near | far, jax.tree.map(take_layer, carry.optimizer_state)
@@ -131,7 +131,7 @@ class ListedUpdate(LayerUpdate):
         return gradients
 
     def take(
-        self, carry: Carry, i: Index, paths: list[str], host_params: Flat
+        self, carry: Carry, i: Index, paths: list[str], copied_params: Flat
     ) -> tuple[Flat, Flat]:
         """Return parameters and optimizer state of layer i."""
         layer_state = {

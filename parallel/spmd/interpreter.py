@@ -127,7 +127,7 @@ def fall_back_to_replicated(ctx: PartitionContext, equation: JaxprEqn, values: V
         operands = list(map(_as_row_major, operands))
     outs = ctx.bind(equation, operands)
     ctx.has_rule = True
-    return list(outs) if split is None else [_reshard(ctx, x, split, size) for x in outs]
+    return list(outs) if split is None else [_slice_output(ctx, x, split, size) for x in outs]
 
 
 def _as_row_major(x: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ def _as_row_major(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
 
-def _reshard(ctx: PartitionContext, x: Any, split: Split, size: Any) -> Any:
+def _slice_output(ctx: PartitionContext, x: Any, split: Split, size: Any) -> Any:
     dims = [d for d, n in enumerate(x.shape) if n == size]
     if not dims:
         return x

@@ -281,15 +281,15 @@ class _FusionPass:
         self.kernels.append(kernel)
         self._add_product(op, kernel, at)
         for inner in op.body:
-            self._add_inner(inner, at)
+            self._add_nested_products(inner, at)
 
-    def _add_inner(self, op: Operation, at: int) -> None:
+    def _add_nested_products(self, op: Operation, at: int) -> None:
         if op.name in PRODUCTS:
             self.products.append(product_of(op, at))
         elif op.name in (FORWARD, BACKWARD):
             self.attention.append(_fused_call(op, at))
         for inner in op.body:
-            self._add_inner(inner, at)
+            self._add_nested_products(inner, at)
 
     def _add_product(self, op: Operation, kernel: Kernel, at: int) -> None:
         if op.name in PRODUCTS:

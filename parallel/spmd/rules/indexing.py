@@ -182,12 +182,12 @@ def _split_from_indices(indices: Any, numbers: Any) -> list[Split]:
 
 
 def _split_from_updates(
-    ctx: PartitionContext, updates: Any, numbers: Any, window_dims: list, shape: tuple
+    ctx: PartitionContext, updates: Any, numbers: Any, operand_window_dims: list, shape: tuple
 ) -> list[Split]:
     """Return the split that the operand takes from the updates, if they span that dimension."""
     if not isinstance(updates, ShardedValue) or updates.split.dim not in numbers.update_window_dims:
         return []
-    dim = window_dims[numbers.update_window_dims.index(updates.split.dim)]
+    dim = operand_window_dims[numbers.update_window_dims.index(updates.split.dim)]
     return (
         [updates.split.with_dim(dim)] if ctx.shape(updates)[updates.split.dim] == shape[dim] else []
     )
