@@ -498,7 +498,6 @@ def elsewhere(config):
         **{"strategy": "mine.py:table", "mesh": MeshConfig(fsdp=-1, context=2), "remat": "dots"},
         pipeline=PipelineConfig("zb", 4, 3),
         offload=OffloadConfig("1", parameters=True),
-        sequence_parallel=False,
         tensor_overlap_chunks=4,
     )
 
