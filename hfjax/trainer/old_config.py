@@ -71,7 +71,8 @@ def translate(settings: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
             changes = _degrees(words, sizes, flat.get("reduction") == "hierarchical")
         except ValueError as wrong:
             raise ValueError(f"{at('strategy')}{wrong}") from None
-    flat.pop("strategy", None) if words else None
+    if words:
+        del flat["strategy"]
     nested = Lined()
     for key, value in (flat | changes).items():
         new = CONFIG_KEYS.get(key, re.sub(r"^checkpoints\b", "checkpoint", key))

@@ -82,11 +82,10 @@ def query_of(config: TrainConfig, flags: Sequence[str], count: int) -> dict[str,
         sizes = mesh_sizes(config.mesh, count)  # with -1 the flags say the size of every axis
         flags, zero = [*flags, *(f"mesh.{axis}" for axis in AXES)], effective_zero(zero, sizes)
     values = {
-        **{"zero": zero, "sequence": config.sequence_parallel and sizes["row"] == 1},
-        **{
-            "gradient_accumulation_steps": config.gradient_accumulation_steps,
-            "remat": config.remat,
-        },
+        "zero": zero,
+        "sequence": config.sequence_parallel and sizes["row"] == 1,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "remat": config.remat,
         "tensor_overlap_chunks": config.tensor_overlap_chunks,
         "gradient_reduction": config.gradient_reduction,
         **vars(config.pipeline),

@@ -1,4 +1,4 @@
-"""The settings of `hfjax plan`: those of `hfjax train` that do not concern the layout."""
+"""The settings of `hfjax plan`: those of `hfjax train`, and what to plan for."""
 
 import os
 import re
