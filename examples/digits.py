@@ -48,7 +48,7 @@ def batches(data: dict[str, np.ndarray], epoch: int) -> list[dict[str, np.ndarra
 
 def trainer(mesh: jax.sharding.Mesh, strategy: hfjax.Strategy, steps: int) -> Any:
     """Return a step of training on a mesh, and the state that it begins with."""
-    rate = hfjax.lr_schedule(1e-2, warmup=steps // 10, steps=steps)
+    rate = hfjax.lr_schedule(1e-2, warmup_steps=steps // 10, steps=steps)
     init = lambda rngs: ResNet(CONFIG, rngs=rngs)
     layout = hfjax.layout(init, optax.adamw(rate, weight_decay=1e-2), mesh, strategy)
     return hfjax.train_step(layout, classification_loss), hfjax.init(layout, seed=0)

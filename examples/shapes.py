@@ -89,7 +89,7 @@ def picture(batch: dict[str, np.ndarray], found: np.ndarray, out: Path, columns:
 
 
 def main(steps: int = 200, out: Path | None = None) -> float:
-    rate = hfjax.lr_schedule(1e-2, warmup=steps // 10, steps=steps)
+    rate = hfjax.lr_schedule(1e-2, warmup_steps=steps // 10, steps=steps)
     init = lambda rngs: DeepLab(CONFIG, rngs=rngs)
     layout = hfjax.layout(init, optax.adam(rate), hfjax.make_mesh(data=8), hfjax.DDP)
     step, state = hfjax.train_step(layout, segmentation_loss), hfjax.init(layout)

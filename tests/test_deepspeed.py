@@ -519,16 +519,16 @@ def test_a_cycle_goes_up_and_down_with_the_first_update_of_each_stair(first, sta
 @pytest.mark.parametrize(
     ("name", "rate"),
     [
-        ("WarmupLR, by default", {"warmup": 1000, "decay": "constant"}),
+        ("WarmupLR, by default", {"warmup_steps": 1000, "type": "constant"}),
         (
             "WarmupDecayLR, by default",
-            {"warmup": 1000, "hold": 1, "steps": 1701, "decay": "linear"},
+            {"warmup_steps": 1000, "stable_steps": 1, "steps": 1701, "type": "linear"},
         ),
-        ("WarmupCosineLR", {"warmup": 1000, "steps": 1900, "end": 0.0001}),
+        ("WarmupCosineLR", {"warmup_steps": 1000, "steps": 1900, "final_fraction": 0.0001}),
     ],
 )
 def test_the_rows_of_the_page_on_optimizers_are_the_classes_of_deepspeed(name, rate):
-    found = jax.vmap(hfjax.lr_schedule(1e-3 if "Decay" in name else LR, shape="log", **rate))
+    found = jax.vmap(hfjax.lr_schedule(1e-3 if "Decay" in name else LR, warmup_type="log", **rate))
     np.testing.assert_allclose(found(jnp.arange(2000)), REFERENCE[name], rtol=1e-6, atol=1e-9)
 
 
@@ -592,7 +592,7 @@ BY_HAND = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
 def test_the_example_trains_as_what_is_written_by_hand(section):
     """ZeRO-2, the optimizer on the host, Adam(0.8, 0.999), WarmupLR, clipping."""
     made = hfjax.compat.from_deepspeed(example(**section), world=4)
-    rate = hfjax.lr_schedule(1e-3, warmup=1000, decay="constant", shape="log")
+    rate = hfjax.lr_schedule(1e-3, warmup_steps=1000, type="constant", warmup_type="log")
     mine = optax.adamw(rate, 0.8, 0.999, 1e-8, weight_decay=3e-7)
     types = {"precision": "bf16", "on_nonfinite": "skip"} if section else {}
     results = []

@@ -144,7 +144,7 @@ def test_the_value_of_a_flag_is_one_of_the_table(command, flag, words):
 
 def test_what_the_help_says_of_words_is_so():
     for decay in ("cosine", "linear", "constant"):
-        hfjax.lr_schedule(1.0, steps=3, decay=decay)
+        hfjax.lr_schedule(1.0, steps=3, type=decay)
     assert MAX_ENTRIES == 20, "hfjax plan --top: at most 20"
     has_backward = lambda name: "B0" in str(hfjax.Schedule(name, 4).table(2)).replace("I", "B")
     assert [name for name in SCHEDULES if not has_backward(name)] == [*LEFT_OUT["schedules"]]

@@ -202,7 +202,7 @@ def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, s
 
 
 def grouped():
-    rate = hfjax.lr_schedule(1e-2, warmup=2, steps=8)
+    rate = hfjax.lr_schedule(1e-2, warmup_steps=2, steps=8)
     return hfjax.optimizers.by_path(
         {"*norm*": optax.lion(1e-3), "*": optax.adamw(rate, weight_decay=0.1)}
     )

@@ -38,7 +38,7 @@ MESHES = [
 
 
 def grouped():
-    rate = hfjax.lr_schedule(1e-2, warmup=2, steps=8)
+    rate = hfjax.lr_schedule(1e-2, warmup_steps=2, steps=8)
     return hfjax.optimizers.by_path(
         {
             "*/bias": optax.sgd(rate),
@@ -199,7 +199,7 @@ def test_a_frozen_parameter_may_be_scaled_too():
         ),
         (
             lambda x: hfjax.lr_schedule(NO_NUMBER),
-            r"rate: peak=.0.001., warmup=0, .*; numbers are expected",
+            r"lr_schedule: peak=.0.001.; a positive learning rate",
         ),
         (
             lambda x: hfjax.optimizers.averaged(5),
@@ -210,15 +210,18 @@ def test_a_frozen_parameter_may_be_scaled_too():
             r"ema: decay=1.0; a number between 0 and 1",
         ),
         (lambda x: hfjax.optimizers.averaged(hfjax.init(x)), r"its optimizer keeps no average"),
-        (lambda x: hfjax.lr_schedule(0.0), r"peak=0.0, .*, peak a positive learning rate"),
-        (lambda x: hfjax.lr_schedule(1.0, warmup=5, steps=5), r"steps=5 leave nothing to decay"),
+        (lambda x: hfjax.lr_schedule(0.0), r"peak=0.0; a positive learning rate"),
         (
-            lambda x: hfjax.lr_schedule(1.0, steps=5, end=2),
-            r"end=2; numbers of updates, and a fraction",
+            lambda x: hfjax.lr_schedule(1.0, warmup_steps=5, steps=5),
+            r"steps=5 leave nothing to decay",
         ),
         (
-            lambda x: hfjax.lr_schedule(1.0, steps=5, decay="cos"),
-            r"decay='cos', shape='linear'; decay is one of",
+            lambda x: hfjax.lr_schedule(1.0, steps=5, final_fraction=2),
+            r"final_fraction=2; steps are whole",
+        ),
+        (
+            lambda x: hfjax.lr_schedule(1.0, steps=5, type="cos"),
+            r"type='cos', warmup_type='linear'; type is one of",
         ),
         (
             lambda x: hfjax.train_step(x, squared, on_nonfinite="ignore"),
@@ -267,22 +270,28 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peak": True}, "peak=True, .*; numbers are expected"),
-        ({"warmup": 1.5}, "warmup=1.5, .*; updates are whole numbers"),
-        ({"warmup": NAN, "decay": "constant"}, "warmup=nan, .*; updates are whole"),
-        ({"warmup": INF, "decay": "constant"}, "warmup=inf, .*; updates are whole"),
-        ({"hold": True}, "hold=True, .*; updates are whole numbers"),
-        ({"hold": "3"}, "hold='3', .*; updates are whole numbers"),
-        ({"end": True}, "end=True; numbers of updates, and a fraction"),
-        ({"end": NAN}, "end=nan; numbers of updates, and a fraction"),
+        ({"peak": True}, "peak=True; a positive learning"),
+        ({"warmup_steps": 1.5}, "warmup_steps=1.5, .*; steps are whole numbers"),
+        ({"warmup_steps": NAN, "type": "constant"}, "warmup_steps=nan, .*; steps are whole"),
+        ({"warmup_steps": INF, "type": "constant"}, "warmup_steps=inf, .*; steps are whole"),
+        ({"stable_steps": True}, "stable_steps=True, .*; steps are whole numbers"),
+        ({"stable_steps": "3"}, "stable_steps='3', .*; steps are whole numbers"),
+        (
+            {"final_fraction": True},
+            "final_fraction=True; steps are whole numbers from 0 on, and the fraction",
+        ),
+        (
+            {"final_fraction": NAN},
+            "final_fraction=nan; steps are whole numbers from 0 on, and the fraction",
+        ),
         ({"steps": True}, "steps=True leave nothing to decay"),
     ],
 )
 def test_a_rate_of_what_is_no_number_is_refused(fields, message):
     given: Any = {"peak": 1.0, "steps": 100} | fields
-    with pytest.raises(ValueError, match=f"rate: .*{message}"):
+    with pytest.raises(ValueError, match=f"lr_schedule: .*{message}"):
         hfjax.lr_schedule(**given)
-    whole: Any = {"warmup": 1e1, "steps": np.int64(50)}
+    whole: Any = {"warmup_steps": 1e1, "steps": np.int64(50)}
     assert float(hfjax.lr_schedule(1.0, **whole)(9)) == 1
 
 
@@ -299,7 +308,7 @@ WRAPPERS = {
     ("given", "found"),
     [
         (1e-3, "0.001"),
-        (hfjax.lr_schedule(1e-3, decay="constant"), "the function learning_rate"),
+        (hfjax.lr_schedule(1e-3, type="constant"), "the function learning_rate"),
         (optax.adamw, "the function adamw"),
         ("adamw", "'adamw'"),
         ({"init": 1e-3}, "{'init': 0.001}"),
@@ -379,10 +388,13 @@ def test_an_average_follows_the_parameters_by_its_decay():
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({"warmup": 4, "decay": "constant"}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
-        ({"steps": 4, "decay": "linear", "end": 0.5}, [1, 0.875, 0.75, 0.625, 0.5, 0.5]),
-        ({"warmup": 1, "hold": 2, "steps": 5, "decay": "linear"}, [1, 1, 1, 1, 0.5, 0, 0]),
-        ({"warmup": 4, "shape": "log", "decay": "constant"}, [0, 0, 0.5, 0.79248, 1]),
+        ({"warmup_steps": 4, "type": "constant"}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ({"steps": 4, "type": "linear", "final_fraction": 0.5}, [1, 0.875, 0.75, 0.625, 0.5, 0.5]),
+        (
+            {"warmup_steps": 1, "stable_steps": 2, "steps": 5, "type": "linear"},
+            [1, 1, 1, 1, 0.5, 0, 0],
+        ),
+        ({"warmup_steps": 4, "warmup_type": "log", "type": "constant"}, [0, 0, 0.5, 0.79248, 1]),
     ],
 )
 def test_a_rate_goes_up_stays_and_goes_down(fields, wanted):
@@ -408,14 +420,14 @@ def of_deepspeed(kind, update, warmup, steps, end):
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("WarmupLR", {"decay": "constant"}),
-        ("WarmupDecayLR", {"decay": "linear", "hold": 1, "steps": 13}),
-        ("WarmupCosineLR", {"decay": "cosine", "end": 0.0001, "steps": 12}),
+        ("WarmupLR", {"type": "constant"}),
+        ("WarmupDecayLR", {"type": "linear", "stable_steps": 1, "steps": 13}),
+        ("WarmupCosineLR", {"type": "cosine", "final_fraction": 0.0001, "steps": 12}),
     ],
 )
 def test_a_rate_is_that_of_deepspeed_at_every_update(kind, fields):
     for warmup in (1, 2, 5):
-        rate = hfjax.lr_schedule(1.0, warmup=warmup, shape="log", **fields)
+        rate = hfjax.lr_schedule(1.0, warmup_steps=warmup, warmup_type="log", **fields)
         wanted = [of_deepspeed(kind, n, warmup, 12, 0.0001) for n in range(16)]
         np.testing.assert_allclose([float(rate(n)) for n in range(16)], wanted, atol=1e-6)
 
@@ -503,7 +515,7 @@ def of_layers(params):
         optax.partition({"muon": optax.contrib.muon(1e-3), "sgd": optax.sgd(1e-3)}, of_layers),
         optax.masked(optax.contrib.muon(1e-3), lambda params: jax.tree.map(jnp.ndim, params)),
         optax.inject_hyperparams(optax.contrib.muon)(learning_rate=1e-3),
-        optax.contrib.muon(hfjax.lr_schedule(1e-3, warmup=2, decay="constant")),
+        optax.contrib.muon(hfjax.lr_schedule(1e-3, warmup_steps=2, type="constant")),
         optax.MultiSteps(optax.contrib.muon(1e-3), 2).gradient_transformation(),
         optax.apply_if_finite(optax.contrib.muon(1e-3), 3),
     ],
@@ -570,7 +582,7 @@ def by_plain_optax(model, optimizer, batch, steps):
 @pytest.mark.slow
 def test_muon_that_is_told_its_matrices_trains_as_plain_optax_on_one_device():
     muon, wanted = (
-        partial(optax.contrib.muon, hfjax.lr_schedule(0.01, warmup=2, decay="constant")),
+        partial(optax.contrib.muon, hfjax.lr_schedule(0.01, warmup_steps=2, type="constant")),
         {},
     )
     for told in (of_stacks, None):

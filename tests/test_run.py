@@ -926,7 +926,7 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
             lambda: OptimizerConfig(learning_rate=1e-50),
             r"--optimizer.learning-rate 1e-50: that is 0 in float32",
         ),
-        (lambda: hfjax.lr_schedule(1e40), r"rate: peak=1e\+40"),
+        (lambda: hfjax.lr_schedule(1e40), r"lr_schedule: peak=1e\+40"),
         (lambda: Sampling(seed=2**32), r"--seed 4294967296: a number from 0 to 4294967295"),
         (
             lambda: TrainConfig(steps=cast("Any", 1.5)),

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import BuiltinFunctionType
 from typing import Any
@@ -41,16 +42,12 @@ DECAY = 0.1
 def make_lr_schedule(config: TrainConfig) -> Callable:
     """Return the learning-rate schedule of a configuration, by the number of updates."""
     opts, steps = config.lr_schedule, config.steps
-    warmup = min(20, steps // 4) if opts.warmup_steps is None else opts.warmup_steps
-    fields = {"warmup": warmup, "end": opts.final_fraction, "hold": opts.stable_steps}
-    rate = config.optimizer.learning_rate
+    if opts.warmup_steps is None:
+        opts = replace(opts, warmup_steps=min(20, steps // 4))
     try:
-        return hfjax.lr_schedule(rate, steps=steps, decay=opts.type, **fields)
+        return hfjax.lr_schedule(config.optimizer.learning_rate, steps=steps, **vars(opts))
     except ValueError as wrong:
-        raise ValueError(
-            f"--lr-schedule.warmup-steps {warmup}, --lr-schedule.stable-steps "
-            f"{opts.stable_steps}, --lr-schedule.final-fraction {opts.final_fraction}: {wrong}"
-        ) from None
+        raise ValueError(f"--lr-schedule: {str(wrong).removeprefix('lr_schedule: ')}") from None
 
 
 def build_optimizer(config: TrainConfig, rate: Callable, optimizer: Any = None) -> Any:

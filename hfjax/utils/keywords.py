@@ -25,6 +25,9 @@ LONG_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": 
 KEYWORDS = {
     "accumulate": ("gradient_accumulation_steps",),
     "clip": ("max_grad_norm",),
+    "decay": ("type",),
+    "end": ("final_fraction",),
+    "hold": ("stable_steps",),
     "length": ("seq_len",),
     "mine": ("local_examples",),
     "moments": ("optimizer_state",),
@@ -32,7 +35,9 @@ KEYWORDS = {
     "patience": ("max_skipped",),
     "reduction": ("gradient_reduction",),
     "rows": ("batch_view", "batch_size", "global_batch_size"),
+    "shape": ("warmup_type",),
     "split_rows": ("tensor_overlap_chunks",),
+    "warmup": ("warmup_steps",),
 }
 
 
