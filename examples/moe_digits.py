@@ -71,7 +71,9 @@ def main() -> float:
     batches, unseen = digits()
     mesh = hfjax.make_mesh(data=2, expert=4)
     strategy = hfjax.ZERO2 | hfjax.EXPERT | hfjax.HOST_OPTIMIZER
-    optimizer = optax.adam(hfjax.lr_schedule(3e-3, warmup_steps=20, type="constant", warmup_type="log"))
+    optimizer = optax.adam(
+        hfjax.lr_schedule(3e-3, warmup_steps=20, type="constant", warmup_type="log")
+    )
     layout = hfjax.layout(lambda rngs: Digits(rngs=rngs), optimizer, mesh, strategy)
     step, evaluate = (
         hfjax.train_step(layout, loss, max_grad_norm=1.0),

@@ -422,7 +422,7 @@ def assert_same_run(run: TrainResult, reference: TrainResult, who: str) -> float
 
 
 ADVICE = (
-    " What a program makes of its device's own rows depends on the mesh: hfjax.per_device, and "
+    " What a program makes of its device's own examples depends on the mesh: hfjax.per_device, and "
     "batch_view='local' (docs/any_model.md#where-rows-of-the-batch-meet)."
 )
 

@@ -84,10 +84,9 @@ def check_processes(mesh: Mesh) -> None:
         str(process) for process in range(jax.process_count()) if process not in participants
     ]:
         raise ValueError(
-            f"{_describe_missing(mesh, *out)}: it would never take part, and be waited for. Let "
-            "an axis "
-            "take the devices that are left with -1 (data=-1; hfjax train: --mesh.data -1), or "
-            "start fewer processes."
+            f"{_describe_missing(mesh, *out)}: it would never take part, and be waited for. Let an "
+            "axis take the devices that are left with -1 (data=-1; hfjax train: --mesh.data -1), "
+            "or start fewer processes."
         )
 
 
@@ -98,9 +97,8 @@ def check_own_process(mesh: Mesh) -> None:
     if jax.process_count() > 1 and not own and not real.isdisjoint(mesh.devices.flat):
         raise ValueError(
             f"{_describe_missing(mesh, str(me))}, which is this one: it could compute nothing. "
-            "Give "
-            "make_mesh devices of all processes that use the mesh (devices=…), or use it in the "
-            "others only."
+            "Give make_mesh devices of all processes that use the mesh (devices=…), or use it in "
+            "the others only."
         )
 
 

@@ -158,8 +158,7 @@ def parse_names(names: Any, option: str) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(
             f"{option} names={names!r}: names of jax.ad_checkpoint.checkpoint_name are expected, "
-            "for "
-            'instance ("qkv", "mlp_up").'
+            'for instance ("qkv", "mlp_up").'
         )
     return tuple(names)
 

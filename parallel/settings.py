@@ -68,8 +68,7 @@ class ContextParallel:
             if dimension is not None and not is_int(dimension, -MOST, MOST):
                 raise ValueError(
                     f"ContextParallel(sequence={{{path!r}: {dimension!r}}}): the number of a "
-                    "dimension, "
-                    "or None: the array has no sequence."
+                    "dimension, or None: the array has no sequence."
                 )
         u = self.ulysses
         if u is not None and not is_int(u):
@@ -122,8 +121,7 @@ class KernelChoices:
             if not isinstance(choice, str) or choice not in KERNEL_WORDS:
                 raise ValueError(
                     f"kernels={choice!r}: one of {', '.join(KERNEL_WORDS)}, or one of them for "
-                    "each "
-                    'kernel, for instance {"flash_block": "pallas", "*": "auto"}.'
+                    'each kernel, for instance {"flash_block": "pallas", "*": "auto"}.'
                 )
         rest = choices.pop("*", "auto")
         return cls(tuple(sorted(choices.items())), rest)

@@ -152,7 +152,7 @@ def test_batch_norm_over_the_rows_of_each_device_on_request_and_the_layout_tells
     assert losses(linen_normed(None), forward=with_mode, sync_batch_norm=False) != pytest.approx(
         losses(linen_normed(None), ONE, forward=with_mode), rel=1e-2
     )
-    assert "BatchNorm (1): normalises over the rows of all devices" in str(plan(init)[0])
+    assert "BatchNorm (1): normalises over the examples of all devices" in str(plan(init)[0])
 
 
 class LinenNorms(linen.Module):
@@ -174,14 +174,14 @@ class TwoLinenNorms(nnx.Module):
 @pytest.mark.slow
 def test_the_layout_counts_batch_norms_of_linen_whose_modules_exist_in_calls_only():
     layout = lambda make, **options: str(plan(make, **options)[0])
-    assert "BatchNorm (5): normalises over the rows of all" in layout(
+    assert "BatchNorm (5): normalises over the examples of all" in layout(
         lambda rngs: TwoLinenNorms(rngs=rngs)
     )
     bare = lambda rngs: LinenNormed(None).init(rngs.params(), BATCH["x"], train=False)
     before = linen_normed(None)(nnx.Rngs(0))
     for make in (linen_normed(None), bare, lambda rngs: before):
         told = layout(make, sync_batch_norm=False)
-        assert "BatchNorm (1): normalises over the rows of each device" in told
+        assert "BatchNorm (1): normalises over the examples of each device" in told
     assert "BatchNorm" not in layout(lambda rngs: linear(rngs))
 
 

@@ -151,7 +151,9 @@ def test_what_cannot_be_cut_is_refused():
         lambda rngs: Told(rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP
     )
     step = hfjax.train_step(plan, next_token_loss, tensor_overlap_chunks=2)
-    with pytest.raises(ValueError, match=r"is not all of rows: \[\] where a device has 2 rows"):
+    with pytest.raises(
+        ValueError, match=r"is not split by examples: \[\] where a device has 2 examples"
+    ):
         step.lower(tokens())
     given: Any
     for given in (0, True, 1.5):
@@ -214,23 +216,30 @@ def lowered_step(model, batch):
 
 
 def test_a_stream_that_does_not_begin_with_the_rows_is_refused():
-    with pytest.raises(ValueError, match=r"\[24, 16, 32\] where a device has 16 rows"):
+    with pytest.raises(ValueError, match=r"\[24, 16, 32\] where a device has 16 examples"):
         lowered_step(PositionsFirst, tokens())
-    with pytest.raises(ValueError, match=r"all of rows: \[24, 8, 32\] where .* part has 8 rows"):
+    with pytest.raises(
+        ValueError, match=r"split by examples: \[24, 8, 32\] where .* part has 8 examples"
+    ):
         lowered_step(TurnedAtTheEnd, tokens())
 
 
 def test_also_where_there_are_as_many_positions_as_rows():
-    with pytest.raises(ValueError, match=r"and of 4 to tell .*: \[8, 4, 32\] where .* has 4 rows"):
+    with pytest.raises(
+        ValueError, match=r"and of 4 to tell .*: \[8, 4, 32\] where .* has 4 examples"
+    ):
         lowered_step(PositionsFirst, tokens(rows=8, length=8))
     with pytest.raises(
-        ValueError, match=r"\[8, 8, 32\] have this size, or a multiple, twice, and embed of 4 rows"
+        ValueError,
+        match=r"\[8, 8, 32\] have this size, or a multiple, twice, and embed of 4 examples",
     ):
         lowered_step(HardCoded, tokens(rows=8, length=8))
 
 
 def test_also_where_rows_are_part_of_another_dimension():
-    with pytest.raises(ValueError, match=r"and of 4 to tell .*: \[8, 32, 4\] where .* has 4 rows"):
+    with pytest.raises(
+        ValueError, match=r"and of 4 to tell .*: \[8, 32, 4\] where .* has 4 examples"
+    ):
         lowered_step(Merged, tokens(rows=8, length=8))
 
 

@@ -250,7 +250,7 @@ def test_each_form_sends_the_bytes_of_its_formula_and_auto_takes_the_least_and_t
     step.trace(ROWS)
     assert chosen(step).option.total_bytes(chosen(step).calls) == least
     shown = str(step.context)
-    assert "4 devices share a row, zigzag order" in shown
+    assert "4 devices share a sequence, zigzag order" in shown
     assert shown.count("chosen") == 1
 
 
@@ -328,7 +328,9 @@ def test_grouped_heads_on_few_devices_go_around_a_ring():
 
 
 def test_rows_that_do_not_divide_are_refused_with_the_length_that_does():
-    with pytest.raises(ValueError, match=r"30 positions do not divide by 8 .*rows of 32 positions"):
+    with pytest.raises(
+        ValueError, match=r"30 positions do not divide by 8 .*sequences of 32 positions"
+    ):
         plan(4, "ring").lower({"tokens": np.zeros((2, 31), np.int32)})
     with pytest.raises(ValueError, match=r'or choose hfjax.ContextParallel\(order="contiguous"\)'):
         plan(4, "ring").lower({"tokens": np.zeros((2, 37), np.int32)})

@@ -110,5 +110,5 @@ def test_too_few_tokens_for_a_row_are_refused(tmp_path):
         StreamExamples(data, 8)
     with pytest.raises(ValueError, match="none of its 3 documents has two tokens"):
         DocumentExamples(numbered(tmp_path / "b", [1, 1, 1]), 8)
-    with pytest.raises(ValueError, match="rows of 0 tokens: at least 1"):
+    with pytest.raises(ValueError, match="sequences of 0 tokens: at least 1"):
         StreamExamples(data, 0)

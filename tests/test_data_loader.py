@@ -325,7 +325,9 @@ def test_a_mixture_of_nothing_or_with_an_end_is_refused(data):
 
 
 def test_rows_that_do_not_divide_among_processes_are_refused():
-    with pytest.raises(ValueError, match="6 rows do not divide among 4 processes: give 8 rows"):
+    with pytest.raises(
+        ValueError, match="6 examples do not divide among 4 processes: give 8 examples"
+    ):
         share(6, 0, 4)
 
 

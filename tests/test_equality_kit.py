@@ -237,7 +237,7 @@ def test_a_default_case_that_a_check_refuses_is_left_out_and_one_that_fails_fail
     batch = tokens(rows=4)
     found = assert_strategies_agree(mlps(), next_token_loss, batch, steps=1)
     assert found.keys() == {"DDP"}
-    told = r"PIPE on pipe=2 x data=4: left out: batch of 4 rows does not divide by .*8 rows"
+    told = r"PIPE on pipe=2 x data=4: left out: batch of 4 examples does not divide by .*8 examples"
     assert re.search(told, capfd.readouterr().err)
 
     @hfjax.per_device

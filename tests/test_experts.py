@@ -328,7 +328,7 @@ def test_of_rows_that_devices_share_losses_and_draws_are_those_of_whole_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+@pytest.mark.filterwarnings("ignore:.*examples meet, and no rule")
 def test_experts_in_a_loop_over_rows_are_those_of_one_device():
     batch, losses = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32), []
     router = Router(balance_loss=0)

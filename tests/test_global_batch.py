@@ -232,7 +232,7 @@ def test_a_loop_for_each_row_sends_nothing():
     layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP, forward=forward)
     step = hfjax.train_step(layout, squares)
     assert {c.shape for c in hfjax.collectives(step.lower(BATCH))} == {(4, 3), (3,), ()}
-    assert str(step.batch_comms) == "no rows meet"
+    assert str(step.batch_comms) == "no examples meet"
 
 
 class Joins(nnx.Module):
@@ -289,7 +289,7 @@ def test_a_step_prints_what_joins_rows_with_line_bytes_and_how_often():
     assert "summed over devices, 4 B  once" in str(step.batch_comms)
     _, plain = step_of()
     plain.trace(BATCH)
-    assert str(plain.batch_comms) == "no rows meet"
+    assert str(plain.batch_comms) == "no examples meet"
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
@@ -303,7 +303,9 @@ def test_a_mean_in_bfloat16_is_complete_before_it_is_rounded_and_one_in_float32_
     init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
     layout, step = step_of(loss, init, precision="bf16", gradient_accumulation_steps=2)
     sent = hfjax.collectives(step.lower(BATCH))
-    kept = {row.kind for row in sent} == {"all-reduce"} and str(step.batch_comms) == "no rows meet"
+    kept = {row.kind for row in sent} == {"all-reduce"} and str(
+        step.batch_comms
+    ) == "no examples meet"
     assert kept == (dtype is not None)
     assert kept or "convert_element_type  summed over devices, 4 B" in str(step.batch_comms)
     found = float(step(hfjax.init(layout), BATCH)[1]["first"])
@@ -321,7 +323,7 @@ def test_what_no_rule_runs_on_parts_is_told_where_it_is_much_and_refused_on_requ
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step.trace(rows(16))
-    told = r"test_global_batch.py.*sort: rows meet, .* gathers .*per_device"
+    told = r"test_global_batch.py.*sort: examples meet, .* gathers .*per_device"
     with pytest.warns(UserWarning, match=told):
         step.trace(rows(2**13))  # 32 KiB
     _, step = step_of(ranked, lambda rngs: nnx.Linear(4, 2**25, use_bias=False, rngs=rngs))
@@ -362,7 +364,9 @@ def test_outputs_that_join_rows_or_have_them_elsewhere_are_those_of_one_device()
         found.append(jax.tree.map(np.asarray, predict(hfjax.init(layout), BATCH)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
     odd = {name: x[:13] for name, x in BATCH.items()}
-    with pytest.raises(ValueError, match=r"13 rows does not divide .*rows meet in the model"):
+    with pytest.raises(
+        ValueError, match=r"13 examples does not divide .*examples meet in the model"
+    ):
         predict(hfjax.init(layout), odd)
 
 
@@ -396,7 +400,7 @@ def linear(rngs):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+@pytest.mark.filterwarnings("ignore:.*examples meet, and no rule")
 def test_a_scan_over_rows_that_reads_its_counter_is_that_of_one_device():
     losses = []
     for n in (1, 4):
@@ -411,7 +415,7 @@ def test_a_scan_over_rows_that_reads_its_counter_is_that_of_one_device():
     np.testing.assert_allclose(*predicted(Counting), rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+@pytest.mark.filterwarnings("ignore:.*examples meet, and no rule")
 def test_a_sum_that_a_loop_shows_is_that_of_one_device():
     shown = []
 
@@ -455,7 +459,7 @@ def test_keys_of_each_row_draw_what_they_draw_on_one_device(impl):
         np.testing.assert_allclose(four[:, number], one[:, number], rtol=1e-6, err_msg=name)
 
 
-@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+@pytest.mark.filterwarnings("ignore:.*examples meet, and no rule")
 def test_a_greatest_or_least_over_rows_of_which_one_is_nan_is_nan():
     x = np.arange(16, dtype=np.float32)[:, None] - np.full(5, 8, np.float32)
     x[[5, 9, 0, 15], range(1, 5)] = np.nan, -np.nan, np.inf, -np.inf
@@ -473,7 +477,7 @@ def test_a_callback_whose_value_is_used_in_a_loop_over_rows_is_refused():
         step.trace(BATCH)
 
 
-@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+@pytest.mark.filterwarnings("ignore:.*examples meet, and no rule")
 def test_a_collective_in_a_branch_of_a_loop_over_rows_sees_one_device():
     def branch(row):
         return jax.lax.cond(row.sum() > 0, lambda r: jax.lax.psum(r, "data"), jnp.sin, row)
@@ -501,5 +505,5 @@ def test_callbacks_see_all_rows_once_and_one_whose_value_is_used_is_refused():
 
 def test_a_number_in_a_batch_is_refused_in_words():
     layout, step = step_of()
-    with pytest.raises(ValueError, match="arrays with the same number of rows, at least one"):
+    with pytest.raises(ValueError, match="arrays with the same number of examples, at least one"):
         step(hfjax.init(layout), {**BATCH, "scale": jnp.float32(3)})

@@ -115,7 +115,7 @@ def test_as_many_rows_as_positions_stay_where_they_are(model):
     )
     sent = hfjax.collectives(step.lower(given))
     assert {row.kind for row in sent if "data" in row.axes} == {"all-reduce"}
-    assert str(step.batch_comms) == "no rows meet"
+    assert str(step.batch_comms) == "no examples meet"
     agree(model, {"data": BESIDE["data"]}, given, gradient_accumulation_steps=2, steps=1)
 
 
@@ -371,7 +371,9 @@ def test_rows_and_lengths_that_do_not_divide_are_refused_with_sides_that_would()
         ValueError, match=r"microbatches x 1 devices x row=4 .*: row of \[3, 2\] would do"
     ):
         made.lower(tokens(rows=12))
-    with pytest.raises(ValueError, match=r"rows of 9 tokens: on a grid tensor=2 .*: only 1 would"):
+    with pytest.raises(
+        ValueError, match=r"sequences of 9 tokens: on a grid tensor=2 .*: only 1 would"
+    ):
         made.lower(tokens(rows=8, length=9))
 
 

@@ -431,10 +431,12 @@ WRONG_PIPES = {
     r"mesh is 4: a mesh of hfjax.make_mesh": lambda: PipeDream(two(), 2, mesh=wrong(4)),
 }
 WRONG_BATCHES = {
-    r"batch of 6 rows does not divide by 4 microbatches x 2": lambda: run(X[:6], labels=(Y[:6],)),
-    r"labels\[0\] has 8 rows, x has 16": lambda: run(labels=(Y[:8],)),
+    r"batch of 6 examples does not divide by 4 microbatches x 2": lambda: run(
+        X[:6], labels=(Y[:6],)
+    ),
+    r"labels\[0\] has 8 examples, x has 16": lambda: run(labels=(Y[:8],)),
     r"labels\[0\] holds 3: arrays with a row": lambda: run(labels=(3,)),
-    r"x has no rows": lambda: run(X[:0], labels=(Y[:0],)),
+    r"x has no examples": lambda: run(X[:0], labels=(Y[:0],)),
     r"labels is ndarray: a tuple is expected": lambda: run(labels=Y),
     r"criterion is int: a function": lambda: run(criterion=3),
     r"with 1 labels: missing a required argument: 'weight'": lambda: run(criterion=weighted),

@@ -327,7 +327,7 @@ def test_the_settings_of_a_run_are_those_of_its_configuration():
 def test_an_alternative_that_cannot_be_is_told_with_its_reason(beside):
     found = report(beside(OF_MLPS, "gradient_accumulation_steps: 3"))
     assert len(found.estimates) == 1
-    assert "batch of 16 rows does not divide by 3 microbatches" in found.refused["0.yaml"]
+    assert "batch of 16 examples does not divide by 3 microbatches" in found.refused["0.yaml"]
 
 
 def test_changes_are_in_a_file(tmp_path):
@@ -387,7 +387,7 @@ def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
     ran = [sys.executable, "-m", "hfjax", "memory", *words, "--plot", str(tmp_path / "memory.png")]
     done = subprocess.run(ran, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "gpt-tiny, DDP on data=2 (2 x CPU), 32 rows of 64 tokens" in done.stdout
+    assert "gpt-tiny, DDP on data=2 (2 x CPU), 32 sequences of 64 tokens" in done.stdout
     told = json.loads((tmp_path / "memory.json").read_text())
     assert [e["name"] for e in told["estimates"]] == ["remat=none", "full.yaml"]
     assert (tmp_path / "memory.png").exists()
@@ -409,7 +409,7 @@ def test_a_mistake_ends_the_command_in_words(capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
     flags = "--gpu here --vocab 64 --model.num-layers 2 --global-batch-size 9"
     assert command(flags.split()) == 2
-    assert "hfjax memory: batch of 9 rows does not divide" in capsys.readouterr().err
+    assert "hfjax memory: batch of 9 examples does not divide" in capsys.readouterr().err
 
 
 def test_the_picture_has_to_be_a_png():

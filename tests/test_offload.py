@@ -78,7 +78,7 @@ def test_training_is_bit_equal_to_no_offload(case):
 
 
 def joining(outputs, batch):
-    """A loss in which rows meet: on CPUs slots of a tick then follow one another."""
+    """A loss in which examples meet: on CPUs slots of a tick then follow one another."""
     of_row = token_losses(outputs, batch)[0].mean(1)
     return of_row.mean() + jnp.square(of_row - of_row.mean()).mean()
 

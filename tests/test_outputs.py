@@ -101,7 +101,7 @@ def test_a_prediction_runs_inside_a_program_of_the_users():
         ),
         (
             lambda layout: hfjax.predict_step(layout)(hfjax.init(layout), tokens(rows=0)),
-            "the same number of rows, at least one; found rows",
+            "the same number of examples, at least one; found",
         ),
         (
             lambda layout: hfjax.predict_step(

@@ -111,7 +111,9 @@ def test_a_balance_that_does_not_deal_all_layers_is_refused(balance):
 
 def test_a_batch_that_does_not_split_into_microbatches_is_refused():
     step = train(PIPE | DDP, {"pipe": 2, "data": 2}, FOUR)
-    with pytest.raises(ValueError, match=r"12 rows does not divide by 4 microbatches x 2 devices"):
+    with pytest.raises(
+        ValueError, match=r"12 examples does not divide by 4 microbatches x 2 devices"
+    ):
         step.lower(tokens(12))
 
 

@@ -130,7 +130,10 @@ def test_a_terminal_of_80_columns_shows_every_number(made):
     lines = shown_at(80, table_of(made))
     assert max(map(len, lines)) <= 80
     head = " ".join(line.strip() for line in lines[:5])
-    for words in ("gpt-tiny on 8 x NVIDIA H200", "2,048 tokens in a step (128 rows of 16 tokens)"):
+    for words in (
+        "gpt-tiny on 8 x NVIDIA H200",
+        "2,048 tokens in a step (128 sequences of 16 tokens)",
+    ):
         assert words in head
     assert "a step may use 105.8 GiB of a device's 141.0 GiB" in head
     assert re.search(r"[\d,]+ ways searched in \d+ s.*; predicted by formulas", head)
@@ -663,7 +666,7 @@ def test_a_flag_that_is_not_there_gets_the_nearest_in_every_command(capsys, word
 def test_what_nothing_divides_is_told_with_what_does(capsys):
     words = ("--global-batch-size", "7", "--count", "8", "--model.num-layers", "1")
     told = error_of(capsys, *FEW, *words)
-    assert "7 rows of 16 tokens on 8 devices: no mesh divides them." in " ".join(told.split())
+    assert "7 sequences of 16 tokens on 8 devices: no mesh divides them." in " ".join(told.split())
     assert "These divide: 8 (128 tokens), 16 (256 tokens)." in " ".join(told.split())
 
 

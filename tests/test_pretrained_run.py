@@ -97,7 +97,7 @@ def test_a_run_begins_with_the_weights_and_says_what_it_has_read(place, capsys):
     said = capsys.readouterr().out
     model = hfjax.pretrained(place / "llama", pad_vocab_to=128)
     assert "llama: 40.1k parameters, FSDP on fsdp=2" in said
-    assert "rows of 16 tokens; the model takes 32: --model.seq-len" in said
+    assert "sequences of 16 tokens; the model takes 32: --model.seq-len" in said
     assert f"read {model.bytes / 1024:.1f} KiB of {place / 'llama'} in " in said
     assert "parameters are stored in float32" in said
     parts = RunComponents(config)
@@ -278,7 +278,7 @@ def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_is_useful(place,
     assert (more.model.length, more.model.max_length) == (40, 40)
     assert more.pretrained is not None
     assert length_note(more.pretrained, 40).startswith(
-        "warning: rows of 40 tokens are longer than those that the model was trained for (32)"
+        "warning: sequences of 40 tokens are longer than those that the model was trained for (32)"
     )
     learned = small_folder(tmp_path / "gpt2", GPT2)
     parts = of(learned, seq_len=16)

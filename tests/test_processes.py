@@ -140,9 +140,11 @@ def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(t
     first, second = (re.findall(r"refused (.*)", out) for out in told_by_two)
     assert first[:5] == second[:5]
     differ = (
-        "process 1 gave other rows of the batch than process 0: on mesh tensor=4 devices along "
+        "process 1 gave other examples of the batch than process 0: on mesh tensor=4 devices along "
     )
-    assert first[0].startswith(f"{differ}tensor compute with the same rows, and belong to both. ")
+    assert first[0].startswith(
+        f"{differ}tensor compute with the same examples, and belong to both. "
+    )
     assert "Give the same in each: those of hfjax.process_batch_slice(layout, rows)" in first[0]
     assert first[1] == first[0]  # also another number of them
     assert first[2] == "True"  # those that are the same are none

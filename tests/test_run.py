@@ -725,7 +725,7 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ),
         (
             {"global_batch_size": 12, "mesh": MeshConfig(data=8)},
-            r"batch of 12 rows does not divide by 8 devices",
+            r"batch of 12 examples does not divide by 8 devices",
         ),
         ({"optimizer": OptimizerConfig(name="adamx")}, r"name adamx: optax has no optimizer"),
         (

@@ -520,7 +520,7 @@ class Normalising(nnx.Module):
 
 
 @pytest.mark.parametrize("sizes", [{"context": 2, "data": 2}, {"data": 2}])
-@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+@pytest.mark.filterwarnings("ignore:.*examples meet, and no rule")
 def test_statistics_and_transforms_are_of_all_rows_and_positions(sizes):
     same_as_one_device(lambda rngs: Normalising(rngs), sizes)
 

@@ -51,15 +51,18 @@ def test_a_seed_gives_the_same_parameters_on_every_mesh():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (tokens(rows=6), r"batch of 6 rows does not divide by 4 devices .*Use 4 or 8 rows\.$"),
-        (tokens(rows=3), r"batch of 3 rows does not divide by 4 devices .*Use 4 rows\.$"),
+        (
+            tokens(rows=6),
+            r"batch of 6 examples does not divide by 4 devices .*Use 4 or 8 examples\.$",
+        ),
+        (tokens(rows=3), r"batch of 3 examples does not divide by 4 devices .*Use 4 examples\.$"),
         (
             tokens() | {"mask": np.ones((8, 24))},
-            r"same number of rows.* found rows: mask 8, tokens 16\.",
+            r"same number of examples.* found: mask 8, tokens 16\.",
         ),
-        ({"tokens": np.zeros((0, 25), np.int32)}, r"at least one; found rows: tokens 0\."),
+        ({"tokens": np.zeros((0, 25), np.int32)}, r"at least one; found: tokens 0\."),
         ({"tokens": [[1, 2]] * 4}, r"found Python numbers in it. Convert lists first"),
-        ({}, r"at least one; found rows: none\."),
+        ({}, r"at least one; found: none\."),
     ],
 )
 def test_a_batch_that_does_not_split_is_refused(ddp, batch, message):
@@ -73,7 +76,7 @@ def test_a_batch_that_does_not_split_is_refused(ddp, batch, message):
 def test_a_batch_must_divide_by_the_microbatches_too():
     layout = mlp_layout(DDP, {"data": 4})
     step = hfjax.train_step(layout, next_token_loss, gradient_accumulation_steps=3)
-    message = r"16 rows does not divide by 3 microbatches x 4 devices .*Use 12 or 24 rows, or anoth"
+    message = r"16 examples does not divide by 3 microbatches x 4 .*Use 12 or 24 examples, or"
     with pytest.raises(ValueError, match=message):
         step.lower(tokens())
 

@@ -79,9 +79,8 @@ class RetentionPolicy:
         """
         if self.best is not None and self.best not in metrics:
             raise ValueError(
-                f"RetentionPolicy(best={self.best!r}) judges steps by a metric that was "
-                "not given, found "
-                f"{sorted(metrics) or 'none'}. Give save(…, metrics={{{self.best!r}: …}})."
+                f"RetentionPolicy(best={self.best!r}) judges steps by a metric that was not given, "
+                f"found {sorted(metrics) or 'none'}. Give save(…, metrics={{{self.best!r}: …}})."
             )
 
     def _spaced(self, steps: list[int]) -> list[int]:

@@ -52,12 +52,11 @@ def check_state_shardings(layout: Layout, state: State) -> None:
         for (keys, x), sharding in zip(pairs, expected, strict=True):
             if not is_traced(x) and not _has_sharding(x, sharding):
                 raise ValueError(
-                    f"this state was made with another layout: {column}"
-                    f"{jax.tree_util.keystr(keys)} lies as {_describe_sharding(x)}, and this "
-                    "layout "
-                    f"({layout.strategy.name} on {describe_mesh(layout.mesh)}) has it as "
-                    f"{sharding.spec}. Give train_step the layout that the state was made with, or "
-                    "move the state: jax.device_put(state, layout.shardings())."
+                    "this state was made with another layout: "
+                    f"{column}{jax.tree_util.keystr(keys)} lies as {_describe_sharding(x)}, and "
+                    f"this layout ({layout.strategy.name} on {describe_mesh(layout.mesh)}) has it "
+                    f"as {sharding.spec}. Give train_step the layout that the state was made with, "
+                    "or move the state: jax.device_put(state, layout.shardings())."
                 )
 
 
@@ -118,7 +117,7 @@ def _refuse_idle(layout: Layout, idle_axes: Sequence[str]) -> None:
                 if axis in EXPERT_AXES
                 else f"and a strategy that splits it: parameters={{{dim_name!r}: {axis!r}}}. "
             )
-            + "To split only rows, use data in its place."
+            + "To split only the batch, use data in its place."
         )
     raise ValueError(
         f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle_axes)} splits neither the batch nor a "
@@ -158,8 +157,8 @@ def _check_by_path(layout: Layout, precision: PrecisionByPath) -> None:
     ):
         raise ValueError(
             f"precision by path, and {named_paths[0]} is packed into one row with others: a "
-            "pipeline of "
-            "unlike layers has one precision for all layers. Name only what is outside of them."
+            "pipeline of unlike layers has one precision for all layers. Name only what is outside "
+            "of them."
         )
 
 
@@ -171,8 +170,7 @@ def _check_scale(layout: Layout, precision: Any) -> None:
     if half_paths and stored_dtype(layout.optimizer, None) is None:
         raise ValueError(
             f"{half_paths[0]} is stored in float16: its updates would be too small for it. Store "
-            "it in "
-            "float32, or keep a float32 copy: hfjax.optimizers.master_weights(optimizer)."
+            "it in float32, or keep a float32 copy: hfjax.optimizers.master_weights(optimizer)."
         )
     compute_dtypes = {
         path: precision.at(path).of(p.dtype).compute for path, p in layout.param_specs.items()

@@ -56,14 +56,13 @@ def check_branches(text: str, axes: tuple[str, ...]) -> None:
         return
     raise ValueError(
         "this program may wait for ever. XLA has put a permute into a branch that not all stages "
-        f"take (one alone runs head and loss; or a lax.cond of the model), for {match['op']!r}"
-        f"{_source_line(text, match['frame'])}: it waits for the devices of all stages. XLA needs "
-        "it to "
-        f"cut, shift or pad a dimension that is split over {', '.join(axes)}. Put the array "
-        "together in the model, before and after: place(f(place(x, (None, …))), (None, …)), "
-        "with a None for each dimension and place = self.place (docs/any_model.md); if the loss "
-        "cuts it, where head returns it. Or leave that dimension of the parameter whole: give it a "
-        "name that the strategy does not split."
+        "take (one alone runs head and loss; or a lax.cond of the model), for "
+        f"{match['op']!r}{_source_line(text, match['frame'])}: it waits for the devices of all "
+        "stages. XLA needs it to cut, shift or pad a dimension that is split over "
+        f"{', '.join(axes)}. Put the array together in the model, before and after: "
+        "place(f(place(x, (None, …))), (None, …)), with a None for each dimension and place = "
+        "self.place (docs/any_model.md); if the loss cuts it, where head returns it. Or leave that "
+        "dimension of the parameter whole: give it a name that the strategy does not split."
     )
 
 

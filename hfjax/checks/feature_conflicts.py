@@ -104,7 +104,7 @@ MAY_PERMUTE = Refusal(
     'Use branches="auto" or branches=False, by which no stage skips them here.',
 )
 LAYER_BY_LAYER = Refusal(
-    "layers then run in hfjax's own loop over layers (parallel/layerwise), each on all rows",
+    "layers then run in hfjax's own loop over layers (parallel/layerwise), each on all examples",
     "Leave tensor_overlap_chunks out.",
 )
 

@@ -131,8 +131,7 @@ def _explain_whole_batch(error: Exception, layout: Layout, batch: Any) -> str:
         )
     return (
         f"the model or the loss is given the whole batch, {batch_text}, and takes arrays of it. "
-        f"{advice} "
-        f"Python says: {str(error)[:300]}"
+        f"{advice} Python says: {str(error)[:300]}"
     )
 
 
@@ -156,7 +155,7 @@ def _explain_jax(error: Exception, template: ModelTemplate, batch: Any) -> str |
     if unexplained and (shapes := _batch_sized_variables(template, batch)):
         path, shape = next(iter(shapes.items()))
         return (
-            f"{path} {shape} has as many rows as the whole batch, and each device has some of "
+            f"{path} {shape} has as many examples as the whole batch, and each device has some of "
             'them. Let them be split as the batch is: nnx.Variable(x, axes=("batch", '
             f"{', '.join(['None'] * (len(shape) - 1))})). JAX says: {text[:300]}"
         )

@@ -79,10 +79,9 @@ def _sequence_length(batch: Any, dims: Any) -> int:
     if len(set(lengths.values())) != 1:
         lengths_text = ", ".join(f"{path} {size}" for path, size in lengths.items()) or "none"
         raise ValueError(
-            f"the devices of context share rows, so that the arrays of a batch have one number of "
-            f"positions; found {lengths_text} (dimension 1). Which dimension is the sequence can "
-            "be said: "
-            'hfjax.ContextParallel(sequence={"tokens": 1, "image": None}).'
+            "the devices of context share sequences, so that all arrays of a batch have the same "
+            f"number of positions; found {lengths_text} (dimension 1). Which dimension is the "
+            'sequence can be said: hfjax.ContextParallel(sequence={"tokens": 1, "image": None}).'
         )
     return next(iter(lengths.values()))
 

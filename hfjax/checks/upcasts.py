@@ -64,9 +64,8 @@ def check_matmuls(
         if matmul.param_dtype is None and matmul.dtype.itemsize > default_matmul.dtype.itemsize:
             raise ValueError(
                 f"{matmul.line}: a product in {matmul.dtype}, which is in {default_matmul.dtype} "
-                "without "
-                f"{patterns}: what these parameters make wider goes on so. Cast what leaves their "
-                f"module to what entered it: y.astype(x.dtype)."
+                f"without {patterns}: what these parameters make wider goes on so. Cast what "
+                "leaves their module to what entered it: y.astype(x.dtype)."
             )
         if (
             matmul.param_dtype is not None

@@ -174,15 +174,13 @@ def _lost_text_warnings(dataset: PreparedDataset) -> Iterator[str]:
     if dataset.dropped:
         yield (
             f"warning: {dataset.dropped:,} characters have no token in the tokenizer and are left "
-            "out "
-            "of the data: is it the one for this text?"
+            "out of the data: is it the one for this text?"
         )
     if dataset.unknown:
         num_tokens = sum(meta.tokens for meta in dataset.parts.values())
         yield (
             f"warning: {dataset.unknown:,} of {num_tokens:,} tokens are the tokenizer's token for "
-            "unknown "
-            "text, from which that text does not come back."
+            "unknown text, from which that text does not come back."
         )
 
 

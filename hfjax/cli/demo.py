@@ -93,7 +93,7 @@ def main() -> int:
     console.width = max(console.width, WIDTH)
     console.print(
         f"A GPT of {CONFIG.layers} layers reads Python's library, byte by byte: {STEPS} steps of "
-        f"{BATCH_SIZE} rows in 2 to 4 microbatches on 8 fake CPU devices."
+        f"{BATCH_SIZE} examples in 2 to 4 microbatches on 8 fake CPU devices."
     )
     with Progress(console=console) as progress:
         task = progress.add_task("", total=STEPS * len(CASES))

@@ -119,9 +119,8 @@ def _no_folder_message(args: Export, config: TrainConfig) -> str:
     )
     return (
         f"{quote(args.run)} began from no model's folder ({model_flag}), which would say what "
-        "files, "
-        "names and configuration of transformers are those of this model. Give one of the same "
-        "shape: --like FOLDER."
+        "files, names and configuration of transformers are those of this model. Give one of the "
+        "same shape: --like FOLDER."
     )
 
 

@@ -303,6 +303,5 @@ def _check_splits(recipe: Recipe, names: tuple[str, ...], writers: list[TokenWri
         if not writer.documents:
             raise ValueError(
                 f"--valid {recipe.valid:g} of {num_documents} documents leaves none to {name}. "
-                "Give more "
-                "documents or another part."
+                "Give more documents or another part."
             )

@@ -137,9 +137,8 @@ class Sources:
             contents = ", ".join(map(quote, record)) if is_object else type(record).__name__
             contents = contents or "none"
             raise ValueError(
-                f"{location} has no field {self.field!r}: it has {contents}. Name the one with "
-                "the text: "
-                "--field NAME"
+                f"{location} has no field {self.field!r}: it has {contents}. Name the one with the "
+                "text: --field NAME"
             )
         return self._check_text(record[self.field], location)
 
@@ -147,8 +146,7 @@ class Sources:
         if value is None:
             raise ValueError(
                 f"{location}: {self.field!r} is null, text is expected. Take such rows out, or "
-                "give "
-                "them an empty text: these are left out and counted."
+                "give them an empty text: these are left out and counted."
             )
         if not isinstance(value, str):
             kind = type(value).__name__
@@ -176,8 +174,7 @@ def memory_message(location: str) -> str:
     """Return the error message for a document that does not fit in memory."""
     return (
         f"{location}: memory is full. Memory holds a document whole: split the file, or write it "
-        "as "
-        "JSONL with a document in each line."
+        "as JSONL with a document in each line."
     )
 
 

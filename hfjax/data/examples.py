@@ -143,8 +143,8 @@ class StreamExamples:
         check_length(self.length)
         if not len(self):
             raise ValueError(
-                f"{self.data.directory} has {len(self.data)} tokens: a row of {self.length} needs "
-                f"{self.length + 1}. Shorten the rows, or give more text."
+                f"{self.data.directory} has {len(self.data)} tokens: a sequence of "
+                f"{self.length} needs {self.length + 1}. Shorten the sequences, or give more text."
             )
 
     @property
@@ -275,4 +275,4 @@ def document_mask(document_ids: np.ndarray) -> np.ndarray:
 def check_length(length: int) -> None:
     """Refuse a length below one target."""
     if length < 1:
-        raise ValueError(f"rows of {length} tokens: at least 1 is needed.")
+        raise ValueError(f"sequences of {length} tokens: at least 1 is needed.")

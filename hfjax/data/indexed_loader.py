@@ -140,9 +140,8 @@ class IndexedLoader(ABC):
                 )
         if position >= len(self._stream) + self.batch_size:
             raise ValueError(
-                f"this state is at row {position}, the data ends at row {len(self._stream)} "
-                "(epochs="
-                f"{self.epochs}). Give more epochs."
+                f"this state is at example {position}, the data ends at {len(self._stream)} "
+                f"(epochs={self.epochs}). Give more epochs."
             )
         self._seek(position)
 

@@ -28,7 +28,9 @@ def example_order(
     """
     starts = list(accumulate(counts, initial=0))
     if starts[-1] > MAX_EXAMPLES:
-        raise ValueError(f"{starts[-1]} rows: at most {MAX_EXAMPLES} can be shuffled. Longer rows.")
+        raise ValueError(
+            f"{starts[-1]} examples: at most {MAX_EXAMPLES} can be shuffled. Longer examples."
+        )
     streams = []
     for i, (start, count) in enumerate(zip(starts, counts, strict=False)):
         indices = grain.MapDataset.range(start, start + count)

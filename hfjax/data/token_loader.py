@@ -22,7 +22,7 @@ Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
 @strict_fields
 @dataclass(eq=False)
 class Loader(IndexedLoader):
-    """An iterator over batches {"tokens": int32 [rows, length + 1], …} of one or several data sets.
+    """An iterator over batches {"tokens": int32 [batch size, length + 1], …} of data sets.
 
     The order is a function of data, length, packing, weights, shuffle and seed: not of processes,
     threads or batch size. Packed documents, and `documents=True`, add "documents" and "mask".
@@ -161,13 +161,13 @@ class Loader(IndexedLoader):
         return grain.ReadOptions(self.threads, self.prefetch)
 
 
-def share(rows: int, process: int, processes: int) -> np.ndarray:
+def share(examples: int, process: int, processes: int) -> np.ndarray:
     """Return the indices of a process's examples in the global batch, equally many for each.
 
     `hfjax.process_batch_slice` returns them for any mesh, also where processes share examples.
 
     Args:
-        rows: The global batch size; it must be divisible by `processes`.
+        examples: The global batch size; it must be divisible by `processes`.
         process: The number of the process, from 0 on.
         processes: The number of processes.
 
@@ -176,13 +176,13 @@ def share(rows: int, process: int, processes: int) -> np.ndarray:
         >>> share(8, 1, 4).tolist()
         [2, 3]
     """
-    if rows % processes:
+    if examples % processes:
         raise ValueError(
-            f"{rows} rows do not divide among {processes} processes: give "
-            f"{-(-rows // processes) * processes} rows."
+            f"{examples} examples do not divide among {processes} processes: give "
+            f"{-(-examples // processes) * processes} examples."
         )
-    rows_per_process = rows // processes
-    return np.arange(process * rows_per_process, (process + 1) * rows_per_process)
+    local_examples = examples // processes
+    return np.arange(process * local_examples, (process + 1) * local_examples)
 
 
 def _dataset_identity(examples: Examples) -> dict[str, int]:

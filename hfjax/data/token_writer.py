@@ -51,15 +51,14 @@ class TokenWriter:
         if tokens.ndim != 1 or not count or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(
                 f"{location} has shape {tokens.shape} and dtype {tokens.dtype}: a document is a "
-                "flat "
-                "array of integers, at least one."
+                "flat array of integers, at least one."
             )
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab):
             bad_index = int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
             raise ValueError(
                 f"{location}: token {bad_index} is {tokens[bad_index]}, the vocabulary has "
-                f"{self.vocab} "
-                f"(0 … {self.vocab - 1}). Give the vocabulary of the tokenizer that made it."
+                f"{self.vocab} (0 … {self.vocab - 1}). Give the vocabulary of the tokenizer that "
+                "made it."
             )
         for values in (tokens, end_tokens):
             self._file.write(np.ascontiguousarray(values, self.dtype).data)  # no copy for bytes

@@ -102,8 +102,7 @@ def by_path(
         if unmatched := [path for path in paths if path not in pattern_of]:
             raise ValueError(
                 f"by_path: {unmatched[0]} (and {len(unmatched) - 1} more) matches none of "
-                f"{patterns}. "
-                'Add a last pattern "*".'
+                f'{patterns}. Add a last pattern "*".'
             )
         if unused := [pattern for pattern in patterns if pattern not in pattern_of.values()]:
             raise ValueError(
@@ -349,10 +348,10 @@ def check_master(optimizer: Any, params: Tree) -> None:
     if _find_states(jax.eval_shape(inner.init, params), Mastered):
         raise ValueError(
             "hfjax.optimizers.master_weights is inside another optimizer, and what that one does "
-            "would not reach the "
-            "master weights. Put it outermost: hfjax.optimizers.master_weights(optax.chain(…)), "
-            "hfjax.optimizers.master_weights(hfjax.optimizers.ema(…)); clip with "
-            "train_step(…, max_grad_norm=1.0)."
+            "would not reach the master weights. Put it outermost: "
+            "hfjax.optimizers.master_weights(optax.chain(…)), "
+            "hfjax.optimizers.master_weights(hfjax.optimizers.ema(…)); clip with train_step(…, "
+            "max_grad_norm=1.0)."
         )
 
 

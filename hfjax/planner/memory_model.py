@@ -223,8 +223,7 @@ class ArrayPlacements:
                 divides = f": {near} divide them" * bool(near)
                 return (
                     f"{over}={size} divides no dimension of {len(replicated)} arrays, whose "
-                    f"{column}s "
-                    f"({human(bytes_there)}) every device has whole{divides}"
+                    f"{column}s ({human(bytes_there)}) every device has whole{divides}"
                 )
         return None
 

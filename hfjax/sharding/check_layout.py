@@ -83,8 +83,8 @@ def check_per_example_variables(template: ModelTemplate, mesh: Mesh) -> None:
     for path, variable in template.variables.items():
         if template.is_batched(path) and variable.shape[0] % devices:
             raise ValueError(
-                f"{path} {tuple(variable.shape)} has a row for each row of the batch, and "
-                f"{variable.shape[0]} rows do not split over {devices} devices "
+                f"{path} {tuple(variable.shape)} has an entry for each example of the batch, and "
+                f"{variable.shape[0]} examples do not split over {devices} devices "
                 f"({describe_mesh(mesh)}). Make the model for a multiple of {devices}."
             )
 
@@ -129,11 +129,10 @@ def describe_gathered_experts(param_specs: Iterable[ParamSpecs]) -> str:
     axes = sorted({axis for path_axes in axes_by_path.values() for axis in path_axes})
     return (
         f"{', '.join(axes_by_path)}: split over {', '.join(axes)}, and in no mixture of hfjax. So "
-        "each "
-        "device gathers all experts where the model reads them, and computes with its own rows: "
-        "numbers are those of one device, what is sent is that of hfjax.FSDP. For tokens to travel "
-        "to the experts, make the mixture of hfjax.models.moe.MoE(…, expert=lambda rngs: your "
-        "module) (docs/experts.md)."
+        "each device gathers all experts where the model reads them, and computes with its own "
+        "examples: numbers are those of one device, what is sent is that of hfjax.FSDP. For tokens "
+        "to travel to the experts, make the mixture of hfjax.models.moe.MoE(…, expert=lambda rngs: "
+        "your module) (docs/experts.md)."
     )
 
 
@@ -160,8 +159,7 @@ def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -
             hint = f" Write {python_expression(strategy)}." if is_strategy_name else ""
             raise ValueError(
                 f"layout(model_init, optimizer, mesh, strategy): {expected} is expected, found "
-                f"{type_name}."
-                f"{hint}"
+                f"{type_name}.{hint}"
             )
     _check_takes_rngs(model_init)
 

@@ -98,9 +98,8 @@ def check_same_examples(mesh: Mesh, batch: Any) -> None:
 def _mismatch_message(mesh: Mesh, process: int, other: int) -> str:
     axes = " and ".join(in_use(mesh, [axis for axis in AXES if axis not in BATCH_AXES]))
     return (
-        f"process {process} gave other rows of the batch than process {other}: on mesh "
-        f"{describe_mesh(mesh)} devices along {axes} compute with the same rows, and belong to "
-        "both. Give the same in each: those of hfjax.process_batch_slice(layout, rows), drawn "
-        "in the "
-        "same order."
+        f"process {process} gave other examples of the batch than process {other}: on mesh "
+        f"{describe_mesh(mesh)} devices along {axes} compute with the same examples, and belong to "
+        "both. Give the same in each: those of hfjax.process_batch_slice(layout, examples), drawn "
+        "in the same order."
     )

@@ -90,9 +90,9 @@ def check_same_shapes(expected: State, state: State, optimizer: bool = True) -> 
         suffix = f" (and {len(mismatches) - 1} more differ)" if len(mismatches) > 1 else ""
         raise ValueError(
             f"this state is not of this layout: {path} is {actual}, the layout has "
-            f"{expected_shape}{suffix}. A "
-            "state belongs to a model and an optimizer: make it with hfjax.init(layout) or "
-            "hfjax.restore(directory, layout), or give the layout that it was made with."
+            f"{expected_shape}{suffix}. A state belongs to a model and an optimizer: make it with "
+            "hfjax.init(layout) or hfjax.restore(directory, layout), or give the layout that it "
+            "was made with."
         )
 
 

@@ -98,8 +98,7 @@ class HostMemory:
         raise ValueError(
             f"strategy {self.strategy.name}, memory {rules}: the optimizer "
             f"{' and '.join(reasons[rule] for rule in active_rules)}, so the host would keep "
-            "nothing. Leave "
-            "the row out, or use an optimizer that does."
+            "nothing. Leave the row out, or use an optimizer that does."
         )
 
     def notes(self) -> Iterator[str]:
@@ -108,9 +107,8 @@ class HostMemory:
             target = float(self._target("optimizer_state"))
             yield (
                 f"{self.host_fraction:.1%} of the optimizer state's bytes are on the host, "
-                f"{target:.1%} are asked "
-                f"for: whole arrays, the largest first, {len(self._host_optimizer_state)} of "
-                f"{len(self._sizes['optimizer_state'])}"
+                f"{target:.1%} are asked for: whole arrays, the largest first, "
+                f"{len(self._host_optimizer_state)} of {len(self._sizes['optimizer_state'])}"
             )
 
     def _target(self, rule: str) -> Any:

@@ -98,8 +98,7 @@ def padding_cost(source: Source, packed: PackedLayers) -> Iterator[str]:
     hint = f', balance="parameters" makes it {human(shortest)}' if shortest < entry_bytes else ""
     yield (
         f"each of the {len(homes)} parts of the layers takes {human(entry_bytes)}, as the largest "
-        "needs: "
-        f"{padding:.0%} is padding{hint}"
+        f"needs: {padding:.0%} is padding{hint}"
     )
     if source.example is not None:
         yield _transfer_cost(source, packed)

@@ -128,13 +128,13 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, factor: Fraction 
     if odd := _non_numeric_arrays(batch):
         raise ValueError(
             f"a batch is a pytree of arrays of numbers; {odd}. Turn text into tokens, and lists of "
-            "rows of several lengths into one array, padded (with a mask)."
+            "examples of several lengths into one array, padded (with a mask)."
         )
     sizes = [x.shape[0] if x.shape else 0 for x in leaves]
     if not sizes or len(set(sizes)) > 1 or not sizes[0]:
         raise ValueError(
-            f"a batch is a pytree of arrays with the same number of rows, at least one; "
-            f"found rows: {_sizes_by_name(batch, sizes)}."
+            "a batch is a pytree of arrays with the same number of examples, at least one; "
+            f"found: {_sizes_by_name(batch, sizes)}."
         )
     _check_per_example_variables(layout, sizes[0] * factor)
     devices, mesh = batch_devices(layout.mesh), layout.mesh
@@ -145,10 +145,10 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, factor: Fraction 
         local = num_examples // (microbatches * devices)
         hint = _row_axis_hint(local, mesh) if grid_axes(mesh) else ""
         raise ValueError(
-            f"batch of {num_examples} rows does not divide by "
+            f"batch of {num_examples} examples does not divide by "
             f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices"
             f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if grid_axes(mesh) else ''} "
-            f"({describe_mesh(mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
+            f"({describe_mesh(mesh)}). Use {f'{below} or ' if below else ''}{above} examples"
             f"{', or another number of microbatches' if several else ''}."
             f"{hint}"
         )
@@ -206,9 +206,9 @@ def _check_per_example_variables(layout: Layout, num_examples: Fraction | int) -
     for path, variable in layout.template.variables.items():
         if layout.template.is_batched(path) and variable.shape[0] != num_examples:
             raise ValueError(
-                f"{path} {tuple(variable.shape)} has a row for each row of the batch, and this one "
-                f"has {num_examples}. Give {variable.shape[0]} rows, or make the model for "
-                f"{num_examples}."
+                f"{path} {tuple(variable.shape)} has an entry for each example of the batch, and "
+                f"this one has {num_examples}. Give {variable.shape[0]} examples, or make the "
+                f"model for {num_examples}."
             )
 
 

@@ -56,7 +56,7 @@ def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
         >>> evaluate = hfjax.eval_step(layout, lambda outputs, batch: (outputs**2).mean())
         >>> metrics = evaluate(hfjax.init(layout), np.zeros((16, 8), np.float32))
-        >>> float(metrics["loss"]), float(metrics["weight"])  # a plain mean weighs each row by 1
+        >>> float(metrics["loss"]), float(metrics["weight"])  # a mean weighs an example by 1
         (0.0, 16.0)
     """
     check_keywords("eval_step", execution, ("layout", "loss", *FIELDS))
@@ -150,10 +150,9 @@ def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> 
         if comms or not all_per_example:
             location = f" ({comms[0].line})" if comms else ""
             raise ValueError(
-                f"a batch of {num_examples} rows does not divide by the devices that hold rows, "
-                "and rows "
-                f"meet in the model{location}: those that are filled in would take part. Give "
-                f"{num_examples + padding} rows, or a mesh by which {num_examples} rows divide."
+                f"a batch of {num_examples} examples does not divide by the devices that split the "
+                f"batch, and examples meet in the model{location}: padded ones would take part. "
+                f"Give {num_examples + padding} examples, or a mesh by which {num_examples} divide."
             )
         return jax.tree.map(lambda x: x[:num_examples], outputs)
 

@@ -313,8 +313,8 @@ def _check_tree(parameters: object, arrays: Flat, expected: Mapping[str, Any]) -
     raise ValueError(
         "init(…, parameters=…): arrays in a tree like state.params, {path: array}, a state, an "
         f"nnx.Module or a function of (path, slices) is expected, found {description}. "
-        "print(layout) "
-        "shows the paths. Make arrays of lists of numbers, np.asarray(…), and read a file first."
+        "print(layout) shows the paths. Make arrays of lists of numbers, np.asarray(…), and read a "
+        "file first."
     )
 
 

@@ -152,10 +152,8 @@ class NonfiniteMonitor:
         p, layer_text = self.layout.param_specs[first], f" of layer {layer}" if layer >= 0 else ""
         return (
             f"the loss was {loss:g}, the gradients of {len(bad)} of {len(stats.squares)} "
-            "parameters "
-            f"are not finite, the first is that of {p.path} {p.shape}{layer_text}. Look at what "
-            "it is used "
-            "in."
+            f"parameters are not finite, the first is that of {p.path} {p.shape}{layer_text}. Look "
+            "at what it is used in."
         )
 
     def _first_nonfinite(self, bad: list[str], stats: StepStats) -> tuple[int, str]:

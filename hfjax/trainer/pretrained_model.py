@@ -91,11 +91,11 @@ def length_note(model: Pretrained, length: int) -> str:
     trained = parse_config(model.folder.config).length
     if length > trained:
         return (
-            f"warning: rows of {length} tokens are longer than those that the model was trained "
-            f"for ({trained}): what it does beyond is for this training to teach"
+            f"warning: sequences of {length} tokens are longer than those that the model was "
+            f"trained for ({trained}): what it does beyond is for this training to teach"
         )
     more = f"; the model takes {trained}: --model.seq-len" * (length < trained)
-    return f"rows of {length} tokens{more}"
+    return f"sequences of {length} tokens{more}"
 
 
 def rate_warning(rate: float) -> str:

@@ -312,9 +312,9 @@ def check_mask_weights(step: Callable, state: State, batch: Mapping[str, Any]) -
     empty = dict(batch, mask=np.zeros_like(batch["mask"]))
     if weight := float(step(state, empty)["weight"]):
         raise ValueError(
-            f"the loss weighs a batch whose mask is 0 everywhere by {weight:g}: the rows that fill "
-            'up the last batch would count. Let it use batch["mask"] and return hfjax.Mean(total, '
-            "mask.sum()), or validate with a --global-batch-size that divides the rows."
+            f"the loss weighs a batch whose mask is 0 everywhere by {weight:g}: the examples that "
+            'pad the last batch would count. Let it use batch["mask"] and return hfjax.Mean(total, '
+            "mask.sum()), or validate with a --global-batch-size that divides the examples."
         )
 
 
@@ -395,7 +395,7 @@ def eval_batches(
 def mean_loss(metrics: Sequence[Mapping[str, Any]], unit: str = "token") -> MeanLoss:
     """Return the mean loss of batches, weighted by their weights."""
     if not metrics:
-        raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
+        raise ValueError("evaluate: there is no batch. Give a data set with at least one example.")
     pairs = list(map(_weight_and_loss, metrics))
     tokens = sum(weight for weight, _ in pairs)
     if not tokens:

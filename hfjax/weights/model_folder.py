@@ -83,8 +83,7 @@ def read_folder(path: Path) -> ModelFolder:
         if has_single_file and SINGLE_FILE not in _shards(index).values():
             raise ValueError(
                 f"{quote(path)} has {SINGLE_FILE} and {INDEX} of other files: which one is the "
-                "model? "
-                "Take one of them out."
+                "model? Take one of them out."
             )
         return ModelFolder(path, config, _read_sharded(path, index))
     if has_single_file:
@@ -138,8 +137,7 @@ def _read_sharded(path: Path, index: Path) -> dict[str, FileTensor]:
         more = f", and {len(missing) - 1} more" * (len(missing) > 1)
         raise ValueError(
             f"{quote(index)} names tensors that their files do not hold: {example}{more}. The "
-            "index "
-            "and the files are not of one model: get them again."
+            "index and the files are not of one model: get them again."
         )
     return {name: headers[shard][name] for name, shard in shards.items()}
 
@@ -159,8 +157,7 @@ def _no_weights_message(path: Path) -> str:
         return (
             f"{quote(path)} holds its weights as pickles ({quote(pickles[0])}), which run code "
             "when they are read: they are never opened. Get the model as safetensors "
-            f"({SINGLE_FILE}), "
-            "or write it with transformers: model.save_pretrained(folder)."
+            f"({SINGLE_FILE}), or write it with transformers: model.save_pretrained(folder)."
         )
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if others:

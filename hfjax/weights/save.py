@@ -199,9 +199,8 @@ def _check_finite(checks: Sequence[tuple[TensorGroup, Any]]) -> None:
                 if not ok:
                     raise ValueError(
                         f"{mapping.name} (our {mapping.path}) would hold numbers that are not "
-                        "finite: "
-                        "the state has them, or they are too large for the type of the files. Give "
-                        'a wider one, dtype="float32", or an earlier state.'
+                        "finite: the state has them, or they are too large for the type of the "
+                        'files. Give a wider one, dtype="float32", or an earlier state.'
                     )
 
 

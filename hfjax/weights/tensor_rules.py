@@ -174,8 +174,7 @@ def check_coverage(mappings: Sequence[TensorMapping], shapes: Mapping[str, Shape
         if path not in filled:
             raise ValueError(
                 f"{path} {_format_shape(shape)} of the model has no tensor in the files of its "
-                "family: "
-                "the layout is not of the model that hfjax.pretrained returned."
+                "family: the layout is not of the model that hfjax.pretrained returned."
             )
 
 
@@ -210,8 +209,7 @@ def _shape_lines(mappings: Iterable[TensorMapping]) -> list[str]:
     return first_lines(
         [
             f"{quote(t.name)} is {t.dtype}{_format_shape(t.shape)}, {_format_shape(p.rule.shape)} "
-            "of "
-            f"{', '.join(KNOWN_TYPES[:-1])} or {KNOWN_TYPES[-1]} is expected (our {p.path})"
+            f"of {', '.join(KNOWN_TYPES[:-1])} or {KNOWN_TYPES[-1]} is expected (our {p.path})"
             for p, t in both
             if t.shape != p.rule.shape or t.dtype.name not in KNOWN_TYPES
         ]

@@ -407,9 +407,8 @@ class MoE(nnx.Module):
                 fits += [n * length for n in range(2, batch_size + 1) if batch_size % n == 0]
             raise ValueError(
                 f"MoE(group={requested}): groups of {group} tokens, and {run} that follow each "
-                f"other are on one device (of {length} in a row, {batch_size} rows). A group lies "
-                "on one "
-                f"device: choose one of {', '.join(map(str, fits[-8:]))}."
+                f"other are on one device ({length} in a sequence, {batch_size} sequences). A "
+                f"group lies on one device: choose one of {', '.join(map(str, fits[-8:]))}."
             )
         return group
 
@@ -462,8 +461,7 @@ def _check(experts: int, options: MixtureOptions) -> None:
     if not isinstance(experts, int) or experts < 1 or options.top_k > experts:
         raise ValueError(
             f"MoE(experts={experts}, top_k={options.top_k}): a token chooses at least one expert, "
-            "and "
-            "each at most once. Choose top_k from 1 to the number of experts."
+            "and each at most once. Choose top_k from 1 to the number of experts."
         )
     if router.sample_second and options.top_k == 1 < experts:
         raise ValueError(
@@ -478,10 +476,9 @@ def _check(experts: int, options: MixtureOptions) -> None:
     num_available = router.best_groups * (experts // router.groups)
     if options.top_k > num_available:
         raise ValueError(
-            f"MoE(top_k={options.top_k}): Router(groups={router.groups}, best_groups="
-            f"{router.best_groups}) leaves {num_available} of {experts} experts to choose from. "
-            "Choose "
-            "more groups, or fewer experts."
+            f"MoE(top_k={options.top_k}): Router(groups={router.groups}, "
+            f"best_groups={router.best_groups}) leaves {num_available} of {experts} experts to "
+            "choose from. Choose more groups, or fewer experts."
         )
 
 

@@ -141,9 +141,8 @@ def confusion_counts(confusion: Any, num_examples: int) -> np.ndarray:
     """
     if not 0 < num_examples <= MAX_EXAMPLES:
         raise ValueError(
-            f"counts_of(…, rows={num_examples!r}): from 1 to {MAX_EXAMPLES} rows, of which "
-            "float32 adds the "
-            "counts exactly. Evaluate fewer rows in a step."
+            f"counts_of(…, rows={num_examples!r}): from 1 to {MAX_EXAMPLES} rows, of which float32 "
+            "adds the counts exactly. Evaluate fewer rows in a step."
         )
     digits = np.rint(np.asarray(confusion, np.float64) * num_examples).astype(np.int64)
     return digits[0] + DIGIT * digits[1] + DIGIT**2 * digits[2]

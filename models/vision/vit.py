@@ -94,8 +94,7 @@ class ViTConfig(VisionConfig):
         if self.image % self.patch:
             raise ValueError(
                 f"{owner}: image={self.image} does not divide by patch={self.patch}. Choose a "
-                "patch "
-                "that divides the image, or images of another size."
+                "patch that divides the image, or images of another size."
             )
         if self.embed % self.heads:
             raise ValueError(

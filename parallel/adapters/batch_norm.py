@@ -42,7 +42,7 @@ def batch_norm_notes(count: int, synchronised: bool) -> list[str]:
     extent = "each device (sync_batch_norm=False)"
     if synchronised:
         extent = "all devices, as one device does (sync_batch_norm=False: as the model is written)"
-    return [f"BatchNorm ({count}): normalises over the rows of {extent}"] if count else []
+    return [f"BatchNorm ({count}): normalises over the examples of {extent}"] if count else []
 
 
 def count_linen_norms(paths: Collection[str]) -> int:
@@ -55,8 +55,8 @@ def count_linen_norms(paths: Collection[str]) -> int:
 
 
 ONE_EXAMPLE = (
-    "sync_batch_norm=False: each device has one row, the one that BatchNorm sees. Leave "
-    "sync_batch_norm at True, give more rows, or use GroupNorm."
+    "sync_batch_norm=False: each device has one example, the one that BatchNorm sees. Leave "
+    "sync_batch_norm at True, give more examples, or use GroupNorm."
 )
 
 
@@ -111,7 +111,7 @@ def check_mask(module: Any, mask: Any) -> None:
     if mask is not None and math.prod(map(axis_size_or_one, DATA_AXES)) > 1:
         raise ValueError(
             f"{type(module).__name__} with mask=: flax averages the statistics of devices whatever "
-            "number of rows of each counts, which is not what one device computes. Mask before "
+            "number of examples of each counts, which is not what one device computes. Mask before "
             "and after, or let each device normalise by itself: hfjax.layout(…, "
             "sync_batch_norm=False)."
         )

@@ -42,8 +42,7 @@ def requested_names(forward: Callable | None) -> tuple[str, ...]:
             f"forward{inspect.signature(forward)}: {unknown[0]!r} is not known. It is given "
             "(model, batch) and may ask by name for `key` (a random key of the step, another one "
             "on each device), `example_keys` (one for each row, the same on every mesh) and "
-            "`train` "
-            "(whether this is a training step)."
+            "`train` (whether this is a training step)."
         )
     return names
 

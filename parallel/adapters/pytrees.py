@@ -52,8 +52,7 @@ def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
     if not shapes:
         raise ValueError(
             f"model_init returned {_describe(leaves, treedef)}: an nnx.Module or a pytree of "
-            "arrays is "
-            "expected."
+            "arrays is expected."
         )
     paths = [
         jax.tree_util.keystr(keys, simple=True, separator="/") or "array" for keys, _ in leaves

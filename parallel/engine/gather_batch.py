@@ -23,9 +23,9 @@ def gather_batch(x: Any) -> Any:
         >>> model = lambda rngs: {"w": jnp.ones((2, 2))}
         >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
         >>> def loss(params, x):  # of 16 rows, whatever the mesh
-        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"rows": len(hfjax.gather_batch(x))})
+        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"size": len(hfjax.gather_batch(x))})
         >>> step = hfjax.eval_step(layout, loss)
-        >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["rows"])
+        >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["size"])
         16
     """
     axes = tuple(axis for axis in BATCH_AXES if axis_size_or_one(axis) > 1)

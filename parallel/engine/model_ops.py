@@ -167,10 +167,9 @@ LOAD = "expert_load"  # the metric of routers' loads in a loss
 NO_ROUTER_METRICS = (
     "the routers of this model add to the loss, or balance their loads, and the loss takes no part "
     "in it. Use hfjax.models.moe.next_token_loss; mark a loss of your own with "
-    "hfjax.models.moe.uses_router_metrics, let the model return hfjax.models.moe.Routed with what "
-    "its "
-    "mixtures told, and return hfjax.models.moe.with_routing(losses, weights, routed); or choose "
-    "Router(balance_loss=0, z_loss=0, bias_rate=0)."
+    "hfjax.models.moe.uses_router_metrics, let the model return hfjax.models.moe.RoutedOutputs "
+    "with what its mixtures told, and return hfjax.models.moe.with_routing(losses, weights, "
+    "routed); or choose Router(balance_loss=0, z_loss=0, bias_rate=0)."
 )
 
 

@@ -425,9 +425,8 @@ class StepContext:
             names = ", ".join(f'"{path}"' for path in idle)
             warnings.warn(
                 f"the loss reads {len(idle)} of {len(self.param_specs)} parameters nowhere: "
-                f"{names}. "
-                "Their gradients are zero, and an optimizer may still change them (weight decay). "
-                f"To leave them as they are: layout.freeze({names}).",
+                f"{names}. Their gradients are zero, and an optimizer may still change them "
+                f"(weight decay). To leave them as they are: layout.freeze({names}).",
                 UserWarning,
                 stacklevel=2,
             )

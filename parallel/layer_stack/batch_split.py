@@ -75,8 +75,8 @@ def _check_batch_dim(x: Any, batch_size: int, who: str, has: str = "a device has
     leaves = [(v.x if is_distributed(v) else v, off_batch_dim(v)) for v in leaves]
     if wrong := [leaf for leaf, off in leaves if off or jnp.shape(leaf)[:1] != (batch_size,)]:
         raise ValueError(
-            f"{who}: what goes from layer to layer is not all of rows: {_shapes(wrong)} where "
-            f"{has} {batch_size} rows in a microbatch. {BATCH_FIRST}"
+            f"{who}: what goes from layer to layer is not split by examples: {_shapes(wrong)} "
+            f"where {has} {batch_size} examples in a microbatch. {BATCH_FIRST}"
         )
 
 
@@ -90,16 +90,15 @@ def _check_ambiguous(embed: Callable, x: Any, batch_size: int, count: int) -> No
     if not any(map(repeats, jax.tree.leaves(x))):
         return
 
-    who = f"tensor_overlap_chunks={count}, of {batch_size} rows in a microbatch"
+    who = f"tensor_overlap_chunks={count}, of {batch_size} examples in a microbatch"
     try:
         outs = jax.eval_shape(partial(embed, count))
     except Exception as error:
         raise ValueError(
             f"{who}: arrays of {_shapes(jax.tree.leaves(x))} have this size, or a multiple, twice, "
-            f"and embed of {batch_size // count} rows fails ({type(error).__name__}: {error}), so "
-            "hfjax "
-            "cannot tell which dimension has the rows. Take another number of rows, or leave "
-            "tensor_overlap_chunks out."
+            f"and embed of {batch_size // count} examples fails ({type(error).__name__}: {error}), "
+            "so hfjax cannot tell which dimension has the examples. Take another number of "
+            "examples, or leave tensor_overlap_chunks out."
         ) from error
     _check_batch_dim(
         outs, batch_size // count, f"{who}, and of {batch_size // count} to tell which they are"
@@ -110,7 +109,9 @@ def _shapes(leaves: list) -> str:
     return ", ".join(str(list(jnp.shape(leaf))) for leaf in leaves)
 
 
-BATCH_FIRST = "Let each array begin with the rows of the batch, or leave tensor_overlap_chunks out."
+BATCH_FIRST = (
+    "Let each array begin with the examples of the batch, or leave tensor_overlap_chunks out."
+)
 
 
 def slice_chunk(x: jax.Array, number: int, count: int) -> jax.Array:
@@ -195,5 +196,5 @@ def _check_unwritten(written: nnx.State | None, count: int) -> None:
         )
 
 
-SOME_EXAMPLES = "a layer sees only a part of the rows at a time"
+SOME_EXAMPLES = "a layer sees only a part of the examples at a time"
 NO_CHUNK_STATISTICS = "Leave tensor_overlap_chunks out, or normalise without running statistics."

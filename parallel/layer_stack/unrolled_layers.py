@@ -51,7 +51,7 @@ def describe_unroll(options: LayerOptions, count: int, listed: bool = False) -> 
         "as measured on CPUs": options.platform == "cpu",
         "the host keeps a part": options.execution.offload is not None,
         "remat is of several": options.remat.unit > 1,
-        "the mesh has axes that are not of rows": not options.only_batch_axes,
+        "the mesh has axes that are not of examples": not options.only_batch_axes,
         f"more than {MAX_UNROLLED}": count > MAX_UNROLLED,
         "not measured": True,
     }

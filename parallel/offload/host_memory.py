@@ -140,8 +140,7 @@ def check_has_host_memory(mesh: Mesh) -> None:
         raise ValueError(
             f"{describe_mesh(mesh)} of {mesh.devices.flat[0].device_kind}: these devices have no "
             f"{HOST_MEMORY_KIND} memory (only {', '.join(memory_kinds)}), so nothing can be kept "
-            "on the host. Leave "
-            "out the offload, or run on a GPU, a TPU or a CPU with a newer jax."
+            "on the host. Leave out the offload, or run on a GPU, a TPU or a CPU with a newer jax."
         )
 
 

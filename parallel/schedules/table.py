@@ -216,8 +216,7 @@ def check_order(table: Table) -> None:
             if times[need] > tick - wait:
                 message = (
                     f"{table.task_name(task)} in tick {tick} needs {table.task_name(need)}, which "
-                    "runs "
-                    f"in tick {times[need]}. Move it to tick {times[need] + wait} or later."
+                    f"runs in tick {times[need]}. Move it to tick {times[need] + wait} or later."
                 )
                 raise table_error(table, tick, stage, message)
     idle_ticks = np.flatnonzero((table.cells < 0).all(axis=(1, 2)))

@@ -175,9 +175,8 @@ class TextTable:
                 slot_counts = Counter(slot.kind for task in cell for slot in self.slots(task))
                 if duplicates := [kind for kind in KINDS if slot_counts[kind] > 1]:
                     raise self.error_at(
-                        f">{'+'.join(map(str, cell))}< has two tasks for the {duplicates[0]} "
-                        "slot, a "
-                        "stage has one slot of each kind in a tick. Write them as two cells.",
+                        f">{'+'.join(map(str, cell))}< has two tasks for the {duplicates[0]} slot, "
+                        "a stage has one slot of each kind in a tick. Write them as two cells.",
                         CellPosition(s, i),
                     )
 
@@ -214,8 +213,7 @@ class TextTable:
                 raise self.error_at(
                     f"{task} is on the line of stage {position.line}, other tasks of virtual stage "
                     f"{task.virtual} are on that of stage {stage_map[task.virtual]}. Write all "
-                    "tasks "
-                    "of one on the same line.",
+                    "tasks of one on the same line.",
                     position,
                 )
 

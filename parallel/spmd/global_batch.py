@@ -232,10 +232,9 @@ class GlobalBatch:
                 self.group.size > 1 and placement_of(value) != BATCH_SPLIT
             ):
                 raise ValueError(
-                    f"an output of a microbatch, {list(self._shape_dtype(value)[0][1:])}, does "
-                    "not begin "
-                    "with its rows, as each does in a pipeline. Return what belongs to rows; a "
-                    "number for all rows is a metric of eval_step's loss."
+                    f"an output of a microbatch, {list(self._shape_dtype(value)[0][1:])}, does not "
+                    "begin with its examples, as each does in a pipeline. Return what belongs to "
+                    "examples; a number for all examples is a metric of eval_step's loss."
                 )
             return x
 
@@ -265,8 +264,7 @@ class GlobalBatch:
         if (shape, dtype) != (old_shape, old_dtype):
             raise ValueError(
                 f"{path} {old_shape} {old_dtype}: the model writes {shape} {dtype} to it. What a "
-                "variable "
-                "holds keeps its shape and dtype from step to step."
+                "variable holds keeps its shape and dtype from step to step."
             )
 
     def _shape_dtype(self, value: Any) -> tuple[tuple[int, ...], Any]:

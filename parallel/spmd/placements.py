@@ -177,7 +177,7 @@ class AxisGroup:
 
     axes: tuple[str, ...]
     size: int
-    name: str = "rows"
+    name: str = "examples"
     chunks: tuple[tuple[int, ...], ...] | None = None
     blocks: int = 1
 

@@ -17,12 +17,12 @@ _ACTIONS = {
     "sum": "summed over devices, {}",
     "greatest": "greatest of all devices, {}",
     "least": "least of all devices, {}",
-    "average": "averaged over devices, of their own rows, {}",
+    "average": "averaged over devices, of their own examples, {}",
     "gather": "gathered, {}",
     "cut": "each device takes part, {}",
     "draw": "drawn for the batch, {}",
-    "rule": "a derivative that is not linear: it sees the weight of all rows",
-    "alone": "a collective that sees one device with all rows",
+    "rule": "a derivative that is not linear: it sees the weight of all examples",
+    "alone": "a collective that sees one device with all examples",
 }
 
 
@@ -31,7 +31,7 @@ class CommReport:
     """The operations across shards in the model and the loss of a step; print it."""
 
     comms: tuple[CommEvent, ...]
-    subject: str = "rows"
+    subject: str = "examples"
 
     def __str__(self) -> str:
         if not self.comms:
@@ -64,7 +64,7 @@ def check_gathers(comms: Sequence[CommEvent], strict: bool, gradient_bytes: int)
         line_gathers = [j for j in large_gathers if (j.line, j.operation) == (line, operation)]
         size = human(sum(j.bytes * j.times for j in line_gathers))
         text = (
-            f"{line}: {operation}: rows meet, and no rule runs this on parts of them, so each "
+            f"{line}: {operation}: examples meet, and no rule runs this on parts of them, so each "
             f"device gathers {size} in a microbatch and runs it whole. "
         )
         if strict:
@@ -73,8 +73,8 @@ def check_gathers(comms: Sequence[CommEvent], strict: bool, gradient_bytes: int)
                 'device\'s own (hfjax.per_device), or take batch_view="global".'
             )
         warnings.warn(
-            f"{text}The result is that of one device. To spare it keep rows apart, or run it on "
-            "each device's own rows (hfjax.per_device).",
+            f"{text}The result is that of one device. To spare it keep examples apart, or run it "
+            "on each device's own examples (hfjax.per_device).",
             UserWarning,
             stacklevel=2,
         )

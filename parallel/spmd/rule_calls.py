@@ -127,7 +127,7 @@ def check_calls(ctx: PartitionContext, equation: JaxprEqn) -> None:
         if call.is_placeholder or (call.refusal and ctx.group.size > 1):
             name = equation.primitive.name
             raise ValueError(
-                f"{ctx.line}: {name}, which runs on all rows, is around {call.refusal}"
+                f"{ctx.line}: {name}, which runs on all examples, is around {call.refusal}"
             )
 
 
@@ -230,10 +230,9 @@ EXPERTS = (
     "differentiate outside of the model."
 )
 WRITES = (
-    "hfjax.per_device(function): the function writes to a module that was made outside of "
-    "it. Split "
-    "the module, hand its state in and out (nnx.split, nnx.merge), or let BatchNorm normalise over "
-    "each device's rows with hfjax.layout(…, sync_batch_norm=False)."
+    "hfjax.per_device(function): the function writes to a module that was made outside of it. "
+    "Split the module, hand its state in and out (nnx.split, nnx.merge), or let BatchNorm "
+    "normalise over each device's examples with hfjax.layout(…, sync_batch_norm=False)."
 )
 
 

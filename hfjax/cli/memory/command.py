@@ -63,10 +63,9 @@ def _print_report(settings: Memory, console: Console) -> int | None:
         and not can_compile_for_gpus()
     ):
         print(
-            f"no package here compiles for CUDA: this is compiled for the CPU, and what it says of "
+            "no package here compiles for CUDA: this is compiled for the CPU, and what it says of "
             f"temporaries and peak is not of a {settings.gpu.upper()}. Install what compiles for "
-            "it "
-            f"(no GPU is needed): {how_to_install()}",
+            f"it (no GPU is needed): {how_to_install()}",
             file=sys.stderr,
             flush=True,
         )
@@ -238,8 +237,7 @@ def _notes(settings: Memory, run: PlannedRun) -> Iterator[str]:
         yield (
             "temporaries and peak are those of a program compiled for CPUs, which lays memory out "
             f"otherwise than a {settings.gpu.upper()} and counts no offload. To compile for the "
-            "GPU, "
-            f"which need not be here: {how_to_install()}"
+            f"GPU, which need not be here: {how_to_install()}"
         )
     if run.attention and run.model.shape is not None and run.task.unit == "tokens":
         yield (

@@ -168,8 +168,7 @@ def mesh_sizes(config: DeepSpeedConfig, parallelism: Parallelism, world: int) ->
         raise config.error(
             f"{world} devices do not divide by {needed}: {parallelism.strategy.name} has "
             f"tensor={parallelism.tensor}, pipe={parallelism.pipe}, expert={parallelism.expert}, "
-            f"groups of {group}. "
-            "Change these sizes, or the number of devices."
+            f"groups of {group}. Change these sizes, or the number of devices."
         )
     rest = world // parallelism.model_parallel_size // parallelism.expert
     is_fsdp = parallelism.names[0] == "fsdp"
@@ -215,11 +214,10 @@ def batch_sizes(config: DeepSpeedConfig, num_shards: int) -> tuple[int, int]:
     product = micro * num_microbatches * num_shards
     if batch_size not in (0, product) or not product:
         raise config.error(
-            f"train_batch_size {batch_size} is not {micro} rows * {num_microbatches} microbatches "
-            "* "
-            f"{num_shards} devices that share the batch = {product}. Write train_batch_size "
-            f"{product or num_microbatches * num_shards}, or change {' or '.join(BATCH[1:])}, or "
-            "the devices."
+            f"train_batch_size {batch_size} is not {micro} examples * {num_microbatches} "
+            f"microbatches * {num_shards} devices that share the batch = {product}. Write "
+            f"train_batch_size {product or num_microbatches * num_shards}, or change "
+            f"{' or '.join(BATCH[1:])}, or the devices."
         )
     config.imply(BATCH[0], f"global_batch_size={product}")
     config.imply(BATCH[2], f"gradient_accumulation_steps={num_microbatches}")

@@ -156,7 +156,7 @@ def _check_examples(x: Any, labels: tuple) -> None:
     """Refuse labels whose number of examples differs from that of x."""
     batch_sizes = _batch_sizes(x, "x")
     if not batch_sizes or not all(batch_sizes):
-        raise ValueError("x has no rows: give an array with at least one.")
+        raise ValueError("x has no examples: give an array with at least one.")
     counts = [("x", n) for n in batch_sizes]
     counts += [
         (f"labels[{i}]", n) for i, y in enumerate(labels) for n in _batch_sizes(y, f"labels[{i}]")
@@ -164,9 +164,8 @@ def _check_examples(x: Any, labels: tuple) -> None:
     for name, count in counts:
         if count != batch_sizes[0]:
             raise ValueError(
-                f"{name} has {count} rows, x has {batch_sizes[0]}. Give one row of each label for "
-                "each "
-                "row of x."
+                f"{name} has {count} examples, x has {batch_sizes[0]}. Give one entry of each "
+                "label for each example of x."
             )
 
 

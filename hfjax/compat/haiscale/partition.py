@@ -160,8 +160,7 @@ def list_layers(layers: Any) -> list[Any]:
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             f"layers is one {type(layers).__name__}, whose arrays have {sorted(lengths)} rows: in "
-            "a "
-            "module of stacked layers all arrays have one row for each layer. Make it with "
+            "a module of stacked layers all arrays have one row for each layer. Make it with "
             "hfjax.models.layers.stack_layers(count, create, rngs), or give a list of modules."
         )
     layer_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)

@@ -272,9 +272,8 @@ class ImageSet:
         if unknown_labels := self.beyond(mask):
             raise ValueError(
                 f"{path} has labels beyond the {len(self.classes)} classes: {unknown_labels}. "
-                "Labels are 0 "
-                f"to {len(self.classes) - 1}, and {IGNORED} for what does not count; `hfjax data "
-                f"{quote(self.directory)}` names all such masks."
+                f"Labels are 0 to {len(self.classes) - 1}, and {IGNORED} for what does not count; "
+                f"`hfjax data {quote(self.directory)}` names all such masks."
             )
 
     def beyond(self, mask: np.ndarray) -> str:
@@ -383,9 +382,8 @@ def check_same_classes(train: ImageSet, valid: ImageSet) -> None:
     raise ValueError(
         f"{quote(train.directory)} has {len(train.classes)} classes and {quote(valid.directory)} "
         f"{len(valid.classes)}; {' and '.join(differences) or 'their order is another one'}. "
-        "Labels "
-        "would not mean the same: move folders or lines of classes.txt so that both are alike, or "
-        "open the second as ImageSet(…, classes=train.classes)."
+        "Labels would not mean the same: move folders or lines of classes.txt so that both are "
+        "alike, or open the second as ImageSet(…, classes=train.classes)."
     )
 
 

@@ -132,8 +132,7 @@ def _open_image(path: Path, most_pixels: int) -> Iterator["Image"]:
 def _too_large_message(path: Path, reason: str, max_pixels: int) -> str:
     return (
         f"{quote(path)} is too large to be decoded ({reason}): at most {max_pixels} pixels are. "
-        "Make it "
-        "smaller or leave it out; if it is meant, give ImageSet(…, most_pixels=…)."
+        "Make it smaller or leave it out; if it is meant, give ImageSet(…, most_pixels=…)."
     )
 
 
@@ -143,9 +142,8 @@ def _decode_error(path: Path, error: Exception) -> Exception:
         return error
     message = quote(str(error)).replace(repr(str(path)), "it").rstrip(".")
     return DamagedImageError(
-        f"{quote(path)} does not decode: {message or type(error).__name__}. Copy it again, or "
-        "take it "
-        "out; broken='skip' (--data.on-broken-image skip) takes the next image instead."
+        f"{quote(path)} does not decode: {message or type(error).__name__}. Copy it again, or take "
+        "it out; broken='skip' (--data.on-broken-image skip) takes the next image instead."
     )
 
 

@@ -45,8 +45,7 @@ def list_images(folder: Path) -> ImageListing:
         if (real_path := os.path.realpath(directory)) in visited:
             raise ValueError(
                 f"{quote(directory)} leads to a folder that is there already: {quote(real_path)}. "
-                "Take the "
-                "link out."
+                "Take the link out."
             )
         visited.add(real_path)
         for entry in _entries(directory):
@@ -150,8 +149,7 @@ def has_masks(directory: Path) -> bool:
         if folders == [present]:
             raise ValueError(
                 f"{quote(directory)} has {present}/ and no {missing}/. Give each image a mask of "
-                "the "
-                f"same name ({IMAGES}/1.jpg, {MASKS}/1.png), or name the folder as its class."
+                f"the same name ({IMAGES}/1.jpg, {MASKS}/1.png), or name the folder as its class."
             )
     return False
 

@@ -25,11 +25,11 @@ RESIZE_RATIO = 256 / 224  # shorter side / centre crop, in evaluations
 @strict_fields
 @dataclass(eq=False)
 class ImageLoader(IndexedLoader):
-    """An iterator over batches {"image": uint8 [rows, size, size, 3], "label": int32 […]}.
+    """An iterator over batches {"image": uint8 [n, size, size, 3], "label": int32 […]}.
 
-    Labels are [rows], or [rows, size, size] for a set with masks. Images and their order are a
+    Labels are [n], or [n, size, size] for a set with masks. Images and their order are a
     function of the files, size, augment, resize, shuffle and seed: not of processes, threads or
-    batch size. With `pad_last` there is also "mask", float32 [rows].
+    batch size. With `pad_last` there is also "mask", float32 [n].
 
     Attributes:
         data: A set of images or its directory; if it is split, `train` selects train or valid.
@@ -140,8 +140,7 @@ class ImageLoader(IndexedLoader):
         if classes < (num_classes := len(self.images.classes)):
             raise ValueError(
                 f"{quote(self.images.directory)} has {num_classes} classes, the model {classes}. "
-                "Give the "
-                f"model {num_classes}, or leave images out."
+                f"Give the model {num_classes}, or leave images out."
             )
 
     # -- data -----------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Task(Protocol):
         ...
 
     def describe_example(self) -> str:
-        """Return what the examples are, in words: rows of 64 tokens."""
+        """Return what the examples are, in words: sequences of 64 tokens."""
         ...
 
     def train_loader(self, local_slice: Callable) -> IndexedLoader:

@@ -78,7 +78,7 @@ class TextTask:
 
     def describe_example(self) -> str:
         """Return what the examples are."""
-        return f"rows of {self.model.length} tokens"
+        return f"sequences of {self.model.length} tokens"
 
     def startup_notes(self) -> list[str]:
         """Return the lines to print before training, about a folder's model."""
@@ -175,8 +175,8 @@ class TextTask:
         loader.check(self.model.vocab, self.model.max_length)
         if batch > max(loader.examples_per_epoch, MAX_PADDED_BATCH):
             raise ValueError(
-                f"a batch of {batch} rows: the data to validate on has {loader.examples_per_epoch} "
-                f"rows of {loader.seq_len} tokens. Lower --global-batch-size."
+                f"a batch of {batch} examples: the validation data has {loader.examples_per_epoch} "
+                f"sequences of {loader.seq_len} tokens. Lower --global-batch-size."
             )
         loader.local_examples = local_slice(batch)  # only once the batch is accepted
         return loader

@@ -26,22 +26,21 @@ def check_devices(settings: ContextParallel, devices: int) -> None:
     if settings.ulysses is not None and devices % settings.ulysses:
         fits = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ValueError(
-            f"ContextParallel(ulysses={settings.ulysses}) on {devices} devices that share a "
-            "row: groups of "
-            f"{settings.ulysses} do not divide them. These do: {', '.join(map(str, fits))}."
+            f"ContextParallel(ulysses={settings.ulysses}) on {devices} devices that share a row: "
+            f"groups of {settings.ulysses} do not divide them. These do: "
+            f"{', '.join(map(str, fits))}."
         )
     if settings.form == "ulysses" and settings.ulysses not in (None, devices):
         if settings.ulysses == 1:
             raise ValueError(
-                f'ContextParallel(form="ulysses", ulysses=1): with ulysses=1 no heads are '
-                "exchanged, and "
-                f'all {devices} devices exchange heads under form="ulysses". Leave ulysses= out, '
-                'or choose what travels instead of heads: form="ring" or form="allgather".'
+                'ContextParallel(form="ulysses", ulysses=1): with ulysses=1 no heads are '
+                f'exchanged, and all {devices} devices exchange heads under form="ulysses". Leave '
+                'ulysses= out, or choose what travels instead of heads: form="ring" or '
+                'form="allgather".'
             )
         raise ValueError(
-            f'ContextParallel(form="ulysses", ulysses={settings.ulysses}) on {devices} '
-            "devices: groups of "
-            f'{settings.ulysses} need something that joins them. Use form="ring" or '
+            f'ContextParallel(form="ulysses", ulysses={settings.ulysses}) on {devices} devices: '
+            f'groups of {settings.ulysses} need something that joins them. Use form="ring" or '
             f'form="allgather" with ulysses={settings.ulysses}, or ulysses={devices}.'
         )
 
@@ -178,7 +177,7 @@ class ContextChoice:
         head = ("form", "forward", "backward", "both", "")
         seq_layout = self.seq_layout
         table = align([head, *self.lines])
-        title = f"{seq_layout.devices} devices share a row, {seq_layout.order} order"
+        title = f"{seq_layout.devices} devices share a sequence, {seq_layout.order} order"
         return "\n".join([f"{title}; bytes that each sends for one microbatch:", *table])
 
     __repr__ = __str__

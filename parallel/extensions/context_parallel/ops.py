@@ -136,10 +136,10 @@ class ContextParallelOps(KernelOps):
         largest = sorted(lines.items(), key=lambda item: -item[1])
         details = "; ".join(f"{line}: {name}: {human(n)}" for (line, name), n in largest[:5])
         raise ValueError(
-            f"positions of a row meet outside of attention: {self.devices} devices share rows, and "
-            f"gather {human(size)} in a microbatch, more than the limit of {human(limit)} "
-            f"({details}). {CUSTOM_ATTENTION_HINT if gathers_custom else GATHER_HINT} Or raise "
-            "the limit: "
+            f"positions of a sequence meet outside of attention: {self.devices} devices share "
+            f"sequences, and gather {human(size)} in a microbatch, more than the limit of "
+            f"{human(limit)} ({details}). "
+            f"{CUSTOM_ATTENTION_HINT if gathers_custom else GATHER_HINT} Or raise the limit: "
             "hfjax.ContextParallel(gather=…), in bytes."
         )
 
@@ -253,15 +253,14 @@ MIN_GATHER_LIMIT = 2**20  # gathers of less are allowed
 GATHER_HINT = (
     "Let attention be asked for (self.kernels = hfjax.models.layers.local_ops; "
     "self.kernels.attention(attend)(q, k, v)), shift targets in a method prepare(batch) of the "
-    "model, or keep positions apart; print(step.positions) shows what meets."
+    "model, or keep positions apart; print(step.sequence_comms) shows what meets."
 )
 CUSTOM_ATTENTION_HINT = (
     "The attention of this model is a function of its own (hfjax.models.attention.capped is one): "
-    "every device gathers its keys and values. Share each row between as many devices as divide "
-    'its heads, by hfjax.ContextParallel(form="ulysses"), or between fewer. '
-    "What meets beside it: keep "
-    "positions apart, and shift targets in a method prepare(batch) of the model; "
-    "print(step.positions) shows what meets."
+    "every device gathers its keys and values. Share each sequence between as many devices as "
+    'divide its heads, by hfjax.ContextParallel(form="ulysses"), or between fewer. What meets '
+    "beside it: keep positions apart, and shift targets in a method prepare(batch) of the model; "
+    "print(step.sequence_comms) shows what meets."
 )
 
 
@@ -273,10 +272,10 @@ def attention_operands(
     operands = tuple(x for x in positional if x is not None)
     if extra_kwargs or not 3 <= len(operands) <= 4:
         raise ValueError(
-            f"attention with {len(operands)} arrays{', and ' if extra_kwargs else ''}"
-            f"{', '.join(extra_kwargs)}: where devices share rows it takes (q, k, v), and one "
-            "array "
-            "[B, S] more, without names. Close over anything else."
+            f"attention with {len(operands)} "
+            f"arrays{', and ' if extra_kwargs else ''}{', '.join(extra_kwargs)}: where devices "
+            "share sequences it takes (q, k, v), and one array [B, S] more, without names. Close "
+            "over anything else."
         )
     return operands
 
@@ -297,9 +296,8 @@ def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> A
     dims = dims or {}
     if unknown := dims.keys() - set(jax.tree.leaves(paths)):
         raise ValueError(
-            f"ContextParallel(sequence=…) names {', '.join(sorted(unknown))}, which no array "
-            "of the batch "
-            f"is. It has: {', '.join(jax.tree.leaves(paths))}."
+            f"ContextParallel(sequence=…) names {', '.join(sorted(unknown))}, which no array of "
+            f"the batch is. It has: {', '.join(jax.tree.leaves(paths))}."
         )
 
     def sequence_dim(path: str, x: Any) -> int | None:
@@ -307,8 +305,7 @@ def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> A
         if dim is not None and not 1 <= dim < x.ndim:
             raise ValueError(
                 f"ContextParallel(sequence={{{path!r}: {dim}}}) of an array {list(x.shape)}: a "
-                "dimension "
-                f"from 1 to {x.ndim - 1} (0 has the rows), or None."
+                f"dimension from 1 to {x.ndim - 1} (0 has the sequences), or None."
             )
         return dim
 

@@ -98,9 +98,8 @@ class SequenceLayout:
             fits = -(-length // self.length_multiple) * self.length_multiple
             raise ValueError(
                 f"{label}: {length} positions do not divide by {self.length_multiple} "
-                f"({self.order} order on "
-                f"{self.devices} devices{self._ulysses_text}). Give rows of {fits} positions "
-                "(pad them, with mask 0 "
+                f"({self.order} order on {self.devices} devices{self._ulysses_text}). Give "
+                f"sequences of {fits} positions (pad them, with mask 0 "
                 f"there){self._shorter_text(fits)}{self._order_text(length)}."
             )
 

@@ -168,9 +168,8 @@ class GridOps(model_ops.CommonOps):
             fits = [n for n in range(num_shards, 1, -1) if length % n == 0]
             raise ValueError(
                 f"rows of {length} tokens: on a grid {COLUMN_AXIS}={num_shards} splits the "
-                "sequence, "
-                f"and has to divide it: {fits or 'only 1'} would. Take another length, or another "
-                f"{COLUMN_AXIS}."
+                f"sequence, and has to divide it: {fits or 'only 1'} would. Take another length, "
+                f"or another {COLUMN_AXIS}."
             )
 
     # -- inside ---------------------------------------------------------------------------------

@@ -71,10 +71,9 @@ def _on_one_device(ctx: PartitionContext, equation: JaxprEqn, values: Values) ->
     if values and not any(isinstance(v, ShardedValue) for v in values):
         raise ValueError(
             f"{ctx.line}: lax.{name} over {', '.join(collective_axes(equation))} of what has no "
-            "rows: "
-            "the model sees all rows, as on one device, so each device would be given the same. If "
-            "devices hold something of their own there, run that part on each device's own rows: "
-            "hfjax.per_device(function)."
+            "examples: the model sees all examples, as on one device, so each device would be "
+            "given the same. If devices hold something of their own there, run that part on each "
+            "device's own examples: hfjax.per_device(function)."
         )
     if name == "axis_index":
         return [jnp.zeros((), aval_of(equation.outvars[0]).dtype)]
@@ -89,9 +88,8 @@ def _on_one_device(ctx: PartitionContext, equation: JaxprEqn, values: Values) ->
         return values
     raise ValueError(
         f"{ctx.line}: lax.{name} over {', '.join(collective_axes(equation))}: the model and the "
-        "loss see "
-        "the rows of all devices, as on one device, so there is nothing to send. Leave it out, or "
-        "run that part on each device's own rows: hfjax.per_device(function)."
+        "loss see the examples of all devices, as on one device, so there is nothing to send. "
+        "Leave it out, or run that part on each device's own examples: hfjax.per_device(function)."
     )
 
 
