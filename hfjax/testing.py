@@ -241,7 +241,8 @@ class PlainStep:
         template = self.case_layout.template
         batch = jax.tree.map(lambda x: self._slice(x, microbatch), self.case.batch)
         values = {
-            path: self._variable(path, x, number, microbatch) for path, x in variables.items()
+            path: self._microbatch_variable(path, x, number, microbatch)
+            for path, x in variables.items()
         }
         model = template.merge(parameters, values, "train")
         with template.call_context():
@@ -253,7 +254,9 @@ class PlainStep:
         statistics = {path: x for path, x in new_variables if is_statistic(path)}
         return mean.total / weight, (mean, weight, statistics)
 
-    def _variable(self, path: str, x: jax.Array, number: jax.Array, microbatch: int) -> jax.Array:
+    def _microbatch_variable(
+        self, path: str, x: jax.Array, number: jax.Array, microbatch: int
+    ) -> jax.Array:
         """Return a variable for a microbatch: its examples, or random keys of its own."""
         variable = self.case_layout.template.variables[path]
         if is_random(variable):
@@ -445,10 +448,10 @@ def _compare(
     return greatest
 
 
-def _check_reference(case: Case, run: TrainResult) -> None:
+def _check_reference(case: Case, one_device_run: TrainResult) -> None:
     """Raise unless one device agrees with plain JAX, wherever that computes the same."""
     if reference := case.run_plain():
-        _compare(run, reference, "one device differs from plain JAX", 1e-4)
+        _compare(one_device_run, reference, "one device differs from plain JAX", 1e-4)
 
 
 def default_cases(

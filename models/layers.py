@@ -150,13 +150,14 @@ class LocalOps:
         """
         return mixture.run_all(x_GTD, routing)
 
-    def record_metrics(self, outputs: Any, add_metrics: Callable, needed: bool) -> Any:
+    def add_router_metrics(self, outputs: Any, add_metrics: Callable, require_metrics: bool) -> Any:
         """Return the input of the loss: the outputs, with router metrics if the loss uses them.
 
         Args:
             outputs: The outputs of the model.
             add_metrics: Function of the outputs that adds the router metrics.
-            needed: Whether training without them would omit an auxiliary loss or a bias update.
+            require_metrics: Whether training without them would omit an auxiliary loss or a bias
+                update.
         """
         return outputs
 

@@ -516,7 +516,7 @@ def _in_vmap(name: str, **more: Any) -> Sample:
     return of(lambda x: (along(0)(x), along(1)(x)), TIES)
 
 
-NO_ROWS = "of what has no rows"  # with operands of which none is a part
+NO_ROWS = "of what has no examples"  # with operands of which none is a part
 NOTHING_TO_SEND = r"hfjax\.per_device\(function\)"
 nothing = lambda *_: None
 OUTSIDE = {

@@ -662,7 +662,7 @@ REFUSED = {
     "nothing": (lambda rngs: {}, "model_init returned dict: an nnx.Module or a pytree"),
     "rows that do not split": (
         lambda rngs: Remembers(15, rngs=rngs, axes=("batch", None)),
-        r"memory \(15, 8\) .* 15 rows do not split over 4 devices",
+        r"memory \(15, 8\) .* 15 examples do not split over 4 devices",
     ),
     "complex numbers": (lambda rngs: {"w": jnp.ones(8, complex)}, "w .*complex64: .*imaginary"),
     "no array": (lambda rngs: {"a": jax.nn.relu}, r"returned no array, but \w+"),

@@ -106,7 +106,7 @@ def test_packing_is_dense_and_follows_the_documents():
 def test_too_few_tokens_for_a_row_are_refused(tmp_path):
     data = numbered(tmp_path / "a", [8])
     assert len(StreamExamples(data, 7)) == 1
-    with pytest.raises(ValueError, match=r"a has 8 tokens: a row of 8 needs 9\. Shorten"):
+    with pytest.raises(ValueError, match=r"a has 8 tokens: a sequence of 8 needs 9\. Shorten"):
         StreamExamples(data, 8)
     with pytest.raises(ValueError, match="none of its 3 documents has two tokens"):
         DocumentExamples(numbered(tmp_path / "b", [1, 1, 1]), 8)

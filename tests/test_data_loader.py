@@ -265,7 +265,7 @@ def test_a_state_of_other_data_or_another_shuffle_is_refused(data, tmp_path):
         Loader(changed, 4, 8).restore(loader.state())
     with pytest.raises(ValueError, match="its order is 1, here it is"):
         loader.restore(loader.state() | {"order": 1})
-    with pytest.raises(ValueError, match=r"at row 400, the data ends at row 39 \(epochs=1\)"):
+    with pytest.raises(ValueError, match=r"at example 400, the data ends at 39 \(epochs=1\)"):
         Loader(data, 4, 8, epochs=1).restore(loader.state() | {"rows": 400})
 
 

@@ -387,19 +387,25 @@ REFUSALS = [
         "DeepSpeed's pipelines take stage 0 or 1, and stage is 2",
     ),
     ({"tensor_parallel": {"autotp_size": 3}}, "8 devices do not divide by 3: DDP.TENSOR has"),
-    ({"train_batch_size": 30}, r"30 is not 3 rows \* 1 microbatches \* 8 devices .*= 24. Write"),
+    (
+        {"train_batch_size": 30},
+        r"30 is not 3 examples \* 1 microbatches \* 8 devices .*= 24. Write",
+    ),
     (
         {"train_batch_size": 0},
         r"train_batch_size +0 +refused because a whole number from 1 to 1e.18",
     ),
     (
         {"train_micro_batch_size_per_gpu": 9},
-        r"64 is not 9 rows \* 1 microbatches .* = 72. Write tra",
+        r"64 is not 9 examples \* 1 microbatches .* = 72. Write tra",
     ),
-    ({"gradient_accumulation_steps": 16, "train_batch_size": 64}, "is not 0 rows .* Write train"),
+    (
+        {"gradient_accumulation_steps": 16, "train_batch_size": 64},
+        "is not 0 examples .* Write train",
+    ),
     (
         {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
-        r"64 is not 4 rows \* 1 microbatches \* 8 devices .* = 32. Write train_batch_size 32",
+        r"64 is not 4 examples \* 1 microbatches \* 8 devices .* = 32. Write train_batch_size 32",
     ),
 ]
 

@@ -62,7 +62,7 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.models.layers:LocalOps.outputs": HANDED,
     "hfjax.models.layers:LocalOps.experts": HANDED,
     "hfjax.models.layers:LocalOps.sum_over_batch": HANDED,
-    "hfjax.models.layers:LocalOps.record_metrics": HANDED,
+    "hfjax.models.layers:LocalOps.add_router_metrics": HANDED,
 }
 SKIPPED = {  # whose example does not run here, and why
     "hfjax.analysis:target_devices": "it needs wheels for CUDA; tests/test_targets.py",

@@ -94,7 +94,7 @@ def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again
     wanted = LAYERS * expected(way, 4, groups=4, size=2, again=1)
     sent = sent_by(step, rows_of(16))
     call, chosen = choice_of(step)
-    assert LAYERS * (sum(call.bytes(chosen)) + call.recompute_bytes(chosen)) == wanted
+    assert LAYERS * (sum(call.bytes(chosen)) + call.bytes_resent_by_remat(chosen)) == wanted
     # on CPUs sums over devices are of float32: of a gather the way back, and the one backward
     wide = 2 * 3 * 4 * LENGTH * WIDTH * 2 if chosen == "gather" else 0
     assert sent == wanted + LAYERS * wide

@@ -124,7 +124,7 @@ def test_memory_tells_each_peak_as_soon_as_it_is_known(capsys, monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     Path("full.yaml").write_text("remat: full\n")
     Path("three.yaml").write_text("gradient_accumulation_steps: 3\n")
-    monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
+    monkeypatch.setattr("hfjax.cli.memory.command._configure_jax", lambda given: None)
     flags = "--gpu here --vocab 64 --model.num-layers 1 --model.hidden-size 32 --model.num-heads 2"
     assert main(["memory", *flags.split(), "--compare", "full.yaml", "three.yaml"]) == 0
     said = capsys.readouterr().err.splitlines()

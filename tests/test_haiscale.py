@@ -15,7 +15,7 @@ import hfjax
 from hfjax import PIPE, TENSOR, ZERO2
 from hfjax.compat import GPipe, Interleaved1F1B, PipeDream, partition
 from hfjax.models.layers import Dropout, stack_layers
-from hfjax.parallel.layer_stack.sharded_model import ShardedModel
+from hfjax.parallel.layer_stack.bound_model import BoundModel
 from tests.constant_stack import rows, stack_layout, weighted as of_rows
 
 RNG = np.random.default_rng(0)
@@ -285,7 +285,7 @@ def test_what_is_recomputed_changes_no_gradient(kind, remat):
 
 def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
     """Give the layers of the microbatch that is kept another function: only its loss changes."""
-    model = ShardedModel.model
+    model = BoundModel.model
 
     def plus_one(passes):
         def forward(known, x):
@@ -298,7 +298,7 @@ def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
         made: Any = model(staged)
         return replace(made, last_passes=lambda *given: plus_one(made.last_passes(*given)))
 
-    monkeypatch.setattr(ShardedModel, "model", shifted)
+    monkeypatch.setattr(BoundModel, "model", shifted)
     pipe = PipeDream(partition(blocks(1), 1), 4, mesh=mesh(pipe=1), remat="except_last")
     losses, _ = pipe.forward_backward(X, criterion=squares, labels=(Y,))
     wanted = stack_of(blocks(1))

@@ -16,7 +16,7 @@ from hfjax.data import share
 from hfjax.data.images import Augment, ImageLoader, ImageSet, parts_of
 from hfjax.data.images.augment import central_crop, color_factors, generator, random_crop
 from hfjax.data.images.decode import read_image, read_mask
-from hfjax.data.images.pixels import FILL, adjust_colors, resize_labels, resize_region
+from hfjax.data.images.pixels import FILL, adjust_colors, resize_and_crop, resize_labels
 from hfjax.data.images.report import examine, format_report
 from tests.small_images import CLASSES, photos, png, smooth, street, tiff
 
@@ -241,7 +241,7 @@ def test_a_part_of_what_is_resized_is_what_the_whole_would_be(folder):
     image = smooth(0, 301, 201)  # odd sides: no place is between two pixels
     whole = image.resize((451, 300), Image.Resampling.BILINEAR)
     box = (37, 111, 200, 290)
-    assert near(resize_region(image, whole.size, box), whole.crop(box))
+    assert near(resize_and_crop(image, whole.size, box), whole.crop(box))
     labels = np.arange(201 * 301).reshape(201, 301) % 251
     mask = Image.fromarray(labels.astype(np.uint8)).resize(whole.size, Image.Resampling.NEAREST)
     found = resize_labels(labels, whole.size, box)

@@ -406,7 +406,7 @@ def test_every_device_that_is_counted_on_is_used_and_told():
 
 
 def test_a_mistake_ends_the_command_in_words(capsys, monkeypatch):
-    monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
+    monkeypatch.setattr("hfjax.cli.memory.command._configure_jax", lambda given: None)
     flags = "--gpu here --vocab 64 --model.num-layers 2 --global-batch-size 9"
     assert command(flags.split()) == 2
     assert "hfjax memory: batch of 9 examples does not divide" in capsys.readouterr().err
@@ -542,7 +542,7 @@ def test_without_the_wheels_the_command_says_so_before_it_compiles(monkeypatch, 
     def compiles(*given):
         raise ValueError("now it compiles")
 
-    monkeypatch.setattr(memory_command, "_prepare", lambda given: None)
+    monkeypatch.setattr(memory_command, "_configure_jax", lambda given: None)
     monkeypatch.setattr(memory_command, "can_compile_for_gpus", lambda: False)
     monkeypatch.setattr(memory_command, "report", compiles)
     assert command(["--gpu", "h200"]) != 0

@@ -158,8 +158,8 @@ class Watching(LocalOps):
         self.routed = routing
         return mixture.run_all(x_GTD, routing)
 
-    def record_metrics(self, outputs, add_metrics, needed):
-        assert needed
+    def add_router_metrics(self, outputs, add_metrics, require_metrics):
+        assert require_metrics
         return add_metrics(outputs)
 
 

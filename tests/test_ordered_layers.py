@@ -166,7 +166,7 @@ def test_on_gpus_the_reason_for_a_loop_is_told():
     assert describe_unroll(run, 40) == "in no loop, tied to their neighbours"
     assert describe_unroll(run, 41) == "in a loop (more than 40)"
     others = dataclasses.replace(run, only_batch_axes=False)
-    assert describe_unroll(others, 2) == "in a loop (the mesh has axes that are not of rows)"
+    assert describe_unroll(others, 2) == "in a loop (the mesh has axes that are not of examples)"
     grouped = dataclasses.replace(run, execution=hfjax.Execution(remat=hfjax.Remat.of("group:2")))
     assert describe_unroll(grouped, 2) == "in a loop (remat is of several)"
     sent = dataclasses.replace(run, execution=hfjax.Execution(offload=hfjax.Offload.of(0.5)))

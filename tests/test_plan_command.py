@@ -298,7 +298,7 @@ WHOLE = (
 def test_a_whole_layout_is_the_one_of_the_search_that_agrees(made):
     found = answer_of(made, WHOLE)
     whole = Candidate((("pipe", 4), ("data", 2)), "zero1", 128, False, "1f1b", 1, 16, remat="full")
-    assert (found.num_matches, found.candidate) == (1, whole)
+    assert (found.num_matches, found.queried_candidate) == (1, whole)
     text = answered(made, WHOLE)
     assert "One of the ways that were searched is this one." in text
     assert "slower than the first" in text
@@ -317,7 +317,7 @@ def test_all_remaining_devices_say_the_size_of_every_axis(made):
     _, _, query = query_in(asked_for)
     sizes = {**dict.fromkeys(AXES, 1), "fsdp": 4, "tensor": 2}
     assert query == {**sizes, "zero": "fsdp"}
-    c = answer_of(made, asked_for).candidate
+    c = answer_of(made, asked_for).queried_candidate
     assert c is not None
     assert dict(c.axis_sizes) == {"fsdp": 4, "tensor": 2}
     _, _, query = query_in("--mesh.fsdp -1 --mesh.tensor 8")  # one device remains
@@ -356,7 +356,7 @@ def test_small_numbers_of_bytes_are_not_zero(made):
 @pytest.mark.parametrize("flags", ["--mesh.pipe 4 --zero 0", WHOLE])
 def test_the_command_compares_the_layout_of_its_flags(flags, monkeypatch, capsys, made):
     monkeypatch.setattr(plan_command, "build_plan", lambda *_: made)
-    monkeypatch.setattr(plan_command, "_prepare", lambda: None)
+    monkeypatch.setattr(plan_command, "_configure_jax", lambda: None)
     assert command([*FEW, "--global-batch-size", "128", *flags.split()]) == 0
     shown = capsys.readouterr().out
     assert f"{flags}: pipe=4 data=2" in shown
@@ -369,7 +369,7 @@ def test_a_layout_that_does_not_run_is_not_written(monkeypatch, capsys, made, tm
     monkeypatch.setattr(
         plan_command, "build_plan", lambda settings, *_: replace(made, settings=settings)
     )
-    monkeypatch.setattr(plan_command, "_prepare", lambda: None)
+    monkeypatch.setattr(plan_command, "_configure_jax", lambda: None)
     path = tmp_path / "plan.yaml"
     told = error_of(capsys, *FEW, "--mesh.pipe", "8", "--plan", str(path))
     assert "--mesh.pipe 8 does not run; none is written." in told
@@ -427,7 +427,7 @@ def test_what_was_not_searched_is_built_or_refused_in_words(made, flags, told):
 
 
 def test_what_is_not_given_has_the_default_of_a_run(made):
-    found = answer_of(made, "--mesh.tensor 2 --mesh.context 2 --remat every:2").candidate
+    found = answer_of(made, "--mesh.tensor 2 --mesh.context 2 --remat every:2").queried_candidate
     config = TrainConfig(
         mesh=MeshConfig(tensor=2, context=2), remat="every:2", global_batch_size=128
     )
@@ -502,7 +502,7 @@ def file_query(path: Path) -> dict[str, Any]:
 
 def test_a_file_of_the_plan_is_the_first_of_the_plan(made, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan_command, "build_plan", lambda *_: made)
-    monkeypatch.setattr(plan_command, "_prepare", lambda: None)
+    monkeypatch.setattr(plan_command, "_configure_jax", lambda: None)
     path, again = tmp_path / "plan.yaml", tmp_path / "again.yaml"
     path.write_text(as_yaml(made.plan, made.plan.best))
     words = [*FEW, "--global-batch-size", "128", "--compare", str(path), "--plan", str(again)]
@@ -513,7 +513,7 @@ def test_a_file_of_the_plan_is_the_first_of_the_plan(made, tmp_path, monkeypatch
     assert "It is the first of the plan." in shown
     report = replace(made, settings=replace(GIVEN, plan=again), compared=str(path))
     answer = find_answer(made.plan, file_query(path), lambda words: None)
-    plan_command._write(replace(report, answer=answer), Console(file=io.StringIO()))
+    plan_command._write_files(replace(report, answer=answer), Console(file=io.StringIO()))
     assert again.read_text() == path.read_text()
 
 
@@ -522,7 +522,7 @@ def test_a_file_of_any_entry_is_that_entry(made, tmp_path):
     for entry in made.plan.entries[::4]:
         path.write_text(as_yaml(made.plan, entry))
         found = find_answer(made.plan, file_query(path), lambda words: None)
-        assert (found.num_matches, found.candidate) == (1, entry.candidate)
+        assert (found.num_matches, found.queried_candidate) == (1, entry.candidate)
 
 
 def test_a_file_says_the_whole_layout(made, tmp_path):
@@ -530,11 +530,11 @@ def test_a_file_says_the_whole_layout(made, tmp_path):
     path.write_text("steps: 7\nremat: full\nmesh: {fsdp: 4}\n")  # data has what remains
     found = find_answer(made.plan, file_query(path), lambda words: None)
     whole = Candidate((("data", 2), ("fsdp", 4)), "fsdp", 128, remat="full")
-    assert (found.num_matches, found.candidate) == (1, whole)
+    assert (found.num_matches, found.queried_candidate) == (1, whole)
     path.write_text("steps: 7\nremat: full\nmesh: {fsdp: -1}\n")
     found = find_answer(made.plan, file_query(path), lambda words: None)
     whole = Candidate((("fsdp", 8),), "fsdp", 128, remat="full")
-    assert (found.num_matches, found.candidate) == (1, whole)
+    assert (found.num_matches, found.queried_candidate) == (1, whole)
     path.write_text("gradient_accumulation_steps: 2\nmesh: {pipe: 4}\n")
     found = find_answer(made.plan, file_query(path), lambda words: None)
     assert "--gradient-accumulation-steps 2 beside --mesh.pipe 4" in found.refusal
@@ -547,7 +547,7 @@ def test_a_file_of_before_is_read(made, tmp_path):
         query = file_query(path)
     found = find_answer(made.plan, query, lambda words: None)
     whole = Candidate((("fsdp", 4), ("tensor", 2)), "fsdp", 128, gradient_accumulation_steps=2)
-    assert (found.num_matches, found.candidate) == (1, whole)
+    assert (found.num_matches, found.queried_candidate) == (1, whole)
 
 
 def test_a_python_file_is_compared_too(made, tmp_path):
@@ -556,7 +556,7 @@ def test_a_python_file_is_compared_too(made, tmp_path):
         "from hfjax.trainer import TrainConfig\nconfig = TrainConfig(zero=2, remat='dots')\n"
     )
     found = find_answer(made.plan, file_query(path), lambda words: None)
-    assert found.candidate == Candidate((("data", 8),), "zero2", 128, remat="dots")
+    assert found.queried_candidate == Candidate((("data", 8),), "zero2", 128, remat="dots")
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,9 @@ def test_ctrl_c_ends_the_process(monkeypatch, tmp_path):
 def test_the_limit_of_a_pipeline_is_longer(monkeypatch, tmp_path):
     child(monkeypatch, telling())
     limits = []
-    monkeypatch.setattr(planner, "_answer", lambda asked, limit: limits.append(limit) or "")
+    monkeypatch.setattr(
+        planner, "_run_compile_process", lambda asked, limit: limits.append(limit) or ""
+    )
     for config in (TINY, *(replace(TINY, mesh=MeshConfig(pipe=n)) for n in (2, -1))):
         compile_candidate(config, vocab=256, cache=tmp_path)
     assert limits == [60, 240, 240]

@@ -145,7 +145,10 @@ def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(t
     assert first[0].startswith(
         f"{differ}tensor compute with the same examples, and belong to both. "
     )
-    assert "Give the same in each: those of hfjax.process_batch_slice(layout, rows)" in first[0]
+    assert (
+        "Give the same in each: those of hfjax.process_batch_slice(layout, global_batch_size)"
+        in first[0]
+    )
     assert first[1] == first[0]  # also another number of them
     assert first[2] == "True"  # those that are the same are none
     assert first[3].startswith("mesh data=2 has no device of process 1 of 2: it would never")

@@ -196,7 +196,7 @@ def of_one_batch(f):
 
 
 GRAD, VMAP = "the model differentiates, within its own program, .* in", "jax.vmap is around"
-WHOLE = ", which runs on all rows, is around"
+WHOLE = ", which runs on all examples, is around"
 REFUSED = {
     "grad": (GRAD, lambda f: lambda s, x: jax.grad(lambda x: f(s, x).sum())(x)),
     "jvp": (GRAD, lambda f: lambda s, x: jax.jvp(lambda x: f(s, x), (x,), (x,))[1]),

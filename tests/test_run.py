@@ -978,7 +978,7 @@ def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
     assert restore_loader(loader, told, step) == 0
     for change, message in (
         ({"data": told["data"] | {"rows": -5}}, r"1/meta/metadata: data: data: rows is -5, a wh"),
-        ({"data": told["data"] | {"rows": 10**30}}, r"is at row 10{30}, the data ends at row"),
+        ({"data": told["data"] | {"rows": 10**30}}, r"is at example 10{30}, the data ends at"),
         ({"data": [1]}, r"1/meta/metadata: data: data: an object is expected, found \[1\]"),
         ({"skipped": "x"}, r"1/meta/metadata: data: skipped is 'x', a whole number"),
         ({"skipped": 10**400}, r"skipped is 10+\.\.\.0+, a whole number from 0 to 1"),
@@ -1104,7 +1104,7 @@ def test_a_loss_that_counts_empty_rows_is_refused_where_it_would_matter(data, tm
     )
     model = replace(BIGRAMS, loss=f"{tmp_path}/own.py:loss")
     every = replace(EVAL, max_batches=1000)
-    with pytest.raises(ValueError, match=r"mask is 0 everywhere by 16: the rows that fill up"):
+    with pytest.raises(ValueError, match=r"mask is 0 everywhere by 16: the examples that pad"):
         train(small(tmp_path, data, mesh=ONE, model=model, eval=every))
     assert train(small(tmp_path / "a", data, mesh=ONE, model=model)).valid_loss is not None
 

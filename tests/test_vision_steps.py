@@ -254,7 +254,7 @@ def test_one_row_a_device_without_synchronising_is_a_warning():
     given = model("resnet-tiny"), optax.sgd(0.1), mesh, hfjax.DDP
     layout = hfjax.layout(*given, sync_batch_norm=False)
     step, state = hfjax.train_step(layout, classification_loss), hfjax.init(layout)
-    with pytest.warns(UserWarning, match="one row.*GroupNorm"):
+    with pytest.warns(UserWarning, match="one example.*GroupNorm"):
         step.lower(images("resnet-tiny", rows=8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -264,7 +264,7 @@ def test_one_row_a_device_without_synchronising_is_a_warning():
 def test_a_batch_that_devices_do_not_divide_is_refused():
     layout = hfjax.layout(model("resnet-tiny"), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
     step = hfjax.train_step(layout, classification_loss)
-    with pytest.raises(ValueError, match="12 rows"):
+    with pytest.raises(ValueError, match="12 examples"):
         step(hfjax.init(layout), images("resnet-tiny", rows=12))
 
 

@@ -118,11 +118,11 @@ class CheckpointManager:
         check_seconds("Checkpoints", timeout=timeout)
         self._lock: WriterLock | None = None
         self._timeout = timeout
-        self._writer = self._make_writer()
+        self._writer = self._lock_and_make_writer()
         self._open = True
         register_at_exit(self)
 
-    def _make_writer(self) -> Writer:
+    def _lock_and_make_writer(self) -> Writer:
         """Lock the directory, which must be the same in all processes; return its writer."""
         lock_info = run_on_first(self._lock_directory)
         metrics = {int(step): values for step, values in lock_info["metrics"].items()}
@@ -201,7 +201,7 @@ class CheckpointManager:
         )
         self._writer.close()
         self._release()
-        self._writer = self._make_writer()
+        self._writer = self._lock_and_make_writer()
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -23,7 +23,7 @@ def check_same(saved: ArraySpecs, expected: ArraySpecs, dtype: DTypeLike, label:
 
     Floating-point arrays of another dtype are accepted where the expected one is `dtype`.
     """
-    cast = _dtype_name(dtype, expected)
+    cast = _check_dtype(dtype, expected)
     if lines := differences(saved, expected, cast, "saved"):
         listing = "\n".join(f"  {line}" for line in lines)
         advice = _advice(saved, expected, cast)
@@ -31,18 +31,18 @@ def check_same(saved: ArraySpecs, expected: ArraySpecs, dtype: DTypeLike, label:
 
 
 def differences(
-    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, origin: str
+    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, actual_label: str
 ) -> list[str]:
     """Return what is missing, extra, or of another shape or dtype; the first ones of many."""
     lines = [
-        *_missing_lines(actual, expected, origin),
-        *_mismatch_lines(actual, expected, cast, origin),
-        *_extra_lines(actual, expected, origin),
+        *_missing_lines(actual, expected, actual_label),
+        *_mismatch_lines(actual, expected, cast, actual_label),
+        *_extra_lines(actual, expected, actual_label),
     ]
     return first_lines(lines)
 
 
-def _dtype_name(dtype: DTypeLike, expected: ArraySpecs) -> str | None:
+def _check_dtype(dtype: DTypeLike, expected: ArraySpecs) -> str | None:
     """Return the name of the requested dtype; refuse one that the layout does not have."""
     if dtype is None:
         return None
@@ -60,29 +60,30 @@ def _dtype_name(dtype: DTypeLike, expected: ArraySpecs) -> str | None:
     return name
 
 
-def _missing_lines(actual: ArraySpecs, expected: ArraySpecs, state: str) -> Iterator[str]:
+def _missing_lines(actual: ArraySpecs, expected: ArraySpecs, actual_label: str) -> Iterator[str]:
     for path in expected:
         if path not in actual:
             near = _nearest(path, actual, expected)
-            yield f"{quote(path)}{_show(expected[path])} is not {state}{near}"
+            yield f"{quote(path)}{_show(expected[path])} is not {actual_label}{near}"
 
 
-def _extra_lines(actual: ArraySpecs, expected: ArraySpecs, origin: str) -> Iterator[str]:
+def _extra_lines(actual: ArraySpecs, expected: ArraySpecs, actual_label: str) -> Iterator[str]:
     for path in actual:
         if path not in expected:
             near = _nearest(path, expected, actual)
-            yield f"{quote(path)}{_show(actual[path])} is {origin}, not wanted{near}"
+            yield f"{quote(path)}{_show(actual[path])} is {actual_label}, not wanted{near}"
 
 
 def _mismatch_lines(
-    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, origin: str
+    actual: ArraySpecs, expected: ArraySpecs, cast: str | None, actual_label: str
 ) -> Iterator[str]:
     for path, (dtype, shape) in expected.items():
         if path not in actual or actual[path] == [dtype, shape]:
             continue
         if actual[path][1] != shape or not (dtype == cast and _is_floating(actual[path][0])):
             yield (
-                f"{quote(path)} is{_show(actual[path])} {origin}, wanted as{_show(expected[path])}"
+                f"{quote(path)} is{_show(actual[path])} {actual_label}, wanted as"
+                f"{_show(expected[path])}"
             )
 
 
@@ -115,11 +116,11 @@ def _nearest(path: str, known: ArraySpecs, others: ArraySpecs) -> str:
     return quote(name_hint(path, unpaired, NEAREST))
 
 
-def _is_castable(actual: list | None, expected: list | None) -> bool:
+def _is_castable(actual_spec: list | None, expected_spec: list | None) -> bool:
     """Return whether two arrays differ only in a floating dtype."""
-    if actual is None or expected is None or actual[1] != expected[1]:
+    if actual_spec is None or expected_spec is None or actual_spec[1] != expected_spec[1]:
         return False
-    return _is_floating(actual[0]) and _is_floating(expected[0])
+    return _is_floating(actual_spec[0]) and _is_floating(expected_spec[0])
 
 
 def _is_floating(dtype: str) -> bool:

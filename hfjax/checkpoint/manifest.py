@@ -50,7 +50,7 @@ def find_damage(step: Path) -> list[str]:
         return [f"{NAME} is missing"]
     try:
         manifest = check_fields(parse_json(read_text(step / NAME)), CHECKS)
-        expected = {name: _parse_entry(lines) for name, lines in manifest["files"].items()}
+        expected = {name: _parse_checksum(lines) for name, lines in manifest["files"].items()}
         _check_names(expected)
     except (ValueError, OSError) as wrong:
         return [f"{NAME} does not parse ({str(wrong).rstrip('.')})"]
@@ -69,8 +69,8 @@ def _check_names(names: Collection[str]) -> None:
             raise ValueError(f"{quote(name)} is not of this step")
 
 
-def _parse_entry(entry: str) -> tuple[int, int]:
-    crc, size = entry.split()
+def _parse_checksum(crc_and_size: str) -> tuple[int, int]:
+    crc, size = crc_and_size.split()
     return int(size), int(crc, 16)
 
 

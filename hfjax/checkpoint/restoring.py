@@ -172,7 +172,9 @@ def _damage_message(directory: Path, step: int, lines: list[str]) -> str:
     return f"step {step} of {quote(directory)} is damaged: {lines[0]}{more}."
 
 
-def _refusal_message(directory: Path, damage: tuple[int, list[str]], earlier: list[int]) -> str:
+def _refusal_message(
+    directory: Path, damaged_step: tuple[int, list[str]], earlier: list[int]
+) -> str:
     good = next((s for s in reversed(earlier) if not find_damage(directory / str(s))), None)
     offer = (
         "No earlier step is whole."
@@ -180,7 +182,7 @@ def _refusal_message(directory: Path, damage: tuple[int, list[str]], earlier: li
         else f"Step {good} is whole: hfjax.restore(directory, layout, step={good}), or "
         'on_damage="previous" to pass over what is damaged.'
     )
-    return f"{_damage_message(directory, *damage)} {offer}"
+    return f"{_damage_message(directory, *damaged_step)} {offer}"
 
 
 def _read_state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -> State:

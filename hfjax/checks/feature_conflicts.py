@@ -22,7 +22,7 @@ from hfjax.checks.features import (
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layer_stack.batch_split import NO_CHUNK_STATISTICS, SOME_EXAMPLES
-from hfjax.parallel.layer_stack.sharded_model import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
+from hfjax.parallel.layer_stack.bound_model import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
 from hfjax.parallel.mesh import platform_of
 from hfjax.sharding.check_layout import PACKED_TOGETHER
 from hfjax.sharding.layout import Layout

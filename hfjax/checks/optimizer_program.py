@@ -109,8 +109,8 @@ class OptimizerProgram:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(state)
         self.names = [jax.tree_util.keystr(keys) for keys, _ in pairs]
 
-        def update(gradients: Flat, leaves: list[Any], parameters: Flat) -> Any:
-            inputs = (nest(gradients), treedef.unflatten(leaves), nest(parameters))
+        def update(gradients: Flat, opt_state_leaves: list[Any], parameters: Flat) -> Any:
+            inputs = (nest(gradients), treedef.unflatten(opt_state_leaves), nest(parameters))
             updates, state = optimizer.update(*inputs)
             initial_state = optimizer.init(nest(parameters))
             return (
@@ -194,7 +194,7 @@ class OptimizerProgram:
 
     def _eval_equation(self, equation: Any, operands: list[Value]) -> list[Value]:
         name, variables = equation.primitive.name, equation.outvars
-        if (short_cut := self._number_or_total(equation, operands)) is not None:
+        if (short_cut := self._reshape_or_total_value(equation, operands)) is not None:
             return [short_cut]
         shapes = [v.aval.shape for v in equation.invars]
         ndim, out = max(map(len, shapes), default=0), variables[0].aval
@@ -207,8 +207,8 @@ class OptimizerProgram:
             key = (*key, *shapes)
         is_select = name == "select_n" and operands[0].is_number
         zeros = [NUMBER if v.is_number and v.zero_value is None else v.zero_value for v in operands]
-        is_same = len({v.term for v in operands}) == 1
-        zero_value = zero_value_of(name, zeros, equation.params, is_same)
+        are_operands_same = len({v.term for v in operands}) == 1
+        zero_value = zero_value_of(name, zeros, equation.params, are_operands_same)
         if is_select:
             zero_value = select_zero_value(operands[0].term, zeros[1:])
         value = self._op_value(key, operands)
@@ -255,7 +255,7 @@ class OptimizerProgram:
             self._eval_equations(body.eqns, known)
             yield [self._value_of(v, known) for v in body.outvars]
 
-    def _number_or_total(self, equation: Any, operands: list[Value]) -> Value | None:
+    def _reshape_or_total_value(self, equation: Any, operands: list[Value]) -> Value | None:
         """Return a reshaped number, or a total; None: neither."""
         name, out = equation.primitive.name, equation.outvars[0].aval
         if name in _RESHAPES and (

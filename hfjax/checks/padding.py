@@ -46,18 +46,22 @@ _NUMPY_FUNCTIONS: dict[str, Callable] = {
 
 
 def zero_value_of(
-    name: str, operands: Sequence[ZeroValue], params: Mapping[str, Any], is_same: bool = False
+    name: str,
+    operands: Sequence[ZeroValue],
+    params: Mapping[str, Any],
+    are_operands_same: bool = False,
 ) -> ZeroValue:
-    """Return the result of an operation on such operands; `is_same`: all are the same value."""
+    """Return the result of an operation; `are_operands_same`: all have the same value."""
     if choice := next((x for x in operands if isinstance(x, tuple)), None):
         selector, cases = choice
         case_operands = [
             [_resolve_choice(x, selector, i) for x in operands] for i in range(len(cases))
         ]
         return _make_choice(
-            selector, [zero_value_of(name, values, params, is_same) for values in case_operands]
+            selector,
+            [zero_value_of(name, values, params, are_operands_same) for values in case_operands],
         )
-    if name in ("ne", "lt", "gt") and is_same:
+    if name in ("ne", "lt", "gt") and are_operands_same:
         return 0.0
     if name == "select_n":
         return operands[1] if len(set(operands[1:])) == 1 else None

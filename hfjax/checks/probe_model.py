@@ -42,7 +42,7 @@ def probe_context_parallel(
     recorder, dims = record_attention_calls(ops, context, variables, batch, mode)
     choice = choose_comm_kind(ops.settings, ops.devices, recorder.calls, ops.ring_refusal)
     choice.seq_layout.check_length(recorder.length, "a batch")
-    return replace(ops, probe=SequenceProbe(choice, recorder.length, dims))
+    return replace(ops, probe_or_none=SequenceProbe(choice, recorder.length, dims))
 
 
 def record_attention_calls(
@@ -88,7 +88,7 @@ def _sequence_length(batch: Any, dims: Any) -> int:
 
 def context_choice(ops: ModelOps) -> ContextChoice | None:
     """Return how devices that share sequences work together; None: none do, or not probed."""
-    choices = ops.probe if isinstance(ops, ContextParallelOps) else None
+    choices = ops.probe_or_none if isinstance(ops, ContextParallelOps) else None
     return choices and choices.choice
 
 

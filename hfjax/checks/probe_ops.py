@@ -51,11 +51,11 @@ class AttentionRecorder(model_ops.CommonOps):
 
     def attention(self, attend: Callable) -> Callable:
         """Return a function that records an attention and returns zeros like its result."""
-        return lambda *args, **kwargs: self._record(
+        return lambda *args, **kwargs: self._record_and_make_zeros(
             attend, *attention_operands(attend, args, kwargs)
         )
 
-    def _record(self, attend: Callable, *operands: Any) -> Any:
+    def _record_and_make_zeros(self, attend: Callable, *operands: Any) -> Any:
         (q, k, v, *rest), shards = operands, size_of(TENSOR_AXES, self.ops.mesh)
         out = jax.eval_shape(attend, *operands)
         if is_attention(operands, jax.tree.leaves(out), self.length):

@@ -38,22 +38,24 @@ SINGLE_PROCESS = Settings(0, 1, None, "one process")
 
 
 def find_settings(
-    arguments: Sequence[Any] = (None, None, None), environment: Mapping[str, str] = os.environ
+    init_arguments: Sequence[Any] = (None, None, None), environment: Mapping[str, str] = os.environ
 ) -> Settings:
     """Return checked settings of the first source that has any; `SINGLE_PROCESS` if none has.
 
-    `arguments` are coordinator, processes and process as passed by the program.
+    `init_arguments` are coordinator, processes and process as passed by the program.
     """
-    choice = _first_settings(arguments, environment)
+    choice = _first_settings(init_arguments, environment)
     if choice.processes == 1:
         return choice
     job = environment.get("SLURM_JOB_ID", "") if choice.source == "SLURM" else ""
     return replace(choice, run_id=environment.get("HFJAX_RUN", job))
 
 
-def _first_settings(arguments: Sequence[Any], environment: Mapping[str, str]) -> Settings:
-    if any(value is not None for value in arguments):
-        return check_settings("the arguments", ("coordinator", "processes", "process"), arguments)
+def _first_settings(init_arguments: Sequence[Any], environment: Mapping[str, str]) -> Settings:
+    if any(value is not None for value in init_arguments):
+        return check_settings(
+            "the arguments", ("coordinator", "processes", "process"), init_arguments
+        )
     if any(name in environment for name in OUR_VARS):
         return _hfjax_settings(environment)
     if any(name in environment for name in JAX_VARS[1:]):

@@ -147,35 +147,35 @@ def _find_initialized() -> Cluster | None:
     return Cluster(state.process_id, count, address, "jax.distributed.initialize")
 
 
-def _join(config: Settings, timeout: float, heartbeat: int, say: Callable[[str], Any]) -> Cluster:
-    cluster = Cluster(config.process, config.processes, config.coordinator, config.source)
-    if config.processes == 1:
+def _join(settings: Settings, timeout: float, heartbeat: int, say: Callable[[str], Any]) -> Cluster:
+    cluster = Cluster(settings.process, settings.processes, settings.coordinator, settings.source)
+    if settings.processes == 1:
         return cluster
     if xla_bridge.backends_are_initialized():
         raise ValueError(
-            f"{config.source} say that this is process {config.process} of {config.processes}, but "
-            "JAX has already started its devices in this process alone. Call init_distributed() "
-            "first, before any computation and jax.devices()."
+            f"{settings.source} say that this is process {settings.process} of "
+            f"{settings.processes}, but JAX has already started its devices in this process alone. "
+            "Call init_distributed() first, before any computation and jax.devices()."
         )
-    left = preflight(config, timeout, say)
-    if config.is_sole_on_node:
+    left = preflight(settings, timeout, say)
+    if settings.is_sole_on_node:
         say(
-            f"process {config.process} of {config.processes} is the only one on its node "
-            f"({config.source}): it takes all of its GPUs"
+            f"process {settings.process} of {settings.processes} is the only one on its node "
+            f"({settings.source}): it takes all of its GPUs"
         )
-    _start_jax(config, max(left, 10), heartbeat)
+    _start_jax(settings, max(left, 10), heartbeat)
     return cluster
 
 
-def _start_jax(config: Settings, timeout: float, heartbeat: int) -> None:
+def _start_jax(settings: Settings, timeout: float, heartbeat: int) -> None:
     """Initialize jax.distributed; restore SIGTERM, which it would catch without ending."""
     old_handler = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(
-        config.coordinator,
-        config.processes,
-        config.process,
-        local_device_ids=config.gpu,
-        cluster_detection_method=None if config.is_detected else "deactivate",
+        settings.coordinator,
+        settings.processes,
+        settings.process,
+        local_device_ids=settings.gpu,
+        cluster_detection_method=None if settings.is_detected else "deactivate",
         initialization_timeout=int(timeout),
         heartbeat_timeout_seconds=heartbeat,
     )

@@ -90,10 +90,10 @@ class Stop:
         but one that is two steps old.
         """
         if self.reason is None:
-            self.reason = REASONS[self._requested if self._vote is None else self._vote_result()]
+            self.reason = REASONS[self._requested if self._vote is None else self._vote_with_lag()]
         return self.reason is not None
 
-    def _vote_result(self) -> int:
+    def _vote_with_lag(self) -> int:
         assert self._vote is not None
         self._pending.append(self._vote(self._requested))
         return int(self._pending.popleft()) if len(self._pending) > LAG else 0

@@ -155,7 +155,9 @@ class _Reader:
         measured_before = {"processor"}  # of CPUs, in files that older versions wrote
         if unknown := [key for key in self._data if key not in allowed | measured_before]:
             self._refuse(unknown[0], f"unknown. Allowed: {', '.join(sorted(allowed))}")
-        values: dict[str, Any] = {name: self._text(name, self._data.get(name)) for name in TEXTS}
+        values: dict[str, Any] = {
+            name: self._check_text(name, self._data.get(name)) for name in TEXTS
+        }
         values |= {name: self._constant(name, *of) for name, of in CONSTANTS.items()}
         values["sources"] = {name: self._source(name) for name in CONSTANTS}
         return Machine(kinds=self._kinds(), calibrated=self._calibrated(), **values)
@@ -163,7 +165,7 @@ class _Reader:
     def _refuse(self, key: str, why: str) -> NoReturn:
         raise ValueError(f"{self._path}: {key}: {why}.")
 
-    def _text(self, key: str, value: object) -> str:
+    def _check_text(self, key: str, value: object) -> str:
         if isinstance(value, str) and value.strip():
             return value
         self._refuse(key, f"{_repr_or_missing(value)}: a text is needed")
@@ -193,24 +195,24 @@ class _Reader:
             self._refuse(name, f"{_repr_or_missing(entry)}: {needed}")
         value = entry["value"]
         if kind != tuple[int, int]:
-            return self._number(name, value, kind is int)
+            return self._check_number(name, value, kind is int)
         if not isinstance(value, list) or len(value) != 2:
             self._refuse(name, f"{value!r}: two numbers are needed, as in [128, 256]")
-        high, wide = (int(self._number(name, x, True)) for x in value)
+        high, wide = (int(self._check_number(name, x, True)) for x in value)
         return high, wide
 
-    def _number(self, name: str, value: object, is_integer: bool) -> Number:
+    def _check_number(self, name: str, value: object, require_integer: bool) -> Number:
         """Return a number, checked."""
         about = CONSTANTS[name][1]
-        wrong = isinstance(value, bool) or (is_integer and not isinstance(value, int))
+        wrong = isinstance(value, bool) or (require_integer and not isinstance(value, int))
         if wrong or not isinstance(value, int | float):
-            kind = "a whole number" if is_integer else "a number"
+            kind = "a whole number" if require_integer else "a number"
             self._refuse(name, f"{value!r}: {kind} is needed ({about})")
         enough = value >= 0 if name in MAY_BE_NOTHING else value > 0
         if not enough or not math.isfinite(value):
             least = "0 or more" if name in MAY_BE_NOTHING else "more than 0"
             self._refuse(name, f"{value!r}: {least} is needed ({about})")
-        return value if is_integer else float(value)
+        return value if require_integer else float(value)
 
     def _calibrated(self) -> Calibration | None:
         """Return where the constants were measured, if the file says so."""
@@ -219,7 +221,9 @@ class _Reader:
             return None
         if not isinstance(table, dict) or set(table) != {*CALIBRATED}:
             self._refuse("calibrated", f"{table!r}: {', '.join(CALIBRATED)} are needed, no others")
-        return Calibration(**{key: self._text(f"calibrated.{key}", table[key]) for key in table})
+        return Calibration(
+            **{key: self._check_text(f"calibrated.{key}", table[key]) for key in table}
+        )
 
 
 def _repr_or_missing(value: object) -> str:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.optimizer_step.update import GradResult, Update, UpdatedState, update_if_finite
-from hfjax.parallel.engine.gradient_engine import StepInputs
+from hfjax.optimizer_step.update import GradResult, UpdatableState, Update, update_if_finite
+from hfjax.parallel.engine.gradient_engine import TrainState
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.parallel.extensions.async_pipeline.engine import AsyncPipelineEngine
@@ -59,23 +59,25 @@ class AsynchronousUpdate(Update):
         leaves = (
             self.parts.select(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER))
         )
-        inputs = StepInputs(flatten(state.params), flatten(state.variables), *leaves)
-        new, squares, ends, mean = self.stage_engine.train(inputs, batch, state.step, self._apply)
+        train_state = TrainState(flatten(state.params), flatten(state.variables), *leaves)
+        new, squares, ends, mean = self.stage_engine.train(
+            train_state, batch, state.step, self._apply
+        )
         gradients = mean_gradients(ends, 1 / mean.weight, self.layout.working_dtypes)
         norm = jnp.sqrt(squares + optax.tree.norm(gradients, squared=True))
 
-        def apply_updates(trainable: UpdatedState) -> UpdatedState:
+        def apply_updates(old_state: UpdatableState) -> UpdatableState:
             ends, end_leaves = self._update_ends(
-                gradients, trainable.parameters, trainable.optimizer, state.step
+                gradients, old_state.parameters, old_state.optimizer, state.step
             )
             optimizer = self.parts.join(
-                trainable.optimizer, end_leaves, new.optimizer_state, new.counts
+                old_state.optimizer, end_leaves, new.optimizer_state, new.counts
             )
-            return UpdatedState(trainable.parameters | ends | new.parameters, optimizer, {})
+            return UpdatableState(old_state.parameters | ends | new.parameters, optimizer, {})
 
         execution, param_specs = self.engine.context.execution, self.layout.param_specs
-        update = lambda inputs, finite: update_if_finite(
-            execution, param_specs, finite, apply_updates, inputs
+        update = lambda train_state, finite: update_if_finite(
+            execution, param_specs, finite, apply_updates, train_state
         )
         return GradResult(mean, norm, {}, {}, update)
 

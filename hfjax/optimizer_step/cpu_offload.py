@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.optimizer_step.optimizer_parts import OptimizerParts
-from hfjax.optimizer_step.update import Gradients, GradResult, Update, UpdatedState
+from hfjax.optimizer_step.update import Gradients, GradResult, UpdatableState, Update
 from hfjax.optimizers.transforms import params_from_master
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import guard
@@ -58,27 +58,27 @@ class StreamedUpdate(Update):
         scale = lambda summed: mean_gradients(summed, gradients.scale(), dtypes)
         keep = partial(guard, self.engine.context.execution.on_nonfinite)
 
-        def update(trainable: UpdatedState, finite: jax.Array) -> UpdatedState:
+        def update(old_state: UpdatableState, finite: jax.Array) -> UpdatableState:
             new = self._update_params(
-                _UnitUpdater(self, scale, keep, finite), gradients.sums, trainable
+                _UnitUpdater(self, scale, keep, finite), gradients.sums, old_state
             )
-            return UpdatedState(*new, keep(finite, gradients.variables, trainable.variables))
+            return UpdatableState(*new, keep(finite, gradients.variables, old_state.variables))
 
         return gradients.to_result(update)
 
     def _update_params(
-        self, updater: "_UnitUpdater", gradients: Flat, trainable: UpdatedState
+        self, updater: "_UnitUpdater", gradients: Flat, old_state: UpdatableState
     ) -> tuple[Flat, Any]:
         """Return new parameters and optimizer state, each where the layout has it."""
-        leaves = dict(zip(self.parts.leaves, jax.tree.leaves(trainable.optimizer), strict=True))
-        old = _add_kind(GRADIENT, gradients) | _add_kind(PARAMETER, trainable.parameters)
+        leaves = dict(zip(self.parts.leaves, jax.tree.leaves(old_state.optimizer), strict=True))
+        old = _add_kind(GRADIENT, gradients) | _add_kind(PARAMETER, old_state.parameters)
         old |= _add_kind(OPTIMIZER, leaves)
         new: Arrays = {}
         for unit in self._units:
             new |= updater.update(unit, _wait_for_copies(old, unit, new))
         select = lambda kind: {name: x for (key_kind, name), x in new.items() if key_kind == kind}
-        return trainable.parameters | select(PARAMETER), self.parts.join(
-            trainable.optimizer, select(OPTIMIZER)
+        return old_state.parameters | select(PARAMETER), self.parts.join(
+            old_state.optimizer, select(OPTIMIZER)
         )
 
     @cached_property

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.optimizer_step.update import GradResult, Update, UpdatedState, constrain
+from hfjax.optimizer_step.update import GradResult, UpdatableState, Update, constrain
 from hfjax.optimizers.transforms import Mastered
-from hfjax.parallel.engine.gradient_engine import StepInputs
+from hfjax.parallel.engine.gradient_engine import TrainState
 from hfjax.parallel.execution import guard
 from hfjax.parallel.layerwise.engines import LayerUpdateEngine
 from hfjax.parallel.offload.host_memory import is_on_host, to_device, to_host
@@ -39,24 +39,24 @@ class InBackwardUpdate(Update):
         leaves = (
             self.parts.select(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER))
         )
-        inputs = StepInputs(params, flatten(state.variables), *leaves)
+        train_state = TrainState(params, flatten(state.variables), *leaves)
         new, squares, finite, ends, mean = self.layer_engine.train(
-            inputs,
+            train_state,
             batch,
             state.step,
             self._apply,
-            {n: self._path_of[n] for n in inputs.optimizer_state},
+            {n: self._path_of[n] for n in train_state.optimizer_state},
         )
         squares |= {path: (g * g).sum() for path, g in ends.items()}
         norm = jnp.sqrt(sum(x.sum() for x in squares.values()))
 
-        def update(trainable: UpdatedState, _: jax.Array) -> UpdatedState:
-            params, optimizer = trainable.parameters, trainable.optimizer
+        def update(old_state: UpdatableState, _: jax.Array) -> UpdatableState:
+            params, optimizer = old_state.parameters, old_state.optimizer
             new_ends, end_leaves = self._update_ends(
                 ends, params, optimizer, finite & jnp.isfinite(norm)
             )
             params = params | new_ends | new.parameters
-            return UpdatedState(
+            return UpdatableState(
                 params, self.parts.join(optimizer, end_leaves, new.optimizer_state), {}
             )
 
@@ -79,16 +79,20 @@ class InBackwardUpdate(Update):
         parameters, new = self._update_params(gradients, optimizer_state | counts, parameters)
         return parameters, {name: new[name] for name in optimizer_state}
 
-    def _update_params(self, gradients: Flat, leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+    def _update_params(
+        self, gradients: Flat, optimizer_leaves: Flat, parameters: Flat
+    ) -> tuple[Flat, Flat]:
         """Return parameters and optimizer state; parameters are cast from their master weights."""
         working_dtype = self.layout.working_dtype
         grads = {path: g.astype(working_dtype(path)) for path, g in gradients.items()}
-        parameters, leaves = self.parts.apply(grads, leaves, parameters)
-        masters = {self._path_of[n]: x for n, x in leaves.items() if n in self._master_names}
+        parameters, optimizer_leaves = self.parts.apply(grads, optimizer_leaves, parameters)
+        masters = {
+            self._path_of[n]: x for n, x in optimizer_leaves.items() if n in self._master_names
+        }
         own_masters = {path: x for path, x in masters.items() if path in parameters}
         return parameters | {
             p: x.astype(parameters[p].dtype) for p, x in own_masters.items()
-        }, leaves
+        }, optimizer_leaves
 
     @cached_property
     def _master_names(self) -> set[str]:

@@ -32,8 +32,10 @@ class MasterSync:
         if self.is_idle:
             return state
         params, is_first = flatten(state.params), state.step == 0
-        sync_node = lambda node: _sync_node(node, params, is_first, _sync_traced)
-        return replace(state, optimizer=_map_nodes(sync_node, state.optimizer, _is_copy))
+        sync_optimizer_state = lambda optimizer_state: _sync_optimizer_state(
+            optimizer_state, params, is_first, _sync_traced
+        )
+        return replace(state, optimizer=_map_nodes(sync_optimizer_state, state.optimizer, _is_copy))
 
     def remember_params(self, state: State) -> State:
         """Remember parameters that a step has made, and return their state."""
@@ -51,8 +53,10 @@ class MasterSync:
         ):
             return state
         params, is_first = flatten(state.params), int(state.step) == 0
-        sync_node = lambda node: _sync_node(node, params, is_first, _sync_copy)
-        return replace(state, optimizer=_map_nodes(sync_node, state.optimizer, _is_copy))
+        sync_optimizer_state = lambda optimizer_state: _sync_optimizer_state(
+            optimizer_state, params, is_first, _sync_copy
+        )
+        return replace(state, optimizer=_map_nodes(sync_optimizer_state, state.optimizer, _is_copy))
 
 
 def _map_nodes(function: Any, tree: Tree, is_node: Any) -> Any:
@@ -73,18 +77,20 @@ def _has_copies(optimizer_state: Any) -> bool:
     return any(map(_is_copy, jax.tree.leaves(optimizer_state, is_leaf=_is_copy)))
 
 
-def _sync_node(node: Any, params: dict[str, Any], is_first: Any, sync: Callable) -> Any:
+def _sync_optimizer_state(
+    optimizer_state: Any, params: dict[str, Any], is_first: Any, sync: Callable
+) -> Any:
     """Return optimizer state with its copy synced; an average only before the first step."""
-    name = COPIES[type(node)]
-    is_active = is_first if isinstance(node, Averaged) else True
+    name = COPIES[type(optimizer_state)]
+    is_active = is_first if isinstance(optimizer_state, Averaged) else True
     if is_active is False:
-        return node
-    copies = flatten(getattr(node, name))
+        return optimizer_state
+    copies = flatten(getattr(optimizer_state, name))
     new = {
         path: sync(x, params[path], is_active) if path in params and hasattr(x, "dtype") else x
         for path, x in copies.items()
     }
-    return node._replace(**{name: nest(new)})
+    return optimizer_state._replace(**{name: nest(new)})
 
 
 def _sync_copy(copy: jax.Array, parameter: jax.Array, _: bool) -> jax.Array:

@@ -58,21 +58,23 @@ class OptimizerParts:
         treedef = jax.tree.structure(state)
         return treedef.unflatten([changed.get(name, leaf) for name, leaf in old])
 
-    def apply(self, gradients: Flat, leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+    def apply(self, gradients: Flat, optimizer_leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
         """Return parameters and state after an update of these parameters alone."""
-        updates, leaves = self.update(gradients, leaves, parameters)
-        return cast(Flat, optax.apply_updates(parameters, updates)), leaves
+        updates, optimizer_leaves = self.update(gradients, optimizer_leaves, parameters)
+        return cast(Flat, optax.apply_updates(parameters, updates)), optimizer_leaves
 
-    def update(self, gradients: Flat, leaves: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+    def update(
+        self, gradients: Flat, optimizer_leaves: Flat, parameters: Flat
+    ) -> tuple[Flat, Flat]:
         """Return the updates of these parameters alone, and the state afterwards."""
         empty = {path: _empty_array(p) for path, p in self.layout.param_specs.items()}
         state = self.join(
-            jax.tree.map(_empty_array, self.layout.abstract_state().optimizer), leaves
+            jax.tree.map(_empty_array, self.layout.abstract_state().optimizer), optimizer_leaves
         )
         inputs = (nest(empty | gradients), state, nest(empty | parameters))
         updates, state = self.layout.optimizer.update(*inputs)
         updates, state = flatten(cast(dict, updates)), self.select(state, *set(self.roles.values()))
-        new_leaves = {name: state[name].astype(old.dtype) for name, old in leaves.items()}
+        new_leaves = {name: state[name].astype(old.dtype) for name, old in optimizer_leaves.items()}
         return {path: updates[path] for path in parameters}, new_leaves
 
 

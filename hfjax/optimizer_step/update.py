@@ -29,7 +29,7 @@ from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, flatten
 
 
-class UpdatedState(NamedTuple):
+class UpdatableState(NamedTuple):
     """The part of a state that a step changes."""
 
     parameters: Flat
@@ -47,7 +47,7 @@ class GradResult(NamedTuple):
     # by one; empty where they are not all known.
     squares: Flat
     # (arrays before the step, whether all is finite) -> arrays after it.
-    update: Callable[[UpdatedState, jax.Array], UpdatedState]
+    update: Callable[[UpdatableState, jax.Array], UpdatableState]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,9 @@ class Gradients(NamedTuple):
             scale *= self.max_grad_norm / jnp.maximum(self.norm, self.max_grad_norm)
         return scale
 
-    def to_result(self, update: Callable[[UpdatedState, jax.Array], UpdatedState]) -> GradResult:
+    def to_result(
+        self, update: Callable[[UpdatableState, jax.Array], UpdatableState]
+    ) -> GradResult:
         """Return the result with the function that updates a state by these gradients."""
         return GradResult(self.mean, self.norm, self.variables, self.squares, update)
 
@@ -121,14 +123,14 @@ def update_if_finite(
     param_specs: Mapping[str, ParamSpecs],
     finite: jax.Array,
     update: Any,
-    trainable: UpdatedState,
-) -> UpdatedState:
-    """Return `update(trainable)`, or `trainable` unchanged if the step is not finite.
+    old_state: UpdatableState,
+) -> UpdatableState:
+    """Return `update(trainable)`, or `old_state` unchanged if the step is not finite.
 
     On a CPU a branch costs nothing, a selection one more copy; on a GPU a branch waits for the
     host, a selection costs nothing.
     """
     on_cpu = platform_of(next(iter(param_specs.values())).mesh) == "cpu"
     if on_cpu and execution.on_nonfinite != "apply":
-        return lax.cond(finite, update, lambda trainable: trainable, trainable)
-    return guard(execution.on_nonfinite, finite, update(trainable), trainable)
+        return lax.cond(finite, update, lambda old_state: old_state, old_state)
+    return guard(execution.on_nonfinite, finite, update(old_state), old_state)

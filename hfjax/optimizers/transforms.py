@@ -357,7 +357,7 @@ def check_master(optimizer: Any, params: Tree) -> None:
 
 def check_update_arguments(optimizer: Any, params: Tree) -> None:
     """Refuse an optimizer whose update needs more than gradients, its state and parameters."""
-    if not any(map(_has_required_keywords, _find_functions(optimizer.update, set()))):
+    if not any(map(_has_required_keywords, _find_closure_functions(optimizer.update, set()))):
         return  # tracing an update takes seconds
     try:
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
@@ -378,17 +378,17 @@ def _has_required_keywords(function: FunctionType) -> bool:
     return code.co_kwonlyargcount > len(defaults)
 
 
-def _find_functions(node: Any, visited: set[int]) -> Iterator[Any]:
+def _find_closure_functions(value: Any, visited_ids: set[int]) -> Iterator[Any]:
     """Yield a function and those in its closure, as a chain has its transformations there."""
-    if id(node) in visited:
+    if id(value) in visited_ids:
         return
-    visited.add(id(node))
-    children = list(node.values()) if isinstance(node, Mapping) else node
-    if isinstance(node, FunctionType):
-        yield node
-        children = [cell.cell_contents for cell in node.__closure__ or () if _has_contents(cell)]
+    visited_ids.add(id(value))
+    children = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(value, FunctionType):
+        yield value
+        children = [cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)]
     for x in children if isinstance(children, list | tuple) else ():
-        yield from _find_functions(x, visited)
+        yield from _find_closure_functions(x, visited_ids)
 
 
 def _has_contents(cell: CellType) -> bool:

@@ -186,7 +186,7 @@ class Candidate:
         )
 
     @property
-    def columns(self) -> Mapping[str, str]:
+    def table_cells(self) -> Mapping[str, str]:
         """The cells of a table, by column."""
         mesh = " ".join(f"{a}={n}" for a, n in self.axis_sizes if n > 1) or "one device"
         schedule_words = [self.schedule or ""]
@@ -209,7 +209,7 @@ class Candidate:
         }
 
     def __str__(self) -> str:
-        columns = self.columns
+        columns = self.table_cells
         cells = [columns["mesh"], columns["strategy"], columns["schedule"], columns["microbatches"]]
         return ", ".join(p for p in [*cells, columns["memory"]] if p != "-")
 

@@ -89,19 +89,19 @@ def _num_passes(c: Candidate, t: CommInputs, backward: bool = False) -> float:
 
 def _param_gathers(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
     flows = t.flows
-    for axes, inside in flows.axis_elements("fsdp", True):
+    for axes, inside in flows.elements_by_axes("fsdp", True):
         for backward in (False, True):
             runs = _num_passes(c, t, backward)
             size, count = runs * t.compute_itemsize * inside, runs * max(t.layers, 1)
             yield CommVolume(GATHERS, "all-gather", axes, size, count, backward=backward)
-    for axes, around in flows.axis_elements("fsdp", False):
+    for axes, around in flows.elements_by_axes("fsdp", False):
         times = 1 if t.forward else c.gradient_accumulation_steps
         yield CommVolume(
             GATHERS, "all-gather", axes, times * t.compute_itemsize * around, times, layers=False
         )
     for kind in ("scattered", "sharded moments"):
         for layers in (True, False):
-            for axes, size in flows.axis_elements(kind, layers):
+            for axes, size in flows.elements_by_axes(kind, layers):
                 calls = max(t.layers, 1) if layers else 1
                 yield CommVolume(
                     NEW_PARAMS, "all-gather", axes, t.param_itemsize * size, calls, layers
@@ -115,18 +115,18 @@ def _gradient_reductions(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
         times = _num_passes(c, t, True) if in_layers or not t.forward else 1
         stages = in_use(mesh, ("pipe",)) if not in_layers else ()
         flags = {"layers": in_layers, "backward": True}
-        for axes, elements in flows.axis_elements("fsdp", in_layers):
+        for axes, elements in flows.elements_by_axes("fsdp", in_layers):
             payload = times * size * elements
             yield CommVolume(SUMS, "reduce-scatter", axes, payload, times * layers, **flags)
-        for axes, elements in flows.axis_elements("scattered", in_layers):
+        for axes, elements in flows.elements_by_axes("scattered", in_layers):
             yield from _two_level_reductions(
                 c, axes, False, times * size * elements, times * layers, flags
             )
-        for axes, elements in flows.axis_elements("sharded moments", in_layers):
+        for axes, elements in flows.elements_by_axes("sharded moments", in_layers):
             yield from _two_level_reductions(c, axes, False, size * elements, layers, flags)
-        for axes, elements in flows.axis_elements("shards", in_layers):
+        for axes, elements in flows.elements_by_axes("shards", in_layers):
             yield CommVolume(SUMS, "all-reduce", axes, size * elements, layers, **flags)
-        for axes, elements in flows.axis_elements("whole", in_layers):
+        for axes, elements in flows.elements_by_axes("whole", in_layers):
             yield from _two_level_reductions(
                 c, (*stages, *axes), True, size * elements, layers, flags
             )
@@ -137,7 +137,7 @@ def _gradient_reductions(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
 def _stage_reductions(flows: Flows, mesh: MeshShape, size: int) -> Iterator[CommVolume]:
     """Yield the reductions over stages of gradients, sharded or replicated on each device."""
     for kind in ("fsdp", "scattered", "sharded moments", "alone"):
-        for axes, elements in flows.axis_elements(kind, False):
+        for axes, elements in flows.elements_by_axes(kind, False):
             payload = size * elements / math.prod(mesh[a] for a in axes)
             yield CommVolume(SUMS, "all-reduce", ("pipe",), payload, 1, layers=False, backward=True)
 
@@ -145,13 +145,13 @@ def _stage_reductions(flows: Flows, mesh: MeshShape, size: int) -> Iterator[Comm
 def _two_level_reductions(
     c: Candidate,
     axes: tuple[str, ...],
-    replicated: bool,
+    replicate_result: bool,
     size: float,
     calls: float,
     flags: dict[str, bool],
 ) -> Iterator[CommVolume]:
     """Yield the reductions of gradients, to replicated or sharded ones; possibly in two levels."""
-    kind = "all-reduce" if replicated else "reduce-scatter"
+    kind = "all-reduce" if replicate_result else "reduce-scatter"
     node, across = _levels(c, axes)
     if not across:
         yield CommVolume(SUMS, kind, axes, size, calls, **flags)
@@ -159,7 +159,7 @@ def _two_level_reductions(
     yield CommVolume(SUMS, "reduce-scatter", node, size, calls, **flags)
     shard_size = size / math.prod(c.axis_size(axis) for axis in node)
     yield CommVolume(SUMS, kind, across, shard_size, calls, **flags)
-    if replicated:
+    if replicate_result:
         yield CommVolume(SUMS, "all-gather", node, size, calls, **flags)
 
 
@@ -232,7 +232,7 @@ def _expert_comms(c: Candidate, t: CommInputs) -> Iterator[CommVolume]:
     for call, times in t.mixtures:
         dispatch = choose_dispatch("auto", call)
         forward, backward = call.bytes(dispatch)
-        forward += call.recompute_bytes(dispatch) if t.with_recompute else 0
+        forward += call.bytes_resent_by_remat(dispatch) if t.with_recompute else 0
         count = _num_passes(c, t) * t.stage_fraction * times
         scale = n / (n - 1)
         for size, back in ((forward, False), (backward, True)):

@@ -73,15 +73,15 @@ class Flows:
 
     elements: Mapping[Flow, int]
 
-    def of(self, kind: str, layers: bool | None = None) -> int:
+    def of(self, kind: str, in_layers: bool | None = None) -> int:
         """Return the elements of a kind."""
-        inside = (True, False) if layers is None else (layers,)
+        inside = (True, False) if in_layers is None else (in_layers,)
         return sum(n for f, n in self.elements.items() if f.kind == kind and f.layers in inside)
 
-    def axis_elements(self, kind: str, layers: bool) -> Iterator[tuple[tuple[str, ...], int]]:
+    def elements_by_axes(self, kind: str, in_layers: bool) -> Iterator[tuple[tuple[str, ...], int]]:
         """Yield axes and elements of a kind."""
         for flow, size in self.elements.items():
-            if flow.kind == kind and flow.layers == layers:
+            if flow.kind == kind and flow.layers == in_layers:
                 yield flow.axes, size
 
 

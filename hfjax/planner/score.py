@@ -151,7 +151,7 @@ class Scorer:
             work = profile.work(part, Share())
             shapes = ((p.gemm_shape(1, 1), p.times) for p in work.products)
             flops += times * sum(2 * n * math.prod(shape) for shape, n in shapes)
-            flops += times * sum(12 * a.score_elements for a in work.attention if not a.backward)
+            flops += times * sum(12 * a.score_macs for a in work.attention if not a.backward)
         return flops / self.length
 
     @cached_property

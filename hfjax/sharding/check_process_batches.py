@@ -100,6 +100,6 @@ def _mismatch_message(mesh: Mesh, process: int, other: int) -> str:
     return (
         f"process {process} gave other examples of the batch than process {other}: on mesh "
         f"{describe_mesh(mesh)} devices along {axes} compute with the same examples, and belong to "
-        "both. Give the same in each: those of hfjax.process_batch_slice(layout, examples), drawn "
-        "in the same order."
+        "both. Give the same in each: those of hfjax.process_batch_slice(layout, "
+        "global_batch_size), drawn in the same order."
     )

@@ -28,14 +28,14 @@ class OptimizerArray(NamedTuple):
 
 
 def find_optimizer_arrays(
-    optimizer: Any, owner_of: Callable[[tuple, Any], ParamSpecs | None]
+    optimizer_state: Any, owner_of: Callable[[tuple, Any], ParamSpecs | None]
 ) -> dict[str, OptimizerArray]:
     """Return the arrays of an optimizer state that belong to parameters, given its shapes.
 
     The names are those of `jax.tree_util.keystr`; `owner_of` returns the parameter of an array.
     """
     arrays = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer_state)[0]:
         if (p := owner_of(keys, leaf)) is not None:
             size = leaf.size * leaf.dtype.itemsize // num_shards(p.optimizer_state, p.mesh)
             arrays[jax.tree_util.keystr(keys)] = OptimizerArray(p.path, _rule_of(keys), size)
@@ -48,7 +48,7 @@ class HostMemory:
 
     strategy: Strategy
     # The optimizer state of each parameter, by name.
-    optimizer_arrays: Mapping[str, OptimizerArray]
+    all_optimizer_arrays: Mapping[str, OptimizerArray]
 
     @property
     def parameters(self) -> bool:
@@ -67,7 +67,7 @@ class HostMemory:
 
     def count_optimizer_state(self, path: str) -> tuple[int, int]:
         """Return how many optimizer arrays of a parameter are on the host, and how many it has."""
-        names = [name for name, array in self.optimizer_arrays.items() if array.path == path]
+        names = [name for name, array in self.all_optimizer_arrays.items() if array.path == path]
         return sum(name in self.optimizer for name in names), len(names)
 
     @property
@@ -125,7 +125,7 @@ class HostMemory:
     def _sizes(self) -> dict[str, dict[str, int]]:
         """Rule -> name -> bytes per device."""
         sizes: dict[str, dict[str, int]] = {"optimizer_state": {}, MASTER: {}}
-        for name, array in self.optimizer_arrays.items():
+        for name, array in self.all_optimizer_arrays.items():
             sizes[array.rule][name] = array.bytes
         return sizes
 

@@ -511,7 +511,7 @@ def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
     dtype = lambda p: stored_dtype(layout.optimizer, p.dtype)
     param_specs = {
         path: replace(p, dtype=dtype(p))
-        for path, p in storage.param_specs(layout.param_specs).items()
+        for path, p in storage.stored_specs(layout.param_specs).items()
     }
     new_layout = replace(layout, storage=storage, param_specs=param_specs)
     return new_layout._freeze_optimizer() if _frozen_layers(param_specs) else new_layout

@@ -88,19 +88,19 @@ def _is_in_order(layout: Layout, order: object) -> bool:
     return is_same
 
 
-def _is_same_order(target: np.ndarray | None, order: Any, listed: bool) -> bool:
+def _is_same_order(target: np.ndarray | None, order: Any, is_layer_list: bool) -> bool:
     if target is None or order is None:
         is_plain = target is None or np.array_equal(target, np.arange(len(target)))
-        return target is order or (is_plain and not listed)
+        return target is order or (is_plain and not is_layer_list)
     return target is order or np.array_equal(target, order)
 
 
-def store_params(layout: Layout, params: Flat) -> Flat:
+def to_stored_order(layout: Layout, params: Flat) -> Flat:
     """Return parameters by path, given in the model's order, as the layout stores them."""
     shardings = {
         path: NamedSharding(layout.mesh, p.parameter) for path, p in layout.param_specs.items()
     }
-    return layout.storage.store(params, shardings)
+    return layout.storage.to_stored_order(params, shardings)
 
 
 def copy_to(x: jax.Array, sharding: Sharding) -> jax.Array:

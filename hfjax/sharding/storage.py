@@ -120,7 +120,7 @@ class Storage(ABC):
         """The layer number of each stored entry, -1 where there is none."""
 
     @abstractmethod
-    def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
+    def stored_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
         """Return the specs of the stored arrays, given specs of the model in any stored form."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Storage(ABC):
         """Return the parameters of a new model as they are stored; others may be among them."""
 
     @abstractmethod
-    def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
+    def to_stored_order(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
         """Return parameters in the model's order as they are stored, with these shardings."""
 
 
@@ -143,18 +143,18 @@ class ModelOrder(Storage):
         layers = [self.source.arrays[path].shape[0] for path in self.source.stacked]
         return np.arange(layers[0], dtype=np.int32) if layers else None
 
-    def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
+    def stored_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
         """Return the specs of the model's own arrays."""
         if self.source.template.is_layer_list:
             return _end_specs(specs) | _layer_specs(self.source, specs)
         stack_sizes = {path: self.source.arrays[path].shape[0] for path in self.source.stacked}
-        return _stack_specs(self.source, specs, stack_sizes)
+        return _resize_stacks(self.source, specs, stack_sizes)
 
     def create(self, arrays: Flat, seed: Any) -> Flat:
         """Return the arrays unchanged."""
         return arrays
 
-    def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
+    def to_stored_order(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
         """Return parameters unchanged."""
         return params
 
@@ -171,16 +171,16 @@ class StackedLayers(Storage):
         """The layer number of each entry."""
         return np.asarray(self.arrangement.stored_order, np.int32)
 
-    def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
+    def stored_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
         """Return the specs of stacks, and of all that is not stacked."""
         stack_sizes = dict.fromkeys(self.source.stacked, self.arrangement.stored_order.size)
-        return _stack_specs(self.source, specs, stack_sizes)
+        return _resize_stacks(self.source, specs, stack_sizes)
 
     def create(self, arrays: Flat, seed: Any) -> Flat:
         """Return the arrays with stacks in stored order."""
         return arrays | self._store_stacks({path: arrays[path] for path in self.source.stacked})
 
-    def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
+    def to_stored_order(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
         """Return parameters with stacks in stored order."""
         stacks = {path: params[path] for path in self.source.stacked}
         store_stacks = jax.jit(
@@ -206,7 +206,7 @@ class PackedStages(Storage):
         order = self.arrangement.order
         return np.asarray(order.reshape(-1, order.shape[-1]), np.int32)
 
-    def param_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
+    def stored_specs(self, specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
         """Return the specs of the rows, and of embed and head."""
         source, packed_specs = self.source, {}
         for path, like in self.packed.shapes.items():
@@ -221,7 +221,7 @@ class PackedStages(Storage):
         """Return the arrays together with the rows, each created on its stage."""
         return arrays | self.packed.create(self.source.template.create, seed)
 
-    def store(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
+    def to_stored_order(self, params: Flat, shardings: Mapping[str, NamedSharding]) -> Flat:
         """Return embed, head and the rows."""
         return convert_layers(None, Mover(self.packed, self.source.mesh, shardings), params)
 
@@ -243,12 +243,12 @@ def _end_specs(param_specs: Mapping[str, ParamSpecs]) -> dict[str, ParamSpecs]:
     return {path: p for path, p in param_specs.items() if not path.startswith(LAYERS)}
 
 
-def _stack_specs(
-    source: Source, param_specs: Mapping[str, ParamSpecs], stacks: Mapping[str, int]
+def _resize_stacks(
+    source: Source, param_specs: Mapping[str, ParamSpecs], stack_sizes: Mapping[str, int]
 ) -> dict[str, ParamSpecs]:
     """Return the specs of stacks with so many entries, and of all other parameters."""
     param_specs = dict(param_specs)
-    for path, stack_size in stacks.items():
+    for path, stack_size in stack_sizes.items():
         p, model_shape = param_specs[path], source.arrays[path].shape
         shape = (stack_size, *model_shape[1:])
         param_specs[path] = replace(p, shape=shape)

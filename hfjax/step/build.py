@@ -94,7 +94,7 @@ def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
     """Return how a step updates its state; `ops` are those that a probe of the model chose."""
     layout, execution = spec.layout, spec.execution
     if execution.optimizer_in_backward:
-        context = step_context(spec, ops, one_microbatch=True, keep_unsharded=True)
+        context = step_context(spec, ops, one_microbatch=True, include_kept_unsharded=True)
         layer_engine = LayerUpdateEngine.of(context)
         return InBackwardUpdate(layout, layer_engine.engine, layer_engine)
     engine, schedule = engine_for(spec, ops), execution.schedule
@@ -110,13 +110,13 @@ def engine_for(spec: StepSpec, ops: ModelOps | None = None) -> GradientEngine:
     layout, table, storage = spec.layout, spec.table, spec.layout.storage
     one_microbatch = spec.execution.gradient_accumulation_steps == 1
     if table is not None:
-        context = step_context(spec, ops, keep_unsharded=True, full_gradients=True)
+        context = step_context(spec, ops, include_kept_unsharded=True, include_full_gradients=True)
         model_factory = storage.packed and partial(UnevenStageModel, packed=storage.packed)
         assert storage.arrangement is not None
         return PipelineEngine(context, storage.arrangement, compile_table(table), model_factory)
     if layout.host_memory.parameters and layout.template.is_layer_stack and not layout.forward:
-        return LayerwiseEngine(step_context(spec, ops, one_microbatch, keep_unsharded=True))
-    context = step_context(spec, ops, one_microbatch, full_gradients=True)
+        return LayerwiseEngine(step_context(spec, ops, one_microbatch, include_kept_unsharded=True))
+    context = step_context(spec, ops, one_microbatch, include_full_gradients=True)
     model = LayerStackModel if context.is_layer_stack else WholeModel
     return AutodiffEngine(context, model(context))
 
@@ -125,7 +125,7 @@ def step_context(
     spec: StepSpec, ops: ModelOps | None, one_microbatch=False, **gather_options: bool
 ) -> StepContext:
     """Return the context of an engine; `gather_options`: what is gathered once per step."""
-    layout, execution, ops = spec.layout, spec.execution, ops or ops_for(spec)
+    layout, execution, ops = spec.layout, spec.execution, ops or module_ops_for(spec)
     specs = scatter_gradients_early(layout.param_specs) if one_microbatch else layout.param_specs
     trace = TraceRecord.of(ops, execution, layout.mesh, run_partitioned)
     gathered = params_gathered_once(specs, execution, **gather_options)
@@ -135,7 +135,7 @@ def step_context(
     )
 
 
-def ops_for(spec: StepSpec) -> ModelOps:
+def module_ops_for(spec: StepSpec) -> ModelOps:
     """Return the operations that modules may call in a step on this mesh."""
     layout, loss, execution, table, kernels, experts, _ = spec
     inputs = OpsInputs(Placer(layout.mesh, layout.strategy), experts.run, loss)

@@ -32,7 +32,7 @@ from hfjax.parallel.offload.host_memory import (
 )
 from hfjax.sharding.check_state import check_layout
 from hfjax.sharding.layout import Layout, State, initial_state
-from hfjax.sharding.reorder_layers import copy_to, params_in_model_order, store_params
+from hfjax.sharding.reorder_layers import copy_to, params_in_model_order, to_stored_order
 from hfjax.sharding.stage_assignment import assign_stages
 from hfjax.utils.keywords import NEAREST, name_hint, strict_keywords
 from hfjax.utils.paths import Flat, Index, flatten, nest
@@ -92,7 +92,7 @@ def init(
     with _explain_out_of_memory(layout):
         if parameters is None:
             return jax.block_until_ready(init_program(layout)(seed))
-        params = store_params(layout, _place_params(layout, seed, parameters))
+        params = to_stored_order(layout, _place_params(layout, seed, parameters))
         return jax.block_until_ready(_start_from_params(layout, seed, params))
 
 
@@ -163,9 +163,9 @@ def _jit_with_seed(layout: Layout, run: Callable, shardings: State | Flat) -> An
     if constructor is None:
         return jax.jit(run, out_shardings=out_shardings)
 
-    def run_with_arrays(arrays: Sequence[np.ndarray], *arguments: Any) -> Any:
+    def run_with_arrays(arrays: Sequence[np.ndarray], *seed_and_args: Any) -> Any:
         with use_arrays(arrays):
-            return run(*arguments)
+            return run(*seed_and_args)
 
     program = jax.jit(run_with_arrays, out_shardings=out_shardings)
     return lambda seed, *arguments: program(constructor.arrays(seed), seed, *arguments)
@@ -185,11 +185,11 @@ def _start_from_params(layout: Layout, seed: Index, params: Flat) -> State:
     """
     shardings = replace(layout.shardings(), params=None)
 
-    def make_state(seed: Index, params: Flat) -> State:
+    def make_state_without_params(seed: Index, params: Flat) -> State:
         new_state = initial_state(layout, layout.template.create(seed), to_device(params))
         return jax.tree.map(_to_memory, replace(new_state, params=None), shardings)
 
-    state = _jit_with_seed(layout, make_state, shardings)(seed, params)
+    state = _jit_with_seed(layout, make_state_without_params, shardings)(seed, params)
     return replace(state, params=nest(_cast_params(layout, params)))
 
 

@@ -116,10 +116,10 @@ class NonfiniteMonitor:
                 f"{message}{len(bad)} parameters are not finite either, the first is {p.path} "
                 f"{p.shape}: {p.parameter}. Restore an earlier checkpoint."
             )
-        changed, gradients = self._what_changed(stats), self._gradient_message(stats)
+        changed, gradients = self._changed_params_message(stats), self._gradient_message(stats)
         return f"{message}{changed} parameters are finite: {gradients}"
 
-    def _what_changed(self, stats: StepStats) -> str:
+    def _changed_params_message(self, stats: StepStats) -> str:
         """Return what that step changed."""
         if self.policy == "apply":
             return "All"

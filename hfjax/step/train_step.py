@@ -16,7 +16,7 @@ from hfjax.checks.jax_errors import explain_errors
 from hfjax.checks.probe_model import context_choice, probe_model_ops
 from hfjax.optimizer_step.loss_scale import after_step, clip_scale, initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
-from hfjax.optimizer_step.update import Update, UpdatedState, constrain
+from hfjax.optimizer_step.update import UpdatableState, Update, constrain
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
@@ -155,7 +155,7 @@ class TrainStep:
                 `nonfinite` of the execution does not skip it.
         """
         if is_traced((state, batch)):
-            return self._call_traced(state, batch)
+            return self._call_inside_trace(state, batch)
         check_alive(state)
         self._monitor.check(state)
         batch = place_batch(self.layout, batch, num_microbatches(self.execution))
@@ -170,7 +170,7 @@ class TrainStep:
         self._monitor.add(metrics, squares)
         return self._master_sync.remember_params(replace(state, order=self._order)), metrics
 
-    def _call_traced(self, state: State, batch: Any) -> tuple[State, Metrics]:
+    def _call_inside_trace(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return what a step returns, within a program that is being traced."""
         check_alive(state)
         check_batch(self.layout, batch, num_microbatches(self.execution))
@@ -390,10 +390,10 @@ class TrainStep:
             metrics |= scale_metrics
         if not self.layout.host_memory.parameters:
             params = constrain(params, self.layout.param_specs)
-        trainable = UpdatedState(
+        old_state = UpdatableState(
             params, state.optimizer, {path: variables[path] for path in grads.variables}
         )
-        new = grads.update(trainable, metrics["finite"])
+        new = grads.update(old_state, metrics["finite"])
         variables |= new.variables
         changed, metrics = self.layout.template.after_step(variables, metrics)
         old = {path: variables[path] for path in changed}

@@ -111,7 +111,7 @@ class RunComponents:
             return hfjax.layout(
                 self.model.init, stateless_optimizer(self.config), self.mesh, strategy
             )
-        file_optimizer = None if self.file is None else self.file.updates.optimizer
+        file_optimizer = None if self.file is None else self.file.optimizer_setup.optimizer
         optimizer = build_optimizer(self.config, self.rate, file_optimizer)
         layout = hfjax.layout(self.model.init, optimizer, self.mesh, strategy)
         return layout.freeze(*frozen) if frozen else layout
@@ -119,7 +119,7 @@ class RunComponents:
     @cached_property
     def rate(self) -> Callable:
         """The learning-rate schedule, by the number of updates."""
-        file_rate = None if self.file is None else self.file.updates.rate
+        file_rate = None if self.file is None else self.file.optimizer_setup.rate
         return file_rate or make_lr_schedule(self.config)
 
     @cached_property

@@ -209,7 +209,7 @@ def _parse_plain(hint: Any, raw: Any) -> tuple[bool, Any]:
             return False, raw
         return True, hint(number)
     if hint in (str, Path) and isinstance(raw, str):
-        return _is_text(raw), hint(raw)
+        return _can_be_file_name(raw), hint(raw)
     return isinstance(raw, hint), raw
 
 
@@ -225,7 +225,7 @@ def _parse_number(raw: Any) -> int | float | None:
     return None
 
 
-def _is_text(text: str) -> bool:
+def _can_be_file_name(text: str) -> bool:
     """Return whether a text is not empty, and may be the name of a file."""
     try:
         os.fsencode(text)

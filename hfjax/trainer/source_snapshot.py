@@ -52,22 +52,24 @@ CHECKS: Mapping[str, Check] = {
 def write_copy(folder: ModelFolder, directory: Path) -> None:
     """Write a run's own copy of a model's folder, without the weights."""
     check_replaceable(directory)
-    own = directory / COPY
+    run_copy = directory / COPY
     try:
-        with atomic_directory(own, replace=True) as new:
+        with atomic_directory(run_copy, replace=True) as new:
             for path in (folder.path / CONFIG, *companion_files(folder.path)):
                 shutil.copyfile(path, new / path.name)
             (new / TENSORS).write_text(json.dumps(_tensor_index(folder), indent=1) + "\n")
     except OSError as wrong:
-        raise OSError(wrong.errno, wrong.strerror, str(own)) from None
+        raise OSError(wrong.errno, wrong.strerror, str(run_copy)) from None
 
 
 def check_replaceable(directory: Path) -> None:
     """Refuse a folder in place of the copy that is not one: it would be deleted."""
-    own = directory / COPY
-    if path_kind(own) != MISSING and (not is_copy(own) or any(own.glob("*.safetensors"))):
+    run_copy = directory / COPY
+    if path_kind(run_copy) != MISSING and (
+        not is_copy(run_copy) or any(run_copy.glob("*.safetensors"))
+    ):
         raise ValueError(
-            f"{quote(own)} is there, and no run has written it. What a run keeps of its model "
+            f"{quote(run_copy)} is there, and no run has written it. What a run keeps of its model "
             "would take its place: move it away, or give another --run-dir."
         )
 
@@ -140,55 +142,64 @@ def model_name(folder: ModelFolder) -> str:
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def resume_from_copy(config: TrainConfig, steps: Path) -> tuple[TrainConfig, str | None]:
+def resume_from_copy(config: TrainConfig, checkpoints: Path) -> tuple[TrainConfig, str | None]:
     """Return the configuration with the run's own copy in place of its folder, if it resumes.
 
     Also return a message about the folder, if any. All processes call this.
 
     Args:
         config: The configuration of the run.
-        steps: The folder of its checkpoints.
+        checkpoints: The folder of its checkpoints.
     """
-    folder, own = config.model.pretrained, config.directory / COPY
-    if folder is None or not run_on_first(lambda: bool(list_steps(steps))):
+    pretrained_folder, run_copy = config.model.pretrained, config.directory / COPY
+    if pretrained_folder is None or not run_on_first(lambda: bool(list_steps(checkpoints))):
         return config, None
-    note = run_on_first(lambda: _compare_with_copy(folder, own))
-    return replace(config, model=replace(config.model, pretrained=own)), note
+    note = run_on_first(lambda: _compare_with_copy(pretrained_folder, run_copy))
+    return replace(config, model=replace(config.model, pretrained=run_copy)), note
 
 
-def _compare_with_copy(folder: Path, own: Path) -> str | None:
+def _compare_with_copy(pretrained_folder: Path, run_copy: Path) -> str | None:
     """Refuse a folder of another model than the run's; return a message if it is gone."""
-    if not is_copy(own):
+    if not is_copy(run_copy):
         raise ValueError(
-            f"--model.pretrained {quote(folder)}: {quote(own.parent)} has checkpoints, and no copy "
-            f"of a model's folder ({quote(own / TENSORS)}): it began from something else. Give the "
-            "flags that it was trained with, or begin anew: --run-dir ANOTHER."
+            f"--model.pretrained {quote(pretrained_folder)}: {quote(run_copy.parent)} has "
+            f"checkpoints, and no copy of a model's folder ({quote(run_copy / TENSORS)}): it began "
+            "from something else. Give the flags that it was trained with, or begin anew: "
+            "--run-dir ANOTHER."
         )
-    copied_folder = read_copy(own)
+    copied_folder = read_copy(run_copy)
     try:
-        source_folder = read_copy(folder) if is_copy(folder) else read_folder(folder)
+        source_folder = (
+            read_copy(pretrained_folder)
+            if is_copy(pretrained_folder)
+            else read_folder(pretrained_folder)
+        )
         text, hashes = (
-            read_text(folder / CONFIG),
+            read_text(pretrained_folder / CONFIG),
             (source_folder.fingerprint, copied_folder.fingerprint),
         )
     except (ValueError, OSError) as wrong:
-        if path_kind(folder / CONFIG) != ORDINARY or read_text(folder / CONFIG) == _read_config(
-            own
-        ):
-            return f"{wrong}\nThe run goes on without it: {quote(own)} has what is needed of it."
+        if path_kind(pretrained_folder / CONFIG) != ORDINARY or read_text(
+            pretrained_folder / CONFIG
+        ) == _read_config(run_copy):
+            return (
+                f"{wrong}\nThe run goes on without it: {quote(run_copy)} has what is needed of it."
+            )
         text, hashes = (
-            read_text(folder / CONFIG),
+            read_text(pretrained_folder / CONFIG),
             ("another config.json", copied_folder.fingerprint),
         )
     if hashes[0] != hashes[1]:
-        reason = "its config.json differs" * (text != _read_config(own)) or "its tensors differ"
+        reason = (
+            "its config.json differs" * (text != _read_config(run_copy)) or "its tensors differ"
+        )
         raise ValueError(
-            f"--model.pretrained {quote(folder)} is not the model that {quote(own.parent)} began "
-            f"from: {reason} (hash {hashes[0]}, of the run {hashes[1]}). Give the folder that it "
-            "began from; or begin anew: --run-dir ANOTHER."
+            f"--model.pretrained {quote(pretrained_folder)} is not the model that "
+            f"{quote(run_copy.parent)} began from: {reason} (hash {hashes[0]}, of the run "
+            f"{hashes[1]}). Give the folder that it began from; or begin anew: --run-dir ANOTHER."
         )
     return None
 
 
-def _read_config(own: Path) -> str:
-    return read_text(own / CONFIG)
+def _read_config(run_copy: Path) -> str:
+    return read_text(run_copy / CONFIG)

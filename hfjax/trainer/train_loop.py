@@ -87,22 +87,22 @@ def check_reachable(directory: Path) -> None:
     )
 
 
-def find_steps(folder: Path) -> Path:
+def find_checkpoints(folder: Path) -> Path:
     """Return the folder of checkpoints: that of a run, or one that `hfjax.save` wrote."""
-    steps = next((p for p in (folder / CHECKPOINTS, folder) if list_steps(p)), None)
-    if steps is None:
+    checkpoints = next((p for p in (folder / CHECKPOINTS, folder) if list_steps(p)), None)
+    if checkpoints is None:
         problem = "it has no checkpoint" if folder.exists() else "there is no such folder"
         raise ValueError(
             f"--checkpoint.init-from {quote(folder)}: {problem}. Give the folder of a run of hfjax "
             "train, or one that hfjax.save wrote."
         )
-    return steps
+    return checkpoints
 
 
 def restore_or_explain(
     restore: Callable[[], hfjax.RestoredRun],
     config: TrainConfig,
-    steps: Path,
+    checkpoints: Path,
     is_resumed: bool = False,
 ) -> hfjax.RestoredRun:
     """Return what `restore` reads; explain a mismatch by the flags that cause it."""
@@ -112,14 +112,18 @@ def restore_or_explain(
     except ValueError as mistake:
         if MISMATCH not in str(mistake):
             raise
-        raise ValueError(_mismatch_message(str(mistake), config, steps, is_resumed)) from None
+        raise ValueError(_mismatch_message(str(mistake), config, checkpoints, is_resumed)) from None
 
 
-def _mismatch_message(message: str, config: TrainConfig, steps: Path, is_resumed: bool) -> str:
-    folder = quote(steps.parent if steps.name == CHECKPOINTS else steps)
+def _mismatch_message(
+    message: str, config: TrainConfig, checkpoints: Path, is_resumed: bool
+) -> str:
+    folder = quote(checkpoints.parent if checkpoints.name == CHECKPOINTS else checkpoints)
     parameters = f"--checkpoint.init-from {folder} " * ("parameters_only" in message)
     restart_hint = f", or begin anew: {parameters}--run-dir ANOTHER" * is_resumed
-    differences = config_io.state_differences(config, hfjax.checkpoint_metadata(steps)["config"])
+    differences = config_io.state_differences(
+        config, hfjax.checkpoint_metadata(checkpoints)["config"]
+    )
     if not differences:
         lines = message.rpartition("\n")[0]  # without the advice for Python
         return f"{lines}\nGive the data and the flags that {folder} was trained with{restart_hint}."
@@ -335,9 +339,9 @@ class Run:
         source, layout = self.config.checkpoint.init_from, self.components.layout
         if source is None:
             return self._init_state()
-        steps = Path(run_on_first(lambda: str(find_steps(Path(source)))))
-        restore = partial(hfjax.restore, steps, layout, parameters_only=True)
-        checkpoint = restore_or_explain(restore, self.config, steps)
+        checkpoints = Path(run_on_first(lambda: str(find_checkpoints(Path(source)))))
+        restore = partial(hfjax.restore, checkpoints, layout, parameters_only=True)
+        checkpoint = restore_or_explain(restore, self.config, checkpoints)
         self.screen.say(f"starting with the parameters of {quote(source)}, step {checkpoint.step}")
         return checkpoint.state
 

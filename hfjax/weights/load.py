@@ -126,7 +126,7 @@ class WeightStream:
     def parameters(self) -> Flat:
         """Return all parameters, sharded as in the layout."""
         params: Flat = {}
-        checks: list[tuple[TensorGroup, Any]] = []
+        group_flags: list[tuple[TensorGroup, Any]] = []
         with ThreadPoolExecutor(1) as executor:
             try:
                 future = executor.submit(self.read_local_rows, self.groups[0])
@@ -135,7 +135,7 @@ class WeightStream:
                     if not last:
                         future = executor.submit(self.read_local_rows, self.groups[i + 1])
                     stack, flags = self.assemble(group, local_rows, params.get(group.path))
-                    checks.append((group, jax.block_until_ready(flags)))
+                    group_flags.append((group, jax.block_until_ready(flags)))
                     sharding = self._shardings[group.path]
                     is_complete = last or self.groups[i + 1].path != group.path
                     is_offloaded = is_complete and is_host_sharding(sharding)
@@ -143,7 +143,7 @@ class WeightStream:
             finally:
                 self.files.close()
         self.read = run_on_all(self.files.finish)
-        check_values(checks)
+        check_values(group_flags)
         return params
 
     def read_local_rows(self, group: TensorGroup) -> list[list[np.ndarray]]:
@@ -157,14 +157,14 @@ class WeightStream:
         """Return a parameter with the rows written into it, and the flags of `check_values`."""
         mover = self._row_mover(group)
         slots = [slot for slot, _ in slot_tensors(group)]
-        arrays = [
+        row_arrays = [
             self.files.to_devices(device_rows, mover.plans[slot])
             for slot, device_rows in zip(slots, local_rows, strict=True)
         ]
         if stack is None and group.stack_index:
             stack = mover.zeros()
-        stacks = () if stack is None else (stack,)
-        return mover.program(stacks, np.array(group.stack_index, np.int32), arrays)
+        stack_or_empty = () if stack is None else (stack,)
+        return mover.program(stack_or_empty, np.array(group.stack_index, np.int32), row_arrays)
 
     def _row_mover(self, group: TensorGroup) -> "RowMover":
         spec = self._shardings[group.path].spec
@@ -191,9 +191,9 @@ def slot_tensors(group: TensorGroup) -> Iterator[tuple[int, list[FileTensor]]]:
             yield slot, [p.twin for p in mappings if p.twin is not None]
 
 
-def check_values(checks: Sequence[tuple[TensorGroup, Any]]) -> None:
+def check_values(group_flags: Sequence[tuple[TensorGroup, Any]]) -> None:
     """Refuse weights that are not finite, and twin tensors that differ."""
-    for group, flags in checks:
+    for group, flags in group_flags:
         finite, twins_equal = (np.asarray(x) for x in flags)
         for mappings, slot_finite in zip(group.slots, finite, strict=True):
             for mapping, ok in zip(mappings, slot_finite.reshape(-1), strict=True):
@@ -268,19 +268,23 @@ class RowMover:
         slots = [*range(len(self.rules)), *(i for i, twin in enumerate(self.twins) if twin)]
         row_specs = [self.plans[slot].spec for slot in slots]
 
-        def assemble(stacks: tuple, index: jax.Array, arrays: Sequence[jax.Array]) -> Any:
+        def assemble(
+            stack_or_empty: tuple, index: jax.Array, row_arrays: Sequence[jax.Array]
+        ) -> Any:
             specs: Any = {
-                "in_specs": ((spec,) * len(stacks), P(), row_specs),
-                "out_specs": (spec if stacks else self.block_spec, (P(), P())),
+                "in_specs": ((spec,) * len(stack_or_empty), P(), row_specs),
+                "out_specs": (spec if stack_or_empty else self.block_spec, (P(), P())),
             }
             return jax.shard_map(self._assemble_local, mesh=mesh, check_vma=False, **specs)(
-                stacks, index, arrays
+                stack_or_empty, index, row_arrays
             )
 
         return jax.jit(assemble, donate_argnums=0)
 
-    def _assemble_local(self, stacks: tuple, index: jax.Array, arrays: Sequence[jax.Array]) -> Any:
-        rows, twin_rows = arrays[: len(self.plans)], arrays[len(self.plans) :]
+    def _assemble_local(
+        self, stack_or_empty: tuple, index: jax.Array, row_arrays: Sequence[jax.Array]
+    ) -> Any:
+        rows, twin_rows = row_arrays[: len(self.plans)], row_arrays[len(self.plans) :]
         finite = [self.reduce_all(jnp.isfinite(x), len(self.stack_shape)) for x in rows]
         twins = [x for x, twin in zip(rows, self.twins, strict=True) if twin]
         twins_equal = [self.reduce_all(x == y, 0) for x, y in zip(twins, twin_rows, strict=True)]
@@ -289,7 +293,9 @@ class RowMover:
         )
         block = self.plans[0].slice_local(block).astype(self.dtype)
         flags = jnp.stack(finite), jnp.array(twins_equal)
-        return (self._write_block(stacks[0], block, index) if stacks else block), flags
+        return (
+            self._write_block(stack_or_empty[0], block, index) if stack_or_empty else block
+        ), flags
 
     def reduce_all(self, flags: jax.Array, num_kept_dims: int) -> jax.Array:
         """Return whether all flags of each tensor are set, on all devices."""

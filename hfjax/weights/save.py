@@ -152,7 +152,7 @@ def _write_tensors(
         t.name: t for name, specs in files.items() for t in plan_file(new / name, specs)
     }
     params, file_rows = full_precision_params(layout, state), FileRows(layout.mesh, writable=True)
-    checks: list[tuple[TensorGroup, Any]] = []
+    finite_flags: list[tuple[TensorGroup, Any]] = []
     last: tuple[TensorGroup, GroupRows] | None = None
     shardings = {
         path: NamedSharding(layout.mesh, P(*param.parameter))
@@ -163,7 +163,7 @@ def _write_tensors(
             array = _to_devices(params[path], shardings[path])
             for group in group_mappings(path_mappings, GROUP_BYTES * jax.process_count()):
                 group_rows = _extract_rows(group, file_tensors, array, shardings[path])
-                checks.append((group, group_rows.finite))
+                finite_flags.append((group, group_rows.finite))
                 if last is not None:  # write while the devices compute the next
                     _write_group(file_rows, file_tensors, *last)
                 last = group, group_rows
@@ -172,7 +172,7 @@ def _write_tensors(
     finally:
         file_rows.close()
     num_bytes = file_rows.finish()
-    _check_finite(checks)
+    _check_finite(finite_flags)
     return num_bytes
 
 
@@ -191,9 +191,9 @@ def full_precision_params(layout: Layout, state: State) -> Flat:
     return {path: x if same(path, x) else full[path] for path, x in params.items()}
 
 
-def _check_finite(checks: Sequence[tuple[TensorGroup, Any]]) -> None:
+def _check_finite(finite_flags: Sequence[tuple[TensorGroup, Any]]) -> None:
     """Refuse numbers that are not finite."""
-    for group, flags in checks:
+    for group, flags in finite_flags:
         for slot, slot_finite in zip(group.slots, np.asarray(flags), strict=True):
             for mapping, ok in zip(slot, slot_finite.reshape(-1), strict=True):
                 if not ok:

@@ -207,7 +207,7 @@ class MoELlama(nnx.Module):
         counts = [n for n in self.config.by_layer if n]
         router_metrics = over_batch(stream.router_metrics, router, self.kernels, counts, training)
         needs = router.tells and training
-        return self.kernels.record_metrics(
+        return self.kernels.add_router_metrics(
             compute_logits(self, stream.x),
             partial(RoutedOutputs, router_metrics=router_metrics),
             needs,

@@ -32,7 +32,7 @@ def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
 
     Integer arrays and keys are variables; what is no array stays as it is.
     """
-    leaves: list[tuple[Any, Any]] = []
+    leaves_with_path: list[tuple[Any, Any]] = []
     treedef: Any = None
 
     def arrays(seed: Index):
@@ -45,23 +45,26 @@ def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
                 "the parameters, module.init(rngs.params(), inputs), with forward=lambda params, "
                 "batch: module.apply(params, …)."
             )
-        leaves[:], treedef = jax.tree_util.tree_flatten_with_path(tree)
-        return {i: leaf for i, (_, leaf) in enumerate(leaves) if _is_array(leaf)}
+        leaves_with_path[:], treedef = jax.tree_util.tree_flatten_with_path(tree)
+        return {i: leaf for i, (_, leaf) in enumerate(leaves_with_path) if _is_array(leaf)}
 
     shapes = jax.eval_shape(on_one_device(lambda: arrays(0)))
     if not shapes:
         raise ValueError(
-            f"model_init returned {_describe(leaves, treedef)}: an nnx.Module or a pytree of "
-            "arrays is expected."
+            f"model_init returned {_describe(leaves_with_path, treedef)}: an nnx.Module or a "
+            "pytree of arrays is expected."
         )
     paths = [
-        jax.tree_util.keystr(keys, simple=True, separator="/") or "array" for keys, _ in leaves
+        jax.tree_util.keystr(keys, simple=True, separator="/") or "array"
+        for keys, _ in leaves_with_path
     ]
     check_paths([paths[i] for i in shapes])
-    rest = {i: leaf for i, (_, leaf) in enumerate(leaves) if i not in shapes}
-    _check_numbers(leaves, rest, paths)
-    is_path = tuple(i in shapes for i in range(len(leaves)))
-    tree = TreeTemplate(treedef, tuple(rest.get(i, path) for i, path in enumerate(paths)), is_path)
+    static_leaves = {i: leaf for i, (_, leaf) in enumerate(leaves_with_path) if i not in shapes}
+    _check_numbers(leaves_with_path, static_leaves, paths)
+    is_path = tuple(i in shapes for i in range(len(leaves_with_path)))
+    tree = TreeTemplate(
+        treedef, tuple(static_leaves.get(i, path) for i, path in enumerate(paths)), is_path
+    )
     is_trainable = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
 
     def create(seed: Index):
@@ -74,12 +77,12 @@ def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
         variables={paths[i]: x for i, x in shapes.items() if not is_trainable(x)},
         graphs=dict.fromkeys(("model", "train", "eval"), tree),
         keys={paths[i]: () for i in shapes},
-        notes=tuple(_number_notes(rest, paths)),
+        notes=tuple(_number_notes(static_leaves, paths)),
     )
 
 
-def _describe(leaves: Sequence[tuple[Any, Any]], treedef: Any) -> str:
-    kinds = sorted({type(leaf).__name__ for _, leaf in leaves})
+def _describe(leaves_with_path: Sequence[tuple[Any, Any]], treedef: Any) -> str:
+    kinds = sorted({type(leaf).__name__ for _, leaf in leaves_with_path})
     return f"no array, but {', '.join(kinds)}" if kinds else type(treedef.unflatten([])).__name__
 
 
@@ -87,10 +90,12 @@ def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _check_numbers(leaves: Sequence, rest: Mapping[int, Any], paths: Sequence[str]) -> None:
+def _check_numbers(
+    leaves_with_path: Sequence, static_leaves: Mapping[int, Any], paths: Sequence[str]
+) -> None:
     """Refuse a Python float where it may be meant as a parameter: in a plain container."""
-    for i, leaf in rest.items():
-        attribute = any(isinstance(key, jax.tree_util.GetAttrKey) for key in leaves[i][0])
+    for i, leaf in static_leaves.items():
+        attribute = any(isinstance(key, jax.tree_util.GetAttrKey) for key in leaves_with_path[i][0])
         if isinstance(leaf, float | complex) and not attribute:
             raise ValueError(
                 f"{paths[i]} is the Python number {leaf}: is it a parameter? Write "
@@ -98,7 +103,7 @@ def _check_numbers(leaves: Sequence, rest: Mapping[int, Any], paths: Sequence[st
             )
 
 
-def _number_notes(rest: Mapping[int, Any], paths: Sequence[str]) -> Iterator[str]:
-    numbers = [paths[i] for i, leaf in rest.items() if isinstance(leaf, float | complex)]
+def _number_notes(static_leaves: Mapping[int, Any], paths: Sequence[str]) -> Iterator[str]:
+    numbers = [paths[i] for i, leaf in static_leaves.items() if isinstance(leaf, float | complex)]
     if numbers:
         yield f"Python numbers stay as they are and are not trained: {', '.join(numbers)}"

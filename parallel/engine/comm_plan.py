@@ -131,7 +131,7 @@ def _gather_along(x: jax.Array, collective: DimCollective, gather_dtype: DTypeLi
     dim, kernel = x.ndim + collective.dim, collective.kernel
     if kernel is None:
         return lax.all_gather(x.astype(gather_dtype), collective.axes, axis=dim, tiled=True)
-    return _apply_along_dim(
+    return _apply_with_dim_first(
         dim, x, lambda shard: kernel.all_gather(shard, collective.axes, gather_dtype)
     )
 
@@ -141,12 +141,12 @@ def _scatter_along(x: jax.Array, collective: DimCollective) -> jax.Array:
     dim, kernel = x.ndim + collective.dim, collective.kernel
     if kernel is None:
         return lax.psum_scatter(x, collective.axes, scatter_dimension=dim, tiled=True)
-    return _apply_along_dim(
+    return _apply_with_dim_first(
         dim, x, lambda gradient: kernel.reduce_scatter(gradient, collective.axes, x.dtype)
     )
 
 
-def _apply_along_dim(dim: int, x: jax.Array, apply: Callable) -> jax.Array:
+def _apply_with_dim_first(dim: int, x: jax.Array, apply: Callable) -> jax.Array:
     """Return `apply(x)`, which works on dimension 0, for another dimension."""
     return jnp.moveaxis(apply(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else apply(x)
 

@@ -31,7 +31,7 @@ from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, Index
 
 
-class StepInputs(NamedTuple):
+class TrainState(NamedTuple):
     """The inputs of a step: arrays by name, or their specs."""
 
     parameters: Any
@@ -44,9 +44,9 @@ class PassOutput(NamedTuple):
     """The result of a microbatch's forward and backward passes."""
 
     gradients: Flat  # of total / divisor
-    loss: Any  # a Mean, or `PipelineOutput`
+    loss_mean: Any  # a Mean, or `PipelineOutput`
     statistics: Flat  # variables after it
-    divisor: Any = 1.0  # the same on all devices
+    gradient_divisor: Any = 1.0  # the same on all devices
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,14 @@ class GradientEngine(ABC):
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed) -> tuple:
-            def run(redistributed: bool, weighted: bool) -> PassOutput:
+            def run(should_redistribute: bool, weighted: bool) -> PassOutput:
                 context.trace.begin(context.param_specs, 1.0 if seed is None else seed)
                 context.trace.weighted = weighted
-                keys, statistics = context.keys(variables, num_examples(batch), step, redistributed)
+                keys, statistics = context.keys(
+                    variables, num_examples(batch), step, should_redistribute
+                )
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
-                return self._accumulate(microbatch, statistics, batch, redistributed)
+                return self._accumulate(microbatch, statistics, batch, should_redistribute)
 
             out = self.match_one_device(run, weighted=seed is not None)
             gradients, mean, statistics, divisor = out
@@ -161,7 +163,7 @@ class GradientEngine(ABC):
         return output_info[0].unflatten(map(constrain, arrays, specs))
 
     def match_one_device(self, run: Callable, weighted: bool = False) -> tuple:
-        """Return `run(redistributed, weighted)`, redistributed as on one device if it matters.
+        """Return `run(should_redistribute, weighted)`; it redistributes if that matters.
 
         It does if examples of a microbatch interact, are counted, or get random numbers, if a
         variable goes from one microbatch to the next, or if a derivative rule is not linear: the

@@ -70,7 +70,7 @@ class ModelOps(Protocol):
         """Return the output of a layer's experts on tokens."""
         ...
 
-    def record_metrics(self, outputs: Any, routed: Callable, needed: bool) -> Any:
+    def add_router_metrics(self, outputs: Any, add_metrics: Callable, require_metrics: bool) -> Any:
         """Return outputs with router metrics, for a loss that uses them."""
         ...
 
@@ -212,11 +212,11 @@ class CommonOps:
         sends_tokens = mixture.num_local < mixture.experts  # from each device's own examples
         return map_token_groups(run, sends_tokens)(mixture.arrays, x_GTD, routed)
 
-    def record_metrics(self, outputs: Any, routed: Callable, needed: bool) -> Any:
+    def add_router_metrics(self, outputs: Any, add_metrics: Callable, require_metrics: bool) -> Any:
         """Return outputs with router metrics, for a loss that uses them."""
         if getattr(self.inputs.loss, "uses_router_metrics", False):
-            return routed(outputs)
-        if needed:
+            return add_metrics(outputs)
+        if require_metrics:
             raise ValueError(NO_ROUTER_METRICS)
         return outputs
 

@@ -435,22 +435,22 @@ class StepContext:
 def params_gathered_once(
     param_specs: Mapping[str, ParamSpecs],
     execution: Execution,
-    keep_unsharded: bool = False,
-    full_gradients: bool = False,
+    include_kept_unsharded: bool = False,
+    include_full_gradients: bool = False,
 ) -> frozenset[str]:
     """Return the paths of the sharded parameters that are gathered once in a step.
 
     Args:
         param_specs: All parameters.
         execution: How the step runs.
-        keep_unsharded: Include those that stay gathered from forward to backward pass.
-        full_gradients: Include those whose gradient accumulates unsharded.
+        include_kept_unsharded: Include those that stay gathered from forward to backward pass.
+        include_full_gradients: Include those whose gradient accumulates unsharded.
     """
     split = {path: p for path, p in param_specs.items() if p.split_dims("parameter")}
-    if keep_unsharded and not execution.reshard_after_forward:
+    if include_kept_unsharded and not execution.reshard_after_forward:
         return frozenset(split)
     return frozenset(
-        path for path, p in split.items() if full_gradients and not p.split_dims("gradient")
+        path for path, p in split.items() if include_full_gradients and not p.split_dims("gradient")
     )
 
 

@@ -216,12 +216,12 @@ class Residuals:
     def __init__(self, function: Callable, known: Any, x: Any) -> None:
         out_trees: list[Any] = []
 
-        def wrapper(known, x) -> tuple:
+        def call_recording_trees(known, x) -> tuple:
             results = function(known, x)
             out_trees[:] = map(jax.tree.structure, results)
             return results
 
-        program = trace_flat(wrapper, known, x)
+        program = trace_flat(call_recording_trees, known, x)
         self._known_vars, x = split_by_trees(program.inputs, known, x)
         out, self._pullback_tree = out_trees
         outputs, self._residuals = (

@@ -28,20 +28,22 @@ from hfjax.parallel.spmd.global_batch import GlobalBatch
 
 
 def run_layers(
-    layers: Any, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+    layers: Any, sharded_params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
 ) -> Any:
     """Return the layers' output on x, values or `BatchChunks`; layers keep what they write.
 
-    `params` are their parameters, by path; in the layers each is `Placeholder`.
+    `sharded_params` are their parameters, by path; in the layers each is `Placeholder`.
     """
-    return (_run_list if is_list(layers) else _run_stack)(layers, params, x, options)
+    return (_run_list if is_list(layers) else _run_stack)(layers, sharded_params, x, options)
 
 
-def _split_layer(layer: nnx.Module, params: Mapping[str, ShardedParam]) -> tuple[Any, Any, Any]:
+def _split_layer(
+    layer: nnx.Module, sharded_params: Mapping[str, ShardedParam]
+) -> tuple[Any, Any, Any]:
     """Return a layer's graph, its parameters as `ShardedParam`s, and its variables."""
     graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
     is_away = lambda x: isinstance(x, Placeholder)
-    parameters = jax.tree.map(lambda x: params[x.path], parameters, is_leaf=is_away)
+    parameters = jax.tree.map(lambda x: sharded_params[x.path], parameters, is_leaf=is_away)
     return graph, parameters, variables
 
 
@@ -108,10 +110,10 @@ def _raw_values(state: nnx.State) -> dict:
 
 
 def _run_stack(
-    layers: nnx.Module, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+    layers: nnx.Module, sharded_params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
 ) -> Any:
     """Return x after all layers: a scan over units of them, then the remaining ones."""
-    graph, *arrays = _split_layer(layers, params)
+    graph, *arrays = _split_layer(layers, sharded_params)
     count, size = jax.tree.leaves(arrays)[0].shape[0], options.remat.unit
     unroll_factor, global_batch = unroll(options, count), options.trace.global_batch
     barrier = unroll_factor is True or unroll_factor != 1
@@ -207,17 +209,17 @@ def _remat_group(apply: Callable, options: LayerOptions, barrier: bool) -> Calla
 
 
 def _run_list(
-    layers: Any, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+    layers: Any, sharded_params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
 ) -> Any:
     modules = list(items_of(layers))
     if modules and is_unrolled(options):
-        return _run_list_unrolled(modules, params, x, options)
+        return _run_list_unrolled(modules, sharded_params, x, options)
     group = options.remat.group
     for first in range(0, len(modules), group):
         members = modules[first : first + group]
         apply = _remat_group(_chain(members, first, options), options, barrier=True)
         apply = options.wrap_offload(apply, f"layers/{first}", 1, barrier=True)
-        split = [_split_layer(m, params) for m in members if isinstance(m, nnx.Module)]
+        split = [_split_layer(m, sharded_params) for m in members if isinstance(m, nnx.Module)]
         parameters, variables = [s[1] for s in split], [s[2] for s in split]
         x, written = apply(parameters, variables, x)
         for module, new in zip(
@@ -228,12 +230,13 @@ def _run_list(
 
 
 def _run_list_unrolled(
-    modules: list, params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
+    modules: list, sharded_params: Mapping[str, ShardedParam], x: Any, options: LayerOptions
 ) -> Any:
     """Return x after listed layers, each gathered while the one before it runs."""
     global_batch, layers = options.trace.global_batch, []
     split_modules = [
-        _split_layer(m, params) if isinstance(m, nnx.Module) else (m, [], None) for m in modules
+        _split_layer(m, sharded_params) if isinstance(m, nnx.Module) else (m, [], None)
+        for m in modules
     ]
     for number, (graph, parameters, _) in enumerate(split_modules):
         name = f"layers/{number}"

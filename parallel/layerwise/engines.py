@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.parallel.adapters.model_template import LAYERS, Layer
 from hfjax.parallel.engine.example_keys import layer_variables
-from hfjax.parallel.engine.gradient_engine import LoopEngine, PassOutput, StepInputs, check_trace
+from hfjax.parallel.engine.gradient_engine import LoopEngine, PassOutput, TrainState, check_trace
 from hfjax.parallel.engine.layer_remat import offload_residuals
 from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.layer_order import arrange
-from hfjax.parallel.layer_stack.sharded_model import IN_A_LOOP, ShardedModel
+from hfjax.parallel.layer_stack.bound_model import IN_A_LOOP, BoundModel
 from hfjax.parallel.layerwise.layer_update import (
     Carry,
     LayerUpdate,
@@ -50,10 +50,10 @@ class LayerwiseEngine(LoopEngine):
                 **layer_variables(statistics, i),
                 **keys(i, number, batch_size),
             }
-            sharded_model = self.sharded_model(parameters, get_variables, batch, "train")
-            sums = {path: x for path, x in sharded_model.slots.items() if path.startswith(LAYERS)}
+            bound_model = self.bind_model(parameters, get_variables, batch, "train")
+            sums = {path: x for path, x in bound_model.slots.items() if path.startswith(LAYERS)}
             layer_passes = self.passes(
-                sharded_model, lambda sums: sharded_model.parameters, self._collect
+                bound_model, lambda sums: bound_model.parameters, self._collect
             )
             loss_and_divisor = lambda mean: (mean, context.divisor(mean.weight))
             sums, outside, mean = layer_passes.run(sums, loss_and_divisor)
@@ -73,25 +73,25 @@ class LayerwiseEngine(LoopEngine):
 
     def _forward(self, parameters: Flat, variables: Flat, batch: Any, returns: str | None) -> Any:
         get_variables = lambda m, i: layer_variables(variables, i)
-        sharded_model = replace(
-            self.sharded_model(parameters, get_variables, batch, "eval"), returns=returns
+        bound_model = replace(
+            self.bind_model(parameters, get_variables, batch, "eval"), returns=returns
         )
-        return self.passes(
-            sharded_model, lambda own: sharded_model.parameters, self._collect
-        ).evaluate({})
+        return self.passes(bound_model, lambda own: bound_model.parameters, self._collect).evaluate(
+            {}
+        )
 
     @property
     def layers(self) -> int:
         """How many layers the model has."""
         return self.context.template.num_layers
 
-    def sharded_model(
+    def bind_model(
         self, parameters: Flat, variables: Callable, batch: Any, mode: str
-    ) -> ShardedModel:
+    ) -> BoundModel:
         """Return the layer-stack model; parameters outside the layers are on the device."""
         context, of_layers = self.context, lambda path: path.startswith(LAYERS)
         inputs = context.cast_inputs(batch)
-        return ShardedModel(
+        return BoundModel(
             template=context.template,
             arrangement=arrange([self.layers], [(0, 0)]),
             parameters={p: x if of_layers(p) else to_device(x) for p, x in parameters.items()},
@@ -112,7 +112,7 @@ class LayerwiseEngine(LoopEngine):
         )
 
     def passes(
-        self, sharded_model: ShardedModel, params_from_carry: Callable, after_backward: Callable
+        self, bound_model: BoundModel, params_from_carry: Callable, after_backward: Callable
     ) -> StackedPasses | ListedPasses:
         """Return the pass through the layers, whose parameters are `params_from_carry(carry)`."""
         make_passes = (
@@ -121,12 +121,12 @@ class LayerwiseEngine(LoopEngine):
         layer_params = lambda carry: {
             p: x for p, x in params_from_carry(carry).items() if p.startswith(LAYERS)
         }
-        return make_passes(sharded_model, layer_params, after_backward)
+        return make_passes(bound_model, layer_params, after_backward)
 
     def _stacked_passes(
-        self, sharded_model: ShardedModel, params_from_carry: Callable, after_backward: Callable
+        self, bound_model: BoundModel, params_from_carry: Callable, after_backward: Callable
     ) -> StackedPasses:
-        model = sharded_model.model()
+        model = bound_model.model()
         first = lambda x: lax.index_in_dim(x, 0, 0, keepdims=False)
         layer_of = lambda x, i: lax.dynamic_index_in_dim(x, i, 0, False)
 
@@ -136,7 +136,7 @@ class LayerwiseEngine(LoopEngine):
 
         return StackedPasses(
             model=replace(
-                model, slots={path: first(sharded_model.slots[path]) for path in model.slots}
+                model, slots={path: first(bound_model.slots[path]) for path in model.slots}
             ),
             layers=self.layers,
             device_params=lambda carry, i: layer_params(carry, i, on_host=False),
@@ -146,22 +146,21 @@ class LayerwiseEngine(LoopEngine):
         )
 
     def _listed_passes(
-        self, sharded_model: ShardedModel, params_from_carry: Callable, after_backward: Callable
+        self, bound_model: BoundModel, params_from_carry: Callable, after_backward: Callable
     ) -> ListedPasses:
-        layers = self.context.template.layers(sharded_model.mode)
+        layers = self.context.template.layers(bound_model.mode)
 
         def function(layer: Layer) -> Callable:
-            return lambda params, slots, x: sharded_model.run(layer, params, slots, x)
+            return lambda params, slots, x: bound_model.run(layer, params, slots, x)
 
         return ListedPasses(
-            model=sharded_model.model(),
+            model=bound_model.model(),
             layers=[function(layer) for layer in layers],
             params=lambda carry, i: {
                 path: params_from_carry(carry)[path] for path in layers[i].paths
             },
             slots=[
-                {p: sharded_model.slots[p] for p in x.paths if p in sharded_model.slots}
-                for x in layers
+                {p: bound_model.slots[p] for p in x.paths if p in bound_model.slots} for x in layers
             ],
             after_backward=after_backward,
         )
@@ -173,7 +172,9 @@ class LayerwiseEngine(LoopEngine):
             return lambda function: function
         return lambda function: offload_residuals(function, lambda tensors: {}, barrier=True)
 
-    def _collect(self, sums: Flat, i: Index, params: Flat, gradients: Flat, mean: Mean) -> Flat:
+    def _collect(
+        self, sums: Flat, i: Index, params: Flat, gradients: Flat, loss_mean: Mean
+    ) -> Flat:
         """Return the gradients of all layers, with those of layer i."""
         if self.context.template.is_layer_list:
             return sums | gradients
@@ -200,12 +201,12 @@ class LayerUpdateEngine:
 
     def train(
         self,
-        inputs: StepInputs,
+        train_state: TrainState,
         batch: Any,
         step: jax.Array,
         apply: Callable,
         owner_paths: Mapping[str, str],
-    ) -> tuple[StepInputs, Flat, jax.Array, Flat, Mean]:
+    ) -> tuple[TrainState, Flat, jax.Array, Flat, Mean]:
         """Return the layers' new state; squares; finite; gradients outside the layers; Mean.
 
         `apply(gradients, optimizer state, counts, parameters) -> (parameters, optimizer state)`
@@ -214,19 +215,21 @@ class LayerUpdateEngine:
         """
         context = self.engine.context
 
-        def device(inputs: StepInputs, batch, step: jax.Array) -> tuple:
+        def device(train_state: TrainState, batch, step: jax.Array) -> tuple:
             context.trace.begin(context.param_specs)
             context.trace.weighted = True
-            sharded_model = self._sharded_model(inputs, batch, step)
-            update = self._update(inputs, apply, owner_paths)
-            params_of = lambda carry: self._current_params(carry, sharded_model)
-            layer_passes = self.engine.passes(sharded_model, params_of, update)
-            carry, outside, mean = layer_passes.run(self._carry(inputs), self._loss_and_divisor)
+            bound_model = self._bind_model(train_state, batch, step)
+            update = self._update(train_state, apply, owner_paths)
+            params_of = lambda carry: self._current_params(carry, bound_model)
+            layer_passes = self.engine.passes(bound_model, params_of, update)
+            carry, outside, mean = layer_passes.run(
+                self._carry(train_state), self._loss_and_divisor
+            )
             check_trace(context, mean)
             gradients = context.pin(context.reduce_outside(outside))
             gradients = update.reduction(gradients, context.param_specs)
             gradients = average_gradients(gradients, context.num_local_losses)
-            new = StepInputs(carry.parameters, {}, carry.optimizer_state, {})
+            new = TrainState(carry.parameters, {}, carry.optimizer_state, {})
             return new, carry.squares, carry.finite, gradients, mean
 
         specs, optimizer_specs = context.specs("parameter"), context.specs("optimizer_state")
@@ -235,10 +238,10 @@ class LayerUpdateEngine:
         outside = {
             path: optimizer_specs[path] for path in context.trainable if path not in layer_specs
         }
-        input_specs = StepInputs(specs, P(), state_specs, P())
+        input_specs = TrainState(specs, P(), state_specs, P())
         in_specs = (input_specs, context.batch_spec, P())
-        out_specs = (StepInputs(layer_specs, P(), state_specs, P()), P(), P(), outside, P())
-        return context.shard_map(device, in_specs, out_specs)(inputs, batch, step)
+        out_specs = (TrainState(layer_specs, P(), state_specs, P()), P(), P(), outside, P())
+        return context.shard_map(device, in_specs, out_specs)(train_state, batch, step)
 
     def _loss_and_divisor(self, mean: Mean) -> tuple[Mean, jax.Array]:
         """Return the Mean of all devices, and the divisor."""
@@ -249,17 +252,17 @@ class LayerUpdateEngine:
         """The layers' parameters that have a gradient."""
         return [path for path in self.engine.context.trainable if path.startswith(LAYERS)]
 
-    def _sharded_model(self, inputs: StepInputs, batch: Any, step: jax.Array) -> ShardedModel:
+    def _bind_model(self, train_state: TrainState, batch: Any, step: jax.Array) -> BoundModel:
         """Return the layer-stack model, on the examples of this device."""
         context, batch_size = self.engine.context, num_examples(batch)
-        keys, statistics = context.keys(inputs.variables, batch_size, step)
+        keys, statistics = context.keys(train_state.variables, batch_size, step)
         batch = context.local_sequence_batch(batch)
-        parameters = context.gather_once(inputs.parameters)
+        parameters = context.gather_once(train_state.parameters)
         variables = lambda m, i: {**layer_variables(statistics, i), **keys(i, m, batch_size)}
-        return self.engine.sharded_model(parameters, variables, batch, "train")
+        return self.engine.bind_model(parameters, variables, batch, "train")
 
     def _update(
-        self, inputs: StepInputs, apply: Callable, owner_paths: Mapping[str, str]
+        self, train_state: TrainState, apply: Callable, owner_paths: Mapping[str, str]
     ) -> LayerUpdate:
         context = self.engine.context
         kind = ListedUpdate if context.template.is_layer_list else StackedUpdate
@@ -267,28 +270,28 @@ class LayerUpdateEngine:
             param_specs={path: context.param_specs[path] for path in self._layer_paths},
             reduction=context.reduction,
             apply=lambda gradients, optimizer_state, old: apply(
-                gradients, optimizer_state, inputs.counts, old
+                gradients, optimizer_state, train_state.counts, old
             ),
             owner_paths=owner_paths,
             num_local_losses=context.num_local_losses,
             on_nonfinite=context.execution.on_nonfinite,
         )
 
-    def _carry(self, inputs: StepInputs) -> Carry:
+    def _carry(self, train_state: TrainState) -> Carry:
         """Return what is to be updated, before it is."""
         param_specs = self.engine.context.param_specs
         zeros = jnp.zeros(1 if self.engine.context.template.is_layer_list else self.engine.layers)
         wide = lambda path: zeros.astype(jnp.promote_types(param_specs[path].dtype, jnp.float32))
         return Carry(
-            {path: inputs.parameters[path] for path in self._layer_paths},
-            inputs.optimizer_state,
+            {path: train_state.parameters[path] for path in self._layer_paths},
+            train_state.optimizer_state,
             {path: wide(path) for path in self._layer_paths},
             jnp.array(True),
         )
 
-    def _current_params(self, carry: Carry, sharded_model: ShardedModel) -> Flat:
+    def _current_params(self, carry: Carry, bound_model: BoundModel) -> Flat:
         """Return the layers' parameters as they are stored, or gathered for the step."""
         gathered = self.engine.context.gathered_for_step
-        return sharded_model.parameters | {
+        return bound_model.parameters | {
             p: x for p, x in carry.parameters.items() if p not in gathered
         }

@@ -62,7 +62,9 @@ class LayerUpdate(ABC):
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
         """Return the carry with layer i replaced by `new`."""
 
-    def __call__(self, carry: Carry, i: Index, params: Flat, gradients: Flat, mean: Mean) -> Carry:
+    def __call__(
+        self, carry: Carry, i: Index, params: Flat, gradients: Flat, loss_mean: Mean
+    ) -> Carry:
         """Return the carry after the backward pass of layer i.
 
         `params` are its parameters on the device; those on the host were copied to it.
@@ -73,7 +75,7 @@ class LayerUpdate(ABC):
         )
         gradients = average_gradients(summed, self.num_local_losses)
         squares = _squares(gradients, specs)
-        loss = mean.total / mean.weight
+        loss = loss_mean.total / loss_mean.weight
         finite = carry.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
         parameters, optimizer_state = self.take(carry, i, list(gradients), params)
         before = {path: _shard(specs[path], x) for path, x in parameters.items()}, optimizer_state

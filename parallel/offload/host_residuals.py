@@ -40,22 +40,22 @@ def save_residuals_on_host(
         return (y, aux), pullback
 
     def forward(known, weights, x) -> tuple[tuple, Partial]:
-        operands = known, weights
-        residuals = Residuals(with_pullback, operands, x)
+        known_and_weights = known, weights
+        residuals = Residuals(with_pullback, known_and_weights, x)
         share = choose_tensors(residuals.tensors)
-        out, stash = residuals.forward(operands, x)
+        out, stash = residuals.forward(known_and_weights, x)
 
         def pullback(
-            halves: Sequence[tuple], constants: Sequence[Any], operands: tuple
+            halves: Sequence[tuple], constants: Sequence[Any], known_and_weights: tuple
         ) -> Callable:
             stash = join(share, ((to_device(on_host), on_device) for on_host, on_device in halves))
-            return residuals.pullback(operands, stash, constants)
+            return residuals.pullback(known_and_weights, stash, constants)
 
         halves = [
             (_send_to_host(on_host, barrier), on_device)
             for on_host, on_device in split(share, stash)
         ]
-        return out, Partial(pullback, halves, residuals.constants, operands)
+        return out, Partial(pullback, halves, residuals.constants, known_and_weights)
 
     def backward(residuals: Partial, cotangents: tuple) -> tuple:
         dy = cotangents[0]

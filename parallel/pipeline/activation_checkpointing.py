@@ -17,19 +17,30 @@ from hfjax.utils.paths import Flat, Index
 
 
 class LayerPasses(ABC):
-    """How a layer runs in a tick. `carry` is what a stage saves outside of its ring buffers."""
+    """How a layer runs in a tick.
+
+    `last_microbatch_residuals` is what a stage saves outside of its ring buffers.
+    """
 
     @abstractmethod
-    def init_carry(self) -> Any:
-        """Return `carry` before the first tick."""
+    def init_residuals(self) -> Any:
+        """Return `last_microbatch_residuals` before the first tick."""
 
     @abstractmethod
-    def forward(self, known: tuple, x: Any, carry: Any, tick: StageTick, unit: Index) -> tuple:
-        """Return (y, stash, w_residuals), and `carry`."""
+    def forward(
+        self, known: tuple, x: Any, last_microbatch_residuals: Any, tick: StageTick, unit: Index
+    ) -> tuple:
+        """Return (y, stash, w_residuals), and `last_microbatch_residuals`."""
 
     @abstractmethod
     def backward(
-        self, known: tuple, stash: Any, dy: Any, carry: Any, tick: StageTick, unit: Index
+        self,
+        known: tuple,
+        stash: Any,
+        dy: Any,
+        last_microbatch_residuals: Any,
+        tick: StageTick,
+        unit: Index,
     ) -> tuple[Any, Flat]:
         """Return dx and the gradients."""
 
@@ -40,16 +51,24 @@ class UniformRemat(LayerPasses):
 
     passes: SplitBackward
 
-    def init_carry(self) -> list:
+    def init_residuals(self) -> list:
         """Return an empty carry."""
         return []
 
-    def forward(self, known: tuple, x: Any, carry: Any, tick: StageTick, unit: Index) -> tuple:
-        """Return (y, stash, w_residuals), and `carry`."""
-        return self.passes.forward(known, x), carry
+    def forward(
+        self, known: tuple, x: Any, last_microbatch_residuals: Any, tick: StageTick, unit: Index
+    ) -> tuple:
+        """Return (y, stash, w_residuals), and `last_microbatch_residuals`."""
+        return self.passes.forward(known, x), last_microbatch_residuals
 
     def backward(
-        self, known: tuple, stash: Any, dy: Any, carry: Any, tick: StageTick, unit: Index
+        self,
+        known: tuple,
+        stash: Any,
+        dy: Any,
+        last_microbatch_residuals: Any,
+        tick: StageTick,
+        unit: Index,
     ) -> tuple[Any, Flat]:
         """Return dx and the gradients."""
         return self.passes.backward(known, stash, [], dy)
@@ -64,26 +83,41 @@ class RematExceptLast(LayerPasses):
     chunks: Slots  # an entry for each layer of the stage
     last_microbatch: int  # the index of the last microbatch
 
-    def init_carry(self) -> Any:
+    def init_residuals(self) -> Any:
         """Return zeros for the last microbatch's residuals of each layer."""
         return self.chunks.full(self.no_remat_passes.stash)
 
-    def forward(self, known: tuple, x: Any, carry: Any, tick: StageTick, unit: Index) -> tuple:
-        """Return (y, stash, w_residuals), and `carry`."""
+    def forward(
+        self, known: tuple, x: Any, last_microbatch_residuals: Any, tick: StageTick, unit: Index
+    ) -> tuple:
+        """Return (y, stash, w_residuals), and `last_microbatch_residuals`."""
 
-        def save_all(carry) -> tuple:
+        def save_all(last_microbatch_residuals) -> tuple:
             y, values, _ = self.no_remat_passes.forward(known, x)
             zeros = zeros_like((self.passes.stash, self.passes.w_residuals))
-            return (y, *zeros), self.chunks.put(carry, unit, tick.index("F_chunk"), values)
+            return (y, *zeros), self.chunks.put(
+                last_microbatch_residuals, unit, tick.index("F_chunk"), values
+            )
 
-        remat = lambda carry: (self.passes.forward(known, x), carry)
-        return lax.cond(tick["F_microbatch"] == self.last_microbatch, save_all, remat, carry)
+        remat = lambda last_microbatch_residuals: (
+            self.passes.forward(known, x),
+            last_microbatch_residuals,
+        )
+        return lax.cond(
+            tick["F_microbatch"] == self.last_microbatch, save_all, remat, last_microbatch_residuals
+        )
 
     def backward(
-        self, known: tuple, stash: Any, dy: Any, carry: Any, tick: StageTick, unit: Index
+        self,
+        known: tuple,
+        stash: Any,
+        dy: Any,
+        last_microbatch_residuals: Any,
+        tick: StageTick,
+        unit: Index,
     ) -> tuple[Any, Flat]:
         """Return dx and the gradients."""
-        values = self.chunks.get(carry, unit, tick.index("B_chunk"))
+        values = self.chunks.get(last_microbatch_residuals, unit, tick.index("B_chunk"))
         from_saved = lambda: self.no_remat_passes.backward(known, values, [], dy)
         remat = lambda: self.passes.backward(known, stash, [], dy)
         return lax.cond(tick["B_microbatch"] == self.last_microbatch, from_saved, remat)

@@ -22,7 +22,7 @@ from hfjax.parallel.engine.step_context import num_examples
 from hfjax.parallel.jaxprs.program import bytes_of, trace_flat
 from hfjax.parallel.jaxprs.stage_fns import PipelineOutput, StageFns, mean_of
 from hfjax.parallel.layer_order import Arrangement
-from hfjax.parallel.layer_stack.sharded_model import ShardedModel
+from hfjax.parallel.layer_stack.bound_model import BoundModel
 from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.pipeline.idle_slots import (
@@ -40,7 +40,7 @@ from hfjax.utils.paths import Flat, Index, Tree
 
 
 class StageModel(Protocol):
-    """Makes the functions that stages run: `ShardedModel`, or a model of layers that differ."""
+    """Makes the functions that stages run: `BoundModel`, or a model of layers that differ."""
 
     def model(self) -> StageFns:
         """Return the functions that the executor runs."""
@@ -54,7 +54,7 @@ class PipelineEngine(GradientEngine):
     arrangement: Arrangement  # the layers of each stage
     ticks: Ticks
     # Wraps the model if it is a list of layers.
-    wrap_model: Callable[[ShardedModel], StageModel] | None = None
+    wrap_model: Callable[[BoundModel], StageModel] | None = None
     returns: str | None = None  # "losses" or "outputs": returns `PipelineOutput`, not a Mean
     on_build: Callable[[Pipeline], None] | None = None  # called with the executor, within a trace
 
@@ -148,7 +148,7 @@ class PipelineEngine(GradientEngine):
         microbatch_at = lambda m: jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, m, 0, False), microbatches
         )
-        model = ShardedModel(
+        model = BoundModel(
             template=context.template,
             arrangement=self.arrangement,
             parameters=parameters,

@@ -80,7 +80,7 @@ class Pipeline:
     @cached_property
     def chunks(self) -> Slots:
         _, chunks, units = self.model.unit_order.shape
-        return Slots(chunks, units, per_unit=self.unroll is True or units == 1)
+        return Slots(chunks, units, unstack_units=self.unroll is True or units == 1)
 
     @cached_property
     def chunk_params(self) -> Any:
@@ -143,7 +143,7 @@ class Pipeline:
             "w_residuals": (passes.w_residuals, share_of_range(share, num_stash, None)),
             "b_to_w": (passes.b_to_w if self._splits_backward else [], {}),
         }
-        store = lambda name: Slots(self.ticks.depth[name], chunks.units, chunks.per_unit)
+        store = lambda name: Slots(self.ticks.depth[name], chunks.units, chunks.unstack_units)
         return {
             name: StashBuffer(like, store(name), host_share)
             for name, (like, host_share) in entries.items()
@@ -178,7 +178,7 @@ class Pipeline:
         state |= {"made": self._zero_x, "dy": self.queue("dy").full(self._zero_x)}
         state |= {name: buffer.empty() for name, buffer in self._stash_buffers.items()}
         state |= {
-            "kept": self.layer_passes.init_carry(),
+            "kept": self.layer_passes.init_residuals(),
             "gradients": self.chunks.full(self.model.slots),
         }
         widen = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
@@ -280,33 +280,39 @@ class Pipeline:
         names = ("stash", "w_residuals") if self._trains else ()
 
         def step(carry: tuple, unit: Index) -> tuple:
-            x, buffers, unit_carry = carry
+            x, buffers, last_microbatch_residuals = carry
 
-            def run(x, unit_carry) -> tuple[Any, dict[str, Any], Any]:
+            def run(x, last_microbatch_residuals) -> tuple[Any, dict[str, Any], Any]:
                 known = self._known_values(
                     self._params_of_layer(state, tick, "F", unit), unit, chunk, m
                 )
-                (y, *residuals), unit_carry = self.layer_passes.forward(
-                    known, x, unit_carry, tick, unit
+                (y, *residuals), last_microbatch_residuals = self.layer_passes.forward(
+                    known, x, last_microbatch_residuals, tick, unit
                 )
-                return y, dict(zip(names, residuals, strict=False)), unit_carry
+                return y, dict(zip(names, residuals, strict=False)), last_microbatch_residuals
 
             read_buffers = lambda: {
                 name: self._read_stash(buffers, name, unit, tick, "F") for name in names
             }
-            skip = lambda x, unit_carry: (x, read_buffers(), unit_carry)
-            y, residuals, unit_carry = self._run_or_skip(
-                ("F", tick, unit, chunk), run, skip, x, unit_carry
+            skip = lambda x, last_microbatch_residuals: (
+                x,
+                read_buffers(),
+                last_microbatch_residuals,
+            )
+            y, residuals, last_microbatch_residuals = self._run_or_skip(
+                ("F", tick, unit, chunk), run, skip, x, last_microbatch_residuals
             )
             buffers = {
                 name: self._write_stash(buffers, name, unit, tick, "F", residuals[name])
                 for name in names
             }
-            return self._where_layer(unit, chunk, y, x), buffers, unit_carry
+            return self._where_layer(unit, chunk, y, x), buffers, last_microbatch_residuals
 
         carry = x, {name: state[name] for name in names}, state.get("kept")
-        y, buffers, unit_carry = self.chunks.loop(step, carry, unroll=int(self.unroll))
-        return y, state | buffers | ({"kept": unit_carry} if "kept" in state else {})
+        y, buffers, last_microbatch_residuals = self.chunks.loop(
+            step, carry, unroll=int(self.unroll)
+        )
+        return y, state | buffers | ({"kept": last_microbatch_residuals} if "kept" in state else {})
 
     def _where_layer(self, unit: Index, chunk: Index, new: Any, old: Any) -> Any:
         """Return `new` if this unit is a layer, `old` if it is padding."""

@@ -55,14 +55,14 @@ def cond_after_gathers(pred: jax.Array, run: Callable, skip: Callable, *operands
 
     XLA starts an all-gather early only where it does not have to move it out of a branch.
     """
-    treedef: list[Any] = []
+    out_tree: list[Any] = []
 
-    def record_treedef(*operands):
+    def run_and_record_out_tree(*operands):
         results = run(*operands)
-        treedef[:] = [jax.tree.structure(results)]
+        out_tree[:] = [jax.tree.structure(results)]
         return results
 
-    program = trace_flat(record_treedef, *operands)
+    program = trace_flat(run_and_record_out_tree, *operands)
     first, rest = _split_independent_gathers(program)
     gathered = [v for equation in first for v in equation.outvars]
     branch_program = FlatProgram(
@@ -70,7 +70,7 @@ def cond_after_gathers(pred: jax.Array, run: Callable, skip: Callable, *operands
     )
     flat = jax.tree.leaves(operands)
     values = program.subprogram(gathered)(*flat)
-    run_flat = lambda *args: treedef[0].unflatten(branch_program(*args))
+    run_flat = lambda *args: out_tree[0].unflatten(branch_program(*args))
     skip_flat = lambda *args: skip(
         *jax.tree.unflatten(jax.tree.structure(operands), args[: len(flat)])
     )

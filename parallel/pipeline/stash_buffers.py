@@ -49,40 +49,40 @@ class StageLinks:
 class Slots:
     """A store of arrays for every unit (layer of a chunk) and slot (of a ring buffer, or chunk).
 
-    `per_unit`: each unit has arrays of its own, without a slot dimension if there is one slot, so
-    that what is put and taken within one tick is not copied. Else [slots, units, ...], indexed in a
-    loop.
+    `unstack_units`: each unit has arrays of its own, without a slot dimension if there is one slot,
+    so that what is put and taken within one tick is not copied. Else [slots, units, ...], indexed
+    in a loop.
     """
 
     slots: int
     units: int
-    per_unit: bool
+    unstack_units: bool
 
     def full(self, like: Any, value: float = 0) -> Any:
         """Return a store whose entries have these shapes and dtypes, filled with one value."""
-        slot_dims = () if not self.per_unit else ((self.slots,) if self.slots > 1 else ())
-        shape = slot_dims if self.per_unit else (self.slots, self.units)
+        slot_dims = () if not self.unstack_units else ((self.slots,) if self.slots > 1 else ())
+        shape = slot_dims if self.unstack_units else (self.slots, self.units)
         fill = lambda a: jnp.full((*shape, *a.shape), value, a.dtype)
         make = lambda: jax.tree.map(fill, like)
-        return [make() for _ in range(self.units)] if self.per_unit else make()
+        return [make() for _ in range(self.units)] if self.unstack_units else make()
 
     def fill_slots(self, value: Any) -> list:
         """Return a store of one unit whose slots all hold this value."""
-        assert self.per_unit
+        assert self.unstack_units
         repeat = lambda a: jnp.broadcast_to(a, (self.slots, *a.shape)) if self.slots > 1 else a
         return [jax.tree.map(repeat, value)]
 
     def from_stacked(self, stacked: Any) -> Any:
         """Return the store of arrays [slots * units, ...]."""
         split = lambda a: a.reshape(self.slots, self.units, *a.shape[1:])
-        if not self.per_unit:
+        if not self.unstack_units:
             return jax.tree.map(split, stacked)
         pick = lambda a, i: split(a)[:, i] if self.slots > 1 else a[i]
         return [jax.tree.map(lambda a, i=i: pick(a, i), stacked) for i in range(self.units)]
 
     def to_stacked(self, store: Any) -> Any:
         """Return arrays [slots * units, ...]."""
-        if not self.per_unit:
+        if not self.unstack_units:
             return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), store)
         stack = lambda *arrays: jnp.stack(arrays, axis=min(self.slots - 1, 1))
         arrays_by_slot = jax.tree.map(stack, *store)
@@ -94,7 +94,7 @@ class Slots:
 
     def get(self, store: Any, unit: Index, slot: Index) -> Any:
         """Return one entry."""
-        if self.per_unit:
+        if self.unstack_units:
             pick = lambda a: lax.dynamic_index_in_dim(a, slot, 0, keepdims=False)
             return jax.tree.map(pick, store[unit]) if self.slots > 1 else store[unit]
         one = lambda a: lax.dynamic_slice(a, _at(a, slot, unit), (1, 1, *a.shape[2:]))
@@ -102,7 +102,7 @@ class Slots:
 
     def put(self, store: Any, unit: Index, slot: Index, value: Any) -> Any:
         """Return the store with one entry replaced."""
-        if not self.per_unit:
+        if not self.unstack_units:
             change = lambda a, x: lax.dynamic_update_slice(a, x[None, None], _at(a, slot, unit))
             return jax.tree.map(change, store, value)
         change = lambda a, x: lax.dynamic_update_index_in_dim(a, x, slot, 0)
@@ -111,7 +111,7 @@ class Slots:
 
     def loop(self, body: Callable, carry: Any, reverse: bool = False, unroll: int = 1) -> Any:
         """Return the carry after `body(carry, unit)` of every unit."""
-        if self.per_unit:
+        if self.unstack_units:
             for unit in reversed(range(self.units)) if reverse else range(self.units):
                 carry = body(carry, unit)
             return carry

@@ -85,13 +85,13 @@ class TextTable:
         return tuple(task._replace(kind=kind) for kind in kinds)
 
     @cached_property
-    def slot_tasks(self) -> dict[Task, tuple[Task, CellPosition]]:
+    def written_task_by_slot(self) -> dict[Task, tuple[Task, CellPosition]]:
         """Slot -> the first task that takes it, as it is written, and where."""
-        slot_tasks: dict[Task, tuple[Task, CellPosition]] = {}
+        written_task_by_slot: dict[Task, tuple[Task, CellPosition]] = {}
         for task, position in self.tasks():
             for slot in self.slots(task):
-                slot_tasks.setdefault(slot, (task, position))
-        return slot_tasks
+                written_task_by_slot.setdefault(slot, (task, position))
+        return written_task_by_slot
 
     @cached_property
     def virtual(self) -> int:
@@ -122,7 +122,7 @@ class TextTable:
     ) -> ValueError:
         """Return the error with its message above the cells around the marked ones."""
         lines = self._visible_lines(marks)
-        texts = align([self._row_cells(s, marks) for s in lines], justify=str.center)
+        texts = align([self._row_excerpt(s, marks) for s in lines], justify=str.center)
         grid = (f"{text}{notes.get(s, '')}" for s, text in zip(lines, texts, strict=True))
         return ValueError("\n  ".join([f"{self.name}: {message}", *grid]))
 
@@ -132,7 +132,7 @@ class TextTable:
         near = lambda s: any(abs(s - position.line) <= MARGIN for position in marks)
         return [s for s in range(len(self.cell_texts)) if has_few or near(s)]
 
-    def _row_cells(self, s: int, marks: Sequence[CellPosition]) -> list[str]:
+    def _row_excerpt(self, s: int, marks: Sequence[CellPosition]) -> list[str]:
         """Return the cells of a line around all marks, or around its own if marks are far apart.
 
         All lines show equally many cells, also those whose mark is near the beginning.
@@ -182,7 +182,9 @@ class TextTable:
 
     def _check_duplicates(self) -> None:
         for task, position in self.tasks():
-            for first, first_position in map(self.slot_tasks.__getitem__, self.slots(task)):
+            for first, first_position in map(
+                self.written_task_by_slot.__getitem__, self.slots(task)
+            ):
                 if (first, first_position) != (task, position):
                     message = (
                         f"{task} is here a second time, first as {first} in {first_position}. "
@@ -194,7 +196,7 @@ class TextTable:
         """Refuse a backward with respect to the input without its weights part, and the reverse."""
         for task, position in self.tasks():
             other = task._replace(kind={"I": "W", "W": "I"}.get(task.kind, task.kind))
-            if task.kind in "IW" and self.slots(other)[0] not in self.slot_tasks:
+            if task.kind in "IW" and self.slots(other)[0] not in self.written_task_by_slot:
                 raise self.error_at(
                     f">{task}< is without {other}. Add that, or write {task._replace(kind='B')} "
                     "for the whole backward.",
@@ -239,19 +241,19 @@ class TextTable:
     def _tasks_by_microbatch(self) -> dict[int, list[Task]]:
         """The F and B tasks of each microbatch."""
         tasks: dict[int, list[Task]] = {}
-        for slot in self.slot_tasks:
+        for slot in self.written_task_by_slot:
             if slot.kind != "W":
                 tasks.setdefault(slot.microbatch, []).append(slot)
         return tasks
 
     @cached_property
     def _kinds(self) -> str:
-        return "FB" if any(slot.kind == "B" for slot in self.slot_tasks) else "F"
+        return "FB" if any(slot.kind == "B" for slot in self.written_task_by_slot) else "F"
 
     def _missing_tasks(self, m: int) -> list[Task]:
         """Return the tasks that a microbatch lacks, in order."""
         every = (Task(kind, g, m) for kind in self._kinds for g in range(self.virtual))
-        return [task for task in every if task not in self.slot_tasks]
+        return [task for task in every if task not in self.written_task_by_slot]
 
     def _check_microbatches(self) -> None:
         """Refuse a gap between microbatches, and a last one of which most is missing."""
@@ -259,7 +261,7 @@ class TextTable:
         for m in range(last):
             if m not in self._tasks_by_microbatch:
                 n = min(n for n in self._tasks_by_microbatch if n > m)
-                task, position = self.slot_tasks[self._tasks_by_microbatch[n][0]]
+                task, position = self.written_task_by_slot[self._tasks_by_microbatch[n][0]]
                 raise self.error_at(
                     f"microbatch {m} has no task, and there is {task} (marked). Microbatches are "
                     f"numbered from 0: add the tasks of {m}, number this one anew, or remove it.",
@@ -267,7 +269,7 @@ class TextTable:
                 )
         missing_tasks, present_tasks = self._missing_tasks(last), self._tasks_by_microbatch[last]
         if last and len(present_tasks) <= len(missing_tasks):
-            task, position = self.slot_tasks[present_tasks[0]]
+            task, position = self.written_task_by_slot[present_tasks[0]]
             examples = ", ".join(map(str, missing_tasks[:3])) + (
                 " …" if len(missing_tasks) > 3 else ""
             )
@@ -289,24 +291,26 @@ class TextTable:
     def _find_neighbour(self, task: Task, line: int) -> tuple[str, tuple[Task, CellPosition]]:
         """Return a task that a missing one comes after, or before, preferably on its line."""
         for need, _ in dependencies(task, self.virtual):
-            if need in self.slot_tasks:
-                return "after", self.slot_tasks[need]
+            if need in self.written_task_by_slot:
+                return "after", self.written_task_by_slot[need]
         waits_for_task = lambda other: any(
             need == task for need, _ in dependencies(other, self.virtual)
         )
         candidates = [
-            self.slot_tasks[other]
+            self.written_task_by_slot[other]
             for other in self._tasks_by_microbatch[task.microbatch]
             if waits_for_task(other)
         ]
-        candidates = candidates or [self.slot_tasks[self._tasks_by_microbatch[task.microbatch][0]]]
+        candidates = candidates or [
+            self.written_task_by_slot[self._tasks_by_microbatch[task.microbatch][0]]
+        ]
         return "before", min(candidates, key=lambda candidates: candidates[1].line != line)
 
     def deadlock_error(self, waits: Sequence[tuple[Sequence[Task], Sequence[Task]]]) -> ValueError:
         """Return the error of a deadlock: the cells that come next, and what each waits for."""
-        marks = [self.slot_tasks[cell[0]][1] for cell, _ in waits]
+        marks = [self.written_task_by_slot[cell[0]][1] for cell, _ in waits]
         task_names = lambda slots: " and ".join(
-            dict.fromkeys(str(self.slot_tasks[s][0]) for s in slots)
+            dict.fromkeys(str(self.written_task_by_slot[s][0]) for s in slots)
         )
         notes = {
             position.line: f"   waits for {task_names(awaited_tasks)}"

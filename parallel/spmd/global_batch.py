@@ -105,7 +105,7 @@ class GlobalBatch:
         return [comm for comms in self.inner_component_comms.values() for comm in comms]
 
     @property
-    def is_single_device(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether this device holds all examples, in full."""
         return self.group.size == 1 and self.inner is None
 
@@ -276,7 +276,7 @@ class GlobalBatch:
 
     def carry_placements(self, body: Callable, x: Any) -> Placements | None:
         """Return the placements of x that `body(x)`, which returns something like x, keeps."""
-        if self.is_single_device:
+        if self.is_unsharded:
             return None
         inner = self.inner.carry_placements(self.group, body, x) if self.inner else None
         x = jax.eval_shape(lambda x: self._redistribute_inner(x, inner), x)

@@ -86,12 +86,12 @@ def _match_devices(pending: list[set[ChunkTransfer]]) -> list[ChunkTransfer]:
     """Return one transfer from each device and to each: as many are left from and to all."""
     by_receiver: dict[int, ChunkTransfer] = {}  # by receiver
 
-    def assign(device: int, visited: set[int]) -> bool:
+    def assign(device: int, visited_receivers: set[int]) -> bool:
         for transfer in sorted(pending[device]):
-            if transfer.to_device not in visited:
-                visited.add(transfer.to_device)
+            if transfer.to_device not in visited_receivers:
+                visited_receivers.add(transfer.to_device)
                 if transfer.to_device not in by_receiver or assign(
-                    by_receiver[transfer.to_device].device, visited
+                    by_receiver[transfer.to_device].device, visited_receivers
                 ):
                     by_receiver[transfer.to_device] = transfer
                     return True

@@ -145,7 +145,7 @@ class PartitionContext:
             return value.x
         return self.group.as_partial(jnp.asarray(self.replicate(value)))
 
-    def broadcast_to(self, value: Any, split: Split) -> Any:
+    def shard_for_broadcast(self, value: Any, split: Split) -> Any:
         """Return a value to combine with shards: a scalar, or one of size 1 there, in full."""
         shape = self.shape(value)
         if not shape or shape[split.dim] == 1:

@@ -272,10 +272,12 @@ def _wrap_call(
 def _run_local(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
     """Run a function on the local arrays."""
     leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
-    outs = call.reapply(*in_tree.unflatten([local_array(v) for v in _materialize(ctx, leaves)]))
+    outs = call.reapply(
+        *in_tree.unflatten([local_array(v) for v in _as_sharded_or_full(ctx, leaves)])
+    )
     jaxpr, _ = body
     pairs = zip(jax.tree.leaves(outs), jaxpr.outvars, strict=True)
-    return [_as_global(ctx, jnp.asarray(x), v.aval.shape) for x, v in pairs]
+    return [_as_sharded_or_mean(ctx, jnp.asarray(x), v.aval.shape) for x, v in pairs]
 
 
 def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
@@ -283,7 +285,7 @@ def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, argument
     if ctx.group.name == BATCH_GROUP:
         return _run_local(call, ctx, body, arguments)
     leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
-    values = _materialize(ctx, leaves)
+    values = _as_sharded_or_full(ctx, leaves)
     in_placements, out_placements = list(map(placement_of, values)), list[Placement]()
 
     def function(*arrays: jax.Array) -> list[Any]:
@@ -303,7 +305,7 @@ def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, argument
     return [from_local(x, placement) for x, placement in zip(outs, out_placements, strict=True)]
 
 
-def _materialize(ctx: PartitionContext, values: Sequence[Any]) -> list[Any]:
+def _as_sharded_or_full(ctx: PartitionContext, values: Sequence[Any]) -> list[Any]:
     """Return values as sharded values and full arrays."""
     return [ctx.replicate(v) if isinstance(v, PartialValue) else ctx.materialize(v) for v in values]
 
@@ -326,7 +328,7 @@ def _is_leaf(value: object) -> bool:
     return is_distributed(value) or isinstance(value, LazyValue | Ungathered)
 
 
-def _as_global(
+def _as_sharded_or_mean(
     ctx: PartitionContext, x: jax.Array, global_shape: tuple[int, ...]
 ) -> ShardedValue | jax.Array:
     """Return a result of per-device computation as a value of the global program."""

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_report(settings: Memory, console: Console) -> int | None:
-    _prepare(settings)
+    _configure_jax(settings)
     if (
         settings.gpu != "here"
         and settings.offload.activations != AUTO
@@ -87,7 +87,7 @@ def _print_report(settings: Memory, console: Console) -> int | None:
     return FAILED
 
 
-def _prepare(settings: Memory) -> None:
+def _configure_jax(settings: Memory) -> None:
     """Set JAX up before its first use."""
     if settings.gpu == "here" and settings.cpu_devices is None:
         return

@@ -79,7 +79,7 @@ def memory_settings(config: TrainConfig, **changes: Any) -> Memory:
 
 def alternatives(settings: Memory) -> Iterator[tuple[str, Memory]]:
     """Yield the given settings and the alternatives to compare, each with its name."""
-    yield _name(settings), settings
+    yield _alternative_name(settings), settings
     if settings.compare is None:
         ratio = settings.offload.activations
         plain = with_offload(settings, None)
@@ -91,7 +91,7 @@ def alternatives(settings: Memory) -> Iterator[tuple[str, Memory]]:
         for other in OFFLOADS:
             if _offload(other) != _offload(ratio):
                 variant = with_offload(settings, other)
-                yield _name(variant), variant
+                yield _alternative_name(variant), variant
         if not settings.offload.optimizer:
             offload = replace(settings.offload, optimizer=True)
             yield "offload.optimizer", replace(settings, offload=offload)
@@ -107,7 +107,7 @@ def with_offload(settings: Memory, ratio: str | None) -> Memory:
     return replace(settings, offload=replace(settings.offload, activations=ratio))
 
 
-def _name(settings: Memory) -> str:
+def _alternative_name(settings: Memory) -> str:
     ratio = settings.offload.activations
     return f"remat={settings.remat}" + (f",offload={ratio}" if ratio else "")
 
@@ -116,7 +116,7 @@ def _offload(text: str | None) -> Offload | None:
     return None if text in (None, AUTO) else Offload.of(str(text))
 
 
-def apply_changes(settings: Memory, path: Path) -> Memory:
+def apply_changes(base_settings: Memory, changes_path: Path) -> Memory:
     """Return the settings with those of a YAML file replaced.
 
     >>> import tempfile
@@ -126,19 +126,21 @@ def apply_changes(settings: Memory, path: Path) -> Memory:
     >>> apply_changes(Memory(), path).remat
     'full'
     """
-    if "=" in str(path) and not path.exists():
+    if "=" in str(changes_path) and not changes_path.exists():
         raise ValueError(
-            f"--compare {quote(path)}: the name of a YAML file is expected, which has the settings "
-            "to change, as remat: full."
+            f"--compare {quote(changes_path)}: the name of a YAML file is expected, which has the "
+            "settings to change, as remat: full."
         )
-    changes = config_io.read_settings(path, "--compare")
-    if _has_old_strategy(path):  # it says the whole layout, of which only some is in `changes`
+    changes = config_io.read_settings(changes_path, "--compare")
+    if _has_old_strategy(
+        changes_path
+    ):  # it says the whole layout, of which only some is in `changes`
         usual = {name: getattr(TrainConfig(), name) for name in OF_OLD_STRATEGIES}
-        offload = replace(settings.offload, optimizer=False, parameters=False)
-        settings = replace(settings, **usual, offload=offload)
-    merged = _merge(config_io.to_plain(settings), changes)
-    changed = config_io.parse_dataclass(Memory, merged, quote(path))
-    return replace(changed, compare=settings.compare)
+        offload = replace(base_settings.offload, optimizer=False, parameters=False)
+        base_settings = replace(base_settings, **usual, offload=offload)
+    merged = _merge(config_io.to_plain(base_settings), changes)
+    changed = config_io.parse_dataclass(Memory, merged, quote(changes_path))
+    return replace(changed, compare=base_settings.compare)
 
 
 def _has_old_strategy(path: Path) -> bool:

@@ -120,15 +120,15 @@ def _run_plan(
 ) -> None:
     constants = constants_of(settings.gpu)
     check_whole_nodes(constants.machine, settings.count)
-    text, query = find_query(settings, argv)
-    _prepare()
+    layout_label, query = find_query(settings, argv)
+    _configure_jax()
     report = build_plan(settings, default, constants, _say)
     if query:
         with show_progress("looking for the layout to compare"):
             answer = find_answer(report.plan, query, _say)
-        report = replace(report, compared=text, query=tuple(query.items()), answer=answer)
+        report = replace(report, compared=layout_label, query=tuple(query.items()), answer=answer)
     _show(report, console)
-    _write(report, console)
+    _write_files(report, console)
 
 
 def find_query(settings: PlanSettings, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -155,7 +155,7 @@ def _load_compared(path: Path) -> TrainConfig:
     return config
 
 
-def _prepare() -> None:
+def _configure_jax() -> None:
     """Set JAX up before its first use: a CPU stands in for all devices."""
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
@@ -207,7 +207,7 @@ def _show(report: PlanReport, console: Console) -> None:
         write(console, Group(*heading_lines(lines), group, *note_lines(notes)))
 
 
-def _write(report: PlanReport, console: Console) -> None:
+def _write_files(report: PlanReport, console: Console) -> None:
     settings, plan = report.settings, report.plan
     entry = plan.best if report.answer is None else _answer_entry(report.answer, plan)
     if settings.json is not None:
@@ -288,7 +288,7 @@ def _entry_numbers(plan: StepPlan, entry: PlanEntry) -> dict[str, Any]:
         "settings": {
             k: _plain(v) for k, v in config_io.changed_fields(plan.settings(entry)).items()
         },
-        "shown": dict(entry.candidate.columns),
+        "shown": dict(entry.candidate.table_cells),
         "seconds": {**entry.time.parts, "total": entry.time.total},
         "bytes": {**entry.peak.parts, "total": entry.peak.total},
         "compiled": entry.compiled is not None,

@@ -52,14 +52,14 @@ class Answer:
         fits: Whether it fits in memory.
         refusal: Why it does not run, in hfjax's own words.
         num_matches: Number of searched candidates that match the query; 0: none.
-        candidate: The configuration of the query, as far as it is known.
+        queried_candidate: The configuration of the query, as far as it is known.
     """
 
     scored: ScoredCandidate | None
     fits: bool
     refusal: str = ""
     num_matches: int = 0
-    candidate: Candidate | None = None
+    queried_candidate: Candidate | None = None
 
 
 def query_of(config: TrainConfig, flags: Sequence[str], count: int) -> dict[str, Any]:

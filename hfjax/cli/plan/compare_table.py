@@ -20,26 +20,26 @@ from hfjax.utils.tables import human
 STATE_NAMES = {"batch": "batch", "moment": "while the peak layer or head runs"}
 
 
-def layout_report(plan: StepPlan, answer: Answer, text: str) -> Group:
+def layout_report(plan: StepPlan, answer: Answer, layout_label: str) -> Group:
     """Return the report about a layout.
 
     Args:
         plan: The plan.
         answer: The result.
-        text: What describes it: flags, or a file.
+        layout_label: What describes it: flags, or a file.
     """
-    return Group(*_lines(plan, answer, text))
+    return Group(*_lines(plan, answer, layout_label))
 
 
-def _lines(plan: StepPlan, answer: Answer, text: str) -> Iterator[Any]:
+def _lines(plan: StepPlan, answer: Answer, layout_label: str) -> Iterator[Any]:
     yield Text()
-    c = answer.candidate
+    c = answer.queried_candidate
     assert c is not None
     if answer.scored is None:
-        yield Text(f"{text} does not run: {_describe(c)}", style="bold red")
+        yield Text(f"{layout_label} does not run: {_describe(c)}", style="bold red")
         yield Text(answer.refusal)
         return
-    yield Text(f"{text}: {_describe(c)}", style="bold")
+    yield Text(f"{layout_label}: {_describe(c)}", style="bold")
     yield Text(_origin(answer, c, plan))
     yield Text(_verdict(plan, answer.scored, answer.fits))
     first = ScoredCandidate(plan.best.candidate, plan.best.time, plan.best.peak)
@@ -52,7 +52,7 @@ def _lines(plan: StepPlan, answer: Answer, text: str) -> Iterator[Any]:
 
 
 def _describe(c: Candidate) -> str:
-    columns = c.columns
+    columns = c.table_cells
     microbatches = f"{columns['microbatches']} (microbatches x examples of a device)"
     cells = (
         columns["mesh"],
@@ -135,7 +135,7 @@ def _comparison(plan: StepPlan, s: ScoredCandidate, first: ScoredCandidate) -> T
 
 def _add_settings(table: Table, s: ScoredCandidate, first: ScoredCandidate) -> None:
     table.add_row(Text("layout", style="italic cyan"))
-    pairs = [(k, v, first.candidate.columns[k]) for k, v in s.candidate.columns.items()]
+    pairs = [(k, v, first.candidate.table_cells[k]) for k, v in s.candidate.table_cells.items()]
     for n, (name, mine, theirs) in enumerate(pairs, 1):
         name = "remat, offload" if name == "memory" else name
         table.add_row(f"  {name}", mine, theirs, "", end_section=n == len(pairs))

@@ -104,7 +104,7 @@ class _Step:
         return scale * forward, scale * backward, scale * ends
 
     @cached_property
-    def _overlapped(self) -> dict[tuple[str, bool], float]:
+    def _hidden_seconds(self) -> dict[tuple[str, bool], float]:
         """Seconds of hidden transfers, by purpose and direction."""
         scorer, c = self.plan.scorer, self.c
         totals: dict[tuple[str, bool], float] = {}
@@ -122,7 +122,7 @@ class _Step:
     @cached_property
     def hidden(self) -> dict[str, float]:
         """Seconds of hidden transfers, by purpose."""
-        overlapped = self._overlapped
+        overlapped = self._hidden_seconds
         names = dict.fromkeys(name for name, _ in overlapped)
         return {name: sum(s for key, s in overlapped.items() if key[0] == name) for name in names}
 
@@ -195,7 +195,7 @@ class _Step:
         `backward` is their direction, None: both.
         """
         hidden: dict[str, float] = {}
-        for (name, back), seconds in self._overlapped.items():
+        for (name, back), seconds in self._hidden_seconds.items():
             once = name in self.once
             if backward in (None, back) and (is_last or not once):
                 share = seconds if once else seconds * times / self.count

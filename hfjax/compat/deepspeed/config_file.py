@@ -86,7 +86,7 @@ class DeepSpeedConfig:
         name = lambda path: quote(self.names.get(path, path))
         entries = self.outcomes.items()
         return tuple(
-            (name(path), _format_entry(self.values, path), outcome) for path, outcome in entries
+            (name(path), _format_value(self.values, path), outcome) for path, outcome in entries
         )
 
     def is_refused(self) -> bool:
@@ -122,7 +122,7 @@ def read_config(source: str | Path | Mapping[str, Any]) -> DeepSpeedConfig:
     config = DeepSpeedConfig(file, values, names)
     problems = {path: _find_problem(config, path, value) for path, value in values.items()}
     for path, why in problems.items():
-        config.refuse(path, why) if why else _apply_table(config, path, values[path])
+        config.refuse(path, why) if why else _record_table_outcome(config, path, values[path])
     if any(problems.values()):
         raise config.error()
     return config
@@ -236,11 +236,11 @@ def _format_json(value: Any, max_length: int = 60) -> str:
     return text if len(text) <= max_length else brief(value)
 
 
-def _format_entry(values: dict[str, Any], path: str) -> str:
+def _format_value(values: dict[str, Any], path: str) -> str:
     return _format_json(values[path], 30)[:30] if path in values else "not there"
 
 
-def _apply_table(config: DeepSpeedConfig, path: str, value: Any) -> None:
+def _record_table_outcome(config: DeepSpeedConfig, path: str, value: Any) -> None:
     """Record the table's outcome; the code that applies a taken path records it again."""
     entry = find_entry(TABLE, config.table_path(path))
     if entry is None and path.partition(".")[0] not in SECTIONS:

@@ -9,10 +9,10 @@ import jax
 
 from hfjax.compat.deepspeed.compute import parse_execution, precision_name
 from hfjax.compat.deepspeed.config_file import DeepSpeedConfig, read_config
-from hfjax.compat.deepspeed.optimizer import Updates, parse_updates
+from hfjax.compat.deepspeed.optimizer import OptimizerSetup, parse_optimizer
 from hfjax.compat.deepspeed.parallelism import (
     Parallelism,
-    batch_sizes,
+    batch_size_and_microbatches,
     mesh_sizes,
     microbatch_arguments,
     parallelism_flags,
@@ -85,19 +85,21 @@ def from_deepspeed(
     parsed = parse_config(config)
     parallelism = parsed.parallelism
     mesh = mesh_sizes(config, parallelism, world)
-    batch_size, num_microbatches = batch_sizes(config, world // parallelism.model_parallel_size)
+    batch_size, num_microbatches = batch_size_and_microbatches(
+        config, world // parallelism.model_parallel_size
+    )
     split_arguments = microbatch_arguments(parallelism, num_microbatches)
     flags = {**parallelism_flags(parallelism, mesh), **parsed.flags}
     flags |= {"global_batch_size": batch_size}
     flags |= {"gradient_accumulation_steps": split_arguments["gradient_accumulation_steps"]}
     if "schedule" in split_arguments:
         flags |= {"pipeline.schedule": "1f1b", "pipeline.microbatches": num_microbatches}
-    updates = parsed.updates
+    optimizer_setup = parsed.optimizer_setup
     return DeepSpeedSetup(
         parallelism.strategy,
         {**split_arguments, **parsed.execution},
-        updates.optimizer,
-        updates.rate,
+        optimizer_setup.optimizer,
+        optimizer_setup.rate,
         mesh,
         batch_size,
         config.table(),
@@ -111,7 +113,7 @@ class ParsedConfig(NamedTuple):
 
     parallelism: Parallelism
     execution: dict[str, Any]
-    updates: Updates
+    optimizer_setup: OptimizerSetup
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -125,12 +127,14 @@ class ParsedConfig(NamedTuple):
         flags |= {flag: fields[name] for name, flag in same.items() if name in fields}
         if "offload" in fields:
             flags["offload.activations"] = f"{fields['offload']:g}"
-        return {**flags, **self.updates.flags}
+        return {**flags, **self.optimizer_setup.flags}
 
 
 def parse_config(config: DeepSpeedConfig) -> ParsedConfig:
     """Return the settings that do not depend on the number of devices; refused keys raise."""
-    parsed = ParsedConfig(parse_parallelism(config), parse_execution(config), parse_updates(config))
+    parsed = ParsedConfig(
+        parse_parallelism(config), parse_execution(config), parse_optimizer(config)
+    )
     if config.is_refused():
         raise config.error()
     return parsed

@@ -29,24 +29,24 @@ LARGEST = {int: 1e18, float: 3.4e38}  # of float32
 TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "any": object}
 
 
-def take(section: str, keys: str) -> KeyEntries:
+def accept_keys(section: str, keys: str) -> KeyEntries:
     """Return entries of keys that are taken: `key=default key:type | meaning`; `{}` is the value.
 
     A range may follow a key: `ratio=1.0@0..1`, or `steps:int@1..`, without an upper bound.
 
-    >>> take("step", "size=2@1..9 | {}")
+    >>> accept_keys("step", "size=2@1..9 | {}")
     {'step.size': KeyEntry(verdict='taken as', default=2, meaning='{}', range=(1.0, 9.0))}
     """
     names, _, meaning = keys.partition(" | ")
     return _parse_entries(TAKEN, section, names, meaning or "{}")
 
 
-def ignore(section: str, why: str, keys: str) -> KeyEntries:
+def ignore_keys(section: str, why: str, keys: str) -> KeyEntries:
     """Return entries of keys that change neither numerics nor memory here."""
     return _parse_entries(IGNORED, section, keys, why)
 
 
-def refuse(section: str, why: str, keys: str) -> KeyEntries:
+def refuse_keys(section: str, why: str, keys: str) -> KeyEntries:
     """Return entries of keys that are refused unless they have their default, which is off."""
     return _parse_entries(REFUSED, section, keys, why)
 

@@ -21,7 +21,7 @@ class NoFlagText(str):
     """A setting of a file that no flag of hfjax train can express."""
 
 
-class Updates(NamedTuple):
+class OptimizerSetup(NamedTuple):
     """An optimizer and a rate, None if the file has none; `flags` are those of hfjax train."""
 
     optimizer: optax.GradientTransformation | None
@@ -29,19 +29,19 @@ class Updates(NamedTuple):
     flags: dict[str, Any]
 
 
-def parse_updates(config: DeepSpeedConfig) -> Updates:
+def parse_optimizer(config: DeepSpeedConfig) -> OptimizerSetup:
     """Return the optimizer and rate of a file; unsupported settings are refused."""
     kind = config.kind("optimizer")
     params = _optimizer_params(config, kind)
     rate = _make_schedule(config, params, kind)
     if params is None:
-        return Updates(None, rate, {} if rate is None else _rate_flags(config, {}))
+        return OptimizerSetup(None, rate, {} if rate is None else _rate_flags(config, {}))
     rate = optax.constant_schedule(params["lr"]) if rate is None else rate
     own = {"name": _flag_name(kind, params), "weight_decay": params["weight_decay"]}
     own |= {"factory": None, "no_decay": None}
     flags = {f"optimizer.{name}": value for name, value in own.items()}
     flags |= _rate_flags(config, params)
-    return Updates(_make_optimizer(config, kind, params, rate), rate, flags)
+    return OptimizerSetup(_make_optimizer(config, kind, params, rate), rate, flags)
 
 
 def _params(config: DeepSpeedConfig, section: str, kind: str) -> Params:
@@ -130,7 +130,7 @@ def _base_optimizer(name: str, params: Params, rate: Callable) -> Any:
 
 
 def _make_schedule(
-    config: DeepSpeedConfig, optimizer_params: Params | None, kind: str
+    config: DeepSpeedConfig, optimizer_params: Params | None, optimizer_kind: str
 ) -> Callable | None:
     """Return the schedule of the file; `optimizer_params` are those of its optimizer."""
     name = config.kind("scheduler")
@@ -151,7 +151,7 @@ def _make_schedule(
         return config.refuse(
             "scheduler.type", f"its highest rate is not in the file: write {missing_key}"
         )
-    if params.get("cycle_momentum") and kind not in ("SGD", "Adagrad"):
+    if params.get("cycle_momentum") and optimizer_kind not in ("SGD", "Adagrad"):
         return refuse("cycle_momentum", 'betas stay as they are: write "cycle_momentum": false')
     if not uses_optimizer_lr:
         config.ignore("optimizer.params.lr", f"{name} says the rate")

@@ -34,7 +34,7 @@ class Parallelism(NamedTuple):
     tensor: int
     pipe: int
     expert: int
-    group: int  # devices that shard parameters among them; 0: all
+    shard_group_size: int  # devices that shard parameters among them; 0: all
     edits: dict[str, Any]
 
     @property
@@ -54,40 +54,40 @@ class Parallelism(NamedTuple):
 
 def parse_parallelism(config: DeepSpeedConfig) -> Parallelism:
     """Return the strategy of a file, independent of the number of devices."""
-    stage = int(config.get(f"{ZERO}.stage"))
-    if stage not in range(4):
+    zero_stage = int(config.get(f"{ZERO}.stage"))
+    if zero_stage not in range(4):
         config.refuse(f"{ZERO}.stage", "the stages are 0 (DDP), 1, 2 (ZERO1, ZERO2) and 3 (FSDP)")
-        stage = 0
-    group = _shard_group_size(config, stage)
-    names = ["hsdp" if group else STAGES[stage]]
+        zero_stage = 0
+    shard_group_size = _shard_group_size(config, zero_stage)
+    names = ["hsdp" if shard_group_size else STAGES[zero_stage]]
     config.take(f"{ZERO}.stage", names[0].upper())
-    edits = _offload_edits(config, stage, names)
+    edits = _offload_edits(config, zero_stage, names)
     threshold = f"{ZERO}.stage3_param_persistence_threshold"
-    if stage != 3:
+    if zero_stage != 3:
         config.ignore(threshold, "only stage 3 divides parameters")
     elif threshold in config.values:
         edits["replicate_below"] = config.get(threshold)
     tensor, pipe, expert = (
         config.tensor_size,
-        _num_stages(config, stage),
-        _expert_size(config, group),
+        _num_pipeline_stages(config, zero_stage),
+        _expert_size(config, shard_group_size),
     )
     meaning = f"TENSOR, tensor={tensor}" if tensor > 1 else "tensor=1"
     for key in ("autotp_size", "tp.tp_size"):
         config.take(f"tensor_parallel.{key}", meaning)
     axes = {"tensor": tensor, "expert": expert, "pipe": pipe}
     names += [name for name, size in axes.items() if size > 1]
-    return Parallelism(tuple(names), tensor, pipe, expert, group, edits)
+    return Parallelism(tuple(names), tensor, pipe, expert, shard_group_size, edits)
 
 
-def _shard_group_size(config: DeepSpeedConfig, stage: int) -> int:
+def _shard_group_size(config: DeepSpeedConfig, zero_stage: int) -> int:
     """Return the number of devices that shard parameters among them, by ZeRO++ or MiCS; 0: all."""
     group_size = 0
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         path, size = f"{ZERO}.{key}", int(config.get(f"{ZERO}.{key}"))
         if size <= 1:
             config.ignore(path, "no groups are asked for")
-        elif stage != 3:
+        elif zero_stage != 3:
             config.refuse(path, "groups of devices need stage 3")
         elif group_size not in (0, size):
             config.refuse(path, f"zero_hpz_partition_size is {group_size}: keep one")
@@ -97,8 +97,10 @@ def _shard_group_size(config: DeepSpeedConfig, stage: int) -> int:
     return group_size
 
 
-def _offload_edits(config: DeepSpeedConfig, stage: int, names: list[str]) -> dict[str, Any]:
-    """Add the strategies for host memory to `names`; return edits of the strategy."""
+def _offload_edits(
+    config: DeepSpeedConfig, zero_stage: int, strategy_names: list[str]
+) -> dict[str, Any]:
+    """Add the strategies for host memory to `strategy_names`; return edits of the strategy."""
     for section, old, name, least, needs in OFFLOADS:
         inside, old = f"{ZERO}.{section}", f"{ZERO}.{old}"
         path = f"{inside}.device"
@@ -114,16 +116,16 @@ def _offload_edits(config: DeepSpeedConfig, stage: int, names: list[str]) -> dic
         elif device != "cpu":
             why = "NVMe is not here" if device == "nvme" else "there are cpu and none"
             config.refuse(path, f'{why}: write "cpu"')
-        elif stage < least:
-            config.refuse(path, f"stage is {stage}, and offload of {needs}")
+        elif zero_stage < least:
+            config.refuse(path, f"stage is {zero_stage}, and offload of {needs}")
         else:
-            names.append(name)
+            strategy_names.append(name)
             config.take(path, name.upper())
     path = f"{ZERO}.offload_optimizer.ratio"
     ratio = config.get(path)
-    if "host_optimizer" not in names:
+    if "host_optimizer" not in strategy_names:
         config.ignore(path, "nothing is offloaded")
-    elif ratio < 1 and stage != 3:
+    elif ratio < 1 and zero_stage != 3:
         config.refuse(path, "a part below 1 needs stage 3")
     elif ratio < 1:
         config.take(path, f'memory={{"optimizer_state": {ratio}}}')
@@ -131,7 +133,7 @@ def _offload_edits(config: DeepSpeedConfig, stage: int, names: list[str]) -> dic
     return {}
 
 
-def _num_stages(config: DeepSpeedConfig, stage: int) -> int:
+def _num_pipeline_stages(config: DeepSpeedConfig, zero_stage: int) -> int:
     path, stages = "pipeline.stages", config.get("pipeline.stages")
     if stages == "auto":
         config.ignore(path, "it is no number: PIPE and make_mesh(pipe=…) say it here")
@@ -139,18 +141,18 @@ def _num_stages(config: DeepSpeedConfig, stage: int) -> int:
     if not is_int(stages):
         config.refuse(path, "a whole number from 1 on is expected")
         return 1
-    if stages > 1 and stage > 1:
-        config.refuse(path, f"DeepSpeed's pipelines take stage 0 or 1, and stage is {stage}")
+    if stages > 1 and zero_stage > 1:
+        config.refuse(path, f"DeepSpeed's pipelines take stage 0 or 1, and stage is {zero_stage}")
     config.take(path, f'PIPE, pipe={stages}, Schedule("1f1b", gradient_accumulation_steps)')
     return stages
 
 
-def _expert_size(config: DeepSpeedConfig, group: int) -> int:
+def _expert_size(config: DeepSpeedConfig, shard_group_size: int) -> int:
     on, size = config.get("expert_parallel.enabled"), int(config.get("expert_parallel.autoep_size"))
     for path in ("expert_parallel.enabled", "expert_parallel.autoep_size"):
         if not on or size == 1:
             config.ignore(path, "each device has all experts")
-        elif group:
+        elif shard_group_size:
             config.refuse(path, "groups of devices and experts do not go together")
         else:
             config.take(path, f"EXPERT, expert={size}")
@@ -162,7 +164,7 @@ def _expert_size(config: DeepSpeedConfig, group: int) -> int:
 
 def mesh_sizes(config: DeepSpeedConfig, parallelism: Parallelism, world: int) -> dict[str, int]:
     """Return the size of each used mesh axis, for `world` devices."""
-    group = parallelism.group or 1
+    group = parallelism.shard_group_size or 1
     needed = parallelism.model_parallel_size * math.lcm(parallelism.expert, group)
     if world % needed:
         raise config.error(
@@ -172,7 +174,7 @@ def mesh_sizes(config: DeepSpeedConfig, parallelism: Parallelism, world: int) ->
         )
     rest = world // parallelism.model_parallel_size // parallelism.expert
     is_fsdp = parallelism.names[0] == "fsdp"
-    fsdp = parallelism.group or (rest if is_fsdp else 1)
+    fsdp = parallelism.shard_group_size or (rest if is_fsdp else 1)
     axis_sizes = {"pipe": parallelism.pipe, "data": rest // fsdp, "fsdp": fsdp}
     axis_sizes |= {"expert": parallelism.expert, "tensor": parallelism.tensor}
     main = "fsdp" if is_fsdp else "data"
@@ -197,7 +199,7 @@ def parallelism_flags(parallelism: Parallelism, mesh: dict[str, int]) -> dict[st
     return flags | {f"mesh.{axis}": size for axis, size in sizes.items()}
 
 
-def batch_sizes(config: DeepSpeedConfig, num_shards: int) -> tuple[int, int]:
+def batch_size_and_microbatches(config: DeepSpeedConfig, num_shards: int) -> tuple[int, int]:
     """Return the global batch size and number of microbatches: batch = micro * count * shards."""
     batch_size, micro, num_microbatches = (
         int(config.get(path) or 0) for path in BATCH

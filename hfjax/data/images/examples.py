@@ -25,8 +25,8 @@ from hfjax.data.images.pixels import (
     flip_horizontal,
     pad_image,
     pad_labels,
+    resize_and_crop,
     resize_labels,
-    resize_region,
     size_by_longer_side,
     size_by_shorter_side,
     to_array,
@@ -105,7 +105,7 @@ class ImageExamples:
         if rng is None:
             scaled_size = size_by_shorter_side(*image.size, self.resize)
             pixels = to_array(
-                resize_region(image, scaled_size, center_box(*scaled_size, self.size))
+                resize_and_crop(image, scaled_size, center_box(*scaled_size, self.size))
             )
         else:
             pixels = self._apply_augment(image, rng)
@@ -127,7 +127,7 @@ class ImageExamples:
     ) -> ArrayDict:
         scaled_size, box, flip = self._crop_params(image.size, rng)
         cropped_image, labels = (
-            resize_region(image, scaled_size, box),
+            resize_and_crop(image, scaled_size, box),
             resize_labels(mask, scaled_size, box, flip),
         )
         if rng is not None and self.augment is not None:

@@ -58,10 +58,10 @@ def center_box(width: int, height: int, size: int) -> Box:
     return left, top, left + size, top + size
 
 
-def resize_region(image: "Image", full_size: tuple[int, int], box: Box) -> "Image":
-    """Return a box of an image resized to `full_size`; the rest is not computed."""
+def resize_and_crop(image: "Image", scaled_size: tuple[int, int], box: Box) -> "Image":
+    """Return a box of an image resized to `scaled_size`; the rest is not computed."""
     left, top, right, bottom = box
-    x, y = image.width / full_size[0], image.height / full_size[1]
+    x, y = image.width / scaled_size[0], image.height / scaled_size[1]
     source_box = left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
     return image.resize((right - left, bottom - top), pillow().Resampling.BILINEAR, box=source_box)
 

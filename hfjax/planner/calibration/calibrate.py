@@ -90,16 +90,16 @@ def calibrate_gpu(
     base = known or MACHINES[FALLBACK_GPU]
     why = "as in the file of this GPU" if known else f"as of an {base.name}"
     log("memory")
-    timings: ConstantValues = measure.memory(watch, quick)
+    measurements: ConstantValues = measure.memory(watch, quick)
     log("launches and products")
-    timings |= measure.launches(watch, quick) | measure.products(watch, quick)
+    measurements |= measure.launches(watch, quick) | measure.products(watch, quick)
     log("attention")
-    timings |= measure.attention(watch, quick, timings["stream"])
+    measurements |= measure.attention(watch, quick, measurements["stream"])
     if len(watch.devices) > 1:
         log("transfers")
-        timings |= measure.transfers(watch, quick)
+        measurements |= measure.transfers(watch, quick)
     log("the host's link")
-    timings |= measure.host_link(watch, quick)
+    measurements |= measure.host_link(watch, quick)
     sources = {name: f"{_mark_assumed(base.source(name))}, {why}" for name in CONSTANTS}
     values: ConstantValues = {name: getattr(base, name) for name in CONSTANTS}
     device_stats = {
@@ -111,17 +111,17 @@ def calibrate_gpu(
             values[name], sources[name] = int(value), "what JAX says of the device"
     if not known:  # without a data sheet the rate that was reached replaces the peak
         values["peak"], sources["peak"] = (
-            timings["flops"] / 0.7,
+            measurements["flops"] / 0.7,
             "assumed: products reach 70 % of it",
         )
-        values["bandwidth"] = round(timings["stream"] / 0.9)
+        values["bandwidth"] = round(measurements["stream"] / 0.9)
         sources["bandwidth"] = "assumed: a copy reaches 90 % of it"
-        values["scheduled_flops"] = timings["flops"] / 1.4
+        values["scheduled_flops"] = measurements["flops"] / 1.4
         sources["scheduled_flops"] = "assumed: half of the peak"
     texts = {"key": base.key if known else "here", "name": kind, "platform": "gpu"}
     capability = str(getattr(watch.first_device, "compute_capability", base.compute_capability))
     return _build_machine(
-        texts | {"compute_capability": capability}, kind, values, sources, timings
+        texts | {"compute_capability": capability}, kind, values, sources, measurements
     )
 
 
@@ -143,16 +143,21 @@ def calibrate_cpu(
         (1, 1)
     """
     log("memory")
-    timings: ConstantValues = measure.memory(watch, quick)
+    measurements: ConstantValues = measure.memory(watch, quick)
     log("launches and products")
-    timings |= measure.launches(watch, quick) | measure.products(watch, quick, timings["cached"])
-    links: ConstantValues = {"inside": timings["stream"], "inside_start": timings["launch"]}
+    measurements |= measure.launches(watch, quick) | measure.products(
+        watch, quick, measurements["cached"]
+    )
+    links: ConstantValues = {
+        "inside": measurements["stream"],
+        "inside_start": measurements["launch"],
+    }
     link_source = "assumed: as a copy and a launch; there is one device to measure on"
     if len(watch.devices) > 1:
         log("transfers")
         links, link_source = measure.transfers(watch, quick), _provenance_text()
     prefix = "assumed: a CPU has none; as"
-    rate, flops, stream = timings["flops_fp32"], timings["flops"], timings["stream"]
+    rate, flops, stream = measurements["flops_fp32"], measurements["flops"], measurements["stream"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(watch.devices)
     link_speed, link_start = links["inside"], links["inside_start"]
     rates = {f"attention_{w}_{d}": rate for w in ("forward", "backward") for d in (64, 128)}
@@ -202,7 +207,7 @@ def calibrate_cpu(
     }
     kind = watch.first_device.device_kind
     texts = {"key": "cpu", "name": kind, "platform": "cpu", "compute_capability": "none"}
-    return _build_machine(texts, kind, values, sources, timings)
+    return _build_machine(texts, kind, values, sources, measurements)
 
 
 MIN_HOP = 1e-9
@@ -213,10 +218,12 @@ def _build_machine(
     kind: str,
     defaults: ConstantValues,
     default_sources: Mapping[str, str],
-    timings: ConstantValues,
+    measurements: ConstantValues,
 ) -> Machine:
-    """Return a machine of measured constants (`timings`) and known ones (`defaults`)."""
-    measured = {name: _round_digits(value) for name, value in timings.items() if name in CONSTANTS}
+    """Return a machine of measured constants (`measurements`) and known ones (`defaults`)."""
+    measured = {
+        name: _round_digits(value) for name, value in measurements.items() if name in CONSTANTS
+    }
     sources = {**default_sources, **dict.fromkeys(measured, _provenance_text())}
     values: ConstantValues = {
         **{name: _round_digits(value) for name, value in defaults.items()},

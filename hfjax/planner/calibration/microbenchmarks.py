@@ -197,8 +197,8 @@ def _collective_seconds(watch: Stopwatch, function: Callable, size: int) -> floa
     run = lambda of: jax.shard_map(
         partial(several, of=of), mesh=mesh, in_specs=P("x"), out_specs=P("x")
     )
-    baseline = watch.total_seconds(run(lambda x: x), x)
-    return max(watch.total_seconds(run(function), x) - baseline, MIN_SECONDS) / repeats
+    baseline = watch.seconds_on_all_devices(run(lambda x: x), x)
+    return max(watch.seconds_on_all_devices(run(function), x) - baseline, MIN_SECONDS) / repeats
 
 
 def host_link(watch: Stopwatch, quick: bool) -> Timings:

@@ -59,7 +59,7 @@ class Stopwatch:
         """
         count = len(self.devices)
         if not self.processor or count == 1:
-            return self.total_seconds(function, *operands, in_place=in_place)
+            return self.seconds_on_all_devices(function, *operands, in_place=in_place)
         mesh = Mesh(np.array(self.devices), ("x",))
         every = NamedSharding(mesh, P("x"))
         replicate = lambda x: jax.device_put(
@@ -67,9 +67,13 @@ class Stopwatch:
         )
         run_local = lambda *args: jax.tree.map(lambda y: y[None], function(*(x[0] for x in args)))
         run = jax.shard_map(run_local, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-        return self.total_seconds(run, *map(replicate, operands), in_place=in_place) / count
+        return (
+            self.seconds_on_all_devices(run, *map(replicate, operands), in_place=in_place) / count
+        )
 
-    def total_seconds(self, function: Callable, *operands: Any, in_place: bool = False) -> float:
+    def seconds_on_all_devices(
+        self, function: Callable, *operands: Any, in_place: bool = False
+    ) -> float:
         """Return the seconds of a call that runs on all participating devices.
 
         Args:

@@ -85,7 +85,7 @@ def compile_candidate(
         limit = LIMIT_OF_PIPELINES if _is_pipeline(config) else LIMIT
     with _kernel_cache(folder, gpu) as kernels:
         request["kernels"] = None if kernels is None else str(kernels)
-        answer = _answer(json.dumps(request), limit)
+        answer = _run_compile_process(json.dumps(request), limit)
     if isinstance(answer, CompileFailure):
         return answer
     if (program := _parse_program(answer)) is None:
@@ -98,7 +98,7 @@ def compile_candidate(
 # -- the process --------------------------------------------------------------------------
 
 
-def _answer(request: str, limit: float) -> str | CompileFailure:
+def _run_compile_process(request: str, timeout: float) -> str | CompileFailure:
     """Return the last line printed by a process that compiles the request, or why there is none."""
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -111,25 +111,25 @@ def _answer(request: str, limit: float) -> str | CompileFailure:
             start_new_session=True,  # Ctrl-C comes here; it ends when its input is closed
         )
         try:
-            status = _send_and_wait(process, request, limit)
+            status = _send_and_wait(process, request, timeout)
         finally:
             _kill(process)
         if status is None:
-            return CompileFailure(f"took more than {limit:g} s")
+            return CompileFailure(f"took more than {timeout:g} s")
         if status < 0:
             return CompileFailure(f"died: {signal.Signals(-status).name}")
         line = _last_line(out if status == 0 else errors)
         return line if status == 0 else CompileFailure(f"died: {line or f'exit status {status}'}")
 
 
-def _send_and_wait(process: subprocess.Popen, request: str, limit: float) -> int | None:
+def _send_and_wait(process: subprocess.Popen, request: str, timeout: float) -> int | None:
     """Send a request to a process and wait for its end; None: the limit came first."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has died already
         process.stdin.write(request.encode() + b"\n")
         process.stdin.flush()
     with suppress(subprocess.TimeoutExpired):
-        return process.wait(limit)
+        return process.wait(timeout)
     return None
 
 

@@ -26,7 +26,7 @@ STATUS_RETURNING = 2  # of calls of which a compiler needs only the address
 
 
 @cache
-def _register_targets() -> None:
+def _register_ffi_targets() -> None:
     """Register an address for the names, which GPU programs need and nothing here calls."""
     address = jax.ffi.pycapsule(ctypes.CDLL(None).abs)
     for name in (FORWARD, BACKWARD):
@@ -78,6 +78,6 @@ def _backward(window: int | None, inputs: tuple, residuals: tuple, gradient: jax
 
 
 def _call(name: str, window: int | None, results: tuple, *operands: Any) -> Any:
-    _register_targets()
+    _register_ffi_targets()
     call = jax.ffi.ffi_call(name, results, custom_call_api_version=STATUS_RETURNING)
     return call(*operands, **({} if window is None else {WINDOW: np.int32(window)}))

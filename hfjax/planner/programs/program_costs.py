@@ -76,7 +76,7 @@ class FusedCall:
         return pairs / (self.seq_len * (self.seq_len + 1) / 2)
 
     @property
-    def score_elements(self) -> float:
+    def score_macs(self) -> float:
         """Multiplications for all scores, without causality: as models are compared."""
         keys = min(self.window or self.seq_len, self.seq_len)
         return self.times * self.heads * self.width * self.seq_len * keys

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.parallel.adapters.model_template import LAYERS
-from hfjax.parallel.engine.gradient_engine import StepInputs, check_trace
+from hfjax.parallel.engine.gradient_engine import TrainState, check_trace
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.engine.step_context import num_examples
 from hfjax.parallel.extensions.async_pipeline.weight_stashing import VersionedParams
@@ -33,8 +33,8 @@ class AsyncPipelineEngine:
     versions: Versions
 
     def train(
-        self, inputs: StepInputs, batch: Any, step: jax.Array, apply: Callable
-    ) -> tuple[StepInputs, jax.Array, Flat, Mean]:
+        self, train_state: TrainState, batch: Any, step: jax.Array, apply: Callable
+    ) -> tuple[TrainState, jax.Array, Flat, Mean]:
         """Return new inputs; mean squared norm of layers' gradients; other gradients; Mean.
 
         `apply(gradients, (state, counts), parameters) -> (parameters, (state, counts))`, with the
@@ -45,13 +45,13 @@ class AsyncPipelineEngine:
         stages = in_use(context.mesh, (PIPE_AXIS,))
 
         def device(
-            inputs: StepInputs, batch, step: jax.Array
-        ) -> tuple[StepInputs, jax.Array, Flat, Mean]:
+            train_state: TrainState, batch, step: jax.Array
+        ) -> tuple[TrainState, jax.Array, Flat, Mean]:
             context.trace.begin(context.param_specs)
 
-            def run(redistributed: bool, weighted: bool) -> tuple:
+            def run(should_redistribute: bool, weighted: bool) -> tuple:
                 context.trace.weighted = weighted
-                return self._stage(inputs, batch, step, apply, redistributed)
+                return self._stage(train_state, batch, step, apply, should_redistribute)
 
             layers, (optimizer_state, counts), *outs = self.engine.match_one_device(run)
             squares, outer_gradients, means = outs
@@ -61,7 +61,7 @@ class AsyncPipelineEngine:
             max_over_stages = lambda x: (
                 lax.pmax(x, stages) if stages else x
             )  # all stages count alike
-            new = StepInputs(layers, {}, optimizer_state, jax.tree.map(max_over_stages, counts))
+            new = TrainState(layers, {}, optimizer_state, jax.tree.map(max_over_stages, counts))
             check_trace(context, means)
             squares = lax.psum(squares, stages) if stages else squares
             return (
@@ -71,33 +71,42 @@ class AsyncPipelineEngine:
                 context.sum(jax.tree.map(lambda x: x.sum(0), means)),
             )
 
-        stage_specs = StepInputs(P(*stages), P(), P(*stages), P())
+        stage_specs = TrainState(P(*stages), P(), P(*stages), P())
         input_specs = stage_specs._replace(parameters=context.specs("parameter"))
         in_specs = (input_specs, context.batch_spec, P())
         out_specs = (stage_specs, P(), P(), P())
-        new, squares, *rest = context.shard_map(device, in_specs, out_specs)(inputs, batch, step)
+        new, squares, *rest = context.shard_map(device, in_specs, out_specs)(
+            train_state, batch, step
+        )
         updates = int((self.versions.columns["U_version"][:, 0] >= 0).sum())
         return new, squares / updates, *rest
 
     def _stage(
-        self, inputs: StepInputs, batch: Any, step: jax.Array, apply: Callable, redistributed: bool
+        self,
+        train_state: TrainState,
+        batch: Any,
+        step: jax.Array,
+        apply: Callable,
+        should_redistribute: bool,
     ) -> tuple:
-        """Return a stage's results after the last tick; `redistributed`: redistribute its batch."""
+        """Return a stage's results after the last tick; it may redistribute its batch."""
         context, ticks = self.engine.context, self.engine.ticks
-        keys, statistics = context.keys(inputs.variables, num_examples(batch), step, redistributed)
+        keys, statistics = context.keys(
+            train_state.variables, num_examples(batch), step, should_redistribute
+        )
         batch = context.local_sequence_batch(
-            self.engine.redistribute_batch(batch) if redistributed else batch
+            self.engine.redistribute_batch(batch) if should_redistribute else batch
         )
         model = add_weight_carry(
-            self.engine.train_stage_fns(inputs.parameters, statistics, batch, keys, 0)
+            self.engine.train_stage_fns(train_state.parameters, statistics, batch, keys, 0)
         )
         columns = ticks.columns | self.versions.columns
         columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])
         weights = VersionedParams(
             versions=self.versions,
             units=model.unit_order.shape[2],
-            layers={p: a for p, a in inputs.parameters.items() if p.startswith(LAYERS)},
-            optimizer=(inputs.optimizer_state, inputs.counts),
+            layers={p: a for p, a in train_state.parameters.items() if p.startswith(LAYERS)},
+            optimizer=(train_state.optimizer_state, train_state.counts),
             reduce=self._reduce,
             apply=apply,
         )
@@ -132,7 +141,7 @@ def add_weight_carry(model: StageFns) -> StageFns:
         return model.embed(outside, m), jnp.zeros(())
 
     def with_weight(passes: Callable) -> Callable:
-        return lambda known, slots, carried, split: _pass_weight(
+        return lambda known, slots, carried, split: _carry_loss_weight(
             passes(known, slots, carried[0], split)
         )
 
@@ -147,7 +156,7 @@ def add_weight_carry(model: StageFns) -> StageFns:
     return replace(model, embed=first, layer_passes=passes, head=last, last_passes=keep)
 
 
-def _pass_weight(passes: SplitBackward) -> SplitBackward:
+def _carry_loss_weight(passes: SplitBackward) -> SplitBackward:
     """Return the passes of layers that pass on a scalar beside x."""
 
     def forward(known: tuple, carried: tuple) -> tuple:

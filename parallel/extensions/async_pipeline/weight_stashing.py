@@ -82,7 +82,7 @@ class VersionedParams(StageParams):
     @cached_property
     def _slots(self) -> Slots:
         """The versions of this stage's layers, [slots, units, ...]."""
-        return Slots(self.versions.slots, self.units, per_unit=False)
+        return Slots(self.versions.slots, self.units, unstack_units=False)
 
     def _add_weight(self, stage: Stage, state: State, tick: StageTick) -> State:
         """Add the weight of the microbatch that came with its dy."""

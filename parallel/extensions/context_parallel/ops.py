@@ -69,12 +69,12 @@ class ContextParallelOps(KernelOps):
     Attributes:
         settings: The user's settings.
         ring_refusal: Why keys and values cannot go around a ring, if they cannot.
-        probe: What the probe of the model found; None before it.
+        probe_or_none: What the probe of the model found; None before it.
     """
 
     settings: ContextParallel
     ring_refusal: str | None = None
-    probe: SequenceProbe | None = None
+    probe_or_none: SequenceProbe | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -89,8 +89,8 @@ class ContextParallelOps(KernelOps):
     @property
     def probe_result(self) -> SequenceProbe:
         """What the probe of the model found."""
-        assert self.probe is not None
-        return self.probe
+        assert self.probe_or_none is not None
+        return self.probe_or_none
 
     @property
     def seq_layout(self) -> SequenceLayout:
@@ -101,7 +101,7 @@ class ContextParallelOps(KernelOps):
 
     def inner_groups(self) -> tuple[AxisGroup, ...]:
         """Return the group that shards positions, once the probe has found their layout."""
-        if self.probe is None:
+        if self.probe_or_none is None:
             return ()
         return (AxisGroup(self.axes, self.devices, "positions", self.seq_layout.block_ids),)
 

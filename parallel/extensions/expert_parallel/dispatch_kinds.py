@@ -48,7 +48,7 @@ class MixtureCall:
         round_trip = 2 * token_bytes * self.tokens
         return (n - 1) * (round_trip + numbers + weights), (n - 1) * (round_trip + weights)
 
-    def recompute_bytes(self, dispatch: str) -> int:
+    def bytes_resent_by_remat(self, dispatch: str) -> int:
         """Return the bytes that are sent again if the layer is recomputed."""
         forward, _ = self.bytes(dispatch)
         back = (self.devices - 1) * self.groups * self.tokens * self.width * self.itemsize
@@ -82,7 +82,7 @@ class DispatchChoice:
         if why := call.refuses(kind):
             return (kind, "-", "-", "-", "-", f"cannot: {why}")
         both = call.bytes(kind)
-        sizes = (human(n) for n in (*both, sum(both), call.recompute_bytes(kind)))
+        sizes = (human(n) for n in (*both, sum(both), call.bytes_resent_by_remat(kind)))
         why = "it sends least" if self.dispatch == "auto" else "asked for"
         return (kind, *sizes, f"chosen: {why}" if kind == chosen else "")
 

@@ -48,14 +48,16 @@ class KernelChoice:
         return f"{self.kernel}: {self.impl} ({self.why})"
 
 
-def check_kernels(choices: KernelChoices, device: Any) -> None:
+def check_kernels(requested: KernelChoices, device: Any) -> None:
     """Refuse requested kernels where none can run."""
-    if "pallas" in (choices.rest, *dict(choices.named).values()) and (why := cannot_run(device)):
+    if "pallas" in (requested.rest, *dict(requested.named).values()) and (
+        why := cannot_run(device)
+    ):
         raise ValueError(f'kernels="pallas": {why}. Use kernels="auto", or "xla".')
 
 
 def choose_impl(
-    choices: KernelChoices,
+    requested: KernelChoices,
     kernel: str,
     device: Any,
     refusal: str | None = None,
@@ -67,7 +69,7 @@ def choose_impl(
     `refusal` says why the kernel cannot take the operands, `impossible` why no implementation but
     XLA's fits the step. A requested kernel that cannot run is an error.
     """
-    setting = choices.choice(kernel)
+    setting = requested.choice(kernel)
     if setting == "xla":
         return KernelChoice(kernel, setting, "asked for")
     if setting == "reference":
@@ -77,7 +79,7 @@ def choose_impl(
         if obstacle:
             raise ValueError(
                 f'kernels="pallas": {kernel} cannot run here: {obstacle.rstrip(".")}. Use '
-                f'kernels="auto", or {choices.without(kernel)}.'
+                f'kernels="auto", or {requested.without(kernel)}.'
             )
         return KernelChoice(kernel, "pallas", "asked for")
     return (

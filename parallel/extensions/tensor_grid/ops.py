@@ -167,7 +167,7 @@ class GridOps(model_ops.CommonOps):
         if length % num_shards:
             fits = [n for n in range(num_shards, 1, -1) if length % n == 0]
             raise ValueError(
-                f"rows of {length} tokens: on a grid {COLUMN_AXIS}={num_shards} splits the "
+                f"sequences of {length} tokens: on a grid {COLUMN_AXIS}={num_shards} splits the "
                 f"sequence, and has to divide it: {fits or 'only 1'} would. Take another length, "
                 f"or another {COLUMN_AXIS}."
             )

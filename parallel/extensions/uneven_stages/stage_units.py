@@ -19,7 +19,7 @@ from hfjax.parallel.adapters.model_template import Layer
 from hfjax.parallel.engine.unshard import unsharded
 from hfjax.parallel.jaxprs.split_backward import SplitBackward, trace_passes, zeros_like
 from hfjax.parallel.jaxprs.stage_fns import StageFns
-from hfjax.parallel.layer_stack.sharded_model import ShardedModel
+from hfjax.parallel.layer_stack.bound_model import BoundModel
 from hfjax.parallel.packing import PACKED, PackedLayers, Packing
 from hfjax.utils.paths import Flat, Index
 
@@ -132,37 +132,37 @@ class StageSwitch:
 class UnevenStageModel:
     """One pass over the microbatches of a step, on this device, of a model whose layers differ.
 
-    It runs the functions of `sharded_model`, a unit being all the layers of a virtual stage, and
+    It runs the functions of `bound_model`, a unit being all the layers of a virtual stage, and
     packs their inputs and outputs.
     """
 
-    sharded_model: ShardedModel
+    bound_model: BoundModel
     packed: PackedLayers
 
     def model(self) -> StageFns:
         """Return the functions that the executor runs."""
-        sharded_model = self.sharded_model
-        no_remat_model = replace(self, sharded_model=replace(sharded_model, policy=None))
+        bound_model = self.bound_model
+        no_remat_model = replace(self, bound_model=replace(bound_model, policy=None))
         return replace(
-            sharded_model.model(),
+            bound_model.model(),
             embed=self._first,
             head=self._last,
             layer_passes=self._passes,
-            unit_order=sharded_model.arrangement.virtual[:, :, None],
-            last_passes=no_remat_model._passes if sharded_model.keeps_last else None,
+            unit_order=bound_model.arrangement.virtual[:, :, None],
+            last_passes=no_remat_model._passes if bound_model.keeps_last else None,
         )
 
     @cached_property
     def _stage_layers(self) -> Sequence[Sequence[Layer]]:
-        numbers = self.sharded_model.arrangement.stage_layers
-        return [[self.sharded_model.layers[n] for n in stage] for stage in numbers]
+        numbers = self.bound_model.arrangement.stage_layers
+        return [[self.bound_model.layers[n] for n in stage] for stage in numbers]
 
     @cached_property
     def _between(self) -> Packing:
         """The outputs of embed and of each virtual stage."""
         m = jnp.int32(0)
         shapes = [
-            jax.eval_shape(self.sharded_model.first, self.sharded_model.unsharded_outer_params, m)
+            jax.eval_shape(self.bound_model.first, self.bound_model.unsharded_outer_params, m)
         ]
         for g in range(len(self._stage_layers)):
             parameters, x = zeros_like(self._compute_shapes(g)), zeros_like(shapes[-1])
@@ -170,10 +170,10 @@ class UnevenStageModel:
         return Packing(shapes)
 
     def _first(self, outside: Flat, m: Index) -> Flat:
-        return self._between.pack(0, self.sharded_model.first(outside, m))
+        return self._between.pack(0, self.bound_model.first(outside, m))
 
     def _last(self, outside: Flat, x: Flat, m: Index) -> tuple[jax.Array, Any]:
-        return self.sharded_model.last(outside, self._between.unpack(len(self._stage_layers), x), m)
+        return self.bound_model.last(outside, self._between.unpack(len(self._stage_layers), x), m)
 
     def _passes(self, known: tuple, slots: Flat, x: Flat, split: bool) -> SplitBackward:
         stage_passes = [
@@ -194,7 +194,7 @@ class UnevenStageModel:
     def _run(self, g: int, known: tuple, slots: Flat, x: Any) -> Any:
         """Return the output of a virtual stage's layers for x."""
         parameters, m = known
-        model, layers = self.sharded_model, self._stage_layers[g]
+        model, layers = self.bound_model, self._stage_layers[g]
         parameter = lambda path: unsharded(path, parameters[path], slots.get(path))
         variables = model.variables(m, None) if any(layer.variables for layer in layers) else {}
         for layer in layers:
@@ -205,7 +205,7 @@ class UnevenStageModel:
         """Return a virtual stage's unsharded buffers, by stored dtype, in the compute dtype."""
         slot = lambda path: None if grad_slots is None else grad_slots[path]
         return {
-            path.removeprefix(PACKED): self.sharded_model.sharded_param(
+            path.removeprefix(PACKED): self.bound_model.sharded_param(
                 path, value, slot(path)
             ).unshard()
             for path, value in values.items()
@@ -214,7 +214,7 @@ class UnevenStageModel:
     def _compute_shapes(self, g: int) -> Flat:
         """Return shapes and dtypes of the parameters of a virtual stage, as they are unsharded."""
         compute_dtype = lambda a: (
-            self.sharded_model.comm_plans[PACKED + jnp.dtype(a.dtype).name].compute_dtype
+            self.bound_model.comm_plans[PACKED + jnp.dtype(a.dtype).name].compute_dtype
         )
         return {
             path: jax.ShapeDtypeStruct(a.shape, compute_dtype(a))

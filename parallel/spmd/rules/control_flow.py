@@ -389,7 +389,7 @@ def while_loop(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
             inner.materialize(run_cond(inner, [*cond_consts, *carry])[0]) if is_per_entry else None
         )
         return (
-            [_shard_like(inner, v, active.split) for v in out]
+            [_ensure_sharded(inner, v, active.split) for v in out]
             if isinstance(active, ShardedValue)
             else out
         )
@@ -438,7 +438,7 @@ def while_loop(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     return values_from_local(lax.while_loop(condition, step, init_arrays), placements)
 
 
-def _shard_like(ctx: PartitionContext, value: Any, split: Split) -> ShardedValue:
+def _ensure_sharded(ctx: PartitionContext, value: Any, split: Split) -> ShardedValue:
     """Return the carry of a loop for each entry with the split of its condition."""
     return (
         value if isinstance(value, ShardedValue) else ShardedValue(ctx.shard(value, split), split)

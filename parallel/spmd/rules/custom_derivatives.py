@@ -42,7 +42,7 @@ from hfjax.parallel.spmd.rules.control_flow import (
 Values = Sequence[Any]
 
 
-def _prepare_operands(ctx: PartitionContext, values: Values) -> list[Any]:
+def _as_sharded_or_full(ctx: PartitionContext, values: Values) -> list[Any]:
     return prepare_operands(
         ctx, [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values]
     )
@@ -76,7 +76,7 @@ def _body_or_bind(equation: JaxprEqn) -> Body:
 
 def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Partition the function, and the rule of its derivative, which is linear in tangents."""
-    values = _prepare_operands(ctx, values)
+    values = _as_sharded_or_full(ctx, values)
     if not any(is_distributed(v) for v in values) and not any(calls_in(equation)):
         return bind(equation, values)
     in_placements, arrays = list(map(placement_of, values)), list(map(local_array, values))
@@ -126,7 +126,7 @@ def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
 
 def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Partition the function, its forward rule, and its backward rule on cotangents."""
-    values = _prepare_operands(ctx, values)
+    values = _as_sharded_or_full(ctx, values)
     in_placements, arrays = list(map(placement_of, values)), list(map(local_array, values))
     p = equation.params  # a linear call is not differentiated by what it closes over
     num_constants = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
@@ -136,7 +136,7 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     out_placements = _output_placements(ctx, equation, arrays, in_placements)
     shapes = _shapes(equation.invars)
 
-    def vjp_global(*xs: jax.Array) -> tuple:
+    def outputs_and_pullback(*xs: jax.Array) -> tuple:
         def call(*real_xs: jax.Array) -> Sequence[Any]:
             by_index = dict(zip(real, real_xs, strict=True))
             return bind(equation, [by_index.get(i, x) for i, x in enumerate(xs)])
@@ -155,7 +155,7 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     pullback: list[Any] = []  # its structure, and the shapes of its residuals
 
     def forward(*arrays: Any) -> tuple[list, list]:
-        program, (_, pullback_shapes) = trace_global(ctx.group, vjp_global, *shapes)
+        program, (_, pullback_shapes) = trace_global(ctx.group, outputs_and_pullback, *shapes)
         pullback[:] = jax.tree.structure(pullback_shapes), jax.tree.leaves(pullback_shapes)
         inner = ctx.child()
         inner.equation = equation
@@ -201,7 +201,7 @@ def linear_solve(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> V
     check_calls(ctx, equation)
     lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
     values, solver_ids = (
-        _prepare_operands(ctx, values),
+        _as_sharded_or_full(ctx, values),
         [i for i in range(4) if jaxprs[i] is not None],
     )
     # An iterative solver is not linear in the cotangent, which is partial for replicated values.

@@ -51,7 +51,7 @@ def pointwise(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Valu
         split = max(sharded, key=lambda v: v.x.size * v.x.dtype.itemsize).split
         if split.dim >= len(aval_of(equation.outvars[0]).shape):  # a bitcast merges it
             return None
-        operands = [ctx.broadcast_to(v, split) for v in values]
+        operands = [ctx.shard_for_broadcast(v, split) for v in values]
         return [ShardedValue(x, split) for x in ctx.bind(equation, operands)]
     if any(isinstance(v, LazyValue) for v in values):
         return _defer(
@@ -76,7 +76,9 @@ def _defer(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
 
     def make(number: int) -> Callable:
         def make_output(ctx: PartitionContext, split: Split | None) -> Any:
-            convert = ctx.replicate if split is None else lambda v: ctx.broadcast_to(v, split)
+            convert = (
+                ctx.replicate if split is None else lambda v: ctx.shard_for_broadcast(v, split)
+            )
             return ctx.bind(equation, list(map(convert, values)))[number]
 
         return make_output

@@ -1,6 +1,6 @@
 """A layer-stack model as a pass over a batch sees it: before, in, and after its layers.
 
-`ShardedModel` makes the `StageFns` of one device, which pipeline stages and the loop over layers
+`BoundModel` makes the `StageFns` of one device, which pipeline stages and the loop over layers
 run.
 """
 
@@ -42,7 +42,7 @@ NO_STATISTICS = (
 
 
 @dataclass(frozen=True)
-class ShardedModel:
+class BoundModel:
     """One pass over the microbatches of a step, on this device."""
 
     template: ModelTemplate
@@ -115,7 +115,7 @@ class ShardedModel:
     @cached_property
     def _placements(self) -> Placements | None:
         """The placements of stacked layers' outputs; None: those of a list have their own."""
-        if self.template.is_layer_list or self.global_batch.is_single_device:
+        if self.template.is_layer_list or self.global_batch.is_unsharded:
             return None
         layers = {path: x for path, x in self.parameters.items() if path.startswith(LAYERS)}
         zero = jnp.int32(0)
@@ -133,9 +133,9 @@ class ShardedModel:
         outputs = self._run_end("head", outside, x, m)
         mean = self.mean(outputs, m)
         local_mean = self.share(mean)
-        return local_mean.total, self._pass_output(local_mean, outputs)
+        return local_mean.total, self._add_requested_outputs(local_mean, outputs)
 
-    def _pass_output(self, mean: Mean, outputs: Any) -> "Mean | PipelineOutput":
+    def _add_requested_outputs(self, mean: Mean, outputs: Any) -> "Mean | PipelineOutput":
         if self.returns is None:
             return mean
         return PipelineOutput(mean, outputs if self.returns == "outputs" else None)
