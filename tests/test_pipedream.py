@@ -213,7 +213,7 @@ def test_a_stage_keeps_as_many_versions_of_its_layers_as_theory_says(name, stage
     assert (versions.slots, versions.staleness) == (slots, stale)
     step = hfjax.train_step(plan(SGD, stages), weighted, schedule=schedule)
     batch, state = rows(8 * stages), step.layout.abstract_state()
-    jaxpr = jax.make_jaxpr(step._step)(state, batch).jaxpr
+    jaxpr = jax.make_jaxpr(step._program.step)(state, batch).jaxpr
     of_layers = [(slots, LAYERS // stages, *shape) for shape in ((8, 16), (16, 8))]
     kept = [v.aval for v in carried(jaxpr) if v.aval.shape in of_layers]
     layers = sum(4 * x.size for x in jax.tree.leaves(state.params["layers"]))

@@ -17,16 +17,15 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.optimizer_step.gradients import Gradients
 from hfjax.optimizer_step.optimizer_parts import OptimizerParts
-from hfjax.optimizer_step.update import Gradients, GradResult, UpdatableState, Update
+from hfjax.optimizer_step.update import UpdatableState, UpdateAfterGradients
 from hfjax.optimizers.transforms import params_from_master
-from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import guard
 from hfjax.parallel.jaxprs.program import FlatProgram, trace_flat, variables
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.offload.host_memory import is_on_host, to_device, to_host
 from hfjax.parallel.param_specs import ParamSpecs, entries_of
-from hfjax.sharding.layout import State
 from hfjax.utils.paths import Flat, Index, flatten, nest
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or OPTIMIZER and a name
@@ -35,7 +34,7 @@ GRADIENT, PARAMETER, OPTIMIZER = "gradient", "parameter", "kept"
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedUpdate(Update):
+class StreamedUpdate(UpdateAfterGradients):
     """The update of a layout whose state is partly in host memory (HOST_OPTIMIZER).
 
     Used where `layout.host_memory` is true, unless the optimizer runs in the backward pass: then
@@ -47,24 +46,23 @@ class StreamedUpdate(Update):
     def __post_init__(self) -> None:
         assert self._units, "tried out here, since no number is known inside of a trace"
 
-    def __call__(self, state: State, batch: Any) -> GradResult:
-        """Return the result of a pass over the batch.
+    def apply(
+        self,
+        gradients: Gradients,
+        mean: Callable[[Flat], Flat],
+        params: Flat,
+        old_state: UpdatableState,
+        finite: jax.Array,
+    ) -> UpdatableState:
+        """Return the state after the step.
 
         Streamed arrays, new or old, are selected unit by unit: no branch holds the state twice, and
         nothing can be selected in host memory.
         """
-        gradients = Gradients.compute(self.engine, state, batch)
-        dtypes = self.layout.working_dtypes
-        scale = lambda summed: mean_gradients(summed, gradients.scale(), dtypes)
         keep = partial(guard, self.engine.context.execution.on_nonfinite)
-
-        def update(old_state: UpdatableState, finite: jax.Array) -> UpdatableState:
-            new = self._update_params(
-                _UnitUpdater(self, scale, keep, finite), gradients.sums, old_state
-            )
-            return UpdatableState(*new, keep(finite, gradients.variables, old_state.variables))
-
-        return gradients.to_result(update)
+        updater = _UnitUpdater(self, mean, keep, finite)
+        new = self._update_params(updater, gradients.sums, old_state)
+        return UpdatableState(*new, keep(finite, gradients.variables, old_state.variables))
 
     def _update_params(
         self, updater: "_UnitUpdater", gradients: Flat, old_state: UpdatableState
@@ -254,7 +252,7 @@ class _UnitUpdater:
     """One update, in a trace."""
 
     streamed: StreamedUpdate
-    scale: Callable  # divides summed gradients by the weight of the loss, and clips them
+    mean: Callable  # turns summed gradients into those of the mean, clipped
     keep: Callable  # (finite, new, old) -> the arrays after the step
     finite: jax.Array  # whether the step is finite
 
@@ -310,7 +308,7 @@ class _UnitUpdater:
             key: self._constrain(key, to_device(x), "optimizer_state") for key, x in old.items()
         }
         gradients = {key[1]: x for key, x in arrays.items() if key[0] == GRADIENT}
-        arrays |= _add_kind(GRADIENT, self.scale(gradients))
+        arrays |= _add_kind(GRADIENT, self.mean(gradients))
         new = unit.compute(arrays)
         for key in keys:
             new[key] = self.keep(self.finite, new[key], arrays[key])

@@ -1,48 +1,46 @@
 """The update of all shards at once, placed as the optimizer state, by any optax transformation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from hfjax.optimizer_step.gather_updated_params import all_gather_params
+from hfjax.optimizer_step.gradients import Gradients
 from hfjax.optimizer_step.update import (
-    Gradients,
-    GradResult,
     UpdatableState,
-    Update,
+    UpdateAfterGradients,
     constrain,
     update_if_finite,
 )
 from hfjax.optimizers.transforms import params_from_master
-from hfjax.parallel.engine.reduce_gradients import mean_gradients
-from hfjax.sharding.layout import State
 from hfjax.utils.paths import Flat, flatten, nest
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedUpdate(Update):
+class ShardedUpdate(UpdateAfterGradients):
     """The update of a layout whose state is in device memory."""
 
-    def __call__(self, state: State, batch: Any) -> GradResult:
-        """Return the result of a pass over the batch."""
-        gradients = Gradients.compute(self.engine, state, batch)
-
-        def apply_update(old_state: UpdatableState) -> UpdatableState:
-            grads = mean_gradients(gradients.sums, gradients.scale(), self.layout.working_dtypes)
-            return UpdatableState(*self._update_params(grads, old_state), gradients.variables)
-
+    def apply(
+        self,
+        gradients: Gradients,
+        mean: Callable[[Flat], Flat],
+        params: Flat,
+        old_state: UpdatableState,
+        finite: jax.Array,
+    ) -> UpdatableState:
+        """Return the state after the step."""
         context, param_specs = self.engine.context, self.layout.param_specs
 
-        def update(old_state: UpdatableState, finite: Any) -> UpdatableState:
-            after = update_if_finite(
-                context.execution, param_specs, finite, apply_update, old_state
-            )
-            params = all_gather_params(context, after.parameters, flatten(state.params))
-            return after._replace(parameters=params)
+        def apply_update(old_state: UpdatableState) -> UpdatableState:
+            new = self._update_params(mean(gradients.sums), old_state)
+            return UpdatableState(*new, gradients.variables)
 
-        return gradients.to_result(update)
+        after = update_if_finite(context.execution, param_specs, finite, apply_update, old_state)
+        return after._replace(parameters=all_gather_params(context, after.parameters, params))
 
     def _update_params(self, gradients: Flat, old_state: UpdatableState) -> tuple[Flat, Any]:
         """Return parameters and optimizer state, each device's shard."""

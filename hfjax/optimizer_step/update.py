@@ -12,15 +12,22 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from hfjax.optimizer_step.gradients import (
+    Gradients,
+    compute_gradients,
+    gradient_norm,
+    mean_scale,
+)
 from hfjax.parallel.engine.gradient_engine import GradientEngine
+from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import Execution, guard
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.param_specs import ParamSpecs
@@ -48,6 +55,7 @@ class GradResult(NamedTuple):
     squares: Flat
     # (arrays before the step, whether all is finite) -> arrays after it.
     update: Callable[[UpdatableState, jax.Array], UpdatableState]
+    finite: Any = True  # False if it is known already that the step is not
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,50 +70,47 @@ class Update(ABC):
         """Return the result of a pass over the batch."""
 
 
-class Gradients(NamedTuple):
-    """Summed gradients, all computed before any of them is used."""
+class UpdateAfterGradients(Update):
+    """An update that begins once all gradients are there, so that a user may change them."""
 
-    sums: Flat
-    mean: Mean
-    variables: Flat
-    squares: Flat
-    norm: jax.Array
-    max_grad_norm: float | None
+    def __call__(self, state: State, batch: Any) -> GradResult:
+        """Return the result of a pass over the batch."""
+        return self.result(compute_gradients(self.engine, state, batch), state)
 
-    @classmethod
-    def compute(cls, engine: GradientEngine, state: State, batch: Any) -> "Gradients":
-        """Return the gradients of a batch."""
-        params, variables = flatten(state.params), flatten(state.variables)
-        seed = (
-            engine.context.loss_seed(state.scale.value, engine.num_microbatches)
-            if state.scale
-            else None
-        )
-        gradients, mean, new_variables = engine.gradients(
-            params, variables, batch, state.step, seed
-        )
-        if seed is not None:
-            gradients = {path: g / seed for path, g in gradients.items()}
-        squares = {path: (g * g).sum() for path, g in gradients.items()}
-        norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
-        return cls(
-            gradients, mean, new_variables, squares, norm, engine.context.execution.max_grad_norm
-        )
+    def result(self, gradients: Gradients, state: State) -> GradResult:
+        """Return the result of a pass whose gradients are these."""
+        if gradients.norm is None:
+            squares, norm = gradient_norm(gradients.sums, gradients.mean)
+            gradients = replace(gradients, squares=squares, norm=norm)
+        limit = self.engine.context.execution.max_grad_norm
 
-    def scale(self) -> jax.Array:
-        """Return the factor that turns gradients of the total into those of the mean, clipped."""
-        scale = 1 / self.mean.weight.astype(self.norm.dtype)
-        if self.max_grad_norm is not None and self.max_grad_norm <= float(
-            jnp.finfo(self.norm.dtype).max
-        ):
-            scale *= self.max_grad_norm / jnp.maximum(self.norm, self.max_grad_norm)
-        return scale
+        def mean(sums: Flat) -> Flat:
+            scale = mean_scale(gradients, limit)
+            return mean_gradients(sums, scale, self.layout.working_dtypes)
 
-    def to_result(
-        self, update: Callable[[UpdatableState, jax.Array], UpdatableState]
-    ) -> GradResult:
-        """Return the result with the function that updates a state by these gradients."""
-        return GradResult(self.mean, self.norm, self.variables, self.squares, update)
+        update = partial(self.apply, gradients, mean, flatten(state.params))
+        squares: Any = gradients.squares
+        norm, finite = gradients.norm, gradients.finite
+        return GradResult(gradients.mean, norm, gradients.variables, squares, update, finite)
+
+    @abstractmethod
+    def apply(
+        self,
+        gradients: Gradients,
+        mean: Callable[[Flat], Flat],
+        params: Flat,
+        old_state: UpdatableState,
+        finite: jax.Array,
+    ) -> UpdatableState:
+        """Return the state after the step.
+
+        Args:
+            gradients: The gradients of the batch.
+            mean: Turns some of their sums into gradients of the mean, clipped.
+            params: The parameters, placed as the model reads them.
+            old_state: The state before the step, placed as the optimizer state.
+            finite: Whether the step is finite.
+        """
 
 
 def constrain(

@@ -88,6 +88,16 @@ def _is_in_order(layout: Layout, order: object) -> bool:
     return is_same
 
 
+def check_order(layout: Layout, state: State) -> None:
+    """Refuse a state that stores its layers in another order, where it cannot be reordered."""
+    if not _is_in_order(layout, state.order):
+        raise ValueError(
+            "step.gradients: this state stores its layers in another order than this step, and "
+            "cannot be returned in its order. Create or restore it for this schedule "
+            "(hfjax.init(layout, schedule=…)), or call the step once."
+        )
+
+
 def _is_same_order(target: np.ndarray | None, order: Any, is_layer_list: bool) -> bool:
     if target is None or order is None:
         is_plain = target is None or np.array_equal(target, np.arange(len(target)))

@@ -1,9 +1,10 @@
 """The training step, one jitted function, and the model that it leaves."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -12,13 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.checks.check_step import check_state_shardings
 from hfjax.checks.deadlock import check_deadlock
-from hfjax.checks.jax_errors import explain_errors
-from hfjax.checks.probe_model import context_choice, probe_model_ops
-from hfjax.optimizer_step.loss_scale import after_step, clip_scale, initial_scale
+from hfjax.checks.probe_model import context_choice
+from hfjax.optimizer_step.gradients import Gradients
+from hfjax.optimizer_step.loss_scale import initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
-from hfjax.optimizer_step.update import UpdatableState, Update, constrain
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
-from hfjax.parallel.execution import Execution, guard
+from hfjax.parallel.execution import Execution
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
 from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
@@ -31,13 +31,13 @@ from hfjax.sharding.check_state import (
     check_alive,
     check_is_state,
     check_layout_and_state,
+    check_not_donated,
     check_state_shapes,
     check_stored_shapes,
     is_traced,
 )
 from hfjax.sharding.layout import Layout, State
-from hfjax.sharding.reorder_layers import rearrange
-from hfjax.step import build
+from hfjax.sharding.reorder_layers import check_order, rearrange
 from hfjax.step.batches import (
     batch_sharding,
     check_batch,
@@ -45,12 +45,11 @@ from hfjax.step.batches import (
     num_microbatches,
     place_batch,
 )
+from hfjax.step.build import Kernels
 from hfjax.step.nonfinite import NonfiniteMonitor
+from hfjax.step.step_program import Metrics, StepProgram
 from hfjax.utils.keywords import attribute_docs, check_keywords
-from hfjax.utils.mean import mean_metrics
-from hfjax.utils.paths import Flat, flatten, nest
-
-Metrics = dict[str, jax.Array]
+from hfjax.utils.paths import Flat, flatten
 
 
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
@@ -117,8 +116,8 @@ class TrainStep:
     """
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution) -> None:
-        self._spec, self._update, options = build.build_step(layout, loss, execution)
-        self.layout, self.execution = layout, execution = self._spec.layout, execution
+        self._program = program = StepProgram(layout, loss, execution)
+        self.layout, self.execution = layout, execution = program.layout, execution
         self._loss_scale = execution.precision.scale
         self._replicated = NamedSharding(layout.mesh, P())
         scale = self._replicated if self._loss_scale else None
@@ -126,17 +125,20 @@ class TrainStep:
         self._batch_sharding = batch_sharding(layout.mesh)
         self._monitor = NonfiniteMonitor(layout, execution.on_nonfinite, execution.max_skipped)
         self._master_sync = MasterSync(layout.state_shapes.optimizer)
-        program = self._jit(self._step, donate_argnums=0, compiler_options=options)
-        self._jitted = check_deadlock(program, layout.mesh)
+        options: Any = {"donate_argnums": 0, "compiler_options": program.compiler_options}
+        self._jitted = check_deadlock(self._jit(program.step, **options), layout.mesh)
 
     def _jit(self, step: Callable, *more: NamedSharding, **options: Any) -> jax.stages.Wrapped:
         """Return a step jitted; `more` are the shardings of its arguments after state and batch."""
+        in_shardings = (self._shardings, self._batch_sharding, *more)
         return jax.jit(
-            step,
-            in_shardings=(self._shardings, self._batch_sharding, *more),
-            out_shardings=(result_shardings(self._shardings), self._replicated, self._replicated),
-            **options,
+            step, in_shardings=in_shardings, out_shardings=self._out_shardings, **options
         )
+
+    @property
+    def _out_shardings(self) -> tuple:
+        """The shardings of the next state, the metrics, the squares of gradients."""
+        return result_shardings(self._shardings), self._replicated, self._replicated
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return the next state and the metrics of this step (on the device, without waiting).
@@ -159,25 +161,144 @@ class TrainStep:
         check_alive(state)
         self._monitor.check(state)
         batch = place_batch(self.layout, batch, num_microbatches(self.execution))
-        try:
+        return self._run(self._jitted, state, batch)
+
+    def _run(self, jitted: Callable, state: State, argument: Any) -> tuple[State, Metrics]:
+        """Return the next state and the metrics of a function of (state, argument)."""
+        with self._explain_state(state):
             inputs = self._with_scale(self._master_sync(self._reorder(state)))
-            state, metrics, squares = self._jitted(inputs, batch)
+            state, metrics, squares = jitted(inputs, argument)
+        self._monitor.add(metrics, squares)
+        return self._master_sync.remember_params(replace(state, order=self._order)), metrics
+
+    @contextmanager
+    def _explain_state(self, state: State) -> Iterator[None]:
+        """Where something fails, say first what is wrong with the state, if anything is."""
+        try:
+            yield
         except (TypeError, ValueError):
             check_stored_shapes(self.layout, state)
             self._check_memory(state)
             check_state_shardings(self.layout, state)
             raise
-        self._monitor.add(metrics, squares)
-        return self._master_sync.remember_params(replace(state, order=self._order)), metrics
+
+    # -- the halves of a step -------------------------------------------------------------------
+
+    def gradients(self, state: State, batch: Any, *, fold: int = 0) -> tuple[Gradients, Metrics]:
+        """Return the gradients of a batch and the metrics of its loss; nothing is donated.
+
+        `apply` is the other half of a step: `step.apply(state, step.gradients(state, batch)[0])` is
+        `step(state, batch)`. Between the two you can add gradients of several batches or losses,
+        change them, or use them in another optimizer.
+
+        Args:
+            state: The state, as a call takes it; it stays as it is.
+            batch: As a call takes it.
+            fold: A number that changes the random numbers (dropout), so that several losses of one
+                state draw different ones. 0 draws those of a call.
+
+        Raises:
+            ValueError: This step has no such moment, since layers are updated during the backward
+                pass (optimizer_in_backward, the schedules pipedream and 2bw).
+
+        Example:
+            >>> import hfjax, jax, numpy as np, optax
+            >>> from flax import nnx
+            >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+            >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+            >>> state = hfjax.init(layout)
+            >>> first, metrics = step.gradients(state, np.ones((8, 8), np.float32))
+            >>> second, _ = step.gradients(state, np.zeros((8, 8), np.float32))
+            >>> both = first + second
+            >>> clipped = both.with_tree(jax.tree.map(lambda g: g.clip(-1, 1), both.tree()))
+            >>> state, metrics = step.apply(state, clipped)
+            >>> int(state.step)
+            1
+        """
+        jitted = self._gradients_of(self._program.check_fold(fold))
+        if is_traced((state, batch)):
+            check_alive(state)
+            check_batch(self.layout, batch, num_microbatches(self.execution))
+            return jitted(self._with_scale(replace(state, order=None)), batch, state.order)
+        check_alive(state)
+        self._monitor.check(state)
+        batch = place_batch(self.layout, batch, num_microbatches(self.execution))
+        with self._explain_state(state):
+            check_order(self.layout, state)
+            return jitted(self._with_scale(replace(state, order=None)), batch, None)
+
+    def apply(self, state: State, gradients: Gradients) -> tuple[State, Metrics]:
+        """Return the next state and the metrics of this step, as a call does.
+
+        Both arguments are donated: copy gradients that you need again.
+
+        Args:
+            state: The state from which `gradients` were computed.
+            gradients: What `gradients` returned, or a sum of several, or `with_tree` of it.
+
+        Example:
+            >>> import hfjax, numpy as np, optax
+            >>> from flax import nnx
+            >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+            >>> state = hfjax.init(layout)
+            >>> gradients, _ = step.gradients(state, np.ones((8, 8), np.float32))
+            >>> state, metrics = step.apply(state, gradients)
+            >>> sorted(metrics), int(state.step)
+            (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
+        """
+        self._program.check_gradients(gradients)
+        check_alive(state)
+        if is_traced((state, gradients)):
+            inputs = self._with_scale(replace(state, order=None))
+            return self._restore_order(state, *self._jitted_apply(inputs, gradients))
+        check_not_donated(gradients.sums)
+        self._monitor.check(state)
+        result = self._run(self._jitted_apply, state, gradients)
+        for x in gradients.sums.values():
+            x.delete()  # donated, they would be buffers that no output can use: JAX warns of those
+        return result
+
+    @cached_property
+    def _gradients_of(self) -> Callable[[int], Callable]:
+        """`fold` -> the jitted function (state, batch, order) -> gradients and metrics."""
+
+        def jitted(fold: int) -> Callable:
+            compute = partial(self._program.gradients, fold)
+            options: Any = {"compiler_options": self._program.compiler_options}
+            options["in_shardings"] = (self._shardings, self._batch_sharding, None)
+            return check_deadlock(jax.jit(compute, **options), self.layout.mesh)
+
+        return cache(jitted)
+
+    @cached_property
+    def _jitted_apply(self) -> jax.stages.Wrapped:
+        """The jitted function (state, gradients) -> next state, metrics, squares of gradients."""
+        return jax.jit(
+            self._program.apply,
+            in_shardings=(self._shardings, None),
+            out_shardings=self._out_shardings,
+            donate_argnums=0,
+            compiler_options=self._program.compiler_options,
+        )
+
+    # -- inside another program -----------------------------------------------------------------
 
     def _call_inside_trace(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return what a step returns, within a program that is being traced."""
         check_alive(state)
         check_batch(self.layout, batch, num_microbatches(self.execution))
         inputs = self._with_scale(replace(state, order=None))
-        new, metrics, _ = self._nested(inputs, batch, state.order)
-        scale = new.scale if self._loss_scale else state.scale
-        return replace(new, order=state.order, scale=scale), metrics
+        return self._restore_order(state, *self._nested(inputs, batch, state.order))
+
+    def _restore_order(
+        self, before: State, after: State, metrics: Metrics, _: Flat
+    ) -> tuple[State, Metrics]:
+        """Return the state after a step with what the step leaves: the order, a loss scale."""
+        scale = after.scale if self._loss_scale else before.scale
+        return replace(after, order=before.order, scale=scale), metrics
 
     @cached_property
     def _nested(self) -> jax.stages.Wrapped:
@@ -190,7 +311,7 @@ class TrainStep:
 
         def step(state: State, batch: Any, order: Any) -> tuple:
             is_same_order = True if own_order is None else (order == own_order).all()
-            return self._step(self._master_sync.sync_traced(state), batch, is_same_order)
+            return self._program.step(self._master_sync.sync_traced(state), batch, is_same_order)
 
         return self._jit(step, self._replicated)
 
@@ -282,7 +403,7 @@ class TrainStep:
     @property
     def engine(self) -> GradientEngine:
         """The engine that runs the model forward and backward on each device."""
-        return self._update.engine
+        return self._program.update.engine
 
     @property
     def offloaded(self) -> OffloadReport:
@@ -293,9 +414,9 @@ class TrainStep:
         return self.engine.context.trace.offloaded
 
     @property
-    def kernels(self) -> build.Kernels:
+    def kernels(self) -> Kernels:
         """Which implementation each kernel of the step has, and why: print it once it is traced."""
-        return self._spec.kernels
+        return self._program.spec.kernels
 
     @property
     def context(self) -> ContextChoice | None:
@@ -317,7 +438,7 @@ class TrainStep:
 
         Known once the step is traced; None where no experts are sharded.
         """
-        return self._spec.experts.choice
+        return self._program.spec.experts.choice
 
     @property
     def batch_comms(self) -> CommReport:
@@ -358,49 +479,6 @@ class TrainStep:
             )
             layers = f", layers {loop_kind}"
         return f"TrainStep({title}{layers}, {self.execution})"
-
-    # -- the program ----------------------------------------------------------------------
-
-    def _probe_update(self, variables: Flat, batch: Any) -> Update:
-        """Return how the state is updated, built again if a probe of the model chose operations."""
-        if ops := probe_model_ops(self.engine, self.layout.template, variables, batch, "train"):
-            self._update = build.update_for(self._spec, ops)
-        return self._update
-
-    def _step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
-        """Return next state, metrics and squares of gradients; the loss is NaN unless it `fits`."""
-        check_state_shapes(self.layout, state)
-        check_batch(self.layout, batch, num_microbatches(self.execution))
-        if (settings := self._loss_scale) and state.scale:
-            state = replace(state, scale=clip_scale(settings, state.scale))
-        params, variables = flatten(state.params), flatten(state.variables)
-        with explain_errors(self.layout, batch):
-            grads = self._probe_update(variables, batch)(state, batch)
-        metrics = {"loss": grads.mean.total / grads.mean.weight, "grad_norm": grads.norm}
-        metrics |= mean_metrics(grads.mean)
-        if fits is not True:
-            metrics["loss"] = jnp.where(fits, metrics["loss"], jnp.nan)
-        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
-        metrics["step"] = state.step
-        scale = None
-        if (settings := self._loss_scale) and state.scale:
-            scale, scale_metrics = after_step(
-                settings, state.scale, metrics["loss"], metrics["finite"]
-            )
-            metrics |= scale_metrics
-        if not self.layout.host_memory.parameters:
-            params = constrain(params, self.layout.param_specs)
-        old_state = UpdatableState(
-            params, state.optimizer, {path: variables[path] for path in grads.variables}
-        )
-        new = grads.update(old_state, metrics["finite"])
-        variables |= new.variables
-        changed, metrics = self.layout.template.after_step(variables, metrics)
-        old = {path: variables[path] for path in changed}
-        variables |= guard(self.execution.on_nonfinite, metrics["finite"], changed, old)
-        params = nest(new.parameters)
-        after = State(state.step + 1, params, new.optimizer, nest(variables), scale=scale)
-        return after, metrics, grads.squares
 
 
 def to_model(layout: Layout, state: State) -> Any:

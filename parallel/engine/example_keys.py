@@ -62,6 +62,12 @@ def local_keys(
     return keys, {p: v for p, v in variables.items() if p not in random}
 
 
+def fold_keys(templates: Mapping[str, Any], variables: Flat, number: int) -> Flat:
+    """Return the variables with a number folded into their random keys; 0 leaves them."""
+    is_folded = lambda path, x: number and is_random(templates[path]) and is_random_key(x)
+    return {p: _fold(x, number) if is_folded(p, x) else x for p, x in variables.items()}
+
+
 def layer_variables(variables: Flat, layer: Index | None) -> Flat:
     """Return the variables of one of the stacked layers (None: all as they are)."""
     if layer is None:

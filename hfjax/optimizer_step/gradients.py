@@ -1,0 +1,165 @@
+"""The gradients of a step before its update: from `step.gradients`, for `step.apply`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfjax.parallel.engine.gradient_engine import GradientEngine
+from hfjax.sharding.layout import State
+from hfjax.utils.mean import Mean
+from hfjax.utils.paths import Flat, flatten, nest
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sums", "mean", "variables", "examples", "finite", "norm", "squares"],
+    meta_fields=["order", "batched"],
+)
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a batch, summed over its examples, before they update a state.
+
+    `a + b` are the gradients of both batches: losses, weights and metrics are summed. What the
+    model wrote (running statistics) is averaged by the number of examples; both are computed from
+    the same state.
+
+    Attributes:
+        sums: {path: gradient of the summed loss}, sharded as the optimizer state. The gradient of
+            the mean, which updates the state, is `sums / mean.weight`; `tree` returns it.
+        mean: The loss over all examples, with its metrics: a `hfjax.Mean`.
+        variables: What the model wrote to, by path.
+        examples: The number of examples.
+        finite: Whether the loss and all gradients are finite; False stays False.
+        norm: The norm of the gradient of the mean, before clipping. None: `apply` computes it.
+        squares: {path: sum of the squares of `sums`}; empty if `norm` is None.
+        order: The order in which layers of a pipeline are stored; None: no layers are stacked.
+        batched: The paths of variables with an entry for each example.
+    """
+
+    sums: Flat
+    mean: Mean
+    variables: Flat
+    examples: Any
+    finite: Any
+    norm: Any = None
+    squares: Mapping[str, Any] | None = None
+    order: tuple[int, ...] | None = None
+    batched: tuple[str, ...] = ()
+
+    def tree(self) -> dict[str, Any]:
+        """Return the gradients of the mean loss, a tree like `state.params`.
+
+        They are in the dtype of `sums` (float32 or wider) and sharded as the optimizer state.
+        Frozen parameters are absent.
+        """
+        return nest({path: x / self.mean.weight.astype(x.dtype) for path, x in self.sums.items()})
+
+    def with_tree(self, tree: Any) -> "Gradients":
+        """Return these with other gradients of the mean loss, e.g. after surgery on `tree()`.
+
+        Args:
+            tree: A tree with the structure and shapes of `tree()`. Whether the step is finite
+                stays as it was, and also depends on these.
+        """
+        new = flatten(tree)
+        check_same_arrays("with_tree", self.sums, new)
+        weight = self.mean.weight
+        sums = {path: (new[path] * weight).astype(x.dtype) for path, x in self.sums.items()}
+        return replace(self, sums=sums, norm=None, squares=None)
+
+    def __add__(self, other: "Gradients") -> "Gradients":
+        if not isinstance(other, Gradients):
+            return NotImplemented
+        if self.order != other.order:
+            raise ValueError(
+                "gradients of two steps that store layers in another order: "
+                f"{self.order} and {other.order}. Take both from steps with the same schedule."
+            )
+        if self.batched:
+            raise ValueError(
+                f"{', '.join(self.batched)}: variables with an entry for each example of a batch, "
+                "so gradients of two batches do not add up. Take one batch of both, or "
+                "gradient_accumulation_steps."
+            )
+        check_same_arrays("a + b", self.sums, other.sums)
+        if (names := sorted(self.mean.metrics)) != sorted(other.mean.metrics):
+            raise ValueError(
+                f"gradients with metrics {names} + gradients with metrics "
+                f"{sorted(other.mean.metrics)}: add what has the same metrics."
+            )
+        return Gradients(
+            {path: x + other.sums[path] for path, x in self.sums.items()},
+            jax.tree.map(jnp.add, self.mean, other.mean),
+            _average_variables(self, other),
+            self.examples + other.examples,
+            self.finite & other.finite,
+            order=self.order,
+        )
+
+
+def compute_gradients(engine: GradientEngine, state: State, batch: Any) -> Gradients:
+    """Return the gradients of a batch."""
+    params, variables = flatten(state.params), flatten(state.variables)
+    context, seed = engine.context, None
+    if state.scale:
+        seed = context.loss_seed(state.scale.value, engine.num_microbatches)
+    sums, mean, changed = engine.gradients(params, variables, batch, state.step, seed)
+    if seed is not None:
+        sums = {path: g / seed for path, g in sums.items()}
+    squares, norm = gradient_norm(sums, mean)
+    num_examples = jax.tree.leaves(batch)[0].shape[0]
+    batched = tuple(sorted(context.batched_variables(changed)))
+    return Gradients(sums, mean, changed, num_examples, True, norm, squares, batched=batched)
+
+
+def gradient_norm(sums: Flat, mean: Mean) -> tuple[Flat, jax.Array]:
+    """Return the sum of squares of each gradient, and the norm of the gradient of the mean."""
+    squares = {path: (g * g).sum() for path, g in sums.items()}
+    return squares, jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
+
+
+def mean_scale(gradients: Gradients, max_grad_norm: float | None) -> jax.Array:
+    """Return the factor that turns gradients of the total into those of the mean, clipped."""
+    norm: Any = gradients.norm
+    scale = 1 / gradients.mean.weight.astype(norm.dtype)
+    if max_grad_norm is not None and max_grad_norm <= float(jnp.finfo(norm.dtype).max):
+        scale *= max_grad_norm / jnp.maximum(norm, max_grad_norm)
+    return scale
+
+
+def check_same_arrays(owner: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse gradients of other parameters, or of other shapes."""
+    missing, unknown = (
+        sorted(expected.keys() - given.keys()),
+        sorted(given.keys() - expected.keys()),
+    )
+    if missing or unknown:
+        raise ValueError(
+            f"{owner}: gradients of other parameters"
+            f"{'; missing: ' + ', '.join(missing[:5]) if missing else ''}"
+            f"{'; not expected: ' + ', '.join(unknown[:5]) if unknown else ''}. A gradient of each "
+            "trainable parameter is expected, of frozen ones none."
+        )
+    for path, x in expected.items():
+        if jnp.shape(given[path]) != jnp.shape(x):
+            raise ValueError(
+                f"{owner}: the gradient of {path} is {list(jnp.shape(given[path]))}, "
+                f"{list(jnp.shape(x))} is expected."
+            )
+
+
+def _average_variables(a: Gradients, b: Gradients) -> Flat:
+    """Return what the model wrote, averaged by examples; of whole numbers the larger."""
+
+    def average(x: jax.Array, y: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return jnp.maximum(x, y)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        total = x.astype(wide) * a.examples + y.astype(wide) * b.examples
+        return (total / (a.examples + b.examples)).astype(x.dtype)
+
+    return {path: average(x, b.variables[path]) for path, x in a.variables.items()}

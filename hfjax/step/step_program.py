@@ -1,0 +1,181 @@
+"""What a training step computes: all of it (`step`), or its halves (`gradients`, `apply`).
+
+`TrainStep` jits these functions; here nothing is placed, donated or waited for.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfjax.checks.jax_errors import explain_errors
+from hfjax.checks.probe_model import probe_model_ops
+from hfjax.optimizer_step.gradients import Gradients, check_same_arrays, compute_gradients
+from hfjax.optimizer_step.loss_scale import after_step, clip_scale
+from hfjax.optimizer_step.update import (
+    GradResult,
+    UpdatableState,
+    Update,
+    UpdateAfterGradients,
+    constrain,
+)
+from hfjax.parallel.engine.example_keys import fold_keys
+from hfjax.parallel.execution import Execution, guard
+from hfjax.sharding.check_state import check_state_shapes
+from hfjax.sharding.layout import Layout, State
+from hfjax.step import build
+from hfjax.step.batches import check_batch, num_microbatches
+from hfjax.utils.keywords import is_int
+from hfjax.utils.mean import Mean, mean_metrics
+from hfjax.utils.paths import Flat, flatten, nest
+
+Metrics = dict[str, jax.Array]
+
+
+class StepProgram:
+    """The functions of a step, to be jitted."""
+
+    def __init__(self, layout: Layout, loss: Callable, execution: Execution) -> None:
+        self.spec, self.update, self.compiler_options = build.build_step(layout, loss, execution)
+        self.layout, self.execution = self.spec.layout, self.spec.execution
+
+    def step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
+        """Return next state, metrics and squares of gradients; the loss is NaN unless it `fits`."""
+        state = self._check(state, batch)
+        with explain_errors(self.layout, batch):
+            grads = self._probe_update(flatten(state.variables), batch)(state, batch)
+        return self._finish(state, grads, fits)
+
+    def gradients(
+        self, fold: int, state: State, batch: Any, order: Any
+    ) -> tuple[Gradients, Metrics]:
+        """Return gradients and metrics; the loss is NaN if `order` is not that of this step."""
+        state = self._check(state, batch)
+        variables, templates = flatten(state.variables), self.layout.template.variables
+        state = replace(state, variables=nest(fold_keys(templates, variables, fold)))
+        with explain_errors(self.layout, batch):
+            engine = self._probe_update(variables, batch).engine
+            grads = compute_gradients(engine, state, batch)
+        mean = grads.mean
+        if order is not None:
+            fits = (order == self.layout.order).all()
+            mean = replace(mean, total=jnp.where(fits, mean.total, jnp.nan))
+        metrics = _loss_metrics(mean, grads.norm)
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
+        sums = constrain(grads.sums, self.layout.param_specs)
+        grads = replace(grads, sums=sums, mean=mean, finite=finite, order=self.order)
+        return grads, metrics | {"finite": finite, "step": state.step}
+
+    def apply(self, state: State, gradients: Gradients) -> tuple[State, Metrics, Flat]:
+        """Return next state, metrics and squares of gradients."""
+        check_state_shapes(self.layout, state)
+        update, state = self.update, self._clip_scale(state)
+        assert isinstance(update, UpdateAfterGradients), "check_fold, check_gradients refuse it"
+        sums = constrain(gradients.sums, self.layout.param_specs)
+        return self._finish(state, update.result(replace(gradients, sums=sums), state))
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def check_fold(self, fold: int) -> int:
+        """Return the number to fold into random keys; refuse what has no gradients to return."""
+        self._check_has_halves()
+        if not is_int(fold, 0, 2**31 - 1):
+            raise ValueError(
+                f"step.gradients: fold={fold!r}; a whole number from 0 on is expected."
+            )
+        return fold
+
+    def check_gradients(self, gradients: object) -> None:
+        """Refuse what are no gradients of this step."""
+        self._check_has_halves()
+        if not isinstance(gradients, Gradients):
+            raise ValueError(
+                f"step.apply: hfjax.Gradients are expected, found {type(gradients).__name__}. "
+                "step.gradients(state, batch) returns (gradients, metrics)."
+            )
+        if gradients.order != self.order:
+            raise ValueError(
+                "step.apply: these gradients store layers in another order than this step. Take "
+                "them from this step, or from one with the same schedule."
+            )
+        param_specs = self.layout.param_specs.items()
+        trainable = {path: p for path, p in param_specs if not p.frozen}
+        check_same_arrays("step.apply", trainable, gradients.sums)
+
+    def _check_has_halves(self) -> None:
+        """Refuse a step in which there is no moment between the gradients and the update."""
+        if isinstance(self.update, UpdateAfterGradients):
+            return
+        in_backward, schedule = self.execution.optimizer_in_backward, self.execution.schedule
+        name = "optimizer_in_backward" if in_backward else f"schedule {schedule and schedule.name}"
+        raise ValueError(
+            f"{name}: layers are updated during the backward pass, so there is no moment between "
+            "the gradients and the update. Call the step itself, or leave this out."
+        )
+
+    def _check(self, state: State, batch: Any) -> State:
+        """Check a state and a batch; return the state as a pass uses it."""
+        check_state_shapes(self.layout, state)
+        check_batch(self.layout, batch, num_microbatches(self.execution))
+        return self._clip_scale(state)
+
+    # -- parts of a step ------------------------------------------------------------------------
+
+    @cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """The order in which this step stores layers; None: none are stacked."""
+        order = self.layout.order
+        return None if order is None else tuple(order.tolist())
+
+    def _clip_scale(self, state: State) -> State:
+        """Return the state with its loss scale clipped to the limits of this step."""
+        if (settings := self.execution.precision.scale) and state.scale:
+            return replace(state, scale=clip_scale(settings, state.scale))
+        return state
+
+    def _probe_update(self, variables: Flat, batch: Any) -> Update:
+        """Return how the state is updated, built again if a probe of the model chose operations."""
+        engine, template = self.update.engine, self.layout.template
+        if ops := probe_model_ops(engine, template, variables, batch, "train"):
+            self.update = build.update_for(self.spec, ops)
+        return self.update
+
+    def _finish(
+        self, state: State, grads: GradResult, fits: Any = True
+    ) -> tuple[State, Metrics, Flat]:
+        """Return next state, metrics and squares of gradients, given the result of a pass."""
+        params, variables = flatten(state.params), flatten(state.variables)
+        metrics = _loss_metrics(grads.mean, grads.norm)
+        if fits is not True:
+            metrics["loss"] = jnp.where(fits, metrics["loss"], jnp.nan)
+        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
+        if grads.finite is not True:
+            metrics["finite"] &= grads.finite
+        metrics["step"] = state.step
+        scale = None
+        if (settings := self.execution.precision.scale) and state.scale:
+            scale, scale_metrics = after_step(
+                settings, state.scale, metrics["loss"], metrics["finite"]
+            )
+            metrics |= scale_metrics
+        if not self.layout.host_memory.parameters:
+            params = constrain(params, self.layout.param_specs)
+        old_state = UpdatableState(
+            params, state.optimizer, {path: variables[path] for path in grads.variables}
+        )
+        new = grads.update(old_state, metrics["finite"])
+        variables |= new.variables
+        changed, metrics = self.layout.template.after_step(variables, metrics)
+        old = {path: variables[path] for path in changed}
+        variables |= guard(self.execution.on_nonfinite, metrics["finite"], changed, old)
+        params = nest(new.parameters)
+        after = State(state.step + 1, params, new.optimizer, nest(variables), scale=scale)
+        return after, metrics, grads.squares
+
+
+def _loss_metrics(mean: Mean, norm: Any) -> Metrics:
+    """Return the metrics of the loss, and the norm of the gradient."""
+    return {"loss": mean.total / mean.weight, "grad_norm": norm} | mean_metrics(mean)
