@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hfjax.parallel.engine.extra_arrays import ExtraSpecs
 from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.sharding.layout import State
 from hfjax.utils.mean import Mean
@@ -101,13 +102,20 @@ class Gradients:
         )
 
 
-def compute_gradients(engine: GradientEngine, state: State, batch: Any) -> Gradients:
-    """Return the gradients of a batch."""
+def compute_gradients(
+    engine: GradientEngine,
+    state: State,
+    batch: Any,
+    extra: Any = None,
+    extra_specs: ExtraSpecs | None = None,
+) -> Gradients:
+    """Return the gradients of a batch; `forward` and the loss may ask for `extra` by name."""
     params, variables = flatten(state.params), flatten(state.variables)
     context, seed = engine.context, None
     if state.scale:
         seed = context.loss_seed(state.scale.value, engine.num_microbatches)
-    sums, mean, changed = engine.gradients(params, variables, batch, state.step, seed)
+    more = seed, extra, extra_specs
+    sums, mean, changed = engine.gradients(params, variables, batch, state.step, *more)
     if seed is not None:
         sums = {path: g / seed for path, g in sums.items()}
     squares, norm = gradient_norm(sums, mean)

@@ -23,6 +23,7 @@ from hfjax.optimizer_step.update import (
     constrain,
 )
 from hfjax.parallel.engine.example_keys import fold_keys
+from hfjax.parallel.engine.extra_arrays import ExtraSpecs, asks_for_extra
 from hfjax.parallel.execution import Execution, guard
 from hfjax.sharding.check_state import check_state_shapes
 from hfjax.sharding.layout import Layout, State
@@ -50,7 +51,13 @@ class StepProgram:
         return self._finish(state, grads, fits)
 
     def gradients(
-        self, fold: int, state: State, batch: Any, order: Any
+        self,
+        fold: int,
+        extra_specs: ExtraSpecs | None,
+        state: State,
+        batch: Any,
+        order: Any,
+        extra: Any,
     ) -> tuple[Gradients, Metrics]:
         """Return gradients and metrics; the loss is NaN if `order` is not that of this step."""
         state = self._check(state, batch)
@@ -58,7 +65,7 @@ class StepProgram:
         state = replace(state, variables=nest(fold_keys(templates, variables, fold)))
         with explain_errors(self.layout, batch):
             engine = self._probe_update(variables, batch).engine
-            grads = compute_gradients(engine, state, batch)
+            grads = compute_gradients(engine, state, batch, extra, extra_specs)
         mean = grads.mean
         if order is not None:
             fits = (order == self.layout.order).all()
@@ -87,6 +94,16 @@ class StepProgram:
                 f"step.gradients: fold={fold!r}; a whole number from 0 on is expected."
             )
         return fold
+
+    def extra_specs(self, extra: Any) -> ExtraSpecs | None:
+        """Return the specs of extra arrays; refuse any that nothing asks for."""
+        functions = {"the loss": self.spec.loss, "forward": self.layout.forward}
+        if extra is None or any(map(asks_for_extra, functions.values())):
+            return None if extra is None else ExtraSpecs.of(extra, self.layout.mesh)
+        raise ValueError(
+            "step.gradients: extra= is given, and neither the loss nor forward= of hfjax.layout "
+            "asks for it. Write loss(outputs, batch, extra), or forward(model, batch, extra)."
+        )
 
     def check_gradients(self, gradients: object) -> None:
         """Refuse what are no gradients of this step."""

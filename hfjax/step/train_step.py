@@ -17,6 +17,7 @@ from hfjax.checks.probe_model import context_choice
 from hfjax.optimizer_step.gradients import Gradients
 from hfjax.optimizer_step.loss_scale import initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
+from hfjax.parallel.engine.extra_arrays import ExtraSpecs
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
@@ -184,7 +185,9 @@ class TrainStep:
 
     # -- the halves of a step -------------------------------------------------------------------
 
-    def gradients(self, state: State, batch: Any, *, fold: int = 0) -> tuple[Gradients, Metrics]:
+    def gradients(
+        self, state: State, batch: Any, *, fold: int = 0, extra: Any = None
+    ) -> tuple[Gradients, Metrics]:
         """Return the gradients of a batch and the metrics of its loss; nothing is donated.
 
         `apply` is the other half of a step: `step.apply(state, step.gradients(state, batch)[0])` is
@@ -196,6 +199,9 @@ class TrainStep:
             batch: As a call takes it.
             fold: A number that changes the random numbers (dropout), so that several losses of one
                 state draw different ones. 0 draws those of a call.
+            extra: A tree of arrays without examples, which have no gradient: a teacher's
+                parameters, a coefficient. `forward` and the loss ask for `extra` by name. Arrays
+                of another layout of these devices are taken as they lie; others are replicated.
 
         Raises:
             ValueError: This step has no such moment, since layers are updated during the backward
@@ -216,17 +222,19 @@ class TrainStep:
             >>> int(state.step)
             1
         """
-        jitted = self._gradients_of(self._program.check_fold(fold))
-        if is_traced((state, batch)):
+        fold = self._program.check_fold(fold)
+        extra_specs = self._program.extra_specs(extra)
+        jitted = self._gradients_of(fold, extra_specs)
+        if is_traced((state, batch, extra)):
             check_alive(state)
             check_batch(self.layout, batch, num_microbatches(self.execution))
-            return jitted(self._with_scale(replace(state, order=None)), batch, state.order)
+            return jitted(self._with_scale(replace(state, order=None)), batch, state.order, extra)
         check_alive(state)
         self._monitor.check(state)
         batch = place_batch(self.layout, batch, num_microbatches(self.execution))
         with self._explain_state(state):
             check_order(self.layout, state)
-            return jitted(self._with_scale(replace(state, order=None)), batch, None)
+            return jitted(self._with_scale(replace(state, order=None)), batch, None, extra)
 
     def apply(self, state: State, gradients: Gradients) -> tuple[State, Metrics]:
         """Return the next state and the metrics of this step, as a call does.
@@ -262,13 +270,14 @@ class TrainStep:
         return result
 
     @cached_property
-    def _gradients_of(self) -> Callable[[int], Callable]:
-        """`fold` -> the jitted function (state, batch, order) -> gradients and metrics."""
+    def _gradients_of(self) -> Callable[[int, ExtraSpecs | None], Callable]:
+        """Return the function (state, batch, order, extra) -> gradients and metrics, jitted."""
 
-        def jitted(fold: int) -> Callable:
-            compute = partial(self._program.gradients, fold)
+        def jitted(fold: int, extra_specs: ExtraSpecs | None) -> Callable:
+            compute = partial(self._program.gradients, fold, extra_specs)
             options: Any = {"compiler_options": self._program.compiler_options}
-            options["in_shardings"] = (self._shardings, self._batch_sharding, None)
+            extra_shardings = extra_specs and extra_specs.shardings(self.layout.mesh)
+            options["in_shardings"] = (self._shardings, self._batch_sharding, None, extra_shardings)
             return check_deadlock(jax.jit(compute, **options), self.layout.mesh)
 
         return cache(jitted)

@@ -83,7 +83,9 @@ def check_loss_signature(loss_fn: object, name: str = LOSS) -> None:
         kind = repr(loss_fn)
     else:
         try:
-            inspect.signature(loss_fn).bind(None, None)
+            signature = inspect.signature(loss_fn)
+            extra = {"extra": None} if "extra" in signature.parameters else {}
+            signature.bind(None, None, **extra)
         except TypeError:
             kind = f"a function of {inspect.signature(loss_fn)}"
         except ValueError:  # some C functions have no signature

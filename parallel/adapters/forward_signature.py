@@ -10,7 +10,7 @@ from flax import nnx
 
 from hfjax.utils.paths import Flat, Index
 
-KEY, EXAMPLE_KEYS, TRAIN = "key", "example_keys", "train"
+KEY, EXAMPLE_KEYS, TRAIN, EXTRA = "key", "example_keys", "train", "extra"
 
 
 def requested_names(forward: Callable | None) -> tuple[str, ...]:
@@ -37,12 +37,12 @@ def requested_names(forward: Callable | None) -> tuple[str, ...]:
         for p in list(parameters.values())[2:]
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    if unknown := [name for name in needed if name not in names]:
+    if unknown := [name for name in needed if name not in (*names, EXTRA)]:
         raise ValueError(
             f"forward{inspect.signature(forward)}: {unknown[0]!r} is not known. It is given "
             "(model, batch) and may ask by name for `key` (a random key of the step, another one "
-            "on each device), `example_keys` (one for each row, the same on every mesh) and "
-            "`train` (whether this is a training step)."
+            "on each device), `example_keys` (one for each example, the same on every mesh), "
+            "`train` (whether this is a training step) and `extra` (what step.gradients is given)."
         )
     return names
 

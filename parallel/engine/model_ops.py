@@ -240,6 +240,7 @@ class TraceRecord:
     summed: dict[str, Axes] = field(default_factory=dict)  # gradients that are summed already
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
     weighted: bool = False  # each microbatch's weight is summed before its backward pass
+    extra: Any = None  # the tree that `forward` and the loss ask for by name (extra_arrays.py)
 
     @classmethod
     def of(
@@ -258,7 +259,7 @@ class TraceRecord:
 
     def begin(self, parameters: Iterable[str], seed: Any = 1.0) -> None:
         """Begin a trace with new sets: JAX must not reuse what it cached in an earlier one."""
-        self.seed, self.weighted = seed, False
+        self.seed, self.weighted, self.extra = seed, False, None
         self.unread, self.written = set(parameters), set()
         self.names.clear()
         self.offloaded.entries.clear()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
+from hfjax.parallel.engine.extra_arrays import split_extra, with_extra
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.whole_model.unshard_on_use import unshard_on_use
@@ -27,14 +28,19 @@ class WholeModel:
     ) -> tuple[Any, Flat]:
         """Return the loss or outputs, distributed values, and the variables after it."""
         context = self.context
+        sharded_extra, extra_arrays, join_extra = split_extra(context.trace.extra)
 
-        def call(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
-            model = context.template.merge(parameters, variables, mode)
-            outputs = call_model(
-                context.forward, model, variables, context.cast_inputs(batch), mode
-            )
-            value = outputs if returns == "outputs" else context.mean_of_batch(outputs, batch)
-            return value, variables | context.template.model_variables(model)
+        def call(
+            parameters: Flat, variables: Flat, batch: Any, extra_arrays: Any
+        ) -> tuple[Any, Flat]:
+            own = {path: x for path, x in parameters.items() if path not in sharded_extra}
+            extra = join_extra(parameters, extra_arrays)
+            model = context.template.merge(own, variables, mode)
+            inputs, forward = context.cast_inputs(batch), context.forward
+            outputs = call_model(forward, model, variables, inputs, mode, extra)
+            if returns != "outputs":
+                outputs = context.mean_of_batch(outputs, batch, extra)
+            return outputs, variables | context.template.model_variables(model)
 
         global_batch, templates = context.trace.global_batch, context.template.variables
         variable_values, comms = (
@@ -49,18 +55,20 @@ class WholeModel:
         run_local = lambda local_params, *more: run_global(
             global_batch.parameter_values(local_params, parameters), *more
         )
+        arguments = variable_values, inputs, extra_arrays
         out, changed = unshard_on_use(
-            run_local, params, variable_values, inputs, group=group, comms=comms
+            run_local, params | sharded_extra, *arguments, group=group, comms=comms
         )
         return out, global_batch.local_variables(variable_values, changed, "the model")
 
 
 def call_model(
-    forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str
+    forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str, extra: Any
 ) -> Any:
     """Return the outputs of a model, called directly or by the layout's `forward`."""
     if forward is None:
         return model(inputs) if callable(model) else model
+    forward = with_extra(forward, extra)
     training = mode == "train"
     key = lambda name: variables[key_path(name)] if training else None
     options = {n: training if n == TRAIN else key(n) for n in requested_names(forward)}
