@@ -103,6 +103,7 @@ def test_the_collectives_over_tensor_are_as_many_bytes_of_smaller_parts():
     assert one.total(axes="fsdp") == two.total(axes="fsdp")
 
 
+@pytest.mark.slow
 def test_layers_of_a_list_and_functions_run_on_parts_too():
     class Listed(GPT):
         def __init__(self, *, rngs):

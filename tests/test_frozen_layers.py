@@ -80,6 +80,7 @@ def test_the_first_layers_stay_bit_by_bit_and_all_else_trains_as_on_one_device(n
         assert np.abs(apart).max() < limit, path
 
 
+@pytest.mark.slow
 def test_layers_of_a_list_freeze_where_there_is_no_pipeline():
     found = []
     for layout, run in ((made("a list"), {"optimizer_in_backward": True}), (alone("a list"), {})):

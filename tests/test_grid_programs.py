@@ -468,6 +468,7 @@ class TellsApart(nnx.Module):
         return x + self.down(self.kernels.attention(by_head)(q, k, v))
 
 
+@pytest.mark.slow
 def test_an_attention_may_tell_heads_apart():
     agree(lambda rngs: Model(TellsApart, rngs=rngs))
 

@@ -146,6 +146,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(photos, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_iou_of_each_class(street, tmp_path):
     fields = {"model": {"preset": "deeplabv3-tiny"}, "global_batch_size": 4}
     parts = RunComponents(of_photos(street, tmp_path, **fields))

@@ -77,6 +77,7 @@ def test_the_references_train_as_plain_jax_does():
     np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_sent_in_bfloat16_are_added_in_float32():
     layout = mlp_layout(hfjax.FSDP, {"fsdp": 8})
     _, (_, exact) = trained(layout, tokens(), kernels="xla")

@@ -189,6 +189,7 @@ def test_the_stages_of_a_pipeline_keep_all_slots_of_their_rings():
     assert e.messages >= 3 * CARRY_OF_MLPS
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded(beside):
     piped = replace(OF_MLPS, mesh=MeshConfig(pipe=2))
     pipeline = PipelineConfig("1f1b", microbatches=4)

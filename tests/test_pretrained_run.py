@@ -160,6 +160,7 @@ def test_a_folder_that_moved_goes_on_and_one_that_changed_does_not(place, alone,
         train(moved(tmp_path / "moved"))
 
 
+@pytest.mark.slow
 def test_a_run_of_something_else_does_not_go_on_with_a_folder(place, tmp_path):
     own = small_gpt(tmp_path / "own", place / "data", steps=1, mesh=ONE, **SHORT)
     train(own)

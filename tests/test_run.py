@@ -470,6 +470,7 @@ def test_flags_say_all_widths_of_a_llama():
     assert (expert.mlp, expert.kv_heads) == (96, 2)
 
 
+@pytest.mark.slow
 def test_a_preset_with_experts_tells_how_even_their_loads_are(data, tmp_path, capfd):
     model = replace(MODEL, preset="mixtral-tiny", num_experts=4, top_k=1, capacity_factor=1.0)
     spread = {"zero": 3, "mesh": MeshConfig(expert=2)}

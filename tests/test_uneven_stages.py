@@ -160,6 +160,7 @@ class Masked(nnx.Module):
         return jnp.where(mask[:, None], self.dropout(self.up(x)), x), mask, turn + 1
 
 
+@pytest.mark.slow
 def test_masks_and_whole_numbers_go_from_stage_to_stage_and_dropout_is_that_of_one_device():
     def init(rngs):
         before = lambda x: (x, x[:, 0] > 0, jnp.zeros((len(x),), jnp.int32))

@@ -138,6 +138,7 @@ def test_a_new_head_keeps_the_rest(tmp_path):
     assert same == {"fc/kernel", "fc/bias"}
 
 
+@pytest.mark.slow
 def test_what_segments_may_begin_with_a_resnet_that_classifies(tmp_path):
     config = CONFIGS["deeplab"]
     alone = ResNetConfig(widths=config.widths, depths=config.depths, classes=3)
