@@ -44,6 +44,7 @@ def compiled():
 
 
 @pytest.mark.cuda
+@pytest.mark.short("dots")
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_two_layers_are_whole_at_once(compiled, remat):
     """Left alone, XLA would gather all of them, and once for both passes. None: as measured."""
@@ -56,6 +57,7 @@ def test_two_layers_are_whole_at_once(compiled, remat):
 
 
 @pytest.mark.cuda
+@pytest.mark.short("dots")
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_no_loop_copies_less_and_keeps_no_more(compiled, remat):
     loop, tied = compiled(remat, 1), compiled(remat, None)
