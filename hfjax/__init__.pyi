@@ -63,7 +63,8 @@ from hfjax.step.batches import (
 )
 from hfjax.step.eval_step import eval_step as eval_step, predict_step as predict_step
 from hfjax.step.init_state import init as init
-from hfjax.step.train_step import to_model as to_model, train_step as train_step
+from hfjax.step.merge_model import merge as merge, to_model as to_model
+from hfjax.step.train_step import train_step as train_step
 from hfjax.trainer.sampling import generate as generate
 from hfjax.utils.mean import Mean as Mean
 from hfjax.weights.pretrained import export as export, pretrained as pretrained

@@ -31,11 +31,11 @@ API = {  # page: (its title, {heading: public names, module:name})
             ],
             "Layout and state": [
                 *("hfjax:layout", "hfjax:Layout", "hfjax:init", "hfjax:State", "hfjax:full_array"),
-                *("hfjax:to_model_order", "hfjax:to_model"),
+                *("hfjax:to_model_order", "hfjax:to_model", "hfjax:merge"),
             ],
             "Steps": [
                 *("hfjax:train_step", "hfjax.step.train_step:TrainStep", "hfjax:eval_step"),
-                *("hfjax:predict_step", "hfjax:Mean", "hfjax:Execution"),
+                *("hfjax:predict_step", "hfjax:Gradients", "hfjax:Mean", "hfjax:Execution"),
             ],
             "Batches": ["hfjax:shard_batch", "hfjax:process_batch_slice"],
             "Choices of a step": [

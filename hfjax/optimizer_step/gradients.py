@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.parallel.engine.extra_arrays import ExtraSpecs
 from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.sharding.layout import State
 from hfjax.utils.mean import Mean
@@ -39,6 +38,18 @@ class Gradients:
         squares: {path: sum of the squares of `sums`}; empty if `norm` is None.
         order: The order in which layers of a pipeline are stored; None: no layers are stacked.
         batched: The paths of variables with an entry for each example.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+        >>> state = hfjax.init(layout)
+        >>> one, _ = step.gradients(state, np.ones((8, 8), np.float32))
+        >>> other, _ = step.gradients(state, np.zeros((16, 8), np.float32))
+        >>> type(one + other).__name__, float((one + other).mean.weight)
+        ('Gradients', 24.0)
     """
 
     sums: Flat
@@ -65,6 +76,17 @@ class Gradients:
         Args:
             tree: A tree with the structure and shapes of `tree()`. Whether the step is finite
                 stays as it was, and also depends on these.
+
+        Example:
+            >>> import hfjax, jax, numpy as np, optax
+            >>> from flax import nnx
+            >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+            >>> state = hfjax.init(layout)
+            >>> gradients, _ = step.gradients(state, np.ones((8, 8), np.float32))
+            >>> half = gradients.with_tree(jax.tree.map(lambda g: g / 2, gradients.tree()))
+            >>> state, metrics = step.apply(state, half)
         """
         new = flatten(tree)
         check_same_arrays("with_tree", self.sums, new)
@@ -107,7 +129,7 @@ def compute_gradients(
     state: State,
     batch: Any,
     extra: Any = None,
-    extra_specs: ExtraSpecs | None = None,
+    extra_specs: Any = None,
 ) -> Gradients:
     """Return the gradients of a batch; `forward` and the loss may ask for `extra` by name."""
     params, variables = flatten(state.params), flatten(state.variables)
@@ -137,6 +159,15 @@ def mean_scale(gradients: Gradients, max_grad_norm: float | None) -> jax.Array:
     if max_grad_norm is not None and max_grad_norm <= float(jnp.finfo(norm.dtype).max):
         scale *= max_grad_norm / jnp.maximum(norm, max_grad_norm)
     return scale
+
+
+def check_not_applied(gradients: Gradients) -> None:
+    """Refuse gradients that were given to `step.apply`: it takes their memory."""
+    if any(getattr(x, "is_deleted", bool)() for x in gradients.sums.values()):
+        raise ValueError(
+            "these gradients were given to an earlier step.apply, which took their memory. To use "
+            "them twice, copy them before: jax.tree.map(jnp.copy, gradients)."
+        )
 
 
 def check_same_arrays(owner: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:

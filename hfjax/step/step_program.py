@@ -3,7 +3,7 @@
 `TrainStep` jits these functions; here nothing is placed, donated or waited for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,16 +22,16 @@ from hfjax.optimizer_step.update import (
     UpdateAfterGradients,
     constrain,
 )
-from hfjax.parallel.engine.example_keys import fold_keys
-from hfjax.parallel.engine.extra_arrays import ExtraSpecs, asks_for_extra
+from hfjax.parallel.engine.example_keys import fold_number, is_random
 from hfjax.parallel.execution import Execution, guard
 from hfjax.sharding.check_state import check_state_shapes
 from hfjax.sharding.layout import Layout, State
 from hfjax.step import build
 from hfjax.step.batches import check_batch, num_microbatches
+from hfjax.step.extra_arrays import ExtraSpecs, check_extra
 from hfjax.utils.keywords import is_int
 from hfjax.utils.mean import Mean, mean_metrics
-from hfjax.utils.paths import Flat, flatten, nest
+from hfjax.utils.paths import Flat, flatten, is_random_key, nest
 
 Metrics = dict[str, jax.Array]
 
@@ -45,6 +45,7 @@ class StepProgram:
 
     def step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
         """Return next state, metrics and squares of gradients; the loss is NaN unless it `fits`."""
+        self._check_extra(None)
         state = self._check(state, batch)
         with explain_errors(self.layout, batch):
             grads = self._probe_update(flatten(state.variables), batch)(state, batch)
@@ -62,7 +63,7 @@ class StepProgram:
         """Return gradients and metrics; the loss is NaN if `order` is not that of this step."""
         state = self._check(state, batch)
         variables, templates = flatten(state.variables), self.layout.template.variables
-        state = replace(state, variables=nest(fold_keys(templates, variables, fold)))
+        state = replace(state, variables=nest(_fold_keys(templates, variables, fold)))
         with explain_errors(self.layout, batch):
             engine = self._probe_update(variables, batch).engine
             grads = compute_gradients(engine, state, batch, extra, extra_specs)
@@ -97,13 +98,11 @@ class StepProgram:
 
     def extra_specs(self, extra: Any) -> ExtraSpecs | None:
         """Return the specs of extra arrays; refuse any that nothing asks for."""
-        functions = {"the loss": self.spec.loss, "forward": self.layout.forward}
-        if extra is None or any(map(asks_for_extra, functions.values())):
-            return None if extra is None else ExtraSpecs.of(extra, self.layout.mesh)
-        raise ValueError(
-            "step.gradients: extra= is given, and neither the loss nor forward= of hfjax.layout "
-            "asks for it. Write loss(outputs, batch, extra), or forward(model, batch, extra)."
-        )
+        self._check_extra(extra)
+        return None if extra is None else ExtraSpecs.of(extra, self.layout.mesh)
+
+    def _check_extra(self, extra: Any) -> None:
+        check_extra(extra, {"the loss": self.spec.loss, "forward": self.layout.forward})
 
     def check_gradients(self, gradients: object) -> None:
         """Refuse what are no gradients of this step."""
@@ -191,6 +190,13 @@ class StepProgram:
         params = nest(new.parameters)
         after = State(state.step + 1, params, new.optimizer, nest(variables), scale=scale)
         return after, metrics, grads.squares
+
+
+def _fold_keys(templates: Mapping[str, Any], variables: Flat, number: int) -> Flat:
+    """Return the variables with a number folded into their random keys; 0 leaves them."""
+    is_folded = lambda path, x: number and is_random(templates[path]) and is_random_key(x)
+    fold = lambda path, x: fold_number(x, number) if is_folded(path, x) else x
+    return {path: fold(path, x) for path, x in variables.items()}
 
 
 def _loss_metrics(mean: Mean, norm: Any) -> Metrics:

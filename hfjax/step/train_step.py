@@ -1,4 +1,4 @@
-"""The training step, one jitted function, and the model that it leaves."""
+"""The training step: one jitted function, or its two halves."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.checks.check_step import check_state_shardings
 from hfjax.checks.deadlock import check_deadlock
 from hfjax.checks.probe_model import context_choice
-from hfjax.optimizer_step.gradients import Gradients
+from hfjax.optimizer_step.gradients import Gradients, check_not_applied
 from hfjax.optimizer_step.loss_scale import initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
-from hfjax.parallel.engine.extra_arrays import ExtraSpecs
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
@@ -31,9 +30,6 @@ from hfjax.parallel.spmd.report import CommReport
 from hfjax.sharding.check_state import (
     check_alive,
     check_is_state,
-    check_layout_and_state,
-    check_not_donated,
-    check_state_shapes,
     check_stored_shapes,
     is_traced,
 )
@@ -42,15 +38,15 @@ from hfjax.sharding.reorder_layers import check_order, rearrange
 from hfjax.step.batches import (
     batch_sharding,
     check_batch,
-    full_array,
     num_microbatches,
     place_batch,
 )
 from hfjax.step.build import Kernels
+from hfjax.step.extra_arrays import ExtraSpecs
 from hfjax.step.nonfinite import NonfiniteMonitor
 from hfjax.step.step_program import Metrics, StepProgram
 from hfjax.utils.keywords import attribute_docs, check_keywords
-from hfjax.utils.paths import Flat, flatten
+from hfjax.utils.paths import Flat
 
 
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
@@ -224,8 +220,9 @@ class TrainStep:
         """
         fold = self._program.check_fold(fold)
         extra_specs = self._program.extra_specs(extra)
-        jitted = self._gradients_of(fold, extra_specs)
-        if is_traced((state, batch, extra)):
+        is_nested = is_traced((state, batch, extra))
+        jitted = self._gradients_of(fold, extra_specs, is_nested)
+        if is_nested:
             check_alive(state)
             check_batch(self.layout, batch, num_microbatches(self.execution))
             return jitted(self._with_scale(replace(state, order=None)), batch, state.order, extra)
@@ -261,8 +258,8 @@ class TrainStep:
         check_alive(state)
         if is_traced((state, gradients)):
             inputs = self._with_scale(replace(state, order=None))
-            return self._restore_order(state, *self._jitted_apply(inputs, gradients))
-        check_not_donated(gradients.sums)
+            return self._restore_order(state, *self._nested_apply(inputs, gradients))
+        check_not_applied(gradients)
         self._monitor.check(state)
         result = self._run(self._jitted_apply, state, gradients)
         for x in gradients.sums.values():
@@ -270,28 +267,30 @@ class TrainStep:
         return result
 
     @cached_property
-    def _gradients_of(self) -> Callable[[int, ExtraSpecs | None], Callable]:
+    def _gradients_of(self) -> Callable[[int, ExtraSpecs | None, bool], Callable]:
         """Return the function (state, batch, order, extra) -> gradients and metrics, jitted."""
 
-        def jitted(fold: int, extra_specs: ExtraSpecs | None) -> Callable:
+        def jitted(fold: int, extra_specs: ExtraSpecs | None, is_nested: bool) -> Callable:
             compute = partial(self._program.gradients, fold, extra_specs)
-            options: Any = {"compiler_options": self._program.compiler_options}
             extra_shardings = extra_specs and extra_specs.shardings(self.layout.mesh)
-            options["in_shardings"] = (self._shardings, self._batch_sharding, None, extra_shardings)
-            return check_deadlock(jax.jit(compute, **options), self.layout.mesh)
+            shardings: Any = (self._shardings, self._batch_sharding, None, extra_shardings)
+            if is_nested:  # only the outermost function has compiler options
+                return jax.jit(compute, in_shardings=shardings)
+            options = self._program.compiler_options
+            program = jax.jit(compute, in_shardings=shardings, compiler_options=options)
+            return check_deadlock(program, self.layout.mesh)
 
         return cache(jitted)
 
     @cached_property
     def _jitted_apply(self) -> jax.stages.Wrapped:
         """The jitted function (state, gradients) -> next state, metrics, squares of gradients."""
-        return jax.jit(
-            self._program.apply,
-            in_shardings=(self._shardings, None),
-            out_shardings=self._out_shardings,
-            donate_argnums=0,
-            compiler_options=self._program.compiler_options,
-        )
+        options: Any = {"donate_argnums": 0, "compiler_options": self._program.compiler_options}
+        return self._jit_apply(self._program.apply, **options)
+
+    def _jit_apply(self, apply: Callable, **options: Any) -> jax.stages.Wrapped:
+        shardings: Any = {"in_shardings": (self._shardings, None)}
+        return jax.jit(apply, out_shardings=self._out_shardings, **shardings, **options)
 
     # -- inside another program -----------------------------------------------------------------
 
@@ -323,6 +322,12 @@ class TrainStep:
             return self._program.step(self._master_sync.sync_traced(state), batch, is_same_order)
 
         return self._jit(step, self._replicated)
+
+    @cached_property
+    def _nested_apply(self) -> jax.stages.Wrapped:
+        """The other half of a step, within another program."""
+        sync, apply = self._master_sync.sync_traced, self._program.apply
+        return self._jit_apply(lambda state, gradients: apply(sync(state), gradients))
 
     def _with_scale(self, state: State) -> State:
         """Return the state with the loss scale that this step needs, or without one."""
@@ -488,31 +493,3 @@ class TrainStep:
             )
             layers = f", layers {loop_kind}"
         return f"TrainStep({title}{layers}, {self.execution})"
-
-
-def to_model(layout: Layout, state: State) -> Any:
-    """Return the model as `model_init` makes it, with the parameters and variables of a state.
-
-    It is unsharded, on one device, and independent of the mesh: call it, save it, pass it on, train
-    it in a loop of your own (`nnx.Optimizer`). A bare pytree comes back as its own tree.
-
-    Args:
-        layout: The layout under which the state was made, trained or restored.
-        state: The state; it is not donated. Layers may be stored for any schedule.
-
-    Example:
-        >>> import hfjax, numpy as np, optax
-        >>> from flax import nnx
-        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
-        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
-        >>> linear = hfjax.to_model(layout, hfjax.init(layout))
-        >>> type(linear).__name__, linear(np.ones((2, 8), np.float32)).shape
-        ('Linear', (2, 4))
-    """
-    check_layout_and_state("module", layout, state)
-    state = rearrange(layout.model_layout, state)
-    check_state_shapes(layout.model_layout, state, optimizer=False)
-    full_arrays = lambda tree: {
-        path: jnp.asarray(x) for path, x in flatten(full_array(tree)).items()
-    }
-    return layout.template.merge(full_arrays(state.params), full_arrays(state.variables), "model")

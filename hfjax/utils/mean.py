@@ -83,9 +83,8 @@ def check_loss_signature(loss_fn: object, name: str = LOSS) -> None:
         kind = repr(loss_fn)
     else:
         try:
-            signature = inspect.signature(loss_fn)
-            extra = {"extra": None} if "extra" in signature.parameters else {}
-            signature.bind(None, None, **extra)
+            extra = inspect.signature(loss_fn).parameters.keys() & {"extra"}
+            inspect.signature(loss_fn).bind(None, None, **dict.fromkeys(extra))
         except TypeError:
             kind = f"a function of {inspect.signature(loss_fn)}"
         except ValueError:  # some C functions have no signature

@@ -62,12 +62,6 @@ def local_keys(
     return keys, {p: v for p, v in variables.items() if p not in random}
 
 
-def fold_keys(templates: Mapping[str, Any], variables: Flat, number: int) -> Flat:
-    """Return the variables with a number folded into their random keys; 0 leaves them."""
-    is_folded = lambda path, x: number and is_random(templates[path]) and is_random_key(x)
-    return {p: _fold(x, number) if is_folded(p, x) else x for p, x in variables.items()}
-
-
 def layer_variables(variables: Flat, layer: Index | None) -> Flat:
     """Return the variables of one of the stacked layers (None: all as they are)."""
     if layer is None:
@@ -96,12 +90,14 @@ def derive_keys(
     if not (per_example(variable) or isinstance(variable, nnx.RngKey) or is_random_key(variable)):
         return key
     if not per_example(variable):
-        return _fold(_fold(key, step), first_example if key_index is None else key_index)
+        return fold_number(
+            fold_number(key, step), first_example if key_index is None else key_index
+        )
     ids = first_example + lax.iota("int32", batch_size)
-    return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)
+    return jax.vmap(fold_number, (None, 0), key.ndim)(fold_number(key, step), ids)
 
 
-def _fold(key: jax.Array, number: Index) -> jax.Array:
+def fold_number(key: jax.Array, number: Index) -> jax.Array:
     """Return the key, or each of the stacked keys, with a number folded in."""
     fold = jax.random.fold_in
     for _ in range(key.ndim):

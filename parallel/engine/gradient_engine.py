@@ -22,7 +22,6 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.parallel.engine.extra_arrays import ExtraSpecs
 from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.jaxprs.stage_fns import loss_cotangent, mean_of
@@ -93,21 +92,24 @@ class GradientEngine(ABC):
         step: jax.Array,
         seed: Any = None,
         extra: Any = None,
-        extra_specs: ExtraSpecs | None = None,
+        extra_specs: Any = None,
     ) -> tuple:
         """Return (gradients of the total, placed as optimizer state; Mean; variables written to).
 
-        `seed`, the cotangent of the loss of a microbatch, scales them; `extra` is a tree that
-        `forward` and the loss ask for by name.
+        `seed`, the cotangent of the loss of a microbatch, scales them; `extra` is a tree of arrays
+        that `forward` and the loss ask for by name, with its `ExtraSpecs`.
         A pipeline engine with `returns` gives `PipelineOutput` (jaxprs/stage_fns.py), no Mean.
         """
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed, extra) -> tuple:
             def run(should_redistribute: bool, weighted: bool) -> PassOutput:
-                context.trace.begin(context.param_specs, 1.0 if seed is None else seed)
-                context.trace.weighted = weighted
-                context.bind_extra(extra, extra_specs)
+                context.trace.begin(
+                    context.param_specs,
+                    1.0 if seed is None else seed,
+                    weighted,
+                    extra_specs and extra_specs.bind(extra, context),
+                )
                 keys, statistics = context.keys(
                     variables, num_examples(batch), step, should_redistribute
                 )
@@ -126,10 +128,13 @@ class GradientEngine(ABC):
         optimizer_specs = context.specs("optimizer_state")
         gradient_specs = {path: optimizer_specs[path] for path in context.trainable}
         out_specs = (gradient_specs, self.loss_specs, P(), P(context.batch_axes))
-        extra_in_specs = extra_specs.manual_specs(context.mesh) if extra_specs else P()
-        in_specs = (*context.in_specs(variables), P(), P(), extra_in_specs)
-        run = context.shard_map(device, in_specs, out_specs)
-        gradients, mean, changed, batched = run(parameters, variables, batch, step, seed, extra)
+        in_specs = (
+            *(*context.in_specs(variables), P(), P()),
+            extra_specs.manual_specs(context.mesh) if extra_specs else P(),
+        )
+        gradients, mean, changed, batched = context.shard_map(device, in_specs, out_specs)(
+            parameters, variables, batch, step, seed, extra
+        )
         return gradients, mean, changed | batched
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:

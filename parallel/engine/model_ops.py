@@ -240,7 +240,7 @@ class TraceRecord:
     summed: dict[str, Axes] = field(default_factory=dict)  # gradients that are summed already
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
     weighted: bool = False  # each microbatch's weight is summed before its backward pass
-    extra: Any = None  # the tree that `forward` and the loss ask for by name (extra_arrays.py)
+    extra: Any = None  # `Extra`: arrays that `forward` and the loss ask for by name
 
     @classmethod
     def of(
@@ -257,9 +257,15 @@ class TraceRecord:
         global_batch = GlobalBatch(group, partition, inner, input_dtype=entry_dtype)
         return cls(ops, global_batch, OffloadReport(execution.offload))
 
-    def begin(self, parameters: Iterable[str], seed: Any = 1.0) -> None:
+    def begin(
+        self,
+        parameters: Iterable[str],
+        seed: Any = 1.0,
+        weighted: bool = False,
+        extra: Any = None,
+    ) -> None:
         """Begin a trace with new sets: JAX must not reuse what it cached in an earlier one."""
-        self.seed, self.weighted, self.extra = seed, False, None
+        self.seed, self.weighted, self.extra = seed, weighted, extra
         self.unread, self.written = set(parameters), set()
         self.names.clear()
         self.offloaded.entries.clear()

@@ -27,11 +27,10 @@ from hfjax.parallel.engine.comm_plan import (
     use_xla,
 )
 from hfjax.parallel.engine.example_keys import local_keys
-from hfjax.parallel.engine.extra_arrays import ExtraSpecs, with_extra
 from hfjax.parallel.engine.layer_remat import LayerOptions
 from hfjax.parallel.engine.model_ops import TraceRecord
 from hfjax.parallel.engine.reduce_gradients import Reduction, one_scatter_per_axis, reduce_gradient
-from hfjax.parallel.engine.unshard import ShardedParam, unshard
+from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
     AXES,
@@ -233,25 +232,17 @@ class StepContext:
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of the global batch, as distributed values."""
-        global_batch, extra = self.trace.global_batch, self.trace.extra
-        more = () if extra is None else (extra,)
+        global_batch = self.trace.global_batch
         return global_batch.run(
-            "the loss", self.mean_of_batch, outputs, global_batch.as_sharded(batch), *more
+            *("the loss", self.mean_of_batch, outputs),
+            *(global_batch.as_sharded(batch), self.trace.extra),
         )
 
     def mean_of_batch(self, outputs: Any, batch: Any, extra: Any = None) -> Mean:
         """Return the loss of a batch, given all of its examples."""
-        loss = with_extra(self.loss, extra)
-        return as_mean(loss(outputs, batch), num_examples(batch))
-
-    def bind_extra(self, extra: Any, specs: ExtraSpecs | None) -> None:
-        """Let `forward` and the loss ask for `extra`, of which this device has its shards.
-
-        A whole model gathers each array where it is used, a layer stack all of them once.
-        """
-        if specs is not None:
-            bound = specs.bind(extra, self.mesh)
-            self.trace.extra = unshard(bound) if self.is_layer_stack else bound
+        return as_mean(
+            (extra.give(self.loss) if extra else self.loss)(outputs, batch), num_examples(batch)
+        )
 
     def share(self, mean: Mean) -> Mean:
         """Return this device's share of a loss of distributed values.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
-from hfjax.parallel.engine.extra_arrays import split_extra, with_extra
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.whole_model.unshard_on_use import unshard_on_use
@@ -28,13 +27,14 @@ class WholeModel:
     ) -> tuple[Any, Flat]:
         """Return the loss or outputs, distributed values, and the variables after it."""
         context = self.context
-        sharded_extra, extra_arrays, join_extra = split_extra(context.trace.extra)
+        bound_extra = context.trace.extra
+        sharded_extra, extra_arrays = bound_extra.split() if bound_extra else ({}, ())
 
         def call(
             parameters: Flat, variables: Flat, batch: Any, extra_arrays: Any
         ) -> tuple[Any, Flat]:
             own = {path: x for path, x in parameters.items() if path not in sharded_extra}
-            extra = join_extra(parameters, extra_arrays)
+            extra = bound_extra and bound_extra.join(parameters, extra_arrays)
             model = context.template.merge(own, variables, mode)
             inputs, forward = context.cast_inputs(batch), context.forward
             outputs = call_model(forward, model, variables, inputs, mode, extra)
@@ -63,13 +63,13 @@ class WholeModel:
 
 
 def call_model(
-    forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str, extra: Any
+    forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str, extra: Any = None
 ) -> Any:
     """Return the outputs of a model, called directly or by the layout's `forward`."""
     if forward is None:
         return model(inputs) if callable(model) else model
-    forward = with_extra(forward, extra)
+    called = forward if extra is None else extra.give(forward)
     training = mode == "train"
     key = lambda name: variables[key_path(name)] if training else None
     options = {n: training if n == TRAIN else key(n) for n in requested_names(forward)}
-    return forward(model, inputs, **options)
+    return called(model, inputs, **options)

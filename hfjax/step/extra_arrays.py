@@ -1,0 +1,161 @@
+"""Arrays beside the model and the batch: a teacher's parameters, a coefficient, a table.
+
+`step.gradients(…, extra=…)` takes a tree of them, and `forward` and the loss ask for `extra` by
+name. They have no examples and no gradient. What is sharded over devices is taken as it lies and
+gathered where it is used (in a layer stack and a pipeline once in a step, as the parameters of the
+head are); everything else is replicated. The core knows `extra` only as the object that
+`ExtraSpecs.bind` returns.
+"""
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.parallel.engine.comm_plan import CommPlan, collectives, use_xla
+from hfjax.parallel.engine.step_context import StepContext
+from hfjax.parallel.engine.unshard import ShardedParam, is_sharded_param, unshard
+from hfjax.parallel.mesh import in_use, size_of
+from hfjax.parallel.param_specs import auto_part, entries_of, manual_part
+from hfjax.parallel.strategy import Axes
+from hfjax.utils.paths import is_random_key
+
+EXTRA = "extra"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
+@dataclass(frozen=True)
+class Extra:
+    """A tree of extra arrays within a step: those of a device, or full ones."""
+
+    tree: Any
+
+    def give(self, function: Callable) -> Callable:
+        """Return the function with `extra` given, if it asks for it."""
+        return partial(function, extra=self.tree) if asks_for_extra(function) else function
+
+    def split(self) -> tuple[dict[str, ShardedParam], list[Any]]:
+        """Return the sharded arrays by name, and the others."""
+        leaves = jax.tree.leaves(self.tree, is_leaf=is_sharded_param)
+        sharded = {f"{EXTRA}/{i}": x for i, x in enumerate(leaves) if is_sharded_param(x)}
+        return sharded, [x for x in leaves if not is_sharded_param(x)]
+
+    def join(self, gathered: Mapping[str, Any], arrays: Sequence[Any]) -> "Extra":
+        """Return full arrays, given what `split` returned, the sharded ones gathered."""
+        leaves, treedef = jax.tree.flatten(self.tree, is_leaf=is_sharded_param)
+        rest = iter(arrays)
+        full = [
+            gathered[f"{EXTRA}/{i}"] if is_sharded_param(x) else next(rest)
+            for i, x in enumerate(leaves)
+        ]
+        return Extra(treedef.unflatten(full))
+
+
+@dataclass(frozen=True)
+class ExtraSpecs:
+    """The structure of a tree of extra arrays, and the spec of each on the mesh of a step."""
+
+    treedef: Any
+    specs: tuple[P, ...]
+
+    @classmethod
+    def of(cls, extra: Any, mesh: Mesh) -> "ExtraSpecs":
+        """Return the specs of a tree of arrays, traced ones replicated."""
+        leaves, treedef = jax.tree.flatten(extra)
+        return cls(treedef, tuple(_spec_on(mesh, x) for x in leaves))
+
+    def shardings(self, mesh: Mesh) -> Any:
+        """Return the sharding of each array."""
+        return self.treedef.unflatten([NamedSharding(mesh, spec) for spec in self.specs])
+
+    def manual_specs(self, mesh: Mesh) -> Any:
+        """Return the spec of each array over the axes whose collectives hfjax writes."""
+        return self.treedef.unflatten([manual_part(spec, mesh) for spec in self.specs])
+
+    def bind(self, extra: Any, context: StepContext) -> Extra:
+        """Return a device's arrays as `forward` and the loss may ask for them.
+
+        A whole model gathers each array where it is used, a layer stack all of them here.
+        """
+        pairs = zip(self.treedef.flatten_up_to(extra), self.specs, strict=True)
+        bound = self.treedef.unflatten([_bind(x, spec, context.mesh) for x, spec in pairs])
+        return Extra(unshard(bound) if context.is_layer_stack else bound)
+
+
+def asks_for_extra(function: Callable | None) -> bool:
+    """Return whether a `forward` or a loss has an argument `extra`."""
+    return _parameter(function) is not None
+
+
+def check_extra(extra: Any, functions: Mapping[str, Callable | None]) -> None:
+    """Refuse extra arrays that nothing asks for, and a function that needs some without."""
+    parameters = {name: _parameter(function) for name, function in functions.items()}
+    if extra is not None and not any(parameters.values()):
+        raise ValueError(
+            f"extra= is given, and neither {' nor '.join(functions)} asks for it. Write "
+            "loss(outputs, batch, extra), or forward(model, batch, extra) for hfjax.layout."
+        )
+    for name, parameter in parameters.items():
+        if extra is None and parameter is not None and parameter.default is parameter.empty:
+            raise ValueError(
+                f"{name} asks for `extra`, and none is given: "
+                "step.gradients(state, batch, extra=…), then step.apply."
+            )
+
+
+def _parameter(function: Callable | None) -> inspect.Parameter | None:
+    try:
+        return None if function is None else inspect.signature(function).parameters.get(EXTRA)
+    except (TypeError, ValueError):  # it has no signature
+        return None
+
+
+def _bind(x: jax.Array, spec: P, mesh: Mesh) -> Any:
+    entries = entries_of(manual_part(spec, mesh), x.ndim)
+    dims = tuple((d - x.ndim, axes) for d, axes in enumerate(entries) if axes)
+    if not dims:
+        return x
+    gathers = collectives("all_gather", dims, x, x.dtype, mesh, use_xla)
+    shape = tuple(n * size_of(axes, mesh) for n, axes in zip(x.shape, entries, strict=True))
+    auto = enumerate(entries_of(auto_part(spec), x.ndim))
+    tensor_dims = tuple((d - x.ndim, axes) for d, axes in auto if axes)
+    if {dim for dim, _ in dims} & {dim for dim, _ in tensor_dims}:
+        tensor_dims = ()
+    dtypes, ignore = (x.dtype, x.dtype, x.dtype), lambda path: None
+    plan = CommPlan(EXTRA, shape, gathers, (), (), tensor_dims, *dtypes, ignore)
+    return ShardedParam(x, None, plan)
+
+
+def _spec_on(mesh: Mesh, x: Any) -> P:
+    """Return the spec on a mesh with which an array lies as it lies now; P() if there is none."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    if sharding is None or sharding.is_fully_replicated or is_random_key(x):
+        return P()
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding.spec
+    if sharding.device_set != set(mesh.devices.flat):
+        return P()
+    shard_shape = sharding.shard_shape(x.shape)
+    pieces = [n // size for n, size in zip(x.shape, shard_shape, strict=True)]
+    same = lambda spec: NamedSharding(mesh, spec).is_equivalent_to(sharding, x.ndim)
+    return next(filter(same, _specs_of(pieces, mesh)), P())
+
+
+def _specs_of(pieces: Sequence[int], mesh: Mesh) -> Iterator[P]:
+    """Yield the specs that split each dimension into so many pieces."""
+    names = in_use(mesh, mesh.axis_names)
+    groups: dict[int, list[Axes]] = {1: [()]}
+    for count in range(1, len(names) + 1):
+        for axes in itertools.permutations(names, count):
+            groups.setdefault(size_of(axes, mesh), []).append(axes)
+    for entries in itertools.product(*(groups.get(n, []) for n in pieces)):
+        used: Axes = tuple(itertools.chain(*entries))
+        if math.prod(map(used.count, used)) == 1:
+            yield P(*[axes or None for axes in entries])
