@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax import DDP, FSDP, HSDP, PIPE, ZERO1, Schedule
@@ -21,6 +22,7 @@ from hfjax.optimizers import master_weights
 from tests.golden import Called, cases, gpt, mlps, of_experts, tokens
 from tests.small_gpt import gpt_layout, mlp_layout
 
+HOST = "pinned_host"
 SEAMLESS = ("pipedream", "2bw", "in backward", "all on the host")
 TRAINED = {name: case for name, case in cases().items() if case.run is None}
 SHORT = ("pipe v", "optimizer on the host", "called as it is")
@@ -51,7 +53,7 @@ def lowered(step, state, batch, extra=None):
     """Return the programs of both halves."""
     shapes = replace(step.layout.abstract_state(), order=None, scale=None)
     specs = step._program.extra_specs(extra)
-    first = step._gradients_of(0, specs, False).lower(shapes, batch, None, extra)
+    first = step._gradients_of(specs, False).lower(shapes, batch, None, np.int32(0), extra)
     gradients, _ = step.gradients(state, batch, extra=extra)
     return first, step._jitted_apply.lower(shapes, gradients)
 
@@ -186,21 +188,50 @@ def test_a_fold_draws_other_masks_and_zero_those_of_the_step():
 
 
 def test_in_a_program_of_ones_own_both_are_pure():
-    layout = gpt_layout(FSDP, {"fsdp": 8}, optax.sgd(0.1), model=mlps)
+    """Master weights follow parameters that were put into the state, as in a call of the step."""
+    optimizer = master_weights(optax.sgd(0.1))
+    layout = gpt_layout(FSDP, {"fsdp": 8}, optimizer, model=mlps, dropout=0.5)
     step, state, batch = hfjax.train_step(layout, next_token_loss), hfjax.init(layout), tokens()
+    state, _ = step(state, batch)
+    start = replace(state, params=jax.tree.map(lambda x: 2 * x, state.params))
 
-    @jax.jit
-    def two_steps(state, batch):
-        state, _ = step.apply(state, step.gradients(state, batch)[0])
-        return step.apply(state, step.gradients(state, batch)[0])
+    def halves(state, fold):
+        gradients, metrics = step.gradients(state, batch, fold=fold)
+        return step.apply(state, gradients)[0], metrics["loss"]
 
-    found, told = two_steps(state, batch)
-    metrics: Any = {}
-    for _ in range(2):
-        state, metrics = step(state, batch)
-    np.testing.assert_allclose(told["loss"], metrics["loss"], rtol=1e-6)
-    for x, y in zip(numbers_of(state), numbers_of(found), strict=True):
-        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-7)
+    found, losses = jax.jit(lambda state: jax.lax.scan(halves, state, jnp.arange(2)))(start)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(start.params))
+    for fold in range(2):
+        gradients, metrics = step.gradients(start, batch, fold=fold)
+        assert float(metrics["loss"]) == pytest.approx(float(losses[fold]), rel=1e-6)
+        start, _ = step.apply(start, gradients)
+    for x, y in zip(numbers_of(start), numbers_of(found), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+
+
+def test_traced_halves_of_a_state_in_another_order_change_nothing():
+    schedule = Schedule("v", 4, 2)
+    layout = gpt_layout(PIPE, {"pipe": 2}, devices=jax.devices()[:2], layers=4)
+    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+    gradients, _ = step.gradients(hfjax.init(layout, schedule=schedule), tokens())
+    state = hfjax.init(layout)
+    after, metrics = jax.jit(step.apply)(state, gradients)
+    assert not metrics["finite"]
+    for x, y in zip(numbers_of(state), numbers_of(after), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_batch_without_weight_adds_nothing_to_another():
+    layout = mlp_layout(DDP, {"data": 8}, optax.sgd(0.1))
+    step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
+    ones, zeros = (np.full((16, 24), x, np.float32) for x in (1, 0))
+    one, wanted = step.gradients(state, tokens(mask=ones))
+    none, metrics = step.gradients(state, tokens(mask=zeros))
+    assert not metrics["finite"]
+    _, found = step.apply(state, one + none)
+    assert found["finite"]
+    for name in ("loss", "grad_norm", "weight"):
+        assert float(found[name]) == pytest.approx(float(wanted[name]), rel=1e-6)
 
 
 def test_what_is_not_finite_stays_so_whatever_replaces_it():
@@ -290,7 +321,7 @@ class Student(nnx.Module):
     """Two matrices."""
 
     def __init__(self, rngs):
-        linear = partial(nnx.Linear, use_bias=False, param_dtype=jnp.float64, rngs=rngs)
+        linear = partial(nnx.Linear, use_bias=False, param_dtype=float, rngs=rngs)
         self.up, self.down = linear(8, 16), linear(16, 4)
 
     def __call__(self, x):
@@ -329,6 +360,46 @@ def test_the_parameters_of_another_network_are_gathered_where_they_are_used(stra
         gathered = [n for (kind, *_), n in sent(first).items() if kind == "all-gather"]
         networks = 1 if strategy is DDP else 2
         assert sum(gathered) == networks * (8 * 16 + 16 * 4) * 8  # bytes of both matrices
+
+
+def test_extra_that_lies_in_another_way_in_other_memory_or_on_other_devices_is_copied():
+    """What this mesh cannot express is replicated; what a step has taken is refused."""
+    sharded = hfjax.HSDP.edit(replicate_below=0)
+    mesh = hfjax.make_mesh(data=4, fsdp=2)
+    theirs = hfjax.layout(Student, optax.sgd(0.0), mesh, sharded)
+    layout = hfjax.layout(Student, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), FSDP)
+    step, state = hfjax.train_step(layout, distilled), hfjax.init(layout)
+    x, teacher = np.ones((16, 8), np.float32), hfjax.init(theirs, 7).params
+    host = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), teacher)
+    few = jax.device_put(
+        teacher, jax.NamedSharding(hfjax.make_mesh(devices=jax.devices()[4:], data=4), P())
+    )
+    found = {
+        float(step.gradients(state, x, extra={"teacher": tree, "c": 1.0})[1]["loss"])
+        for tree in (teacher, hfjax.full_array(teacher), host, few)
+    }
+    assert len(found) == 1
+    taken = {"teacher": state.params, "c": 1.0}
+    state, _ = step.apply(state, step.gradients(state, x, extra=taken)[0])
+    for extra, message in {
+        "extra['teacher'].*was given to a step": taken,
+        r"extra\['c'\] is a str: arrays and numbers": {"teacher": teacher, "c": "soft"},
+    }.items():
+        with pytest.raises(ValueError, match=extra.replace("['t", r"\['t").replace("r']", r"r'\]")):
+            step.gradients(state, x, extra=message)
+
+
+def test_forward_may_ask_for_extra_too_whatever_looks_at_the_model_first():
+    """A precision by path probes the model."""
+    scaled = lambda model, batch, extra: model(batch) * extra
+    layout = hfjax.layout(Student, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), FSDP, forward=scaled)
+    precision = {"*": "bf16", "down/*": "fp32"}
+    step = hfjax.train_step(layout, squares, precision=precision)
+    state, x = hfjax.init(layout), np.ones((16, 8), np.float32)
+    one, two = (float(step.gradients(state, x, extra=n)[1]["loss"]) for n in (1.0, 2.0))
+    assert two == pytest.approx(4 * one, rel=1e-2)
+    with pytest.raises(ValueError, match=r"forward asks for `extra`.*eval_step and predict_step"):
+        hfjax.eval_step(layout, squares)
 
 
 def test_a_loss_that_asks_for_extra_says_so_where_none_is_given():

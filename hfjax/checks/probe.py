@@ -46,7 +46,8 @@ def probe_outputs(
     input_dtypes = getattr(context.execution.precision, "enters", None)
     inputs = context.cast_inputs(batch)
     if not context.is_layer_stack:
-        return call_model(context.forward, model, variables, inputs, mode)
+        extra = context.trace.extra
+        return call_model(context.forward, model, variables, inputs, mode, extra)
     merge = lambda parameters: context.template.merge(parameters, variables, mode)
     embed = lambda parameters: merge(parameters).embed(inputs)
     x = cast_entry(model.embed(inputs), embed, parameters, input_dtypes)

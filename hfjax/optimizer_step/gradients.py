@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.sharding.layout import State
@@ -23,9 +24,9 @@ from hfjax.utils.paths import Flat, flatten, nest
 class Gradients:
     """The gradients of a batch, summed over its examples, before they update a state.
 
-    `a + b` are the gradients of both batches: losses, weights and metrics are summed. What the
-    model wrote (running statistics) is averaged by the number of examples; both are computed from
-    the same state.
+    `a + b` are the gradients of the mean over both batches: losses, weights and metrics are summed.
+    What the model wrote (running statistics) is averaged by the number of examples; both are
+    computed from the same state. To add two losses, add their trees, with `with_tree`.
 
     Attributes:
         sums: {path: gradient of the summed loss}, sharded as the optimizer state. The gradient of
@@ -68,6 +69,7 @@ class Gradients:
         They are in the dtype of `sums` (float32 or wider) and sharded as the optimizer state.
         Frozen parameters are absent.
         """
+        check_not_applied(self)
         return nest({path: x / self.mean.weight.astype(x.dtype) for path, x in self.sums.items()})
 
     def with_tree(self, tree: Any) -> "Gradients":
@@ -88,6 +90,11 @@ class Gradients:
             >>> half = gradients.with_tree(jax.tree.map(lambda g: g / 2, gradients.tree()))
             >>> state, metrics = step.apply(state, half)
         """
+        check_not_applied(self)
+        if not isinstance(tree, Mapping):
+            raise ValueError(
+                f"with_tree: a tree like tree() is expected, found {type(tree).__name__}."
+            )
         new = flatten(tree)
         check_same_arrays("with_tree", self.sums, new)
         weight = self.mean.weight
@@ -97,6 +104,8 @@ class Gradients:
     def __add__(self, other: "Gradients") -> "Gradients":
         if not isinstance(other, Gradients):
             return NotImplemented
+        check_not_applied(self)
+        check_not_applied(other)
         if self.order != other.order:
             raise ValueError(
                 "gradients of two steps that store layers in another order: "
@@ -109,6 +118,9 @@ class Gradients:
                 "gradient_accumulation_steps."
             )
         check_same_arrays("a + b", self.sums, other.sums)
+        if self.variables.keys() != other.variables.keys():
+            names = sorted(self.variables.keys() ^ other.variables.keys())
+            raise ValueError(f"a + b: only one of the models writes to {', '.join(names[:5])}.")
         if (names := sorted(self.mean.metrics)) != sorted(other.mean.metrics):
             raise ValueError(
                 f"gradients with metrics {names} + gradients with metrics "
@@ -163,7 +175,8 @@ def mean_scale(gradients: Gradients, max_grad_norm: float | None) -> jax.Array:
 
 def check_not_applied(gradients: Gradients) -> None:
     """Refuse gradients that were given to `step.apply`: it takes their memory."""
-    if any(getattr(x, "is_deleted", bool)() for x in gradients.sums.values()):
+    arrays = (x for x in gradients.sums.values() if not isinstance(x, Tracer))
+    if any(getattr(x, "is_deleted", bool)() for x in arrays):
         raise ValueError(
             "these gradients were given to an earlier step.apply, which took their memory. To use "
             "them twice, copy them before: jax.tree.map(jnp.copy, gradients)."
@@ -184,10 +197,14 @@ def check_same_arrays(owner: str, expected: Mapping[str, Any], given: Mapping[st
             "trainable parameter is expected, of frozen ones none."
         )
     for path, x in expected.items():
-        if jnp.shape(given[path]) != jnp.shape(x):
+        found = given[path]
+        if not hasattr(found, "dtype") or not jnp.issubdtype(found.dtype, jnp.floating):
+            kind = getattr(found, "dtype", type(found).__name__)
+            raise ValueError(f"{owner}: the gradient of {path} is of {kind}: floats are expected.")
+        if found.shape != x.shape:
             raise ValueError(
-                f"{owner}: the gradient of {path} is {list(jnp.shape(given[path]))}, "
-                f"{list(jnp.shape(x))} is expected."
+                f"{owner}: the gradient of {path} is {list(found.shape)}, {list(x.shape)} is "
+                "expected."
             )
 
 

@@ -26,6 +26,7 @@ from hfjax.sharding.stage_assignment import assign_stages, evaluation_table
 from hfjax.sharding.xla_options import options_for
 from hfjax.step import build
 from hfjax.step.batches import check_batch, missing_examples, place_batch
+from hfjax.step.extra_arrays import IN_EVALUATION, check_extra
 from hfjax.utils.keywords import check_keywords
 from hfjax.utils.mean import Mean, mean_metrics
 from hfjax.utils.paths import Flat, Tree, flatten
@@ -61,6 +62,7 @@ def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
     """
     check_keywords("eval_step", execution, ("layout", "loss", *FIELDS))
     check_step_arguments(layout, loss)
+    check_extra(None, {"the loss": loss, "forward": layout.forward}, IN_EVALUATION)
     layout, schedule, eval_execution = _prepare_forward(layout, **execution)
 
     def evaluate(params: Tree, variables: Flat, batch: Any) -> Metrics:
@@ -111,6 +113,7 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
     check_layout(layout)
     requested_names(forward)  # called for its checks
     layout = layout if forward is None else replace(layout, forward=forward)
+    check_extra(None, {"forward": layout.forward}, IN_EVALUATION)
     layout, schedule, eval_execution = _prepare_forward(layout, **execution)
 
     comms: list[CommEvent] = []  # cross-example operations, once it is traced

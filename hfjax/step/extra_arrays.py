@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -23,11 +24,14 @@ from hfjax.parallel.engine.comm_plan import CommPlan, collectives, use_xla
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.engine.unshard import ShardedParam, is_sharded_param, unshard
 from hfjax.parallel.mesh import in_use, size_of
+from hfjax.parallel.offload.host_memory import to_device
 from hfjax.parallel.param_specs import auto_part, entries_of, manual_part
 from hfjax.parallel.strategy import Axes
 from hfjax.utils.paths import is_random_key
 
 EXTRA = "extra"
+IN_A_TRAINING_STEP = "step.gradients(state, batch, extra=…), then step.apply."
+IN_EVALUATION = "there eval_step and predict_step give none. Let it be optional: extra=None."
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
@@ -60,33 +64,41 @@ class Extra:
 
 @dataclass(frozen=True)
 class ExtraSpecs:
-    """The structure of a tree of extra arrays, and the spec of each on the mesh of a step."""
+    """The structure of a tree of extra arrays, and the sharding of each on the mesh of a step."""
 
     treedef: Any
-    specs: tuple[P, ...]
+    shardings: tuple[NamedSharding, ...]
 
     @classmethod
     def of(cls, extra: Any, mesh: Mesh) -> "ExtraSpecs":
         """Return the specs of a tree of arrays, traced ones replicated."""
-        leaves, treedef = jax.tree.flatten(extra)
-        return cls(treedef, tuple(_spec_on(mesh, x) for x in leaves))
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(extra)
+        for keys, x in pairs:
+            _check_array(f"extra{jax.tree_util.keystr(keys)}", x)
+        return cls(treedef, tuple(_sharding_on(mesh, x) for _, x in pairs))
 
-    def shardings(self, mesh: Mesh) -> Any:
+    def place(self, extra: Any) -> Any:
+        """Return the arrays, those that lie in no way this mesh can express copied to it."""
+        leaves = zip(self.treedef.flatten_up_to(extra), self.shardings, strict=True)
+        return self.treedef.unflatten([_place(x, sharding) for x, sharding in leaves])
+
+    def in_shardings(self) -> Any:
         """Return the sharding of each array."""
-        return self.treedef.unflatten([NamedSharding(mesh, spec) for spec in self.specs])
+        return self.treedef.unflatten(self.shardings)
 
     def manual_specs(self, mesh: Mesh) -> Any:
         """Return the spec of each array over the axes whose collectives hfjax writes."""
-        return self.treedef.unflatten([manual_part(spec, mesh) for spec in self.specs])
+        return self.treedef.unflatten([manual_part(s.spec, mesh) for s in self.shardings])
 
     def bind(self, extra: Any, context: StepContext) -> Extra:
         """Return a device's arrays as `forward` and the loss may ask for them.
 
         A whole model gathers each array where it is used, a layer stack all of them here.
         """
-        pairs = zip(self.treedef.flatten_up_to(extra), self.specs, strict=True)
-        bound = self.treedef.unflatten([_bind(x, spec, context.mesh) for x, spec in pairs])
-        return Extra(unshard(bound) if context.is_layer_stack else bound)
+        leaves = zip(self.treedef.flatten_up_to(extra), self.shardings, strict=True)
+        bound = [_bind(to_device(x), sharding.spec, context.mesh) for x, sharding in leaves]
+        tree = self.treedef.unflatten(bound)
+        return Extra(unshard(tree) if context.is_layer_stack else tree)
 
 
 def asks_for_extra(function: Callable | None) -> bool:
@@ -94,7 +106,9 @@ def asks_for_extra(function: Callable | None) -> bool:
     return _parameter(function) is not None
 
 
-def check_extra(extra: Any, functions: Mapping[str, Callable | None]) -> None:
+def check_extra(
+    extra: Any, functions: Mapping[str, Callable | None], remedy: str = IN_A_TRAINING_STEP
+) -> None:
     """Refuse extra arrays that nothing asks for, and a function that needs some without."""
     parameters = {name: _parameter(function) for name, function in functions.items()}
     if extra is not None and not any(parameters.values()):
@@ -104,10 +118,7 @@ def check_extra(extra: Any, functions: Mapping[str, Callable | None]) -> None:
         )
     for name, parameter in parameters.items():
         if extra is None and parameter is not None and parameter.default is parameter.empty:
-            raise ValueError(
-                f"{name} asks for `extra`, and none is given: "
-                "step.gradients(state, batch, extra=…), then step.apply."
-            )
+            raise ValueError(f"{name} asks for `extra`, and none is given: {remedy}")
 
 
 def _parameter(function: Callable | None) -> inspect.Parameter | None:
@@ -115,6 +126,31 @@ def _parameter(function: Callable | None) -> inspect.Parameter | None:
         return None if function is None else inspect.signature(function).parameters.get(EXTRA)
     except (TypeError, ValueError):  # it has no signature
         return None
+
+
+def _check_array(name: str, x: Any) -> None:
+    """Refuse what is no array or number, and an array that was donated."""
+    if getattr(x, "is_deleted", bool)() and not isinstance(x, Tracer):
+        raise ValueError(
+            f"{name} was given to a step, which took its memory (donation). To keep parameters "
+            "beside a state that is trained, copy them: jax.tree.map(jnp.copy, state.params)."
+        )
+    if isinstance(x, jax.Array):
+        return
+    if (
+        not isinstance(x, np.ndarray | np.generic | int | float)
+        or np.asarray(x).dtype.kind in "OSUV"
+    ):
+        raise ValueError(
+            f"{name} is a {type(x).__name__}: arrays and numbers are expected. Close over anything "
+            "else in the loss."
+        )
+
+
+def _place(x: Any, sharding: NamedSharding) -> Any:
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array) or not x.committed:
+        return x
+    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
 
 
 def _bind(x: jax.Array, spec: P, mesh: Mesh) -> Any:
@@ -133,19 +169,18 @@ def _bind(x: jax.Array, spec: P, mesh: Mesh) -> Any:
     return ShardedParam(x, None, plan)
 
 
-def _spec_on(mesh: Mesh, x: Any) -> P:
-    """Return the spec on a mesh with which an array lies as it lies now; P() if there is none."""
+def _sharding_on(mesh: Mesh, x: Any) -> NamedSharding:
+    """Return the sharding on a mesh with which an array lies as it lies now, or replicated."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    if sharding is None or sharding.is_fully_replicated or is_random_key(x):
-        return P()
+    if sharding is None or sharding.device_set != set(mesh.devices.flat) or is_random_key(x):
+        return NamedSharding(mesh, P())
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        return sharding.spec
-    if sharding.device_set != set(mesh.devices.flat):
-        return P()
+        return sharding
     shard_shape = sharding.shard_shape(x.shape)
-    pieces = [n // size for n, size in zip(x.shape, shard_shape, strict=True)]
-    same = lambda spec: NamedSharding(mesh, spec).is_equivalent_to(sharding, x.ndim)
-    return next(filter(same, _specs_of(pieces, mesh)), P())
+    pieces = [n // size if size else 1 for n, size in zip(x.shape, shard_shape, strict=True)]
+    here = lambda spec: NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+    same = lambda spec: here(spec).is_equivalent_to(sharding, x.ndim)
+    return here(next(filter(same, _specs_of(pieces, mesh)), P()))
 
 
 def _specs_of(pieces: Sequence[int], mesh: Mesh) -> Iterator[P]:

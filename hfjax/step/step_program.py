@@ -13,7 +13,12 @@ import jax.numpy as jnp
 
 from hfjax.checks.jax_errors import explain_errors
 from hfjax.checks.probe_model import probe_model_ops
-from hfjax.optimizer_step.gradients import Gradients, check_same_arrays, compute_gradients
+from hfjax.optimizer_step.gradients import (
+    Gradients,
+    check_not_applied,
+    check_same_arrays,
+    compute_gradients,
+)
 from hfjax.optimizer_step.loss_scale import after_step, clip_scale
 from hfjax.optimizer_step.update import (
     GradResult,
@@ -28,7 +33,7 @@ from hfjax.sharding.check_state import check_state_shapes
 from hfjax.sharding.layout import Layout, State
 from hfjax.step import build
 from hfjax.step.batches import check_batch, num_microbatches
-from hfjax.step.extra_arrays import ExtraSpecs, check_extra
+from hfjax.step.extra_arrays import Extra, ExtraSpecs, check_extra
 from hfjax.utils.keywords import is_int
 from hfjax.utils.mean import Mean, mean_metrics
 from hfjax.utils.paths import Flat, flatten, is_random_key, nest
@@ -53,11 +58,11 @@ class StepProgram:
 
     def gradients(
         self,
-        fold: int,
         extra_specs: ExtraSpecs | None,
         state: State,
         batch: Any,
         order: Any,
+        fold: Any,
         extra: Any,
     ) -> tuple[Gradients, Metrics]:
         """Return gradients and metrics; the loss is NaN if `order` is not that of this step."""
@@ -65,36 +70,44 @@ class StepProgram:
         variables, templates = flatten(state.variables), self.layout.template.variables
         state = replace(state, variables=nest(_fold_keys(templates, variables, fold)))
         with explain_errors(self.layout, batch):
-            engine = self._probe_update(variables, batch).engine
+            full_extra = extra_specs and Extra(extra)
+            engine = self._probe_update(variables, batch, full_extra).engine
             grads = compute_gradients(engine, state, batch, extra, extra_specs)
         mean = grads.mean
         if order is not None:
             fits = (order == self.layout.order).all()
             mean = replace(mean, total=jnp.where(fits, mean.total, jnp.nan))
         metrics = _loss_metrics(mean, grads.norm)
-        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
+        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
+        # The mean of a batch of weight 0 is not finite; its sums are, and may be added to others.
+        squares: Any = grads.squares
+        finite = jnp.isfinite(mean.total) & jnp.isfinite(sum(squares.values()))
         sums = constrain(grads.sums, self.layout.param_specs)
         grads = replace(grads, sums=sums, mean=mean, finite=finite, order=self.order)
-        return grads, metrics | {"finite": finite, "step": state.step}
+        return grads, metrics | {"step": state.step}
 
-    def apply(self, state: State, gradients: Gradients) -> tuple[State, Metrics, Flat]:
-        """Return next state, metrics and squares of gradients."""
+    def apply(
+        self, state: State, gradients: Gradients, fits: Any = True
+    ) -> tuple[State, Metrics, Flat]:
+        """Return next state, metrics and squares of gradients; the loss is NaN unless it `fits`."""
         check_state_shapes(self.layout, state)
         update, state = self.update, self._clip_scale(state)
         assert isinstance(update, UpdateAfterGradients), "check_fold, check_gradients refuse it"
         sums = constrain(gradients.sums, self.layout.param_specs)
-        return self._finish(state, update.result(replace(gradients, sums=sums), state))
+        return self._finish(state, update.result(replace(gradients, sums=sums), state), fits)
 
     # -- checks ---------------------------------------------------------------------------------
 
-    def check_fold(self, fold: int) -> int:
-        """Return the number to fold into random keys; refuse what has no gradients to return."""
+    def check_fold(self, fold: Any) -> None:
+        """Refuse what is no number to fold into keys, and a step without gradients to return."""
         self._check_has_halves()
-        if not is_int(fold, 0, 2**31 - 1):
+        is_scalar = isinstance(fold, jax.Array) and not fold.ndim
+        if not (is_scalar and jnp.issubdtype(fold.dtype, jnp.integer)) and not is_int(
+            fold, 0, 2**31 - 1
+        ):
             raise ValueError(
                 f"step.gradients: fold={fold!r}; a whole number from 0 on is expected."
             )
-        return fold
 
     def extra_specs(self, extra: Any) -> ExtraSpecs | None:
         """Return the specs of extra arrays; refuse any that nothing asks for."""
@@ -111,6 +124,11 @@ class StepProgram:
             raise ValueError(
                 f"step.apply: hfjax.Gradients are expected, found {type(gradients).__name__}. "
                 "step.gradients(state, batch) returns (gradients, metrics)."
+            )
+        check_not_applied(gradients)
+        if unknown := sorted(gradients.variables.keys() - self.layout.template.variables.keys()):
+            raise ValueError(
+                f"step.apply: these gradients are of another model, which writes to {unknown[0]!r}."
             )
         if gradients.order != self.order:
             raise ValueError(
@@ -152,9 +170,10 @@ class StepProgram:
             return replace(state, scale=clip_scale(settings, state.scale))
         return state
 
-    def _probe_update(self, variables: Flat, batch: Any) -> Update:
+    def _probe_update(self, variables: Flat, batch: Any, extra: Extra | None = None) -> Update:
         """Return how the state is updated, built again if a probe of the model chose operations."""
         engine, template = self.update.engine, self.layout.template
+        engine.context.trace.extra = extra
         if ops := probe_model_ops(engine, template, variables, batch, "train"):
             self.update = build.update_for(self.spec, ops)
         return self.update
@@ -192,11 +211,11 @@ class StepProgram:
         return after, metrics, grads.squares
 
 
-def _fold_keys(templates: Mapping[str, Any], variables: Flat, number: int) -> Flat:
+def _fold_keys(templates: Mapping[str, Any], variables: Flat, number: Any) -> Flat:
     """Return the variables with a number folded into their random keys; 0 leaves them."""
-    is_folded = lambda path, x: number and is_random(templates[path]) and is_random_key(x)
-    fold = lambda path, x: fold_number(x, number) if is_folded(path, x) else x
-    return {path: fold(path, x) for path, x in variables.items()}
+    is_key = lambda path, x: is_random(templates[path]) and is_random_key(x)
+    fold = lambda x: jnp.where(number == 0, x, fold_number(x, number))
+    return {path: fold(x) if is_key(path, x) else x for path, x in variables.items()}
 
 
 def _loss_metrics(mean: Mean, norm: Any) -> Metrics:

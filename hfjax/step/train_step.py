@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.checks.check_step import check_state_shardings
 from hfjax.checks.deadlock import check_deadlock
 from hfjax.checks.probe_model import context_choice
-from hfjax.optimizer_step.gradients import Gradients, check_not_applied
+from hfjax.optimizer_step.gradients import Gradients
 from hfjax.optimizer_step.loss_scale import initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
@@ -194,14 +194,16 @@ class TrainStep:
             state: The state, as a call takes it; it stays as it is.
             batch: As a call takes it.
             fold: A number that changes the random numbers (dropout), so that several losses of one
-                state draw different ones. 0 draws those of a call.
+                state draw different ones. 0 draws those of a call; it may be traced.
             extra: A tree of arrays without examples, which have no gradient: a teacher's
                 parameters, a coefficient. `forward` and the loss ask for `extra` by name. Arrays
-                of another layout of these devices are taken as they lie; others are replicated.
+                of another layout are taken as they lie where this mesh can express it, else they
+                are copied to all devices. Copy parameters that a step would donate.
 
         Raises:
             ValueError: This step has no such moment, since layers are updated during the backward
-                pass (optimizer_in_backward, the schedules pipedream and 2bw).
+                pass (optimizer_in_backward, the schedules pipedream and 2bw); or the state stores
+                its layers for another schedule (`hfjax.init(layout, schedule=…)` does for this).
 
         Example:
             >>> import hfjax, jax, numpy as np, optax
@@ -218,20 +220,20 @@ class TrainStep:
             >>> int(state.step)
             1
         """
-        fold = self._program.check_fold(fold)
-        extra_specs = self._program.extra_specs(extra)
-        is_nested = is_traced((state, batch, extra))
-        jitted = self._gradients_of(fold, extra_specs, is_nested)
-        if is_nested:
-            check_alive(state)
-            check_batch(self.layout, batch, num_microbatches(self.execution))
-            return jitted(self._with_scale(replace(state, order=None)), batch, state.order, extra)
+        self._program.check_fold(fold)
         check_alive(state)
+        specs = self._program.extra_specs(extra)
+        extra = specs and specs.place(extra)
+        is_nested = is_traced((state, batch, fold, extra))
+        jitted, more = self._gradients_of(specs, is_nested), (jnp.int32(fold), extra)
+        if is_nested:
+            check_batch(self.layout, batch, num_microbatches(self.execution))
+            return jitted(self._with_scale(replace(state, order=None)), batch, state.order, *more)
         self._monitor.check(state)
         batch = place_batch(self.layout, batch, num_microbatches(self.execution))
         with self._explain_state(state):
             check_order(self.layout, state)
-            return jitted(self._with_scale(replace(state, order=None)), batch, None, extra)
+            return jitted(self._with_scale(replace(state, order=None)), batch, None, *more)
 
     def apply(self, state: State, gradients: Gradients) -> tuple[State, Metrics]:
         """Return the next state and the metrics of this step, as a call does.
@@ -258,8 +260,8 @@ class TrainStep:
         check_alive(state)
         if is_traced((state, gradients)):
             inputs = self._with_scale(replace(state, order=None))
-            return self._restore_order(state, *self._nested_apply(inputs, gradients))
-        check_not_applied(gradients)
+            new = self._nested_apply(inputs, gradients, state.order)
+            return self._restore_order(state, *new)
         self._monitor.check(state)
         result = self._run(self._jitted_apply, state, gradients)
         for x in gradients.sums.values():
@@ -267,13 +269,13 @@ class TrainStep:
         return result
 
     @cached_property
-    def _gradients_of(self) -> Callable[[int, ExtraSpecs | None, bool], Callable]:
-        """Return the function (state, batch, order, extra) -> gradients and metrics, jitted."""
+    def _gradients_of(self) -> Callable[[ExtraSpecs | None, bool], Callable]:
+        """Return the function (state, batch, order, fold, extra) -> gradients, metrics; jitted."""
 
-        def jitted(fold: int, extra_specs: ExtraSpecs | None, is_nested: bool) -> Callable:
-            compute = partial(self._program.gradients, fold, extra_specs)
-            extra_shardings = extra_specs and extra_specs.shardings(self.layout.mesh)
-            shardings: Any = (self._shardings, self._batch_sharding, None, extra_shardings)
+        def jitted(specs: ExtraSpecs | None, is_nested: bool) -> Callable:
+            compute = partial(self._program.gradients, specs)
+            in_shardings = self._shardings, self._batch_sharding, None, None
+            shardings: Any = (*in_shardings, specs and specs.in_shardings())
             if is_nested:  # only the outermost function has compiler options
                 return jax.jit(compute, in_shardings=shardings)
             options = self._program.compiler_options
@@ -286,11 +288,8 @@ class TrainStep:
     def _jitted_apply(self) -> jax.stages.Wrapped:
         """The jitted function (state, gradients) -> next state, metrics, squares of gradients."""
         options: Any = {"donate_argnums": 0, "compiler_options": self._program.compiler_options}
-        return self._jit_apply(self._program.apply, **options)
-
-    def _jit_apply(self, apply: Callable, **options: Any) -> jax.stages.Wrapped:
-        shardings: Any = {"in_shardings": (self._shardings, None)}
-        return jax.jit(apply, out_shardings=self._out_shardings, **shardings, **options)
+        options["in_shardings"] = (self._shardings, None)
+        return jax.jit(self._program.apply, out_shardings=self._out_shardings, **options)
 
     # -- inside another program -----------------------------------------------------------------
 
@@ -315,19 +314,27 @@ class TrainStep:
         The order cannot be read while it is traced. A state that another schedule has arranged
         counts as one that is not finite: its loss is NaN, and it stays unchanged.
         """
-        own_order = self.layout.order
 
         def step(state: State, batch: Any, order: Any) -> tuple:
-            is_same_order = True if own_order is None else (order == own_order).all()
-            return self._program.step(self._master_sync.sync_traced(state), batch, is_same_order)
+            state = self._master_sync.sync_traced(state)
+            return self._program.step(state, batch, self._is_own_order(order))
 
         return self._jit(step, self._replicated)
+
+    def _is_own_order(self, order: Any) -> Any:
+        """Return whether layers are stored as this step stores them."""
+        return True if self.layout.order is None else (order == self.layout.order).all()
 
     @cached_property
     def _nested_apply(self) -> jax.stages.Wrapped:
         """The other half of a step, within another program."""
-        sync, apply = self._master_sync.sync_traced, self._program.apply
-        return self._jit_apply(lambda state, gradients: apply(sync(state), gradients))
+
+        def apply(state: State, gradients: Gradients, order: Any) -> tuple:
+            state = self._master_sync.sync_traced(state)
+            return self._program.apply(state, gradients, self._is_own_order(order))
+
+        shardings: Any = {"in_shardings": (self._shardings, None, None)}
+        return jax.jit(apply, out_shardings=self._out_shardings, **shardings)
 
     def _with_scale(self, state: State) -> State:
         """Return the state with the loss scale that this step needs, or without one."""
