@@ -11,7 +11,7 @@ demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 
 # BUDGET=--budget fails where a file of tests has become dearer; BUDGET=--budget=accept accepts it.
 test: $(VENV)/ok  ## the standard suite: each law once
-	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(BUDGET)
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(BUDGET)
 
 test-all: $(VENV)/ok  ## all cases of each law: hours
 	$(PY) -m pytest -q -n 2 --dist worksteal

@@ -101,7 +101,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m takes its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked short(cases) mark the other cases slow."""
+    """Of a test marked short(cases) mark the other cases slow; the slowest files come first."""
+    from tests.budget import slowest_first
+
+    slowest_first(items)
     families: dict[str, tuple[tuple[str, ...], set[str]]] = {}
     for item in items:
         if mark := item.get_closest_marker("short"):

@@ -4,7 +4,8 @@
 operations, and of functions that JAX and hfjax keep jitted, are not counted: an earlier file may
 have paid for them) and processes that are started. Counts are exact, whatever the machine does. A
 file that counts more than the table fails the run; `pytest --budget=accept` writes the table anew.
-Processor seconds are printed by file: their sum may be 1.25 times the table's.
+Processor seconds are printed by file: their sum may be 1.25 times the table's. The table also has
+the slowest files, which run first.
 """
 
 import json
@@ -28,6 +29,7 @@ EVENTS = {
 }
 STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork")
 SLACK = 1.25  # of processor seconds: machines differ
+SLOWEST = 4  # seconds of a file that begins before the others
 
 
 class Budget:
@@ -102,7 +104,10 @@ class Budget:
         """Compare with the table, or write it."""
         counts = {file: dict(sorted(self.counts.get(file, {}).items())) for file in self.seconds}
         if self.mode == "accept":
-            table = {"seconds": round(sum(self.seconds.values())), "files": counts}
+            dear = [file for file, spent in self.seconds.items() if spent >= SLOWEST]
+            slowest = sorted(dear, key=lambda file: -self.seconds[file])
+            total = round(sum(self.seconds.values()))
+            table = {"seconds": total, "slowest": slowest, "files": counts}
             TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
             return 0
         table = json.loads(TABLE.read_text())
@@ -129,6 +134,12 @@ class Budget:
                 "make it cheaper, mark cases `short`, or accept: make test BUDGET=--budget=accept"
             )
             terminalreporter.line(f"budget: {words}")
+
+
+def slowest_first(items: list[pytest.Item]) -> None:
+    """Bring the dearest files to the front, so that no worker ends with one alone."""
+    rank = {file: n for n, file in enumerate(json.loads(TABLE.read_text()).get("slowest", ()))}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
 
 
 def grown(counts: dict[str, dict[str, int]], table: dict[str, dict[str, int]]) -> Iterator[str]:

@@ -129,4 +129,4 @@ def test_a_program_that_is_checked_is_compiled_once(caplog):
     with jax.log_compiles():
         state, _ = step(state, rows())
         step(state, rows())
-    assert caplog.text.count("Finished XLA compilation of jit(_step)") == 1
+    assert caplog.text.count("Finished XLA compilation of jit(step)") == 1
