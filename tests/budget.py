@@ -138,7 +138,8 @@ class Budget:
 
 def slowest_first(items: list[pytest.Item]) -> None:
     """Bring the dearest files to the front, so that no worker ends with one alone."""
-    rank = {file: n for n, file in enumerate(json.loads(TABLE.read_text()).get("slowest", ()))}
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    rank = {file: n for n, file in enumerate(table.get("slowest", ()))}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
 
 
