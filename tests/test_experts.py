@@ -314,6 +314,7 @@ def small(outputs, batch):
     return with_routing(losses, np.ones(losses.shape, np.float32), outputs)
 
 
+@pytest.mark.slow
 def test_of_rows_that_devices_share_losses_and_draws_are_those_of_whole_rows():
     router = Router(noise="jitter", balance_loss=0.5, balance_over="row")
     model = lambda group: lambda rngs: Own(rngs, router, group)

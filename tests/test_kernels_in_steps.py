@@ -37,7 +37,7 @@ def forms(step):
 
 
 @pytest.mark.parametrize(
-    "name", ["HSDP+TENSOR+SEQUENCE", pytest.param("FSDP", marks=pytest.mark.slow)]
+    "name", [pytest.param("HSDP+TENSOR+SEQUENCE", marks=pytest.mark.slow), "FSDP"]
 )
 def test_under_every_strategy_the_references_train_as_on_one_device(name):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)

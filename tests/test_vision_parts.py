@@ -173,6 +173,7 @@ def test_groups_dilation_and_stride_take_the_positions_that_torch_takes():
 # -- what begins as torchvision's begins ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_models_begin_as_torchvisions_begin():
     model: Any = ResNet(ResNetConfig.preset("resnet-tiny", widths=(64, 128)), rngs=nnx.Rngs(0))
     std = lambda x: float(np.std(np.asarray(x[...])))
