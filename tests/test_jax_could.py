@@ -21,7 +21,7 @@ could = partial(pytest.mark.xfail, strict=True)
 @pytest.fixture(autouse=True)
 def mesh():
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.sharding.use_mesh(mesh) if hasattr(jax.sharding, "use_mesh") else jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         yield mesh
 
 
