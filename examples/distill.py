@@ -16,6 +16,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
+from two_losses import digits  # noqa: E402
 
 
 class Network(nnx.Module):
@@ -69,14 +70,6 @@ def main(steps=150):
     print("the teacher knows {:.1%} of new digits, its student {:.1%}".format(*found))
     print(f"divergence from the teacher: {float(metrics['loss']):.4f}")
     return found
-
-
-def digits():
-    """Return all images, as rows of 64 numbers from 0 to 1, and their labels."""
-    from sklearn.datasets import load_digits
-
-    data: Any = load_digits()
-    return (data.data / 16).astype(np.float32), data.target.astype(np.int32)
 
 
 if __name__ == "__main__":

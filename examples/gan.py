@@ -7,7 +7,6 @@ they get no gradient, and are gathered where the loss uses them, however they ar
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
+from two_losses import digits  # noqa: E402
 
 LATENT, WIDTH, BATCH, STEPS = 32, 256, 128, 1500
 
@@ -91,14 +91,6 @@ def main(steps=STEPS, picture=None):
     if picture:
         draw_digits(fake[:80], picture)
     return judged(images, labels, fake)
-
-
-def digits():
-    """Return all images, as rows of 64 numbers from 0 to 1, and their labels."""
-    from sklearn.datasets import load_digits
-
-    data: Any = load_digits()
-    return (data.data / 16).astype(np.float32), data.target
 
 
 def judged(images, labels, fake):

@@ -23,7 +23,7 @@ SECTIONS = {  # of the site: each page stands in one of them
     "Start": ["install", "quickstart", "assumed", "tutorial", "first_gpu_run"],
     "How to": [
         *("choose", "memory", "plan", "several_nodes", "processes", "checkpoints", "data"),
-        *("training", "own_loops", "evaluate", "profile_and_tune", "any_model", "optimizers"),
+        *("training", "custom_loops", "evaluate", "profile_and_tune", "any_model", "optimizers"),
         "precision",
         *("pretrained", "vision", "kernels", "ahead_of_time"),
     ],

@@ -36,7 +36,7 @@ class Gradients:
         examples: The number of examples.
         finite: Whether the loss and all gradients are finite; False stays False.
         norm: The norm of the gradient of the mean, before clipping. None: `apply` computes it.
-        squares: {path: sum of the squares of `sums`}; empty if `norm` is None.
+        squares: {path: sum of the squares of `sums`}; None if `norm` is None.
         order: The order in which layers of a pipeline are stored; None: no layers are stacked.
         batched: The paths of variables with an entry for each example.
 
@@ -183,11 +183,11 @@ def check_not_applied(gradients: Gradients) -> None:
         )
 
 
-def check_same_arrays(owner: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_same_arrays(owner: str, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
     """Refuse gradients of other parameters, or of other shapes."""
     missing, unknown = (
-        sorted(expected.keys() - given.keys()),
-        sorted(given.keys() - expected.keys()),
+        sorted(expected.keys() - actual.keys()),
+        sorted(actual.keys() - expected.keys()),
     )
     if missing or unknown:
         raise ValueError(
@@ -197,7 +197,7 @@ def check_same_arrays(owner: str, expected: Mapping[str, Any], given: Mapping[st
             "trainable parameter is expected, of frozen ones none."
         )
     for path, x in expected.items():
-        found = given[path]
+        found = actual[path]
         if not hasattr(found, "dtype") or not jnp.issubdtype(found.dtype, jnp.floating):
             kind = getattr(found, "dtype", type(found).__name__)
             raise ValueError(f"{owner}: the gradient of {path} is of {kind}: floats are expected.")

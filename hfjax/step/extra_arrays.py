@@ -1,15 +1,14 @@
 """Arrays beside the model and the batch: a teacher's parameters, a coefficient, a table.
 
 `step.gradients(…, extra=…)` takes a tree of them, and `forward` and the loss ask for `extra` by
-name. They have no examples and no gradient. What is sharded over devices is taken as it lies and
-gathered where it is used (in a layer stack and a pipeline once in a step, as the parameters of the
-head are); everything else is replicated. The core knows `extra` only as the object that
+name. They have no batch dimension and no gradient. Sharded arrays keep their sharding and are
+all-gathered where they are used (in a layer stack and a pipeline once per step, as the parameters
+of the head are); all others are replicated. The core knows `extra` only as the object that
 `ExtraSpecs.bind` returns.
 """
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +77,7 @@ class ExtraSpecs:
         return cls(treedef, tuple(_sharding_on(mesh, x) for _, x in pairs))
 
     def place(self, extra: Any) -> Any:
-        """Return the arrays, those that lie in no way this mesh can express copied to it."""
+        """Return the arrays; those with a sharding that this mesh cannot express are copied."""
         leaves = zip(self.treedef.flatten_up_to(extra), self.shardings, strict=True)
         return self.treedef.unflatten([_place(x, sharding) for x, sharding in leaves])
 
@@ -170,7 +169,7 @@ def _bind(x: jax.Array, spec: P, mesh: Mesh) -> Any:
 
 
 def _sharding_on(mesh: Mesh, x: Any) -> NamedSharding:
-    """Return the sharding on a mesh with which an array lies as it lies now, or replicated."""
+    """Return the sharding on a mesh that leaves an array where it is; if none does, replicated."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     if sharding is None or sharding.device_set != set(mesh.devices.flat) or is_random_key(x):
         return NamedSharding(mesh, P())
@@ -192,5 +191,5 @@ def _specs_of(pieces: Sequence[int], mesh: Mesh) -> Iterator[P]:
             groups.setdefault(size_of(axes, mesh), []).append(axes)
     for entries in itertools.product(*(groups.get(n, []) for n in pieces)):
         used: Axes = tuple(itertools.chain(*entries))
-        if math.prod(map(used.count, used)) == 1:
+        if len(set(used)) == len(used):
             yield P(*[axes or None for axes in entries])

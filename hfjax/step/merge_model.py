@@ -64,8 +64,8 @@ def merge(layout: Layout, params: Any, variables: Any = None, *, train: bool = F
     check_layout(layout)
     arrays, others = flatten(params), flatten(variables or {})
     expected = layout.template.parameters.keys(), layout.template.variables.keys()
-    for name, given, paths in zip(("params", "variables"), (arrays, others), expected, strict=True):
-        if missing := sorted(paths - given.keys()):
+    for name, tree, paths in zip(("params", "variables"), (arrays, others), expected, strict=True):
+        if missing := sorted(paths - tree.keys()):
             raise ValueError(
                 f"merge: {name} lacks {', '.join(missing[:5])}. Give {name} of a state of this "
                 f"layout: a tree like state.{name}."

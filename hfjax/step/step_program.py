@@ -74,8 +74,7 @@ class StepProgram:
             engine = self._probe_update(variables, batch, full_extra).engine
             grads = compute_gradients(engine, state, batch, extra, extra_specs)
         mean = grads.mean
-        if order is not None:
-            fits = (order == self.layout.order).all()
+        if (fits := self.fits_order(order)) is not True:
             mean = replace(mean, total=jnp.where(fits, mean.total, jnp.nan))
         metrics = _loss_metrics(mean, grads.norm)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
@@ -163,6 +162,11 @@ class StepProgram:
         """The order in which this step stores layers; None: none are stacked."""
         order = self.layout.order
         return None if order is None else tuple(order.tolist())
+
+    def fits_order(self, order: Any) -> Any:
+        """Return whether this is the order in which this step stores layers; None: it is."""
+        own_order = self.layout.order
+        return True if order is None or own_order is None else (order == own_order).all()
 
     def _clip_scale(self, state: State) -> State:
         """Return the state with its loss scale clipped to the limits of this step."""

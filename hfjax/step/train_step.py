@@ -182,13 +182,13 @@ class TrainStep:
     # -- the halves of a step -------------------------------------------------------------------
 
     def gradients(
-        self, state: State, batch: Any, *, fold: int = 0, extra: Any = None
+        self, state: State, batch: Any, *, fold: Any = 0, extra: Any = None
     ) -> tuple[Gradients, Metrics]:
         """Return the gradients of a batch and the metrics of its loss; nothing is donated.
 
         `apply` is the other half of a step: `step.apply(state, step.gradients(state, batch)[0])` is
-        `step(state, batch)`. Between the two you can add gradients of several batches or losses,
-        change them, or use them in another optimizer.
+        `step(state, batch)`. Between the two you can add gradients of several batches, change them,
+        or pass them to another optimizer.
 
         Args:
             state: The state, as a call takes it; it stays as it is.
@@ -303,7 +303,7 @@ class TrainStep:
     def _restore_order(
         self, before: State, after: State, metrics: Metrics, _: Flat
     ) -> tuple[State, Metrics]:
-        """Return the state after a step with what the step leaves: the order, a loss scale."""
+        """Return the next state with the order of layers, and an unused loss scale, of the last."""
         scale = after.scale if self._loss_scale else before.scale
         return replace(after, order=before.order, scale=scale), metrics
 
@@ -317,13 +317,9 @@ class TrainStep:
 
         def step(state: State, batch: Any, order: Any) -> tuple:
             state = self._master_sync.sync_traced(state)
-            return self._program.step(state, batch, self._is_own_order(order))
+            return self._program.step(state, batch, self._program.fits_order(order))
 
         return self._jit(step, self._replicated)
-
-    def _is_own_order(self, order: Any) -> Any:
-        """Return whether layers are stored as this step stores them."""
-        return True if self.layout.order is None else (order == self.layout.order).all()
 
     @cached_property
     def _nested_apply(self) -> jax.stages.Wrapped:
@@ -331,7 +327,7 @@ class TrainStep:
 
         def apply(state: State, gradients: Gradients, order: Any) -> tuple:
             state = self._master_sync.sync_traced(state)
-            return self._program.apply(state, gradients, self._is_own_order(order))
+            return self._program.apply(state, gradients, self._program.fits_order(order))
 
         shardings: Any = {"in_shardings": (self._shardings, None, None)}
         return jax.jit(apply, out_shardings=self._out_shardings, **shardings)
