@@ -192,6 +192,7 @@ def test_a_fold_draws_other_masks_and_zero_those_of_the_step():
     assert float(step(state, batch)[1]["loss"]) == losses[0]
 
 
+@pytest.mark.slow
 def test_in_a_program_of_ones_own_both_are_pure():
     """Master weights follow parameters that were put into the state, as in a call of the step."""
     optimizer = master_weights(optax.sgd(0.1))
@@ -216,7 +217,7 @@ def test_in_a_program_of_ones_own_both_are_pure():
 
 def test_traced_halves_of_a_state_in_another_order_change_nothing():
     schedule = Schedule("v", 4, 2)
-    layout = gpt_layout(PIPE, {"pipe": 2}, devices=jax.devices()[:2], layers=4)
+    layout = mlp_layout(PIPE, {"pipe": 2}, devices=jax.devices()[:2], layers=4)
     step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
     gradients, _ = step.gradients(hfjax.init(layout, schedule=schedule), tokens())
     state = hfjax.init(layout)
@@ -365,6 +366,7 @@ def test_the_parameters_of_another_network_are_gathered_where_they_are_used(stra
         assert sum(gathered) == networks * (8 * 16 + 16 * 4) * 8  # bytes of both matrices
 
 
+@pytest.mark.slow
 def test_extra_that_lies_in_another_way_in_other_memory_or_on_other_devices_is_copied():
     """What this mesh cannot express is replicated; what a step has taken is refused."""
     sharded = hfjax.HSDP.edit(replicate_below=0)
@@ -412,6 +414,7 @@ def test_a_loss_that_asks_for_extra_says_so_where_none_is_given():
         step(hfjax.init(layout), tokens())
 
 
+@pytest.mark.slow
 def test_in_a_layer_stack_and_in_a_pipeline_extra_is_there_too():
     loss = lambda outputs, batch, extra: jax.tree.map(
         lambda x: x * extra, next_token_loss(outputs, batch)

@@ -127,6 +127,7 @@ class NumberedLayers(Layers):
         return super().__call__(x + number.astype(x.dtype)), 1 - number
 
 
+@pytest.mark.slow
 def test_whole_numbers_beside_activations_share_their_permutes():
     """zb-v: their gradients, of which there are none, arrive as zeros of the same form."""
     assert_equal("zb-v", Numbered)

@@ -21,10 +21,8 @@ from tests.typical_sequence_programs import PROGRAMS
 
 SLOW = pytest.mark.slow
 AT_ONCE = 10  # programs of one compilation
-BLOCK, SHORT = 100, 30  # programs of one test; of `make test`
+BLOCK, SHORT = 100, 15  # programs of one test; of `make test`
 FAST, ALL = 300, 5_300  # seeds of the short blocks, and of all
-# Programs of each short block that gather nothing, at least.
-ALONE = [int(count) for count in "14 18 17 19 19 16 17 16 17 18".split()]
 
 
 def check(programs, n, at_once=AT_ONCE, **how):
@@ -57,10 +55,10 @@ def of_block(first, n, record_property, count=BLOCK, make=generated, **how):
 
 
 @pytest.mark.parametrize(("first", "n"), blocks(0, FAST, (2, 4), SHORT))
-@pytest.mark.short("150 on 4")
+@pytest.mark.short("165 on 4")
 def test_programs_drawn_from_seeds_are_as_on_one_device(first, n, record_property):
-    """More than half gather nothing."""
-    assert len(of_block(first, n, record_property, SHORT)) >= ALONE[first // SHORT]
+    """At least two fifths gather nothing."""
+    assert len(of_block(first, n, record_property, SHORT)) >= 2 * SHORT / 5
 
 
 @SLOW
