@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from hfjax.parallel.schedules.builders import v_stage_map
+from hfjax.parallel.schedules.check_table import check_table
 from hfjax.parallel.schedules.compile import WRITES, compile_table
+from hfjax.parallel.schedules.lay_out import lay_out
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table, forward_table
-from hfjax.parallel.schedules.table import Table, Task, check_table, dependencies, lay_out
+from hfjax.parallel.schedules.table import Table, Task, dependencies
 from tests.replay import Replay
 
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 12, 13, 16)

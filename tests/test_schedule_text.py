@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from hfjax.parallel.schedules.builders import v_stage_map
+from hfjax.parallel.schedules.check_table import check_table
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule, build_table, forward_table
-from hfjax.parallel.schedules.table import Table, check_table
+from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.schedules.text import parse_table
 
 ONE_F_ONE_B = """

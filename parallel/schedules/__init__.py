@@ -7,10 +7,10 @@ a layer deadlocks. The tests run every entry; add its costs to tests/test_schedu
 docs/pipelines.md, its name to the docstring of `Schedule`, and to `PIPELINES` in
 hfjax/planner/search.py if plans are to try it.
 
-`table` is the table and its rules, `named` the schedules by their published names, `builders` the
-functions that build tables, `text` tables written as text, `cost` what a table costs (bubble,
-stash), `compile` slots and links for the executor, `versions` the weight versions of asynchronous
-schedules.
+`table` is the table, `check_table` its rules, `lay_out` makes one from orders, `named` has the
+schedules by their published names, `builders` the functions that build tables, `text` tables
+written as text, `cost` what a table costs (bubble, stash), `compile` slots and links for the
+executor, `versions` the weight versions of asynchronous schedules.
 """
 
 from hfjax.parallel.schedules.named import Schedule

@@ -12,16 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
-from hfjax.parallel.schedules.table import (
-    Cell,
-    Lane,
-    StageMap,
-    Table,
-    Task,
-    add_weight_slots,
-    lay_out,
-    make_lane,
-)
+from hfjax.parallel.schedules.lay_out import Cell, Lane, add_weight_slots, lay_out, make_lane
+from hfjax.parallel.schedules.table import StageMap, Table, Task
 
 
 def loop_stage_map(stages: int, chunks: int) -> StageMap:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.parallel.schedules.table import KINDS, Table, Task, check_table
+from hfjax.parallel.schedules.check_table import check_table
+from hfjax.parallel.schedules.table import KINDS, Table, Task
 
 BUFFERS = ("x", "dy", "stash", "w_residuals", "b_to_w")
 LINK_NAMES = {0: "self", 1: "left", -1: "right"}

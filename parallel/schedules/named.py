@@ -6,14 +6,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from hfjax.parallel.schedules import builders
-from hfjax.parallel.schedules.table import (
-    StageMap,
-    Table,
-    check_table,
-    lay_out,
-    make_lane,
-    stage_map_fault,
-)
+from hfjax.parallel.schedules.check_table import check_table, stage_map_fault
+from hfjax.parallel.schedules.lay_out import lay_out, make_lane
+from hfjax.parallel.schedules.table import StageMap, Table
 from hfjax.parallel.schedules.text import parse_table
 from hfjax.parallel.schedules.versions import Versions, weight_versions
 from hfjax.utils.keywords import is_int, strict_fields

@@ -22,19 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hfjax.parallel.schedules.check_table import check_order, stage_map_fault
 from hfjax.parallel.schedules.cost import cost
-from hfjax.parallel.schedules.table import (
-    KINDS,
-    Cell,
-    DeadlockError,
-    StageMap,
-    Table,
-    Task,
-    check_order,
-    dependencies,
-    lay_out,
-    stage_map_fault,
-)
+from hfjax.parallel.schedules.lay_out import Cell, DeadlockError, lay_out
+from hfjax.parallel.schedules.table import KINDS, StageMap, Table, Task, dependencies
 from hfjax.utils.tables import align
 
 _TASK = re.compile(r"([0-9]{1,5})([FBIW])([0-9]{1,5})")  # \d would be any script's digits
