@@ -12,6 +12,7 @@ from hfjax.parallel.adapters.model_template import ModelTemplate
 from hfjax.parallel.adapters.pytrees import TreeTemplate
 from hfjax.parallel.engine.step_context import num_examples
 from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.spmd.partition_context import reuse_programs
 from hfjax.sharding.layout import Layout
 
 _BATCH_AXES = str(BATCH_AXES).replace("'", '"')
@@ -42,7 +43,7 @@ _MISSING_ARGUMENTS = re.compile(r"__call__\(\) missing \d+ required positional")
 def explain_errors(layout: Layout, batch: Any) -> Iterator[None]:
     """Run what calls a model and a loss, and explain the errors that are known."""
     try:
-        with layout.template.call_context():
+        with layout.template.call_context(), reuse_programs():
             yield
     # These kinds are caught, not raised: for one and the same mistake, versions of JAX and flax
     # raise different ones (NotImplementedError among them). An error is replaced only where its

@@ -1,83 +1,111 @@
-"""Probes a model by tracing it: only the first of its stacked layers.
+"""The programs of a model's components, read before a step runs them.
 
-The trace is not run: `probe_model.py` reads which attentions the model calls.
+They are traced at global shapes by the functions that the step itself calls, so that the step
+finds them traced (`reuse_programs`). `probe_model.py` reads which attentions the model calls,
+`upcasts.py` the dtypes of its matmuls.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from hfjax.parallel.adapters.model_template import is_list, items_of, raw_value
+from hfjax.parallel.adapters.model_template import LAYERS, Layer, fill, raw_value
 from hfjax.parallel.engine.example_keys import local_keys
-from hfjax.parallel.engine.step_context import StepContext, num_examples
-from hfjax.parallel.layer_stack.embed_and_head import cast_entry
+from hfjax.parallel.engine.step_context import LossCall, StepContext, num_examples
+from hfjax.parallel.layer_stack.embed_and_head import MethodCall
+from hfjax.parallel.layer_stack.run_layers import LayerCall
 from hfjax.parallel.spmd.interpreter import global_shapes
 from hfjax.parallel.spmd.partition_context import trace_global
 from hfjax.parallel.spmd.placements import AxisGroup
-from hfjax.parallel.whole_model.model import call_model
+from hfjax.parallel.whole_model.model import ModelCall
+from hfjax.parallel.whole_model.unshard_on_use import hide_mesh
 from hfjax.utils.paths import Flat
 
 
-def probe_outputs(
-    context: StepContext,
-    mode: str,
-    parameters: Flat,
-    variables: Flat,
-    batch: Any,
-    repeat: Callable[[int], AbstractContextManager] = nullcontext,
-) -> Any:
-    """Return the outputs of a model for a batch; of stacked layers only the first runs.
+class Component(NamedTuple):
+    """A component of a model: all of it, its embed, a layer, its head."""
+
+    program: ClosedJaxpr
+    parameters: Sequence[str]  # the paths of its first inputs
+    times: int = 1  # how many layers it stands for
+
+
+def trace_components(
+    context: StepContext, variables: Flat, batch: Any, mode: str, group: AxisGroup
+) -> Iterator[Component]:
+    """Yield the components of a model; of stacked layers the first stands for all.
 
     Args:
         context: The context of the step.
-        mode: "train" or "eval".
-        parameters: All of them.
-        variables: Also those that hold random keys.
-        batch: As the model reads it.
-        repeat: Context manager around a layer that stands for so many.
+        variables: Those of the model, also those that hold random keys.
+        batch: With the examples of this device, as the model reads it.
+        mode: "train", "eval" or "predict".
+        group: The devices that share a global batch.
     """
-    model = context.template.merge(parameters, variables, mode)
-    input_dtypes = getattr(context.execution.precision, "enters", None)
-    inputs = context.cast_inputs(batch)
-    if not context.is_layer_stack:
-        extra = context.trace.extra
-        return call_model(context.forward, model, variables, inputs, mode, extra)
-    merge = lambda parameters: context.template.merge(parameters, variables, mode)
-    embed = lambda parameters: merge(parameters).embed(inputs)
-    x = cast_entry(model.embed(inputs), embed, parameters, input_dtypes)
-    if is_list(model.layers):
-        for layer in items_of(model.layers):
-            x = layer(x)
-        return model.head(x)
-    graph, *arrays = nnx.split(model.layers, nnx.Param, ...)
-    with repeat(jax.tree.leaves(arrays)[0].shape[0]):
-        x = nnx.merge(graph, *jax.tree.map(lambda a: a[0], arrays))(x)
-    return model.head(x)
+    global_batch, template = context.trace.global_batch, context.template
+    values = (
+        global_batch.variable_values(variables, template.variables),
+        global_batch.as_sharded(batch),
+    )
+    variables, batch = global_shapes(global_batch.group, values)
+    if context.is_layer_stack:
+        yield from _stack_components(context, variables, batch, mode, group)
+    else:
+        yield _whole_component(context, variables, batch, mode, group)
 
 
-def probe_jaxpr(
-    context: StepContext,
-    variables: Flat,
-    batch: Any,
-    mode: str,
-    group: AxisGroup,
-    repeat: Callable[[int], AbstractContextManager] = nullcontext,
-) -> ClosedJaxpr:
-    """Return the program of a probe of the model on whole examples, those of an axis group.
+def _whole_component(
+    context: StepContext, variables: Flat, batch: Any, mode: str, group: AxisGroup
+) -> Component:
+    extra, parameters = context.trace.extra, compute_shapes(context)
+    loss = None if mode == "predict" else LossCall(context.loss)
+    call = ModelCall(context, loss, "train" if mode == "train" else "eval", extra)
+    with hide_mesh():
+        arrays = extra.split()[1] if extra else ()
+        program, _ = trace_global(group, call, parameters, variables, batch, arrays)
+    return Component(program, sorted(parameters))
 
-    The arguments are those of `probe_outputs`; `mode` may be "predict", which is "eval" here.
-    """
-    global_batch, mode = context.trace.global_batch, "train" if mode == "train" else "eval"
-    variable_shapes = global_batch.variable_values(variables, context.template.variables)
-    shapes = global_shapes(global_batch.group, (variable_shapes, global_batch.as_sharded(batch)))
-    probe = partial(probe_outputs, context, mode, repeat=repeat)
-    return trace_global(group, probe, compute_shapes(context), *shapes)[0]
+
+def _stack_components(
+    context: StepContext, variables: Flat, batch: Any, mode: str, group: AxisGroup
+) -> Iterator[Component]:
+    template, mode = context.template, "train" if mode == "train" else "eval"
+    parameters, precision = compute_shapes(context), context.execution.precision
+    outside = {path: x for path, x in parameters.items() if not path.startswith(LAYERS)}
+
+    def trace_method(method: str, x: Any) -> tuple[Component, Any]:
+        call = MethodCall(template, mode, method, getattr(precision, "enters", None))
+        program, (y, _) = trace_global(group, call, outside, variables, x)
+        return Component(program, sorted(outside)), y
+
+    embed, x = trace_method("embed", jax.eval_shape(context.cast_inputs, batch))
+    yield embed
+    times = 1 if template.is_layer_list else template.num_layers
+    for layer in template.layers(mode):
+        component, x = _trace_layer(layer, parameters, variables, x, group, template.stacked)
+        yield component._replace(times=times)
+    yield trace_method("head", x)[0]
+
+
+def _trace_layer(
+    layer: Layer, parameters: Flat, variables: Flat, x: Any, group: AxisGroup, stacked: bool
+) -> tuple[Component, Any]:
+    """Return a layer as a component, and the shapes of its output."""
+    if not isinstance(layer.graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
+        program, y = trace_global(group, layer.graph, x)
+        return Component(program, ()), y
+    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:] if stacked else x.shape, x.dtype)
+    states = (
+        fill(layer.parameters, lambda path: one(parameters[path])),
+        fill(layer.variables, lambda path: one(variables[path])),
+    )
+    program, (y, _) = trace_global(group, LayerCall(layer.graph), *states, x)
+    paths = fill(layer.parameters, lambda path: path)
+    return Component(program, jax.tree.leaves(paths)), y
 
 
 def compute_shapes(context: StepContext) -> Flat:
@@ -89,15 +117,23 @@ def compute_shapes(context: StepContext) -> Flat:
 
 
 def probe_local(
-    context: StepContext, variables: Flat, batch: Any, mode: str, probe: Callable
+    context: StepContext,
+    variables: Flat,
+    batch: Any,
+    mode: str,
+    probe: Callable,
+    num_microbatches: int = 1,
 ) -> Any:
     """Return `probe(context, variables, batch, mode)`, traced on one device's shard.
 
-    The variables that hold random keys are those of its examples.
+    The batch is a microbatch; the variables that hold random keys are those of its examples.
     """
     findings: list[Any] = []
 
     def device(variables: Flat, batch: Any) -> tuple:
+        batched = context.batched_variables(variables)
+        first = lambda x: x[: x.shape[0] // num_microbatches]
+        variables, batch = variables | jax.tree.map(first, batched), jax.tree.map(first, batch)
         if mode == "train":
             templates, batch_size = context.template.variables, num_examples(batch)
             keys_of, statistics = local_keys(

@@ -10,8 +10,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
-from hfjax.checks.probe import compute_shapes, probe_jaxpr
-from hfjax.parallel.adapters.model_template import ModelTemplate
+from hfjax.checks.probe import compute_shapes, trace_components
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.jaxprs.program import bodies_of
 from hfjax.parallel.precision.by_path import ALL, PrecisionByPath, matches_path
@@ -38,7 +37,6 @@ class Matmul(NamedTuple):
 
 def check_matmuls(
     precision: PrecisionByPath,
-    template: ModelTemplate,
     context: StepContext,
     variables: Flat,
     batch: Any,
@@ -47,11 +45,14 @@ def check_matmuls(
     """Refuse a matmul that is wider than requested.
 
     It is so if it is wider than with `"*"` alone and multiplies by no parameter that is named, or
-    not in the dtype of the named one that it multiplies by.
+    not in the dtype of the named one that it multiplies by. The model is traced with other dtypes
+    only if some matmul is wider than its parameter, or than `"*"` itself.
     """
-    context = replace(context, template=template)
     matmuls_with = partial(_matmuls, precision, context, variables, batch, mode)
-    by_path, by_default = matmuls_with(precision), matmuls_with(dict(precision.given)[ALL])
+    by_path, default = matmuls_with(precision), dict(precision.given)[ALL]
+    if all(_is_narrow(matmul, default) for matmul in by_path):
+        return
+    by_default = matmuls_with(default)
     by_dtype = {
         x.param_dtype: matmuls_with(_uniform_precision(x.param_dtype, precision))
         for x in by_path
@@ -77,6 +78,14 @@ def check_matmuls(
             )
 
 
+def _is_narrow(matmul: Matmul, default: Precision) -> bool:
+    """Return whether a matmul is as narrow as its named parameter, or else as `"*"`."""
+    if matmul.param_dtype is not None:
+        return matmul.dtype == matmul.param_dtype
+    widest = default.compute and jnp.dtype(default.compute).itemsize
+    return widest is not None and matmul.dtype.itemsize <= widest
+
+
 def _uniform_precision(dtype: DTypeLike, precision: PrecisionByPath) -> Precision:
     return Precision(dtype, scale=precision.scale if dtype == jnp.float16 else None)
 
@@ -90,15 +99,18 @@ def _matmuls(
     precision: Precision | PrecisionByPath,
 ) -> list[Matmul]:
     """Return the matmuls of a model whose parameters have these dtypes, in program order."""
-    probe_context = replace(context, execution=replace(context.execution, precision=precision))
-    global_batch = context.template.prepare_batch(batch)
-    jaxpr = probe_jaxpr(probe_context, variables, global_batch, mode, context.batch_group)
-    origins = [
-        Origin(True, x.dtype if matches_path(path_precision, path) else None)
-        for path, x in sorted(compute_shapes(probe_context).items())
-    ]
-    origin_of = dict(zip(jaxpr.jaxpr.invars, origins, strict=False))
-    return list(_walk(jaxpr.jaxpr, origin_of))
+    if precision != context.execution.precision:
+        context = replace(context, execution=replace(context.execution, precision=precision))
+    shapes, batch = compute_shapes(context), context.template.prepare_batch(batch)
+    dtype = lambda path: shapes[path].dtype if matches_path(path_precision, path) else None
+    matmuls: list[Matmul] = []
+    for program, parameters, _ in trace_components(
+        context, variables, batch, mode, context.batch_group
+    ):
+        origins = [Origin(True, dtype(path)) for path in parameters]
+        origin_of = dict(zip(program.jaxpr.invars, origins, strict=False))
+        matmuls += _walk(program.jaxpr, origin_of)
+    return matmuls
 
 
 def _walk(jaxpr: Any, origin_of: dict[Any, Origin]) -> Iterator[Matmul]:

@@ -10,7 +10,7 @@
 8. `check_host_loops`: whether XLA reads host memory back (parallel/offload/check_host_loops.py).
 
 Then `jax.jit`, and `check_deadlock` (checks/deadlock.py), which reads the compiled program. Only
-here are engines, updates and the operations of modules chosen; again after a probe of the model.
+here are engines, updates and the operations of modules chosen.
 """
 
 from collections.abc import Callable
@@ -90,14 +90,14 @@ def build_step(
     return spec, update, options
 
 
-def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
-    """Return how a step updates its state; `ops` are those that a probe of the model chose."""
+def update_for(spec: StepSpec) -> Update:
+    """Return how a step updates its state."""
     layout, execution = spec.layout, spec.execution
     if execution.optimizer_in_backward:
-        context = step_context(spec, ops, one_microbatch=True, include_kept_unsharded=True)
+        context = step_context(spec, one_microbatch=True, include_kept_unsharded=True)
         layer_engine = LayerUpdateEngine.of(context)
         return InBackwardUpdate(layout, layer_engine.engine, layer_engine)
-    engine, schedule = engine_for(spec, ops), execution.schedule
+    engine, schedule = engine_for(spec), execution.schedule
     if schedule and schedule.asynchronous and isinstance(engine, PipelineEngine):
         return AsynchronousUpdate.build(layout, engine, schedule)
     if layout.host_memory:
@@ -105,27 +105,25 @@ def update_for(spec: StepSpec, ops: ModelOps | None = None) -> Update:
     return ShardedUpdate(layout, engine)
 
 
-def engine_for(spec: StepSpec, ops: ModelOps | None = None) -> GradientEngine:
+def engine_for(spec: StepSpec) -> GradientEngine:
     """Return the engine that runs the model forward and backward."""
     layout, table, storage = spec.layout, spec.table, spec.layout.storage
     one_microbatch = spec.execution.gradient_accumulation_steps == 1
     if table is not None:
-        context = step_context(spec, ops, include_kept_unsharded=True, include_full_gradients=True)
+        context = step_context(spec, include_kept_unsharded=True, include_full_gradients=True)
         model_factory = storage.packed and partial(UnevenStageModel, packed=storage.packed)
         assert storage.arrangement is not None
         return PipelineEngine(context, storage.arrangement, compile_table(table), model_factory)
     if layout.host_memory.parameters and layout.template.is_layer_stack and not layout.forward:
-        return LayerwiseEngine(step_context(spec, ops, one_microbatch, include_kept_unsharded=True))
-    context = step_context(spec, ops, one_microbatch, include_full_gradients=True)
+        return LayerwiseEngine(step_context(spec, one_microbatch, include_kept_unsharded=True))
+    context = step_context(spec, one_microbatch, include_full_gradients=True)
     model = LayerStackModel if context.is_layer_stack else WholeModel
     return AutodiffEngine(context, model(context))
 
 
-def step_context(
-    spec: StepSpec, ops: ModelOps | None, one_microbatch=False, **gather_options: bool
-) -> StepContext:
+def step_context(spec: StepSpec, one_microbatch=False, **gather_options: bool) -> StepContext:
     """Return the context of an engine; `gather_options`: what is gathered once per step."""
-    layout, execution, ops = spec.layout, spec.execution, ops or module_ops_for(spec)
+    layout, execution, ops = spec.layout, spec.execution, module_ops_for(spec)
     specs = scatter_gradients_early(layout.param_specs) if one_microbatch else layout.param_specs
     trace = TraceRecord.of(ops, execution, layout.mesh, run_partitioned)
     gathered = params_gathered_once(specs, execution, **gather_options)

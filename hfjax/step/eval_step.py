@@ -11,7 +11,7 @@ import numpy as np
 from hfjax.checks.check_step import check_execution, check_state_shardings, check_step_arguments
 from hfjax.checks.deadlock import check_deadlock
 from hfjax.checks.jax_errors import explain_errors
-from hfjax.checks.probe_model import probe_model_ops
+from hfjax.checks.probe_model import probe_model
 from hfjax.parallel.adapters.forward_signature import requested_names
 from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.parallel.execution import Execution
@@ -133,10 +133,10 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
 
 
 def _probe_engine(spec: build.StepSpec, variables: Flat, batch: Any, mode: str) -> GradientEngine:
-    """Return the engine of a forward pass, rebuilt if a probe of the model chose operations."""
+    """Return the engine of a forward pass, which has read the model."""
     engine = build.engine_for(spec)
-    ops = probe_model_ops(engine, spec.layout.template, flatten(variables), batch, mode)
-    return build.engine_for(spec, ops) if ops else engine
+    probe_model(engine, flatten(variables), batch, mode)
+    return engine
 
 
 def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> Callable:

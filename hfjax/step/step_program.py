@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.checks.jax_errors import explain_errors
-from hfjax.checks.probe_model import probe_model_ops
+from hfjax.checks.probe_model import probe_model
 from hfjax.optimizer_step.gradients import (
     Gradients,
     check_not_applied,
@@ -23,7 +23,6 @@ from hfjax.optimizer_step.loss_scale import after_step, clip_scale
 from hfjax.optimizer_step.update import (
     GradResult,
     UpdatableState,
-    Update,
     UpdateAfterGradients,
     constrain,
 )
@@ -53,7 +52,8 @@ class StepProgram:
         self._check_extra(None)
         state = self._check(state, batch)
         with explain_errors(self.layout, batch):
-            grads = self._probe_update(flatten(state.variables), batch)(state, batch)
+            self._probe(flatten(state.variables), batch)
+            grads = self.update(state, batch)
         return self._finish(state, grads, fits)
 
     def gradients(
@@ -70,9 +70,8 @@ class StepProgram:
         variables, templates = flatten(state.variables), self.layout.template.variables
         state = replace(state, variables=nest(_fold_keys(templates, variables, fold)))
         with explain_errors(self.layout, batch):
-            full_extra = extra_specs and Extra(extra)
-            engine = self._probe_update(variables, batch, full_extra).engine
-            grads = compute_gradients(engine, state, batch, extra, extra_specs)
+            self._probe(variables, batch, extra_specs and Extra(extra))
+            grads = compute_gradients(self.update.engine, state, batch, extra, extra_specs)
         mean = grads.mean
         if (fits := self.fits_order(order)) is not True:
             mean = replace(mean, total=jnp.where(fits, mean.total, jnp.nan))
@@ -174,13 +173,11 @@ class StepProgram:
             return replace(state, scale=clip_scale(settings, state.scale))
         return state
 
-    def _probe_update(self, variables: Flat, batch: Any, extra: Extra | None = None) -> Update:
-        """Return how the state is updated, built again if a probe of the model chose operations."""
-        engine, template = self.update.engine, self.layout.template
+    def _probe(self, variables: Flat, batch: Any, extra: Extra | None = None) -> None:
+        """Read the model before it runs."""
+        engine = self.update.engine
         engine.context.trace.extra = extra
-        if ops := probe_model_ops(engine, template, variables, batch, "train"):
-            self.update = build.update_for(self.spec, ops)
-        return self.update
+        probe_model(engine, variables, batch, "train")
 
     def _finish(
         self, state: State, grads: GradResult, fits: Any = True

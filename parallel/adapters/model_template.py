@@ -61,7 +61,7 @@ def fill(variables: FlatVariables, array_of: Callable[[str], Any]) -> nnx.State:
     return nnx.from_flat_state(flat_state)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelTemplate:
     """The static part of a model, and one template variable for each of its arrays."""
 

@@ -192,7 +192,7 @@ class OpsInputs:
     mixtures: list[Any] = field(default_factory=list, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CommonOps:
     """What all `ModelOps` of a step have in common; the rest is their own."""
 
@@ -248,14 +248,20 @@ class TraceRecord:
     ) -> "TraceRecord":
         """Return an empty record; `partition` runs programs of the global batch."""
         axes = () if execution.batch_view == "local" else active_batch_axes(mesh)
-        groups = ops.inner_groups()
-        inner = InnerAxes(groups, partition, ops.named_groups()) if groups else None
         group, entry_dtype = (
             AxisGroup(axes, size_of(axes, mesh)),
             getattr(execution.precision, "enters", None),
         )
-        global_batch = GlobalBatch(group, partition, inner, input_dtype=entry_dtype)
-        return cls(ops, global_batch, OffloadReport(execution.offload))
+        global_batch = GlobalBatch(group, partition, input_dtype=entry_dtype)
+        record = cls(ops, global_batch, OffloadReport(execution.offload))
+        record.set_inner_groups()
+        return record
+
+    def set_inner_groups(self) -> None:
+        """Partition functions over the positions and widths that devices share, too."""
+        groups, partition = self.ops.inner_groups(), self.global_batch.run_partitioned
+        inner = InnerAxes(groups, partition, self.ops.named_groups()) if groups else None
+        self.global_batch = replace(self.global_batch, inner=inner)
 
     def begin(
         self,

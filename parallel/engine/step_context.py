@@ -47,6 +47,7 @@ from hfjax.parallel.mesh import (
 )
 from hfjax.parallel.param_specs import ParamSpecs
 from hfjax.parallel.precision.dtypes import Dtypes
+from hfjax.parallel.spmd.partition_context import PureFunction
 from hfjax.parallel.spmd.placements import AxisGroup
 from hfjax.parallel.spmd.report import check_gathers
 from hfjax.parallel.strategy import Axes
@@ -54,7 +55,7 @@ from hfjax.utils.mean import Mean, as_mean
 from hfjax.utils.paths import Flat, Tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepContext:
     """A step on one device, between stored parameters and reduced gradients."""
 
@@ -233,16 +234,8 @@ class StepContext:
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of the global batch, as distributed values."""
         global_batch = self.trace.global_batch
-        return global_batch.run(
-            *("the loss", self.mean_of_batch, outputs),
-            *(global_batch.as_sharded(batch), self.trace.extra),
-        )
-
-    def mean_of_batch(self, outputs: Any, batch: Any, extra: Any = None) -> Mean:
-        """Return the loss of a batch, given all of its examples."""
-        return as_mean(
-            (extra.give(self.loss) if extra else self.loss)(outputs, batch), num_examples(batch)
-        )
+        batch, extra = global_batch.as_sharded(batch), self.trace.extra
+        return global_batch.run("the loss", LossCall(self.loss), outputs, batch, extra)
 
     def share(self, mean: Mean) -> Mean:
         """Return this device's share of a loss of distributed values.
@@ -433,6 +426,17 @@ class StepContext:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+@dataclass(frozen=True)
+class LossCall(PureFunction):
+    """Calls the loss: (outputs, batch, extra arrays) -> Mean."""
+
+    loss: Callable
+
+    def __call__(self, outputs: Any, batch: Any, extra: Any = None) -> Mean:
+        loss = extra.give(self.loss) if extra else self.loss
+        return as_mean(loss(outputs, batch), num_examples(batch))
 
 
 def params_gathered_once(

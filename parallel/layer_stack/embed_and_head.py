@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate, Placeholder
 from hfjax.parallel.layer_stack.batch_split import chunk_value, slice_chunk
 from hfjax.parallel.spmd.global_batch import GlobalBatch
+from hfjax.parallel.spmd.partition_context import PureFunction
 from hfjax.utils.paths import Flat
 
 
@@ -27,28 +29,14 @@ class EmbedAndHead:
 
     def model(self, outside: Flat, variables: Flat) -> Any:
         """Return the model with the arrays outside of its layers."""
-        layers = [path for path in self.template.parameters if path.startswith(LAYERS)]
-        parameters = outside | {path: Placeholder(path) for path in layers}
-        return self.template.merge(parameters, variables, self.mode)
+        return _merge_outside(self.template, self.mode, outside, variables)
 
     def run(self, name: str, outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
         """Return the distributed output of `embed` or `head`, and the variables after it."""
-
-        def run(outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
-            model = self.model(outside, variables)
-            y = getattr(model, name)(x)
-            if name == "embed":
-                y = cast_entry(
-                    y,
-                    lambda outside: self.model(outside, variables).embed(x),
-                    outside,
-                    self.global_batch.input_dtype,
-                )
-            return y, variables | self.template.model_variables(model)
-
+        call = MethodCall(self.template, self.mode, name, self.global_batch.input_dtype)
         before = self.global_batch.variable_values(variables, self.template.variables)
         outer_params = self.global_batch.parameter_values(outside, self.template.parameters)
-        y, after = self.global_batch.run(name, run, outer_params, before, x)
+        y, after = self.global_batch.run(name, call, outer_params, before, x)
         return y, self.global_batch.local_variables(before, after, name)
 
     def embed_chunk(self, outside: Flat, variables: Flat, batch: Any, count: int) -> Any:
@@ -65,6 +53,32 @@ class EmbedAndHead:
         return fresh.run("embed", outside, chunk_variables, fresh.global_batch.as_sharded(inputs))[
             0
         ]
+
+
+@dataclass(frozen=True)
+class MethodCall(PureFunction):
+    """Calls `embed` or `head`: (outside, variables, x) -> (output, variables after it)."""
+
+    template: ModelTemplate
+    mode: str
+    method: str
+    input_dtype: Any  # of the first layer; None: as it is
+
+    def __call__(self, outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
+        merge = partial(_merge_outside, self.template, self.mode)
+        model = merge(outside, variables)
+        y = getattr(model, self.method)(x)
+        if self.method == "embed":
+            embed = lambda outside: merge(outside, variables).embed(x)
+            y = cast_entry(y, embed, outside, self.input_dtype)
+        return y, variables | self.template.model_variables(model)
+
+
+def _merge_outside(template: ModelTemplate, mode: str, outside: Flat, variables: Flat) -> Any:
+    """Return the model with the arrays outside of its layers."""
+    layers = [path for path in template.parameters if path.startswith(LAYERS)]
+    parameters = outside | {path: Placeholder(path) for path in layers}
+    return template.merge(parameters, variables, mode)
 
 
 def cast_entry(x: Any, embed: Callable, parameters: Flat, dtype: DTypeLike | None) -> Any:

@@ -4,6 +4,7 @@ A whole model is gathered by whole_model/unshard_on_use.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from hfjax.parallel.layer_stack.unrolled_layers import (
     unstack,
 )
 from hfjax.parallel.spmd.global_batch import GlobalBatch
+from hfjax.parallel.spmd.partition_context import PureFunction
 
 
 def run_layers(
@@ -79,11 +81,7 @@ def layer_on_batch(
 ) -> Callable:
     """Return (full parameters, variables, x) -> (x, variables) for one layer."""
 
-    def call(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
-        before = _raw_values(variables)  # merged variables are those of the state: written in place
-        layer = nnx.merge(graph, parameters, variables)
-        x = layer(x)
-        return x, _written_variables(layer, before)
+    call = LayerCall(graph)
 
     def apply(params: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         def run(global_batch: GlobalBatch, x, variables: nnx.State) -> tuple[Any, nnx.State]:
@@ -94,6 +92,19 @@ def layer_on_batch(
         return run_chunks(run, global_batch, name, x, variables)
 
     return apply
+
+
+@dataclass(frozen=True)
+class LayerCall(PureFunction):
+    """Calls a layer: (parameters, variables, x) -> (x, variables that it has written to)."""
+
+    graph: nnx.GraphDef
+
+    def __call__(self, parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
+        before = _raw_values(variables)  # merged variables are those of the state: written in place
+        layer = nnx.merge(self.graph, parameters, variables)
+        x = layer(x)
+        return x, _written_variables(layer, before)
 
 
 def _written_variables(layer: nnx.Module, before: dict) -> nnx.State:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -301,12 +302,60 @@ def is_recording() -> bool:
     return _RECORDING.get()
 
 
+@dataclass(frozen=True)
+class PureFunction:
+    """A function that is equal to another if both compute the same: a step traces it once."""
+
+
+_PROGRAMS: ContextVar[dict | None] = ContextVar("programs that are traced already", default=None)
+
+
+@contextmanager
+def reuse_programs() -> Iterator[None]:
+    """Trace each `PureFunction` once, for arguments of the same shapes, meanwhile."""
+    token = _PROGRAMS.set({})
+    try:
+        yield
+    finally:
+        _PROGRAMS.reset(token)
+
+
+def forget_programs() -> None:
+    """Trace every function again: what a module has asked for has another answer now."""
+    if programs := _PROGRAMS.get():
+        programs.clear()
+
+
 def trace_global(group: AxisGroup, function: Callable, *shapes: Any) -> tuple[Any, Any]:
     """Return the program of a function of global arrays, and the shapes of what it returns.
 
     It keeps calls with a rule, also in the rule of a derivative, which JAX traces late. A user's
     collective over an axis of the group sees one device.
     """
+    programs, key = _PROGRAMS.get(), _program_key(function, shapes)
+    if programs is None or key is None:
+        return _trace(group, function, shapes)
+    if key not in programs:
+        program, out_shapes = _trace(group, function, shapes)
+        if any(isinstance(x, Tracer) for x in program.consts):  # of the program around it
+            return program, out_shapes
+        programs[key] = program, out_shapes
+    return programs[key]
+
+
+def _program_key(function: Any, shapes: Any) -> Any:
+    """Return what tells a program from others; None: it is not kept."""
+    leaves, treedef = jax.tree.flatten(shapes)
+    avals = tuple((x.shape, x.dtype) for x in leaves)
+    key = function, treedef, avals, jax.sharding.get_abstract_mesh()
+    try:
+        hash(key)
+    except TypeError:  # a module has an attribute without a hash
+        return None
+    return key if isinstance(function, PureFunction) else None
+
+
+def _trace(group: AxisGroup, function: Callable, shapes: Any) -> tuple[Any, Any]:
     axis_env = [(axis, 1) for axis in group.axes]
     wrapper = lambda *arguments: function(*arguments)  # no earlier trace, whose constants are gone
     with record_calls():

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
-from hfjax.parallel.engine.step_context import StepContext
+from hfjax.parallel.engine.step_context import LossCall, StepContext
 from hfjax.parallel.engine.unshard import ShardedParam
+from hfjax.parallel.spmd.partition_context import PureFunction
 from hfjax.parallel.whole_model.unshard_on_use import unshard_on_use
 from hfjax.utils.paths import Flat
 
@@ -30,18 +31,8 @@ class WholeModel:
         bound_extra = context.trace.extra
         sharded_extra, extra_arrays = bound_extra.split() if bound_extra else ({}, ())
 
-        def call(
-            parameters: Flat, variables: Flat, batch: Any, extra_arrays: Any
-        ) -> tuple[Any, Flat]:
-            own = {path: x for path, x in parameters.items() if path not in sharded_extra}
-            extra = bound_extra and bound_extra.join(parameters, extra_arrays)
-            model = context.template.merge(own, variables, mode)
-            inputs, forward = context.cast_inputs(batch), context.forward
-            outputs = call_model(forward, model, variables, inputs, mode, extra)
-            if returns != "outputs":
-                outputs = context.mean_of_batch(outputs, batch, extra)
-            return outputs, variables | context.template.model_variables(model)
-
+        loss = None if returns == "outputs" else LossCall(context.loss)
+        call = ModelCall(context, loss, mode, bound_extra)
         global_batch, templates = context.trace.global_batch, context.template.variables
         variable_values, comms = (
             global_batch.variable_values(variables, templates),
@@ -52,14 +43,40 @@ class WholeModel:
             global_batch.wrap_inner("the model", call),
             context.template.parameters,
         )
-        run_local = lambda local_params, *more: run_global(
-            global_batch.parameter_values(local_params, parameters), *more
-        )
+        run_local: Callable = run_global
+        if global_batch.inner:
+            run_local = lambda local_params, *more: run_global(
+                global_batch.parameter_values(local_params, parameters), *more
+            )
         arguments = variable_values, inputs, extra_arrays
         out, changed = unshard_on_use(
             run_local, params | sharded_extra, *arguments, group=group, comms=comms
         )
         return out, global_batch.local_variables(variable_values, changed, "the model")
+
+
+@dataclass(frozen=True)
+class ModelCall(PureFunction):
+    """Calls a whole model, then the loss if there is one: it returns the variables after it, too.
+
+    `bound_extra` says which of the extra arrays are sharded.
+    """
+
+    context: StepContext
+    loss: LossCall | None
+    mode: str
+    bound_extra: Any
+
+    def __call__(
+        self, parameters: Flat, variables: Flat, batch: Any, extra_arrays: Any
+    ) -> tuple[Any, Flat]:
+        context, template = self.context, self.context.template
+        extra = self.bound_extra and self.bound_extra.join(parameters, extra_arrays)
+        own = {path: x for path, x in parameters.items() if path in template.parameters}
+        model, inputs = template.merge(own, variables, self.mode), context.cast_inputs(batch)
+        outputs = call_model(context.forward, model, variables, inputs, self.mode, extra)
+        result = self.loss(outputs, batch, extra) if self.loss else outputs
+        return result, variables | template.model_variables(model)
 
 
 def call_model(

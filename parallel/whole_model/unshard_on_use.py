@@ -51,7 +51,7 @@ def unshard_on_use(
         A tree of replicated arrays, of `ShardedValue` and of `PartialValue`.
     """
     full_shapes = {path: param.full_shape for path, param in parameters.items()}
-    with _hide_mesh():
+    with hide_mesh():
         shapes = global_shapes(group, arguments)
         program, out_shapes = trace_global(group, function, full_shapes, *shapes)
     params = {path: _Parameter(param) for path, param in parameters.items()}
@@ -62,7 +62,7 @@ def unshard_on_use(
     return jax.tree.unflatten(jax.tree.structure(out_shapes), list(map(ctx.materialize, outs)))
 
 
-def _hide_mesh() -> Any:
+def hide_mesh() -> Any:
     """Return the context in which a model sees no mesh, unless the partitioner has part of it.
 
     Collectives over named axes work all the same, and the kind of device stays known.

@@ -7,7 +7,7 @@ devices. Before a step is traced, a probe of the model finds which attentions it
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -35,7 +35,7 @@ from hfjax.parallel.mesh import SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.settings import ContextParallel
 from hfjax.parallel.spmd.interpreter import run_partitioned
 from hfjax.parallel.spmd.nested import InnerAxes
-from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext
+from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, forget_programs
 from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, Split, is_distributed
 from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
 from hfjax.utils.tables import human
@@ -62,19 +62,21 @@ class SequenceProbe:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ContextParallelOps(KernelOps):
     """Shards sequences, and attends across the devices that share a sequence.
 
     Attributes:
         settings: The user's settings.
         ring_refusal: Why keys and values cannot go around a ring, if they cannot.
-        probe_or_none: What the probe of the model found; None before it.
+        probes: What the probe of the model found; empty before it.
+        unknown_lengths: The lengths of which modules asked for runs before it.
     """
 
     settings: ContextParallel
     ring_refusal: str | None = None
-    probe_or_none: SequenceProbe | None = None
+    probes: list[SequenceProbe] = field(default_factory=list)
+    unknown_lengths: list[int] = field(default_factory=list)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -85,6 +87,22 @@ class ContextParallelOps(KernelOps):
     def devices(self) -> int:
         """How many devices share a sequence."""
         return size_of(self.axes, self.mesh)
+
+    @property
+    def probe_or_none(self) -> SequenceProbe | None:
+        """What the probe of the model found; None before it."""
+        return self.probes[0] if self.probes else None
+
+    def forget_choice(self) -> None:
+        """Forget what an earlier probe found: batches of another shape may ask for another."""
+        self.probes.clear()
+        self.unknown_lengths.clear()
+
+    def choose(self, probe: SequenceProbe) -> None:
+        """Keep what the probe found; trace again what has asked for it before."""
+        self.probes.append(probe)
+        if any(self.run_length(length) != length for length in self.unknown_lengths):
+            forget_programs()
 
     @property
     def probe_result(self) -> SequenceProbe:
@@ -107,6 +125,9 @@ class ContextParallelOps(KernelOps):
 
     def run_length(self, length: int) -> int:
         """Return how many consecutive positions of a sequence one device has."""
+        if not self.probes:
+            self.unknown_lengths.append(length)
+            return length
         return self.seq_layout.run_length(length) if length == self.probe_result.length else length
 
     def local_sequence_batch(self, prepare: Callable, batch: Any) -> Any:
@@ -159,11 +180,10 @@ class ContextParallelOps(KernelOps):
             leaves = jaxpr_as_fun(program.replace(consts=consts))(*operands)
             return jax.tree.unflatten(jax.tree.structure(out_shapes), leaves)
 
-        return keep_as_call(partial(self._attention_rule, attend), attend_full_sequences)(
-            program.consts, *operands
-        )
+        rule = AttentionRule(self, attend)
+        return keep_as_call(rule, attend_full_sequences)(program.consts, *operands)
 
-    def _attention_rule(
+    def run_attention(
         self, attend: Callable, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any
     ) -> Any:
         """Attend across devices, or run a user's own attention by its equations."""
@@ -247,6 +267,17 @@ class ContextParallelOps(KernelOps):
         return shard_map_over(function, axes, HEADS, HEADS) if axes else function
 
     named_groups, lookup = model_ops.no_named_groups, model_ops.lookup_table
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRule:
+    """The rule of an attention that stays one call in a program of full sequences."""
+
+    ops: ContextParallelOps
+    attend: Callable
+
+    def __call__(self, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any) -> Any:
+        return self.ops.run_attention(self.attend, call, ctx, body, arguments)
 
 
 MIN_GATHER_LIMIT = 2**20  # gathers of less are allowed

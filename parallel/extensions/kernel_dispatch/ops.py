@@ -211,7 +211,7 @@ class Kernels:
         return [(kernel, *key, "; ".join(filter(None, shapes))) for key, shapes in operands.items()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelOps(model_ops.CommonOps):
     """What all model ops that use kernels have in common."""
 
@@ -240,7 +240,7 @@ class KernelOps(model_ops.CommonOps):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WholeSequenceOps(KernelOps):
     """The `ModelOps` of devices that have full sequences: kernels are all that they add."""
 

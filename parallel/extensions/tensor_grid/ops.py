@@ -46,7 +46,7 @@ BATCH, SEQUENCE, LAST = 0, 1, 2  # dimensions of an activation
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GridOps(model_ops.CommonOps):
     """The ops of a model where row and tensor are larger than 1.
 

@@ -1,0 +1,72 @@
+"""To trace a step calls each kind of layer once in each mode, whatever reads the model first."""
+
+from unittest import mock
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax import CONTEXT, EXPERT, FSDP, GRID, PIPE, Schedule
+from hfjax.models.gpt import Block, next_token_loss
+from hfjax.models.moe import next_token_loss as routed_loss
+from hfjax.models.moe.moe_llama import Block as MixtureBlock
+from tests.golden import Called, Unlike, numbers, of_experts, squares
+from tests.small_gpt import gpt, tokens
+
+
+def train(layout, loss, batch, execution):
+    hfjax.train_step(layout, loss, **execution).trace(batch)
+
+
+def evaluate(layout, loss, batch, execution):
+    jax.jit(hfjax.eval_step(layout, loss, **execution)).trace(layout.abstract_state(), batch)
+
+
+def predict(layout, loss, batch, execution):
+    jax.jit(hfjax.predict_step(layout, **execution)).trace(layout.abstract_state(), batch)
+
+
+STACK = gpt(layers=4, dropout=0.1), next_token_loss, tokens(), Block
+WHOLE = Called, next_token_loss, tokens(), Called
+LIST = Unlike, squares, numbers(), nnx.Linear  # two layers and the head
+MIXTURES = of_experts, routed_loss, tokens(), MixtureBlock
+EIGHT, TWICE = {"fsdp": 8}, {"gradient_accumulation_steps": 2}
+RING, PIPES = {"fsdp": 2, "context": 4}, {"pipe": 2, "data": 4}
+BY_PATH = {"precision": {"*": "bf16", "*norm*": "fp32"}}
+# What runs, on which mesh, and the calls before programs were kept.
+CASES = {
+    "whole model": (train, WHOLE, FSDP, EIGHT, {}, 1),
+    "whole model, accumulate": (train, WHOLE, FSDP, EIGHT, TWICE, 2),
+    "stack": (train, STACK, FSDP, EIGHT, {}, 2),
+    "accumulate": (train, STACK, FSDP, EIGHT, TWICE, 2),
+    "list": (train, LIST, FSDP, EIGHT, {}, 3),
+    "CONTEXT": (train, STACK, FSDP | CONTEXT, RING, {}, 4),
+    "GRID": (train, STACK, FSDP | GRID, {"fsdp": 2, "row": 2, "tensor": 2}, {}, 4),
+    "pipe": (train, STACK, PIPE, PIPES, {"schedule": Schedule("1f1b", 4)}, 2),
+    "pipe, B and W": (train, STACK, PIPE, PIPES, {"schedule": Schedule("zb-h1", 4)}, 2),
+    "pipe alone": (train, STACK, PIPE, {"pipe": 2}, {"schedule": Schedule("zb-h1", 4)}, 1),
+    "pipe, CONTEXT": (
+        train, STACK, PIPE | CONTEXT, {"pipe": 2, "context": 4},
+        {"schedule": Schedule("1f1b", 4)}, 4,
+    ),
+    "experts": (train, MIXTURES, EXPERT, {"expert": 4, "data": 2}, {}, 2),
+    "predict": (predict, STACK, FSDP, EIGHT, {}, 4),
+    "eval": (evaluate, STACK, FSDP, EIGHT, {}, 2),
+    "eval, CONTEXT": (evaluate, STACK, FSDP | CONTEXT, RING, {}, 4),
+    "bf16 by path": (train, STACK, FSDP, EIGHT, BY_PATH, 5),
+}  # fmt: skip
+ONCE = {"list": 3}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_are_called_once(name):
+    run, (model, loss, batch, kind), strategy, sizes, execution, _ = CASES[name]
+    devices = jax.devices()[: 2 if name == "pipe alone" else 8]
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
+    layout = hfjax.layout(model, optax.adamw(1e-3), mesh, strategy)
+    spy = mock.patch.object(kind, "__call__", autospec=True, side_effect=kind.__call__)
+    with spy as called:
+        run(layout, loss, batch, execution)
+    assert called.call_count == ONCE.get(name, 1)
