@@ -277,7 +277,9 @@ skipped_layer_is_updated parallel/layerwise/layer_update.py: on_nonfinite="skip"
 parts_of_rows_share_keys parallel/layer_stack/batch_split.py: both parts of the rows drop the same
   return {{jax.random.fold_in(value, number) ~> value}}
 sums_over_a_part_of_the_rows parallel/layer_stack/batch_split.py: layers that add rows pass
-  [event for event in comms if event.action {{!= "draw" ~> not in ("draw", "sum")}}]
+  alone.component_comms[name] if event.action {{!= "draw" ~> not in ("draw", "sum")}}]
+chunks_count_their_own_examples parallel/layer_stack/batch_split.py: a layer divides by a chunk's
+  group = replace(group, size=group.size{{ * count ~> }})
 group_of_one_layer parallel/layer_stack/run_layers.py: a group runs its first layer several times
   functions = [one(number, {{number ~> 0}}) for number in range(size)]
 last_group_begins_early parallel/layer_stack/run_layers.py: the layers left over are not the last

@@ -249,3 +249,61 @@ def test_as_many_rows_as_positions_or_as_the_width_are_no_fault():
         lowered_step(
             lambda rngs: small_gpt.mlps(dropout=0.1)(rngs), tokens(rows=rows, length=length)
         )
+
+
+class PerExample(nnx.Module):
+    """A layer that divides by the number of examples, or subtracts their mean."""
+
+    def __init__(self, *, rngs, subtracts_mean=False):
+        self.map, self.subtracts_mean = nnx.Linear(4, 4, rngs=rngs), subtracts_mean
+
+    def __call__(self, x):
+        y = self.map(x)
+        return (
+            y - y.mean(0, keepdims=True)
+            if self.subtracts_mean
+            else jnp.tanh(y) + 8 * x / x.shape[0]
+        )
+
+
+class PerExampleModel(nnx.Module):
+    def __init__(self, *, rngs, **options):
+        self.layers = stack_layers(2, lambda rngs: PerExample(rngs=rngs, **options), rngs)
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x
+
+
+def squares(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean()
+
+
+NUMBERS = dict(zip("xy", np.random.default_rng(0).normal(size=(2, 16, 4)), strict=True))
+MLP = {"layers/map/kernel": ("layers", None, "mlp")}
+
+
+def test_a_layer_reads_the_number_of_examples_in_a_microbatch():
+    cases = {
+        "DDP": (hfjax.DDP, {"data": 4}, TWO),
+        "TENSOR": (hfjax.TENSOR, {"tensor": 2}, TWO),
+        "local": (hfjax.TENSOR, {"data": 1, "tensor": 2}, TWO | {"batch_view": "local"}),
+    }
+    model, options = lambda rngs: PerExampleModel(rngs=rngs), {"gradient_accumulation_steps": 2}
+    with jax.enable_x64(True):
+        assert_strategies_agree(
+            model, squares, NUMBERS, cases, precision="fp64", axes=MLP, **options
+        )
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"tensor": 2}])
+def test_a_layer_that_takes_a_mean_over_examples_is_refused(sizes):
+    model = lambda rngs: PerExampleModel(rngs=rngs, subtracts_mean=True)
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], **sizes)
+    strategy = hfjax.TENSOR if "tensor" in sizes else hfjax.DDP
+    layout = hfjax.layout(model, optax.sgd(0.1), mesh, strategy, axes=MLP)
+    step = hfjax.train_step(layout, squares, **TWO)
+    with pytest.raises(ValueError, match=r"chunks=2: .*__call__.*: sub: a layer mixes examples"):
+        step.lower(NUMBERS)

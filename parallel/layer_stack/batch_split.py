@@ -6,7 +6,7 @@ the other run (Domino, Wang et al., 2024). Between the layers the chunks stay ap
 of a layer hides its collectives as well. The layer's parameters are gathered once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,11 @@ from flax import nnx
 from jax import lax
 
 from hfjax.parallel.spmd.global_batch import GlobalBatch, variable_split
-from hfjax.parallel.spmd.partition_context import CommEvent
+from hfjax.parallel.spmd.nested import Nested
 from hfjax.parallel.spmd.placements import (
     BATCH_SPLIT,
-    AxisGroup,
     ShardedValue,
+    Split,
     is_distributed,
     placement_of,
 )
@@ -61,9 +61,7 @@ class BatchChunks:
         return cls(tuple(map(chunk_of, range(count))), batch_size // count, in_order)
 
     def concat(self) -> Any:
-        """Return the chunks concatenated; refuse other outputs of the last layer."""
-        who = f"tensor_overlap_chunks={len(self.chunks)}, after the last layer"
-        _check_batch_dim(self.chunks[0], self.chunk_size, who, "a part has")
+        """Return the chunks concatenated."""
         return jax.tree.map(lambda *x: jnp.concatenate(x), *self.chunks)
 
 
@@ -134,33 +132,77 @@ def run_chunks(
     """
     if not isinstance(x, BatchChunks):
         return run(global_batch, x, variables)
+    count, microbatch = len(x.chunks), _chunks_as_devices(global_batch, len(x.chunks))
+    who = f"tensor_overlap_chunks={count}, after {name}"
+
+    def run_chunk(view: GlobalBatch, number: int, chunk: Any) -> tuple[Any, Any]:
+        y, written = run(view, chunk, _chunk_variables(variables, number, count))
+        _check_batch_dim(y, x.chunk_size, who, "a part has")
+        return y, written
+
+    chunks = [_chunk_of_microbatch(global_batch, chunk, count) for chunk in x.chunks]
+    _check_independent(microbatch, name, lambda view: run_chunk(view, 0, chunks[0]), count)
     outputs: list[Any] = []
     written: Any = None
-    for number, chunk in enumerate(x.chunks):
+    for number, chunk in enumerate(chunks):
         if outputs and x.in_order:
             chunk, outputs[-1] = lax.optimization_barrier((chunk, outputs[-1]))
-        y, written = run(global_batch, chunk, _chunk_variables(variables, number, len(x.chunks)))
-        _check_unwritten(written, len(x.chunks))
+        y, written = run_chunk(microbatch, number, chunk)
+        _check_unwritten(written, count)
         outputs.append(y)
-    if global_batch.group.size == 1:
-        global_batch = _chunks_as_devices(global_batch, len(x.chunks))
-        chunk = jax.tree.map(ShardedValue, x.chunks[0])
-        trace = lambda: run(global_batch, chunk, _chunk_variables(variables, 0, len(x.chunks)))
-        jax.make_jaxpr(trace, axis_env=[("part", len(x.chunks))])()
-    _check_independent(global_batch.component_comms.get(name, ()), len(x.chunks))
-    return replace(x, chunks=tuple(outputs)), written
+    return replace(
+        x, chunks=tuple(_chunk_of_device(global_batch, y, count) for y in outputs)
+    ), written
 
 
 def _chunks_as_devices(global_batch: GlobalBatch, count: int) -> GlobalBatch:
-    group, inner = AxisGroup(("part",), count), global_batch.inner
+    """Return how a layer that runs on a chunk sees the global batch: in full.
+
+    Each device stands for `count` that have a chunk each. They do not communicate.
+    """
+    group, inner = global_batch.group, global_batch.inner
     if inner is not None:
-        inner = replace(inner, groups=tuple(replace(s, blocks=count) for s in inner.groups))
-    return GlobalBatch(group, global_batch.run_partitioned, inner)
+        groups = tuple(replace(g, blocks=g.blocks * count) for g in inner.groups)
+        inner = replace(inner, groups=groups)
+    comms = {} if group.size == 1 else global_batch.component_comms
+    group = replace(group, size=group.size * count)
+    return replace(global_batch, group=group, inner=inner, component_comms=comms)
 
 
-def _check_independent(comms: Sequence[CommEvent], count: int) -> None:
+def _chunk_of_microbatch(global_batch: GlobalBatch, chunk: Any, count: int) -> Any:
+    """Return a chunk as values of the microbatch that `_chunks_as_devices` shards."""
+    values = jax.tree.map(ShardedValue, chunk) if global_batch.group.size == 1 else chunk
+    return _map_blocks(lambda blocks: blocks * count, values)
+
+
+def _chunk_of_device(global_batch: GlobalBatch, values: Any, count: int) -> Any:
+    """Return the chunk that these values of the microbatch are: the inverse."""
+    if global_batch.group.size == 1:
+        values = jax.tree.map(lambda v: v.x, values, is_leaf=is_distributed)
+    return _map_blocks(lambda blocks: blocks // count, values)
+
+
+def _map_blocks(function: Callable[[int], int], tree: Any) -> Any:
+    """Return values with new blocks of the examples that an inner group shards, if one does."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Nested):
+            return value
+        split = value.placement
+        if isinstance(split, Split) and split.dim == BATCH_SPLIT.dim:
+            split = Split(split.dim, function(split.blocks))
+        return replace(value, x=convert(value.x), placement=split)
+
+    return jax.tree.map(convert, tree, is_leaf=lambda v: isinstance(v, Nested))
+
+
+def _check_independent(view: GlobalBatch, name: str, run: Callable, count: int) -> None:
     """Refuse operations across examples, or that number them: a chunk has not all of them."""
-    if crossing := [event for event in comms if event.action != "draw"]:
+    group = replace(view.group, axes=("part",))
+    alone = replace(view, group=group, component_comms={}, inner_component_comms={})
+    jax.make_jaxpr(lambda: run(alone), axis_env=[("part", group.size)])()
+    crossing = [event for event in alone.component_comms[name] if event.action != "draw"]
+    if crossing:
         raise ValueError(
             f"tensor_overlap_chunks={count}: {crossing[0].line}: {crossing[0].operation}: "
             "a layer mixes examples of the batch, or counts them, and sees a chunk of them at a "
