@@ -291,7 +291,8 @@ def test_a_layer_reads_the_number_of_examples_in_a_microbatch():
         "TENSOR": (hfjax.TENSOR, {"tensor": 2}, TWO),
         "local": (hfjax.TENSOR, {"data": 1, "tensor": 2}, TWO | {"batch_view": "local"}),
     }
-    model, options = lambda rngs: PerExampleModel(rngs=rngs), {"gradient_accumulation_steps": 2}
+    model = lambda rngs: PerExampleModel(rngs=rngs)
+    options: Any = {"gradient_accumulation_steps": 2}
     with jax.enable_x64(True):
         assert_strategies_agree(
             model, squares, NUMBERS, cases, precision="fp64", axes=MLP, **options

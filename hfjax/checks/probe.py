@@ -1,20 +1,20 @@
 """The programs of a model's components, read before a step runs them.
 
 They are traced at global shapes by the functions that the step itself calls, so that the step
-finds them traced (`reuse_programs`). `probe_model.py` reads which attentions the model calls,
-`upcasts.py` the dtypes of its matmuls.
+finds them traced (`reuse_programs`). The operations of modules
+read which attentions the model calls, `upcasts.py` the dtypes of its matmuls.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
 
 from hfjax.parallel.adapters.model_template import LAYERS, Layer, fill, raw_value
 from hfjax.parallel.engine.example_keys import local_keys
+from hfjax.parallel.engine.model_ops import Component
 from hfjax.parallel.engine.step_context import LossCall, StepContext, num_examples
 from hfjax.parallel.layer_stack.embed_and_head import MethodCall
 from hfjax.parallel.layer_stack.run_layers import LayerCall
@@ -24,14 +24,6 @@ from hfjax.parallel.spmd.placements import AxisGroup
 from hfjax.parallel.whole_model.model import ModelCall
 from hfjax.parallel.whole_model.unshard_on_use import hide_mesh
 from hfjax.utils.paths import Flat
-
-
-class Component(NamedTuple):
-    """A component of a model: all of it, its embed, a layer, its head."""
-
-    program: ClosedJaxpr
-    parameters: Sequence[str]  # the paths of its first inputs
-    times: int = 1  # how many layers it stands for
 
 
 def trace_components(

@@ -13,13 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.checks.check_step import check_state_shardings
 from hfjax.checks.deadlock import check_deadlock
-from hfjax.checks.probe_model import context_choice
 from hfjax.optimizer_step.gradients import Gradients
 from hfjax.optimizer_step.loss_scale import initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
 from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.offload.activations import OffloadReport
@@ -436,12 +434,12 @@ class TrainStep:
         return self._program.spec.kernels
 
     @property
-    def context(self) -> ContextChoice | None:
+    def context(self) -> Any:
         """How devices that share sequences work together, and what each way sends: print it.
 
         Known once the step is traced; None where no devices share sequences.
         """
-        return context_choice(self.engine.context.trace.ops)
+        return self.engine.context.trace.ops.context
 
     @property
     def dtypes(self) -> DtypesByPath:

@@ -9,11 +9,12 @@ its own. What most of them have in common is here.
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax import lax
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from hfjax.parallel.engine.comm_plan import CollectiveKernel, CollectiveOp
@@ -31,6 +32,14 @@ from hfjax.utils.head import head_logits
 source_info_util.register_exclusion(__file__)  # source lines are the user's
 
 Names = tuple[str | None, ...]  # the logical axes of an activation
+
+
+class Component(NamedTuple):
+    """The program of a component of a model: all of it, its embed, a layer, its head."""
+
+    program: ClosedJaxpr
+    parameters: Sequence[str]  # the paths of its first inputs
+    times: int = 1  # how many layers it stands for
 
 
 class ModelOps(Protocol):
@@ -96,6 +105,20 @@ class ModelOps(Protocol):
 
     def check_positions(self, comms: Sequence[CommEvent], sent_bytes: int) -> None:
         """Refuse what devices that share sequences send each other beyond a limit."""
+        ...
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether something depends on the model: `read_model` is called before it runs."""
+        ...
+
+    def read_model(self, batch: Any, batch_group: AxisGroup, trace: Callable) -> None:
+        """Choose what depends on the model: `trace(batch, group)` yields its components."""
+        ...
+
+    @property
+    def context(self) -> Any:
+        """How devices that share sequences attend; None: none do, or not chosen yet."""
         ...
 
 
@@ -219,6 +242,19 @@ class CommonOps:
         if require_metrics:
             raise ValueError(NO_ROUTER_METRICS)
         return outputs
+
+    @property
+    def reads_model(self) -> bool:
+        """Nothing depends on the model."""
+        return False
+
+    def read_model(self, batch: Any, batch_group: AxisGroup, trace: Callable) -> None:
+        """Choose nothing."""
+
+    @property
+    def context(self) -> Any:
+        """No devices share sequences."""
+        return None
 
     def check_router_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Refuse a loss that has not used router metrics: its own metrics have no loads."""

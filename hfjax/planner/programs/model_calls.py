@@ -1,7 +1,7 @@
 """Records what a model asks of a step through its modules' `kernels`: attention and experts.
 
-Calls are recorded as in a step that shards the sequence (checks/probe_model.py), so that a
-plan counts the same calls, for any model.
+Calls are recorded as in a step that shards the sequence (extensions/context_parallel), so that a plan
+counts the same calls, for any model.
 """
 
 from collections import Counter
@@ -9,11 +9,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hfjax.checks.probe import Component, probe_local, trace_components
-from hfjax.checks.probe_model import find_attention_calls, sequence_length
+from hfjax.checks.probe import probe_local, trace_components
+from hfjax.parallel.engine.model_ops import Component
 from hfjax.parallel.engine.step_context import StepContext
+from hfjax.parallel.extensions.context_parallel.attention_calls import find_attention_calls
 from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
-from hfjax.parallel.extensions.context_parallel.ops import ContextParallelOps, sequence_dims
+from hfjax.parallel.extensions.context_parallel.ops import (
+    ContextParallelOps,
+    sequence_dims,
+    sequence_length,
+)
 from hfjax.parallel.extensions.expert_parallel.dispatch_kinds import MixtureCall
 from hfjax.parallel.extensions.expert_parallel.expert_dispatch import mixture_call
 from hfjax.parallel.settings import ContextParallel

@@ -2,8 +2,8 @@
 
 Model and loss see full sequences. Their operations run on the positions of a device
 (parallel/spmd); their attention is kept as a call by name, with a rule that runs it across the
-devices. Before a step is traced, a probe of the model finds which attentions it calls
-(hfjax/checks/probe_model.py), hence the option that sends least: `SequenceProbe`.
+devices. Before it runs, `read_model` finds which attentions the model calls, hence the option that
+sends least: `SequenceProbe`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,15 @@ from jax.sharding import PartitionSpec as P
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.engine import model_ops
 from hfjax.parallel.engine.comm_plan import shard_map_over
-from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
+from hfjax.parallel.extensions.context_parallel.attention_calls import (
+    AttentionRule,
+    find_attention_calls,
+    is_attention,
+)
+from hfjax.parallel.extensions.context_parallel.comm_kinds import (
+    ContextChoice,
+    choose_comm_kind,
+)
 from hfjax.parallel.extensions.context_parallel.ring_attention import Ring
 from hfjax.parallel.extensions.context_parallel.ring_block import (
     AttentionBlock,
@@ -89,26 +97,33 @@ class ContextParallelOps(KernelOps):
         return size_of(self.axes, self.mesh)
 
     @property
-    def probe_or_none(self) -> SequenceProbe | None:
-        """What the probe of the model found; None before it."""
-        return self.probes[0] if self.probes else None
+    def reads_model(self) -> bool:
+        """How devices attend depends on the attentions that the model calls."""
+        return True
 
-    def forget_choice(self) -> None:
-        """Forget what an earlier probe found: batches of another shape may ask for another."""
+    def read_model(self, batch: Any, batch_group: AxisGroup, trace: Callable) -> None:
+        """Choose how the devices attend, given the attentions that the model calls."""
+        dims = sequence_dims(batch, self.settings.sequence)
+        length = sequence_length(batch, dims)
+        group = AxisGroup((*batch_group.axes, *self.axes), batch_group.size * self.devices)
         self.probes.clear()
         self.unknown_lengths.clear()
-
-    def choose(self, probe: SequenceProbe) -> None:
-        """Keep what the probe found; trace again what has asked for it before."""
-        self.probes.append(probe)
+        calls = list(find_attention_calls(trace(batch, group), length, batch_group.size, self.mesh))
+        choice = choose_comm_kind(self.settings, self.devices, calls, self.ring_refusal)
+        choice.seq_layout.check_length(length, "a batch")
+        self.probes.append(SequenceProbe(choice, length, dims))
         if any(self.run_length(length) != length for length in self.unknown_lengths):
-            forget_programs()
+            forget_programs()  # a layer was traced with another answer
+
+    @property
+    def context(self) -> ContextChoice | None:
+        """How the devices communicate; None before the model is read."""
+        return self.probes[0].choice if self.probes else None
 
     @property
     def probe_result(self) -> SequenceProbe:
         """What the probe of the model found."""
-        assert self.probe_or_none is not None
-        return self.probe_or_none
+        return self.probes[0]
 
     @property
     def seq_layout(self) -> SequenceLayout:
@@ -119,7 +134,7 @@ class ContextParallelOps(KernelOps):
 
     def inner_groups(self) -> tuple[AxisGroup, ...]:
         """Return the group that shards positions, once the probe has found their layout."""
-        if self.probe_or_none is None:
+        if not self.probes:
             return ()
         return (AxisGroup(self.axes, self.devices, "positions", self.seq_layout.block_ids),)
 
@@ -180,7 +195,7 @@ class ContextParallelOps(KernelOps):
             leaves = jaxpr_as_fun(program.replace(consts=consts))(*operands)
             return jax.tree.unflatten(jax.tree.structure(out_shapes), leaves)
 
-        rule = AttentionRule(self, attend)
+        rule = AttentionRule(self.run_attention, attend)
         return keep_as_call(rule, attend_full_sequences)(program.consts, *operands)
 
     def run_attention(
@@ -269,17 +284,6 @@ class ContextParallelOps(KernelOps):
     named_groups, lookup = model_ops.no_named_groups, model_ops.lookup_table
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionRule:
-    """The rule of an attention that stays one call in a program of full sequences."""
-
-    ops: ContextParallelOps
-    attend: Callable
-
-    def __call__(self, call: RuleCall, ctx: PartitionContext, body: Any, arguments: Any) -> Any:
-        return self.ops.run_attention(self.attend, call, ctx, body, arguments)
-
-
 MIN_GATHER_LIMIT = 2**20  # gathers of less are allowed
 GATHER_HINT = (
     "Let attention be asked for (self.kernels = hfjax.models.layers.local_ops; "
@@ -311,14 +315,6 @@ def attention_operands(
     return operands
 
 
-def is_attention(operands: Sequence[Any], results: Sequence[Any], length: int) -> bool:
-    """Return whether shapes are those of attention of full sequences: q, k, v [B, S, H, D]."""
-    have_heads = all(len(x.shape) == 4 for x in (*operands[:3], *results))
-    have_length = all(len(x.shape) > 1 and x.shape[1] == length for x in (*operands, *results))
-    is_single = have_heads and have_length and len(results) == 1
-    return is_single and results[0].shape[2] == operands[0].shape[2]
-
-
 def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> Any:
     """Return the sequence dimension of each array of a batch, None where there is none."""
     paths = jax.tree_util.tree_map_with_path(
@@ -341,3 +337,24 @@ def sequence_dims(batch: Any, dims: Mapping[str, int | None] | None = None) -> A
         return dim
 
     return jax.tree.map(sequence_dim, paths, batch)
+
+
+def sequence_length(batch: Any, dims: Any) -> int:
+    """Return the sequence length of a batch."""
+    lengths = {
+        jax.tree_util.keystr(keys, simple=True, separator="/"): x.shape[dim]
+        for (keys, x), dim in zip(
+            jax.tree_util.tree_leaves_with_path(batch),
+            jax.tree.leaves(dims, is_leaf=lambda x: x is None),
+            strict=True,
+        )
+        if dim is not None
+    }
+    if len(set(lengths.values())) != 1:
+        lengths_text = ", ".join(f"{path} {size}" for path, size in lengths.items()) or "none"
+        raise ValueError(
+            "the devices of context share sequences, so that all arrays of a batch have the same "
+            f"number of positions; found {lengths_text} (dimension 1). Which dimension is the "
+            'sequence can be said: hfjax.ContextParallel(sequence={"tokens": 1, "image": None}).'
+        )
+    return next(iter(lengths.values()))
