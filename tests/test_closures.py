@@ -1,6 +1,8 @@
 """Whoever opens a file of the core reads the core: what is loaded with it, in statements."""
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ FOLDERS = {"hfjax": "hfjax"} | {
 }
 LIMITS = {  # module: statements
     "hfjax.parallel.engine.unshard": 817,
-    "hfjax.parallel.engine.gradient_engine": 3_790,
+    "hfjax.parallel.engine.gradient_engine": 3_820,
     "hfjax.parallel.pipeline.executor": 1_667,
     "hfjax.sharding.layout": 3_558,
 }
@@ -75,3 +77,25 @@ def test_a_file_of_the_core_needs_no_more_statements_than_these(name):
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_file_of_the_core_loads_no_kernel(name):
     assert not [other for other in closure(name) if "pallas_kernels" in other]
+
+
+@pytest.mark.slow
+def test_a_data_parallel_step_on_a_cpu_loads_no_kernel_and_no_extension_that_it_does_not_use():
+    program = """
+import sys
+import hfjax, jax, numpy as np, optax
+from flax import nnx
+jax.config.update("jax_platforms", "cpu")
+model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=1), hfjax.DDP)
+step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+step(hfjax.init(layout), np.ones((8, 8), np.float32))
+print(*(name for name in sys.modules if name.startswith("hfjax.")))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    loaded = ran.stdout.split()
+    assert len(loaded) <= 150
+    others = "attention", "cross_entropy", "ring", "pipeline", "layerwise", "context_parallel"
+    assert not [name for name in loaded if {*others} & {*name.split(".")}]

@@ -76,9 +76,8 @@ def test_what_was_measured_on_one_device_does_not_count_on_another(measured):
 
 
 def test_operands_that_a_kernel_cannot_take_go_to_xla(measured):
-    taken = choose_impl(
-        KernelChoices.of("auto"), "flash_block", H200, "head dim 80 is none of 64, 128"
-    )
+    refusal = lambda: "head dim 80 is none of 64, 128"
+    taken = choose_impl(KernelChoices.of("auto"), "flash_block", H200, refusal)
     assert (taken.impl, taken.why) == ("xla", "head dim 80 is none of 64, 128")
 
 
@@ -118,7 +117,7 @@ def test_what_was_chosen_is_told_of_all_arrays(monkeypatch):
     monkeypatch.setattr(kernel_choice, "cannot_run", lambda device: None)
     chosen = Kernels.of(KernelChoices.of("pallas"), hfjax.make_mesh(data=8), next_token_loss)
     for size, refusal in ((8, None), (4, "a piece is too small"), (16, None), (8, None)):
-        chosen.array_impl("all_gather", refusal, {"N": size})
+        chosen.array_impl("all_gather", lambda refusal=refusal: refusal, {"N": size})
     lines = [line.split("  ") for line in str(chosen).splitlines() if "all_gather " in line]
     assert [[cell.strip() for cell in line if cell] for line in lines] == [
         ["all_gather", "pallas", "asked for", "N=8; N=16"],
@@ -127,10 +126,9 @@ def test_what_was_chosen_is_told_of_all_arrays(monkeypatch):
 
 
 def test_asking_for_a_kernel_that_cannot_take_its_operands_is_an_error():
+    refusal = lambda: "head dim 80 is none of 64, 128"
     with pytest.raises(ValueError, match=r"flash_block cannot run here: head dim 80.*auto"):
-        choose_impl(
-            KernelChoices.of("pallas"), "flash_block", H200, "head dim 80 is none of 64, 128"
-        )
+        choose_impl(KernelChoices.of("pallas"), "flash_block", H200, refusal)
 
 
 @pytest.mark.parametrize(

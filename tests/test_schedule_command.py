@@ -225,7 +225,7 @@ import sys
 from pathlib import Path
 from hfjax.cli.draw_timeline import trace, write
 from hfjax.cli.schedule import schedule_timeline
-from hfjax.parallel.schedules import Schedule
+from hfjax.parallel.schedules.named import Schedule
 
 picture = schedule_timeline(Schedule("1f1b", 2).table(2), 1, 2, 1)
 assert trace(picture)

@@ -10,18 +10,16 @@
 8. `check_host_loops`: whether XLA reads host memory back (parallel/offload/check_host_loops.py).
 
 Then `jax.jit`, and `check_deadlock` (checks/deadlock.py), which reads the compiled program. Only
-here are engines, updates and the operations of modules chosen.
+here are engines, updates and the operations of modules chosen, and imported once they are: a step
+on one axis loads no pipeline.
 """
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hfjax.checks.check_step import check_execution, check_step_arguments
 from hfjax.checks.optimizers import check_optimizer, has_layerwise_update
-from hfjax.optimizer_step.async_pipeline import AsynchronousUpdate
-from hfjax.optimizer_step.cpu_offload import StreamedUpdate
-from hfjax.optimizer_step.in_backward import InBackwardUpdate
 from hfjax.optimizer_step.sharded import ShardedUpdate
 from hfjax.optimizer_step.update import Update
 from hfjax.parallel.activation_sharding import Placer
@@ -33,20 +31,12 @@ from hfjax.parallel.engine.step_context import (
     scatter_gradients_early,
 )
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.extensions.context_parallel.ops import ContextParallelOps
 from hfjax.parallel.extensions.expert_parallel.expert_dispatch import ExpertDispatch
 from hfjax.parallel.extensions.kernel_dispatch.ops import Kernels, WholeSequenceOps
-from hfjax.parallel.extensions.tensor_grid.ops import GridOps
-from hfjax.parallel.extensions.uneven_stages.stage_units import UnevenStageModel
-from hfjax.parallel.layer_stack.model import LayerStackModel
-from hfjax.parallel.layerwise.engines import LayerUpdateEngine, LayerwiseEngine
 from hfjax.parallel.mesh import SEQUENCE_AXES, grid_axes, in_use
 from hfjax.parallel.offload.check_host_loops import check_host_loops
-from hfjax.parallel.pipeline.engine import PipelineEngine, permute_refusal
-from hfjax.parallel.schedules.compile import compile_table
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.spmd.interpreter import run_partitioned
-from hfjax.parallel.whole_model.model import WholeModel
 from hfjax.sharding.layout import Layout
 from hfjax.sharding.stage_assignment import assign_stages, training_table
 from hfjax.sharding.xla_options import Options, options_for
@@ -94,13 +84,21 @@ def update_for(spec: StepSpec) -> Update:
     """Return how a step updates its state."""
     layout, execution = spec.layout, spec.execution
     if execution.optimizer_in_backward:
+        from hfjax.optimizer_step.in_backward import InBackwardUpdate
+        from hfjax.parallel.layerwise.engines import LayerUpdateEngine
+
         context = step_context(spec, one_microbatch=True, include_kept_unsharded=True)
         layer_engine = LayerUpdateEngine.of(context)
         return InBackwardUpdate(layout, layer_engine.engine, layer_engine)
-    engine, schedule = engine_for(spec), execution.schedule
-    if schedule and schedule.asynchronous and isinstance(engine, PipelineEngine):
+    engine: Any = engine_for(spec)
+    schedule = execution.schedule
+    if spec.table is not None and schedule and schedule.asynchronous:
+        from hfjax.optimizer_step.async_pipeline import AsynchronousUpdate
+
         return AsynchronousUpdate.build(layout, engine, schedule)
     if layout.host_memory:
+        from hfjax.optimizer_step.cpu_offload import StreamedUpdate
+
         return StreamedUpdate(layout, engine, spec.is_layerwise)
     return ShardedUpdate(layout, engine)
 
@@ -110,15 +108,26 @@ def engine_for(spec: StepSpec) -> GradientEngine:
     layout, table, storage = spec.layout, spec.table, spec.layout.storage
     one_microbatch = spec.execution.gradient_accumulation_steps == 1
     if table is not None:
+        from hfjax.parallel.extensions.uneven_stages.stage_units import UnevenStageModel
+        from hfjax.parallel.pipeline.engine import PipelineEngine
+        from hfjax.parallel.schedules.compile import compile_table
+
         context = step_context(spec, include_kept_unsharded=True, include_full_gradients=True)
         model_factory = storage.packed and partial(UnevenStageModel, packed=storage.packed)
         assert storage.arrangement is not None
         return PipelineEngine(context, storage.arrangement, compile_table(table), model_factory)
     if layout.host_memory.parameters and layout.template.is_layer_stack and not layout.forward:
+        from hfjax.parallel.layerwise.engines import LayerwiseEngine
+
         return LayerwiseEngine(step_context(spec, one_microbatch, include_kept_unsharded=True))
     context = step_context(spec, one_microbatch, include_full_gradients=True)
-    model = LayerStackModel if context.is_layer_stack else WholeModel
-    return AutodiffEngine(context, model(context))
+    if context.is_layer_stack:
+        from hfjax.parallel.layer_stack.model import LayerStackModel
+
+        return AutodiffEngine(context, LayerStackModel(context))
+    from hfjax.parallel.whole_model.model import WholeModel
+
+    return AutodiffEngine(context, WholeModel(context))
 
 
 def step_context(spec: StepSpec, one_microbatch=False, **gather_options: bool) -> StepContext:
@@ -138,10 +147,15 @@ def module_ops_for(spec: StepSpec) -> ModelOps:
     layout, loss, execution, table, kernels, experts, _ = spec
     inputs = OpsInputs(Placer(layout.mesh, layout.strategy), experts.run, loss)
     if grid_axes(layout.mesh):
+        from hfjax.parallel.extensions.tensor_grid.ops import GridOps
+
         is_local = execution.batch_view == "local"
         grid_options = layout.strategy.parameters, kernels.without_logits, is_local
         return GridOps(inputs, layout.mesh, *grid_options)
     if in_use(layout.mesh, SEQUENCE_AXES):
+        from hfjax.parallel.extensions.context_parallel.ops import ContextParallelOps
+        from hfjax.parallel.pipeline.engine import permute_refusal
+
         packed, remat = bool(layout.storage.packed), execution.remat
         no_ring = table and permute_refusal(table, packed, remat, layout.template)
         return ContextParallelOps(inputs, kernels, execution.context, no_ring)

@@ -12,7 +12,3 @@ schedules by their published names, `builders` the functions that build tables, 
 written as text, `cost` what a table costs (bubble, stash), `compile` slots and links for the
 executor, `versions` the weight versions of asynchronous schedules.
 """
-
-from hfjax.parallel.schedules.named import Schedule
-
-__all__ = ["Schedule"]

@@ -90,7 +90,7 @@ class Ticks:
 def compile_table(table: Table) -> Ticks:
     """Return the table with its slots, links and segments; raise ValueError if it is faulty.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> ticks = compile_table(Schedule("1f1b", microbatches=8).table(stages=4))
     >>> ticks.segments, ticks.depth["stash"]
     (((0, 3, 'F'), (3, 11, 'FB'), (11, 14, 'B')), 7)

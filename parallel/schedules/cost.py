@@ -41,7 +41,7 @@ def cost(
     use where there are no branches, after the busiest stage where there are. `neighbour`: a stage
     waits for itself and its two neighbours only. `free`: for the inputs of its next tick only.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> cost(Schedule("1f1b", microbatches=16).table(stages=4))  # (16 + 4 - 1) * (1 + 2)
     57.0
     """
@@ -153,7 +153,7 @@ def bubble(
 ) -> float:
     """Return the fraction of the time in which a stage does no useful work, 0 to 1.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> round(bubble(Schedule("1f1b", microbatches=16).table(stages=4)), 3)  # 3 of 19
     0.158
     """
@@ -166,7 +166,7 @@ def stash(table: Table) -> tuple[float, ...]:
 
     They are kept from F to the last task that reads them: B, or W in a split table.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> stash(Schedule("1f1b-published", microbatches=16).table(stages=4))
     (4.0, 3.0, 2.0, 1.0)
     """
@@ -186,7 +186,7 @@ def b_to_w_stash(table: Table) -> tuple[float, ...]:
 
     These are slots of the executor's buffer `b_to_w`; only a split table has any.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> b_to_w_stash(Schedule("zb-h1", microbatches=16).table(stages=4))
     (1.0, 2.0, 3.0, 4.0)
     """
@@ -200,7 +200,7 @@ def b_to_w_stash(table: Table) -> tuple[float, ...]:
 def messages(table: Table) -> dict[tuple[int, int], int]:
     """Return how many messages each stage needs from each other one, in stage order.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> messages(Schedule("1f1b", microbatches=16).table(stages=3))
     {(0, 1): 16, (1, 0): 16, (1, 2): 16, (2, 1): 16}
     """
@@ -217,7 +217,7 @@ def count_permutes(table: Table) -> int:
 
     Each tick of a segment sends on every link that the segment uses, needed or not.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> count_permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
     38
     """
@@ -248,7 +248,7 @@ def compile_outline(table: Table) -> Ticks:
     Predictions need no more. It is a tenth of the work of `compile_table`; the table is one that a
     schedule built, and is not checked again.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> compile_outline(Schedule("1f1b", microbatches=8).table(stages=4)).depth
     {'stash': 7, 'b_to_w': 0}
     """

@@ -36,7 +36,7 @@ def weight_versions(table: Table, every: int = 1) -> Versions:
     of group k (from 0) use version max(0, k - 1) on all stages, and their update makes version
     k + 1 from version k: the staleness is 1, and two versions are enough.
 
-    >>> from hfjax.parallel.schedules import Schedule
+    >>> from hfjax.parallel.schedules.named import Schedule
     >>> table = Schedule("1f1b-published", microbatches=16).table(stages=4)
     >>> weight_versions(table).slots, weight_versions(table, every=4).slots
     (4, 2)

@@ -1,7 +1,7 @@
 """Records what a model asks of a step through its modules' `kernels`: attention and experts.
 
-Calls are recorded as in a step that shards the sequence (extensions/context_parallel), so that a plan
-counts the same calls, for any model.
+Calls are recorded as in a step that shards the sequence (extensions/context_parallel), so that a
+plan counts the same calls, for any model.
 """
 
 from collections import Counter

@@ -8,7 +8,7 @@ used: a kernel that was never seen to win is not the default.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,8 @@ MEASURED = Path(pallas_kernels.__file__).parent / "measured.json"
 MIN_SPEEDUP = 1.02  # of a kernel that replaces XLA's: less is noise
 
 
+IMPLS = ("pallas", "reference")  # those of `tensor_sharded`; xla is the plain program
+Refusal = Callable[[], str | None] | None
 Shape = Mapping[str, int]  # sizes of operands by their letters: S, D; N: the number of elements
 
 
@@ -60,13 +62,13 @@ def choose_impl(
     requested: KernelChoices,
     kernel: str,
     device: Any,
-    refusal: str | None = None,
+    refusal: Refusal = None,
     impossible: str | None = None,
     shape: Shape | None = None,
 ) -> KernelChoice:
     """Return the implementation to use on a device, for operands of a shape.
 
-    `refusal` says why the kernel cannot take the operands, `impossible` why no implementation but
+    `refusal()` says why the kernel cannot take the operands, `impossible` why no implementation but
     XLA's fits the step. A requested kernel that cannot run is an error.
     """
     setting = requested.choice(kernel)
@@ -74,7 +76,7 @@ def choose_impl(
         return KernelChoice(kernel, setting, "asked for")
     if setting == "reference":
         return KernelChoice(kernel, "xla" if impossible else setting, impossible or "asked for")
-    obstacle = cannot_run(device) or impossible or refusal
+    obstacle = cannot_run(device) or impossible or (refusal and refusal())
     if setting == "pallas":
         if obstacle:
             raise ValueError(

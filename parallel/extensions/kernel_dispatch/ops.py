@@ -8,13 +8,13 @@ from typing import Any, final
 import jax
 from jax.sharding import Mesh
 
-from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.capabilities import Projection
-from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.parallel.engine import model_ops
-from hfjax.parallel.extensions.kernel_dispatch import batch_stats, tensor_sharded
+from hfjax.parallel.extensions.kernel_dispatch import batch_stats
 from hfjax.parallel.extensions.kernel_dispatch.choose_kernel import (
+    IMPLS,
     KernelChoice,
+    Refusal,
     Shape,
     choose_impl,
     format_shape,
@@ -57,7 +57,7 @@ class Kernels:
     def impl(
         self,
         kernel: str,
-        refusal: str | None = None,
+        refusal: Refusal = None,
         impossible: str | None = None,
         shape: Shape | None = None,
     ) -> str:
@@ -67,17 +67,24 @@ class Kernels:
             choose_impl(self.requested, kernel, device, refusal, impossible, shape), shape
         )
 
-    def array_impl(self, kernel: str, refusal: str | None, shape: Shape) -> str:
+    def array_impl(self, kernel: str, refusal: Callable[[], str | None], shape: Shape) -> str:
         """Return the implementation for one of many arrays; xla for one that does not fit."""
-        if refusal and self.requested.choice(kernel) == "pallas":
-            return self._record(KernelChoice(kernel, "xla", refusal), shape)
+        if self.requested.choice(kernel) == "pallas" and (why := refusal()):
+            return self._record(KernelChoice(kernel, "xla", why), shape)
         return self.impl(kernel, refusal, shape=shape)
 
-    def choose_kernel(self, op: model_ops.CollectiveOp) -> tensor_sharded.CastingKernel | None:
+    @property
+    def _sharded(self) -> Any:
+        """The kernels on a mesh, imported where one may run: a step on CPUs loads none."""
+        from hfjax.parallel.extensions.kernel_dispatch import tensor_sharded
+
+        return tensor_sharded
+
+    def choose_kernel(self, op: model_ops.CollectiveOp) -> model_ops.CollectiveKernel | None:
         """Return the kernel for a `CollectiveOp` (engine/comm_plan.py) in place of XLA, or None."""
-        refusal = tensor_sharded.sending_refuses(op)
+        refusal = lambda: self._sharded.sending_refuses(op)
         impl = self.array_impl(op.kind, refusal, {"N": op.x.size})
-        return tensor_sharded.CastingKernel(impl) if impl in tensor_sharded.IMPLS else None
+        return self._sharded.CastingKernel(impl) if impl in IMPLS else None
 
     def impls(self, kernel: str) -> set[str]:
         """Return the implementations chosen for a kernel, over all operands."""
@@ -122,7 +129,7 @@ class Kernels:
             (self._local_count(x_BSD[..., 0].size), x_BSD.shape[-1]), x_BSD.dtype
         )
         labels = jax.ShapeDtypeStruct(tokens.shape[:1], "int32")
-        refusal = cross_entropy.refuses(tokens, kernel_VD, labels)
+        refusal = lambda: self._sharded.cross_entropy.refuses(tokens, kernel_VD, labels)
         shape = {
             "N": tokens.shape[0],
             "V": self._vocab_shard(kernel_VD.shape[0]),
@@ -130,18 +137,18 @@ class Kernels:
         }
         impossible = self._projection_refusal(kernel_VD) or (OWN_LOGITS if custom_logits else None)
         impl = self.impl("cross_entropy", refusal, impossible, shape)
-        if impl not in tensor_sharded.IMPLS:
+        if impl not in IMPLS:
             return make_logits()
-        return Projection(x_BSD, kernel_VD, tensor_sharded.sharded_losses(self.mesh, impl, vocab))
+        return Projection(x_BSD, kernel_VD, self._sharded.sharded_losses(self.mesh, impl, vocab))
 
     def attend(self, plain: Callable, *operands: jax.Array) -> jax.Array:
         """Return attention of q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
         operands = tuple(x for x in operands if x is not None)
         impl = self.attention_impl(*operands)
-        if impl not in tensor_sharded.IMPLS:
+        if impl not in IMPLS:
             return plain(*operands)
         window = getattr(plain, "window", None)
-        return tensor_sharded.sharded_attention(self.mesh, impl, len(operands) == 4, window)(
+        return self._sharded.sharded_attention(self.mesh, impl, len(operands) == 4, window)(
             *operands
         )
 
@@ -150,18 +157,19 @@ class Kernels:
         q, k, v, *_ = operands
         impossible = self._uneven_refusal("heads of keys", k.shape[2])
         shape = {"S": q.shape[1], "D": q.shape[3]}
-        return self.impl("flash_block", flash_block.refuses(q, k, v), impossible, shape)
+        refusal = lambda: self._sharded.flash_block.refuses(q, k, v)
+        return self.impl("flash_block", refusal, impossible, shape)
 
     def _multiply(
         self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: jax.Array
     ) -> jax.Array:
         impossible = self._ring_refusal(x_BSI)
-        refusal = impossible or tensor_sharded.ring_refuses(self.mesh, kind, x_BSI, kernel_IO)
+        refusal = lambda: self._sharded.ring_refuses(self.mesh, kind, x_BSI, kernel_IO)
         num_tokens, (inputs, outputs) = self._local_count(x_BSI[..., 0].size), kernel_IO.shape
         impl = self.impl(kind, refusal, impossible, {"M": num_tokens, "K": inputs, "N": outputs})
-        if impl not in tensor_sharded.IMPLS:
+        if impl not in IMPLS:
             return plain(x_BSI, kernel_IO)
-        return tensor_sharded.ring_matmul(self.mesh, impl, kind)(x_BSI, kernel_IO)
+        return self._sharded.ring_matmul(self.mesh, impl, kind)(x_BSI, kernel_IO)
 
     # -- what only XLA can do ---------------------------------------------------------------------
 

@@ -23,8 +23,6 @@ from hfjax.parallel.extensions.kernel_dispatch.per_shard import ShardedFunction
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
 from hfjax.utils.vma import unify_varying
 
-IMPLS = ("pallas", "reference")  # those that are defined here; xla is the plain program
-
 SPLIT = TENSOR_AXES  # of one dimension
 CASTING: dict[str, Any] = {"pallas": casting, "reference": reference}
 RING = {"pallas": products.kernel_pair, "reference": products.jax_pair}
