@@ -15,7 +15,7 @@ from flax import nnx
 from hfjax.parallel.adapters.model_template import LAYERS, Layer, fill, raw_value
 from hfjax.parallel.engine.example_keys import local_keys
 from hfjax.parallel.engine.model_ops import Component
-from hfjax.parallel.engine.step_context import LossCall, StepContext, num_examples
+from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.layer_stack.embed_and_head import MethodCall
 from hfjax.parallel.layer_stack.run_layers import LayerCall
 from hfjax.parallel.spmd.interpreter import global_shapes
@@ -54,8 +54,8 @@ def _whole_component(
     context: StepContext, variables: Flat, batch: Any, mode: str, group: AxisGroup
 ) -> Component:
     extra, parameters = context.trace.extra, compute_shapes(context)
-    loss = None if mode == "predict" else LossCall(context.loss)
-    call = ModelCall(context, loss, "train" if mode == "train" else "eval", extra)
+    predicts, mode = mode == "predict", "train" if mode == "train" else "eval"
+    call = ModelCall(context, mode, not predicts, predicts, extra)
     with hide_mesh():
         arrays = extra.split()[1] if extra else ()
         program, _ = trace_global(group, call, parameters, variables, batch, arrays)

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.sharding.layout import State
@@ -142,20 +144,31 @@ def compute_gradients(
     batch: Any,
     extra: Any = None,
     extra_specs: Any = None,
-) -> Gradients:
-    """Return the gradients of a batch; `forward` and the loss may ask for `extra` by name."""
+) -> tuple[Gradients, dict[str, Any]]:
+    """Return the gradients of a batch, and what `engine.returns` requests, by name.
+
+    `forward` and the loss may ask for `extra` by name.
+    """
     params, variables = flatten(state.params), flatten(state.variables)
     context, seed = engine.context, None
     if state.scale:
         seed = context.loss_seed(state.scale.value, engine.num_microbatches)
     more = seed, extra, extra_specs
-    sums, mean, changed = engine.gradients(params, variables, batch, state.step, *more)
+    sums, mean, changed, outputs = engine.gradients(params, variables, batch, state.step, *more)
+    returned = {}
+    if "losses" in engine.returns:
+        returned["losses"] = mean.total / mean.weight
+        mean = jax.tree.map(lambda x: x.sum(0), mean)
+    if "outputs" in engine.returns:
+        sharding = NamedSharding(context.mesh, context.batch_spec)
+        returned["outputs"] = lax.with_sharding_constraint(outputs, sharding)
     if seed is not None:
         sums = {path: g / seed for path, g in sums.items()}
     squares, norm = gradient_norm(sums, mean)
     num_examples = jax.tree.leaves(batch)[0].shape[0]
     batched = tuple(sorted(context.batched_variables(changed)))
-    return Gradients(sums, mean, changed, num_examples, True, norm, squares, batched=batched)
+    gradients = Gradients(sums, mean, changed, num_examples, True, norm, squares, batched=batched)
+    return gradients, returned
 
 
 def gradient_norm(sums: Flat, mean: Mean) -> tuple[Flat, jax.Array]:

@@ -75,7 +75,8 @@ class UpdateAfterGradients(Update):
 
     def __call__(self, state: State, batch: Any) -> GradResult:
         """Return the result of a pass over the batch."""
-        return self.result(compute_gradients(self.engine, state, batch), state)
+        gradients, _ = compute_gradients(self.engine, state, batch)
+        return self.result(gradients, state)
 
     def result(self, gradients: Gradients, state: State) -> GradResult:
         """Return the result of a pass whose gradients are these."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from hfjax.checks.check_step import check_execution, check_step_arguments
 from hfjax.checks.optimizers import check_optimizer, has_layerwise_update
+from hfjax.checks.probe_model import probe_model
 from hfjax.optimizer_step.sharded import ShardedUpdate
 from hfjax.optimizer_step.update import Update
 from hfjax.parallel.activation_sharding import Placer
@@ -40,6 +41,7 @@ from hfjax.parallel.spmd.interpreter import run_partitioned
 from hfjax.sharding.layout import Layout
 from hfjax.sharding.stage_assignment import assign_stages, training_table
 from hfjax.sharding.xla_options import Options, options_for
+from hfjax.utils.paths import Flat
 
 
 class StepSpec(NamedTuple):
@@ -128,6 +130,16 @@ def engine_for(spec: StepSpec) -> GradientEngine:
     from hfjax.parallel.whole_model.model import WholeModel
 
     return AutodiffEngine(context, WholeModel(context))
+
+
+def probe_engine(
+    spec: StepSpec, variables: Flat, batch: Any, mode: str, extra: Any = None
+) -> GradientEngine:
+    """Return the engine of a pass, which has read the model."""
+    engine = engine_for(spec)
+    engine.context.trace.extra = extra
+    probe_model(engine, variables, batch, mode)
+    return engine
 
 
 def step_context(spec: StepSpec, one_microbatch=False, **gather_options: bool) -> StepContext:

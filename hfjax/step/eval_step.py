@@ -11,9 +11,7 @@ import numpy as np
 from hfjax.checks.check_step import check_execution, check_state_shardings, check_step_arguments
 from hfjax.checks.deadlock import check_deadlock
 from hfjax.checks.jax_errors import explain_errors
-from hfjax.checks.probe_model import probe_model
 from hfjax.parallel.adapters.forward_signature import requested_names
-from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import Precision
@@ -70,7 +68,7 @@ def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
             layout, loss, eval_execution, evaluation_table(layout, schedule, batch)
         )
         with explain_errors(layout, batch):
-            engine = _probe_engine(spec, variables, batch, "eval")
+            engine = build.probe_engine(spec, flatten(variables), batch, "eval")
             mean = engine.evaluate(flatten(params), flatten(variables), batch)
         metrics = {"loss": mean.total / mean.weight} | mean_metrics(mean)
         return layout.template.after_step(flatten(variables), metrics)[1]
@@ -122,7 +120,7 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
         table = evaluation_table(layout, schedule, batch)
         spec = build.step_spec(layout, _no_loss, eval_execution, table)
         with explain_errors(layout, batch):
-            engine = _probe_engine(spec, variables, batch, "predict")
+            engine = build.probe_engine(spec, flatten(variables), batch, "predict")
             outputs = engine.predict(flatten(params), flatten(variables), batch)
         comms[:] = engine.context.trace.global_batch.comms
         return outputs
@@ -130,13 +128,6 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
     return _pad_batches(
         layout, _jit_step(layout, predict, options_for(layout, eval_execution)), comms
     )
-
-
-def _probe_engine(spec: build.StepSpec, variables: Flat, batch: Any, mode: str) -> GradientEngine:
-    """Return the engine of a forward pass, which has read the model."""
-    engine = build.engine_for(spec)
-    probe_model(engine, flatten(variables), batch, mode)
-    return engine
 
 
 def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> Callable:

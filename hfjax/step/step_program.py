@@ -27,6 +27,7 @@ from hfjax.optimizer_step.update import (
     constrain,
 )
 from hfjax.parallel.engine.example_keys import fold_number, is_random
+from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.parallel.execution import Execution, guard
 from hfjax.sharding.check_state import check_state_shapes
 from hfjax.sharding.layout import Layout, State
@@ -37,7 +38,8 @@ from hfjax.utils.keywords import is_int
 from hfjax.utils.mean import Mean, mean_metrics
 from hfjax.utils.paths import Flat, flatten, is_random_key, nest
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]  # arrays, and outputs of the model where they are requested
+RETURNS = ("losses", "outputs")  # what `gradients` returns among the metrics on request
 
 
 class StepProgram:
@@ -59,30 +61,36 @@ class StepProgram:
     def gradients(
         self,
         extra_specs: ExtraSpecs | None,
+        returns: tuple[str, ...],
         state: State,
         batch: Any,
         order: Any,
         fold: Any,
         extra: Any,
     ) -> tuple[Gradients, Metrics]:
-        """Return gradients and metrics; the loss is NaN if `order` is not that of this step."""
+        """Return gradients, and metrics with what `returns` names.
+
+        The loss is NaN if `order` is not that of this step.
+        """
         state = self._check(state, batch)
         variables, templates = flatten(state.variables), self.layout.template.variables
         state = replace(state, variables=nest(_fold_keys(templates, variables, fold)))
         with explain_errors(self.layout, batch):
-            self._probe(variables, batch, extra_specs and Extra(extra))
-            grads = compute_gradients(self.update.engine, state, batch, extra, extra_specs)
+            full_extra = extra_specs and Extra(extra)
+            engine = self._probe_engine(variables, batch, full_extra, returns)
+            grads, returned = compute_gradients(engine, state, batch, extra, extra_specs)
         mean = grads.mean
         if (fits := self.fits_order(order)) is not True:
             mean = replace(mean, total=jnp.where(fits, mean.total, jnp.nan))
         metrics = _loss_metrics(mean, grads.norm)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
+        check_no_metric(metrics, returns)
         # The mean of a batch of weight 0 is not finite; its sums are, and may be added to others.
         squares: Any = grads.squares
         finite = jnp.isfinite(mean.total) & jnp.isfinite(sum(squares.values()))
         sums = constrain(grads.sums, self.layout.param_specs)
         grads = replace(grads, sums=sums, mean=mean, finite=finite, order=self.order)
-        return grads, metrics | {"step": state.step}
+        return grads, metrics | {"step": state.step} | returned
 
     def apply(
         self, state: State, gradients: Gradients, fits: Any = True
@@ -106,6 +114,16 @@ class StepProgram:
             raise ValueError(
                 f"step.gradients: fold={fold!r}; a whole number from 0 on is expected."
             )
+
+    def check_returns(self, returns: Any) -> tuple[str, ...]:
+        """Return the names of results of `gradients`, each once; refuse others."""
+        names = () if isinstance(returns, str) else tuple(dict.fromkeys(returns))
+        if isinstance(returns, str) or not set(names) <= set(RETURNS):
+            raise ValueError(
+                f"step.gradients: returns={returns!r}; a tuple of {', '.join(RETURNS)} is "
+                'expected, for instance returns=("losses",).'
+            )
+        return names
 
     def extra_specs(self, extra: Any) -> ExtraSpecs | None:
         """Return the specs of extra arrays; refuse any that nothing asks for."""
@@ -179,6 +197,19 @@ class StepProgram:
         engine.context.trace.extra = extra
         probe_model(engine, variables, batch, "train")
 
+    def _probe_engine(
+        self, variables: Flat, batch: Any, extra: Extra | None, returns: tuple[str, ...]
+    ) -> GradientEngine:
+        """Return the engine of a pass with these results; outputs are logits, never factors."""
+        spec = self.spec
+        if "outputs" in returns and spec.kernels.without_logits:
+            spec = spec._replace(kernels=replace(spec.kernels, without_logits=False))
+            engine = build.probe_engine(spec, variables, batch, "train", extra)
+        else:
+            self._probe(variables, batch, extra)
+            engine = self.update.engine
+        return replace(engine, returns=returns)
+
     def _finish(
         self, state: State, grads: GradResult, fits: Any = True
     ) -> tuple[State, Metrics, Flat]:
@@ -217,6 +248,15 @@ def _fold_keys(templates: Mapping[str, Any], variables: Flat, number: Any) -> Fl
     is_key = lambda path, x: is_random(templates[path]) and is_random_key(x)
     fold = lambda x: jnp.where(number == 0, x, fold_number(x, number))
     return {path: fold(x) if is_key(path, x) else x for path, x in variables.items()}
+
+
+def check_no_metric(metrics: Metrics, returns: tuple[str, ...]) -> None:
+    """Refuse results of `gradients` that have the name of a metric of the loss."""
+    if names := [name for name in returns if name in metrics]:
+        raise ValueError(
+            f"step.gradients: returns={returns!r}, and the loss has a metric {names[0]!r}. Choose "
+            "another name for that metric."
+        )
 
 
 def _loss_metrics(mean: Mean, norm: Any) -> Metrics:

@@ -1,7 +1,7 @@
 """The training step: one jitted function, or its two halves."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
@@ -180,7 +180,13 @@ class TrainStep:
     # -- the halves of a step -------------------------------------------------------------------
 
     def gradients(
-        self, state: State, batch: Any, *, fold: Any = 0, extra: Any = None
+        self,
+        state: State,
+        batch: Any,
+        *,
+        fold: Any = 0,
+        extra: Any = None,
+        returns: Sequence[str] = (),
     ) -> tuple[Gradients, Metrics]:
         """Return the gradients of a batch and the metrics of its loss; nothing is donated.
 
@@ -197,6 +203,8 @@ class TrainStep:
                 parameters, a coefficient. `forward` and the loss ask for `extra` by name. Arrays
                 of another layout are taken as they lie where this mesh can express it, else they
                 are copied to all devices. Copy parameters that a step would donate.
+            returns: More metrics, of "losses" (an array with the loss of each microbatch) and
+                "outputs" (what the model returned in this pass, sharded as the batch).
 
         Raises:
             ValueError: This step has no such moment, since layers are updated during the backward
@@ -219,11 +227,12 @@ class TrainStep:
             1
         """
         self._program.check_fold(fold)
+        names = self._program.check_returns(returns)
         check_alive(state)
         specs = self._program.extra_specs(extra)
         extra = specs and specs.place(extra)
         is_nested = is_traced((state, batch, fold, extra))
-        jitted, more = self._gradients_of(specs, is_nested), (jnp.int32(fold), extra)
+        jitted, more = self._gradients_of(specs, is_nested, names), (jnp.int32(fold), extra)
         if is_nested:
             check_batch(self.layout, batch, num_microbatches(self.execution))
             return jitted(self._with_scale(replace(state, order=None)), batch, state.order, *more)
@@ -267,11 +276,13 @@ class TrainStep:
         return result
 
     @cached_property
-    def _gradients_of(self) -> Callable[[ExtraSpecs | None, bool], Callable]:
+    def _gradients_of(self) -> Callable[..., Callable]:
         """Return the function (state, batch, order, fold, extra) -> gradients, metrics; jitted."""
 
-        def jitted(specs: ExtraSpecs | None, is_nested: bool) -> Callable:
-            compute = partial(self._program.gradients, specs)
+        def jitted(
+            specs: ExtraSpecs | None, is_nested: bool, returns: tuple[str, ...] = ()
+        ) -> Callable:
+            compute = partial(self._program.gradients, specs, returns)
             in_shardings = self._shardings, self._batch_sharding, None, None
             shardings: Any = (*in_shardings, specs and specs.in_shardings())
             if is_nested:  # only the outermost function has compiler options

@@ -11,8 +11,8 @@ Engines differ in how one microbatch runs. `AutodiffEngine` lets JAX differentia
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.engine.unshard import ShardedParam
-from hfjax.parallel.jaxprs.stage_fns import loss_cotangent, mean_of
+from hfjax.parallel.jaxprs.stage_fns import loss_cotangent
 from hfjax.parallel.spmd.microbatches import redistribute_examples
 from hfjax.parallel.spmd.placements import ShardedValue, Split, is_distributed, placement_of
 from hfjax.utils.mean import Mean
@@ -44,16 +44,22 @@ class PassOutput(NamedTuple):
     """The result of a microbatch's forward and backward passes."""
 
     gradients: Flat  # of total / divisor
-    loss_mean: Any  # a Mean, or `PipelineOutput`
+    loss_mean: Mean  # if losses are requested: with a first dimension for microbatches
     statistics: Flat  # variables after it
     gradient_divisor: Any = 1.0  # the same on all devices
+    outputs: Any = None  # of this device's examples, if they are requested
 
 
 @dataclass(frozen=True)
 class GradientEngine(ABC):
-    """What runs on each device between stored parameters and reduced gradients."""
+    """What runs on each device between stored parameters and reduced gradients.
+
+    `returns` are results of `gradients` that are requested: "losses" (of each microbatch) and
+    "outputs" (of the model, for the whole batch).
+    """
 
     context: StepContext
+    returns: Collection[str] = field(default=(), kw_only=True)
 
     @abstractmethod
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
@@ -71,13 +77,8 @@ class GradientEngine(ABC):
         """Return the outputs of the model: a tree of arrays, `ShardedValue`, `PartialValue`."""
 
     @abstractmethod
-    def loss_over_devices(self, mean: Any) -> Any:
+    def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the loss of all devices, given that of `microbatch` or `eval_local`."""
-
-    @property
-    @abstractmethod
-    def loss_specs(self) -> Any:
-        """The specs of that loss."""
 
     @property
     @abstractmethod
@@ -94,11 +95,11 @@ class GradientEngine(ABC):
         extra: Any = None,
         extra_specs: Any = None,
     ) -> tuple:
-        """Return (gradients of the total, placed as optimizer state; Mean; variables written to).
+        """Return gradients of the total, placed as optimizer state; Mean; new variables; outputs.
 
         `seed`, the cotangent of the loss of a microbatch, scales them; `extra` is a tree of arrays
-        that `forward` and the loss ask for by name, with its `ExtraSpecs`.
-        A pipeline engine with `returns` gives `PipelineOutput` (jaxprs/stage_fns.py), no Mean.
+        that `forward` and the loss ask for by name, with its `ExtraSpecs`. The Mean has a first
+        dimension for microbatches if `returns` has "losses"; without "outputs" these are None.
         """
         context = self.context
 
@@ -117,28 +118,28 @@ class GradientEngine(ABC):
                 return self._accumulate(microbatch, statistics, batch, should_redistribute)
 
             out = self.match_one_device(run, weighted=seed is not None)
-            gradients, mean, statistics, divisor = out
-            check_trace(context, mean_of(mean))
+            gradients, mean, statistics, divisor, outputs = out
+            check_trace(context, mean)
             gradients = context.reduction(gradients, context.param_specs)
             gradients = _scale_gradients(divisor, gradients)
             changed = {p: x for p, x in statistics.items() if p in context.trace.written}
-            mean = self.loss_over_devices(mean)
-            return gradients, mean, context.average(changed), context.batched_variables(changed)
+            mean, batched = self.loss_over_devices(mean), context.batched_variables(changed)
+            return gradients, mean, context.average(changed), batched, outputs
 
         optimizer_specs = context.specs("optimizer_state")
         gradient_specs = {path: optimizer_specs[path] for path in context.trainable}
-        out_specs = (gradient_specs, self.loss_specs, P(), P(context.batch_axes))
+        out_specs = (gradient_specs, P(), P(), context.batch_spec, context.batch_spec)
         in_specs = (
             *(*context.in_specs(variables), P(), P()),
             extra_specs.manual_specs(context.mesh) if extra_specs else P(),
         )
-        gradients, mean, changed, batched = context.shard_map(device, in_specs, out_specs)(
+        gradients, mean, changed, batched, outputs = context.shard_map(device, in_specs, out_specs)(
             parameters, variables, batch, step, seed, extra
         )
-        return gradients, mean, changed | batched
+        return gradients, mean, changed | batched, outputs
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the loss, a Mean or `PipelineOutput`; nothing is random, nothing changes."""
+        """Return the loss; nothing is random, nothing changes."""
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch):
@@ -147,7 +148,7 @@ class GradientEngine(ABC):
             context.check_gathers()
             return self.loss_over_devices(loss)
 
-        run = context.shard_map(device, context.in_specs(variables), self.loss_specs)
+        run = context.shard_map(device, context.in_specs(variables), P())
         return run(parameters, variables, batch)
 
     def predict(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
@@ -219,7 +220,8 @@ class GradientEngine(ABC):
                 p: redistribute(x, inverse=True)
                 for p, x in context.batched_variables(out.statistics).items()
             }
-            out = out._replace(statistics=out.statistics | restored)
+            outputs = jax.tree.map(partial(redistribute, inverse=True), out.outputs)
+            out = out._replace(statistics=out.statistics | restored, outputs=outputs)
         return out
 
     def _scan_microbatches(
@@ -233,20 +235,25 @@ class GradientEngine(ABC):
         def body(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
             sums, statistics = carry
             batched, batch, number = xs
-            gradients, mean, new_stats, divisor = microbatch(statistics | batched, batch, number)
+            out = microbatch(statistics | batched, batch, number)
+            gradients, mean, new_stats, divisor, outputs = out
             gradients = _scale_gradients(divisor, gradients)
             new_stats, batched = (
                 {path: new_stats[path] for path in of} for of in (statistics, batched)
             )
-            return (jax.tree.map(jnp.add, sums, gradients), new_stats), (mean, batched)
+            return (jax.tree.map(jnp.add, sums, gradients), new_stats), (mean, (batched, outputs))
 
         split = lambda tree: jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
         batched = context.batched_variables(statistics)
         carried = {path: x for path, x in statistics.items() if path not in batched}
         xs = (split(batched), split(batch), lax.iota("int32", count))
-        (gradients, carried), (means, batched) = lax.scan(body, (context.slots(), carried), xs)
-        batched = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batched)
-        return PassOutput(gradients, jax.tree.map(lambda x: x.sum(0), means), carried | batched)
+        (gradients, carried), (means, rest) = lax.scan(body, (context.slots(), carried), xs)
+        merge = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        batched, outputs = merge(rest)
+        if "losses" in self.returns:
+            return PassOutput(gradients, merge(means), carried | batched, outputs=outputs)
+        mean = jax.tree.map(lambda x: x.sum(0), means)
+        return PassOutput(gradients, mean, carried | batched, outputs=outputs)
 
 
 def _scale_gradients(divisor: Any, gradients: Flat) -> Flat:
@@ -273,9 +280,12 @@ class Forward(Protocol):
         variables: Flat,
         batch: Any,
         mode: str,
-        returns: str = "loss",
-    ) -> tuple[Any, Flat]:
-        """Return the loss or outputs, distributed values, and the variables after it."""
+        returns: Collection[str] = ("loss",),
+    ) -> tuple[Any, Any, Flat]:
+        """Return the loss, the outputs (each None unless requested), the variables after it.
+
+        The loss is distributed values, and so are outputs; in training they are `local_outputs`.
+        """
         ...
 
 
@@ -287,14 +297,15 @@ class LoopEngine(GradientEngine):
         return self.context.reduce_loss(mean)
 
     @property
-    def loss_specs(self) -> P:
-        """Replicated: every device has the mean."""
-        return P()
-
-    @property
     def num_microbatches(self) -> int:
         """The number of microbatches of a step."""
         return self.context.execution.gradient_accumulation_steps
+
+    def mean_of_one(self, mean: Mean) -> Mean:
+        """Return the Mean of a microbatch as `PassOutput` has it."""
+        if "losses" not in self.returns:
+            return mean
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), mean)
 
 
 @dataclass(frozen=True)
@@ -310,18 +321,22 @@ class AutodiffEngine(LoopEngine):
         def forward(statistics: Flat, batch, number: Index, slots: Flat) -> tuple:
             variables = {**statistics, **keys(None, number, num_examples(batch))}
             params = context.sharded_params(parameters, slots)
-            mean, changed = self.model.run(params, variables, batch, "train")
+            returns = ("loss", *self.returns)
+            mean, outputs, changed = self.model.run(params, variables, batch, "train", returns)
             written = (path for path, old in statistics.items() if changed[path] is not old)
             context.trace.written.update(written)
             local_mean = context.share(mean)
-            return local_mean.total, (local_mean, {path: changed[path] for path in statistics})
+            new_stats = {path: changed[path] for path in statistics}
+            return local_mean.total, (local_mean, new_stats, outputs)
 
         def run(statistics: Flat, batch, number: Index) -> PassOutput:
             of_slots = partial(forward, statistics, batch, number)
-            total, pullback, (mean, new_stats) = jax.vjp(of_slots, context.slots(), has_aux=True)
+            total, pullback, aux = jax.vjp(of_slots, context.slots(), has_aux=True)
+            mean, new_stats, outputs = aux
             divisor = context.divisor(mean.weight)
             (gradients,) = pullback(loss_cotangent(total, context.trace.seed, divisor))
-            return PassOutput(context.pin(gradients), mean, new_stats, divisor)
+            loss_mean = self.mean_of_one(mean)
+            return PassOutput(context.pin(gradients), loss_mean, new_stats, divisor, outputs)
 
         return run
 
@@ -333,4 +348,4 @@ class AutodiffEngine(LoopEngine):
     def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `ShardedValue`, `PartialValue`."""
         params = self.context.sharded_params(parameters, None)
-        return self.model.run(params, variables, batch, "eval", "outputs")[0]
+        return self.model.run(params, variables, batch, "eval", ("outputs",))[1]

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, Index
 
 
@@ -20,7 +18,8 @@ class StageFns:
     embed: Callable  # (outer_params, m) -> x, the input of the first layer
     # (known, slots, x, split) -> SplitBackward; known: (values of a unit, number, m).
     layer_passes: Callable
-    head: Callable  # (outer_params, x, m) -> (loss_sum, aux): differentiated, and reported
+    # (outer_params, x, m) -> (loss_sum, (Mean, outputs or None)): differentiated, and reported.
+    head: Callable
     stage_params: Flat  # parameters of this stage's units, [chunks * units, ...]
     outer_params: Flat  # parameters of embed and head
     slots: Mapping[str, Any]  # shapes and dtypes of one unit's gradients
@@ -61,21 +60,3 @@ def to_arrays(gradients: Any, like: Any) -> Any:
 def loss_cotangent(loss_sum: jax.Array, seed: Any, divisor: Any) -> jax.Array:
     """Return the cotangent of a loss sum: that of sum / divisor, times the seed."""
     return jnp.asarray(seed, loss_sum.dtype) / jnp.asarray(divisor, loss_sum.dtype)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
-@dataclass(frozen=True)
-class PipelineOutput:
-    """What a pass returns on request: the mean of each microbatch, [M], and the outputs.
-
-    Microbatch m of a step is the m-th microbatch of every device that holds examples. Outputs are
-    in the order of the examples, or None if only the losses are requested.
-    """
-
-    means: Any  # a Mean
-    outputs: Any
-
-
-def mean_of(output: Mean | PipelineOutput) -> Mean:
-    """Return the Mean of what a pass returns: a Mean, or `PipelineOutput`."""
-    return output.means if isinstance(output, PipelineOutput) else output

@@ -4,7 +4,7 @@
 run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,12 +19,11 @@ from hfjax.parallel.engine.comm_plan import CommPlan
 from hfjax.parallel.engine.example_keys import is_random
 from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.jaxprs.split_backward import SplitBackward, trace_passes
-from hfjax.parallel.jaxprs.stage_fns import PipelineOutput, StageFns
+from hfjax.parallel.jaxprs.stage_fns import StageFns
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.layer_stack.embed_and_head import EmbedAndHead
 from hfjax.parallel.layer_stack.run_layers import layer_function
 from hfjax.parallel.spmd.global_batch import GlobalBatch, Placements
-from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, Index
 
 IN_A_PIPELINE = (
@@ -57,7 +56,7 @@ class BoundModel:
     global_batch: GlobalBatch
     mode: str
     policy: Callable | None
-    returns: str | None  # "losses" or "outputs": see `PipelineOutput`
+    returns: Collection[str]  # "outputs": the head reports them beside the Mean
     keeps_last: bool  # in the last microbatch nothing is recomputed
     no_write_reason: str = field(
         default=IN_A_PIPELINE, kw_only=True
@@ -129,16 +128,10 @@ class BoundModel:
         )
 
     def last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
-        """Return the total of the loss, which is differentiated, and auxiliary outputs."""
+        """Return the total of the loss, which is differentiated; its Mean, and outputs or None."""
         outputs = self._run_end("head", outside, x, m)
-        mean = self.mean(outputs, m)
-        local_mean = self.share(mean)
-        return local_mean.total, self._add_requested_outputs(local_mean, outputs)
-
-    def _add_requested_outputs(self, mean: Mean, outputs: Any) -> "Mean | PipelineOutput":
-        if self.returns is None:
-            return mean
-        return PipelineOutput(mean, outputs if self.returns == "outputs" else None)
+        local_mean = self.share(self.mean(outputs, m))
+        return local_mean.total, (local_mean, outputs if "outputs" in self.returns else None)
 
     @cached_property
     def layers(self) -> list[Layer]:

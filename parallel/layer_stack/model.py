@@ -1,10 +1,12 @@
 """A layer-stack model, run forward: JAX differentiates it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hfjax.parallel.adapters.model_template import LAYERS
+from hfjax.parallel.engine.local_outputs import local_outputs
 from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.engine.unshard import ShardedParam, unshard
 from hfjax.parallel.layer_stack.batch_split import BatchChunks
@@ -25,9 +27,9 @@ class LayerStackModel:
         variables: Flat,
         batch: Any,
         mode: str,
-        returns: str = "loss",
-    ) -> tuple[Any, Flat]:
-        """Return the loss or outputs, distributed values, and the variables after it."""
+        returns: Collection[str] = ("loss",),
+    ) -> tuple[Any, Any, Flat]:
+        """Return the loss, the outputs (each None unless requested), the variables after it."""
         context, options = self.context, self.context.options
         layer_params = {p: x for p, x in params.items() if p.startswith(LAYERS)}
         outside = unshard({path: x for path, x in params.items() if path not in layer_params})
@@ -47,5 +49,9 @@ class LayerStackModel:
         variables = variables | context.template.model_variables(model)
         x = x.concat() if isinstance(x, BatchChunks) else x
         outputs, variables = ends.run("head", outside, variables, x)
-        value = outputs if returns == "outputs" else context.mean(outputs, batch)
-        return value, variables
+        mean = context.mean(outputs, batch) if "loss" in returns else None
+        if "outputs" not in returns:
+            return mean, None, variables
+        if mode == "train":
+            outputs = local_outputs(context.trace.global_batch, outputs, num_examples(batch))
+        return mean, outputs, variables

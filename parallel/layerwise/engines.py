@@ -20,6 +20,7 @@ from hfjax.parallel.adapters.model_template import LAYERS, Layer
 from hfjax.parallel.engine.example_keys import layer_variables
 from hfjax.parallel.engine.gradient_engine import LoopEngine, PassOutput, TrainState, check_trace
 from hfjax.parallel.engine.layer_remat import offload_residuals
+from hfjax.parallel.engine.local_outputs import local_outputs
 from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.layer_order import arrange
 from hfjax.parallel.layer_stack.bound_model import IN_A_LOOP, BoundModel
@@ -55,27 +56,28 @@ class LayerwiseEngine(LoopEngine):
             layer_passes = self.passes(
                 bound_model, lambda sums: bound_model.parameters, self._collect
             )
-            loss_and_divisor = lambda mean: (mean, context.divisor(mean.weight))
-            sums, outside, mean = layer_passes.run(sums, loss_and_divisor)
+            aux_and_divisor = lambda aux: (aux, context.divisor(aux[0].weight))
+            sums, outside, (mean, outputs) = layer_passes.run(sums, aux_and_divisor)
             grads = sums | context.reduce_outside(outside)
             gradients = context.pin({path: grads[path] for path in context.trainable})
-            return PassOutput(gradients, mean, statistics, context.divisor(mean.weight))
+            divisor = context.divisor(mean.weight)
+            outputs = local_outputs(context.trace.global_batch, outputs, batch_size)
+            return PassOutput(gradients, self.mean_of_one(mean), statistics, divisor, outputs)
 
         return run
 
     def eval_local(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return the loss of this device's examples."""
-        return self._forward(parameters, variables, batch, None)
+        return self._forward(parameters, variables, batch)[0]
 
     def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model for this device's examples."""
-        return self._forward(parameters, variables, batch, "outputs").outputs
+        engine = replace(self, returns=("outputs",))
+        return engine._forward(parameters, variables, batch)[1]
 
-    def _forward(self, parameters: Flat, variables: Flat, batch: Any, returns: str | None) -> Any:
+    def _forward(self, parameters: Flat, variables: Flat, batch: Any) -> tuple[Mean, Any]:
         get_variables = lambda m, i: layer_variables(variables, i)
-        bound_model = replace(
-            self.bind_model(parameters, get_variables, batch, "eval"), returns=returns
-        )
+        bound_model = self.bind_model(parameters, get_variables, batch, "eval")
         return self.passes(bound_model, lambda own: bound_model.parameters, self._collect).evaluate(
             {}
         )
@@ -104,7 +106,7 @@ class LayerwiseEngine(LoopEngine):
             global_batch=context.trace.global_batch,
             mode=mode,
             policy=context.policy(),
-            returns=None,
+            returns=self.returns,
             keeps_last=False,
             no_write_reason=IN_A_LOOP,
             wrap_layer=self._wrap_layer,
@@ -243,8 +245,9 @@ class LayerUpdateEngine:
         out_specs = (TrainState(layer_specs, P(), state_specs, P()), P(), P(), outside, P())
         return context.shard_map(device, in_specs, out_specs)(train_state, batch, step)
 
-    def _loss_and_divisor(self, mean: Mean) -> tuple[Mean, jax.Array]:
-        """Return the Mean of all devices, and the divisor."""
+    def _loss_and_divisor(self, aux: tuple[Mean, None]) -> tuple[Mean, jax.Array]:
+        """Return the Mean of all devices, and the divisor, given what the head reports."""
+        mean, _ = aux
         return self.engine.context.reduce_loss(mean), self.engine.context.divisor(mean.weight)
 
     @property

@@ -42,8 +42,9 @@ class StackedPasses:
     def run(self, carry: Carry, loss_and_divisor: Callable) -> tuple[Carry, Any, Any]:
         """Return the carry, the gradients outside the layers, and auxiliary outputs.
 
-        The head gives the Mean before the first backward pass; `loss_and_divisor(Mean)` is
-        (auxiliary outputs, divisor), and gradients are those of total / divisor.
+        The head reports (Mean, outputs or None) before the first backward pass;
+        `loss_and_divisor` of that is (auxiliary outputs, divisor), and gradients are those of
+        total / divisor.
         """
         x, embed_pullback = self.model.embed_pass(self._zero)
         (y, prefetched), stashes = self._forward(carry, x)

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate
 from hfjax.parallel.engine.example_keys import layer_variables
 from hfjax.parallel.engine.gradient_engine import GradientEngine, PassOutput
+from hfjax.parallel.engine.local_outputs import full_examples, local_examples
 from hfjax.parallel.engine.step_context import num_examples
 from hfjax.parallel.jaxprs.program import bytes_of, trace_flat
-from hfjax.parallel.jaxprs.stage_fns import PipelineOutput, StageFns, mean_of
+from hfjax.parallel.jaxprs.stage_fns import StageFns
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.layer_stack.bound_model import BoundModel
 from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, in_use
@@ -36,6 +36,7 @@ from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.compile import Ticks
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.strategy import Axes
+from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, Index, Tree
 
 
@@ -55,7 +56,6 @@ class PipelineEngine(GradientEngine):
     ticks: Ticks
     # Wraps the model if it is a list of layers.
     wrap_model: Callable[[BoundModel], StageModel] | None = None
-    returns: str | None = None  # "losses" or "outputs": returns `PipelineOutput`, not a Mean
     on_build: Callable[[Pipeline], None] | None = None  # called with the executor, within a trace
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
@@ -64,48 +64,37 @@ class PipelineEngine(GradientEngine):
 
         def run(statistics: Flat, batch, number: Index) -> PassOutput:
             model = self.train_stage_fns(parameters, statistics, batch, keys, number)
-            gradients, outer_gradients, loss = self._run(model, num_examples(batch))
+            gradients, outer_gradients, mean, outputs = self._run(model, num_examples(batch))
             all_gradients = gradients | context.reduce_outside(outer_gradients)
             gradients = context.pin({path: all_gradients[path] for path in context.trainable})
-            return PassOutput(gradients, loss, statistics)
+            outputs = full_examples(context.trace.global_batch, outputs)
+            return PassOutput(gradients, mean, statistics, outputs=outputs)
 
         return run
 
     def eval_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the loss of this device's examples."""
-        variables_at = lambda m, layer: layer_variables(variables, layer)
-        model = self._stage_model(parameters, batch, variables_at, "eval").model()
-        return self._run(model, num_examples(batch))[2]
+        return self._forward(parameters, variables, batch)[0]
 
     def predict_local(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of this device's examples, from the last stage."""
-        output = replace(self, returns="outputs").eval_local(parameters, variables, batch)
-        return self.context.trace.global_batch.as_sharded(
-            self._broadcast_from_last_stage(output.outputs)
-        )
+        engine = replace(self, returns=("outputs",))
+        outputs = engine._forward(parameters, variables, batch)[1]
+        return self.context.trace.global_batch.as_sharded(outputs)
+
+    def _forward(self, parameters: Flat, variables: Flat, batch: Any) -> tuple[Mean, Any]:
+        variables_at = lambda m, layer: layer_variables(variables, layer)
+        model = self._stage_model(parameters, batch, variables_at, "eval").model()
+        return self._run(model, num_examples(batch))[2:]
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches into which a step splits its batch.
+        """The number of microbatches into which a step splits its batch."""
+        return self.context.execution.gradient_accumulation_steps * self.ticks.table.microbatches
 
-        A haiscale pipe returns the loss of each, so each device keeps its own examples.
-        """
-        count = self.context.execution.gradient_accumulation_steps * self.ticks.table.microbatches
-        return count if self.returns is None else 1
-
-    def loss_over_devices(self, mean: Any) -> Any:
-        """Return a Mean over all examples, or `PipelineOutput` with the results of all stages."""
-        if not isinstance(mean, PipelineOutput):
-            return self.context.sum(mean)
-        outputs = self.context.trace.global_batch.replicate_inner(
-            self._broadcast_from_last_stage(mean.outputs)
-        )
-        return PipelineOutput(self.context.sum(mean.means), outputs)
-
-    @property
-    def loss_specs(self) -> Any:
-        """Means are replicated; outputs are sharded over the batch axes."""
-        return P() if self.returns is None else PipelineOutput(P(), P(self.context.batch_axes))
+    def loss_over_devices(self, mean: Mean) -> Mean:
+        """Return the mean over the global batch."""
+        return self.context.sum(mean)
 
     # -- the model on a stage -------------------------------------------------------------------
 
@@ -167,8 +156,8 @@ class PipelineEngine(GradientEngine):
         )
         return model if self.wrap_model is None else self.wrap_model(model)
 
-    def _run(self, model: StageFns, batch_size: int) -> tuple[Any, Any, Any]:
-        """Return gradients of the layers, all other gradients, and the mean or `PipelineOutput`."""
+    def _run(self, model: StageFns, batch_size: int) -> tuple[Any, Any, Mean, Any]:
+        """Return gradients of the layers, all other gradients, the Mean, and outputs or None."""
         choose_offload = self.choose_offload
         ticks, last_tick = self.ticks, None
         if self.last_tick_axes and ticks.table.trains:
@@ -180,17 +169,15 @@ class PipelineEngine(GradientEngine):
         )
         if self.on_build is not None:
             self.on_build(pipeline)
-        layer_gradients, outer_gradients, output = pipeline.run()
-        if self.returns is None:
-            return layer_gradients, outer_gradients, jax.tree.map(lambda x: x.sum(0), output)
-        merge_batch = lambda x: x.reshape(-1, *x.shape[2:])
-        shape = self.ticks.table.microbatches, batch_size // self.ticks.table.microbatches
-        outputs = self.context.trace.global_batch.local_outputs(output.outputs, shape)
-        return (
-            layer_gradients,
-            outer_gradients,
-            PipelineOutput(output.means, jax.tree.map(merge_batch, outputs)),
-        )
+        layer_gradients, outer_gradients, (mean, outputs) = pipeline.run()
+        if "losses" not in self.returns:
+            mean = jax.tree.map(lambda x: x.sum(0), mean)
+        count = self.ticks.table.microbatches
+        global_batch = self.context.trace.global_batch
+        outputs = local_examples(global_batch, outputs, count, batch_size // count)
+        outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+        outputs = self._broadcast_from_last_stage(outputs)
+        return layer_gradients, outer_gradients, mean, outputs
 
     @property
     def choose_offload(self) -> Callable | None:
@@ -307,7 +294,7 @@ def microbatch_weights(model: StageFns, count: int) -> jax.Array | None:
     """
     m = jnp.int32(0)
     x = jax.eval_shape(model.embed, model.outer_params, m)
-    program = trace_flat(lambda x, m: mean_of(model.head(model.outer_params, x, m)[1]).weight, x, m)
+    program = trace_flat(lambda x, m: model.head(model.outer_params, x, m)[1][0].weight, x, m)
     weight_program = program.subprogram(program.outputs)
     *of_x, number = program.inputs
     if weight_program.read_vars.intersection(of_x):

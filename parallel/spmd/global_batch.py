@@ -223,23 +223,6 @@ class GlobalBatch:
             ]
         )
 
-    def local_outputs(self, tree: Any, leading_shape: tuple[int, int]) -> Any:
-        """Return local examples of outputs [microbatches, examples, …], which are values."""
-
-        def local_examples(value: Any) -> Any:
-            x = value.x if is_distributed(value) else value
-            if x.shape[:2] != leading_shape or (
-                self.group.size > 1 and placement_of(value) != BATCH_SPLIT
-            ):
-                raise ValueError(
-                    f"an output of a microbatch, {list(self._shape_dtype(value)[0][1:])}, does not "
-                    "begin with its examples, as each does in a pipeline. Return what belongs to "
-                    "examples; a number for all examples is a metric of eval_step's loss."
-                )
-            return x
-
-        return jax.tree.map(local_examples, tree, is_leaf=is_distributed)
-
     def local_variables(self, before: Flat, after: Flat, component: str) -> Flat:
         """Return this device's arrays of variables, given their values before and after."""
         after = self.replicate_inner(after)
@@ -260,14 +243,15 @@ class GlobalBatch:
 
     def _check_shape_dtype(self, path: str, old: Any, new: Any) -> None:
         """Refuse a new value of a variable that has another shape or dtype."""
-        (shape, dtype), (old_shape, old_dtype) = self._shape_dtype(new), self._shape_dtype(old)
+        (shape, dtype), (old_shape, old_dtype) = self.shape_dtype(new), self.shape_dtype(old)
         if (shape, dtype) != (old_shape, old_dtype):
             raise ValueError(
                 f"{path} {old_shape} {old_dtype}: the model writes {shape} {dtype} to it. What a "
                 "variable holds keeps its shape and dtype from step to step."
             )
 
-    def _shape_dtype(self, value: Any) -> tuple[tuple[int, ...], Any]:
+    def shape_dtype(self, value: Any) -> tuple[tuple[int, ...], Any]:
+        """Return the global shape of a value, and its dtype."""
         x = value.x if is_distributed(value) else jnp.asarray(value)
         is_split = isinstance(value, ShardedValue)
         return self.group.global_shape(x.shape, value.split) if is_split else x.shape, x.dtype

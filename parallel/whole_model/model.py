@@ -1,11 +1,12 @@
 """A whole model as a step runs it: on the global batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
-from hfjax.parallel.engine.step_context import LossCall, StepContext
+from hfjax.parallel.engine.local_outputs import local_outputs
+from hfjax.parallel.engine.step_context import LossCall, StepContext, num_examples
 from hfjax.parallel.engine.unshard import ShardedParam
 from hfjax.parallel.spmd.partition_context import PureFunction
 from hfjax.parallel.whole_model.unshard_on_use import unshard_on_use
@@ -24,15 +25,14 @@ class WholeModel:
         variables: Flat,
         batch: Any,
         mode: str,
-        returns: str = "loss",
-    ) -> tuple[Any, Flat]:
-        """Return the loss or outputs, distributed values, and the variables after it."""
+        returns: Collection[str] = ("loss",),
+    ) -> tuple[Any, Any, Flat]:
+        """Return the loss, the outputs (each None unless requested), the variables after it."""
         context = self.context
         bound_extra = context.trace.extra
         sharded_extra, extra_arrays = bound_extra.split() if bound_extra else ({}, ())
 
-        loss = None if returns == "outputs" else LossCall(context.loss)
-        call = ModelCall(context, loss, mode, bound_extra)
+        call = ModelCall(context, mode, "loss" in returns, "outputs" in returns, bound_extra)
         global_batch, templates = context.trace.global_batch, context.template.variables
         variable_values, comms = (
             global_batch.variable_values(variables, templates),
@@ -49,23 +49,24 @@ class WholeModel:
                 global_batch.parameter_values(local_params, parameters), *more
             )
         arguments = variable_values, inputs, extra_arrays
-        out, changed = unshard_on_use(
+        (mean, outputs), changed = unshard_on_use(
             run_local, params | sharded_extra, *arguments, group=group, comms=comms
         )
-        return out, global_batch.local_variables(variable_values, changed, "the model")
+        if mode == "train":
+            outputs = local_outputs(global_batch, outputs, num_examples(batch))
+        changed = global_batch.local_variables(variable_values, changed, "the model")
+        return mean, outputs, changed
 
 
 @dataclass(frozen=True)
 class ModelCall(PureFunction):
-    """Calls a whole model, then the loss if there is one: it returns the variables after it, too.
-
-    `bound_extra` says which of the extra arrays are sharded.
-    """
+    """Calls a whole model and the loss: ((Mean or None, outputs or None), variables after it)."""
 
     context: StepContext
-    loss: LossCall | None
     mode: str
-    bound_extra: Any
+    with_loss: bool
+    with_outputs: bool
+    bound_extra: Any  # as a device has it: which of its arrays are sharded
 
     def __call__(
         self, parameters: Flat, variables: Flat, batch: Any, extra_arrays: Any
@@ -75,8 +76,9 @@ class ModelCall(PureFunction):
         own = {path: x for path, x in parameters.items() if path in template.parameters}
         model, inputs = template.merge(own, variables, self.mode), context.cast_inputs(batch)
         outputs = call_model(context.forward, model, variables, inputs, self.mode, extra)
-        result = self.loss(outputs, batch, extra) if self.loss else outputs
-        return result, variables | template.model_variables(model)
+        mean = LossCall(context.loss)(outputs, batch, extra) if self.with_loss else None
+        requested = mean, outputs if self.with_outputs else None
+        return requested, variables | template.model_variables(model)
 
 
 def call_model(

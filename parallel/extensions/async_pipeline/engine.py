@@ -54,7 +54,7 @@ class AsyncPipelineEngine:
                 return self._stage(train_state, batch, step, apply, should_redistribute)
 
             layers, (optimizer_state, counts), *outs = self.engine.match_one_device(run)
-            squares, outer_gradients, means = outs
+            squares, outer_gradients, (means, _) = outs
             outer_gradients = context.reduction(
                 context.reduce_outside(outer_gradients), context.param_specs
             )
@@ -145,11 +145,11 @@ def add_weight_carry(model: StageFns) -> StageFns:
             passes(known, slots, carried[0], split)
         )
 
-    def last(outside: Flat, carried: tuple, m: Index) -> tuple[jax.Array, Mean]:
+    def last(outside: Flat, carried: tuple, m: Index) -> tuple[jax.Array, tuple[Mean, None]]:
         x, weight_carry = carried
-        loss_sum, mean = model.head(outside, x, m)
+        loss_sum, (mean, _) = model.head(outside, x, m)
         weight = lax.stop_gradient(mean.weight) * model.divisor(m)  # dy is of total / divisor
-        return loss_sum + (weight_carry * weight).astype(loss_sum.dtype), mean
+        return loss_sum + (weight_carry * weight).astype(loss_sum.dtype), (mean, None)
 
     keep = model.last_passes and with_weight(model.last_passes)
     passes = with_weight(model.layer_passes)
