@@ -1,7 +1,7 @@
 """Checks of a pipe's inputs before anything runs; each error says what to do instead."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from hfjax.compat.haiscale.partition import Partition
 from hfjax.parallel.mesh import AXES, PIPE_AXIS, SEQUENCE_AXES, describe_mesh, in_use
 from hfjax.parallel.precision.dtypes import precision_of
-from hfjax.utils.paths import Tree, flatten
+from hfjax.utils.paths import flatten
 
 REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
 OPTIONS = ("precision", "gradient_reduction", "reshard_after_forward", "unroll", "compiler_options")
@@ -102,19 +102,22 @@ def _describe_arrays(tree: Mapping[str, Any]) -> dict[str, str]:
     return {p: f"{jnp.dtype(x.dtype).name} {tuple(x.shape)}" for p, x in flatten(tree).items()}
 
 
-def check_batch(x: Any, labels: Any, criterion: Any) -> dict[str, Any]:
-    """Return x and labels as a batch of the engine; refuse those that do not match."""
-    _check_labels(labels)
+@contextmanager
+def checked_batch(x: Any, labels: Any, criterion: Any) -> Iterator[dict[str, Any]]:
+    """Refuse x and labels that do not match; yield them as a batch, whose errors of shape say it.
+
+    The body calls layers and criterion.
+    """
+    if not isinstance(labels, tuple | list):
+        raise ValueError(
+            f"labels is {type(labels).__name__}: a tuple is expected, what the criterion takes "
+            "after the outputs. For one label: labels=(y,)."
+        )
     _check_criterion(criterion, labels)
     _check_examples(x, labels)
-    return {"x": x, "labels": tuple(labels)}
-
-
-@contextmanager
-def explain_shape_errors(batch: Any) -> Iterator[None]:
-    """Run code that calls layers and criterion; shape errors report the inputs."""
+    batch = {"x": x, "labels": tuple(labels)}
     try:
-        yield
+        yield batch
     except TypeError as error:
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
         raise ValueError(
@@ -124,55 +127,43 @@ def explain_shape_errors(batch: Any) -> Iterator[None]:
         ) from error
 
 
-def _check_labels(labels: object) -> None:
-    if not isinstance(labels, tuple | list):
-        raise ValueError(
-            f"labels is {type(labels).__name__}: a tuple is expected, what the criterion takes "
-            "after the outputs. For one label: labels=(y,)."
-        )
-
-
-def _check_criterion(criterion: object, labels: tuple) -> None:
+def _check_criterion(criterion: object, labels: Sequence[Any]) -> None:
+    """Refuse what is no function, or one that takes another number of labels."""
     if not callable(criterion):
         raise ValueError(
             f"criterion is {type(criterion).__name__}: a function (outputs, *labels) -> mean is "
             "expected."
         )
     try:
-        signature = inspect.signature(criterion)
-    except (TypeError, ValueError):  # some compiled functions have none
+        inspect.signature(criterion).bind(None, *labels)
+    except ValueError:  # some compiled functions have no signature
         return
-    try:
-        signature.bind(None, *labels)
     except TypeError as error:
         name = getattr(criterion, "__name__", type(criterion).__name__)
         raise ValueError(
-            f"criterion {name}{signature} is called as criterion(outputs, *labels) with "
-            f"{len(labels)} labels: {error}. Give as many labels as it takes after the outputs."
+            f"criterion {name}{inspect.signature(criterion)} is called as criterion(outputs, "
+            f"*labels) with {len(labels)} labels: {error}. Give as many labels as it takes after "
+            "the outputs."
         ) from None
 
 
-def _check_examples(x: Any, labels: tuple) -> None:
+def _check_examples(x: Any, labels: Sequence[Any]) -> None:
     """Refuse labels whose number of examples differs from that of x."""
-    batch_sizes = _batch_sizes(x, "x")
-    if not batch_sizes or not all(batch_sizes):
-        raise ValueError("x has no examples: give an array with at least one.")
-    counts = [("x", n) for n in batch_sizes]
-    counts += [
-        (f"labels[{i}]", n) for i, y in enumerate(labels) for n in _batch_sizes(y, f"labels[{i}]")
-    ]
-    for name, count in counts:
-        if count != batch_sizes[0]:
-            raise ValueError(
-                f"{name} has {count} examples, x has {batch_sizes[0]}. Give one entry of each "
-                "label for each example of x."
-            )
-
-
-def _batch_sizes(tree: Tree, name: str) -> list[int]:
-    for leaf in jax.tree.leaves(tree):
+    arrays = [("x", leaf) for leaf in jax.tree.leaves(x)]
+    num_inputs = len(arrays)
+    for i, label in enumerate(labels):
+        arrays += [(f"labels[{i}]", leaf) for leaf in jax.tree.leaves(label)]
+    for name, leaf in arrays:
         if not getattr(leaf, "shape", ()):
             raise ValueError(
                 f"{name} holds {leaf!r}: arrays with a row for each example are expected."
             )
-    return [leaf.shape[0] for leaf in jax.tree.leaves(tree)]
+    if not num_inputs or not all(leaf.shape[0] for _, leaf in arrays[:num_inputs]):
+        raise ValueError("x has no examples: give an array with at least one.")
+    num_examples = arrays[0][1].shape[0]
+    for name, leaf in arrays:
+        if leaf.shape[0] != num_examples:
+            raise ValueError(
+                f"{name} has {leaf.shape[0]} examples, x has {num_examples}. Give one entry of "
+                "each label for each example of x."
+            )

@@ -3,8 +3,7 @@
 Equal layers become one module of stacked arrays.
 """
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from hfjax.parallel.adapters.model_template import is_list, items_of
 from hfjax.parallel.layer_costs import flop_costs, parameter_costs
 from hfjax.parallel.layer_order import balance_layers, layer_counts
 from hfjax.utils.keywords import is_int
-from hfjax.utils.paths import join_path
 from hfjax.utils.tables import align
 
 BALANCES = ("parameters", "flops")  # a schedule has "even" too
@@ -104,11 +101,8 @@ def _layer_counts(
     even = layer_counts(len(costs), num_parts)
     if isinstance(balance, str) and balance in BALANCES:
         return even if len(set(costs)) == 1 else balance_layers(costs, num_parts)
-    try:
-        requested_counts = [] if isinstance(balance, str) else [operator.index(n) for n in balance]
-    except TypeError:
-        requested_counts = []
-    if not requested_counts:
+    requested_counts = [] if isinstance(balance, str) or not np.iterable(balance) else [*balance]
+    if not requested_counts or not all(is_int(n, 0) for n in requested_counts):
         raise ValueError(
             f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
             f"part in the model's order, e.g. {even}."
@@ -195,28 +189,9 @@ def stack_layers(layers: Sequence[Any]) -> Any:
     return nnx.merge(graphs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
 
 
-def model_init(layers: Any) -> Callable:
-    """Return rngs -> the chain of layers, with zeros as values; it keeps no array alive."""
-    graph, state = nnx.split(Chain(layers))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    zeros = lambda x: lax.full(x.shape, 0, x.dtype)
-    return lambda rngs: nnx.merge(graph, jax.tree.map(zeros, shapes))
-
-
-def replace_params(layer: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of the layer with these parameters, by path."""
-    if not isinstance(layer, nnx.Module):
-        return layer
-    graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
-    flat = nnx.to_flat_state(parameters)
-    new = [(keys, p.replace(values[join_path(keys)])) for keys, p in flat]
-    return nnx.merge(graph, nnx.from_flat_state(new), rest)
-
-
-def to_shapes(layer: Any) -> Any:
-    """Return a copy of the layer with shapes in place of its parameters."""
-    if not isinstance(layer, nnx.Module):
-        return layer
-    graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return nnx.merge(graph, jax.tree.map(shape, parameters), rest)
+def model_init(model: Chain) -> Callable:
+    """Return rngs -> the model, with zeros as parameters, which it does not keep alive."""
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    return lambda rngs: nnx.merge(graph, jax.tree.map(zeros, shapes), rest)

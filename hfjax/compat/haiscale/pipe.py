@@ -12,70 +12,46 @@ pipe.parameters = optax.apply_updates(pipe.parameters, updates)
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
-from hfjax.checks.check_step import check_execution, is_traced
-from hfjax.checks.deadlock import check_deadlock
 from hfjax.compat.haiscale.checks import (
     REMAT,
-    check_batch,
     check_like,
     check_mesh,
     check_options,
     check_partition,
-    explain_shape_errors,
+    checked_batch,
 )
-from hfjax.compat.haiscale.partition import (
-    Partition,
-    model_init,
-    replace_params,
-    stack_layers,
-    to_shapes,
-)
-from hfjax.parallel.adapters.model_template import LAYERS
-from hfjax.parallel.execution import Execution
+from hfjax.compat.haiscale.partition import Chain, Partition, model_init, stack_layers
+from hfjax.parallel.engine.step_context import num_examples
 from hfjax.parallel.make_mesh import make_mesh
-from hfjax.parallel.mesh import batch_axes, describe_mesh
-from hfjax.parallel.remat import Remat
+from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy
-from hfjax.sharding.layout import State, layout
-from hfjax.sharding.reorder_layers import copy_to, rearrange, to_model_order
-from hfjax.sharding.stage_assignment import assign_stages, evaluation_table
+from hfjax.sharding.layout import layout
+from hfjax.sharding.reorder_layers import copy_to, to_model_order
 from hfjax.sharding.xla_options import options_for
-from hfjax.step.batches import check_batch as check_rows, full_array, shard_batch
-from hfjax.step.build import engine_for, step_spec
+from hfjax.step.batches import batch_sharding
+from hfjax.step.eval_step import eval_step, predict_step
+from hfjax.step.init_state import init
+from hfjax.step.merge_model import to_model
+from hfjax.step.train_step import TrainStep, train_step
 from hfjax.utils.mean import Mean, as_mean
-from hfjax.utils.paths import flatten, join_path, nest
 
-MANY = 8  # more programs of one pipe trigger a warning
+MANY = 8  # more criteria of one pipe trigger a warning
 NEW_CRITERIA = (
     f"this pipe has compiled for {MANY} criteria already. A function that is made anew for every "
     "call is compiled anew: define the criterion once, outside of the loop, and give it what "
     "changes as labels."
 )
 Parameters = dict[str, Any]  # {"layers": {…}}, each array sharded over its stages
-
-
-class _JittedProgram(NamedTuple):
-    """A jitted program, and one to nest in the user's jit, whose compiler options apply."""
-
-    standalone: Any
-    nested: Any
-
-    def __call__(self, *arguments: Any) -> Any:
-        return (self.nested if is_traced(arguments) else self.standalone)(*arguments)
-
-    def lower(self, *arguments: Any) -> Any:
-        """Return the lowered standalone program."""
-        return self.standalone.lower(*arguments)
 
 
 class Pipe:
@@ -111,30 +87,21 @@ class Pipe:
         check_partition(type(self), self.chunked, parts)
         microbatches = check_options(microbatches, remat, options)
         mesh = make_mesh(pipe=parts.stages, data=-1) if mesh is None else check_mesh(mesh, parts)
-        schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
-        model_layers = (
-            stack_layers(parts.layers) if isinstance(parts.layers, tuple) else parts.layers
-        )
+        self._schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
+        self._options = {"schedule": self._schedule, "remat": REMAT[remat], **options}
+        in_eval = ("schedule", "precision", "compiler_options")
+        self._eval_options = {name: x for name, x in self._options.items() if name in in_eval}
+        self.is_list = isinstance(parts.layers, tuple)
+        model = Chain(stack_layers(parts.layers) if self.is_list else parts.layers)
         strategy = strategy or (PIPE if parts.stages > 1 else DDP)
-        base_layout = layout(model_init(model_layers), optax.identity(), mesh, strategy)
-        self._schedule = schedule
-        self._execution = Execution(schedule=schedule, remat=Remat(REMAT[remat]), **options)
-        self.mesh, self.microbatches, self.layout = (
-            mesh,
-            microbatches,
-            assign_stages(base_layout, schedule),
-        )
-        check_execution(self.layout, self._execution, training=True)
-        self._shardings = self.layout.shardings()
-        on_all = lambda x: copy_to(x, self._sharding(P()))
-        self._variables = jax.tree.map(on_all, _nest_arrays(model_layers, nnx.Not(nnx.Param)))
-        self._shapes = _nest_arrays(to_shapes(model_layers), nnx.Param)
-        self.load(_nest_arrays(model_layers, nnx.Param))
-        self.parts = replace(parts, layers=_layers_to_shapes(parts.layers))
+        base_layout = layout(model_init(model), optax.identity(), mesh, strategy)
+        self.layout = train_step(base_layout, _no_loss, **self._options).layout
+        self._state = init(self.layout, schedule=self._schedule, parameters=model)
+        self.mesh, self.microbatches, self.parts = mesh, microbatches, replace(parts, layers=None)
         self.metrics: dict[str, jax.Array] = {}  # of the last forward_backward, over all examples
         self._gradients: Parameters | None = None
-        self._calls = 0
-        self._programs: dict[Any, Callable] = {}
+        self._predict = predict_step(self.layout, **self._eval_options)
+        self._steps: dict[Any, Any] = {}
 
     # -- parameters and gradients -------------------------------------------------------------
 
@@ -146,12 +113,13 @@ class Pipe:
         (`to_model_order` has the model's order). Layers that differ are packed, one entry a part:
         their optimizer must be elementwise (adam, sgd …; not LAMB, nor a mask by path).
         """
-        return self._parameters
+        return self._state.params
 
     @parameters.setter
     def parameters(self, new: Any) -> None:
-        check_like("parameters", new, self._parameters)
-        self._parameters = jax.tree.map(_to_sharding, new, self._shardings.params)
+        check_like("parameters", new, self.parameters)
+        params = jax.tree.map(_to_sharding, new, self.layout.shardings().params)
+        self._state = replace(self._state, params=params)
 
     @property
     def gradients(self) -> Parameters:
@@ -175,9 +143,9 @@ class Pipe:
             >>> pipe.canonical()["layers"]["kernel"].shape
             (4, 4, 4)
         """
-        params = self._parameters if tree is None else tree
-        check_like("canonical", params, self._parameters)
-        return to_model_order(self.layout, self._make_state(params, self.layout.order)).params
+        params = self.parameters if tree is None else tree
+        check_like("canonical", params, self.parameters)
+        return to_model_order(self.layout, replace(self._state, params=params)).params
 
     def load(self, parameters: Parameters) -> None:
         """Set the parameters from the model's order, as `to_model_order` returns them.
@@ -195,30 +163,22 @@ class Pipe:
             >>> float(pipe.layers()[0].kernel[...].sum())
             0.0
         """
-        check_like("load", parameters, self._shapes)
-        state = self._make_state(jax.tree.map(np.array, parameters), None)  # copies
-        params = rearrange(self.layout, state).params
-        self._parameters = jax.device_put(params, self._shardings.params)
+        shapes = self.layout.model_layout.abstract_state().params
+        check_like("load", parameters, shapes)
+        new = init(self.layout, schedule=self._schedule, parameters=parameters)
+        self._state = replace(self._state, params=new.params)
 
     def layers(self) -> Any:
         """Return the layers in their original form, with the current parameters.
 
-        They are unsharded, in host memory. `load` has an example.
+        They are unsharded, on one device. `load` has an example.
         """
-        values = flatten(full_array(self.canonical())["layers"])
-        layers = self.parts.layers
-        if not isinstance(layers, tuple):
-            return replace_params(layers, values)
-        if self.layout.template.stacked:
-            params_of_layer = lambda i: {path: array[i] for path, array in values.items()}
-        else:
-            params_of_layer = lambda i: {
-                p.partition("/")[2]: x for p, x in values.items() if _layer_index(p) == i
-            }
-        return [replace_params(layer, params_of_layer(i)) for i, layer in enumerate(layers)]
-
-    def _make_state(self, parameters: Parameters, order: Any) -> State:
-        return State(np.int32(0), parameters, optax.EmptyState(), self._variables, order)
+        layers = to_model(self.layout, self._state).layers
+        if not self.is_list or isinstance(layers, nnx.List):
+            return list(layers) if self.is_list else layers
+        graph, arrays = nnx.split(layers)
+        layer = lambda i: nnx.merge(graph, jax.tree.map(lambda x: x[i], arrays))
+        return [layer(i) for i in range(len(self.parts.costs))]
 
     # -- running ------------------------------------------------------------------------------
 
@@ -261,17 +221,16 @@ class Pipe:
             >>> losses.shape
             (4,)
         """
-        batch = self._batch(x, labels, criterion, self.microbatches)
-        returns = "outputs" if return_outputs else "losses"
-        run = self._program(criterion, returns, self._build_train)
-        step = np.int32(self._calls)
-        gradients, losses, outputs, self.metrics = run(
-            self._parameters, self._variables, batch, step
-        )
+        step, returns = self._train_step(criterion), _returns(return_outputs)
+        with checked_batch(x, labels, criterion) as batch:
+            gradients, metrics = step.gradients(self._state, batch, returns=returns)
+        self._state = replace(self._state, step=self._state.step + 1)
+        self.metrics = {name: metrics[name] for name in ("loss", *gradients.mean.metrics)}
+        cast = lambda gradient, parameter: gradient.astype(parameter.dtype)
+        new = jax.tree.map(cast, gradients.tree(), self.parameters)
         add = accumulate and self._gradients is not None
-        self._gradients = jax.tree.map(jnp.add, self._gradients, gradients) if add else gradients
-        self._calls += 1
-        return losses, outputs
+        self._gradients = jax.tree.map(jnp.add, self._gradients, new) if add else new
+        return metrics["losses"], metrics.get("outputs")
 
     def lower(
         self, x: Any, *, criterion: Callable, labels: tuple = (), return_outputs: bool = False
@@ -295,13 +254,15 @@ class Pipe:
             >>> hfjax.collectives(lowered).count("permute", "pipe") > 0
             True
         """
-        batch = check_batch(x, labels, criterion)
-        check_rows(self.layout, batch, self.microbatches)
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch_sharding)
-        batch = jax.tree.map(shape, batch)
-        returns = "outputs" if return_outputs else "losses"
-        run = self._program(criterion, returns, self._build_train)
-        return run.lower(self._parameters, self._variables, batch, np.int32(0))
+        step, sharding = self._train_step(criterion), batch_sharding(self.mesh)
+        run = partial(step.gradients, returns=_returns(return_outputs))
+        jitted = jax.jit(run, compiler_options=options_for(self.layout, step.execution))
+        state, shape = (
+            replace(self._state, order=None),
+            partial(jax.ShapeDtypeStruct, sharding=sharding),
+        )
+        with checked_batch(x, labels, criterion) as batch:
+            return jitted.lower(state, jax.tree.map(lambda x: shape(x.shape, x.dtype), batch))
 
     def forward(self, x: Any) -> Any:
         """Return the outputs, forward only: deterministic, no residuals are saved.
@@ -318,9 +279,8 @@ class Pipe:
             >>> pipe.forward(np.ones((8, 4), np.float32)).shape
             (8, 4)
         """
-        batch = self._batch(x, (), _no_loss, 1)
-        run = self._program(_no_loss, "outputs", self._build_eval)
-        return run(self._parameters, self._variables, batch)
+        with checked_batch(x, (), lambda outputs: outputs) as batch:
+            return self._predict(self._state, batch)
 
     __call__ = forward
 
@@ -342,9 +302,10 @@ class Pipe:
             >>> float(pipe.evaluate(x, criterion=lambda outputs: (outputs**2).mean())["loss"])
             0.0
         """
-        batch = self._batch(x, labels, criterion, 1)
-        run = self._program(criterion, None, self._build_eval)
-        return run(self._parameters, self._variables, batch)
+        step = self._step(eval_step, criterion, self._eval_options)
+        with checked_batch(x, labels, criterion) as batch:
+            metrics = step(self._state, batch)
+        return {name: x for name, x in metrics.items() if name != "weight"}
 
     def __repr__(self) -> str:
         return (
@@ -352,78 +313,17 @@ class Pipe:
             f"{len(self.parts.costs)} layers: {list(self.parts.counts)})"
         )
 
-    # -- programs -----------------------------------------------------------------------------
+    def _train_step(self, criterion: Callable) -> TrainStep:
+        return self._step(train_step, criterion, self._options)
 
-    def _program(self, criterion: Callable, returns: str | None, build: Callable) -> Any:
-        """Return the jitted function for a criterion; it compiles once per shape."""
-        name = criterion if isinstance(criterion, Hashable) else id(criterion)
-        key = (build.__name__, name, returns)
-        if key not in self._programs:
-            if len(self._programs) == MANY:
-                warnings.warn(NEW_CRITERIA, stacklevel=3)
-            self._programs[key] = build(criterion, returns)
-        return self._programs[key]
-
-    def _build_train(self, criterion: Callable, returns: str) -> Callable:
-        table = self._schedule.table(self.parts.stages)
-        engine = engine_for(step_spec(self.layout, _make_loss(criterion), self._execution, table))
-        engine = replace(engine, returns=returns)
-
-        def run(
-            parameters: Parameters, variables: Parameters, batch, step: jax.Array
-        ) -> tuple[Parameters, jax.Array, Any, dict[str, jax.Array]]:
-            flat = (flatten(parameters), flatten(variables))
-            with explain_shape_errors(batch):
-                gradients, output, _ = engine.gradients(*flat, batch, step)
-            mean = jax.tree.map(lambda x: x.sum(0), output.means)
-            scale = lambda path, g: (g / mean.weight).astype(self.layout.param_specs[path].dtype)
-            scaled = nest({path: scale(path, g) for path, g in gradients.items()})
-            return scaled, output.means.total / output.means.weight, output.outputs, _metrics(mean)
-
-        grad_shardings = {
-            path: self._sharding(p.optimizer_state) for path, p in self.layout.param_specs.items()
-        }
-        return self._jit(
-            run,
-            (nest(grad_shardings), self._sharding(P()), self._batch_sharding, self._sharding(P())),
-        )
-
-    def _build_eval(self, criterion: Callable, returns: str | None) -> Callable:
-        execution = self._execution
-        eval_execution = Execution(
-            precision=execution.precision, compiler_options=execution.compiler_options
-        )
-
-        def run(parameters: Parameters, variables: Parameters, batch):
-            loss = _make_loss(criterion)
-            table = evaluation_table(self.layout, self._schedule, batch)
-            engine = engine_for(step_spec(self.layout, loss, eval_execution, table))
-            engine = replace(engine, returns=returns)
-            with explain_shape_errors(batch):
-                output = engine.evaluate(flatten(parameters), flatten(variables), batch)
-            return _metrics(output) if returns is None else output.outputs
-
-        return self._jit(run, self._sharding(P()) if returns is None else self._batch_sharding)
-
-    def _jit(self, run: Callable, out_shardings: Any) -> Callable:
-        options = options_for(self.layout, self._execution)
-        nested = jax.jit(run, out_shardings=out_shardings)
-        standalone = jax.jit(run, out_shardings=out_shardings, compiler_options=options)
-        return _JittedProgram(check_deadlock(standalone, self.mesh), nested)
-
-    def _sharding(self, spec: P) -> NamedSharding:
-        return NamedSharding(self.mesh, spec)
-
-    @property
-    def _batch_sharding(self) -> NamedSharding:
-        return self._sharding(P(batch_axes(self.mesh)))
-
-    # -- batches ------------------------------------------------------------------------------
-
-    def _batch(self, x: Any, labels: tuple, criterion: Callable, microbatches: int) -> Any:
-        """Return x and labels as a sharded batch, after checking that they match."""
-        batch = check_batch(x, labels, criterion)
-        return shard_batch(self.layout, batch, microbatches)
+    def _step(self, make_step: Callable, criterion: Callable, options: dict[str, Any]) -> Any:
+        """Return the step of a criterion; it compiles once per shape."""
+        key = make_step, criterion if isinstance(criterion, Hashable) else id(criterion)
+        if key not in self._steps:
+            if len(self._steps) == MANY:
+                warnings.warn(NEW_CRITERIA, stacklevel=4)
+            self._steps[key] = make_step(self.layout, _make_loss(criterion), **options)
+        return self._steps[key]
 
 
 class GPipe(Pipe):
@@ -479,37 +379,19 @@ def _to_sharding(x: Any, sharding: NamedSharding) -> jax.Array:
     return x if is_placed else copy_to(x, sharding)
 
 
-def _nest_arrays(layers: Any, which: Any) -> Parameters:
-    """Return the arrays of the layers under their paths in the model."""
-    flat = nnx.to_flat_state(nnx.state(layers, which))
-    paths = {LAYERS + join_path(keys): v.get_raw_value() for keys, v in flat}
-    return nest(paths)
-
-
-def _layers_to_shapes(layers: Any) -> Any:
-    return tuple(map(to_shapes, layers)) if isinstance(layers, tuple) else to_shapes(layers)
-
-
-def _layer_index(path: str) -> int:
-    return int(path.partition("/")[0])
+def _returns(outputs: bool) -> tuple[str, ...]:
+    return ("losses", "outputs") if outputs else ("losses",)
 
 
 def _make_loss(criterion: Callable) -> Callable:
-    """Return the criterion as a loss of (outputs, batch), as the engine calls it."""
+    """Return the criterion as a loss of (outputs, batch)."""
 
     def loss(outputs, batch):
-        batch_size = jax.tree.leaves(batch)[0].shape[0]
-        return as_mean(
-            criterion(outputs, *batch["labels"]), batch_size, "what the criterion returns"
-        )
+        value = criterion(outputs, *batch["labels"])
+        return as_mean(value, num_examples(batch), "what the criterion returns")
 
     return loss
 
 
-def _no_loss(outputs: Any) -> Mean:
+def _no_loss(outputs: Any, batch: Any) -> Mean:
     return Mean(jnp.zeros(()), jnp.ones(()))
-
-
-def _metrics(mean: Mean) -> dict[str, jax.Array]:
-    metrics = {name: m.total / m.weight for name, m in mean.metrics.items()}
-    return {"loss": mean.total / mean.weight, **metrics}
