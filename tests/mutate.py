@@ -231,7 +231,9 @@ statistics_not_averaged parallel/engine/step_context.py: each device keeps its o
 sums_in_bfloat16 parallel/engine/step_context.py: gradients accumulate in the parameter's dtype
   spec.shard_shape("gradient"), {{jnp.promote_types(spec.dtype, jnp.float32) ~> spec.dtype}}
 weight_of_one_microbatch parallel/engine/gradient_engine.py: weights are averaged, not added
-  return PassOutput(gradients, jax.tree.map(lambda x: x.{{sum ~> mean}}(0), means), carried | batched)
+  mean = jax.tree.map(lambda x: x.{{sum ~> mean}}(0), means)
+outputs_stay_dealt parallel/engine/gradient_engine.py: outputs are not in the order of the batch
+  outputs = jax.tree.map({{partial(redistribute, inverse=True) ~> redistribute}}, out.outputs)
 gathers_before_the_cast parallel/engine/comm_plan.py: a parameter is sent in the dtype that is stored
   return lax.all_gather(x{{.astype(gather_dtype) ~> }}, collective.axes, axis=dim, tiled=True)
 variable_changes_its_dtype parallel/spmd/global_batch.py: what a model writes may be of another dtype
@@ -405,7 +407,7 @@ adamw_read_as_adam hfjax/compat/deepspeed/optimizer.py: the decay is added to th
 lamb_scales_what_is_zero hfjax/compat/deepspeed/torch_updates.py: zeros move by the least ratio
   is_nonzero = {{(of_param > 0) & (of_update > 0) ~> of_update > 0}}
 same_keys_in_every_call hfjax/compat/haiscale/pipe.py: calls are not counted
-  self._calls {{+= ~> =}} 1
+  self._state = replace(self._state, step=self._state.step + {{1 ~> 0}})
 parts_are_even hfjax/compat/haiscale/partition.py: costs have no part in the partition
   return even{{ if len(set(costs)) == 1 else balance_layers(costs, num_parts) ~> }}
 same_key_for_every_token hfjax/trainer/sampling.py: the number of the token is not folded in

@@ -4,5 +4,6 @@ A parameter is stored as a shard and gathered where it is used (`unshard`, by th
 `comm_plan`), and its gradient is reduced (`reduce_gradients`). `gradient_engine` gives loss and
 gradients of one step. `layer_remat` says what layers recompute, `gather_batch` is for losses that
 ask for the global batch. `step_context` is what every engine knows of a step, `example_keys` its
-random keys, `model_ops` the operations that modules call.
+random keys, `model_ops` the operations that modules call, `local_outputs` what a device returns of
+a model's outputs in training.
 """

@@ -194,8 +194,8 @@ class Pipe:
         """Run the schedule; return (loss of each microbatch, outputs or None).
 
         `gradients` then has the gradients of the mean over all examples. Microbatch m combines the
-        m-th one of every data-parallel device; the loss of one with zero weight is NaN, and it adds
-        nothing to the gradients.
+        m-th one of every data-parallel device (where examples interact, it has those that it has on
+        one device); the loss of one with zero weight is NaN, and it adds nothing to the gradients.
 
         Args:
             x: The input of the first layer, with a leading batch dimension.
