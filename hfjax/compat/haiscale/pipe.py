@@ -42,7 +42,7 @@ from hfjax.step.batches import batch_sharding
 from hfjax.step.eval_step import eval_step, predict_step
 from hfjax.step.init_state import init
 from hfjax.step.merge_model import to_model
-from hfjax.step.train_step import TrainStep, train_step
+from hfjax.step.train_step import train_step
 from hfjax.utils.mean import Mean, as_mean
 
 MANY = 8  # more criteria of one pipe trigger a warning
@@ -91,8 +91,8 @@ class Pipe:
         self._options = {"schedule": self._schedule, "remat": REMAT[remat], **options}
         in_eval = ("schedule", "precision", "compiler_options")
         self._eval_options = {name: x for name, x in self._options.items() if name in in_eval}
-        self.is_list = isinstance(parts.layers, tuple)
-        model = Chain(stack_layers(parts.layers) if self.is_list else parts.layers)
+        self._is_list = isinstance(parts.layers, tuple)
+        model = Chain(stack_layers(parts.layers) if self._is_list else parts.layers)
         strategy = strategy or (PIPE if parts.stages > 1 else DDP)
         base_layout = layout(model_init(model), optax.identity(), mesh, strategy)
         self.layout = train_step(base_layout, _no_loss, **self._options).layout
@@ -174,8 +174,10 @@ class Pipe:
         They are unsharded, on one device. `load` has an example.
         """
         layers = to_model(self.layout, self._state).layers
-        if not self.is_list or isinstance(layers, nnx.List):
-            return list(layers) if self.is_list else layers
+        if not self._is_list:
+            return layers
+        if isinstance(layers, nnx.List):
+            return list(layers)
         graph, arrays = nnx.split(layers)
         layer = lambda i: nnx.merge(graph, jax.tree.map(lambda x: x[i], arrays))
         return [layer(i) for i in range(len(self.parts.costs))]
@@ -221,8 +223,9 @@ class Pipe:
             >>> losses.shape
             (4,)
         """
-        step, returns = self._train_step(criterion), _returns(return_outputs)
         with checked_batch(x, labels, criterion) as batch:
+            step = self._step(train_step, criterion, self._options)
+            returns = _returns(return_outputs)
             gradients, metrics = step.gradients(self._state, batch, returns=returns)
         self._state = replace(self._state, step=self._state.step + 1)
         self.metrics = {name: metrics[name] for name in ("loss", *gradients.mean.metrics)}
@@ -254,15 +257,13 @@ class Pipe:
             >>> hfjax.collectives(lowered).count("permute", "pipe") > 0
             True
         """
-        step, sharding = self._train_step(criterion), batch_sharding(self.mesh)
-        run = partial(step.gradients, returns=_returns(return_outputs))
-        jitted = jax.jit(run, compiler_options=options_for(self.layout, step.execution))
-        state, shape = (
-            replace(self._state, order=None),
-            partial(jax.ShapeDtypeStruct, sharding=sharding),
-        )
+        sharding = batch_sharding(self.mesh)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         with checked_batch(x, labels, criterion) as batch:
-            return jitted.lower(state, jax.tree.map(lambda x: shape(x.shape, x.dtype), batch))
+            step = self._step(train_step, criterion, self._options)
+            run = partial(step.gradients, returns=_returns(return_outputs))
+            jitted = jax.jit(run, compiler_options=options_for(self.layout, step.execution))
+            return jitted.lower(replace(self._state, order=None), jax.tree.map(shape, batch))
 
     def forward(self, x: Any) -> Any:
         """Return the outputs, forward only: deterministic, no residuals are saved.
@@ -302,9 +303,8 @@ class Pipe:
             >>> float(pipe.evaluate(x, criterion=lambda outputs: (outputs**2).mean())["loss"])
             0.0
         """
-        step = self._step(eval_step, criterion, self._eval_options)
         with checked_batch(x, labels, criterion) as batch:
-            metrics = step(self._state, batch)
+            metrics = self._step(eval_step, criterion, self._eval_options)(self._state, batch)
         return {name: x for name, x in metrics.items() if name != "weight"}
 
     def __repr__(self) -> str:
@@ -313,15 +313,12 @@ class Pipe:
             f"{len(self.parts.costs)} layers: {list(self.parts.counts)})"
         )
 
-    def _train_step(self, criterion: Callable) -> TrainStep:
-        return self._step(train_step, criterion, self._options)
-
     def _step(self, make_step: Callable, criterion: Callable, options: dict[str, Any]) -> Any:
         """Return the step of a criterion; it compiles once per shape."""
         key = make_step, criterion if isinstance(criterion, Hashable) else id(criterion)
         if key not in self._steps:
             if len(self._steps) == MANY:
-                warnings.warn(NEW_CRITERIA, stacklevel=4)
+                warnings.warn(NEW_CRITERIA, stacklevel=3)
             self._steps[key] = make_step(self.layout, _make_loss(criterion), **options)
         return self._steps[key]
 
