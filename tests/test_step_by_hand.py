@@ -92,11 +92,11 @@ def theory(example, fsdp, tensor):
 
 
 def more_of_hfjax(layout, fsdp, tensor):
-    """Return what hfjax sends more: numbers, one by one, in the messages of others.
+    """Return what hfjax sends more: the bytes of a few numbers.
 
-    It sums the squares of each gradient by itself (`Gradients.squares`), over the axes that shard
-    it; by hand all are added first, and one number is sent. And the loss has a weight, since a mask
-    may leave out tokens.
+    It keeps the sum of squares of each gradient (`Gradients.squares`), so it all-reduces each over
+    the axes that shard it; by hand all are added first, and one number is sent. And the loss has a
+    weight, since a mask may leave out tokens.
     """
     sizes = {"fsdp": fsdp, "tensor": tensor}
     active = lambda axes: tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
@@ -125,6 +125,7 @@ def calls(found):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.short("FSDP", "FSDP|TENSOR")
 def test_its_losses_are_those_of_hfjax(example, case):
     layout, step = hfjax_step(example, case)
     params, _ = example.init_state()
