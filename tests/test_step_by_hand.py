@@ -79,7 +79,7 @@ def theory(example, fsdp, tensor):
     in_layers = layers * (4 * d * shape.H * shape.K + 2 * d * shape.F) // tensor
     ends = shape.V * d // tensor + s * d
     small = layers * (6 * d + (3 * shape.H * shape.K + shape.F) // tensor) + 2 * d
-    numbers = {
+    numbers: dict[tuple[str, tuple[str, ...]], int] = {
         ("all-gather", ("fsdp",)): 2 * in_layers + ends,
         ("reduce-scatter", ("fsdp",)): in_layers + ends,
         ("all-reduce", ("fsdp",)): small + 1,  # and the loss
