@@ -1,5 +1,8 @@
 """To trace a step calls each kind of layer once in each mode, whatever reads the model first."""
 
+import re
+import sys
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -12,6 +15,7 @@ from hfjax import CONTEXT, EXPERT, FSDP, GRID, PIPE, Schedule
 from hfjax.models.gpt import Block, next_token_loss
 from hfjax.models.moe import next_token_loss as routed_loss
 from hfjax.models.moe.moe_llama import Block as MixtureBlock
+from hfjax.step import train_step
 from tests.golden import Called, Unlike, numbers, of_experts, squares
 from tests.small_gpt import gpt, tokens
 
@@ -70,3 +74,21 @@ def test_layers_are_called_once(name):
     with spy as called:
         run(layout, loss, batch, execution)
     assert called.call_count == ONCE.get(name, 1)
+
+
+def test_a_batch_goes_through_the_files_in_the_order_that_is_written():
+    """The docstring of step/train_step.py lists them."""
+    layout = hfjax.layout(Called, optax.adamw(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
+    step, batch, entered = hfjax.train_step(layout, next_token_loss), tokens(), {}
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.setdefault("/".join(Path(frame.f_code.co_filename).parts[-2:]))
+
+    sys.setprofile(note)
+    try:
+        step.trace(batch)
+    finally:
+        sys.setprofile(None)
+    written = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", train_step.__doc__ or "")
+    assert [file for file in entered if file in written] == written

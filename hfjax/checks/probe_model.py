@@ -11,7 +11,7 @@ from hfjax.utils.paths import Flat
 
 def probe_model(engine: GradientEngine, variables: Flat, batch: Any, mode: str) -> None:
     """Check the dtypes of a model's matmuls, and let the operations of its modules read it."""
-    context, count = engine.context, engine.num_microbatches
+    context = engine.context
     precision, ops = context.execution.precision, context.trace.ops
     if not (ops.reads_model or isinstance(precision, PrecisionByPath)):
         return
@@ -22,6 +22,7 @@ def probe_model(engine: GradientEngine, variables: Flat, batch: Any, mode: str) 
         trace = lambda batch, group: trace_components(context, variables, batch, mode, group)
         ops.read_model(context.template.prepare_batch(batch), context.batch_group, trace)
 
+    count = engine.num_microbatches
     probe = partial(probe_local, context, variables, batch, mode, num_microbatches=count)
     if isinstance(precision, PrecisionByPath):
         probe(partial(check_matmuls, precision))

@@ -1,4 +1,17 @@
-"""The training step: one jitted function, or its two halves."""
+"""The training step: one jitted function, or its two halves.
+
+A batch goes through these files, in this order (a model that is called as it is):
+
+`step/train_step.py` jits, donates, waits; `step/batches.py` checks the batch and places it.
+`step/step_program.py` is the program; `spmd/partition_context.py` keeps what it traces meanwhile.
+`checks/probe_model.py` reads the model before it runs, where something depends on it.
+`optimizer_step/update.py` and `optimizer_step/gradients.py` are the two halves of a step.
+`engine/gradient_engine.py` is what runs on each device: microbatches, forward, backward.
+`engine/step_context.py` knows how each parameter is sent, `engine/comm_plan.py` sends it.
+`whole_model/model.py` calls the model; `whole_model/unshard_on_use.py` traces it at global shapes.
+`spmd/interpreter.py` runs this program on a device's shards, by a rule for each primitive.
+`engine/reduce_gradients.py` adds gradients up; `optimizer_step/sharded.py` updates the shards.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
