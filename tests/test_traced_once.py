@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -16,6 +17,7 @@ from hfjax.models.gpt import Block, next_token_loss
 from hfjax.models.moe import next_token_loss as routed_loss
 from hfjax.models.moe.moe_llama import Block as MixtureBlock
 from hfjax.step import train_step
+from hfjax.testing import assert_strategies_agree
 from tests.golden import Called, Unlike, numbers, of_experts, squares
 from tests.small_gpt import gpt, tokens
 
@@ -92,3 +94,29 @@ def test_a_batch_goes_through_the_files_in_the_order_that_is_written():
         sys.setprofile(None)
     written = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", train_step.__doc__ or "")
     assert [file for file in entered if file in written] == written
+
+
+class Signed(nnx.Module):
+    """A layer whose number is equal to another's, and does not compute the same."""
+
+    def __init__(self, number, *, rngs):
+        self.number, self.map = number, nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.map(x) * jnp.copysign(jnp.ones_like(x), jnp.full_like(x, self.number))
+
+
+class AlmostEqual(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Signed(number, rngs=rngs) for number in (0.0, -0.0, 0, False)])
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x[:, :5]
+
+
+def test_layers_that_are_equal_to_python_only_are_not_one():
+    cases = {"FSDP": (FSDP, EIGHT)}
+    assert_strategies_agree(AlmostEqual, squares, numbers(), cases)

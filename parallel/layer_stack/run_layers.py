@@ -81,7 +81,7 @@ def layer_on_batch(
 ) -> Callable:
     """Return (full parameters, variables, x) -> (x, variables) for one layer."""
 
-    call = LayerCall(graph)
+    call = LayerCall(graph, static_text(graph))
 
     def apply(params: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         def run(global_batch: GlobalBatch, x, variables: nnx.State) -> tuple[Any, nnx.State]:
@@ -99,12 +99,19 @@ class LayerCall(PureFunction):
     """Calls a layer: (parameters, variables, x) -> (x, variables that it has written to)."""
 
     graph: nnx.GraphDef
+    statics: tuple[str, ...]  # `static_text` of the graph
 
     def __call__(self, parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         before = _raw_values(variables)  # merged variables are those of the state: written in place
         layer = nnx.merge(self.graph, parameters, variables)
         x = layer(x)
         return x, _written_variables(layer, before)
+
+
+def static_text(graph: nnx.GraphDef) -> tuple[str, ...]:
+    """Return what layers keep beside arrays, as text: 1, 1.0 and True are equal to Python."""
+    values = (getattr(attribute, "value", None) for _, attribute in graph.attributes)
+    return tuple(repr(value) for value in values if type(value).__eq__ is not object.__eq__)
 
 
 def _written_variables(layer: nnx.Module, before: dict) -> nnx.State:
