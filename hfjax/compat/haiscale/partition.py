@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from hfjax.parallel.adapters.model_template import is_list, items_of
 from hfjax.parallel.layer_costs import flop_costs, parameter_costs
@@ -190,8 +191,8 @@ def stack_layers(layers: Sequence[Any]) -> Any:
 
 
 def model_init(model: Chain) -> Callable:
-    """Return rngs -> the model, with zeros as parameters, which it does not keep alive."""
-    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters)
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-    return lambda rngs: nnx.merge(graph, jax.tree.map(zeros, shapes), rest)
+    """Return rngs -> the model, with zeros as values; it keeps no array alive."""
+    graph, state = nnx.split(model)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    zeros = lambda x: lax.full(x.shape, 0, x.dtype)
+    return lambda rngs: nnx.merge(graph, jax.tree.map(zeros, shapes))

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -35,15 +36,15 @@ from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy
-from hfjax.sharding.layout import layout
-from hfjax.sharding.reorder_layers import copy_to, to_model_order
+from hfjax.sharding.layout import State, layout
+from hfjax.sharding.reorder_layers import copy_to, rearrange, to_model_order
 from hfjax.sharding.xla_options import options_for
 from hfjax.step.batches import batch_sharding
 from hfjax.step.eval_step import eval_step, predict_step
-from hfjax.step.init_state import init
 from hfjax.step.merge_model import to_model
 from hfjax.step.train_step import train_step
 from hfjax.utils.mean import Mean, as_mean
+from hfjax.utils.paths import join_path, nest
 
 MANY = 8  # more criteria of one pipe trigger a warning
 NEW_CRITERIA = (
@@ -87,8 +88,8 @@ class Pipe:
         check_partition(type(self), self.chunked, parts)
         microbatches = check_options(microbatches, remat, options)
         mesh = make_mesh(pipe=parts.stages, data=-1) if mesh is None else check_mesh(mesh, parts)
-        self._schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
-        self._options = {"schedule": self._schedule, "remat": REMAT[remat], **options}
+        schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
+        self._options = {"schedule": schedule, "remat": REMAT[remat], **options}
         in_eval = ("schedule", "precision", "compiler_options")
         self._eval_options = {name: x for name, x in self._options.items() if name in in_eval}
         self._is_list = isinstance(parts.layers, tuple)
@@ -96,7 +97,10 @@ class Pipe:
         strategy = strategy or (PIPE if parts.stages > 1 else DDP)
         base_layout = layout(model_init(model), optax.identity(), mesh, strategy)
         self.layout = train_step(base_layout, _no_loss, **self._options).layout
-        self._state = init(self.layout, schedule=self._schedule, parameters=model)
+        variables = _nest_arrays(model, nnx.Not(nnx.Param))
+        variables = jax.tree.map(copy_to, variables, self.layout.shardings().variables)
+        self._state = State(np.int32(0), {}, optax.EmptyState(), variables)
+        self.load(_nest_arrays(model, nnx.Param))
         self.mesh, self.microbatches, self.parts = mesh, microbatches, replace(parts, layers=None)
         self.metrics: dict[str, jax.Array] = {}  # of the last forward_backward, over all examples
         self._gradients: Parameters | None = None
@@ -165,8 +169,10 @@ class Pipe:
         """
         shapes = self.layout.model_layout.abstract_state().params
         check_like("load", parameters, shapes)
-        new = init(self.layout, schedule=self._schedule, parameters=parameters)
-        self._state = replace(self._state, params=new.params)
+        copies = jax.tree.map(np.array, parameters)
+        params = rearrange(self.layout, replace(self._state, params=copies, order=None)).params
+        params = jax.device_put(params, self.layout.shardings().params)
+        self._state = replace(self._state, params=params, order=self.layout.order)
 
     def layers(self) -> Any:
         """Return the layers in their original form, with the current parameters.
@@ -374,6 +380,12 @@ def _to_sharding(x: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array with a sharding: itself if it already has it, otherwise a copy."""
     is_placed = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
     return x if is_placed else copy_to(x, sharding)
+
+
+def _nest_arrays(model: nnx.Module, which: Any) -> Parameters:
+    """Return the arrays of a model under their paths."""
+    flat = nnx.to_flat_state(nnx.state(model, which))
+    return nest({join_path(keys): v.get_raw_value() for keys, v in flat})
 
 
 def _returns(outputs: bool) -> tuple[str, ...]:
