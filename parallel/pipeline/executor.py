@@ -280,33 +280,20 @@ class Pipeline:
         names = ("stash", "w_residuals") if self._trains else ()
 
         def step(carry: tuple, unit: Index) -> tuple:
-            x, buffers, last_microbatch_residuals = carry
-
-            def run(x, last_microbatch_residuals) -> tuple[Any, dict[str, Any], Any]:
+            def run(x, buffers: State, last_microbatch_residuals) -> tuple[Any, State, Any]:
                 known = self._known_values(
                     self._params_of_layer(state, tick, "F", unit), unit, chunk, m
                 )
                 (y, *residuals), last_microbatch_residuals = self.layer_passes.forward(
                     known, x, last_microbatch_residuals, tick, unit
                 )
-                return y, dict(zip(names, residuals, strict=False)), last_microbatch_residuals
+                for name, new in zip(names, residuals, strict=False):
+                    written = self._write_stash(buffers, name, unit, tick, "F", new)
+                    buffers = buffers | {name: written}
+                return y, buffers, last_microbatch_residuals
 
-            read_buffers = lambda: {
-                name: self._read_stash(buffers, name, unit, tick, "F") for name in names
-            }
-            skip = lambda x, last_microbatch_residuals: (
-                x,
-                read_buffers(),
-                last_microbatch_residuals,
-            )
-            y, residuals, last_microbatch_residuals = self._run_or_skip(
-                ("F", tick, unit, chunk), run, skip, x, last_microbatch_residuals
-            )
-            buffers = {
-                name: self._write_stash(buffers, name, unit, tick, "F", residuals[name])
-                for name in names
-            }
-            return self._where_layer(unit, chunk, y, x), buffers, last_microbatch_residuals
+            y, *buffers = self._run_or_skip(("F", tick, unit, chunk), run, *carry)
+            return self._where_layer(unit, chunk, y, carry[0]), *buffers
 
         carry = x, {name: state[name] for name in names}, state.get("kept")
         y, buffers, last_microbatch_residuals = self.chunks.loop(
@@ -321,11 +308,11 @@ class Pipeline:
         is_layer = self._layer_numbers[chunk, unit] >= 0
         return jax.tree.map(lambda a, b: jnp.where(is_layer, a, b), new, old)
 
-    def _run_or_skip(self, slot: tuple, run: Callable, skip: Callable, *operands: Any) -> Any:
-        """Return `run(*operands)`; with branches `skip(*operands)` in an idle slot.
+    def _run_or_skip(self, slot: tuple, run: Callable, *operands: Any) -> tuple:
+        """Return `run(*operands)`; with branches `operands` in an idle slot.
 
-        Neither ring buffers nor messages pass through a branch: buffers would be copied, and a
-        permute would wait for stages that take the other branch.
+        The branch writes its residuals and gradients in place, so an idle slot writes nothing. No
+        message is sent in a branch: a permute would wait for stages that take the other one.
         """
         kind, tick, unit, chunk = slot
         if self._cond is None or (tick.facts.always_runs(kind) and not self._is_padded):
@@ -333,7 +320,7 @@ class Pipeline:
         is_active = tick.is_active(kind)
         if self._is_padded:
             is_active &= self._layer_numbers[chunk, unit] >= 0
-        return self._cond(is_active, run, skip, *operands)
+        return self._cond(is_active, run, lambda *operands: operands, *operands)
 
     def _run_head(self, state: State, tick: StageTick, y: Any, m: Index) -> State:
         """On the last stage: store the loss of this microbatch, and start its backward pass."""
@@ -376,21 +363,19 @@ class Pipeline:
         self, state: State, dy: Any, tick: StageTick, m: Index, chunk: Index
     ) -> tuple:
         def step(carry: tuple, unit: Index) -> tuple:
-            dy, gradients = carry
-
-            def run(dy) -> tuple[Any, Flat]:
+            def run(dy, gradients) -> tuple:
                 stash = self._read_stash(state, "stash", unit, tick, "B")
                 if self._is_last_tick(tick):  # or XLA recomputes several layers at once
                     stash, dy = lax.optimization_barrier((stash, dy))
                 known = self._known_values(
                     self._params_of_layer(state, tick, "B", unit), unit, chunk, m
                 )
-                return self.layer_passes.backward(known, stash, dy, state["kept"], tick, unit)
+                dx, new = self.layer_passes.backward(known, stash, dy, state["kept"], tick, unit)
+                return dx, self._accumulate(gradients, new, unit, chunk, tick, "B")
 
-            skip = lambda dy: (dy, self._zero_gradients)
-            dx, new = self._run_or_skip(("B", tick, unit, chunk), run, skip, dy)
-            gradients = self._accumulate(gradients, new, unit, chunk, tick, "B")
-            return (self._where_layer(unit, chunk, dx, dy), gradients)
+            dx, gradients = self._run_or_skip(("B", tick, unit, chunk), run, *carry)
+            gradients = self._reduce_in_last_tick(gradients, unit, chunk, tick)
+            return self._where_layer(unit, chunk, dx, carry[0]), gradients
 
         dx, gradients = self._loop_units(step, (dy, state["gradients"]), tick)
         return dx, state | {"gradients": gradients}
@@ -399,9 +384,7 @@ class Pipeline:
         self, state: State, dy: Any, tick: StageTick, m: Index, chunk: Index
     ) -> tuple:
         def step(carry: tuple, unit: Index) -> tuple:
-            dy, b_to_w = carry
-
-            def run(dy) -> tuple:
+            def run(dy, b_to_w) -> tuple:
                 stash, w_residuals = (
                     self._read_stash(state, name, unit, tick, "B")
                     for name in ("stash", "w_residuals")
@@ -409,12 +392,11 @@ class Pipeline:
                 known = self._known_values(
                     self._params_of_layer(state, tick, "B", unit), unit, chunk, m
                 )
-                return self._passes.input_backward(known, stash, w_residuals, dy)
+                dx, new = self._passes.input_backward(known, stash, w_residuals, dy)
+                return dx, self._write_stash({"b_to_w": b_to_w}, "b_to_w", unit, tick, "B", new)
 
-            skip = lambda dy: (dy, self._read_stash({"b_to_w": b_to_w}, "b_to_w", unit, tick, "B"))
-            dx, new_b_to_w = self._run_or_skip(("B", tick, unit, chunk), run, skip, dy)
-            b_to_w = self._write_stash({"b_to_w": b_to_w}, "b_to_w", unit, tick, "B", new_b_to_w)
-            return (self._where_layer(unit, chunk, dx, dy), b_to_w)
+            dx, b_to_w = self._run_or_skip(("B", tick, unit, chunk), run, *carry)
+            return self._where_layer(unit, chunk, dx, carry[0]), b_to_w
 
         dx, b_to_w = self._loop_units(step, (dy, state["b_to_w"]), tick)
         return dx, state | {"b_to_w": b_to_w}
@@ -423,7 +405,7 @@ class Pipeline:
         m, chunk = tick.index("W_microbatch"), tick.index("W_chunk")
 
         def step(gradients, unit: Index):
-            def run() -> Flat:
+            def run(gradients) -> tuple:
                 w_residuals, b_to_w = (
                     self._read_stash(state, name, unit, tick, "W")
                     for name in ("w_residuals", "b_to_w")
@@ -431,10 +413,11 @@ class Pipeline:
                 known = self._known_values(
                     self._params_of_layer(state, tick, "W", unit), unit, chunk, m
                 )
-                return self._passes.weight_backward(known, w_residuals, b_to_w)
+                new = self._passes.weight_backward(known, w_residuals, b_to_w)
+                return (self._accumulate(gradients, new, unit, chunk, tick, "W"),)
 
-            new = self._run_or_skip(("W", tick, unit, chunk), run, lambda: self._zero_gradients)
-            return self._accumulate(gradients, new, unit, chunk, tick, "W")
+            (gradients,) = self._run_or_skip(("W", tick, unit, chunk), run, gradients)
+            return self._reduce_in_last_tick(gradients, unit, chunk, tick)
 
         return state | {"gradients": self._loop_units(step, state["gradients"], tick)}
 
@@ -473,7 +456,15 @@ class Pipeline:
         grad_sum = _add_gradients(
             self.stage_params.grad_sums(self, gradients, unit, chunk, tick), new, divisor
         )
-        grad_sum = self.last_tick.reduce_layer(grad_sum) if self._is_last_tick(tick) else grad_sum
+        return self.chunks.put(gradients, unit, chunk, grad_sum)
+
+    def _reduce_in_last_tick(
+        self, gradients: Any, unit: Index, chunk: Index, tick: StageTick
+    ) -> Any:
+        """In the last tick, sum a layer's gradient over devices: also where the slot is idle."""
+        if not self._is_last_tick(tick):
+            return gradients
+        grad_sum = self.last_tick.reduce_layer(self.chunks.get(gradients, unit, chunk))
         return self.chunks.put(gradients, unit, chunk, grad_sum)
 
     def _backward_embed(self, state: State, tick: StageTick, dx: Any, m: Index) -> State:
