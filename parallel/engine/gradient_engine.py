@@ -248,7 +248,7 @@ class GradientEngine(ABC):
         carried = {path: x for path, x in statistics.items() if path not in batched}
         xs = (split(batched), split(batch), lax.iota("int32", count))
         (gradients, carried), (means, rest) = lax.scan(body, (context.slots(), carried), xs)
-        merge = lambda tree: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        merge = lambda tree: jax.tree.map(lambda x: lax.collapse(x, 0, 2), tree)
         batched, outputs = merge(rest)
         if "losses" in self.returns:
             return PassOutput(gradients, merge(means), carried | batched, outputs=outputs)

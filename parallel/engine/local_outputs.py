@@ -23,7 +23,7 @@ def local_outputs(global_batch: GlobalBatch, outputs: Any, num_examples: int) ->
 
     Outputs that are not sharded along their examples become so.
     """
-    group = global_batch.group
+    group, outputs = global_batch.group, global_batch.replicate_inner(outputs)
 
     def to_sharded(value: Any) -> Any:
         is_batched = global_batch.shape_dtype(value)[0][:1] == (num_examples * group.size,)
@@ -31,7 +31,7 @@ def local_outputs(global_batch: GlobalBatch, outputs: Any, num_examples: int) ->
 
     if group.size > 1:
         outputs = jax.tree.map(to_sharded, outputs, is_leaf=is_distributed)
-    return full_examples(global_batch, local_examples(global_batch, outputs, num_examples))
+    return local_examples(global_batch, outputs, num_examples)
 
 
 def local_examples(global_batch: GlobalBatch, outputs: Any, *leading_shape: int) -> Any:

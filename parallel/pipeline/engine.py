@@ -175,7 +175,7 @@ class PipelineEngine(GradientEngine):
         count = self.ticks.table.microbatches
         global_batch = self.context.trace.global_batch
         outputs = local_examples(global_batch, outputs, count, batch_size // count)
-        outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+        outputs = jax.tree.map(lambda x: lax.collapse(x, 0, 2), outputs)
         outputs = self._broadcast_from_last_stage(outputs)
         return layer_gradients, outer_gradients, mean, outputs
 

@@ -32,7 +32,7 @@ def redistribute_examples(
     group: AxisGroup, num_microbatches: int, x: jax.Array, inverse: bool = False
 ) -> jax.Array:
     """Return this device's examples as shards of a single device's microbatches, or back again."""
-    chunks = x.reshape(num_microbatches, -1, *x.shape[1:])
+    chunks = x.reshape(num_microbatches, len(x) // num_microbatches, *x.shape[1:])
     out = jnp.zeros_like(chunks)
     for transfer_round in transfer_rounds(group.size, num_microbatches):
         transfers = sorted(transfer.inverse if inverse else transfer for transfer in transfer_round)
