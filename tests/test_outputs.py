@@ -218,3 +218,14 @@ def test_a_module_is_like_ones_own_and_has_no_hooks_of_which_flax_warns():
             warnings.simplefilter("error")
             optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
             optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+
+
+def test_an_output_of_as_many_entries_as_the_padded_batch_is_not_cut():
+    """The model returns its bias, of 8: the batch of 5 examples would be filled up to 8."""
+    model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+    layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+    both = lambda model, x: (model(x), 2 * model.bias[...])
+    state, batch = hfjax.init(layout), np.ones((5, 8), np.float32)
+    assert hfjax.predict_step(layout)(state, batch).shape == (5, 8)
+    with pytest.raises(ValueError, match=r"a batch of 5 examples .*\. Give 8 examples"):
+        hfjax.predict_step(layout, both)(state, batch)

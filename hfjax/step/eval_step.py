@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from hfjax.checks.check_step import check_execution, check_state_shardings, check_step_arguments
 from hfjax.checks.deadlock import check_deadlock
@@ -138,9 +139,8 @@ def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> 
             return step(state, batch)
         num_examples = jax.tree.leaves(batch)[0].shape[0]
         outputs = step(state, jax.tree.map(lambda x: _repeat_last(x, padding), batch))
-        all_per_example = all(
-            x.shape[:1] == (num_examples + padding,) for x in jax.tree.leaves(outputs)
-        )
+        begins = lambda x: _begins_with_examples(x, num_examples + padding)
+        all_per_example = all(map(begins, jax.tree.leaves(outputs)))
         if comms or not all_per_example:
             location = f" ({comms[0].line})" if comms else ""
             raise ValueError(
@@ -151,6 +151,12 @@ def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> 
         return jax.tree.map(lambda x: x[:num_examples], outputs)
 
     return padded_step
+
+
+def _begins_with_examples(x: jax.Array, num_examples: int) -> bool:
+    """Return whether an output's first dimension has the examples, and so is sharded."""
+    is_sharded = isinstance(x, Tracer) or x.sharding.shard_shape(x.shape) != x.shape
+    return x.shape[:1] == (num_examples,) and is_sharded
 
 
 def _repeat_last(x: jax.Array | np.ndarray, count: int) -> jax.Array | np.ndarray:
