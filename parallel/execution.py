@@ -11,8 +11,7 @@ from hfjax.parallel.compiler_options import check_options
 from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.precision.dtypes import Precision, precision_of
 from hfjax.parallel.remat import Remat
-from hfjax.parallel.schedules.table import Table
-from hfjax.parallel.schedules.versions import Versions
+from hfjax.parallel.schedules.table import Table, Versions
 from hfjax.parallel.settings import ContextParallel, KernelChoices, check_dispatch, parse_context
 from hfjax.utils.keywords import is_int, is_real, strict_fields
 

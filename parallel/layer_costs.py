@@ -7,20 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
+
+from hfjax.parallel.jaxprs.primitives import VIEWS
+from hfjax.parallel.jaxprs.walk import bodies_of
 
 # Equations that only move data.
-_MOVES = (
-    "reshape",
-    "transpose",
-    "broadcast_in_dim",
-    "squeeze",
-    "slice",
-    "pad",
-    "concatenate",
-    "convert_element_type",
-    "copy",
-)
+_MOVES = VIEWS.union("broadcast_in_dim slice pad concatenate convert_element_type".split())
 
 
 def parameter_costs(layers: Sequence[Any]) -> list[int]:
@@ -89,17 +82,10 @@ def _equation_flops(equation: Any) -> int:
         kernel = equation.invars[1].aval
         outputs = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         return 2 * equation.outvars[0].aval.size * (kernel.size // outputs)
-    inner = [_flops(jaxpr) for jaxpr in _sub_jaxprs(params)]
+    inner = [_flops(body) for body, _ in bodies_of(equation)]
     if not inner:
         floats = (v.aval for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
         return 0 if name in _MOVES else sum(x.size for x in floats)  # results of arithmetic
     if name == "cond":
         return max(inner)
     return sum(inner) * params.get("length", 1)
-
-
-def _sub_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for value in params.values():
-        for one in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(one, ClosedJaxpr | Jaxpr):
-                yield one.jaxpr if isinstance(one, ClosedJaxpr) else one

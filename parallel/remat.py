@@ -7,22 +7,15 @@ from typing import Any
 
 import jax
 
+from hfjax.parallel.jaxprs.primitives import VIEWS
+from hfjax.parallel.jaxprs.saved_tensor import parse_names
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 
 WHAT = ("none", "dots", "full", "except_last")
 STATISTICS = "statistics"  # of a norm over the batch: two numbers a channel, and a message
 
 # Cheap to recompute, and a way to save a gathered parameter under another name.
-_MOVES = (
-    "all_gather",
-    "convert_element_type",
-    "reshape",
-    "transpose",
-    "broadcast_in_dim",
-    "squeeze",
-    "slice",
-    "name",
-)
+_MOVES = VIEWS.union("all_gather broadcast_in_dim convert_element_type name slice".split())
 
 
 @dataclass(frozen=True)
@@ -145,22 +138,6 @@ class Remat:
         small = policies.save_only_these_names(STATISTICS)
         dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, small)
         return dots if self.what == "dots" else small
-
-
-def parse_names(names: Any, option: str) -> tuple[str, ...]:
-    """Return names, given as a sequence or as one string with commas.
-
-    >>> parse_names("qkv, mlp_up", "remat")
-    ('qkv', 'mlp_up')
-    """
-    if isinstance(names, str):
-        return tuple(name.strip() for name in names.split(","))
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            f"{option} names={names!r}: names of jax.ad_checkpoint.checkpoint_name are expected, "
-            'for instance ("qkv", "mlp_up").'
-        )
-    return tuple(names)
 
 
 def _save_all_but_moves(prim, *_, **params) -> bool:

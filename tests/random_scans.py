@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from hfjax.parallel.jaxprs.program import scan_counts
+from hfjax.parallel.jaxprs.walk import scan_counts
 from hfjax.parallel.spmd.rules import control_flow
 from tests.random_programs import Program, Sizes, coarse, make_batch, tame
 

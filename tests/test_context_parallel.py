@@ -14,7 +14,7 @@ from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.parallel.extensions.context_parallel.comm_kinds import ContextChoice
-from hfjax.parallel.jaxprs.program import bodies_of
+from hfjax.parallel.jaxprs.walk import equations_in
 from tests.lower_for_64_devices import printed
 
 LENGTH = 32
@@ -367,18 +367,12 @@ def test_groups_that_do_not_divide_the_devices_are_refused():
 def test_what_is_recomputed_keeps_no_array_as_large_as_the_scores(monkeypatch):
     monkeypatch.setattr("hfjax.pallas_kernels.attention.reference.BLOCK", 4)
     traced = plan(4, "ring", remat="full", length=128).trace({"tokens": np.zeros((1, 129), int)})
+    made = [v for equation, _ in equations_in(traced.jaxpr.jaxpr) for v in equation.outvars]
     largest = max(
-        (v.aval.shape for v in variables_in(traced.jaxpr.jaxpr) if hasattr(v.aval, "shape")),
+        (v.aval.shape for v in made if hasattr(v.aval, "shape")),
         key=lambda shape: shape.count(4),
     )
     assert largest.count(4) < 4, largest  # blocks of queries and of keys, 4 x 4 scores each
-
-
-def variables_in(jaxpr):
-    for equation in jaxpr.eqns:
-        yield from equation.outvars
-        for body, _ in bodies_of(equation):
-            yield from variables_in(body)
 
 
 def test_a_row_longer_than_the_model_has_positions_is_refused():

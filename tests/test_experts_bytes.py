@@ -14,7 +14,7 @@ import hfjax
 from hfjax import DDP, EXPERT, FSDP, TENSOR
 from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, next_token_loss
 from hfjax.models.moe.grouped import plan_blocks, run_grouped
-from hfjax.parallel.jaxprs.program import bodies_of
+from hfjax.parallel.jaxprs.walk import equations_in
 from hfjax.utils.paths import flatten
 from hfjax.utils.tables import human
 from tests.lower_for_64_devices import printed
@@ -192,19 +192,10 @@ def test_a_step_tells_what_each_dispatch_sends_and_why_one_was_chosen():
 # -- what is multiplied -------------------------------------------------------------------------
 
 
-def equations(jaxpr, times=1):
-    """Yield each equation, and how often it runs."""
-    for equation in jaxpr.eqns:
-        yield equation, times
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for body, _ in bodies_of(equation):
-            yield from equations(body, times * turns)
-
-
 def flops_of_experts(jaxpr) -> int:
     """The flops of all products with an expert's hidden layer; nothing else is as wide."""
     total = 0
-    for equation, times in equations(jaxpr):
+    for equation, times in equations_in(jaxpr):
         if equation.primitive.name != "dot_general":
             continue
         left, right = (x.aval.shape for x in equation.invars)
@@ -245,7 +236,7 @@ def layer_and_gradient(**mixing):
 
     x = jnp.ones((4, LENGTH, WIDTH))
     made = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(state, x)
-    return [equation for equation, _ in equations(made.jaxpr)]
+    return [equation for equation, _ in equations_in(made.jaxpr)]
 
 
 @pytest.mark.parametrize("priority", ["position", "choice", "probability"])

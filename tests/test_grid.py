@@ -22,6 +22,7 @@ import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.layers import Linear, RMSNorm, stack_layers
 from hfjax.models.llama import Llama, LlamaConfig
+from hfjax.parallel.jaxprs.walk import equations_in
 from hfjax.testing import assert_strategies_agree
 from tests import grid_bytes, small_gpt
 from tests.grid_bytes import LAYERS, LENGTH, ROWS, VOCAB, WIDE, WIDTH, batch, layout, step
@@ -253,15 +254,8 @@ def test_a_device_holds_its_share_of_each_matrix_and_of_the_residual_stream():
 
 def loops(jaxpr):
     """The loops over layers of a program, wherever they are."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
-            yield equation
-        for body in jax.tree.leaves(
-            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            inner = getattr(body, "jaxpr", body)
-            if hasattr(inner, "eqns"):
-                yield from loops(inner)
+    found = (e for e, _ in equations_in(jaxpr.jaxpr) if e.primitive.name == "scan")
+    return [loop for loop in found if loop.params["length"] == LAYERS]
 
 
 def saved(scan):

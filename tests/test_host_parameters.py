@@ -15,6 +15,7 @@ from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, ZERO1
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.layers import stack_layers
+from hfjax.parallel.jaxprs.walk import equations_in
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 from tests.small_stack import Bent, Stack, rows, squared, stack_layout
@@ -145,20 +146,15 @@ def test_a_pipe_axis_is_refused_before_the_rule_that_it_lacks_is_advised():
 # --- what is transferred --------------------------------------------------------------------
 
 
-def transfers(jaxpr, times=1):
+def transfers(jaxpr):
     """[bytes to the device, bytes to the host] of a program, its loops multiplied out."""
-    jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), np.zeros(2, int)
-    for equation in jaxpr.eqns:
+    found = np.zeros(2, int)
+    for equation, times in equations_in(jaxpr.jaxpr):
         if equation.primitive.name == "device_put":
             for x, y in zip(equation.invars, equation.outvars, strict=True):
                 there, back = is_on_host(x.aval), is_on_host(y.aval)
                 size = math.prod(y.aval.shape) * y.aval.dtype.itemsize * times
                 found += [size * (there and not back), size * (back and not there)]
-        inner = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(part, "jaxpr", part), "eqns"):
-                    found += transfers(part, inner)
     return found
 
 

@@ -15,7 +15,7 @@ import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.layers import stack_layers
 from hfjax.models.loss import token_losses
-from hfjax.parallel.jaxprs.program import Tensor
+from hfjax.parallel.jaxprs.saved_tensor import Tensor
 from hfjax.parallel.offload.activations import ToHost, select_tensors, share_of_range
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s

@@ -12,6 +12,7 @@ import hfjax
 from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2, Schedule
 from hfjax.checks.optimizers import check_element_by_element
 from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.jaxprs.walk import equations_in
 from hfjax.parallel.schedules.named import SCHEDULES
 from tests.constant_stack import Stack, Tied, rows, weighted
 from tests.simulator import Simulator
@@ -188,11 +189,7 @@ def test_a_call_that_is_not_finite_changes_nothing_on_any_stage():
 
 def carried(jaxpr):
     """Yield the shape of every array that some loop of the program carries."""
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from carried(inner)
+    for equation, _ in equations_in(jaxpr):
         if equation.primitive.name == "scan":
             start = equation.params["num_consts"]
             yield from equation.invars[start : start + equation.params["num_carry"]]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.parallel.jaxprs.program import bodies_of
+from hfjax.parallel.jaxprs.walk import equations_in
 from hfjax.parallel.spmd.interpreter import RULES, run_partitioned
 from hfjax.parallel.spmd.placements import (
     BATCH_SPLIT,
@@ -302,9 +302,7 @@ def wrong(some: Sequence[Case]) -> list[str]:
 
 def operations(jaxpr: Any) -> set[str]:
     """Return the names of what a program holds, also within its equations."""
-    inside = (body for equation in jaxpr.eqns for body, _ in bodies_of(equation))
-    names = {equation.primitive.name for equation in jaxpr.eqns}
-    return names.union(*map(operations, inside))
+    return {equation.primitive.name for equation, _ in equations_in(jaxpr)}
 
 
 def drawn(every: Sequence[Case], count: int) -> list[Case]:

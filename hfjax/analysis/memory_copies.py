@@ -10,11 +10,11 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
 from hfjax.analysis import hlo
-from hfjax.parallel.jaxprs.program import bodies_of, scan_counts
+from hfjax.parallel.jaxprs.walk import bodies_of, equations_in, interpret_jaxpr, scan_counts
 
 TO_HOST, TO_DEVICE = "to host", "to device"
 HOST = jax.memory.Space.Host
@@ -51,13 +51,11 @@ def copies(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list
 
 def _meshes(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield the meshes that a program names."""
-    for equation in jaxpr.eqns:
+    for equation, _ in equations_in(jaxpr):
         for value in jax.tree.leaves(list(equation.params.values())):
             mesh = getattr(value, "mesh", value)
             if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
                 yield mesh
-        for body, _ in bodies_of(equation):
-            yield from _meshes(body)
 
 
 # -- a walk over the equations; `local`: shapes are per device --------------------------------
@@ -65,14 +63,15 @@ def _meshes(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def _region(jaxpr: Jaxpr, splits: Sequence[Split], local: bool) -> RegionCopies:
     """Return the copies in one run of a jaxpr, and the splits of its results."""
-    known: dict[Var, Split] = dict(zip(jaxpr.invars, splits, strict=True))
-    split = lambda value: None if isinstance(value, Literal) else known.get(value)
     out: list[Copy] = []
-    for equation in jaxpr.eqns:
-        sent, results = _read_equation(equation, list(map(split, equation.invars)), local)
-        out += sent
-        known.update(zip(equation.outvars, results, strict=True))
-    return out, list(map(split, jaxpr.outvars))
+
+    def run(equation: JaxprEqn, in_splits: list[Split]) -> list[Split]:
+        sent, results = _read_equation(equation, in_splits, local)
+        out.extend(sent)
+        return results
+
+    unknown: list[Split] = [None] * len(jaxpr.constvars)
+    return out, interpret_jaxpr(jaxpr, unknown, splits, run, constant=lambda _: None)
 
 
 def _read_equation(equation: Any, in_splits: list[Split], local: bool) -> RegionCopies:

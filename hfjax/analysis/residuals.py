@@ -6,14 +6,13 @@ each layer. It is what the program says: XLA may fuse, share or recompute what i
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hfjax.analysis.memory_copies import is_on_host
-from hfjax.parallel.jaxprs.program import bodies_of, variables
+from hfjax.parallel.jaxprs.walk import bodies_of, dependent_vars, equations_in, variables
 
 BACKWARD = "transpose("
 
@@ -54,19 +53,13 @@ def saved_residuals(traced: jax.stages.Traced) -> tuple[SavedResidual, ...] | No
         >>> [(kept.shape, kept.total) for kept in hfjax.analysis.saved_residuals(traced)]
         [((16, 8), 512)]
     """
-    for jaxpr in _regions(traced.jaxpr.jaxpr):
+    program = traced.jaxpr.jaxpr
+    bodies = (body for equation, _ in equations_in(program) for body, _ in bodies_of(equation))
+    for jaxpr in (program, *bodies):
         backward = [BACKWARD in str(equation.source_info.name_stack) for equation in jaxpr.eqns]
         if any(backward):
             return _find_residuals(jaxpr, backward)
     return None
-
-
-def _regions(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield a program and those within it, outer ones first."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for body, _ in bodies_of(equation):
-            yield from _regions(body)
 
 
 def _find_residuals(jaxpr: Jaxpr, backward: list[bool]) -> tuple[SavedResidual, ...]:
@@ -87,16 +80,13 @@ def _find_producers(jaxpr: Jaxpr, first: int) -> dict[Var, Any]:
 
     Constants are not saved, and a reshaped input is that input.
     """
-    known, views, producers = set(jaxpr.invars), set(jaxpr.invars), {}
-    for equation in jaxpr.eqns[:first]:
-        used = variables(equation.invars)
-        if not known.intersection(used):
-            continue
-        known.update(equation.outvars)
-        if equation.primitive.name == "reshape" and views.issuperset(used):
+    equations, views, producers = jaxpr.eqns[:first], set(jaxpr.invars), {}
+    known = dependent_vars(jaxpr.invars, equations)
+    for equation in equations:
+        if equation.primitive.name == "reshape" and views.issuperset(variables(equation.invars)):
             views.update(equation.outvars)
         else:
-            producers |= dict.fromkeys(equation.outvars, equation)
+            producers |= {v: equation for v in equation.outvars if v in known}
     return producers
 
 

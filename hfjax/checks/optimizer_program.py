@@ -7,7 +7,7 @@ that it is over; one over arrays of the program's own, their shape.
 `mixes_entries` asks the table of rules whether entries along a dimension interact.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -27,17 +27,12 @@ from hfjax.checks.padding import (
     zero_effects_unless,
     zero_value_of,
 )
-from hfjax.parallel.jaxprs.program import (
-    FlatProgram,
-    bodies_of,
-    eval_jaxpr,
-    inline_call,
-    trace_flat,
-)
+from hfjax.parallel.jaxprs.primitives import POINTWISE, RESHAPES
+from hfjax.parallel.jaxprs.program import FlatProgram, trace_flat
+from hfjax.parallel.jaxprs.walk import bodies_of, inline_calls, interpret, interpret_jaxpr
 from hfjax.parallel.spmd.interpreter import eval_partitioned, make_context
 from hfjax.parallel.spmd.partition_context import CommEvent, aval_of
 from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, Split
-from hfjax.parallel.spmd.rules.pointwise import POINTWISE
 from hfjax.utils.paths import Flat, find_parameter, flatten, nest
 
 Entries = frozenset[str]  # of which parameters, or parts of them
@@ -54,7 +49,7 @@ _TOTALS = {
     "reduce_min": (("min",), None),
 }
 _COMBINES = {name: reduction for reduction, (names, _) in _TOTALS.items() for name in names}
-_RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims")
+_RESHAPES = RESHAPES.union(["broadcast_in_dim"])
 _SHAPES = ("shape", "sharding", "out_sharding", "new_sizes", "broadcast_dimensions", "weak_type")
 _AXES = ("axes", "axis", "dimension", "dimensions")
 
@@ -120,9 +115,7 @@ class OptimizerProgram:
             )
 
         state_leaves = [leaf for _, leaf in pairs]
-        self._piece: FlatProgram = trace_flat(
-            update, shapes, state_leaves, shapes, override=_inline
-        )
+        self._piece: FlatProgram = trace_flat(update, shapes, state_leaves, shapes, run=_inline)
         self._shapes = {path: x.shape for path, x in shapes.items()}
         self._owners = [_leaf_owner(keys, leaf, self._shapes) for keys, leaf in pairs]
         self._paths, self._outputs = sorted(shapes), self._piece.outputs
@@ -165,7 +158,7 @@ class OptimizerProgram:
             )
         for variable, constant in self._piece.constants.items():
             known[variable] = self._constant(constant)
-        self._eval_equations(self._piece.equations, known)
+        self._interpret(self._piece, known)
         return known
 
     def _constant(self, x: Any) -> Value:
@@ -178,22 +171,18 @@ class OptimizerProgram:
         is_exact = array.dtype.kind in "biuf" and np.isfinite(array)
         return _number_value(term)._replace(zero_value=float(array) if is_exact else None)
 
-    def _value_of(self, v: Any, known: Mapping[Var, Value] | None = None) -> Value:
-        if isinstance(v, Literal):
-            return self._constant(v.val)
-        return (self._values if known is None else known)[v]
+    def _value_of(self, v: Any) -> Value:
+        return self._constant(v.val) if isinstance(v, Literal) else self._values[v]
 
-    def _eval_equations(self, equations: Iterable[Any], known: dict[Var, Value]) -> None:
-        for equation in equations:
-            if not equation.outvars:  # a print
-                continue
-            operands = [self._value_of(v, known) for v in equation.invars]
-            known.update(
-                zip(equation.outvars, self._eval_equation(equation, operands), strict=True)
-            )
+    def _interpret(self, program: FlatProgram, known: dict[Var, Value]) -> list[Value]:
+        """Return the values of a program's outputs; all values are added to the known ones."""
+        run, constant = self._eval_equation, self._constant
+        return interpret(program.equations, known, program.outputs, run, constant)
 
     def _eval_equation(self, equation: Any, operands: list[Value]) -> list[Value]:
         name, variables = equation.primitive.name, equation.outvars
+        if not variables:  # a print
+            return []
         if (short_cut := self._reshape_or_total_value(equation, operands)) is not None:
             return [short_cut]
         shapes = [v.aval.shape for v in equation.invars]
@@ -250,10 +239,8 @@ class OptimizerProgram:
         entries = NONE.union(*(v.entries for v in operands))
         for body, constants in bodies_of(equation):
             arguments = [Value(self._term("in", i), entries, True) for i in range(len(body.invars))]
-            known = dict(zip(body.constvars, map(self._constant, constants), strict=True))
-            known |= zip(body.invars, arguments, strict=True)
-            self._eval_equations(body.eqns, known)
-            yield [self._value_of(v, known) for v in body.outvars]
+            constant_values, run = list(map(self._constant, constants)), self._eval_equation
+            yield interpret_jaxpr(body, constant_values, arguments, run, constant=self._constant)
 
     def _reshape_or_total_value(self, equation: Any, operands: list[Value]) -> Value | None:
         """Return a reshaped number, or a total; None: neither."""
@@ -350,8 +337,7 @@ class OptimizerProgram:
         for count in (lambda x: x, lambda x: x + 1, optax.safe_increment):
             counter = trace_flat(count, leaf)
             known = {counter.inputs[0]: _number_value(self._term("kept", name))}
-            self._eval_equations(counter.equations, known)
-            if self._value_of(counter.outputs[0], known).term == self.state[name].term:
+            if self._interpret(counter, known)[0].term == self.state[name].term:
                 return True
         return False
 
@@ -439,16 +425,16 @@ def _number_value(term: int, is_number: bool = True) -> Value:
 
 
 def _inline(equation: JaxprEqn, values: Sequence[Any]) -> Any:
-    """Return the outputs of a call, a branch or a print, inlined; None: it is kept.
+    """Return the outputs of an equation, a call or a branch inlined, and prints left out.
 
     All branches are run, and one is selected.
     """
     if not equation.outvars:
         return ()
     if equation.primitive.name != "cond":
-        return inline_call(equation, values, _inline)
+        return inline_calls(equation, values, _inline)
     index, *rest = values
-    cases = [eval_jaxpr(*body, rest, _inline) for body in bodies_of(equation)]
+    cases = [interpret_jaxpr(*body, rest, _inline) for body in bodies_of(equation)]
     return [lax.select_n(index, *case_values) for case_values in zip(*cases, strict=True)]
 
 

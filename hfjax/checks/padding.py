@@ -9,28 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from hfjax.parallel.jaxprs.primitives import CASTS, VIEWS
+
 NUMBER = "number"
 ZeroValue = float | str | tuple[int, tuple["ZeroValue", ...]] | None
 ZeroEffects = frozenset[tuple[int, int]]  # where more zeros change a value: a number, its case
 ALWAYS = (-1, -1)
 
-_IDENTITIES = (
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "real",
-    "stop_gradient",
-    "reduce_precision",
-)
-_DATA_MOVEMENT = (
-    "broadcast_in_dim",
-    "reshape",
-    "squeeze",
-    "transpose",
-    "rev",
-    "reduce_max",
-    "reduce_min",
-)
+# What has the value of its operand, where all entries of that are equal.
+_MOVES = VIEWS.union(CASTS, "broadcast_in_dim real reduce_max reduce_min rev stop_gradient".split())
 _NUMPY_FUNCTIONS: dict[str, Callable] = {
     **{name: getattr(np, name) for name in ("abs", "sign", "sqrt", "square", "cbrt", "exp")},
     **{name: getattr(np, name) for name in ("log", "log1p", "expm1", "tanh", "sin", "cos", "tan")},
@@ -65,7 +52,7 @@ def zero_value_of(
         return 0.0
     if name == "select_n":
         return operands[1] if len(set(operands[1:])) == 1 else None
-    if name in _IDENTITIES or name in _DATA_MOVEMENT or (name == "reduce_sum" and operands[0] == 0):
+    if name in _MOVES or (name == "reduce_sum" and operands[0] == 0):
         return operands[0]
     if all(isinstance(x, float) for x in operands):
         return _evaluate(name, operands, params)

@@ -1,23 +1,22 @@
 """Precision by path: whether each matmul of a model is in the dtype that the paths ask for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 
 from hfjax.checks.probe import compute_shapes, trace_components
 from hfjax.parallel.engine.step_context import StepContext
-from hfjax.parallel.jaxprs.program import bodies_of
+from hfjax.parallel.jaxprs.primitives import MATMULS, RAGGED_MATMULS
+from hfjax.parallel.jaxprs.walk import bodies_of, interpret_jaxpr, match_operands
 from hfjax.parallel.precision.by_path import ALL, PrecisionByPath, matches_path
 from hfjax.parallel.precision.dtypes import Precision
 from hfjax.utils.paths import Flat
-
-MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 class Origin(NamedTuple):
@@ -107,41 +106,38 @@ def _matmuls(
     for program, parameters, _ in trace_components(
         context, variables, batch, mode, context.batch_group
     ):
+        inputs = program.jaxpr.invars
         origins = [Origin(True, dtype(path)) for path in parameters]
-        origin_of = dict(zip(program.jaxpr.invars, origins, strict=False))
-        matmuls += _walk(program.jaxpr, origin_of)
+        origins += [Origin(False)] * (len(inputs) - len(origins))
+        _find_matmuls(matmuls, program.jaxpr, origins)
     return matmuls
 
 
-def _walk(jaxpr: Any, origin_of: dict[Any, Origin]) -> Iterator[Matmul]:
-    """Yield matmuls in order, and record what depends on parameters alone."""
-    find_origin = lambda v: (
-        Origin(True) if isinstance(v, Literal) else origin_of.get(v, Origin(False))
-    )
-    origin_of |= dict.fromkeys(jaxpr.constvars, Origin(True))
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, list(map(find_origin, equation.invars))
-        if name in MATMULS:
-            dtypes = [v.aval.dtype for v in equation.invars[:2]]
+def _find_matmuls(matmuls: list[Matmul], jaxpr: Jaxpr, origins: Sequence[Origin]) -> None:
+    """Add the matmuls of a program to a list, in order; `origins` are those of its inputs."""
+
+    def run(equation: JaxprEqn, operands: list[Origin]) -> list[Origin]:
+        if equation.primitive.name in MATMULS | RAGGED_MATMULS:
+            avals: Any = [v.aval for v in equation.invars[:2]]
             line = source_info_util.summarize(equation.source_info)
-            param_dtypes = [x.param_dtype for x in operands[:2] if x.param_dtype is not None]
-            yield Matmul(line, _widest(dtypes), _widest(param_dtypes) if param_dtypes else None)
-        for body, _ in bodies_of(equation):
-            body_origins = dict(_body_origins(body.invars, operands))
-            yield from _walk(body, body_origins)
-        if operands and all(x.is_parameter for x in operands):
-            param_dtypes = [x.param_dtype for x in operands if x.param_dtype is not None]
-            origin_of |= dict.fromkeys(
-                equation.outvars, Origin(True, _widest(param_dtypes) if param_dtypes else None)
+            matmuls.append(
+                Matmul(line, _widest([aval.dtype for aval in avals]), _param_dtype(operands[:2]))
             )
+        for body, _ in bodies_of(equation):
+            _find_matmuls(matmuls, body, match_operands(body, operands, Origin(False)))
+        is_parameter = bool(operands) and all(x.is_parameter for x in operands)
+        out = Origin(True, _param_dtype(operands)) if is_parameter else Origin(False)
+        return [out] * len(equation.outvars)
+
+    constants = [Origin(True)] * len(jaxpr.constvars)
+    interpret_jaxpr(jaxpr, constants, origins, run, constant=lambda _: Origin(True))
+
+
+def _param_dtype(operands: Sequence[Origin]) -> Any:
+    """Return the widest dtype of the named parameters among these; None if there is none."""
+    dtypes = [x.param_dtype for x in operands if x.param_dtype is not None]
+    return _widest(dtypes) if dtypes else None
 
 
 def _widest(dtypes: Sequence[Any]) -> Any:
     return max(dtypes, key=lambda dtype: dtype.itemsize)
-
-
-def _body_origins(
-    inputs: Sequence[Any], operands: Sequence[Origin]
-) -> Iterator[tuple[Any, Origin]]:
-    """Yield the origins of a program's inputs, matched from the end: branches take one less."""
-    yield from zip(reversed(inputs), reversed(operands), strict=False)

@@ -15,7 +15,7 @@ from typing import Any
 from flax import linen, nnx
 
 from hfjax.parallel.mesh import DATA_AXES
-from hfjax.parallel.spmd.global_batch import axis_size_or_one
+from hfjax.parallel.spmd.axes import axis_size_or_one
 from hfjax.parallel.spmd.partition_context import is_recording
 from hfjax.parallel.spmd.rule_calls import per_device
 from hfjax.utils.paths import join_path

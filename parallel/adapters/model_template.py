@@ -29,7 +29,7 @@ from hfjax.parallel.adapters.constructed import (
 from hfjax.parallel.adapters.forward_signature import add_keys, key_templates, requested_names
 from hfjax.parallel.adapters.pytrees import TreeTemplate, split_tree
 from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, KEEP_SHARDED, STACK, on_one_device
-from hfjax.parallel.spmd.global_batch import axis_size_or_one, logical_axes
+from hfjax.parallel.spmd.axes import axis_size_or_one, logical_axes
 from hfjax.parallel.spmd.partition_context import is_recording
 from hfjax.parallel.spmd.rule_calls import keep_as_call
 from hfjax.utils.paths import Flat, Index, check_paths, join_path, natural_sort_key

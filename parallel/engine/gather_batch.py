@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from hfjax.parallel.mesh import BATCH_AXES
-from hfjax.parallel.spmd.global_batch import axis_size_or_one
+from hfjax.parallel.spmd.axes import axis_size_or_one
 
 
 def gather_batch(x: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 from hfjax.parallel.engine.model_ops import TraceRecord
 from hfjax.parallel.engine.unshard import is_sharded_param
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.jaxprs.program import Tensor
+from hfjax.parallel.jaxprs.saved_tensor import Tensor
 from hfjax.parallel.offload.activations import Share, select_tensors
 from hfjax.parallel.offload.host_residuals import ChooseTensors, save_residuals_on_host
 from hfjax.parallel.remat import Remat

@@ -5,9 +5,10 @@ from enum import IntEnum
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from hfjax.parallel.jaxprs.program import CALLS, body_of
+from hfjax.parallel.jaxprs.primitives import LINEAR_MAPS, PRODUCTS, SUMS
+from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr
 
 
 class Linearity(IntEnum):
@@ -20,22 +21,7 @@ class Linearity(IntEnum):
 
 
 ZERO, LINEAR, CONSTANT, OTHER = Linearity
-
-# Linear in each operand, or in the first: the others are indices.
-VIEWS = frozenset(
-    """all_gather all_to_all broadcast_in_dim convert_element_type copy copy_p cumsum dynamic_slice
-    expand_dims gather imag name neg optimization_barrier ppermute psum psum_invariant real
-    reduce_scatter reduce_sum reshape reshard rev sharding_constraint slice squeeze
-    transpose""".split()
-)
-# Linear in these operands together.
-SUMS = {
-    **dict.fromkeys(("add", "add_any", "sub", "pad", "dynamic_update_slice"), slice(2)),
-    "concatenate": slice(None),
-    "scatter-add": slice(0, None, 2),
-    "select_n": slice(1, None),
-}
-PRODUCTS = ("mul", "dot_general", "conv_general_dilated")  # linear in each operand
+_LINEAR = LINEAR_MAPS.union(["convert_element_type"])
 
 
 def is_linear(jaxpr: Jaxpr, inputs: Sequence[bool]) -> bool:
@@ -55,25 +41,17 @@ def is_linear(jaxpr: Jaxpr, inputs: Sequence[bool]) -> bool:
 
 def _classify_program(jaxpr: Jaxpr, inputs: Sequence[Linearity]) -> list[Linearity]:
     """Return the linearity of each output of a program."""
-    known = dict.fromkeys(jaxpr.constvars, CONSTANT) | dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(v) -> Linearity:
-        if isinstance(v, Literal):
-            return CONSTANT if np.any(v.val) else ZERO
-        return known[v]
-
-    for equation in jaxpr.eqns:
-        outputs = _classify_equation(equation, list(map(read, equation.invars)))
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return list(map(read, jaxpr.outvars))
+    constants = [CONSTANT] * len(jaxpr.constvars)
+    constant = lambda number: CONSTANT if np.any(number) else ZERO
+    return interpret_jaxpr(jaxpr, constants, inputs, _classify_equation, constant=constant)
 
 
 def _classify_equation(equation: JaxprEqn, operands: list[Linearity]) -> list[Linearity]:
     """Return the linearity of each output of an equation."""
-    name, body = equation.primitive.name, body_of(equation)
-    if name in CALLS and body and len(body[0].invars) == len(operands):
+    name = equation.primitive.name
+    if body := called_body(equation):
         return _classify_program(body[0], operands)
-    if name in VIEWS and len(operands) == len(equation.outvars):
+    if name in _LINEAR and len(operands) == len(equation.outvars):
         is_integer = lambda out: not jnp.issubdtype(out.aval.dtype, jnp.inexact)
         pairs = zip(operands, equation.outvars, strict=True)
         return [
@@ -85,7 +63,7 @@ def _classify_equation(equation: JaxprEqn, operands: list[Linearity]) -> list[Li
 def _classify_operation(name: str, operands: list[Linearity]) -> Linearity:
     """Return the linearity of the one output of an operation."""
     operand_set = set(operands)
-    if name in VIEWS:
+    if name in _LINEAR:
         return (
             operands[0]
             if operand_set.isdisjoint({LINEAR, OTHER}.difference(operands[:1]))

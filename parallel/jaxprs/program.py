@@ -6,38 +6,26 @@ that depend on the input must be saved; those that follow from parameters and ra
 operation that made it, and its name.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 from jax.tree_util import treedef_tuple
 
-PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
-# Calls whose body is inlined, so that dataflow is seen through them.
-CALLS = (
-    *PLAIN_CALLS,
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_lin",
+from hfjax.parallel.jaxprs.primitives import ANNOTATIONS, CASTS, VIEWS
+from hfjax.parallel.jaxprs.saved_tensor import Tensor, bytes_of
+from hfjax.parallel.jaxprs.walk import (
+    bind,
+    dependent_vars,
+    inline_calls,
+    interpret,
+    interpret_jaxpr,
+    needed_equations,
+    variables,
 )
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor that is saved for a backward pass: the operation that made it, and its names."""
-
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class FlatProgram:
 
     def __call__(self, *values: Any) -> list[Any]:
         env = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
-        return _eval_equations(self.equations, env, self.outputs)
+        return interpret(self.equations, env, self.outputs, bind)
 
     def subprogram(
         self, targets: Sequence[Any], inputs: Sequence[Var] | None = None
@@ -74,129 +62,24 @@ class FlatProgram:
 
 
 def trace_flat(
-    function: Callable, *arguments: Any, override: Callable | None = None
+    function: Callable, *arguments: Any, run: Callable[..., Sequence] = inline_calls
 ) -> FlatProgram:
     """Return the program of a function of trees, with calls inlined.
 
     Its inputs and outputs are the leaves of the function's arguments and results.
-    `override(equation, values)` may run in place of an equation, by default `inline_call`.
+    `run(equation, values)` runs an equation.
     """
     closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-    run = lambda *values: eval_jaxpr(
-        closed_jaxpr.jaxpr, closed_jaxpr.consts, values, override or inline_call
-    )
-    flat = jax.make_jaxpr(run)(*jax.tree.leaves(arguments))
+    evaluate = lambda *values: interpret_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts, values, run)
+    flat = jax.make_jaxpr(evaluate)(*jax.tree.leaves(arguments))
     constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     return FlatProgram(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
-
-
-def eval_jaxpr(jaxpr: Jaxpr, constants: Sequence, values: Sequence, override: Callable) -> list:
-    """Return the outputs of a program for these values."""
-    env = dict(zip(jaxpr.constvars, constants, strict=True))
-    env |= zip(jaxpr.invars, values, strict=True)
-    return _eval_equations(jaxpr.eqns, env, jaxpr.outvars, override)
-
-
-def inline_call(
-    equation: JaxprEqn, values: Sequence, override: Callable | None = None
-) -> list | None:
-    """Return the outputs of the body of a call; None: it is no call."""
-    body = body_of(equation) if equation.primitive.name in CALLS else None
-    fits = body is not None and len(body[0].invars) == len(values)
-    return eval_jaxpr(*body, values, override or inline_call) if body and fits else None
-
-
-def _eval_equations(
-    equations: Sequence, env: dict, outputs: Sequence, override: Any = None
-) -> list:
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for equation in equations:
-        values = [read(v) for v in equation.invars]
-        results = override and override(equation, values)
-        results = bind(equation, values) if results is None else results
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(v) for v in outputs]
-
-
-def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Return the outputs of an equation for these values."""
-    parameters = equation.primitive.get_bind_params(equation.params)
-    functions: Iterable[Any] = ()
-    if isinstance(parameters, tuple):  # (functions, parameters) before jax 0.11
-        functions, parameters = parameters
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*functions, *values, **parameters)
-    return results if equation.primitive.multiple_results else [results]
-
-
-def body_of(equation: JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
-    """Return the program of a call, loop or branch with its constants; None if it has none."""
-    candidates = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-    return next((_with_constants(body) for body in candidates if body is not None), None)
-
-
-def bodies_of(equation: JaxprEqn) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Yield all programs that an equation holds, with their constants; of a kernel none."""
-    if equation.primitive.name == "pallas_call":
-        return
-    for value in equation.params.values():
-        for body in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(body, "jaxpr", body), "eqns"):
-                yield _with_constants(body)
-
-
-def _with_constants(body: Any) -> tuple[Any, Sequence[Any]]:
-    return (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
-
-
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Return how many inputs of a scan are constants, and how many are carried.
-
-    Read from the shapes: what is sliced has a dimension more than in the body. (The parameters of
-    the equation differ between versions of jax.)
-    """
-    body = equation.params["jaxpr"].jaxpr
-    count_sliced = lambda out, inner: sum(
-        o.aval.ndim > i.aval.ndim for o, i in zip(out, inner, strict=True)
-    )
-    num_carried = len(equation.outvars) - count_sliced(equation.outvars, body.outvars)
-    num_sliced = count_sliced(equation.invars, body.invars)
-    return len(equation.invars) - num_carried - num_sliced, num_carried
-
-
-def needed_equations(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
-    """Return the numbers of the equations that the targets depend on, or that have effects."""
-    live_vars, numbers = set(variables(targets)), set()
-    for i in reversed(range(len(equations))):
-        equation = equations[i]
-        if _has_effects(equation) or any(v in live_vars for v in equation.outvars):
-            numbers.add(i)
-            live_vars.update(variables(equation.invars))
-    return numbers
-
-
-def _has_effects(equation: JaxprEqn) -> bool:
-    """Return whether an equation does something besides its results, as a callback does.
-
-    That a collective names an axis is an effect to JAX, and no reason to run it in vain.
-    """
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
-
-
-def variables(values: Iterable[Any]) -> list[Var]:
-    """Return those values that are variables of a program."""
-    return [v for v in values if isinstance(v, Var)]
 
 
 def split_by_trees(values: Sequence[Any], *trees: Any) -> list[list]:
     """Return for each tree a list of as many of the values, in order, as it has leaves."""
     rest = iter(values)
     return [list(islice(rest, len(jax.tree.leaves(tree)))) for tree in trees]
-
-
-def bytes_of(avals: Iterable[Any]) -> int:
-    """Return the total bytes of arrays of these shapes and dtypes."""
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
 class Residuals:
@@ -230,7 +113,7 @@ class Residuals:
         )
         residual_vars, dependents = (
             dict.fromkeys(variables(self._residuals)),
-            _dependents(x, program.equations),
+            dependent_vars(x, program.equations),
         )
         available = dependents.union(self._known_vars, program.constants)
         self._recompute = program.subprogram(
@@ -257,22 +140,6 @@ class Residuals:
         return self._pullback_tree.unflatten([read(v) for v in self._residuals])
 
 
-def _dependents(inputs: Iterable[Var], equations: Iterable[Any]) -> set[Var]:
-    """Return these inputs, and all variables that depend on them."""
-    dependents = set(inputs)
-    for equation in equations:
-        if not dependents.isdisjoint(variables(equation.invars)):
-            dependents.update(equation.outvars)
-    return dependents
-
-
-# What passes on a tensor in another form: the equation that made it is further back.
-_PASS_THROUGH = (
-    *("reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "name"),
-    *("sharding_constraint", "reduce_precision", "optimization_barrier"),
-)
-
-
 def _describe_residuals(program: FlatProgram, residual_vars: Iterable[Var]) -> list[Tensor]:
     """Return a description of each of these variables of a program."""
     producers = {v: e for e in program.equations for v in e.outvars}
@@ -282,7 +149,8 @@ def _describe_residuals(program: FlatProgram, residual_vars: Iterable[Var]) -> l
 
 def _describe_residual(v: Var, producers: Mapping, names: Mapping[Var, set[str]]) -> Tensor:
     source, all_names = v, set(names.get(v, ()))
-    while source in producers and producers[source].primitive.name in _PASS_THROUGH:
+    unchanged = VIEWS | CASTS | ANNOTATIONS  # the equation that made it is further back
+    while source in producers and producers[source].primitive.name in unchanged:
         source = producers[source].invars[0]
         all_names |= names.get(source, set())
     operation = producers[source].primitive.name if source in producers else "input"

@@ -14,47 +14,30 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
+from hfjax.parallel.jaxprs.primitives import (
+    COLLECTIVES,
+    CONTROL_FLOW,
+    CUMULATIVE,
+    INDEXING,
+    KERNELS,
+    MATMULS,
+    RAGGED_MATMULS,
+    VIEWS,
+)
 from hfjax.parallel.jaxprs.program import (
     FlatProgram,
     Residuals,
-    Tensor,
-    body_of,
-    bytes_of,
-    needed_equations,
     split_by_trees,
     trace_flat,
-    variables,
 )
+from hfjax.parallel.jaxprs.saved_tensor import Tensor, bytes_of
 from hfjax.parallel.jaxprs.stage_fns import to_arrays, to_cotangents
+from hfjax.parallel.jaxprs.walk import body_of, needed_equations, variables
 
 # Equations that W does not recompute if it can have their results from B.
-_EXPENSIVE = (
-    "dot_general",
-    "conv_general_dilated",
-    "scan",
-    "while",
-    "cond",
-    "shard_map",
-    "pallas_call",
-    "custom_call",
-    "ffi_call",
-    "sort",
-    "gather",
-    "scatter",
-    "scatter-add",
-    "cumsum",
-    "ragged_dot",
-    "all_gather",
-    "all_gather_invariant",
-    "all_to_all",
-    "psum",
-    "psum_invariant",
-    "ppermute",
-    "reduce_scatter",
-    "random_bits",
-    "threefry2x32",
+_EXPENSIVE = frozenset("shard_map sort random_bits threefry2x32".split()).union(
+    MATMULS, RAGGED_MATMULS, CONTROL_FLOW, KERNELS, INDEXING, CUMULATIVE, COLLECTIVES
 )
-_VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "copy")
 
 
 @dataclass(frozen=True)
@@ -164,7 +147,7 @@ def _find_b_to_w(
         cheap = recompute.equations(v)
         if cheap is not None:
             w_and_recomputed |= cheap
-        elif backward_program.equations[producers[v]].primitive.name in _VIEWS:
+        elif backward_program.equations[producers[v]].primitive.name in VIEWS:
             w_and_recomputed.add(producers[v])
             new = variables(backward_program.equations[producers[v]].invars)
             todo += [u for u in new if u not in todo]

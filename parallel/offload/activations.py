@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.parallel.jaxprs.program import Tensor
+from hfjax.parallel.jaxprs.saved_tensor import Tensor, parse_names
 from hfjax.parallel.offload.host_memory import largest_first
-from hfjax.parallel.remat import parse_names
 from hfjax.utils.tables import align, human
 
 Shape = tuple[int, ...]

@@ -12,7 +12,8 @@ import jax
 from jax import lax
 from jax.tree_util import Partial
 
-from hfjax.parallel.jaxprs.program import Residuals, Tensor
+from hfjax.parallel.jaxprs.program import Residuals
+from hfjax.parallel.jaxprs.saved_tensor import Tensor
 from hfjax.parallel.offload.activations import Share, join, split
 from hfjax.parallel.offload.host_memory import to_device, to_host
 

@@ -19,7 +19,8 @@ from hfjax.parallel.engine.example_keys import layer_variables
 from hfjax.parallel.engine.gradient_engine import GradientEngine, PassOutput
 from hfjax.parallel.engine.local_outputs import full_examples, local_examples
 from hfjax.parallel.engine.step_context import num_examples
-from hfjax.parallel.jaxprs.program import bytes_of, trace_flat
+from hfjax.parallel.jaxprs.program import trace_flat
+from hfjax.parallel.jaxprs.saved_tensor import bytes_of
 from hfjax.parallel.jaxprs.stage_fns import StageFns
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.layer_stack.bound_model import BoundModel

@@ -12,10 +12,10 @@ from jax import lax
 from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
-from hfjax.parallel.jaxprs.program import FlatProgram, bodies_of, trace_flat, variables
+from hfjax.parallel.jaxprs.primitives import ALL_GATHERS
+from hfjax.parallel.jaxprs.program import FlatProgram, trace_flat
+from hfjax.parallel.jaxprs.walk import dependent_vars, equations_in, variables
 from hfjax.parallel.mesh import EXPERT_AXES, SEQUENCE_AXES, grid_axes, in_use
-
-GATHERS = ("all_gather", "all_gather_invariant")
 
 
 def layer_comm_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -30,13 +30,9 @@ def find_permute_axes(program: Jaxpr) -> list[str]:
     >>> find_permute_axes(jax.make_jaxpr(both, axis_env=[("data", 1)])(1.0).jaxpr)
     ['data']
     """
-    permuted: set[str] = set()
-    for equation in program.eqns:
-        if equation.primitive.name == "ppermute":
-            axes = equation.params["axis_name"]
-            permuted.update([axes] if isinstance(axes, str) else axes)
-        permuted.update(axis for body, _ in bodies_of(equation) for axis in find_permute_axes(body))
-    return sorted(permuted)
+    permutes = [e for e, _ in equations_in(program) if e.primitive.name == "ppermute"]
+    axes = [e.params["axis_name"] for e in permutes]
+    return sorted({axis for one in axes for axis in ([one] if isinstance(one, str) else one)})
 
 
 def check_permutes(permuted: list[str], source: str) -> None:
@@ -79,10 +75,9 @@ def cond_after_gathers(pred: jax.Array, run: Callable, skip: Callable, *operands
 
 def _split_independent_gathers(program: FlatProgram) -> tuple[list[Any], list[Any]]:
     """Return the all-gathers of a program that need none of its inputs, and all other equations."""
-    depends, first, rest = set(program.inputs), [], []
-    for equation in program.equations:
-        is_independent = depends.isdisjoint(variables(equation.invars))
-        if not is_independent:
-            depends.update(equation.outvars)
-        (first if is_independent and equation.primitive.name in GATHERS else rest).append(equation)
-    return first, rest
+    of_inputs = dependent_vars(program.inputs, program.equations)
+    is_first = lambda e: (
+        e.primitive.name in ALL_GATHERS and of_inputs.isdisjoint(variables(e.invars))
+    )
+    first = [e for e in program.equations if is_first(e)]
+    return first, [e for e in program.equations if not is_first(e)]

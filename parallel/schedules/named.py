@@ -8,9 +8,9 @@ from pathlib import Path
 from hfjax.parallel.schedules import builders
 from hfjax.parallel.schedules.check_table import check_table, stage_map_fault
 from hfjax.parallel.schedules.lay_out import lay_out, make_lane
-from hfjax.parallel.schedules.table import StageMap, Table
+from hfjax.parallel.schedules.table import StageMap, Table, Versions
 from hfjax.parallel.schedules.text import parse_table
-from hfjax.parallel.schedules.versions import Versions, weight_versions
+from hfjax.parallel.schedules.versions import weight_versions
 from hfjax.utils.keywords import is_int, strict_fields
 
 BALANCES = ("even", "parameters", "flops")

@@ -94,6 +94,21 @@ class Table:
         return "\n".join(align(grid, gap=" "))
 
 
+@dataclass(frozen=True, eq=False)
+class Versions:
+    """Slots of a ring buffer of weights: `columns[name][tick, stage]`.
+
+    F_version is the version that a forward uses, B_version the one of the same microbatch's
+    backward; both -1 where idle. L_version is the latest at the start of the tick, never -1: what
+    an update changes. U_version is where the updated weights go, after the B slot; -1: no update.
+    """
+
+    columns: dict[str, np.ndarray]  # int32 [ticks, stages]
+    slots: int  # versions that a stage keeps at most
+    final: tuple[int, ...]  # the slot of the latest version of each stage, at the end
+    staleness: tuple[int, ...]  # updates of each stage between a forward and its update, at most
+
+
 def dependencies(task: Task, virtual: int) -> list[tuple[Task, int]]:
     """Return the tasks that one waits for, each with the ticks that must lie between: 1 or 0.
 

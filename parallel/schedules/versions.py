@@ -3,26 +3,9 @@
 Version u of a stage is its weights after u updates. An update comes after the B slot of its tick.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from hfjax.parallel.schedules.table import Table
-
-
-@dataclass(frozen=True, eq=False)
-class Versions:
-    """Slots of a ring buffer of weights: `columns[name][tick, stage]`.
-
-    F_version is the version that a forward uses, B_version the one of the same microbatch's
-    backward; both -1 where idle. L_version is the latest at the start of the tick, never -1: what
-    an update changes. U_version is where the updated weights go, after the B slot; -1: no update.
-    """
-
-    columns: dict[str, np.ndarray]  # int32 [ticks, stages]
-    slots: int  # versions that a stage keeps at most
-    final: tuple[int, ...]  # the slot of the latest version of each stage, at the end
-    staleness: tuple[int, ...]  # updates of each stage between a forward and its update, at most
+from hfjax.parallel.schedules.table import Table, Versions
 
 
 def weight_versions(table: Table, every: int = 1) -> Versions:

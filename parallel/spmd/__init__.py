@@ -54,8 +54,8 @@ and slices the outputs again. The gather is reported, as a `CommEvent` with `has
 
 The table is `RULES` in `interpreter`; the rules are in `rules`, a file for each kind. To add one:
 
-- an elementwise primitive: its name in `POINTWISE`; one that moves entries: a function that returns
-  its `ViewMap`, in `VIEWS`;
+- an elementwise primitive: its name in `POINTWISE` (`jaxprs.primitives`); one that moves entries:
+  a function that returns its `ViewMap`, in `VIEWS`;
 - any other: a function `(ctx, equation, values) -> values or None` in the `RULES` of its file. It
   asks for `ctx.shape(value)`, gets local arrays by `ctx.shard(value, split)` or
   `ctx.replicate(value)` (they communicate if they must, and report it) and returns, for instance,
@@ -65,6 +65,6 @@ The table is `RULES` in `interpreter`; the rules are in `rules`, a file for each
 
 Besides, `partition_context` is a program while it runs, `rule_calls` are functions that stay one
 call with a rule of their own, `global_batch` runs a model's components on the global batch,
-`microbatches` redistributes examples so that microbatches are those of one device, and `report`
-prints the events of a step.
+`microbatches` redistributes examples so that microbatches are those of one device, `axes` reads
+the names of axes, and `report` prints the events of a step.
 """

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from hfjax.parallel.spmd.axes import logical_axes
 from hfjax.parallel.spmd.nested import InnerAxes, Nested, scale_times
 from hfjax.parallel.spmd.partition_context import CommEvent, bytes_of
 from hfjax.parallel.spmd.placements import (
@@ -31,32 +31,10 @@ from hfjax.parallel.spmd.placements import (
 )
 from hfjax.utils.paths import Flat
 
-# Metadata keys by which models and libraries name the logical axes of a parameter.
-_AXES_KEYS = ("axes", "out_sharding", "sharding_names", "sharding")
-
 
 def per_example(variable: object) -> bool:
     """Return whether a variable holds one key for each example of the global batch."""
     return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_example", False))
-
-
-def logical_axes(template: Any) -> tuple[str | None, ...]:
-    """Return the names of a variable's dimensions, () if it has none.
-
-    `axes` are ours and have to fit. Those of Flax may be of the user's own mesh: what is not one
-    name for each dimension is ignored.
-    """
-    if not isinstance(template, nnx.Variable):
-        return ()
-    for key in _AXES_KEYS:
-        names = template.get_metadata(key, None)
-        if names is None:
-            continue
-        if key == "axes":
-            return tuple(names)
-        if isinstance(names, tuple | list) and len(names) == len(template.shape):
-            return tuple(name if isinstance(name, str) else None for name in names)
-    return ()
 
 
 def variable_split(variable: Any) -> Split | None:
@@ -311,11 +289,3 @@ class GlobalBatch:
 
 def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_distributed)
-
-
-def axis_size_or_one(axis: str) -> int:
-    """Return the size of a mesh axis, for a collective along it: 1 outside of a step."""
-    try:
-        return lax.axis_size(axis)
-    except NameError:  # it is not bound here
-        return 1

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from hfjax.parallel.jaxprs.program import PLAIN_CALLS, needed_equations
+from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, POINTWISE, REMAT_CALLS
+from hfjax.parallel.jaxprs.walk import interpret, needed_equations
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, trace_global
 from hfjax.parallel.spmd.placements import (
     AxisGroup,
@@ -25,7 +26,7 @@ from hfjax.parallel.spmd.rule_calls import call_of, calls_in, check_calls
 from hfjax.parallel.spmd.rules import indexing, random_bits, reductions, user_collectives, views
 from hfjax.parallel.spmd.rules.control_flow import call, cond, remat, scan, while_loop
 from hfjax.parallel.spmd.rules.custom_derivatives import custom_jvp, custom_vjp, linear_solve
-from hfjax.parallel.spmd.rules.pointwise import POINTWISE, barrier, pointwise
+from hfjax.parallel.spmd.rules.pointwise import barrier, pointwise
 
 Values = Sequence[Any]
 
@@ -33,7 +34,7 @@ CALLS = (*PLAIN_CALLS, "composite")
 # Rules of equations that hold programs: `Ungathered` parameters may enter.
 PROGRAM_RULES: dict[str, Callable] = {
     **dict.fromkeys(CALLS, call),
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), remat),
+    **dict.fromkeys(REMAT_CALLS, remat),
     "scan": scan,
     "while": while_loop,
     "cond": cond,
@@ -71,15 +72,16 @@ def eval_partitioned(
     """Return the outputs of a program for values of any placement."""
     env = dict(zip(jaxpr.constvars, constants, strict=True))
     env |= zip(jaxpr.invars, values, strict=True)
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for number in sorted(needed_equations(jaxpr.eqns, jaxpr.outvars)):
-        equation = jaxpr.eqns[number]
+
+    def run(equation: JaxprEqn, values: Values) -> Sequence[Any]:
         with _source_context(ctx, equation):
-            outs = eval_equation(ctx, equation, [read(v) for v in equation.invars])
+            outs = eval_equation(ctx, equation, values)
         for value in outs:
             ctx.track_dim(value)
-        env.update(zip(equation.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+        return outs
+
+    needed = sorted(needed_equations(jaxpr.eqns, jaxpr.outvars))
+    return interpret([jaxpr.eqns[i] for i in needed], env, jaxpr.outvars, run)
 
 
 def _source_context(ctx: PartitionContext, equation: JaxprEqn) -> AbstractContextManager:

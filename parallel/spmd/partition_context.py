@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from hfjax.parallel.jaxprs.program import bind
+from hfjax.parallel.jaxprs.walk import bind
 from hfjax.parallel.spmd.placements import (
     PARTIAL,
     AxisGroup,

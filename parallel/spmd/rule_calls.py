@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from hfjax.parallel.jaxprs.program import bodies_of, body_of
+from hfjax.parallel.jaxprs.walk import bodies_of, body_of, equations_in
 from hfjax.parallel.spmd.partition_context import (
     PartitionContext,
     is_recording,
@@ -115,10 +115,7 @@ GRAD = "the model differentiates, within its own program, with respect to someth
 def calls_in(equation: JaxprEqn) -> Iterator[RuleCall]:
     """Yield each `RuleCall` in the programs that an equation holds."""
     for jaxpr, _ in bodies_of(equation):
-        for inner in jaxpr.eqns:
-            if call := call_of(inner):
-                yield call
-            yield from calls_in(inner)
+        yield from (call for inner, _ in equations_in(jaxpr) if (call := call_of(inner)))
 
 
 def check_calls(ctx: PartitionContext, equation: JaxprEqn) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from hfjax.parallel.engine.layer_remat import can_split_locally, offload_residuals
-from hfjax.parallel.jaxprs.program import Tensor
+from hfjax.parallel.jaxprs.saved_tensor import Tensor
 from hfjax.parallel.offload.activations import Offload, OffloadReport, Share, select_tensors
 from hfjax.parallel.offload.check_host_loops import check_host_loops
 from hfjax.parallel.offload.host_residuals import save_residuals_on_host

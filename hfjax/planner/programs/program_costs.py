@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hfjax.parallel.jaxprs.primitives import MATMULS, REDUCTIONS
 from hfjax.planner.programs.placeholder_attention import BACKWARD, FORWARD, WINDOW
 from hfjax.planner.programs.read_program import (
-    PRODUCTS,
-    REDUCES,
     UNFUSED,
-    VIEWS,
+    WRITE_NOTHING,
     Operand,
     Operation,
     Share,
@@ -255,19 +254,19 @@ class _FusionPass:
 
     def _add_operation(self, at: int, op: Operation) -> None:
         name = op.name
-        if name in VIEWS:
+        if name in WRITE_NOTHING:
             for a, b in zip(op.reads, op.makes, strict=False):
                 if _bytes(a) == _bytes(b):
                     self.aliases[id(b)] = self._root(a)
                 else:
                     self.producer[id(b)] = op
             return
-        if name in PRODUCTS or name in UNFUSED or name in (FORWARD, BACKWARD):
+        if name in MATMULS or name in UNFUSED or name in (FORWARD, BACKWARD):
             self._add_kernel(at, op)
             return
         for output in op.makes:
             self.producer[id(output)] = op
-        if name in REDUCES:
+        if name in REDUCTIONS:
             for output in op.makes:
                 self._fusion(output, at, op.times)
 
@@ -284,7 +283,7 @@ class _FusionPass:
             self._add_nested_products(inner, at)
 
     def _add_nested_products(self, op: Operation, at: int) -> None:
-        if op.name in PRODUCTS:
+        if op.name in MATMULS:
             self.products.append(product_of(op, at))
         elif op.name in (FORWARD, BACKWARD):
             self.attention.append(_fused_call(op, at))
@@ -292,7 +291,7 @@ class _FusionPass:
             self._add_nested_products(inner, at)
 
     def _add_product(self, op: Operation, kernel: Kernel, at: int) -> None:
-        if op.name in PRODUCTS:
+        if op.name in MATMULS:
             self.products.append(product_of(op, at))
             self.product_outputs += op.makes
             if op.is_partial:  # the full result, before its partial sums are reduce-scattered

@@ -17,27 +17,29 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from hfjax.parallel.jaxprs.primitives import (
+    ANNOTATIONS,
+    CALLS,
+    CONTROL_FLOW,
+    CUMULATIVE,
+    INDEXING,
+    KERNELS,
+    REDUCTIONS,
+    VIEWS,
+    WINDOWS,
+)
+from hfjax.parallel.jaxprs.walk import bodies_of, equations_in, match_operands, scan_counts
 from hfjax.planner.programs.placeholder_attention import BACKWARD, FORWARD
 
 Dims = frozenset[int]
 UNSPLIT: Dims = frozenset()
 # Operations that write nothing but a view; of operands of matmuls also a transpose.
-VIEWS = {
-    *("reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "name"),
-    *("sharding_constraint", "pvary", "pcast", "reduce_precision", "stop_gradient"),
-}
-REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"}
-PRODUCTS = {"dot_general", "conv_general_dilated"}
+WRITE_NOTHING = VIEWS.union(ANNOTATIONS, ["reduce_precision"])
 # Operations that XLA does not fuse: their operands and results are in memory.
-UNFUSED = {
-    *("sort", "top_k", "scatter", "scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "fft"),
-    *("while", "cond", "scan", "pallas_call", "ffi_call", "custom_call", "reduce_window_sum"),
-    *("select_and_scatter_add", "reduce_window_max", "select_and_gather_add", "gather"),
-}
-CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map"),
-    *("custom_vjp_call", "custom_jvp_call", "custom_vjp_call_jaxpr", "custom_lin", "run_state"),
-}
+UNFUSED = frozenset(["sort", "top_k", "fft"]).union(
+    CONTROL_FLOW, KERNELS, INDEXING, CUMULATIVE, WINDOWS
+)
+_INLINED = CALLS.union(["shard_map", "run_state"])
 PARTS = ("before", "layers", "between", "backward", "after")
 
 
@@ -170,8 +172,8 @@ class _Reader:
         name = e.primitive.name
         if name == "ffi_call" and e.params["target_name"] in (FORWARD, BACKWARD):
             return self._read_attention(e.params["target_name"], e, f, reads, out)
-        if name in CALLS and (inner := _body(e)) is not None:
-            return self._read_call(e, f, inner, reads, out)
+        if name in _INLINED:
+            return self._read_call(e, f, reads, out)
         if name == "scan":
             return self._read_scan(e, f, reads, out)
         makes = [_new_operand(v, w) for v, w in zip(e.outvars, f.outvars, strict=True)]
@@ -188,17 +190,13 @@ class _Reader:
         out.append(op)
         return makes
 
-    def _read_call(
-        self, e: JaxprEqn, f: JaxprEqn, inner: Jaxpr, reads: list, out: list
-    ) -> list[Operand]:
-        other = _body(f)
-        assert other is not None
-        reads = reads[len(reads) - len(inner.invars) :]
-        step = e.primitive.name == "shard_map"
-        self.depth += not step
-        outputs = self.walk(inner, other, reads, out)
-        self.depth -= not step
-        if step:  # what follows belongs to the optimizer
+    def _read_call(self, e: JaxprEqn, f: JaxprEqn, reads: list, out: list) -> list[Operand]:
+        (one, _), (two, _) = next(bodies_of(e)), next(bodies_of(f))
+        is_step = e.primitive.name == "shard_map"
+        self.depth += not is_step
+        outputs = self.walk(one, two, match_operands(one, reads, None), out)
+        self.depth -= not is_step
+        if is_step:  # what follows belongs to the optimizer
             self.part, self.parts["optimizer"] = "optimizer", []
         return outputs
 
@@ -213,20 +211,21 @@ class _Reader:
     def _read_loop_or_branches(self, e: JaxprEqn, f: JaxprEqn) -> list[Operation]:
         """Return the operations of a loop or of branches, on new operands."""
         operations: list[Operation] = []
-        names = ("body_jaxpr",) if e.primitive.name == "while" else ("branches",)
-        bodies = [(_jaxprs(e.params[n]), _jaxprs(f.params[n])) for n in names]
+        is_loop = e.primitive.name == "while"
+        bodies = [e.params["body_jaxpr"]] if is_loop else e.params["branches"]
+        others = [f.params["body_jaxpr"]] if is_loop else f.params["branches"]
         self.depth += 1
-        for ones, twos in bodies:
-            for one, two in zip(ones, twos, strict=True):
-                args = [_new_operand(v, w) for v, w in zip(one.invars, two.invars, strict=True)]
-                self.walk(one, two, args, operations)
+        for body, other in zip(bodies, others, strict=True):
+            one, two = body.jaxpr, other.jaxpr
+            args = [_new_operand(v, w) for v, w in zip(one.invars, two.invars, strict=True)]
+            self.walk(one, two, args, operations)
         self.depth -= 1
-        if e.primitive.name == "while":
+        if is_loop:
             trips = self._block_count(e), self._block_count(f)
-            for one in _walk_operations(operations):
-                one.trips = trips
+            for operation in _walk_operations(operations):
+                operation.trips = trips
         else:  # one branch runs, depending on data
-            _scale_times(operations, 1 / len(bodies[0][0]))
+            _scale_times(operations, 1 / len(bodies))
         return operations
 
     def _block_count(self, e: JaxprEqn) -> float:
@@ -235,8 +234,8 @@ class _Reader:
         The loop reads an array of all choices, and makes an iota of one block; about half a block
         of each expert stays empty. Other loops that data bounds are taken to run once.
         """
-        body = _jaxprs(e.params["body_jaxpr"])[0]
-        counts = [f.outvars[0].aval for f in _equations(body) if f.primitive.name == "iota"]
+        body = e.params["body_jaxpr"].jaxpr
+        counts = [f.outvars[0].aval for f, _ in equations_in(body) if f.primitive.name == "iota"]
         choices, block = map(_largest_int_array, ([v.aval for v in e.invars], counts))
         if self.experts < 2 or not 1 < block < choices:
             return 1
@@ -246,7 +245,7 @@ class _Reader:
         self, e: JaxprEqn, f: JaxprEqn, reads: list[Operand], out: list
     ) -> list[Operand]:
         one, two = e.params["jaxpr"].jaxpr, f.params["jaxpr"].jaxpr
-        consts, carry = _scan_counts(e, one)
+        consts, carry = scan_counts(e)
         length, depth = e.params["length"], self.depth
         of_layers = depth == 0 and length == self.stack > 0 and self.part in ("before", "between")
         args = list(reads[: consts + carry])
@@ -289,17 +288,6 @@ class _Reader:
         return [*outputs[:carry], *stacks]
 
 
-def _scan_counts(e: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
-    """Return how many constants a loop has, and how many values it carries: by their dimensions.
-
-    Arrays that it scans over or stacks have one more dimension outside. Versions of JAX differ in
-    the names of these counts.
-    """
-    same = lambda outside, inside: len(outside.aval.shape) == len(inside.aval.shape)
-    carry = sum(same(v, w) for v, w in zip(e.outvars, body.outvars, strict=True))
-    return sum(same(v, w) for v, w in zip(e.invars, body.invars, strict=True)) - carry, carry
-
-
 def _scale_times(operations: list[Operation], times: float) -> list[Operation]:
     for one in operations:
         one.times *= times
@@ -319,14 +307,6 @@ def _largest_int_array(arrays: Iterable[Any]) -> int:
     return max((a.size for a in arrays if jnp.issubdtype(a.dtype, jnp.integer)), default=0)
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a program, and those of the functions that it calls."""
-    for e in jaxpr.eqns:
-        yield e
-        if (inner := _body(e)) is not None:
-            yield from _equations(inner)
-
-
 def _new_operand(v: Any, w: Any) -> Operand:
     aval = v.aval
     dtype = getattr(aval, "dtype", None)
@@ -339,18 +319,6 @@ def _literal(v: Literal, w: Literal) -> Operand:
     value = _new_operand(v, w)
     value.is_input = True
     return value
-
-
-def _body(e: JaxprEqn) -> Jaxpr | None:
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if name in e.params:
-            return _jaxprs(e.params[name])[0]
-    return None
-
-
-def _jaxprs(bodies: Any) -> list[Jaxpr]:
-    several = bodies if isinstance(bodies, tuple | list) else [bodies]
-    return [getattr(x, "jaxpr", x) for x in several]
 
 
 # -- which dimensions a tensor axis shards --------------------------------------------------
@@ -438,5 +406,5 @@ _RULES = {
     "conv_general_dilated": _mark_partial_sum,
     "scatter-add": _split_like_first,
     "scatter_add": _split_like_first,
-    **dict.fromkeys(REDUCES, _split_reduction),
+    **dict.fromkeys(REDUCTIONS, _split_reduction),
 }

@@ -20,7 +20,7 @@ from hfjax.parallel.jaxprs.stage_fns import StageFns
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.engine import PipelineEngine
 from hfjax.parallel.pipeline.executor import Pipeline
-from hfjax.parallel.schedules.versions import Versions
+from hfjax.parallel.schedules.table import Versions
 from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, Index
 

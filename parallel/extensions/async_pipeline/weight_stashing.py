@@ -20,7 +20,7 @@ from jax import lax
 from hfjax.parallel.pipeline.stage_params import Stage, StageParams
 from hfjax.parallel.pipeline.stash_buffers import Slots
 from hfjax.parallel.pipeline.tick import StageTick, State
-from hfjax.parallel.schedules.versions import Versions
+from hfjax.parallel.schedules.table import Versions
 from hfjax.utils.paths import Flat, Index
 
 _STAGE_STATE = (

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from hfjax.parallel.engine.model_ops import Component
 from hfjax.parallel.extensions.context_parallel.comm_kinds import AttentionCall
-from hfjax.parallel.jaxprs.program import bodies_of
+from hfjax.parallel.jaxprs.walk import equations_in
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 from hfjax.parallel.spmd.partition_context import PartitionContext
 from hfjax.parallel.spmd.rule_calls import RuleCall, call_of
@@ -54,14 +54,10 @@ def find_attention_calls(
 
 def _attentions_in(jaxpr: Jaxpr, times: int) -> Iterator[tuple[AttentionRule, RuleCall, int]]:
     """Yield the attentions of a program, and how often each runs."""
-    for equation in jaxpr.eqns:
+    for equation, count in equations_in(jaxpr, times):
         call = call_of(equation)
         if call and isinstance(call.rule, AttentionRule):
-            yield call.rule, call, times
-            continue
-        trips = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        for body, _ in bodies_of(equation):
-            yield from _attentions_in(body, trips)
+            yield call.rule, call, count
 
 
 def is_attention(operands: Sequence[Any], results: Sequence[Any], length: int) -> bool:

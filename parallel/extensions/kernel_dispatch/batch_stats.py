@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 
 from hfjax.parallel.remat import STATISTICS
-from hfjax.parallel.spmd.global_batch import axis_size_or_one
+from hfjax.parallel.spmd.axes import axis_size_or_one
 from hfjax.parallel.spmd.partition_context import PartitionContext, is_recording
 from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, local_array
 from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call

@@ -12,13 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
 
-from hfjax.parallel.jaxprs.program import (
-    PLAIN_CALLS,
-    bodies_of,
-    body_of,
-    needed_equations,
-    scan_counts,
-)
+from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, REMAT_CALLS
+from hfjax.parallel.jaxprs.walk import body_of, equations_in, needed_equations, scan_counts
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, aval_of
 from hfjax.parallel.spmd.placements import (
     PARTIAL,
@@ -318,14 +313,12 @@ def _mark_body(equation: JaxprEqn, marks: list[Mark]) -> list[Mark] | None:
     return _propagate_marks(jaxpr, marks) if len(jaxpr.invars) == len(marks) else None
 
 
-# Programs that run once, on the operands.
-_CALLS = (*PLAIN_CALLS, "checkpoint", "remat", "remat2")
 _MARK_RULES: dict[str, Callable] = {
     "add": _mark_add,
     "add_any": _mark_add,
     "sub": _mark_sub,
     "convert_element_type": _mark_convert,  # of a weakly typed number
-    **dict.fromkeys(_CALLS, _mark_body),
+    **dict.fromkeys(PLAIN_CALLS | REMAT_CALLS, _mark_body),
 }
 
 
@@ -334,7 +327,7 @@ def _needs_other_devices(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
 
     That is a collective over these axes, a callback whose value is used, or a placeholder call.
     """
-    for equation in jaxpr.eqns:
+    for equation, _ in equations_in(jaxpr):
         axis_names = equation.params.get("axes", equation.params.get("axis_name", ()))
         axis_names = axis_names if isinstance(axis_names, tuple | list) else (axis_names,)
         if any(isinstance(n, str) and n in axes for n in axis_names):
@@ -343,8 +336,6 @@ def _needs_other_devices(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
         if equation.primitive.name == "io_callback" and has_uses:
             return True
         if (call := call_of(equation)) is not None and call.is_placeholder:
-            return True
-        if any(_needs_other_devices(inner, axes) for inner, _ in bodies_of(equation)):
             return True
     return False
 

@@ -5,7 +5,7 @@ shard, of a replicated one a partial sum, which a rule that is not linear all-re
 returns for a replicated value stays a partial sum: the gradients of devices are added later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from hfjax.parallel.jaxprs.linearity import is_linear
-from hfjax.parallel.jaxprs.program import bind, body_of
+from hfjax.parallel.jaxprs.walk import bind, body_of, equations_in
 from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of, trace_global
 from hfjax.parallel.spmd.placements import (
     Placement,
@@ -74,6 +74,32 @@ def _body_or_bind(equation: JaxprEqn) -> Body:
     return lambda ctx, values: ctx.bind(equation, list(map(ctx.replicate, values)))
 
 
+def _on_local_arrays(
+    ctx: PartitionContext,
+    run: Body,
+    in_placements: Sequence[Placement],
+    out_placements: Sequence[Placement],
+) -> Callable:
+    """Return the function of local arrays that runs a program on values in these placements."""
+
+    def function(*arrays: Any) -> list[Any]:
+        inner = ctx.child()
+        outs = run(inner, values_from_local(arrays, in_placements))
+        return _coerce(inner, outs, out_placements)
+
+    return function
+
+
+def _function_of(equation: JaxprEqn, numbers: Sequence[int], operands: Values) -> Callable:
+    """Return an equation as a function of the operands of these numbers, the others as given."""
+
+    def call(*xs: jax.Array) -> Sequence[Any]:
+        by_number = dict(zip(numbers, xs, strict=True))
+        return bind(equation, [by_number.get(i, x) for i, x in enumerate(operands)])
+
+    return call
+
+
 def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Partition the function, and the rule of its derivative, which is linear in tangents."""
     values = _as_sharded_or_full(ctx, values)
@@ -83,24 +109,14 @@ def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     out_placements = _output_placements(ctx, equation, arrays, in_placements)
     shapes = _shapes(equation.invars)
 
-    @jax.custom_jvp
-    def function(*arrays: Any) -> list[Any]:
-        inner = ctx.child()
-        return _coerce(
-            inner,
-            _body_or_bind(equation)(inner, values_from_local(arrays, in_placements)),
-            out_placements,
-        )
+    run = _body_or_bind(equation)
+    function = jax.custom_jvp(_on_local_arrays(ctx, run, in_placements, out_placements))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
         active = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
 
         def jvp_global(xs: Sequence[Any], dxs: Sequence[Any]) -> tuple[Sequence[Any], list]:
-            def call(*active_xs: jax.Array) -> Sequence[Any]:
-                by_index = dict(zip(active, active_xs, strict=True))
-                return bind(equation, [by_index.get(i, x) for i, x in enumerate(xs)])
-
-            ys, dys = jax.jvp(call, [xs[i] for i in active], dxs)
+            ys, dys = jax.jvp(_function_of(equation, active, xs), [xs[i] for i in active], dxs)
             return ys, [dy for y, dy in zip(ys, dys, strict=True) if _is_real(y)]
 
         program, _ = trace_global(ctx.group, jvp_global, shapes, [shapes[i] for i in active])
@@ -137,21 +153,10 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     shapes = _shapes(equation.invars)
 
     def outputs_and_pullback(*xs: jax.Array) -> tuple:
-        def call(*real_xs: jax.Array) -> Sequence[Any]:
-            by_index = dict(zip(real, real_xs, strict=True))
-            return bind(equation, [by_index.get(i, x) for i, x in enumerate(xs)])
+        return jax.vjp(_function_of(equation, real, xs), *(xs[i] for i in real))
 
-        return jax.vjp(call, *(xs[i] for i in real))
-
-    @jax.custom_vjp
-    def function(*arrays: Any) -> list[Any]:
-        inner = ctx.child()
-        return _coerce(
-            inner,
-            _body_or_bind(equation)(inner, values_from_local(arrays, in_placements)),
-            out_placements,
-        )
-
+    run = _body_or_bind(equation)
+    function = jax.custom_vjp(_on_local_arrays(ctx, run, in_placements, out_placements))
     pullback: list[Any] = []  # its structure, and the shapes of its residuals
 
     def forward(*arrays: Any) -> tuple[list, list]:
@@ -237,15 +242,8 @@ def linear_solve(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> V
         return _solve_replicated(ctx, jaxprs, captured, rhs)
 
     def make_solver(solver_id: int) -> Any:
-        def solve(arrays: Sequence[Any]) -> list[Any]:
-            inner = ctx.child()
-            return _coerce(
-                inner,
-                make_runner(solver_id)(inner, values_from_local(arrays, placements)),
-                placements,
-            )
-
-        return solve
+        solve = _on_local_arrays(ctx, make_runner(solver_id), placements, placements)
+        return lambda arrays: solve(*arrays)
 
     arrays = [jnp.asarray(ctx.redistribute(v, k)) for v, k in zip(rhs, placements, strict=True)]
     transpose_solve = None if jaxprs[3] is None else lambda _, b: make_solver(3)(b)
@@ -284,6 +282,4 @@ def _solve_replicated(
 
 def _has_loop(jaxpr: Any) -> bool:
     """Return whether a program has loops, as iterative solvers have."""
-    bodies = (body_of(equation) for equation in jaxpr.eqns)
-    has_own_loop = any(equation.primitive.name in ("while", "scan") for equation in jaxpr.eqns)
-    return has_own_loop or any(_has_loop(body[0]) for body in bodies if body)
+    return any(e.primitive.name in ("while", "scan") for e, _ in equations_in(jaxpr))

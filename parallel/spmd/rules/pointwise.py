@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
+from hfjax.parallel.jaxprs.primitives import ADDS, LINEAR_MAPS
 from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of
 from hfjax.parallel.spmd.placements import (
     LazyValue,
@@ -20,23 +21,6 @@ from hfjax.parallel.spmd.placements import (
 )
 
 Values = Sequence[Any]
-
-POINTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos
-    cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
-    igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
-    mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow
-    random_gamma_grad real reduce_precision reshard regularized_incomplete_beta
-    rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
-    zeta""".split()
-)
-# Linear in their one operand, and so in partial sums: they keep the shape.
-_LINEAR = frozenset(
-    "neg copy copy_p name real imag conj sharding_constraint stop_gradient reshard".split()
-)
-_ADDS = frozenset("add add_any sub".split())
 
 
 def pointwise(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
@@ -109,9 +93,9 @@ def _apply_to_partials(
 ) -> Values | None:
     """Return partial sums where the equation is linear in them; None: all-reduce them first."""
     bind = lambda *arrays: [PartialValue(x) for x in ctx.bind(equation, arrays)]
-    if name in _LINEAR or (name == "convert_element_type" and is_linear_conversion(equation)):
+    if name in LINEAR_MAPS or (name == "convert_element_type" and is_linear_conversion(equation)):
         return bind(values[0].x)
-    if name in _ADDS:
+    if name in ADDS:
         return bind(*map(ctx.as_partial, values))
     if name == "mul":
         a, b = values
