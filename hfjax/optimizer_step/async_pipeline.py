@@ -1,22 +1,20 @@
 """A step whose stages update their layers by themselves, as PipeDream and PipeDream-2BW do."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.optimizer_step.update import GradResult, UpdatableState, Update, update_if_finite
-from hfjax.parallel.engine.gradient_engine import TrainState
+from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, NUMBER
+from hfjax.optimizer_step.update import GradResult, UpdatableState, Update
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.parallel.extensions.async_pipeline.engine import AsyncPipelineEngine
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.pipeline.engine import PipelineEngine
 from hfjax.sharding.layout import Layout, State
-from hfjax.utils.paths import Flat, flatten
+from hfjax.utils.paths import Flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +47,10 @@ class AsynchronousUpdate(Update):
         assert versions is not None
         return cls(layout, engine, AsyncPipelineEngine(engine, versions))
 
-    @cached_property
-    def parts(self) -> OptimizerParts:
-        """The optimizer state, divided by what it belongs to."""
-        return OptimizerParts(self.layout)
-
     def __call__(self, state: State, batch: Any) -> GradResult:
         """Return the result of a call of the step, whose layers are already updated."""
-        leaves = (
-            self.parts.select(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER))
-        )
-        train_state = TrainState(flatten(state.params), flatten(state.variables), *leaves)
         new, squares, ends, mean = self.stage_engine.train(
-            train_state, batch, state.step, self._apply
+            self.parts.train_state(state), batch, state.step, self._apply
         )
         gradients = mean_gradients(ends, 1 / mean.weight, self.layout.working_dtypes)
         norm = jnp.sqrt(squares + optax.tree.norm(gradients, squared=True))
@@ -75,10 +64,7 @@ class AsynchronousUpdate(Update):
             )
             return UpdatableState(old_state.parameters | ends | new.parameters, optimizer, {})
 
-        execution, param_specs = self.engine.context.execution, self.layout.param_specs
-        update = lambda train_state, finite: update_if_finite(
-            execution, param_specs, finite, apply_updates, train_state
-        )
+        update = lambda old_state, finite: self.update_if_finite(finite, apply_updates, old_state)
         return GradResult(mean, norm, {}, {}, update)
 
     def _apply(self, gradients: Flat, state_and_counts: tuple[Flat, Flat], parameters: Flat) -> Any:

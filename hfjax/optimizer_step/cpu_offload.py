@@ -18,11 +18,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.optimizer_step.gradients import Gradients
-from hfjax.optimizer_step.optimizer_parts import OptimizerParts
 from hfjax.optimizer_step.update import UpdatableState, UpdateAfterGradients
 from hfjax.optimizers.transforms import params_from_master
 from hfjax.parallel.execution import guard
-from hfjax.parallel.jaxprs.program import FlatProgram, trace_flat, variables
+from hfjax.parallel.jaxprs.program import FlatProgram, trace_flat
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.offload.host_memory import is_on_host, to_device, to_host
 from hfjax.parallel.param_specs import ParamSpecs, entries_of
@@ -78,11 +77,6 @@ class StreamedUpdate(UpdateAfterGradients):
         return old_state.parameters | select(PARAMETER), self.parts.join(
             old_state.optimizer, select(OPTIMIZER)
         )
-
-    @cached_property
-    def parts(self) -> OptimizerParts:
-        """The optimizer state, divided by what it belongs to."""
-        return OptimizerParts(self.layout)
 
     @cached_property
     def host_keys(self) -> frozenset[Key]:
@@ -235,11 +229,9 @@ class _UpdateUnit:
     @cached_property
     def reads(self) -> frozenset[Key]:
         """The keys on which the new arrays depend."""
-        reads = set(variables(self._body.outputs))
-        for equation in self._body.equations:
-            reads.update(variables(equation.invars))
+        read_vars = self._body.read_vars
         pairs = zip(self.program.inputs, self.program.body.inputs, strict=True)
-        return frozenset(key for key, variable in pairs if variable in reads)
+        return frozenset(key for key, variable in pairs if variable in read_vars)
 
     def compute(self, old: Arrays) -> Arrays:
         """Return the new arrays of this unit; inputs that it does not read may be missing."""

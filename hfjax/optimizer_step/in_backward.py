@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
-from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
+from hfjax.optimizer_step.optimizer_parts import COUNT, ENDS, NUMBER
 from hfjax.optimizer_step.update import GradResult, UpdatableState, Update, constrain
 from hfjax.optimizers.transforms import Mastered
-from hfjax.parallel.engine.gradient_engine import TrainState
 from hfjax.parallel.execution import guard
 from hfjax.parallel.layerwise.engines import LayerUpdateEngine
-from hfjax.parallel.offload.host_memory import is_on_host, to_device, to_host
+from hfjax.parallel.layerwise.layer_update import match_memory
+from hfjax.parallel.offload.host_memory import to_device
 from hfjax.sharding.host_memory import MASTER
 from hfjax.sharding.layout import State
-from hfjax.utils.paths import Flat, flatten
+from hfjax.utils.paths import Flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +35,7 @@ class InBackwardUpdate(Update):
 
     def __call__(self, state: State, batch: Any) -> GradResult:
         """Return the result of a call of the step, whose layers are already updated."""
-        params = flatten(state.params)
-        leaves = (
-            self.parts.select(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER))
-        )
-        train_state = TrainState(params, flatten(state.variables), *leaves)
+        train_state = self.parts.train_state(state)
         new, squares, finite, ends, mean = self.layer_engine.train(
             train_state,
             batch,
@@ -61,11 +57,6 @@ class InBackwardUpdate(Update):
             )
 
         return GradResult(mean, norm, {}, squares, update)
-
-    @cached_property
-    def parts(self) -> OptimizerParts:
-        """The optimizer state, divided by what it belongs to."""
-        return OptimizerParts(self.layout)
 
     @cached_property
     def _path_of(self) -> Mapping[str, str]:
@@ -118,7 +109,6 @@ class InBackwardUpdate(Update):
         after = guard(self.engine.context.execution.on_nonfinite, finite, after, before)
         column = "parameter" if self.layout.host_memory.parameters else "optimizer_state"
         new = constrain(after[0], param_specs, column)
-        restore_memory = lambda old, x: to_host(x) if is_on_host(old) else x
-        return {n: restore_memory(end_params[n], x) for n, x in new.items()}, {
-            n: restore_memory(leaves[n], x) for n, x in after[1].items()
+        return {n: match_memory(end_params[n], x) for n, x in new.items()}, {
+            n: match_memory(leaves[n], x) for n, x in after[1].items()
         }

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.optimizers.transforms import Averaged, Mastered
-from hfjax.parallel.offload.host_memory import is_host_sharding, is_on_host, to_device, to_host
+from hfjax.parallel.layerwise.layer_update import match_memory
+from hfjax.parallel.offload.host_memory import is_host_sharding, to_device
 from hfjax.sharding.layout import State
 from hfjax.utils.paths import Tree, flatten, nest
 
@@ -109,7 +110,7 @@ def _sync_traced(copy: jax.Array, parameter: jax.Array, is_active: Any) -> jax.A
     new_copy = jnp.where(
         is_active, _replace_stale(device_copy, to_device(parameter))[0], device_copy
     )
-    return to_host(new_copy) if is_on_host(copy) else new_copy
+    return match_memory(copy, new_copy)
 
 
 def _replace_stale(copy: jax.Array, parameter: jax.Array) -> tuple[jax.Array, jax.Array]:

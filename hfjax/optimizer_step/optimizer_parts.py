@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.parallel.adapters.model_template import LAYERS as OF_LAYERS
-from hfjax.sharding.layout import Layout
+from hfjax.parallel.engine.gradient_engine import TrainState
+from hfjax.sharding.layout import Layout, State
 from hfjax.utils.paths import Flat, flatten, nest
 
 LAYERS, ENDS = "layers", "ends"
@@ -50,6 +51,12 @@ class OptimizerParts:
         """Return the optimizer state of these roles, by name."""
         leaves = zip(self.leaves, jax.tree.leaves(state), strict=True)
         return {name: leaf for name, leaf in leaves if self.roles[name] in roles}
+
+    def train_state(self, state: State) -> TrainState:
+        """Return what an engine updates: parameters, variables, state of layers, and numbers."""
+        params, variables = flatten(state.params), flatten(state.variables)
+        layers = self.select(state.optimizer, LAYERS)
+        return TrainState(params, variables, layers, self.select(state.optimizer, COUNT, NUMBER))
 
     def join(self, state: Any, *new: Flat) -> Any:
         """Return the state with these leaves replaced."""

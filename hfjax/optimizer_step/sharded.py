@@ -14,7 +14,6 @@ from hfjax.optimizer_step.update import (
     UpdatableState,
     UpdateAfterGradients,
     constrain,
-    update_if_finite,
 )
 from hfjax.optimizers.transforms import params_from_master
 from hfjax.utils.paths import Flat, flatten, nest
@@ -33,14 +32,14 @@ class ShardedUpdate(UpdateAfterGradients):
         finite: jax.Array,
     ) -> UpdatableState:
         """Return the state after the step."""
-        context, param_specs = self.engine.context, self.layout.param_specs
 
         def apply_update(old_state: UpdatableState) -> UpdatableState:
             new = self._update_params(mean(gradients.sums), old_state)
             return UpdatableState(*new, gradients.variables)
 
-        after = update_if_finite(context.execution, param_specs, finite, apply_update, old_state)
-        return after._replace(parameters=all_gather_params(context, after.parameters, params))
+        after = self.update_if_finite(finite, apply_update, old_state)
+        parameters = all_gather_params(self.engine.context, after.parameters, params)
+        return after._replace(parameters=parameters)
 
     def _update_params(self, gradients: Flat, old_state: UpdatableState) -> tuple[Flat, Any]:
         """Return parameters and optimizer state, each device's shard."""

@@ -13,7 +13,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +26,10 @@ from hfjax.optimizer_step.gradients import (
     gradient_norm,
     mean_scale,
 )
+from hfjax.optimizer_step.optimizer_parts import OptimizerParts
 from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.parallel.engine.reduce_gradients import mean_gradients
-from hfjax.parallel.execution import Execution, guard
+from hfjax.parallel.execution import guard
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.param_specs import ParamSpecs
 from hfjax.sharding.layout import Layout, State
@@ -65,9 +66,27 @@ class Update(ABC):
     layout: Layout
     engine: GradientEngine  # what runs the model forward and backward
 
+    @cached_property
+    def parts(self) -> OptimizerParts:
+        """The optimizer state, divided by what it belongs to."""
+        return OptimizerParts(self.layout)
+
     @abstractmethod
     def __call__(self, state: State, batch: Any) -> GradResult:
         """Return the result of a pass over the batch."""
+
+    def update_if_finite(
+        self, finite: jax.Array, update: Callable, old_state: UpdatableState
+    ) -> UpdatableState:
+        """Return `update(old_state)`, or `old_state` unchanged if the step is not finite.
+
+        On a CPU a branch costs nothing, a selection one more copy; on a GPU a branch waits for the
+        host, a selection costs nothing.
+        """
+        on_nonfinite = self.engine.context.execution.on_nonfinite
+        if platform_of(self.layout.mesh) == "cpu" and on_nonfinite != "apply":
+            return lax.cond(finite, update, lambda old_state: old_state, old_state)
+        return guard(on_nonfinite, finite, update(old_state), old_state)
 
 
 class UpdateAfterGradients(Update):
@@ -122,21 +141,3 @@ def constrain(
         param_specs[path].mesh, getattr(param_specs[path], column)
     )
     return {path: lax.with_sharding_constraint(x, sharding_of(path)) for path, x in arrays.items()}
-
-
-def update_if_finite(
-    execution: Execution,
-    param_specs: Mapping[str, ParamSpecs],
-    finite: jax.Array,
-    update: Any,
-    old_state: UpdatableState,
-) -> UpdatableState:
-    """Return `update(trainable)`, or `old_state` unchanged if the step is not finite.
-
-    On a CPU a branch costs nothing, a selection one more copy; on a GPU a branch waits for the
-    host, a selection costs nothing.
-    """
-    on_cpu = platform_of(next(iter(param_specs.values())).mesh) == "cpu"
-    if on_cpu and execution.on_nonfinite != "apply":
-        return lax.cond(finite, update, lambda old_state: old_state, old_state)
-    return guard(execution.on_nonfinite, finite, update(old_state), old_state)

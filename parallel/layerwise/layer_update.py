@@ -115,7 +115,7 @@ class StackedUpdate(LayerUpdate):
 
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
         """Return the stacks with layer i replaced."""
-        put = lambda x, layer: lax.dynamic_update_slice_in_dim(x, _match_memory(x, layer), i, 0)
+        put = lambda x, layer: lax.dynamic_update_slice_in_dim(x, match_memory(x, layer), i, 0)
         stacks = jax.tree.map(put, carry._replace(finite=None), new._replace(finite=None))
         return stacks._replace(finite=new.finite)
 
@@ -144,7 +144,7 @@ class ListedUpdate(LayerUpdate):
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
         """Return all arrays, those of layer i replaced."""
         update = lambda old, new: (
-            old | {name: _match_memory(old[name], x) for name, x in new.items()}
+            old | {name: match_memory(old[name], x) for name, x in new.items()}
         )
         parameters = update(carry.parameters, new.parameters)
         optimizer_state = update(carry.optimizer_state, new.optimizer_state)
@@ -158,7 +158,7 @@ def average_gradients(gradients: Flat, num_local_losses: int) -> Flat:
     }
 
 
-def _match_memory(old: jax.Array, new: jax.Array) -> jax.Array:
+def match_memory(old: jax.Array, new: jax.Array) -> jax.Array:
     """Return the new array in the memory where the old one is."""
     return to_host(new) if is_on_host(old) else new
 
