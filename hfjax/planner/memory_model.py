@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.mesh import AXES, DATA_AXES, in_use, size_of
-from hfjax.parallel.param_specs import Array, ParamSpecs, column_specs, num_shards, sizes_near
+from hfjax.parallel.param_specs import Array, ParamSpecs, num_shards, sizes_near
 from hfjax.parallel.strategy import Strategy
+from hfjax.sharding.host_memory import rule_of
 from hfjax.sharding.report import is_large_replicated
+from hfjax.sharding.storage import place_array
 from hfjax.utils.tables import human
 
 
@@ -102,10 +104,8 @@ class ModelArrays:
         leaves = jax.tree_util.tree_leaves_with_path(layout.state_shapes.optimizer)
         for keys, leaf in leaves:
             specs = layout.parameter_of(keys, leaf)
-            names = [str(getattr(k, "name", getattr(k, "key", ""))) for k in keys]
-            name = "master" if "master" in names else "optimizer_state"
-            size = leaf.dtype.itemsize
-            states.append(OptimizerArray(specs and specs.path, size, math.prod(leaf.shape), name))
+            path, size = specs and specs.path, leaf.dtype.itemsize
+            states.append(OptimizerArray(path, size, math.prod(leaf.shape), rule_of(keys)))
         dtypes = {path: p.dtype for path, p in layout.param_specs.items()}
         frozen = frozenset(path for path, p in layout.param_specs.items() if p.frozen)
         others = sum(
@@ -126,20 +126,8 @@ class ModelArrays:
         for array in self.arrays:
             if num_layers is not None and array.path.startswith(LAYERS):
                 array = replace(array, shape=(num_layers, *array.shape[1:]))
-            specs = column_specs(array, strategy, mesh)  # type: ignore[arg-type]
-            small = array.layer_size < strategy.smallest
-            param_specs[array.path] = ParamSpecs(
-                mesh,  # type: ignore[arg-type]
-                array.path,
-                array.shape,
-                self.dtypes[array.path],
-                *specs,
-                small,
-                array.axes,
-                array.path in self.frozen,
-                0,
-                array.takes_shards,
-            )
+            p = place_array(array, self.dtypes[array.path], strategy, mesh)  # type: ignore[arg-type]
+            param_specs[array.path] = replace(p, frozen=array.path in self.frozen)
         return ArrayPlacements(self, param_specs, strategy, mesh)
 
 

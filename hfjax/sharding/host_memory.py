@@ -38,7 +38,7 @@ def find_optimizer_arrays(
     for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer_state)[0]:
         if (p := owner_of(keys, leaf)) is not None:
             size = leaf.size * leaf.dtype.itemsize // num_shards(p.optimizer_state, p.mesh)
-            arrays[jax.tree_util.keystr(keys)] = OptimizerArray(p.path, _rule_of(keys), size)
+            arrays[jax.tree_util.keystr(keys)] = OptimizerArray(p.path, rule_of(keys), size)
     return arrays
 
 
@@ -130,6 +130,7 @@ class HostMemory:
         return sizes
 
 
-def _rule_of(keys: tuple) -> str:
+def rule_of(keys: tuple) -> str:
+    """Return the rule of the column `memory` for an array of an optimizer's state."""
     fields = [getattr(key, "name", None) for key in keys]
     return MASTER if MASTER in fields else "optimizer_state"

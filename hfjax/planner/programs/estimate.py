@@ -14,6 +14,7 @@ from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.offload.host_memory import HOST_MEMORY_KIND
 from hfjax.parallel.pipeline.engine import PipelineEngine, waiting_bytes
 from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
+from hfjax.sharding.host_memory import rule_of
 from hfjax.utils.paths import flatten
 
 STATE = ("parameters", "optimizer_state", "master")
@@ -105,9 +106,7 @@ def _state_bytes(layout: Any) -> dict[str, int]:
     sizes = dict.fromkeys([*STATE, *(f"host_{kind}" for kind in STATE)], 0)
     state = layout.abstract_state()
     for keys, x in jax.tree_util.tree_leaves_with_path((state.params, state.optimizer)):
-        names = {str(getattr(key, "name", getattr(key, "key", ""))) for key in keys}
-        of_optimizer = "master" if "master" in names else "optimizer_state"
-        kind = "parameters" if keys[0].idx == 0 else of_optimizer
+        kind = "parameters" if keys[0].idx == 0 else rule_of(keys)
         prefix = "host_" if x.sharding.memory_kind == HOST_MEMORY_KIND else ""
         sizes[prefix + kind] += prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return sizes
