@@ -73,15 +73,20 @@ def _halves(x: jax.Array, dim: int) -> list[jax.Array]:
     return jnp.split(x, 2, axis=dim)
 
 
-def _state_halves(state: Any) -> list[Any]:
-    """Return the first and the second half of a State or Final: o and do are [B, S, …]."""
-    halves = [_halves(x, 1 if x.ndim == 4 else 2) for x in state]
-    return [type(state)(*half) for half in zip(*halves, strict=True)]
+def _position_dim(x: jax.Array) -> int:
+    """Return the dimension of positions: o, do and dq are [B, S, …], all else is [B, H, S]."""
+    return 1 if x.ndim == 4 else 2
 
 
-def _concat_halves(first: Any, second: Any) -> Any:
-    join = lambda a, b: jnp.concatenate([a, b], axis=1 if a.ndim == 4 else 2)
-    return jax.tree.map(join, first, second)
+def _split_state(state: Any, count: int) -> list[Any]:
+    """Return a State or Final in so many equal parts of its positions."""
+    parts = [jnp.split(x, count, axis=_position_dim(x)) for x in state]
+    return [type(state)(*part) for part in zip(*parts, strict=True)]
+
+
+def _concat_parts(*parts: Any) -> Any:
+    join = lambda *arrays: jnp.concatenate(arrays, axis=_position_dim(arrays[0]))
+    return jax.tree.map(join, *parts)
 
 
 def _select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
@@ -105,32 +110,30 @@ class ZigzagBlock(RingBlock):
             states = [
                 self.block(x, y, None, CAUSAL, Positions()) for x, y in ((q0, kv0), (q1, kv1))
             ]
-            return _concat_halves(
-                states[0], self.block(q1, kv0, states[1], EVERYTHING, Positions())
-            )
-        first, second = _state_halves(state)
+            return _concat_parts(states[0], self.block(q1, kv0, states[1], EVERYTHING, Positions()))
+        first, second = _split_state(state, 2)
         second = self.block(q1, kv0, second, EVERYTHING, Positions())
         is_earlier = source < me
         q, kv, before = _select(is_earlier, (q0, kv0, first), (q1, kv1, second))
         after = self.block(q, kv, before, EVERYTHING, Positions())
-        return _concat_halves(_select(is_earlier, after, first), _select(is_earlier, second, after))
+        return _concat_parts(_select(is_earlier, after, first), _select(is_earlier, second, after))
 
     def backward(
         self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
         (q0, q1), (kv0, kv1) = _halves(q, 1), _halves(kv, 2)
-        final0, final1 = _state_halves(final)
+        final0, final1 = _split_state(final, 2)
         dq1, dkv0 = self.block.backward(q1, kv0, final1, EVERYTHING, Positions())
         if source is None:
             dq0, more = self.block.backward(q0, kv0, final0, CAUSAL, Positions())
             dq2, dkv1 = self.block.backward(q1, kv1, final1, CAUSAL, Positions())
-            return _concat_halves(dq0, dq1 + dq2), jnp.concatenate([dkv0 + more, dkv1], 2)
+            return _concat_parts(dq0, dq1 + dq2), jnp.concatenate([dkv0 + more, dkv1], 2)
         is_earlier = source < me
         q, kv, last = _select(is_earlier, (q0, kv0, final0), (q1, kv1, final1))
         dq, dkv = self.block.backward(q, kv, last, EVERYTHING, Positions())
         zero = jnp.zeros((), dq.dtype)
-        dq = _concat_halves(jnp.where(is_earlier, dq, zero), dq1 + jnp.where(is_earlier, zero, dq))
+        dq = _concat_parts(jnp.where(is_earlier, dq, zero), dq1 + jnp.where(is_earlier, zero, dq))
         zero = jnp.zeros((), dkv.dtype)
         first_dkv = dkv0 + jnp.where(is_earlier, dkv, zero)
         return dq, jnp.concatenate([first_dkv, jnp.where(is_earlier, zero, dkv)], 2)
@@ -151,26 +154,26 @@ class MaskedBlock(RingBlock):
     ) -> State:
         """Return the state of the queries after one more device's keys."""
         state = initial_state(q) if state is None else state
-        chunk_states = _split_state(state, self._num_chunks, (1, 2, 2))
+        chunk_states = _split_state(state, self._num_chunks)
         queries = jnp.split(q, self._num_chunks, axis=1)
         for i, (x, chunk_state) in enumerate(zip(queries, chunk_states, strict=True)):
             for j, y in enumerate(jnp.split(kv, self._num_chunks, axis=2)):
                 positions = self._positions(x.shape[1], me, source, i, j)
-                chunk_state = self.block(x, y, State(*chunk_state), self.mask, positions)
+                chunk_state = self.block(x, y, chunk_state, self.mask, positions)
             chunk_states[i] = chunk_state
-        return State(*map(jnp.concatenate, zip(*chunk_states, strict=True), (1, 2, 2)))
+        return _concat_parts(*chunk_states)
 
     def backward(
         self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
-        finals = _split_state(final, self._num_chunks, (1, 2, 2))
+        finals = _split_state(final, self._num_chunks)
         dq: list[Any] = [0] * self._num_chunks
         dkv: list[Any] = [0] * self._num_chunks
         for i, x in enumerate(jnp.split(q, self._num_chunks, axis=1)):
             for j, y in enumerate(jnp.split(kv, self._num_chunks, axis=2)):
                 positions = self._positions(x.shape[1], me, source, i, j)
-                more = self.block.backward(x, y, Final(*finals[i]), self.mask, positions)
+                more = self.block.backward(x, y, finals[i], self.mask, positions)
                 dq[i], dkv[j] = dq[i] + more[0], dkv[j] + more[1]
         return jnp.concatenate(dq, axis=1), jnp.concatenate(dkv, axis=2)
 
@@ -189,8 +192,3 @@ class MaskedBlock(RingBlock):
         if self.documents is None:
             return None
         return jnp.split(self.documents[device], self._num_chunks, axis=1)[chunk]
-
-
-def _split_state(state: State | Final, count: int, dims: tuple[int, ...]) -> list[Any]:
-    pairs = zip(state, dims, strict=True)
-    return list(zip(*(jnp.split(x, count, axis=dim) for x, dim in pairs), strict=True))
