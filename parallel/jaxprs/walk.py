@@ -107,7 +107,12 @@ def _with_constants(body: Any) -> Body:
 
 
 def match_operands(body: Jaxpr, operands: Sequence[Any], missing: Any) -> list[Any]:
-    """Return the operands that enter a body, from the last on: a branch takes no index."""
+    """Return the operands that enter a body, from the last on: a branch takes no index.
+
+    >>> import jax
+    >>> match_operands(jax.make_jaxpr(jax.lax.sin)(1.0).jaxpr, ["index", "x"], None)
+    ['x']
+    """
     known = operands[max(len(operands) - len(body.invars), 0) :]
     return [missing] * (len(body.invars) - len(known)) + list(known)
 

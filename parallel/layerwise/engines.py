@@ -218,8 +218,7 @@ class LayerUpdateEngine:
         context = self.engine.context
 
         def device(train_state: TrainState, batch, step: jax.Array) -> tuple:
-            context.trace.begin(context.param_specs)
-            context.trace.weighted = True
+            context.trace.begin(context.param_specs, weighted=True)
             bound_model = self._bind_model(train_state, batch, step)
             update = self._update(train_state, apply, owner_paths)
             params_of = lambda carry: self._current_params(carry, bound_model)
