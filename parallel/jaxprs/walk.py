@@ -14,7 +14,7 @@ from hfjax.parallel.jaxprs.primitives import CALLS
 Body = tuple[Jaxpr, Sequence[Any]]  # a program, and its constants
 
 
-def equations_in(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+def equations_in(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yield the equations of a program and of all bodies in it, each with how often it runs.
 
     A scan runs its body so often; of other loops, and of each branch, one run counts.
