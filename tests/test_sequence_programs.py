@@ -19,7 +19,8 @@ from hfjax import CONTEXT, DDP, PIPE, TENSOR, Schedule
 from hfjax.models.attention import causal_attention
 from hfjax.models.layers import Dropout, local_ops, stack_layers
 from hfjax.models.loss import next_tokens
-from tests.test_context_parallel import apart, doubled, variables_in
+from hfjax.parallel.jaxprs.walk import equations_in
+from tests.test_context_parallel import apart, doubled
 
 RNG = np.random.default_rng(0)
 TOKENS = {"tokens": RNG.integers(0, 64, (2, 32), np.int32)}
@@ -627,7 +628,8 @@ def test_nothing_larger_than_a_part_is_made_beside_what_is_gathered():
     traced_step = made({"y": masked}, {"context": 4}).trace(batch)
     sizes = [
         v.aval.shape
-        for v in variables_in(traced_step.jaxpr.jaxpr)
+        for equation, _ in equations_in(traced_step.jaxpr.jaxpr)
+        for v in equation.outvars
         if hasattr(v.aval, "shape") and v.aval.shape.count(length) > 1
     ]
     assert not sizes
