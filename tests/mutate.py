@@ -223,7 +223,7 @@ gradients_not_summed parallel/engine/reduce_gradients.py: what is left after the
 scatters_in_the_other_order parallel/engine/reduce_gradients.py: of two axes a device gets another one's shard
   for dim, axes in dims for axis in {{axes ~> reversed(axes)}})
 same_keys_in_every_step parallel/engine/example_keys.py: the number of the step is not folded in
-  return _fold({{_fold(key, step) ~> key}}, first_example if key_index is None else key_index)
+  {{fold_number(key, step) ~> key}}, first_example if key_index is None else key_index
 same_row_keys_in_every_microbatch parallel/engine/example_keys.py: rows counted from the first one's
   else device * local_batch_size{{ + number * batch_size ~> }}
 statistics_not_averaged parallel/engine/step_context.py: each device keeps its own running average
@@ -249,7 +249,7 @@ argmax_among_own_rows parallel/spmd/rules/reductions.py: the number is that amon
 scatter_adds_to_each parallel/spmd/rules/indexing.py: what is added to counts once for each device
   [ctx.{{as_partial ~> whole}}(x), *operands]
 rows_are_not_dealt parallel/spmd/microbatches.py: microbatches are not those of one device
-  // num_microbatches, number % num_microbatches, number {{% devices, number // devices ~> // num_microbatches, number % num_microbatches}}
+  number {{% devices ~> // num_microbatches}},
 concatenated_blocks_counted parallel/spmd/rules/views.py: parts of several blocks count as one each
   return ctx.bind_sharded(Split(dim, {{sum(sizes) // block ~> len(sizes)}}), equation, operands)
 rule_is_not_told parallel/spmd/rules/custom_derivatives.py: a derivative that is not linear sees no weight
@@ -293,7 +293,7 @@ embedding_not_weighed parallel/pipeline/executor.py: its gradient stays that of 
 idle_slots_add_gradients parallel/pipeline/executor.py: what a stage computes while it idles counts
   is_real = None{{ if self._cond or tick.facts.always_runs(kind) else tick.is_active(kind) ~> }}
 w_reads_the_slot_of_b parallel/pipeline/executor.py: the weights of another microbatch
-  late, cross = (self._read_stash(state, name, unit, tick, "{{W ~> B}}") for name in ("w_residuals", "b_to_w"))
+  self._read_stash(state, name, unit, tick, "{{W ~> B}}")
 chunks_and_units_swapped parallel/pipeline/stash_buffers.py: the parameters of another layer
   pick = lambda a, i: split(a)[{{:, i ~> i}}] if self.slots > 1 else a[i]
 sums_the_wrong_chunks parallel/pipeline/overlapped_grad_reduce.py: that in the last tick twice, another one never
@@ -301,7 +301,7 @@ sums_the_wrong_chunks parallel/pipeline/overlapped_grad_reduce.py: that in the l
 last_but_one_was_kept parallel/pipeline/activation_checkpointing.py: backward takes what another microbatch kept
   tick["B_microbatch"] == self.last_microbatch{{ ~>  - 1}}
 keys_of_the_first_part parallel/pipeline/engine.py: accumulated parts of a batch drop the same
-  return {**layer_variables(statistics, layer), **keys(layer, {{number * count +  ~> }}m, batch_size)}
+  **keys(layer, {{number * count +  ~> }}m, batch_size),
 first_by_the_forward_slot parallel/pipeline/tick.py: embedding has no gradient while pipes drain
   runs["first_backward"] = runs["B"] & (g[..., {{1 ~> 0}}] == 0)
 rounds_too_short parallel/schedules/builders.py: stages wait for the next chunk
@@ -309,13 +309,13 @@ rounds_too_short parallel/schedules/builders.py: stages wait for the next chunk
 one_forward_more_ahead parallel/schedules/builders.py: a stage keeps one microbatch more
   ahead = stages - {{1 -  ~> }}stage
 w_has_no_slot parallel/schedules/compile.py: late residuals are read from slot 0
-  (("B_w_residuals", backward_tick),{{ ("W_w_residuals", tick) ~> }}))
+  (("B_w_residuals", backward_tick),{{ ("W_w_residuals", tick) ~> }}),
 updates_at_the_first parallel/schedules/versions.py: a group ends with its first microbatch
   updates = (backward >= 0) & (backward % every == {{every - 1 ~> 0}})
-message_in_no_time parallel/schedules/table.py: a table may read what is sent in the same tick
+message_in_no_time parallel/schedules/check_table.py: a table may read what is sent in the same tick
   if times[need] > tick{{ - wait ~> }}:
 weights_counted_twice parallel/schedules/cost.py: a split backward costs all of itself, and W
-  kind_times = (forward, backward{{ - weights ~> }}, weights) if table.splits_backward else (forward, backward, 0)
+  (forward, backward{{ - weights ~> }}, weights) if table.splits_backward else (forward, backward, 0)
 first_pattern_counts parallel/precision/by_path.py: "*" comes first, and stands for all
   for pattern, x in {{reversed(self.given) ~> self.given}} if
 reduces_as_it_computes parallel/precision/dtypes.py: gradients are added in bfloat16
@@ -339,15 +339,15 @@ dx_of_own_vocabulary parallel/extensions/kernel_dispatch/tensor_sharded.py: part
 unlike_layers_share_keys parallel/extensions/uneven_stages/stage_units.py: all microbatches drop alike
   variables = model.variables({{m ~> 0}}, None)
 empty_places_come_first parallel/layer_order.py: padded stages give back other layers
-  return np.argsort({{np.where(self.stored_order < 0, self.stored_order.size, self.stored_order) ~> self.stored_order}})[:
+  {{np.where(self.stored_order < 0, self.stored_order.size, self.stored_order) ~> self.stored_order}}
 scale_grows_a_step_early hfjax/optimizer_step/loss_scale.py: the step that overflowed counts as a stable one
   steps_since_overflow = scale.steps - scale.last{{ - 1 ~> }}
 average_follows_always hfjax/optimizer_step/master_sync.py: parameters put in begin the average anew
-  is_active = {{is_first if isinstance(node, Averaged) else  ~> }}True
+  is_active = {{is_first if isinstance(optimizer_state, Averaged) else  ~> }}True
 count_of_the_layers hfjax/optimizer_step/async_pipeline.py: ends correct their bias by updates of layers
   counts = {n: {{step.astype(x.dtype) ~> x}} for n, x in self.parts.select(optimizer, COUNT)
-clip_raises_small_norms hfjax/optimizer_step/update.py: every gradient gets the norm that is the limit
-  scale *= self.clip / {{jnp.maximum(self.norm, self.clip) ~> self.norm}}
+clip_raises_small_norms hfjax/optimizer_step/gradients.py: every gradient gets the norm that is the limit
+  scale *= max_grad_norm / {{jnp.maximum(norm, max_grad_norm) ~> norm}}
 moments_stay_behind hfjax/sharding/reorder_layers.py: parameters move to another schedule, moments do not
   optimizer_state = {{map_one_by_one(reorder, state.optimizer, dims.optimizer) ~> state.optimizer}}
 first_array_is_compared hfjax/sharding/check_process_batches.py: processes may give other masks of the same tokens
@@ -363,7 +363,7 @@ no_second_try hfjax/checkpoint/directory.py: a step that is deleted meanwhile en
 padding_counts hfjax/data/examples.py: what fills up a row of documents has mask 1
   return ({{(before == after) & (after > 0) ~> before == after}}).astype(np.float32)
 ragged_batch_dropped hfjax/data/sampler.py: pad_last has no effect
-  return {{-(-remaining // self._batch_size) if self._pad_last else  ~> }}remaining // self._batch_size
+  {{-(-remaining // self._batch_size) if self._pad_last else  ~> }}remaining // self._batch_size
 end_is_not_sampled hfjax/data/token_dataset.py: damage at the end of a large file is not seen
   file.seek(last * i // {{(SAMPLES - 1) ~> SAMPLES}})
 moments_may_lie_anywhere hfjax/checks/check_step.py: only parameters are asked where they lie
@@ -371,7 +371,7 @@ moments_may_lie_anywhere hfjax/checks/check_step.py: only parameters are asked w
 padding_is_not_refused hfjax/checks/optimizers.py: empty places count in means of an optimizer
   {{check_padding(layout) ~> pass}}
 first_update_does_nothing hfjax/optimizers/rates.py: the warm-up begins at 0
-  fraction = jnp.minimum({{(count + 1) ~> count}} / max(warmup, 1), 1.0)
+  fraction = jnp.minimum({{(count + 1) ~> count}} / max(warmup_steps, 1), 1.0)
 frozen_rows_decay hfjax/optimizers/transforms.py: layers that stay are moved by weight decay
   return {{zero_frozen(inner_updates) ~> inner_updates}}, jax.tree_util.tree_map_with_path(keep_state, new, state)
 optimizer_sees_rounded hfjax/optimizers/transforms.py: decay is of the bfloat16 copy, not the master
