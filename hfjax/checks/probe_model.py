@@ -13,7 +13,7 @@ def probe_model(engine: GradientEngine, variables: Flat, batch: Any, mode: str) 
     """Check the dtypes of a model's matmuls, and let the operations of its modules read it."""
     context = engine.context
     precision, ops = context.execution.precision, context.trace.ops
-    if not (ops.reads_model or isinstance(precision, PrecisionByPath)):
+    if not (ops.reads_model() or isinstance(precision, PrecisionByPath)):
         return
     from hfjax.checks.probe import probe_local, trace_components
     from hfjax.checks.upcasts import check_matmuls
@@ -26,6 +26,6 @@ def probe_model(engine: GradientEngine, variables: Flat, batch: Any, mode: str) 
     probe = partial(probe_local, context, variables, batch, mode, num_microbatches=count)
     if isinstance(precision, PrecisionByPath):
         probe(partial(check_matmuls, precision))
-    if ops.reads_model:
+    if ops.reads_model():
         probe(let_ops_read)
         context.trace.set_inner_groups()

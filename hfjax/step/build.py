@@ -10,60 +10,34 @@
 8. `check_host_loops`: whether XLA reads host memory back (parallel/offload/check_host_loops.py).
 
 Then `jax.jit`, and `check_deadlock` (checks/deadlock.py), which reads the compiled program. Only
-here are engines, updates and the operations of modules chosen, and imported once they are: a step
-on one axis loads no pipeline.
+here and in `step_spec` are engines, updates and the operations of modules chosen, and imported once
+they are: a step on one axis loads no pipeline.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from hfjax.checks.check_step import check_execution, check_step_arguments
-from hfjax.checks.optimizers import check_optimizer, has_layerwise_update
+from hfjax.checks.optimizers import check_optimizer
 from hfjax.checks.probe_model import probe_model
 from hfjax.optimizer_step.sharded import ShardedUpdate
 from hfjax.optimizer_step.update import Update
-from hfjax.parallel.activation_sharding import Placer
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
-from hfjax.parallel.engine.model_ops import ModelOps, OpsInputs, TraceRecord
+from hfjax.parallel.engine.model_ops import TraceRecord
 from hfjax.parallel.engine.step_context import (
     StepContext,
     params_gathered_once,
     scatter_gradients_early,
 )
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.extensions.expert_parallel.expert_dispatch import ExpertDispatch
-from hfjax.parallel.extensions.kernel_dispatch.ops import Kernels, WholeSequenceOps
-from hfjax.parallel.mesh import SEQUENCE_AXES, grid_axes, in_use
 from hfjax.parallel.offload.check_host_loops import check_host_loops
-from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.spmd.interpreter import run_partitioned
 from hfjax.sharding.layout import Layout
 from hfjax.sharding.stage_assignment import assign_stages, training_table
 from hfjax.sharding.xla_options import Options, options_for
+from hfjax.step.step_spec import StepSpec, module_ops_for, step_spec
 from hfjax.utils.paths import Flat
-
-
-class StepSpec(NamedTuple):
-    """What a step is built from; kernels and experts report what was chosen, once it is traced."""
-
-    layout: Layout
-    loss: Callable
-    execution: Execution
-    table: Table | None
-    kernels: Kernels
-    experts: ExpertDispatch
-    is_layerwise: Callable[[], bool]
-
-
-def step_spec(
-    layout: Layout, loss: Callable, execution: Execution, table: Table | None
-) -> StepSpec:
-    """Return what a step is built from; `table` is that of its pipeline."""
-    kernels = Kernels.of(execution.kernels, layout.mesh, loss)
-    experts = ExpertDispatch(layout.mesh, execution.dispatch)
-    is_layerwise = cache(partial(has_layerwise_update, layout))
-    return StepSpec(layout, loss, execution, table, kernels, experts, is_layerwise)
 
 
 def build_step(
@@ -152,23 +126,3 @@ def step_context(spec: StepSpec, one_microbatch=False, **gather_options: bool) -
     return StepContext(
         template, specs, mesh, execution, spec.loss, forward, trace, one_microbatch, gathered
     )
-
-
-def module_ops_for(spec: StepSpec) -> ModelOps:
-    """Return the operations that modules may call in a step on this mesh."""
-    layout, loss, execution, table, kernels, experts, _ = spec
-    inputs = OpsInputs(Placer(layout.mesh, layout.strategy), experts.run, loss)
-    if grid_axes(layout.mesh):
-        from hfjax.parallel.extensions.tensor_grid.ops import GridOps
-
-        is_local = execution.batch_view == "local"
-        grid_options = layout.strategy.parameters, kernels.without_logits, is_local
-        return GridOps(inputs, layout.mesh, *grid_options)
-    if in_use(layout.mesh, SEQUENCE_AXES):
-        from hfjax.parallel.extensions.context_parallel.ops import ContextParallelOps
-        from hfjax.parallel.pipeline.engine import permute_refusal
-
-        packed, remat = bool(layout.storage.packed), execution.remat
-        no_ring = table and permute_refusal(table, packed, remat, layout.template)
-        return ContextParallelOps(inputs, kernels, execution.context, no_ring)
-    return WholeSequenceOps(inputs, kernels)

@@ -52,10 +52,10 @@ from hfjax.step.batches import (
     num_microbatches,
     place_batch,
 )
-from hfjax.step.build import Kernels
 from hfjax.step.extra_arrays import ExtraSpecs
 from hfjax.step.nonfinite import NonfiniteMonitor
 from hfjax.step.step_program import Metrics, StepProgram
+from hfjax.step.step_spec import Kernels
 from hfjax.utils.keywords import attribute_docs, check_keywords
 from hfjax.utils.paths import Flat
 
@@ -463,7 +463,7 @@ class TrainStep:
 
         Known once the step is traced; None where no devices share sequences.
         """
-        return self.engine.context.trace.ops.context
+        return self.engine.context.trace.ops.context_choice()
 
     @property
     def dtypes(self) -> DtypesByPath:

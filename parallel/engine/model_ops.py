@@ -107,18 +107,16 @@ class ModelOps(Protocol):
         """Refuse what devices that share sequences send each other beyond a limit."""
         ...
 
-    @property
     def reads_model(self) -> bool:
-        """Whether something depends on the model: `read_model` is called before it runs."""
+        """Return whether something depends on the model: `read_model` is called before it runs."""
         ...
 
     def read_model(self, batch: Any, batch_group: AxisGroup, trace: Callable) -> None:
         """Choose what depends on the model: `trace(batch, group)` yields its components."""
         ...
 
-    @property
-    def context(self) -> Any:
-        """How devices that share sequences attend; None: none do, or not chosen yet."""
+    def context_choice(self) -> Any:
+        """Return how devices that share sequences attend; None: none do, or not chosen yet."""
         ...
 
 
@@ -150,6 +148,19 @@ def no_named_groups(self: ModelOps) -> Mapping[str, str]:
 
 def skip_position_check(self: ModelOps, comms: Sequence[CommEvent], sent_bytes: int) -> None:
     """Check nothing: no positions are on other devices."""
+
+
+def reads_nothing(self: ModelOps) -> bool:
+    """Return that nothing depends on the model."""
+    return False
+
+
+def read_nothing(self: ModelOps, batch: Any, batch_group: AxisGroup, trace: Callable) -> None:
+    """Choose nothing."""
+
+
+def no_choice(self: ModelOps) -> None:
+    """Return that no devices share sequences."""
 
 
 def sum_over_data(self: Any, x: jax.Array) -> jax.Array:
@@ -242,19 +253,6 @@ class CommonOps:
         if require_metrics:
             raise ValueError(NO_ROUTER_METRICS)
         return outputs
-
-    @property
-    def reads_model(self) -> bool:
-        """Nothing depends on the model."""
-        return False
-
-    def read_model(self, batch: Any, batch_group: AxisGroup, trace: Callable) -> None:
-        """Choose nothing."""
-
-    @property
-    def context(self) -> Any:
-        """No devices share sequences."""
-        return None
 
     def check_router_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Refuse a loss that has not used router metrics: its own metrics have no loads."""

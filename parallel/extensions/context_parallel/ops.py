@@ -96,9 +96,8 @@ class ContextParallelOps(KernelOps):
         """How many devices share a sequence."""
         return size_of(self.axes, self.mesh)
 
-    @property
     def reads_model(self) -> bool:
-        """How devices attend depends on the attentions that the model calls."""
+        """Return that how devices attend depends on the attentions that the model calls."""
         return True
 
     def read_model(self, batch: Any, batch_group: AxisGroup, trace: Callable) -> None:
@@ -115,9 +114,8 @@ class ContextParallelOps(KernelOps):
         if any(self.run_length(length) != length for length in self.unknown_lengths):
             forget_programs()  # a layer was traced with another answer
 
-    @property
-    def context(self) -> ContextChoice | None:
-        """How the devices communicate; None before the model is read."""
+    def context_choice(self) -> ContextChoice | None:
+        """Return how the devices communicate; None before the model is read."""
         return self.probes[0].choice if self.probes else None
 
     @property

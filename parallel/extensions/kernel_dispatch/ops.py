@@ -266,4 +266,5 @@ class WholeSequenceOps(KernelOps):
         model_ops.lookup_table,
     )
     inner_groups, named_groups = model_ops.no_inner_groups, model_ops.no_named_groups
-    check_positions = model_ops.skip_position_check
+    check_positions, context_choice = model_ops.skip_position_check, model_ops.no_choice
+    reads_model, read_model = model_ops.reads_nothing, model_ops.read_nothing

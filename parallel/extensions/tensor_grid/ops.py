@@ -252,6 +252,8 @@ class GridOps(model_ops.CommonOps):
 
     run_length, local_sequence_batch = model_ops.full_length, model_ops.unsliced_batch
     check_positions, choose_kernel = model_ops.skip_position_check, staticmethod(use_xla)
+    reads_model, read_model = model_ops.reads_nothing, model_ops.read_nothing
+    context_choice = model_ops.no_choice
 
 
 def _cross_entropy(
