@@ -7,6 +7,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -103,12 +104,31 @@ class Signed(nnx.Module):
         self.number, self.map = number, nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x):
-        return self.map(x) * jnp.copysign(jnp.ones_like(x), jnp.full_like(x, self.number))
+        return self.map(x) * jnp.copysign(jnp.ones_like(x), jnp.full_like(x, float(self.number)))
+
+
+class Scaled(nnx.Module):
+    """A layer that keeps an array which is no variable."""
+
+    def __init__(self, number):
+        self.scale = np.full((1, 8), number, np.float32)
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class Text(str):
+    """Text that is equal to plain text, and is another type."""
+
+    def __float__(self):
+        return -1.0
 
 
 class AlmostEqual(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([Signed(number, rngs=rngs) for number in (0.0, -0.0, 0, False)])
+        numbers = (0.0, -0.0, 0, False, "1", Text("1"), np.float64(1))
+        signed = [Signed(number, rngs=rngs) for number in numbers]
+        self.layers = nnx.List([*signed, Scaled(2), Scaled(3)])
 
     def embed(self, batch):
         return batch["x"]

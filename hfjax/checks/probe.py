@@ -17,7 +17,7 @@ from hfjax.parallel.engine.example_keys import local_keys
 from hfjax.parallel.engine.model_ops import Component
 from hfjax.parallel.engine.step_context import StepContext, num_examples
 from hfjax.parallel.layer_stack.embed_and_head import MethodCall
-from hfjax.parallel.layer_stack.run_layers import LayerCall, static_text
+from hfjax.parallel.layer_stack.run_layers import LayerCall, exact_statics
 from hfjax.parallel.spmd.interpreter import global_shapes
 from hfjax.parallel.spmd.partition_context import trace_global
 from hfjax.parallel.spmd.placements import AxisGroup
@@ -95,7 +95,7 @@ def _trace_layer(
         fill(layer.parameters, lambda path: one(parameters[path])),
         fill(layer.variables, lambda path: one(variables[path])),
     )
-    call = LayerCall(layer.graph, static_text(layer.graph))
+    call = LayerCall(layer.graph, exact_statics(layer.graph))
     program, (y, _) = trace_global(group, call, *states, x)
     paths = fill(layer.parameters, lambda path: path)
     return Component(program, jax.tree.leaves(paths)), y

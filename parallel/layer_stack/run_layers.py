@@ -3,7 +3,7 @@
 A whole model is gathered by whole_model/unshard_on_use.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,7 +81,7 @@ def layer_on_batch(
 ) -> Callable:
     """Return (full parameters, variables, x) -> (x, variables) for one layer."""
 
-    call = LayerCall(graph, static_text(graph))
+    call = LayerCall(graph, exact_statics(graph))
 
     def apply(params: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         def run(global_batch: GlobalBatch, x, variables: nnx.State) -> tuple[Any, nnx.State]:
@@ -99,7 +99,7 @@ class LayerCall(PureFunction):
     """Calls a layer: (parameters, variables, x) -> (x, variables that it has written to)."""
 
     graph: nnx.GraphDef
-    statics: tuple[str, ...]  # `static_text` of the graph
+    statics: Hashable  # `exact_statics` of the graph
 
     def __call__(self, parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         before = _raw_values(variables)  # merged variables are those of the state: written in place
@@ -108,10 +108,24 @@ class LayerCall(PureFunction):
         return x, _written_variables(layer, before)
 
 
-def static_text(graph: nnx.GraphDef) -> tuple[str, ...]:
-    """Return what layers keep beside arrays, as text: 1, 1.0 and True are equal to Python."""
-    values = (getattr(attribute, "value", None) for _, attribute in graph.attributes)
-    return tuple(repr(value) for value in values if type(value).__eq__ is not object.__eq__)
+def exact_statics(graph: nnx.GraphDef) -> Hashable:
+    """Return what a layer keeps beside arrays, so that only what is the same is equal.
+
+    To Python 1, 1.0 and True are equal, and whatever says so itself.
+    """
+    metadata = [getattr(node, "metadata", None) for node in graph.nodes]
+    of_variables = [x for x in metadata if isinstance(x, Mapping)]
+    attributes = [getattr(attribute, "value", None) for _, attribute in graph.attributes]
+    return tuple(map(_exact, (*attributes, *of_variables)))
+
+
+def _exact(value: Any) -> Hashable:
+    if type(value) in (tuple, list):
+        return type(value), *map(_exact, value)
+    if isinstance(value, Mapping):
+        return Mapping, *((key, _exact(x)) for key, x in value.items())
+    is_plain = type(value) in (bool, int, float, complex, str, bytes, type(None))
+    return (type(value), repr(value)) if is_plain else id(value)
 
 
 def _written_variables(layer: nnx.Module, before: dict) -> nnx.State:

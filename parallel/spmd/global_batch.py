@@ -163,9 +163,10 @@ class GlobalBatch:
         if self.group.size == 1:
             return state
 
-        def to_value(variable: nnx.Variable) -> nnx.Variable:
-            x, split = variable.get_raw_value(), variable_split(variable)
-            return variable if split is None else variable.replace(ShardedValue(x, split))
+        def to_value(variable: Any) -> Any:
+            split = variable_split(variable)
+            is_whole = split is None
+            return variable if is_whole else variable.replace(ShardedValue(_raw(variable), split))
 
         return nnx.from_flat_state([(keys, to_value(v)) for keys, v in nnx.to_flat_state(state)])
 
@@ -188,7 +189,7 @@ class GlobalBatch:
     def local_state(self, state: nnx.State, component: str, times: int = 1) -> nnx.State:
         """Return a state that a layer has written, of values, as this device's arrays."""
         flat = nnx.to_flat_state(state)
-        values = self.replicate_inner([variable.get_raw_value() for _, variable in flat])
+        values = self.replicate_inner([_raw(variable) for _, variable in flat])
         placements = [
             BATCH_SPLIT if logical_axes(v)[:1] == ("batch",) else REPLICATED for _, v in flat
         ]
@@ -196,7 +197,7 @@ class GlobalBatch:
         pairs = zip(flat, values, placements, strict=True)
         return nnx.from_flat_state(
             [
-                (keys, v.replace(self.group.redistribute(x, placement)))
+                (keys, _replace_raw(v, self.group.redistribute(x, placement)))
                 for (keys, v), x, placement in pairs
             ]
         )
@@ -285,6 +286,15 @@ class GlobalBatch:
         return treedef.unflatten(
             [from_local(self.group.redistribute(v, placement), placement) for v, placement in pairs]
         )
+
+
+def _raw(variable: Any) -> Any:
+    """Return what a variable holds; an array that a module keeps in none itself."""
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _replace_raw(variable: Any, x: Any) -> Any:
+    return variable.replace(x) if isinstance(variable, nnx.Variable) else x
 
 
 def _leaves(tree: Any) -> list[Any]:
