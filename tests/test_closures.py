@@ -14,7 +14,7 @@ FOLDERS = {"hfjax": "hfjax"} | {
 }
 LIMITS = {  # module: statements
     "hfjax.parallel.engine.unshard": 817,
-    "hfjax.parallel.engine.gradient_engine": 3_791,
+    "hfjax.parallel.engine.gradient_engine": 3_795,
     "hfjax.parallel.pipeline.executor": 1_557,
     "hfjax.sharding.layout": 3_340,
 }

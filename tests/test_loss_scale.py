@@ -30,6 +30,7 @@ from hfjax.step.nonfinite import NonfiniteMonitor
 from hfjax.utils.mean import OVERFLOW, SCALE
 from hfjax.utils.paths import flatten
 from tests.deepspeed_scaler import Simulated
+from tests.golden import Unlike
 from tests.small_gpt import gpt_layout, tokens
 from tests.small_stack import rows, squared, stack_layout
 
@@ -227,6 +228,19 @@ def test_a_scale_that_is_none_is_refused(tmp_path, value):
     hfjax.save(tmp_path, layout, dataclasses.replace(state, scale=bad))
     with pytest.raises(ValueError, match=rf"step 1 of .* holds a loss scale of {value:g}: a pos"):
         hfjax.restore(tmp_path, layout)
+
+
+def test_a_pipeline_of_unlike_layers_gives_its_model_back_beside_a_scale():
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], pipe=2)
+    layout, schedule = hfjax.layout(Unlike, optax.sgd(0.1), mesh, PIPE), Schedule("1f1b", 2)
+    state = hfjax.init(layout, schedule=schedule)
+    scaled = dataclasses.replace(state, scale=initial_scale(LossScale()))
+    plain = hfjax.to_model_order(layout, scaled)
+    assert plain.scale and scaled.scale
+    assert float(plain.scale.value) == float(scaled.scale.value)
+    jax.tree.map(
+        np.testing.assert_array_equal, plain.params, hfjax.to_model_order(layout, state).params
+    )
 
 
 def test_a_scale_that_is_fixed_is_so_after_one_that_moved():

@@ -115,6 +115,7 @@ def test_what_cannot_be_returned_is_refused_by_name():
     refused = {
         r"returns='losses'; a tuple of losses, outputs is": (step, "losses"),
         r"returns=\('loss',\); a tuple of losses, outputs": (step, ("loss",)),
+        "returns=None; a tuple of losses, outputs": (step, None),
         r"the loss has a metric 'outputs'. Choose another": (
             hfjax.train_step(layout, named),
             ("outputs",),

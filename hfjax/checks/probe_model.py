@@ -24,8 +24,8 @@ def probe_model(engine: GradientEngine, variables: Flat, batch: Any, mode: str) 
 
     count = engine.num_microbatches
     probe = partial(probe_local, context, variables, batch, mode, num_microbatches=count)
-    if isinstance(precision, PrecisionByPath):
-        probe(partial(check_matmuls, precision))
-    if ops.reads_model():
+    if ops.reads_model():  # first: what a module asks of them depends on it
         probe(let_ops_read)
         context.trace.set_inner_groups()
+    if isinstance(precision, PrecisionByPath):
+        probe(partial(check_matmuls, precision))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.offload.host_memory import is_host_sharding, map_one_by_one, to_device
@@ -176,7 +176,9 @@ def _repack(layout: Layout, old: Arrangement | None, state: State) -> State:
     place = lambda x, sharding: (
         copy_to(x, sharding) if id(x) in state_ids else jax.device_put(x, sharding)
     )
-    return jax.tree.map(place, new, layout.shardings())
+    shardings = layout.shardings()
+    scale = jax.tree.map(lambda _: NamedSharding(layout.mesh, P()), state.scale)
+    return jax.tree.map(place, new, replace(shardings, scale=scale))
 
 
 def _make_rearrange(layout: Layout) -> Callable:

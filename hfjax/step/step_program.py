@@ -3,7 +3,7 @@
 `TrainStep` jits these functions; here nothing is placed, donated or waited for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -117,13 +117,13 @@ class StepProgram:
 
     def check_returns(self, returns: Any) -> tuple[str, ...]:
         """Return the names of results of `gradients`, each once; refuse others."""
-        names = () if isinstance(returns, str) else tuple(dict.fromkeys(returns))
-        if isinstance(returns, str) or not set(names) <= set(RETURNS):
+        is_list = isinstance(returns, Collection) and not isinstance(returns, str)
+        if not is_list or any(name not in RETURNS for name in returns):
             raise ValueError(
                 f"step.gradients: returns={returns!r}; a tuple of {', '.join(RETURNS)} is "
                 'expected, for instance returns=("losses",).'
             )
-        return names
+        return tuple(dict.fromkeys(returns))
 
     def extra_specs(self, extra: Any) -> ExtraSpecs | None:
         """Return the specs of extra arrays; refuse any that nothing asks for."""
