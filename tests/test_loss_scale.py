@@ -236,7 +236,8 @@ def test_a_pipeline_of_unlike_layers_gives_its_model_back_beside_a_scale():
     state = hfjax.init(layout, schedule=schedule)
     scaled = dataclasses.replace(state, scale=initial_scale(LossScale()))
     plain = hfjax.to_model_order(layout, scaled)
-    assert plain.scale and scaled.scale
+    assert plain.scale
+    assert scaled.scale
     assert float(plain.scale.value) == float(scaled.scale.value)
     jax.tree.map(
         np.testing.assert_array_equal, plain.params, hfjax.to_model_order(layout, state).params
