@@ -1,4 +1,4 @@
-"""Processor time of pipelines on simulated CPU devices, beside one device.
+"""Processor time of pipelines on simulated CPU devices, against one device.
 
 All take as many microbatches. Simulated devices share the cores, so what a pipeline takes beyond
 one device is its overhead. Steps alternate; ratios are medians of rounds, so run it where nothing

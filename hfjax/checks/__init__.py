@@ -6,6 +6,6 @@ hfjax/step/eval_step.py, for haiscale's pipes by hfjax/compat/haiscale/pipe.py; 
 together; `optimizers` checks whether an optimizer works entry by entry, from its own program
 (`optimizer_program`, and `padding` for the padding of packed arrays). `probe` traces a model for
 the step that will run it; `probe_model` lets `upcasts` read there which matmuls a precision by path
-would upcast, and the operations of modules which attentions are called. `deadlock`
-reads compiled pipelines, `jax_errors` rewords errors of JAX.
+would upcast, and the operations of modules which attentions are called. `deadlock` reads compiled
+pipelines, `jax_errors` rewords errors of JAX.
 """

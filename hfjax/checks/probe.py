@@ -1,8 +1,8 @@
 """The programs of a model's components, read before a step runs them.
 
-They are traced at global shapes by the functions that the step itself calls, so that the step
-finds them traced (`reuse_programs`). The operations of modules
-read which attentions the model calls, `upcasts.py` the dtypes of its matmuls.
+They are traced at global shapes by the functions that the step itself calls, so that the step finds
+them traced (`reuse_programs`). The operations of modules read which attentions the model calls,
+`upcasts.py` the dtypes of its matmuls.
 """
 
 from collections.abc import Callable, Iterator

@@ -9,9 +9,12 @@ from hfjax.parallel.precision.by_path import PrecisionByPath
 from hfjax.utils.paths import Flat
 
 
-def probe_model(engine: GradientEngine, variables: Flat, batch: Any, mode: str) -> None:
+def probe_model(
+    engine: GradientEngine, variables: Flat, batch: Any, mode: str, extra: Any = None
+) -> None:
     """Check the dtypes of a model's matmuls, and let the operations of its modules read it."""
     context = engine.context
+    context.trace.extra = extra
     precision, ops = context.execution.precision, context.trace.ops
     if not (ops.reads_model() or isinstance(precision, PrecisionByPath)):
         return

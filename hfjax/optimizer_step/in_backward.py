@@ -14,8 +14,7 @@ from hfjax.optimizer_step.update import GradResult, UpdatableState, Update, cons
 from hfjax.optimizers.transforms import Mastered
 from hfjax.parallel.execution import guard
 from hfjax.parallel.layerwise.engines import LayerUpdateEngine
-from hfjax.parallel.layerwise.layer_update import match_memory
-from hfjax.parallel.offload.host_memory import to_device
+from hfjax.parallel.offload.host_memory import match_memory, to_device
 from hfjax.sharding.host_memory import MASTER
 from hfjax.sharding.layout import State
 from hfjax.utils.paths import Flat

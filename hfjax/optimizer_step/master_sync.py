@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.optimizers.transforms import Averaged, Mastered
-from hfjax.parallel.layerwise.layer_update import match_memory
-from hfjax.parallel.offload.host_memory import is_host_sharding, to_device
+from hfjax.parallel.offload.host_memory import is_host_sharding, match_memory, to_device
 from hfjax.sharding.layout import State
 from hfjax.utils.paths import Tree, flatten, nest
 

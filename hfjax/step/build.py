@@ -111,8 +111,7 @@ def probe_engine(
 ) -> GradientEngine:
     """Return the engine of a pass, which has read the model."""
     engine = engine_for(spec)
-    engine.context.trace.extra = extra
-    probe_model(engine, variables, batch, mode)
+    probe_model(engine, variables, batch, mode, extra)
     return engine
 
 

@@ -54,7 +54,7 @@ class StepProgram:
         self._check_extra(None)
         state = self._check(state, batch)
         with explain_errors(self.layout, batch):
-            self._probe(flatten(state.variables), batch)
+            probe_model(self.update.engine, flatten(state.variables), batch, "train")
             grads = self.update(state, batch)
         return self._finish(state, grads, fits)
 
@@ -84,7 +84,7 @@ class StepProgram:
             mean = replace(mean, total=jnp.where(fits, mean.total, jnp.nan))
         metrics = _loss_metrics(mean, grads.norm)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grads.norm)
-        check_no_metric(metrics, returns)
+        _check_no_metric(metrics, returns)
         # The mean of a batch of weight 0 is not finite; its sums are, and may be added to others.
         squares: Any = grads.squares
         finite = jnp.isfinite(mean.total) & jnp.isfinite(sum(squares.values()))
@@ -191,12 +191,6 @@ class StepProgram:
             return replace(state, scale=clip_scale(settings, state.scale))
         return state
 
-    def _probe(self, variables: Flat, batch: Any, extra: Extra | None = None) -> None:
-        """Read the model before it runs."""
-        engine = self.update.engine
-        engine.context.trace.extra = extra
-        probe_model(engine, variables, batch, "train")
-
     def _probe_engine(
         self, variables: Flat, batch: Any, extra: Extra | None, returns: tuple[str, ...]
     ) -> GradientEngine:
@@ -206,8 +200,8 @@ class StepProgram:
             spec = spec._replace(kernels=replace(spec.kernels, without_logits=False))
             engine = build.probe_engine(spec, variables, batch, "train", extra)
         else:
-            self._probe(variables, batch, extra)
             engine = self.update.engine
+            probe_model(engine, variables, batch, "train", extra)
         return replace(engine, returns=returns)
 
     def _finish(
@@ -250,7 +244,7 @@ def _fold_keys(templates: Mapping[str, Any], variables: Flat, number: Any) -> Fl
     return {path: fold(x) if is_key(path, x) else x for path, x in variables.items()}
 
 
-def check_no_metric(metrics: Metrics, returns: tuple[str, ...]) -> None:
+def _check_no_metric(metrics: Metrics, returns: tuple[str, ...]) -> None:
     """Refuse results of `gradients` that have the name of a metric of the loss."""
     if names := [name for name in returns if name in metrics]:
         raise ValueError(

@@ -31,6 +31,7 @@ from hfjax.optimizer_step.loss_scale import initial_scale
 from hfjax.optimizer_step.master_sync import MasterSync
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.extensions.kernel_dispatch.ops import Kernels
 from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.offload.activations import OffloadReport
@@ -55,7 +56,6 @@ from hfjax.step.batches import (
 from hfjax.step.extra_arrays import ExtraSpecs
 from hfjax.step.nonfinite import NonfiniteMonitor
 from hfjax.step.step_program import Metrics, StepProgram
-from hfjax.step.step_spec import Kernels
 from hfjax.utils.keywords import attribute_docs, check_keywords
 from hfjax.utils.paths import Flat
 

@@ -130,7 +130,9 @@ class GradientEngine(ABC):
         gradient_specs = {path: optimizer_specs[path] for path in context.trainable}
         out_specs = (gradient_specs, P(), P(), context.batch_spec, context.batch_spec)
         in_specs = (
-            *(*context.in_specs(variables), P(), P()),
+            *context.in_specs(variables),
+            P(),
+            P(),
             extra_specs.manual_specs(context.mesh) if extra_specs else P(),
         )
         gradients, mean, changed, batched, outputs = context.shard_map(device, in_specs, out_specs)(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from hfjax.parallel.adapters.model_template import Placeholder, is_list, items_of
+from hfjax.parallel.adapters.model_template import Placeholder, is_list, items_of, raw_value
 from hfjax.parallel.engine.layer_remat import LayerOptions
 from hfjax.parallel.engine.unshard import ShardedParam, unshard
 from hfjax.parallel.jaxprs.split_backward import check_same_shapes
@@ -109,9 +109,9 @@ class LayerCall(PureFunction):
 
 
 def exact_statics(graph: nnx.GraphDef) -> Hashable:
-    """Return what a layer keeps beside arrays, so that only what is the same is equal.
+    """Return what a layer keeps beside arrays, as a key that compares types and identities.
 
-    To Python 1, 1.0 and True are equal, and whatever says so itself.
+    Python's own `==` holds for 1, 1.0 and True, and for whatever defines it so.
     """
     metadata = [getattr(node, "metadata", None) for node in graph.nodes]
     of_variables = [x for x in metadata if isinstance(x, Mapping)]
@@ -137,8 +137,7 @@ def _written_variables(layer: nnx.Module, before: dict) -> nnx.State:
 
 
 def _raw_values(state: nnx.State) -> dict:
-    raw = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x
-    return {keys: raw(variable) for keys, variable in nnx.to_flat_state(state)}
+    return {keys: raw_value(variable) for keys, variable in nnx.to_flat_state(state)}
 
 
 def _run_stack(

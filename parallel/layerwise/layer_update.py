@@ -17,7 +17,7 @@ from hfjax.parallel.engine.comm_plan import (
 from hfjax.parallel.engine.reduce_gradients import Reduction
 from hfjax.parallel.execution import guard
 from hfjax.parallel.mesh import size_of
-from hfjax.parallel.offload.host_memory import is_on_host, to_device, to_host
+from hfjax.parallel.offload.host_memory import is_on_host, match_memory, to_device
 from hfjax.parallel.param_specs import ParamSpecs
 from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, Index
@@ -156,11 +156,6 @@ def average_gradients(gradients: Flat, num_local_losses: int) -> Flat:
     return {
         path: g / num_local_losses if num_local_losses > 1 else g for path, g in gradients.items()
     }
-
-
-def match_memory(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the new array in the memory where the old one is."""
-    return to_host(new) if is_on_host(old) else new
 
 
 def _squares(gradients: Flat, param_specs: Mapping[str, ParamSpecs]) -> Flat:

@@ -83,8 +83,9 @@ def to_host(tree: Tree) -> Any:
 
 def to_device(tree: Tree) -> Any:
     """Return the arrays, copied into device memory if they are on the host."""
-    put = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
-    return jax.tree.map(put, tree)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree
+    )
 
 
 def map_one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
@@ -108,6 +109,11 @@ def is_on_host(x: object) -> bool:
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
 
+def match_memory(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the new array in the memory where the old one is."""
+    return to_host(new) if is_on_host(old) else new
+
+
 def host_sharding(mesh: Mesh, spec: P) -> NamedSharding:
     """Return the sharding by `spec` in host memory."""
     check_has_host_memory(mesh)
@@ -127,10 +133,10 @@ def result_shardings(shardings: Any) -> Any:
     On devices that can only be compiled for, jax knows no memory kinds: that of a result follows
     from the program.
     """
-    without_memory = lambda s: (
-        NamedSharding(s.mesh, s.spec) if isinstance(s, _CompileOnlyHostSharding) else s
+    return jax.tree.map(
+        lambda s: NamedSharding(s.mesh, s.spec) if isinstance(s, _CompileOnlyHostSharding) else s,
+        shardings,
     )
-    return jax.tree.map(without_memory, shardings)
 
 
 def check_has_host_memory(mesh: Mesh) -> None:

@@ -164,9 +164,9 @@ class GlobalBatch:
             return state
 
         def to_value(variable: Any) -> Any:
-            split = variable_split(variable)
-            is_whole = split is None
-            return variable if is_whole else variable.replace(ShardedValue(_raw(variable), split))
+            if (split := variable_split(variable)) is None:
+                return variable
+            return variable.replace(ShardedValue(_raw(variable), split))
 
         return nnx.from_flat_state([(keys, to_value(v)) for keys, v in nnx.to_flat_state(state)])
 

@@ -101,13 +101,15 @@ class PartitionContext:
 
     def child(self, times: int = 1, comms: list[CommEvent] | None = None) -> "PartitionContext":
         """Return the context of an inner program, which runs so often in each run of this one."""
-        comms, fresh = (
-            self.comms if comms is None else comms,
-            {"concat_operands": {}, "lazy_values": {}, "_cache": {}},
-        )
-        times = self.times * times
         return replace(
-            self, comms=comms, times=times, has_rule=True, outer_source=self.source_info, **fresh
+            self,
+            comms=self.comms if comms is None else comms,
+            times=self.times * times,
+            has_rule=True,
+            outer_source=self.source_info,
+            concat_operands={},
+            lazy_values={},
+            _cache={},
         )
 
     # -- values by placement ---------------------------------------------------------------------
@@ -343,16 +345,18 @@ def trace_global(group: AxisGroup, function: Callable, *shapes: Any) -> tuple[An
     return programs[key]
 
 
-def _program_key(function: Any, shapes: Any) -> Any:
+def _program_key(function: object, shapes: Any) -> Any:
     """Return what tells a program from others; None: it is not kept."""
+    if not isinstance(function, PureFunction):
+        return None
     leaves, treedef = jax.tree.flatten(shapes)
-    avals = tuple((x.shape, x.dtype) for x in leaves)
+    avals = tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
     key = function, treedef, avals, jax.sharding.get_abstract_mesh()
     try:
         hash(key)
     except TypeError:  # a module has an attribute without a hash
         return None
-    return key if isinstance(function, PureFunction) else None
+    return key
 
 
 def _trace(group: AxisGroup, function: Callable, shapes: Any) -> tuple[Any, Any]:
