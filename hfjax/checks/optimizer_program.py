@@ -27,9 +27,10 @@ from hfjax.checks.padding import (
     zero_effects_unless,
     zero_value_of,
 )
+from hfjax.parallel.jaxprs.bind import inline_calls
 from hfjax.parallel.jaxprs.primitives import POINTWISE, RESHAPES
 from hfjax.parallel.jaxprs.program import FlatProgram, trace_flat
-from hfjax.parallel.jaxprs.walk import bodies_of, inline_calls, interpret, interpret_jaxpr
+from hfjax.parallel.jaxprs.walk import bodies_of, interpret, interpret_jaxpr
 from hfjax.parallel.spmd.interpreter import eval_partitioned, make_context
 from hfjax.parallel.spmd.partition_context import CommEvent, aval_of
 from hfjax.parallel.spmd.placements import AxisGroup, ShardedValue, Split

@@ -28,7 +28,8 @@ from hfjax.parallel.adapters.constructed import (
 )
 from hfjax.parallel.adapters.forward_signature import add_keys, key_templates, requested_names
 from hfjax.parallel.adapters.pytrees import TreeTemplate, split_tree
-from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, KEEP_SHARDED, STACK, on_one_device
+from hfjax.parallel.jaxprs.bind import call_on_one_device
+from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, KEEP_SHARDED, STACK
 from hfjax.parallel.spmd.axes import axis_size_or_one, logical_axes
 from hfjax.parallel.spmd.partition_context import is_recording
 from hfjax.parallel.spmd.rule_calls import keep_as_call
@@ -292,10 +293,10 @@ def make_template(
 
     with nnx.use_eager_sharding(False):  # names of axes are ours to read, on our own mesh
         try:
-            states = jax.eval_shape(on_one_device(split_model))
+            states = jax.eval_shape(call_on_one_device(split_model))
         except UNTRACEABLE as cause:
             make = eager = eager_init(model_init, make, cause)
-            states = jax.eval_shape(on_one_device(split_model))
+            states = jax.eval_shape(call_on_one_device(split_model))
     if states is None:
         tree = ModelTemplate(**split_tree(make), sync_batch_norm=sync_batch_norm, eager_init=eager)
         norms = count_linen_norms(
@@ -309,7 +310,7 @@ def make_template(
 
     def create(seed: Index) -> Flat:
         with nnx.use_eager_sharding(False):
-            return on_one_device(lambda: _raw_values(nnx.split(make(seed), ...)[1]))()
+            return call_on_one_device(lambda: _raw_values(nnx.split(make(seed), ...)[1]))()
 
     template = ModelTemplate(
         sync_batch_norm=sync_batch_norm,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
-from hfjax.parallel.mesh import on_one_device
+from hfjax.parallel.jaxprs.bind import call_on_one_device
 from hfjax.utils.paths import Flat, Index, check_paths
 
 
@@ -48,7 +48,7 @@ def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
         leaves_with_path[:], treedef = jax.tree_util.tree_flatten_with_path(tree)
         return {i: leaf for i, (_, leaf) in enumerate(leaves_with_path) if _is_array(leaf)}
 
-    shapes = jax.eval_shape(on_one_device(lambda: arrays(0)))
+    shapes = jax.eval_shape(call_on_one_device(lambda: arrays(0)))
     if not shapes:
         raise ValueError(
             f"model_init returned {_describe(leaves_with_path, treedef)}: an nnx.Module or a "
@@ -68,7 +68,7 @@ def split_tree(make: Callable[[Any], Any]) -> dict[str, Any]:
     is_trainable = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
 
     def create(seed: Index):
-        values = on_one_device(lambda: arrays(seed))()
+        values = call_on_one_device(lambda: arrays(seed))()
         return {paths[i]: x if is_trainable(x) else jnp.asarray(x) for i, x in values.items()}
 
     return dict(

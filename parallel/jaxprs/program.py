@@ -15,12 +15,11 @@ import jax
 from jax.extend.core import Literal, Var
 from jax.tree_util import treedef_tuple
 
+from hfjax.parallel.jaxprs.bind import bind, inline_calls
 from hfjax.parallel.jaxprs.primitives import ANNOTATIONS, CASTS, VIEWS
 from hfjax.parallel.jaxprs.saved_tensor import Tensor, bytes_of
 from hfjax.parallel.jaxprs.walk import (
-    bind,
     dependent_vars,
-    inline_calls,
     interpret,
     interpret_jaxpr,
     needed_equations,

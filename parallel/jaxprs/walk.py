@@ -1,7 +1,7 @@
 """Walks over programs: their equations, those of the bodies that they hold, and their values.
 
 `equations_in` yields the equations, and how often each runs. `interpret` gives every variable a
-value: an array, or whatever a reader knows of it; `inline_calls` does so through calls.
+value: an array, or whatever a reader knows of it (`bind`, jaxprs/bind.py, runs one).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,23 +61,6 @@ def interpret_jaxpr(
     """Return the values of the outputs of a program, as `interpret` does."""
     inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *values), strict=True)
     return interpret(jaxpr.eqns, dict(inputs), jaxpr.outvars, run, **kwargs)
-
-
-def inline_calls(equation: JaxprEqn, values: Sequence, run: Callable | None = None) -> Sequence:
-    """Return the outputs of an equation; of a call, those of its body, run by `run`."""
-    body = called_body(equation)
-    return interpret_jaxpr(*body, values, run or inline_calls) if body else bind(equation, values)
-
-
-def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Return the outputs of an equation for these values."""
-    parameters = equation.primitive.get_bind_params(equation.params)
-    functions: Iterable[Any] = ()
-    if isinstance(parameters, tuple):  # (functions, parameters) before jax 0.11
-        functions, parameters = parameters
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*functions, *values, **parameters)
-    return results if equation.primitive.multiple_results else [results]
 
 
 def body_of(equation: JaxprEqn) -> Body | None:

@@ -7,12 +7,14 @@ where each device is to see its own examples only (batch_view="local"), they are
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hfjax.parallel.jaxprs.model_mesh import call_model
 from hfjax.parallel.spmd.axes import logical_axes
 from hfjax.parallel.spmd.nested import InnerAxes, Nested, scale_times
 from hfjax.parallel.spmd.partition_context import CommEvent, bytes_of
@@ -104,7 +106,8 @@ class GlobalBatch:
         function = self.wrap_inner(component, function)
         comms = self.start_comms(component)
         if self.group.size == 1:
-            outs = function(*args)
+            partitioned = partial(self.run_partitioned, self.group, comms=comms)
+            outs = call_model(function, partitioned, *args)
         else:
             outs = self.run_partitioned(self.group, function, *args, comms=comms)
         scale_times(comms, times)

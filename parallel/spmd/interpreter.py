@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from hfjax.parallel.jaxprs.bind import is_placed
 from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, POINTWISE, REMAT_CALLS
 from hfjax.parallel.jaxprs.walk import interpret, needed_equations
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, trace_global
@@ -104,9 +105,11 @@ def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> 
     has_distributed = any(
         is_distributed(v) or isinstance(v, LazyValue | Ungathered) for v in values
     )
-    runs_as_written = ctx.group.size == 1 or (
-        name not in REPLICATED_RULES and name not in PROGRAM_RULES
+    runs_as_written = name not in PROGRAM_RULES and (
+        ctx.group.size == 1 or name not in REPLICATED_RULES
     )
+    if name in PROGRAM_RULES and ctx.group.size == 1:
+        runs_as_written = not is_placed(equation)
     if name not in PROGRAM_RULES:
         check_calls(ctx, equation)
     elif any(calls_in(equation)):

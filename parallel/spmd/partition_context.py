@@ -17,7 +17,8 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from hfjax.parallel.jaxprs.walk import bind
+from hfjax.parallel.jaxprs.bind import bind
+from hfjax.parallel.jaxprs.model_mesh import trace_under_mesh
 from hfjax.parallel.spmd.placements import (
     PARTIAL,
     AxisGroup,
@@ -363,4 +364,6 @@ def _trace(group: AxisGroup, function: Callable, shapes: Any) -> tuple[Any, Any]
     axis_env = [(axis, 1) for axis in group.axes]
     wrapper = lambda *arguments: function(*arguments)  # no earlier trace, whose constants are gone
     with record_calls():
-        return jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)(*shapes)
+        return trace_under_mesh(
+            lambda: jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)(*shapes)
+        )

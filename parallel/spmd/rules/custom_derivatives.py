@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
+from hfjax.parallel.jaxprs.bind import bind, is_placed
 from hfjax.parallel.jaxprs.linearity import is_linear
-from hfjax.parallel.jaxprs.walk import bind, body_of, equations_in
+from hfjax.parallel.jaxprs.model_mesh import mesh_context
+from hfjax.parallel.jaxprs.walk import body_of, equations_in, interpret_jaxpr
 from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of, trace_global
 from hfjax.parallel.spmd.placements import (
     Placement,
@@ -103,7 +105,8 @@ def _function_of(equation: JaxprEqn, numbers: Sequence[int], operands: Values) -
 def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Partition the function, and the rule of its derivative, which is linear in tangents."""
     values = _as_sharded_or_full(ctx, values)
-    if not any(is_distributed(v) for v in values) and not any(calls_in(equation)):
+    runs_as_written = not any(calls_in(equation)) and not is_placed(equation)
+    if runs_as_written and not any(is_distributed(v) for v in values):
         return bind(equation, values)
     in_placements, arrays = list(map(placement_of, values)), list(map(local_array, values))
     out_placements = _output_placements(ctx, equation, arrays, in_placements)
@@ -119,7 +122,8 @@ def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
             ys, dys = jax.jvp(_function_of(equation, active, xs), [xs[i] for i in active], dxs)
             return ys, [dy for y, dy in zip(ys, dys, strict=True) if _is_real(y)]
 
-        program, _ = trace_global(ctx.group, jvp_global, shapes, [shapes[i] for i in active])
+        with mesh_context(equation.ctx.cur_abstract_mesh):
+            program, _ = trace_global(ctx.group, jvp_global, shapes, [shapes[i] for i in active])
         inner = ctx.child()
         inner.equation = equation
         tangent_values = values_from_local(
@@ -147,7 +151,8 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     p = equation.params  # a linear call is not differentiated by what it closes over
     num_constants = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
     real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval) and i >= num_constants]
-    if (not real or ctx.group.size == 1) and not any(calls_in(equation)):
+    runs_as_written = not any(calls_in(equation)) and not is_placed(equation)
+    if runs_as_written and (not real or ctx.group.size == 1):
         return bind(equation, list(map(ctx.replicate, values)))
     out_placements = _output_placements(ctx, equation, arrays, in_placements)
     shapes = _shapes(equation.invars)
@@ -160,7 +165,8 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     pullback: list[Any] = []  # its structure, and the shapes of its residuals
 
     def forward(*arrays: Any) -> tuple[list, list]:
-        program, (_, pullback_shapes) = trace_global(ctx.group, outputs_and_pullback, *shapes)
+        with mesh_context(equation.ctx.cur_abstract_mesh):
+            program, (_, pullback_shapes) = trace_global(ctx.group, outputs_and_pullback, *shapes)
         pullback[:] = jax.tree.structure(pullback_shapes), jax.tree.leaves(pullback_shapes)
         inner = ctx.child()
         inner.equation = equation
@@ -185,7 +191,8 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
         dy_shapes = [
             jax.ShapeDtypeStruct(out_avals[i].shape, out_avals[i].dtype) for i in real_outs
         ]
-        program, _ = trace_global(ctx.group, pull, residual_shapes, dy_shapes)
+        with mesh_context(equation.ctx.cur_abstract_mesh):
+            program, _ = trace_global(ctx.group, pull, residual_shapes, dy_shapes)
         inner = ctx.child()
         inner.equation = equation
         is_cotangent = [False] * len(residual_shapes) + [True] * len(dy_shapes)
@@ -264,7 +271,8 @@ def _solve_replicated(
     has_aux = len(jaxprs[2].out_avals) > count  # the auxiliary output of a solver
 
     def run(solver_id: int, arrays: Sequence[Any]) -> Any:
-        outs = jaxpr_as_fun(jaxprs[solver_id])(*full_consts[solver_id], *arrays)
+        program, operands = jaxprs[solver_id], (*full_consts[solver_id], *arrays)
+        outs = interpret_jaxpr(program.jaxpr, program.consts, operands, bind)
         return (outs[:count], outs[count:]) if solver_id > 1 and has_aux else outs
 
     def transpose_solve(_: Any, cotangents: Sequence[Any]) -> Any:

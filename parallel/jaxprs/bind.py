@@ -1,0 +1,110 @@
+"""Runs an equation: as JAX wrote it, or without the mesh under which a model was traced."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from hfjax.parallel.jaxprs.model_mesh import (
+    SpecRequest,
+    call_model,
+    change_mesh,
+    current_model_mesh,
+    is_model_mesh,
+    trace_under_mesh,
+)
+from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr
+from hfjax.parallel.mesh import on_one_device
+
+
+def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Return the outputs of an equation for these values."""
+    if not is_placed(equation):
+        return _bind(equation, values)
+    return _bind_without_mesh(equation, values)
+
+
+def inline_calls(equation: JaxprEqn, values: Sequence, run: Callable | None = None) -> Sequence:
+    """Return the outputs of an equation; of a call, those of its body, run by `run`."""
+    body = called_body(equation)
+    return interpret_jaxpr(*body, values, run or inline_calls) if body else bind(equation, values)
+
+
+def call_on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function of no arguments that may place arrays, and sum over data axes."""
+
+    def run_traced(function: Callable[[], Any]) -> Any:
+        program, shapes = trace_under_mesh(jax.make_jaxpr(function, return_shape=True))
+        outs = interpret_jaxpr(program.jaxpr, program.consts, (), inline_calls)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return on_one_device(partial(call_model, function, run_traced))
+
+
+def is_placed(equation: JaxprEqn) -> bool:
+    """Return whether an equation was traced under a mesh that only the model sees."""
+    mesh = equation.ctx.cur_abstract_mesh
+    return is_model_mesh(mesh) and not is_model_mesh(jax.sharding.get_abstract_mesh())
+
+
+def _bind(equation: JaxprEqn, values: Sequence[Any], mesh: Any = None) -> Sequence[Any]:
+    parameters = equation.primitive.get_bind_params(equation.params)
+    functions: Iterable[Any] = ()
+    if isinstance(parameters, tuple):  # (functions, parameters) before jax 0.11
+        functions, parameters = parameters
+    with equation.ctx.manager, nullcontext() if mesh is None else change_mesh(mesh):
+        results = equation.primitive.bind(*functions, *values, **parameters)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _bind_without_mesh(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Return the outputs of an equation, constrained by the spec that the model asks for."""
+    specs = [x.spec for x in equation.params.values() if isinstance(x, NamedSharding)]
+    if equation.primitive.name in ("reshard", "sharding_constraint"):
+        outs = values
+    else:
+        params = {name: _plain(x) for name, x in equation.params.items()}
+        outs = _bind(equation.replace(params=params), values, jax.sharding.get_abstract_mesh())
+    for spec in specs:
+        outs = [_constrain(equation, x, spec) for x in outs]
+    return outs
+
+
+def _plain(param: Any) -> Any:
+    """Return a parameter of an equation without the model's mesh, in the programs that it holds."""
+    if isinstance(param, NamedSharding):
+        return None
+    if is_model_mesh(param) if hasattr(param, "axis_names") else False:
+        return jax.sharding.get_abstract_mesh()
+    if hasattr(param, "jaxpr") and hasattr(param, "consts"):
+        run = lambda *values: interpret_jaxpr(param.jaxpr, param.consts, values, bind)
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+            for x in param.in_avals
+        ]
+        return jax.make_jaxpr(run)(*shapes)
+    if isinstance(param, tuple | list):
+        items = list(map(_plain, param))
+        return type(param)(*items) if hasattr(param, "_fields") else type(param)(items)
+    return param
+
+
+def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
+    """Return a result with the constraint that a spec is over the axes of XLA's partitioner."""
+    mesh, model_mesh = jax.sharding.get_abstract_mesh(), current_model_mesh()
+    auto = [
+        name
+        for name, kind, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+        if kind is AxisType.Auto and size > 1
+    ]
+    constraint = model_mesh.constraint(spec, auto)
+    if any(entry is not None for entry in spec):
+        line = source_info_util.summarize(equation.source_info)
+        model_mesh.requests[SpecRequest(line, spec, constraint)] = None
+    is_whole = constraint is not None and len(spec) <= x.ndim
+    return jax.lax.with_sharding_constraint(x, constraint) if is_whole else x

@@ -1,0 +1,170 @@
+"""The mesh that a model sees: axes of its own names, each of size 1.
+
+A model may place its arrays: by explicit sharding (`out_sharding=`, `jax.sharding.reshard`), or by
+`with_sharding_constraint` and a PartitionSpec. Inside a step the layout does that, and a model is
+traced at global shapes. So where it asks for a mesh, it is traced again under an abstract one whose
+axes have size 1: Auto axes first, then Explicit ones. What is left in its program are the specs
+that it asked for; `bind` (jaxprs/bind.py) drops them, or makes them constraints over the axes that
+XLA's partitioner has.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+
+from hfjax.parallel.mesh import AXES
+
+Result = TypeVar("Result")
+
+_UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found in mesh")
+_ASKS_FOR_MESH = re.compile(
+    r"(not under a|non-empty|empty) mesh|mesh context|context mesh|not found in mesh"
+    r"|of type:? (Auto|Manual|Explicit)|AxisType\.(Auto|Manual|Explicit)"
+)
+_ERRORS = (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError)
+
+
+class SpecRequest(NamedTuple):
+    """A spec that a model asks for.
+
+    Attributes:
+        line: The line of the user's program.
+        spec: As the model writes it.
+        constraint: The same over the axes of XLA's partitioner; None: the strategy decides.
+    """
+
+    line: str
+    spec: P
+    constraint: P | None
+
+
+@dataclass
+class ModelMesh:
+    """What is known of the mesh that a model asks for, while it is traced.
+
+    Attributes:
+        mesh_axes: The model's name of an axis -> the mesh's; None: it splits nothing.
+        names: The names of the axes that the model sees.
+        axis_type: Of these axes; None: the model has asked for no mesh.
+        requests: The specs that it has asked for, each once.
+    """
+
+    mesh_axes: Mapping[str, str | None] = field(default_factory=dict)
+    names: tuple[str, ...] = AXES
+    axis_type: AxisType | None = None
+    requests: dict[SpecRequest, None] = field(default_factory=dict)
+
+    def learn(self, error: Exception) -> bool:
+        """Return whether to trace the model again, since it asks for another mesh."""
+        text = str(error)
+        if not isinstance(error, _ERRORS) or not _ASKS_FOR_MESH.search(text):
+            return False
+        unknown = _UNKNOWN_AXIS.search(text)
+        if unknown and unknown[1] not in self.names:
+            self.names += (unknown[1],)
+            self.axis_type = self.axis_type or AxisType.Auto
+        elif self.axis_type is None:
+            self.axis_type = AxisType.Auto
+        elif self.axis_type is AxisType.Auto:
+            self.axis_type = AxisType.Explicit
+        else:
+            return False
+        return True
+
+    def context(self) -> AbstractContextManager:
+        """Return the context in which the model is traced."""
+        if self.axis_type is None:
+            return nullcontext()
+        count, current = len(self.names), jax.sharding.get_abstract_mesh()
+        device = getattr(current, "abstract_device", None)
+        types = {"axis_types": (self.axis_type,) * count, "abstract_device": device}
+        return _mesh_context(AbstractMesh((1,) * count, self.names, **types))
+
+    def constraint(self, spec: P, auto_axes: Sequence[str]) -> P | None:
+        """Return a spec over the axes that XLA's partitioner has; None: it names none of them."""
+        name_of = lambda name: self.mesh_axes.get(name, name)
+        entries = [(x,) if isinstance(x, str) else x or () for x in spec]
+        kept = [tuple(filter(auto_axes.__contains__, map(name_of, x))) for x in entries]
+        return P(*(x or None for x in kept)) if any(kept) else None
+
+
+_WITHOUT_SIZE_ONE = "jax_remove_size_one_mesh_axis_from_type"
+_CURRENT: ContextVar[ModelMesh | None] = ContextVar("the mesh that a model sees", default=None)
+
+
+@contextmanager
+def use_model_mesh(mesh: ModelMesh) -> Iterator[None]:
+    """Trace models under this mesh meanwhile, where they ask for one."""
+    token = _CURRENT.set(mesh)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_model_mesh() -> ModelMesh:
+    """Return the mesh that models see where they ask for one."""
+    return _CURRENT.get() or ModelMesh()
+
+
+@contextmanager
+def _mesh_context(mesh: AbstractMesh) -> Iterator[None]:
+    with change_mesh(mesh):
+        # Axes of size 1 are in no type: whatever a model mixes has the same sharding.
+        before = getattr(jax.config, _WITHOUT_SIZE_ONE)
+        jax.config.update(_WITHOUT_SIZE_ONE, True)
+        try:
+            yield
+        finally:
+            jax.config.update(_WITHOUT_SIZE_ONE, before)
+
+
+@contextmanager
+def change_mesh(mesh: AbstractMesh) -> Iterator[None]:
+    """Trace under another abstract mesh meanwhile, whatever the current one is."""
+    use = jax.sharding.use_abstract_mesh
+    with use(AbstractMesh((), ())), use(mesh):  # JAX refuses to change from one to another
+        yield
+
+
+def mesh_context(mesh: AbstractMesh) -> AbstractContextManager:
+    """Return the context in which an equation that was traced under this mesh is traced again."""
+    return _mesh_context(mesh) if is_model_mesh(mesh) else nullcontext()
+
+
+def trace_under_mesh(trace: Callable[[], Result]) -> Result:
+    """Return what `trace()` returns: called again, under a mesh, if the model asks for one."""
+    mesh = current_model_mesh()
+    is_inside = is_model_mesh(jax.sharding.get_abstract_mesh())
+    context = nullcontext() if is_inside else mesh.context()
+    while True:
+        try:
+            with context:
+                return trace()
+        except _ERRORS as error:
+            if not mesh.learn(error):
+                raise
+            context = mesh.context()
+
+
+def call_model(function: Callable, run_traced: Callable, *arguments: Any) -> Any:
+    """Return `function(*arguments)`, or `run_traced(function, *arguments)` if it needs a mesh."""
+    mesh = current_model_mesh()
+    if mesh.axis_type is None:
+        try:
+            return function(*arguments)
+        except _ERRORS as error:
+            if not mesh.learn(error):
+                raise
+    return run_traced(function, *arguments)
+
+
+def is_model_mesh(mesh: Any) -> bool:
+    """Return whether a mesh is one that only a model sees."""
+    return bool(mesh.axis_names) and not mesh.manual_axes and mesh.size == 1
