@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from hfjax.parallel.adapters.model_template import ModelTemplate
 from hfjax.parallel.adapters.pytrees import TreeTemplate
 from hfjax.parallel.engine.step_context import num_examples
+from hfjax.parallel.jaxprs.model_mesh import ModelMesh
 from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.spmd.partition_context import reuse_programs
 from hfjax.sharding.layout import Layout
@@ -40,10 +41,12 @@ _MISSING_ARGUMENTS = re.compile(r"__call__\(\) missing \d+ required positional")
 
 
 @contextmanager
-def explain_errors(layout: Layout, batch: Any) -> Iterator[None]:
+def explain_errors(
+    layout: Layout, batch: Any, model_mesh: ModelMesh | None = None
+) -> Iterator[None]:
     """Run what calls a model and a loss, and explain the errors that are known."""
     try:
-        with layout.template.call_context(), reuse_programs():
+        with layout.template.call_context(model_mesh), reuse_programs():
             yield
     # These kinds are caught, not raised: for one and the same mistake, versions of JAX and flax
     # raise different ones (NotImplementedError among them). An error is replaced only where its

@@ -23,6 +23,7 @@ from hfjax.optimizers.transforms import (
 )
 from hfjax.parallel.activation_sharding import Placer
 from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate, make_template
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.make_mesh import check_own_process
 from hfjax.parallel.mesh import STACK, batch_axes, describe_mesh
@@ -425,6 +426,7 @@ class State:
     scale: Scale | None = None
 
 
+@without_mesh
 @strict_keywords
 def layout(  # noqa: PLR0913  options of one call
     model_init: Callable,
@@ -436,6 +438,7 @@ def layout(  # noqa: PLR0913  options of one call
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     example: Any = None,
     sync_batch_norm: bool = True,
+    mesh_axes: Mapping[str, str | None] | None = None,
 ) -> Layout:
     """Return how everything of `model_init(rngs)` is sharded under a strategy; allocates nothing.
 
@@ -450,6 +453,9 @@ def layout(  # noqa: PLR0913  options of one call
         axes: {path: logical axes} of parameters whose module does not name their dimensions.
         example: A batch, or its shapes: a pipeline estimates the cost of unlike layers with it.
         sync_batch_norm: Whether BatchNorm takes its statistics over the examples of all devices.
+        mesh_axes: {name: mesh axis} of a model that places its arrays (`out_sharding=`, `reshard`):
+            which axis of the mesh each of its names means; None: it splits nothing. Equal names
+            need no entry.
 
     Raises:
         ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; or
@@ -467,7 +473,9 @@ def layout(  # noqa: PLR0913  options of one call
     check_arguments(model_init, optimizer, mesh, strategy)
     check_splits(strategy, mesh)
     check_own_process(mesh)
-    template = make_template(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
+    template = make_template(
+        model_init, Placer(mesh, strategy), forward, sync_batch_norm, mesh_axes
+    )
     if not template.parameters:
         raise ValueError(
             f"the model has no parameters ({len(template.variables)} other variables): there is "

@@ -14,6 +14,7 @@ from hfjax.checks.deadlock import check_deadlock
 from hfjax.checks.jax_errors import explain_errors
 from hfjax.parallel.adapters.forward_signature import requested_names
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import Precision
 from hfjax.parallel.schedules.named import Schedule
@@ -192,6 +193,7 @@ def _jit_step(layout: Layout, forward: Callable, options: dict[str, Any] | None)
     jitted = check_deadlock(jax.jit(checked_forward, compiler_options=options), layout.mesh)
     nested = jax.jit(checked_forward)  # within a user's program, whose options apply
 
+    @without_mesh
     def step(state: State, batch: Any) -> Any:
         if is_traced((state, batch)):
             check_batch(layout, batch, 1)

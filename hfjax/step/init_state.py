@@ -22,6 +22,7 @@ from hfjax.checks.feature_conflicts import check_combinations
 from hfjax.parallel.adapters.constructed import use_arrays
 from hfjax.parallel.adapters.model_template import raw_value
 from hfjax.parallel.execution import Execution, PipelineSchedule
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.mesh import describe_mesh, platform_of
 from hfjax.parallel.offload.host_memory import (
     is_host_sharding,
@@ -41,6 +42,7 @@ from hfjax.utils.tables import first_lines, human
 Slices = tuple[slice, ...]
 
 
+@without_mesh
 @strict_keywords
 def init(
     layout: Layout, seed: int = 0, schedule: PipelineSchedule | None = None, parameters: Any = None

@@ -29,6 +29,7 @@ from hfjax.optimizer_step.update import (
 from hfjax.parallel.engine.example_keys import fold_number, is_random
 from hfjax.parallel.engine.gradient_engine import GradientEngine
 from hfjax.parallel.execution import Execution, guard
+from hfjax.parallel.jaxprs.model_mesh import ModelMesh
 from hfjax.sharding.check_state import check_state_shapes
 from hfjax.sharding.layout import Layout, State
 from hfjax.step import build
@@ -48,12 +49,13 @@ class StepProgram:
     def __init__(self, layout: Layout, loss: Callable, execution: Execution) -> None:
         self.spec, self.update, self.compiler_options = build.build_step(layout, loss, execution)
         self.layout, self.execution = self.spec.layout, self.spec.execution
+        self.model_mesh = ModelMesh.of(self.layout.template.mesh_axes)
 
     def step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
         """Return next state, metrics and squares of gradients; the loss is NaN unless it `fits`."""
         self._check_extra(None)
         state = self._check(state, batch)
-        with explain_errors(self.layout, batch):
+        with explain_errors(self.layout, batch, self.model_mesh):
             probe_model(self.update.engine, flatten(state.variables), batch, "train")
             grads = self.update(state, batch)
         return self._finish(state, grads, fits)
@@ -75,7 +77,7 @@ class StepProgram:
         state = self._check(state, batch)
         variables, templates = flatten(state.variables), self.layout.template.variables
         state = replace(state, variables=nest(_fold_keys(templates, variables, fold)))
-        with explain_errors(self.layout, batch):
+        with explain_errors(self.layout, batch, self.model_mesh):
             full_extra = extra_specs and Extra(extra)
             engine = self._probe_engine(variables, batch, full_extra, returns)
             grads, returned = compute_gradients(engine, state, batch, extra, extra_specs)

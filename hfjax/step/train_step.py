@@ -32,6 +32,7 @@ from hfjax.optimizer_step.master_sync import MasterSync
 from hfjax.parallel.engine.gradient_engine import AutodiffEngine, GradientEngine
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.extensions.kernel_dispatch.ops import Kernels
+from hfjax.parallel.jaxprs.model_mesh import ShardingReport, without_mesh
 from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.offload.activations import OffloadReport
@@ -148,6 +149,7 @@ class TrainStep:
         """The shardings of the next state, the metrics, the squares of gradients."""
         return result_shardings(self._shardings), self._replicated, self._replicated
 
+    @without_mesh
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return the next state and the metrics of this step (on the device, without waiting).
 
@@ -192,6 +194,7 @@ class TrainStep:
 
     # -- the halves of a step -------------------------------------------------------------------
 
+    @without_mesh
     def gradients(
         self,
         state: State,
@@ -255,6 +258,7 @@ class TrainStep:
             check_order(self.layout, state)
             return jitted(self._with_scale(replace(state, order=None)), batch, None, *more)
 
+    @without_mesh
     def apply(self, state: State, gradients: Gradients) -> tuple[State, Metrics]:
         """Return the next state and the metrics of this step, as a call does.
 
@@ -396,6 +400,7 @@ class TrainStep:
             state = rearrange(self.layout, state)
         return replace(state, order=None)
 
+    @without_mesh
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or shapes; allocates nothing.
 
@@ -414,6 +419,7 @@ class TrainStep:
         """
         return self.trace(batch).lower()
 
+    @without_mesh
     def trace(self, batch: Any) -> jax.stages.Traced:
         """Return the traced step for a batch of arrays or shapes: its `jaxpr` is the program.
 
@@ -495,6 +501,16 @@ class TrainStep:
         """
         return CommReport(tuple(self.engine.context.trace.global_batch.inner_comms), "positions")
 
+    @property
+    def shardings(self) -> ShardingReport:
+        """The specs that model and loss ask for (`out_sharding=`, `reshard`): print it.
+
+        Over the axis tensor each is a constraint; over others the strategy decides. Known once the
+        step is traced.
+        """
+        return ShardingReport(tuple(self._program.model_mesh.requests))
+
+    @without_mesh
     def check(self, state: State) -> None:
         """Wait for the steps called so far; raise FloatingPointError if one was not finite.
 

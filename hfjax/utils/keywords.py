@@ -95,7 +95,14 @@ def strict_keywords(function: Callable[P, R]) -> Callable[P, R]:
         check(owner, keywords, known)
         return function(*args, **keywords)
 
-    # With the globals of its module, by which doctest finds the functions of a module.
+    return wrap_function(function, call)
+
+
+def wrap_function(function: Callable[P, R], call: Callable) -> Callable[P, R]:
+    """Return `call` in place of a function; it uses no name of its own module.
+
+    It has the globals of the function's module, by which doctest finds what a module defines.
+    """
     code_parts = call.__code__, function.__globals__, function.__name__, None, call.__closure__
     return functools.wraps(function)(FunctionType(*code_parts))
 

@@ -1,8 +1,8 @@
 """A model without its arrays: how to split one into named arrays and merge it again."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from hfjax.parallel.adapters.constructed import (
 from hfjax.parallel.adapters.forward_signature import add_keys, key_templates, requested_names
 from hfjax.parallel.adapters.pytrees import TreeTemplate, split_tree
 from hfjax.parallel.jaxprs.bind import call_on_one_device
+from hfjax.parallel.jaxprs.model_mesh import ModelMesh, use_model_mesh
 from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, KEEP_SHARDED, STACK
 from hfjax.parallel.spmd.axes import axis_size_or_one, logical_axes
 from hfjax.parallel.spmd.partition_context import is_recording
@@ -81,6 +82,7 @@ class ModelTemplate:
     )  # `parameters` of nnx without hooks
     # What built the model, where its constructor cannot be traced.
     eager_init: EagerInit | None = None
+    mesh_axes: Mapping[str, str | None] = field(default_factory=dict)  # the model's names -> ours
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return a batch of full sequences as the model wants it, before they are sliced."""
@@ -175,10 +177,13 @@ class ModelTemplate:
             return {}
         return _raw_values(nnx.state(model, nnx.Not(nnx.Param)))
 
-    def call_context(self) -> AbstractContextManager:
-        """Return the context in which the model and the loss are called."""
+    @contextmanager
+    def call_context(self, model_mesh: ModelMesh | None = None) -> Iterator[None]:
+        """Call the model and the loss meanwhile."""
         intercept = synchronise_linen if self.sync_batch_norm else linen_per_device
-        return linen.intercept_methods(intercept)
+        mesh = model_mesh or ModelMesh.of(self.mesh_axes)
+        with linen.intercept_methods(intercept), use_model_mesh(mesh):
+            yield
 
     def is_batched(self, path: str) -> bool:
         """Return whether a variable has a batch dimension."""
@@ -257,6 +262,7 @@ def make_template(
     place: Callable,
     forward: Callable | None = None,
     sync_batch_norm: bool = True,
+    mesh_axes: Mapping[str, str | None] | None = None,
 ) -> ModelTemplate:
     """Return the template of what `model_init(rngs)` makes; allocates nothing.
 
@@ -265,7 +271,12 @@ def make_template(
     module was built; an evaluation calls the model's `eval()`.
     """
     requested = requested_names(forward)
-    make = lambda seed: _init_model(model_init, seed)
+    model_mesh = ModelMesh.of(mesh_axes or {})
+
+    def make(seed: Index) -> Any:
+        with use_model_mesh(model_mesh):
+            return _init_model(model_init, seed)
+
     eager: EagerInit | None = None
     fields: dict[str, Any] = {}
 
@@ -298,7 +309,12 @@ def make_template(
             make = eager = eager_init(model_init, make, cause)
             states = jax.eval_shape(call_on_one_device(split_model))
     if states is None:
-        tree = ModelTemplate(**split_tree(make), sync_batch_norm=sync_batch_norm, eager_init=eager)
+        tree = ModelTemplate(
+            **split_tree(make),
+            sync_batch_norm=sync_batch_norm,
+            eager_init=eager,
+            mesh_axes=mesh_axes or {},
+        )
         norms = count_linen_norms(
             [path for path in tree.parameters if path.startswith("batch_stats/")]
         )
@@ -317,6 +333,7 @@ def make_template(
         # Traced once, however many programs begin with it; a built model has other arrays in each.
         create=create if eager else jax.jit(create, inline=True),
         eager_init=eager,
+        mesh_axes=mesh_axes or {},
         parameters={path: _with_hooks(v) for path, v in parameters.items()},
         unhooked_parameters=parameters,
         variables=variables,

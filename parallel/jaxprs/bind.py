@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -64,6 +65,7 @@ def _bind(equation: JaxprEqn, values: Sequence[Any], mesh: Any = None) -> Sequen
 
 def _bind_without_mesh(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation, constrained by the spec that the model asks for."""
+    values = list(map(plain_number, values))
     specs = [x.spec for x in equation.params.values() if isinstance(x, NamedSharding)]
     if equation.primitive.name in ("reshard", "sharding_constraint"):
         outs = values
@@ -73,6 +75,11 @@ def _bind_without_mesh(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[An
     for spec in specs:
         outs = [_constrain(equation, x, spec) for x in outs]
     return outs
+
+
+def plain_number(value: Any) -> Any:
+    """Return a value; of a number in a program only its dtype, not the mesh where it was traced."""
+    return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
 def _plain(param: Any) -> Any:

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from hfjax.parallel.mesh import AXES
+from hfjax.utils.keywords import wrap_function
+from hfjax.utils.tables import align
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found in mesh")
@@ -60,6 +63,16 @@ class ModelMesh:
     axis_type: AxisType | None = None
     requests: dict[SpecRequest, None] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, mesh_axes: Mapping[str, str | None]) -> "ModelMesh":
+        """Return the mesh of a model that is built now: of a mesh that is set it has the names."""
+        current = jax.sharding.get_abstract_mesh()
+        is_explicit = AxisType.Explicit in current.axis_types
+        set_names = current.axis_names if is_explicit else ()
+        names = tuple(dict.fromkeys((*mesh_axes, *set_names, *AXES)))
+        axis_type = AxisType.Explicit if is_explicit else AxisType.Auto if mesh_axes else None
+        return cls(mesh_axes, names, axis_type)
+
     def learn(self, error: Exception) -> bool:
         """Return whether to trace the model again, since it asks for another mesh."""
         text = str(error)
@@ -98,6 +111,20 @@ _WITHOUT_SIZE_ONE = "jax_remove_size_one_mesh_axis_from_type"
 _CURRENT: ContextVar[ModelMesh | None] = ContextVar("the mesh that a model sees", default=None)
 
 
+@dataclass(frozen=True)
+class ShardingReport:
+    """The specs that a model asks for, and what became of each; print it."""
+
+    requests: tuple[SpecRequest, ...]
+
+    def __str__(self) -> str:
+        if not self.requests:
+            return "the model asks for no sharding"
+        outcome = lambda spec: "the strategy decides" if spec is None else f"constraint {spec}"
+        rows = [(r.line or "(no line)", str(r.spec), outcome(r.constraint)) for r in self.requests]
+        return "\n".join(align(rows))
+
+
 @contextmanager
 def use_model_mesh(mesh: ModelMesh) -> Iterator[None]:
     """Trace models under this mesh meanwhile, where they ask for one."""
@@ -123,6 +150,31 @@ def _mesh_context(mesh: AbstractMesh) -> Iterator[None]:
             yield
         finally:
             jax.config.update(_WITHOUT_SIZE_ONE, before)
+
+
+def without_mesh(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return the function; it runs without a mesh that the user has set (`jax.set_mesh`)."""
+    leave = leave_mesh
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        with leave():
+            return function(*args, **keywords)
+
+    return wrap_function(function, call)
+
+
+@contextmanager
+def leave_mesh() -> Iterator[None]:
+    """Leave a mesh that the user has set meanwhile: a layout has its own."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    try:
+        context = jax.set_mesh(cast(Any, None))
+    except ValueError:  # inside of a program
+        context = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with context:
+        yield
 
 
 @contextmanager

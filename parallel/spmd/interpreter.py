@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from hfjax.parallel.jaxprs.bind import is_placed
+from hfjax.parallel.jaxprs.bind import is_placed, plain_number
 from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, POINTWISE, REMAT_CALLS
 from hfjax.parallel.jaxprs.walk import interpret, needed_equations
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, trace_global
@@ -82,7 +82,9 @@ def eval_partitioned(
         return outs
 
     needed = sorted(needed_equations(jaxpr.eqns, jaxpr.outvars))
-    return interpret([jaxpr.eqns[i] for i in needed], env, jaxpr.outvars, run)
+    equations = [jaxpr.eqns[i] for i in needed]
+    constant = plain_number if any(map(is_placed, equations)) else lambda number: number
+    return interpret(equations, env, jaxpr.outvars, run, constant)
 
 
 def _source_context(ctx: PartitionContext, equation: JaxprEqn) -> AbstractContextManager:

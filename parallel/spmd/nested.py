@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.parallel.spmd.partition_context import CommEvent, bytes_of
+from hfjax.parallel.spmd.partition_context import CommEvent, Partitioned, bytes_of
 from hfjax.parallel.spmd.placements import (
     PARTIAL,
     REPLICATED,
@@ -71,7 +71,7 @@ class InnerAxes:
         self, groups: Sequence[AxisGroup], function: Callable, comms: list[CommEvent]
     ) -> Callable:
         for group in groups:
-            function = partial(self._run, group, function, comms)
+            function = Partitioned(self._run, group, function, comms)
         return function
 
     def _run(self, group: AxisGroup, function: Callable, comms: list[CommEvent], *args: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -360,10 +361,13 @@ def _program_key(function: object, shapes: Any) -> Any:
     return key
 
 
+class Partitioned(partial):
+    """A function that runs a program partitioned: the model in it is traced by itself."""
+
+
 def _trace(group: AxisGroup, function: Callable, shapes: Any) -> tuple[Any, Any]:
     axis_env = [(axis, 1) for axis in group.axes]
     wrapper = lambda *arguments: function(*arguments)  # no earlier trace, whose constants are gone
+    trace = lambda: jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)(*shapes)
     with record_calls():
-        return trace_under_mesh(
-            lambda: jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)(*shapes)
-        )
+        return trace() if isinstance(function, Partitioned) else trace_under_mesh(trace)
