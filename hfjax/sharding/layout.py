@@ -24,14 +24,20 @@ from hfjax.optimizers.transforms import (
 from hfjax.parallel.activation_sharding import Placer
 from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate, make_template
 from hfjax.parallel.layer_order import Arrangement
-from hfjax.parallel.make_mesh import check_own_process
-from hfjax.parallel.mesh import STACK, batch_axes, describe_mesh
+from hfjax.parallel.make_mesh import as_mesh, check_own_process
+from hfjax.parallel.mesh import STACK, describe_mesh
 from hfjax.parallel.offload.host_memory import (
     check_has_host_memory,
     host_sharding,
     is_host_sharding,
 )
-from hfjax.parallel.param_specs import Array, ParamSpecs, check_spec, column_specs
+from hfjax.parallel.param_specs import (
+    Array,
+    ParamSpecs,
+    batch_spec,
+    check_spec,
+    column_specs,
+)
 from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.check_layout import (
     check_arguments,
@@ -50,6 +56,7 @@ from hfjax.sharding.check_layout import (
 from hfjax.sharding.check_matrices import check_matrices
 from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
 from hfjax.sharding.optimizer_state import find_parameter
+from hfjax.sharding.own_mesh import OwnMesh, check_fits_own_mesh, check_has_examples
 from hfjax.sharding.report import (
     bytes_of_array,
     large_replicated,
@@ -79,6 +86,7 @@ class Layout:
         param_specs: Path -> shardings of a stored parameter, its gradient and optimizer state.
         storage: How a state stores the layers.
         forward: As passed to `hfjax.layout`.
+        mesh_axes: As passed to `hfjax.layout`.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
@@ -100,6 +108,7 @@ class Layout:
     param_specs: Mapping[str, ParamSpecs]
     storage: Storage
     forward: Callable | None = None
+    mesh_axes: Mapping[str, str | None] | None = None
 
     @property
     def specs(self) -> dict[str, P]:
@@ -235,10 +244,13 @@ class Layout:
         """
         return self.storage.order
 
-    def shardings(self) -> Any:
+    def shardings(self, mesh: Mesh | None = None) -> Any:
         """Return the sharding of every array of the state, as a tree like the state.
 
         Use it to move a state (`jax.device_put(state, layout.shardings())`) or as `out_shardings`.
+
+        Args:
+            mesh: A mesh of your own, as for `state_specs`. None: that of the layout.
 
         Example:
             >>> import hfjax, jax, jax.numpy as jnp, optax
@@ -247,8 +259,15 @@ class Layout:
             >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), fsdp)
             >>> layout.shardings().params["w"].spec == jax.P("fsdp")
             True
+            >>> mesh = jax.make_mesh((8,), ("fsdp",))  # for a jax.jit of your own
+            >>> state = jax.device_put(hfjax.init(layout), layout.shardings(mesh))
+            >>> jax.typeof(state.params["w"])
+            ShapedArray(float32[64@fsdp,8])
         """
-        specs, host, is_spec = self._state_specs(), self.host_memory, lambda x: isinstance(x, P)
+        specs, is_spec = self.state_specs(mesh), lambda x: isinstance(x, P)
+        if mesh is not None:
+            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        host = self.host_memory
         shard = lambda spec, on_host: (host_sharding if on_host else NamedSharding)(self.mesh, spec)
         by_name = lambda keys, spec: shard(spec, jax.tree_util.keystr(keys) in host.optimizer)
         return replace(
@@ -256,6 +275,73 @@ class Layout:
             params=jax.tree.map(lambda s: shard(s, host.parameters), specs.params, is_leaf=is_spec),
             optimizer=jax.tree_util.tree_map_with_path(by_name, specs.optimizer, is_leaf=is_spec),
         )
+
+    def state_specs(self, mesh: Mesh | None = None) -> "State":
+        """Return the PartitionSpec of every array of the state, as a tree like the state.
+
+        Use it in `in_specs` and `out_specs` of a `jax.shard_map` of your own, or under
+        `jax.set_mesh` as `in_shardings` of a `jax.jit`.
+
+        Args:
+            mesh: A mesh of your own, of Auto or Explicit axes: specs have its names of the axes (by
+                `mesh_axes` of `hfjax.layout`) and leave out axes that have size 1 in the layout.
+                None: all axes of the layout's mesh.
+
+        Raises:
+            ValueError: The layout splits over an axis that this mesh lacks or has in another size;
+                or something of the state is in host memory, or its layers are not stored as the
+                model has them: only hfjax's steps compute with such a state.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> fsdp = hfjax.FSDP.edit(replicate_below=0)
+            >>> layout = hfjax.layout(model, optax.adam(0.1), hfjax.make_mesh(fsdp=8), fsdp)
+            >>> specs = layout.state_specs()
+            >>> specs.params["w"] == specs.optimizer[0].mu["w"] == jax.P("fsdp")
+            True
+        """
+        shapes = self.state_shapes
+        specs = State(
+            P(),
+            nest(self.specs),
+            jax.tree_util.tree_map_with_path(self._optimizer_spec, shapes.optimizer),
+            nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
+            None if shapes.order is None else P(),
+        )
+        if mesh is None:
+            return specs
+        own_mesh = OwnMesh(mesh, self.mesh, self.mesh_axes)
+        check_fits_own_mesh(self.storage, self.host_memory)
+        return own_mesh.restrict(specs)
+
+    def batch_specs(self, batch: Any, mesh: Mesh | None = None) -> Any:
+        """Return the PartitionSpec of every array of a batch, as a tree like the batch.
+
+        They are those with which a step takes a batch: examples are split over data, fsdp and
+        expert, and are whole along all other axes.
+
+        Args:
+            batch: Pytree of arrays, or of their shapes, with the examples first.
+            mesh: A mesh of your own, as for `state_specs`. None: that of the layout.
+
+        Raises:
+            ValueError: The layout splits the batch over an axis that this mesh lacks or has in
+                another size; or something of the batch has no dimension of examples.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, numpy as np, optax
+            >>> model, mesh = lambda rngs: {"w": jnp.zeros((64, 8))}, jax.make_mesh((8,), ("data",))
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.DDP)
+            >>> batch = {"x": np.ones((16, 64))}
+            >>> layout.batch_specs(batch)["x"] == jax.P(("data", "fsdp"))
+            True
+            >>> layout.batch_specs(batch, mesh)["x"] == jax.P("data")
+            True
+        """
+        check_has_examples(batch)
+        specs = jax.tree.map(lambda _: batch_spec(self.mesh), batch)
+        return specs if mesh is None else OwnMesh(mesh, self.mesh, self.mesh_axes).restrict(specs)
 
     def abstract_state(self) -> Any:
         """Return the state as shapes, dtypes and shardings: enough to compile a step.
@@ -299,18 +385,8 @@ class Layout:
         shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()}
         return jax.eval_shape(self._first_state, shapes, 0)
 
-    def _state_specs(self) -> "State":
-        shapes = self.state_shapes
-        return State(
-            P(),
-            nest(self.specs),
-            jax.tree_util.tree_map_with_path(self._optimizer_spec, shapes.optimizer),
-            nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
-            None if shapes.order is None else P(),
-        )
-
     def _variable_spec(self, path: str) -> P:
-        return P(batch_axes(self.mesh)) if self.template.is_batched(path) else P()
+        return batch_spec(self.mesh) if self.template.is_batched(path) else P()
 
     def _optimizer_spec(self, keys: tuple, leaf: Any) -> P:
         owner = self.parameter_of(keys, leaf)
@@ -436,13 +512,17 @@ def layout(  # noqa: PLR0913  options of one call
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     example: Any = None,
     sync_batch_norm: bool = True,
+    mesh_axes: Mapping[str, str | None] | None = None,
 ) -> Layout:
     """Return how everything of `model_init(rngs)` is sharded under a strategy; allocates nothing.
 
     Args:
         model_init: Function of `nnx.Rngs` that returns an nnx module or a bare pytree of arrays.
         optimizer: Any optax transformation whose update needs gradients and parameters only.
-        mesh: A mesh from `hfjax.make_mesh`.
+        mesh: A mesh from `hfjax.make_mesh`, or one of your own (`jax.make_mesh`, Auto or Explicit
+            axes) whose axes have names of hfjax's, in any order; others get size 1. The layout has
+            each device at the coordinates that you gave it. hfjax's order of axes, from the slowest
+            link to the fastest, moves no device.
         strategy: Which mesh axes shard which logical axis, for instance `hfjax.FSDP`.
         forward: Function of (model, batch) that returns what is passed to the loss. It may ask for
             `key`, `example_keys` and `train` by name. None: `model(batch)`, or a bare pytree
@@ -450,10 +530,13 @@ def layout(  # noqa: PLR0913  options of one call
         axes: {path: logical axes} of parameters whose module does not name their dimensions.
         example: A batch, or its shapes: a pipeline estimates the cost of unlike layers with it.
         sync_batch_norm: Whether BatchNorm takes its statistics over the examples of all devices.
+        mesh_axes: {name of an axis in a mesh of your own: hfjax's name}, for instance
+            `{"x": "data", "y": "tensor"}`; None in place of hfjax's: an axis of size 1.
 
     Raises:
         ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; or
-            a part of the strategy would shard nothing on this mesh.
+            a part of the strategy would shard nothing on this mesh; or an axis of the mesh has no
+            name of hfjax's.
 
     Example:
         >>> import hfjax, optax
@@ -465,6 +548,7 @@ def layout(  # noqa: PLR0913  options of one call
         [None, 'fsdp', 'tensor']
     """
     check_arguments(model_init, optimizer, mesh, strategy)
+    mesh = as_mesh(mesh, mesh_axes)
     check_splits(strategy, mesh)
     check_own_process(mesh)
     template = make_template(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
@@ -491,7 +575,8 @@ def layout(  # noqa: PLR0913  options of one call
     }
     source = Source(mesh, strategy, template, arrays, example)
     storage = make_storage(source, None)
-    new_layout = Layout(mesh, strategy, optimizer, template, arrays, param_specs, storage, forward)
+    parts = template, arrays, param_specs, storage, forward, mesh_axes
+    new_layout = Layout(mesh, strategy, optimizer, *parts)
     new_layout = arrange_layers(new_layout, source.even_arrangement(param_specs))
     tuple(unmatched(source, new_layout.storage.packed is not None))  # called for its checks
     check_master(optimizer, nest(template.parameters))
