@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import hfjax
@@ -241,29 +242,25 @@ def test_a_mesh_without_an_axis_of_the_layout_is_refused(sizes, message):
 
 
 def test_what_is_no_mesh_and_no_batch_is_refused():
-    layout = make_layout(hfjax.make_mesh(**MESH))
+    layout = make_layout(hfjax.make_mesh(data=2, fsdp=4))
     with pytest.raises(ValueError, match=r"mesh is dict: a mesh of jax.make_mesh is expected, or"):
-        layout.state_specs(MESH)
+        layout.state_specs(MESH)  # type: ignore
     with pytest.raises(ValueError, match=r"batch\['n'\] is an array without dim.*first dimension"):
         layout.batch_specs({"n": np.float32(1)})
     with pytest.raises(ValueError, match=r"batch\[0\] is int: a batch is a pytree of arrays"):
         layout.batch_specs([3])
 
 
-class Unlike:
+class Unlike(nnx.Module):
     """Layers of two kinds: stages pack them."""
 
-    def __new__(cls, rngs):
-        from flax import nnx
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs)])
 
-        class Model(nnx.Module):
-            def __init__(self):
-                sizes = [(8, 4), (4, 8)]
-                self.layers = nnx.List([nnx.Linear(*size, rngs=rngs) for size in sizes])
+    def embed(self, x):
+        return x
 
-            embed = head = lambda self, x: x
-
-        return Model()
+    head = embed
 
 
 def test_states_that_specs_do_not_describe_are_refused():
@@ -275,7 +272,7 @@ def test_states_that_specs_do_not_describe_are_refused():
         lambda outputs, batch: outputs.mean(),
         schedule=hfjax.Schedule("interleaved", 4),
     ).layout
-    packed = hfjax.layout(lambda rngs: Unlike(rngs), SGD, mesh, hfjax.PIPE)
+    packed = hfjax.layout(Unlike, SGD, mesh, hfjax.PIPE)
     host = make_layout(hfjax.make_mesh(fsdp=8), FSDP | hfjax.HOST_OPTIMIZER)
     cases = [
         (in_chunks, r"in the order \[0, 2, 1, 3\], not in the model's. .* layout.model_layout"),

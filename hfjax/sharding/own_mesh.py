@@ -44,10 +44,10 @@ class OwnMesh:
         names = axis_names(self.mesh, self.mesh_axes)
 
         def rename(axis: str) -> str:
-            name, size = names.get(axis), self.layout_mesh.shape[axis]
-            if name is None or self.mesh.shape[name] != size:
-                self._refuse(axis, name)
-            return name
+            name = names.get(axis)
+            if name is not None and self.mesh.shape[name] == self.layout_mesh.shape[axis]:
+                return name
+            raise ValueError(self._mismatch(axis, name))
 
         def restricted(spec: P) -> P:
             entries = (in_use(self.layout_mesh, axes) for axes in entries_of(spec, len(spec)))
@@ -55,13 +55,13 @@ class OwnMesh:
 
         return jax.tree.map(restricted, specs, is_leaf=lambda x: isinstance(x, P))
 
-    def _refuse(self, axis: str, name: str | None) -> None:
-        """Refuse an axis that the layout splits over, and this mesh does not have so."""
+    def _mismatch(self, axis: str, name: str | None) -> str:
+        """Return what is wrong: the layout splits over an axis that this mesh does not have so."""
         size, sizes = self.layout_mesh.shape[axis], dict(self.mesh.shape)
         label = axis if name in (None, axis) else f"{axis} ({name} by mesh_axes)"
         found = f"no {axis}" if name is None else f"{name}={self.mesh.shape[name]}"
         shape = ", ".join(f"{n}={k}" for n, k in sizes.items()) or "no axes"
-        raise ValueError(
+        return (
             f"the layout, on {describe_mesh(self.layout_mesh)}, splits over {label} of size "
             f"{size}; the mesh has {found} (it has {shape}). Give a mesh with "
             f"{axis if name is None else name}={size}, name its axes by hfjax.layout(…, "
