@@ -157,6 +157,17 @@ def test_specs_have_the_names_of_the_mesh_and_no_axis_of_size_1():
     assert layout.shardings(layout.mesh).params["up"] == NamedSharding(layout.mesh, P("fsdp"))
 
 
+def test_a_step_under_another_mesh_that_is_set_says_so():
+    mesh = own_mesh({"data": 8})
+    layout = make_layout(mesh, DDP)
+    step, state = hfjax.train_step(layout, loss), hfjax.init(layout)
+    message = r"another mesh .*jax.set_mesh\). Call steps outside .* jax.set_mesh\(layout.mesh\)"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        step(state, BATCH)
+    with jax.set_mesh(layout.mesh):
+        assert step(state, BATCH)[1]["loss"] > 0
+
+
 def test_a_replicated_state_fits_any_mesh():
     layout = make_layout(hfjax.make_mesh(data=8), DDP)
     assert layout.state_specs(own_mesh({"rows": 4, "columns": 2})).params["up"] == P()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from hfjax.parallel.adapters.model_template import ModelTemplate
 from hfjax.parallel.adapters.pytrees import TreeTemplate
 from hfjax.parallel.engine.step_context import num_examples
-from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.mesh import AXES, BATCH_AXES
 from hfjax.parallel.spmd.partition_context import reuse_programs
 from hfjax.sharding.layout import Layout
 
@@ -22,6 +22,11 @@ _MEANINGS = (
         r"unbound axis name:? ?(?P<name>\w*)",
         "the model or the loss names the axis {name!r}, and the mesh has none of that name. Rows "
         f"are split over {_BATCH_AXES}: name these, for instance jax.lax.pmean(x, {_BATCH_AXES}).",
+    ),
+    (
+        rf"context mesh .* should match the mesh passed to shard_map Mesh\('{AXES[0]}'",
+        "another mesh than that of the layout is set (jax.set_mesh). Call steps outside of it, or "
+        "under jax.set_mesh(layout.mesh).",
     ),
     (
         r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard"
