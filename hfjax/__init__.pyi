@@ -54,8 +54,9 @@ from hfjax.parallel.strategy import (
 )
 from hfjax.parallel.whole_model.offload_block import offload as offload
 from hfjax.planner.make_plan import make_plan as make_plan
-from hfjax.sharding.layout import Layout as Layout, State as State, layout as layout
+from hfjax.sharding.layout import Layout as Layout, layout as layout
 from hfjax.sharding.reorder_layers import to_model_order as to_model_order
+from hfjax.sharding.state import State as State
 from hfjax.step.batches import (
     full_array as full_array,
     process_batch_slice as process_batch_slice,

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.checks.jax_errors import raising_module
 from hfjax.distributed.consensus import speaks
 from hfjax.parallel.engine.example_keys import derive_keys, is_random
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import EXPERTS, describe_mesh
 from hfjax.parallel.schedules.named import Schedule
@@ -120,6 +121,7 @@ class Case:
     options: Mapping[str, Any]  # of `hfjax.layout`
     execution: Mapping[str, Any]
 
+    @without_mesh
     def run(
         self, strategy: Strategy, sizes: Sizes, execution: Mapping[str, Any] | None = None
     ) -> TrainResult:
@@ -141,6 +143,7 @@ class Case:
         outcome = losses, gradients, parameters, variables, _metrics_by_step(metrics_log)
         return TrainResult(*outcome, batch_comms=str(step.batch_comms))
 
+    @without_mesh
     def run_plain(self) -> TrainResult | None:
         """Return the results of a plain JAX and optax loop on one device, without an engine.
 
@@ -157,6 +160,7 @@ class Case:
         return train_plain(self, case_layout)
 
 
+@without_mesh
 def train_plain(case: Case, case_layout: Layout) -> TrainResult:
     """Return the results of a plain JAX and optax loop, from the parameters of `hfjax.init`.
 
@@ -321,6 +325,7 @@ def _check_placement(case_layout: Layout, state: Any) -> None:
     jax.tree_util.tree_map_with_path(check, state, case_layout.shardings())
 
 
+@without_mesh
 def assert_strategies_agree(
     model_init: Callable,
     loss: Callable,

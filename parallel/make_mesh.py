@@ -3,12 +3,12 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from hfjax.parallel.mesh import AXES, COLUMN_AXIS, ROW_AXIS, show_sizes
 from hfjax.utils.keywords import is_int
@@ -61,6 +61,103 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
             stacklevel=2,
         )
     return mesh
+
+
+def as_mesh(mesh: Mesh, mesh_axes: Mapping[str, str | None] | None = None) -> Mesh:
+    """Return a mesh of one's own as one with every axis of `AXES`.
+
+    Each device keeps its coordinates along the axes that the mesh has; the others get size 1. The
+    array of devices is transposed to the order of `AXES`, from the slowest links to the fastest:
+    that order says nothing of where the devices are.
+
+    Args:
+        mesh: As `jax.make_mesh` or `jax.sharding.Mesh` makes it, axes in any order, of any type. A
+            mesh with all axes of `AXES` keeps their names.
+        mesh_axes: {its name of an axis: ours}; None in place of ours: an axis of size 1, left out.
+            Names that it does not list are ours. It may list names that the mesh does not have.
+
+    Raises:
+        ValueError: An axis larger than 1 has no name of ours, or two axes have one.
+
+    Example:
+        >>> import jax
+        >>> mesh = as_mesh(jax.make_mesh((2, 4), ("y", "x")), {"x": "data", "y": "tensor"})
+        >>> mesh.shape["data"], mesh.shape["tensor"], mesh.shape["fsdp"]
+        (4, 2, 1)
+    """
+    names = axis_names(mesh, mesh_axes)
+    if mesh.axis_names == AXES and set(mesh.axis_types) == {AxisType.Auto}:
+        return mesh
+    if mesh.empty:
+        raise ValueError(
+            "this mesh has no devices, as jax.sharding.get_mesh() returns it where none is set. "
+            "Give one that has: hfjax.make_mesh(data=-1)."
+        )
+    _check_known(mesh, names)
+    sizes = {axis: mesh.shape[name] for axis, name in names.items()}
+    order = [mesh.axis_names.index(names[axis]) for axis in AXES if axis in names]
+    rest = [dim for dim in range(mesh.devices.ndim) if dim not in order]  # of size 1
+    devices = mesh.devices.transpose(*order, *rest).reshape([sizes.get(axis, 1) for axis in AXES])
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_names(
+    mesh: Mesh | AbstractMesh, mesh_axes: Mapping[str, str | None] | None = None
+) -> dict[str, str]:
+    """Return {axis of hfjax: the name that it has in a mesh of one's own}.
+
+    >>> import jax
+    >>> axis_names(jax.make_mesh((2, 4), ("y", "data")), {"y": "tensor", "z": "pipe"})
+    {'tensor': 'y', 'data': 'data'}
+    """
+    check_mesh_axes(mesh_axes)
+    given = {} if set(AXES) == set(mesh.axis_names) else mesh_axes or {}
+    names: dict[str, str] = {}
+    for name, size in mesh.shape.items():
+        axis = given.get(name, name)
+        if axis is None and size > 1:
+            raise ValueError(
+                f"mesh_axes: {name} is None, and has size {size} in the mesh: only an axis of size "
+                f"1 can be left out. Map it to one of {', '.join(AXES)}."
+            )
+        if axis in names:
+            raise ValueError(
+                f"{names[axis]} and {name} of the mesh are both {axis}: each of its axes needs one "
+                f"of its own. Map one to another of {', '.join(AXES)}, or to None if it has size "
+                f'1: mesh_axes={{"{name}": …}}.'
+            )
+        if axis in AXES:
+            names[axis] = name
+    return names
+
+
+def check_mesh_axes(mesh_axes: Any) -> None:
+    """Refuse what does not map names to axes of hfjax."""
+    is_name = lambda x: isinstance(x, str)
+    if mesh_axes is not None and not (
+        isinstance(mesh_axes, Mapping) and all(map(is_name, mesh_axes))
+    ):
+        raise ValueError(
+            f"mesh_axes={brief(mesh_axes)}: a dictionary of names is expected, for instance "
+            '{"x": "data", "y": "tensor"}.'
+        )
+    for name, axis in (mesh_axes or {}).items():
+        if axis is not None and axis not in AXES:
+            raise ValueError(
+                f"mesh_axes: {name} is {axis!r}, which is no axis of hfjax. Map it to one of "
+                f"{', '.join(AXES)}, or to None if it has size 1."
+            )
+
+
+def _check_known(mesh: Mesh, names: Mapping[str, str]) -> None:
+    """Refuse an axis larger than 1 of which nothing says what it is for."""
+    unknown = [name for name, n in mesh.shape.items() if n > 1 and name not in names.values()]
+    if unknown:
+        raise ValueError(
+            f"mesh {show_sizes(dict(mesh.shape))}: hfjax does not know what {unknown[0]} is for. "
+            f"Its own axes are {', '.join(AXES)}: give the mesh their names, or say which one it "
+            f'is: hfjax.layout(…, mesh_axes={{"{unknown[0]}": "data"}}).'
+        )
 
 
 def _check_devices(devices: list[Any]) -> None:

@@ -18,6 +18,7 @@ from hfjax.parallel.mesh import (
     STACK,
     TENSOR_AXES,
     auto_axes,
+    batch_axes,
     describe_mesh,
     grid_axes,
     in_use,
@@ -164,7 +165,7 @@ def spec_from_rules(
     entries = entries_of(base or P(), len(array.shape))
     for dim, name in enumerate(array.axes):
         entries[dim] += tuple(a for a in rules.get(name or "", ()) if a not in entries[dim])
-    spec = _spec(entries)
+    spec = spec_of_entries(entries)
     check_spec(array, spec, mesh)
     if "*" not in rules or array.layer_size < smallest:
         return spec
@@ -187,7 +188,7 @@ def _split_any_dim(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) ->
         if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
             entries[dim] += axes
             break
-    return _spec(entries)
+    return spec_of_entries(entries)
 
 
 def sizes_near(arrays: Iterable[Array | ParamSpecs], size: int) -> list[int]:
@@ -214,7 +215,9 @@ def column_specs(
     if strategy.gradients.get("*") == ():  # requested: accumulate unsharded, reduce once
         entries = zip(entries_of(spec, len(array.axes)), array.axes, strict=True)
         is_kept = partial(keeps_sharded, takes_shards=array.takes_shards)
-        full_gradient = _spec([tuple(a for a in e if is_kept(a, name)) for e, name in entries])
+        full_gradient = spec_of_entries(
+            [tuple(a for a in e if is_kept(a, name)) for e, name in entries]
+        )
         return (
             spec,
             full_gradient,
@@ -312,7 +315,8 @@ def entries_of(spec: P, ndim: int) -> list[Axes]:
     return [*map(of, spec), *[()] * (ndim - len(spec))]
 
 
-def _spec(entries: Sequence[Axes]) -> P:
+def spec_of_entries(entries: Sequence[Axes]) -> P:
+    """Return the spec with these mesh axes for each dimension: the inverse of `entries_of`."""
     tidy = [None if not e else e[0] if len(e) == 1 else e for e in entries]
     while tidy and tidy[-1] is None:
         tidy.pop()
@@ -321,7 +325,9 @@ def _spec(entries: Sequence[Axes]) -> P:
 
 def keep_axes(spec: P, allowed: Sequence[str]) -> P:
     """Return a spec with these axes only."""
-    return _spec([tuple(a for a in e if a in allowed) for e in entries_of(spec, len(spec))])
+    return spec_of_entries(
+        [tuple(a for a in e if a in allowed) for e in entries_of(spec, len(spec))]
+    )
 
 
 def manual_part(spec: P, mesh: Mesh) -> P:
@@ -341,6 +347,11 @@ def auto_part(spec: P) -> P:
 def num_shards(spec: P, mesh: Mesh) -> int:
     """Return the number of shards into which a spec splits an array."""
     return math.prod(size_of(axes, mesh) for axes in entries_of(spec, len(spec)))
+
+
+def batch_spec(mesh: Mesh) -> P:
+    """Return the spec of each array of a batch: whole examples, split over the batch axes."""
+    return P(batch_axes(mesh))
 
 
 def batch_devices(mesh: Mesh) -> int:

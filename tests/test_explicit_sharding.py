@@ -1,9 +1,8 @@
-"""Models with explicit sharding run as they are: equal to one device, with the specs that they ask for.
+"""Models with explicit sharding run as they are, equal to one device.
 
 The oracle is the same model on a mesh of one device whose axes are Explicit.
 """
 
-import re
 from functools import partial
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import hfjax
@@ -24,6 +22,7 @@ AXES = {
     "tokens": ("vocab", "embed"),
     "up": ("layers", "embed", "mlp"),
     "down": ("layers", "mlp", "embed"),
+    "scale": ("layers", "embed"),
 }
 STRATEGIES = {
     "one device": (hfjax.DDP, {"data": 1}),
@@ -76,13 +75,15 @@ def forward(params, batch, x="x", y="y"):
         up, down, scale = weights
         normed = h * jax.lax.rsqrt((h**2).mean(-1, keepdims=True) + 1e-6) * scale[None, None]
         wide = jnp.einsum("bsd,df->bsf", normed, up, out_sharding=P(x, None, y))
-        wide = jax.nn.silu(wide) + cube(x, y, jnp.tanh(wide))
-        out = jax.lax.dot_general(
-            wide, down, (((2,), (0,)), ((), ())), out_sharding=activations
-        )
+        wide = jax.nn.silu(wide) + jnp.asarray(cube(x, y, jnp.tanh(wide)))
+        out = jax.lax.dot_general(wide, down, (((2,), (0,)), ((), ())), out_sharding=activations)
         is_large = jnp.abs(scale).sum() > 1
-        out = jax.lax.cond(is_large, lambda z: reshard(2 * z, P(x)), lambda z: reshard(z, P(x)), out)
-        assert jax.sharding.get_abstract_mesh().shape[x] == jax.typeof(h).sharding.mesh.shape[x] == 1
+        out = jax.lax.cond(
+            is_large, lambda z: reshard(2 * z, P(x)), lambda z: reshard(z, P(x)), out
+        )
+        assert (
+            jax.sharding.get_abstract_mesh().shape[x] == jax.typeof(h).sharding.mesh.shape[x] == 1
+        )
         return h + out, None
 
     stack = params["up"], params["down"], params["scale"]
@@ -140,7 +141,9 @@ def train(layout, step, batch=BATCH, steps=2):
 
 def assert_equal(trained, expected):
     np.testing.assert_allclose(trained[0], expected[0], rtol=1e-10)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), *(trained[1], expected[1]))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), *(trained[1], expected[1])
+    )
 
 
 @pytest.fixture(scope="module")

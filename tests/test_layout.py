@@ -232,7 +232,7 @@ class OfRngs(nnx.Module):
         (0, None, "model_init, a function of rngs is expected, found NoneType"),
         (1, "adam", "an optax optimizer is expected, found str"),
         (1, {"lr": 1e-3}, "an optax optimizer is expected, found dict"),
-        (2, jax.make_mesh((8,), ("data",)), r"a mesh of hfjax.make_mesh is expected, found Mesh"),
+        (2, {"data": 8}, r"a mesh of hfjax.make_mesh or jax.make_mesh is expected, found dict"),
         (3, "FSDP", r"a hfjax.Strategy is expected, found str\. Write hfjax\.FSDP\.$"),
         (3, "fsdp+pipe", r"found str\. Write hfjax\.FSDP \| hfjax\.PIPE\.$"),
         (3, "fast", r"found str\. Write hfjax\.FSDP, for instance\.$"),

@@ -39,6 +39,7 @@ from hfjax.checkpoint.restoring import ReadOptions, RestoredRun, read
 from hfjax.checkpoint.retention import Metrics, RetentionPolicy
 from hfjax.checkpoint.writer import Writer
 from hfjax.distributed.consensus import run_on_all, run_on_first
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.layout import Layout, State
 from hfjax.utils.keywords import check_seconds
 from hfjax.utils.tables import quote
@@ -156,6 +157,7 @@ class CheckpointManager:
     def _list_steps(self) -> list[int]:
         return list_steps(self.directory)
 
+    @without_mesh
     def save(
         self,
         state: State,
@@ -220,6 +222,7 @@ class CheckpointManager:
             run_on_first(lambda: discard(self.directory, later))
             self._writer.forget(later)
 
+    @without_mesh
     def wait(self) -> None:
         """Return when everything is durable; raise OSError for what could not be written."""
         self._check_open()
@@ -233,6 +236,7 @@ class CheckpointManager:
         """Return the last durable step; None if there is none."""
         return max(self.steps(), default=None)
 
+    @without_mesh
     def restore(
         self,
         step: int | None = None,
@@ -300,6 +304,7 @@ def _read_metrics(step: Path) -> Metrics:
         return {}
 
 
+@without_mesh
 def save(
     directory: str | os.PathLike,
     layout: Layout,
@@ -337,6 +342,7 @@ def save(
         checkpoints.save(state, data=data, metrics=metrics)
 
 
+@without_mesh
 def restore(
     directory: str | os.PathLike,
     layout: Layout,

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from hfjax.parallel.engine.gradient_engine import GradientEngine
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.layout import State
 from hfjax.utils.mean import Mean
 from hfjax.utils.paths import Flat, flatten, nest
@@ -65,6 +66,7 @@ class Gradients:
     order: tuple[int, ...] | None = None
     batched: tuple[str, ...] = ()
 
+    @without_mesh
     def tree(self) -> dict[str, Any]:
         """Return the gradients of the mean loss, a tree like `state.params`.
 
@@ -74,6 +76,7 @@ class Gradients:
         check_not_applied(self)
         return nest({path: x / self.mean.weight.astype(x.dtype) for path, x in self.sums.items()})
 
+    @without_mesh
     def with_tree(self, tree: Any) -> "Gradients":
         """Return these with other gradients of the mean loss, e.g. after surgery on `tree()`.
 
@@ -103,6 +106,7 @@ class Gradients:
         sums = {path: (new[path] * weight).astype(x.dtype) for path, x in self.sums.items()}
         return replace(self, sums=sums, norm=None, squares=None)
 
+    @without_mesh
     def __add__(self, other: "Gradients") -> "Gradients":
         if not isinstance(other, Gradients):
             return NotImplemented

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfjax.parallel.precision.dtypes import LossScale
-from hfjax.sharding.layout import Scale
+from hfjax.sharding.state import Scale
 from hfjax.utils.mean import EXHAUSTED, OVERFLOW, SCALE, SKIPPED
 
 

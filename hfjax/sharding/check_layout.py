@@ -149,7 +149,7 @@ def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -
         "model_init, a function of rngs": not callable(model_init)
         or isinstance(model_init, nnx.Module),
         "an optax optimizer": not is_optimizer(optimizer),
-        "a mesh of hfjax.make_mesh": not isinstance(mesh, Mesh) or mesh.axis_names != AXES,
+        "a mesh of hfjax.make_mesh or jax.make_mesh": not isinstance(mesh, Mesh),
         "a hfjax.Strategy": not isinstance(strategy, Strategy),
     }
     type_names = [type(x).__name__ for x in (model_init, optimizer, mesh, strategy)]

@@ -1,6 +1,6 @@
 """How everything is sharded: path, shape, PartitionSpec, bytes per device. Allocates nothing."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from hfjax.optimizers.transforms import (
@@ -25,14 +25,14 @@ from hfjax.parallel.activation_sharding import Placer
 from hfjax.parallel.adapters.model_template import LAYERS, ModelTemplate, make_template
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.layer_order import Arrangement
-from hfjax.parallel.make_mesh import check_own_process
-from hfjax.parallel.mesh import STACK, batch_axes, describe_mesh
+from hfjax.parallel.make_mesh import as_mesh, check_own_process
+from hfjax.parallel.mesh import STACK, describe_mesh
 from hfjax.parallel.offload.host_memory import (
     check_has_host_memory,
     host_sharding,
     is_host_sharding,
 )
-from hfjax.parallel.param_specs import Array, ParamSpecs, check_spec, column_specs
+from hfjax.parallel.param_specs import Array, ParamSpecs, batch_spec, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.check_layout import (
     check_arguments,
@@ -44,21 +44,21 @@ from hfjax.sharding.check_layout import (
     check_patterns,
     check_per_example_variables,
     check_splits,
-    describe_gathered_experts,
     first_layers,
     idle_axes,
 )
 from hfjax.sharding.check_matrices import check_matrices
 from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
 from hfjax.sharding.optimizer_state import find_parameter
+from hfjax.sharding.own_mesh import check_fits_own_mesh, check_has_examples, restrict_specs
 from hfjax.sharding.report import (
     bytes_of_array,
-    large_replicated,
+    layout_notes,
     layout_table,
-    padding_cost,
     stage_table,
     unmatched,
 )
+from hfjax.sharding.state import State
 from hfjax.sharding.storage import COLUMNS, Source, Storage, make_storage, place_array
 from hfjax.utils.keywords import strict_keywords
 from hfjax.utils.paths import Flat, flatten, match_patterns, nest, suggest
@@ -236,10 +236,13 @@ class Layout:
         """
         return self.storage.order
 
-    def shardings(self) -> Any:
+    def shardings(self, mesh: Mesh | AbstractMesh | None = None) -> Any:
         """Return the sharding of every array of the state, as a tree like the state.
 
         Use it to move a state (`jax.device_put(state, layout.shardings())`) or as `out_shardings`.
+
+        Args:
+            mesh: A mesh of your own, as for `state_specs`. None: that of the layout.
 
         Example:
             >>> import hfjax, jax, jax.numpy as jnp, optax
@@ -248,8 +251,15 @@ class Layout:
             >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), fsdp)
             >>> layout.shardings().params["w"].spec == jax.P("fsdp")
             True
+            >>> mesh = jax.make_mesh((8,), ("fsdp",))  # for a jax.jit of your own
+            >>> state = jax.device_put(hfjax.init(layout), layout.shardings(mesh))
+            >>> jax.typeof(state.params["w"])
+            ShapedArray(float32[64@fsdp,8])
         """
-        specs, host, is_spec = self._state_specs(), self.host_memory, lambda x: isinstance(x, P)
+        specs, is_spec = self.state_specs(mesh), lambda x: isinstance(x, P)
+        if mesh is not None:
+            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        host = self.host_memory
         shard = lambda spec, on_host: (host_sharding if on_host else NamedSharding)(self.mesh, spec)
         by_name = lambda keys, spec: shard(spec, jax.tree_util.keystr(keys) in host.optimizer)
         return replace(
@@ -257,6 +267,66 @@ class Layout:
             params=jax.tree.map(lambda s: shard(s, host.parameters), specs.params, is_leaf=is_spec),
             optimizer=jax.tree_util.tree_map_with_path(by_name, specs.optimizer, is_leaf=is_spec),
         )
+
+    def state_specs(self, mesh: Mesh | AbstractMesh | None = None) -> State:
+        """Return the PartitionSpec of every array of the state, as a tree like the state.
+
+        Use it in `in_specs` and `out_specs` of a `jax.shard_map` of your own, or under
+        `jax.set_mesh` as `in_shardings` of a `jax.jit`.
+
+        Args:
+            mesh: A mesh of your own, of Auto or Explicit axes: specs have its names
+                (`mesh_axes`) and leave out axes of size 1. None: the mesh of the layout.
+
+        Raises:
+            ValueError: This mesh lacks an axis that splits an array, or has it in another size; or
+                only hfjax's steps compute with such a state: something of it is in host memory, or
+                layers are not in the model's order.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> fsdp = hfjax.FSDP.edit(replicate_below=0)
+            >>> layout = hfjax.layout(model, optax.adam(0.1), hfjax.make_mesh(fsdp=8), fsdp)
+            >>> specs = layout.state_specs()
+            >>> specs.params["w"] == specs.optimizer[0].mu["w"] == jax.P("fsdp")
+            True
+        """
+        shapes = self.state_shapes
+        specs = State(
+            P(),
+            nest(self.specs),
+            jax.tree_util.tree_map_with_path(self._optimizer_spec, shapes.optimizer),
+            nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
+            None if shapes.order is None else P(),
+        )
+        if mesh is not None:
+            check_fits_own_mesh(self.storage, self.host_memory)
+        return restrict_specs(self, specs, mesh)
+
+    def batch_specs(self, batch: Any, mesh: Mesh | AbstractMesh | None = None) -> Any:
+        """Return the PartitionSpec of every array of a batch, as a tree like the batch.
+
+        They are those of a step: examples are split over data, fsdp and expert, over no other axis.
+
+        Args:
+            batch: Pytree of arrays, or of their shapes, with the examples first.
+            mesh: A mesh of your own, as for `state_specs`. None: that of the layout.
+
+        Raises:
+            ValueError: As `state_specs`; or a part of the batch has no dimension of examples.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, numpy as np, optax
+            >>> model, mesh = lambda rngs: {"w": jnp.zeros((64, 8))}, jax.make_mesh((8,), ("x",))
+            >>> layout = hfjax.layout(model, optax.sgd(1), mesh, hfjax.DDP, mesh_axes={"x": "data"})
+            >>> layout.batch_specs({"x": np.ones((16, 64))}, mesh)["x"] == jax.P("x")
+            True
+            >>> layout.mesh.shape["data"]
+            8
+        """
+        check_has_examples(batch)
+        return restrict_specs(self, jax.tree.map(lambda _: batch_spec(self.mesh), batch), mesh)
 
     def abstract_state(self) -> Any:
         """Return the state as shapes, dtypes and shardings: enough to compile a step.
@@ -272,7 +342,8 @@ class Layout:
         shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         return jax.tree.map(shape, self.state_shapes, self.shardings())
 
-    def create(self, seed: Any) -> "State":
+    @without_mesh
+    def create(self, seed: Any) -> State:
         """Return the initial state; under jit with `shardings()` it is created sharded.
 
         `hfjax.init` does that: call this one only inside a program of your own.
@@ -290,28 +361,18 @@ class Layout:
         """
         return self._first_state(self.template.create(seed), seed)
 
-    def _first_state(self, arrays: Flat, seed: Any) -> "State":
+    def _first_state(self, arrays: Flat, seed: Any) -> State:
         params = self.storage.create(arrays, seed)
         return initial_state(self, arrays, {path: params[path] for path in self.param_specs})
 
     @cached_property
-    def state_shapes(self) -> "State":
+    def state_shapes(self) -> State:
         arrays = {**self.template.parameters, **self.template.variables}
         shapes = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in arrays.items()}
         return jax.eval_shape(self._first_state, shapes, 0)
 
-    def _state_specs(self) -> "State":
-        shapes = self.state_shapes
-        return State(
-            P(),
-            nest(self.specs),
-            jax.tree_util.tree_map_with_path(self._optimizer_spec, shapes.optimizer),
-            nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
-            None if shapes.order is None else P(),
-        )
-
     def _variable_spec(self, path: str) -> P:
-        return P(batch_axes(self.mesh)) if self.template.is_batched(path) else P()
+        return batch_spec(self.mesh) if self.template.is_batched(path) else P()
 
     def _optimizer_spec(self, keys: tuple, leaf: Any) -> P:
         owner = self.parameter_of(keys, leaf)
@@ -346,8 +407,8 @@ class Layout:
             "gradients": sum(self.gradient_bytes.values()),
             "optimizer_state": state_bytes[False],
         }
-        host_parameters = parameters - totals["parameters"]
-        host = {"host parameters": host_parameters, "host optimizer_state": state_bytes[True]}
+        on_host = parameters - totals["parameters"], state_bytes[True]
+        host = dict(zip(("host parameters", "host optimizer_state"), on_host, strict=True))
         return totals | {name: n for name, n in host.items() if n}
 
     @property
@@ -375,55 +436,10 @@ class Layout:
         packed = self.storage.packed
         lines += () if packed is None else stage_table(packed)
         totals = (f"{name} {human(size)}" for name, size in self.bytes_per_device().items())
-        notes = (f"note: {text}" for text in _notes(self))
+        notes = (f"note: {text}" for text in layout_notes(self))
         return "\n".join([*lines, f"per device: {', '.join(totals)}", *notes])
 
     __repr__ = __str__
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Scale:
-    """The loss scale of a float16 run, and the numbers on which it depends."""
-
-    value: Any
-    steps: Any  # judged so far, skipped ones included
-    last: Any  # the step of the last overflow; -1: none
-    hysteresis: Any  # overflows left until the scale halves
-    skipped: Any  # steps in total
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class State:
-    """The state of a training run: plain arrays, sharded as the layout says.
-
-    It is a pytree: jax.tree.map, jax.jit and donation work on it.
-
-    Attributes:
-        step: The number of steps taken, an int32 scalar.
-        params: The parameters, nested by their paths.
-        optimizer: The state of the optax optimizer.
-        variables: Arrays that are no parameters: statistics, random keys.
-        order: The layer number of each entry of stacked layers; None if nothing is stacked.
-        scale: The loss scale of a float16 run; None before its first step, and without one.
-
-    Example:
-        >>> import hfjax, optax
-        >>> from flax import nnx
-        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
-        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
-        >>> state = hfjax.init(layout)
-        >>> int(state.step), sorted(state.params)
-        (0, ['bias', 'kernel'])
-    """
-
-    step: Any
-    params: Any
-    optimizer: Any
-    variables: Any  # arrays that are no parameters: statistics, random keys
-    order: Any = None  # the layer number of each entry of stacked layers
-    scale: Scale | None = None
 
 
 @without_mesh
@@ -445,7 +461,9 @@ def layout(  # noqa: PLR0913  options of one call
     Args:
         model_init: Function of `nnx.Rngs` that returns an nnx module or a bare pytree of arrays.
         optimizer: Any optax transformation whose update needs gradients and parameters only.
-        mesh: A mesh from `hfjax.make_mesh`.
+        mesh: A mesh from `hfjax.make_mesh`, or one of your own (`jax.make_mesh`, Auto or Explicit)
+            with hfjax's names of axes; those that it lacks get size 1. `layout.mesh` has each
+            device at your coordinates, axes transposed to hfjax's order (slowest link first).
         strategy: Which mesh axes shard which logical axis, for instance `hfjax.FSDP`.
         forward: Function of (model, batch) that returns what is passed to the loss. It may ask for
             `key`, `example_keys` and `train` by name. None: `model(batch)`, or a bare pytree
@@ -453,13 +471,13 @@ def layout(  # noqa: PLR0913  options of one call
         axes: {path: logical axes} of parameters whose module does not name their dimensions.
         example: A batch, or its shapes: a pipeline estimates the cost of unlike layers with it.
         sync_batch_norm: Whether BatchNorm takes its statistics over the examples of all devices.
-        mesh_axes: {name: mesh axis} of a model that places its arrays (`out_sharding=`, `reshard`):
-            which axis of the mesh each of its names means; None: it splits nothing. Equal names
-            need no entry.
+        mesh_axes: {name: mesh axis} of a mesh of your own, and of a model that places its arrays
+            (`out_sharding=`, `reshard`): `{"x": "data", "y": "tensor", "z": None}`. None: it splits
+            nothing. Equal names need no entry.
 
     Raises:
         ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; or
-            a part of the strategy would shard nothing on this mesh.
+            a part of the strategy would shard nothing on this mesh; or an axis has another name.
 
     Example:
         >>> import hfjax, optax
@@ -471,11 +489,11 @@ def layout(  # noqa: PLR0913  options of one call
         [None, 'fsdp', 'tensor']
     """
     check_arguments(model_init, optimizer, mesh, strategy)
+    mesh = as_mesh(mesh, mesh_axes)
     check_splits(strategy, mesh)
     check_own_process(mesh)
-    template = make_template(
-        model_init, Placer(mesh, strategy), forward, sync_batch_norm, mesh_axes
-    )
+    placer = Placer(mesh, strategy)
+    template = make_template(model_init, placer, forward, sync_batch_norm, mesh_axes)
     if not template.parameters:
         raise ValueError(
             f"the model has no parameters ({len(template.variables)} other variables): there is "
@@ -531,26 +549,6 @@ def initial_state(layout: Layout, arrays: Flat, params: Flat) -> State:
     optimizer_state = layout.optimizer.init(nest(params))  # master weights start before rounding
     params = nest({path: x.astype(layout.param_specs[path].dtype) for path, x in params.items()})
     return State(jnp.zeros((), jnp.int32), params, optimizer_state, variables, layout.order)
-
-
-def _notes(layout: Layout) -> Iterator[str]:
-    """Yield what a strategy could not do, and what padding costs."""
-    source, packed = layout.storage.source, layout.storage.packed
-    if variables := layout.template.variables:
-        few = ", ".join(
-            f"{path} {x.dtype}{list(x.shape)}" for path, x in list(variables.items())[:3]
-        )
-        yield f"variables, not trained: {few}{' …' * (len(variables) > 3)} ({len(variables)})"
-    yield from unmatched(source, packed is not None)
-    yield from large_replicated(layout.strategy, layout.param_specs)
-    if experts := describe_gathered_experts(layout.param_specs.values()):
-        yield experts
-    yield from layout.host_memory.notes()
-    yield from layout.template.notes
-    for path, n in _frozen_layers(layout.param_specs).items():
-        yield f"{path}: its first {n} layers stay as they are"
-    if packed is not None:
-        yield from padding_cost(source, packed)
 
 
 def _frozen_layers(param_specs: Mapping[str, ParamSpecs]) -> dict[str, int]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.layer_order import Arrangement
 from hfjax.parallel.offload.host_memory import is_host_sharding, map_one_by_one, to_device
 from hfjax.parallel.packing import Mover, PackedLayers, packed_layers
@@ -25,6 +26,7 @@ from hfjax.sharding.optimizer_state import convert_layers, convert_state
 from hfjax.utils.paths import Flat, flatten, nest
 
 
+@without_mesh
 def to_model_order(layout: Layout, state: State) -> State:
     """Return the state with its layers in the model's order: to save and to inspect.
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, grid_axes
-from hfjax.parallel.param_specs import batch_devices, num_batch_shards
+from hfjax.parallel.mesh import ROW_AXIS, describe_mesh, grid_axes
+from hfjax.parallel.param_specs import batch_devices, batch_spec, num_batch_shards
 from hfjax.sharding.check_process_batches import (
     batch_factor,
     check_same_examples,
@@ -82,7 +82,7 @@ def place_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of the arrays of a batch: whole examples, split over the batch axes."""
-    return NamedSharding(mesh, P(batch_axes(mesh)))
+    return NamedSharding(mesh, batch_spec(mesh))
 
 
 def process_batch_slice(layout: Layout, global_batch_size: int) -> np.ndarray:

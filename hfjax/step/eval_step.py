@@ -135,6 +135,7 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
 def _pad_batches(layout: Layout, step: Callable, comms: Sequence[CommEvent]) -> Callable:
     """Return a step that takes any batch size: it repeats the last example, and drops the rest."""
 
+    @without_mesh
     def padded_step(state: State, batch: Any) -> Any:
         if not (padding := missing_examples(layout, batch)):
             return step(state, batch)

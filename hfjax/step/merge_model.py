@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.check_state import check_layout, check_layout_and_state, check_state_shapes
 from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import rearrange
@@ -11,6 +12,7 @@ from hfjax.step.batches import full_array
 from hfjax.utils.paths import flatten
 
 
+@without_mesh
 def to_model(layout: Layout, state: State) -> Any:
     """Return the model as `model_init` makes it, with the parameters and variables of a state.
 
@@ -39,6 +41,7 @@ def to_model(layout: Layout, state: State) -> Any:
     return layout.template.merge(full_arrays(state.params), full_arrays(state.variables), "model")
 
 
+@without_mesh
 def merge(layout: Layout, params: Any, variables: Any = None, *, train: bool = False) -> Any:
     """Return the model with these arrays, to call it inside a `forward` or a loss.
 

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.adapters.forward_signature import TRAIN, requested_names
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.offload.host_memory import to_device
 from hfjax.sharding.check_state import check_layout_and_state, check_state_shapes
 from hfjax.sharding.layout import Layout, State
@@ -77,6 +78,7 @@ class Sampling:
 Prompt = Sequence[int] | str
 
 
+@without_mesh
 def generate(  # noqa: PLR0913  options of one call
     layout: Layout,
     state: State,

@@ -19,6 +19,7 @@ from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import LlamaConfig, LocalLayers
 from hfjax.models.moe.layer import MixtureOptions
 from hfjax.models.moe.moe_llama import MoEConfig
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.check_state import check_layout
 from hfjax.sharding.layout import Layout, State
 from hfjax.utils.keywords import check_keywords, is_int, parse_dtype, strict_keywords
@@ -160,6 +161,7 @@ class FolderWeights:
         return self.model.mappings
 
 
+@without_mesh
 def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pretrained:
     """Return the model of a Hugging Face folder; only its configuration is read, no weights.
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from hfjax.parallel.mesh import AXES
+from hfjax.parallel.mesh import AXES, describe_mesh
 from hfjax.utils.keywords import wrap_function
 from hfjax.utils.tables import align
 
@@ -166,13 +166,18 @@ def without_mesh(function: Callable[Arguments, Result]) -> Callable[Arguments, R
 @contextmanager
 def leave_mesh() -> Iterator[None]:
     """Leave a mesh that the user has set meanwhile: a layout has its own."""
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types or is_model_mesh(mesh):
         yield
         return
     try:
         context = jax.set_mesh(cast(Any, None))
-    except ValueError:  # inside of a program
-        context = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    except ValueError as error:
+        raise ValueError(
+            "a program of your own calls hfjax while a mesh with Explicit axes is set, "
+            f"{describe_mesh(cast(Any, mesh))}: JAX runs no program of another mesh there. Compile "
+            "and call yours outside of `with jax.set_mesh(…)`; what calls hfjax directly may stay."
+        ) from error
     with context:
         yield
 

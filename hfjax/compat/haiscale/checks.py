@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from hfjax.compat.haiscale.partition import Partition
-from hfjax.parallel.mesh import AXES, PIPE_AXIS, SEQUENCE_AXES, describe_mesh, in_use
+from hfjax.parallel.make_mesh import as_mesh
+from hfjax.parallel.mesh import PIPE_AXIS, SEQUENCE_AXES, describe_mesh, in_use
 from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.utils.paths import flatten
 
@@ -63,11 +64,12 @@ def check_options(microbatches: int | None, remat: str, options: Mapping[str, An
 
 def check_mesh(mesh: Any, partition: Partition) -> Mesh:
     """Return the mesh; refuse one without the stages of the partition."""
-    if not isinstance(mesh, Mesh) or mesh.axis_names != AXES:
+    if not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh is {mesh!r}: a mesh of hfjax.make_mesh is expected, for instance "
             f"hfjax.make_mesh(pipe={partition.stages}, data=2)."
         )
+    mesh = as_mesh(mesh)
     if used_axes := in_use(mesh, SEQUENCE_AXES):
         raise ValueError(
             f"mesh {describe_mesh(mesh)}: a pipe takes whole rows, and devices along "

@@ -32,6 +32,7 @@ from hfjax.compat.haiscale.checks import (
 )
 from hfjax.compat.haiscale.partition import Chain, Partition, model_init, stack_layers
 from hfjax.parallel.engine.step_context import num_examples
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.schedules.named import Schedule
@@ -61,6 +62,7 @@ class Pipe:
     schedule: ClassVar[str]
     chunked: ClassVar[bool] = False  # several parts of the model per stage
 
+    @without_mesh
     def __init__(
         self,
         parts: Partition,
@@ -132,6 +134,7 @@ class Pipe:
             raise ValueError("there are no gradients yet: call forward_backward first.")
         return self._gradients
 
+    @without_mesh
     def canonical(self, tree: Parameters | None = None) -> Parameters:
         """Return the parameters, or gradients, in the model's order, for saving.
 
@@ -151,6 +154,7 @@ class Pipe:
         check_like("canonical", params, self.parameters)
         return to_model_order(self.layout, replace(self._state, params=params)).params
 
+    @without_mesh
     def load(self, parameters: Parameters) -> None:
         """Set the parameters from the model's order, as `to_model_order` returns them.
 
@@ -174,6 +178,7 @@ class Pipe:
         params = jax.device_put(params, self.layout.shardings().params)
         self._state = replace(self._state, params=params, order=self.layout.order)
 
+    @without_mesh
     def layers(self) -> Any:
         """Return the layers in their original form, with the current parameters.
 
@@ -190,6 +195,7 @@ class Pipe:
 
     # -- running ------------------------------------------------------------------------------
 
+    @without_mesh
     def forward_backward(
         self,
         x: Any,
@@ -241,6 +247,7 @@ class Pipe:
         self._gradients = jax.tree.map(jnp.add, self._gradients, new) if add else new
         return metrics["losses"], metrics.get("outputs")
 
+    @without_mesh
     def lower(
         self, x: Any, *, criterion: Callable, labels: tuple = (), return_outputs: bool = False
     ) -> jax.stages.Lowered:
@@ -271,6 +278,7 @@ class Pipe:
             jitted = jax.jit(run, compiler_options=options_for(self.layout, step.execution))
             return jitted.lower(replace(self._state, order=None), jax.tree.map(shape, batch))
 
+    @without_mesh
     def forward(self, x: Any) -> Any:
         """Return the outputs, forward only: deterministic, no residuals are saved.
 
@@ -291,6 +299,7 @@ class Pipe:
 
     __call__ = forward
 
+    @without_mesh
     def evaluate(self, x: Any, *, criterion: Callable, labels: tuple = ()) -> dict[str, jax.Array]:
         """Return the loss (and metrics of the criterion) as means over all examples, forward only.
 
