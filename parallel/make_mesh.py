@@ -86,6 +86,7 @@ def as_mesh(mesh: Mesh, mesh_axes: Mapping[str, str | None] | None = None) -> Me
         (4, 2, 1)
     """
     names = axis_names(mesh, mesh_axes)
+    _check_unique(mesh_axes or {})
     if mesh.axis_names == AXES and set(mesh.axis_types) == {AxisType.Auto}:
         return mesh
     if mesh.empty:
@@ -146,6 +147,17 @@ def check_mesh_axes(mesh_axes: Any) -> None:
             raise ValueError(
                 f"mesh_axes: {name} is {axis!r}, which is no axis of hfjax. Map it to one of "
                 f"{', '.join(AXES)}, or to None if it has size 1."
+            )
+
+
+def _check_unique(mesh_axes: Mapping[str, str | None]) -> None:
+    """Refuse two names for one axis, over which a spec could then split two dimensions."""
+    first: dict[str, str] = {}
+    for name, axis in mesh_axes.items():
+        if axis is not None and first.setdefault(axis, name) != name:
+            raise ValueError(
+                f"mesh_axes: {first[axis]} and {name} are both {axis}. Map one of them to None (it "
+                "splits nothing) or to another axis."
             )
 
 

@@ -25,11 +25,16 @@ _MEANINGS = (
         f"are split over {_BATCH_AXES}: name these, for instance jax.lax.pmean(x, {_BATCH_AXES}).",
     ),
     (
+        r"lowering_platforms=",
+        "the model computes an array's value while it is traced (jax.ensure_compile_time_eval), "
+        "and places its arrays besides. Compute that value with NumPy.",
+    ),
+    (
         r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard"
         r"|non-empty mesh|mesh context",
-        "the model places its arrays on a mesh of its own (out_sharding=, jax.sharding.reshard, "
-        "auto_axes, jax.shard_map), and inside a step the layout does that. Leave it out of the "
-        "model: names of axes in parameters' metadata are read (docs/any_model.md).",
+        "the model places its arrays (out_sharding=, jax.sharding.reshard, auto_axes, "
+        "jax.shard_map) in a way that cannot run inside a step, where the layout does that and the "
+        "model's own mesh has axes of size 1 (docs/any_model.md). Leave it out there.",
     ),
 )
 _BY_KEY = r"indices must be integers or slices, not str|string indexing|__contains__.*'str'"

@@ -1,5 +1,6 @@
 """Runs an equation: as JAX wrote it, or without the mesh under which a model was traced."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,17 +18,20 @@ from hfjax.parallel.jaxprs.model_mesh import (
     change_mesh,
     current_model_mesh,
     is_model_mesh,
+    names_of,
     trace_under_mesh,
 )
 from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr
 from hfjax.parallel.mesh import on_one_device
 
+PLACES = frozenset(["reshard", "sharding_constraint"])
+
 
 def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation for these values."""
-    if not is_placed(equation):
-        return _bind(equation, values)
-    return _bind_without_mesh(equation, values)
+    if is_placed(equation) or (equation.primitive.name in PLACES and _has_own_mesh(equation)):
+        return _bind_without_mesh(equation, values)
+    return _bind(equation, values)
 
 
 def inline_calls(equation: JaxprEqn, values: Sequence, run: Callable | None = None) -> Sequence:
@@ -53,6 +57,13 @@ def is_placed(equation: JaxprEqn) -> bool:
     return is_model_mesh(mesh) and not is_model_mesh(jax.sharding.get_abstract_mesh())
 
 
+def _has_own_mesh(equation: JaxprEqn) -> bool:
+    """Return whether an equation places an array on a mesh that the model has made itself."""
+    current = jax.sharding.get_abstract_mesh()
+    meshes = [x.mesh for x in equation.params.values() if isinstance(x, NamedSharding)]
+    return any(getattr(mesh, "abstract_mesh", mesh) != current for mesh in meshes)
+
+
 def _bind(equation: JaxprEqn, values: Sequence[Any], mesh: Any = None) -> Sequence[Any]:
     parameters = equation.primitive.get_bind_params(equation.params)
     functions: Iterable[Any] = ()
@@ -67,7 +78,7 @@ def _bind_without_mesh(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[An
     """Return the outputs of an equation, constrained by the spec that the model asks for."""
     values = list(map(plain_number, values))
     specs = [x.spec for x in equation.params.values() if isinstance(x, NamedSharding)]
-    if equation.primitive.name in ("reshard", "sharding_constraint"):
+    if equation.primitive.name in PLACES:
         outs = values
     else:
         params = {name: _plain(x) for name, x in equation.params.items()}
@@ -104,14 +115,25 @@ def _plain(param: Any) -> Any:
 def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
     """Return a result with the constraint that a spec is over the axes of XLA's partitioner."""
     mesh, model_mesh = jax.sharding.get_abstract_mesh(), current_model_mesh()
-    auto = [
-        name
-        for name, kind, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
-        if kind is AxisType.Auto and size > 1
-    ]
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    auto = [name for name, kind in types if kind is AxisType.Auto and mesh.shape[name] > 1]
     constraint = model_mesh.constraint(spec, auto)
-    if any(entry is not None for entry in spec):
-        line = source_info_util.summarize(equation.source_info)
+    line = source_info_util.summarize(equation.source_info)
+    entries = names_of(spec)
+    if len(entries) > x.ndim:
+        raise ValueError(f"{line}: {spec} has {len(entries)} entries, and the array is {_show(x)}.")
+    if any(entries):
         model_mesh.requests[SpecRequest(line, spec, constraint)] = None
-    is_whole = constraint is not None and len(spec) <= x.ndim
-    return jax.lax.with_sharding_constraint(x, constraint) if is_whole else x
+    for dim, axes in enumerate([] if constraint is None else names_of(constraint)):
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        if x.shape[dim] % size:
+            raise ValueError(
+                f"{line}: {spec} splits dimension {dim} of an array of {_show(x)} over "
+                f"{', '.join(axes)} of size {size}, which does not divide it. Leave that entry "
+                f"out, or take {', '.join(axes)} of another size."
+            )
+    return x if constraint is None else jax.lax.with_sharding_constraint(x, constraint)
+
+
+def _show(x: Any) -> str:
+    return f"{x.dtype.name}[{', '.join(map(str, x.shape))}]"

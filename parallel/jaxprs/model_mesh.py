@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found in mesh")
 _ASKS_FOR_MESH = re.compile(
     r"(not under a|non-empty|empty) mesh|mesh context|context mesh|not found in mesh"
-    r"|of type:? (Auto|Manual|Explicit)|AxisType\.(Auto|Manual|Explicit)"
+    r"|of type:? .?(Auto|Manual|Explicit)|only refer to Auto axes"
 )
 _ERRORS = (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError)
 
@@ -102,9 +102,18 @@ class ModelMesh:
     def constraint(self, spec: P, auto_axes: Sequence[str]) -> P | None:
         """Return a spec over the axes that XLA's partitioner has; None: it names none of them."""
         name_of = lambda name: self.mesh_axes.get(name, name)
-        entries = [(x,) if isinstance(x, str) else x or () for x in spec]
-        kept = [tuple(filter(auto_axes.__contains__, map(name_of, x))) for x in entries]
+        is_auto = lambda axis: axis in auto_axes
+        kept = [tuple(filter(is_auto, map(name_of, names))) for names in names_of(spec)]
         return P(*(x or None for x in kept)) if any(kept) else None
+
+
+def names_of(spec: P) -> list[tuple[str, ...]]:
+    """Return the names of the axes over which a spec splits each dimension.
+
+    >>> names_of(P("x", None, ("y", "z")))
+    [('x',), (), ('y', 'z')]
+    """
+    return [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec.partitions]
 
 
 _WITHOUT_SIZE_ONE = "jax_remove_size_one_mesh_axis_from_type"

@@ -104,6 +104,12 @@ def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> 
     rule = RULES.get(name)
     if name in CALLS and (rule_call := call_of(equation)):
         return list(rule_call(ctx, equation, values))
+    if name == "shard_map" and is_placed(equation):
+        raise ValueError(
+            f"{ctx.line}: jax.shard_map over the model's own mesh, whose axes have size 1: inside a "
+            "step the layout splits arrays. To run a function on each device's own examples, write "
+            "hfjax.per_device(function)."
+        )
     has_distributed = any(
         is_distributed(v) or isinstance(v, LazyValue | Ungathered) for v in values
     )

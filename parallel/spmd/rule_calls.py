@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
+from hfjax.parallel.jaxprs.model_mesh import call_model
 from hfjax.parallel.jaxprs.walk import bodies_of, body_of, equations_in
 from hfjax.parallel.spmd.partition_context import (
     PartitionContext,
@@ -269,12 +271,20 @@ def _wrap_call(
 def _run_local(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
     """Run a function on the local arrays."""
     leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
-    outs = call.reapply(
-        *in_tree.unflatten([local_array(v) for v in _as_sharded_or_full(ctx, leaves)])
-    )
+    arrays = in_tree.unflatten([local_array(v) for v in _as_sharded_or_full(ctx, leaves)])
+    outs = call_model(call.reapply, partial(_run_alone, ctx, call), *arrays)
     jaxpr, _ = body
     pairs = zip(jax.tree.leaves(outs), jaxpr.outvars, strict=True)
     return [_as_sharded_or_mean(ctx, jnp.asarray(x), v.aval.shape) for x, v in pairs]
+
+
+def _run_alone(ctx: PartitionContext, call: RuleCall, _: Callable, *arguments: Any) -> Any:
+    """Return the results of a call, on local arrays, whose function asks for a mesh."""
+    alone = PartitionContext(AxisGroup((), 1), [], {}, ctx.run)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arguments)
+    program, out_shapes = trace_global(alone.group, call.function, *shapes)
+    outs = ctx.run(alone, program.jaxpr, program.consts, jax.tree.leaves(arguments))
+    return jax.tree.unflatten(jax.tree.structure(out_shapes), list(map(alone.materialize, outs)))
 
 
 def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:
