@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -18,12 +19,14 @@ from hfjax.parallel.jaxprs.model_mesh import (
     is_model_mesh,
     trace_under_mesh,
 )
-from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr
+from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr, name_of, params_of
 from hfjax.parallel.mesh import on_one_device
 
 
 def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation for these values."""
+    if name_of(equation) == "name":  # as an object it holds the global shape
+        return [checkpoint_name(x, params_of(equation)["name"]) for x in values]
     if not is_placed(equation):
         return _bind(equation, values)
     return _bind_without_mesh(equation, values)

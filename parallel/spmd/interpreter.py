@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from hfjax.parallel.jaxprs.bind import is_placed
 from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, POINTWISE, REMAT_CALLS
-from hfjax.parallel.jaxprs.walk import interpret, needed_equations
+from hfjax.parallel.jaxprs.walk import interpret, name_of, needed_equations
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, trace_global
 from hfjax.parallel.spmd.placements import (
     AxisGroup,
@@ -97,7 +97,7 @@ def _source_context(ctx: PartitionContext, equation: JaxprEqn) -> AbstractContex
 
 def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Sequence[Any]:
     """Return the outputs of an equation, by its rule or by the fallback."""
-    name = equation.primitive.name
+    name = name_of(equation)
     ctx.equation, ctx.has_rule = equation, True
     rule = RULES.get(name)
     if name in CALLS and (rule_call := call_of(equation)):
