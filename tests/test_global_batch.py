@@ -425,6 +425,7 @@ AROUND = {
 }
 
 
+@pytest.mark.short("plainly-1", "in all-6")
 @pytest.mark.parametrize(
     ("around", "times"),
     [("plainly", 1), ("in a loop", 3), ("recomputed", 1), ("in a rule", 1), ("in all", 6)],
