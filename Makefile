@@ -1,11 +1,15 @@
-# Needs only python3 (3.11 or newer), pip, make and git.
+# Needs only python3 (3.12, with jax 0.12; or 3.11, with jax 0.10.2), pip, make and git.
 # Another Python: make test-cuda PYTHON=python3.12 VENV=.venv312
 # More of the GPU: make gpu GPU="--out DIR --only ceilings 124M-16 --record"; make gpu GPU=--help
 PYTHON := python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all pages wheels test-cuda gpu lint docs
+# What depends most on jax: the rules by which a program is partitioned, and derivatives.
+PARTITIONER := $(addprefix tests/test_,spmd.py spmd_rules.py custom_derivatives.py global_batch.py \
+  hi_primitives.py)
+
+.PHONY: demo test test-all test-jax pages wheels test-cuda gpu lint docs
 demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 	$(PY) -m hfjax demo
 
@@ -15,6 +19,14 @@ test: $(VENV)/ok  ## the standard suite: each law once
 
 test-all: $(VENV)/ok  ## all cases of each law: hours
 	$(PY) -m pytest -q -n 2 --dist worksteal
+
+# In an environment of its own: make test-jax JAX=0.12.0 PYTHON=python3.12.
+test-jax:  ## the partitioner's suite with another jax
+	$(if $(JAX),,$(error which jax? make test-jax JAX=0.12.0))
+	$(MAKE) $(VENV)-jax-$(JAX)/ok VENV=$(VENV)-jax-$(JAX) PYTHON=$(PYTHON)
+	python3 -m pip --python $(VENV)-jax-$(JAX) install --quiet "jax==$(JAX)"
+	$(VENV)-jax-$(JAX)/bin/python -c "import jax; print('jax', jax.__version__)"
+	$(VENV)-jax-$(JAX)/bin/python -m pytest -q -n 2 -m "not slow" $(PARTITIONER)
 
 pages: $(VENV)/ok  ## the commands and programs of all pages but those of `make test`
 	$(PY) -m pytest -q -n 2 --dist worksteal -m slow -k "not demo" tests/test_docs.py

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import Jaxpr
 
 from hfjax.parallel.jaxprs.primitives import VIEWS
-from hfjax.parallel.jaxprs.walk import bodies_of
+from hfjax.parallel.jaxprs.walk import bodies_of, name_of
 
 # Equations that only move data.
 _MOVES = VIEWS.union("broadcast_in_dim slice pad concatenate convert_element_type".split())
@@ -73,7 +73,7 @@ def _flops(jaxpr: Jaxpr) -> int:
 
 
 def _equation_flops(equation: Any) -> int:
-    name, params = equation.primitive.name, equation.params
+    name, params = name_of(equation), equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         depth = math.prod(equation.invars[0].aval.shape[i] for i in contracted)

@@ -141,6 +141,8 @@ class Remat:
 
 
 def _save_all_but_moves(prim, *_, **params) -> bool:
+    if prim.name == "name" and getattr(jax.config, "jax_remat3", False):
+        return True  # only matmuls, convolutions and names are asked for: what was named is not
     return prim.name not in _MOVES or _gathers_activation(prim, params)
 
 

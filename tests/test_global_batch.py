@@ -9,6 +9,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 import hfjax
 from hfjax.models.loss import token_losses
@@ -397,6 +399,56 @@ def predicted(init, forward=None, batch=BATCH, devices=(1, 4)):
 
 def linear(rngs):
     return nnx.Linear(4, 3, rngs=rngs)
+
+
+own = Primitive("own_operation")  # what hfjax has never heard of: each row and the one before it
+own.def_impl(lambda x: x + jnp.roll(x, 1, 0))
+own.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[own] = lambda xs, dxs: (own.bind(*xs), own.impl(*dxs))
+mlir.register_lowering(own, mlir.lower_fun(own.impl, multiple_results=False))
+
+
+@jax.custom_vjp
+def own_with_rule(x):
+    return own.bind(x)
+
+
+own_with_rule.defvjp(lambda x: (own.bind(x), None), lambda _, g: (3 * g,))
+AROUND = {
+    "plainly": own.bind,
+    "in a loop": lambda x: jax.lax.scan(lambda x, _: (own.bind(x), None), x, length=3)[0],
+    "recomputed": lambda x: jax.checkpoint(lambda x: own.bind(x))(x),
+    "in a rule": own_with_rule,
+    "in all": lambda x: jax.lax.scan(
+        jax.checkpoint(lambda x, _: (own_with_rule(x), None)), x, length=3
+    )[0],
+}
+
+
+@pytest.mark.short("plainly-1", "in all-6")
+@pytest.mark.parametrize(
+    ("around", "times"),
+    [("plainly", 1), ("in a loop", 3), ("recomputed", 1), ("in a rule", 1), ("in all", 6)],
+)
+def test_an_unknown_operation_is_named_with_its_line_and_what_it_gathers(around, times):
+    def step_on(n):
+        mesh = hfjax.make_mesh(devices=jax.devices()[:n], data=n)
+        model = lambda params, batch: AROUND[around](batch["x"] @ params["kernel"])
+        params = lambda rngs: {"kernel": jnp.eye(4)}
+        layout = hfjax.layout(params, optax.sgd(0.1), mesh, hfjax.DDP, forward=model)
+        step = hfjax.train_step(layout, lambda outputs, batch: jnp.square(outputs).mean())
+        state, metrics = step(hfjax.init(layout), BATCH)
+        return step, [metrics["loss"], metrics["grad_norm"], *jax.tree.leaves(state.params)]
+
+    with pytest.warns(UserWarning, match=r"test_global_batch\.py:\d+.*: own_operation: .*gathers"):
+        step, found = step_on(4)
+    events = [e for e in step.batch_comms.comms if e.operation == "own_operation"]
+    assert sum(e.times for e in events) == times
+    assert all("test_global_batch.py:" in e.line for e in events)
+    assert {(e.action, e.bytes, e.has_rule) for e in events} == {("gather", 256, False)}
+    assert "own_operation  gathered, 256 B, since no rule knows it" in str(step.batch_comms)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found, step_on(1)[1])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.parallel.jaxprs.walk import equations_in
+from hfjax.parallel.jaxprs.walk import equations_in, name_of
 from hfjax.parallel.spmd.interpreter import RULES, run_partitioned
 from hfjax.parallel.spmd.placements import (
     BATCH_SPLIT,
@@ -41,6 +41,7 @@ OTHER_NAMES = {
     "copy_p": "copy",
     "core_call": "jit",
     "custom_vjp_call_jaxpr": "custom_vjp_call",
+    "eval_jaxpr": "jit",
     "pjit": "jit",
 }
 NOT_ALONE = {
@@ -302,7 +303,7 @@ def wrong(some: Sequence[Case]) -> list[str]:
 
 def operations(jaxpr: Any) -> set[str]:
     """Return the names of what a program holds, also within its equations."""
-    return {equation.primitive.name for equation, _ in equations_in(jaxpr)}
+    return {name_of(equation) for equation, _ in equations_in(jaxpr)}
 
 
 def drawn(every: Sequence[Case], count: int) -> list[Case]:

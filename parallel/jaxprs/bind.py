@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -21,7 +22,7 @@ from hfjax.parallel.jaxprs.model_mesh import (
     names_of,
     trace_under_mesh,
 )
-from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr
+from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr, name_of, params_of
 from hfjax.parallel.mesh import on_one_device
 
 PLACES = frozenset(["reshard", "sharding_constraint"])
@@ -29,6 +30,8 @@ PLACES = frozenset(["reshard", "sharding_constraint"])
 
 def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation for these values."""
+    if name_of(equation) == "name":  # as an object it holds the global shape
+        return [checkpoint_name(x, params_of(equation)["name"]) for x in values]
     if is_placed(equation) or (equation.primitive.name in PLACES and _has_own_mesh(equation)):
         return _bind_without_mesh(equation, values)
     return _bind(equation, values)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from hfjax.parallel.jaxprs.primitives import LINEAR_MAPS, PRODUCTS, SUMS
-from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr
+from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr, name_of
 
 
 class Linearity(IntEnum):
@@ -48,7 +48,7 @@ def _classify_program(jaxpr: Jaxpr, inputs: Sequence[Linearity]) -> list[Lineari
 
 def _classify_equation(equation: JaxprEqn, operands: list[Linearity]) -> list[Linearity]:
     """Return the linearity of each output of an equation."""
-    name = equation.primitive.name
+    name = name_of(equation)
     if body := called_body(equation):
         return _classify_program(body[0], operands)
     if name in _LINEAR and len(operands) == len(equation.outvars):

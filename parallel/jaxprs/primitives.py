@@ -5,7 +5,7 @@ these sets, so that a new primitive is entered once.
 """
 
 # Calls: their body runs once, on their operands.
-PLAIN_CALLS = frozenset("jit pjit closed_call core_call".split())
+PLAIN_CALLS = frozenset("jit pjit closed_call core_call eval_jaxpr".split())
 REMAT_CALLS = frozenset("checkpoint remat remat2".split())
 CALLS = PLAIN_CALLS.union(
     REMAT_CALLS,
@@ -13,6 +13,16 @@ CALLS = PLAIN_CALLS.union(
 )
 CONTROL_FLOW = frozenset("scan while cond".split())
 KERNELS = frozenset("pallas_call custom_call ffi_call".split())
+
+# The primitive of operations that are objects (jax.experimental.hijax.HiPrim), and what they are,
+# by class. Any other is a custom_vjp_call: a program with a derivative of its own.
+HI_PRIMITIVE = "call_hi_primitive"
+HI_CLASSES = {
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "RematTraced": "checkpoint",
+}
 
 # What keeps all entries of its operand, and their values.
 RESHAPES = frozenset("reshape squeeze expand_dims".split())

@@ -22,7 +22,9 @@ from hfjax.parallel.jaxprs.walk import (
     dependent_vars,
     interpret,
     interpret_jaxpr,
+    name_of,
     needed_equations,
+    params_of,
     variables,
 )
 
@@ -149,10 +151,10 @@ def _describe_residuals(program: FlatProgram, residual_vars: Iterable[Var]) -> l
 def _describe_residual(v: Var, producers: Mapping, names: Mapping[Var, set[str]]) -> Tensor:
     source, all_names = v, set(names.get(v, ()))
     unchanged = VIEWS | CASTS | ANNOTATIONS  # the equation that made it is further back
-    while source in producers and producers[source].primitive.name in unchanged:
+    while source in producers and name_of(producers[source]) in unchanged:
         source = producers[source].invars[0]
         all_names |= names.get(source, set())
-    operation = producers[source].primitive.name if source in producers else "input"
+    operation = name_of(producers[source]) if source in producers else "input"
     aval: Any = v.aval
     return Tensor(operation, aval.shape, str(aval.dtype), bytes_of([aval]), frozenset(all_names))
 
@@ -161,10 +163,10 @@ def _names(program: FlatProgram) -> dict[Var, set[str]]:
     """Return the names that tensors were given by `checkpoint_name`, before and after it."""
     names: dict[Var, set[str]] = {}
     for equation in program.equations:
-        if equation.primitive.name == "name":
+        if name_of(equation) == "name":
             for v in (*equation.invars, *equation.outvars):
                 if isinstance(v, Var):
-                    names.setdefault(v, set()).add(equation.params["name"])
+                    names.setdefault(v, set()).add(params_of(equation)["name"])
     return names
 
 

@@ -4,14 +4,35 @@
 value: an array, or whatever a reader knows of it (`bind`, jaxprs/bind.py, runs one).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from hfjax.parallel.jaxprs.primitives import CALLS
+from hfjax.parallel.jaxprs.model_mesh import mesh_context
+from hfjax.parallel.jaxprs.primitives import CALLS, HI_CLASSES, HI_PRIMITIVE
 
 Body = tuple[Jaxpr, Sequence[Any]]  # a program, and its constants
+
+
+def name_of(equation: JaxprEqn) -> str:
+    """Return the name of what an equation does, as `primitives` lists it."""
+    operation = hi_primitive_of(equation)
+    if operation is None:
+        return equation.primitive.name
+    return HI_CLASSES.get(type(operation).__name__, "custom_vjp_call")
+
+
+def params_of(equation: JaxprEqn) -> Mapping[str, Any]:
+    """Return the parameters of what an equation does."""
+    operation = hi_primitive_of(equation)
+    return equation.params if operation is None else operation.params
+
+
+def hi_primitive_of(equation: JaxprEqn) -> Any:
+    """Return the object (a HiPrim of jax.experimental.hijax) that an equation calls, if any."""
+    return equation.params["_prim"] if equation.primitive.name == HI_PRIMITIVE else None
 
 
 def equations_in(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Any, int]]:
@@ -65,19 +86,31 @@ def interpret_jaxpr(
 
 def body_of(equation: JaxprEqn) -> Body | None:
     """Return the program of a call, loop or branch with its constants; None if it has none."""
+    if (operation := hi_primitive_of(equation)) is not None:
+        return _expand(equation, operation)
     candidates = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     return next((_with_constants(body) for body in candidates if body is not None), None)
 
 
+def _expand(equation: JaxprEqn, operation: Any) -> Body:
+    """Return the program of an object, traced as the equation was."""
+    run = lambda *leaves: jax.tree.leaves(operation.expand(*operation.in_tree.unflatten(leaves)))
+    with equation.ctx.manager, mesh_context(equation.ctx.cur_abstract_mesh):
+        return _with_constants(jax.make_jaxpr(run)(*operation.in_avals_flat))
+
+
 def called_body(equation: JaxprEqn) -> Body | None:
     """Return the program of a call whose operands are its inputs; None of any other equation."""
-    body = body_of(equation) if equation.primitive.name in CALLS else None
+    body = body_of(equation) if name_of(equation) in CALLS else None
     return body if body and len(body[0].invars) == len(equation.invars) else None
 
 
 def bodies_of(equation: JaxprEqn) -> Iterator[Body]:
     """Yield all programs that an equation holds, with their constants; of a kernel none."""
     if equation.primitive.name == "pallas_call":
+        return
+    if (operation := hi_primitive_of(equation)) is not None:
+        yield _expand(equation, operation)
         return
     for value in equation.params.values():
         for body in value if isinstance(value, tuple | list) else (value,):

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from hfjax.parallel.jaxprs.bind import is_placed, plain_number
 from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, POINTWISE, REMAT_CALLS
-from hfjax.parallel.jaxprs.walk import interpret, needed_equations
+from hfjax.parallel.jaxprs.walk import interpret, name_of, needed_equations
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, trace_global
 from hfjax.parallel.spmd.placements import (
     AxisGroup,
@@ -99,16 +99,16 @@ def _source_context(ctx: PartitionContext, equation: JaxprEqn) -> AbstractContex
 
 def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Sequence[Any]:
     """Return the outputs of an equation, by its rule or by the fallback."""
-    name = equation.primitive.name
+    name = name_of(equation)
     ctx.equation, ctx.has_rule = equation, True
     rule = RULES.get(name)
     if name in CALLS and (rule_call := call_of(equation)):
         return list(rule_call(ctx, equation, values))
     if name == "shard_map" and is_placed(equation):
         raise ValueError(
-            f"{ctx.line}: jax.shard_map over the model's own mesh, whose axes have size 1: inside a "
-            "step the layout splits arrays. To run a function on each device's own examples, write "
-            "hfjax.per_device(function)."
+            f"{ctx.line}: jax.shard_map over the model's own mesh. Inside a step the layout splits "
+            "arrays, and the axes of that mesh have size 1. To run a function on each device's own "
+            "examples, write hfjax.per_device(function)."
         )
     has_distributed = any(
         is_distributed(v) or isinstance(v, LazyValue | Ungathered) for v in values

@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from hfjax.parallel.jaxprs.bind import bind
 from hfjax.parallel.jaxprs.model_mesh import trace_under_mesh
+from hfjax.parallel.jaxprs.walk import name_of
 from hfjax.parallel.spmd.placements import (
     PARTIAL,
     AxisGroup,
@@ -257,7 +258,7 @@ class PartitionContext:
 
     def record(self, action: str, x: jax.Array) -> None:
         """Record an event of the current equation."""
-        name = self.equation.primitive.name if self.equation else "result"
+        name = name_of(self.equation) if self.equation else "result"
         if self.equation and (call := getattr(self.equation.params.get("name"), "call", None)):
             name = call.function.__name__
         self.comms.append(

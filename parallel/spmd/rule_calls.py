@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from hfjax.parallel.jaxprs.model_mesh import call_model
-from hfjax.parallel.jaxprs.walk import bodies_of, body_of, equations_in
+from hfjax.parallel.jaxprs.walk import bodies_of, body_of, equations_in, name_of
 from hfjax.parallel.spmd.partition_context import (
     PartitionContext,
     is_recording,
@@ -124,7 +124,7 @@ def check_calls(ctx: PartitionContext, equation: JaxprEqn) -> None:
     """Refuse to run an equation as written if a call inside it cannot run so."""
     for call in calls_in(equation):
         if call.is_placeholder or (call.refusal and ctx.group.size > 1):
-            name = equation.primitive.name
+            name = name_of(equation)
             raise ValueError(
                 f"{ctx.line}: {name}, which runs on all examples, is around {call.refusal}"
             )

@@ -28,7 +28,7 @@ from hfjax.parallel.jaxprs.primitives import (
     VIEWS,
     WINDOWS,
 )
-from hfjax.parallel.jaxprs.walk import bodies_of, equations_in, match_operands, scan_counts
+from hfjax.parallel.jaxprs.walk import bodies_of, equations_in, match_operands, name_of, scan_counts
 from hfjax.planner.programs.placeholder_attention import BACKWARD, FORWARD
 
 Dims = frozenset[int]
@@ -169,7 +169,7 @@ class _Reader:
     def _read_equation(
         self, e: JaxprEqn, f: JaxprEqn, reads: list[Operand], out: list[Operation]
     ) -> list[Operand]:
-        name = e.primitive.name
+        name = name_of(e)
         if name == "ffi_call" and e.params["target_name"] in (FORWARD, BACKWARD):
             return self._read_attention(e.params["target_name"], e, f, reads, out)
         if name in _INLINED:

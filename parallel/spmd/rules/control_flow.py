@@ -13,7 +13,14 @@ from jax import lax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
 
 from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, REMAT_CALLS
-from hfjax.parallel.jaxprs.walk import body_of, equations_in, needed_equations, scan_counts
+from hfjax.parallel.jaxprs.walk import (
+    body_of,
+    equations_in,
+    name_of,
+    needed_equations,
+    params_of,
+    scan_counts,
+)
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, aval_of
 from hfjax.parallel.spmd.placements import (
     PARTIAL,
@@ -127,7 +134,7 @@ def remat(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
         out_placements[:] = map(placement_of, outs)
         return list(map(local_array, outs))
 
-    options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+    options = {name: params_of(equation)[name] for name in ("policy", "prevent_cse")}
     arrays = [v.param if isinstance(v, Ungathered) else local_array(v) for v in values]
     return values_from_local(jax.checkpoint(run, **options)(*arrays), out_placements)
 
@@ -285,7 +292,7 @@ def _propagate_marks(jaxpr: Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
             continue
         if needed_equations([equation], []):  # it has effects
             return [MIXED] * len(jaxpr.outvars)
-        rule = _MARK_RULES.get(equation.primitive.name)
+        rule = _MARK_RULES.get(name_of(equation))
         out_marks = rule(equation, in_marks) if rule else None
         known.update(
             zip(equation.outvars, out_marks or [MIXED] * len(equation.outvars), strict=True)

@@ -20,7 +20,12 @@ from hfjax.parallel.jaxprs.bind import bind, is_placed
 from hfjax.parallel.jaxprs.linearity import is_linear
 from hfjax.parallel.jaxprs.model_mesh import mesh_context
 from hfjax.parallel.jaxprs.walk import body_of, equations_in, interpret_jaxpr
-from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of, trace_global
+from hfjax.parallel.spmd.partition_context import (
+    CommEvent,
+    PartitionContext,
+    aval_of,
+    trace_global,
+)
 from hfjax.parallel.spmd.placements import (
     Placement,
     ShardedValue,
@@ -81,11 +86,12 @@ def _on_local_arrays(
     run: Body,
     in_placements: Sequence[Placement],
     out_placements: Sequence[Placement],
+    comms: list[CommEvent] | None = None,
 ) -> Callable:
     """Return the function of local arrays that runs a program on values in these placements."""
 
     def function(*arrays: Any) -> list[Any]:
-        inner = ctx.child()
+        inner = ctx.child(comms=comms)
         outs = run(inner, values_from_local(arrays, in_placements))
         return _coerce(inner, outs, out_placements)
 
@@ -113,9 +119,12 @@ def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     shapes = _shapes(equation.invars)
 
     run = _body_or_bind(equation)
-    function = jax.custom_jvp(_on_local_arrays(ctx, run, in_placements, out_placements))
+    own_comms: list[CommEvent] = []  # of the function where no derivative is taken at once
+    local = _on_local_arrays(ctx, run, in_placements, out_placements, own_comms)
+    function = jax.custom_jvp(local)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
+        own_comms.clear()
         active = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
 
         def jvp_global(xs: Sequence[Any], dxs: Sequence[Any]) -> tuple[Sequence[Any], list]:
@@ -141,7 +150,9 @@ def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
         ]
 
     function.defjvp(rule, symbolic_zeros=True)
-    return values_from_local(function(*arrays), out_placements)
+    outs = function(*arrays)
+    ctx.comms.extend(own_comms)
+    return values_from_local(outs, out_placements)
 
 
 def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
@@ -161,10 +172,13 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
         return jax.vjp(_function_of(equation, real, xs), *(xs[i] for i in real))
 
     run = _body_or_bind(equation)
-    function = jax.custom_vjp(_on_local_arrays(ctx, run, in_placements, out_placements))
+    own_comms: list[CommEvent] = []  # of the function where no derivative is taken at once
+    local = _on_local_arrays(ctx, run, in_placements, out_placements, own_comms)
+    function = jax.custom_vjp(local)
     pullback: list[Any] = []  # its structure, and the shapes of its residuals
 
     def forward(*arrays: Any) -> tuple[list, list]:
+        own_comms.clear()
         with mesh_context(equation.ctx.cur_abstract_mesh):
             program, (_, pullback_shapes) = trace_global(ctx.group, outputs_and_pullback, *shapes)
         pullback[:] = jax.tree.structure(pullback_shapes), jax.tree.leaves(pullback_shapes)
@@ -205,7 +219,9 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
         return tuple(gradients.get(i) for i in range(len(in_placements)))
 
     function.defvjp(forward, backward)
-    return values_from_local(function(*arrays), out_placements)
+    outs = function(*arrays)
+    ctx.comms.extend(own_comms)
+    return values_from_local(outs, out_placements)
 
 
 def linear_solve(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:

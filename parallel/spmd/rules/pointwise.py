@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.jaxprs.primitives import ADDS, LINEAR_MAPS
+from hfjax.parallel.jaxprs.walk import name_of
 from hfjax.parallel.spmd.partition_context import PartitionContext, aval_of
 from hfjax.parallel.spmd.placements import (
     LazyValue,
@@ -26,7 +27,7 @@ Values = Sequence[Any]
 def pointwise(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values | None:
     """Run on shards, or defer lazy values; partial sums stay partial where that is linear."""
     sharded = [v for v in values if isinstance(v, ShardedValue)]
-    name = equation.primitive.name
+    name = name_of(equation)
     if not sharded and any(not ctx.is_replicated(v) for v in values if isinstance(v, PartialValue)):
         partials = _apply_to_partials(ctx, equation, name, values)
         if partials is not None:
