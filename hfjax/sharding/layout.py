@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,14 @@ from hfjax.parallel.offload.host_memory import (
 from hfjax.parallel.param_specs import Array, ParamSpecs, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.check_layout import (
+    AUTO,
+    axes_by_path,
     check_arguments,
     check_axes_of_model,
     check_dtypes,
+    check_example,
     check_frozen,
     check_marks,
-    check_paths,
     check_patterns,
     check_per_example_variables,
     check_splits,
@@ -105,6 +107,19 @@ class Layout:
     def specs(self) -> dict[str, P]:
         """Path -> PartitionSpec of each parameter; edit it and pass it to `with_specs`."""
         return {path: p.parameter for path, p in self.param_specs.items()}
+
+    @property
+    def axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Path -> the names of a parameter's dimensions, where it has any: as `axes=` takes it.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model, mesh = lambda _: {"w": jnp.ones((64, 8))}, hfjax.make_mesh(tensor=8)
+            >>> names = {"w": ("mlp", None)}
+            >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.TENSOR, axes=names).axes
+            {'w': ('mlp', None)}
+        """
+        return {path: array.axes for path, array in self.arrays.items() if any(array.axes)}
 
     def with_specs(self, specs: Mapping[str, P]) -> "Layout":
         """Return the layout with these parameters sharded so; gradients, optimizer state follow.
@@ -433,7 +448,7 @@ def layout(  # noqa: PLR0913  options of one call
     strategy: Strategy,
     *,
     forward: Callable | None = None,
-    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    axes: Mapping[str, tuple[str | None, ...]] | Literal["auto"] | None = None,
     example: Any = None,
     sync_batch_norm: bool = True,
 ) -> Layout:
@@ -477,12 +492,13 @@ def layout(  # noqa: PLR0913  options of one call
     check_per_example_variables(template, mesh)
     check_axes_of_model(template, mesh)
     check_marks(template)
-    check_paths(axes or {}, template)
     check_dtypes(template)
+    if axes == AUTO:
+        names, template = _read_names(template, forward, example, mesh, strategy)
+    else:
+        names = axes_by_path({} if axes is None else axes, template)
     arrays = {
-        path: Array(
-            path, tuple(param.shape), template.axes(path, axes or {}), template.takes_shards(path)
-        )
+        path: Array(path, tuple(param.shape), template.axes(path, names), template.takes_shards(path))
         for path, param in template.parameters.items()
     }
     param_specs = {
@@ -501,6 +517,17 @@ def layout(  # noqa: PLR0913  options of one call
     if new_layout.host_memory:
         check_has_host_memory(mesh)
     return new_layout
+
+
+def _read_names(
+    template: ModelTemplate, forward: Callable | None, example: Any, mesh: Mesh, strategy: Strategy
+) -> tuple[dict[str, tuple[str | None, ...]], ModelTemplate]:
+    """Return the names that the model's program shows, and the template with notes on them."""
+    from hfjax.sharding.read_axes import read_axes, splits_of
+
+    check_example(template, forward, example)
+    read = read_axes(template, forward, example, splits_of(strategy, mesh))
+    return read.names, replace(template, notes=(*template.notes, *read.notes))
 
 
 def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
