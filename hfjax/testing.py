@@ -367,6 +367,7 @@ def assert_strategies_agree(
         True
     """
     of_layout = {name: options.pop(name) for name in ("forward", "axes") if name in options}
+    of_layout |= {"example": batch} if of_layout.get("axes") == "auto" else {}
     cases: Mapping[str, tuple] = strategies or default_cases(model_init, of_layout)
     chosen = optimizer or optax.adamw(1e-3, eps=1e-4)
     case = Case(model_init, loss, batch, chosen, steps, of_layout, options)

@@ -498,7 +498,9 @@ def layout(  # noqa: PLR0913  options of one call
     else:
         names = axes_by_path({} if axes is None else axes, template)
     arrays = {
-        path: Array(path, tuple(param.shape), template.axes(path, names), template.takes_shards(path))
+        path: Array(
+            path, tuple(param.shape), template.axes(path, names), template.takes_shards(path)
+        )
         for path, param in template.parameters.items()
     }
     param_specs = {

@@ -13,19 +13,23 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from flax import nnx
 
+from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
 from hfjax.parallel.adapters.model_template import ModelTemplate, items_of, raw_value
 from hfjax.parallel.jaxprs.dimensions import Dimensions, Use, Value
 from hfjax.parallel.mesh import BATCH_AXES, STACK, size_of
 from hfjax.parallel.spmd.partition_context import trace_global
 from hfjax.parallel.spmd.placements import AxisGroup
 from hfjax.parallel.strategy import TENSOR, Strategy
-from hfjax.parallel.whole_model.model import call_model
-from hfjax.parallel.whole_model.unshard_on_use import hide_mesh
+from hfjax.sharding.report import READ
 from hfjax.utils.paths import Flat
 
 Names = dict[str, tuple[str | None, ...]]
 Places = list[tuple[str, int]]  # path and dimension of arrays
+
+
+IN_OUTPUT, CHOSEN = "it is in the model's output", 99  # a reason, the number of the last one
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,12 @@ class ReadAxes:
     def notes(self) -> Iterator[str]:
         """Lines for `print(layout)`."""
         names = _group_by_pattern(self.names)
-        yield 'axes="auto" named ' + (
+        yield f"{READ} named " + (
             ", ".join(f"{path} {names}" for names, paths in names.items() for path in paths)
             or "nothing"
         )
         for reason, paths in _group_by_pattern(self.left).items():
-            yield f'axes="auto" left {", ".join(paths)}: {reason}'
+            yield f"{READ} left {', '.join(paths)}: {reason}"
 
 
 def read_axes(
@@ -89,10 +93,9 @@ def _read_program(
         with template.call_context():
             if template.is_layer_stack and forward is None:
                 return _run_parts(template, model, template.prepare_batch(batch))
-            return call_model(forward, model, variables, batch, "train")
+            return _call(forward, model, variables, batch)
 
-    with hide_mesh():
-        program, _ = trace_global(AxisGroup(BATCH_AXES, 1), run, *inputs)
+    program, _ = trace_global(AxisGroup(BATCH_AXES, 1), run, *inputs)
     dimensions = Dimensions()
     values = {path: Value(dimensions.new_dims(x.shape), False) for path, x in inputs[0].items()}
     data = [Value(None, i == 1) for i in (0, 1) for _ in jax.tree.leaves(inputs[1 + i])]
@@ -101,13 +104,23 @@ def _read_program(
     return dimensions, values, dimensions.read(jaxpr, len(program.consts), leaves)
 
 
+def _call(forward: Callable | None, model: Any, variables: Flat, batch: Any) -> Any:
+    if forward is None:
+        return model(batch)
+    key = lambda name: variables[key_path(name)]
+    return forward(model, batch, **{n: n == TRAIN or key(n) for n in requested_names(forward)})
+
+
 def _run_parts(template: ModelTemplate, model: Any, batch: Any) -> Any:
     """Return the outputs of a model in three parts."""
-    from hfjax.models.layers import run_listed, run_stacked
-
-    run_layers = run_listed if template.is_layer_list else run_stacked
-    layers = items_of(model.layers) if template.is_layer_list else model.layers
-    return model.head(run_layers(layers, model.embed(batch)))
+    x = model.embed(batch)
+    if template.is_layer_list:
+        for layer in items_of(model.layers):
+            x = layer(x)
+        return model.head(x)
+    graph, arrays = nnx.split(model.layers)
+    run = lambda x, layer: (nnx.merge(graph, layer)(x), None)
+    return model.head(jax.lax.scan(run, x, arrays)[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,19 +135,24 @@ class _Reader:
 
     def read(self, parameters: Flat) -> ReadAxes:
         """Return the names, and why matrices have none."""
-        reasons, names, path_parts = dict(self._reasons()), {}, {}
+        reasons, names, path_parts = {}, {}, {}
+        for part, why in self._reasons():
+            reasons.setdefault(part, why)
         size = lambda part: sum(parameters[path].size for path, _ in self._places[part])
         cost = lambda part: self._costs[part] / size(part)
         for part in sorted(self._places.keys() - reasons, key=lambda part: (cost(part), part)):
             paths = [path for path, _ in self._places[part]]
             if taken := next((path for path in paths if path in path_parts), None):
-                reasons[part] = f"{taken} is split along its other dimension, which sends less"
+                reasons[part] = (
+                    CHOSEN,
+                    f"{taken} is split along its other dimension, which sends less",
+                )
                 continue
             path_parts |= dict.fromkeys(paths, part)
             names[part] = self._kind(part)
         return self._result(names, reasons)
 
-    def _result(self, names: Mapping[int, str], reasons: Mapping[int, str]) -> ReadAxes:
+    def _result(self, names: Mapping[int, str], reasons: Mapping[int, tuple]) -> ReadAxes:
         found, left = {}, {}
         for path, value in self.values.items():
             own = self.template.axes(path, {})
@@ -145,7 +163,7 @@ class _Reader:
                 found[path] = own if set(own) - {STACK, None} else tuple(a or b for a, b in pairs)
             why = [reasons[x] for dim in reversed(first) for x in dim if x in reasons]
             if not set(read) & set(names.values()) and len(first) > 1 and why:
-                left[path] = why[0]
+                left[path] = max(why, key=lambda reason: reason[0])[1]
         return ReadAxes(found, left)
 
     # -- what is known of a part of a dimension ----------------------------------------------
@@ -199,37 +217,31 @@ class _Reader:
         return self._parts_of(self.dimensions.batched) | {parts[0] for parts in divided}
 
     def _kind(self, part: int) -> str:
-        return (
-            "vocab" if part in self._vocabularies else "heads" if part in self._heads else "mlp"
-        )
+        return "vocab" if part in self._vocabularies else "heads" if part in self._heads else "mlp"
 
-    def _reasons(self) -> Iterator[tuple[int, str]]:
-        """Yield each part that cannot be named, and why."""
+    def _reasons(self) -> Iterator[tuple[int, tuple[int, str]]]:
+        """Yield each part that cannot be named, and why: the number of the check, and words."""
         d, inner = self.dimensions, self.dimensions.inner_parts()
         blocked = {part: use.line for use in reversed(d.blocked) for part in d.parts(use.parts)}
         produced, consumed = self._parts_of(d.produced), self._parts_of(d.consumed)
         rows, kept = self._parts_of(d.looked_up), self._parts_of(self._kept_outputs())
         for part, places in self._places.items():
             size, kind = d.sizes[part], self._kind(part)
-            devices, paths = self.divisor(kind), [path for path, _ in places]
-            if part in blocked:
-                yield part, f"{blocked[part]} works along it"
-            elif part in inner:
-                yield part, "a reshape makes it an inner part of a dimension"
-            elif part in kept or (part in self._last_of_output and kind != "vocab"):
-                yield part, "it is in the model's output"
-            elif part in rows and kind != "vocab":
-                yield part, "another table has more rows"
-            elif part not in produced and kind != "vocab":
-                yield part, "no matmul with a parameter makes it"
-            elif part not in consumed and kind != "vocab":
-                yield part, "no matmul with a parameter sums over it"
-            elif len(paths) > len(set(paths)):
-                yield part, f"{max(paths, key=paths.count)} has it twice"
-            elif own := next(filter(None, (self._own_names(*place) for place in places)), None):
-                yield part, own
-            elif size % devices:
-                yield part, f"{kind}: {size} do not divide by {devices}"
+            is_hidden, devices = kind != "vocab", self.divisor(kind)
+            paths = [path for path, _ in places]
+            own = next(filter(None, (self._own_names(*place) for place in places)), "")
+            checks = (
+                (is_hidden and part not in produced | rows, "no matmul with a parameter makes it"),
+                (part in blocked, f"{blocked.get(part)} works along it"),
+                (part in inner, "a reshape makes it an inner part of a dimension"),
+                (part in kept or (is_hidden and part in self._last_of_output), IN_OUTPUT),
+                (is_hidden and part in rows, "another table has more rows"),
+                (is_hidden and part not in consumed, "no matmul with a parameter sums over it"),
+                (len(paths) > len(set(paths)), f"{max(paths, key=paths.count)} has it twice"),
+                (bool(own), own),
+                (bool(size % devices), f"{kind}: {size} do not divide by {devices}"),
+            )
+            yield from ((part, (i, why)) for i, (is_so, why) in enumerate(checks) if is_so)
 
     def _kept_outputs(self) -> Iterator[Use]:
         return (Use(dim, "") for value in self.outputs for dim in (value.dims or ())[:-1])

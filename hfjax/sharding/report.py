@@ -19,6 +19,8 @@ from hfjax.sharding.storage import Source
 from hfjax.utils.paths import Tree
 from hfjax.utils.tables import align, human
 
+READ = 'axes="auto"'  # how notes begin that say what a program shows
+
 
 def unmatched(source: Source, packed: bool) -> Iterator[str]:
     """Report rules that match no parameter; refuse if a mesh axis is left without any.
@@ -36,12 +38,14 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
             continue
         idle_axes = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
         if idle_axes and axes and set(axes) <= {ROW_AXIS, *TENSOR_AXES}:
+            read = "".join(f"\n{note}" for note in source.template.notes if note.startswith(READ))
             raise ValueError(
                 f"strategy {strategy.name}: no parameter has an axis named "
                 f"{', '.join(sorted(rules.keys() - names))}, so the mesh axis {idle_axes[0]} "
                 f"({describe_mesh(mesh)}) would split nothing. The model's axes: "
                 f"{', '.join(sorted(names)) or 'none are named'}. Name them: nnx.Param(x, "
-                'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
+                'axes=("embed", "mlp")), or layout(…, axes={pattern: names}), or axes="auto" with '
+                f"example=batch.{read}"
             )
         yield f"row {rule} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
 

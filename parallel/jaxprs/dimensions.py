@@ -190,12 +190,16 @@ class Dimensions:
 known_number = Value(None, False)
 
 
+def _aval(variable: Var | Literal) -> Any:
+    return variable.aval
+
+
 def _shape(variable: Var | Literal) -> tuple[int, ...]:
-    return tuple(variable.aval.shape)
+    return tuple(_aval(variable).shape)
 
 
 def _has_gradient(variable: Var) -> bool:
-    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    return jnp.issubdtype(_aval(variable).dtype, jnp.inexact)
 
 
 def _line(equation: JaxprEqn) -> str:
