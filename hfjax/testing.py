@@ -351,7 +351,8 @@ def assert_strategies_agree(
         optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
             amplifies rounding where a gradient is truly zero.
         steps: How many steps each takes.
-        options: `forward` and `axes` of `hfjax.layout`, and fields of `Execution` for all of them.
+        options: `forward` and `axes` of `hfjax.layout` ("auto" reads the names with this batch),
+            and fields of `Execution` for all of them.
 
     Returns:
         The greatest relative difference by strategy.

@@ -1,7 +1,8 @@
 """The layout: how each array of a training state is sharded on a mesh, and what does not fit there.
 
 A layout is made once, from a model, an optimizer, a mesh and a strategy (`layout`; `check_layout`
-and `check_matrices` are what it refuses). `storage` is how a state stores layers,
+and `check_matrices` are what it refuses). `axis_names` are the names of dimensions that it is
+given, `read_axes` reads them from a program. `storage` is how a state stores layers,
 `stage_assignment` which stage gets which, `host_memory` what is in host memory, `report` what it
 prints, `xla_options` its compiler options. `reorder_layers` and `optimizer_state` convert a state
 from one arrangement to another; `check_state` refuses states of another layout.

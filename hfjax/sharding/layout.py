@@ -1,6 +1,6 @@
 """How everything is sharded: path, shape, PartitionSpec, bytes per device. Allocates nothing."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -33,19 +33,16 @@ from hfjax.parallel.offload.host_memory import (
 )
 from hfjax.parallel.param_specs import Array, ParamSpecs, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
+from hfjax.sharding.axis_names import find_names
 from hfjax.sharding.check_layout import (
-    AUTO,
-    axes_by_path,
     check_arguments,
     check_axes_of_model,
     check_dtypes,
-    check_example,
     check_frozen,
     check_marks,
     check_patterns,
     check_per_example_variables,
     check_splits,
-    describe_gathered_experts,
     first_layers,
     idle_axes,
 )
@@ -54,9 +51,9 @@ from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
 from hfjax.sharding.optimizer_state import find_parameter
 from hfjax.sharding.report import (
     bytes_of_array,
-    large_replicated,
+    count_frozen_layers,
     layout_table,
-    padding_cost,
+    notes_on,
     stage_table,
     unmatched,
 )
@@ -210,7 +207,7 @@ class Layout:
         frozen = {path for path, p in self.param_specs.items() if p.frozen}
         optimizer = unwrap(self.optimizer, FrozenLayers)
         optimizer = freeze_params(optimizer, frozen) if frozen else optimizer
-        if frozen_layers := _frozen_layers(self.param_specs):
+        if frozen_layers := count_frozen_layers(self.param_specs):
             layers = np.asarray(self.order)
             in_first = lambda n: (0 <= layers) & (layers < n)
             frozen_rows = {path: in_first(n) for path, n in frozen_layers.items()}
@@ -389,7 +386,7 @@ class Layout:
         packed = self.storage.packed
         lines += () if packed is None else stage_table(packed)
         totals = (f"{name} {human(size)}" for name, size in self.bytes_per_device().items())
-        notes = (f"note: {text}" for text in _notes(self))
+        notes = (f"note: {text}" for text in notes_on(self))
         return "\n".join([*lines, f"per device: {', '.join(totals)}", *notes])
 
     __repr__ = __str__
@@ -462,13 +459,18 @@ def layout(  # noqa: PLR0913  options of one call
         forward: Function of (model, batch) that returns what is passed to the loss. It may ask for
             `key`, `example_keys` and `train` by name. None: `model(batch)`, or a bare pytree
             itself.
-        axes: {path: logical axes} of parameters whose module does not name their dimensions.
-        example: A batch, or its shapes: a pipeline estimates the cost of unlike layers with it.
+        axes: {path or pattern: names of dimensions} for parameters whose module names none; `*`
+            matches anything, also `/`. A path itself counts first, then the first pattern that
+            matches. "auto": names are read from what the model computes on `example`, where a
+            matmul's outputs stay apart until another matmul sums over them; `print(layout)` says
+            what is left, and why.
+        example: A batch, or its shapes: for axes="auto", and for the cost of unlike layers of a
+            pipeline.
         sync_batch_norm: Whether BatchNorm takes its statistics over the examples of all devices.
 
     Raises:
-        ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; or
-            a part of the strategy would shard nothing on this mesh.
+        ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; a
+            part of the strategy would shard nothing on this mesh; or `axes` does not fit.
 
     Example:
         >>> import hfjax, optax
@@ -478,6 +480,15 @@ def layout(  # noqa: PLR0913  options of one call
         >>> layout = hfjax.layout(model, optax.adamw(3e-4), mesh, hfjax.FSDP | hfjax.TENSOR)
         >>> list(layout.specs["layers/mlp/up/kernel"])  # layers, embed, mlp
         [None, 'fsdp', 'tensor']
+
+        A model without names:
+
+        >>> import jax, jax.numpy as jnp
+        >>> model = lambda rngs: {"up": jnp.ones((8, 64)), "down": jnp.ones((64, 8))}
+        >>> forward = lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"]
+        >>> options = {"forward": forward, "axes": "auto", "example": jnp.ones((16, 8))}
+        >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.TENSOR, **options).axes
+        {'down': ('mlp', None), 'up': (None, 'mlp')}
     """
     check_arguments(model_init, optimizer, mesh, strategy)
     check_splits(strategy, mesh)
@@ -493,10 +504,7 @@ def layout(  # noqa: PLR0913  options of one call
     check_axes_of_model(template, mesh)
     check_marks(template)
     check_dtypes(template)
-    if axes == AUTO:
-        names, template = _read_names(template, forward, example, mesh, strategy)
-    else:
-        names = axes_by_path({} if axes is None else axes, template)
+    names, template = find_names(axes, template, forward, example, mesh, strategy)
     arrays = {
         path: Array(
             path, tuple(param.shape), template.axes(path, names), template.takes_shards(path)
@@ -521,17 +529,6 @@ def layout(  # noqa: PLR0913  options of one call
     return new_layout
 
 
-def _read_names(
-    template: ModelTemplate, forward: Callable | None, example: Any, mesh: Mesh, strategy: Strategy
-) -> tuple[dict[str, tuple[str | None, ...]], ModelTemplate]:
-    """Return the names that the model's program shows, and the template with notes on them."""
-    from hfjax.sharding.read_axes import read_axes, splits_of
-
-    check_example(template, forward, example)
-    read = read_axes(template, forward, example, splits_of(strategy, mesh))
-    return read.names, replace(template, notes=(*template.notes, *read.notes))
-
-
 def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
     """Return the layout that stores layers so; None: in the model's order."""
     frozen = {path for path, p in layout.param_specs.items() if p.frozen}
@@ -543,7 +540,7 @@ def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
         for path, p in storage.stored_specs(layout.param_specs).items()
     }
     new_layout = replace(layout, storage=storage, param_specs=param_specs)
-    return new_layout._freeze_optimizer() if _frozen_layers(param_specs) else new_layout
+    return new_layout._freeze_optimizer() if count_frozen_layers(param_specs) else new_layout
 
 
 def initial_state(layout: Layout, arrays: Flat, params: Flat) -> State:
@@ -552,31 +549,6 @@ def initial_state(layout: Layout, arrays: Flat, params: Flat) -> State:
     optimizer_state = layout.optimizer.init(nest(params))  # master weights start before rounding
     params = nest({path: x.astype(layout.param_specs[path].dtype) for path, x in params.items()})
     return State(jnp.zeros((), jnp.int32), params, optimizer_state, variables, layout.order)
-
-
-def _notes(layout: Layout) -> Iterator[str]:
-    """Yield what a strategy could not do, and what padding costs."""
-    source, packed = layout.storage.source, layout.storage.packed
-    if variables := layout.template.variables:
-        few = ", ".join(
-            f"{path} {x.dtype}{list(x.shape)}" for path, x in list(variables.items())[:3]
-        )
-        yield f"variables, not trained: {few}{' …' * (len(variables) > 3)} ({len(variables)})"
-    yield from unmatched(source, packed is not None)
-    yield from large_replicated(layout.strategy, layout.param_specs)
-    if experts := describe_gathered_experts(layout.param_specs.values()):
-        yield experts
-    yield from layout.host_memory.notes()
-    yield from layout.template.notes
-    for path, n in _frozen_layers(layout.param_specs).items():
-        yield f"{path}: its first {n} layers stay as they are"
-    if packed is not None:
-        yield from padding_cost(source, packed)
-
-
-def _frozen_layers(param_specs: Mapping[str, ParamSpecs]) -> dict[str, int]:
-    """Return path -> how many of the first layers of a stack are frozen."""
-    return {path: p.frozen_layers for path, p in param_specs.items() if p.frozen_layers}
 
 
 def _at_least_float32(dtype: DTypeLike) -> Any:

@@ -18,10 +18,10 @@ from flax import nnx
 from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
 from hfjax.parallel.adapters.model_template import ModelTemplate, items_of, raw_value
 from hfjax.parallel.jaxprs.dimensions import Dimensions, Use, Value
-from hfjax.parallel.mesh import BATCH_AXES, STACK, size_of
+from hfjax.parallel.mesh import BATCH_AXES, STACK
 from hfjax.parallel.spmd.partition_context import trace_global
 from hfjax.parallel.spmd.placements import AxisGroup
-from hfjax.parallel.strategy import TENSOR, Strategy
+from hfjax.parallel.strategy import TENSOR
 from hfjax.sharding.report import READ
 from hfjax.utils.paths import Flat
 
@@ -73,11 +73,6 @@ def read_axes(
     parameters = {path: raw_value(x) for path, x in template.parameters.items()}
     dimensions, values, outputs = _read_program(template, forward, example)
     return _Reader(dimensions, values, outputs, divisor, template).read(parameters)
-
-
-def splits_of(strategy: Strategy, mesh: Any) -> Callable[[str], int]:
-    """Return name -> the number of devices that split a dimension of this name."""
-    return lambda name: size_of(strategy.parameters.get(name, ()), mesh)
 
 
 def _read_program(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,38 @@ from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_
 from hfjax.parallel.packing import PackedLayers, packed_layers
 from hfjax.parallel.param_specs import ParamSpecs, entries_of, keep_axes, num_shards, sizes_near
 from hfjax.parallel.strategy import Axes, Strategy
+from hfjax.sharding.check_layout import describe_gathered_experts
 from hfjax.sharding.host_memory import HostMemory
 from hfjax.sharding.storage import Source
 from hfjax.utils.paths import Tree
 from hfjax.utils.tables import align, human
 
 READ = 'axes="auto"'  # how notes begin that say what a program shows
+
+
+def notes_on(layout: Any) -> Iterator[str]:
+    """Yield what a strategy could not do, and what padding costs."""
+    source, packed = layout.storage.source, layout.storage.packed
+    if variables := layout.template.variables:
+        few = ", ".join(
+            f"{path} {x.dtype}{list(x.shape)}" for path, x in list(variables.items())[:3]
+        )
+        yield f"variables, not trained: {few}{' …' * (len(variables) > 3)} ({len(variables)})"
+    yield from unmatched(source, packed is not None)
+    yield from large_replicated(layout.strategy, layout.param_specs)
+    if experts := describe_gathered_experts(layout.param_specs.values()):
+        yield experts
+    yield from layout.host_memory.notes()
+    yield from layout.template.notes
+    for path, n in count_frozen_layers(layout.param_specs).items():
+        yield f"{path}: its first {n} layers stay as they are"
+    if packed is not None:
+        yield from padding_cost(source, packed)
+
+
+def count_frozen_layers(param_specs: Mapping[str, ParamSpecs]) -> dict[str, int]:
+    """Return path -> how many of the first layers of a stack are frozen."""
+    return {path: p.frozen_layers for path, p in param_specs.items() if p.frozen_layers}
 
 
 def unmatched(source: Source, packed: bool) -> Iterator[str]:
