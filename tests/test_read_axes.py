@@ -406,6 +406,18 @@ TRAPS = {  # what is computed: shapes and function; names; what is said of what 
         SPLIT_A_AND_C | {"b": (None, "mlp")},
         "",
     ),
+    "rows stacked": (
+        pair(
+            lambda w, x: sum(jnp.unstack(jnp.stack([x @ w["a"], x @ w["b"]]))) @ w["c"], b=(8, 32)
+        ),
+        SPLIT_A_AND_C | {"b": (None, "mlp")},
+        "",
+    ),
+    "repeated": (
+        pair(lambda w, x: jnp.tile(x @ w["a"], (1, 2)) @ w["c"], c=(64, 8)),
+        {},
+        "tile at",
+    ),
     "also elsewhere": (
         pair(lambda w, x: (x @ w["a"]) @ w["c"] + rms(x @ w["a"]) @ w["b"], b=(32, 8)),
         {},
@@ -535,7 +547,7 @@ def test_names_of_the_model_win():
     layout = layout_of(Model(lambda rngs: Named(rngs=rngs), {}), "auto")
     assert layout.axes["own/up/kernel"] == ("embed", "wide")
     assert "own/down/kernel" not in layout.axes
-    assert "left own/down/kernel, own/up/kernel: the model names own/up/kernel" in str(layout)
+    assert "left own/down/kernel: the model names own/up/kernel ('embed', 'wide')" in str(layout)
     assert layout.axes["good/up/kernel"] == (None, "mlp")
 
 

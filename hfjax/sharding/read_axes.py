@@ -153,11 +153,13 @@ class _Reader:
             own = self.template.axes(path, {})
             first = [self.dimensions.parts(dim)[:1] for dim in value.dims or ()]
             read = [next((self._stacks.get(x) or names.get(x) for x in dim), None) for dim in first]
+            if set(own) - {STACK, None}:
+                continue
             if any(read):
-                pairs = zip(own, read, strict=True)
-                found[path] = own if set(own) - {STACK, None} else tuple(a or b for a, b in pairs)
+                found[path] = tuple(a or b for a, b in zip(own, read, strict=True))
             why = [reasons[x] for dim in reversed(first) for x in dim if x in reasons]
-            if not set(read) & set(names.values()) and len(first) > 1 and why:
+            is_matrix = len(first) - (STACK in (*own, *read)) > 1
+            if not set(read) & set(names.values()) and is_matrix and why:
                 left[path] = max(why, key=lambda reason: reason[0])[1]
         return ReadAxes(found, left)
 

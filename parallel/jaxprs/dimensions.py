@@ -38,7 +38,7 @@ Dims = tuple[Parts, ...]
 
 _SAME_RANK = CUMULATIVE.union(
     """concatenate cummax cummin cumprod dynamic_slice dynamic_update_slice pad reduce_window_max
-    reduce_window_sum rev slice sort split top_k""".split()
+    reduce_window_sum rev slice sort split tile top_k""".split()
 )
 
 
@@ -314,6 +314,23 @@ def _same_rank(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> It
         yield tuple(kept.get(i, dim) for i, dim in enumerate(new))
 
 
+def _stack(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iterator[Dims]:
+    axis, line = equation.params["axis"], _line(equation)
+    first, *rest = (v.dims for v in values if v.dims is not None)
+    for other in rest:
+        for a, b in zip(first, other, strict=True):
+            d.join(a, b, line)
+    new = d.new(len(values))
+    d.block(new, line)
+    yield (*first[:axis], new, *first[axis:])
+
+
+def _unstack(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iterator[Dims]:
+    axis, dims = equation.params["axis"], d.dims_of(values[0], equation.invars[0])
+    d.block(dims[axis], _line(equation))
+    yield from [(*dims[:axis], *dims[axis + 1 :])] * len(equation.outvars)
+
+
 def _along(equation: JaxprEqn) -> set[int]:
     """Return the dimensions that an equation names, of those that keep the number of dimensions."""
     params, rank = equation.params, len(_shape(equation.outvars[0]))
@@ -359,7 +376,9 @@ _RULES = {
     "broadcast_in_dim": _broadcast,
     "dot_general": _dot_general,
     "gather": _gather,
+    "stack": _stack,
     "transpose": _transpose,
+    "unstack": _unstack,
 }
 
 
