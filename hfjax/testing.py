@@ -356,7 +356,8 @@ def assert_strategies_agree(
         optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
             amplifies rounding where a gradient is truly zero.
         steps: How many steps each takes.
-        options: `forward` and `axes` of `hfjax.layout`, and fields of `Execution` for all of them.
+        options: `forward` and `axes` of `hfjax.layout` ("auto" reads the names with this batch),
+            and fields of `Execution` for all of them.
 
     Returns:
         The greatest relative difference by strategy.
@@ -372,6 +373,7 @@ def assert_strategies_agree(
         True
     """
     of_layout = {name: options.pop(name) for name in ("forward", "axes") if name in options}
+    of_layout |= {"example": batch} if of_layout.get("axes") == "auto" else {}
     cases: Mapping[str, tuple] = strategies or default_cases(model_init, of_layout)
     chosen = optimizer or optax.adamw(1e-3, eps=1e-4)
     case = Case(model_init, loss, batch, chosen, steps, of_layout, options)

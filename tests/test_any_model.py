@@ -337,19 +337,6 @@ def test_names_that_a_model_has_for_its_axes_are_the_logical_axes_of_strategies(
     assert_strategies_agree(init, squares, BATCH, cases, steps=2, forward=on_x)
 
 
-class Placing(nnx.Module):
-    def __init__(self, *, rngs):
-        self.up = linear(rngs)
-
-    def __call__(self, x):
-        return jnp.dot(x, self.up.kernel[...], out_sharding=P("data", None))
-
-
-def test_a_model_that_places_its_arrays_itself_is_refused_with_words():
-    with pytest.raises(ValueError, match=r"out_sharding=.*Leave it out of the\s+model"):
-        lower(lambda rngs: Placing(rngs=rngs))
-
-
 # -- recurrent nets ----------------------------
 
 

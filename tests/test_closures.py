@@ -13,10 +13,10 @@ FOLDERS = {"hfjax": "hfjax"} | {
     name: f"hfjax.{name}" for name in ("models", "parallel", "pallas_kernels")
 }
 LIMITS = {  # module: statements
-    "hfjax.parallel.engine.unshard": 817,
-    "hfjax.parallel.engine.gradient_engine": 3_980,
-    "hfjax.parallel.pipeline.executor": 1_735,
-    "hfjax.sharding.layout": 3_520,
+    "hfjax.parallel.engine.unshard": 825,
+    "hfjax.parallel.engine.gradient_engine": 4_060,
+    "hfjax.parallel.pipeline.executor": 1_850,
+    "hfjax.sharding.layout": 4_200,  # 470 of them only for axes="auto": sharding/read_axes.py
 }
 
 

@@ -29,7 +29,6 @@ from hfjax.parallel.mesh import (
 from hfjax.parallel.param_specs import ParamSpecs, batch_devices, entries_of
 from hfjax.parallel.strategy import GRID, HSDP, Rules, Strategy, python_expression
 from hfjax.utils.keywords import is_int
-from hfjax.utils.paths import suggest
 from hfjax.utils.renamed import MARKS
 
 PACKED_TOGETHER = (
@@ -75,6 +74,16 @@ def first_layers(paths: set[str], first: Any, template: ModelTemplate) -> set[st
     if not template.is_layer_list:
         return paths
     return paths & {path for layer in template.layers("train")[:first] for path in layer.paths}
+
+
+def check_has_parameters(template: ModelTemplate) -> None:
+    """Refuse a model without parameters."""
+    if not template.parameters:
+        raise ValueError(
+            f"the model has no parameters ({len(template.variables)} other variables): there is "
+            "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
+            "bare tree."
+        )
 
 
 def check_per_example_variables(template: ModelTemplate, mesh: Mesh) -> None:
@@ -134,13 +143,6 @@ def describe_gathered_experts(param_specs: Iterable[ParamSpecs]) -> str:
         "to travel to the experts, make the mixture of hfjax.models.moe.MoE(…, expert=lambda rngs: "
         "your module) (docs/experts.md)."
     )
-
-
-def check_paths(axes: Mapping[str, tuple], template: ModelTemplate) -> None:
-    """Refuse axis names for what is no parameter."""
-    for path in axes:
-        if path not in template.parameters:
-            raise ValueError(f"axes: no parameter {path!r}. {suggest(path, template.parameters)}")
 
 
 def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -> None:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
-from jax.typing import DTypeLike
 
 from hfjax.optimizers.transforms import (
     FrozenLayers,
@@ -30,17 +29,17 @@ from hfjax.parallel.mesh import STACK, describe_mesh
 from hfjax.parallel.offload.host_memory import (
     check_has_host_memory,
     host_sharding,
-    is_host_sharding,
 )
 from hfjax.parallel.param_specs import Array, ParamSpecs, batch_spec, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
+from hfjax.sharding.axis_names import find_names
 from hfjax.sharding.check_layout import (
     check_arguments,
     check_axes_of_model,
     check_dtypes,
     check_frozen,
+    check_has_parameters,
     check_marks,
-    check_paths,
     check_patterns,
     check_per_example_variables,
     check_splits,
@@ -53,12 +52,14 @@ from hfjax.sharding.optimizer_state import find_parameter
 from hfjax.sharding.own_mesh import check_fits_own_mesh, check_has_examples, restrict_specs
 from hfjax.sharding.report import (
     bytes_of_array,
+    count_frozen_layers,
     layout_notes,
     layout_table,
     stage_table,
+    state_bytes,
     unmatched,
 )
-from hfjax.sharding.state import State
+from hfjax.sharding.state import State, initial_state
 from hfjax.sharding.storage import COLUMNS, Source, Storage, make_storage, place_array
 from hfjax.utils.keywords import strict_keywords
 from hfjax.utils.paths import Flat, flatten, match_patterns, nest, suggest
@@ -106,6 +107,19 @@ class Layout:
     def specs(self) -> dict[str, P]:
         """Path -> PartitionSpec of each parameter; edit it and pass it to `with_specs`."""
         return {path: p.parameter for path, p in self.param_specs.items()}
+
+    @property
+    def axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Path -> the names of a parameter's dimensions, where it has any: as `axes=` takes it.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model, mesh = lambda _: {"w": jnp.ones((64, 8))}, hfjax.make_mesh(tensor=8)
+            >>> names = {"w": ("mlp", None)}
+            >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.TENSOR, axes=names).axes
+            {'w': ('mlp', None)}
+        """
+        return {path: array.axes for path, array in self.arrays.items() if any(array.axes)}
 
     def with_specs(self, specs: Mapping[str, P]) -> "Layout":
         """Return the layout with these parameters sharded so; gradients, optimizer state follow.
@@ -196,7 +210,7 @@ class Layout:
         frozen = {path for path, p in self.param_specs.items() if p.frozen}
         optimizer = unwrap(self.optimizer, FrozenLayers)
         optimizer = freeze_params(optimizer, frozen) if frozen else optimizer
-        if frozen_layers := _frozen_layers(self.param_specs):
+        if frozen_layers := count_frozen_layers(self.param_specs):
             layers = np.asarray(self.order)
             in_first = lambda n: (0 <= layers) & (layers < n)
             frozen_rows = {path: in_first(n) for path, n in frozen_layers.items()}
@@ -221,7 +235,11 @@ class Layout:
     def working_dtype(self, path: str) -> Any:
         """Return the dtype in which a parameter is updated: its own, or that of master weights."""
         dtype = self.param_specs[path].dtype
-        return dtype if stored_dtype(self.optimizer, None) is None else _at_least_float32(dtype)
+        return (
+            dtype
+            if stored_dtype(self.optimizer, None) is None
+            else jnp.promote_types(dtype, jnp.float32)
+        )
 
     @cached_property
     def working_dtypes(self) -> dict[str, Any]:
@@ -396,25 +414,13 @@ class Layout:
             >>> hfjax.layout(model, momentum, mesh, zero1).bytes_per_device()
             {'parameters': 2048, 'gradients': 2048, 'optimizer_state': 256}
         """
-        size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, self.mesh)
-        state_bytes = {False: 0, True: 0}  # on the host?
-        for x in jax.tree.leaves(self.abstract_state().optimizer):
-            num_bytes = bytes_of_array(x.shape, x.dtype, x.sharding.spec, self.mesh)
-            state_bytes[is_host_sharding(x.sharding)] += num_bytes
-        parameters = sum(size(p, p.parameter, p.dtype) for p in self.param_specs.values())
-        totals = {
-            "parameters": 0 if self.host_memory.parameters else parameters,
-            "gradients": sum(self.gradient_bytes.values()),
-            "optimizer_state": state_bytes[False],
-        }
-        on_host = parameters - totals["parameters"], state_bytes[True]
-        host = dict(zip(("host parameters", "host optimizer_state"), on_host, strict=True))
-        return totals | {name: n for name, n in host.items() if n}
+        return state_bytes(self)
 
     @property
     def gradient_bytes(self) -> dict[str, int]:
         """Bytes per device of the gradient of each parameter that has one, as it accumulates."""
-        size = lambda p: bytes_of_array(p.shape, _at_least_float32(p.dtype), p.gradient, self.mesh)
+        wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
+        size = lambda p: bytes_of_array(p.shape, wide(p), p.gradient, self.mesh)
         return {path: size(p) for path, p in self.param_specs.items() if not p.frozen}
 
     def unused_axes(self) -> list[str]:
@@ -451,7 +457,7 @@ def layout(  # noqa: PLR0913  options of one call
     strategy: Strategy,
     *,
     forward: Callable | None = None,
-    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    axes: Mapping[str, tuple[str | None, ...]] | Literal["auto"] | None = None,
     example: Any = None,
     sync_batch_norm: bool = True,
     mesh_axes: Mapping[str, str | None] | None = None,
@@ -468,16 +474,21 @@ def layout(  # noqa: PLR0913  options of one call
         forward: Function of (model, batch) that returns what is passed to the loss. It may ask for
             `key`, `example_keys` and `train` by name. None: `model(batch)`, or a bare pytree
             itself.
-        axes: {path: logical axes} of parameters whose module does not name their dimensions.
-        example: A batch, or its shapes: a pipeline estimates the cost of unlike layers with it.
+        axes: {path or pattern: names of dimensions} for parameters whose module names none; `*`
+            matches anything, also `/`. A path itself counts first, then the first pattern that
+            matches. "auto": names are read from what the model computes on `example`, where a
+            matmul's outputs stay apart until another matmul sums over them; `print(layout)` says
+            what is left, and why.
+        example: A batch, or its shapes: for axes="auto", and for the cost of unlike layers of a
+            pipeline.
         sync_batch_norm: Whether BatchNorm takes its statistics over the examples of all devices.
         mesh_axes: {name: mesh axis} of a mesh of your own, and of a model that places its arrays
             (`out_sharding=`, `reshard`): `{"x": "data", "y": "tensor", "z": None}`. None: it splits
             nothing. Equal names need no entry.
 
     Raises:
-        ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; or
-            a part of the strategy would shard nothing on this mesh; or an axis has another name.
+        ValueError: A parameter cannot be sharded as the strategy says, or has no floating dtype; a
+            part of the strategy would shard nothing on this mesh; `axes` or `mesh_axes` do not fit.
 
     Example:
         >>> import hfjax, optax
@@ -487,6 +498,15 @@ def layout(  # noqa: PLR0913  options of one call
         >>> layout = hfjax.layout(model, optax.adamw(3e-4), mesh, hfjax.FSDP | hfjax.TENSOR)
         >>> list(layout.specs["layers/mlp/up/kernel"])  # layers, embed, mlp
         [None, 'fsdp', 'tensor']
+
+        A model without names:
+
+        >>> import jax, jax.numpy as jnp
+        >>> model = lambda rngs: {"up": jnp.ones((8, 64)), "down": jnp.ones((64, 8))}
+        >>> forward = lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"]
+        >>> options = {"forward": forward, "axes": "auto", "example": jnp.ones((16, 8))}
+        >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.TENSOR, **options).axes
+        {'down': ('mlp', None), 'up': (None, 'mlp')}
     """
     check_arguments(model_init, optimizer, mesh, strategy)
     mesh = as_mesh(mesh, mesh_axes)
@@ -494,20 +514,15 @@ def layout(  # noqa: PLR0913  options of one call
     check_own_process(mesh)
     placer = Placer(mesh, strategy)
     template = make_template(model_init, placer, forward, sync_batch_norm, mesh_axes)
-    if not template.parameters:
-        raise ValueError(
-            f"the model has no parameters ({len(template.variables)} other variables): there is "
-            "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
-            "bare tree."
-        )
+    check_has_parameters(template)
     check_per_example_variables(template, mesh)
     check_axes_of_model(template, mesh)
     check_marks(template)
-    check_paths(axes or {}, template)
     check_dtypes(template)
+    names, template = find_names(axes, template, forward, example, mesh, strategy)
     arrays = {
         path: Array(
-            path, tuple(param.shape), template.axes(path, axes or {}), template.takes_shards(path)
+            path, tuple(param.shape), template.axes(path, names), template.takes_shards(path)
         )
         for path, param in template.parameters.items()
     }
@@ -540,21 +555,4 @@ def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
         for path, p in storage.stored_specs(layout.param_specs).items()
     }
     new_layout = replace(layout, storage=storage, param_specs=param_specs)
-    return new_layout._freeze_optimizer() if _frozen_layers(param_specs) else new_layout
-
-
-def initial_state(layout: Layout, arrays: Flat, params: Flat) -> State:
-    """Return the initial state with these parameters, and variables from `arrays`."""
-    variables = nest({path: arrays[path] for path in layout.template.variables})
-    optimizer_state = layout.optimizer.init(nest(params))  # master weights start before rounding
-    params = nest({path: x.astype(layout.param_specs[path].dtype) for path, x in params.items()})
-    return State(jnp.zeros((), jnp.int32), params, optimizer_state, variables, layout.order)
-
-
-def _frozen_layers(param_specs: Mapping[str, ParamSpecs]) -> dict[str, int]:
-    """Return path -> how many of the first layers of a stack are frozen."""
-    return {path: p.frozen_layers for path, p in param_specs.items() if p.frozen_layers}
-
-
-def _at_least_float32(dtype: DTypeLike) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return new_layout._freeze_optimizer() if count_frozen_layers(param_specs) else new_layout

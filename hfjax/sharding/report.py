@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from hfjax.parallel.layer_costs import output_shapes
 from hfjax.parallel.layer_order import arrange
 from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_use, size_of
+from hfjax.parallel.offload.host_memory import is_host_sharding
 from hfjax.parallel.packing import PackedLayers, packed_layers
 from hfjax.parallel.param_specs import ParamSpecs, entries_of, keep_axes, num_shards, sizes_near
 from hfjax.parallel.strategy import Axes, Strategy
@@ -20,6 +21,51 @@ from hfjax.sharding.host_memory import HostMemory
 from hfjax.sharding.storage import Source
 from hfjax.utils.paths import Tree
 from hfjax.utils.tables import align, human
+
+READ = 'axes="auto"'  # how notes begin that say what a program shows
+
+
+def layout_notes(layout: Any) -> Iterator[str]:
+    """Yield what a strategy could not do, and what padding costs."""
+    source, packed = layout.storage.source, layout.storage.packed
+    if variables := layout.template.variables:
+        few = ", ".join(
+            f"{path} {x.dtype}{list(x.shape)}" for path, x in list(variables.items())[:3]
+        )
+        yield f"variables, not trained: {few}{' …' * (len(variables) > 3)} ({len(variables)})"
+    yield from unmatched(source, packed is not None)
+    yield from large_replicated(layout.strategy, layout.param_specs)
+    if experts := describe_gathered_experts(layout.param_specs.values()):
+        yield experts
+    yield from layout.host_memory.notes()
+    yield from layout.template.notes
+    for path, n in count_frozen_layers(layout.param_specs).items():
+        yield f"{path}: its first {n} layers stay as they are"
+    if packed is not None:
+        yield from padding_cost(source, packed)
+
+
+def state_bytes(layout: Any) -> dict[str, int]:
+    """Return bytes per device of a state and of gradients, by what they are and where they lie."""
+    size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, layout.mesh)
+    on_host_bytes = {False: 0, True: 0}  # on the host?
+    for x in jax.tree.leaves(layout.abstract_state().optimizer):
+        num_bytes = bytes_of_array(x.shape, x.dtype, x.sharding.spec, layout.mesh)
+        on_host_bytes[is_host_sharding(x.sharding)] += num_bytes
+    parameters = sum(size(p, p.parameter, p.dtype) for p in layout.param_specs.values())
+    totals = {
+        "parameters": 0 if layout.host_memory.parameters else parameters,
+        "gradients": sum(layout.gradient_bytes.values()),
+        "optimizer_state": on_host_bytes[False],
+    }
+    on_host = parameters - totals["parameters"], on_host_bytes[True]
+    host = dict(zip(("host parameters", "host optimizer_state"), on_host, strict=True))
+    return totals | {name: n for name, n in host.items() if n}
+
+
+def count_frozen_layers(param_specs: Mapping[str, ParamSpecs]) -> dict[str, int]:
+    """Return path -> how many of the first layers of a stack are frozen."""
+    return {path: p.frozen_layers for path, p in param_specs.items() if p.frozen_layers}
 
 
 def unmatched(source: Source, packed: bool) -> Iterator[str]:
@@ -38,12 +84,14 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
             continue
         idle_axes = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
         if idle_axes and axes and set(axes) <= {ROW_AXIS, *TENSOR_AXES}:
+            read = "".join(f"\n{note}" for note in source.template.notes if note.startswith(READ))
             raise ValueError(
                 f"strategy {strategy.name}: no parameter has an axis named "
                 f"{', '.join(sorted(rules.keys() - names))}, so the mesh axis {idle_axes[0]} "
                 f"({describe_mesh(mesh)}) would split nothing. The model's axes: "
                 f"{', '.join(sorted(names)) or 'none are named'}. Name them: nnx.Param(x, "
-                'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
+                'axes=("embed", "mlp")), or layout(…, axes={pattern: names}), or axes="auto" with '
+                f"example=batch.{read}"
             )
         yield f"row {rule} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
 
@@ -176,24 +224,3 @@ def bytes_of_array(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh
     """Return the bytes of one device's shard of an array."""
     itemsize = jax.ShapeDtypeStruct((), dtype).dtype.itemsize  # of a random key too
     return math.prod(shape) * itemsize // num_shards(spec, mesh)
-
-
-def layout_notes(layout: Any) -> Iterator[str]:
-    """Yield what the strategy of a layout could not do, and what padding costs."""
-    source, packed = layout.storage.source, layout.storage.packed
-    if variables := layout.template.variables:
-        few = ", ".join(
-            f"{path} {x.dtype}{list(x.shape)}" for path, x in list(variables.items())[:3]
-        )
-        yield f"variables, not trained: {few}{' …' * (len(variables) > 3)} ({len(variables)})"
-    yield from unmatched(source, packed is not None)
-    yield from large_replicated(layout.strategy, layout.param_specs)
-    if experts := describe_gathered_experts(layout.param_specs.values()):
-        yield experts
-    yield from layout.host_memory.notes()
-    yield from layout.template.notes
-    for path, p in layout.param_specs.items():
-        if p.frozen_layers:
-            yield f"{path}: its first {p.frozen_layers} layers stay as they are"
-    if packed is not None:
-        yield from padding_cost(source, packed)

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from hfjax.utils.paths import Flat, nest
 
 
 @jax.tree_util.register_dataclass
@@ -49,3 +52,11 @@ class State:
     variables: Any  # arrays that are no parameters: statistics, random keys
     order: Any = None  # the layer number of each entry of stacked layers
     scale: Scale | None = None
+
+
+def initial_state(layout: Any, arrays: Flat, params: Flat) -> State:
+    """Return the initial state with these parameters, and variables from `arrays`."""
+    variables = nest({path: arrays[path] for path in layout.template.variables})
+    optimizer_state = layout.optimizer.init(nest(params))  # master weights start before rounding
+    params = nest({path: x.astype(layout.param_specs[path].dtype) for path, x in params.items()})
+    return State(jnp.zeros((), jnp.int32), params, optimizer_state, variables, layout.order)

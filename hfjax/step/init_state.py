@@ -32,9 +32,10 @@ from hfjax.parallel.offload.host_memory import (
     to_host,
 )
 from hfjax.sharding.check_state import check_layout
-from hfjax.sharding.layout import Layout, State, initial_state
+from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import copy_to, params_in_model_order, to_stored_order
 from hfjax.sharding.stage_assignment import assign_stages
+from hfjax.sharding.state import initial_state
 from hfjax.utils.keywords import NEAREST, name_hint, strict_keywords
 from hfjax.utils.paths import Flat, Index, flatten, nest
 from hfjax.utils.tables import first_lines, human
