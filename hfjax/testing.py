@@ -18,10 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.checks.jax_errors import raising_module
 from hfjax.distributed.consensus import speaks
 from hfjax.parallel.engine.example_keys import derive_keys, is_random
-from hfjax.parallel.jaxprs.model_mesh import without_mesh
+from hfjax.parallel.jaxprs.model_mesh import call_or_trace, without_mesh
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import EXPERTS, describe_mesh
 from hfjax.parallel.schedules.named import Schedule
+from hfjax.parallel.spmd.interpreter import run_partitioned
+from hfjax.parallel.spmd.placements import AxisGroup
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,
@@ -248,11 +250,17 @@ class PlainStep:
             path: self._microbatch_variable(path, x, number, microbatch)
             for path, x in variables.items()
         }
-        model = template.merge(parameters, values, "train")
-        with template.call_context():
+
+        def compute(parameters: Flat, values: Flat, batch: Any) -> tuple[Mean, Flat]:
+            model = template.merge(parameters, values, "train")
             outputs = call_model(self.case_layout.forward, model, values, batch, "train")
-        mean = as_mean(self.case.loss(outputs, batch), self.microbatch_size)
-        new_variables = template.model_variables(model).items()
+            mean = as_mean(self.case.loss(outputs, batch), self.microbatch_size)
+            return mean, template.model_variables(model)
+
+        one_device = partial(run_partitioned, AxisGroup((), 1))
+        with template.call_context():
+            mean, now = call_or_trace(compute, one_device, parameters, values, batch)
+        new_variables = now.items()
         is_statistic = lambda path: path in values and not is_random(template.variables[path])
         weight = jnp.where(mean.weight == 0, 1, mean.weight)
         statistics = {path: x for path, x in new_variables if is_statistic(path)}

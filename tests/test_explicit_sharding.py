@@ -3,6 +3,7 @@
 The oracle is the same model on a mesh of one device whose axes are Explicit.
 """
 
+import re
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import hfjax
@@ -156,3 +158,270 @@ def expected():
 def test_a_model_with_explicit_sharding_equals_one_device(name, expected):
     layout, step = build(*STRATEGIES[name], axes=AXES, mesh_axes=OWN_NAMES)
     assert_equal(train(layout, step), expected)
+
+
+# -- a module in three parts --------------------------------------------------------------------
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        draw = partial(jax.random.normal, dtype=jnp.float64)
+        self.norm = nnx.LayerNorm(DIM, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+        up = draw(rngs.params(), (DIM, HIDDEN), out_sharding=P("x", "y")) / 4
+        self.up = nnx.Param(up, axes=("embed", "mlp"))
+        self.down = nnx.Param(draw(rngs.params(), (HIDDEN, DIM)) / 6, axes=("mlp", "embed"))
+
+    def __call__(self, h):
+        wide = jnp.dot(self.norm(h), self.up[...], out_sharding=P("x", None, "y"))
+        out = jnp.dot(jax.nn.relu(wide), self.down[...], out_sharding=P("x", None, None))
+        return h + jax.sharding.reshard(out, P("x"))
+
+
+class Decoder(nnx.Module):
+    def __init__(self, rngs):
+        tokens = jax.random.normal(rngs.params(), (VOCAB, DIM), jnp.float64)
+        self.tokens = nnx.Param(tokens, axes=("vocab", "embed"))
+        self.layers = nnx.List([Block(rngs) for _ in range(LAYERS)])
+
+    def embed(self, batch):
+        return self.tokens[...].at[batch["tokens"]].get(out_sharding=P("x", None, None))
+
+    def head(self, h):
+        return jnp.einsum("bsd,vd->bsv", h, self.tokens[...], out_sharding=P("x", None, "y"))
+
+    def __call__(self, batch):
+        h = self.embed(batch)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+IN_THREE_PARTS = {
+    "FSDP, accumulated": (
+        hfjax.FSDP,
+        {"fsdp": 2},
+        {"remat": "full", "gradient_accumulation_steps": 2},
+    ),
+    "TENSOR": (hfjax.TENSOR | hfjax.SEQUENCE, {"tensor": 2}, {}),
+    "PIPE": (hfjax.PIPE, {"pipe": 2}, {"schedule": hfjax.Schedule("zb-h1", 2)}),
+    "GRID": (hfjax.GRID, {"row": 2, "tensor": 2}, {}),
+    "CONTEXT": (hfjax.CONTEXT, {"context": 2}, {}),
+    "PIPE | FSDP": (
+        hfjax.PIPE | hfjax.FSDP,
+        {"pipe": 2, "fsdp": 2},
+        {"schedule": hfjax.Schedule("1f1b", 4)},
+    ),
+    "host": (hfjax.HOST_PARAMETERS | hfjax.FSDP, {"fsdp": 4}, {}),
+    "own examples": (hfjax.DDP, {"data": 4}, {"batch_view": "local"}),
+    "in backward": (hfjax.FSDP, {"fsdp": 4}, {"optimizer_in_backward": True}),
+    "offload": (hfjax.FSDP, {"fsdp": 4}, {"offload": 1.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    with jax.enable_x64(True):
+        graph, _, rest = nnx.split(abstract_decoder(), nnx.Param, ...)
+
+        def init(rngs):
+            with nnx.use_eager_sharding(False):
+                return nnx.state(Decoder(rngs), nnx.Param)
+
+        run = lambda params, batch: nnx.merge(graph, params, rest)(batch)
+        numbers, params = on_one_device(init, run, loss)
+        return numbers, nnx.to_pure_dict(params)
+
+
+def abstract_decoder():
+    mesh = jax.sharding.AbstractMesh((1, 1), ("x", "y"), (AxisType.Explicit,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh), nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda: Decoder(make_rngs(0)))
+
+
+@pytest.mark.parametrize("name", IN_THREE_PARTS)
+@pytest.mark.short("FSDP, accumulated", "TENSOR", "PIPE", "GRID")
+def test_layers_with_explicit_sharding_run_under_every_strategy(name, decoder):
+    strategy, sizes, execution = IN_THREE_PARTS[name]
+    options = {"mesh_axes": OWN_NAMES, "forward": None, "execution": execution}
+    layout, step = build(strategy, sizes, Decoder, **options)
+    numbers, _ = train(layout, step)
+    np.testing.assert_allclose(numbers, decoder[0], rtol=1e-9)
+
+
+# -- what becomes of the specs ------------------------------------------------------------------
+
+
+def mlp(rngs):
+    draw = lambda *shape: jax.random.normal(rngs.params(), shape, jnp.float64) / 4
+    return {"up": draw(8, 32), "down": draw(32, 8)}
+
+
+MLP_AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+ROWS = np.random.default_rng(1).normal(size=(8, 8))
+
+
+def squared(outputs, batch):
+    return (outputs**2).mean()
+
+
+def plain_mlp(params, x):
+    return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+
+def placed_mlp(params, x):
+    h = jnp.dot(x, params["up"], out_sharding=P("data", "tensor"))
+    h = jax.nn.relu(h)
+    return jnp.dot(h, params["down"], out_sharding=P("data", None))
+
+
+def constrained_mlp(params, x):
+    h = jax.lax.with_sharding_constraint(x @ params["up"], P("data", "tensor"))
+    return jax.lax.with_sharding_constraint(jax.nn.relu(h) @ params["down"], P("data", None))
+
+
+def build_mlp(forward, strategy=hfjax.FSDP | hfjax.TENSOR, sizes=None, **options):
+    sizes, options = sizes or {"fsdp": 2, "tensor": 2}, {"axes": MLP_AXES, **options}
+    return build(strategy, sizes, mlp, forward, squared, **options)
+
+
+def constraints_over_tensor(layout, forward):
+    """Return the specs of the constraints in the program of a prediction."""
+    predict = hfjax.predict_step(layout, forward)
+    text = str(jax.make_jaxpr(predict)(layout.abstract_state(), ROWS))
+    return re.findall(r"sharding_constraint\[.*?spec=P\((.*?)\)", text, re.DOTALL)
+
+
+def test_a_spec_over_the_tensor_axis_is_a_constraint_and_others_are_not():
+    layout, step = build_mlp(plain_mlp)
+    before = constraints_over_tensor(layout, plain_mlp)
+    for forward in (placed_mlp, constrained_mlp):
+        after = constraints_over_tensor(layout, forward)
+        assert sorted(after) == sorted([*before, "None, 'tensor'"])
+    layout, step = build_mlp(placed_mlp)
+    assert str(step.shardings) == "the model asks for no sharding"
+    step.trace(ROWS)
+    lines = str(step.shardings).splitlines()
+    assert [re.split(r"  +", line)[1:] for line in lines] == [
+        ["P('data', 'tensor')", "constraint P(None, 'tensor')"],
+        ["P('data', None)", "the strategy decides"],
+    ]
+    assert all("test_explicit_sharding.py:" in line for line in lines)
+
+
+@pytest.mark.parametrize("forward", [placed_mlp, constrained_mlp])
+def test_a_model_that_places_its_arrays_sends_what_one_sends_that_does_not(forward):
+    programs = [build_mlp(f)[1].lower(ROWS) for f in (plain_mlp, forward)]
+    plain, placed = map(hfjax.collectives, programs)
+    assert str(plain) == str(placed)
+    numbers = [train(*build_mlp(f), ROWS) for f in (plain_mlp, forward)]
+    assert_equal(*numbers)
+
+
+def test_names_of_axes_that_nothing_maps_split_nothing():
+    with_names = lambda a, b: (
+        lambda params, x: jnp.dot(
+            jnp.dot(x, params["up"], out_sharding=P(("rows", a), b)), params["down"]
+        )
+    )
+    layout, step = build_mlp(with_names("data", "columns"))
+    expected = train(*build_mlp(lambda params, x: x @ params["up"] @ params["down"]), ROWS)
+    assert_equal(train(layout, step, ROWS), expected)
+    assert "the strategy decides" in str(step.shardings)
+    layout, step = build_mlp(with_names("data", "columns"), mesh_axes={"columns": "tensor"})
+    assert_equal(train(layout, step, ROWS), expected)
+    assert "constraint P(None, 'tensor')" in str(step.shardings)
+
+
+def test_a_model_sees_the_axes_that_it_is_told_of():
+    def forward(params, x):
+        mesh = jax.sharding.get_abstract_mesh()
+        assert mesh.shape["z"] == mesh.shape["y"] == 1, mesh
+        return plain_mlp(params, x)
+
+    build_mlp(forward, mesh_axes={"y": "tensor", "z": None})[1].trace(ROWS)
+
+
+def test_a_function_on_each_devices_own_examples_may_place_its_arrays():
+    centre = hfjax.per_device(
+        lambda h: jax.sharding.reshard(h - h.mean(0, keepdims=True), P("data"))
+    )
+    plain = hfjax.per_device(lambda h: h - h.mean(0, keepdims=True))
+    runs = [
+        train(*build_mlp(lambda p, x, f=f: f(x @ p["up"]) @ p["down"]), ROWS)
+        for f in (centre, plain)
+    ]
+    assert_equal(*runs)
+
+
+def test_a_mesh_of_the_models_own_counts_by_the_names_of_its_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    place = lambda h: jax.lax.with_sharding_constraint(
+        h, jax.NamedSharding(mesh, P("data", "tensor"))
+    )
+    forward = lambda params, x: place(x @ params["up"]) @ params["down"]
+    layout, step = build_mlp(forward)
+    expected = train(*build_mlp(lambda params, x: x @ params["up"] @ params["down"]), ROWS)
+    assert_equal(train(layout, step, ROWS), expected)
+    assert "constraint P(None, 'tensor')" in str(step.shardings)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_all_of_it_runs_while_a_mesh_is_set(kind, tmp_path):
+    expected = train(*build_mlp(placed_mlp), ROWS)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind,) * 2)):
+        layout, step = build_mlp(placed_mlp)
+        assert_equal(train(layout, step, ROWS), expected)
+        state, _ = step(hfjax.init(layout), ROWS)
+        gradients, _ = step.gradients(state, ROWS)
+        state, _ = step.apply(state, gradients + gradients)
+        hfjax.save(tmp_path, layout, state)
+        state = hfjax.restore(tmp_path, layout).state
+        hfjax.eval_step(layout, squared)(state, ROWS)
+        assert hfjax.predict_step(layout)(state, ROWS[:7]).shape == (7, 8)
+        hfjax.to_model(layout, state)
+        cases = {"FSDP": (hfjax.FSDP, {"fsdp": 2})}
+        hfjax.testing.assert_strategies_agree(
+            mlp, squared, ROWS, cases, steps=1, forward=placed_mlp
+        )
+
+
+# -- what cannot be -----------------------------------------------------------------------------
+
+reshard = jax.sharding.reshard
+REFUSED = {
+    r"test_explicit_sharding.py:\d+.*: P\('data', None, None\) has 3 entries, and the array is "
+    r"float64\[8, 32\]": lambda h: reshard(h, P("data", None, None)),
+    r"test_explicit_sharding.py:\d+.*: P\(None, 'tensor'\) splits dimension 1 of an array of "
+    r"float64\[8, 3\] over tensor of size 2, which does not divide it": lambda h: reshard(
+        h[:, :3], P(None, "tensor")
+    ),
+    r"test_explicit_sharding.py:\d+.*: jax.shard_map over the model's own mesh.*per_device": (
+        lambda h: jax.shard_map(jnp.sin, in_specs=P("x"), out_specs=P("x"))(reshard(h, P("x")))
+    ),
+    r"the model places its arrays .* in a way that cannot run inside a step.*JAX says": (
+        lambda h: jax.shard_map(
+            jnp.sin, mesh=jax.make_mesh((8,), ("x",)), in_specs=P("x"), out_specs=P("x")
+        )(h)
+    ),
+    "the model computes an array's value while it is traced .* with NumPy": (
+        lambda h: reshard(h, P("data")) * value_of_an_array()
+    ),
+}
+
+
+def value_of_an_array():
+    with jax.ensure_compile_time_eval():
+        return float(jnp.sqrt(jnp.float64(4.0)))
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_model_cannot_ask_for_is_refused(message):
+    place = REFUSED[message]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        build_mlp(lambda params, x: place(x @ params["up"]).sum(1))[1].trace(ROWS)
+
+
+def test_two_names_of_a_model_for_one_axis_are_refused():
+    message = "mesh_axes: x and y are both tensor. Map one of them to None"
+    with pytest.raises(ValueError, match=message):
+        build_mlp(plain_mlp, mesh_axes={"x": "tensor", "y": "tensor"})

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.jaxprs.model_mesh import (
     SpecRequest,
-    call_model,
+    call_or_trace,
     change_mesh,
     current_model_mesh,
     is_model_mesh,
@@ -51,7 +51,7 @@ def call_on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
         outs = interpret_jaxpr(program.jaxpr, program.consts, (), inline_calls)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-    return on_one_device(partial(call_model, function, run_traced))
+    return on_one_device(partial(call_or_trace, function, run_traced))
 
 
 def is_placed(equation: JaxprEqn) -> bool:
@@ -122,16 +122,16 @@ def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
     auto = [name for name, kind in types if kind is AxisType.Auto and mesh.shape[name] > 1]
     constraint = model_mesh.constraint(spec, auto)
     line = source_info_util.summarize(equation.source_info)
-    entries = names_of(spec)
+    entries, shape = names_of(spec), _show(equation.outvars[0].aval)
     if len(entries) > x.ndim:
-        raise ValueError(f"{line}: {spec} has {len(entries)} entries, and the array is {_show(x)}.")
+        raise ValueError(f"{line}: {spec} has {len(entries)} entries, and the array is {shape}.")
     if any(entries):
         model_mesh.requests[SpecRequest(line, spec, constraint)] = None
     for dim, axes in enumerate([] if constraint is None else names_of(constraint)):
         size = math.prod(mesh.shape[axis] for axis in axes)
         if x.shape[dim] % size:
             raise ValueError(
-                f"{line}: {spec} splits dimension {dim} of an array of {_show(x)} over "
+                f"{line}: {spec} splits dimension {dim} of an array of {shape} over "
                 f"{', '.join(axes)} of size {size}, which does not divide it. Leave that entry "
                 f"out, or take {', '.join(axes)} of another size."
             )

@@ -176,17 +176,18 @@ def without_mesh(function: Callable[Arguments, Result]) -> Callable[Arguments, R
 def leave_mesh() -> Iterator[None]:
     """Leave a mesh that the user has set meanwhile: a layout has its own."""
     mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit not in mesh.axis_types or is_model_mesh(mesh):
-        yield
-        return
+    context: AbstractContextManager = nullcontext()
     try:
-        context = jax.set_mesh(cast(Any, None))
-    except ValueError as error:
-        raise ValueError(
-            "a program of your own calls hfjax while a mesh with Explicit axes is set, "
-            f"{describe_mesh(cast(Any, mesh))}: JAX runs no program of another mesh there. Compile "
-            "and call yours outside of `with jax.set_mesh(…)`; what calls hfjax directly may stay."
-        ) from error
+        if not (mesh.empty or is_model_mesh(mesh)):
+            context = jax.set_mesh(cast(Any, None))
+    except ValueError as error:  # it is called by another program
+        if AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                "a program of your own calls hfjax while a mesh with Explicit axes is set, "
+                f"{describe_mesh(cast(Any, mesh))}: JAX runs no program of another mesh there. "
+                "Compile and call yours outside of `with jax.set_mesh(…)`; what calls hfjax "
+                "directly may stay."
+            ) from error
     with context:
         yield
 
@@ -219,7 +220,7 @@ def trace_under_mesh(trace: Callable[[], Result]) -> Result:
             context = mesh.context()
 
 
-def call_model(function: Callable, run_traced: Callable, *arguments: Any) -> Any:
+def call_or_trace(function: Callable, run_traced: Callable, *arguments: Any) -> Any:
     """Return `function(*arguments)`, or `run_traced(function, *arguments)` if it needs a mesh."""
     mesh = current_model_mesh()
     if mesh.axis_type is None:

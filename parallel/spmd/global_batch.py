@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hfjax.parallel.jaxprs.model_mesh import call_model
+from hfjax.parallel.jaxprs.model_mesh import call_or_trace
 from hfjax.parallel.spmd.axes import logical_axes
 from hfjax.parallel.spmd.nested import InnerAxes, Nested, scale_times
 from hfjax.parallel.spmd.partition_context import CommEvent, bytes_of
@@ -107,7 +107,7 @@ class GlobalBatch:
         comms = self.start_comms(component)
         if self.group.size == 1:
             partitioned = partial(self.run_partitioned, self.group, comms=comms)
-            outs = call_model(function, partitioned, *args)
+            outs = call_or_trace(function, partitioned, *args)
         else:
             outs = self.run_partitioned(self.group, function, *args, comms=comms)
         scale_times(comms, times)

@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from hfjax.parallel.jaxprs.model_mesh import call_model
+from hfjax.parallel.jaxprs.model_mesh import call_or_trace
 from hfjax.parallel.jaxprs.walk import bodies_of, body_of, equations_in, name_of
 from hfjax.parallel.spmd.partition_context import (
     PartitionContext,
@@ -272,7 +272,7 @@ def _run_local(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tu
     """Run a function on the local arrays."""
     leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
     arrays = in_tree.unflatten([local_array(v) for v in _as_sharded_or_full(ctx, leaves)])
-    outs = call_model(call.reapply, partial(_run_alone, ctx, call), *arrays)
+    outs = call_or_trace(call.reapply, partial(_run_alone, ctx, call), *arrays)
     jaxpr, _ = body
     pairs = zip(jax.tree.leaves(outs), jaxpr.outvars, strict=True)
     return [_as_sharded_or_mean(ctx, jnp.asarray(x), v.aval.shape) for x, v in pairs]
