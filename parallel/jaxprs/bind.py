@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -22,8 +23,15 @@ from hfjax.parallel.jaxprs.model_mesh import (
     names_of,
     trace_under_mesh,
 )
-from hfjax.parallel.jaxprs.walk import called_body, interpret_jaxpr, name_of, params_of
+from hfjax.parallel.jaxprs.walk import (
+    called_body,
+    interpret_jaxpr,
+    name_of,
+    params_of,
+    with_constants,
+)
 from hfjax.parallel.mesh import on_one_device
+from hfjax.utils.paths import is_random_key
 
 PLACES = frozenset(["reshard", "sharding_constraint"])
 
@@ -48,7 +56,8 @@ def call_on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
 
     def run_traced(function: Callable[[], Any]) -> Any:
         program, shapes = trace_under_mesh(jax.make_jaxpr(function, return_shape=True))
-        outs = interpret_jaxpr(program.jaxpr, program.consts, (), inline_calls)
+        constants = list(map(plain_constant, program.consts))
+        outs = interpret_jaxpr(program.jaxpr, constants, (), inline_calls)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return on_one_device(partial(call_or_trace, function, run_traced))
@@ -96,19 +105,28 @@ def plain_number(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
+def plain_constant(value: Any) -> Any:
+    """Return an array that a model closes over, without the mesh that was set as it was made."""
+    is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    if not is_array or AxisType.Explicit not in jax.typeof(value).sharding.mesh.axis_types:
+        return value
+    return value if is_random_key(value) else np.asarray(value)
+
+
 def _plain(param: Any) -> Any:
     """Return a parameter of an equation without the model's mesh, in the programs that it holds."""
     if isinstance(param, NamedSharding):
         return None
     if is_model_mesh(param) if hasattr(param, "axis_names") else False:
         return jax.sharding.get_abstract_mesh()
-    if hasattr(param, "jaxpr") and hasattr(param, "consts"):
-        run = lambda *values: interpret_jaxpr(param.jaxpr, param.consts, values, bind)
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-            for x in param.in_avals
-        ]
-        return jax.make_jaxpr(run)(*shapes)
+    if hasattr(getattr(param, "jaxpr", param), "eqns"):
+        jaxpr, constants = with_constants(param)
+        run = lambda *values: interpret_jaxpr(jaxpr, constants, values, bind)
+        avals: list[Any] = [v.aval for v in jaxpr.invars]
+        program = jax.make_jaxpr(run)(
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals)
+        )
+        return program if hasattr(param, "jaxpr") else program.jaxpr
     if isinstance(param, tuple | list):
         items = list(map(_plain, param))
         return type(param)(*items) if hasattr(param, "_fields") else type(param)(items)
@@ -122,7 +140,8 @@ def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
     auto = [name for name, kind in types if kind is AxisType.Auto and mesh.shape[name] > 1]
     constraint = model_mesh.constraint(spec, auto)
     line = source_info_util.summarize(equation.source_info)
-    entries, shape = names_of(spec), _show(equation.outvars[0].aval)
+    aval: Any = equation.outvars[0].aval
+    entries, shape = names_of(spec), _show(aval)
     if len(entries) > x.ndim:
         raise ValueError(f"{line}: {spec} has {len(entries)} entries, and the array is {shape}.")
     if any(entries):

@@ -89,14 +89,14 @@ def body_of(equation: JaxprEqn) -> Body | None:
     if (operation := hi_primitive_of(equation)) is not None:
         return _expand(equation, operation)
     candidates = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-    return next((_with_constants(body) for body in candidates if body is not None), None)
+    return next((with_constants(body) for body in candidates if body is not None), None)
 
 
 def _expand(equation: JaxprEqn, operation: Any) -> Body:
     """Return the program of an object, traced as the equation was."""
     run = lambda *leaves: jax.tree.leaves(operation.expand(*operation.in_tree.unflatten(leaves)))
     with equation.ctx.manager, mesh_context(equation.ctx.cur_abstract_mesh):
-        return _with_constants(jax.make_jaxpr(run)(*operation.in_avals_flat))
+        return with_constants(jax.make_jaxpr(run)(*operation.in_avals_flat))
 
 
 def called_body(equation: JaxprEqn) -> Body | None:
@@ -115,10 +115,11 @@ def bodies_of(equation: JaxprEqn) -> Iterator[Body]:
     for value in equation.params.values():
         for body in value if isinstance(value, tuple | list) else (value,):
             if hasattr(getattr(body, "jaxpr", body), "eqns"):
-                yield _with_constants(body)
+                yield with_constants(body)
 
 
-def _with_constants(body: Any) -> Body:
+def with_constants(body: Any) -> Body:
+    """Return a program with its constants; an open one has none."""
     return (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
 
 

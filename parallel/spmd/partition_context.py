@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from hfjax.parallel.jaxprs.bind import bind
+from hfjax.parallel.jaxprs.bind import bind, plain_constant
 from hfjax.parallel.jaxprs.model_mesh import trace_under_mesh
 from hfjax.parallel.jaxprs.walk import name_of
 from hfjax.parallel.spmd.placements import (
@@ -371,4 +371,5 @@ def _trace(group: AxisGroup, function: Callable, shapes: Any) -> tuple[Any, Any]
     wrapper = lambda *arguments: function(*arguments)  # no earlier trace, whose constants are gone
     trace = lambda: jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)(*shapes)
     with record_calls():
-        return trace() if isinstance(function, Partitioned) else trace_under_mesh(trace)
+        program, shapes = trace() if isinstance(function, Partitioned) else trace_under_mesh(trace)
+    return ClosedJaxpr(program.jaxpr, list(map(plain_constant, program.consts))), shapes
