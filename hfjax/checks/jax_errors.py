@@ -31,7 +31,7 @@ _MEANINGS = (
     ),
     (
         r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard"
-        r"|non-empty mesh|mesh context",
+        r"|non-empty mesh|mesh context|set a mesh",
         "the model places its arrays (out_sharding=, jax.sharding.reshard, auto_axes, "
         "jax.shard_map) in a way that cannot run inside a step, where the layout does that and the "
         "model's own mesh has axes of size 1 (docs/any_model.md). Leave it out there.",

@@ -33,14 +33,14 @@ from hfjax.parallel.jaxprs.walk import (
 from hfjax.parallel.mesh import on_one_device
 from hfjax.utils.paths import is_random_key
 
-PLACES = frozenset(["reshard", "sharding_constraint"])
+PLACES = frozenset(["reshard", "sharding_constraint", "device_put"])
 
 
 def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation for these values."""
     if name_of(equation) == "name":  # as an object it holds the global shape
         return [checkpoint_name(x, params_of(equation)["name"]) for x in values]
-    if is_placed(equation) or (equation.primitive.name in PLACES and _has_own_mesh(equation)):
+    if is_placed(equation) or _places_on_own_mesh(equation):
         return _bind_without_mesh(equation, values)
     return _bind(equation, values)
 
@@ -69,11 +69,20 @@ def is_placed(equation: JaxprEqn) -> bool:
     return is_model_mesh(mesh) and not is_model_mesh(jax.sharding.get_abstract_mesh())
 
 
-def _has_own_mesh(equation: JaxprEqn) -> bool:
+def _shardings(equation: JaxprEqn) -> list[NamedSharding]:
+    """Return the shardings that an equation asks for."""
+    params = (x if isinstance(x, tuple) else (x,) for x in equation.params.values())
+    return [x for group in params for x in group if isinstance(x, NamedSharding)]
+
+
+def _places_on_own_mesh(equation: JaxprEqn) -> bool:
     """Return whether an equation places an array on a mesh that the model has made itself."""
-    current = jax.sharding.get_abstract_mesh()
-    meshes = [x.mesh for x in equation.params.values() if isinstance(x, NamedSharding)]
-    return any(getattr(mesh, "abstract_mesh", mesh) != current for mesh in meshes)
+    if equation.primitive.name not in PLACES:
+        return False
+    current, shardings = jax.sharding.get_abstract_mesh(), _shardings(equation)
+    if any(s.memory_kind == "pinned_host" for s in shardings):
+        return False
+    return any(getattr(s.mesh, "abstract_mesh", s.mesh) != current for s in shardings)
 
 
 def _bind(equation: JaxprEqn, values: Sequence[Any], mesh: Any = None) -> Sequence[Any]:
@@ -89,8 +98,8 @@ def _bind(equation: JaxprEqn, values: Sequence[Any], mesh: Any = None) -> Sequen
 def _bind_without_mesh(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation, constrained by the spec that the model asks for."""
     values = list(map(plain_number, values))
-    specs = [x.spec for x in equation.params.values() if isinstance(x, NamedSharding)]
-    if equation.primitive.name in PLACES:
+    specs = [sharding.spec for sharding in _shardings(equation)]
+    if specs and equation.primitive.name in PLACES:
         outs = values
     else:
         params = {name: _plain(x) for name, x in equation.params.items()}

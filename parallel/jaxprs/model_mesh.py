@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found in mesh")
 _ASKS_FOR_MESH = re.compile(
-    r"(not under a|non-empty|empty) mesh|mesh context|context mesh|not found in mesh"
+    r"(not under a|non-empty|empty|set a) mesh|mesh context|context mesh|not found in mesh"
     r"|of type:? .?(Auto|Manual|Explicit)|only refer to Auto axes"
 )
 _ERRORS = (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError)
@@ -117,6 +118,7 @@ def names_of(spec: P) -> list[tuple[str, ...]]:
 
 
 _WITHOUT_SIZE_ONE = "jax_remove_size_one_mesh_axis_from_type"
+_ONE_AT_A_TIME = RLock()
 _CURRENT: ContextVar[ModelMesh | None] = ContextVar("the mesh that a model sees", default=None)
 
 
@@ -151,8 +153,9 @@ def current_model_mesh() -> ModelMesh:
 
 @contextmanager
 def _mesh_context(mesh: AbstractMesh) -> Iterator[None]:
-    with change_mesh(mesh):
-        # Axes of size 1 are in no type: whatever a model mixes has the same sharding.
+    with _ONE_AT_A_TIME, change_mesh(mesh):
+        # Axes of size 1 are in no type: whatever a model mixes has the same sharding. The flag is
+        # that of all threads.
         before = getattr(jax.config, _WITHOUT_SIZE_ONE)
         jax.config.update(_WITHOUT_SIZE_ONE, True)
         try:
@@ -178,10 +181,10 @@ def leave_mesh() -> Iterator[None]:
     mesh = jax.sharding.get_abstract_mesh()
     context: AbstractContextManager = nullcontext()
     try:
-        if not (mesh.empty or is_model_mesh(mesh)):
+        if not mesh.empty:
             context = jax.set_mesh(cast(Any, None))
     except ValueError as error:  # it is called by another program
-        if AxisType.Explicit in mesh.axis_types:
+        if AxisType.Explicit in mesh.axis_types and not is_model_mesh(mesh):
             raise ValueError(
                 "a program of your own calls hfjax while a mesh with Explicit axes is set, "
                 f"{describe_mesh(cast(Any, mesh))}: JAX runs no program of another mesh there. "
