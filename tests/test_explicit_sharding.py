@@ -155,6 +155,7 @@ def expected():
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.short("one device", "ZeRO-2", "FSDP", "FSDP | TENSOR")
 def test_a_model_with_explicit_sharding_equals_one_device(name, expected):
     layout, step = build(*STRATEGIES[name], axes=AXES, mesh_axes=OWN_NAMES)
     assert_equal(train(layout, step), expected)
@@ -239,7 +240,7 @@ def abstract_decoder():
 
 
 @pytest.mark.parametrize("name", IN_THREE_PARTS)
-@pytest.mark.short("FSDP, accumulated", "TENSOR", "PIPE", "GRID")
+@pytest.mark.short("FSDP, accumulated", "PIPE", "GRID")
 def test_layers_with_explicit_sharding_run_under_every_strategy(name, decoder):
     strategy, sizes, execution = IN_THREE_PARTS[name]
     options = {"mesh_axes": OWN_NAMES, "forward": None, "execution": execution}
@@ -317,6 +318,33 @@ def test_a_model_that_places_its_arrays_sends_what_one_sends_that_does_not(forwa
     assert_equal(*numbers)
 
 
+IN_PROGRAMS = {
+    "a branch": lambda h: jax.lax.switch(
+        jnp.int32(jnp.abs(h).sum()) % 2,
+        [lambda z: jax.sharding.reshard(z, P("data", "tensor")), lambda z: 2 * z],
+        h,
+    ),
+    "a dimension that is open": jax.sharding.auto_axes(
+        lambda z: jax.lax.with_sharding_constraint(2 * z, P("data", P.UNCONSTRAINED)),
+        out_sharding=P("data", "tensor"),
+    ),
+    "a vmapped gradient": jax.vmap(
+        jax.grad(lambda z: (jax.sharding.reshard(z, P("tensor")) ** 3).sum())
+    ),
+    "a scatter beside a gather of examples": lambda h: (
+        h.at[:, 3].set(1.0, out_sharding=P("data", "tensor")).at[2].set(-1.0)
+    ),
+    "a scatter without specs": lambda h: h.at[:, 3].set(1.0).at[2].set(-1.0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PROGRAMS)
+def test_specs_in_programs_change_no_number(name):
+    forward = lambda params, x: IN_PROGRAMS[name](x @ params["up"]) @ params["down"]
+    expected = train(*build_mlp(forward, hfjax.DDP, {"data": 1}), ROWS)
+    assert_equal(train(*build_mlp(forward), ROWS), expected)
+
+
 def test_names_of_axes_that_nothing_maps_split_nothing():
     with_names = lambda a, b: (
         lambda params, x: jnp.dot(
@@ -389,8 +417,8 @@ def test_all_of_it_runs_while_a_mesh_is_set(kind, tmp_path):
 
 reshard = jax.sharding.reshard
 REFUSED = {
-    r"test_explicit_sharding.py:\d+.*: P\('data', None, None\) has 3 entries, and the array is "
-    r"float64\[8, 32\]": lambda h: reshard(h, P("data", None, None)),
+    r"test_explicit_sharding.py:\d+.*: P\('data', None, 'fsdp'\) has 3 entries, and the array is "
+    r"float64\[8, 32\]": lambda h: reshard(h, P("data", None, "fsdp")),
     r"test_explicit_sharding.py:\d+.*: P\(None, 'tensor'\) splits dimension 1 of an array of "
     r"float64\[8, 3\] over tensor of size 2, which does not divide it": lambda h: reshard(
         h[:, :3], P(None, "tensor")

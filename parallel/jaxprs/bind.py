@@ -151,7 +151,7 @@ def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
     line = source_info_util.summarize(equation.source_info)
     aval: Any = equation.outvars[0].aval
     entries, shape = names_of(spec), _show(aval)
-    if len(entries) > x.ndim:
+    if any(entries[x.ndim :]):
         raise ValueError(f"{line}: {spec} has {len(entries)} entries, and the array is {shape}.")
     if any(entries):
         model_mesh.requests[SpecRequest(line, spec, constraint)] = None

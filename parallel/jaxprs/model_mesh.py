@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found in mesh")
 _ASKS_FOR_MESH = re.compile(
     r"(not under a|non-empty|empty|set a) mesh|mesh context|context mesh|not found in mesh"
-    r"|of type:? .?(Auto|Manual|Explicit)|only refer to Auto axes"
+    r"|of type:? .?(Auto|Manual|Explicit)|AxisType|only refer to Auto axes"
 )
 _ERRORS = (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError)
 
@@ -40,7 +40,8 @@ class SpecRequest(NamedTuple):
     Attributes:
         line: The line of the user's program.
         spec: As the model writes it.
-        constraint: The same over the axes of XLA's partitioner; None: the strategy decides.
+        constraint: The same over the axes of XLA's partitioner; None: the strategy decides (in a
+            branch: the partitioner).
     """
 
     line: str
@@ -105,7 +106,11 @@ class ModelMesh:
         name_of = lambda name: self.mesh_axes.get(name, name)
         is_auto = lambda axis: axis in auto_axes
         kept = [tuple(filter(is_auto, map(name_of, names))) for names in names_of(spec)]
-        return P(*(x or None for x in kept)) if any(kept) else None
+        if _IN_BRANCH.get() or not any(kept):
+            return None
+        is_open = [x is P.UNCONSTRAINED for x in spec.partitions]
+        rest = (P.UNCONSTRAINED if open else None for open in is_open)
+        return P(*(names or other for names, other in zip(kept, rest, strict=True)))
 
 
 def names_of(spec: P) -> list[tuple[str, ...]]:
@@ -114,11 +119,13 @@ def names_of(spec: P) -> list[tuple[str, ...]]:
     >>> names_of(P("x", None, ("y", "z")))
     [('x',), (), ('y', 'z')]
     """
-    return [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec.partitions]
+    entries = (() if x in (None, P.UNCONSTRAINED) else x for x in spec.partitions)
+    return [(x,) if isinstance(x, str) else tuple(x) for x in entries]
 
 
 _WITHOUT_SIZE_ONE = "jax_remove_size_one_mesh_axis_from_type"
 _ONE_AT_A_TIME = RLock()
+_IN_BRANCH: ContextVar[bool] = ContextVar("a branch is traced", default=False)
 _CURRENT: ContextVar[ModelMesh | None] = ContextVar("the mesh that a model sees", default=None)
 
 
@@ -134,6 +141,16 @@ class ShardingReport:
         outcome = lambda spec: "the strategy decides" if spec is None else f"constraint {spec}"
         rows = [(r.line or "(no line)", str(r.spec), outcome(r.constraint)) for r in self.requests]
         return "\n".join(align(rows))
+
+
+@contextmanager
+def in_branch() -> Iterator[None]:
+    """Make no constraints meanwhile: XLA wants the results of all branches split alike."""
+    token = _IN_BRANCH.set(True)
+    try:
+        yield
+    finally:
+        _IN_BRANCH.reset(token)
 
 
 @contextmanager

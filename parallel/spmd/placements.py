@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 Shape = tuple[int, ...]
@@ -270,7 +271,7 @@ class AxisGroup:
         return lax.concatenate([take(i) for i in order], dim)
 
     def _gather_tiled(self, x: jax.Array, dim: int) -> jax.Array:
-        gather = partial(lax.all_gather, axis_name=self.axes, axis=dim, tiled=True)
+        gather = _isolate(partial(lax.all_gather, axis_name=self.axes, axis=dim, tiled=True))
         if x.dtype == jnp.bool_:
             return gather(x.astype("uint8")).astype(bool)
         if widen(x).dtype == x.dtype:
@@ -287,8 +288,8 @@ class AxisGroup:
         return self._psum_scatter(ordered, split.dim)
 
     def _psum_scatter(self, x: jax.Array, dim: int) -> jax.Array:
-        out = lax.psum_scatter(widen(x), self.axes, scatter_dimension=dim, tiled=True)
-        return out.astype(x.dtype)
+        scatter = partial(lax.psum_scatter, axis_name=self.axes, scatter_dimension=dim, tiled=True)
+        return _isolate(scatter)(widen(x)).astype(x.dtype)
 
     def slice_local(self, x: jax.Array, split: Split) -> jax.Array:
         """Return this device's shard of a replicated array, without communication."""
@@ -352,6 +353,21 @@ class AxisGroup:
         """Return the first device's decision, where rounding may differ between devices."""
         contribution = jnp.where(self.axis_index == 0, x.astype("int32"), 0)
         return lax.psum(contribution, self.axes).astype(x.dtype)
+
+
+def _isolate(collective: Callable) -> Callable:
+    """Return a collective that XLA fuses with nothing where its partitioner has an axis.
+
+    Until jax 0.12, a scatter along a dimension that the partitioner splits is wrong if its operand
+    or its result is that of a collective over another axis (tests/test_explicit_sharding.py).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    has_auto = any(kind is AxisType.Auto and size > 1 for kind, size in types)
+    if not has_auto or jax.__version_info__ >= (0, 12):
+        return collective
+    barrier = lax.optimization_barrier
+    return lambda x: barrier(collective(barrier(x)))
 
 
 def _concatenate(arrays: list[jax.Array], dim: int) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
 
+from hfjax.parallel.jaxprs.model_mesh import in_branch
 from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, REMAT_CALLS
 from hfjax.parallel.jaxprs.walk import (
     body_of,
@@ -466,7 +467,8 @@ def cond(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     def branch(body: Body) -> Callable:
         def run(*arrays: Any) -> list[Any]:
             inner = ctx.child()
-            outs = body(inner, values_from_local(arrays, in_placements))
+            with in_branch():
+                outs = body(inner, values_from_local(arrays, in_placements))
             return [
                 jnp.asarray(inner.redistribute(v, k))
                 for v, k in zip(outs, out_placements, strict=True)
