@@ -453,3 +453,11 @@ def test_two_names_of_a_model_for_one_axis_are_refused():
     message = "mesh_axes: x and y are both tensor. Map one of them to None"
     with pytest.raises(ValueError, match=message):
         build_mlp(plain_mlp, mesh_axes={"x": "tensor", "y": "tensor"})
+
+
+def test_an_array_made_under_a_mesh_that_is_set_is_refused_inside_a_model():
+    with jax.set_mesh(jax.make_mesh((8,), ("x",))):
+        table = jnp.ones((8, 32))
+        step = build_mlp(lambda params, x: reshard(x @ params["up"] + table, P("x")).sum(1))[1]
+        with pytest.raises(ValueError, match="the model closes over an array that was made while"):
+            step.trace(ROWS)

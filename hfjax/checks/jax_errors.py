@@ -30,6 +30,11 @@ _MEANINGS = (
         "and places its arrays besides. Compute that value with NumPy.",
     ),
     (
+        r"context mesh .* should match the aval mesh",
+        "the model closes over an array that was made while a mesh was set (jax.set_mesh). Make it "
+        "an array of the model, or a NumPy array.",
+    ),
+    (
         r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard"
         r"|non-empty mesh|mesh context|set a mesh",
         "the model places its arrays (out_sharding=, jax.sharding.reshard, auto_axes, "
