@@ -413,6 +413,24 @@ def test_all_of_it_runs_while_a_mesh_is_set(kind, tmp_path):
         )
 
 
+def test_a_shard_map_over_the_models_own_mesh_runs_as_over_axes_of_size_one():
+    def local(h):
+        h = jax.lax.scan(lambda h, _: (jax.lax.pmean(h, "x"), None), h, length=2)[0]
+        total = jax.lax.psum(jax.nn.relu(h), ("x", "y")) + jax.lax.axis_index("x")
+        return jax.lax.psum_scatter(total, "y", scatter_dimension=1, tiled=True)
+
+    def forward(params, x):
+        h = jax.sharding.reshard(x @ params["up"], P("x", "y"))
+        run = jax.shard_map(local, in_specs=P("x", "y"), out_specs=P("x", "y"), check_vma=False)
+        h = jax.lax.cond(h.sum() > -1e9, run, lambda h: h, h)
+        return h @ params["down"]
+
+    expected = train(*build_mlp(plain_mlp), ROWS)
+    assert_equal(train(*build_mlp(forward, mesh_axes=OWN_NAMES), ROWS), expected)
+    one = build_mlp(forward, hfjax.DDP, {"data": 1}, mesh_axes=OWN_NAMES)
+    assert_equal(train(*one, ROWS), expected)
+
+
 # -- what cannot be -----------------------------------------------------------------------------
 
 reshard = jax.sharding.reshard
@@ -422,9 +440,6 @@ REFUSED = {
     r"test_explicit_sharding.py:\d+.*: P\(None, 'tensor'\) splits dimension 1 of an array of "
     r"float64\[8, 3\] over tensor of size 2, which does not divide it": lambda h: reshard(
         h[:, :3], P(None, "tensor")
-    ),
-    r"test_explicit_sharding.py:\d+.*: jax.shard_map over the model's own mesh.*per_device": (
-        lambda h: jax.shard_map(jnp.sin, in_specs=P("x"), out_specs=P("x"))(reshard(h, P("x")))
     ),
     r"the model places its arrays .* in a way that cannot run inside a step.*JAX says": (
         lambda h: jax.shard_map(

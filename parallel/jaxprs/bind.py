@@ -24,6 +24,7 @@ from hfjax.parallel.jaxprs.model_mesh import (
     trace_under_mesh,
 )
 from hfjax.parallel.jaxprs.walk import (
+    body_of,
     called_body,
     interpret_jaxpr,
     name_of,
@@ -75,6 +76,32 @@ def _shardings(equation: JaxprEqn) -> list[NamedSharding]:
     return [x for group in params for x in group if isinstance(x, NamedSharding)]
 
 
+def is_in_own_shard_map(equation: JaxprEqn) -> bool:
+    """Return whether an equation names axes of a `shard_map` over the mesh that a model sees."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple | list) else (axes,)
+    mesh = equation.ctx.cur_abstract_mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if is_placed(equation) else {}
+    return bool(axes) and all(types.get(axis) is AxisType.Manual for axis in axes)
+
+
+def over_single_devices(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Return the outputs of a collective over axes of size 1: its operands, in their shapes."""
+    avals: list[Any] = [v.aval for v in equation.outvars]
+    if equation.primitive.name == "axis_index":
+        return [np.zeros((), avals[0].dtype)]
+    if equation.primitive.name == "ppermute" and (0, 0) not in equation.params["perm"]:
+        return [np.zeros(aval.shape, aval.dtype) for aval in avals]
+    shapes_in = [getattr(v.aval, "shape", ()) for v in equation.invars]
+    if shapes_in != [aval.shape for aval in avals]:
+        line = source_info_util.summarize(equation.source_info)
+        raise ValueError(
+            f"{line}: lax.{equation.primitive.name} with tiled=False, in a jax.shard_map over the "
+            "model's own mesh: inside a step its axes have size 1. Write tiled=True."
+        )
+    return values
+
+
 def _places_on_own_mesh(equation: JaxprEqn) -> bool:
     """Return whether an equation places an array on a mesh that the model has made itself."""
     if equation.primitive.name not in PLACES:
@@ -97,6 +124,10 @@ def _bind(equation: JaxprEqn, values: Sequence[Any], mesh: Any = None) -> Sequen
 
 def _bind_without_mesh(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation, constrained by the spec that the model asks for."""
+    if is_in_own_shard_map(equation):
+        return over_single_devices(equation, values)
+    if equation.primitive.name == "shard_map" and (body := body_of(equation)):
+        return interpret_jaxpr(*body, values, bind)
     values = list(map(plain_number, values))
     specs = [sharding.spec for sharding in _shardings(equation)]
     if specs and equation.primitive.name in PLACES:

@@ -98,8 +98,8 @@ class ModelMesh:
             return nullcontext()
         count, current = len(self.names), jax.sharding.get_abstract_mesh()
         device = getattr(current, "abstract_device", None)
-        types = {"axis_types": (self.axis_type,) * count, "abstract_device": device}
-        return _mesh_context(AbstractMesh((1,) * count, self.names, **types))
+        types = {"axis_types": (self.axis_type,) * (count + 1), "abstract_device": device}
+        return _mesh_context(AbstractMesh((1,) * (count + 1), (*self.names, _MARK), **types))
 
     def constraint(self, spec: P, auto_axes: Sequence[str]) -> P | None:
         """Return a spec over the axes that XLA's partitioner has; None: it names none of them."""
@@ -123,6 +123,7 @@ def names_of(spec: P) -> list[tuple[str, ...]]:
     return [(x,) if isinstance(x, str) else tuple(x) for x in entries]
 
 
+_MARK = "of the model"  # an axis that tells a mesh that only a model sees from any other
 _WITHOUT_SIZE_ONE = "jax_remove_size_one_mesh_axis_from_type"
 _ONE_AT_A_TIME = RLock()
 _IN_BRANCH: ContextVar[bool] = ContextVar("a branch is traced", default=False)
@@ -254,4 +255,4 @@ def call_or_trace(function: Callable, run_traced: Callable, *arguments: Any) -> 
 
 def is_model_mesh(mesh: Any) -> bool:
     """Return whether a mesh is one that only a model sees."""
-    return bool(mesh.axis_names) and not mesh.manual_axes and mesh.size == 1
+    return _MARK in mesh.axis_names

@@ -10,7 +10,12 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from hfjax.parallel.jaxprs.bind import is_placed, plain_number
+from hfjax.parallel.jaxprs.bind import (
+    is_in_own_shard_map,
+    is_placed,
+    over_single_devices,
+    plain_number,
+)
 from hfjax.parallel.jaxprs.primitives import PLAIN_CALLS, POINTWISE, REMAT_CALLS
 from hfjax.parallel.jaxprs.walk import interpret, name_of, needed_equations
 from hfjax.parallel.spmd.partition_context import CommEvent, PartitionContext, trace_global
@@ -105,11 +110,9 @@ def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> 
     if name in CALLS and (rule_call := call_of(equation)):
         return list(rule_call(ctx, equation, values))
     if name == "shard_map" and is_placed(equation):
-        raise ValueError(
-            f"{ctx.line}: jax.shard_map over the model's own mesh. Inside a step the layout splits "
-            "arrays, and the axes of that mesh have size 1. To run a function on each device's own "
-            "examples, write hfjax.per_device(function)."
-        )
+        return list(call(ctx, equation, values))  # over axes of size 1: its body
+    if is_in_own_shard_map(equation):
+        return list(over_single_devices(equation, values))
     has_distributed = any(
         is_distributed(v) or isinstance(v, LazyValue | Ungathered) for v in values
     )
