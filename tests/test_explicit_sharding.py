@@ -5,6 +5,7 @@ The oracle is the same model on a mesh of one device whose axes are Explicit.
 
 import re
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -331,11 +332,36 @@ IN_PROGRAMS = {
     "a vmapped gradient": jax.vmap(
         jax.grad(lambda z: (jax.sharding.reshard(z, P("tensor")) ** 3).sum())
     ),
+    "a reshape": lambda h: jax.lax.reshape(
+        jax.lax.reshape(h, (8, 4, 8), out_sharding=P("data", "tensor", None)),
+        (8, 32),
+        out_sharding=P("data", "tensor"),
+    ),
+    "a slice that is written": lambda h: jax.lax.dynamic_update_slice(
+        jax.sharding.reshard(h, P("data")), h[:, :2], (0, 3)
+    ),
+    "classes": lambda h: h * jax.nn.one_hot(jnp.int32(h.argmax(-1)), 32, dtype=h.dtype),
+    "groups of examples": lambda h: jax.sharding.auto_axes(
+        lambda h: jax.lax.ragged_dot(h, jnp.ones((2, 32, 32)) / 32, jnp.array([3, 5])),
+        out_sharding=P("data", "tensor"),
+    )(h),
     "a scatter beside a gather of examples": lambda h: (
         h.at[:, 3].set(1.0, out_sharding=P("data", "tensor")).at[2].set(-1.0)
     ),
     "a scatter without specs": lambda h: h.at[:, 3].set(1.0).at[2].set(-1.0),
 }
+
+
+# What JAX's training cookbook and jax-llm-examples (Llama 3, Qwen 3) are written with.
+OF_PUBLIC_MODELS = """out_sharding= jnp.einsum( .get(out_sharding jax.lax.reshape( auto_axes(
+reshard( jax.typeof( jax.shard_map( jax.vmap( jax.checkpoint jax.nn.one_hot( jax.lax.ragged_dot(
+jax.lax.dynamic_update_slice( jax.random.normal get_abstract_mesh( jax.lax.axis_index( jax.lax.psum(
+jax.lax.psum_scatter(""".split()
+
+
+def test_these_models_are_written_with_what_public_ones_are():
+    text = Path(__file__).read_text()
+    assert [name for name in OF_PUBLIC_MODELS if text.count(name) < 2] == []
 
 
 @pytest.mark.parametrize("name", IN_PROGRAMS)

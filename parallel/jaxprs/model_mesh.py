@@ -17,7 +17,7 @@ from threading import RLock
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.mesh import AXES, describe_mesh
 from hfjax.utils.keywords import wrap_function
@@ -226,19 +226,31 @@ def mesh_context(mesh: AbstractMesh) -> AbstractContextManager:
     return _mesh_context(mesh) if is_model_mesh(mesh) else nullcontext()
 
 
-def trace_under_mesh(trace: Callable[[], Result]) -> Result:
-    """Return what `trace()` returns: called again, under a mesh, if the model asks for one."""
+def trace_under_mesh(trace: Callable[..., Result], *shapes: Any) -> Result:
+    """Return `trace(*shapes)`: called again, under a mesh, if the model asks for one."""
     mesh = current_model_mesh()
     is_inside = is_model_mesh(jax.sharding.get_abstract_mesh())
     context = nullcontext() if is_inside else mesh.context()
     while True:
         try:
             with context:
-                return trace()
+                return trace(*_on_mesh(shapes))
         except _ERRORS as error:
             if not mesh.learn(error):
                 raise
             context = mesh.context()
+
+
+def _on_mesh(shapes: Any) -> Any:
+    """Return shapes as those of arrays on the model's mesh, if that is the current one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not is_model_mesh(mesh):
+        return shapes
+    whole = lambda x: NamedSharding(mesh, P(*[None] * len(x.shape)))
+    typed = lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=whole(x), weak_type=getattr(x, "weak_type", False)
+    )
+    return jax.tree.map(typed, shapes)
 
 
 def call_or_trace(function: Callable, run_traced: Callable, *arguments: Any) -> Any:

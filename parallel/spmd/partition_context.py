@@ -369,7 +369,10 @@ class Partitioned(partial):
 def _trace(group: AxisGroup, function: Callable, shapes: Any) -> tuple[Any, Any]:
     axis_env = [(axis, 1) for axis in group.axes]
     wrapper = lambda *arguments: function(*arguments)  # no earlier trace, whose constants are gone
-    trace = lambda: jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)(*shapes)
+    trace = jax.make_jaxpr(wrapper, axis_env=axis_env, return_shape=True)
     with record_calls():
-        program, shapes = trace() if isinstance(function, Partitioned) else trace_under_mesh(trace)
-    return ClosedJaxpr(program.jaxpr, list(map(plain_constant, program.consts))), shapes
+        if isinstance(function, Partitioned):
+            program, out_shapes = trace(*shapes)
+        else:
+            program, out_shapes = trace_under_mesh(trace, *shapes)
+    return ClosedJaxpr(program.jaxpr, list(map(plain_constant, program.consts))), out_shapes
