@@ -175,6 +175,58 @@ def run_llama(params, batch):
     return rms(x) @ params["head"]
 
 
+def rotary_llama(rngs):
+    """Projections with heads as a dimension of their own, and fewer keys than queries."""
+    block = lambda: {
+        **{"q": normal(rngs, 16, 4, 4), "k": normal(rngs, 16, 2, 4), "v": normal(rngs, 16, 2, 4)},
+        **{"o": normal(rngs, 4, 4, 16), "up": normal(rngs, 16, 64), "down": normal(rngs, 64, 16)},
+        "gain": jnp.ones(16),
+    }
+    words, head = normal(rngs, 64, 16), normal(rngs, 16, 64)
+    return {"words": words, "blocks": [block(), block()], "head": head}
+
+
+def rotate(x):
+    """Rotary embeddings, of halves of each head."""
+    positions, rates = np.arange(x.shape[2])[:, None], np.geomspace(1, 0.01, x.shape[3] // 2)
+    angles = (positions * rates)[None, None]
+    sin, cos = np.sin(angles).astype(x.dtype), np.cos(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def softmax_of(scores):
+    scores = jnp.where(np.tri(scores.shape[-1], dtype=bool)[None, None], scores / 2, -1e9)
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def attend_in_groups(q, k, v):
+    """The queries of one head of keys are a dimension; as Llama 3 in JAX has it."""
+    b, heads, t, d = q.shape
+    groups = (b, k.shape[1], heads // k.shape[1], t)
+    scores = jnp.einsum("bhgtd,bhsd->bhgts", q.reshape(*groups, d), k)
+    weights = softmax_of(scores.reshape(b, heads, t, t)).reshape(*groups, t)
+    return jnp.einsum("bhgts,bhsd->bhgtd", weights, v).reshape(b, heads, t, d)
+
+
+def attend_repeated(q, k, v):
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    return jnp.einsum("bhts,bhsd->bhtd", softmax_of(jnp.einsum("bhtd,bhsd->bhts", q, k)), v)
+
+
+def run_rotary_llama(attention):
+    def run(params, batch):
+        x = params["words"][batch["x"]]
+        for w in params["blocks"]:
+            h = w["gain"][None, None] * rms(x)
+            q, k, v = (jnp.einsum("btd,dhq->bhtq", h, w[n]) for n in "qkv")
+            x = x + jnp.einsum("bhtq,hqd->btd", attention(rotate(q), rotate(k), v), w["o"])
+            x = x + jax.nn.silu(rms(x) @ w["up"]) @ w["down"]
+        return rms(x) @ params["head"]
+
+    return run
+
+
 class Parts(nnx.Module):
     """A model in three parts, of stacked layers."""
 
@@ -215,6 +267,9 @@ LINEN = in_flax("params/") | {
 }
 QKVO = {f"*/{n}": (None, "heads") for n in "qkv"} | {"*/o": ("heads", None)}
 STACKED = {path: ("layers", *names) for path, names in QKVO.items()}
+ROTARY = {f"*/{n}": (None, "heads", None) for n in "qkv"} | {"*/o": ("heads", None, None)}
+ROTARY |= {"*/up": (None, "mlp"), "*/down": ("mlp", None)}
+ROTARY |= {"words": ("vocab", None), "head": (None, "vocab")}
 MODELS = {
     "NNX MLP": Model(
         lambda rngs: MLP(rngs=rngs),
@@ -260,6 +315,12 @@ MODELS = {
         | {"words": ("vocab", None), "head": (None, "vocab")},
         TOKENS,
         run_llama,
+    ),
+    "rotary Llama, queries in groups": Model(
+        rotary_llama, ROTARY, TOKENS, run_rotary_llama(attend_in_groups)
+    ),
+    "rotary Llama, keys repeated": Model(
+        rotary_llama, ROTARY, TOKENS, run_rotary_llama(attend_repeated)
     ),
     "three parts": Model(
         lambda rngs: Parts(rngs=rngs), in_flax("layers/", ("layers",)), forward=None
@@ -325,13 +386,16 @@ def bytes_of_all_reduces(layout, batch):
     return hfjax.collectives(step.lower(batch).compile()).total("all-reduce")
 
 
+def batch_of(model):
+    as_float32 = lambda x: np.asarray(x, np.float32 if x.dtype == float else x.dtype)
+    return jax.tree.map(as_float32, model.batch)
+
+
 def check_bytes(name):
     model = MODELS[name]
-    batch = jax.tree.map(
-        lambda x: np.asarray(x, np.float32 if x.dtype == float else x.dtype), model.batch
-    )
     read, by_hand = (
-        bytes_of_all_reduces(layout_of(model, axes), batch) for axes in ("auto", model.names)
+        bytes_of_all_reduces(layout_of(model, axes), batch_of(model))
+        for axes in ("auto", model.names)
     )
     assert 0 < read <= by_hand
 
@@ -344,6 +408,26 @@ def test_no_more_is_summed_than_by_hand():
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_sums_more_than_by_hand(name):
     check_bytes(name)
+
+
+GROUPED = ["rotary Llama, queries in groups", "rotary Llama, keys repeated"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_rotary_heads_are_not_sent_between_devices(name):
+    model = MODELS[name]
+    step = hfjax.train_step(layout_of(model, "auto"), squares)
+    sent = hfjax.collectives(step.lower(batch_of(model)).compile())
+    assert sent.total("all-gather") == sent.total("all-to-all") == sent.total("permute") == 0
+    check_bytes(name)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_an_attention_whose_heads_cannot_be_split_is_left_as_a_whole(name):
+    layout = layout_of(MODELS[name], "auto", sizes=(("data", 2), ("tensor", 4)))
+    assert not [path for path in layout.axes if path[-1] in "qkvo"]
+    left = ", ".join(f"blocks/*/{n}" for n in "koqv")
+    assert f"left {left}: heads: 2 do not divide by 4" in str(layout)
 
 
 # -- what looks like a pair of matmuls -----------------------------------------------------------

@@ -29,7 +29,8 @@ Names = dict[str, tuple[str | None, ...]]
 Places = list[tuple[str, int]]  # path and dimension of arrays
 
 
-IN_OUTPUT, CHOSEN = "it is in the model's output", 99  # a reason, the number of the last one
+IN_OUTPUT = "it is in the model's output"
+OF_HEADS, CHOSEN = 98, 99  # the numbers of the last reasons
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class _Reader:
         reasons, names, path_parts = {}, {}, {}
         for part, why in self._reasons():
             reasons.setdefault(part, why)
+        self._keep_heads_whole(reasons)
         size = lambda part: sum(parameters[path].size for path, _ in self._places[part])
         cost = lambda part: self._costs[part] / size(part)
         for part in sorted(self._places.keys() - reasons, key=lambda part: (cost(part), part)):
@@ -162,6 +164,18 @@ class _Reader:
             if not set(read) & set(names.values()) and is_matrix and why:
                 left[path] = max(why, key=lambda reason: reason[0])[1]
         return ReadAxes(found, left)
+
+    def _keep_heads_whole(self, reasons: dict[int, tuple[int, str]]) -> None:
+        """Leave the features of each head; if its heads cannot be split, all of an attention."""
+        for heads, features in self._attentions:
+            left = [reasons[part][1] for part in sorted(heads) if part in reasons]
+            if not left and not heads <= self._places.keys():
+                left = ["heads are not the first part of a dimension"]
+            if left:
+                reasons |= dict.fromkeys(heads | features, (OF_HEADS, left[0]))
+            else:
+                why = "it is a part of each head, and only heads are split"
+                reasons |= dict.fromkeys(features, (OF_HEADS, why))
 
     # -- what is known of a part of a dimension ----------------------------------------------
 
@@ -208,10 +222,38 @@ class _Reader:
         return {part for part in rows | made if sizes[part] in words}
 
     @cached_property
+    def _kept_by_attention(self) -> set[int]:
+        """The parts that are heads: kept by a matmul of two activations, or by scores and after."""
+        d, places = self.dimensions, self._places.keys()
+        flat = lambda dims: {part for dim in dims for part in d.parts(dim)}
+        attended = [(flat(kept), flat(summed)) for kept, summed in d.attended]
+        positions = {part for kept, _ in attended for part in kept} - places
+        scores = {part for kept, summed in attended if not summed & positions for part in kept}
+        mixed = {part for kept, summed in attended if summed & positions for part in kept}
+        return self._parts_of(d.batched) | (scores & mixed & places)
+
+    @cached_property
+    def _attentions(self) -> list[tuple[set[int], set[int]]]:
+        """The heads of attentions, and the other parts of dimensions of their projections."""
+        found: list[tuple[set[int], set[int]]] = []
+        for dims in self.dimensions.together:
+            split = [self.dimensions.parts(dim) for dim in dims]
+            kept = [[part for part in parts if part in self._kept_by_attention] for parts in split]
+            heads = {parts[0] for parts in kept if parts}
+            if not heads:
+                continue
+            features = {part for parts in split for part in parts}
+            for other in [other for other in found if features & other[0].union(other[1])]:
+                found.remove(other)
+                heads, features = heads | other[0], features.union(*other)
+            found.append((heads, features - heads))
+        return found
+
+    @cached_property
     def _heads(self) -> set[int]:
         dims = [dim for value in self.values.values() for dim in value.dims or ()]
         divided = [parts for dim in dims if len(parts := self.dimensions.parts(dim)) > 1]
-        return self._parts_of(self.dimensions.batched) | {parts[0] for parts in divided}
+        return self._kept_by_attention | {parts[0] for parts in divided}
 
     def _kind(self, part: int) -> str:
         return "vocab" if part in self._vocabularies else "heads" if part in self._heads else "mlp"

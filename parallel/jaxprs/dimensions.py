@@ -84,6 +84,8 @@ class Dimensions:
         produced: Outputs of a matmul with a parameter.
         consumed: What a matmul with a parameter sums over.
         batched: Kept by a matmul of two activations, as attention keeps heads.
+        together: The dimensions of a parameter that one matmul makes, or sums over.
+        attended: What a matmul of two activations keeps, and what it sums over.
         looked_up: Rows of a table, taken by integers of the batch.
         scanned: A loop takes its entries one by one.
     """
@@ -93,6 +95,8 @@ class Dimensions:
     produced: list[Use] = field(default_factory=list)
     consumed: list[Use] = field(default_factory=list)
     batched: list[Use] = field(default_factory=list)
+    together: list[Dims] = field(default_factory=list)
+    attended: list[tuple[Dims, Dims]] = field(default_factory=list)
     looked_up: list[Use] = field(default_factory=list)
     scanned: list[Use] = field(default_factory=list)
     _became: dict[int, Parts] = field(default_factory=dict)  # joined, or divided
@@ -221,13 +225,16 @@ def _unknown(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iter
 
 
 def _pointwise(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iterator[Dims]:
+    """Join the dimensions; an operand of size 1 along one of them is repeated."""
     shape, line = _shape(equation.outvars[0]), _line(equation)
     same = [v.dims for v in values if v.dims is not None and len(v.dims) == len(shape)]
-    dims = same[0] if same else d.new_dims(shape)
-    for other in same[1:]:
-        for a, b in zip(dims, other, strict=True):
-            d.join(a, b, line)
-    yield from [dims] * len(equation.outvars)
+    dims: list[Parts] = []
+    for i, size in enumerate(shape):
+        whole = [operand[i] for operand in same if operand[i]]
+        dims.append(whole[0] if whole else d.new(size))
+        for other in whole[1:]:
+            d.join(whole[0], other, line)
+    yield from [tuple(dims)] * len(equation.outvars)
 
 
 def _broadcast(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iterator[Dims]:
@@ -275,8 +282,6 @@ def _dot_general(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> 
     for i in contracted[0]:
         use = Use(operands[0][i], line, d.cost(equation.outvars[0]))
         (d.consumed if is_mixed else d.blocked).append(use)
-    if all(v.dims is not None and v.of_batch for v in values):
-        d.batched += [Use(operands[0][i], line) for i in batch[0]]
     free = [
         [i for i in range(len(dims)) if i not in (*contracted[k], *batch[k])]
         for k, dims in enumerate(operands)
@@ -285,8 +290,12 @@ def _dot_general(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> 
         k = weight.index(True)
         cost = d.cost(equation.invars[1 - k]) if values[1 - k].dims is not None else 0
         d.produced += [Use(operands[k][i], line, cost) for i in free[k]]
-    kept = [operands[0][i] for i in (*batch[0], *free[0])]
-    yield (*kept, *(operands[1][i] for i in free[1]))
+        d.together += [tuple(operands[k][i] for i in dims) for dims in (contracted[k], free[k])]
+    kept = *(operands[0][i] for i in (*batch[0], *free[0])), *(operands[1][i] for i in free[1])
+    if all(v.dims is not None and v.of_batch for v in values):
+        d.batched += [Use(operands[0][i], line) for i in batch[0]]
+        d.attended.append((kept, tuple(operands[0][i] for i in contracted[0])))
+    yield kept
 
 
 def _reduce(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iterator[Dims]:
