@@ -352,6 +352,24 @@ IN_PROGRAMS = {
 }
 
 
+SCATTERS = {
+    "set": lambda h: h.at[:, 3].set(1.0),
+    "multiply": lambda h: h.at[:, 3].multiply(2.0),
+    "an entry": lambda h: h.at[5, 7].set(0.5),
+}
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+@pytest.mark.short("set")
+def test_a_scatter_along_a_split_dimension_changes_no_number(name):
+    """XLA's partitioner of jax 0.10 computes it wrongly."""
+    forward = lambda params, x: SCATTERS[name](jnp.tanh(x @ params["up"])) @ params["down"]
+    names = {"up": (None, "mlp"), "down": (None, "mlp")}
+    expected = train(*build_mlp(forward, hfjax.DDP, {"data": 1}), ROWS)
+    for strategy, sizes in (STRATEGIES["TENSOR"], (hfjax.TENSOR, {"tensor": 4})):
+        assert_equal(train(*build_mlp(forward, strategy, sizes, axes=names), ROWS), expected)
+
+
 # What JAX's training cookbook and jax-llm-examples (Llama 3, Qwen 3) are written with.
 OF_PUBLIC_MODELS = """out_sharding= jnp.einsum( .get(out_sharding jax.lax.reshape( auto_axes(
 reshard( jax.typeof( jax.shard_map( jax.vmap( jax.checkpoint jax.nn.one_hot( jax.lax.ragged_dot(

@@ -41,6 +41,13 @@ def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation for these values."""
     if name_of(equation) == "name":  # as an object it holds the global shape
         return [checkpoint_name(x, params_of(equation)["name"]) for x in values]
+    if name_of(equation).startswith("scatter") and jax.__version_info__ < (0, 12):
+        values = [_whole_along_scatter(equation, values[0]), *values[1:]]
+        return [_whole_along_scatter(equation, x) for x in _bind_any(equation, values)]
+    return _bind_any(equation, values)
+
+
+def _bind_any(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     if is_placed(equation) or _places_on_own_mesh(equation):
         return _bind_without_mesh(equation, values)
     return _bind(equation, values)
@@ -195,6 +202,20 @@ def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
                 f"out, or take {', '.join(axes)} of another size."
             )
     return x if constraint is None else jax.lax.with_sharding_constraint(x, constraint)
+
+
+def _whole_along_scatter(equation: JaxprEqn, x: Any) -> Any:
+    """Return an array that XLA's partitioner does not split along the dimensions of a scatter.
+
+    Until jax 0.12 it computes a scatter wrongly there, or its derivative.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    if not any(kind is AxisType.Auto and size > 1 for kind, size in types):
+        return x
+    dims = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
+    spec = P(*(None if dim in dims else P.UNCONSTRAINED for dim in range(x.ndim)))
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def _show(x: Any) -> str:
