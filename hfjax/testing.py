@@ -17,13 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.checks.jax_errors import raising_module
 from hfjax.distributed.consensus import speaks
+from hfjax.parallel.adapters.forward_signature import call_model
 from hfjax.parallel.engine.example_keys import derive_keys, is_random
 from hfjax.parallel.jaxprs.model_mesh import call_or_trace, without_mesh
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import EXPERTS, describe_mesh
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.spmd.interpreter import run_partitioned
-from hfjax.parallel.spmd.placements import AxisGroup
+from hfjax.parallel.spmd.placements import ONE_DEVICE
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,
@@ -38,7 +39,6 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
-from hfjax.parallel.whole_model.model import call_model
 from hfjax.sharding.layout import Layout, layout
 from hfjax.sharding.reorder_layers import to_model_order
 from hfjax.step.batches import full_array
@@ -257,9 +257,9 @@ class PlainStep:
             mean = as_mean(self.case.loss(outputs, batch), self.microbatch_size)
             return mean, template.model_variables(model)
 
-        one_device = partial(run_partitioned, AxisGroup((), 1))
+        run_traced = partial(run_partitioned, ONE_DEVICE, compute)
         with template.call_context():
-            mean, now = call_or_trace(compute, one_device, parameters, values, batch)
+            mean, now = call_or_trace(compute, run_traced, parameters, values, batch)
         new_variables = now.items()
         is_statistic = lambda path: path in values and not is_random(template.variables[path])
         weight = jnp.where(mean.weight == 0, 1, mean.weight)

@@ -112,10 +112,10 @@ def axis_names(
     {'tensor': 'y', 'data': 'data'}
     """
     check_mesh_axes(mesh_axes)
-    given = {} if set(AXES) == set(mesh.axis_names) else mesh_axes or {}
+    mapping = {} if set(AXES) == set(mesh.axis_names) else mesh_axes or {}
     names: dict[str, str] = {}
     for name, size in mesh.shape.items():
-        axis = given.get(name, name)
+        axis = mapping.get(name, name)
         if axis is None and size > 1:
             raise ValueError(
                 f"mesh_axes: {name} is None, and has size {size} in the mesh: only an axis of size "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 EXPERTS = "experts"  # the dimension that stacks the experts of a layer: tokens go to them
@@ -201,6 +201,17 @@ def unused_axes(mesh: Mesh) -> set[str]:
         if axis.sequence or (axis.batch and axis.keeps_sharded)
     ]
     return set(rare) - set(in_use(mesh, rare))
+
+
+def names_of(spec: P) -> list[tuple[str, ...]]:
+    """Return the names of the axes over which a spec splits each dimension.
+
+    >>> names_of(P("x", None, ("y", "z")))
+    [('x',), (), ('y', 'z')]
+    """
+    return [
+        (x,) if isinstance(x, str) else x if isinstance(x, tuple) else () for x in spec.partitions
+    ]
 
 
 def show_sizes(shape: dict[str, int]) -> str:

@@ -25,6 +25,7 @@ from hfjax.parallel.mesh import (
     keeps_sharded,
     keeps_sharded_by_name,
     manual_axes,
+    names_of,
     size_of,
     unused_axes,
 )
@@ -311,8 +312,7 @@ def entries_of(spec: P, ndim: int) -> list[Axes]:
     >>> entries_of(P("fsdp", ("data", "tensor")), 3)
     [('fsdp',), ('data', 'tensor'), ()]
     """
-    of = lambda e: () if e is None else (e,) if isinstance(e, str) else tuple(e)
-    return [*map(of, spec), *[()] * (ndim - len(spec))]
+    return [*names_of(spec), *[()] * (ndim - len(spec))]
 
 
 def spec_of_entries(entries: Sequence[Axes]) -> P:

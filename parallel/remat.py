@@ -142,7 +142,7 @@ class Remat:
 
 def _save_all_but_moves(prim, *_, **params) -> bool:
     if prim.name == "name" and getattr(jax.config, "jax_remat3", False):
-        return True  # only matmuls, convolutions and names are asked for: what was named is not
+        return True  # JAX asks about the name then, not about the operation that has it
     return prim.name not in _MOVES or _gathers_activation(prim, params)
 
 

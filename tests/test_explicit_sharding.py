@@ -20,7 +20,7 @@ from hfjax.parallel.adapters.model_template import make_rngs
 
 DIM, HIDDEN, VOCAB, LAYERS = 16, 32, 24, 2
 SGD = optax.sgd(0.05, momentum=0.9)
-BATCH = {"tokens": np.random.default_rng(0).integers(0, VOCAB, (8, 6)).astype("int32")}
+BATCH = {"tokens": np.random.default_rng(0).integers(0, VOCAB, (8, 8)).astype("int32")}
 AXES = {
     "tokens": ("vocab", "embed"),
     "up": ("layers", "embed", "mlp"),
@@ -350,6 +350,14 @@ IN_PROGRAMS = {
     ),
     "a scatter without specs": lambda h: h.at[:, 3].set(1.0).at[2].set(-1.0),
 }
+
+
+def test_a_spec_in_a_branch_is_no_constraint_and_the_report_says_so():
+    forward = lambda params, x: IN_PROGRAMS["a branch"](x @ params["up"]) @ params["down"]
+    _, step = build_mlp(forward)
+    step.trace(ROWS)
+    (line,) = str(step.shardings).splitlines()
+    assert line.endswith("P('data', 'tensor')  the strategy decides")
 
 
 SCATTERS = {

@@ -38,8 +38,8 @@ _MEANINGS = (
         r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard"
         r"|non-empty mesh|mesh context|set a mesh",
         "the model places its arrays (out_sharding=, jax.sharding.reshard, auto_axes, "
-        "jax.shard_map) in a way that cannot run inside a step, where the layout does that and the "
-        "model's own mesh has axes of size 1 (docs/any_model.md). Leave it out there.",
+        "jax.shard_map) in a way that cannot run inside a step: there the layout places them, and "
+        "axes of the model's mesh have size 1 (docs/any_model.md). Take it out of the model.",
     ),
 )
 _BY_KEY = r"indices must be integers or slices, not str|string indexing|__contains__.*'str'"

@@ -10,12 +10,10 @@ from hfjax.parallel.adapters.pytrees import TreeTemplate
 from hfjax.parallel.mesh import size_of
 from hfjax.utils.paths import match_patterns, suggest
 
-Names = dict[str, tuple[str | None, ...]]
-
 
 def find_names(
     axes: Any, template: ModelTemplate, forward: Any, example: Any, mesh: Any, strategy: Any
-) -> tuple[Names, ModelTemplate]:
+) -> tuple[dict[str, tuple], ModelTemplate]:
     """Return the names that `axes=` gives, by path, and the template with notes on them."""
     if axes != "auto":
         return _axes_by_path({} if axes is None else axes, template), template
@@ -27,7 +25,7 @@ def find_names(
     return read.names, replace(template, notes=(*template.notes, *read.notes))
 
 
-def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple[str | None, ...]]:
+def _axes_by_path(axes: Any, template: ModelTemplate) -> dict[str, tuple]:
     """Return the axis names of `axes=` by path: a path's own, else those of its first pattern.
 
     Refuse a pattern that matches nothing or never counts, and names that do not fit an array.

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -84,6 +85,17 @@ def check_has_parameters(template: ModelTemplate) -> None:
             "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
             "bare tree."
         )
+
+
+def check_has_examples(batch: Any) -> None:
+    """Refuse a batch with something in it that has no dimension of examples."""
+    for keys, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        if not getattr(x, "shape", ()):
+            kind = type(x).__name__ if not hasattr(x, "shape") else "an array without dimensions"
+            raise ValueError(
+                f"batch_specs: batch{jax.tree_util.keystr(keys)} is {kind}: a batch is a pytree of "
+                "arrays, or of their shapes, whose first dimension is that of the examples."
+            )
 
 
 def check_per_example_variables(template: ModelTemplate, mesh: Mesh) -> None:

@@ -38,6 +38,7 @@ from hfjax.sharding.check_layout import (
     check_axes_of_model,
     check_dtypes,
     check_frozen,
+    check_has_examples,
     check_has_parameters,
     check_marks,
     check_patterns,
@@ -49,7 +50,6 @@ from hfjax.sharding.check_layout import (
 from hfjax.sharding.check_matrices import check_matrices
 from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
 from hfjax.sharding.optimizer_state import find_parameter
-from hfjax.sharding.own_mesh import check_fits_own_mesh, check_has_examples, restrict_specs
 from hfjax.sharding.report import (
     bytes_of_array,
     count_frozen_layers,
@@ -235,11 +235,8 @@ class Layout:
     def working_dtype(self, path: str) -> Any:
         """Return the dtype in which a parameter is updated: its own, or that of master weights."""
         dtype = self.param_specs[path].dtype
-        return (
-            dtype
-            if stored_dtype(self.optimizer, None) is None
-            else jnp.promote_types(dtype, jnp.float32)
-        )
+        has_master = stored_dtype(self.optimizer, None) is not None
+        return jnp.promote_types(dtype, jnp.float32) if has_master else dtype
 
     @cached_property
     def working_dtypes(self) -> dict[str, Any]:
@@ -318,9 +315,14 @@ class Layout:
             nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
             None if shapes.order is None else P(),
         )
-        if mesh is not None:
-            check_fits_own_mesh(self.storage, self.host_memory)
-        return restrict_specs(self, specs, mesh)
+        if mesh is None:
+            return specs
+        return self._own_mesh(mesh).restrict_state(specs, self.storage, self.host_memory)
+
+    def _own_mesh(self, mesh: Mesh | AbstractMesh) -> Any:
+        from hfjax.sharding.own_mesh import OwnMesh
+
+        return OwnMesh(mesh, self.mesh, self.template.mesh_axes)
 
     def batch_specs(self, batch: Any, mesh: Mesh | AbstractMesh | None = None) -> Any:
         """Return the PartitionSpec of every array of a batch, as a tree like the batch.
@@ -340,11 +342,10 @@ class Layout:
             >>> layout = hfjax.layout(model, optax.sgd(1), mesh, hfjax.DDP, mesh_axes={"x": "data"})
             >>> layout.batch_specs({"x": np.ones((16, 64))}, mesh)["x"] == jax.P("x")
             True
-            >>> layout.mesh.shape["data"]
-            8
         """
         check_has_examples(batch)
-        return restrict_specs(self, jax.tree.map(lambda _: batch_spec(self.mesh), batch), mesh)
+        specs = jax.tree.map(lambda _: batch_spec(self.mesh), batch)
+        return specs if mesh is None else self._own_mesh(mesh).restrict(specs)
 
     def abstract_state(self) -> Any:
         """Return the state as shapes, dtypes and shardings: enough to compile a step.

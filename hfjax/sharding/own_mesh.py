@@ -39,6 +39,15 @@ class OwnMesh:
                 "for the mesh of the layout."
             )
 
+    def restrict_state(self, specs: Tree, storage: Storage, host_memory: HostMemory) -> Any:
+        """Return the specs of a state by the names of this mesh.
+
+        Refuse a state that specs alone do not describe: a program of one's own would misread it.
+        """
+        if why := next(_problems(storage, host_memory), None):
+            raise ValueError(f"a mesh of one's own cannot have this state: {why}")
+        return self.restrict(specs)
+
     def restrict(self, specs: Tree) -> Any:
         """Return a tree of specs by the names of this mesh, axes of size 1 left out."""
         names = axis_names(self.mesh, self.mesh_axes)
@@ -59,28 +68,15 @@ class OwnMesh:
         """Return what is wrong: the layout splits over an axis that this mesh does not have so."""
         size, sizes = self.layout_mesh.shape[axis], dict(self.mesh.shape)
         label = axis if name in (None, axis) else f"{axis} ({name} by mesh_axes)"
-        found = f"no {axis}" if name is None else f"{name}={self.mesh.shape[name]}"
+        actual = f"no {axis}" if name is None else f"{name}={self.mesh.shape[name]}"
         shape = ", ".join(f"{n}={k}" for n, k in sizes.items()) or "no axes"
         return (
             f"the layout, on {describe_mesh(self.layout_mesh)}, splits over {label} of size "
-            f"{size}; the mesh has {found} (it has {shape}). Give a mesh with "
+            f"{size}; the mesh has {actual} (it has {shape}). Give a mesh with "
             f"{axis if name is None else name}={size}, name its axes by hfjax.layout(…, "
             f'mesh_axes={{"its name": "{axis}"}}), or make the layout for this mesh: '
             "hfjax.layout(model, optimizer, mesh, …)."
         )
-
-
-def restrict_specs(layout: Any, specs: Tree, mesh: Mesh | AbstractMesh | None) -> Any:
-    """Return the specs of a layout on a mesh of one's own; None: that of the layout."""
-    if mesh is None:
-        return specs
-    return OwnMesh(mesh, layout.mesh, layout.template.mesh_axes).restrict(specs)
-
-
-def check_fits_own_mesh(storage: Storage, host_memory: HostMemory) -> None:
-    """Refuse a state that specs alone do not describe: a program of one's own would misread it."""
-    if why := next(_problems(storage, host_memory), None):
-        raise ValueError(f"a mesh of one's own cannot have this state: {why}")
 
 
 def _problems(storage: Storage, host_memory: HostMemory) -> Iterator[str]:
@@ -100,14 +96,3 @@ def _problems(storage: Storage, host_memory: HostMemory) -> Iterator[str]:
             "which only hfjax's step moves to the device and back. Leave "
             "HOST_OPTIMIZER and HOST_PARAMETERS out of the strategy."
         )
-
-
-def check_has_examples(batch: Tree) -> None:
-    """Refuse a batch with something in it that has no dimension of examples."""
-    for keys, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        if not getattr(x, "shape", ()):
-            kind = type(x).__name__ if not hasattr(x, "shape") else "an array without dimensions"
-            raise ValueError(
-                f"batch_specs: batch{jax.tree_util.keystr(keys)} is {kind}: a batch is a pytree of "
-                "arrays, or of their shapes, whose first dimension is that of the examples."
-            )

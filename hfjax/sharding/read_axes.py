@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
+from hfjax.parallel.adapters.forward_signature import call_model
 from hfjax.parallel.adapters.model_template import ModelTemplate, items_of, raw_value
 from hfjax.parallel.jaxprs.dimensions import Dimensions, Use, Value
 from hfjax.parallel.mesh import BATCH_AXES, STACK
@@ -89,7 +89,7 @@ def _read_program(
         with template.call_context():
             if template.is_layer_stack and forward is None:
                 return _run_parts(template, model, template.prepare_batch(batch))
-            return _call(forward, model, variables, batch)
+            return call_model(forward, model, variables, batch, "train")
 
     program, _ = trace_global(AxisGroup(BATCH_AXES, 1), run, *inputs)
     dimensions = Dimensions()
@@ -98,13 +98,6 @@ def _read_program(
     leaves = [*jax.tree.leaves(dict(values)), *data]
     jaxpr = program.jaxpr
     return dimensions, values, dimensions.read(jaxpr, len(program.consts), leaves)
-
-
-def _call(forward: Callable | None, model: Any, variables: Flat, batch: Any) -> Any:
-    if forward is None:
-        return model(batch)
-    key = lambda name: variables[key_path(name)]
-    return forward(model, batch, **{n: n == TRAIN or key(n) for n in requested_names(forward)})
 
 
 def _run_parts(template: ModelTemplate, model: Any, batch: Any) -> Any:
@@ -139,10 +132,10 @@ class _Reader:
         cost = lambda part: self._costs[part] / size(part)
         for part in sorted(self._places.keys() - reasons, key=lambda part: (cost(part), part)):
             paths = [path for path, _ in self._places[part]]
-            if taken := next((path for path in paths if path in path_parts), None):
+            if split_path := next((path for path in paths if path in path_parts), None):
                 reasons[part] = (
                     CHOSEN,
-                    f"{taken} is split along its other dimension, which sends less",
+                    f"{split_path} is split along its other dimension, which sends less",
                 )
                 continue
             path_parts |= dict.fromkeys(paths, part)
@@ -150,7 +143,7 @@ class _Reader:
         return self._result(names, reasons)
 
     def _result(self, names: Mapping[int, str], reasons: Mapping[int, tuple]) -> ReadAxes:
-        found, left = {}, {}
+        all_names, left = {}, {}
         for path, value in self.values.items():
             own = self.template.axes(path, {})
             first = [self.dimensions.parts(dim)[:1] for dim in value.dims or ()]
@@ -158,12 +151,12 @@ class _Reader:
             if set(own) - {STACK, None}:
                 continue
             if any(read):
-                found[path] = tuple(a or b for a, b in zip(own, read, strict=True))
+                all_names[path] = tuple(a or b for a, b in zip(own, read, strict=True))
             why = [reasons[x] for dim in reversed(first) for x in dim if x in reasons]
             is_matrix = len(first) - (STACK in (*own, *read)) > 1
             if not set(read) & set(names.values()) and is_matrix and why:
                 left[path] = max(why, key=lambda reason: reason[0])[1]
-        return ReadAxes(found, left)
+        return ReadAxes(all_names, left)
 
     def _keep_heads_whole(self, reasons: dict[int, tuple[int, str]]) -> None:
         """Leave the features of each head; if its heads cannot be split, all of an attention."""
@@ -215,45 +208,45 @@ class _Reader:
         """The parts that are rows of a table, or logits over them."""
         d, sizes = self.dimensions, self.dimensions.sizes
         rows = self._parts_of(d.looked_up)
-        made = self._last_of_output & self._parts_of(d.produced)
-        words = {sizes[part] for part in rows & made}
-        words |= {sizes[part] for part in rows} & {sizes[part] for part in made}
+        logits = self._last_of_output & self._parts_of(d.produced)
+        words = {sizes[part] for part in rows & logits}
+        words |= {sizes[part] for part in rows} & {sizes[part] for part in logits}
         words |= {max((sizes[part] for part in rows), default=0)}
-        return {part for part in rows | made if sizes[part] in words}
+        return {part for part in rows | logits if sizes[part] in words}
 
     @cached_property
-    def _kept_by_attention(self) -> set[int]:
+    def _attention_heads(self) -> set[int]:
         """The parts that are heads: kept by a matmul of two activations, or by scores and after."""
         d, places = self.dimensions, self._places.keys()
         flat = lambda dims: {part for dim in dims for part in d.parts(dim)}
-        attended = [(flat(kept), flat(summed)) for kept, summed in d.attended]
-        positions = {part for kept, _ in attended for part in kept} - places
-        scores = {part for kept, summed in attended if not summed & positions for part in kept}
-        mixed = {part for kept, summed in attended if summed & positions for part in kept}
+        matmuls = [(flat(outer), flat(summed)) for outer, summed in d.activation_matmuls]
+        positions = {part for outer, _ in matmuls for part in outer} - places
+        scores = {part for outer, summed in matmuls if not summed & positions for part in outer}
+        mixed = {part for outer, summed in matmuls if summed & positions for part in outer}
         return self._parts_of(d.batched) | (scores & mixed & places)
 
     @cached_property
     def _attentions(self) -> list[tuple[set[int], set[int]]]:
         """The heads of attentions, and the other parts of dimensions of their projections."""
-        found: list[tuple[set[int], set[int]]] = []
-        for dims in self.dimensions.together:
+        attentions: list[tuple[set[int], set[int]]] = []
+        for dims in self.dimensions.projections:
             split = [self.dimensions.parts(dim) for dim in dims]
-            kept = [[part for part in parts if part in self._kept_by_attention] for parts in split]
-            heads = {parts[0] for parts in kept if parts}
+            of_heads = [[p for p in parts if p in self._attention_heads] for parts in split]
+            heads = {parts[0] for parts in of_heads if parts}
             if not heads:
                 continue
             features = {part for parts in split for part in parts}
-            for other in [other for other in found if features & other[0].union(other[1])]:
-                found.remove(other)
+            for other in [x for x in attentions if features & x[0].union(x[1])]:
+                attentions.remove(other)
                 heads, features = heads | other[0], features.union(*other)
-            found.append((heads, features - heads))
-        return found
+            attentions.append((heads, features - heads))
+        return attentions
 
     @cached_property
     def _heads(self) -> set[int]:
         dims = [dim for value in self.values.values() for dim in value.dims or ()]
         divided = [parts for dim in dims if len(parts := self.dimensions.parts(dim)) > 1]
-        return self._kept_by_attention | {parts[0] for parts in divided}
+        return self._attention_heads | {parts[0] for parts in divided}
 
     def _kind(self, part: int) -> str:
         return "vocab" if part in self._vocabularies else "heads" if part in self._heads else "mlp"
@@ -263,7 +256,7 @@ class _Reader:
         d, inner = self.dimensions, self.dimensions.inner_parts()
         blocked = {part: use.line for use in reversed(d.blocked) for part in d.parts(use.parts)}
         produced, consumed = self._parts_of(d.produced), self._parts_of(d.consumed)
-        rows, kept = self._parts_of(d.looked_up), self._parts_of(self._kept_outputs())
+        rows, outputs = self._parts_of(d.looked_up), self._parts_of(self._outer_outputs())
         for part, places in self._places.items():
             size, kind = d.sizes[part], self._kind(part)
             is_hidden, devices = kind != "vocab", self.divisor(kind)
@@ -273,7 +266,7 @@ class _Reader:
                 (is_hidden and part not in produced | rows, "no matmul with a parameter makes it"),
                 (part in blocked, f"{blocked.get(part)} works along it"),
                 (part in inner, "a reshape makes it an inner part of a dimension"),
-                (part in kept or (is_hidden and part in self._last_of_output), IN_OUTPUT),
+                (part in outputs or (is_hidden and part in self._last_of_output), IN_OUTPUT),
                 (is_hidden and part in rows, "another table has more rows"),
                 (is_hidden and part not in consumed, "no matmul with a parameter sums over it"),
                 (len(paths) > len(set(paths)), f"{max(paths, key=paths.count)} has it twice"),
@@ -282,7 +275,7 @@ class _Reader:
             )
             yield from ((part, (i, why)) for i, (is_so, why) in enumerate(checks) if is_so)
 
-    def _kept_outputs(self) -> Iterator[Use]:
+    def _outer_outputs(self) -> Iterator[Use]:
         return (Use(dim, "") for value in self.outputs for dim in (value.dims or ())[:-1])
 
     def _own_names(self, path: str, dim: int) -> str:

@@ -48,18 +48,18 @@ def layout_notes(layout: Any) -> Iterator[str]:
 def state_bytes(layout: Any) -> dict[str, int]:
     """Return bytes per device of a state and of gradients, by what they are and where they lie."""
     size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, layout.mesh)
-    on_host_bytes = {False: 0, True: 0}  # on the host?
+    optimizer_bytes = {False: 0, True: 0}  # on the host?
     for x in jax.tree.leaves(layout.abstract_state().optimizer):
         num_bytes = bytes_of_array(x.shape, x.dtype, x.sharding.spec, layout.mesh)
-        on_host_bytes[is_host_sharding(x.sharding)] += num_bytes
+        optimizer_bytes[is_host_sharding(x.sharding)] += num_bytes
     parameters = sum(size(p, p.parameter, p.dtype) for p in layout.param_specs.values())
     totals = {
         "parameters": 0 if layout.host_memory.parameters else parameters,
         "gradients": sum(layout.gradient_bytes.values()),
-        "optimizer_state": on_host_bytes[False],
+        "optimizer_state": optimizer_bytes[False],
     }
-    on_host = parameters - totals["parameters"], on_host_bytes[True]
-    host = dict(zip(("host parameters", "host optimizer_state"), on_host, strict=True))
+    host_parameters = parameters - totals["parameters"]
+    host = {"host parameters": host_parameters, "host optimizer_state": optimizer_bytes[True]}
     return totals | {name: n for name, n in host.items() if n}
 
 

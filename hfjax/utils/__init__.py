@@ -3,6 +3,6 @@
 Numbers: `mean` (a loss as total and weight), `mean_variance` (of channels), `head` (a linear map,
 logits), `rounding` (numbers that stay rounded), `vma` (mesh axes over which values vary, for
 shard_map's check_vma). Trees and text: `paths`, `tables`. Programs: `command_errors`, `keywords`,
-`lazy_import`, `progress`, `renamed` (old names of modules), `version`. Files: `read_files`,
-`write_files`, `atomic`; `image_names` recognizes images by their names.
+`lazy_import`, `progress`, `renamed` (old names of modules), `trace_context`, `version`. Files:
+`read_files`, `write_files`, `atomic`; `image_names` recognizes images by their names.
 """

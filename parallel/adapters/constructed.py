@@ -5,8 +5,8 @@ was made before (`rngs=nnx.Rngs(0)` as a default), or keep layers in functions. 
 split into arrays; a program that initializes a state gets those of its seed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from hfjax.utils.paths import is_random_key
 from hfjax.utils.tables import human
+from hfjax.utils.trace_context import set_value
 
 _ARRAYS: ContextVar[Sequence[Any] | None] = ContextVar("arrays of a built model", default=None)
 
@@ -96,14 +97,9 @@ def eager_init(model_init: Callable, make: Callable[[Any], Any], cause: Exceptio
     return _LAST[0][1]
 
 
-@contextmanager
-def use_arrays(arrays: Sequence[Any]) -> Iterator[None]:
-    """Give models that are built these arrays."""
-    before = _ARRAYS.set(arrays)
-    try:
-        yield
-    finally:
-        _ARRAYS.reset(before)
+def use_arrays(arrays: Sequence[Any]) -> AbstractContextManager:
+    """Give models that are built meanwhile these arrays."""
+    return set_value(_ARRAYS, arrays)
 
 
 def layers_in_functions(model: nnx.Module) -> list[str]:

@@ -71,3 +71,16 @@ def add_keys(create: Callable[[Any], Flat], paths: Iterable[str]) -> Callable[[A
 def key_path(name: str) -> str:
     """Return the path in the state of a random key that `forward` asks for."""
     return f"forward.{name}"
+
+
+def call_model(
+    forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str, extra: Any = None
+) -> Any:
+    """Return the outputs of a model, called directly or by the layout's `forward`."""
+    if forward is None:
+        return model(inputs) if callable(model) else model
+    called = forward if extra is None else extra.give(forward)
+    training = mode == "train"
+    key = lambda name: variables[key_path(name)] if training else None
+    options = {n: training if n == TRAIN else key(n) for n in requested_names(forward)}
+    return called(model, inputs, **options)

@@ -20,7 +20,6 @@ from hfjax.parallel.jaxprs.model_mesh import (
     change_mesh,
     current_model_mesh,
     is_model_mesh,
-    names_of,
     trace_under_mesh,
 )
 from hfjax.parallel.jaxprs.walk import (
@@ -31,8 +30,9 @@ from hfjax.parallel.jaxprs.walk import (
     params_of,
     with_constants,
 )
-from hfjax.parallel.mesh import on_one_device
+from hfjax.parallel.mesh import names_of, on_one_device
 from hfjax.utils.paths import is_random_key
+from hfjax.utils.trace_context import MISPLACES_SCATTERS, current_auto_axes
 
 PLACES = frozenset(["reshard", "sharding_constraint", "device_put"])
 
@@ -41,16 +41,12 @@ def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return the outputs of an equation for these values."""
     if name_of(equation) == "name":  # as an object it holds the global shape
         return [checkpoint_name(x, params_of(equation)["name"]) for x in values]
-    if name_of(equation).startswith("scatter") and jax.__version_info__ < (0, 12):
-        values = [_whole_along_scatter(equation, values[0]), *values[1:]]
-        return [_whole_along_scatter(equation, x) for x in _bind_any(equation, values)]
-    return _bind_any(equation, values)
-
-
-def _bind_any(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    if is_placed(equation) or _places_on_own_mesh(equation):
-        return _bind_without_mesh(equation, values)
-    return _bind(equation, values)
+    is_placed = has_model_mesh(equation) or _places_on_own_mesh(equation)
+    run = _bind_without_mesh if is_placed else _bind
+    if not (MISPLACES_SCATTERS and name_of(equation).startswith("scatter")):
+        return run(equation, values)
+    operands = [_unsplit_along_scatter(equation, values[0]), *values[1:]]
+    return [_unsplit_along_scatter(equation, x) for x in run(equation, operands)]
 
 
 def inline_calls(equation: JaxprEqn, values: Sequence, run: Callable | None = None) -> Sequence:
@@ -62,7 +58,7 @@ def inline_calls(equation: JaxprEqn, values: Sequence, run: Callable | None = No
 def call_on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function of no arguments that may place arrays, and sum over data axes."""
 
-    def run_traced(function: Callable[[], Any]) -> Any:
+    def run_traced() -> Any:
         program, shapes = trace_under_mesh(jax.make_jaxpr(function, return_shape=True))
         constants = list(map(plain_constant, program.consts))
         outs = interpret_jaxpr(program.jaxpr, constants, (), inline_calls)
@@ -71,7 +67,7 @@ def call_on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
     return on_one_device(partial(call_or_trace, function, run_traced))
 
 
-def is_placed(equation: JaxprEqn) -> bool:
+def has_model_mesh(equation: JaxprEqn) -> bool:
     """Return whether an equation was traced under a mesh that only the model sees."""
     mesh = equation.ctx.cur_abstract_mesh
     return is_model_mesh(mesh) and not is_model_mesh(jax.sharding.get_abstract_mesh())
@@ -88,7 +84,9 @@ def is_in_own_shard_map(equation: JaxprEqn) -> bool:
     axes = equation.params.get("axes", equation.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple | list) else (axes,)
     mesh = equation.ctx.cur_abstract_mesh
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if is_placed(equation) else {}
+    types = (
+        dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if has_model_mesh(equation) else {}
+    )
     return bool(axes) and all(types.get(axis) is AxisType.Manual for axis in axes)
 
 
@@ -164,7 +162,7 @@ def _plain(param: Any) -> Any:
     """Return a parameter of an equation without the model's mesh, in the programs that it holds."""
     if isinstance(param, NamedSharding):
         return None
-    if is_model_mesh(param) if hasattr(param, "axis_names") else False:
+    if hasattr(param, "axis_names") and is_model_mesh(param):
         return jax.sharding.get_abstract_mesh()
     if hasattr(getattr(param, "jaxpr", param), "eqns"):
         jaxpr, constants = with_constants(param)
@@ -183,9 +181,7 @@ def _plain(param: Any) -> Any:
 def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
     """Return a result with the constraint that a spec is over the axes of XLA's partitioner."""
     mesh, model_mesh = jax.sharding.get_abstract_mesh(), current_model_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    auto = [name for name, kind in types if kind is AxisType.Auto and mesh.shape[name] > 1]
-    constraint = model_mesh.constraint(spec, auto)
+    constraint = model_mesh.constraint(spec)
     line = source_info_util.summarize(equation.source_info)
     aval: Any = equation.outvars[0].aval
     entries, shape = names_of(spec), _show(aval)
@@ -204,14 +200,9 @@ def _constrain(equation: JaxprEqn, x: Any, spec: P) -> Any:
     return x if constraint is None else jax.lax.with_sharding_constraint(x, constraint)
 
 
-def _whole_along_scatter(equation: JaxprEqn, x: Any) -> Any:
-    """Return an array that XLA's partitioner does not split along the dimensions of a scatter.
-
-    Until jax 0.12 it computes a scatter wrongly there, or its derivative.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    if not any(kind is AxisType.Auto and size > 1 for kind, size in types):
+def _unsplit_along_scatter(equation: JaxprEqn, x: Any) -> Any:
+    """Return an array that XLA's partitioner does not split along the dimensions of a scatter."""
+    if not current_auto_axes():
         return x
     dims = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
     spec = P(*(None if dim in dims else P.UNCONSTRAINED for dim in range(x.ndim)))

@@ -30,6 +30,7 @@ from hfjax.parallel.jaxprs.walk import (
     called_body,
     interpret_jaxpr,
     match_operands,
+    name_of,
     scan_counts,
 )
 
@@ -60,6 +61,9 @@ class Value:
         return self.dims is not None and not self.of_batch
 
 
+NUMBER = Value(None, False)  # one that is written in a program
+
+
 @dataclass(frozen=True)
 class Use:
     """A dimension in one equation.
@@ -84,8 +88,8 @@ class Dimensions:
         produced: Outputs of a matmul with a parameter.
         consumed: What a matmul with a parameter sums over.
         batched: Kept by a matmul of two activations, as attention keeps heads.
-        together: The dimensions of a parameter that one matmul makes, or sums over.
-        attended: What a matmul of two activations keeps, and what it sums over.
+        projections: The dimensions of a parameter that one matmul makes, or sums over.
+        activation_matmuls: What each matmul of two activations keeps, and what it sums over.
         looked_up: Rows of a table, taken by integers of the batch.
         scanned: A loop takes its entries one by one.
     """
@@ -95,12 +99,12 @@ class Dimensions:
     produced: list[Use] = field(default_factory=list)
     consumed: list[Use] = field(default_factory=list)
     batched: list[Use] = field(default_factory=list)
-    together: list[Dims] = field(default_factory=list)
-    attended: list[tuple[Dims, Dims]] = field(default_factory=list)
+    projections: list[Dims] = field(default_factory=list)
+    activation_matmuls: list[tuple[Dims, Dims]] = field(default_factory=list)
     looked_up: list[Use] = field(default_factory=list)
     scanned: list[Use] = field(default_factory=list)
     _became: dict[int, Parts] = field(default_factory=dict)  # joined, or divided
-    _seen: set[Parts] = field(default_factory=set)
+    _output_dims: set[Parts] = field(default_factory=set)
     _times: int = 1
 
     # -- dimensions --------------------------------------------------------------------------
@@ -151,20 +155,20 @@ class Dimensions:
 
     def inner_parts(self) -> set[int]:
         """Return the parts that are not the first of a dimension: no even split is theirs."""
-        return {part for dim in self._seen for part in self.parts(dim)[1:]}
+        return {part for dim in self._output_dims for part in self.parts(dim)[1:]}
 
     # -- programs ----------------------------------------------------------------------------
 
     def read(self, jaxpr: Jaxpr, constants: int, values: Sequence[Value]) -> list[Value]:
         """Return what is known of the outputs of a program."""
         known = [Value(None, False)] * constants
-        return interpret_jaxpr(jaxpr, known, values, self._read, constant=lambda _: known_number)
+        return interpret_jaxpr(jaxpr, known, values, self._read, constant=lambda _: NUMBER)
 
     def _read(self, equation: JaxprEqn, values: Sequence[Value]) -> list[Value]:
         of_batch = any(v.of_batch for v in values)
         if all(v.dims is None for v in values):
             return [Value(None, of_batch) for _ in equation.outvars]
-        name = equation.primitive.name
+        name = name_of(equation)
         if name in _PROGRAMS:
             outs = _PROGRAMS[name](self, equation, values)
         else:
@@ -172,7 +176,7 @@ class Dimensions:
             outs = [Value(x, of_batch) for x in dims]
         pairs = list(zip(outs, equation.outvars, strict=True))
         outs = [v if _has_gradient(out) else Value(None, v.of_batch) for v, out in pairs]
-        self._seen.update(dim for v in outs for dim in v.dims or () if dim)
+        self._output_dims.update(dim for v in outs for dim in v.dims or () if dim)
         return outs
 
     def dims_of(self, value: Value, variable: Var | Literal) -> Dims:
@@ -191,9 +195,6 @@ class Dimensions:
         return math.prod(_shape(variable)) * self._times
 
 
-known_number = Value(None, False)
-
-
 def _aval(variable: Var | Literal) -> Any:
     return variable.aval
 
@@ -208,7 +209,7 @@ def _has_gradient(variable: Var) -> bool:
 
 def _line(equation: JaxprEqn) -> str:
     line = source_info_util.summarize(equation.source_info)
-    return f"{equation.primitive.name} at {line.rpartition('/')[2]}"
+    return f"{name_of(equation)} at {line.rpartition('/')[2]}"
 
 
 # -- equations: (dimensions, equation, values) -> the dimensions of each output ------------------
@@ -230,10 +231,10 @@ def _pointwise(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> It
     same = [v.dims for v in values if v.dims is not None and len(v.dims) == len(shape)]
     dims: list[Parts] = []
     for i, size in enumerate(shape):
-        whole = [operand[i] for operand in same if operand[i]]
-        dims.append(whole[0] if whole else d.new(size))
-        for other in whole[1:]:
-            d.join(whole[0], other, line)
+        equal = [operand[i] for operand in same if operand[i]]
+        dims.append(equal[0] if equal else d.new(size))
+        for other in equal[1:]:
+            d.join(equal[0], other, line)
     yield from [tuple(dims)] * len(equation.outvars)
 
 
@@ -257,7 +258,7 @@ def _reshape(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iter
     rest, sizes = [part for dim in operand for part in d.parts(dim)], d.sizes
     dims: list[Parts] = []
     for size in shape:
-        taken: list[int] = []
+        parts: list[int] = []
         while size > 1:
             if not rest or math.gcd(size, sizes[rest[0]]) not in (size, sizes[rest[0]]):
                 yield from _unknown(d, equation, values)
@@ -266,8 +267,8 @@ def _reshape(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iter
                 d._divide(rest[0], size)
                 rest = list(d.parts(tuple(rest)))
             size //= sizes[rest[0]]
-            taken.append(rest.pop(0))
-        dims.append(tuple(taken))
+            parts.append(rest.pop(0))
+        dims.append(tuple(parts))
     yield tuple(dims)
 
 
@@ -290,12 +291,12 @@ def _dot_general(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> 
         k = weight.index(True)
         cost = d.cost(equation.invars[1 - k]) if values[1 - k].dims is not None else 0
         d.produced += [Use(operands[k][i], line, cost) for i in free[k]]
-        d.together += [tuple(operands[k][i] for i in dims) for dims in (contracted[k], free[k])]
-    kept = *(operands[0][i] for i in (*batch[0], *free[0])), *(operands[1][i] for i in free[1])
+        d.projections += [tuple(operands[k][i] for i in dims) for dims in (contracted[k], free[k])]
+    outer = *(operands[0][i] for i in (*batch[0], *free[0])), *(operands[1][i] for i in free[1])
     if all(v.dims is not None and v.of_batch for v in values):
         d.batched += [Use(operands[0][i], line) for i in batch[0]]
-        d.attended.append((kept, tuple(operands[0][i] for i in contracted[0])))
-    yield kept
+        d.activation_matmuls.append((outer, tuple(operands[0][i] for i in contracted[0])))
+    yield outer
 
 
 def _reduce(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iterator[Dims]:
@@ -311,16 +312,17 @@ def _same_rank(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> It
     pairs = [p for p in zip(values, equation.invars, strict=True) if len(_shape(p[1])) == rank]
     trained = [value.dims for value, _ in pairs if value.dims is not None]
     shapes = [_shape(v) for v in (*(v for _, v in pairs), *equation.outvars)]
-    along = {i for i in range(rank) if len({shape[i] for shape in shapes}) > 1} | _along(equation)
-    kept = {i: trained[0][i] for i in range(rank) if i not in along and trained}
+    resized = {i for i in range(rank) if len({shape[i] for shape in shapes}) > 1}
+    changed = resized | _named_dims(equation)
+    others = {i: trained[0][i] for i in range(rank) if i not in changed and trained}
     for dims in trained:
         for i, dim in enumerate(dims):
-            d.block(dim, line) if i in along else d.join(kept[i], dim, line)
+            d.block(dim, line) if i in changed else d.join(others[i], dim, line)
     for out in equation.outvars:
         new = d.new_dims(_shape(out))
-        for i in along:
+        for i in changed:
             d.block(new[i], line)
-        yield tuple(kept.get(i, dim) for i, dim in enumerate(new))
+        yield tuple(others.get(i, dim) for i, dim in enumerate(new))
 
 
 def _stack(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iterator[Dims]:
@@ -340,10 +342,10 @@ def _unstack(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> Iter
     yield from [(*dims[:axis], *dims[axis + 1 :])] * len(equation.outvars)
 
 
-def _along(equation: JaxprEqn) -> set[int]:
+def _named_dims(equation: JaxprEqn) -> set[int]:
     """Return the dimensions that an equation names, of those that keep the number of dimensions."""
     params, rank = equation.params, len(_shape(equation.outvars[0]))
-    if equation.primitive.name == "top_k":
+    if name_of(equation) == "top_k":
         return {rank - 1}
     named = {params[name] for name in ("axis", "dimension") if isinstance(params.get(name), int)}
     padded = enumerate(params.get("padding_config", ()))
@@ -439,11 +441,11 @@ def _carried(d: Dimensions, values: Sequence[Value], variables: Sequence[Any]) -
 def _cond(d: Dimensions, equation: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     outs: list[Value] | None = None
     for body, constants in bodies_of(equation):
-        operands = match_operands(body, values, known_number)
-        found = d.read(body, len(constants), operands)
-        outs = outs or [Value(None, False)] * len(found)
-        _join_all(d, outs, found, _line(equation))
-        pairs = zip(outs, found, strict=True)
+        operands = match_operands(body, values, NUMBER)
+        branch_outs = d.read(body, len(constants), operands)
+        outs = outs or [Value(None, False)] * len(branch_outs)
+        _join_all(d, outs, branch_outs, _line(equation))
+        pairs = zip(outs, branch_outs, strict=True)
         outs = [Value(b.dims if a.dims is None else a.dims, True) for a, b in pairs]
     return outs or []
 

@@ -9,7 +9,7 @@ XLA's partitioner has.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
-from hfjax.parallel.mesh import AXES, describe_mesh
+from hfjax.parallel.mesh import AXES, describe_mesh, names_of
 from hfjax.utils.keywords import wrap_function
 from hfjax.utils.tables import align
+from hfjax.utils.trace_context import current_auto_axes, set_value
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -31,6 +32,8 @@ _ASKS_FOR_MESH = re.compile(
     r"(not under a|non-empty|empty|set a) mesh|mesh context|context mesh|not found in mesh"
     r"|of type:? .?(Auto|Manual|Explicit)|AxisType|only refer to Auto axes"
 )
+# What JAX raises where a model needs a mesh, by operation; NotImplementedError if an array is of
+# another one. They are caught, and raised again unless their text asks for a mesh.
 _ERRORS = (ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError)
 
 
@@ -67,7 +70,7 @@ class ModelMesh:
 
     @classmethod
     def of(cls, mesh_axes: Mapping[str, str | None]) -> "ModelMesh":
-        """Return the mesh of a model that is built now: of a mesh that is set it has the names."""
+        """Return the mesh of a new model; it has the names of a mesh that is set now."""
         current = jax.sharding.get_abstract_mesh()
         is_explicit = AxisType.Explicit in current.axis_types
         set_names = current.axis_names if is_explicit else ()
@@ -84,12 +87,10 @@ class ModelMesh:
         if unknown and unknown[1] not in self.names:
             self.names += (unknown[1],)
             self.axis_type = self.axis_type or AxisType.Auto
-        elif self.axis_type is None:
-            self.axis_type = AxisType.Auto
-        elif self.axis_type is AxisType.Auto:
-            self.axis_type = AxisType.Explicit
-        else:
+            return True
+        if self.axis_type is AxisType.Explicit:
             return False
+        self.axis_type = AxisType.Auto if self.axis_type is None else AxisType.Explicit
         return True
 
     def context(self) -> AbstractContextManager:
@@ -99,28 +100,18 @@ class ModelMesh:
         count, current = len(self.names), jax.sharding.get_abstract_mesh()
         device = getattr(current, "abstract_device", None)
         types = {"axis_types": (self.axis_type,) * (count + 1), "abstract_device": device}
-        return _mesh_context(AbstractMesh((1,) * (count + 1), (*self.names, _MARK), **types))
+        return _under_mesh(AbstractMesh((1,) * (count + 1), (*self.names, _MARK), **types))
 
-    def constraint(self, spec: P, auto_axes: Sequence[str]) -> P | None:
+    def constraint(self, spec: P) -> P | None:
         """Return a spec over the axes that XLA's partitioner has; None: it names none of them."""
-        name_of = lambda name: self.mesh_axes.get(name, name)
-        is_auto = lambda axis: axis in auto_axes
-        kept = [tuple(filter(is_auto, map(name_of, names))) for names in names_of(spec)]
-        if _IN_BRANCH.get() or not any(kept):
+        axes, name_of = current_auto_axes(), lambda name: self.mesh_axes.get(name, name)
+        auto_names = [
+            tuple(a for a in map(name_of, names) if a in axes) for names in names_of(spec)
+        ]
+        if _IN_BRANCH.get() or not any(auto_names):
             return None
-        is_open = [x is P.UNCONSTRAINED for x in spec.partitions]
-        rest = (P.UNCONSTRAINED if open else None for open in is_open)
-        return P(*(names or other for names, other in zip(kept, rest, strict=True)))
-
-
-def names_of(spec: P) -> list[tuple[str, ...]]:
-    """Return the names of the axes over which a spec splits each dimension.
-
-    >>> names_of(P("x", None, ("y", "z")))
-    [('x',), (), ('y', 'z')]
-    """
-    entries = (() if x in (None, P.UNCONSTRAINED) else x for x in spec.partitions)
-    return [(x,) if isinstance(x, str) else tuple(x) for x in entries]
+        others = (x if x is P.UNCONSTRAINED else None for x in spec.partitions)
+        return P(*(names or other for names, other in zip(auto_names, others, strict=True)))
 
 
 _MARK = "of the model"  # an axis that tells a mesh that only a model sees from any other
@@ -144,24 +135,14 @@ class ShardingReport:
         return "\n".join(align(rows))
 
 
-@contextmanager
-def in_branch() -> Iterator[None]:
+def in_branch() -> AbstractContextManager:
     """Make no constraints meanwhile: XLA wants the results of all branches split alike."""
-    token = _IN_BRANCH.set(True)
-    try:
-        yield
-    finally:
-        _IN_BRANCH.reset(token)
+    return set_value(_IN_BRANCH, True)
 
 
-@contextmanager
-def use_model_mesh(mesh: ModelMesh) -> Iterator[None]:
+def use_model_mesh(mesh: ModelMesh) -> AbstractContextManager:
     """Trace models under this mesh meanwhile, where they ask for one."""
-    token = _CURRENT.set(mesh)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return set_value(_CURRENT, mesh)
 
 
 def current_model_mesh() -> ModelMesh:
@@ -170,10 +151,9 @@ def current_model_mesh() -> ModelMesh:
 
 
 @contextmanager
-def _mesh_context(mesh: AbstractMesh) -> Iterator[None]:
-    with _ONE_AT_A_TIME, change_mesh(mesh):
-        # Axes of size 1 are in no type: whatever a model mixes has the same sharding. The flag is
-        # that of all threads.
+def _under_mesh(mesh: AbstractMesh) -> Iterator[None]:
+    """Trace under a mesh whose axes of size 1 JAX leaves out of types: no two arrays disagree."""
+    with _ONE_AT_A_TIME, change_mesh(mesh):  # all threads share the flag
         before = getattr(jax.config, _WITHOUT_SIZE_ONE)
         jax.config.update(_WITHOUT_SIZE_ONE, True)
         try:
@@ -223,7 +203,7 @@ def change_mesh(mesh: AbstractMesh) -> Iterator[None]:
 
 def mesh_context(mesh: AbstractMesh) -> AbstractContextManager:
     """Return the context in which an equation that was traced under this mesh is traced again."""
-    return _mesh_context(mesh) if is_model_mesh(mesh) else nullcontext()
+    return _under_mesh(mesh) if is_model_mesh(mesh) else nullcontext()
 
 
 def trace_under_mesh(trace: Callable[..., Result], *shapes: Any) -> Result:
@@ -246,15 +226,15 @@ def _on_mesh(shapes: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if not is_model_mesh(mesh):
         return shapes
-    whole = lambda x: NamedSharding(mesh, P(*[None] * len(x.shape)))
-    typed = lambda x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=whole(x), weak_type=getattr(x, "weak_type", False)
+    replicated = lambda x: NamedSharding(mesh, P(*[None] * len(x.shape)))
+    on_mesh = lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=replicated(x), weak_type=getattr(x, "weak_type", False)
     )
-    return jax.tree.map(typed, shapes)
+    return jax.tree.map(on_mesh, shapes)
 
 
 def call_or_trace(function: Callable, run_traced: Callable, *arguments: Any) -> Any:
-    """Return `function(*arguments)`, or `run_traced(function, *arguments)` if it needs a mesh."""
+    """Return `function(*arguments)`, or `run_traced(*arguments)` if the function needs a mesh."""
     mesh = current_model_mesh()
     if mesh.axis_type is None:
         try:
@@ -262,7 +242,7 @@ def call_or_trace(function: Callable, run_traced: Callable, *arguments: Any) -> 
         except _ERRORS as error:
             if not mesh.learn(error):
                 raise
-    return run_traced(function, *arguments)
+    return run_traced(*arguments)
 
 
 def is_model_mesh(mesh: Any) -> bool:

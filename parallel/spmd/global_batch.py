@@ -106,8 +106,8 @@ class GlobalBatch:
         function = self.wrap_inner(component, function)
         comms = self.start_comms(component)
         if self.group.size == 1:
-            partitioned = partial(self.run_partitioned, self.group, comms=comms)
-            outs = call_or_trace(function, partitioned, *args)
+            run_traced = partial(self.run_partitioned, self.group, function, comms=comms)
+            outs = call_or_trace(function, run_traced, *args)
         else:
             outs = self.run_partitioned(self.group, function, *args, comms=comms)
         scale_times(comms, times)

@@ -11,8 +11,8 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from hfjax.parallel.jaxprs.bind import (
+    has_model_mesh,
     is_in_own_shard_map,
-    is_placed,
     over_single_devices,
     plain_number,
 )
@@ -88,7 +88,7 @@ def eval_partitioned(
 
     needed = sorted(needed_equations(jaxpr.eqns, jaxpr.outvars))
     equations = [jaxpr.eqns[i] for i in needed]
-    constant = plain_number if any(map(is_placed, equations)) else lambda number: number
+    constant = plain_number if any(map(has_model_mesh, equations)) else lambda number: number
     return interpret(equations, env, jaxpr.outvars, run, constant)
 
 
@@ -109,25 +109,25 @@ def eval_equation(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> 
     rule = RULES.get(name)
     if name in CALLS and (rule_call := call_of(equation)):
         return list(rule_call(ctx, equation, values))
-    if name == "shard_map" and is_placed(equation):
+    if name == "shard_map" and has_model_mesh(equation):
         return list(call(ctx, equation, values))  # over axes of size 1: its body
     if is_in_own_shard_map(equation):
         return list(over_single_devices(equation, values))
     has_distributed = any(
         is_distributed(v) or isinstance(v, LazyValue | Ungathered) for v in values
     )
-    runs_as_written = name not in PROGRAM_RULES and (
-        ctx.group.size == 1 or name not in REPLICATED_RULES
-    )
-    if name in PROGRAM_RULES and ctx.group.size == 1:
-        runs_as_written = not is_placed(equation)
-    if name not in PROGRAM_RULES:
+    is_program = name in PROGRAM_RULES
+    if ctx.group.size == 1:
+        runs_as_written = not (is_program and has_model_mesh(equation))
+    else:
+        runs_as_written = not is_program and name not in REPLICATED_RULES
+    if not is_program:
         check_calls(ctx, equation)
     elif any(calls_in(equation)):
         runs_as_written = False
     if runs_as_written and not has_distributed:
         return ctx.bind(equation, values)
-    if name not in PROGRAM_RULES:
+    if not is_program:
         values = [ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values]
     outs = rule(ctx, equation, values) if rule else None
     return fall_back_to_replicated(ctx, equation, values) if outs is None else list(outs)

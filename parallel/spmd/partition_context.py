@@ -5,8 +5,8 @@ values that are made inside may not be used outside.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from hfjax.parallel.spmd.placements import (
     Ungathered,
 )
 from hfjax.utils.paths import Shaped
+from hfjax.utils.trace_context import set_value
 
 
 @dataclass(frozen=True)
@@ -292,14 +293,9 @@ def bytes_of(x: Shaped) -> int:
 _RECORDING: ContextVar[bool] = ContextVar("named calls are kept", default=False)
 
 
-@contextmanager
-def record_calls(on: bool = True) -> Iterator[None]:
+def record_calls(on: bool = True) -> AbstractContextManager:
     """Keep calls with a rule (`RuleCall`) in programs that are traced meanwhile."""
-    token = _RECORDING.set(on)
-    try:
-        yield
-    finally:
-        _RECORDING.reset(token)
+    return set_value(_RECORDING, on)
 
 
 def is_recording() -> bool:
@@ -315,14 +311,9 @@ class PureFunction:
 _PROGRAMS: ContextVar[dict | None] = ContextVar("programs that are traced already", default=None)
 
 
-@contextmanager
-def reuse_programs() -> Iterator[None]:
+def reuse_programs() -> AbstractContextManager:
     """Trace each `PureFunction` once, for arguments of the same shapes, meanwhile."""
-    token = _PROGRAMS.set({})
-    try:
-        yield
-    finally:
-        _PROGRAMS.reset(token)
+    return set_value(_PROGRAMS, {})
 
 
 def forget_programs() -> None:

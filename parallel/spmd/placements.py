@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jax.typing import DTypeLike
+
+from hfjax.utils.trace_context import MISPLACES_SCATTERS, current_auto_axes
 
 Shape = tuple[int, ...]
 
@@ -285,11 +286,10 @@ class AxisGroup:
         if split.blocks > 1:
             return self.slice_local(self.all_reduce(x), split)
         ordered = self._reorder_chunks(x, split.dim, self._chunk_order) if self.chunks else x
-        return self._psum_scatter(ordered, split.dim)
-
-    def _psum_scatter(self, x: jax.Array, dim: int) -> jax.Array:
-        scatter = partial(lax.psum_scatter, axis_name=self.axes, scatter_dimension=dim, tiled=True)
-        return _isolate(scatter)(widen(x)).astype(x.dtype)
+        scatter = partial(
+            lax.psum_scatter, axis_name=self.axes, scatter_dimension=split.dim, tiled=True
+        )
+        return _isolate(scatter)(widen(ordered)).astype(x.dtype)
 
     def slice_local(self, x: jax.Array, split: Split) -> jax.Array:
         """Return this device's shard of a replicated array, without communication."""
@@ -356,18 +356,15 @@ class AxisGroup:
 
 
 def _isolate(collective: Callable) -> Callable:
-    """Return a collective that XLA fuses with nothing where its partitioner has an axis.
+    """Return a collective that XLA fuses with no scatter along a dimension that it splits."""
+    return (
+        (lambda x: lax.optimization_barrier(collective(lax.optimization_barrier(x))))
+        if MISPLACES_SCATTERS and current_auto_axes()
+        else collective
+    )
 
-    Until jax 0.12, a scatter along a dimension that the partitioner splits is wrong if its operand
-    or its result is that of a collective over another axis (tests/test_explicit_sharding.py).
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    has_auto = any(kind is AxisType.Auto and size > 1 for kind, size in types)
-    if not has_auto or jax.__version_info__ >= (0, 12):
-        return collective
-    barrier = lax.optimization_barrier
-    return lambda x: barrier(collective(barrier(x)))
+
+ONE_DEVICE = AxisGroup((), 1)
 
 
 def _concatenate(arrays: list[jax.Array], dim: int) -> jax.Array:

@@ -26,7 +26,7 @@ from hfjax.parallel.spmd.partition_context import (
 )
 from hfjax.parallel.spmd.placements import (
     BATCH_SPLIT,
-    AxisGroup,
+    ONE_DEVICE,
     LazyValue,
     PartialValue,
     Placement,
@@ -41,7 +41,7 @@ from hfjax.parallel.spmd.placements import (
 
 source_info_util.register_exclusion(__file__)  # the line of a kept call is the user's
 
-BATCH_GROUP = AxisGroup((), 1).name
+BATCH_GROUP = ONE_DEVICE.name
 
 
 class CallName(str):
@@ -272,19 +272,21 @@ def _run_local(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tu
     """Run a function on the local arrays."""
     leaves, in_tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
     arrays = in_tree.unflatten([local_array(v) for v in _as_sharded_or_full(ctx, leaves)])
-    outs = call_or_trace(call.reapply, partial(_run_alone, ctx, call), *arrays)
+    outs = call_or_trace(call.reapply, partial(_run_traced, ctx, call.function), *arrays)
     jaxpr, _ = body
     pairs = zip(jax.tree.leaves(outs), jaxpr.outvars, strict=True)
     return [_as_sharded_or_mean(ctx, jnp.asarray(x), v.aval.shape) for x, v in pairs]
 
 
-def _run_alone(ctx: PartitionContext, call: RuleCall, _: Callable, *arguments: Any) -> Any:
-    """Return the results of a call, on local arrays, whose function asks for a mesh."""
-    alone = PartitionContext(AxisGroup((), 1), [], {}, ctx.run)
+def _run_traced(ctx: PartitionContext, function: Callable, *arguments: Any) -> Any:
+    """Return the results of a function of local arrays that asks for a mesh."""
+    local_ctx = PartitionContext(ONE_DEVICE, [], {}, ctx.run)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arguments)
-    program, out_shapes = trace_global(alone.group, call.function, *shapes)
-    outs = ctx.run(alone, program.jaxpr, program.consts, jax.tree.leaves(arguments))
-    return jax.tree.unflatten(jax.tree.structure(out_shapes), list(map(alone.materialize, outs)))
+    program, out_shapes = trace_global(ONE_DEVICE, function, *shapes)
+    outs = ctx.run(local_ctx, program.jaxpr, program.consts, jax.tree.leaves(arguments))
+    return jax.tree.unflatten(
+        jax.tree.structure(out_shapes), list(map(local_ctx.materialize, outs))
+    )
 
 
 def _run_per_device(call: RuleCall, ctx: PartitionContext, body: tuple, arguments: tuple) -> list:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from hfjax.parallel.adapters.forward_signature import TRAIN, key_path, requested_names
+from hfjax.parallel.adapters.forward_signature import call_model
 from hfjax.parallel.engine.local_outputs import local_outputs
 from hfjax.parallel.engine.step_context import LossCall, StepContext, num_examples
 from hfjax.parallel.engine.unshard import ShardedParam
@@ -79,16 +79,3 @@ class ModelCall(PureFunction):
         mean = LossCall(context.loss)(outputs, batch, extra) if self.with_loss else None
         requested = mean, outputs if self.with_outputs else None
         return requested, variables | template.model_variables(model)
-
-
-def call_model(
-    forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str, extra: Any = None
-) -> Any:
-    """Return the outputs of a model, called directly or by the layout's `forward`."""
-    if forward is None:
-        return model(inputs) if callable(model) else model
-    called = forward if extra is None else extra.give(forward)
-    training = mode == "train"
-    key = lambda name: variables[key_path(name)] if training else None
-    options = {n: training if n == TRAIN else key(n) for n in requested_names(forward)}
-    return called(model, inputs, **options)

@@ -25,10 +25,8 @@ from hfjax.parallel.spmd.partition_context import (
     is_recording,
     trace_global,
 )
-from hfjax.parallel.spmd.placements import AxisGroup, Ungathered, is_distributed
+from hfjax.parallel.spmd.placements import ONE_DEVICE, AxisGroup, Ungathered, is_distributed
 from hfjax.parallel.spmd.rule_calls import RuleCall, keep_as_call
-
-ONE_DEVICE = AxisGroup((), 1)
 
 
 def unshard_on_use(

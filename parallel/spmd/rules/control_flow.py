@@ -453,12 +453,23 @@ def _select_active(
     return jnp.where(mask.reshape(*mask.shape, *[1] * (new.ndim - mask.ndim)), new, old)
 
 
+def _branch_body(jaxpr: Jaxpr, constants: Sequence[Any]) -> Body:
+    """Return (context, values) -> values of a branch, which makes no constraints."""
+    run_branch = make_body(jaxpr, constants)
+
+    def run(ctx: PartitionContext, values: Values) -> Values:
+        with in_branch():
+            return run_branch(ctx, values)
+
+    return run
+
+
 def cond(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Take one branch, the same on all devices: by the global index."""
     index, *operands = (ctx.replicate(v) if isinstance(v, Ungathered) else v for v in values)
     operands, index = prepare_operands(ctx, operands), ctx.replicate(index)
     in_placements, arrays = list(map(placement_of, operands)), list(map(local_array, operands))
-    bodies = [make_body(b.jaxpr, b.consts) for b in equation.params["branches"]]
+    bodies = [_branch_body(b.jaxpr, b.consts) for b in equation.params["branches"]]
     inferred = [infer_placements(ctx, body, arrays, in_placements) for body in bodies]
     out_placements = common_placements([placements for placements, _ in inferred])
     if any(comms for _, comms in inferred):
@@ -467,8 +478,7 @@ def cond(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     def branch(body: Body) -> Callable:
         def run(*arrays: Any) -> list[Any]:
             inner = ctx.child()
-            with in_branch():
-                outs = body(inner, values_from_local(arrays, in_placements))
+            outs = body(inner, values_from_local(arrays, in_placements))
             return [
                 jnp.asarray(inner.redistribute(v, k))
                 for v, k in zip(outs, out_placements, strict=True)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
-from hfjax.parallel.jaxprs.bind import bind, is_placed
+from hfjax.parallel.jaxprs.bind import bind, has_model_mesh
 from hfjax.parallel.jaxprs.linearity import is_linear
 from hfjax.parallel.jaxprs.model_mesh import mesh_context
 from hfjax.parallel.jaxprs.walk import body_of, equations_in, interpret_jaxpr
@@ -111,7 +111,7 @@ def _function_of(equation: JaxprEqn, numbers: Sequence[int], operands: Values) -
 def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Values:
     """Partition the function, and the rule of its derivative, which is linear in tangents."""
     values = _as_sharded_or_full(ctx, values)
-    runs_as_written = not any(calls_in(equation)) and not is_placed(equation)
+    runs_as_written = not any(calls_in(equation)) and not has_model_mesh(equation)
     if runs_as_written and not any(is_distributed(v) for v in values):
         return bind(equation, values)
     in_placements, arrays = list(map(placement_of, values)), list(map(local_array, values))
@@ -119,7 +119,7 @@ def custom_jvp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     shapes = _shapes(equation.invars)
 
     run = _body_or_bind(equation)
-    own_comms: list[CommEvent] = []  # of the function where no derivative is taken at once
+    own_comms: list[CommEvent] = []  # of the function; its rule records its own in their place
     local = _on_local_arrays(ctx, run, in_placements, out_placements, own_comms)
     function = jax.custom_jvp(local)
 
@@ -162,7 +162,7 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
     p = equation.params  # a linear call is not differentiated by what it closes over
     num_constants = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
     real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval) and i >= num_constants]
-    runs_as_written = not any(calls_in(equation)) and not is_placed(equation)
+    runs_as_written = not any(calls_in(equation)) and not has_model_mesh(equation)
     if runs_as_written and (not real or ctx.group.size == 1):
         return bind(equation, list(map(ctx.replicate, values)))
     out_placements = _output_placements(ctx, equation, arrays, in_placements)
@@ -172,7 +172,7 @@ def custom_vjp(ctx: PartitionContext, equation: JaxprEqn, values: Values) -> Val
         return jax.vjp(_function_of(equation, real, xs), *(xs[i] for i in real))
 
     run = _body_or_bind(equation)
-    own_comms: list[CommEvent] = []  # of the function where no derivative is taken at once
+    own_comms: list[CommEvent] = []  # of the function; its rule records its own in their place
     local = _on_local_arrays(ctx, run, in_placements, out_placements, own_comms)
     function = jax.custom_vjp(local)
     pullback: list[Any] = []  # its structure, and the shapes of its residuals
