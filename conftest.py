@@ -59,6 +59,8 @@ import pytest  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 from jaxlib.mlir import ir  # noqa: E402
 
+from hfjax.cli.log_handler import show_log  # noqa: E402
+
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
 # A context takes long to make: one for all saves a twentieth of the suite's time.
@@ -118,6 +120,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for test, (chosen, cases) in families.items():
         if unknown := set(chosen) - cases:
             raise pytest.UsageError(f"{test}: short{tuple(unknown)}: it has the cases {cases}")
+
+
+@pytest.fixture
+def shown_log():
+    """Show what the library logs on standard output, as a command does."""
+    with show_log():
+        yield
 
 
 @pytest.fixture

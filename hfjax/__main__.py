@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hfjax.cli.log_handler import show_log
 from hfjax.utils.command_errors import close_stdout, import_or_explain, run_command
 from hfjax.utils.keywords import name_hint
 from hfjax.utils.renamed import OLD_COMMANDS, OldNamesWarning
@@ -83,7 +84,8 @@ def _run(name: str, rest: Sequence[str]) -> int:
     except ModuleNotFoundError as missing:
         print(missing, file=sys.stderr)
         return 2
-    return function(rest)
+    with show_log():
+        return function(rest)
 
 
 def _shorten_warnings(name: str) -> None:

@@ -1,7 +1,7 @@
 """The equivalence kit: tests that every strategy trains your model as one device does."""
 
+import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +47,8 @@ from hfjax.step.train_step import train_step
 from hfjax.utils.mean import Mean, as_mean, mean_metrics
 from hfjax.utils.paths import Flat, flatten, is_random_key, nest
 from hfjax.utils.progress import show_progress
+
+logger = logging.getLogger(__name__)
 
 Sizes = Mapping[str, int]
 
@@ -420,14 +422,15 @@ class _Line:
 
 @contextmanager
 def _progress_line(title: str, result: str = "equal") -> Iterator[_Line]:
-    """Print to standard error what is trained, then the result and how long it took."""
+    """Log what is trained, then the result and how long it took."""
     line, start = _Line(result), time.monotonic()
     if not speaks():
         yield line
         return
     with show_progress(f"{title}: compiling, training"):
         yield line
-    print(f"{title}: {line.result}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    level = logging.INFO if line.result == result else logging.WARNING
+    logger.log(level, "%s: %s, %.0f s", title, line.result, time.monotonic() - start)
 
 
 def assert_same_run(run: TrainResult, reference: TrainResult, who: str) -> float:
@@ -472,7 +475,7 @@ def _check_reference(case: Case, one_device_run: TrainResult) -> None:
 def default_cases(
     model_init: Callable, of_layout: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the strategies that a model supports on the devices here; print what is left out.
+    """Return the strategies that a model supports on the devices here; log what is left out.
 
     Args:
         model_init: Function of rngs that returns the model.
@@ -497,7 +500,7 @@ def default_cases(
     chosen = strategies(count, tensor, requirements.keys() - left_out.keys())
     if speaks() and left_out:
         why = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
-        print(f"left out: {why}", file=sys.stderr, flush=True)
+        logger.warning("left out: %s", why)
     split_all = lambda strategy, *more: (strategy.edit(replicate_below=0), *more)
     return {name: split_all(*case) for name, case in chosen.items()}
 

@@ -19,6 +19,7 @@ from hfjax.trainer.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from hfjax.trainer.trackers import Trackers
 
 MODEL = ModelConfig(preset="gpt-tiny", seq_len=16, num_layers=1, num_heads=2, hidden_size=32)
 # The next token from this one alone: for what no model can change.
@@ -72,3 +73,10 @@ def told(directory: Path, name: str = "loss") -> dict[int, float]:
     found = [(line["step"], line[name]) for line in lines if name in line]
     assert len(dict(found)) == len(found)
     return dict(found)
+
+
+def open_trackers(directory: Path, step: int = 0, /, **log: Any) -> Trackers:
+    """Return the trackers of a run, started in a directory."""
+    trackers = Trackers(LogConfig(**log))
+    trackers.start(directory, {}, step)
+    return trackers

@@ -31,9 +31,8 @@ from hfjax.data import (
     write_tokens,
 )
 from hfjax.trainer import load
-from hfjax.trainer.config import LogConfig
-from hfjax.trainer.metrics_file import MetricsWriter
 from tests.small_checkpoint import saved, small_layout
+from tests.small_run import open_trackers
 
 DEEP = "[" * 100_000
 MANY = b"9" * 400  # digits: a number that no float holds
@@ -161,12 +160,12 @@ def test_a_configuration_whose_aliases_grow_without_end(tmp_path):
 def test_the_metrics_of_a_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 2.0}\n')
-    refused(path, lambda: MetricsWriter(tmp_path, LogConfig(), {}, 1).close(), ODD)
+    refused(path, lambda: open_trackers(tmp_path, 1).finish(), ODD)
     lines = [b"\xff", DEEP.encode(), b"[1]", b'{"loss": 1}', b'{"step": -5, "loss": 1}']
     for line in (*lines, b'{"step": 1, "x": %s}' % MANY, b'{"step": %s}' % MANY, b'{"step":1}\0'):
         path.write_bytes(b'{"step": 0, "loss": 1.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is no line of a run \(.*Take it"):
-            MetricsWriter(tmp_path, LogConfig(), {}, 3)
+            open_trackers(tmp_path, 3)
 
 
 @pytest.fixture(name="step", scope="module")

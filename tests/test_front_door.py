@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from rich.console import Console
 
 import hfjax
 from hfjax.__main__ import main
 from hfjax.checkpoint import restoring
 from hfjax.cli.launch import split_command
+from hfjax.cli.log_handler import show_log
 from hfjax.distributed import init
 from hfjax.distributed.init import Cluster, init_distributed
 from hfjax.distributed.ports import free_port
@@ -42,6 +44,8 @@ from hfjax.utils.progress import show_progress
 from hfjax.utils.tables import escape_controls
 from tests.small_run import BIGRAMS, MODEL, NO_EVAL, STACK, corpus, small, told
 from tests.workers import finished, start
+
+pytestmark = pytest.mark.usefixtures("shown_log")
 
 ONE = MeshConfig(data=1)
 WHOLE_SEQUENCE = {"sequence_parallel": False}
@@ -110,7 +114,7 @@ def test_a_log_line_tells_the_time_that_is_left():
 def test_the_bar_of_a_terminal_says_what_goes_on(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    with Screen(10) as screen:
+    with Screen(Console(), 10) as screen:
         bar = screen._bar
         assert bar is not None
         says = lambda: bar.tasks[0].description
@@ -382,10 +386,11 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
 ):
     text = "a\x1b[2J\x07\tb\r\n\x9bé\u00a0�"
     assert escape_controls(text) == "a\\x1b[2J\\x07\tb\\r\n\\x9bé\u00a0�"
-    Screen(1).say("a\x1bb")
+    Screen(None, 1).say("a\x1bb")
     assert "a\x1bb" in capsys.readouterr().out
     monkeypatch.setenv("FORCE_COLOR", "1")
-    Screen(1).say("a\x1bb")
+    with show_log():
+        Screen(None, 1).say("a\x1bb")
     assert "a\\x1bb" in capsys.readouterr().out
 
 
@@ -474,7 +479,7 @@ def test_a_file_that_asks_for_simulated_devices_where_gpus_are_is_a_warning(
     given = []
     monkeypatch.setattr("hfjax.cli.train.start", given.append)
     monkeypatch.setattr("hfjax.cli.train.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("hfjax.cli.train.train", lambda config: SimpleNamespace(reason=None))
+    monkeypatch.setattr("hfjax.cli.train.train", lambda *_: SimpleNamespace(reason=None))
     (tmp_path / "config.yaml").write_text("steps: 1\ncpu_devices: 8\n")
     assert main(["train", "--config", str(tmp_path / "config.yaml"), *more]) == 0
     err = capsys.readouterr().err

@@ -34,6 +34,8 @@ from hfjax.utils.renamed import CONFIG_KEYS
 from hfjax.weights.tensor_files import read_header, read_rows
 from hfjax.weights.vision_files import read_vision
 
+pytestmark = pytest.mark.usefixtures("shown_log")
+
 COLOURS = {"blue": (20, 20, 160), "green": (20, 160, 20), "red": (160, 20, 20)}
 
 

@@ -11,12 +11,10 @@ import pytest
 
 import hfjax
 from hfjax.data import TokenSet, write_tokens
-from hfjax.trainer.config import LogConfig
-from hfjax.trainer.metrics_file import MetricsWriter
 from hfjax.trainer.train_loop import Run
 from hfjax.utils.atomic import atomic_file, replace_text
 from tests.small_checkpoint import saved, small_layout, state_at
-from tests.small_run import small
+from tests.small_run import open_trackers, small
 
 
 @pytest.fixture(name="mine")
@@ -156,16 +154,16 @@ def no_locks(*_):
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def test_a_journal_writes_through_no_link(tmp_path, mine, capsys):
+def test_a_journal_writes_through_no_link(tmp_path, mine, caplog):
     for name in ("metrics.jsonl", "loss.png", "tensorboard"):
         (tmp_path / name).symlink_to(mine.folder if name == "tensorboard" else mine.file)
         with pytest.raises(ValueError, match=rf"{name} is a link to \S+mine"):
-            MetricsWriter(tmp_path, LogConfig(tensorboard=True), {}, 0)
+            open_trackers(tmp_path, tensorboard=True)
         (tmp_path / name).unlink()
-    with MetricsWriter(tmp_path, LogConfig(), {}, 0) as journal:
-        journal.write(0, loss=1.0)
+    with open_trackers(tmp_path) as journal:
+        journal.log(0, loss=1.0)
         (tmp_path / "loss.png").symlink_to(mine.file)
-    assert "loss.png is not drawn: " in capsys.readouterr().out
+    assert "loss.png is not drawn: " in caplog.text
 
 
 def test_what_lies_beside_a_data_set_is_not_followed(tmp_path, mine):

@@ -32,6 +32,8 @@ from hfjax.weights.tensor_files import read_rows
 from tests.small_model_folder import END, GPT2, LLAMA, VOCAB, small_folder
 from tests.small_run import NO_EVAL, QUIET, corpus, small as small_gpt, told
 
+pytestmark = pytest.mark.usefixtures("shown_log")
+
 ONE = MeshConfig(data=1)
 SHORT = {"log": replace(QUIET, interval=2), "eval": EvalConfig(interval=3, max_batches=1)}
 

@@ -15,28 +15,35 @@ class Terminal(io.StringIO):
 
 
 def _said(out, seconds=0.2, **intervals):
-    with show_progress("compiling", out=out, **intervals):
+    with show_progress("compiling", terminal=out, **intervals):
         time.sleep(seconds)
     return out.getvalue()
 
 
-@pytest.mark.parametrize("out", [io.StringIO(), Terminal()], ids=["file", "terminal"])
-def test_what_is_quick_says_nothing(out):
-    assert _said(out, seconds=0.0) == ""
+def _logged(caplog, seconds=0.2, **intervals):
+    caplog.set_level("INFO", "hfjax")
+    with show_progress("compiling", **intervals):
+        time.sleep(seconds)
+    return caplog.messages
 
 
-def test_a_file_gets_one_line_after_the_silence():
-    assert _said(io.StringIO(), first=0.01) == "compiling … 0 s\n"
+def test_what_is_quick_says_nothing(caplog):
+    assert _said(Terminal(), seconds=0.0) == ""
+    assert _logged(caplog, seconds=0.0) == []
 
 
-def test_a_file_gets_another_line_now_and_then():
-    lines = _said(io.StringIO(), first=0.01, every=0.02).splitlines()
+def test_the_log_gets_one_line_after_the_silence(caplog):
+    assert _logged(caplog, first=0.01) == ["compiling … 0 s"]
+
+
+def test_the_log_gets_another_line_now_and_then(caplog):
+    lines = _logged(caplog, first=0.01, every=0.02)
     assert len(lines) > 1
     assert set(lines) == {"compiling … 0 s"}
 
 
-def test_seconds_are_counted():
-    assert _said(io.StringIO(), seconds=1.1, first=1.0) == "compiling … 1 s\n"
+def test_seconds_are_counted(caplog):
+    assert _logged(caplog, seconds=1.1, first=1.0) == ["compiling … 1 s"]
 
 
 def test_a_terminal_has_one_line_that_is_removed_at_the_end():
@@ -52,7 +59,7 @@ def test_a_long_line_does_not_break_on_a_terminal(monkeypatch):
     assert max(map(len, turned)) == 11
 
 
-def test_standard_error_is_where_it_is_said(capsys):
+def test_a_command_says_it_on_standard_error(capsys, shown_log):
     with show_progress("compiling", first=0.01):
         time.sleep(0.1)
     assert capsys.readouterr() == ("", "compiling … 0 s\n")
@@ -62,7 +69,7 @@ def test_an_error_passes_through_and_ends_the_line():
     out = Terminal()
 
     def fail():
-        with show_progress("compiling", first=0.01, out=out):
+        with show_progress("compiling", first=0.01, terminal=out):
             time.sleep(0.1)
             raise ValueError("wrong")
 

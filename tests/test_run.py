@@ -25,7 +25,6 @@ from hfjax.trainer.config import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    LogConfig,
     LRScheduleConfig,
     MeshConfig,
     ModelConfig,
@@ -34,7 +33,7 @@ from hfjax.trainer.config import (
     PipelineConfig,
 )
 from hfjax.trainer.console import step_line
-from hfjax.trainer.metrics_file import MetricsWriter, read_metrics
+from hfjax.trainer.metrics_file import MetricsFile, read_metrics
 from hfjax.trainer.model import choose_model, presets
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
@@ -49,9 +48,12 @@ from tests.small_run import (
     QUIET,
     STACK,
     corpus,
+    open_trackers,
     small as small_gpt,
     told,
 )
+
+pytestmark = pytest.mark.usefixtures("shown_log")
 
 ROOT = Path(__file__).parents[1]
 ONE = MeshConfig(data=1)
@@ -147,11 +149,11 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_goes_on_later(
     rare["checkpoint"] = CheckpointConfig(interval=100)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, **rare)
     reader, writer = os.pipe()
-    write = MetricsWriter.write
-    leave = lambda me, step, **values: (step == 3 and os.close(reader), write(me, step, **values))
+    write = MetricsFile.log
+    leave = lambda me, step, values: (step == 3 and os.close(reader), write(me, step, values))
     with open(writer, "w") as unread, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", unread)
-        patch.setattr(MetricsWriter, "write", leave)
+        patch.setattr(MetricsFile, "log", leave)
         stopped = train(config)
     assert stopped.reason == "stdout"
     assert hfjax.latest_step(tmp_path / "checkpoints") == stopped.step == 7
@@ -273,13 +275,13 @@ def test_odd_characters_in_the_name_of_a_run_are_told_by_their_codes(tmp_path, d
 def test_a_run_whose_folder_is_moved_leaves_one_that_can_be_used(
     tmp_path, data, capsys, monkeypatch
 ):
-    place, write = tmp_path / "run", MetricsWriter.write
+    place, write = tmp_path / "run", MetricsFile.log
     config = small(place, data, model=BIGRAMS, mesh=ONE, steps=4)
-    move = lambda me, step, **values: (
-        write(me, step, **values),
+    move = lambda me, step, values: (
+        write(me, step, values),
         step == 1 and "loss" in values and place.rename(tmp_path / "moved"),
     )
-    monkeypatch.setattr(MetricsWriter, "write", move)
+    monkeypatch.setattr(MetricsFile, "log", move)
     with pytest.warns(RuntimeWarning, match="/run/checkpoints was moved"):
         train(config)
     lost = "the checkpoints, but no metrics: it was moved or deleted while the run went on\n"
@@ -519,14 +521,14 @@ def test_tensorboard_gets_the_same_numbers(data, tmp_path):
 
 
 def test_a_journal_drops_the_steps_that_are_done_again(tmp_path):
-    with MetricsWriter(tmp_path, LogConfig(), {}, 0) as journal:
+    with open_trackers(tmp_path) as journal:
         for step in range(6):
-            journal.write(step, loss=float(step))
-        journal.write(4, valid_loss=0.5)
-        journal.write(6, valid_loss=0.25)
+            journal.log(step, loss=float(step))
+        journal.log(4, valid_loss=0.5)
+        journal.log(6, valid_loss=0.25)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed
-    with MetricsWriter(tmp_path, LogConfig(), {}, 4):
+    with open_trackers(tmp_path, 4):
         pass
     assert told(tmp_path) == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
     assert told(tmp_path, "valid_loss") == {4: 0.5}
@@ -534,21 +536,21 @@ def test_a_journal_drops_the_steps_that_are_done_again(tmp_path):
 
 def test_lines_that_a_journal_drops_are_kept_beside_it(tmp_path):
     for steps, start in ((4, 0), (2, 3), (0, 0)):
-        with MetricsWriter(tmp_path, LogConfig(), {}, start) as journal:
+        with open_trackers(tmp_path, start) as journal:
             for step in range(start, start + steps):
-                journal.write(step, loss=float(step))
+                journal.log(step, loss=float(step))
     lines = [json.loads(text) for text in (tmp_path / "metrics.dropped.jsonl").open()]
     assert [line["step"] for line in lines] == [3, 0, 1, 2, 3, 4]
     assert told(tmp_path) == {}
     place = tmp_path / "metrics.dropped.jsonl"
-    assert journal.notes == [
+    assert journal.file.notes == [
         f"5 lines of metrics.jsonl moved to {place}: no checkpoint is left, so the run begins anew"
     ]
 
 
 def test_holes_in_a_journal_are_told_in_one_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    notes = lambda start: MetricsWriter(tmp_path, LogConfig(), {}, start).notes
+    notes = lambda start: open_trackers(tmp_path, start).file.notes
     assert notes(0) == []
     assert notes(9) == [f"{path} has no line of steps 0-8 (the file counts from 0)"]
     steps = [0, 1, 1, 4, 5, 6, 8, 6, 5]
@@ -1019,13 +1021,13 @@ def test_files_of_a_run_that_do_not_fit_are_named(data, tmp_path, capsys):
     with allowed_bytes(10), pytest.raises(OSError, match=r"File too large: '.*/config.yaml'"):
         train(config)
     assert not list(tmp_path.glob("*config*"))
-    journal = MetricsWriter(tmp_path, LogConfig(), {}, 0)
-    journal.write(0, loss=1.0)
+    journal = open_trackers(tmp_path)
+    journal.log(0, loss=1.0)
     with allowed_bytes(30):
         told = r"metrics.jsonl cannot be written: File too large. What was saved is whole: start"
         with pytest.raises(OSError, match=told):
-            journal.write(1, loss=1.0)
-        journal.close()
+            journal.log(1, loss=1.0)
+        journal.finish()
     assert "loss.png is not drawn: File too large" in capsys.readouterr().out
 
 

@@ -32,6 +32,8 @@ from tests import hanging_train
 from tests.hanging_train import HANGS, SLOW
 from tests.small_run import BIGRAMS, NO_EVAL, corpus, small, told
 
+pytestmark = pytest.mark.usefixtures("shown_log")
+
 STEPS, LONG = 6, 150
 QUIET = LogConfig(interval=50, sample_tokens=0)
 ROOT = Path(__file__).parents[1]

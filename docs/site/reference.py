@@ -101,6 +101,7 @@ API = {  # page: (its title, {heading: public names, module:name})
                     "hfjax.trainer:train",
                     "hfjax.trainer:Result",
                     "hfjax.trainer:load",
+                    "hfjax.trainer:Tracker",
                 ),
                 *("hfjax.trainer:RunComponents", "hfjax.trainer:evaluate", "hfjax:generate"),
             ],

@@ -7,9 +7,9 @@ a run's checkpoints.
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  (its own exit is registered first: it runs last)
+import logging
 import os
 import socket
-import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -44,6 +44,8 @@ from hfjax.sharding.layout import Layout, State
 from hfjax.utils.keywords import check_seconds
 from hfjax.utils.tables import quote
 
+logger = logging.getLogger(__name__)
+
 
 class Closable(Protocol):
     """A resource that has to be closed."""
@@ -73,7 +75,7 @@ def _close_all() -> None:
             resource.close()
         except Exception as error:
             advice = "The program ended without close(): use `with hfjax.CheckpointManager(…)`."
-            print(f"hfjax: {error} {advice}", file=sys.stderr)
+            logger.error("%s %s", error, advice)
 
 
 # A plain `atexit` comes too late: the executors with which Orbax writes accept no work by then.

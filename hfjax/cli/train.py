@@ -17,6 +17,7 @@ import tyro
 import hfjax
 from hfjax.checkpoint import RestoredRun
 from hfjax.cli.arguments import expand_short, parse_flags
+from hfjax.cli.log_handler import log_handler
 from hfjax.distributed.consensus import say, speaks
 from hfjax.distributed.exit_codes import exit_code
 from hfjax.distributed.init import Cluster, init_distributed
@@ -78,7 +79,8 @@ def train_command(argv: Sequence[str]) -> int:
         config, setup = with_deepspeed_file(config, typed, config.devices or jax.device_count())
         if setup is not None:
             say(str(setup))
-        return exit_code(train(config).reason)
+        handler = log_handler()
+        return exit_code(train(config, handler and handler.console).reason)
 
 
 def _check_cpu_devices(config: TrainConfig, file: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 Before JAX starts, all processes have connected and match, or an error says which do not.
 """
 
+import logging
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from hfjax.distributed.rendezvous import LINGER, RendezvousServer
 from hfjax.distributed.rendezvous_client import SILENCE, RendezvousClient, connection, read_messages
 from hfjax.distributed.wire_format import encode_hello, make_hello
 from hfjax.utils.keywords import check_seconds
+
+logger = logging.getLogger(__name__)
 
 
 def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = print) -> float:
@@ -75,10 +78,6 @@ class Cluster:
     source: str  # where this was read, for messages
 
 
-def _print_line(line: str) -> None:
-    print(line, flush=True)
-
-
 _cluster: Cluster | None = None
 
 
@@ -89,7 +88,7 @@ def init_distributed(
     *,
     timeout: float = 60,
     heartbeat: int = 10,
-    say: Callable[[str], Any] = _print_line,
+    say: Callable[[str], Any] = logger.warning,
 ) -> Cluster:
     """Join the processes of this run and return them. Call it before any JAX computation.
 
@@ -104,7 +103,7 @@ def init_distributed(
         process: The number of this one, from 0 on.
         timeout: Seconds within which all have to connect.
         heartbeat: Seconds without a heartbeat of one process after which the run ends.
-        say: Called with a line of text while waiting for others.
+        say: Called with a line of text while waiting for others. Default: log it as a warning.
 
     Raises:
         TimeoutError: Some did not connect; it says which.

@@ -368,6 +368,8 @@ class LogConfig:
     """Log to TensorBoard, in the folder of the run."""
     wandb: str | None = None
     """Log to this project of Weights & Biases (default: none)."""
+    tracker: str | None = None
+    """Your own tracker of metrics: file.py:Class of a hfjax.trainer.Tracker (default: none)."""
     sample_tokens: int = 200
     """Tokens of text to write at the end; 0: none."""
 

@@ -346,9 +346,11 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         pretrained=pretrained,
     )
     optimizer = replace(config.optimizer, factory=code(config.optimizer.factory))
+    log = replace(config.log, tracker=code(config.log.tracker))
     checkpoint = replace(config.checkpoint, init_from=absolute(config.checkpoint.init_from))
     file = None if config.deepspeed is None else Path(os.path.abspath(config.deepspeed))
     others = {"deepspeed": file, "checkpoint": checkpoint, "strategy": code(config.strategy)}
+    others["log"] = log
     return replace(config, data=data, model=model, optimizer=optimizer, **others)
 
 

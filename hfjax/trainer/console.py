@@ -1,8 +1,9 @@
-"""What a run prints: a progress bar and log lines on a terminal, plain lines elsewhere.
+"""What a run logs in process 0, and its progress bar on a terminal.
 
 `SpeedMeter` measures tokens and floating-point operations a second, and their share of the peak.
 """
 
+import logging
 import math
 import resource
 import sys
@@ -30,7 +31,9 @@ from hfjax.hardware.machine import machine_of
 from hfjax.trainer.build import RunComponents, format_count
 from hfjax.utils.mean import SCALE, SKIPPED
 from hfjax.utils.progress import show_progress
-from hfjax.utils.tables import escape_controls, human
+from hfjax.utils.tables import human
+
+logger = logging.getLogger(__name__)
 
 
 def peak_flops(device: Any) -> float | None:
@@ -49,7 +52,7 @@ def peak_memory(device: Any) -> int:
 
 
 def show_waiting(task: str) -> Any:
-    """Show the progress of a slow task, in the process that prints."""
+    """Show the progress of a slow task, in the process that logs."""
     return show_progress(task) if speaks() else nullcontext()
 
 
@@ -149,19 +152,18 @@ PERIOD = 600.0  # seconds of steps from which a bar estimates the time left: som
 
 
 class Screen:
-    """Prints in the first process only."""
+    """Logs in process 0 only; on a terminal it shows a progress bar."""
 
-    def __init__(self, steps: int, done: int = 0) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks())
+    def __init__(self, console: Console | None, steps: int, done: int = 0) -> None:
         self._bar = None
-        if self._console.is_terminal and speaks():
+        if console is not None and console.is_terminal and speaks():
             columns = (BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
                 *columns,
                 TimeRemainingColumn(),
-                console=self._console,
+                console=console,
                 speed_estimate_period=PERIOD,
             )
             self._task = self._bar.add_task("step", total=steps, completed=done)
@@ -176,9 +178,9 @@ class Screen:
             self._bar.stop()
 
     def say(self, text: str = "") -> None:
-        """Print a line, above the progress bar; a terminal shows its control characters."""
-        text = escape_controls(text) if self._console.is_terminal else text
-        self._console.print(text, markup=False)
+        """Log a line."""
+        if speaks():
+            logger.info("%s", text)
 
     @contextmanager
     def busy(self, task: str) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""The output of a run: metrics.jsonl, a plot of it, and logs for other tools."""
+"""metrics.jsonl, the tracker that every run has, and the plot of it."""
 
 import json
+import logging
 import math
 import os
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,8 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hfjax.distributed.consensus import say
-from hfjax.trainer.config import LogConfig
 from hfjax.trainer.loss_plot import draw_plot
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.read_files import (
@@ -26,15 +24,15 @@ from hfjax.utils.read_files import (
 from hfjax.utils.tables import quote
 from hfjax.utils.write_files import check_no_link, open_ordinary
 
+logger = logging.getLogger(__name__)
+
 METRICS, PLOT = "metrics.jsonl", "loss.png"
 DROPPED = "metrics.dropped.jsonl"
-TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders
 FILES = (METRICS, PLOT)
-WRITTEN = (*FILES, DROPPED, TENSORBOARD, WANDB)
 MAX_RANGES = 6  # ranges of steps in a message
 
 
-class MetricsWriter:
+class MetricsFile:
     """Writes a line of JSON for each step and each validation; non-finite values become null.
 
     Attributes:
@@ -42,53 +40,41 @@ class MetricsWriter:
         validated_steps: The steps after which it has a validation.
     """
 
-    def __init__(
-        self, directory: Path, log: LogConfig, config: Mapping[str, Any], start: int
-    ) -> None:
-        self.directory = directory
+    def start(self, directory: Path, config: Mapping[str, Any], step: int) -> None:
+        """Open the file; lines of `step` and of later steps are moved to another."""
         check_no_link(directory / PLOT)
-        lines, dropped = _drop_redone_steps(directory / METRICS, start)
+        self._directory, self._config = directory, config
+        lines, dropped = _drop_redone_steps(directory / METRICS, step)
         self.notes = [
-            *_moved_notes(directory, dropped, start),
-            *_gap_notes(directory / METRICS, lines, start),
+            *_moved_notes(directory, dropped, step),
+            *_gap_notes(directory / METRICS, lines, step),
         ]
         self.validated_steps = {line["step"] for line in lines if "valid_loss" in line}
         handle = open_ordinary(directory / METRICS, os.O_WRONLY | os.O_APPEND)
         self._file = open(handle, "a", encoding="utf-8")
-        self._config, self._sinks = config, _open_sinks(directory, log, config)
 
-    def write(self, step: int, **values: float) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line, flushed to the operating system when the call returns."""
-        finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         try:
             self._file.write(json.dumps({"step": step, **finite}) + "\n")
             self._file.flush()
         except OSError as full:
             raise OSError(
-                f"{quote(self.directory / METRICS)} cannot be written: {full.strerror}. What was "
+                f"{quote(self._directory / METRICS)} cannot be written: {full.strerror}. What was "
                 "saved is whole: start again when it can be written."
             ) from full
-        grouped = {group_name(name): x for name, x in values.items()}
-        for sink in self._sinks:
-            sink.write(step, grouped)
 
-    def close(self) -> None:
-        """Close the files, and draw the plot."""
-        with suppress(OSError):  # `write` has raised it
+    def finish(self) -> None:
+        """Close the file, and draw the plot."""
+        with suppress(OSError):  # `log` has raised it
             self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        directory = self._directory
         try:
-            draw_plot(read_metrics(self.directory / METRICS), self.directory / PLOT, self._config)
+            draw_plot(read_metrics(directory / METRICS), directory / PLOT, self._config)
         except (OSError, ValueError) as wrong:
             why = getattr(wrong, "strerror", wrong)
-            say(f"{quote(self.directory / PLOT)} is not drawn: {why}")
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            logger.warning("%s is not drawn: %s", quote(directory / PLOT), why)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -166,64 +152,3 @@ def _format_ranges(steps: list[int]) -> str:
     ranges = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:MAX_RANGES]]
     num_left = sum(map(len, runs[MAX_RANGES:]))
     return ", ".join(ranges) + (f" and {num_left} more" if num_left else "")
-
-
-# -- other tools --------------------------------------------------------------------------
-
-SPEED = ("memory", "mfu", "tflops", "waiting_for_data")
-EXPERTS = ("load_max_over_mean", "dropped", "entropy")
-
-
-def group_name(name: str) -> str:
-    """Return the name of a metric in TensorBoard and Weights & Biases, by group.
-
-    >>> [group_name(name) for name in ("loss", "valid_loss", "mfu", "tokens_per_second")]
-    ['train/loss', 'eval/loss', 'perf/mfu', 'perf/tokens_per_second']
-    """
-    if name.startswith("valid_"):
-        return f"eval/{name.removeprefix('valid_')}"
-    if name in SPEED or name.endswith("_per_second"):
-        return f"perf/{name}"
-    return f"moe/{name}" if name.startswith(EXPERTS) else f"train/{name}"
-
-
-class _TensorBoard:
-    def __init__(self, directory: Path) -> None:
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory / TENSORBOARD))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        run = {"project": project, "config": dict(config), "name": directory.name}
-        path = str(directory.absolute()).encode()
-        identity = f"{directory.name}-{zlib.crc32(path):08x}"  # the same when the run resumes
-        self._run = wandb.init(dir=str(directory), id=identity, resume="allow", **run)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _open_sinks(directory: Path, log: LogConfig, config: Mapping[str, Any]) -> list[Any]:
-    for folder in (TENSORBOARD, WANDB):
-        check_no_link(directory / folder)
-    try:
-        sinks: list[Any] = [_TensorBoard(directory)] if log.tensorboard else []
-        return sinks + ([_Wandb(directory, log.wandb, config)] if log.wandb else [])
-    except ImportError as missing:
-        raise ValueError(
-            f"--log.tensorboard and --log.wandb need more: pip install 'hfjax[logs]' ({missing})."
-        ) from None

@@ -1,11 +1,14 @@
 """A trace of some steps, for Perfetto, XProf or TensorBoard."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from hfjax.distributed.consensus import say, speaks
+from hfjax.distributed.consensus import speaks
+
+logger = logging.getLogger(__name__)
 
 PROFILE = "profile"
 WRITTEN = (PROFILE, f"{PROFILE}/plugins", f"{PROFILE}/plugins/profile")  # folders
@@ -24,7 +27,8 @@ class Profile:
             return
         self._has_begun = True
         if step >= self._end:
-            say(f"no trace: this run goes on after the steps {self._first}:{self._end} to trace")
+            steps = f"{self._first}:{self._end}"
+            logger.info("no trace: this run goes on after the steps %s to trace", steps)
             return
         self._first = step
         jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True)
@@ -40,7 +44,8 @@ class Profile:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
-            say(f"trace of steps {self._first} to {self._end - 1}: {self._directory}")
+            first, last = self._first, self._end - 1
+            logger.info("trace of steps %d to %d: %s", first, last, self._directory)
 
     def __enter__(self) -> "Profile":
         return self

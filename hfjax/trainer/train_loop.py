@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from rich.console import Console
 
 import hfjax
 from hfjax.checkpoint import CheckpointManager, RetentionPolicy
@@ -24,14 +25,15 @@ from hfjax.distributed.stop import Stop
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.extensions.context_parallel.sequence_layout import describe_work
-from hfjax.trainer import config_io, metrics_file, profile, source_snapshot
+from hfjax.trainer import config_io, profile, source_snapshot, trackers
 from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
-from hfjax.trainer.metrics_file import METRICS, MetricsWriter
+from hfjax.trainer.metrics_file import FILES, METRICS
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
+from hfjax.trainer.trackers import Trackers
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.mean import EXHAUSTED, OVERFLOW
 from hfjax.utils.read_files import ANYTHING, FOLDER, check_fields, integer, path_kind, read_text
@@ -44,7 +46,7 @@ WRITTEN = (
     CONFIG,
     FILE,
     source_snapshot.COPY,
-    *metrics_file.WRITTEN,
+    *trackers.WRITTEN,
     *profile.WRITTEN,
 )  # besides checkpoints
 MISMATCH = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
@@ -164,15 +166,16 @@ class Result(NamedTuple):
     reason: str | None  # why it stopped early
 
 
-def train(config: TrainConfig) -> Result:
+def train(config: TrainConfig, console: Console | None = None) -> Result:
     """Train, from the beginning or from the directory's latest checkpoint; return how it ended.
 
-    It handles signals as `Stop` does (only in the main thread), ends the process if it hangs
-    (`config.watchdog_timeout`), and writes config.yaml, metrics and checkpoints to
-    `config.directory`.
+    It logs to `logging.getLogger("hfjax")`, handles signals as `Stop` does (only in the main
+    thread), ends the process if it hangs (`config.watchdog_timeout`), and writes config.yaml,
+    metrics and checkpoints to `config.directory`.
 
     Args:
         config: The settings of the run: see `hfjax train --help`.
+        console: Where to show a progress bar, if it is a terminal. None: nowhere.
 
     Example:
         >>> from hfjax.trainer import TrainConfig, train
@@ -184,7 +187,7 @@ def train(config: TrainConfig) -> Result:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.watchdog_timeout))
         stop = enter(Stop())  # from now on a signal takes effect after the step
-        run = Run(config, RunComponents(config), watchdog)
+        run = Run(config, RunComponents(config), watchdog, console)
         with watchdog.allow(COMPILING, "preparing"):
             run.prepare(enter)
         return run.run_steps(stop)
@@ -197,6 +200,7 @@ class Run:
     config: TrainConfig
     components: RunComponents
     watchdog: Watchdog
+    console: Console | None = None
     state: Any = None
     first_step: int = 0  # the step that this call begins with
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last step that was read
@@ -214,9 +218,9 @@ class Run:
         """Create or restore the state, and open the outputs of the run."""
         config, directory = self.config, self.config.directory
         run_on_first(lambda: check_no_links(directory, WRITTEN))
-        run_on_first(lambda: check_ordinary_files(directory, (CONFIG, FILE, *metrics_file.FILES)))
+        run_on_first(lambda: check_ordinary_files(directory, (CONFIG, FILE, *FILES)))
         run_on_first(lambda: check_reachable(directory))
-        self.screen = Screen(config.steps)
+        self.screen, self.trackers = Screen(self.console, config.steps), Trackers(config.log)
         with show_waiting("preparing the model and the data"):
             check_same("configuration", config_io.to_plain(config))
             self._find_model()
@@ -255,15 +259,13 @@ class Run:
             SpeedMeter(self.components),
             enter(Profile(config.profile, directory)),
         )
-        self.screen = enter(Screen(config.steps, self.first_step))
-        self.metrics_writer = None
+        self.screen = enter(Screen(self.console, config.steps, self.first_step))
         if speaks():
             if self.first_step < config.steps or not (directory / CONFIG).exists():
                 self._save_files(directory)  # a complete run keeps what it was trained with
-            self.metrics_writer = enter(
-                MetricsWriter(directory, config.log, config_io.to_plain(config), self.first_step)
-            )
-            for text in self.metrics_writer.notes:
+            self.trackers.start(directory, config_io.to_plain(config), self.first_step)
+            enter(self.trackers)
+            for text in self.trackers.file.notes:
                 self.screen.say(text)
 
     def _find_model(self) -> None:
@@ -431,9 +433,7 @@ class Run:
         after_stop = done > 0 and (self._is_due(done, every) or done == self.config.steps)
         if not every or not (self.has_trained_weights or after_stop):
             return False
-        return run_on_first(
-            lambda: self.metrics_writer is None or done not in self.metrics_writer.validated_steps
-        )
+        return run_on_first(lambda: done not in self.trackers.file.validated_steps)
 
     @cached_property
     def _valid_every(self) -> int:
@@ -469,8 +469,8 @@ class Run:
             self.metrics |= self.speed.measure()
             left = self.speed.seconds_left(self.config.steps - step - 1)
             self.screen.say(step_line(self.metrics, self.config.steps, left))
-        if self.metrics_writer is not None:
-            self.metrics_writer.write(**self.metrics)
+        if speaks():
+            self.trackers.log(**self.metrics)
 
     # -- between steps --------------------------------------------------------------------
 
@@ -488,8 +488,8 @@ class Run:
         scores = self.components.validated(self._eval_state, self.config.eval.max_batches, beat)
         self.valid_loss, self.validated_step = scores.loss, done
         self.screen.say(validation_line(done, scores.line))
-        if self.metrics_writer is not None:
-            self.metrics_writer.write(done, valid_loss=scores.loss, **scores.numbers)
+        if speaks():
+            self.trackers.log(done, valid_loss=scores.loss, **scores.numbers)
 
     @property
     def _eval_state(self) -> hfjax.State:
@@ -550,7 +550,7 @@ class Run:
                 "to begin with its parameters"
             )
         else:
-            has_metrics = (self.config.directory / metrics_file.METRICS).exists()
+            has_metrics = (self.config.directory / METRICS).exists()
             lost = "but no metrics: it was moved or deleted while the run went on"
             outputs = f"the checkpoints{' and metrics' if has_metrics else f', {lost}'}"
             self.screen.say(f"done: {done} steps; {directory} has {outputs}")

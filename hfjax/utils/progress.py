@@ -1,7 +1,7 @@
-"""A line on standard error while something takes long, and nothing for quick tasks."""
+"""Says what takes long, in the log or on a terminal, and nothing for quick tasks."""
 
+import logging
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,31 +9,36 @@ from contextlib import contextmanager
 from itertools import cycle
 from typing import TextIO
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def show_progress(
-    task: str, *, first: float = 3.0, every: float = 30.0, out: TextIO | None = None
+    task: str, *, first: float = 3.0, every: float = 30.0, terminal: TextIO | None = None
 ) -> Iterator[None]:
-    """Show a task and its duration, once it has taken `first` seconds.
+    """Log a task and its duration, once it has taken `first` seconds.
 
-    On a terminal one line spins and counts until the end, which removes it; elsewhere (a file, a
-    job's log) it prints a line every `every` seconds.
+    On a terminal (`use_terminal`) one line spins and counts until the end, which removes it;
+    elsewhere a line is logged every `every` seconds.
 
     Args:
         task: Name of the task, for instance "compiling".
         first: Seconds before the first output.
-        every: Seconds between two lines that are not on a terminal.
-        out: The stream to print to. None: `sys.stderr`.
+        every: Seconds between two lines of the log.
+        terminal: The terminal to show it on. None: that of `use_terminal`, or else the log.
 
     Example:
         >>> from hfjax.utils.progress import show_progress
         >>> with show_progress("compiling"):  # quick: says nothing
         ...     pass
     """
-    done = threading.Event()
-    display = _spin if (out := out or sys.stderr).isatty() else _print_lines
+    done, terminal = threading.Event(), terminal or _terminal
+    if terminal is not None:
+        display = lambda: _spin(task, done, first, terminal)
+    else:
+        display = lambda: _log_lines(task, done, first, every)
     # A daemon: a program that ends inside the block does not wait for this thread.
-    thread = threading.Thread(target=display, args=(task, done, first, every, out), daemon=True)
+    thread = threading.Thread(target=display, daemon=True)
     thread.start()
     try:
         yield
@@ -42,12 +47,26 @@ def show_progress(
         thread.join()
 
 
-def _print_lines(task: str, done: threading.Event, first: float, every: float, out: TextIO) -> None:
+_terminal: TextIO | None = None
+
+
+@contextmanager
+def use_terminal(stream: TextIO) -> Iterator[None]:
+    """Show progress on a stream, if it is a terminal, and not in the log."""
+    global _terminal
+    previous, _terminal = _terminal, stream if stream.isatty() else None
+    try:
+        yield
+    finally:
+        _terminal = previous
+
+
+def _log_lines(task: str, done: threading.Event, first: float, every: float) -> None:
     for seconds in _elapsed(done, first, every):
-        print(f"{task} … {seconds:.0f} s", file=out, flush=True)
+        logger.info("%s … %.0f s", task, seconds)
 
 
-def _spin(task: str, done: threading.Event, first: float, _: float, out: TextIO) -> None:
+def _spin(task: str, done: threading.Event, first: float, out: TextIO) -> None:
     width, longest = shutil.get_terminal_size().columns - 1, 0
     for seconds, frame in zip(_elapsed(done, first, 0.2), cycle("|/-\\"), strict=False):
         line = f"{frame} {task} … {seconds:.0f} s"[:width]
