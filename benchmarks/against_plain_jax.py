@@ -155,7 +155,8 @@ def hfjax_runner(config: GPTConfig | MoEConfig, name: str) -> Runner:
     model, optimizer = lambda rngs: module(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
     devices = jax.devices()[: math.prod(sizes.values())]
     layout = hfjax.layout(model, optimizer, hfjax.make_mesh(devices=devices, **sizes), strategy)
-    step = hfjax.train_step(layout, loss, max_grad_norm=1.0, **execution)
+    fields = {"precision": "stored", **execution}  # as the rival computes
+    step = hfjax.train_step(layout, loss, max_grad_norm=1.0, **fields)
 
     def run(state, batch):
         state, metrics = step(state, batch)
@@ -265,7 +266,7 @@ def overhead_us(calls: int = 1000) -> float:
     """
     model = lambda rngs: GPT(OVERHEAD, rngs=rngs)
     layout = hfjax.layout(model, optax.adamw(RATE), hfjax.make_mesh(data=8), hfjax.DDP)
-    step = hfjax.train_step(layout, next_token_loss)
+    step = hfjax.train_step(layout, next_token_loss, precision="stored")
     batch = hfjax.shard_batch(layout, batch_of(OVERHEAD))
     state, metrics = jax.block_until_ready(step(hfjax.init(layout), batch))
     step.check(state)

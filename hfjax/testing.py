@@ -133,7 +133,8 @@ class Case:
         mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
         recording = optax.chain(record_gradients(), self.optimizer)
         case_layout = layout(self.model_init, recording, mesh, strategy, **self.options)
-        step = train_step(case_layout, self.loss, **{**self.execution, **(execution or {})})
+        fields = {"precision": "stored", **self.execution, **(execution or {})}
+        step = train_step(case_layout, self.loss, **fields)
         state, gradients, metrics_log, variables = init(case_layout, seed=0), {}, [], {}
         for number in range(self.steps):
             state, metrics = step(state, self.batch)

@@ -665,7 +665,7 @@ def test_a_run_is_configured_by_the_file_and_flags_that_say_the_same(tmp_path):
             "--offload.parameters: .* 8 devices, --offload.no-parameters",
         ),
         ({"strategy": "mine.py:rules"}, "--strategy", "--strategy mine.py:rules: .* 8 devices, No"),
-        ({}, "--precision", "--precision stored: .* 8 devices, bf16"),
+        ({}, "--precision", "--precision auto: .* 8 devices, bf16"),
         ({}, "--optimizer.learning-rate", "--optimizer.learning-rate 0.003: .* 8 devices, 0.001"),
         (
             {},

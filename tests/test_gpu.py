@@ -55,7 +55,8 @@ def trained(strategy=hfjax.DDP, **execution):
     """The state and the losses after some steps."""
     layout = layout_of(strategy)
     with jax.default_matmul_precision("highest"):
-        step = hfjax.train_step(layout, next_token_loss, **execution)
+        fields = {"precision": "stored", **execution}
+        step = hfjax.train_step(layout, next_token_loss, **fields)
         state, losses = hfjax.init(layout), []
         for number in range(STEPS):
             state, metrics = step(state, batch(number))

@@ -18,6 +18,7 @@ import hfjax
 from hfjax.analysis.targets import GPUS, can_compile_for_gpus, memory_fraction, target_devices
 from hfjax.hardware.machine import MACHINES, Machine
 from hfjax.parallel.mesh import AXES, EXPERTS
+from hfjax.parallel.precision.auto import auto_precision, replace_auto
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.corrections import correct_score
 from hfjax.planner.explain import reason_of
@@ -166,7 +167,7 @@ def make_plan(
     """
     began = time.perf_counter()
     empty = empty_plan(config, gpu=gpu, count=count, vocab=vocab, memory=memory)
-    scorer, machine, memory = empty.scorer, empty.machine, empty.memory
+    config, scorer, machine, memory = empty.config, empty.scorer, empty.machine, empty.memory
     compiles = scorer.compile_for is not None
     tell("reading the model")
     facts = model_facts(scorer)
@@ -230,6 +231,7 @@ def empty_plan(
 ) -> StepPlan:
     """Return a plan without entries that scores what it is asked; arguments as of `make_plan`."""
     machine = gpu if isinstance(gpu, Machine) else machine_by_name(gpu)
+    config = replace(config, precision=replace_auto(config.precision, auto_precision(machine)))
     compiles = machine.key in GPUS and can_compile_for_gpus()
     scorer = Scorer(config, vocab, machine, machine.key if compiles else None)
     if memory is None:

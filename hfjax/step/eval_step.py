@@ -15,8 +15,7 @@ from hfjax.checks.jax_errors import explain_errors
 from hfjax.parallel.adapters.forward_signature import requested_names
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
-from hfjax.parallel.precision.by_path import parse_precision
-from hfjax.parallel.precision.dtypes import Precision
+from hfjax.parallel.precision.auto import AUTO
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.spmd.partition_context import CommEvent
 from hfjax.sharding.check_state import check_alive, check_layout, check_state_shapes, is_traced
@@ -27,6 +26,7 @@ from hfjax.sharding.xla_options import options_for
 from hfjax.step import build
 from hfjax.step.batches import check_batch, missing_examples, place_batch
 from hfjax.step.extra_arrays import IN_EVALUATION, check_extra
+from hfjax.step.step_spec import precision_for
 from hfjax.utils.keywords import check_keywords
 from hfjax.utils.mean import Mean, mean_metrics
 from hfjax.utils.paths import Flat, Tree, flatten
@@ -178,7 +178,7 @@ def _prepare_forward(
     """Return the layout on a schedule's stages, the schedule, and the forward pass's execution."""
     layout = assign_stages(layout, schedule)
     forward = None if schedule is None else Schedule("forward", branches=schedule.branches)
-    precision = parse_precision(execution.pop("precision", Precision()))
+    precision = precision_for(layout, execution.pop("precision", AUTO))
     eval_execution = Execution(schedule=forward, precision=precision, **execution)
     check_execution(layout, eval_execution)
     return layout, schedule, eval_execution

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hfjax.checks.optimizers import has_layerwise_update
 from hfjax.parallel.activation_sharding import Placer
@@ -11,6 +11,8 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.extensions.expert_parallel.expert_dispatch import ExpertDispatch
 from hfjax.parallel.extensions.kernel_dispatch.ops import Kernels, WholeSequenceOps
 from hfjax.parallel.mesh import SEQUENCE_AXES, grid_axes, in_use
+from hfjax.parallel.precision.auto import auto_precision, replace_auto
+from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.schedules.table import Table
 from hfjax.sharding.layout import Layout
 
@@ -35,6 +37,13 @@ def step_spec(
     experts = ExpertDispatch(layout.mesh, execution.dispatch)
     is_layerwise = cache(partial(has_layerwise_update, layout))
     return StepSpec(layout, loss, execution, table, kernels, experts, is_layerwise)
+
+
+def precision_for(layout: Layout, precision: Any) -> Any:
+    """Return a precision as `Execution` takes it: "auto" is that of the layout's devices."""
+    dtypes = (p.dtype for p in layout.param_specs.values())
+    word = auto_precision(layout.mesh.devices.flat[0], dtypes)
+    return parse_precision(replace_auto(precision, word))
 
 
 def module_ops_for(spec: StepSpec) -> ModelOps:

@@ -37,8 +37,9 @@ from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.offload.activations import OffloadReport
 from hfjax.parallel.offload.host_memory import is_host_sharding, result_shardings
-from hfjax.parallel.precision.by_path import DtypesByPath, parse_precision
-from hfjax.parallel.precision.dtypes import LossScale, Precision
+from hfjax.parallel.precision.auto import AUTO
+from hfjax.parallel.precision.by_path import DtypesByPath
+from hfjax.parallel.precision.dtypes import LossScale
 from hfjax.parallel.spmd.report import CommReport
 from hfjax.sharding.check_state import (
     check_alive,
@@ -57,6 +58,7 @@ from hfjax.step.batches import (
 from hfjax.step.extra_arrays import ExtraSpecs
 from hfjax.step.nonfinite import NonfiniteMonitor
 from hfjax.step.step_program import Metrics, StepProgram
+from hfjax.step.step_spec import precision_for
 from hfjax.utils.keywords import attribute_docs, check_keywords
 from hfjax.utils.paths import Flat
 
@@ -90,7 +92,7 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
     """
     check_keywords("train_step", execution, [f.name for f in fields(Execution)])
-    precision = parse_precision(execution.pop("precision", Precision()))
+    precision = precision_for(layout, execution.pop("precision", AUTO))
     return TrainStep(layout, loss, Execution(precision=precision, **execution))
 
 

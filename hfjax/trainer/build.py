@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -15,6 +15,7 @@ from hfjax.data import TokenSet
 from hfjax.data.indexed_loader import IndexedLoader
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
+from hfjax.parallel.precision.auto import auto_precision, replace_auto
 from hfjax.step.batches import process_batch_slice
 from hfjax.trainer import config_io
 from hfjax.trainer.config import TrainConfig, pretrained_conflict
@@ -28,6 +29,8 @@ from hfjax.trainer.tasks.task import Scores, Task
 from hfjax.trainer.tasks.text import TextTask
 from hfjax.utils.read_files import brief
 from hfjax.weights.pretrained import Pretrained
+
+ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
 @dataclass(frozen=True)
@@ -247,12 +250,18 @@ class RunComponents:
         devices = f"{self.mesh.size} of {jax.device_count()} devices, " * self._has_idle_devices
         return (
             f"{self.model.name}: {format_count(count)} parameters, {self.layout.strategy.name} on "
-            f"{describe_mesh(self.mesh)} ({devices}{self.mesh.devices.flat[0].device_kind})"
+            f"{describe_mesh(self.mesh)} ({devices}{self.mesh.devices.flat[0].device_kind}), "
+            f"precision {self.config.precision}"
         )
 
     @property
     def _has_idle_devices(self) -> bool:
         return self.mesh.size < jax.device_count()
+
+
+def resolve_precision(config: ConfigT, device: Any) -> ConfigT:
+    """Return a configuration with the precision that "auto" stands for on a device."""
+    return replace(config, precision=replace_auto(config.precision, auto_precision(device)))
 
 
 def format_count(count: float) -> str:

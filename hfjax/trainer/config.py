@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from hfjax.parallel.offload.activations import Offload
+from hfjax.parallel.precision.auto import AUTO, replace_auto
 from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.parallel.remat import Remat
@@ -399,8 +400,8 @@ class TrainConfig:
     """Shard the sequence over --mesh.tensor between matmuls, as Megatron does."""
     strategy: str | None = None
     """Your own table of sharding rules: file.py:name of a hfjax.Strategy (default: none)."""
-    precision: str = "stored"
-    """Compute dtype: {precisions} (stored: no cast); or by path: bf16,*norm*=fp32."""
+    precision: str = AUTO
+    """Compute dtype: auto (bf16 if a GPU has it), {precisions}; by path: bf16,*norm*=fp32."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of --model.pretrained's parameters; with bf16 use --master-weights."""
     master_weights: bool = False
@@ -451,7 +452,7 @@ class TrainConfig:
         check_bounds(self, "", watchdog_timeout=1, init_timeout=1, max_runtime=0)
         check_bounds(self, "", 2**32 - 1, seed=0)
         Remat.of(self.remat)
-        precision_of(parse_precision(self.precision))
+        precision_of(parse_precision(replace_auto(self.precision, "stored")))
         self._check_parallelism()
         self._check_microbatches()
         self._check_profile()

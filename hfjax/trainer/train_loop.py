@@ -26,7 +26,7 @@ from hfjax.distributed.watchdog import Watchdog
 from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.extensions.context_parallel.sequence_layout import describe_work
 from hfjax.trainer import config_io, profile, source_snapshot, trackers
-from hfjax.trainer.build import RunComponents
+from hfjax.trainer.build import RunComponents, resolve_precision
 from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
@@ -187,6 +187,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Result:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.watchdog_timeout))
         stop = enter(Stop())  # from now on a signal takes effect after the step
+        config = resolve_precision(config, jax.local_devices()[0])
         run = Run(config, RunComponents(config), watchdog, console)
         with watchdog.allow(COMPILING, "preparing"):
             run.prepare(enter)
@@ -234,7 +235,9 @@ class Run:
         self.screen.say(summary)
         for text in self.components.task.startup_notes():
             self.screen.say(text)
-        for name, value in config_io.changed_fields(config).items():
+        changed = config_io.changed_fields(config)
+        changed.pop("precision", None)  # the summary has it
+        for name, value in changed.items():
             self.screen.say(f"  {name}: {quote(value) if isinstance(value, Path) else value}")
         keep = config.checkpoint
         best = "valid_loss" if keep.keep_best else None

@@ -153,7 +153,7 @@ def precision_of(spec: Any) -> Precision:
         return spec
     if not isinstance(spec, str) or spec not in PRECISIONS:
         raise ValueError(
-            f"precision={spec!r}: one of {', '.join(PRECISIONS)}, or hfjax.Precision(compute=…, "
-            "gather=…, reduce=…)."
+            f"precision={spec!r}: one of auto, {', '.join(PRECISIONS)}, or "
+            "hfjax.Precision(compute=…, gather=…, reduce=…)."
         )
     return PRECISIONS[spec]

@@ -28,7 +28,7 @@ from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, describe_mesh, in_use
 from hfjax.planner.programs.estimate import estimate, program_memory
 from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
-from hfjax.trainer.build import check_flags_used
+from hfjax.trainer.build import check_flags_used, resolve_precision
 from hfjax.trainer.deepspeed_flags import with_deepspeed_file
 from hfjax.utils.command_errors import FAILED, report_errors, run_command
 from hfjax.utils.progress import show_progress
@@ -99,7 +99,7 @@ def _configure_jax(settings: Memory) -> None:
 
 def report(settings: Memory, log: Callable[[str], Any] = lambda line: None) -> Report:
     """Return estimates of the settings and of alternatives; `log` gets each peak as it comes."""
-    devices = _devices(settings)
+    devices, settings = _devices(settings), _resolve_precision(settings)
     run, notes, missed = _plan_run(settings, devices), [], None
     device = run.mesh.devices.flat[0]
     memory, device_name = _device_memory(settings, device)
@@ -208,7 +208,13 @@ def _plan_run(settings: Memory, devices: Sequence[Any] | None) -> PlannedRun:
     is_gpu = devices is not None and devices[0].platform != "cpu"
     known = with_offload(settings, None) if settings.offload.activations == AUTO else settings
     attention = fused_attention if is_gpu else None
-    return PlannedRun(known, devices, settings.vocab, attention=attention)
+    return PlannedRun(_resolve_precision(known), devices, settings.vocab, attention=attention)
+
+
+def _resolve_precision(settings: Memory) -> Memory:
+    """Return the settings with the precision of the GPU that is asked for, if it is "auto"."""
+    device = jax.devices()[0] if settings.gpu == "here" else GPUS[settings.gpu]
+    return resolve_precision(settings, device)
 
 
 def _device_memory(settings: Memory, device: Any) -> tuple[int | None, str]:

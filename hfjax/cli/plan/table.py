@@ -168,8 +168,8 @@ def notes_of(plan: StepPlan, settings: Any) -> Iterator[str]:
         yield f"the vocabulary is that of the data, {task.model.vocab:,}; --vocab says another one"
     if plan.machine.platform == "gpu" and plan.scorer.itemsizes[0] >= 4:
         yield (
-            f"products are in float32, as --precision {settings.precision} says; --precision bf16 "
-            "takes about half of the time"
+            f"products are in float32, as --precision {plan.config.precision} says; --precision "
+            "bf16 takes about half of the time"
         )
     if any(entry.compiled is not None for entry in plan.entries):
         yield "c: peak and exposed transfers as compiled; the others by formula"

@@ -23,7 +23,7 @@ def parse_execution(config: DeepSpeedConfig) -> dict[str, Any]:
 
 def precision_name(fields: dict[str, Any]) -> str:
     """Return the value of `--precision` for the dtypes of a step."""
-    precision = fields.get("precision", "stored")
+    precision = fields["precision"]
     names = {"float16": "fp16", "bfloat16": "bf16", "None": "stored"}
     return precision if isinstance(precision, str) else names[str(precision.compute)]
 
@@ -45,7 +45,7 @@ def _precision_arguments(config: DeepSpeedConfig) -> dict[str, Any]:
         config.take("bf16.enabled", f'precision="bf16"; {STORED}')
     fields = {name: value for name, value in fields.items() if value is not None}
     if not fields:
-        return {}
+        return {"precision": "stored"}
     precision = "bf16" if fields == {"compute": "bfloat16"} else Precision(**fields)
     skips = {"on_nonfinite": _bf16_nonfinite_policy(config)} if is_bf16 and not is_fp16 else {}
     return {"precision": precision, **skips}

@@ -91,7 +91,8 @@ class Pipe:
         microbatches = check_options(microbatches, remat, options)
         mesh = make_mesh(pipe=parts.stages, data=-1) if mesh is None else check_mesh(mesh, parts)
         schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
-        self._options = {"schedule": schedule, "remat": REMAT[remat], **options}
+        defaults = {"schedule": schedule, "remat": REMAT[remat], "precision": "stored"}
+        self._options = {**defaults, **options}
         in_eval = ("schedule", "precision", "compiler_options")
         self._eval_options = {name: x for name, x in self._options.items() if name in in_eval}
         self._is_list = isinstance(parts.layers, tuple)

@@ -1,0 +1,155 @@
+"""precision="auto": bfloat16 on GPUs that have it, otherwise as parameters are stored."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax.hardware.machine import MACHINES
+from hfjax.parallel.precision.auto import auto_precision, replace_auto
+from hfjax.trainer import TrainConfig, load, train
+from hfjax.trainer.build import resolve_precision
+from hfjax.trainer.config import MeshConfig, ModelConfig
+from tests import h200
+from tests.small_run import BIGRAMS, corpus, small
+
+BF16, STORED = hfjax.Precision("bfloat16"), hfjax.Precision()
+
+
+@dataclass
+class Device:
+    platform: str
+    compute_capability: Any = None
+
+
+@pytest.mark.parametrize(
+    ("device", "word"),
+    [
+        (Device("gpu", "9.0"), "bf16"),
+        (Device("gpu", "8.0"), "bf16"),
+        (Device("cuda", "12.0"), "bf16"),
+        (Device("gpu", "7.5"), "stored"),  # T4
+        (Device("gpu", "gfx90a"), "stored"),
+        (Device("gpu", ""), "stored"),
+        (Device("cpu"), "stored"),
+        (Device("tpu", "9.0"), "stored"),
+        (MACHINES["a100"], "bf16"),
+    ],
+    ids=lambda x: getattr(x, "compute_capability", None) or str(x),
+)
+def test_gpus_from_a100_on_compute_in_bfloat16(device, word):
+    assert auto_precision(device, ["float32"]) == word
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "word"),
+    [
+        (["float32", "bfloat16", "int32", "bool"], "bf16"),
+        (["float32", "float64"], "stored"),
+        (["float16"], "stored"),
+        (["complex64"], "stored"),
+        ([], "bf16"),
+    ],
+    ids=str,
+)
+def test_parameters_of_other_dtypes_keep_them(dtypes, word):
+    assert auto_precision(MACHINES["h200"], dtypes) == word
+
+
+def test_auto_may_stand_in_an_entry_by_path():
+    assert replace_auto("auto", "bf16") == "bf16"
+    assert replace_auto(" auto, *norm*=fp32", "bf16") == "bf16, *norm*=fp32"
+    assert replace_auto("fp32,layers/*=auto", "bf16") == "fp32,layers/*=bf16"
+    assert replace_auto({"*": "auto", "auto": "fp32"}, "bf16") == {"*": "bf16", "auto": "fp32"}
+    assert replace_auto(BF16, "stored") is BF16
+
+
+def _linear(dtype, devices=None, **execution):
+    model = lambda rngs: nnx.Linear(8, 4, param_dtype=dtype, rngs=rngs)
+    mesh = hfjax.make_mesh(data=-1, devices=devices)
+    layout = hfjax.layout(model, optax.adam(0.1), mesh, hfjax.DDP)
+    loss = lambda outputs, batch: (outputs.astype("float32") ** 2).mean()
+    return layout, hfjax.train_step(layout, loss, **execution)
+
+
+def test_a_step_on_cpus_computes_as_parameters_are_stored():
+    assert _linear("float32")[1].execution.precision == STORED
+    assert _linear("float32", precision="auto")[1].execution.precision == STORED
+    by_path = _linear("float32", precision={"*": "auto", "bias": "bf16"})[1].execution.precision
+    assert (by_path.compute, by_path.at("bias").compute) == (None, jnp.bfloat16)
+
+
+@pytest.mark.cuda
+def test_a_step_on_gpus_computes_in_bfloat16_and_keeps_and_reduces_in_float32():
+    devices = h200.h200s()
+    layout, step = _linear("float32", devices)
+    assert step.execution.precision == BF16
+    kernel = step.dtypes.dtypes["kernel"]
+    assert (kernel.compute, kernel.gather, kernel.reduce) == (
+        *(jnp.dtype("bfloat16"),) * 2,
+        jnp.dtype("float32"),
+    )
+    state = layout.abstract_state()
+    assert {x.dtype.name for x in (*state.params.values(), *state.optimizer[0].mu.values())} == {
+        "float32"
+    }
+    program = step.lower(np.ones((16, 8), np.float32)).as_text()
+    assert "bf16" in program
+    assert _linear("bfloat16", devices)[1].execution.precision == BF16
+    assert _linear("float32", devices, precision="stored")[1].execution.precision == STORED
+
+
+@pytest.fixture(scope="module", name="data")
+def fixture_data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_a_run_prints_the_precision_that_auto_stands_for_and_keeps_it(data, tmp_path, caplog):
+    caplog.set_level("INFO", "hfjax")
+    config = small(tmp_path, data, model=BIGRAMS, mesh=MeshConfig(data=1), steps=1)
+    assert config.precision == "auto"
+    train(config)
+    assert caplog.messages[0].endswith(", precision stored")
+    assert not any("precision:" in line for line in caplog.messages)
+    assert load(tmp_path / "config.yaml").precision == "stored"
+    caplog.clear()
+    train(replace(config, steps=2))  # resumes: auto is what it was
+    assert not any("--precision" in line for line in caplog.messages)
+    caplog.clear()
+    train(replace(config, steps=3, precision="bf16"))
+    assert any("--precision bf16 (before: --precision stored)" in line for line in caplog.messages)
+
+
+def test_auto_beside_a_parameter_dtype_computes_in_bfloat16_either_way():
+    model = ModelConfig(pretrained="anything")  # type: ignore[arg-type]
+    config = TrainConfig(model=model, param_dtype="bf16")
+    assert resolve_precision(config, MACHINES["h200"]).precision == "bf16"
+    assert resolve_precision(config, Device("cpu")).precision == "stored"  # bfloat16
+    step = _linear("bfloat16")[1]
+    assert step.dtypes.dtypes["kernel"].compute == jnp.bfloat16
+
+
+def test_a_plan_for_gpus_takes_their_precision():
+    config = TrainConfig(global_batch_size=16, model=ModelConfig(preset="gpt-tiny"))
+    plans = [
+        hfjax.make_plan(replace(config, precision=word), gpu="h200", count=2, vocab=256)
+        for word in ("auto", "bf16")
+    ]
+    assert plans[0].config.precision == "bf16"
+    assert plans[0].best.time.total == plans[1].best.time.total
+
+
+@pytest.mark.parametrize("word", ["automatic", "auto,*=fp32", "bf16,auto"])
+def test_a_precision_that_does_not_exist_is_refused(word):
+    with pytest.raises(ValueError, match=r"precision='"):
+        TrainConfig(precision=word)
+
+
+def test_the_error_of_a_wrong_word_has_auto_too():
+    with pytest.raises(ValueError, match=r"precision='fp8': one of auto, stored, fp32, bf16"):
+        _linear("float32", precision="fp8")
