@@ -16,12 +16,11 @@ import jax
 import numpy as np
 import optax
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from hfjax.models.vision.losses import classification_loss
+from hfjax.models.vision.resnet import ResNet, ResNetConfig
 
-import hfjax  # noqa: E402
-from hfjax.models.vision.losses import classification_loss  # noqa: E402
-from hfjax.models.vision.resnet import ResNet, ResNetConfig  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 ROWS, HELD_OUT, COMPARED = 64, 360, 10
 CONFIG = ResNetConfig.preset("resnet-tiny")  # the stem keeps 8 x 8 pixels; two blocks

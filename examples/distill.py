@@ -12,11 +12,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from two_losses import digits
 
-import hfjax  # noqa: E402
-from two_losses import digits  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 
 class Network(nnx.Module):

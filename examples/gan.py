@@ -8,17 +8,15 @@ they get no gradient, and are gathered where the loss uses them, however they ar
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from two_losses import digits
 
-import hfjax  # noqa: E402
-from two_losses import digits  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 LATENT, WIDTH, BATCH, STEPS = 32, 256, 128, 1500
 

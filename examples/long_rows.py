@@ -12,15 +12,13 @@ import sysconfig
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import optax
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 
-import hfjax  # noqa: E402
-from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 LENGTH = 32768
 

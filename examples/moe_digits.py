@@ -9,17 +9,15 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from hfjax.models.moe import MoE, RoutedOutputs, after_step, uses_router_metrics, with_routing
 
-import hfjax  # noqa: E402
-from hfjax.models.moe import MoE, RoutedOutputs, after_step, uses_router_metrics, with_routing  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 WIDTH, ROWS, STEPS = 64, 128, 150
 

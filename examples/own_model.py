@@ -1,16 +1,14 @@
 """A plain NNX module, checked against one device under every strategy, then trained under FSDP."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from hfjax.testing import assert_strategies_agree
 
-import hfjax  # noqa: E402
-from hfjax.testing import assert_strategies_agree  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 
 class MLP(nnx.Module):

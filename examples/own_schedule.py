@@ -3,15 +3,13 @@
 python examples/own_schedule.py
 """
 
-import jax
 import optax
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
+import hfjax
+from hfjax.data import Loader, standard_library
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 
-import hfjax  # noqa: E402
-from hfjax.data import Loader, standard_library  # noqa: E402
-from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
+hfjax.simulate_devices(4)  # unless there are 4 GPUs
 
 
 def early_backward(stages: int, microbatches: int) -> str:

@@ -1,14 +1,12 @@
 """A small ResNet, a plain list of unlike layers, as a pipeline of four stages."""
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
+import hfjax
 
-import hfjax  # noqa: E402
+hfjax.simulate_devices(4)  # unless there are 4 GPUs
 
 
 class Block(nnx.Module):

@@ -13,18 +13,16 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import jax
 import numpy as np
 import optax
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig
+from hfjax.models.vision.losses import confusion_counts, segmentation_eval_loss, segmentation_loss
+from hfjax.trainer.tasks.images import intersection_over_union
+from hfjax.utils.tables import align
 
-import hfjax  # noqa: E402
-from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig  # noqa: E402
-from hfjax.models.vision.losses import confusion_counts, segmentation_eval_loss, segmentation_loss  # noqa: E402
-from hfjax.trainer.tasks.images import intersection_over_union  # noqa: E402
-from hfjax.utils.tables import align  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 CLASSES = ("background", "circle", "square", "triangle")
 COLOURS = ("#dddddd", "#4477aa", "#ee6677", "#228833")

@@ -7,15 +7,13 @@ python examples/train_gpt.py ZERO1      # or any of hfjax's strategies, or "HSDP
 import sys
 from functools import reduce
 
-import jax
 import optax
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
+from hfjax.data import Loader, standard_library
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 
-import hfjax  # noqa: E402
-from hfjax.data import Loader, standard_library  # noqa: E402
-from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 
 def main(names: str = "FSDP|TENSOR") -> None:

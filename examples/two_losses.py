@@ -13,10 +13,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+import hfjax
 
-import hfjax  # noqa: E402
+hfjax.simulate_devices(8)  # unless there are 8 GPUs
 
 
 class Model(nnx.Module):

@@ -19,6 +19,7 @@ from hfjax.checkpoint import (
     save as save,
 )
 from hfjax.distributed.init import init_distributed as init_distributed
+from hfjax.distributed.simulated_devices import simulate_devices as simulate_devices
 from hfjax.optimizer_step.gradients import Gradients as Gradients
 from hfjax.optimizers.rates import lr_schedule as lr_schedule
 from hfjax.optimizers.transforms import (

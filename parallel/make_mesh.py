@@ -44,8 +44,8 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     if needed > len(devices):
         raise ValueError(
             f"mesh {show_sizes(shape)} needs {needed} devices, found {len(devices)}. "
-            "Lower one axis, let one be inferred with -1, or run on more devices (on a CPU: "
-            f'jax.config.update("jax_num_cpu_devices", {needed}) before the first use of JAX).'
+            "Lower one axis, let one be inferred with -1, or simulate devices on the CPU: "
+            f"hfjax.simulate_devices({needed}), before JAX is first used."
         )
     grid = np.array(devices[:needed]).reshape(tuple(shape.values()))
     mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

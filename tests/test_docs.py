@@ -28,10 +28,8 @@ PAGES = sorted(
     ]
 )
 SMALL_GPT = "--model.seq-len 16 --model.num-layers 1 --model.num-heads 2 --model.hidden-size 32"
-EIGHT = 'jax.config.update("jax_num_cpu_devices", 8)'  # conftest.py has done it
 SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
-        EIGHT: "",
         "--run-dir runs/tiny ": f"--run-dir runs/tiny --steps 2 --log.sample-tokens 0 {SMALL_GPT} ",
         "--cpu-devices 8 --run-dir runs/fsdp": (
             f"--run-dir runs/fsdp --steps 2 --log.sample-tokens 0 {SMALL_GPT}"
@@ -40,7 +38,6 @@ SMALL = {  # what is too long for a test, and what stands for it
         '--prompt "def "': '--prompt "def " --tokens 4',
         "gpt-medium --precision bf16": "gpt-tiny --global-batch-size 8",
     },
-    "docs/assumed.md": {EIGHT: ""},
     "docs/ahead_of_time.md": {'"h200", 512), data=64': '"h200", 16), data=2'},
     "docs/data.md": {
         "vocab=4096, length=256)": "vocab=4096, length=16, layers=1, embed=32, heads=2)",
@@ -56,7 +53,6 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--tokens-per-step 1M": "--global-batch-size 8",
     },
     "docs/evaluate.md": {
-        EIGHT: "",
         "--cpu-devices 8 --log.sample-tokens 0": f"--log.sample-tokens 0 {SMALL_GPT}",
         "eval runs/first\n": "eval runs/first --batch-size 2048\n",
         "GPTConfig.tiny()": "GPTConfig.tiny(length=16, layers=1, heads=2, embed=32)",
@@ -71,13 +67,12 @@ SMALL = {  # what is too long for a test, and what stands for it
         "gpt-small --model.seq-len 1024": f"gpt-tiny {SMALL_GPT} --log.sample-tokens 0",
         "--steps 300 --profile 50:53": "--steps 6 --profile 3:5",
     },
-    "docs/long_sequences.md": {EIGHT: "", "length=256, layers=2": "length=256, layers=1"},
+    "docs/long_sequences.md": {"length=256, layers=2": "length=256, layers=1"},
     "docs/memory.md": {
         "gpt-medium --model.seq-len 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "8GiB": "1MiB",
     },
     "docs/migration.md": {
-        EIGHT: "",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
         "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=4, embed=32)",
         "--model.num-layers 8": "--model.num-layers 4",
@@ -86,10 +81,8 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--cpu-devices 8": "--steps 2 --log.sample-tokens 0 --eval.interval 0",
     },
     "docs/pipelines.md": {
-        EIGHT: "",
         "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=8, embed=32)",
     },
-    "docs/plain_jax.md": {EIGHT: ""},
     "docs/plan.md": {
         "gpt-medium --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "--global-batch-size 64": "--global-batch-size 8",
@@ -108,14 +101,11 @@ SMALL = {  # what is too long for a test, and what stands for it
         "range(40)": "range(3)",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
     },
-    "docs/strategies.md": {EIGHT: ""},
     "docs/profile_and_tune.md": {
-        EIGHT: "",
         "--steps 60 --profile 50:53": f"--steps 6 --profile 3:5 {SMALL_GPT}",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
     },
     "docs/quickstart.md": {
-        EIGHT: "",
         "--cpu-devices 8 --log.sample-tokens 0": f"--log.sample-tokens 0 {SMALL_GPT}",
         "eval runs/first\n": "eval runs/first --batch-size 2048\n",
         "def gerdtma n ng ane s  fceveler.pede nes os": "…",
@@ -124,7 +114,6 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--model.preset gpt-small": f"--model.preset gpt-tiny {SMALL_GPT} --vocab 512",
         "--mesh.fsdp -1 --gpu h200": "--mesh.fsdp -1 --gpu here --compare none",
     },
-    "docs/tutorial.md": {EIGHT: ""},
     "docs/training.md": {
         "launch -n 4": "launch -n 2",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
@@ -226,7 +215,7 @@ def test_what_a_page_says_can_be_done(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", SMALL)
 def test_a_page_says_that_tests_run_it_smaller(page):
-    if set(SMALL[page]) - {EIGHT}:
+    if SMALL[page]:
         assert "tests run" in (ROOT / page).read_text(encoding="utf-8")
 
 

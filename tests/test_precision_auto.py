@@ -153,3 +153,11 @@ def test_a_precision_that_does_not_exist_is_refused(word):
 def test_the_error_of_a_wrong_word_has_auto_too():
     with pytest.raises(ValueError, match=r"precision='fp8': one of auto, stored, fp32, bf16"):
         _linear("float32", precision="fp8")
+
+
+@pytest.mark.cuda
+def test_a_plan_in_bfloat16_for_short_sequences_reads_both_of_its_programs():
+    """The tiles of the cross-entropy kernel: 2 x 64 tokens fill one, 3 x 64 would be padded."""
+    h200.h200s()
+    config = TrainConfig(global_batch_size=16, model=ModelConfig(preset="gpt-tiny"))
+    assert hfjax.make_plan(config, gpu="h200", count=2, vocab=256).best.fits

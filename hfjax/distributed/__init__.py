@@ -3,6 +3,7 @@
 Joining: `init`, with `environment` (the processes of this run), `rendezvous` and
 `rendezvous_client` (server and client), `wire_format`, `ports`. Running: `consensus`, `exchange`,
 `stop`, `watchdog`. Launching: `launcher`, `job`, `child_processes`, `supervisor`, `exit_codes`.
+`simulated_devices` are for programs that need more devices than there are.
 """
 
 from hfjax.utils.lazy_import import lazy_names
