@@ -21,6 +21,7 @@ from hfjax.data import Loader, prepare
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.models.llama import LlamaConfig
 from hfjax.trainer import RunComponents, TrainConfig, evaluate, generate, load, train
+from hfjax.trainer.build import resolve_precision
 from hfjax.trainer.config import (
     CheckpointConfig,
     DataConfig,
@@ -398,8 +399,9 @@ PIPED = {"mesh": MeshConfig(pipe=2), "model": DEEP}
     ],
 )
 def test_what_is_set_is_how_the_step_runs(data, tmp_path, changes, fields):
-    parts, wanted = RunComponents(small(tmp_path, data, **changes)), hfjax.Execution(**fields)
-    found = hfjax.Execution(**{**parts.execution, "precision": "stored"})
+    config = resolve_precision(small(tmp_path, data, **changes), jax.devices()[0])
+    parts, wanted = RunComponents(config), hfjax.Execution(**fields)
+    found = hfjax.Execution(**parts.execution)
     for name in fields:
         assert getattr(found, name) == getattr(wanted, name), name
 

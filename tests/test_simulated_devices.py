@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -58,6 +59,7 @@ def test_a_program_that_uses_jax_already_is_refused_if_it_has_too_few_devices():
     told = rf"simulate_devices\(64\): JAX runs already, on {there} devices\. Call it before"
     with pytest.raises(ValueError, match=told):
         hfjax.simulate_devices(64)
-    for count in (0, 2.5, None):
+    wrong: Any = (0, 2.5, None)
+    for count in wrong:
         with pytest.raises(ValueError, match="a positive number of devices is expected"):
             hfjax.simulate_devices(count)
