@@ -5,6 +5,7 @@ HFJAX_TEST_GPU=1 leaves the platform and the compiler alone: for tests marked gp
 
 import functools
 import gc
+import math
 import os
 import signal
 import sys
@@ -120,6 +121,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for test, (chosen, cases) in families.items():
         if unknown := set(chosen) - cases:
             raise pytest.UsageError(f"{test}: short{tuple(unknown)}: it has the cases {cases}")
+
+
+@pytest.fixture(autouse=True)
+def stored_precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as parameters are stored by default, also for GPUs: laws count bytes of float32."""
+    if "auto_precision" not in request.keywords:
+        monkeypatch.setattr("hfjax.parallel.precision.auto.BFLOAT16_CAPABILITY", math.inf)
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from hfjax.trainer.config import MeshConfig, ModelConfig
 from tests import h200
 from tests.small_run import BIGRAMS, corpus, small
 
+pytestmark = pytest.mark.auto_precision
+
 BF16, STORED = hfjax.Precision("bfloat16"), hfjax.Precision()
 
 
