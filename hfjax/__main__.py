@@ -19,6 +19,7 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
         "hfjax.cli.demo:command",
     ),
     "train": ("train a model", "hfjax.cli.train:train_command"),
+    "recipes": ("show configurations of known models", "hfjax.cli.recipes:command"),
     "eval": ("evaluate a trained model", "hfjax.cli.train:evaluate_command"),
     "generate": ("write text with a trained model", "hfjax.cli.train:generate_command"),
     "data": ("make a data set of text, or show what one holds", "hfjax.cli.data:main"),

@@ -36,7 +36,9 @@ hfjax.models.llama:LlamaConfig
 
 ENGINE = "the engine calls it, users do not"
 FIELDS = "a comment or a text beside each field says what it is"
+TRACKER = "the user writes it: the class has an example"
 ARGUMENTS = {  # whose arguments need no list, and why
+    "hfjax.trainer:Tracker": TRACKER,
     "hfjax:Collectives": "hfjax.collectives makes it; the class says what its two fields are",
     "hfjax:Layout.parameter_of": ENGINE,
     "hfjax:Layout.working_dtype": ENGINE,
@@ -54,6 +56,8 @@ EXAMPLES = {  # what has no example, and why
     "hfjax:Remat.check": ENGINE,
     "hfjax:Remat.policy": ENGINE,
     "hfjax.trainer:RunComponents.check_validation": WITH_A_RUN,
+    "hfjax.trainer:Tracker.log": TRACKER,
+    "hfjax.trainer:Tracker.start": TRACKER,
     "hfjax.trainer:RunComponents.validated": WITH_A_RUN,
     "hfjax.trainer:RunComponents.written": WITH_A_RUN,
     "hfjax.trainer:TrainConfig": "`hfjax train --help` shows its docstring; `train` has one",

@@ -144,10 +144,11 @@ def test_each_case_of_the_kit_splits_something(devices, recwarn):
     assert not recwarn.list
 
 
-def test_the_kit_tells_of_each_strategy_on_standard_error(capsys):
+def test_the_kit_logs_each_strategy(caplog):
+    caplog.set_level("INFO", "hfjax")
     init, batch = lambda rngs: nnx.Linear(8, 8, rngs=rngs), np.ones((8, 8), np.float32)
     one = {"FSDP": (FSDP.edit(replicate_below=0), {"data": 2, "fsdp": 4})}
     assert_strategies_agree(init, lambda y, batch: (y**2).mean(), batch, one, steps=1)
-    told = [line for line in capsys.readouterr().err.splitlines() if "…" not in line]
+    told = [line for line in caplog.messages if "…" not in line]
     assert re.fullmatch(r"one device: trained, \d+ s", told[0])
     assert re.fullmatch(r"FSDP on data=2 x fsdp=4: equal, \d+ s", told[1])

@@ -193,7 +193,7 @@ def test_a_default_of_the_configuration_is_shown(tmp_path):
 
 def test_what_few_need_stands_last():
     flags = help_of("train")[1]
-    assert [flag.name for flag in flags[:4]] == ["-h", "--config", "--run-dir", "--steps"]
+    assert [flag.name for flag in flags[:4]] == ["-h", "--config", "--recipe", "--run-dir"]
     boxes = list(dict.fromkeys(flag.box.removesuffix(" options") for flag in flags))
     boxes = [box.replace("-", "_") for box in boxes]
     assert boxes == ["options", *(box for box in BOXES if box != "sampling"), "context"]

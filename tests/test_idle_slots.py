@@ -367,7 +367,7 @@ def in_branches(text):
 def ring_arrays(step, batch):
     """Return the arrays of a stage's rings as a program's text names them."""
     state, told = step.layout.abstract_state(), {}
-    watch = lambda pipeline: told.update(jax.eval_shape(pipeline.start))
+    watch = lambda pipeline: told.update(jax.eval_shape(pipeline.init_state))
     given = flatten(state.params), flatten(state.variables), batch, state.step
     jax.eval_shape(replace(step.engine, on_build=watch).gradients, *given)
     arrays = jax.tree.leaves(

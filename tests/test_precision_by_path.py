@@ -195,8 +195,8 @@ def test_the_last_pattern_that_matches_counts():
     [
         ({"*norm*": "fp32"}, r'of \*norm\*: what is all else\? Add "\*"'),
         ({"*": "bf16", "*nrom*": "fp32"}, r"pattern '\*nrom\*' matches no parameter. Nearest"),
-        ({"*": "bf61"}, "precision='bf61': one of stored"),
-        ("bf16,*norm*=fp33", "precision='fp33': one of stored"),
+        ({"*": "bf61"}, "precision='bf61': one of auto, stored"),
+        ("bf16,*norm*=fp33", "precision='fp33': one of auto, stored"),
         ({1: "bf16"}, "is expected"),
     ],
 )

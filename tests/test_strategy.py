@@ -122,7 +122,7 @@ def test_execution_refuses_what_it_does_not_know():
     for field, given, message in (
         ("gradient_accumulation_steps", 0, "a positive number of microbatches"),
         ("max_grad_norm", 0.0, "a positive norm"),
-        ("precision", "fp8", "one of stored, fp32, bf16, fp16, fp64"),
+        ("precision", "fp8", "one of auto, stored, fp32, bf16, fp16, fp64"),
         ("remat", "some", "one of none, dots, full"),
         ("gradient_reduction", "tree", "one of flat, hierarchical"),
         ("max_grad_norm", float("nan"), "a positive norm"),

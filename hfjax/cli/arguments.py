@@ -33,6 +33,7 @@ CHOICES = {
     "presets": "hfjax.trainer.model:presets",
     "image_presets": "hfjax.models.vision.preset_table:PRESETS",
     "precisions": "hfjax.parallel.precision.dtypes:PRECISIONS",
+    "recipes": "hfjax.trainer.recipes:recipe_files",
     "remats": "hfjax.parallel.remat:WHAT",
     "gpus": "hfjax.hardware.machine:MACHINES",
 }
@@ -50,6 +51,7 @@ BOXES = (
     *("checkpoint", "eval", "log", "offload"),
 )
 CONFIG = "Take settings from a .yaml file, or from `config` of a .py file (default: none)"
+RECIPE = "Take settings from a recipe: {recipes} (default: none)"
 NO_VALUE = re.compile(r"\s*\(default: (?P<what>.*)\)$", re.DOTALL)
 
 
@@ -67,7 +69,7 @@ def parse_flags(
         argv: The arguments.
         command: Its name.
         default: The defaults of flags that are not given.
-        config: Whether it takes --config, which `config_of` has already removed from `argv`.
+        config: Whether it takes --config and --recipe; `config_of` has removed them from `argv`.
     """
     argv = expand_short(kind, argv)
     check_values(argv)
@@ -116,8 +118,9 @@ def _struct_spec(info: StructTypeInfo, takes_config: type | None) -> StructConst
             specs.append(StructFieldSpec(field.name, _flag(hint, text, usual), value))
     if kind is takes_config:
         specs.insert(0, StructFieldSpec("config", _flag(Path | None, CONFIG, None), None))
+        specs.insert(1, StructFieldSpec("recipe", _flag(str | None, RECIPE, None), None))
 
-    def build(config: Any = None, **values: Any) -> Any:
+    def build(config: Any = None, recipe: Any = None, **values: Any) -> Any:
         try:
             return kind(**values)
         except ValueError as wrong:
@@ -308,7 +311,7 @@ def check_known(kind: type, argv: Sequence[str], config: bool = False) -> None:
         argv: The arguments.
         config: Whether it takes --config.
     """
-    known = [*flags_of(kind), "help", *(["config"] if config else [])]
+    known = [*flags_of(kind), "help", *(["config", "recipe"] if config else [])]
     for arg in argv:
         if not arg.startswith("--") or arg == "--":
             continue

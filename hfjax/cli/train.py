@@ -33,6 +33,7 @@ from hfjax.trainer.build import (
 from hfjax.trainer.config import MeshConfig, TrainConfig, check_bounds
 from hfjax.trainer.console import show_waiting, validation_line
 from hfjax.trainer.deepspeed_flags import FILE, with_deepspeed_file
+from hfjax.trainer.recipes import check_recipe_data, recipe_path
 from hfjax.trainer.sampling import Sampling
 from hfjax.trainer.source_snapshot import COPY
 from hfjax.trainer.strategy import build_mesh
@@ -42,6 +43,8 @@ from hfjax.utils.read_files import MISSING, ORDINARY, path_kind
 from hfjax.utils.renamed import OldNamesWarning
 from hfjax.utils.tables import escape_controls, quote
 from hfjax.utils.write_files import user_cache
+
+RECIPE = "--recipe"
 
 
 def start(config: TrainConfig) -> Cluster:
@@ -73,6 +76,9 @@ def train_command(argv: Sequence[str]) -> int:
         default, rest = config_of(argv)
         config = parse_flags(TrainConfig, rest, "train", default, config=True)
         check_flags_used([config], rest)
+        for name, value in _split_sources(argv)[0]:
+            if name == RECIPE:
+                check_recipe_data(value, config)
         start(config)
         _check_cpu_devices(config, default)
         typed = expand_short(TrainConfig, rest)
@@ -102,19 +108,30 @@ def _check_cpu_devices(config: TrainConfig, file: TrainConfig) -> None:
 
 
 def config_of(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration of --config, and the other arguments, which override it."""
-    rest = list(argv)
-    for at, arg in enumerate(rest):
-        name, equals, value = arg.partition("=")
-        if name == "--config":
-            if not equals and at + 1 == len(rest):
-                raise ValueError("--config: the name of a file is expected.")
-            path = value if equals else rest[at + 1]
-            left = rest[:at] + rest[at + (1 if equals else 2) :]
-            if any(arg.partition("=")[0] == name for arg in left):
-                raise ValueError("--config is there twice: give one file.")
-            return config_io.load(path), left
+    """Return the configuration of --config or --recipe, and the arguments that override it."""
+    sources, rest = _split_sources(argv)
+    if len(sources) > 1:
+        flags = " and ".join(name for name, _ in sources)
+        raise ValueError(f"{flags}: settings come from one file. Give one of the two.")
+    for name, value in sources:
+        return config_io.load(recipe_path(value) if name == RECIPE else value), rest
     return TrainConfig(), rest
+
+
+def _split_sources(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the values of --config and --recipe, and the other arguments."""
+    sources, rest, arguments = [], [], iter(argv)
+    for arg in arguments:
+        name, equals, value = arg.partition("=")
+        if name not in (RECIPE, "--config"):
+            rest.append(arg)
+            continue
+        value = value if equals else next(arguments, "")
+        if not value:
+            what = "recipe" if name == RECIPE else "file"
+            raise ValueError(f"{name}: the name of a {what} is expected.")
+        sources.append((name, value))
+    return sources, rest
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@
 `model` or, for a folder, from `pretrained_model`. `train_loop` trains, `sampling` evaluates and
 generates; `source_snapshot` copies the model's folder into the run. `config_io` and `yaml_fields`
 read and write configurations, `old_config` reads those of before, `deepspeed_flags` those of
-DeepSpeed. `trackers` receive metrics: `metrics_file`, with its `loss_plot`, TensorBoard and others;
-`profile` writes traces, `console` log lines.
+DeepSpeed, `recipes` the files of hfjax/configs. `trackers` receive metrics: `metrics_file`, with
+its `loss_plot`, TensorBoard and others; `profile` writes traces, `console` log lines.
 """
 
 from hfjax.utils.lazy_import import lazy_names

@@ -75,8 +75,10 @@ def from_deepspeed(
         >>> import hfjax
         >>> config = {"train_batch_size": 32, "gradient_clipping": 0.5}
         >>> setup = hfjax.compat.from_deepspeed(config, 8)
-        >>> setup.strategy.name, setup.mesh, setup.global_batch_size, setup.execution
-        ('DDP', {'data': 8}, 32, {'gradient_accumulation_steps': 1, 'max_grad_norm': 0.5})
+        >>> setup.strategy.name, setup.mesh, setup.global_batch_size
+        ('DDP', {'data': 8}, 32)
+        >>> setup.execution
+        {'gradient_accumulation_steps': 1, 'max_grad_norm': 0.5, 'precision': 'stored'}
     """
     world = jax.device_count() if world is None else world
     if not is_int(world):
