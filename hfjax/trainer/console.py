@@ -133,8 +133,11 @@ class SpeedMeter:
             waiting_passed / max(time_passed, SHORTEST),
         )
         self._start, self._steps = self._end, 0
+        metrics |= {f"{self._unit}{RATE}": rate, "waiting_for_data": waited}
+        if not self._flops:  # not known
+            return metrics
         flops = rate * self._flops
-        metrics |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12, "waiting_for_data": waited}
+        metrics["tflops"] = flops / 1e12
         return metrics | ({"mfu": flops / self._peak} if self._peak else {})
 
     def seconds_left(self, steps: int) -> float | None:
