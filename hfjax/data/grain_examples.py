@@ -42,11 +42,10 @@ class GrainExamples:
     Args:
         dataset: A grain.MapDataset whose examples are dictionaries of arrays.
         with_mask: Whether to add the array "mask", a 1, to examples that have none.
-        origin: What made the data set, for messages.
     """
 
-    def __init__(self, dataset: Any, with_mask: bool = False, origin: str = "dataset is") -> None:
-        check_map_dataset(dataset, origin)
+    def __init__(self, dataset: Any, with_mask: bool = False) -> None:
+        check_map_dataset(dataset, "from_grain")
         self._dataset, self._with_mask = dataset, with_mask
         self.specs: dict[str, ArraySpec] = {}
         first, again = self._read(0), self._read(0)
@@ -84,6 +83,8 @@ class GrainExamples:
         try:
             raw = self._dataset[index]
         except Exception as error:
+            if str(error).startswith(f"example {index}:"):
+                raise
             epoch = f" (of a later epoch: it has {n})" if index >= (n := len(self._dataset)) else ""
             error.add_note(f"The data set raises this for its example {index}{epoch}.")
             raise
@@ -131,21 +132,23 @@ def check_map_dataset(dataset: Any, origin: str) -> None:
 
     Args:
         dataset: What is to be a grain.MapDataset.
-        origin: The beginning of the message, as "dataset is".
+        origin: Where it is from, for messages.
     """
     if not isinstance(dataset, grain.MapDataset):
         advice = next((text for fits, text in _KINDS if fits(dataset)), "")
         kind = "None" if dataset is None else f"a {type(dataset).__name__}"
-        raise ValueError(f"{origin} {kind}: a grain.MapDataset is expected. {advice}".rstrip())
+        raise ValueError(
+            f"{origin}: a grain.MapDataset is expected, found {kind}. {advice}".strip()
+        )
     if not len(dataset):
-        raise ValueError(f"{origin} a data set without examples: at least one is needed.")
+        raise ValueError(f"{origin}: the data set has no example, at least one is needed.")
     if isinstance(dataset, _BATCH):
         raise ValueError(
-            f"{origin} batched already, by .batch(): hfjax makes the batches, the same on any "
-            "number of processes. Leave .batch() out, and give the batch size."
+            f"{origin}: the data set is batched already, by .batch(). Leave that out: hfjax makes "
+            "the batches, the same on any number of processes."
         )
     if any(isinstance(node, _FILTER) for node in _grain_nodes(dataset)):
-        raise ValueError(f"{origin} filtered, by .filter(), which leaves gaps. {_GAPS}")
+        raise ValueError(f"{origin}: the data set has a .filter(), which leaves gaps. {_GAPS}")
 
 
 def _grain_nodes(dataset: grain.MapDataset) -> Iterator[grain.MapDataset]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import hfjax
-from hfjax.data.grain_examples import MASK, ArraySpec, GrainExamples, check_map_dataset
+from hfjax.data.grain_examples import ENDLESS, MASK, ArraySpec, GrainExamples, check_map_dataset
 from hfjax.data.grain_loader import GrainLoader
 from hfjax.parallel.adapters.forward_signature import call_model
 from hfjax.parallel.adapters.model_template import raw_value
@@ -60,7 +60,8 @@ class OwnData:
     @cached_property
     def train_examples(self) -> GrainExamples:
         """The training examples."""
-        return self.read(TRAIN, lambda: GrainExamples(self.train))
+        dataset = self.train
+        return self.read(TRAIN, lambda: GrainExamples(dataset))
 
     @property
     def batch_shapes(self) -> Any:
@@ -88,7 +89,7 @@ class OwnData:
             )
         dataset = make(split, self.config.seed)
         if dataset is not None or split == TRAIN:
-            check_map_dataset(dataset, f"{self.name} returns, for split {split!r},")
+            check_map_dataset(dataset, f"{self.name}, split {split!r}")
         return dataset
 
     def read(self, split: str, create: Callable[[], Any]) -> Any:
@@ -109,14 +110,14 @@ class Readable(NamedTuple):
         shape: Its shape.
         dtypes: The dtypes that it may have: a kind of NumPy's.
         flags: What to say or to change where it does not fit.
-        count: Its values are below this number. None: any.
+        num_values: Its values are below this number. None: any.
         required: Whether every example has it.
     """
 
     shape: tuple[int, ...]
     dtypes: type
     flags: str = ""
-    count: int | None = None
+    num_values: int | None = None
     required: bool = False
 
     def __str__(self) -> str:
@@ -211,7 +212,7 @@ class OwnDataTask:
         """Return the training batches."""
         self._check_readable(TRAIN, self.data.train_examples.specs)
         batch_size, epochs = self.config.global_batch_size, self.config.data.epochs
-        dataset = self._checked_values(self.data.train)
+        dataset = self._checked_values(self.data.train, self.data.train_examples.specs)
         loader = self._make_loader(TRAIN, dataset, batch_size=batch_size, epochs=epochs)
         loader.local_examples = local_slice(batch_size)
         return loader
@@ -220,9 +221,14 @@ class OwnDataTask:
         """Return the validation batches: each example once, in order; None if there are none."""
         if (dataset := self.data.valid) is None:
             return None
+        if len(dataset) >= ENDLESS:
+            raise ValueError(
+                f"{self.data.name}, split {VALID!r}: the data set has no end, and a validation "
+                "reads each example once. Leave .repeat() out."
+            )
         specs = self.data.read(VALID, lambda: GrainExamples(dataset)).specs
         self._check_readable(VALID, specs)
-        dataset = self._checked_values(dataset)
+        dataset = self._checked_values(dataset, specs)
         if isinstance(self.model_task, TextTask) and MASK not in specs:
             mask = np.ones(self.model_task.model.length, np.float32)  # of padding examples 0
             dataset = dataset.map(lambda example: {**example, MASK: mask})
@@ -274,27 +280,57 @@ class OwnDataTask:
                 "out the rest (.map), or give a loss that reads it: --model.loss file.py:function."
             )
 
-    def _checked_values(self, dataset: grain.MapDataset) -> grain.MapDataset:
-        """Return a data set that refuses tokens beyond the vocabulary, classes beyond the last."""
-        arrays = {k: a.count for k, a in (self._readable or {}).items() if a.count is not None}
-        if not arrays:
+    def _checked_values(
+        self, dataset: grain.MapDataset, specs: Mapping[str, ArraySpec]
+    ) -> grain.MapDataset:
+        """Return a data set that refuses numbers which the model or JAX cannot hold."""
+        limits = {path: limit for path, spec in specs.items() if (limit := _dtype_limit(spec))}
+        for name, array in (self._readable or {}).items():
+            if array.num_values is not None and name in specs:
+                flag = "num-classes" if name == "label" else "vocab-size"
+                why = f"{self.model.name} has {array.num_values} (--model.{flag}), numbered from 0 on"
+                least = 0 if name == "tokens" else np.iinfo(np.int32).min  # a loss ignores others
+                limits[name] = Limit(least, array.num_values - 1, why)
+        if not limits:
             return dataset
-        flag = "num-classes" if "label" in arrays else "vocab-size"
 
         def check(index: int, example: Any) -> Any:
-            for name, count in arrays.items():
-                x = example.get(name) if isinstance(example, Mapping) else None
+            for path, (least, most, why) in limits.items():
+                x = _at_path(example, path)
                 if x is None or not np.size(x):
                     continue
-                least, most = int(np.min(x)), int(np.max(x))
-                if most >= count or (least < 0 and name == "tokens"):
-                    raise ValueError(
-                        f"example {index}: {name!r} holds {most if most >= count else least}, and "
-                        f"{self.model.name} has {count} (--model.{flag}), numbered from 0 on."
-                    )
+                for value in (int(np.min(x)), int(np.max(x))):
+                    if not least <= value <= most:
+                        raise ValueError(f"example {index}: {path!r} holds {value}, and {why}.")
             return example
 
         return dataset.map_with_index(check)
+
+
+class Limit(NamedTuple):
+    """The least and the largest value of an array, and why."""
+
+    least: int
+    most: int
+    why: str
+
+
+def _dtype_limit(spec: ArraySpec) -> Limit | None:
+    """Return what fits the dtype that whole numbers have in JAX, if that is a smaller one."""
+    dtype = jax.dtypes.canonicalize_dtype(spec.dtype)
+    if dtype == spec.dtype or spec.dtype.kind not in "iu":
+        return None
+    info = np.iinfo(dtype)
+    return Limit(
+        int(info.min), int(info.max), f"JAX makes it {dtype} (JAX_ENABLE_X64=1: it does not)"
+    )
+
+
+def _at_path(example: Any, path: str) -> Any:
+    """Return an array of an example as the data set made it; None if it is not there."""
+    for key in path.split("/"):
+        example = example.get(key) if isinstance(example, Mapping) else None
+    return example
 
 
 def describe_specs(specs: Mapping[str, ArraySpec]) -> str:
