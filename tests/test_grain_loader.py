@@ -312,7 +312,7 @@ def test_an_error_of_the_data_set_says_for_which_example():
     assert "The data set raises this for its example 6." in raised.value.__notes__
     source = [{"x": 0}, {"x": 1}]
 
-    class Ends(Counted):
+    class Ends(FillsGaps):
         def __getitem__(self, index):
             return source[index]
 
