@@ -218,6 +218,7 @@ def step_line(values: Mapping[str, Any], steps: int, seconds_left: float | None 
         fields.append(f"loss scale {values[SCALE]:g}, {values[SKIPPED]:g} skipped")
     for name in (name for name in values if name.endswith(RATE)):
         fields.append(f"{format_count(values[name])} {name.removesuffix(RATE)}/s/device")
+    if "tflops" in values:
         fields.append(f"{values['tflops']:.3g} TFLOP/s/device")
     if "mfu" in values:
         fields.append(f"MFU {values['mfu']:.1%}")

@@ -288,7 +288,9 @@ class OwnDataTask:
         for name, array in (self._readable or {}).items():
             if array.num_values is not None and name in specs:
                 flag = "num-classes" if name == "label" else "vocab-size"
-                why = f"{self.model.name} has {array.num_values} (--model.{flag}), numbered from 0 on"
+                why = (
+                    f"{self.model.name} has {array.num_values} (--model.{flag}), numbered from 0 on"
+                )
                 least = 0 if name == "tokens" else np.iinfo(np.int32).min  # a loss ignores others
                 limits[name] = Limit(least, array.num_values - 1, why)
         if not limits:
