@@ -25,7 +25,7 @@ from hfjax.trainer.config import (
     ModelConfig,
     TrainConfig,
 )
-from hfjax.trainer.config_io import load, to_plain
+from hfjax.trainer.config_io import load, save
 from tests.small_model_folder import small_folder
 from tests.small_run import MODEL, corpus, small, told
 
@@ -55,12 +55,14 @@ def metrics_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_a_model_and_a_loss_of_ones_own_read_any_arrays(tmp_path, capsys):
-    result = train(own(tmp_path / "run", "points", POINTS))
+    log = LogConfig(interval=1, sample_tokens=20)
+    result = train(own(tmp_path / "run", "points", POINTS, log=log))
     printed = capsys.readouterr().out
     assert f"--data.factory {OWN}points: 40 examples, in the order of the data set: " in printed
     assert "x float32[3], y float32[1]" in printed
     assert re.search(r"validated after step 6: loss [\d.]+, far [\d.]+, weight 11\n", printed)
     assert "examples/s/device" in printed
+    assert "TFLOP" not in printed, "the loss computes, of which nothing is known"
     assert "what it writes" not in printed
     assert result.step == 6
     assert any("valid_far" in line for line in metrics_of(tmp_path / "run"))
@@ -92,20 +94,45 @@ def test_a_stopped_run_goes_on_with_the_metrics_of_one_that_was_not(tmp_path):
         train(other)
 
 
-def test_a_preset_has_the_losses_that_it_has_on_token_files(tmp_path, monkeypatch, capsys):
-    text = corpus(tmp_path)
-    monkeypatch.setenv("OWN_DATA_FOLDER", str(text))
-    fields: dict[str, Any] = {"mesh": MeshConfig(fsdp=2), "devices": 2, "log": QUIET}
-    files = small(tmp_path / "files", text, **fields)
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return corpus(tmp_path_factory.mktemp("text"))
+
+
+def of_text(text: Path, run_dir: Path, **changes: Any) -> tuple[TrainConfig, TrainConfig]:
+    """Return a run on a folder of tokens, and one on the same tokens by a function."""
+    fields: dict[str, Any] = {"mesh": MeshConfig(fsdp=2), "devices": 2} | changes
+    files = small(run_dir / "files", text, **fields)
     data = DataConfig(factory=f"{OWN}library")
-    train(replace(files, log=replace(QUIET, sample_tokens=0)))
-    train(replace(files, run_dir=tmp_path / "own", data=data, model=TOKENS))
+    return files, replace(files, run_dir=run_dir / "own", data=data, model=TOKENS)
+
+
+def test_a_preset_gets_the_batches_that_token_files_give(tmp_path, text, monkeypatch):
+    monkeypatch.setenv("OWN_DATA_FOLDER", str(text))
+    files, by_function = map(RunComponents, of_text(text, tmp_path))
+    assert files.task.shapes() == by_function.task.shapes()
+    assert (by_function.task.unit, by_function.task.units_per_example) == ("tokens", 16)
+    steps = files.data.examples_per_epoch // 16 + 2  # into the second epoch
+    for batch, expected, _ in zip(by_function.data, files.data, range(steps), strict=False):
+        np.testing.assert_array_equal(batch["tokens"], expected["tokens"])
+    assert files.valid is not None
+    assert by_function.valid is not None
+    for batch, expected in zip(by_function.valid, files.valid, strict=True):
+        np.testing.assert_array_equal(batch["tokens"], expected["tokens"])
+        np.testing.assert_array_equal(batch["mask"], expected["mask"])
+    with pytest.raises(ValueError, match="library gives tokens and no tokenizer, so that there is"):
+        _ = by_function.tokenizer
+
+
+@pytest.mark.slow
+def test_a_preset_has_the_losses_that_it_has_on_token_files(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.setenv("OWN_DATA_FOLDER", str(text))
+    files, by_function = of_text(text, tmp_path)
+    train(files)
+    train(replace(by_function, log=QUIET))
     for name in ("loss", "valid_loss"):
         assert told(tmp_path / "own", name) == told(tmp_path / "files", name)
     assert "what it writes" not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        generate_command([str(tmp_path / "own"), "--trust"])
-    assert "library gives tokens and no tokenizer, so that there is" in capsys.readouterr().err
 
 
 def test_a_run_ends_with_its_epochs_and_may_have_nothing_to_validate_on(tmp_path, capsys):
@@ -319,6 +346,16 @@ def test_flags_that_do_not_go_with_a_factory_are_refused():
 
 def test_the_configuration_of_a_run_names_the_factory_by_its_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = replace(own(tmp_path, "points", POINTS), steps=1, eval=EvalConfig(interval=0))
-    train(replace(config, data=DataConfig(factory="tests/own_data.py:points")))
-    assert to_plain(load(tmp_path / "config.yaml"))["data"]["factory"] == f"{OWN}points"
+    save(TrainConfig(data=DataConfig(factory="tests/own_data.py:points")), tmp_path / "run.yaml")
+    assert load(tmp_path / "run.yaml").data.factory == f"{OWN}points"
+
+
+def test_the_arithmetic_of_a_model_of_ones_own_is_counted_by_example():
+    model = ModelConfig(factory=f"{EXAMPLE}make", loss=f"{EXAMPLE}loss")
+    config = TrainConfig(model=model, data=DataConfig(factory=f"{EXAMPLE}data"), devices=1)
+    parts = RunComponents(config)
+    products, sums = 2 * (2 * 64 + 64 * 64 + 64 * 2), 64 + 64 + 2
+    gelu = parts.task.flops(parts.layout) / 3 - products - sums
+    assert gelu % (2 * 64) == 0
+    assert gelu / (2 * 64) == 8
+    assert RunComponents(own(None, "points", POINTS)).task.flops(parts.layout) == 0, "no such model"

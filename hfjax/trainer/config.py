@@ -75,7 +75,7 @@ class ModelConfig:
     preset: str = "gpt-tiny"
     """Preset: {presets}; of images: {image_presets}."""
     factory: str | None = None
-    """Your model: file.py:function of (vocab, seq_len), (classes, size) or (example)."""
+    """Your model: file.py:function of vocab, seq_len; classes, size; or example (default: none)."""
     pretrained: Path | None = None
     """Folder of a Hugging Face model to start from, in place of a preset (default: none)."""
     loss: str | None = None
