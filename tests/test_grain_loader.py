@@ -5,7 +5,7 @@ Example i of `numbered` is made of i alone, so none is mistaken.
 
 import json
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import grain
 import jax.numpy as jnp
@@ -62,7 +62,8 @@ def test_a_batch_stacks_arrays_of_any_rank_and_dtype():
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_processes_together_give_the_same_global_batches_for_three_epochs(processes):
-    data, options = numbered().shuffle(seed=5), {"batch_size": 8, "epochs": 3}
+    data = numbered().shuffle(seed=5)
+    options: dict[str, Any] = {"batch_size": 8, "epochs": 3}
     whole = from_grain(data, **options)
     parts = [
         from_grain(data, local_examples=share(8, p, processes), threads=p % 3, **options)
@@ -181,7 +182,7 @@ class FillsGaps(grain.MapDataset):
     def __len__(self):
         return len(self._parent)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         return self._parent[index] or example(0)
 
 
@@ -192,7 +193,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a generator": ((x for x in LIST), r"found a generator\. An iterator"),
     "in order": (numbered().to_iter_dataset(), r"IterDataset\. It is read in order only"),
     "Grain's loader": (
-        grain.load(grain.sources.RangeDataSource(0, 8, 1), num_epochs=1),
+        grain.load(cast(Any, LIST), num_epochs=1),
         r"found a DataLoader\. hfjax batches, shares and resumes itself",
     ),
     "nothing": (None, r"found None\. Return it: is a `return` missing\?"),
@@ -313,7 +314,7 @@ def test_an_error_of_the_data_set_says_for_which_example():
     source = [{"x": 0}, {"x": 1}]
 
     class Ends(FillsGaps):
-        def __getitem__(self, index):
+        def __getitem__(self, index: Any) -> Any:
             return source[index]
 
     with pytest.raises(IndexError) as raised:

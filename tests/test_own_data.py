@@ -332,7 +332,8 @@ def test_a_loss_that_counts_examples_of_padding_is_refused(tmp_path):
 
 
 def test_flags_that_do_not_go_with_a_factory_are_refused():
-    for fields in ({"train": ("x",)}, {"valid": "x"}, {"weights": (1.0,)}, {"flip": 0.0}):
+    others: list[dict[str, Any]] = [{"train": ("x",)}, {"valid": "x"}, {"flip": 0.0}]
+    for fields in [*others, {"weights": (1.0,)}, {"packing": "documents"}]:
         (name, _), *_ = fields.items()
         with pytest.raises(ValueError, match=rf"--data.{name} .* beside --data.factory a.py:f, wh"):
             DataConfig(factory="a.py:f", **fields)

@@ -195,11 +195,10 @@ class OwnDataTask:
 
     def startup_notes(self) -> list[str]:
         """Return the lines to print before training: how many examples, of which arrays."""
-        loader = self._make_loader(TRAIN, self.data.train, batch_size=1)
-        count = "" if loader.is_endless else f"{loader.examples_per_epoch:,} "
-        end = ", without end" if loader.is_endless else ""
+        count = len(self.data.train)
+        amount = "examples without end" if count >= ENDLESS else f"{count:,} examples"
         arrays = describe_specs(self.data.train_examples.specs)
-        line = f"{self.data.name}: {count}examples{end}, in the order of the data set: {arrays}"
+        line = f"{self.data.name}: {amount}, in the order of the data set: {arrays}"
         return [line, *self.model_task.startup_notes()]
 
     def init_from_weights(
@@ -287,10 +286,9 @@ class OwnDataTask:
         limits = {path: limit for path, spec in specs.items() if (limit := _dtype_limit(spec))}
         for name, array in (self._readable or {}).items():
             if array.num_values is not None and name in specs:
-                flag = "num-classes" if name == "label" else "vocab-size"
-                why = (
-                    f"{self.model.name} has {array.num_values} (--model.{flag}), numbered from 0 on"
-                )
+                flag = "--model.num-classes" if name == "label" else "--model.vocab-size"
+                flag = "" if self.config.model.pretrained else f" ({flag})"
+                why = f"{self.model.name} has {array.num_values}{flag}, numbered from 0 on"
                 least = 0 if name == "tokens" else np.iinfo(np.int32).min  # a loss ignores others
                 limits[name] = Limit(least, array.num_values - 1, why)
         if not limits:
