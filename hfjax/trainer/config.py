@@ -242,10 +242,10 @@ class DataConfig:
 
     train: Names = ()
     """Folders made by hfjax data, or one of images (default: Python's library, as bytes)."""
-    factory: str | None = None
-    """Your own data: file.py:function of (split, seed), a grain.MapDataset (default: none)."""
     valid: str | None = None
     """Folder to validate on (default: the part valid of the first training folder)."""
+    factory: str | None = None
+    """Your own data: file.py:function of (split, seed), a grain.MapDataset (default: none)."""
     weights: tuple[float, ...] | None = None
     """Relative frequencies of several training folders (default: all alike)."""
     packing: Literal["stream", "documents"] = "stream"
