@@ -1,4 +1,4 @@
-"""Costs of the layers of a list, so that stages can be given equal shares."""
+"""Costs of the layers of a list, so that stages can be given equal shares; FLOPs of a program."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def flop_costs(layers: Sequence[Any], x: Any, give: str = "an example") -> list[
             f'balance="flops" counts what each layer computes: give {give}; shapes will do. Or use '
             'balance="parameters", or the number of layers of each part.'
         )
-    return [_flops(jaxpr) for jaxpr, _ in _trace_layers(layers, x)]
+    return [jaxpr_flops(jaxpr) for jaxpr, _ in _trace_layers(layers, x)]
 
 
 def output_shapes(layers: Sequence[Any], x: Any) -> list[Any]:
@@ -68,7 +68,12 @@ def _as_function(layer: Any) -> tuple[Any, Any]:
     return lambda state, x: nnx.merge(graph, state)(x), state
 
 
-def _flops(jaxpr: Jaxpr) -> int:
+def jaxpr_flops(jaxpr: Jaxpr) -> int:
+    """Return the floating-point operations of a program, counted as `flop_costs` does.
+
+    >>> jaxpr_flops(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr)
+    48
+    """
     return sum(_equation_flops(equation) for equation in jaxpr.eqns)
 
 
@@ -82,7 +87,7 @@ def _equation_flops(equation: Any) -> int:
         kernel = equation.invars[1].aval
         outputs = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         return 2 * equation.outvars[0].aval.size * (kernel.size // outputs)
-    inner = [_flops(body) for body, _ in bodies_of(equation)]
+    inner = [jaxpr_flops(body) for body, _ in bodies_of(equation)]
     if not inner:
         floats = (v.aval for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
         return 0 if name in _MOVES else sum(x.size for x in floats)  # results of arithmetic

@@ -47,6 +47,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "seed=0)": "seed=0, epochs=1)",
         "batch_size=32, seq_len=256": "batch_size=8, seq_len=16",
         "share(32": "share(8",
+        "--steps 300": "--steps 4",
     },
     "docs/choose.md": {
         "--model.preset llama3-8b --vocab 128256": f"{SMALL_GPT} --vocab 512",
@@ -158,6 +159,7 @@ def for_data() -> None:
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("__future__", "abc", "bisect", "keyword", "opcode", "sched", "this", "token"):
         shutil.copy(library / f"{name}.py", "texts")
+    Path("examples").symlink_to(ROOT / "examples")
 
 
 def for_migration() -> None:

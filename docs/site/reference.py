@@ -108,6 +108,7 @@ API = {  # page: (its title, {heading: public names, module:name})
             "Text": [
                 *("hfjax.data:Loader", "hfjax.data:TokenSet", "hfjax.data:prepare"),
                 *("hfjax.data:write_tokens", "hfjax.data:load_tokenizer", "hfjax.data:share"),
+                "hfjax.data:from_grain",
                 "hfjax.data:standard_library",
             ],
             "Images": [

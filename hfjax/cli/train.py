@@ -195,6 +195,11 @@ def evaluate_command(argv: Sequence[str]) -> int:
 
 def _evaluate(args: Evaluate) -> None:
     config = saved_config(args)
+    if args.data and (factory := config.data.factory):
+        raise ValueError(
+            f"--data {quote(args.data)}: {quote(args.run)} has its data from --data.factory "
+            f"{factory}, which makes its validation set too. Leave it out."
+        )
     data = replace(config.data, valid=str(args.data)) if args.data else config.data
     config = replace(
         config, data=data, global_batch_size=args.batch_size or config.global_batch_size

@@ -1,5 +1,6 @@
 from hfjax.data import images as images
 from hfjax.data.build_dataset import prepare as prepare
+from hfjax.data.grain_loader import from_grain as from_grain
 from hfjax.data.stdlib_corpus import standard_library as standard_library
 from hfjax.data.token_dataset import TokenSet as TokenSet
 from hfjax.data.token_loader import Loader as Loader, share as share

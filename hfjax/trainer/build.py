@@ -25,6 +25,7 @@ from hfjax.trainer.pretrained_model import open_pretrained
 from hfjax.trainer.sampling import Sampling, check_mask_weights, eval_batches
 from hfjax.trainer.strategy import build_mesh, choose_strategy
 from hfjax.trainer.tasks.images import ImageTask, check_text_only, is_image_task
+from hfjax.trainer.tasks.own_data import OwnData, OwnDataTask, OwnModelTask
 from hfjax.trainer.tasks.task import Scores, Task
 from hfjax.trainer.tasks.text import TextTask
 from hfjax.utils.read_files import brief
@@ -58,19 +59,40 @@ class RunComponents:
 
     @cached_property
     def task(self) -> Task:
-        """The task: text or images."""
+        """The task: text, images, or one on data of a user's own."""
+        if self.config.data.factory is not None:
+            data = OwnData(self.config)
+            has_own_model = self.config.model.factory is not None
+            model_task = OwnModelTask(self.config, data) if has_own_model else self._preset_task
+            return OwnDataTask(self.config, data, model_task)
+        if (size := self.config.model.vocab_size) is not None:
+            raise ValueError(
+                f"--model.vocab-size {size}: without --data.factory the vocabulary is that of the "
+                "data. Leave it out."
+            )
+        return self._preset_task
+
+    @property
+    def _preset_task(self) -> TextTask | ImageTask:
+        """The task of text or images, whichever the model is of."""
         check_preset(self.config.model)
         if is_image_task(self.config):
             return ImageTask(self.config)
         check_text_only(self.config)
-        return TextTask(self.config, self.pretrained, self.vocab)
+        return TextTask(self.config, self.pretrained, self.vocab or self.config.model.vocab_size)
+
+    @property
+    def _text_task(self) -> TextTask | None:
+        """The text task, also where a user's own data takes the place of its token files."""
+        task = self.task.model_task if isinstance(self.task, OwnDataTask) else self.task
+        return task if isinstance(task, TextTask) else None
 
     @property
     def texts(self) -> TextTask:
         """The task; refuse one that is not text."""
-        if not isinstance(self.task, TextTask):
+        if (task := self._text_task) is None:
             raise ValueError(f"{self.task.model.name}: it is of {self.task.unit}, and has no text.")
-        return self.task
+        return task
 
     @property
     def model(self) -> Any:
@@ -96,7 +118,7 @@ class RunComponents:
     @property
     def reads_text(self) -> bool:
         """Whether there is a tokenizer: images and data of bare tokens have none."""
-        return isinstance(self.task, TextTask) and self.task.reads_text
+        return (task := self._text_task) is not None and task.reads_text
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:

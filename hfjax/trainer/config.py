@@ -65,7 +65,7 @@ def pretrained_conflict(flag: str, value: Any, folder: Path) -> str:
 
 SHAPE_FLAGS = (
     *("num_layers", "num_heads", "hidden_size", "num_kv_heads", "intermediate_size", "head_dim"),
-    *("num_experts", "top_k"),
+    *("num_experts", "top_k", "vocab_size"),
 )
 
 
@@ -76,13 +76,15 @@ class ModelConfig:
     preset: str = "gpt-tiny"
     """Preset: {presets}; of images: {image_presets}."""
     factory: str | None = None
-    """Your own model: file.py:function of (vocab, seq_len) or (classes, size) (default: none)."""
+    """Your model: file.py:function of vocab, seq_len; classes, size; or example (default: none)."""
     pretrained: Path | None = None
     """Folder of a Hugging Face model to start from, in place of a preset (default: none)."""
     loss: str | None = None
     """Your own loss(outputs, batch): file.py:function (default: that of the task)."""
     seq_len: int | None = None
     """Tokens in a sequence (default: the preset's, or the folder's but at most 4096)."""
+    vocab_size: int | None = None
+    """Vocabulary of a preset, if --data.factory makes the data (default: that of the data)."""
     num_layers: int | None = None
     """Number of layers (default: the preset's)."""
     num_heads: int | None = None
@@ -123,6 +125,7 @@ class ModelConfig:
         check_bounds(self, "model.", num_kv_heads=1, intermediate_size=1, head_dim=2)
         check_bounds(self, "model.", dropout=0, auxiliary_dropout=0, label_smoothing=0)
         check_bounds(self, "model.", num_experts=1, top_k=1, capacity_factor=0, num_classes=1)
+        check_bounds(self, "model.", vocab_size=1)
         if self.label_smoothing >= 1:
             raise ValueError(
                 f"--model.label-smoothing {self.label_smoothing}: a fraction from 0 to below 1."
@@ -242,6 +245,8 @@ class DataConfig:
     """Folders made by hfjax data, or one of images (default: Python's library, as bytes)."""
     valid: str | None = None
     """Folder to validate on (default: the part valid of the first training folder)."""
+    factory: str | None = None
+    """Your own data: file.py:function of (split, seed), a grain.MapDataset (default: none)."""
     weights: tuple[float, ...] | None = None
     """Relative frequencies of several training folders (default: all alike)."""
     packing: Literal["stream", "documents"] = "stream"
@@ -266,12 +271,26 @@ class DataConfig:
     def __post_init__(self):
         check_bounds(self, "data.", epochs=1, image_size=1)
         check_bounds(self, "data.", 1, flip=0)
+        self._check_factory()
         check_float32(self, "data.", "brightness", "contrast", "saturation")
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] < MOST:
             raise ValueError(
                 f"--data.crop-scale {self.crop_scale[0]} {self.crop_scale[1]}: the least and the "
                 "largest, above 0."
             )
+
+    def _check_factory(self) -> None:
+        """Refuse flags of other data sets beside --data.factory."""
+        if self.factory is None:
+            return
+        for name, field_ in type(self).__dataclass_fields__.items():
+            value = getattr(self, name)
+            if name not in ("factory", "epochs", "image_size") and value != field_.default:
+                flag = name.replace("_", "-")
+                raise ValueError(
+                    f"--data.{flag} {brief(value)} beside --data.factory {self.factory}, which "
+                    "makes all examples: say it in that function."
+                )
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         config.data,
         train=tuple(os.path.abspath(path) for path in config.data.train),
         valid=absolute(config.data.valid),
+        factory=code(config.data.factory),
     )
     folder = config.model.pretrained
     pretrained = None if folder is None else Path(os.path.abspath(folder))
@@ -359,6 +360,7 @@ def code_flags(config: TrainConfig) -> list[str]:
     model, optimizer = config.model, config.optimizer
     names = {
         **{"model.factory": model.factory, "model.loss": model.loss},
+        "data.factory": config.data.factory,
         **{"optimizer.factory": optimizer.factory, "strategy": config.strategy},
     }
     return [f"--{flag} {name}" for flag, name in names.items() if name is not None]

@@ -136,8 +136,11 @@ class SpeedMeter:
             waiting_passed / max(time_passed, SHORTEST),
         )
         self._start, self._steps = self._end, 0
+        metrics |= {f"{self._unit}{RATE}": rate, "waiting_for_data": waited}
+        if not self._flops:  # not known
+            return metrics
         flops = rate * self._flops
-        metrics |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12, "waiting_for_data": waited}
+        metrics["tflops"] = flops / 1e12
         return metrics | ({"mfu": flops / self._peak} if self._peak else {})
 
     def seconds_left(self, steps: int) -> float | None:
@@ -217,6 +220,7 @@ def step_line(values: Mapping[str, Any], steps: int, seconds_left: float | None 
         fields.append(f"loss scale {values[SCALE]:g}, {values[SKIPPED]:g} skipped")
     for name in (name for name in values if name.endswith(RATE)):
         fields.append(f"{format_count(values[name])} {name.removesuffix(RATE)}/s/device")
+    if "tflops" in values:
         fields.append(f"{values['tflops']:.3g} TFLOP/s/device")
     if "mfu" in values:
         fields.append(f"MFU {values['mfu']:.1%}")

@@ -163,8 +163,9 @@ def notes_of(plan: StepPlan, settings: Any) -> Iterator[str]:
             f"JAX takes {fraction:.0%} of a GPU's memory; {FRACTION}=0.95, here and where it runs, "
             "takes more"
         )
-    task = plan.scorer.base_run.task
-    if task.unit == "tokens" and settings.vocab is None and settings.model.pretrained is None:
+    task, model = plan.scorer.base_run.task, settings.model
+    sizes = (settings.vocab, model.vocab_size, model.pretrained)
+    if task.unit == "tokens" and not any(sizes):
         yield f"the vocabulary is that of the data, {task.model.vocab:,}; --vocab says another one"
     if plan.machine.platform == "gpu" and plan.scorer.itemsizes[0] >= 4:
         yield (

@@ -257,7 +257,7 @@ class ImageTask:
     def startup_notes(self) -> list[str]:
         """Return the lines to print before training: the data, and how bytes are normalised."""
         shape, size = self.model.shape, self.model.size
-        lines = [f"{self.images}; {size} x {size} pixels"]
+        lines = [f"{self.images}; {size} x {size} pixels"] if self.config.data.train else []
         if shape is not None:
             numbers = lambda name: " ".join(f"{x:g}" for x in getattr(shape, name))
             lines.append(f"normalised by mean {numbers('mean')}, deviation {numbers('std')}")
@@ -356,7 +356,8 @@ class ImageTask:
         iou = intersection_over_union(np.asarray(counts, np.int64))
         present = [x for x in iou if x is not None]
         numbers["valid_iou"] = float(np.mean(present)) if present else 0.0
-        names = [*self.images.classes, *map(str, range(len(self.images.classes), len(iou)))]
+        classes = self.images.classes if self.config.data.train else ()  # own data has no names
+        names = [*classes, *map(str, range(len(classes), len(iou)))]
         return ImageScores(loss, count, unit, numbers, dict(zip(names, iou, strict=True)))
 
 

@@ -36,8 +36,10 @@ class Scores(Protocol):
 class Task(Protocol):
     """What a run trains on."""
 
-    unit: str
-    """What a step processes, in the plural."""
+    @property
+    def unit(self) -> str:
+        """What a step processes, in the plural."""
+        ...
 
     @property
     def model(self) -> Any:

@@ -51,7 +51,19 @@ class TextTask:
         """The model, for the vocabulary of the data; or that of a folder."""
         if self.pretrained is not None:
             return model_choice(self.config, self.pretrained)
-        return choose_model(self.config, self.vocab or max(tokens.vocab for tokens in self.tokens))
+        return choose_model(self.config, self._vocab)
+
+    @property
+    def _vocab(self) -> int:
+        if self.vocab is not None:
+            return self.vocab
+        if self.config.data.factory is not None:
+            raise ValueError(
+                f"--data.factory {self.config.data.factory} beside --model.preset "
+                f"{self.config.model.preset}: how many tokens there are is not said. Give "
+                "--model.vocab-size N; or a model of your own, --model.factory."
+            )
+        return max(tokens.vocab for tokens in self.tokens)
 
     @property
     def units_per_example(self) -> int:
@@ -123,12 +135,19 @@ class TextTask:
     @property
     def reads_text(self) -> bool:
         """Whether there is a tokenizer: data of bare tokens has none."""
-        return self._tokenizing_model is not None or self.tokens[0].meta.tokenizer != "none"
+        if self._tokenizing_model is not None or self.config.data.factory is not None:
+            return self._tokenizing_model is not None
+        return self.tokens[0].meta.tokenizer != "none"
 
     @cached_property
     def tokens(self) -> list[TokenSet]:
         """The data sets to train on."""
-        folders = self.config.data.train
+        folders, factory = self.config.data.train, self.config.data.factory
+        if factory is not None:
+            raise ValueError(
+                f"--data.factory {factory} gives tokens and no tokenizer, so that there is no "
+                "text. Only models that began from a folder with one (--model.pretrained) have it."
+            )
         paths = [Path(path) for path in folders] if folders else [self._library]
         return [
             self._check_tokenizer(TokenSet(split_folder(path, SPLITS[0]) or path)) for path in paths
