@@ -29,6 +29,8 @@ from hfjax.trainer.config_io import load, save
 from tests.small_model_folder import small_folder
 from tests.small_run import MODEL, corpus, small, told
 
+pytestmark = pytest.mark.usefixtures("shown_log")
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 OWN = f"{HERE}/own_data.py:"
