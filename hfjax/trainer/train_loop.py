@@ -3,6 +3,7 @@
 `restore_loader` continues from a checkpoint, after checking that the data is the same.
 """
 
+import math
 import os
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import hfjax
 from hfjax.checkpoint import CheckpointManager, RetentionPolicy
 from hfjax.checkpoint.directory import NAME as LOCK, list_steps
 from hfjax.data.indexed_loader import IndexedLoader
-from hfjax.distributed.consensus import check_same, run_on_first, speaks
+from hfjax.distributed.consensus import check_same, run_on_first, say, speaks
 from hfjax.distributed.stop import Stop
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.optimizers.transforms import averaged
@@ -29,10 +30,12 @@ from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
+from hfjax.trainer.hub_sources import pin_sources
 from hfjax.trainer.metrics_file import METRICS, MetricsWriter
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
 from hfjax.utils.atomic import replace_text
+from hfjax.utils.hub import parse_dataset
 from hfjax.utils.mean import EXHAUSTED, OVERFLOW
 from hfjax.utils.read_files import ANYTHING, FOLDER, check_fields, integer, path_kind, read_text
 from hfjax.utils.tables import quote
@@ -183,8 +186,10 @@ def train(config: TrainConfig) -> Result:
     with ExitStack() as stack:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.watchdog_timeout))
-        stop = enter(Stop())  # from now on a signal takes effect after the step
         run = Run(config, RunComponents(config), watchdog)
+        with watchdog.allow(math.inf, "downloading"):  # the Hub's client has limits of its own
+            run.find_sources()
+        stop = enter(Stop())  # from now on a signal takes effect after the step
         with watchdog.allow(COMPILING, "preparing"):
             run.prepare(enter)
         return run.run_steps(stop)
@@ -210,16 +215,26 @@ class Run:
 
     # -- before the first step ------------------------------------------------------------
 
-    def prepare(self, enter: Any) -> None:
-        """Create or restore the state, and open the outputs of the run."""
+    def find_sources(self) -> None:
+        """Find the model and the data, and download those of the Hub: a signal ends it at once."""
         config, directory = self.config, self.config.directory
         run_on_first(lambda: check_no_links(directory, WRITTEN))
         run_on_first(lambda: check_ordinary_files(directory, (CONFIG, FILE, *metrics_file.FILES)))
         run_on_first(lambda: check_reachable(directory))
+        check_same("configuration", config_io.to_plain(config))
+        self.config, lines = pin_sources(config, directory / CHECKPOINTS)
+        self.components = replace(self.components, config=self.config)
+        for line in lines:
+            say(line)
+        self._find_model()
+        if any(map(parse_dataset, (*config.data.train, config.data.valid or ""))):
+            _ = self.components.texts.folders
+
+    def prepare(self, enter: Any) -> None:
+        """Create or restore the state, and open the outputs of the run."""
+        config, directory = self.config, self.config.directory
         self.screen = Screen(config.steps)
         with show_waiting("preparing the model and the data"):
-            check_same("configuration", config_io.to_plain(config))
-            self._find_model()
             check_same("data", self.components.data.identity)
             _ = (
                 self.components.step,
@@ -268,14 +283,14 @@ class Run:
 
     def _find_model(self) -> None:
         """Find the pretrained model: in its folder, or in the run's own copy if it resumes."""
-        folder, directory = self.config.model.pretrained, self.config.directory
+        source, directory = self.config.model.pretrained, self.config.directory
         config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
         if config is not self.config:
             self.components = replace(self.components, config=config)
-        elif folder is not None:
-            run_on_first(lambda: source_snapshot.check_separate(folder, directory))
+        elif source is not None:
+            run_on_first(lambda: source_snapshot.check_separate(Path(source), directory))
         if note is not None:
-            self.screen.say(note)
+            say(note)
         _ = self.components.pretrained
 
     def _save_files(self, directory: Path) -> None:

@@ -1,0 +1,476 @@
+"""Models and data sets by their names on the Hub, from a real server on the loopback.
+
+The client reads HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE when it is imported: each test has one
+child process that does all of it.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hfjax
+from hfjax.data import TokenSet
+from hfjax.trainer import TrainConfig, config_io
+from hfjax.trainer.config import DataConfig, ModelConfig
+from tests.hub_server import requests, serve
+from tests.small_model_folder import LLAMA, small_folder
+from tests.workers import finished, launched, start
+
+OLD, NEW, NEWER = 40 * "a", 40 * "b", 40 * "c"
+TEXTS = [f"Once upon a time there was mesh {number}" for number in range(40)]
+
+
+def model(root: Path, name: str, commit: str = OLD, files: int = 1, **keys) -> Path:
+    """Write a model's folder of the server, and the branch main at that commit."""
+    folder = small_folder(root / "models" / name / commit, LLAMA | keys, files=files)
+    (folder.parent / "main").write_text(commit)
+    return folder
+
+
+def dataset(root: Path, name: str, files: dict[str, list[str]], commit: str = OLD) -> Path:
+    """Write a data set of JSONL (or of other files) of the server, and its branch main."""
+    folder = root / "datasets" / name / commit
+    folder.mkdir(parents=True)
+    for path, texts in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps({"text": text, "id": n}) for n, text in enumerate(texts)]
+        (folder / path).write_text("\n".join(lines))
+    (folder / "README.md").write_text("A data set")
+    (folder.parent / "main").write_text(commit)
+    return folder
+
+
+def child(source: str, url: str, home: Path, *arguments, **more):
+    """Return what a process with this Hub and an own cache prints, by its last line of JSON."""
+    env = {"HF_ENDPOINT": url, "HF_HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    (result,) = finished(start(source, *arguments, **{**env, **more}))
+    assert result[0] == 0, result
+    return json.loads(result[1].splitlines()[-1]), result[1] + result[2]
+
+
+# -- models ------------------------------------------------------------------------------------
+
+OPENS = """
+import json, os, shutil, sys
+from pathlib import Path
+import hfjax
+os.chdir(sys.argv[2])
+told, cache = {}, Path(os.environ["HF_HOME"], "hub", "models--org--llama")
+def opens(key, name):
+    try:
+        model = hfjax.pretrained(name)
+        told[key] = [model.folder.hub, sorted(p.name for p in model.folder.path.iterdir())]
+    except ValueError as error:
+        told[key] = str(error)
+for key, name in json.loads(sys.argv[1]).items():
+    if key == "half on disk":
+        blob = next(cache.glob("snapshots/*/part-1.safetensors")).resolve()
+        whole = blob.read_bytes()
+        blob.write_bytes(whole[:1000])
+    if key == "goes on":
+        Path(sys.argv[3], "answers.json").write_text("{}")
+    opens(key, name)
+    if key == "half on disk":
+        blob.unlink()
+        blob.with_suffix(".1234abcd.incomplete").write_bytes(whole[:1000])
+        opens("half of a download on disk", name)
+print(json.dumps(told))
+"""
+CHUNK = 10 << 20  # bytes that the client writes at once
+UNREAD = ("pytorch_model.bin", "x.pth", "consolidated.safetensors", "original/params.json")
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """What one process gets for many names, and what it asked the server for."""
+    place = tmp_path_factory.mktemp("hub")
+    root, here = place / "server", place / "here"
+    llama = model(root, "org/llama", files=2)
+    for name in (*UNREAD, "chat_template.jinja", "LICENSE.txt", "README.md"):
+        (llama / name).parent.mkdir(exist_ok=True)
+        (llama / name).write_text(name)
+    model(root, "org/broken", files=2)
+    (root / "models/org/llama/v1").write_text(OLD)
+    for name in ("gated", "forbidden", "token", "down"):
+        model(root, f"org/{name}")
+    shutil.rmtree(root / "models/org/gated" / OLD / "tokenizer.json", ignore_errors=True)
+    pickles = model(root, "org/pickles")
+    (pickles / "model.safetensors").rename(pickles / "pytorch_model.bin")
+    (model(root, "org/adapter") / "config.json").unlink()
+    (model(root, "org/bare") / "model.safetensors").unlink()
+    (model(root, "org/index") / "model.safetensors.index.json").write_text("{")
+    small_folder(here / "org/folder")
+    small_folder(here / "org/llama")
+    answers = {
+        "org/gated": {"file": [403, "GatedRepo"]},
+        "org/forbidden": {"file": [403, "", "no"]},
+        "org/token": {"api": [401, "", "Invalid credentials in Authorization header"]},
+        "org/down": {"api": [503]},
+        "org/broken": {"part-1.safetensors": [500]},
+    }
+    (root / "answers.json").write_text(json.dumps(answers))
+    (llama / "notes.txt").write_bytes(bytes(CHUNK + 3000))
+    (root / "cuts.json").write_text(json.dumps({"notes.txt": [CHUNK + 1000]}))
+    names = {
+        **{"llama": "org/llama@main", "again": f"org/llama@{OLD}", "tag": "org/llama@v1"},
+        **{"half on disk": "org/llama@main", "folder": "org/folder"},
+        **{key: f"org/{key}" for key in ("gated", "forbidden", "token", "down", "none")},
+        **{key: f"org/{key}" for key in ("pickles", "adapter", "bare", "index")},
+        **{"revision": "org/gated@v9", "name": "org/a--b", "broken": "org/broken"},
+        "goes on": "org/broken",
+    }
+    with serve(root) as url:
+        told, said = child(OPENS, url, place / "home", json.dumps(names), here, root)
+        return told, said, requests(root), url
+
+
+READ = [
+    *("LICENSE.txt", "chat_template.jinja", "config.json", "generation_config.json"),
+    "model.safetensors.index.json",
+    *("notes.txt", "part-0.safetensors", "part-1.safetensors", "tokenizer.json"),
+]
+
+
+def test_a_model_of_the_hub_is_downloaded_at_a_commit_without_pickles_and_other_weights(opened):
+    told, _, asked, _ = opened
+    assert told["llama"] == told["again"] == told["tag"] == [f"org/llama@{OLD}", READ]
+    of_llama = [line.split()[:2] for line in asked if "/org/llama/" in line]
+    got = [path for method, path in of_llama if method == "GET" and "/resolve/" in path]
+    names = [path.rpartition("/")[2] for path in got]
+    assert sorted({*names}) == READ
+    assert {*names[:2]} == {"config.json", "model.safetensors.index.json"}
+    assert [path for _, path in of_llama if "/api/" in path][:2] == [
+        "/api/models/org/llama/revision/main",
+        f"/api/models/org/llama/tree/{OLD}",
+    ]
+
+
+def test_a_download_that_is_cut_off_goes_on_where_it_ended(opened):
+    of_file = [line for line in opened[2] if line.startswith("GET") and "notes.txt" in line]
+    assert [line.split()[2:] for line in of_file] == [[], [f"bytes={CHUNK}-"]]
+
+
+def test_files_that_are_complete_are_not_read_again_after_an_error(opened):
+    told, _, asked, url = opened
+    assert told["broken"] == f"org/broken: {url} answers with status 500. Try again later."
+    assert told["goes on"][0] == f"org/broken@{OLD}"
+    of_model = [line for line in asked if line.startswith("GET /org/broken/")]
+    assert sum("part-0" in line for line in of_model) == 1
+    assert sum("part-1" in line for line in of_model) == 2
+
+
+def test_half_a_file_in_the_cache_is_found_and_half_a_download_is_begun_again(opened):
+    told = opened[0]
+    assert "part-1.safetensors" in told["half on disk"]
+    assert told["half on disk"].endswith("the Hub's cache: hf cache rm model/org/llama")
+    assert told["half of a download on disk"] == [f"org/llama@{OLD}", READ]
+
+
+def test_a_folder_of_that_name_wins_unless_a_revision_is_named(opened):
+    told, said, asked, _ = opened
+    assert told["folder"][0] is None
+    assert not any("org/folder" in line for line in asked)
+    assert said.count("org/folder is a folder here, which is read; the Hub is not asked") == 1
+    line = "org/llama@main is read from the Hub: org/llama here is a folder without revisions"
+    assert said.count(line) == 1
+
+
+REFUSED = {
+    "gated": "org/gated: access is gated. Accept its conditions on {url}/org/gated, and log in (hf "
+    "auth login, or HF_TOKEN=… in the environment) with that account.",
+    "forbidden": "org/forbidden: {url} forbids it with this token (403). Give the token the right "
+    "to read this repository, or log in (hf auth login, or HF_TOKEN=… in the environment) with "
+    "another.",
+    "token": "org/token: {url} refuses the token (401). Renew it, and log in (hf auth login, or "
+    "HF_TOKEN=… in the environment).",
+    "down": "org/down: {url} answers with status 503. Try again later.",
+    "none": "org/none: {url} has no model org/none, or it is private. There is no folder of that "
+    "name here either. Check the name; if it is private, log in (hf auth login, or HF_TOKEN=… in "
+    "the environment).",
+    "revision": "org/gated@v9: it has no revision 'v9'. Give a branch, a tag or a commit of "
+    "{url}/org/gated/commits, or leave out @v9.",
+    "name": "org/a--b: that is no name of the Hub: Cannot have -- or .. in repo_id: 'org/a--b'.",
+    "pickles": "org/pickles@{old} holds its weights as pickles (pytorch_model.bin), which run code "
+    "when they are read: they are never downloaded. Look for a revision with model.safetensors "
+    "(@refs/pr/N), or write it with transformers: model.save_pretrained(folder).",
+    "adapter": "org/adapter@{old} has no config.json, which says what the model is. It has "
+    "generation_config.json, model.safetensors, tokenizer.json. Give a model that transformers "
+    "loads; an adapter is none: merge it into its model first.",
+    "bare": "org/bare@{old} has neither model.safetensors nor model.safetensors.index.json with "
+    "its files. It has config.json, generation_config.json, tokenizer.json. Give a model with "
+    "weights in safetensors, as transformers writes them.",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_hub_does_not_give_says_what_to_do(opened, name):
+    assert opened[0][name] == REFUSED[name].format(url=opened[3], old=OLD)
+
+
+def test_a_damaged_index_names_the_model(opened):
+    assert opened[0]["index"].startswith(f"org/index@{OLD}: ")
+    assert "cannot be read" in opened[0]["index"]
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    how = r"package huggingface_hub: pip install 'hfjax\[hub\]'"
+    with pytest.raises(ValueError, match=f"^org/none: there is no such folder.*{how}"):
+        hfjax.pretrained("org/none")
+    with pytest.raises(ValueError, match=f"^hub:org/none: reading from .*{how}"):
+        hfjax.data.prepare("hub:org/none", "nowhere")
+
+
+def test_a_revision_is_written_behind_the_name():
+    with pytest.raises(ValueError, match=r"revision='v1': write it .*pretrained\(\"org/x@v1\"\)"):
+        hfjax.pretrained("org/x", revision="v1")
+
+
+@pytest.mark.parametrize("name", ["hub:texts", "hub:", "hub:org/texts@", "hub:org/te xts"])
+def test_a_data_set_is_named_in_one_form(name):
+    with pytest.raises(ValueError, match="a data set of the Hub is named hub:ORG/NAME, "):
+        DataConfig(train=(name,))
+
+
+def test_names_of_the_hub_stay_what_they_are_in_a_configuration(tmp_path):
+    data = DataConfig(train=("hub:org/texts", "data"), valid="hub:org/more@v1")
+    config = TrainConfig(model=ModelConfig(pretrained="org/llama@v1"), data=data)
+    assert config.directory == Path("runs/llama")
+    config_io.save(config, tmp_path / "config.yaml")
+    again = config_io.load(tmp_path / "config.yaml")
+    assert again.model.pretrained == "org/llama@v1"
+    assert again.data.train == ("hub:org/texts", str(Path("data").absolute()))
+    assert again.data.valid == "hub:org/more@v1"
+
+
+TOGETHER = """
+import sys
+import jax, hfjax
+hfjax.init_distributed()
+model = hfjax.pretrained("org/llama")
+print(model.folder.hub, flush=True)
+try:
+    hfjax.pretrained("org/none")
+except ValueError as error:
+    print(str(error)[:30], flush=True)
+"""
+
+
+def test_all_processes_read_the_commit_that_the_first_one_finds(tmp_path, monkeypatch):
+    root = tmp_path / "server"
+    model(root, "org/llama")
+    model(root, "org/llama", NEW)
+    (root / "models/org/llama/main").write_text(f"{OLD} {NEW}")  # it moves once it was asked for
+    with serve(root) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        command = [sys.executable, "-W", "ignore", "-c", TOGETHER]
+        ((status, out, _),) = finished(launched(["-n", 2], *command))
+    assert status == 0
+    lines = sorted(line.partition("] ")[2] for line in out.splitlines())
+    assert lines == 2 * [f"org/llama@{OLD}"] + 2 * [f"org/none: {url}"[:30]]
+    asked = requests(root)
+    assert sum(line == "GET /api/models/org/llama" for line in asked) == 1
+    assert sum(line.startswith(f"GET /org/llama/resolve/{OLD}/model.s") for line in asked) == 1
+
+
+# -- runs --------------------------------------------------------------------------------------
+
+TRAINS = """
+import contextlib, io, json, os, sys
+from pathlib import Path
+from hfjax.__main__ import main
+told = {}
+for key, words in json.loads(sys.argv[1]).items():
+    if key == "moves":
+        for path, commit in words.items():
+            Path(path).write_text(commit)
+        continue
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+    told[key] = [status, out.getvalue()]
+print(json.dumps(told))
+"""
+SMALL = [
+    *("--model.seq-len", "16", "--global-batch-size", "2", "--cpu-devices", "1", "--lr", "1e-4"),
+    *("--log.sample-tokens", "0", "--eval.max-batches", "1", "--checkpoint.interval", "0"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What commands said: a run from names, which goes on after they moved, then without network.
+
+    The commands of one process share its import of JAX.
+    """
+    place = tmp_path_factory.mktemp("trained")
+    root, home = place / "server", place / "home"
+    model(root, "org/llama")
+    model(root, "org/llama", NEW)
+    (root / "models/org/llama/main").write_text(OLD)
+    files = {"data/train-0.jsonl": TEXTS, "data/test-0.jsonl": TEXTS, "data/val.jsonl": TEXTS[:4]}
+    for commit in (NEW, OLD):
+        dataset(root, "org/texts", files, commit)
+    dataset(root, "org/subsets", {"en/a.jsonl": TEXTS, "de/a.jsonl": TEXTS})
+    dataset(root, "org/fields", {"a.jsonl": TEXTS})
+    fields = root / "datasets/org/fields" / OLD / "a.jsonl"
+    fields.write_text(fields.read_text().replace('"text"', '"question"'))
+    (dataset(root, "org/pictures", {}) / "a.png").write_bytes(b"")
+    dataset(root, "org/tests", {"test.jsonl": TEXTS})
+    run = ["--run-dir", str(place / "run")]
+    train = ["train", "--model.pretrained", "org/llama", "--data.train", "hub:org/texts"]
+    other = ["train", "--model.pretrained", "org/llama@main", *SMALL, "--steps", "1"]
+    branches = {f"{root}/models/org/llama/main": NEW, f"{root}/datasets/org/texts/main": NEW}
+    commands = {
+        "train": [*train, *SMALL, *run, "--steps", "1"],
+        "moves": branches,
+        "resume": [*train, *SMALL, *run, "--steps", "2"],
+        "other": [*train[:2], f"org/llama@{NEW}", *train[3:], *SMALL, *run, "--steps", "3"],
+        "export": ["export", str(place / "run"), "--export-dir", str(place / "out")],
+        "inspect": ["inspect", "org/llama"],
+        "subsets": [*other, "--data.train", "hub:org/subsets"],
+        "fields": [*other, "--data.train", "hub:org/fields"],
+        "pictures": [*other, "--data.train", "hub:org/pictures"],
+        "tests": [*other, "--data.train", "hub:org/tests"],
+        "data": [
+            *("data", "hub:org/subsets/de", "hub:org/fields", "--field", "text"),
+            *("--data-dir", str(place / "wrong")),
+        ],
+        "made": [
+            *("data", "hub:org/texts@main", "--tokenizer", "org/llama"),
+            *("--data-dir", str(place / "made")),
+        ],
+    }
+    with serve(root) as url:
+        online, _ = child(TRAINS, url, home, json.dumps(commands))
+        asked = requests(root)
+    commands = {
+        "resume": [*train, *SMALL, *run, "--steps", "3"],
+        "config": [
+            *("train", "--config", str(place / "run/config.yaml"), "--steps", "1", *SMALL[4:6]),
+            *("--run-dir", str(place / "again")),
+        ],
+        "none": ["inspect", "org/none"],
+        "revision": ["inspect", "org/llama@v9"],
+        "moved": ["inspect", "org/llama"],
+    }
+    offline, _ = child(TRAINS, url, home, json.dumps(commands), HF_HUB_OFFLINE="1")
+    return place, online, offline, asked, home
+
+
+def test_a_run_from_names_keeps_name_and_commit(trained):
+    place, online, _, asked, home = trained
+    status, said = online["train"]
+    assert status == 0, said
+    assert "org/llama: commit aaaaaaaaaaaa of the Hub\n" in said
+    assert "hub:org/texts: commit aaaaaaaaaaaa of the Hub\n" in said
+    assert "1 JSONL files to train on, 1 to validate on, 1 for tests not read; tokens in" in said
+    assert f"KiB of org/llama@{OLD} in" in said
+    settings = yaml.safe_load((place / "run/config.yaml").read_text())
+    names = [f"org/llama@{OLD}", [f"hub:org/texts@{OLD}"]]
+    assert [settings["model"]["pretrained"], settings["data"]["train"]] == names
+    config = hfjax.checkpoint_metadata(place / "run/checkpoints")["config"]
+    assert [config["model"]["pretrained"], config["data"]["train"]] == names
+    assert json.loads((place / "run/model/tensors.json").read_text())["from"] == names[0]
+    (folder,) = (home / "cache/hfjax/hub").glob("org--texts-*")
+    assert TokenSet(folder / "train").meta.documents == 40
+    assert TokenSet(folder / "valid").meta.documents == 4
+    assert not any("test-0" in line for line in asked)
+
+
+def test_a_run_goes_on_with_its_commits_although_branches_have_moved(trained):
+    status, said = trained[1]["resume"]
+    assert status == 0, said
+    for name in ("org/llama", "hub:org/texts"):
+        assert (
+            f"{name} has moved to commit bbbbbbbbbbbb: the run goes on with aaaaaaaaaaaa, which it "
+            "began with\n"
+        ) in said
+    assert "settings that changed: --steps 2 (before: --steps 1)\n" in said
+    asked = trained[3]
+    assert not any(f"/org/texts/resolve/{NEW}/data" in line for line in asked[: asked_moved(asked)])
+
+
+def asked_moved(asked: list[str]) -> int:
+    """Return the number of the first request of a later command."""
+    return next(i for i, line in enumerate(asked) if "org/subsets" in line)
+
+
+def test_a_run_does_not_go_on_with_another_commit(trained):
+    status, said = trained[1]["other"]
+    assert status == 2
+    assert f"--model.pretrained org/llama@{NEW} is not the model that" in said
+    assert f"began from: that is org/llama@{OLD}. Give that one; or begin anew" in said
+
+
+def test_a_run_from_a_name_is_exported(trained):
+    assert trained[1]["export"][0] == 0, trained[1]["export"]
+    assert hfjax.pretrained(trained[0] / "out").has_tokenizer
+    assert f"org/llama@{NEW}: llama, 21 tensors" in trained[1]["inspect"][1]
+
+
+def test_a_run_goes_on_without_a_network_and_its_configuration_begins_again(trained):
+    status, said = trained[2]["resume"]
+    assert status == 0, said
+    assert "going on after step 2" in said
+    status, said = trained[2]["config"]
+    assert status == 0, said
+    assert f"KiB of org/llama@{OLD} in" in said
+    assert f"org/llama@{NEW}: llama" in trained[2]["moved"][1]  # as the cache knows the branch
+    cache = trained[4] / "hub"
+    for key, name in {"none": "org/none", "revision": "org/llama@v9"}.items():
+        status, said = trained[2][key]
+        assert status == 2
+        assert said == (
+            f"hfjax inspect: {name}: HF_HUB_OFFLINE is set, and the Hub's cache does not have all "
+            f"of it ({cache}). Unset it, or download it once where there is a network: hf download "
+            f"{name.partition('@')[0]}\n"
+        )
+
+
+REFUSED_DATA = {
+    "subsets": f"hub:org/subsets@{OLD} has 2 folders of data: de, en. They may hold the same text "
+    f"twice: name those to read, as hub:org/subsets/de@{OLD}.",
+    "pictures": f"hub:org/pictures@{OLD} has no files of Parquet, JSONL or text (.parquet, .jsonl, "
+    ".ndjson, .txt). It has README.md, a.png. Look for a revision that has them "
+    "(@refs/convert/parquet is one that the Hub makes of many), or convert them and give the files "
+    "to hfjax data.",
+    "tests": f"hub:org/tests@{OLD} has no files to train on, only test.jsonl. Name those to read: "
+    f"hfjax data hub:org/tests@{OLD} --pattern '*.jsonl' --data-dir DIR",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_DATA)
+def test_a_data_set_that_cannot_be_read_says_what_it_has(trained, name):
+    status, said = trained[1][name]
+    assert status == 2
+    assert REFUSED_DATA[name] in said
+
+
+def test_a_data_set_without_the_field_text_names_its_fields(trained):
+    status, said = trained[1]["fields"]
+    assert status == 2
+    assert "a.jsonl:1 has no field 'text': it has question, id." in said
+    assert (
+        f"With other settings, make it first: hfjax data hub:org/fields@{OLD} --field NAME "
+        "--data-dir DIR; then give --data.train DIR."
+    ) in said
+    status, said = trained[1]["data"]
+    assert status == 2
+    assert "has no field 'text': it has question, id" in said
+
+
+def test_data_of_the_hub_is_made_with_the_tokenizer_of_a_model_there(trained):
+    status, said = trained[1]["made"]
+    assert status == 0, said
+    meta = TokenSet(trained[0] / "made").meta
+    assert meta.sources == [f"hub:org/texts@{NEW}"]
+    assert (meta.documents, meta.vocab, meta.end) == (40, 270, 5)
