@@ -4,18 +4,23 @@ The client reads HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE when it is imported: ea
 child process that does all of it.
 """
 
+import errno
 import json
-import shutil
+import math
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 
 import hfjax
 from hfjax.data import TokenSet
-from hfjax.trainer import TrainConfig, config_io
+from hfjax.trainer import TrainConfig, config_io, train
 from hfjax.trainer.config import DataConfig, ModelConfig
+from hfjax.trainer.train_loop import Run
+from hfjax.utils import hub
 from tests.hub_server import requests, serve
 from tests.small_model_folder import LLAMA, small_folder
 from tests.workers import finished, launched, start
@@ -95,9 +100,8 @@ def opened(tmp_path_factory):
         (llama / name).write_text(name)
     model(root, "org/broken", files=2)
     (root / "models/org/llama/v1").write_text(OLD)
-    for name in ("gated", "forbidden", "token", "down"):
+    for name in ("gated", "forbidden", "token", "down", "mirror"):
         model(root, f"org/{name}")
-    shutil.rmtree(root / "models/org/gated" / OLD / "tokenizer.json", ignore_errors=True)
     pickles = model(root, "org/pickles")
     (pickles / "model.safetensors").rename(pickles / "pytorch_model.bin")
     (model(root, "org/adapter") / "config.json").unlink()
@@ -110,6 +114,7 @@ def opened(tmp_path_factory):
         "org/forbidden": {"file": [403, "", "no"]},
         "org/token": {"api": [401, "", "Invalid credentials in Authorization header"]},
         "org/down": {"api": [503]},
+        "org/mirror": {"no hub": True},
         "org/broken": {"part-1.safetensors": [500]},
     }
     (root / "answers.json").write_text(json.dumps(answers))
@@ -118,7 +123,7 @@ def opened(tmp_path_factory):
     names = {
         **{"llama": "org/llama@main", "again": f"org/llama@{OLD}", "tag": "org/llama@v1"},
         **{"half on disk": "org/llama@main", "folder": "org/folder"},
-        **{key: f"org/{key}" for key in ("gated", "forbidden", "token", "down", "none")},
+        **{key: f"org/{key}" for key in ("gated", "forbidden", "token", "down", "mirror", "none")},
         **{key: f"org/{key}" for key in ("pickles", "adapter", "bare", "index")},
         **{"revision": "org/gated@v9", "name": "org/a--b", "broken": "org/broken"},
         "goes on": "org/broken",
@@ -188,6 +193,8 @@ REFUSED = {
     "token": "org/token: {url} refuses the token (401). Renew it, and log in (hf auth login, or "
     "HF_TOKEN=… in the environment).",
     "down": "org/down: {url} answers with status 503. Try again later.",
+    "mirror": "org/mirror: {url} does not answer as the Hub does (no commit in its headers). Check "
+    "HF_ENDPOINT, and proxies in between.",
     "none": "org/none: {url} has no model org/none, or it is private. There is no folder of that "
     "name here either. Check the name; if it is private, log in (hf auth login, or HF_TOKEN=… in "
     "the environment).",
@@ -245,6 +252,35 @@ def test_names_of_the_hub_stay_what_they_are_in_a_configuration(tmp_path):
     assert again.model.pretrained == "org/llama@v1"
     assert again.data.train == ("hub:org/texts", str(Path("data").absolute()))
     assert again.data.valid == "hub:org/more@v1"
+
+
+def test_a_hub_that_cannot_be_reached_says_so():
+    with (
+        pytest.raises(ValueError, match=r"org/x: .* could not be read to the end \(refused\)\. C"),
+        hub._explain_errors(hub.HubName("org/x", "model")),
+    ):
+        raise ConnectionError("refused")
+
+
+def test_a_full_disk_is_reported_as_such():
+    with (
+        pytest.raises(OSError, match="No space left"),
+        hub._explain_errors(hub.HubName("org/x", "model")),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device", "blob")
+
+
+def test_the_watchdog_waits_for_a_download_however_long(monkeypatch, tmp_path):
+    limits = []
+
+    def find_sources(run):
+        limits.append(run.watchdog._limit)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(Run, "find_sources", find_sources)
+    with pytest.raises(ValueError, match="enough"):
+        train(TrainConfig(run_dir=tmp_path, watchdog_timeout=1))
+    assert limits == [math.inf]
 
 
 TOGETHER = """
@@ -319,10 +355,10 @@ def trained(tmp_path_factory):
     files = {"data/train-0.jsonl": TEXTS, "data/test-0.jsonl": TEXTS, "data/val.jsonl": TEXTS[:4]}
     for commit in (NEW, OLD):
         dataset(root, "org/texts", files, commit)
-    dataset(root, "org/subsets", {"en/a.jsonl": TEXTS, "de/a.jsonl": TEXTS})
-    dataset(root, "org/fields", {"a.jsonl": TEXTS})
-    fields = root / "datasets/org/fields" / OLD / "a.jsonl"
-    fields.write_text(fields.read_text().replace('"text"', '"question"'))
+    subsets = dataset(root, "org/subsets", {"en/a.txt": [], "de/a.txt": []})
+    (subsets / "de/a.txt").write_text("Es war einmal")
+    table = pyarrow.table({"question": TEXTS, "id": list(range(len(TEXTS)))})
+    parquet.write_table(table, dataset(root, "org/fields", {}) / "train-00000.parquet")
     (dataset(root, "org/pictures", {}) / "a.png").write_bytes(b"")
     dataset(root, "org/tests", {"test.jsonl": TEXTS})
     run = ["--run-dir", str(place / "run")]
@@ -340,9 +376,10 @@ def trained(tmp_path_factory):
         "fields": [*other, "--data.train", "hub:org/fields"],
         "pictures": [*other, "--data.train", "hub:org/pictures"],
         "tests": [*other, "--data.train", "hub:org/tests"],
-        "data": [
-            *("data", "hub:org/subsets/de", "hub:org/fields", "--field", "text"),
-            *("--data-dir", str(place / "wrong")),
+        "text": ["data", "hub:org/subsets/de", "--data-dir", str(place / "text")],
+        "parquet": [
+            *("data", "hub:org/fields", "--field", "question"),
+            *("--data-dir", str(place / "parquet")),
         ],
         "made": [
             *("data", "hub:org/texts@main", "--tokenizer", "org/llama"),
@@ -458,14 +495,22 @@ def test_a_data_set_that_cannot_be_read_says_what_it_has(trained, name):
 def test_a_data_set_without_the_field_text_names_its_fields(trained):
     status, said = trained[1]["fields"]
     assert status == 2
-    assert "a.jsonl:1 has no field 'text': it has question, id." in said
+    assert "train-00000.parquet has no column 'text': it has question, id." in said
     assert (
         f"With other settings, make it first: hfjax data hub:org/fields@{OLD} --field NAME "
         "--data-dir DIR; then give --data.train DIR."
     ) in said
-    status, said = trained[1]["data"]
-    assert status == 2
-    assert "has no field 'text': it has question, id" in said
+    status, said = trained[1]["parquet"]
+    assert status == 0, said
+    assert TokenSet(trained[0] / "parquet").meta.documents == len(TEXTS)
+
+
+def test_a_folder_of_a_data_set_is_read_alone_and_text_is_a_document_a_file(trained):
+    status, said = trained[1]["text"]
+    assert status == 0, said
+    data = TokenSet(trained[0] / "text")
+    assert data.tokenizer.decode(data.read(0, 13)) == "Es war einmal"
+    assert data.meta.sources == [f"hub:org/subsets/de@{OLD}"]
 
 
 def test_data_of_the_hub_is_made_with_the_tokenizer_of_a_model_there(trained):

@@ -40,14 +40,13 @@ class DataCommand:
     """
 
     inputs: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Files or folders of .txt, .md, .jsonl, .parquet (or .gz), or of images; or data sets of the
-    Hub, hub:ORG/NAME[/FOLDER][@REVISION], of which the files to train on (default: none)."""
+    """Files, folders of .txt, .md, .jsonl, .parquet (.gz), images; hub:ORG/NAME (default: none)."""
 
     data_dir: Path | None = None
     """New folder of the data set; it appears when complete (default: none)."""
 
     tokenizer: str = "bytes"
-    """bytes, bpe (trained here), a tokenizer.json, a data set, a model's folder or ORG/NAME."""
+    """bytes, bpe (trained here), a tokenizer.json, data set, model or ORG/NAME."""
 
     vocab: int | None = None
     """Size of a bpe vocabulary (default: 8192)."""

@@ -34,7 +34,7 @@ class Inspect:
     """
 
     folder: tyro.conf.Positional[str]
-    """Folder with config.json and .safetensors files, or ORG/NAME[@REVISION] of the Hub."""
+    """Folder with config.json and .safetensors files, or ORG/NAME[@REVISION]."""
 
 
 @dataclass(frozen=True)

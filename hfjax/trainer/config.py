@@ -240,8 +240,7 @@ class DataConfig:
     """The data."""
 
     train: Names = ()
-    """Folders made by hfjax data, hub:ORG/NAME[@REVISION] of the Hub, or one folder of images
-    (default: Python's library, as bytes)."""
+    """Folders of hfjax data, of images, or hub:ORG/NAME (default: Python's library, as bytes)."""
     valid: str | None = None
     """Folder, or hub:ORG/NAME, to validate on (default: the part valid of the first of train)."""
     weights: tuple[float, ...] | None = None

@@ -152,14 +152,18 @@ def copied_from(run_copy: Path) -> str:
 def resume_from_copy(config: TrainConfig, checkpoints: Path) -> tuple[TrainConfig, str | None]:
     """Return the configuration with the run's own copy in place of its folder, if it resumes.
 
-    Also return a message about the folder, if any. All processes call this.
+    Also return a message about the folder, if any. One that begins may not lie in the folder. All
+    processes call this.
 
     Args:
         config: The configuration of the run.
         checkpoints: The folder of its checkpoints.
     """
     source, run_copy = config.model.pretrained, config.directory / COPY
-    if source is None or not run_on_first(lambda: bool(list_steps(checkpoints))):
+    if source is None:
+        return config, None
+    if not run_on_first(lambda: bool(list_steps(checkpoints))):
+        run_on_first(lambda: check_separate(Path(source), config.directory))
         return config, None
     note = run_on_first(lambda: _compare_with_copy(source, run_copy))
     return replace(config, model=replace(config.model, pretrained=str(run_copy))), note

@@ -223,10 +223,11 @@ class Run:
         run_on_first(lambda: check_reachable(directory))
         check_same("configuration", config_io.to_plain(config))
         self.config, lines = pin_sources(config, directory / CHECKPOINTS)
-        self.components = replace(self.components, config=self.config)
-        for line in lines:
+        config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
+        self.components = replace(self.components, config=config)
+        for line in lines if note is None else [*lines, note]:
             say(line)
-        self._find_model()
+        _ = self.components.pretrained
         if any(map(parse_dataset, (*config.data.train, config.data.valid or ""))):
             _ = self.components.texts.folders
 
@@ -280,18 +281,6 @@ class Run:
             )
             for text in self.metrics_writer.notes:
                 self.screen.say(text)
-
-    def _find_model(self) -> None:
-        """Find the pretrained model: in its folder, or in the run's own copy if it resumes."""
-        source, directory = self.config.model.pretrained, self.config.directory
-        config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
-        if config is not self.config:
-            self.components = replace(self.components, config=config)
-        elif source is not None:
-            run_on_first(lambda: source_snapshot.check_separate(Path(source), directory))
-        if note is not None:
-            say(note)
-        _ = self.components.pretrained
 
     def _save_files(self, directory: Path) -> None:
         """Write the configuration, with copies of its DeepSpeed file and its model's files."""
