@@ -316,42 +316,98 @@ def test_all_processes_read_the_commit_that_the_first_one_finds(tmp_path, monkey
 
 # -- runs --------------------------------------------------------------------------------------
 
-TRAINS = """
+SOURCES = """
 import contextlib, io, json, os, sys
 from pathlib import Path
+import hfjax, jax.numpy as jnp, optax
 from hfjax.__main__ import main
+from hfjax.distributed import Watchdog
+from hfjax.trainer import RunComponents, TrainConfig, config_io
+from hfjax.trainer.config import DataConfig, ModelConfig
+from hfjax.trainer.train_loop import CHECKPOINTS, Run
+
+def find(run_dir, model, data):
+    options = {"model": ModelConfig(pretrained=model), "data": DataConfig(train=(data,))}
+    config = TrainConfig(run_dir=Path(run_dir), **options)
+    run = Run(config, RunComponents(config), Watchdog(None))
+    run.find_sources()
+    print("sources", run.config.model.pretrained, *run.config.data.train)
+    print("folders", run.components.pretrained.folder.path, *run.components.texts.folders.values())
+    return run
+
+def begin(run_dir, *names):
+    run = find(run_dir, *names)
+    run.source_folder = run.components.pretrained.folder
+    Path(run_dir).mkdir()
+    run._save_files(Path(run_dir))
+    parameters = lambda rngs: {"w": jnp.ones(8)}
+    layout = hfjax.layout(parameters, optax.sgd(0.1), hfjax.make_mesh(), hfjax.DDP)
+    settings = config_io.to_plain(config_io.with_absolute_paths(run.config))
+    hfjax.save(Path(run_dir, CHECKPOINTS), layout, hfjax.init(layout), config=settings)
+
 told = {}
-for key, words in json.loads(sys.argv[1]).items():
-    if key == "moves":
-        for path, commit in words.items():
-            Path(path).write_text(commit)
-        continue
+for key, (verb, *words) in json.loads(sys.argv[1]).items():
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            status = main(words)
-        except SystemExit as end:
-            status = end.code
-    told[key] = [status, out.getvalue()]
+            if verb == "move":
+                Path(words[0]).write_text(words[1])
+            elif verb in ("begin", "find"):
+                globals()[verb](*words)
+            elif status := main([verb, *words]):
+                print("status", status)
+        except (ValueError, SystemExit) as error:
+            print(error)
+    told[key] = out.getvalue()
 print(json.dumps(told))
 """
-SMALL = [
-    *("--model.seq-len", "16", "--global-batch-size", "2", "--cpu-devices", "1", "--lr", "1e-4"),
-    *("--log.sample-tokens", "0", "--eval.max-batches", "1", "--checkpoint.interval", "0"),
-]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """What commands said: a run from names, which goes on after they moved, then without network.
+def found(tmp_path_factory):
+    """What a run finds by its names, before and after they moved; then without a network."""
+    place = tmp_path_factory.mktemp("found")
+    root, home, run = place / "server", place / "home", str(place / "run")
+    served(root)
+    names = ["org/llama", "hub:org/texts"]
+    refused = {
+        name: ["find", str(place / "other"), "org/llama@main", f"hub:org/{name}"]
+        for name in ("subsets", "fields", "pictures", "tests")
+    }
+    at_data = lambda name: ["--data-dir", str(place / name)]
+    tokenizer = ["--tokenizer", "org/llama"]
+    words = {
+        "begin": ["begin", run, *names],
+        "model moves": ["move", f"{root}/models/org/llama/main", NEW],
+        "data moves": ["move", f"{root}/datasets/org/texts/main", NEW],
+        "moved": ["find", run, *names],
+        "other": ["find", run, f"org/llama@{NEW}", names[1]],
+        "no tokenizer": ["find", str(place / "other"), "org/bare", names[1]],
+        **refused,
+        "text": ["data", "hub:org/subsets/de", *at_data("text")],
+        "parquet": ["data", "hub:org/fields", "--field", "question", *at_data("parquet")],
+        "made": ["data", "hub:org/texts@main", *tokenizer, *at_data("made")],
+        "inspect": ["inspect", "org/llama"],
+    }
+    with serve(root) as url:
+        online, _ = child(SOURCES, url, home, json.dumps(words))
+        asked = requests(root)
+    words = {
+        "moved": ["find", run, *names],
+        "none": ["inspect", "org/none"],
+        "revision": ["inspect", "org/llama@v9"],
+        "inspect": ["inspect", "org/llama"],
+    }
+    offline, _ = child(SOURCES, url, home, json.dumps(words), HF_HUB_OFFLINE="1")
+    return place, online, offline, asked
 
-    The commands of one process share its import of JAX.
-    """
-    place = tmp_path_factory.mktemp("trained")
-    root, home = place / "server", place / "home"
+
+def served(root: Path) -> None:
+    """Write the repositories of the server."""
     model(root, "org/llama")
     model(root, "org/llama", NEW)
     (root / "models/org/llama/main").write_text(OLD)
+    (model(root, "org/bare") / "tokenizer.json").unlink()
     files = {"data/train-0.jsonl": TEXTS, "data/test-0.jsonl": TEXTS, "data/val.jsonl": TEXTS[:4]}
     for commit in (NEW, OLD):
         dataset(root, "org/texts", files, commit)
@@ -361,161 +417,147 @@ def trained(tmp_path_factory):
     parquet.write_table(table, dataset(root, "org/fields", {}) / "train-00000.parquet")
     (dataset(root, "org/pictures", {}) / "a.png").write_bytes(b"")
     dataset(root, "org/tests", {"test.jsonl": TEXTS})
-    run = ["--run-dir", str(place / "run")]
-    train = ["train", "--model.pretrained", "org/llama", "--data.train", "hub:org/texts"]
-    other = ["train", "--model.pretrained", "org/llama@main", *SMALL, "--steps", "1"]
-    branches = {f"{root}/models/org/llama/main": NEW, f"{root}/datasets/org/texts/main": NEW}
-    commands = {
-        "train": [*train, *SMALL, *run, "--steps", "1"],
-        "moves": branches,
-        "resume": [*train, *SMALL, *run, "--steps", "2"],
-        "other": [*train[:2], f"org/llama@{NEW}", *train[3:], *SMALL, *run, "--steps", "3"],
-        "export": ["export", str(place / "run"), "--export-dir", str(place / "out")],
-        "inspect": ["inspect", "org/llama"],
-        "subsets": [*other, "--data.train", "hub:org/subsets"],
-        "fields": [*other, "--data.train", "hub:org/fields"],
-        "pictures": [*other, "--data.train", "hub:org/pictures"],
-        "tests": [*other, "--data.train", "hub:org/tests"],
-        "text": ["data", "hub:org/subsets/de", "--data-dir", str(place / "text")],
-        "parquet": [
-            *("data", "hub:org/fields", "--field", "question"),
-            *("--data-dir", str(place / "parquet")),
-        ],
-        "made": [
-            *("data", "hub:org/texts@main", "--tokenizer", "org/llama"),
-            *("--data-dir", str(place / "made")),
-        ],
-    }
-    with serve(root) as url:
-        online, _ = child(TRAINS, url, home, json.dumps(commands))
-        asked = requests(root)
-    commands = {
-        "resume": [*train, *SMALL, *run, "--steps", "3"],
-        "config": [
-            *("train", "--config", str(place / "run/config.yaml"), "--steps", "1", *SMALL[4:6]),
-            *("--run-dir", str(place / "again")),
-        ],
-        "none": ["inspect", "org/none"],
-        "revision": ["inspect", "org/llama@v9"],
-        "moved": ["inspect", "org/llama"],
-    }
-    offline, _ = child(TRAINS, url, home, json.dumps(commands), HF_HUB_OFFLINE="1")
-    return place, online, offline, asked, home
 
 
-def test_a_run_from_names_keeps_name_and_commit(trained):
-    place, online, _, asked, home = trained
-    status, said = online["train"]
-    assert status == 0, said
+PINNED = f"sources org/llama@{OLD} hub:org/texts@{OLD}\n"
+
+
+def test_a_run_from_names_keeps_name_and_commit(found):
+    place, online, _, asked = found
+    said = online["begin"]
     assert "org/llama: commit aaaaaaaaaaaa of the Hub\n" in said
     assert "hub:org/texts: commit aaaaaaaaaaaa of the Hub\n" in said
-    assert "1 JSONL files to train on, 1 to validate on, 1 for tests not read; tokens in" in said
-    assert f"KiB of org/llama@{OLD} in" in said
+    assert "hub:org/texts: 40 documents to train on, 4 to validate on; tokens in " in said
+    assert PINNED in said
     settings = yaml.safe_load((place / "run/config.yaml").read_text())
     names = [f"org/llama@{OLD}", [f"hub:org/texts@{OLD}"]]
     assert [settings["model"]["pretrained"], settings["data"]["train"]] == names
-    config = hfjax.checkpoint_metadata(place / "run/checkpoints")["config"]
-    assert [config["model"]["pretrained"], config["data"]["train"]] == names
     assert json.loads((place / "run/model/tensors.json").read_text())["from"] == names[0]
-    (folder,) = (home / "cache/hfjax/hub").glob("org--texts-*")
-    assert TokenSet(folder / "train").meta.documents == 40
-    assert TokenSet(folder / "valid").meta.documents == 4
     assert not any("test-0" in line for line in asked)
 
 
-def test_a_run_goes_on_with_its_commits_although_branches_have_moved(trained):
-    status, said = trained[1]["resume"]
-    assert status == 0, said
+def test_data_of_the_hub_is_prepared_once_by_commit_and_tokenizer(found):
+    folders = [line for line in found[1]["begin"].splitlines() if line.startswith("folders ")]
+    prepared = Path(folders[0].split()[2])
+    assert prepared.name.startswith(f"org--texts-{OLD[:12]}-")
+    assert TokenSet(prepared / "train").meta.documents == 40
+    assert TokenSet(prepared / "valid").meta.documents == 4
+    assert TokenSet(prepared / "train").vocab == 270
+    assert f" {prepared}\n" in found[1]["moved"]
+    line = f"hub:org/texts: 40 documents to train on, 4 to validate on; tokens in {prepared}\n"
+    assert line in found[1]["moved"]
+    assert sum("train-0.jsonl" in line for line in found[3] if line.startswith("GET")) == 1
+
+
+def test_a_run_goes_on_with_its_commits_although_branches_have_moved(found):
+    place, online, offline, _ = found
     for name in ("org/llama", "hub:org/texts"):
         assert (
             f"{name} has moved to commit bbbbbbbbbbbb: the run goes on with aaaaaaaaaaaa, which it "
             "began with\n"
-        ) in said
-    assert "settings that changed: --steps 2 (before: --steps 1)\n" in said
-    asked = trained[3]
-    assert not any(f"/org/texts/resolve/{NEW}/data" in line for line in asked[: asked_moved(asked)])
+        ) in online["moved"]
+    for said in (online["moved"], offline["moved"]):
+        assert PINNED in said
+        assert f"folders {place}/run/model " in said
+    assert f"org/llama@{NEW}: llama, 21 tensors" in online["inspect"]
 
 
-def asked_moved(asked: list[str]) -> int:
-    """Return the number of the first request of a later command."""
-    return next(i for i, line in enumerate(asked) if "org/subsets" in line)
+def test_a_run_does_not_go_on_with_another_commit(found):
+    assert (
+        f"--model.pretrained org/llama@{NEW} is not the model that {found[0]}/run began from: that "
+        f"is org/llama@{OLD}. Give that one; or begin anew: --run-dir ANOTHER.\n"
+    ) in found[1]["other"]
 
 
-def test_a_run_does_not_go_on_with_another_commit(trained):
-    status, said = trained[1]["other"]
-    assert status == 2
-    assert f"--model.pretrained org/llama@{NEW} is not the model that" in said
-    assert f"began from: that is org/llama@{OLD}. Give that one; or begin anew" in said
-
-
-def test_a_run_from_a_name_is_exported(trained):
-    assert trained[1]["export"][0] == 0, trained[1]["export"]
-    assert hfjax.pretrained(trained[0] / "out").has_tokenizer
-    assert f"org/llama@{NEW}: llama, 21 tensors" in trained[1]["inspect"][1]
-
-
-def test_a_run_goes_on_without_a_network_and_its_configuration_begins_again(trained):
-    status, said = trained[2]["resume"]
-    assert status == 0, said
-    assert "going on after step 2" in said
-    status, said = trained[2]["config"]
-    assert status == 0, said
-    assert f"KiB of org/llama@{OLD} in" in said
-    assert f"org/llama@{NEW}: llama" in trained[2]["moved"][1]  # as the cache knows the branch
-    cache = trained[4] / "hub"
+def test_without_a_network_the_cache_is_read_and_what_it_lacks_is_said(found):
+    place, _, offline, _ = found
+    assert f"org/llama@{NEW}: llama, 21 tensors" in offline["inspect"]
     for key, name in {"none": "org/none", "revision": "org/llama@v9"}.items():
-        status, said = trained[2][key]
-        assert status == 2
-        assert said == (
+        assert (
             f"hfjax inspect: {name}: HF_HUB_OFFLINE is set, and the Hub's cache does not have all "
-            f"of it ({cache}). Unset it, or download it once where there is a network: hf download "
-            f"{name.partition('@')[0]}\n"
-        )
+            f"of it ({place}/home/hub). Unset it, or download it once where there is a network: hf "
+            f"download {name.partition('@')[0]}\n"
+        ) in offline[key]
 
 
 REFUSED_DATA = {
     "subsets": f"hub:org/subsets@{OLD} has 2 folders of data: de, en. They may hold the same text "
-    f"twice: name those to read, as hub:org/subsets/de@{OLD}.",
+    f"twice: name those to read, as hub:org/subsets/de@{OLD}.\n",
     "pictures": f"hub:org/pictures@{OLD} has no files of Parquet, JSONL or text (.parquet, .jsonl, "
     ".ndjson, .txt). It has README.md, a.png. Look for a revision that has them "
     "(@refs/convert/parquet is one that the Hub makes of many), or convert them and give the files "
-    "to hfjax data.",
+    "to hfjax data.\n",
     "tests": f"hub:org/tests@{OLD} has no files to train on, only test.jsonl. Name those to read: "
-    f"hfjax data hub:org/tests@{OLD} --pattern '*.jsonl' --data-dir DIR",
+    f"hfjax data hub:org/tests@{OLD} --pattern '*.jsonl' --data-dir DIR\n",
+    "no tokenizer": f"--model.pretrained org/bare@{OLD}: it has no tokenizer.json, and no tokens "
+    "are named: text cannot be read.",
+    "fields": "train-00000.parquet has no column 'text': it has question, id. Name the one with "
+    "the text: --field NAME\nA run reads a data set of the Hub by the column or field 'text'. With "
+    f"other settings, make it first: hfjax data hub:org/fields@{OLD} --field NAME --data-dir DIR; "
+    "then give --data.train DIR.\n",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_DATA)
-def test_a_data_set_that_cannot_be_read_says_what_it_has(trained, name):
-    status, said = trained[1][name]
-    assert status == 2
-    assert REFUSED_DATA[name] in said
+def test_a_data_set_that_cannot_be_read_says_what_it_has(found, name):
+    assert REFUSED_DATA[name] in found[1][name]
 
 
-def test_a_data_set_without_the_field_text_names_its_fields(trained):
-    status, said = trained[1]["fields"]
-    assert status == 2
-    assert "train-00000.parquet has no column 'text': it has question, id." in said
-    assert (
-        f"With other settings, make it first: hfjax data hub:org/fields@{OLD} --field NAME "
-        "--data-dir DIR; then give --data.train DIR."
-    ) in said
-    status, said = trained[1]["parquet"]
-    assert status == 0, said
-    assert TokenSet(trained[0] / "parquet").meta.documents == len(TEXTS)
+def test_data_sets_of_the_hub_become_tokens_also_a_folder_another_column_or_tokenizer(found):
+    place, online, _, _ = found
+    text, table, made = (TokenSet(place / name) for name in ("text", "parquet", "made"))
+    assert text.tokenizer.decode(text.read(0, 13)) == "Es war einmal", online["text"]
+    assert text.meta.sources == [f"hub:org/subsets/de@{OLD}"]
+    assert (table.meta.documents, table.vocab) == (40, 256), online["parquet"]
+    assert made.meta.sources == [f"hub:org/texts@{NEW}"]
+    assert (made.meta.documents, made.vocab, made.meta.end) == (40, 270, 5), online["made"]
 
 
-def test_a_folder_of_a_data_set_is_read_alone_and_text_is_a_document_a_file(trained):
-    status, said = trained[1]["text"]
-    assert status == 0, said
-    data = TokenSet(trained[0] / "text")
-    assert data.tokenizer.decode(data.read(0, 13)) == "Es war einmal"
-    assert data.meta.sources == [f"hub:org/subsets/de@{OLD}"]
+SMALL = [
+    *("--model.seq-len", "16", "--global-batch-size", "2", "--cpu-devices", "1", "--lr", "1e-4"),
+    *("--log.sample-tokens", "0", "--eval.max-batches", "1", "--checkpoint.interval", "0"),
+]
 
 
-def test_data_of_the_hub_is_made_with_the_tokenizer_of_a_model_there(trained):
-    status, said = trained[1]["made"]
-    assert status == 0, said
-    meta = TokenSet(trained[0] / "made").meta
-    assert meta.sources == [f"hub:org/texts@{NEW}"]
-    assert (meta.documents, meta.vocab, meta.end) == (40, 270, 5)
+@pytest.mark.slow
+def test_from_names_to_a_resumed_run_and_an_export_the_last_steps_without_a_network(tmp_path):
+    served(tmp_path / "server")
+    run, out = ["--run-dir", str(tmp_path / "run")], str(tmp_path / "out")
+    train = ["train", "--model.pretrained", "org/llama", "--data.train", "hub:org/texts", *SMALL]
+    again = ["--config", str(tmp_path / "run/config.yaml"), "--run-dir", str(tmp_path / "again")]
+    with serve(tmp_path / "server") as url:
+        words = {
+            "train": [*train, *run, "--steps", "1"],
+            "move": ["move", f"{tmp_path}/server/models/org/llama/main", NEW],
+            "resume": [*train, *run, "--steps", "2"],
+        }
+        online, _ = child(SOURCES, url, tmp_path / "home", json.dumps(words))
+    words = {
+        "resume": [*train, *run, "--steps", "3"],
+        "again": ["train", *again, "--steps", "1", "--cpu-devices", "1"],
+        "export": ["export", str(tmp_path / "run"), "--export-dir", out],
+    }
+    offline, _ = child(SOURCES, url, tmp_path / "home", json.dumps(words), HF_HUB_OFFLINE="1")
+    assert f"KiB of org/llama@{OLD} in" in online["train"]
+    assert "settings that changed: --steps 2 (before: --steps 1)\n" in online["resume"]
+    assert "going on after step 2" in offline["resume"]
+    assert f"KiB of org/llama@{OLD} in" in offline["again"]
+    assert hfjax.pretrained(out).has_tokenizer, offline["export"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_from_names(tmp_path, monkeypatch):
+    served(tmp_path / "server")
+    command = [sys.executable, "-m", "hfjax", "train", "--model.pretrained", "org/llama", *SMALL]
+    command += ["--data.train", "hub:org/texts", "--run-dir", str(tmp_path / "run"), "--steps", "1"]
+    with serve(tmp_path / "server") as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        (result,) = finished(launched(["-n", 2], *command))
+        asked = requests(tmp_path / "server")
+    assert result[0] == 0, result
+    assert result[1].count("tokens in") == 1
+    for name in ("models/org/llama", "datasets/org/texts"):
+        assert sum(line == f"GET /api/{name}" for line in asked) == 1
+    assert sum("train-0.jsonl" in line for line in asked if line.startswith("GET")) == 1

@@ -180,7 +180,7 @@ def find_inputs(recipe: Recipe) -> tuple[Recipe, tuple[Path, ...], int]:
             name = name.at(resolve(name))
             hub_files = download_dataset(name, recipe.pattern, valid=False)
             inputs[i], files = str(name), files + hub_files.train
-            passed_over += hub_files.left_out + hub_files.others
+            passed_over += hub_files.passed_over
     return replace(recipe, inputs=tuple(inputs)), files, passed_over
 
 

@@ -26,21 +26,17 @@ SHOWN = 6  # names in a message
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The files of a data set that are read, downloaded, and how many others it has.
+    """The files of a data set that are read, downloaded; and how many others it has.
 
     Attributes:
         train: Those to train on.
         valid: Those to validate on.
-        kind: Their kind.
-        left_out: The number of files of this kind that are not read, for tests.
-        others: The number of files of another kind.
+        passed_over: The number of files that are not read: for tests, or of another kind.
     """
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...]
-    kind: str
-    left_out: int
-    others: int
+    passed_over: int
 
 
 def download_dataset(
@@ -71,9 +67,7 @@ def download_dataset(
     read = [*splits[TRAIN], *(splits[VALID] if valid else [])]
     folder = download(name, exactly(read), shown=shown)
     here = lambda split: tuple(folder / path for path in splits[split] if path in read)
-    return HubFiles(
-        here(TRAIN), here(VALID), kind, len(paths) - len(read), len(in_folder) - len(paths)
-    )
+    return HubFiles(here(TRAIN), here(VALID), len(in_folder) - len(read))
 
 
 def _matches(path: str, pattern: str) -> bool:

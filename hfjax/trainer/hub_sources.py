@@ -21,6 +21,7 @@ from hfjax.checkpoint.directory import list_steps
 from hfjax.data.build_dataset import Recipe, build_from_files
 from hfjax.data.documents import Sources
 from hfjax.data.hub_dataset import download_dataset
+from hfjax.data.token_dataset import SPLITS, Meta
 from hfjax.data.token_writer import is_data_set
 from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from hfjax.distributed.consensus import run_on_all, run_on_first, say, speaks
@@ -147,7 +148,13 @@ def prepare_data(source: str, tokenizer: str | Path = "bytes") -> Path:
     name = parse_dataset(source)
     assert name is not None
     pinned = name.at(run_on_first(lambda: resolve(name)))
-    return Path(run_on_all(lambda: _prepare(pinned, tokenizer)))
+    path = run_on_all(lambda: _prepare(pinned, tokenizer))
+    counts = [f"{Meta.load(path / split).documents:,}" for split in SPLITS]
+    say(
+        f"{name.branch}: {counts[0]} documents to train on, {counts[1]} to validate on; tokens in "
+        f"{quote(path)}"
+    )
+    return path
 
 
 def _prepare(name: HubName, tokenizer: str | Path) -> Path:
@@ -195,12 +202,6 @@ def _build(name: HubName, path: Path, tokenizer: str | Path) -> None:
             f"With other settings, make it first: hfjax data {name} --field NAME --data-dir DIR; "
             "then give --data.train DIR."
         ) from None
-    valid = f"{len(files.valid)} to validate on" if files.valid else "a part of them to validate on"
-    left_out = f", {files.left_out} for tests not read" * bool(files.left_out)
-    say(
-        f"{name.branch}: {len(files.train)} {files.kind} files to train on, {valid}{left_out}; "
-        f"tokens in {quote(path)}"
-    )
 
 
 def _build_part(

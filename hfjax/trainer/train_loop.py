@@ -216,7 +216,7 @@ class Run:
     # -- before the first step ------------------------------------------------------------
 
     def find_sources(self) -> None:
-        """Find the model and the data, and download those of the Hub: a signal ends it at once."""
+        """Find the model and the data, and download those of the Hub: a signal ends that."""
         config, directory = self.config, self.config.directory
         run_on_first(lambda: check_no_links(directory, WRITTEN))
         run_on_first(lambda: check_ordinary_files(directory, (CONFIG, FILE, *metrics_file.FILES)))
