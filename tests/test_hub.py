@@ -52,7 +52,7 @@ def dataset(root: Path, name: str, files: dict[str, list[str]], commit: str = OL
 def child(source: str, url: str, home: Path, *arguments, **more):
     """Return what a process with this Hub and an own cache prints, by its last line of JSON."""
     env = {"HF_ENDPOINT": url, "HF_HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
-    (result,) = finished(start(source, *arguments, **{**env, **more}))
+    (result,) = finished(start(source, *arguments, **{**env, **more}), limit=240)
     assert result[0] == 0, result
     return json.loads(result[1].splitlines()[-1]), result[1] + result[2]
 
@@ -305,7 +305,7 @@ def test_all_processes_read_the_commit_that_the_first_one_finds(tmp_path, monkey
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         command = [sys.executable, "-W", "ignore", "-c", TOGETHER]
-        ((status, out, _),) = finished(launched(["-n", 2], *command))
+        ((status, out, _),) = finished(launched(["-n", 2], *command), limit=240)
     assert status == 0
     lines = sorted(line.partition("] ")[2] for line in out.splitlines())
     assert lines == 2 * [f"org/llama@{OLD}"] + 2 * [f"org/none: {url}"[:30]]
@@ -554,7 +554,7 @@ def test_two_processes_train_from_names(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        (result,) = finished(launched(["-n", 2], *command))
+        (result,) = finished(launched(["-n", 2], *command), limit=240)
         asked = requests(tmp_path / "server")
     assert result[0] == 0, result
     assert result[1].count("tokens in") == 1

@@ -84,7 +84,7 @@ def _pin_model(source: str, earlier: str | None, lines: list[str]) -> str:
     name = parse_model(source)
     if name is None:
         return source
-    if (folder := os.path.abspath(source)) == earlier:
+    if is_model_name(source) and (folder := os.path.abspath(source)) == earlier:
         return folder
     before = parse_model(earlier or "")
     if name.commit is None and is_model_name(source) and before and _is_same(name, before):
