@@ -256,7 +256,7 @@ def test_names_of_the_hub_stay_what_they_are_in_a_configuration(tmp_path):
 
 def test_a_hub_that_cannot_be_reached_says_so():
     with (
-        pytest.raises(ValueError, match=r"org/x: .* could not be read to the end \(refused\)\. C"),
+        pytest.raises(ValueError, match=r"org/x: .*cannot be reached, or .* \(refused\)\. C"),
         hub._explain_errors(hub.HubName("org/x", "model")),
     ):
         raise ConnectionError("refused")

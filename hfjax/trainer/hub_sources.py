@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
@@ -24,7 +24,7 @@ from hfjax.data.hub_dataset import download_dataset
 from hfjax.data.token_dataset import SPLITS, Meta
 from hfjax.data.token_writer import is_data_set
 from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer
-from hfjax.distributed.consensus import run_on_all, run_on_first, say, speaks
+from hfjax.distributed.consensus import run_on_all, run_on_first, speaks
 from hfjax.trainer.config import TrainConfig
 from hfjax.utils.atomic import atomic_directory
 from hfjax.utils.hub import SHORT, HubName, is_model_name, parse_dataset, parse_model, resolve
@@ -148,13 +148,18 @@ def prepare_data(source: str, tokenizer: str | Path = "bytes") -> Path:
     name = parse_dataset(source)
     assert name is not None
     pinned = name.at(run_on_first(lambda: resolve(name)))
-    path = run_on_all(lambda: _prepare(pinned, tokenizer))
-    counts = [f"{Meta.load(path / split).documents:,}" for split in SPLITS]
-    say(
-        f"{name.branch}: {counts[0]} documents to train on, {counts[1]} to validate on; tokens in "
-        f"{quote(path)}"
-    )
-    return path
+    return run_on_all(lambda: _prepare(pinned, tokenizer))
+
+
+def data_lines(folders: Mapping[str, Path]) -> list[str]:
+    """Return a line for each data set of the Hub, about its folder of tokens."""
+    names = {name: path for text, path in folders.items() if (name := parse_dataset(text))}
+    count = lambda path, split: f"{Meta.load(path / split).documents:,}"
+    return [
+        f"{name.branch}: {count(path, SPLITS[0])} documents to train on, {count(path, SPLITS[1])} "
+        f"to validate on; tokens in {quote(path)}"
+        for name, path in names.items()
+    ]
 
 
 def _prepare(name: HubName, tokenizer: str | Path) -> Path:

@@ -30,7 +30,7 @@ from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
-from hfjax.trainer.hub_sources import pin_sources
+from hfjax.trainer.hub_sources import data_lines, pin_sources
 from hfjax.trainer.metrics_file import METRICS, MetricsWriter
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
@@ -229,7 +229,7 @@ class Run:
             say(line)
         _ = self.components.pretrained
         if any(map(parse_dataset, (*config.data.train, config.data.valid or ""))):
-            _ = self.components.texts.folders
+            say("\n".join(data_lines(self.components.texts.folders)))
 
     def prepare(self, enter: Any) -> None:
         """Create or restore the state, and open the outputs of the run."""

@@ -9,7 +9,7 @@ a commit. No name of the Hub has an @.
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -135,15 +135,15 @@ def download(
         shown: Whether to show the progress on standard error.
     """
     hub = _client(name)
-    with _explain_errors(name), _show_download(name, hub, shown):
-        folder = hub.snapshot_download(
-            name.repo,
-            repo_type=name.kind,
-            revision=name.revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(ignore) or None,
-        )
-    return Path(folder)
+    about = {"repo_type": name.kind, "revision": name.revision}
+    filters = {"allow_patterns": list(patterns), "ignore_patterns": list(ignore) or None}
+    missing = (hub.errors.CachedRepoTreeNotFoundError, hub.errors.LocalEntryNotFoundError)
+    with _explain_errors(name):
+        with suppress(*missing):  # without its list the client takes a part for the whole
+            hub.get_cached_repo_tree(name.repo, **about)
+            return Path(hub.snapshot_download(name.repo, local_files_only=True, **about, **filters))
+        with _show_download(name, hub, shown):
+            return Path(hub.snapshot_download(name.repo, **about, **filters))
 
 
 def exactly(paths: Sequence[str]) -> list[str]:
@@ -244,9 +244,9 @@ def _explanation(name: HubName, causes: Sequence[BaseException]) -> str:
         )
     reason = next(iter(str(causes[-1]).splitlines()), type(causes[-1]).__name__)
     return (
-        f"{endpoint} could not be read to the end ({quote(reason)}). Check the network, and start "
-        "again: files that are complete are not read twice. Without a network, what is in the "
-        "Hub's cache is read with HF_HUB_OFFLINE=1."
+        f"{endpoint} cannot be reached, or the connection broke off ({quote(reason)}). Check the "
+        "network, and start again: files that are complete are not read twice. What is in the "
+        "Hub's cache is read without a network by HF_HUB_OFFLINE=1."
     )
 
 

@@ -100,8 +100,7 @@ def download_model(name: HubName) -> Path:
 
     The files of weights are those of its index, or model.safetensors.
     """
-    shown = speaks()
-    path = download(name, exactly([CONFIG, INDEX]), shown=shown)
+    path = download(name, exactly([CONFIG, INDEX]), shown=False)
     if not has_file(path / CONFIG):
         raise ValueError(
             f"{name} has no {CONFIG}, which says what the model is. {_contents(name)} Give a model "
@@ -111,7 +110,7 @@ def download_model(name: HubName) -> Path:
     if has_file(path / INDEX):
         with _advise_to_download_again(name):
             shards = list(dict.fromkeys(index_files(path / INDEX).values()))
-    path = download(name, [*exactly(shards), *COMPANION_FILES], NOT_READ, shown)
+    path = download(name, [*exactly(shards), *COMPANION_FILES], NOT_READ, speaks())
     if not any((path / shard).is_file() for shard in shards):
         raise ValueError(_no_weights_message(name))
     return path
