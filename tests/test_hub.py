@@ -267,7 +267,7 @@ def test_a_full_disk_is_reported_as_such():
         pytest.raises(OSError, match="No space left"),
         hub._explain_errors(hub.HubName("org/x", "model")),
     ):
-        raise OSError(errno.ENOSPC, "No space left on device", "blob")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_the_watchdog_waits_for_a_download_however_long(monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ YAML, in Python and in what a run records: `org/name`, or `org/name@revision` fo
 a commit. No name of the Hub has an @.
 """
 
+import errno
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ DATASET_NAME = re.compile(
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHORT = 12  # characters of a commit in a line
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # a write names no file
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_of_disk(error: BaseException) -> bool:
     """Return whether the disk is the reason, and not the connection."""
-    return isinstance(error, OSError) and bool(error.filename) and error.errno is not None
+    return isinstance(error, OSError) and (
+        error.errno in DISK_ERRORS or (bool(error.filename) and error.errno is not None)
+    )
 
 
 def _explanation(name: HubName, causes: Sequence[BaseException]) -> str:
