@@ -112,7 +112,7 @@ def test_a_run_refuses_links_before_it_prepares_anything(tmp_path, mine):
         path.symlink_to(target)
         run = Run(small(link, tmp_path / "none"), None, None)  # type: ignore
         with pytest.raises(ValueError, match=rf"run/{name} is a link to {target}: hfjax writes"):
-            run.prepare(None)
+            run.find_sources()
         path.unlink()
         if (tmp_path / "away").exists():
             (tmp_path / "away").rename(path)

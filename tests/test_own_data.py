@@ -342,7 +342,7 @@ def test_flags_that_do_not_go_with_a_factory_are_refused():
     with pytest.raises(ValueError, match=r"--model.vocab-size 9: without --data.factory the voca"):
         _ = RunComponents(TrainConfig(model=ModelConfig(vocab_size=9))).task
     with pytest.raises(ValueError, match=r"--model.vocab-size 9 beside --model.pretrained"):
-        ModelConfig(vocab_size=9, pretrained=Path("x"))
+        ModelConfig(vocab_size=9, pretrained="x")
     with pytest.raises(ValueError, match=r"--data.image-size 8: --data.factory .* makes the exam"):
         _ = RunComponents(own(None, "points", POINTS, data={"image_size": 8})).task.model
 

@@ -52,7 +52,7 @@ def place(tmp_path_factory):
 
 def small(place: Path, name: str, folder: Path | str = "llama", **changes: Any) -> TrainConfig:
     """Return the configuration of a small run that begins with a model's folder."""
-    model = ModelConfig(pretrained=place / folder, seq_len=16)
+    model = ModelConfig(pretrained=str(place / folder), seq_len=16)
     fields = {"model": model, "mesh": ONE, "steps": 4, "global_batch_size": 4, **SHORT}
     return small_gpt(place / name, place / "data", **(fields | changes))
 
@@ -247,7 +247,7 @@ def test_what_else_says_the_shape_is_refused_with_both_flags(fields):
     name, value = next(iter(fields.items()))
     flag = f"--model.{name.replace('_', '-')} {value} beside --model.pretrained llama: the folder"
     with pytest.raises(ValueError, match=flag):
-        ModelConfig(pretrained=Path("llama"), **fields)
+        ModelConfig(pretrained="llama", **fields)
 
 
 def test_flags_that_make_no_sense_of_a_folder_are_refused(place):

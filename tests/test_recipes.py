@@ -29,7 +29,7 @@ def _plan(name, tmp_path):
     config = load(path)
     if name in WEIGHTS:
         folder = write_folder(tmp_path / "model", WEIGHTS[name])
-        config = replace(config, model=replace(config.model, pretrained=folder))
+        config = replace(config, model=replace(config.model, pretrained=str(folder)))
     title = re.search(r"(\d+) (H\d+)", recipe_title(path))
     assert title is not None
     count, gpu = int(title[1]), title[2].lower()

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import tyro
@@ -11,15 +11,23 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hfjax.cli.arguments import parse_flags
-from hfjax.data.build_dataset import PreparedDataset, Progress as Tell, Recipe, build
+from hfjax.data.build_dataset import (
+    PreparedDataset,
+    Progress as Tell,
+    Recipe,
+    build_from_files,
+    find_inputs,
+)
 from hfjax.data.documents import KNOWN, list_visible, suffix
 from hfjax.data.images import ImageSet, check_same_classes, parts_of
 from hfjax.data.images.find_images import CLASSES
 from hfjax.data.images.report import examine, format_report
 from hfjax.data.token_dataset import META, SPLITS, Meta, TokenSet
 from hfjax.utils.command_errors import FAILED, report_errors, run_command
+from hfjax.utils.hub import parse_dataset
 from hfjax.utils.image_names import contains_images
 from hfjax.utils.tables import align, escape_controls, human, quote
+from hfjax.weights.hub import download_tokenizer, find_model
 
 SHOWN = 400  # tokens that are decoded
 
@@ -32,13 +40,13 @@ class DataCommand:
     """
 
     inputs: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Files or folders of .txt, .md, .jsonl, .parquet (or .gz), or of images (default: none)."""
+    """Files, folders of .txt, .md, .jsonl, .parquet (.gz), images; hub:ORG/NAME (default: none)."""
 
     data_dir: Path | None = None
     """New folder of the data set; it appears when complete (default: none)."""
 
     tokenizer: str = "bytes"
-    """bytes, bpe (trained here), a tokenizer.json, a data set or a model folder."""
+    """bytes, bpe (trained here), a tokenizer.json, data set, model or ORG/NAME."""
 
     vocab: int | None = None
     """Size of a bpe vocabulary (default: 8192)."""
@@ -91,7 +99,7 @@ def _make(command: DataCommand, console: Console) -> int | None:
     if _are_images(command):
         return _print_images(command, console)
     if command.data_dir is None or not command.inputs:
-        missing = [name for name in command.inputs if not Path(name).exists()]
+        missing = [n for n in command.inputs if not (parse_dataset(n) or Path(n).exists())]
         gone = f"{quote(missing[0])}: there is no such file or folder; " if missing else ""
         raise ValueError(
             f"{gone}name what to read and where to write: hfjax data INPUT … --data-dir DIR; or a "
@@ -99,10 +107,18 @@ def _make(command: DataCommand, console: Console) -> int | None:
         )
     names = (field.name for field in fields(Recipe) if field.name != "out")
     recipe = Recipe(out=command.data_dir, **{name: getattr(command, name) for name in names})
+    recipe, files, passed_over = find_inputs(recipe)
+    recipe = replace(recipe, tokenizer=_local_tokenizer(recipe.tokenizer))
     with _progress() as progress:
-        dataset = build(recipe, progress)
+        dataset = build_from_files(recipe, files, passed_over, progress)
     _print_summary(dataset, console)
     return None
+
+
+def _local_tokenizer(source: str) -> str:
+    """Return a tokenizer as `load_tokenizer` takes it: of a model of the Hub, it is downloaded."""
+    name = find_model(source)
+    return source if name is None else str(download_tokenizer(name))
 
 
 def _are_images(command: DataCommand) -> bool:

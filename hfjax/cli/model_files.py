@@ -33,8 +33,8 @@ class Inspect:
     It reads no weight and starts no run: hfjax train --model.pretrained FOLDER does that.
     """
 
-    folder: tyro.conf.Positional[Path]
-    """Folder with config.json and .safetensors files."""
+    folder: tyro.conf.Positional[str]
+    """Folder with config.json and .safetensors files, or ORG/NAME[@REVISION]."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Export(Saved):
 
     export_dir: Path = field(kw_only=True)
     """New folder, or FILE.safetensors for images; it appears when complete."""
-    like: Path | None = None
-    """Folder, or image file, of names and dtypes (default: what the run began from)."""
+    like: str | None = None
+    """Folder, name on the Hub, or image file, of names and dtypes (default: the run's model)."""
     dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None
     """Dtype of all tensors (default: each as in --like)."""
     shard: str = SHARD
@@ -102,7 +102,8 @@ def _export_images(args: Export, config: TrainConfig) -> None:
     if args.dtype is not None or args.shard != SHARD:
         raise ValueError("--dtype, --shard: of models of text. Leave them out.")
     began = config.model.weights
-    like = args.like or (began if began is not None and began.is_file() else None)
+    default = began if began is not None and began.is_file() else None
+    like = default if args.like is None else Path(args.like)
     run, restored = saved_state(args, config, master=config.master_weights)
     with show_waiting(f"writing {quote(args.export_dir)}"):
         write_vision(args.export_dir, run.layout, restored.state, run.model.shape, like)

@@ -164,8 +164,8 @@ class Evaluate(Saved):
     """Compute the mean loss of a trained model over a data set, each example once; of images also
     the accuracy, or the intersection over union by class."""
 
-    data: Path | None = None
-    """Data set to evaluate on (default: the run's validation set)."""
+    data: str | None = None
+    """Data set to evaluate on, as --data.valid (default: the run's validation set)."""
     batch_size: int | None = None
     """Examples in a batch, raised to what devices divide (default: as in training)."""
     max_batches: int | None = None
@@ -200,7 +200,7 @@ def _evaluate(args: Evaluate) -> None:
             f"--data {quote(args.data)}: {quote(args.run)} has its data from --data.factory "
             f"{factory}, which makes its validation set too. Leave it out."
         )
-    data = replace(config.data, valid=str(args.data)) if args.data else config.data
+    data = replace(config.data, valid=args.data) if args.data else config.data
     config = replace(
         config, data=data, global_batch_size=args.batch_size or config.global_batch_size
     )
@@ -253,7 +253,7 @@ def saved_config(args: Saved) -> TrainConfig:
     if config.deepspeed is not None:
         overrides["deepspeed"] = args.run / FILE
     if config.model.pretrained is not None:
-        overrides["model"] = replace(config.model, pretrained=args.run / COPY)
+        overrides["model"] = replace(config.model, pretrained=str(args.run / COPY))
     return replace(config, **overrides)
 
 

@@ -6,12 +6,13 @@ The split depends on document numbers only, so it is the same each time.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from hfjax.data.documents import Document, Sources, find_files, memory_message
+from hfjax.data.hub_dataset import download_dataset
 from hfjax.data.token_dataset import Meta
 from hfjax.data.token_writer import TokenWriter, atomic_dataset, check_free
 from hfjax.data.tokenizer import (
@@ -23,6 +24,7 @@ from hfjax.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from hfjax.utils.hub import parse_dataset, resolve
 
 
 def split_documents(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:
@@ -130,7 +132,8 @@ def prepare(
     """Build a data set from text, JSONL and Parquet files; it appears at `out` once complete.
 
     Args:
-        inputs: A file or a folder, or several.
+        inputs: A file or a folder, or `hub:org/name[/folder][@revision]` for the files of a data
+            set on the Hub to train on; or several.
         out: The directory to create. It must not exist yet, or be empty.
         progress: Called with (activity, bytes read, total bytes).
         options: `tokenizer` ("bytes", "bpe", the path of a tokenizer.json, or a model's folder),
@@ -160,8 +163,25 @@ def prepare(
 
 def build(recipe: Recipe, progress: Progress | None = None) -> PreparedDataset:
     """Build the data set of a recipe."""
+    return build_from_files(*find_inputs(recipe), progress=progress)
+
+
+def find_inputs(recipe: Recipe) -> tuple[Recipe, tuple[Path, ...], int]:
+    """Return the recipe with commits, its files, downloaded if they are of the Hub, and how many
+    others there are."""
     check_free(recipe.out, recipe.overwrite)
-    return build_from_files(recipe, *find_files(recipe.inputs, recipe.pattern), progress=progress)
+    names = [parse_dataset(text) for text in recipe.inputs]
+    local = tuple(t for t, name in zip(recipe.inputs, names, strict=True) if name is None)
+    is_local = len(local) == len(names)
+    files, passed_over = find_files(local, recipe.pattern) if local or is_local else ((), 0)
+    inputs = list(recipe.inputs)
+    for i, name in enumerate(names):
+        if name is not None:
+            name = name.at(resolve(name))
+            hub_files = download_dataset(name, recipe.pattern, valid=False)
+            inputs[i], files = str(name), files + hub_files.train
+            passed_over += hub_files.passed_over
+    return replace(recipe, inputs=tuple(inputs)), files, passed_over
 
 
 def build_from_files(

@@ -336,7 +336,7 @@ def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
             )
 
 
-def check_tokenizer(data: TokenSet, tokenizer: Any, source: Path) -> None:
+def check_tokenizer(data: TokenSet, tokenizer: Any, source: str | Path) -> None:
     """Refuse a data set whose token numbers differ in meaning from a model's tokenizer."""
     if data.meta.tokenizer == "none" or tokenizer.is_equivalent(data.tokenizer):
         return

@@ -101,7 +101,7 @@ def run_on_first(fn: Callable[[], Any]) -> Any:
 
     The result has to be JSON. A directory that it reads is one that all processes see.
     """
-    if jax.process_count() == 1:
+    if not distributed.global_state.client or jax.process_count() == 1:
         return fn()
     local_outcome = _run(fn) if jax.process_index() == 0 else None
     outcome = gather_values(range(jax.process_count()), local_outcome)[0]

@@ -15,6 +15,7 @@ from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.trainer.profile import parse_steps
+from hfjax.utils.hub import is_model_name, parse_dataset, parse_model
 from hfjax.utils.keywords import is_int, is_real
 from hfjax.utils.read_files import brief
 from hfjax.utils.tables import quote
@@ -55,7 +56,7 @@ def check_float32(settings: Any, prefix: str, *names: str) -> None:
             raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
-def pretrained_conflict(flag: str, value: Any, folder: Path) -> str:
+def pretrained_conflict(flag: str, value: Any, folder: str) -> str:
     """Return the message about a flag that conflicts with --model.pretrained."""
     return (
         f"{flag.replace('_', '-')} {value} beside --model.pretrained {quote(folder)}: the "
@@ -77,8 +78,8 @@ class ModelConfig:
     """Preset: {presets}; of images: {image_presets}."""
     factory: str | None = None
     """Your model: file.py:function of vocab, seq_len; classes, size; or example (default: none)."""
-    pretrained: Path | None = None
-    """Folder of a Hugging Face model to start from, in place of a preset (default: none)."""
+    pretrained: str | None = None
+    """Hugging Face model to start from: a folder, or ORG/NAME[@REVISION] (default: none)."""
     loss: str | None = None
     """Your own loss(outputs, batch): file.py:function (default: that of the task)."""
     seq_len: int | None = None
@@ -140,6 +141,7 @@ class ModelConfig:
         """Refuse flags of the shape beside --model.pretrained."""
         if self.pretrained is None:
             return
+        object.__setattr__(self, "pretrained", str(self.pretrained))  # Python may give a Path
         for name in ("preset", "factory", *SHAPE_FLAGS):
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 raise ValueError(pretrained_conflict(f"--model.{name}", value, self.pretrained))
@@ -242,9 +244,9 @@ class DataConfig:
     """The data."""
 
     train: Names = ()
-    """Folders made by hfjax data, or one of images (default: Python's library, as bytes)."""
+    """Folders of hfjax data, of images, or hub:ORG/NAME (default: Python's library, as bytes)."""
     valid: str | None = None
-    """Folder to validate on (default: the part valid of the first training folder)."""
+    """Folder, or hub:ORG/NAME, to validate on (default: the part valid of the first of train)."""
     factory: str | None = None
     """Your own data: file.py:function of (split, seed), a grain.MapDataset (default: none)."""
     weights: tuple[float, ...] | None = None
@@ -270,6 +272,8 @@ class DataConfig:
 
     def __post_init__(self):
         check_bounds(self, "data.", epochs=1, image_size=1)
+        for name in (*self.train, self.valid or ""):
+            parse_dataset(name)
         check_bounds(self, "data.", 1, flip=0)
         self._check_factory()
         check_float32(self, "data.", "brightness", "contrast", "saturation")
@@ -539,6 +543,7 @@ class TrainConfig:
         """The directory of the run."""
         if self.run_dir is not None:
             return self.run_dir
-        if self.model.pretrained is not None:
-            return Path("runs") / Path(os.path.abspath(self.model.pretrained)).name
+        if (source := self.model.pretrained) is not None:
+            name = parse_model(source) if is_model_name(source) else None
+            return Path("runs") / Path(os.path.abspath(name.repo if name else source)).name
         return Path("runs") / ("own" if self.model.factory else self.model.preset)

@@ -19,6 +19,7 @@ from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.old_config import OldSettings, old_modules, translate
 from hfjax.trainer.yaml_fields import Lined, parse_yaml
 from hfjax.utils.atomic import replace_text
+from hfjax.utils.hub import is_model_name, parse_dataset
 from hfjax.utils.read_files import MISSING, brief, is_number, path_kind, read_text
 from hfjax.utils.renamed import OldNamesWarning
 from hfjax.utils.tables import quote
@@ -329,22 +330,26 @@ def _format_flag(name: str, value: Any, prefix: str) -> str:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with absolute paths in place of relative ones."""
+    """Return the configuration with absolute paths in place of relative ones.
+
+    Names of the Hub stay.
+    """
     absolute = lambda path: None if path is None else os.path.abspath(path)
+    data_set = lambda path: path if path and parse_dataset(path) else absolute(path)
     code = lambda name: absolute(name) if name is not None and ".py:" in name else name
     data = replace(
         config.data,
-        train=tuple(os.path.abspath(path) for path in config.data.train),
-        valid=absolute(config.data.valid),
+        train=tuple(map(data_set, config.data.train)),
+        valid=data_set(config.data.valid),
         factory=code(config.data.factory),
     )
-    folder = config.model.pretrained
-    pretrained = None if folder is None else Path(os.path.abspath(folder))
+    model_source = config.model.pretrained
+    is_name = model_source is not None and is_model_name(model_source)
     model = replace(
         config.model,
         factory=code(config.model.factory),
         loss=code(config.model.loss),
-        pretrained=pretrained,
+        pretrained=model_source if is_name else absolute(model_source),
     )
     optimizer = replace(config.optimizer, factory=code(config.optimizer.factory))
     log = replace(config.log, tracker=code(config.log.tracker))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 import hfjax
-from hfjax.distributed.consensus import check_same, run_on_all
+from hfjax.distributed.consensus import check_same, run_on_all, run_on_first
 from hfjax.distributed.exchange import gather_values
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.moe import MoEConfig
@@ -18,7 +18,8 @@ from hfjax.trainer.model import ROUND_TO, ModelChoice, loss_for
 from hfjax.trainer.source_snapshot import is_copy, model_name, read_copy
 from hfjax.utils.tables import human, quote
 from hfjax.weights.families import parse_config
-from hfjax.weights.model_folder import TOKENIZER, read_folder
+from hfjax.weights.hub import open_folder
+from hfjax.weights.model_folder import TOKENIZER, ModelFolder
 from hfjax.weights.pretrained import Pretrained, from_folder
 
 MAX_FINETUNING_RATE = 1e-3  # from this learning rate on, a trained model forgets
@@ -26,15 +27,18 @@ DEFAULT_MAX_LENGTH = 4096  # tokens in a sequence, unless a flag sets it
 
 
 def open_pretrained(opts: ModelConfig, dtype: str = "fp32", pad: int = ROUND_TO) -> Pretrained:
-    """Return the model of a folder, or of a run's own copy of one. All processes call it.
+    """Return the model of a folder, of the Hub, or of a run's own copy. All processes call it.
 
     Args:
-        opts: The settings with its folder.
+        opts: The settings with its folder or name.
         dtype: Dtype of the parameters.
         pad: The vocabulary is padded to a multiple of this.
     """
-    path = Path(opts.pretrained or "")
-    folder = run_on_all(lambda: read_copy(path) if is_copy(path) else read_folder(path))
+    source = opts.pretrained or ""
+    if run_on_first(lambda: is_copy(Path(source))):
+        folder = run_on_all(lambda: read_copy(Path(source)))
+    else:
+        folder = open_folder(source)
     check_same("folder of the model", {"hash": folder.fingerprint})
     pretrained = from_folder(folder, dtype, pad_vocab_to=pad)
     changes = _config_changes(opts, pretrained.config)
@@ -106,10 +110,10 @@ def rate_warning(rate: float) -> str:
     )
 
 
-def missing_tokenizer(folder: Path) -> str:
+def missing_tokenizer(folder: ModelFolder) -> str:
     """Return the message about a folder without a tokenizer where text has to be read."""
     return (
-        f"--model.pretrained {quote(folder)}: it has no {TOKENIZER}, and no data is named: text "
+        f"--model.pretrained {folder.source}: it has no {TOKENIZER}, and no tokens are named: text "
         "cannot be read. Put it there (transformers' AutoTokenizer writes it: "
         "tokenizer.save_pretrained(folder)), or give tokens: --data.train DIR."
     )
@@ -119,21 +123,21 @@ def init_from_folder(
     model: Pretrained, layout: hfjax.Layout, seed: int, schedule: PipelineSchedule | None
 ) -> tuple[hfjax.State, str]:
     """Return an initial state with a folder's weights, and a message about reading them."""
-    path = quote(model.folder.path)
+    source = model.folder.source
     if is_copy(model.folder.path):
         raise ValueError(
-            f"--model.pretrained {path}: it is what a run keeps of its model, and has no weights. "
-            "Give the folder of a model: that of the run, if it is still there, or the run's own "
-            "model (hfjax export RUN --export-dir FOLDER). To begin with the run's parameters "
-            "alone: --checkpoint.init-from RUN beside it."
+            f"--model.pretrained {source}: it is what a run keeps of its model, and has no "
+            "weights. Give the folder of a model: that of the run, if it is still there, or the "
+            "run's own model (hfjax export RUN --export-dir FOLDER). To begin with the run's "
+            "parameters alone: --checkpoint.init-from RUN beside it."
         )
     weights, began = model.weights, time.monotonic()
     state = hfjax.init(layout, seed, schedule, parameters=weights)
     seconds = time.monotonic() - began
     dtypes = sorted({str(p.dtype) for p in layout.param_specs.values()})
     return state, (
-        f"read {byte_counts(weights.read)} of {path} in {seconds:.1f} s; parameters are stored in "
-        f"{' and '.join(dtypes)}"
+        f"read {byte_counts(weights.read)} of {source} in {seconds:.1f} s; parameters are stored "
+        f"in {' and '.join(dtypes)}"
     )
 
 

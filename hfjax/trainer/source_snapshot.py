@@ -1,7 +1,7 @@
 """A run's own copy of the model folder that it began from: all but the weights.
 
-The folder may be moved or deleted: resuming, evaluation, generation and export use the copy,
-`model/`.
+The folder may be moved or deleted, and a branch of the Hub may move: resuming, evaluation,
+generation and export use the copy, `model/`.
 """
 
 import json
@@ -16,6 +16,7 @@ from hfjax.checkpoint.directory import list_steps
 from hfjax.distributed.consensus import run_on_first
 from hfjax.trainer.config import TrainConfig
 from hfjax.utils.atomic import atomic_directory
+from hfjax.utils.hub import is_model_name, parse_model
 from hfjax.utils.read_files import (
     MISSING,
     ORDINARY,
@@ -102,7 +103,7 @@ def _tensor_index(folder: ModelFolder) -> dict[str, Any]:
         for t in folder.tensors.values()
     }
     return {
-        "from": os.path.abspath(folder.path),
+        "from": folder.hub or os.path.abspath(folder.path),
         "fingerprint": folder.fingerprint,
         "tensors": tensors,
     }
@@ -133,10 +134,16 @@ def _parse_tensor(path: Path, name: str, of: Any) -> FileTensor:
 
 def model_name(folder: ModelFolder) -> str:
     """Return the name of the folder; for a copy, that of the folder that it was made from."""
-    path: Any = folder.path
+    source = folder.hub or str(folder.path)
     if is_copy(folder.path):
-        path = parse_json(read_text(folder.path / TENSORS)).get("from")
-    return Path(os.path.abspath(str(path))).name
+        source = copied_from(folder.path)
+    name = parse_model(source)
+    return Path(os.path.abspath(source if name is None else name.repo)).name
+
+
+def copied_from(run_copy: Path) -> str:
+    """Return what a run's copy was made from: an absolute path, or a name of the Hub."""
+    return str(parse_json(read_text(run_copy / TENSORS)).get("from"))
 
 
 # -- resuming --------------------------------------------------------------------------------------
@@ -145,29 +152,40 @@ def model_name(folder: ModelFolder) -> str:
 def resume_from_copy(config: TrainConfig, checkpoints: Path) -> tuple[TrainConfig, str | None]:
     """Return the configuration with the run's own copy in place of its folder, if it resumes.
 
-    Also return a message about the folder, if any. All processes call this.
+    Also return a message about the folder, if any. One that begins may not lie in the folder. All
+    processes call this.
 
     Args:
         config: The configuration of the run.
         checkpoints: The folder of its checkpoints.
     """
-    pretrained_folder, run_copy = config.model.pretrained, config.directory / COPY
-    if pretrained_folder is None or not run_on_first(lambda: bool(list_steps(checkpoints))):
+    source, run_copy = config.model.pretrained, config.directory / COPY
+    if source is None:
         return config, None
-    note = run_on_first(lambda: _compare_with_copy(pretrained_folder, run_copy))
-    return replace(config, model=replace(config.model, pretrained=run_copy)), note
+    if not run_on_first(lambda: bool(list_steps(checkpoints))):
+        run_on_first(lambda: check_separate(Path(source), config.directory))
+        return config, None
+    note = run_on_first(lambda: _compare_with_copy(source, run_copy))
+    return replace(config, model=replace(config.model, pretrained=str(run_copy))), note
 
 
-def _compare_with_copy(pretrained_folder: Path, run_copy: Path) -> str | None:
-    """Refuse a folder of another model than the run's; return a message if it is gone."""
+def _compare_with_copy(source: str, run_copy: Path) -> str | None:
+    """Refuse another model than the run's; return a message if its folder is gone."""
     if not is_copy(run_copy):
         raise ValueError(
-            f"--model.pretrained {quote(pretrained_folder)}: {quote(run_copy.parent)} has "
+            f"--model.pretrained {quote(source)}: {quote(run_copy.parent)} has "
             f"checkpoints, and no copy of a model's folder ({quote(run_copy / TENSORS)}): it began "
             "from something else. Give the flags that it was trained with, or begin anew: "
             "--run-dir ANOTHER."
         )
-    copied_folder = read_copy(run_copy)
+    copied_folder, pretrained_folder = read_copy(run_copy), Path(source)
+    if is_model_name(source) and source != (began_from := copied_from(run_copy)):
+        raise ValueError(
+            f"--model.pretrained {source} is not the model that {quote(run_copy.parent)} began "
+            f"from: that is {quote(began_from)}. Give that one; or begin anew: --run-dir ANOTHER."
+        )
+    if is_model_name(source):
+        return None  # a commit never changes
     try:
         source_folder = (
             read_copy(pretrained_folder)

@@ -3,6 +3,7 @@
 `restore_loader` continues from a checkpoint, after checking that the data is the same.
 """
 
+import math
 import os
 import time
 from collections import deque
@@ -30,11 +31,13 @@ from hfjax.trainer.build import RunComponents, resolve_precision
 from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
+from hfjax.trainer.hub_sources import data_lines, pin_sources
 from hfjax.trainer.metrics_file import FILES, METRICS
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
 from hfjax.trainer.trackers import Trackers
 from hfjax.utils.atomic import replace_text
+from hfjax.utils.hub import parse_dataset
 from hfjax.utils.mean import EXHAUSTED, OVERFLOW
 from hfjax.utils.read_files import ANYTHING, FOLDER, check_fields, integer, path_kind, read_text
 from hfjax.utils.tables import quote
@@ -186,9 +189,11 @@ def train(config: TrainConfig, console: Console | None = None) -> Result:
     with ExitStack() as stack:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.watchdog_timeout))
-        stop = enter(Stop())  # from now on a signal takes effect after the step
         config = resolve_precision(config, jax.local_devices()[0])
         run = Run(config, RunComponents(config), watchdog, console)
+        with watchdog.allow(math.inf, "downloading"):  # the Hub's client has limits of its own
+            run.find_sources()
+        stop = enter(Stop())  # from now on a signal takes effect after the step
         with watchdog.allow(COMPILING, "preparing"):
             run.prepare(enter)
         return run.run_steps(stop)
@@ -215,22 +220,30 @@ class Run:
 
     # -- before the first step ------------------------------------------------------------
 
-    def prepare(self, enter: Any) -> None:
-        """Create or restore the state, and open the outputs of the run."""
+    def find_sources(self) -> None:
+        """Find the model and the data, and download those of the Hub: a signal ends that."""
         config, directory = self.config, self.config.directory
         run_on_first(lambda: check_no_links(directory, WRITTEN))
         run_on_first(lambda: check_ordinary_files(directory, (CONFIG, FILE, *FILES)))
         run_on_first(lambda: check_reachable(directory))
         self.screen, self.trackers = Screen(self.console, config.steps), Trackers(config.log)
+        check_same("configuration", config_io.to_plain(config))
+        self.config, lines = pin_sources(config, directory / CHECKPOINTS)
+        config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
+        self.components = replace(self.components, config=config)
+        for line in lines if note is None else [*lines, note]:
+            self.screen.say(line)
+        _ = self.components.pretrained
+        if any(map(parse_dataset, (*config.data.train, config.data.valid or ""))):
+            self.screen.say("\n".join(data_lines(self.components.texts.folders)))
+
+    def prepare(self, enter: Any) -> None:
+        """Create or restore the state, and open the outputs of the run."""
+        config, directory = self.config, self.config.directory
         with show_waiting("preparing the model and the data"):
-            check_same("configuration", config_io.to_plain(config))
-            self._find_model()
             check_same("data", self.components.data.identity)
-            _ = (
-                self.components.step,
-                self.components.evaluate,
-                self.components.valid,
-            )  # report a mistake now
+            parts = self.components
+            _ = (parts.step, parts.evaluate, parts.valid)  # report a mistake now
             summary = str(self.components)
         self.screen.say(summary)
         for text in self.components.task.startup_notes():
@@ -270,18 +283,6 @@ class Run:
             enter(self.trackers)
             for text in self.trackers.file.notes:
                 self.screen.say(text)
-
-    def _find_model(self) -> None:
-        """Find the pretrained model: in its folder, or in the run's own copy if it resumes."""
-        folder, directory = self.config.model.pretrained, self.config.directory
-        config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
-        if config is not self.config:
-            self.components = replace(self.components, config=config)
-        elif folder is not None:
-            run_on_first(lambda: source_snapshot.check_separate(folder, directory))
-        if note is not None:
-            self.screen.say(note)
-        _ = self.components.pretrained
 
     def _save_files(self, directory: Path) -> None:
         """Write the configuration, with copies of its DeepSpeed file and its model's files."""

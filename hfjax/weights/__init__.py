@@ -2,9 +2,10 @@
 
 `families` is the table of model families. `config_keys` reads config.json (`config_values` checks
 the types of values), and `decoder_rules` maps tensors to parameters (`tensor_rules` defines a
-rule). `model_folder` and `tensor_files` read what is on disk. `file_rows` reads and writes each
-process's rows of tensors, `redistribute_rows` moves them between files' and layout's sharding,
-`load` and `save` do so for a whole model. `pretrained` has the public functions.
+rule). `model_folder` and `tensor_files` read what is on disk, and `hub` makes a folder of a model's
+name on the Hub. `file_rows` reads and writes each process's rows of tensors, `redistribute_rows`
+moves them between files' and layout's sharding, `load` and `save` do so for a whole model.
+`pretrained` has the public functions.
 
 Vision models are one file with torchvision's names: `vision_rules` maps tensors to parameters,
 `vision_files` reads and writes it.

@@ -44,11 +44,18 @@ class ModelFolder:
         path: The path of the folder.
         config: The content of config.json.
         tensors: The tensors by name, each with its file.
+        hub: The name of the model on the Hub with its commit, if it is from there.
     """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, FileTensor]
+    hub: str | None = None
+
+    @property
+    def source(self) -> str:
+        """What the folder is called in messages: its name on the Hub, or its path."""
+        return self.hub or quote(self.path)
 
     @property
     def files(self) -> list[Path]:
@@ -69,7 +76,8 @@ def read_folder(path: Path) -> ModelFolder:
     if (kind := path_kind(path)) != FOLDER:
         raise ValueError(
             f"{quote(path)} is {kind}: the folder of a model is expected, with {CONFIG} and files "
-            "of safetensors, as transformers' save_pretrained writes it."
+            "of safetensors, as transformers' save_pretrained writes it; or the name of a model on "
+            "the Hub, ORG/NAME."
         )
     if not has_file(path / CONFIG):
         raise ValueError(
@@ -80,7 +88,7 @@ def read_folder(path: Path) -> ModelFolder:
     companion_files(path)  # report dangling links now
     index, has_single_file = path / INDEX, has_file(path / SINGLE_FILE)
     if has_file(index):
-        if has_single_file and SINGLE_FILE not in _shards(index).values():
+        if has_single_file and SINGLE_FILE not in index_files(index).values():
             raise ValueError(
                 f"{quote(path)} has {SINGLE_FILE} and {INDEX} of other files: which one is the "
                 "model? Take one of them out."
@@ -119,7 +127,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _read_sharded(path: Path, index: Path) -> dict[str, FileTensor]:
     """Return the tensors that an index names, each from its file."""
-    shards = _shards(index)
+    shards = index_files(index)
     for shard in sorted({*shards.values()}):
         if Path(shard).name != shard or shard in ("", ".", ".."):
             raise ValueError(
@@ -142,7 +150,7 @@ def _read_sharded(path: Path, index: Path) -> dict[str, FileTensor]:
     return {name: headers[shard][name] for name, shard in shards.items()}
 
 
-def _shards(index: Path) -> dict[str, str]:
+def index_files(index: Path) -> dict[str, str]:
     """Return the file of each tensor in an index."""
     try:
         return check_fields(read_json_object(index), {"weight_map": NAMES})["weight_map"]

@@ -26,8 +26,9 @@ from hfjax.utils.keywords import check_keywords, is_int, parse_dtype, strict_key
 from hfjax.utils.paths import Flat
 from hfjax.utils.tables import first_lines, human, parse_bytes, quote
 from hfjax.weights.families import FAMILIES, Family, parse_config
+from hfjax.weights.hub import open_folder
 from hfjax.weights.load import WeightStream
-from hfjax.weights.model_folder import TOKENIZER, ModelFolder, has_file, read_folder
+from hfjax.weights.model_folder import TOKENIZER, ModelFolder, has_file
 from hfjax.weights.save import write_folder
 from hfjax.weights.tensor_files import KNOWN_TYPES
 from hfjax.weights.tensor_rules import RuleTable, Shape, TensorMapping, check_coverage, format_table
@@ -89,7 +90,7 @@ class Pretrained:
         try:
             return self.table.match_tensors(self.folder.tensors, self.shapes)
         except ValueError as error:
-            raise ValueError(f"{quote(self.folder.path)}: {error}") from None
+            raise ValueError(f"{self.folder.source}: {error}") from None
 
     @cached_property
     def weights(self) -> "FolderWeights":
@@ -122,7 +123,7 @@ class Pretrained:
         kinds = sorted({str(p.tensor.dtype) for p in self.mappings if p.tensor is not None})
         files = len(self.folder.files)
         head = (
-            f"{quote(self.folder.path)}: {self.folder.config['model_type']}, "
+            f"{self.folder.source}: {self.folder.config['model_type']}, "
             f"{len(self.mappings)} tensors of {', '.join(kinds)}, {human(self.bytes)} in "
             f"{files} file{'s' * (files > 1)}; stored as {self.param_dtype}"
         )
@@ -167,7 +168,10 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
 
     Args:
         path: A folder with config.json and safetensors files, as transformers' save_pretrained
-            writes it. In a multi-process run, all processes call this and must see the folder.
+            writes it; or the name of a model on the Hub, "org/name" or "org/name@revision", which
+            is downloaded into the Hub's cache (a folder of that name here wins, and a line says
+            so). In a multi-process run, all processes call this; they must see the folder, and of
+            the Hub they read the commit that process 0 finds.
         stored: The dtype in which parameters are stored and trained: float32, as hfjax stores its
             own models, or bfloat16 (with `hfjax.optimizers.master_weights`,
             which keeps a float32 copy: without it
@@ -175,14 +179,21 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
         changes: Overrides of fields of `config`, for instance `length=8192`.
 
     Raises:
-        ValueError: The folder's model is unknown, or its content is damaged.
+        ValueError: The folder's model is unknown, or its content is damaged; or the Hub does not
+            give it (no such name, no access, no network: the message says what to do).
 
     Example:
         >>> import hfjax
         >>> print(hfjax.pretrained("path/to/llama-3.2-1b"))  # doctest: +SKIP
+        >>> print(hfjax.pretrained("Qwen/Qwen3-0.6B@main"))  # doctest: +SKIP
     """
     _param_dtype(stored)
-    return from_folder(run_on_all(lambda: read_folder(Path(path))), stored, **changes)
+    if "revision" in changes:
+        raise ValueError(
+            f"revision={changes['revision']!r}: write it behind the name, as flags and "
+            f'configurations do: hfjax.pretrained("{path}@{changes["revision"]}").'
+        )
+    return from_folder(open_folder(path), stored, **changes)
 
 
 def from_folder(folder: ModelFolder, param_dtype: str = "float32", **changes: Any) -> Pretrained:
@@ -193,7 +204,7 @@ def from_folder(folder: ModelFolder, param_dtype: str = "float32", **changes: An
         check_keywords("pretrained", changes, [field.name for field in fields(config)])
         config = replace(config, **changes)
     except ValueError as error:
-        raise ValueError(f"{quote(folder.path)}: {error}") from None
+        raise ValueError(f"{folder.source}: {error}") from None
     family = FAMILIES[folder.config["model_type"]]
     model = Pretrained(folder, family, config, _param_dtype(param_dtype))
     run_on_all(lambda: len(model.mappings))
@@ -238,8 +249,8 @@ def export(
         path: The new folder. It must not exist yet, and appears once it is complete.
         layout: The layout of the state. All processes call this.
         state: The state whose parameters are written, in any layout, stored for any schedule.
-        like: The model that training began from, or its folder: names, dtypes, order, configuration
-            and tokenizer are taken from it.
+        like: The model that training began from, its folder, or its name on the Hub: names, dtypes,
+            order, configuration and tokenizer are taken from it.
         dtype: The dtype of all tensors: float32, bfloat16, float16 or float64 (or fp32, bf16 …).
             None: each as in `like`.
         shard: The maximum size of a file.
@@ -284,7 +295,7 @@ def _check_like(model: Pretrained, layout: Layout) -> None:
         lines = differences(model_config, parse_config(model.folder.config))
     if lines:
         raise ValueError(
-            f"the state is not of the model {quote(model.folder.path)}:\n  "
+            f"the state is not of the model {model.folder.source}:\n  "
             + "\n  ".join(first_lines(lines))
             + "\nIts config.json would describe another model. Give the folder of the model that "
             "it began as, and change nothing of that: like=FOLDER."

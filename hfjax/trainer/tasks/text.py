@@ -16,6 +16,7 @@ from hfjax.data.token_dataset import SPLITS, check_same_tokenizer, check_tokeniz
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.mesh import EXPERTS
 from hfjax.trainer.config import TrainConfig
+from hfjax.trainer.hub_sources import prepare_data
 from hfjax.trainer.model import ROUND_TO, ModelChoice, choose_model
 from hfjax.trainer.pretrained_model import (
     MAX_FINETUNING_RATE,
@@ -26,6 +27,7 @@ from hfjax.trainer.pretrained_model import (
     rate_warning,
 )
 from hfjax.trainer.sampling import MeanLoss, Sampling, encode_prompt, generate, mean_loss
+from hfjax.utils.hub import parse_dataset
 from hfjax.weights.pretrained import Pretrained
 
 MAX_PADDED_BATCH = 1 << 16  # examples that a batch of a small data set may be padded to
@@ -142,16 +144,28 @@ class TextTask:
     @cached_property
     def tokens(self) -> list[TokenSet]:
         """The data sets to train on."""
-        folders, factory = self.config.data.train, self.config.data.factory
-        if factory is not None:
+        if (factory := self.config.data.factory) is not None:
             raise ValueError(
                 f"--data.factory {factory} gives tokens and no tokenizer, so that there is no "
                 "text. Only models that began from a folder with one (--model.pretrained) have it."
             )
-        paths = [Path(path) for path in folders] if folders else [self._library]
+        paths = [self.folders[name] for name in self.config.data.train] or [self._library]
         return [
             self._check_tokenizer(TokenSet(split_folder(path, SPLITS[0]) or path)) for path in paths
         ]
+
+    @cached_property
+    def folders(self) -> dict[str, Path]:
+        """The folder of each data set by its name: one of the Hub is prepared. All call this."""
+        c, model = self.config.data, self._tokenizing_model
+        names = dict.fromkeys((*c.train, *([c.valid] if c.valid else ())))
+        if self.pretrained is not None and model is None and any(map(parse_dataset, names)):
+            raise ValueError(missing_tokenizer(self.pretrained.folder))
+        tokenizer = "bytes" if model is None else model.folder.path
+        return {
+            name: prepare_data(name, tokenizer) if parse_dataset(name) else Path(name)
+            for name in names
+        }
 
     @cached_property
     def _library(self) -> Path:
@@ -159,15 +173,14 @@ class TextTask:
         if self.pretrained is None:
             return standard_library()
         if not self.pretrained.has_tokenizer:
-            raise ValueError(missing_tokenizer(self.pretrained.folder.path))
+            raise ValueError(missing_tokenizer(self.pretrained.folder))
         return standard_library(tokenizer=self.pretrained.folder.path)
 
     def _check_tokenizer(self, tokens: TokenSet) -> TokenSet:
         """Return a data set; refuse one whose tokens are not those of the folder's model."""
         if self._tokenizing_model is not None:
-            check_tokenizer(
-                tokens, self._tokenizing_model.tokenizer, self._tokenizing_model.folder.path
-            )
+            folder = self._tokenizing_model.folder
+            check_tokenizer(tokens, self._tokenizing_model.tokenizer, folder.hub or folder.path)
         return tokens
 
     def train_loader(self, local_slice: Callable) -> Loader:
@@ -179,11 +192,12 @@ class TextTask:
     def valid_loader(self, local_slice: Callable) -> Loader | None:
         """Return the validation batches; None if there are none."""
         c = self.config.data
-        folder = c.valid or (c.train[0] if c.train else self._library)
-        valid_folder = split_folder(Path(folder), SPLITS[1])
+        name = c.valid or (c.train[0] if c.train else None)
+        folder = self._library if name is None else self.folders[name]
+        valid_folder = split_folder(folder, SPLITS[1])
         if valid_folder is None and c.valid is None:
             return None
-        tokens = self._check_tokenizer(TokenSet(valid_folder or Path(folder)))
+        tokens = self._check_tokenizer(TokenSet(valid_folder or folder))
         if self._tokenizing_model is None:
             check_same_tokenizer([self.tokens[0], tokens])
         return self._make_loader(local_slice, tokens, shuffle=False, epochs=1, pad_last=True)
