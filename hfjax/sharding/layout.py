@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
+from hfjax.optimizers.muon_by_names import bind_axes
 from hfjax.optimizers.transforms import (
     FrozenLayers,
     check_master,
@@ -527,6 +528,9 @@ def layout(  # noqa: PLR0913  options of one call
         )
         for path, param in template.parameters.items()
     }
+    names_by_path = {path: array.axes for path, array in arrays.items()}
+    shapes = {path: array.shape for path, array in arrays.items()}
+    optimizer = bind_axes(optimizer, names_by_path, shapes)
     param_specs = {
         path: place_array(array, template.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()
