@@ -1,7 +1,7 @@
 """Wrappers of any optax optimizer, and Muon by the names of dimensions.
 
 `transforms` (by path, averages, master weights), `rates`, `muon_by_names` (the optimizer),
-`matrix_axes` (which dimensions are a matrix), `matrix_exchange` (whole matrices of a sharded stack).
+`matrix_axes` (which dimensions are a matrix), `matrix_exchange` (whole matrices on each device).
 """
 
 from hfjax.optimizers.muon_by_names import muon

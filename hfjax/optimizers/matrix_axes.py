@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ class MatrixReader:
             if len(dims) > 2:
                 self._head_shapes |= {
                     (shapes[path][a], shapes[path][b])
-                    for a, b in zip(dims, dims[1:], strict=False)
+                    for a, b in pairwise(dims)
                     if names[a] in HEADS and names[b] is None
                 }
 
@@ -160,8 +161,8 @@ class MatrixReader:
         qkv = next((dim for dim in dims if names[dim] == QKV), None)
         if qkv is not None and shape[qkv] < 3:
             raise ValueError(
-                f"muon: {path} {list(shape)}: dimension {qkv} is named {QKV!r}, which holds queries,"
-                f" then a key, then a value: at least 3, found {shape[qkv]}."
+                f"muon: {path} {list(shape)}: dimension {qkv} is named {QKV!r}, which holds "
+                f"queries, then a key, then a value: at least 3, found {shape[qkv]}."
             )
         return MatrixAxes(tuple(shape), stacks, tuple(sides[0]), tuple(sides[1]), qkv)
 
@@ -187,8 +188,8 @@ class MatrixReader:
             raise ValueError(
                 f"muon: {path} {list(shape)} with axes {names}: which dimensions make the two sides"
                 f" of a matrix is not clear. Name them: {QKV!r} for queries, a key and a value "
-                f"after heads, {WIDTHS[0]!r} for the width of a head, {STACKS[-1]!r} for what stacks "
-                "matrices; or let another optimizer update it: "
+                f"after heads, {WIDTHS[0]!r} for the width of a head, {STACKS[-1]!r} for what "
+                "stacks matrices; or let another optimizer update it: "
                 f'hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": '
                 "hfjax.optimizers.muon(…)})."
             )
@@ -202,8 +203,8 @@ def _side_dims(names: Names) -> list[int]:
 
 def _unnamed_error(path: str, shape: tuple[int, ...]) -> ValueError:
     return ValueError(
-        f"muon: {path} {list(shape)} has no names of its dimensions, by which muon tells matrices "
-        'from stacks of vectors and from embeddings. Name them: hfjax.layout(…, axes={"*/up/kernel":'
-        ' ("embed", "mlp")}), or axes="auto"; or let another optimizer update it: '
+        f"muon: {path} {list(shape)} has no names of its dimensions, by which muon tells "
+        "matrices from stacks of vectors and from embeddings. Name them: hfjax.layout(…, "
+        'axes={"*/up/kernel": ("embed", "mlp")}), or axes="auto"; or let another optimizer update it: '
         f'hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": hfjax.optimizers.muon(…)}}).'
     )

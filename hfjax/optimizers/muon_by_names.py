@@ -26,7 +26,7 @@ from hfjax.utils.trace_context import set_value
 MATRICES, OTHERS = "matrices", "others"
 
 _reader: ContextVar[MatrixReader | None] = ContextVar("reader", default=None)
-_shardings: ContextVar[Mapping[str, NamedSharding]] = ContextVar("shardings", default={})
+_shardings: ContextVar[Mapping[str, NamedSharding] | None] = ContextVar("shardings", default=None)
 
 
 class Momentum(NamedTuple):
@@ -220,8 +220,8 @@ def _find(path: str, x: Any) -> MatrixAxes | str:
     reader = _reader.get()
     if reader is None:
         raise ValueError(
-            "hfjax.optimizers.muon reads the names of a model's dimensions from its layout: pass it "
-            "to hfjax.layout(model, muon(…), mesh, strategy), alone or inside optax.chain or "
+            "hfjax.optimizers.muon reads the names of a model's dimensions from its layout: pass "
+            "it to hfjax.layout(model, muon(…), mesh, strategy), alone or inside optax.chain or "
             "hfjax.optimizers' wrappers, and use layout.optimizer. A wrapper that is no optax "
             "function hides it: wrap optax.contrib.muon instead."
         )
@@ -232,7 +232,7 @@ def _find(path: str, x: Any) -> MatrixAxes | str:
 
 def _map_matrices(path: str, matrix: MatrixAxes, run: Callable, x: jax.Array) -> jax.Array:
     """Return an array whose stack of whole matrices is `run(stack)`."""
-    if (sharding := _shardings.get().get(path)) is not None:
+    if (sharding := (_shardings.get() or {}).get(path)) is not None:
         return MatrixExchange(matrix, sharding).map_matrices(run, x)
     return matrix.unstack(run(matrix.stack(x)), x.shape)
 

@@ -1,6 +1,6 @@
-"""Refuses muon where it would take stacks of vectors for matrices, and matrices for something else.
+"""Refuses optax.contrib.muon where it would take vectors for matrices, or miss matrices.
 
-optax.contrib.muon calls an array with two dimensions a matrix. With stacked layers that is a stack
+It calls an array with two dimensions a matrix. With stacked layers that is a stack
 of biases; their matrices have three dimensions, or more where heads are kept apart.
 """
 
@@ -34,11 +34,11 @@ def check_matrices(
     if messages:
         raise ValueError(
             f"optax.contrib.muon {' and '.join(messages)}: without more it takes each array of two "
-            "dimensions for a matrix, and no other. Say which dimensions are a matrix: muon(…, "
+            "dimensions for a matrix, and no other. Use hfjax.optimizers.muon(…), which reads what "
+            "is a matrix from the names of dimensions. Or say it: optax.contrib.muon(…, "
             "muon_weight_dimension_numbers=f), f(params) being a tree of "
             "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), and None for what "
-            "Adam updates. Or use another optimizer, for all paths (optax.adamw) or for some "
-            "(hfjax.optimizers.by_path)."
+            "Adam updates; or let another optimizer update some paths (hfjax.optimizers.by_path)."
         )
 
 
