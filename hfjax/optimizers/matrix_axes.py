@@ -205,6 +205,6 @@ def _unnamed_error(path: str, shape: tuple[int, ...]) -> ValueError:
     return ValueError(
         f"muon: {path} {list(shape)} has no names of its dimensions, by which muon tells "
         "matrices from stacks of vectors and from embeddings. Name them: hfjax.layout(…, "
-        'axes={"*/up/kernel": ("embed", "mlp")}), or axes="auto"; or let another optimizer update it: '
-        f'hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": hfjax.optimizers.muon(…)}}).'
+        'axes={"*/up/kernel": ("embed", "mlp")}), or axes="auto"; or let another optimizer '
+        f'update it: hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": hfjax.optimizers.muon(…)}}).'
     )
