@@ -37,6 +37,8 @@ from hfjax.optimizers.muon_by_names import exchange_matrices
 from hfjax.utils.paths import flatten, nest
 from tests import plain_muon
 from tests.small_gpt import gpt, gpt_layout, mlps, tokens
+from tests.small_stack import Stack
+from tests.test_uneven_stages import short
 
 SHAPE: Any = {"vocab": 64, "length": 16, "layers": 3, "embed": 32, "heads": 4}
 EXPERTS: Any = {"experts": 4, "capacity": None, "router": Router(balance_loss=0.0)}
@@ -184,6 +186,23 @@ def test_training_equals_plain_optax_on_separate_matrices(name, mesh, plain):
     if (mesh == "EXPERT" and name != "moe") or (mesh == "CONTEXT" and name == "moe"):
         pytest.skip("a mixture alone has experts, and groups of whole sequences")
     assert_equal(trained(name, *MESHES[mesh]), plain(name))
+
+
+@SLOW
+@pytest.mark.parametrize("mesh", ["DDP", "TENSOR"])
+def test_a_layer_in_its_backward_pass_is_updated_by_its_own_matrices(mesh, plain):
+    assert_equal(trained("gpt", *MESHES[mesh], optimizer_in_backward=True), plain("gpt"))
+
+
+@SLOW
+def test_stages_that_update_by_themselves_have_whole_matrices():
+    """With every=microbatches, 2bw has one update in a call, as a schedule that waits."""
+    made = []
+    for name in ("1f1b-published", "2bw"):
+        layout = small(PIPE, {"pipe": 2})
+        schedule = hfjax.Schedule(name, 2, every=2 if name == "2bw" else None)
+        made.append(flatten(hfjax.full_array(steps(layout, schedule=schedule).params)))
+    assert_equal(made[1], made[0])
 
 
 def exchanged(layout, gradients, steps=2):
@@ -427,10 +446,14 @@ def small(strategy, sizes, optimizer=None, **changes):
 
 
 def steps(layout, count=2, **execution):
-    step, state = hfjax.train_step(layout, next_token_loss, **execution), hfjax.init(layout)
+    schedule = execution.get("schedule")
+    step, state = (
+        hfjax.train_step(layout, next_token_loss, **execution),
+        hfjax.init(layout, 0, schedule),
+    )
     for _ in range(count):
         state, _ = step(state, tokens())
-    return state
+    return hfjax.to_model_order(layout, state)
 
 
 @SLOW
@@ -529,12 +552,9 @@ def test_arguments_that_make_no_sense_are_refused(options, message):
         muon(**options)
 
 
-def test_where_optimizers_work_entry_by_entry_it_is_refused():
+def test_where_devices_update_pieces_of_matrices_or_lists_of_layers_it_is_refused():
     with pytest.raises(ValueError, match=r"an optimizer that .*, with optimizer_in_backward=True"):
         hfjax.train_step(small(FSDP, {"fsdp": 2}), next_token_loss, optimizer_in_backward=True)
-    schedule = hfjax.Schedule("pipedream", 2)
-    with pytest.raises(ValueError, match=r"an optimizer that .*, with an asynchronous schedule"):
-        hfjax.train_step(small(PIPE, {"pipe": 2}), next_token_loss, schedule=schedule)
     listed = layout_of(short, PIPE, {"pipe": 2}, axes={"*/kernel": ("embed", "mlp")})
     with pytest.raises(ValueError, match=r"optimizer that does not work element by element"):
         hfjax.train_step(listed, squares, schedule=hfjax.Schedule("1f1b", 2))

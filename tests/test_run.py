@@ -740,6 +740,18 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"optimizer": OptimizerConfig(name="lbfgs")}, r"lbfgs cannot be used here: it needs more"),
         ({"optimizer": OptimizerConfig(name="scale_by_learning_rate")}, r"optax has no optimizer"),
         (
+            {"optimizer": OptimizerConfig(adam_learning_rate=1e-3)},
+            r"adam-learning-rate 0.001: only muon has an AdamW beside it, found .*name adamw",
+        ),
+        (
+            {"optimizer": OptimizerConfig(factory="a:b", adam_learning_rate=1e-3)},
+            r"adam-learning-rate beside --optimizer.factory",
+        ),
+        (
+            {"optimizer": OptimizerConfig(name="muon", adam_learning_rate=1e-3, learning_rate=0.0)},
+            r"adam-learning-rate 0.001 beside --optimizer.learning-rate 0: AdamW follows",
+        ),
+        (
             {"optimizer": OptimizerConfig(factory="hfjax:save")},
             r"a function of the learning rate is exp",
         ),

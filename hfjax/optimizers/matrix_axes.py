@@ -206,5 +206,6 @@ def _unnamed_error(path: str, shape: tuple[int, ...]) -> ValueError:
         f"muon: {path} {list(shape)} has no names of its dimensions, by which muon tells "
         "matrices from stacks of vectors and from embeddings. Name them: hfjax.layout(…, "
         'axes={"*/up/kernel": ("embed", "mlp")}), or axes="auto"; or let another optimizer '
-        f'update it: hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": hfjax.optimizers.muon(…)}}).'
+        f'update it: hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": '
+        "hfjax.optimizers.muon(…)})."
     )
