@@ -116,9 +116,9 @@ def report(args: argparse.Namespace, found: dict[tuple[str, float], dict[int, fl
         f"A byte GPT ({args.layers} layers, {args.embed} wide, {args.length} tokens a row, "
         f"{BATCH} rows a step) on the source of Python's standard library: the loss (nats a byte) "
         f"of {VALID_BATCHES} held-out batches, by the number of steps. All runs have the same "
-        "start, batches and shape of the schedule (a tenth of warm-up, then a cosine to a tenth), and a "
-        f"weight decay of 0.1. AdamW beside muon has the rate {ADAM_RATE:g}, AdamW alone b2=0.95. "
-        "Bold: the best rate of each.",
+        "start, batches and shape of the schedule (a tenth of warm-up, then a cosine to a tenth), "
+        f"and a weight decay of 0.1. AdamW beside muon has the rate {ADAM_RATE:g}, AdamW alone "
+        "b2=0.95. Bold: the best rate of each.",
         "",
         f"| optimizer | rate | {' | '.join(map(str, points))} |",
         "|" + "---|" * (len(points) + 2),

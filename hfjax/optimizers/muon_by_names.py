@@ -248,6 +248,7 @@ def bind_axes(
     optimizer: optax.GradientTransformation,
     axes: Mapping[str, Names],
     shapes: Mapping[str, tuple[int, ...]],
+    packed: str = "",
 ) -> optax.GradientTransformation:
     """Return the optimizer, whose `muon` reads these names; without one it stays the same.
 
@@ -255,11 +256,12 @@ def bind_axes(
         optimizer: Any optax transformation.
         axes: Path -> the name of each dimension, of all parameters.
         shapes: Path -> the shape.
+        packed: How paths of arrays begin into which a list of layers may be packed: no matrices.
     """
     functions = find_closure_functions(optimizer.update, set())
     if not any(getattr(function, "reads_axes", False) for function in functions):
         return optimizer
-    reader, inner = MatrixReader(axes, shapes), optax.with_extra_args_support(optimizer)
+    reader, inner = MatrixReader(axes, shapes, packed), optax.with_extra_args_support(optimizer)
 
     def init(params: Tree) -> Any:
         with set_value(_reader, reader):
@@ -273,7 +275,7 @@ def bind_axes(
         return optax.GradientTransformationExtraArgs(init, update)
     bound = MasterWeights(init, update)
     bound.param_dtype = optimizer.param_dtype
-    bound.inner = bind_axes(optimizer.inner, axes, shapes)
+    bound.inner = bind_axes(optimizer.inner, axes, shapes, packed)
     return bound
 
 

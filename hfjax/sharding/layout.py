@@ -31,6 +31,7 @@ from hfjax.parallel.offload.host_memory import (
     check_has_host_memory,
     host_sharding,
 )
+from hfjax.parallel.packing import PACKED
 from hfjax.parallel.param_specs import Array, ParamSpecs, batch_spec, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.axis_names import find_names
@@ -530,7 +531,7 @@ def layout(  # noqa: PLR0913  options of one call
     }
     names_by_path = {path: array.axes for path, array in arrays.items()}
     shapes = {path: array.shape for path, array in arrays.items()}
-    optimizer = bind_axes(optimizer, names_by_path, shapes)
+    optimizer = bind_axes(optimizer, names_by_path, shapes, PACKED)
     param_specs = {
         path: place_array(array, template.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()
