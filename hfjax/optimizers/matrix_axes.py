@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -116,27 +117,36 @@ class MatrixAxes:
         return x.reshape(x.shape[0], rows, columns)
 
 
+class NamedArray(Protocol):
+    """An array with names of its dimensions."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        ...
+
+    @property
+    def axes(self) -> Names:
+        """The name of each dimension, None where it has none."""
+        ...
+
+
 class MatrixReader:
     """Which parameters of a model are matrices, by the names of their dimensions.
 
     Args:
-        axes: Path -> the name of each dimension.
-        shapes: Path -> the shape.
+        arrays: Path -> shape and names of dimensions.
         packed: How paths of arrays begin into which a list of layers is packed.
     """
 
-    def __init__(
-        self,
-        axes: Mapping[str, Names],
-        shapes: Mapping[str, tuple[int, ...]],
-        packed: str = "",
-    ) -> None:
-        self._axes, self._packed, self._head_shapes = axes, packed, set[tuple[int, ...]]()
-        for path, names in axes.items():
-            dims = _side_dims(names)
+    def __init__(self, arrays: Mapping[str, NamedArray], packed: str = "") -> None:
+        self._axes = {path: array.axes for path, array in arrays.items()}
+        self._packed, self._head_shapes = packed, set[tuple[int, ...]]()
+        for array in arrays.values():
+            names, dims = array.axes, _side_dims(array.axes)
             if len(dims) > 2:
                 self._head_shapes |= {
-                    (shapes[path][a], shapes[path][b])
+                    (array.shape[a], array.shape[b])
                     for a, b in pairwise(dims)
                     if names[a] in HEADS and names[b] is None
                 }

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
-from hfjax.optimizers.matrix_axes import MatrixAxes, MatrixReader, Names
+from hfjax.optimizers.matrix_axes import MatrixAxes, MatrixReader, NamedArray
 from hfjax.optimizers.matrix_exchange import MatrixExchange
 from hfjax.optimizers.transforms import MasterWeights, check_rate, find_closure_functions
 from hfjax.utils.keywords import parse_dtype
@@ -32,7 +32,7 @@ _shardings: ContextVar[Mapping[str, NamedSharding] | None] = ContextVar("shardin
 class Momentum(NamedTuple):
     """The state of the matrices: the momentum, as parameters are stored."""
 
-    count: jax.Array
+    count: Any
     mu: Any
 
 
@@ -167,7 +167,7 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
     def init(params: Tree) -> MuonGroups:
         return MuonGroups(inner.init(params))
 
-    def update(updates: Tree, state: MuonGroups, params: Tree = None, **extra: Any) -> tuple:
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple:
         updates, new = inner.update(updates, state.groups, params, **extra)
         return updates, MuonGroups(new)
 
@@ -192,7 +192,7 @@ def _scale_by_momentum(
     def init(params: Tree) -> Momentum:
         return Momentum(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype))
 
-    def update(updates: Tree, state: Momentum, params: Tree = None) -> tuple[Tree, Momentum]:
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Momentum]:
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = optax.safe_increment(state.count)
         if nesterov:
@@ -246,22 +246,20 @@ def _is_array(x: object) -> bool:
 
 def bind_axes(
     optimizer: optax.GradientTransformation,
-    axes: Mapping[str, Names],
-    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Mapping[str, NamedArray],
     packed: str = "",
 ) -> optax.GradientTransformation:
     """Return the optimizer, whose `muon` reads these names; without one it stays the same.
 
     Args:
         optimizer: Any optax transformation.
-        axes: Path -> the name of each dimension, of all parameters.
-        shapes: Path -> the shape.
+        arrays: Path -> shape and names of dimensions, of all parameters.
         packed: How paths of arrays begin into which a list of layers may be packed: no matrices.
     """
     functions = find_closure_functions(optimizer.update, set())
     if not any(getattr(function, "reads_axes", False) for function in functions):
         return optimizer
-    reader, inner = MatrixReader(axes, shapes, packed), optax.with_extra_args_support(optimizer)
+    reader, inner = MatrixReader(arrays, packed), optax.with_extra_args_support(optimizer)
 
     def init(params: Tree) -> Any:
         with set_value(_reader, reader):
@@ -275,7 +273,7 @@ def bind_axes(
         return optax.GradientTransformationExtraArgs(init, update)
     bound = MasterWeights(init, update)
     bound.param_dtype = optimizer.param_dtype
-    bound.inner = bind_axes(optimizer.inner, axes, shapes, packed)
+    bound.inner = bind_axes(optimizer.inner, arrays, packed)
     return bound
 
 
@@ -288,26 +286,24 @@ def exchange_matrices(shardings: Mapping[str, NamedSharding]) -> AbstractContext
     return set_value(_shardings, shardings)
 
 
-def muon_notes(
-    state: Any, axes: Mapping[str, Names], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[str]:
+def muon_notes(state: Any, arrays: Mapping[str, NamedArray]) -> Iterator[str]:
     """Yield who gets what: the matrices of `muon`, and why others have AdamW.
 
     Args:
         state: The optimizer state, or its shapes.
-        axes: Path -> the name of each dimension.
-        shapes: Path -> the shape.
+        arrays: Path -> shape and names of dimensions, of all parameters.
     """
     is_muon = lambda x: isinstance(x, MuonGroups)
     nodes = [x for x in jax.tree.leaves(state, is_leaf=is_muon) if is_muon(x)]
-    reader = MatrixReader(axes, shapes)
+    reader = MatrixReader(arrays)
+    find = lambda path: str(reader.find(path, arrays[path].shape))
     for node in nodes:
         momentum, adam = (_moments(node.groups.inner_states[x]) for x in (MATRICES, OTHERS))
-        for path in sorted(momentum):
-            yield f"muon: {path} {reader.find(path, shapes[path])}"
+        for path in sorted(arrays.keys() & momentum.keys()):
+            yield f"muon: {path} {find(path)}"
         reasons: dict[str, list[str]] = {}
-        for path in sorted(adam):
-            reasons.setdefault(str(reader.find(path, shapes[path])), []).append(path)
+        for path in sorted(arrays.keys() & adam.keys()):
+            reasons.setdefault(find(path), []).append(path)
         for reason, paths in reasons.items():
             yield f"AdamW beside muon ({reason}): {', '.join(paths)}"
 

@@ -2,6 +2,7 @@
 
 It calls an array with two dimensions a matrix. With stacked layers that is a stack
 of biases; their matrices have three dimensions, or more where heads are kept apart.
+hfjax.optimizers.muon gets the names of dimensions here.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +11,16 @@ from typing import Any
 import jax
 import optax
 
+from hfjax.optimizers.muon_by_names import bind_axes
 from hfjax.parallel.mesh import STACK
+from hfjax.parallel.packing import PACKED
 from hfjax.parallel.param_specs import Array
 from hfjax.utils.paths import flatten, nest
+
+
+def bind_matrices(optimizer: Any, arrays: Mapping[str, Array]) -> Any:
+    """Return the optimizer, whose `hfjax.optimizers.muon`, if it has one, reads these names."""
+    return bind_axes(optimizer, arrays, PACKED)
 
 
 def check_matrices(

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.optimizers.muon_by_names import bind_axes
 from hfjax.optimizers.transforms import (
     FrozenLayers,
     check_master,
@@ -31,7 +30,6 @@ from hfjax.parallel.offload.host_memory import (
     check_has_host_memory,
     host_sharding,
 )
-from hfjax.parallel.packing import PACKED
 from hfjax.parallel.param_specs import Array, ParamSpecs, batch_spec, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.axis_names import find_names
@@ -49,7 +47,7 @@ from hfjax.sharding.check_layout import (
     first_layers,
     idle_axes,
 )
-from hfjax.sharding.check_matrices import check_matrices
+from hfjax.sharding.check_matrices import bind_matrices, check_matrices
 from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
 from hfjax.sharding.optimizer_state import find_parameter
 from hfjax.sharding.report import (
@@ -529,9 +527,7 @@ def layout(  # noqa: PLR0913  options of one call
         )
         for path, param in template.parameters.items()
     }
-    names_by_path = {path: array.axes for path, array in arrays.items()}
-    shapes = {path: array.shape for path, array in arrays.items()}
-    optimizer = bind_axes(optimizer, names_by_path, shapes, PACKED)
+    optimizer = bind_matrices(optimizer, arrays)
     param_specs = {
         path: place_array(array, template.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()

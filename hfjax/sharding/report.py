@@ -40,9 +40,7 @@ def layout_notes(layout: Any) -> Iterator[str]:
         yield experts
     yield from layout.host_memory.notes()
     yield from layout.template.notes
-    arrays = layout.arrays.values()
-    names, shapes = {a.path: a.axes for a in arrays}, {a.path: a.shape for a in arrays}
-    yield from muon_notes(layout.state_shapes.optimizer, names, shapes)
+    yield from muon_notes(layout.state_shapes.optimizer, layout.arrays)
     for path, n in count_frozen_layers(layout.param_specs).items():
         yield f"{path}: its first {n} layers stay as they are"
     if packed is not None:

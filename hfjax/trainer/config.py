@@ -284,7 +284,7 @@ class OptimizerConfig:
     learning_rate: float = 3e-3
     """Highest learning rate; also --lr."""
     adam_learning_rate: float | None = None
-    """With muon, highest rate of AdamW, which has what is no matrix (default: the same)."""
+    """Highest learning rate of the AdamW beside muon (default: muon's)."""
     momentum: float | None = None
     """Momentum, of optimizers that have it: sgd, muon (default: optax's)."""
     weight_decay: float | None = None
