@@ -248,7 +248,8 @@ def test_an_update_is_that_of_plain_optax_however_the_state_is_sharded(short_cas
 
 def plain_updates(optimizer, params, gradients):
     """Return arrays after two updates by plain optax, as they are taken apart."""
-    apart, gradients = map(plain_muon.take_apart, (params, gradients))
+    apart: Any = plain_muon.take_apart(params)
+    gradients = plain_muon.take_apart(gradients)
     state, update = optimizer.init(apart), jax.jit(optimizer.update)
     for _ in range(2):
         updates, state = update(gradients, state, apart)

@@ -5,7 +5,7 @@ shardings of its state while a step is traced. The momentum is kept and updated 
 shards it; what is orthogonalized are whole matrices (`matrix_axes`, `matrix_exchange`), by optax.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
@@ -48,7 +48,7 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
     ns_steps: int = 5,
     beta: ArrayLike = 0.95,
     eps: ArrayLike = 1e-8,
-    weight_decay: ArrayLike = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
     mu_dtype: DTypeLike | None = None,
     *,
@@ -58,7 +58,7 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
     adam_b1: ArrayLike = 0.9,
     adam_b2: ArrayLike = 0.999,
     adam_eps_root: ArrayLike = 0.0,
-    adam_weight_decay: ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     consistent_rms: ArrayLike | None = None,
     ns_dtype: DTypeLike | None = None,
@@ -138,13 +138,13 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
         """Return the update of a parameter by its momentum."""
         matrix = _find(path, momentum)
         assert isinstance(matrix, MatrixAxes)
-        run_single = jax.vmap(lambda x: single.update(x, single.init(x), x)[0])
+        run_single: Callable = jax.vmap(lambda x: single.update(x, single.init(x), x)[0])
         run = lambda stack: matrix.join(list(map(run_single, matrix.split(stack))))
         x = momentum if dtype is None else momentum.astype(dtype)
         return _map_matrices(path, matrix, run, x).astype(momentum.dtype)
 
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    groups = {
+    groups: dict[Hashable, optax.GradientTransformation] = {
         MATRICES: optax.chain(
             _scale_by_momentum(orthogonalize, beta, nesterov, mu_dtype),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
