@@ -44,7 +44,7 @@ def _scaled(schedule: Callable) -> Callable:
 
 OPTIMIZERS: dict[str, tuple[Callable, tuple[float, ...]]] = {
     "muon": (muon, (0.01, 0.02, 0.04)),
-    "AdamW": (adamw, (1e-3, 3e-3, 1e-2)),
+    "AdamW": (adamw, (3e-3, 1e-2, 3e-2)),
 }
 
 
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace, optimizer: Any) -> tuple[dict[int, float], flo
     model = lambda rngs: GPT(config, rngs=rngs)
     mesh = hfjax.make_mesh(devices=jax.devices()[:1])
     layout = hfjax.layout(model, optimizer, mesh, hfjax.DDP)
-    step, evaluate = (make(layout, next_token_loss) for make in (hfjax.train_step, hfjax.eval_step))
+    step = hfjax.train_step(layout, next_token_loss)
+    evaluate: Any = hfjax.eval_step(layout, next_token_loss)
     library = standard_library()
     train = Loader(library / "train", BATCH, args.length, threads=0, prefetch=0)
     held_out = Loader(library / "valid", BATCH, args.length, threads=0, prefetch=0)

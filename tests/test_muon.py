@@ -35,6 +35,8 @@ from hfjax.optimizers import muon
 from hfjax.optimizers.matrix_axes import MatrixReader
 from hfjax.optimizers.muon_by_names import exchange_matrices
 from hfjax.parallel.param_specs import Array
+from hfjax.trainer.config import OptimizerConfig, TrainConfig
+from hfjax.trainer.optimizer import build_optimizer, make_lr_schedule
 from hfjax.utils.paths import flatten, nest
 from tests import plain_muon
 from tests.small_gpt import gpt, gpt_layout, mlps, tokens
@@ -508,6 +510,24 @@ def test_its_state_is_restored_under_another_strategy(tmp_path):
     momentum = flatten(groups(restored).mu)[kernel]
     assert np.abs(momentum).max() > 1
     assert momentum.sharding.spec == layouts[1].param_specs[kernel].optimizer_state
+
+
+def test_the_command_line_names_its_momentum_decay_and_both_rates():
+    flags = OptimizerConfig("muon", learning_rate=0.1, adam_learning_rate=0.01, momentum=0.5)
+    config = TrainConfig(optimizer=flags, steps=8)
+    rate = make_lr_schedule(config)
+    adam_rate = lambda count: 0.1 * rate(count)
+    direct = muon(
+        rate, beta=0.5, adam_learning_rate=adam_rate, weight_decay=0.1, adam_weight_decay=0.1
+    )
+    model = lambda _: {"up": jnp.ones((8, 16)), "tokens": jnp.ones((16, 8))}
+    names = {"up": ("embed", "mlp"), "tokens": ("vocab", "embed")}
+    made = []
+    for optimizer in (build_optimizer(config, rate), direct):
+        layout = layout_of(model, DDP, {"data": 1}, optimizer, axes=names)
+        made.append(hfjax.full_array(exchanged(layout, draw(layout))))
+    np.testing.assert_allclose(made[0]["up"], made[1]["up"], rtol=1e-6)
+    np.testing.assert_allclose(made[0]["tokens"], made[1]["tokens"], rtol=1e-6)
 
 
 # -- what is refused ----------------------------------------------------------------------------

@@ -748,10 +748,6 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
             r"adam-learning-rate beside --optimizer.factory",
         ),
         (
-            {"optimizer": OptimizerConfig(name="muon", adam_learning_rate=1e-3, learning_rate=0.0)},
-            r"adam-learning-rate 0.001 beside --optimizer.learning-rate 0: AdamW follows",
-        ),
-        (
             {"optimizer": OptimizerConfig(factory="hfjax:save")},
             r"a function of the learning rate is exp",
         ),

@@ -179,11 +179,6 @@ def _adam_kwargs(opts: OptimizerConfig, names: list[str], rate: Callable) -> dic
             f"--optimizer.adam-learning-rate {peak}: only muon has an AdamW beside it, found "
             f"--optimizer.name {opts.name}. Say its rate by --optimizer.learning-rate."
         )
-    if not opts.learning_rate:
-        raise ValueError(
-            f"--optimizer.adam-learning-rate {peak} beside --optimizer.learning-rate 0: AdamW "
-            "follows the schedule of muon's rate, which is 0. Give one above 0."
-        )
     factor = peak / opts.learning_rate
     return {"adam_learning_rate": lambda count: factor * rate(count)}
 
