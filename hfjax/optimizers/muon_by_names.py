@@ -109,7 +109,7 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
         >>> model = lambda rngs: Llama(LlamaConfig.tiny(), rngs=rngs)
         >>> optimizer = hfjax.optimizers.muon(0.02, adam_learning_rate=3e-3, weight_decay=0.1)
         >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(fsdp=8), hfjax.FSDP)
-        >>> print("\\n".join(line[:74] for line in str(layout).splitlines() if "muon" in line))
+        >>> print("\\n".join(line for line in str(layout).splitlines() if "muon: " in line))
         note: muon: layers/attention/out/kernel 4 x [128, 128]
         note: muon: layers/attention/qkv/kernel 4 x q [128, 128], k and v [128, 64]
         note: muon: layers/mlp/down/kernel 4 x [352, 128]
