@@ -175,7 +175,7 @@ def train_plain(case: Case, case_layout: Layout) -> TrainResult:
     variables: dict[str, Any] = flatten(state.variables)
     parameters: dict[str, Any] = flatten(state.params)
     optimizer_state, first_gradients, metrics_log, variable_log = (
-        case.optimizer.init(state.params),
+        case_layout.optimizer.init(state.params),
         {},
         [],
         {},
@@ -222,7 +222,7 @@ class PlainStep:
         mean: Mean = jax.tree.map(lambda *x: sum(x[1:], x[0]), *means)
         mean_gradients = jax.tree.map(lambda *g: sum(g[1:], g[0]) / mean.weight, *gradients)
         mean_gradients = self._clip(mean_gradients)
-        updates, optimizer_state = self.case.optimizer.update(
+        updates, optimizer_state = self.case_layout.optimizer.update(
             nest(mean_gradients), optimizer_state, nest(parameters)
         )
         new: Any = optax.apply_updates(nest(parameters), updates)

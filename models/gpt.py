@@ -100,7 +100,7 @@ class Attention(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         width = config.embed // config.heads
         heads = (config.heads, 3, width)
-        axes = ("embed", "heads", None, None)
+        axes = ("embed", "heads", "qkv", None)
         self.qkv = Linear((config.embed, *heads), axes, 3, 0.02, rngs=rngs)
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, rngs=rngs)

@@ -239,7 +239,7 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         groups, width, bias = config.kv_heads, config.width, config.qkv_bias
         shape = (config.embed, groups, config.heads // groups + 2, width)
-        self.qkv = Linear(shape, ("embed", "heads", None, None), 3, 0.02, bias=bias, rngs=rngs)
+        self.qkv = Linear(shape, ("embed", "heads", "qkv", None), 3, 0.02, bias=bias, rngs=rngs)
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, bias=False, rngs=rngs)
         self.q_norm = make_norm(config, width) if config.qk_norm else None
@@ -298,7 +298,7 @@ class MLP(nnx.Module):
         self, embed: int, mlp: int, scale: float, activation: str = "silu", *, rngs: nnx.Rngs
     ) -> None:
         shape = (embed, mlp, 2)
-        self.gate_up = Linear(shape, ("embed", "mlp", None), 2, 0.02, bias=False, rngs=rngs)
+        self.gate_up = Linear(shape, ("embed", "mlp", "gate_up"), 2, 0.02, bias=False, rngs=rngs)
         self.down = Linear((mlp, embed), ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
         self.activation = activation
         self.place = no_constraint

@@ -744,6 +744,14 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"optimizer": OptimizerConfig(name="lbfgs")}, r"lbfgs cannot be used here: it needs more"),
         ({"optimizer": OptimizerConfig(name="scale_by_learning_rate")}, r"optax has no optimizer"),
         (
+            {"optimizer": OptimizerConfig(adam_learning_rate=1e-3)},
+            r"adam-learning-rate 0.001: only muon has an AdamW beside it, found .*name adamw",
+        ),
+        (
+            {"optimizer": OptimizerConfig(factory="a:b", adam_learning_rate=1e-3)},
+            r"adam-learning-rate beside --optimizer.factory",
+        ),
+        (
             {"optimizer": OptimizerConfig(factory="hfjax:save")},
             r"a function of the learning rate is exp",
         ),

@@ -81,6 +81,7 @@ API = {  # page: (its title, {heading: public names, module:name})
                     "hfjax:adamw",
                     "hfjax.optimizers:by_path",
                     "hfjax.optimizers:matching",
+                    "hfjax.optimizers:muon",
                     "hfjax.optimizers:scaled",
                     "hfjax:lr_schedule",
                 ),

@@ -7,6 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from hfjax.optimizer_step.gather_updated_params import all_gather_params
 from hfjax.optimizer_step.gradients import Gradients
@@ -15,6 +16,7 @@ from hfjax.optimizer_step.update import (
     UpdateAfterGradients,
     constrain,
 )
+from hfjax.optimizers.muon_by_names import exchange_matrices
 from hfjax.optimizers.transforms import params_from_master
 from hfjax.utils.paths import Flat, flatten, nest
 
@@ -46,6 +48,10 @@ class ShardedUpdate(UpdateAfterGradients):
         params, param_specs = old_state.parameters, self.layout.param_specs
         gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
         inputs = nest(constrain(gradients, param_specs)), old_state.optimizer, nest(params)
-        updates, optimizer = self.layout.optimizer.update(*inputs)
+        shardings = {
+            path: NamedSharding(p.mesh, p.optimizer_state) for path, p in param_specs.items()
+        }
+        with exchange_matrices(shardings):
+            updates, optimizer = self.layout.optimizer.update(*inputs)
         new_params = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
         return constrain(params_from_master(new_params, optimizer), param_specs), optimizer

@@ -1,5 +1,10 @@
-"""Wrappers of any optax optimizer: `transforms` (by path, averages, master weights), `rates`."""
+"""Wrappers of any optax optimizer, and Muon by the names of dimensions.
 
+`transforms` (by path, averages, master weights), `rates`, `muon_by_names` (the optimizer),
+`matrix_axes` (which dimensions are a matrix), `matrix_exchange` (whole matrices on each device).
+"""
+
+from hfjax.optimizers.muon_by_names import muon
 from hfjax.optimizers.rates import lr_schedule
 from hfjax.optimizers.transforms import (
     adamw,
@@ -19,5 +24,6 @@ __all__ = [
     "lr_schedule",
     "master_weights",
     "matching",
+    "muon",
     "scaled",
 ]

@@ -56,16 +56,16 @@ def adamw(
                 f"adamw: {name}={number!r}: a plain number is expected, the same in every step, "
                 f"from 0 to {maxima[name]:.4g}. Use optax.adamw for one that changes."
             )
-    _check_rate(learning_rate)
+    check_rate("adamw", learning_rate)
     return optax.adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype, weight_decay, mask)
 
 
-def _check_rate(rate: object) -> None:
+def check_rate(caller: str, rate: object, argument: str = "learning_rate") -> None:
     """Refuse a learning rate that is no number; arrays and schedules are not checked."""
     is_plain = isinstance(rate, Real | str) or rate is None
     if is_plain and not is_real(rate, 0, float(jnp.finfo(jnp.float32).max)):
         raise ValueError(
-            f"adamw: learning_rate={rate!r}: a finite number, at least 0, or a schedule, a "
+            f"{caller}: {argument}={rate!r}: a finite number, at least 0, or a schedule, a "
             "function of the number of updates (hfjax.lr_schedule), is expected."
         )
 
@@ -357,7 +357,7 @@ def check_master(optimizer: Any, params: Tree) -> None:
 
 def check_update_arguments(optimizer: Any, params: Tree) -> None:
     """Refuse an optimizer whose update needs more than gradients, its state and parameters."""
-    if not any(map(_has_required_keywords, _find_closure_functions(optimizer.update, set()))):
+    if not any(map(_has_required_keywords, find_closure_functions(optimizer.update, set()))):
         return  # tracing an update takes seconds
     try:
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
@@ -378,7 +378,7 @@ def _has_required_keywords(function: FunctionType) -> bool:
     return code.co_kwonlyargcount > len(defaults)
 
 
-def _find_closure_functions(value: Any, visited_ids: set[int]) -> Iterator[Any]:
+def find_closure_functions(value: Any, visited_ids: set[int]) -> Iterator[Any]:
     """Yield a function and those in its closure, as a chain has its transformations there."""
     if id(value) in visited_ids:
         return
@@ -388,7 +388,7 @@ def _find_closure_functions(value: Any, visited_ids: set[int]) -> Iterator[Any]:
         yield value
         children = [cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)]
     for x in children if isinstance(children, list | tuple) else ():
-        yield from _find_closure_functions(x, visited_ids)
+        yield from find_closure_functions(x, visited_ids)
 
 
 def _has_contents(cell: CellType) -> bool:

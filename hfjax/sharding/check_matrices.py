@@ -1,7 +1,8 @@
-"""Refuses muon where it would take stacks of vectors for matrices, and matrices for something else.
+"""Refuses optax.contrib.muon where it would take vectors for matrices, or miss matrices.
 
-optax.contrib.muon calls an array with two dimensions a matrix. With stacked layers that is a stack
+It calls an array with two dimensions a matrix. With stacked layers that is a stack
 of biases; their matrices have three dimensions, or more where heads are kept apart.
+hfjax.optimizers.muon gets the names of dimensions here.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +11,16 @@ from typing import Any
 import jax
 import optax
 
+from hfjax.optimizers.muon_by_names import bind_axes
 from hfjax.parallel.mesh import STACK
+from hfjax.parallel.packing import PACKED
 from hfjax.parallel.param_specs import Array
 from hfjax.utils.paths import flatten, nest
+
+
+def bind_matrices(optimizer: Any, arrays: Mapping[str, Array]) -> Any:
+    """Return the optimizer, whose `hfjax.optimizers.muon`, if it has one, reads these names."""
+    return bind_axes(optimizer, arrays, PACKED)
 
 
 def check_matrices(
@@ -34,11 +42,11 @@ def check_matrices(
     if messages:
         raise ValueError(
             f"optax.contrib.muon {' and '.join(messages)}: without more it takes each array of two "
-            "dimensions for a matrix, and no other. Say which dimensions are a matrix: muon(…, "
+            "dimensions for a matrix, and no other. Use hfjax.optimizers.muon(…), which reads what "
+            "is a matrix from the names of dimensions. Or say it: optax.contrib.muon(…, "
             "muon_weight_dimension_numbers=f), f(params) being a tree of "
             "optax.contrib.MuonDimensionNumbers(reduction_axis, output_axis), and None for what "
-            "Adam updates. Or use another optimizer, for all paths (optax.adamw) or for some "
-            "(hfjax.optimizers.by_path)."
+            "Adam updates; or let another optimizer update some paths (hfjax.optimizers.by_path)."
         )
 
 

@@ -47,7 +47,7 @@ from hfjax.sharding.check_layout import (
     first_layers,
     idle_axes,
 )
-from hfjax.sharding.check_matrices import check_matrices
+from hfjax.sharding.check_matrices import bind_matrices, check_matrices
 from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
 from hfjax.sharding.optimizer_state import find_parameter
 from hfjax.sharding.report import (
@@ -527,6 +527,7 @@ def layout(  # noqa: PLR0913  options of one call
         )
         for path, param in template.parameters.items()
     }
+    optimizer = bind_matrices(optimizer, arrays)
     param_specs = {
         path: place_array(array, template.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()

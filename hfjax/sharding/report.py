@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
+from hfjax.optimizers.muon_by_names import muon_notes
 from hfjax.parallel.layer_costs import output_shapes
 from hfjax.parallel.layer_order import arrange
 from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_use, size_of
@@ -39,6 +40,7 @@ def layout_notes(layout: Any) -> Iterator[str]:
         yield experts
     yield from layout.host_memory.notes()
     yield from layout.template.notes
+    yield from muon_notes(layout.state_shapes.optimizer, layout.arrays)
     for path, n in count_frozen_layers(layout.param_specs).items():
         yield f"{path}: its first {n} layers stay as they are"
     if packed is not None:

@@ -302,13 +302,15 @@ class OptimizerConfig:
     """The optimizer."""
 
     name: str = "adamw"
-    """Optimizer of optax: adamw, lion, sgd, adafactor and others."""
+    """Optimizer: adamw, muon, lion, sgd, adafactor and others of optax."""
     factory: str | None = None
     """Your own optimizer: file.py:function of the learning rate (default: none)."""
     learning_rate: float = 3e-3
     """Highest learning rate; also --lr."""
+    adam_learning_rate: float | None = None
+    """Highest learning rate of the AdamW beside muon (default: muon's)."""
     momentum: float | None = None
-    """Momentum, of optimizers that have it, such as sgd (default: optax's)."""
+    """Momentum, of optimizers that have it: sgd, muon (default: optax's)."""
     weight_decay: float | None = None
     """Weight decay (default: 0.1 where the optimizer has it, 0 for sgd)."""
     no_decay: Names | None = None
@@ -328,7 +330,11 @@ class OptimizerConfig:
         check_bounds(self, "optimizer.", 1, momentum=0)
         if is_real(self.max_grad_norm, LARGEST, math.inf):  # no norm is greater
             object.__setattr__(self, "max_grad_norm", None)
-        check_float32(self, "optimizer.", "learning_rate", "weight_decay", "max_grad_norm")
+        check_float32(
+            self,
+            "optimizer.",
+            *("learning_rate", "adam_learning_rate", "weight_decay", "max_grad_norm"),
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import optax
 
 import hfjax
 from hfjax.optimizers.transforms import MasterWeights, scaled
+from hfjax.parallel.param_specs import Array
+from hfjax.sharding.check_matrices import bind_matrices
 from hfjax.trainer.config import OptimizerConfig, TrainConfig
 from hfjax.trainer.config_io import load_function
 from hfjax.utils.paths import Tree, flatten, match_patterns, nest
@@ -34,7 +36,25 @@ def sgd(
     )
 
 
-HFJAX_OPTIMIZERS = {"adamw": hfjax.adamw, "sgd": sgd}
+def muon(
+    learning_rate: Callable,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+    adam_learning_rate: Callable | None = None,
+) -> Any:
+    """Return hfjax's muon; AdamW, which has all other parameters, decays them as much."""
+    return hfjax.optimizers.muon(
+        learning_rate,
+        beta=momentum,
+        weight_decay=weight_decay,
+        weight_decay_mask=mask,
+        adam_weight_decay=weight_decay,
+        adam_learning_rate=adam_learning_rate,
+    )
+
+
+HFJAX_OPTIMIZERS = {"adamw": hfjax.adamw, "sgd": sgd, "muon": muon}
 DEFAULT_DECAYS = {"sgd": 0.0}  # default weight decay by optimizer; DECAY for the others
 DECAY = 0.1
 
@@ -73,7 +93,7 @@ def stateless_optimizer(config: TrainConfig) -> Any:
 
 
 def _user_optimizer(opts: OptimizerConfig, rate: Callable) -> Any:
-    for name in ("weight_decay", "no_decay", "momentum"):
+    for name in ("weight_decay", "no_decay", "momentum", "adam_learning_rate"):
         if getattr(opts, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(
@@ -97,14 +117,16 @@ def _optax_optimizer(opts: OptimizerConfig, rate: Callable) -> Any:
     if names[:1] != ["learning_rate"] or opts.name.startswith("scale"):
         raise ValueError(
             f"--optimizer.name {opts.name}: optax has no optimizer of a learning rate by this "
-            "name. For instance adamw, lion, sgd, adafactor; or --optimizer.factory "
+            "name. For instance adamw, muon, lion, sgd, adafactor; or --optimizer.factory "
             "file.py:function."
         )
     fields = _decay_kwargs(opts, names) | _momentum_kwargs(opts, names)
+    fields |= _adam_kwargs(opts, names, rate)
     try:
         plain: Any = make(learning_rate=rate)
-        matrix = jnp.zeros((2, 2))
-        jax.eval_shape(lambda x: plain.update(x, plain.init(x), x), matrix)
+        matrix = {"matrix": jnp.zeros((2, 2))}
+        trial = bind_matrices(plain, {"matrix": Array("matrix", (2, 2), ("embed", "mlp"))})
+        jax.eval_shape(lambda x: trial.update(x, trial.init(x), x), matrix)
         return make(learning_rate=rate, **fields)
     except Exception as wrong:
         why = next(iter(str(wrong).splitlines()), type(wrong).__name__)
@@ -141,10 +163,24 @@ def _momentum_kwargs(opts: OptimizerConfig, names: list[str]) -> dict[str, Any]:
         return {}
     if "momentum" not in names:
         raise ValueError(
-            f"--optimizer.momentum {opts.momentum}: optax's {opts.name} cannot be told. Use sgd, "
-            "or leave it out."
+            f"--optimizer.momentum {opts.momentum}: optax's {opts.name} cannot be told. Use sgd "
+            "or muon, or leave it out."
         )
     return {"momentum": opts.momentum}
+
+
+def _adam_kwargs(opts: OptimizerConfig, names: list[str], rate: Callable) -> dict[str, Any]:
+    """Return the rate of the AdamW beside muon, if it is set: it follows muon's schedule."""
+    peak = opts.adam_learning_rate
+    if peak is None:
+        return {}
+    if "adam_learning_rate" not in names:
+        raise ValueError(
+            f"--optimizer.adam-learning-rate {peak}: only muon has an AdamW beside it, found "
+            f"--optimizer.name {opts.name}. Say its rate by --optimizer.learning-rate."
+        )
+    factor = peak / opts.learning_rate
+    return {"adam_learning_rate": lambda count: factor * rate(count)}
 
 
 def _decay_mask(no_decay: tuple[str, ...] | None) -> Callable:

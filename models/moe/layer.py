@@ -59,7 +59,7 @@ class SwiGLUExperts(nnx.Module):
     def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs) -> None:
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
         up, down = normal(0.02, count, embed, mlp, 2), normal(scale, count, mlp, embed)
-        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None), **KEEP_SHARDED)
+        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", "gate_up"), **KEEP_SHARDED)
         self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"), **KEEP_SHARDED)
         self.place = no_constraint
 
@@ -211,7 +211,7 @@ class MoE(nnx.Module):
         self.embed, self.experts = embed, experts
         _check(experts, options)
         normal = lambda *shape: 0.02 * jax.random.normal(rngs.params(), shape)
-        self.router_kernel = nnx.Param(normal(embed, experts), axes=("embed", None))
+        self.router_kernel = nnx.Param(normal(embed, experts), axes=("embed", "router"))
         self.router_bias = (
             RouterBias(jnp.zeros(experts), needs_after_step=True)
             if options.router.bias_rate
@@ -223,7 +223,7 @@ class MoE(nnx.Module):
             self.each = CustomExperts(experts, expert, rngs=rngs)
         self.shared = MLP(embed, options.shared * mlp, scale, rngs=rngs) if options.shared else None
         self.residual = MLP(embed, mlp, scale, rngs=rngs) if options.residual else None
-        mix = partial(Linear, (embed, 2), ("embed", None), 1, 0.02)
+        mix = partial(Linear, (embed, 2), ("embed", "router"), 1, 0.02)
         self.mix = mix(rngs=rngs) if options.residual else None
         draws = options.router.draws
         self.key = (

@@ -15,7 +15,7 @@ from hfjax.models.vision.dilated_convolution import convolve_dilated
 from hfjax.models.vision.norms import make_norm
 from hfjax.models.vision.vision_config import ConvNetConfig
 
-KERNEL_AXES = (None, None, "channel_in", "channel_out")
+KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
 
 
 def fan_out_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

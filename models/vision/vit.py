@@ -140,7 +140,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         width, embed = config.embed // config.heads, config.embed
-        heads, axes = (config.heads, 3, width), ("embed", "heads", None, None)
+        heads, axes = (config.heads, 3, width), ("embed", "heads", "qkv", None)
         init = xavier_uniform(embed, 3 * embed)
         self.qkv = Linear((embed, *heads), axes, 3, init, rngs=rngs)
         shape = (config.heads, width, embed)
@@ -200,7 +200,7 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         embed, patch = config.embed, config.patch
-        shape, axes = (patch, patch, 3, embed), (None, None, None, "embed")
+        shape, axes = (patch, patch, 3, embed), ("height", "width", "channel_in", "embed")
         scale = 1 / math.sqrt(patch * patch * 3)
         self.patches = Linear(shape, axes, 1, scale, rngs=rngs)
         self.token = nnx.Param(jnp.zeros((embed,)), axes=("embed",))

@@ -13,6 +13,13 @@ from hfjax.utils.keywords import is_real, name_hint
 
 Params = dict[str, Any]
 LAMB = "DeepSpeed's lamb; its norms are of arrays as stored: stacked layers share one"
+OTHER_MUON = (
+    "hfjax has optax's muon, which corrects the bias of its momentum (DeepSpeed's does not) and "
+    "iterates in the dtype of the update (DeepSpeed's in float16, on Gram matrices): leave the "
+    "section out, and give hfjax.optimizers.muon(muon_lr or lr, beta=momentum, weight_decay=…, "
+    "adam_weight_decay=…, adam_learning_rate=adam_lr or lr) yourself; on the command line "
+    "--optimizer.name muon"
+)
 DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 
@@ -62,7 +69,7 @@ def _optimizer_params(config: DeepSpeedConfig, kind: str) -> Params | None:
     if kind in COMPRESSING:
         return config.refuse("optimizer.type", COMPRESSES)
     if kind == "Muon":
-        return config.refuse("optimizer.type", f"hfjax has no muon yet; it has {known}")
+        return config.refuse("optimizer.type", OTHER_MUON)
     if kind not in OPTIMIZERS.values():
         near = name_hint(kind, OPTIMIZERS.values())
         return config.refuse("optimizer.type", f"there are {known}; give others yourself.{near}")

@@ -1,0 +1,315 @@
+"""Muon for matrices that the names of a model's dimensions show, AdamW for all other parameters.
+
+`muon` makes the optimizer, `bind_axes` gives it the names of a layout, `exchange_matrices` the
+shardings of its state while a step is traced. The momentum is kept and updated as the layout
+shards it; what is orthogonalized are whole matrices (`matrix_axes`, `matrix_exchange`), by optax.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.typing import ArrayLike, DTypeLike
+
+from hfjax.optimizers.matrix_axes import MatrixAxes, MatrixReader, NamedArray
+from hfjax.optimizers.matrix_exchange import MatrixExchange
+from hfjax.optimizers.transforms import MasterWeights, check_rate, find_closure_functions
+from hfjax.utils.keywords import parse_dtype
+from hfjax.utils.paths import Flat, Tree, flatten, nest
+from hfjax.utils.trace_context import set_value
+
+MATRICES, OTHERS = "matrices", "others"
+
+_reader: ContextVar[MatrixReader | None] = ContextVar("reader", default=None)
+_shardings: ContextVar[Mapping[str, NamedSharding] | None] = ContextVar("shardings", default=None)
+
+
+class Momentum(NamedTuple):
+    """The state of the matrices: the momentum, as parameters are stored."""
+
+    count: Any
+    mu: Any
+
+
+class MuonGroups(NamedTuple):
+    """The state of `muon`: that of the matrices, and that of AdamW."""
+
+    groups: Any
+
+
+def muon(  # noqa: PLR0913  options of one call, as optax names them
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
+    ns_steps: int = 5,
+    beta: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Literal["frobenius", "spectral", "aol", "schatten"] = "frobenius",
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps_root: ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    consistent_rms: ArrayLike | None = None,
+    ns_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return optax.contrib.muon for each matrix of a model, and AdamW for its other parameters.
+
+    `hfjax.layout` tells it the names of dimensions; `print(layout)` says who gets what. Each layer
+    of a stack, each expert, gate and up, and queries, keys and values that share an array are
+    matrices of their own; heads times their width is one side of a matrix. Embeddings, heads of
+    models, norms, biases and routers get AdamW (hfjax.optimizers.matrix_axes has the names). The
+    numbers are those of optax.contrib.muon on a model whose matrices are separate arrays [in, out].
+
+    Where the optimizer state is sharded (FSDP, ZeRO, TENSOR, GRID), devices exchange the matrices
+    of a stack by one all-to-all, each orthogonalizes its share, and one more returns them: (n - 1)
+    / n of a device's shard each, padded to ceil(layers / n) matrices a device. A matrix of no stack
+    is all-gathered. State on the host (HOST_OPTIMIZER) is not exchanged: XLA gathers it.
+
+    Args:
+        learning_rate: The rate of the matrices: a number, or a schedule (`hfjax.lr_schedule`).
+        ns_coeffs: Coefficients of Newton-Schulz; also "standard" or "dion".
+        ns_steps: The number of iterations.
+        beta: Decay of the momentum.
+        eps: What is added to denominators, also in AdamW.
+        weight_decay: Strength of the decay of matrices, times the learning rate.
+        weight_decay_mask: Which parameters decay, matrices or not: a tree of booleans, or a
+            function of the parameters (`hfjax.optimizers.matching`). None: all.
+        mu_dtype: The dtype of the momentum and of Adam's first moment. None: the parameter's.
+        nesterov: Whether both use Nesterov momentum.
+        adaptive: Whether an update is scaled by the dual norm of its matrix.
+        preconditioning: What precedes the iterations.
+        adam_b1: Decay of AdamW's first moment.
+        adam_b2: Decay of AdamW's second moment.
+        adam_eps_root: What is added under AdamW's root.
+        adam_weight_decay: Strength of the decay of AdamW's parameters.
+        adam_learning_rate: The rate of AdamW. None: that of the matrices.
+        consistent_rms: The RMS of an update, for instance 0.2: it is scaled by sqrt(max(in, out))
+            times this. None: by sqrt(max(1, out / in)).
+        ns_dtype: The dtype in which matrices are exchanged and orthogonalized. None: that of the
+            update, as in optax.
+
+    Raises:
+        ValueError: It is used without a layout. In `hfjax.layout`: an array of two dimensions or
+            more has no names, or they leave open which dimensions are a matrix.
+
+    Example:
+        >>> import hfjax
+        >>> from hfjax.models.llama import Llama, LlamaConfig
+        >>> model = lambda rngs: Llama(LlamaConfig.tiny(), rngs=rngs)
+        >>> optimizer = hfjax.optimizers.muon(0.02, adam_learning_rate=3e-3, weight_decay=0.1)
+        >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> print("\\n".join(line for line in str(layout).splitlines() if "muon: " in line))
+        note: muon: layers/attention/out/kernel 4 x [128, 128]
+        note: muon: layers/attention/qkv/kernel 4 x q [128, 128], k and v [128, 64]
+        note: muon: layers/mlp/down/kernel 4 x [352, 128]
+        note: muon: layers/mlp/gate_up/kernel 8 x [128, 352]
+    """
+    check_rate("muon", learning_rate)
+    if adam_learning_rate is not None:
+        check_rate("muon", adam_learning_rate, "adam_learning_rate")
+    dtype = None if ns_dtype is None else parse_dtype("muon: ns_dtype", ns_dtype)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"muon: ns_dtype={dtype.name}: a floating-point type is expected.")
+    # beta=0 and a rate of -1: what optax makes of the momentum of one matrix.
+    single = optax.contrib.muon(
+        -1.0,
+        ns_coeffs,
+        ns_steps,
+        0.0,
+        eps,
+        nesterov=False,
+        adaptive=adaptive,
+        preconditioning=preconditioning,
+        consistent_rms=consistent_rms,
+    )
+
+    def orthogonalize(path: str, momentum: jax.Array) -> jax.Array:
+        """Return the update of a parameter by its momentum."""
+        matrix = _find(path, momentum)
+        assert isinstance(matrix, MatrixAxes)
+        run_single: Callable = jax.vmap(lambda x: single.update(x, single.init(x), x)[0])
+        run = lambda stack: matrix.join(list(map(run_single, matrix.split(stack))))
+        x = momentum if dtype is None else momentum.astype(dtype)
+        return _map_matrices(path, matrix, run, x).astype(momentum.dtype)
+
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    groups: dict[Hashable, optax.GradientTransformation] = {
+        MATRICES: optax.chain(
+            _scale_by_momentum(orthogonalize, beta, nesterov, mu_dtype),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        ),
+        OTHERS: optax.adamw(
+            adam_rate,
+            adam_b1,
+            adam_b2,
+            eps,
+            adam_eps_root,
+            mu_dtype,
+            adam_weight_decay,
+            weight_decay_mask,
+            nesterov=nesterov,
+        ),
+    }
+    inner = optax.partition(groups, _labels)
+
+    def init(params: Tree) -> MuonGroups:
+        return MuonGroups(inner.init(params))
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple:
+        updates, new = inner.update(updates, state.groups, params, **extra)
+        return updates, MuonGroups(new)
+
+    update.reads_axes = True  # type: ignore[attr-defined]
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+muon.reads_axes = True  # type: ignore[attr-defined]  # for optax.inject_hyperparams
+
+
+def _scale_by_momentum(
+    orthogonalize: Callable[[str, jax.Array], jax.Array],
+    beta: ArrayLike,
+    nesterov: bool,
+    mu_dtype: DTypeLike | None,
+) -> optax.GradientTransformation:
+    """Return optax.contrib.scale_by_muon whose orthogonalization is a function of path and array.
+
+    The momentum is element by element, so it stays in the form and sharding of the parameters.
+    """
+
+    def init(params: Tree) -> Momentum:
+        return Momentum(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype))
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Momentum]:
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        if nesterov:
+            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            gradients = optax.tree.bias_correction(updates, beta, count)
+            momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, gradients)
+        else:
+            momentum = optax.tree.bias_correction(mu, beta, count)
+        flat = flatten(momentum)
+        new = {path: orthogonalize(path, x) if _is_array(x) else x for path, x in flat.items()}
+        return nest(new), Momentum(count, optax.tree.cast(mu, mu_dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _labels(params: Tree) -> dict:
+    """Return which group updates each parameter; those that another optimizer has are no arrays."""
+    is_matrix = lambda path, x: _is_array(x) and isinstance(_find(path, x), MatrixAxes)
+    label = lambda path, x: MATRICES if is_matrix(path, x) else OTHERS
+    return nest({path: label(path, x) for path, x in flatten(params).items()})
+
+
+def _find(path: str, x: Any) -> MatrixAxes | str:
+    """Return where the matrices of a parameter are, or why it has none."""
+    reader = _reader.get()
+    if reader is None:
+        raise ValueError(
+            "hfjax.optimizers.muon reads the names of a model's dimensions from its layout: pass "
+            "it to hfjax.layout(model, muon(…), mesh, strategy), alone or inside optax.chain or "
+            "hfjax.optimizers' wrappers, and use layout.optimizer. A wrapper that is no optax "
+            "function hides it: wrap optax.contrib.muon instead."
+        )
+    if path not in reader:
+        raise ValueError(f"muon: {path} {list(x.shape)} is no parameter of the layout's model.")
+    return reader.find(path, x.shape)
+
+
+def _map_matrices(path: str, matrix: MatrixAxes, run: Callable, x: jax.Array) -> jax.Array:
+    """Return an array whose stack of whole matrices is `run(stack)`."""
+    if (sharding := (_shardings.get() or {}).get(path)) is not None:
+        return MatrixExchange(matrix, sharding).map_matrices(run, x)
+    return matrix.unstack(run(matrix.stack(x)), x.shape)
+
+
+def _is_array(x: object) -> bool:
+    return hasattr(x, "dtype")
+
+
+# -- what a layout and a step call ------------------------------------------------------------
+
+
+def bind_axes(
+    optimizer: optax.GradientTransformation,
+    arrays: Mapping[str, NamedArray],
+    packed: str = "",
+) -> optax.GradientTransformation:
+    """Return the optimizer, whose `muon` reads these names; without one it stays the same.
+
+    Args:
+        optimizer: Any optax transformation.
+        arrays: Path -> shape and names of dimensions, of all parameters.
+        packed: How paths of arrays begin into which a list of layers may be packed: no matrices.
+    """
+    functions = find_closure_functions(optimizer.update, set())
+    if not any(getattr(function, "reads_axes", False) for function in functions):
+        return optimizer
+    reader, inner = MatrixReader(arrays, packed), optax.with_extra_args_support(optimizer)
+
+    def init(params: Tree) -> Any:
+        with set_value(_reader, reader):
+            return inner.init(params)
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple:
+        with set_value(_reader, reader):
+            return inner.update(updates, state, params, **extra)
+
+    if not isinstance(optimizer, MasterWeights):
+        return optax.GradientTransformationExtraArgs(init, update)
+    bound = MasterWeights(init, update)
+    bound.param_dtype = optimizer.param_dtype
+    bound.inner = bind_axes(optimizer.inner, arrays, packed)
+    return bound
+
+
+def exchange_matrices(shardings: Mapping[str, NamedSharding]) -> AbstractContextManager[None]:
+    """Return a context in which an update exchanges matrices between the devices of these.
+
+    Args:
+        shardings: Path -> the sharding of a parameter's optimizer state.
+    """
+    return set_value(_shardings, shardings)
+
+
+def muon_notes(state: Any, arrays: Mapping[str, NamedArray]) -> Iterator[str]:
+    """Yield who gets what: the matrices of `muon`, and why others have AdamW.
+
+    Args:
+        state: The optimizer state, or its shapes.
+        arrays: Path -> shape and names of dimensions, of all parameters.
+    """
+    is_muon = lambda x: isinstance(x, MuonGroups)
+    nodes = [x for x in jax.tree.leaves(state, is_leaf=is_muon) if is_muon(x)]
+    reader = MatrixReader(arrays)
+    find = lambda path: str(reader.find(path, arrays[path].shape))
+    for node in nodes:
+        momentum, adam = (_moments(node.groups.inner_states[x]) for x in (MATRICES, OTHERS))
+        for path in sorted(arrays.keys() & momentum.keys()):
+            yield f"muon: {path} {find(path)}"
+        reasons: dict[str, list[str]] = {}
+        for path in sorted(arrays.keys() & adam.keys()):
+            reasons.setdefault(find(path), []).append(path)
+        for reason, paths in reasons.items():
+            yield f"AdamW beside muon ({reason}): {', '.join(paths)}"
+
+
+def _moments(state: Any) -> Flat:
+    """Return the first moments of a group, by path."""
+    has_moments = lambda x: isinstance(x, Momentum | optax.ScaleByAdamState)
+    nodes = [x for x in jax.tree.leaves(state, is_leaf=has_moments) if has_moments(x)]
+    return {p: x for node in nodes for p, x in flatten(node.mu).items() if _is_array(x)}
