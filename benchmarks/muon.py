@@ -25,7 +25,7 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 RESULT = Path(__file__).parent / "results" / "muon.md"
 BATCH, VALID_BATCHES = 16, 8
 ADAM_RATE = 3e-3  # of AdamW beside muon
-POINTS = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # fractions of a run where the loss is measured
+POINTS = (0.02, 0.05, *(i / 10 for i in range(1, 11)))  # fractions of a run
 
 
 def muon(schedule: Callable) -> optax.GradientTransformation:

@@ -75,8 +75,8 @@ def told(directory: Path, name: str = "loss") -> dict[int, float]:
     return dict(found)
 
 
-def open_trackers(directory: Path, step: int = 0, /, **log: Any) -> Trackers:
+def open_trackers(directory: Path, step: int = 0, /, config: Any = None, **log: Any) -> Trackers:
     """Return the trackers of a run, started in a directory."""
     trackers = Trackers(LogConfig(**log))
-    trackers.start(directory, {}, step)
+    trackers.start(directory, config or {}, step)
     return trackers

@@ -12,6 +12,7 @@ from flax import nnx
 import hfjax
 from hfjax.hardware.machine import MACHINES
 from hfjax.parallel.precision.auto import auto_precision, replace_auto
+from hfjax.planner.make_plan import empty_plan
 from hfjax.trainer import TrainConfig, load, train
 from hfjax.trainer.build import resolve_precision
 from hfjax.trainer.config import MeshConfig, ModelConfig
@@ -138,12 +139,9 @@ def test_auto_beside_a_parameter_dtype_computes_in_bfloat16_either_way():
 
 def test_a_plan_for_gpus_takes_their_precision():
     config = TrainConfig(global_batch_size=16, model=ModelConfig(preset="gpt-tiny"))
-    plans = [
-        hfjax.make_plan(replace(config, precision=word), gpu="h200", count=2, vocab=256)
-        for word in ("auto", "bf16")
-    ]
-    assert plans[0].config.precision == "bf16"
-    assert plans[0].best.time.total == plans[1].best.time.total
+    plan = empty_plan(config, gpu="h200", count=2, vocab=256)
+    assert plan.config.precision == plan.scorer.config.precision == "bf16"
+    assert plan.scorer.itemsizes == (2, 4, 4)  # compute, reduce, as stored
 
 
 @pytest.mark.parametrize("word", ["automatic", "auto,*=fp32", "bf16,auto"])

@@ -37,6 +37,7 @@ def _plan(name, tmp_path):
 
 
 @pytest.mark.auto_precision
+@pytest.mark.short("gpt2-124m", "qwen3-0.6b")
 @pytest.mark.parametrize("name", recipe_files())
 def test_a_recipe_runs_where_it_says_and_takes_what_it_says(name, tmp_path):
     plan = _plan(name, tmp_path)

@@ -1,5 +1,6 @@
 """`hfjax.simulate_devices`: one program for a laptop, one GPU and eight."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,46 +12,49 @@ import pytest
 import hfjax
 
 PROGRAM = """
-import sys
+import json, logging, os, sys
 from unittest import mock
-import hfjax
-visible, count = sys.argv[1].split(",") if sys.argv[1] else [], int(sys.argv[2])
-find = {"find_spec": lambda name: visible or None}
+import hfjax, jax
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
 where = "hfjax.distributed.simulated_devices"
-with mock.patch(f"{where}.visible_gpus", lambda: visible), mock.patch.multiple(
-    f"{where}.importlib.util", **find
-):
-    hfjax.simulate_devices(count)
-import jax
-print(jax.config.jax_platforms, jax.config.jax_num_cpu_devices)
+for gpus, environment in json.loads(sys.argv[1]):
+    jax.config.update("jax_platforms", None)
+    jax.config.update("jax_num_cpu_devices", -1)
+    with (
+        mock.patch(f"{where}.visible_gpus", lambda: gpus),
+        mock.patch(f"{where}.importlib.util.find_spec", lambda name: gpus or None),
+        mock.patch.dict(os.environ, environment),
+    ):
+        hfjax.simulate_devices(8)
+    print(jax.config.jax_platforms, jax.config.jax_num_cpu_devices)
 """
 
 
-def _configured(gpus, count, **environment):
-    """Return what a program on a machine with these GPUs sets, and what it logs."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
-    }
-    command = [sys.executable, "-c", PROGRAM, ",".join(gpus), str(count)]
+def test_devices_are_simulated_where_there_are_fewer_gpus_and_no_variable_chooses():
+    cases = [
+        ([], {}),
+        (list("01234567"), {}),
+        (["0"], {}),
+        ([], {"JAX_PLATFORMS": "cuda"}),
+        ([], {"JAX_NUM_CPU_DEVICES": "2"}),
+    ]
+    chosen = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
     done = subprocess.run(
-        command, env=inherited | environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM, json.dumps(cases)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return done.stdout.strip(), done.stderr
-
-
-def test_devices_are_simulated_where_there_are_fewer_gpus():
-    assert _configured([], 8) == ("cpu 8", "")
-    assert _configured(list("01234567"), 8) == ("None -1", "")
-    configured, logged = _configured(["0"], 8)
-    assert configured == "cpu 8"
-    assert "8 devices are needed and there are 1 GPUs: simulated CPU devices take" in logged
-
-
-def test_a_choice_of_the_environment_stays():
-    assert _configured([], 8, JAX_PLATFORMS="cuda")[0] == "cuda -1"
-    assert _configured([], 8, JAX_NUM_CPU_DEVICES="2")[0] == "None 2"
+    assert done.stdout.splitlines() == [
+        "cpu 8",
+        "None -1",
+        "8 devices are needed and 1 GPU is there: simulated CPU devices take their place",
+        "cpu 8",
+        "None -1",
+        "None -1",
+    ]
 
 
 def test_a_program_that_uses_jax_already_is_refused_if_it_has_too_few_devices():

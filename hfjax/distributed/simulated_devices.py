@@ -49,9 +49,10 @@ def simulate_devices(count: int) -> None:
     if gpus >= count:
         return
     if gpus:
+        there = "1 GPU is" if gpus == 1 else f"{gpus} GPUs are"
         logger.warning(
-            "%d devices are needed and there are %d GPUs: simulated CPU devices take their place",
-            *(count, gpus),
+            "%d devices are needed and %s there: simulated CPU devices take their place",
+            *(count, there),
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
