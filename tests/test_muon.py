@@ -35,7 +35,8 @@ from hfjax.optimizers import muon
 from hfjax.optimizers.matrix_axes import MatrixReader
 from hfjax.optimizers.muon_by_names import exchange_matrices
 from hfjax.parallel.param_specs import Array
-from hfjax.trainer.config import OptimizerConfig, TrainConfig
+from hfjax.trainer import RunComponents
+from hfjax.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
 from hfjax.trainer.optimizer import build_optimizer, make_lr_schedule
 from hfjax.utils.paths import flatten, nest
 from tests import plain_muon
@@ -528,6 +529,15 @@ def test_the_command_line_names_its_momentum_decay_and_both_rates():
         made.append(hfjax.full_array(exchanged(layout, draw(layout))))
     np.testing.assert_allclose(made[0]["up"], made[1]["up"], rtol=1e-6)
     np.testing.assert_allclose(made[0]["tokens"], made[1]["tokens"], rtol=1e-6)
+
+
+def test_a_run_prints_which_parameters_muon_updates():
+    model = ModelConfig(num_layers=1, hidden_size=32, num_heads=2, seq_len=16)
+    options: Any = {"model": model, "devices": 1}
+    config = TrainConfig(optimizer=OptimizerConfig("muon"), **options)
+    notes = RunComponents(config).startup_notes()
+    assert "muon: layers/attention/qkv/kernel 1 x q [32, 32], k and v [32, 32]" in notes
+    assert "AdamW beside muon (an embedding): positions" in notes
 
 
 # -- what is refused ----------------------------------------------------------------------------

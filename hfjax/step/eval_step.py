@@ -43,9 +43,9 @@ def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
     Args:
         layout: The layout of the state, as `hfjax.layout` returns it.
         loss: Function of (outputs, batch), as `train_step` takes it.
-        execution: Fields of `hfjax.Execution` as keywords: precision, compiler_options, kernels,
-            context; schedule (that of the training step: a state whose layers are stored in
-            another order is reordered in each call).
+        execution: Fields of `hfjax.Execution` as keywords: precision (auto, as in `train_step`),
+            compiler_options, kernels, context; schedule (that of the training step: a state whose
+            layers are stored in another order is reordered in each call).
 
     Returns:
         A function whose metrics are loss, weight, and those of the loss by name.
@@ -92,9 +92,9 @@ def predict_step(layout: Layout, forward: Callable | None = None, **execution: A
     Args:
         layout: The layout of the state, as `hfjax.layout` returns it.
         forward: Function of (model, batch) that returns the outputs. None: that of the layout.
-        execution: Fields of `hfjax.Execution` as keywords: precision, compiler_options, kernels,
-            context; schedule (that of the training step: a state whose layers are stored in
-            another order is reordered in each call).
+        execution: Fields of `hfjax.Execution` as keywords: precision (auto, as in `train_step`),
+            compiler_options, kernels, context; schedule (that of the training step: a state whose
+            layers are stored in another order is reordered in each call).
 
     Example:
         >>> import hfjax, numpy as np, optax

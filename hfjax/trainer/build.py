@@ -13,6 +13,7 @@ from hfjax.compat.deepspeed.config_file import read_config
 from hfjax.compat.deepspeed.convert import ParsedConfig, parse_config
 from hfjax.data import TokenSet
 from hfjax.data.indexed_loader import IndexedLoader
+from hfjax.optimizers.muon_by_names import muon_notes
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.precision.auto import auto_precision, replace_auto
@@ -266,6 +267,14 @@ class RunComponents:
             sampling: How the next token is chosen, `hfjax.trainer.sampling.Sampling()`.
         """
         return self.texts.complete_prompt(self.layout, state, prompt, count, sampling)
+
+    def startup_notes(self) -> list[str]:
+        """Return the lines below the summary: of the task, and which parameters muon updates."""
+        layout = self.layout
+        return [
+            *self.task.startup_notes(),
+            *muon_notes(layout.state_shapes.optimizer, layout.arrays),
+        ]
 
     def __str__(self) -> str:
         count = sum(math.prod(a.shape) for a in self.layout.arrays.values())

@@ -246,7 +246,7 @@ class Run:
             _ = (parts.step, parts.evaluate, parts.valid)  # report a mistake now
             summary = str(self.components)
         self.screen.say(summary)
-        for text in self.components.task.startup_notes():
+        for text in self.components.startup_notes():
             self.screen.say(text)
         changed = config_io.changed_fields(config)
         changed.pop("precision", None)  # the summary has it
