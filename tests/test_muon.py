@@ -32,8 +32,8 @@ from hfjax.models.moe import MoEConfig, MoELlama, Router, next_token_loss as moe
 from hfjax.models.vision.vit import ViT, ViTConfig
 from hfjax.optimizer_step.update import constrain
 from hfjax.optimizers import muon
+from hfjax.optimizers.layout_axes import LayoutAxes, use_shardings
 from hfjax.optimizers.matrix_axes import MatrixReader
-from hfjax.optimizers.muon_by_names import exchange_matrices
 from hfjax.parallel.param_specs import Array
 from hfjax.trainer import RunComponents
 from hfjax.trainer.config import ModelConfig, OptimizerConfig, TrainConfig
@@ -100,7 +100,8 @@ NAMES = {
 
 
 def test_names_say_what_is_a_matrix_in_times_out():
-    reader = MatrixReader({n: Array(n, shape, names) for n, (shape, names, _) in NAMES.items()})
+    arrays = {n: Array(n, shape, names) for n, (shape, names, _) in NAMES.items()}
+    reader = MatrixReader(LayoutAxes(arrays))
     found = {name: str(reader.find(name, shape)) for name, (shape, _, _) in NAMES.items()}
     assert found == {name: text for name, (_, _, text) in NAMES.items()}
 
@@ -214,7 +215,7 @@ def exchanged(layout, gradients, steps=2):
     place = lambda tree: nest(constrain(flatten(tree), specs))
 
     def update(params, state, gradients):
-        with exchange_matrices(shardings):
+        with use_shardings(shardings):
             updates, state = layout.optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -344,7 +345,7 @@ def shapes(layout):
 def exchanged_once(layout, flat):
     specs, gradients = layout.param_specs, nest(flat)
     shardings = {p: jax.NamedSharding(x.mesh, x.optimizer_state) for p, x in specs.items()}
-    with exchange_matrices(shardings):
+    with use_shardings(shardings):
         state = layout.optimizer.init(gradients)
         return layout.optimizer.update(gradients, state, gradients)[0]
 

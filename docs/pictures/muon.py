@@ -26,8 +26,9 @@ def main() -> None:
         optimizer, is_best = name.strip("*"), name.startswith("*")
         label = f"{optimizer}, rate {rate.strip('*')}" if is_best else None
         values = [float(loss.strip("*")) for loss in losses]
-        style = {"lw": 1.8} if is_best else {"lw": 0.8, "alpha": 0.5}
-        plot.plot([*map(int, steps)], values, color=COLOURS[optimizer], label=label, **style)
+        width, alpha = (1.8, 1.0) if is_best else (0.8, 0.5)
+        colour = COLOURS[optimizer]
+        plot.plot([*map(int, steps)], values, color=colour, label=label, lw=width, alpha=alpha)
     plot.set(xlabel="step", ylabel="held-out loss (nats a byte)")
     plot.legend(frameon=False)
     plot.spines[["top", "right"]].set_visible(False)

@@ -16,7 +16,7 @@ from hfjax.optimizer_step.update import (
     UpdateAfterGradients,
     constrain,
 )
-from hfjax.optimizers.muon_by_names import exchange_matrices
+from hfjax.optimizers.layout_axes import use_shardings
 from hfjax.optimizers.transforms import params_from_master
 from hfjax.utils.paths import Flat, flatten, nest
 
@@ -51,7 +51,7 @@ class ShardedUpdate(UpdateAfterGradients):
         shardings = {
             path: NamedSharding(p.mesh, p.optimizer_state) for path, p in param_specs.items()
         }
-        with exchange_matrices(shardings):
+        with use_shardings(shardings):
             updates, optimizer = self.layout.optimizer.update(*inputs)
         new_params = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
         return constrain(params_from_master(new_params, optimizer), param_specs), optimizer

@@ -1,29 +1,10 @@
 """Wrappers of any optax optimizer, and Muon by the names of dimensions.
 
-`transforms` (by path, averages, master weights), `rates`, `muon_by_names` (the optimizer),
-`matrix_axes` (which dimensions are a matrix), `matrix_exchange` (whole matrices on each device).
+`transforms` (by path, averages, master weights), `rates`, `layout_axes` (what an optimizer may read
+of a layout); `muon_by_names` (the optimizer), `matrix_axes` (which dimensions are a matrix),
+`matrix_exchange` (whole matrices on each device).
 """
 
-from hfjax.optimizers.muon_by_names import muon
-from hfjax.optimizers.rates import lr_schedule
-from hfjax.optimizers.transforms import (
-    adamw,
-    averaged,
-    by_path,
-    ema,
-    master_weights,
-    matching,
-    scaled,
-)
+from hfjax.utils.lazy_import import lazy_names
 
-__all__ = [
-    "adamw",
-    "averaged",
-    "by_path",
-    "ema",
-    "lr_schedule",
-    "master_weights",
-    "matching",
-    "muon",
-    "scaled",
-]
+__getattr__, __dir__, __all__ = lazy_names(__name__)

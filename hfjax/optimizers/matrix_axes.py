@@ -12,16 +12,15 @@ Matrices are [in, out], as x @ kernel has them: the first side is the input.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-Names = tuple[str | None, ...]
+from hfjax.optimizers.layout_axes import LayoutAxes, Names
+
 Dims = tuple[int, ...]
 
 STACKS = ("layers", "experts", "gate_up", "choice")
@@ -117,32 +116,17 @@ class MatrixAxes:
         return x.reshape(x.shape[0], rows, columns)
 
 
-class NamedArray(Protocol):
-    """An array with names of its dimensions."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape."""
-        ...
-
-    @property
-    def axes(self) -> Names:
-        """The name of each dimension, None where it has none."""
-        ...
-
-
 class MatrixReader:
     """Which parameters of a model are matrices, by the names of their dimensions.
 
     Args:
-        arrays: Path -> shape and names of dimensions.
-        packed: How paths of arrays begin into which a list of layers is packed.
+        axes: The arrays of its layout.
     """
 
-    def __init__(self, arrays: Mapping[str, NamedArray], packed: str = "") -> None:
-        self._axes = {path: array.axes for path, array in arrays.items()}
-        self._packed, self._head_shapes = packed, set[tuple[int, ...]]()
-        for array in arrays.values():
+    def __init__(self, axes: LayoutAxes) -> None:
+        self._axes = {path: array.axes for path, array in axes.arrays.items()}
+        self._packed, self._head_shapes = axes.packed, set[tuple[int, ...]]()
+        for array in axes.arrays.values():
             names, dims = array.axes, _side_dims(array.axes)
             if len(dims) > 2:
                 self._head_shapes |= {

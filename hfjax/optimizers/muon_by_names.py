@@ -1,32 +1,29 @@
 """Muon for matrices that the names of a model's dimensions show, AdamW for all other parameters.
 
-`muon` makes the optimizer, `bind_axes` gives it the names of a layout, `exchange_matrices` the
-shardings of its state while a step is traced. The momentum is kept and updated as the layout
-shards it; what is orthogonalized are whole matrices (`matrix_axes`, `matrix_exchange`), by optax.
+It reads them, and the shardings of its state, while a step is traced (`layout_axes`). The momentum
+is kept and updated as the layout shards it; what is orthogonalized are whole matrices
+(`matrix_axes`, `matrix_exchange`), by optax.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
-from hfjax.optimizers.matrix_axes import MatrixAxes, MatrixReader, NamedArray
+from hfjax.optimizers.layout_axes import LayoutAxes, NamedArray, current_axes, current_sharding
+from hfjax.optimizers.matrix_axes import MatrixAxes, MatrixReader
 from hfjax.optimizers.matrix_exchange import MatrixExchange
-from hfjax.optimizers.transforms import MasterWeights, check_rate, find_closure_functions
+from hfjax.optimizers.transforms import check_rate
 from hfjax.utils.keywords import parse_dtype
 from hfjax.utils.paths import Flat, Tree, flatten, nest
-from hfjax.utils.trace_context import set_value
 
 MATRICES, OTHERS = "matrices", "others"
 
-_reader: ContextVar[MatrixReader | None] = ContextVar("reader", default=None)
-_shardings: ContextVar[Mapping[str, NamedSharding] | None] = ContextVar("shardings", default=None)
+_reader = cache(MatrixReader)  # of a layout
 
 
 class Momentum(NamedTuple):
@@ -40,6 +37,23 @@ class MuonGroups(NamedTuple):
     """The state of `muon`: that of the matrices, and that of AdamW."""
 
     groups: Any
+
+    def notes(self, arrays: Mapping[str, NamedArray]) -> Iterator[str]:
+        """Yield who gets what: the matrices of `muon`, and why others have AdamW.
+
+        Args:
+            arrays: Path -> shape and names of dimensions, of all parameters.
+        """
+        reader = MatrixReader(LayoutAxes(arrays))
+        find = lambda path: str(reader.find(path, arrays[path].shape))
+        momentum, adam = (_moments(self.groups.inner_states[x]) for x in (MATRICES, OTHERS))
+        for path in sorted(arrays.keys() & momentum.keys()):
+            yield f"muon: {path} {find(path)}"
+        reasons: dict[str, list[str]] = {}
+        for path in sorted(arrays.keys() & adam.keys()):
+            reasons.setdefault(find(path), []).append(path)
+        for reason, paths in reasons.items():
+            yield f"AdamW beside muon ({reason}): {', '.join(paths)}"
 
 
 def muon(  # noqa: PLR0913  options of one call, as optax names them
@@ -217,95 +231,27 @@ def _labels(params: Tree) -> dict:
 
 def _find(path: str, x: Any) -> MatrixAxes | str:
     """Return where the matrices of a parameter are, or why it has none."""
-    reader = _reader.get()
-    if reader is None:
+    if (axes := current_axes()) is None:
         raise ValueError(
             "hfjax.optimizers.muon reads the names of a model's dimensions from its layout: pass "
             "it to hfjax.layout(model, muon(…), mesh, strategy), alone or inside optax.chain or "
             "hfjax.optimizers' wrappers, and use layout.optimizer. A wrapper that is no optax "
             "function hides it: wrap optax.contrib.muon instead."
         )
-    if path not in reader:
+    if path not in (reader := _reader(axes)):
         raise ValueError(f"muon: {path} {list(x.shape)} is no parameter of the layout's model.")
     return reader.find(path, x.shape)
 
 
 def _map_matrices(path: str, matrix: MatrixAxes, run: Callable, x: jax.Array) -> jax.Array:
     """Return an array whose stack of whole matrices is `run(stack)`."""
-    if (sharding := (_shardings.get() or {}).get(path)) is not None:
+    if (sharding := current_sharding(path)) is not None:
         return MatrixExchange(matrix, sharding).map_matrices(run, x)
     return matrix.unstack(run(matrix.stack(x)), x.shape)
 
 
 def _is_array(x: object) -> bool:
     return hasattr(x, "dtype")
-
-
-# -- what a layout and a step call ------------------------------------------------------------
-
-
-def bind_axes(
-    optimizer: optax.GradientTransformation,
-    arrays: Mapping[str, NamedArray],
-    packed: str = "",
-) -> optax.GradientTransformation:
-    """Return the optimizer, whose `muon` reads these names; without one it stays the same.
-
-    Args:
-        optimizer: Any optax transformation.
-        arrays: Path -> shape and names of dimensions, of all parameters.
-        packed: How paths of arrays begin into which a list of layers may be packed: no matrices.
-    """
-    functions = find_closure_functions(optimizer.update, set())
-    if not any(getattr(function, "reads_axes", False) for function in functions):
-        return optimizer
-    reader, inner = MatrixReader(arrays, packed), optax.with_extra_args_support(optimizer)
-
-    def init(params: Tree) -> Any:
-        with set_value(_reader, reader):
-            return inner.init(params)
-
-    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple:
-        with set_value(_reader, reader):
-            return inner.update(updates, state, params, **extra)
-
-    if not isinstance(optimizer, MasterWeights):
-        return optax.GradientTransformationExtraArgs(init, update)
-    bound = MasterWeights(init, update)
-    bound.param_dtype = optimizer.param_dtype
-    bound.inner = bind_axes(optimizer.inner, arrays, packed)
-    return bound
-
-
-def exchange_matrices(shardings: Mapping[str, NamedSharding]) -> AbstractContextManager[None]:
-    """Return a context in which an update exchanges matrices between the devices of these.
-
-    Args:
-        shardings: Path -> the sharding of a parameter's optimizer state.
-    """
-    return set_value(_shardings, shardings)
-
-
-def muon_notes(state: Any, arrays: Mapping[str, NamedArray]) -> Iterator[str]:
-    """Yield who gets what: the matrices of `muon`, and why others have AdamW.
-
-    Args:
-        state: The optimizer state, or its shapes.
-        arrays: Path -> shape and names of dimensions, of all parameters.
-    """
-    is_muon = lambda x: isinstance(x, MuonGroups)
-    nodes = [x for x in jax.tree.leaves(state, is_leaf=is_muon) if is_muon(x)]
-    reader = MatrixReader(arrays)
-    find = lambda path: str(reader.find(path, arrays[path].shape))
-    for node in nodes:
-        momentum, adam = (_moments(node.groups.inner_states[x]) for x in (MATRICES, OTHERS))
-        for path in sorted(arrays.keys() & momentum.keys()):
-            yield f"muon: {path} {find(path)}"
-        reasons: dict[str, list[str]] = {}
-        for path in sorted(arrays.keys() & adam.keys()):
-            reasons.setdefault(find(path), []).append(path)
-        for reason, paths in reasons.items():
-            yield f"AdamW beside muon ({reason}): {', '.join(paths)}"
 
 
 def _moments(state: Any) -> Flat:

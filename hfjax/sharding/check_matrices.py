@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from hfjax.optimizers.muon_by_names import bind_axes
+from hfjax.optimizers.layout_axes import LayoutAxes, bind_axes
 from hfjax.parallel.mesh import STACK
 from hfjax.parallel.packing import PACKED
 from hfjax.parallel.param_specs import Array
@@ -20,7 +20,7 @@ from hfjax.utils.paths import flatten, nest
 
 def bind_matrices(optimizer: Any, arrays: Mapping[str, Array]) -> Any:
     """Return the optimizer, whose `hfjax.optimizers.muon`, if it has one, reads these names."""
-    return bind_axes(optimizer, arrays, PACKED)
+    return bind_axes(optimizer, LayoutAxes(arrays, PACKED))
 
 
 def check_matrices(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
-from hfjax.optimizers.muon_by_names import muon_notes
 from hfjax.parallel.layer_costs import output_shapes
 from hfjax.parallel.layer_order import arrange
 from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_use, size_of
@@ -40,7 +39,7 @@ def layout_notes(layout: Any) -> Iterator[str]:
         yield experts
     yield from layout.host_memory.notes()
     yield from layout.template.notes
-    yield from muon_notes(layout.state_shapes.optimizer, layout.arrays)
+    yield from optimizer_notes(layout)
     for path, n in count_frozen_layers(layout.param_specs).items():
         yield f"{path}: its first {n} layers stay as they are"
     if packed is not None:
@@ -226,3 +225,11 @@ def bytes_of_array(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh
     """Return the bytes of one device's shard of an array."""
     itemsize = jax.ShapeDtypeStruct((), dtype).dtype.itemsize  # of a random key too
     return math.prod(shape) * itemsize // num_shards(spec, mesh)
+
+
+def optimizer_notes(layout: Any) -> Iterator[str]:
+    """Yield what an optimizer says of its parameters: its state has a method `notes`."""
+    has_notes = lambda x: hasattr(x, "notes")
+    for node in jax.tree.leaves(layout.state_shapes.optimizer, is_leaf=has_notes):
+        if has_notes(node):
+            yield from node.notes(layout.arrays)

@@ -13,10 +13,10 @@ from hfjax.compat.deepspeed.config_file import read_config
 from hfjax.compat.deepspeed.convert import ParsedConfig, parse_config
 from hfjax.data import TokenSet
 from hfjax.data.indexed_loader import IndexedLoader
-from hfjax.optimizers.muon_by_names import muon_notes
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.precision.auto import auto_precision, replace_auto
+from hfjax.sharding.report import optimizer_notes
 from hfjax.step.batches import process_batch_slice
 from hfjax.trainer import config_io
 from hfjax.trainer.config import TrainConfig, pretrained_conflict
@@ -270,11 +270,7 @@ class RunComponents:
 
     def startup_notes(self) -> list[str]:
         """Return the lines below the summary: of the task, and which parameters muon updates."""
-        layout = self.layout
-        return [
-            *self.task.startup_notes(),
-            *muon_notes(layout.state_shapes.optimizer, layout.arrays),
-        ]
+        return [*self.task.startup_notes(), *optimizer_notes(self.layout)]
 
     def __str__(self) -> str:
         count = sum(math.prod(a.shape) for a in self.layout.arrays.values())
