@@ -67,9 +67,10 @@ class Execution:
         schedule: A `hfjax.Schedule` of a pipeline; it splits each microbatch again.
         max_grad_norm: Greatest global norm of the gradient. None, or infinity: it is not clipped.
         precision: Dtype of arithmetic: a name (auto, stored, fp32, bf16, fp16, fp64), a
-            `hfjax.Precision`, or by path: {"*": "bf16", "*norm*": "fp32"}. auto, the default: bf16
-            on NVIDIA GPUs that have it (from A100 on) if parameters are float32, otherwise stored,
-            the dtypes of the parameters. Gradients are reduced in float32.
+            `hfjax.Precision`, or by path: {"*": "bf16", "*norm*": "fp32"}. auto, the default of
+            functions that make steps: bf16 on NVIDIA GPUs that have it (from A100 on) if parameters
+            are float32, otherwise stored, the dtypes of the parameters. Gradients are reduced in
+            float32.
         remat: What layers recompute: none, full, dots, names:…, every:k, group:k, except_last;
             a `hfjax.Remat`, or a policy of jax.
         offload: Which of their activations go to host memory: a fraction, dots, names:…, or a

@@ -552,6 +552,15 @@ def test_muon_on_a_model_without_names_is_refused():
         layout_of(stack, FSDP, {"fsdp": 2}, axes={"before": ("embed", "mlp")})
 
 
+def test_a_bias_of_heads_is_no_matrix_whether_kernels_name_its_width_or_not():
+    for width in ("head_dim", None):
+        arrays = {
+            "kernel": Array("kernel", (16, 4, 4), ("embed", "heads", width)),
+            "bias": Array("bias", (4, 4), ("heads", None)),
+        }
+        assert MatrixReader(LayoutAxes(arrays)).find("bias", (4, 4)) == "no matrix"
+
+
 def test_names_that_leave_open_what_is_a_matrix_are_refused():
     def of(shape, names):
         return layout_of(lambda _: {"w": jnp.ones(shape)}, DDP, {"data": 1}, axes={"w": names})
@@ -573,13 +582,32 @@ def test_muon_without_a_layout_is_refused():
         layout.optimizer.init(params)
 
 
+RATE: Any = {"learning_rate": 0.1}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"learning_rate": -1.0}, r"muon: learning_rate=-1.0: a finite number"),
         ({"learning_rate": 0.1, "adam_learning_rate": "x"}, r"muon: adam_learning_rate='x': a fin"),
         ({"learning_rate": 0.1, "ns_dtype": "int8"}, r"muon: ns_dtype=int8: a floating-point type"),
-        ({"learning_rate": 0.1, "ns_coeffs": "muons"}, r"Unknown ns_coeff preset string: muons"),
+        ({**RATE, "mu_dtype": "int8"}, r"muon: mu_dtype=int8: a floating-point type is expected"),
+        ({**RATE, "mu_dtype": "foo"}, r"muon: mu_dtype='foo': a dtype"),
+        ({**RATE, "beta": 1.0}, r"muon: beta=1\.0: a number from 0 to below 1"),
+        ({**RATE, "adam_b1": -0.5}, r"muon: adam_b1=-0\.5: a number from 0 to below 1"),
+        ({**RATE, "eps": -1}, r"muon: eps=-1: a number from 0 on"),
+        ({**RATE, "weight_decay": "x"}, r"muon: weight_decay='x': a number from 0 on"),
+        ({**RATE, "consistent_rms": 0}, r"muon: consistent_rms=0: no matrix would move"),
+        ({**RATE, "ns_steps": 0}, r"muon: ns_steps=0: a positive number of iterations"),
+        ({**RATE, "ns_steps": 2.5}, r"muon: ns_steps=2\.5: a positive number of iterations"),
+        ({**RATE, "ns_coeffs": (1, 2)}, r"muon: ns_coeffs=\(1, 2\): three numbers, or rows"),
+        ({**RATE, "ns_coeffs": "foo"}, r"muon: ns_coeffs='foo': one of standard, dion, or three"),
+        (
+            {**RATE, "preconditioning": "foo"},
+            r"muon: preconditioning='foo': one of frobenius",
+        ),
+        ({**RATE, "nesterov": "no"}, r"muon: nesterov='no': True or False"),
+        ({**RATE, "ns_coeffs": "muons"}, r"muon: ns_coeffs='muons': one of standard, dion"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options, message):
@@ -598,6 +626,7 @@ def test_where_devices_update_pieces_of_matrices_or_lists_of_layers_it_is_refuse
 def test_a_wrapper_of_optax_is_looked_through():
     everything = lambda params: jax.tree.map(lambda _: True, params)
     for optimizer in (
+        optax.MultiSteps(muon(0.02), 2),
         optax.inject_hyperparams(muon)(learning_rate=0.1),
         optax.apply_if_finite(muon(0.1), 3),
         optax.masked(muon(0.1), everything),

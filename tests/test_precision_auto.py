@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +14,7 @@ import hfjax
 from hfjax.hardware.machine import MACHINES
 from hfjax.parallel.precision.auto import auto_precision, replace_auto
 from hfjax.planner.make_plan import empty_plan
-from hfjax.trainer import TrainConfig, load, train
+from hfjax.trainer import RunComponents, TrainConfig, load, train
 from hfjax.trainer.build import resolve_precision
 from hfjax.trainer.config import MeshConfig, ModelConfig
 from tests import h200
@@ -128,6 +129,33 @@ def test_a_run_prints_the_precision_that_auto_stands_for_and_keeps_it(data, tmp_
     assert any("--precision bf16 (before: --precision stored)" in line for line in caplog.messages)
 
 
+OWN_MODEL = """
+import jax.numpy as jnp
+from flax import nnx
+
+def make(vocab, seq_len):
+    class Bigrams(nnx.Module):
+        def __init__(self, rngs):
+            self.table = nnx.Embed(vocab, vocab, param_dtype=jnp.float64, rngs=rngs)
+        def __call__(self, batch):
+            return self.table(batch["tokens"][:, :-1])
+    return lambda rngs: Bigrams(rngs)
+"""
+
+
+def test_a_model_of_float64_keeps_it_on_gpus_that_have_bfloat16(data, tmp_path, monkeypatch):
+    """Of a run, and of a plan: the model is asked, and not the GPU alone."""
+    (tmp_path / "own.py").write_text(OWN_MODEL)
+    model = ModelConfig(factory=f"{tmp_path}/own.py:make", seq_len=16)
+    with jax.enable_x64(True):
+        config = small(tmp_path / "run", data, model=model, mesh=MeshConfig(data=1), steps=1)
+        monkeypatch.setattr("hfjax.parallel.precision.auto.has_bfloat16", lambda device: True)
+        assert RunComponents(config).precision == "stored"
+        plan = empty_plan(replace(config, mesh=MeshConfig()), gpu="h200", count=2)
+        assert plan.config.precision == "stored"
+    assert RunComponents(replace(config, model=BIGRAMS)).precision == "bf16"
+
+
 def test_auto_beside_a_parameter_dtype_computes_in_bfloat16_either_way():
     model = ModelConfig(pretrained="anything")  # type: ignore[arg-type]
     config = TrainConfig(model=model, param_dtype="bf16")
@@ -153,6 +181,15 @@ def test_a_precision_that_does_not_exist_is_refused(word):
 def test_the_error_of_a_wrong_word_has_auto_too():
     with pytest.raises(ValueError, match=r"precision='fp8': one of auto, stored, fp32, bf16"):
         _linear("float32", precision="fp8")
+
+
+def test_an_execution_without_devices_refuses_auto():
+    told = r'precision="auto": what it stands for depends on the devices, so only train_step, .*'
+    auto: Any = "auto"
+    with pytest.raises(ValueError, match=told):
+        hfjax.Execution(precision=auto)
+    with pytest.raises(ValueError, match=told):
+        hfjax.PrecisionByPath({"*": "auto"})
 
 
 @pytest.mark.cuda

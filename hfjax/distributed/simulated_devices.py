@@ -23,7 +23,8 @@ def simulate_devices(count: int) -> None:
     JAX_NUM_CPU_DEVICES: `JAX_PLATFORMS=cuda python program.py` stays on one GPU.
 
     Args:
-        count: How many devices the mesh of the program needs.
+        count: How many devices the mesh of the program needs; of several processes each gets so
+            many.
 
     Raises:
         ValueError: JAX runs already, on fewer devices.
@@ -55,4 +56,4 @@ def simulate_devices(count: int) -> None:
             *(count, there),
         )
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_num_cpu_devices", int(count))

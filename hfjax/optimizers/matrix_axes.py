@@ -132,7 +132,7 @@ class MatrixReader:
                 self._head_shapes |= {
                     (array.shape[a], array.shape[b])
                     for a, b in pairwise(dims)
-                    if names[a] in HEADS and names[b] is None
+                    if names[a] in HEADS and names[b] in (*WIDTHS, None)
                 }
 
     def __contains__(self, path: str) -> bool:
@@ -192,9 +192,9 @@ class MatrixReader:
         if len(sides) > 2 and any(names[side[0]] is None for side in sides):
             raise ValueError(
                 f"muon: {path} {list(shape)} with axes {names}: which dimensions make the two sides"
-                f" of a matrix is not clear. Name them: {QKV!r} for queries, a key and a value "
+                f" of a matrix is not clear. Name all: {QKV!r} for queries, a key and a value "
                 f"after heads, {WIDTHS[0]!r} for the width of a head, {STACKS[-1]!r} for what "
-                "stacks matrices; or let another optimizer update it: "
+                "stacks matrices, others as you like; or let another optimizer update it: "
                 f'hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": '
                 "hfjax.optimizers.muon(…)})."
             )
@@ -210,7 +210,20 @@ def _unnamed_error(path: str, shape: tuple[int, ...]) -> ValueError:
     return ValueError(
         f"muon: {path} {list(shape)} has no names of its dimensions, by which muon tells "
         "matrices from stacks of vectors and from embeddings. Name them: hfjax.layout(…, "
-        'axes={"*/up/kernel": ("embed", "mlp")}), or axes="auto"; or let another optimizer '
+        f'axes={{"{path}": {_example_names(len(shape))}}}); or let another optimizer '
         f'update it: hfjax.optimizers.by_path({{"{path}": optax.adamw(…), "*": '
         "hfjax.optimizers.muon(…)})."
     )
+
+
+def _example_names(rank: int) -> str:
+    """Return names for an array of this rank, as an example.
+
+    >>> _example_names(2)
+    '("embed", "mlp")'
+    """
+    if rank == 2:
+        return '("embed", "mlp")'
+    if rank == 4:
+        return '("height", "width", "channel_in", "channel_out")'
+    return "(" + ", ".join(['"…"'] * rank) + ")"

@@ -5,6 +5,7 @@ is kept and updated as the layout shards it; what is orthogonalized are whole ma
 (`matrix_axes`, `matrix_exchange`), by optax.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from hfjax.optimizers.layout_axes import LayoutAxes, NamedArray, current_axes, c
 from hfjax.optimizers.matrix_axes import MatrixAxes, MatrixReader
 from hfjax.optimizers.matrix_exchange import MatrixExchange
 from hfjax.optimizers.transforms import check_rate
-from hfjax.utils.keywords import parse_dtype
+from hfjax.utils.keywords import is_int, is_real, parse_dtype
 from hfjax.utils.paths import Flat, Tree, flatten, nest
 
 MATRICES, OTHERS = "matrices", "others"
@@ -132,9 +133,16 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
     check_rate("muon", learning_rate)
     if adam_learning_rate is not None:
         check_rate("muon", adam_learning_rate, "adam_learning_rate")
-    dtype = None if ns_dtype is None else parse_dtype("muon: ns_dtype", ns_dtype)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"muon: ns_dtype={dtype.name}: a floating-point type is expected.")
+    dtype = _floating_dtype("ns_dtype", ns_dtype)
+    _floating_dtype("mu_dtype", mu_dtype)
+    numbers = {"beta": beta, "adam_b1": adam_b1, "adam_b2": adam_b2}
+    numbers |= {"eps": eps, "adam_eps_root": adam_eps_root, "consistent_rms": consistent_rms}
+    numbers |= {"weight_decay": weight_decay, "adam_weight_decay": adam_weight_decay}
+    _check_numbers(numbers)
+    _check_iterations(ns_coeffs, ns_steps, preconditioning)
+    for name, value in {"nesterov": nesterov, "adaptive": adaptive}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"muon: {name}={value!r}: True or False.")
     # beta=0 and a rate of -1: what optax makes of the momentum of one matrix.
     single = optax.contrib.muon(
         -1.0,
@@ -187,6 +195,46 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
 
     update.reads_axes = True  # type: ignore[attr-defined]
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+PRECONDITIONING = ("frobenius", "spectral", "aol", "schatten")
+COEFFICIENTS = ("standard", "dion")
+
+
+def _floating_dtype(name: str, value: Any) -> Any:
+    """Return a dtype, None for None; refuse one that holds no fractions."""
+    dtype = None if value is None else parse_dtype(f"muon: {name}", value)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"muon: {name}={dtype.name}: a floating-point type is expected.")
+    return dtype
+
+
+def _check_numbers(numbers: Mapping[str, Any]) -> None:
+    """Refuse numbers out of range; what JAX traces and schedules are not known yet."""
+    for name, value in numbers.items():
+        if value is None or callable(value) or isinstance(value, jax.Array):
+            continue
+        is_decay = name in ("beta", "adam_b1", "adam_b2")
+        is_below = is_real(value, 0, 1) and value < 1
+        if not (is_below if is_decay else is_real(value, 0, math.inf)):
+            expected = "a number from 0 to below 1" if is_decay else "a number from 0 on"
+            raise ValueError(f"muon: {name}={value!r}: {expected} is expected.")
+        if name == "consistent_rms" and not value:
+            raise ValueError("muon: consistent_rms=0: no matrix would move. None scales by size.")
+
+
+def _check_iterations(coefficients: Any, steps: Any, preconditioning: Any) -> None:
+    """Refuse coefficients, a number and a start of iterations that optax does not know."""
+    if not isinstance(steps, jax.Array) and not is_int(steps):
+        raise ValueError(f"muon: ns_steps={steps!r}: a positive number of iterations is expected.")
+    if preconditioning not in PRECONDITIONING:
+        known = ", ".join(PRECONDITIONING)
+        raise ValueError(f"muon: preconditioning={preconditioning!r}: one of {known}.")
+    if isinstance(coefficients, str) and coefficients not in COEFFICIENTS:
+        known = ", ".join(COEFFICIENTS)
+        raise ValueError(f"muon: ns_coeffs={coefficients!r}: one of {known}, or three numbers.")
+    if not isinstance(coefficients, str) and jnp.shape(jnp.asarray(coefficients))[-1:] != (3,):
+        raise ValueError(f"muon: ns_coeffs={coefficients!r}: three numbers, or rows of three.")
 
 
 muon.reads_axes = True  # type: ignore[attr-defined]  # for optax.inject_hyperparams

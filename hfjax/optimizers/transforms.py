@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from numbers import Real
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import jax
@@ -384,6 +384,8 @@ def find_closure_functions(value: Any, visited_ids: set[int]) -> Iterator[Any]:
         return
     visited_ids.add(id(value))
     children = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(value, MethodType):  # optax.MultiSteps
+        children = [value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
     if isinstance(value, FunctionType):
         yield value
         children = [cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)]

@@ -1,7 +1,7 @@
 """Build a run from its configuration: model, optimizer, mesh, strategy, layout, step, data."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -174,6 +174,17 @@ class RunComponents:
         return hfjax.Schedule(opts.schedule, opts.microbatches or 4 * stages, **chunks)
 
     @property
+    def parameter_dtypes(self) -> set[Any]:
+        """The dtypes in which parameters are stored."""
+        return {p.dtype for p in self.layout.param_specs.values()}
+
+    @cached_property
+    def precision(self) -> str:
+        """The precision, with what "auto" stands for on these devices and for this model."""
+        device = self.mesh.devices.flat[0]
+        return resolve_precision(self.config, device, self.parameter_dtypes).precision
+
+    @property
     def execution(self) -> dict[str, Any]:
         """How the training step runs: fields of `Execution`."""
         c = self.config
@@ -182,7 +193,7 @@ class RunComponents:
             "gradient_accumulation_steps": c.gradient_accumulation_steps,
             "schedule": self.schedule,
             "max_grad_norm": c.optimizer.max_grad_norm,
-            "precision": from_file.get("precision", c.precision),
+            "precision": from_file.get("precision", self.precision),
             "remat": c.remat,
             "offload": c.offload.activations,
             "optimizer_in_backward": c.optimizer.in_backward,
@@ -209,7 +220,7 @@ class RunComponents:
         """The evaluation: (state, batch) -> metrics."""
         c = self.config
         kernels = "auto" if c.kernels == "pallas" else c.kernels  # also where no Pallas kernel runs
-        opts: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": kernels}
+        opts: Any = {"precision": self.precision, "schedule": self.schedule, "kernels": kernels}
         opts["context"] = self.context
         return hfjax.eval_step(self.layout, self.task.eval_loss, **opts)
 
@@ -278,7 +289,7 @@ class RunComponents:
         return (
             f"{self.model.name}: {format_count(count)} parameters, {self.layout.strategy.name} on "
             f"{describe_mesh(self.mesh)} ({devices}{self.mesh.devices.flat[0].device_kind}), "
-            f"precision {self.config.precision}"
+            f"precision {self.precision}"
         )
 
     @property
@@ -286,9 +297,16 @@ class RunComponents:
         return self.mesh.size < jax.device_count()
 
 
-def resolve_precision(config: ConfigT, device: Any) -> ConfigT:
-    """Return a configuration with the precision that "auto" stands for on a device."""
-    return replace(config, precision=replace_auto(config.precision, auto_precision(device)))
+def resolve_precision(config: ConfigT, device: Any, dtypes: Iterable[Any] = ()) -> ConfigT:
+    """Return a configuration with the precision that "auto" stands for.
+
+    Args:
+        config: The configuration.
+        device: A device, or the machine that is planned for.
+        dtypes: Those of the parameters.
+    """
+    word = auto_precision(device, dtypes)
+    return replace(config, precision=replace_auto(config.precision, word))
 
 
 def format_count(count: float) -> str:

@@ -26,8 +26,9 @@ from hfjax.distributed.stop import Stop
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.extensions.context_parallel.sequence_layout import describe_work
+from hfjax.parallel.precision.auto import AUTO
 from hfjax.trainer import config_io, profile, source_snapshot, trackers
-from hfjax.trainer.build import RunComponents, resolve_precision
+from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
@@ -189,7 +190,6 @@ def train(config: TrainConfig, console: Console | None = None) -> Result:
     with ExitStack() as stack:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.watchdog_timeout))
-        config = resolve_precision(config, jax.local_devices()[0])
         run = Run(config, RunComponents(config), watchdog, console)
         with watchdog.allow(math.inf, "downloading"):  # the Hub's client has limits of its own
             run.find_sources()
@@ -242,14 +242,14 @@ class Run:
         config, directory = self.config, self.config.directory
         with show_waiting("preparing the model and the data"):
             check_same("data", self.components.data.identity)
-            parts = self.components
+            parts, summary = self.components, str(self.components)
             _ = (parts.step, parts.evaluate, parts.valid)  # report a mistake now
-            summary = str(self.components)
+        check_same("precision", {"precision": parts.precision})
+        self.config = config = replace(config, precision=parts.precision)  # to be kept
         self.screen.say(summary)
         for text in self.components.startup_notes():
             self.screen.say(text)
-        changed = config_io.changed_fields(config)
-        changed.pop("precision", None)  # the summary has it
+        changed = config_io.changed_fields(replace(config, precision=AUTO))  # the summary has it
         for name, value in changed.items():
             self.screen.say(f"  {name}: {quote(value) if isinstance(value, Path) else value}")
         keep = config.checkpoint

@@ -26,10 +26,11 @@ def auto_precision(device: Device, dtypes: Iterable[DTypeLike] = ()) -> str:
         dtypes: Those of the parameters.
     """
     inexact = {jnp.dtype(x).name for x in dtypes if jnp.issubdtype(x, jnp.inexact)}
-    return "bf16" if _has_bfloat16(device) and inexact <= set(NARROW) else "stored"
+    return "bf16" if has_bfloat16(device) and inexact <= set(NARROW) else "stored"
 
 
-def _has_bfloat16(device: Device) -> bool:
+def has_bfloat16(device: Device) -> bool:
+    """Return whether a device has matmuls in bfloat16."""
     if device.platform not in ("gpu", "cuda"):
         return False
     try:

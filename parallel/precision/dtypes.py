@@ -151,6 +151,11 @@ def precision_of(spec: Any) -> Precision:
     """Return a precision as it is, or the one of a name."""
     if hasattr(spec, "at"):
         return spec
+    if isinstance(spec, str) and spec == "auto":
+        raise ValueError(
+            'precision="auto": what it stands for depends on the devices, so only train_step, '
+            f"eval_step and predict_step take it. Give one of {', '.join(PRECISIONS)} here."
+        )
     if not isinstance(spec, str) or spec not in PRECISIONS:
         raise ValueError(
             f"precision={spec!r}: one of auto, {', '.join(PRECISIONS)}, or "

@@ -25,6 +25,7 @@ from hfjax.cli.memory.settings import AUTO, Memory, alternatives, memory_setting
 from hfjax.cli.memory.table import Report, table
 from hfjax.cli.train import config_of
 from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, describe_mesh, in_use
+from hfjax.parallel.precision.auto import AUTO as AUTO_PRECISION
 from hfjax.planner.programs.estimate import estimate, program_memory
 from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
@@ -99,7 +100,8 @@ def _configure_jax(settings: Memory) -> None:
 
 def report(settings: Memory, log: Callable[[str], Any] = lambda line: None) -> Report:
     """Return estimates of the settings and of alternatives; `log` gets each peak as it comes."""
-    devices, settings = _devices(settings), _resolve_precision(settings)
+    devices = _devices(settings)
+    settings = _resolve_precision(settings, devices)
     run, notes, missed = _plan_run(settings, devices), [], None
     device = run.mesh.devices.flat[0]
     memory, device_name = _device_memory(settings, device)
@@ -208,13 +210,16 @@ def _plan_run(settings: Memory, devices: Sequence[Any] | None) -> PlannedRun:
     is_gpu = devices is not None and devices[0].platform != "cpu"
     known = with_offload(settings, None) if settings.offload.activations == AUTO else settings
     attention = fused_attention if is_gpu else None
-    return PlannedRun(_resolve_precision(known), devices, settings.vocab, attention=attention)
+    known = _resolve_precision(known, devices)
+    return PlannedRun(known, devices, settings.vocab, attention=attention)
 
 
-def _resolve_precision(settings: Memory) -> Memory:
+def _resolve_precision(settings: Memory, devices: Sequence[Any] | None) -> Memory:
     """Return the settings with the precision of the GPU that is asked for, if it is "auto"."""
     device = jax.devices()[0] if settings.gpu == "here" else GPUS[settings.gpu]
-    return resolve_precision(settings, device)
+    is_open = settings.model.factory is not None and AUTO_PRECISION in settings.precision
+    run = PlannedRun(settings, devices, settings.vocab)  # a user's model may be of float64
+    return resolve_precision(settings, device, run.parameter_dtypes if is_open else ())
 
 
 def _device_memory(settings: Memory, device: Any) -> tuple[int | None, str]:

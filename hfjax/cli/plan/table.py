@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hfjax.analysis.targets import FRACTION
+from hfjax.parallel.precision.auto import has_bfloat16
 from hfjax.planner.make_plan import PlanEntry, StepPlan, memory_share
 from hfjax.utils.tables import align, human
 
@@ -167,11 +168,14 @@ def notes_of(plan: StepPlan, settings: Any) -> Iterator[str]:
     sizes = (settings.vocab, model.vocab_size, model.pretrained)
     if task.unit == "tokens" and not any(sizes):
         yield f"the vocabulary is that of the data, {task.model.vocab:,}; --vocab says another one"
+    word = "bf16" if has_bfloat16(plan.machine) else "fp16"
     if plan.machine.platform == "gpu" and plan.scorer.itemsizes[0] >= 4:
         yield (
-            f"products are in float32, as --precision {plan.config.precision} says; --precision "
-            "bf16 takes about half of the time"
+            f"products are in float32 (--precision {settings.precision}); --precision {word} takes "
+            "about half of the time"
         )
+    if plan.machine.platform == "gpu" and word == "fp16" and "bf16" in plan.config.precision:
+        yield f"{plan.machine.name} has no products in bfloat16: the times are those of float16"
     if any(entry.compiled is not None for entry in plan.entries):
         yield "c: peak and exposed transfers as compiled; the others by formula"
     yield from plan.notes
