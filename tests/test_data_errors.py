@@ -301,6 +301,10 @@ def fixture_made(tmp_path) -> Path:
 def test_a_directory_that_is_no_data_set(tmp_path, made):
     with pytest.raises(ValueError, match=r"nowhere: no such directory\. Make a data set there"):
         TokenSet(tmp_path / "nowhere")
+    with pytest.raises(
+        ValueError, match=r"org/texts: .* A data set of the Hub is named hub:org/te"
+    ):
+        TokenSet(Path("org/texts"))
     with pytest.raises(ValueError, match=r"is not a data set: it has no meta\.json\. Make"):
         TokenSet(tmp_path)
     made.rename(tmp_path / "train")

@@ -209,7 +209,7 @@ def test_a_process_whose_rows_are_all_padding_gives_zeros(data):
 def test_a_batch_larger_than_the_data_is_padded_or_refused(data):
     small = Loader(data, 64, 8, epochs=1, pad_last=True)
     assert (len(small), next(small)["mask"].sum()) == (1, 312)
-    with pytest.raises(ValueError, match="a batch of 64 examples: the data has 39 of 8 tokens"):
+    with pytest.raises(ValueError, match="batch of 64 examples: the data has 39 examples of 8 tok"):
         Loader(data, 64, 8)
 
 

@@ -180,7 +180,8 @@ def test_a_folder_of_that_name_wins_unless_a_revision_is_named(opened):
     told, said, asked, _ = opened
     assert told["folder"][0] is None
     assert not any("org/folder" in line for line in asked)
-    assert said.count("org/folder is a folder here, which is read; the Hub is not asked") == 1
+    line = "is a folder here, which is read; the Hub is not asked (org/folder@main means the Hub)"
+    assert said.count(f"org/folder {line}") == 1
     line = "org/llama@main is read from the Hub: org/llama here is a folder without revisions"
     assert said.count(line) == 1
 
@@ -242,6 +243,12 @@ def test_a_revision_is_written_behind_the_name():
 def test_a_data_set_is_named_in_one_form(name):
     with pytest.raises(ValueError, match="a data set of the Hub is named hub:ORG/NAME, "):
         DataConfig(train=(name,))
+
+
+def test_a_model_with_the_prefix_of_data_sets_is_refused():
+    told = r"hub:org/llama: models are named without hub:, as org/llama\."
+    with pytest.raises(ValueError, match=told):
+        hfjax.pretrained("hub:org/llama")
 
 
 def test_names_of_the_hub_stay_what_they_are_in_a_configuration(tmp_path):
@@ -322,18 +329,19 @@ import contextlib, io, json, os, sys
 from pathlib import Path
 import hfjax, jax.numpy as jnp, optax
 from hfjax.__main__ import main
-from hfjax.cli.log_handler import show_log
 from hfjax.distributed import Watchdog
 from hfjax.trainer import RunComponents, TrainConfig, config_io
 from hfjax.trainer.config import DataConfig, ModelConfig
 from hfjax.trainer.train_loop import CHECKPOINTS, Run
-
+    for note in run.notes:
+        print(note)
 def find(run_dir, model, data):
     options = {"model": ModelConfig(pretrained=model), "data": DataConfig(train=(data,))}
     config = TrainConfig(run_dir=Path(run_dir), **options)
     run = Run(config, RunComponents(config), Watchdog(None))
-    with show_log():
-        run.find_sources()
+    run.find_sources()
+    for note in run.notes:
+        print(note)
     print("sources", run.config.model.pretrained, *run.config.data.train)
     print("folders", run.components.pretrained.folder.path, *run.components.texts.folders.values())
     return run

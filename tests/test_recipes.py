@@ -103,5 +103,8 @@ def test_a_recipe_that_does_not_exist_is_refused_by_all_commands(capsys):
         with pytest.raises(SystemExit):
             main([command, "--recipe", "llama"])
         assert f"hfjax {command}: --recipe llama: one of gpt2-124m" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main([command, "--recipe", "gpt2-124m"])
+        assert re.search(r"which is not there\. .* or give --vocab N", capsys.readouterr().err)
     assert main(["recipes", "llama"]) == 2
     assert "--recipe llama: one of gpt2-124m" in capsys.readouterr().err

@@ -76,9 +76,7 @@ def train_command(argv: Sequence[str]) -> int:
         default, rest = config_of(argv)
         config = parse_flags(TrainConfig, rest, "train", default, config=True)
         check_flags_used([config], rest)
-        for name, value in _split_sources(argv)[0]:
-            if name == RECIPE:
-                check_recipe_data(value, config)
+        check_recipe(argv, config)
         start(config)
         _check_cpu_devices(config, default)
         typed = expand_short(TrainConfig, rest)
@@ -116,6 +114,14 @@ def config_of(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     for name, value in sources:
         return config_io.load(recipe_path(value) if name == RECIPE else value), rest
     return TrainConfig(), rest
+
+
+def check_recipe(argv: Sequence[str], config: TrainConfig, vocab: int | None = None) -> None:
+    """Refuse a recipe whose data is not there, unless only its vocabulary is needed and known."""
+    for name, value in _split_sources(argv)[0]:
+        if name == RECIPE and vocab is None:
+            plans = hasattr(config, "vocab")
+            check_recipe_data(value, config, "--vocab N" if plans else "--data.train DIR")
 
 
 def _split_sources(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:

@@ -19,6 +19,7 @@ from hfjax.data.tokenizer import (
     TrainedTokenizer,
     load_tokenizer,
 )
+from hfjax.utils.hub import PREFIX, parse_model
 from hfjax.utils.image_names import contains_images
 from hfjax.utils.read_files import (
     TEXT,
@@ -381,7 +382,9 @@ def _check_dtype(meta: Meta) -> None:
 
 def _not_a_dataset_message(directory: Path) -> str:
     if not directory.exists():
-        return f"{directory}: no such directory. Make a data set there: hfjax data … --data-dir …"
+        text = f"{directory}: no such directory. Make a data set there: hfjax data … --data-dir …"
+        of_hub = f" A data set of the Hub is named {PREFIX}{directory}."
+        return text + of_hub * (parse_model(directory) is not None)
     splits = [name for name in SPLITS if (directory / name / META).is_file()]
     if splits:
         inside = " and ".join(str(directory / name) for name in splits)

@@ -75,8 +75,9 @@ class Loader(IndexedLoader):
         _check_weights(self)
         if self.batch_size > self.examples_per_epoch and not self.pad_last:
             raise ValueError(
-                f"a batch of {self.batch_size} examples: the data has {self.examples_per_epoch} of "
-                f"{self.seq_len} tokens. Lower batch_size or seq_len, or give more data."
+                f"a batch of {self.batch_size} examples: the data has {self.examples_per_epoch} "
+                f"examples of {self.seq_len} tokens. Lower batch_size or seq_len, or give more "
+                "data."
             )
 
     @property

@@ -67,7 +67,14 @@ def make_lr_schedule(config: TrainConfig) -> Callable:
     try:
         return hfjax.lr_schedule(config.optimizer.learning_rate, steps=steps, **vars(opts))
     except ValueError as wrong:
-        raise ValueError(f"--lr-schedule: {str(wrong).removeprefix('lr_schedule: ')}") from None
+        text = str(wrong).removeprefix("lr_schedule: ")
+        if "nothing to decay" in text:
+            text = (
+                f"{text.partition('. Give')[0]}. Give more --steps, fewer "
+                "--lr-schedule.warmup-steps or --lr-schedule.stable-steps, or --lr-schedule.type "
+                "constant."
+            )
+        raise ValueError(f"--lr-schedule: {text}") from None
 
 
 def build_optimizer(config: TrainConfig, rate: Callable, optimizer: Any = None) -> Any:

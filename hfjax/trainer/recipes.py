@@ -36,12 +36,18 @@ def recipe_path(name: str) -> Path:
     return known[name]
 
 
-def check_recipe_data(name: str, config: TrainConfig) -> None:
-    """Refuse a recipe whose data has not been made; other data is checked when it is read."""
+def check_recipe_data(name: str, config: TrainConfig, more: str = "--data.train DIR") -> None:
+    """Refuse a recipe whose data has not been made; other data is checked when it is read.
+
+    Args:
+        name: The recipe.
+        config: The recipe with the settings that flags have replaced.
+        more: The flags with which the command does without that data.
+    """
     own = config_io.load(recipe_path(name)).data.train
     missing = [path for path in own if path_kind(Path(path)) == MISSING]
     if missing and config.data.train == own:
         raise ValueError(
             f"--recipe {name} reads tokens from {quote(missing[0])}, which is not there. Make them "
-            f"(hfjax recipes {name} shows how), or give others: --data.train DIR."
+            f"(hfjax recipes {name} shows how), or give {more}."
         )

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders
 WRITTEN = (*FILES, DROPPED, TENSORBOARD, WANDB)
+GOES_ON = "the run goes on, and metrics.jsonl has all metrics."
 METHODS = ("start", "log", "finish")
 
 
@@ -130,15 +131,14 @@ class Trackers:
             try:
                 tracker.finish()
             except Exception as error:
-                _warn(name, "finish", error, "It may have lost metrics")
+                _warn(name, "finish", error, "It may have lost metrics", "metrics.jsonl has all.")
             if (count := self._failures[name]) > 1:
-                logger.warning("%s raised in %d calls of log", name, count)
+                logger.warning("warning: %s raised in %d calls of log", name, count)
 
 
-def _warn(name: str, method: str, error: Exception, result: str) -> None:
-    text = f"{type(error).__name__}: {error}"
-    more = "the run goes on, and metrics.jsonl has all metrics"
-    logger.warning("%s raised in %s (%s). %s; %s.", name, method, text, result, more)
+def _warn(name: str, method: str, error: Exception, result: str, more: str = GOES_ON) -> None:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    logger.warning("warning: %s raised in %s (%s). %s; %s", name, method, text, result, more)
 
 
 def _load_tracker(name: str) -> Any:

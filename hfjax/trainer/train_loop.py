@@ -207,6 +207,7 @@ class Run:
     components: RunComponents
     watchdog: Watchdog
     console: Console | None = None
+    notes: list[str] = field(default_factory=list)  # about the model and the data
     state: Any = None
     first_step: int = 0  # the step that this call begins with
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last step that was read
@@ -231,11 +232,10 @@ class Run:
         self.config, lines = pin_sources(config, directory / CHECKPOINTS)
         config, note = source_snapshot.resume_from_copy(self.config, directory / CHECKPOINTS)
         self.components = replace(self.components, config=config)
-        for line in lines if note is None else [*lines, note]:
-            self.screen.say(line)
+        self.notes = lines if note is None else [*lines, note]
         _ = self.components.pretrained
         if any(map(parse_dataset, (*config.data.train, config.data.valid or ""))):
-            self.screen.say("\n".join(data_lines(self.components.texts.folders)))
+            self.notes += data_lines(self.components.texts.folders)
 
     def prepare(self, enter: Any) -> None:
         """Create or restore the state, and open the outputs of the run."""
@@ -246,8 +246,7 @@ class Run:
             _ = (parts.step, parts.evaluate, parts.valid)  # report a mistake now
         check_same("precision", {"precision": parts.precision})
         self.config = config = replace(config, precision=parts.precision)  # to be kept
-        self.screen.say(summary)
-        for text in self.components.startup_notes():
+        for text in (*self.notes, summary, *self.components.startup_notes()):
             self.screen.say(text)
         changed = config_io.changed_fields(replace(config, precision=AUTO))  # the summary has it
         for name, value in changed.items():

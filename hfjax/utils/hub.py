@@ -7,6 +7,7 @@ a commit. No name of the Hub has an @.
 """
 
 import errno
+import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,7 +106,7 @@ def resolve(name: HubName) -> str:
     if name.commit is not None:
         return name.commit
     hub = _client(name)
-    with _explain_errors(name):
+    with _explain_errors(name), _quiet_if_offline(hub):
         revision = hub.resolve_revision(name.repo, repo_type=name.kind, revision=name.revision)
     return revision.resolved
 
@@ -146,6 +147,19 @@ def download(
             return Path(hub.snapshot_download(name.repo, local_files_only=True, **about, **filters))
         with _show_download(name, hub, shown):
             return Path(hub.snapshot_download(name.repo, **about, **filters))
+
+
+@contextmanager
+def _quiet_if_offline(hub: Any) -> Iterator[None]:
+    """Leave out the client's warning that the Hub cannot be reached, where the user wants that."""
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    try:
+        if hub.constants.HF_HUB_OFFLINE:
+            client.setLevel(logging.ERROR)
+        yield
+    finally:
+        client.setLevel(level)
 
 
 def exactly(paths: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hfjax.distributed.consensus import run_on_all, run_on_first, speaks
 from hfjax.utils.hub import (
+    PREFIX,
     SHORT,
     HubName,
     download,
@@ -63,11 +64,17 @@ def find_model(source: str | Path) -> HubName | None:
 
 def find_commit(source: str | Path) -> str | None:
     """Return the commit of a model of the Hub now; None for a folder. A line says which wins."""
+    if str(source).startswith(PREFIX):
+        rest = str(source).removeprefix(PREFIX)
+        raise ValueError(f"{quote(source)}: models are named without {PREFIX}, as {quote(rest)}.")
     name = parse_model(source)
     if name is None:
         return None
     if not is_model_name(source):
-        _log_once(f"{quote(source)} is a folder here, which is read; the Hub is not asked")
+        _log_once(
+            f"{quote(source)} is a folder here, which is read; the Hub is not asked ({name}@main "
+            "means the Hub)"
+        )
         return None
     if name.revision is not None and Path(name.repo).exists():
         _log_once(f"{name} is read from the Hub: {name.repo} here is a folder without revisions")

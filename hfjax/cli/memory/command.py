@@ -23,7 +23,7 @@ from hfjax.cli.arguments import expand_short, parse_flags
 from hfjax.cli.memory import plot
 from hfjax.cli.memory.settings import AUTO, Memory, alternatives, memory_settings, with_offload
 from hfjax.cli.memory.table import Report, table
-from hfjax.cli.train import config_of
+from hfjax.cli.train import check_recipe, config_of
 from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, describe_mesh, in_use
 from hfjax.parallel.precision.auto import AUTO as AUTO_PRECISION
 from hfjax.planner.programs.estimate import estimate, program_memory
@@ -52,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
             typed = expand_short(Memory, rest)
             settings, _ = with_deepspeed_file(settings, typed, num_devices)
         check_flags_used([config for _, config in alternatives(settings)], rest)
+        if settings.model.pretrained is None:
+            check_recipe(argv, settings, settings.vocab)
     console = Console(highlight=False)
     return run_command("memory", lambda: _print_report(settings, console))
 

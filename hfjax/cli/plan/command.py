@@ -38,7 +38,7 @@ from hfjax.cli.plan.settings import (
 )
 from hfjax.cli.plan.table import heading, heading_lines, note_lines, notes_of, plan_table, write
 from hfjax.cli.plan.timeline import timeline
-from hfjax.cli.train import config_of
+from hfjax.cli.train import check_recipe, config_of
 from hfjax.planner.calibration.calibrate import calibrate
 from hfjax.planner.make_plan import (
     CompileOptions,
@@ -91,6 +91,8 @@ def main(argv: Sequence[str]) -> int:
             PlanSettings, rest, "plan", plan_settings(default), config=True
         )
         check_flags_used([settings], run_flags(rest))
+        if settings.model.pretrained is None:
+            check_recipe(argv, settings, settings.vocab)
     if settings.calibrate is not None:
         return run_command("plan", lambda: _calibrate(settings.count))
     console = Console(highlight=False)
