@@ -333,8 +333,7 @@ from hfjax.distributed import Watchdog
 from hfjax.trainer import RunComponents, TrainConfig, config_io
 from hfjax.trainer.config import DataConfig, ModelConfig
 from hfjax.trainer.train_loop import CHECKPOINTS, Run
-    for note in run.notes:
-        print(note)
+
 def find(run_dir, model, data):
     options = {"model": ModelConfig(pretrained=model), "data": DataConfig(train=(data,))}
     config = TrainConfig(run_dir=Path(run_dir), **options)
