@@ -61,9 +61,8 @@ SMALL = {  # what is too long for a test, and what stands for it
         "after 'import os, sys' comes b'e'": "…",
     },
     "docs/first_gpu_run.md": {
-        "gpt-small --model.seq-len 1024 --global-batch-size 16 \\\n    --precision bf16 --gpu": (
-            f"gpt-tiny {SMALL_GPT} --vocab 512 --global-batch-size 16 --compare none "
-            "--precision bf16 --gpu"
+        "gpt-small --model.seq-len 1024 --global-batch-size 16 --gpu": (
+            f"gpt-tiny {SMALL_GPT} --vocab 512 --global-batch-size 16 --compare none --gpu"
         ),
         "gpt-small --model.seq-len 1024": f"gpt-tiny {SMALL_GPT} --log.sample-tokens 0",
         "--steps 300 --profile 50:53": "--steps 6 --profile 3:5",
@@ -94,7 +93,9 @@ SMALL = {  # what is too long for a test, and what stands for it
     "docs/pretrained.md": {
         "--valid 0.01": "--valid 0.1",
         "--lr 1e-5\n": "--steps 2 --log.sample-tokens 0 --model.seq-len 16\n",
-        "DDP on one device (NVIDIA H100 80GB HBM3)": "DDP on data=8 (cpu)",
+        "DDP on one device (NVIDIA H100 80GB HBM3), precision bf16": (
+            "DDP on data=8 (cpu), precision stored"
+        ),
         '--prompt "Once "': '--prompt "Once " --tokens 4',
     },
     "docs/processes.md": {
@@ -150,7 +151,7 @@ def assumed(page: str) -> dict[str, Any]:
     """Return the names that a page goes on from: those of docs/assumed.md, if it links to it."""
     if "(assumed.md)" not in (ROOT / page).read_text(encoding="utf-8"):
         return {}
-    lines = Page(ROOT / "docs/assumed.md", SMALL["docs/assumed.md"], {})
+    lines = Page(ROOT / "docs/assumed.md", {}, {})
     lines.run()
     return lines.names
 
