@@ -9,6 +9,7 @@ shape of the schedule; the loss is that of fixed held-out batches. Writes result
 import argparse
 import json
 import platform
+import textwrap
 import time
 from collections.abc import Callable
 from datetime import date
@@ -108,18 +109,24 @@ def report(args: argparse.Namespace, found: dict[tuple[str, float], dict[int, fl
     points = list(next(iter(found.values())))
     last = lambda key: found[key][points[-1]]
     best = {name: min((key for key in found if key[0] == name), key=last) for name in OPTIMIZERS}
-    lines = [
-        "# Muon and AdamW",
-        "",
+    run_text = (
         f"`python -m benchmarks.muon {flags}`, {date.today()}, jax {jax.__version__}, "
-        f"{platform.system()}, one CPU device.",
-        "",
+        f"{platform.system()}, one CPU device."
+    )
+    text = (
         f"A byte GPT ({args.layers} layers, {args.embed} wide, {args.length} tokens a row, "
         f"{BATCH} rows a step) on the source of Python's standard library: the loss (nats a byte) "
         f"of {VALID_BATCHES} held-out batches, by the number of steps. All runs have the same "
         "start, batches and shape of the schedule (a tenth of warm-up, then a cosine to a tenth), "
         f"and a weight decay of 0.1. AdamW beside muon has the rate {ADAM_RATE:g}, AdamW alone "
-        "b2=0.95. Bold: the best rate of each.",
+        "b2=0.95. Bold: the best rate of each."
+    )
+    lines = [
+        "# Muon and AdamW",
+        "",
+        *textwrap.wrap(run_text, 100),
+        "",
+        *textwrap.wrap(text, 100),
         "",
         f"| optimizer | rate | {' | '.join(map(str, points))} |",
         "|" + "---|" * (len(points) + 2),

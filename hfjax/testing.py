@@ -354,7 +354,7 @@ def assert_strategies_agree(
     exactly), and the placement of every array. Float64 parameters must agree to 1e-9, others to
     1e-5. One device is also compared with a plain JAX and optax loop, to 1e-4, unless `precision`
     rounds or the model cannot be called.
-    A line for each strategy is printed to standard error as it goes.
+    Each strategy is logged by `hfjax.testing`, at level INFO, or WARNING if it is left out.
 
     Args:
         model_init: Function of rngs that returns the model, as `hfjax.layout` takes it.
@@ -363,12 +363,12 @@ def assert_strategies_agree(
         strategies: {name: (strategy, mesh sizes)}, or with fields of its own execution:
             {"1F1B": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}. None: each that the
             model supports on the available devices, with every array sharded however small. What
-            is left out then, and why, is printed.
+            is left out then, and why, is logged as a warning.
         optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
             amplifies rounding where a gradient is truly zero.
         steps: How many steps each takes.
         options: `forward` and `axes` of `hfjax.layout` ("auto" reads the names with this batch),
-            and fields of `Execution` for all of them.
+            and fields of `Execution` for all of them; precision is "stored" by default.
 
     Returns:
         The greatest relative difference by strategy.

@@ -414,7 +414,7 @@ same_key_for_every_token hfjax/trainer/sampling.py: the number of the token is n
   keys = {{jax.vmap(jax.random.fold_in, (0, None))(keys_B, i) ~> keys_B}}
 batches_weigh_the_same hfjax/trainer/sampling.py: a last batch of few rows counts as much as others
   loss_sum = {{sum(weight *  ~> tokens / len(pairs) * sum(}}loss for weight, loss in pairs if weight)
-step_is_told_twice hfjax/trainer/metrics_file.py: the line of the first step that is done again stays
+step_is_told_twice hfjax/trainer/logs/metrics_file.py: the line of the first step that is done again stays
   = lambda step, line: step {{< start or (step == start > 0 and "loss" not in line) ~> <= start}}
 faults_end_with_0 hfjax/cli/data.py: broken images are told, and the exit status says all is well
   return {{FAILED if faults else  ~> }}0

@@ -19,7 +19,7 @@ from hfjax.trainer.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from hfjax.trainer.trackers import Trackers
+from hfjax.trainer.logs.trackers import Trackers
 
 MODEL = ModelConfig(preset="gpt-tiny", seq_len=16, num_layers=1, num_heads=2, hidden_size=32)
 # The next token from this one alone: for what no model can change.

@@ -92,10 +92,8 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/pretrained.md": {
         "--valid 0.01": "--valid 0.1",
-        "--lr 1e-5\n": "--steps 2 --log.sample-tokens 0 --model.seq-len 16\n",
-        "DDP on one device (NVIDIA H100 80GB HBM3), precision bf16": (
-            "DDP on data=8 (cpu), precision stored"
-        ),
+        "--lr 1e-5 --precision": "--steps 2 --log.sample-tokens 0 --model.seq-len 16 --precision",
+        "DDP on one device (NVIDIA H100 80GB HBM3)": "DDP on data=8 (cpu)",
         '--prompt "Once "': '--prompt "Once " --tokens 4',
     },
     "docs/processes.md": {

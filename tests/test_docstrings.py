@@ -58,6 +58,7 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.trainer:RunComponents.check_validation": WITH_A_RUN,
     "hfjax.trainer:Tracker.log": TRACKER,
     "hfjax.trainer:Tracker.start": TRACKER,
+    "hfjax.trainer:RunComponents.precision_on": WITH_A_RUN,
     "hfjax.trainer:RunComponents.validated": WITH_A_RUN,
     "hfjax.trainer:RunComponents.written": WITH_A_RUN,
     "hfjax.trainer:TrainConfig": "`hfjax train --help` shows its docstring; `train` has one",

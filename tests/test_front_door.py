@@ -35,8 +35,8 @@ from hfjax.trainer.config import (
     PipelineConfig as Pipeline,
 )
 from hfjax.trainer.config_io import save, to_plain
-from hfjax.trainer.console import Screen, step_line
-from hfjax.trainer.loss_plot import make_figure, moving_average
+from hfjax.trainer.logs.console import Screen, step_line
+from hfjax.trainer.logs.loss_plot import make_figure, moving_average
 from hfjax.trainer.model import choose_model
 from hfjax.trainer.strategy import build_mesh, choose_strategy, load_strategy
 from hfjax.utils.command_errors import report_errors, run_command
@@ -73,7 +73,7 @@ def run(tmp_path_factory, data):
 def impatient(monkeypatch):
     """What takes long is said at once."""
     at_once = partial(show_progress, first=0.0, every=0.05)
-    monkeypatch.setattr("hfjax.trainer.console.show_progress", at_once)
+    monkeypatch.setattr("hfjax.trainer.logs.console.show_progress", at_once)
 
 
 @pytest.mark.slow

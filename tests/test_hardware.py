@@ -12,7 +12,7 @@ import hfjax.hardware
 from hfjax.analysis.matmul_time import FusedAttention, ProductModel
 from hfjax.analysis.targets import GPUS
 from hfjax.hardware.machine import CONSTANTS, H200, MACHINES, Calibration, Machine, machine_of
-from hfjax.trainer.console import peak_flops
+from hfjax.trainer.logs.console import peak_flops
 
 FOLDER = Path(hfjax.hardware.__file__).parent
 PEAKS = {  # of the log's MFU, before there were files

@@ -11,9 +11,9 @@ from hfjax.cli.arguments import flags_of, parse_flags
 from hfjax.trainer import load
 from hfjax.trainer.config import MeshConfig, OffloadConfig, TrainConfig
 from hfjax.trainer.config_io import setting_changes
+from hfjax.trainer.logs.trackers import group_name
 from hfjax.trainer.old_config import translate
 from hfjax.trainer.strategy import build_mesh, choose_strategy, load_strategy
-from hfjax.trainer.trackers import group_name
 from hfjax.utils.renamed import CONFIG_KEYS
 
 STRATEGIES = {  # what --strategy and the mesh said -> rules and sizes of today, on eight devices

@@ -15,7 +15,6 @@ from hfjax.hardware.machine import MACHINES
 from hfjax.parallel.precision.auto import auto_precision, replace_auto
 from hfjax.planner.make_plan import empty_plan
 from hfjax.trainer import RunComponents, TrainConfig, load, train
-from hfjax.trainer.build import resolve_precision
 from hfjax.trainer.config import MeshConfig, ModelConfig
 from tests import h200
 from tests.small_run import BIGRAMS, corpus, small
@@ -157,11 +156,9 @@ def test_a_model_of_float64_keeps_it_on_gpus_that_have_bfloat16(data, tmp_path, 
 
 
 def test_auto_beside_a_parameter_dtype_computes_in_bfloat16_either_way():
-    model = ModelConfig(pretrained="anything")  # type: ignore[arg-type]
-    config = TrainConfig(model=model, param_dtype="bf16")
-    assert resolve_precision(config, MACHINES["h200"]).precision == "bf16"
-    assert resolve_precision(config, Device("cpu")).precision == "stored"  # bfloat16
+    assert auto_precision(MACHINES["h200"], ["bfloat16"]) == "bf16"
     step = _linear("bfloat16")[1]
+    assert step.execution.precision == STORED
     assert step.dtypes.dtypes["kernel"].compute == jnp.bfloat16
 
 

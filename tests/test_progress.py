@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hfjax.trainer import console
+from hfjax.trainer.logs import console
 from hfjax.utils.progress import show_progress
 
 

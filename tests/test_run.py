@@ -21,7 +21,6 @@ from hfjax.data import Loader, prepare
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.models.llama import LlamaConfig
 from hfjax.trainer import RunComponents, TrainConfig, evaluate, generate, load, train
-from hfjax.trainer.build import resolve_precision
 from hfjax.trainer.config import (
     CheckpointConfig,
     DataConfig,
@@ -33,8 +32,8 @@ from hfjax.trainer.config import (
     OptimizerConfig,
     PipelineConfig,
 )
-from hfjax.trainer.console import step_line
-from hfjax.trainer.metrics_file import MetricsFile, read_metrics
+from hfjax.trainer.logs.console import step_line
+from hfjax.trainer.logs.metrics_file import MetricsFile, read_metrics
 from hfjax.trainer.model import choose_model, presets
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
@@ -399,8 +398,7 @@ PIPED = {"mesh": MeshConfig(pipe=2), "model": DEEP}
     ],
 )
 def test_what_is_set_is_how_the_step_runs(data, tmp_path, changes, fields):
-    config = resolve_precision(small(tmp_path, data, **changes), jax.devices()[0])
-    parts, wanted = RunComponents(config), hfjax.Execution(**fields)
+    parts, wanted = RunComponents(small(tmp_path, data, **changes)), hfjax.Execution(**fields)
     found = hfjax.Execution(**parts.execution)
     for name in fields:
         assert getattr(found, name) == getattr(wanted, name), name

@@ -50,7 +50,7 @@ def test_devices_are_simulated_where_there_are_fewer_gpus_and_no_variable_choose
     assert done.stdout.splitlines() == [
         "cpu 8",
         "None -1",
-        "8 devices are needed and 1 GPU is there: simulated CPU devices take their place",
+        "simulating 8 devices on the CPU, since this machine has fewer GPUs: 1",
         "cpu 8",
         "None -1",
         "None -1",
@@ -60,7 +60,7 @@ def test_devices_are_simulated_where_there_are_fewer_gpus_and_no_variable_choose
 def test_a_program_that_uses_jax_already_is_refused_if_it_has_too_few_devices():
     there = jax.device_count()
     hfjax.simulate_devices(there)
-    told = rf"simulate_devices\(64\): JAX runs already, on {there} devices\. Call it before"
+    told = rf"simulate_devices\(64\): JAX runs already, with {there} of them\. Call it before"
     with pytest.raises(ValueError, match=told):
         hfjax.simulate_devices(64)
     wrong: Any = (0, 2.5, None)

@@ -17,7 +17,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
-from hfjax.trainer.loss_plot import moving_average
+from hfjax.trainer.logs.loss_plot import moving_average
 
 HERE = Path(__file__).parent
 INK, GREY, RAW, WINDOW = "#1f2328", "#59636e", "#d5dae0", 20

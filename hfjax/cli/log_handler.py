@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hfjax.utils.progress import use_terminal
+from hfjax.utils import progress
 from hfjax.utils.tables import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 LOGGER = logging.getLogger("hfjax")
-TO_STDERR = ("hfjax.utils.progress", "hfjax.testing")  # beside a command's output
 
 
 class LogHandler(logging.Handler):
@@ -31,9 +30,9 @@ class LogHandler(logging.Handler):
         return Console(highlight=False, soft_wrap=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message; a terminal shows its control characters."""
+        """Print a message, on standard error if it is of progress; escape what moves a terminal."""
         text = record.getMessage()
-        if record.name in TO_STDERR:
+        if record.name == progress.__name__:
             print(text, file=sys.stderr, flush=True)
         else:
             text = escape_controls(text) if self.console.is_terminal else text
@@ -48,7 +47,7 @@ def show_log() -> Iterator[LogHandler]:
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False  # a user's own code may have configured the root logger
     try:
-        with use_terminal(sys.stderr):
+        with progress.use_terminal(sys.stderr):
             yield handler
     finally:
         LOGGER.removeHandler(handler)

@@ -13,7 +13,7 @@ from hfjax.distributed.consensus import say
 from hfjax.distributed.stop import leaving
 from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import ModelConfig, TrainConfig
-from hfjax.trainer.console import show_waiting
+from hfjax.trainer.logs.console import show_waiting
 from hfjax.trainer.model import ROUND_TO
 from hfjax.trainer.pretrained_model import byte_counts, open_pretrained
 from hfjax.trainer.tasks.images import is_image_task

@@ -31,8 +31,8 @@ from hfjax.trainer.build import (
     check_flags_used,
 )
 from hfjax.trainer.config import MeshConfig, TrainConfig, check_bounds
-from hfjax.trainer.console import show_waiting, validation_line
 from hfjax.trainer.deepspeed_flags import FILE, with_deepspeed_file
+from hfjax.trainer.logs.console import show_waiting, validation_line
 from hfjax.trainer.recipes import check_recipe_data, recipe_path
 from hfjax.trainer.sampling import Sampling
 from hfjax.trainer.source_snapshot import COPY

@@ -167,8 +167,10 @@ def build(recipe: Recipe, progress: Progress | None = None) -> PreparedDataset:
 
 
 def find_inputs(recipe: Recipe) -> tuple[Recipe, tuple[Path, ...], int]:
-    """Return the recipe with commits, its files, downloaded if they are of the Hub, and how many
-    others there are."""
+    """Return a recipe, its files and the number of files that are left out.
+
+    Data sets of the Hub are downloaded, and the recipe has their commits.
+    """
     check_free(recipe.out, recipe.overwrite)
     names = [parse_dataset(text) for text in recipe.inputs]
     local = tuple(t for t, name in zip(recipe.inputs, names, strict=True) if name is None)

@@ -48,10 +48,10 @@ class GrainExamples:
         check_map_dataset(dataset, "from_grain")
         self._dataset, self._with_mask = dataset, with_mask
         self.specs: dict[str, ArraySpec] = {}
-        first, again = self._read(0), self._read(0)
+        first, second = self._read(0), self._read(0)
         self.specs = specs_of(first)
         self.first: ArrayDict = first
-        _check_repeatable(first, again)
+        _check_repeatable(first, second)
 
     def example(self, index: int, position: int) -> ArrayDict:
         """Return the example at a position of the stream; the epoch is in the position."""
@@ -222,6 +222,15 @@ def specs_of(arrays: ArrayDict) -> dict[str, ArraySpec]:
     return {path: ArraySpec(x.shape, x.dtype) for path, x in flat_arrays(arrays)}
 
 
+def describe_specs(specs: Mapping[str, ArraySpec]) -> str:
+    """Return the arrays of an example in words.
+
+    >>> describe_specs({"x": ArraySpec((2,), np.dtype("float32"))})
+    'x float32[2]'
+    """
+    return ", ".join(f"{path} {spec}" for path, spec in specs.items())
+
+
 def _map_arrays(function: Callable[[Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _map_arrays(function, x) if isinstance(x, Mapping) else function(x)
@@ -270,9 +279,9 @@ def _check_like_first(
             )
 
 
-def _check_repeatable(first: ArrayDict, again: ArrayDict) -> None:
+def _check_repeatable(first: ArrayDict, second: ArrayDict) -> None:
     """Refuse a data set whose example 0 differs when it is read again."""
-    for (path, x), (_, y) in zip(flat_arrays(first), flat_arrays(again), strict=True):
+    for (path, x), (_, y) in zip(flat_arrays(first), flat_arrays(second), strict=True):
         if x.shape != y.shape or x.tobytes() != y.tobytes():
             raise ValueError(
                 f"example 0: {path!r} differs when it is read again. Processes and a resumed run "

@@ -8,8 +8,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from hfjax.data.grain_examples import ENDLESS, ArraySpec, GrainExamples
-from hfjax.data.indexed_loader import IndexedLoader, check_epochs, check_numbers
+from hfjax.data.grain_examples import ENDLESS, ArraySpec, GrainExamples, describe_specs
+from hfjax.data.indexed_loader import IndexedLoader, check_batch_size, check_epochs, check_numbers
 from hfjax.utils.keywords import strict_fields
 
 
@@ -40,12 +40,8 @@ class GrainLoader(IndexedLoader):
                 "two."
             )
         check_epochs(self)
-        if self.batch_size > self.examples_per_epoch and not self.pad_last:
-            raise ValueError(
-                f"a batch of {self.batch_size} examples: the data set has "
-                f"{self.examples_per_epoch} of {_describe(examples.specs)}. Lower batch_size, or "
-                "give more data."
-            )
+        content = f"the data set has {self.examples_per_epoch} of {describe_specs(examples.specs)}"
+        check_batch_size(self, content, "Lower batch_size, or give more data.")
 
     @property
     def is_endless(self) -> bool:
@@ -134,7 +130,3 @@ def from_grain(  # noqa: PLR0913  options of one call
     options: dict[str, Any] = {"epochs": epochs, "local_examples": local_examples}
     options |= {"pad_last": pad_last, "name": name, "threads": threads, "prefetch": prefetch}
     return GrainLoader(dataset, batch_size, **options)
-
-
-def _describe(specs: dict[str, ArraySpec]) -> str:
-    return ", ".join(f"{path} {spec}" for path, spec in specs.items())

@@ -40,7 +40,7 @@ class HubFiles:
 
 
 def download_dataset(
-    name: HubName, pattern: str | None = None, valid: bool = True, shown: bool = True
+    name: HubName, pattern: str | None = None, valid: bool = True, progress: bool = True
 ) -> HubFiles:
     """Return the files of a data set at a commit, downloaded into the Hub's cache.
 
@@ -48,7 +48,7 @@ def download_dataset(
         name: The name with a commit.
         pattern: The files to read, of any split. None: those of the split to train on.
         valid: Whether to read files to validate on, too.
-        shown: Whether to show the progress.
+        progress: Whether to show it on standard error.
     """
     files = list_files(name)
     in_folder = [f for f in files if PurePosixPath(f).is_relative_to(name.folder or ".")]
@@ -65,7 +65,7 @@ def download_dataset(
             f"data {name} --pattern '*.{kind.lower()}' --data-dir DIR"
         )
     read = [*splits[TRAIN], *(splits[VALID] if valid else [])]
-    folder = download(name, exactly(read), shown=shown)
+    folder = download(name, exactly(read), progress=progress)
     here = lambda split: tuple(folder / path for path in splits[split] if path in read)
     return HubFiles(here(TRAIN), here(VALID), len(in_folder) - len(read))
 

@@ -224,3 +224,15 @@ def check_epochs(loader: IndexedLoader) -> None:
         raise ValueError(f"epochs={loader.epochs!r}: a whole number from 1 on, or None: no end.")
     if loader.pad_last and loader.epochs is None:
         raise ValueError("pad_last=True: without epochs there is no last batch. Give epochs=1.")
+
+
+def check_batch_size(loader: IndexedLoader, content: str, advice: str) -> None:
+    """Refuse a batch that is larger than the data, unless it is padded.
+
+    Args:
+        loader: The loader.
+        content: What its data has, for the message.
+        advice: What to do.
+    """
+    if loader.batch_size > loader.examples_per_epoch and not loader.pad_last:
+        raise ValueError(f"a batch of {loader.batch_size} examples: {content}. {advice}")

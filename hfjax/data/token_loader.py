@@ -10,7 +10,7 @@ import grain
 import numpy as np
 
 from hfjax.data.examples import DocumentExamples, Examples, StreamExamples, TokenExamples
-from hfjax.data.indexed_loader import IndexedLoader, check_epochs, check_numbers
+from hfjax.data.indexed_loader import IndexedLoader, check_batch_size, check_epochs, check_numbers
 from hfjax.data.sampler import example_order
 from hfjax.data.token_dataset import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
 from hfjax.utils.keywords import strict_fields
@@ -73,12 +73,8 @@ class Loader(IndexedLoader):
             raise ValueError(f"packing={self.packing!r}: one of {', '.join(PACKINGS)}.")
         check_epochs(self)
         _check_weights(self)
-        if self.batch_size > self.examples_per_epoch and not self.pad_last:
-            raise ValueError(
-                f"a batch of {self.batch_size} examples: the data has {self.examples_per_epoch} "
-                f"examples of {self.seq_len} tokens. Lower batch_size or seq_len, or give more "
-                "data."
-            )
+        content = f"the data has {self.examples_per_epoch} examples of {self.seq_len} tokens"
+        check_batch_size(self, content, "Lower batch_size or seq_len, or give more data.")
 
     @property
     def examples_per_epoch(self) -> int:

@@ -23,8 +23,7 @@ def simulate_devices(count: int) -> None:
     JAX_NUM_CPU_DEVICES: `JAX_PLATFORMS=cuda python program.py` stays on one GPU.
 
     Args:
-        count: How many devices the mesh of the program needs; of several processes each gets so
-            many.
+        count: The number of devices that the program needs, in each process.
 
     Raises:
         ValueError: JAX runs already, on fewer devices.
@@ -38,10 +37,10 @@ def simulate_devices(count: int) -> None:
     if not is_int(count):
         raise ValueError(f"simulate_devices({count!r}): a positive number of devices is expected.")
     if xla_bridge.backends_are_initialized():
-        if (there := jax.device_count()) < count:
+        if (available := jax.device_count()) < count:
             raise ValueError(
-                f"simulate_devices({count}): JAX runs already, on {there} devices. Call it before "
-                "anything that uses JAX's devices."
+                f"simulate_devices({count}): JAX runs already, with {available} of them. Call it "
+                "before anything that uses JAX's devices."
             )
         return
     if any(os.environ.get(name) for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")):
@@ -50,10 +49,9 @@ def simulate_devices(count: int) -> None:
     if gpus >= count:
         return
     if gpus:
-        there = "1 GPU is" if gpus == 1 else f"{gpus} GPUs are"
         logger.warning(
-            "%d devices are needed and %s there: simulated CPU devices take their place",
-            *(count, there),
+            "simulating %d devices on the CPU, since this machine has fewer GPUs: %d",
+            *(count, gpus),
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(count))

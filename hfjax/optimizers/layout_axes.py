@@ -1,7 +1,7 @@
 """What an optimizer may read of a layout while it is traced: names of dimensions, and shardings.
 
-`hfjax.layout` calls `bind_axes`; a step that updates shards calls `use_shardings`. An optimizer
-that reads them marks its update function: `update.reads_axes = True`.
+An optimizer that reads them has `update.bind_axes = bind_layout`, which `hfjax.layout` calls. A
+step that updates shards calls `use_shardings`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import optax
 from jax.sharding import NamedSharding
 
-from hfjax.optimizers.transforms import MasterWeights, find_closure_functions
+from hfjax.optimizers.transforms import MasterWeights
 from hfjax.utils.paths import Tree
 from hfjax.utils.trace_context import set_value
 
@@ -66,14 +66,17 @@ def use_shardings(shardings: Mapping[str, NamedSharding]) -> AbstractContextMana
     return set_value(_shardings, shardings)
 
 
-def bind_axes(
-    optimizer: optax.GradientTransformation, axes: LayoutAxes
+def bind_layout(
+    optimizer: optax.GradientTransformation, arrays: Mapping[str, NamedArray], packed: str
 ) -> optax.GradientTransformation:
-    """Return the optimizer, which sees these arrays; one that reads none stays the same."""
-    functions = find_closure_functions(optimizer.update, set())
-    if not any(getattr(function, "reads_axes", False) for function in functions):
-        return optimizer
-    inner = optax.with_extra_args_support(optimizer)
+    """Return the optimizer, which sees these arrays.
+
+    Args:
+        optimizer: An optimizer that reads them, perhaps in wrappers.
+        arrays: Path -> shape and names of dimensions, of all parameters.
+        packed: How paths of arrays begin into which a list of layers may be packed.
+    """
+    axes, inner = LayoutAxes(arrays, packed), optax.with_extra_args_support(optimizer)
 
     def init(params: Tree) -> Any:
         with set_value(_axes, axes):
@@ -87,5 +90,5 @@ def bind_axes(
         return optax.GradientTransformationExtraArgs(init, update)
     bound = MasterWeights(init, update)
     bound.param_dtype = optimizer.param_dtype
-    bound.inner = bind_axes(optimizer.inner, axes)
+    bound.inner = bind_layout(optimizer.inner, arrays, packed)
     return bound

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from hfjax.optimizers.layout_axes import LayoutAxes, NamedArray, current_axes, current_sharding
+from hfjax.optimizers.layout_axes import (
+    LayoutAxes,
+    NamedArray,
+    bind_layout,
+    current_axes,
+    current_sharding,
+)
 from hfjax.optimizers.matrix_axes import MatrixAxes, MatrixReader
 from hfjax.optimizers.matrix_exchange import MatrixExchange
 from hfjax.optimizers.transforms import check_rate
@@ -193,7 +199,7 @@ def muon(  # noqa: PLR0913  options of one call, as optax names them
         updates, new = inner.update(updates, state.groups, params, **extra)
         return updates, MuonGroups(new)
 
-    update.reads_axes = True  # type: ignore[attr-defined]
+    update.bind_axes = bind_layout  # type: ignore[attr-defined]
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -237,7 +243,7 @@ def _check_iterations(coefficients: Any, steps: Any, preconditioning: Any) -> No
         raise ValueError(f"muon: ns_coeffs={coefficients!r}: three numbers, or rows of three.")
 
 
-muon.reads_axes = True  # type: ignore[attr-defined]  # for optax.inject_hyperparams
+muon.bind_axes = bind_layout  # type: ignore[attr-defined]  # for optax.inject_hyperparams
 
 
 def _scale_by_momentum(

@@ -1,7 +1,7 @@
 """Optimizers put together from any of optax: by path of parameters, and with their average."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from types import CellType, FunctionType, MethodType
@@ -383,14 +383,35 @@ def find_closure_functions(value: Any, visited_ids: set[int]) -> Iterator[Any]:
     if id(value) in visited_ids:
         return
     visited_ids.add(id(value))
-    children = list(value.values()) if isinstance(value, Mapping) else value
-    if isinstance(value, MethodType):  # optax.MultiSteps
-        children = [value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
     if isinstance(value, FunctionType):
         yield value
-        children = [cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)]
-    for x in children if isinstance(children, list | tuple) else ():
+    for x in _find_children(value):
         yield from find_closure_functions(x, visited_ids)
+
+
+def _find_children(value: Any) -> Sequence[Any]:
+    """Return what a function, a method, a dict or a sequence holds."""
+    return (
+        [cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)]
+        if isinstance(value, FunctionType)
+        else [value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
+        if isinstance(value, MethodType)  # optax.MultiSteps
+        else list(value.values())
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
+
+
+def bind_axes(optimizer: Any, arrays: Mapping[str, Any], packed: str) -> Any:
+    """Return the optimizer; one that reads names of dimensions gets those of these arrays.
+
+    An update function that reads them brings what binds them (`layout_axes`), as `bind_axes`.
+    """
+    functions = find_closure_functions(optimizer.update, set())
+    bound = (f.bind_axes(optimizer, arrays, packed) for f in functions if hasattr(f, "bind_axes"))
+    return next(bound, optimizer)
 
 
 def _has_contents(cell: CellType) -> bool:

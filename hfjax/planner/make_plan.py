@@ -18,7 +18,6 @@ import hfjax
 from hfjax.analysis.targets import GPUS, can_compile_for_gpus, memory_fraction, target_devices
 from hfjax.hardware.machine import MACHINES, Machine
 from hfjax.parallel.mesh import AXES, EXPERTS
-from hfjax.parallel.precision.auto import AUTO
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.corrections import correct_score
 from hfjax.planner.explain import reason_of
@@ -29,7 +28,6 @@ from hfjax.planner.programs.compile_step import ProgramStats
 from hfjax.planner.score import ScoredCandidate, Scorer
 from hfjax.planner.search import ModelFacts, candidates, host_variants
 from hfjax.planner.step_time import StepTime
-from hfjax.trainer.build import resolve_precision
 from hfjax.trainer.config import TrainConfig
 from hfjax.utils.tables import align, human
 
@@ -233,10 +231,10 @@ def empty_plan(
     """Return a plan without entries that scores what it is asked; arguments as of `make_plan`."""
     machine = gpu if isinstance(gpu, Machine) else machine_by_name(gpu)
     compiles = machine.key in GPUS and can_compile_for_gpus()
-    scorer_of = lambda config: Scorer(config, vocab, machine, machine.key if compiles else None)
-    is_open = config.model.factory is not None and AUTO in config.precision
-    dtypes = scorer_of(config).base_run.parameter_dtypes if is_open else ()
-    scorer = scorer_of(config := resolve_precision(config, machine, dtypes))
+    target = machine.key if compiles else None
+    run = Scorer(config, vocab, machine, target).base_run
+    config = replace(config, precision=run.precision_on(machine))
+    scorer = Scorer(config, vocab, machine, target)
     if memory is None:
         memory = int(memory_share(machine) * machine.memory)
     return StepPlan((), (), machine, memory, count, config, 0, 0, 0.0, (), scorer)

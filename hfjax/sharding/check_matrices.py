@@ -1,8 +1,7 @@
 """Refuses optax.contrib.muon where it would take vectors for matrices, or miss matrices.
 
-It calls an array with two dimensions a matrix. With stacked layers that is a stack
-of biases; their matrices have three dimensions, or more where heads are kept apart.
-hfjax.optimizers.muon gets the names of dimensions here.
+It calls an array with two dimensions a matrix. With stacked layers that is a stack of biases; their
+matrices have three dimensions, or more where heads are kept apart.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,16 +10,9 @@ from typing import Any
 import jax
 import optax
 
-from hfjax.optimizers.layout_axes import LayoutAxes, bind_axes
 from hfjax.parallel.mesh import STACK
-from hfjax.parallel.packing import PACKED
 from hfjax.parallel.param_specs import Array
 from hfjax.utils.paths import flatten, nest
-
-
-def bind_matrices(optimizer: Any, arrays: Mapping[str, Array]) -> Any:
-    """Return the optimizer, whose `hfjax.optimizers.muon`, if it has one, reads these names."""
-    return bind_axes(optimizer, LayoutAxes(arrays, PACKED))
 
 
 def check_matrices(
@@ -57,8 +49,8 @@ def _missed_matrices(muon: Any, arrays: Mapping[str, Array]) -> list[str]:
     """
     muon_paths = [path for node in _find_nodes(muon, _is_muon) for path in _moment_paths(node)]
     adam_paths = [path for node in _find_nodes(muon, _is_adam) for path in _moment_paths(node)]
-    is_flat = lambda path: len(arrays[path].shape) == 2
-    is_by_rank = all(map(is_flat, muon_paths)) and not any(map(is_flat, adam_paths))
+    ranks = lambda paths: {len(arrays[path].shape) for path in paths}
+    is_by_rank = ranks(muon_paths) <= {2} and 2 not in ranks(adam_paths)
     return [path for path in adam_paths if is_by_rank and _has_matrices(arrays[path])]
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.optimizers.transforms import (
     FrozenLayers,
+    bind_axes,
     check_master,
     check_update_arguments,
     freeze_layers,
@@ -30,6 +31,7 @@ from hfjax.parallel.offload.host_memory import (
     check_has_host_memory,
     host_sharding,
 )
+from hfjax.parallel.packing import PACKED
 from hfjax.parallel.param_specs import Array, ParamSpecs, batch_spec, check_spec, column_specs
 from hfjax.parallel.strategy import Strategy
 from hfjax.sharding.axis_names import find_names
@@ -47,7 +49,7 @@ from hfjax.sharding.check_layout import (
     first_layers,
     idle_axes,
 )
-from hfjax.sharding.check_matrices import bind_matrices, check_matrices
+from hfjax.sharding.check_matrices import check_matrices
 from hfjax.sharding.host_memory import HostMemory, find_optimizer_arrays
 from hfjax.sharding.optimizer_state import find_parameter
 from hfjax.sharding.report import (
@@ -522,12 +524,10 @@ def layout(  # noqa: PLR0913  options of one call
     check_dtypes(template)
     names, template = find_names(axes, template, forward, example, mesh, strategy)
     arrays = {
-        path: Array(
-            path, tuple(param.shape), template.axes(path, names), template.takes_shards(path)
-        )
-        for path, param in template.parameters.items()
+        path: Array(path, tuple(p.shape), template.axes(path, names), template.takes_shards(path))
+        for path, p in template.parameters.items()
     }
-    optimizer = bind_matrices(optimizer, arrays)
+    optimizer = bind_axes(optimizer, arrays, PACKED)
     param_specs = {
         path: place_array(array, template.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()
@@ -548,12 +548,12 @@ def layout(  # noqa: PLR0913  options of one call
 
 def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:
     """Return the layout that stores layers so; None: in the model's order."""
-    frozen = {path for path, p in layout.param_specs.items() if p.frozen}
-    check_frozen(frozen, layout.template, arrangement)
+    check_frozen(
+        {path for path, p in layout.param_specs.items() if p.frozen}, layout.template, arrangement
+    )
     storage = make_storage(layout.storage.source, arrangement)
-    dtype = lambda p: stored_dtype(layout.optimizer, p.dtype)
     param_specs = {
-        path: replace(p, dtype=dtype(p))
+        path: replace(p, dtype=stored_dtype(layout.optimizer, p.dtype))
         for path, p in storage.stored_specs(layout.param_specs).items()
     }
     new_layout = replace(layout, storage=storage, param_specs=param_specs)

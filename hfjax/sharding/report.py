@@ -229,7 +229,6 @@ def bytes_of_array(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh
 
 def optimizer_notes(layout: Any) -> Iterator[str]:
     """Yield what an optimizer says of its parameters: its state has a method `notes`."""
-    has_notes = lambda x: hasattr(x, "notes")
-    for node in jax.tree.leaves(layout.state_shapes.optimizer, is_leaf=has_notes):
-        if has_notes(node):
-            yield from node.notes(layout.arrays)
+    nodes = jax.tree.leaves(layout.state_shapes.optimizer, is_leaf=lambda x: hasattr(x, "notes"))
+    for node in nodes:
+        yield from node.notes(layout.arrays) if hasattr(node, "notes") else ()

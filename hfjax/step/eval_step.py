@@ -15,7 +15,7 @@ from hfjax.checks.jax_errors import explain_errors
 from hfjax.parallel.adapters.forward_signature import requested_names
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
-from hfjax.parallel.precision.auto import AUTO
+from hfjax.parallel.precision.dtypes import AUTO
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.spmd.partition_context import CommEvent
 from hfjax.sharding.check_state import check_alive, check_layout, check_state_shapes, is_traced

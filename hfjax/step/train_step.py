@@ -37,9 +37,8 @@ from hfjax.parallel.layer_stack.unrolled_layers import describe_unroll
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.offload.activations import OffloadReport
 from hfjax.parallel.offload.host_memory import is_host_sharding, result_shardings
-from hfjax.parallel.precision.auto import AUTO
 from hfjax.parallel.precision.by_path import DtypesByPath
-from hfjax.parallel.precision.dtypes import LossScale
+from hfjax.parallel.precision.dtypes import AUTO, LossScale
 from hfjax.parallel.spmd.report import CommReport
 from hfjax.sharding.check_state import (
     check_alive,

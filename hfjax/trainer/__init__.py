@@ -3,11 +3,10 @@
 `config` defines every setting; `strategy` makes the mesh, and the strategy that its sizes describe.
 `build` makes the components of a run, with `optimizer` and one of `tasks`, whose model comes from
 `model` or, for a folder, from `pretrained_model`. `train_loop` trains, `sampling` evaluates and
-generates; `hub_sources` finds commits of the Hub and prepares its data sets, `source_snapshot`
-copies the model's folder into the run. `config_io` and `yaml_fields`
-read and write configurations, `old_config` reads those of before, `deepspeed_flags` those of
-DeepSpeed, `recipes` the files of hfjax/configs. `trackers` receive metrics: `metrics_file`, with
-its `loss_plot`, TensorBoard and others; `profile` writes traces, `console` log lines.
+generates; `logs` are its metrics and lines, `profile` its traces. `hub_sources` finds commits of
+the Hub and prepares its data sets, `source_snapshot` copies the model's folder into the run.
+`config_io` and `yaml_fields` read and write configurations, `old_config` reads those of before,
+`deepspeed_flags` those of DeepSpeed, `recipes` the files of hfjax/configs.
 """
 
 from hfjax.utils.lazy_import import lazy_names

@@ -1,10 +1,10 @@
 """Build a run from its configuration: model, optimizer, mesh, strategy, layout, step, data."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -16,6 +16,7 @@ from hfjax.data.indexed_loader import IndexedLoader
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.precision.auto import auto_precision, replace_auto
+from hfjax.parallel.precision.dtypes import AUTO
 from hfjax.sharding.report import optimizer_notes
 from hfjax.step.batches import process_batch_slice
 from hfjax.trainer import config_io
@@ -31,8 +32,6 @@ from hfjax.trainer.tasks.task import Scores, Task
 from hfjax.trainer.tasks.text import TextTask
 from hfjax.utils.read_files import brief
 from hfjax.weights.pretrained import Pretrained
-
-ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 
 @dataclass(frozen=True)
@@ -173,16 +172,21 @@ class RunComponents:
         chunks: dict[str, Any] = {} if opts.chunks is None else {"chunks": opts.chunks}
         return hfjax.Schedule(opts.schedule, opts.microbatches or 4 * stages, **chunks)
 
-    @property
-    def parameter_dtypes(self) -> set[Any]:
-        """The dtypes in which parameters are stored."""
-        return {p.dtype for p in self.layout.param_specs.values()}
-
     @cached_property
     def precision(self) -> str:
         """The precision, with what "auto" stands for on these devices and for this model."""
-        device = self.mesh.devices.flat[0]
-        return resolve_precision(self.config, device, self.parameter_dtypes).precision
+        return self.precision_on(self.mesh.devices.flat[0])
+
+    def precision_on(self, device: Any) -> str:
+        """Return the precision, with what "auto" stands for on a device.
+
+        Args:
+            device: The device, or the machine that is planned for.
+        """
+        if AUTO not in self.config.precision:
+            return self.config.precision
+        dtypes = (p.dtype for p in self.layout.param_specs.values())
+        return replace_auto(self.config.precision, auto_precision(device, dtypes))
 
     @property
     def execution(self) -> dict[str, Any]:
@@ -295,18 +299,6 @@ class RunComponents:
     @property
     def _has_idle_devices(self) -> bool:
         return self.mesh.size < jax.device_count()
-
-
-def resolve_precision(config: ConfigT, device: Any, dtypes: Iterable[Any] = ()) -> ConfigT:
-    """Return a configuration with the precision that "auto" stands for.
-
-    Args:
-        config: The configuration.
-        device: A device, or the machine that is planned for.
-        dtypes: Those of the parameters.
-    """
-    word = auto_precision(device, dtypes)
-    return replace(config, precision=replace_auto(config.precision, word))
 
 
 def format_count(count: float) -> str:

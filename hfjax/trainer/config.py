@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from hfjax.parallel.offload.activations import Offload
-from hfjax.parallel.precision.auto import AUTO, replace_auto
+from hfjax.parallel.precision.auto import replace_auto
 from hfjax.parallel.precision.by_path import parse_precision
-from hfjax.parallel.precision.dtypes import precision_of
+from hfjax.parallel.precision.dtypes import AUTO, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.trainer.profile import parse_steps

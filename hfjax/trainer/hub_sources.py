@@ -192,7 +192,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(name: HubName, path: Path, tokenizer: str | Path) -> None:
     """Build the parts to train and to validate on, from files of their own if there are any."""
-    files = download_dataset(name, shown=speaks())
+    files = download_dataset(name, progress=speaks())
     try:
         if files.valid:
             with atomic_directory(path) as new:

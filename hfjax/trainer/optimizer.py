@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
-from hfjax.optimizers.transforms import MasterWeights, scaled
+from hfjax.optimizers.transforms import MasterWeights, bind_axes, scaled
 from hfjax.parallel.param_specs import Array
-from hfjax.sharding.check_matrices import bind_matrices
 from hfjax.trainer.config import OptimizerConfig, TrainConfig
 from hfjax.trainer.config_io import load_function
 from hfjax.utils.paths import Tree, flatten, match_patterns, nest
@@ -132,7 +131,7 @@ def _optax_optimizer(opts: OptimizerConfig, rate: Callable) -> Any:
     try:
         plain: Any = make(learning_rate=rate)
         matrix = {"matrix": jnp.zeros((2, 2))}
-        trial = bind_matrices(plain, {"matrix": Array("matrix", (2, 2), ("embed", "mlp"))})
+        trial = bind_axes(plain, {"matrix": Array("matrix", (2, 2), ("embed", "mlp"))}, "")
         jax.eval_shape(lambda x: trial.update(x, trial.init(x), x), matrix)
         return make(learning_rate=rate, **fields)
     except Exception as wrong:

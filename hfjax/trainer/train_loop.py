@@ -26,17 +26,17 @@ from hfjax.distributed.stop import Stop
 from hfjax.distributed.watchdog import Watchdog
 from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.extensions.context_parallel.sequence_layout import describe_work
-from hfjax.parallel.precision.auto import AUTO
-from hfjax.trainer import config_io, profile, source_snapshot, trackers
+from hfjax.parallel.precision.dtypes import AUTO
+from hfjax.trainer import config_io, profile, source_snapshot
 from hfjax.trainer.build import RunComponents
 from hfjax.trainer.config import TrainConfig
-from hfjax.trainer.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
 from hfjax.trainer.deepspeed_flags import FILE
 from hfjax.trainer.hub_sources import data_lines, pin_sources
-from hfjax.trainer.metrics_file import FILES, METRICS
+from hfjax.trainer.logs.console import Screen, SpeedMeter, show_waiting, step_line, validation_line
+from hfjax.trainer.logs.metrics_file import FILES, METRICS
+from hfjax.trainer.logs.trackers import WRITTEN as METRIC_FILES, Trackers
 from hfjax.trainer.profile import Profile
 from hfjax.trainer.sampling import Sampling
-from hfjax.trainer.trackers import Trackers
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.hub import parse_dataset
 from hfjax.utils.mean import EXHAUSTED, OVERFLOW
@@ -50,7 +50,7 @@ WRITTEN = (
     CONFIG,
     FILE,
     source_snapshot.COPY,
-    *trackers.WRITTEN,
+    *METRIC_FILES,
     *profile.WRITTEN,
 )  # besides checkpoints
 MISMATCH = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
@@ -242,13 +242,14 @@ class Run:
         config, directory = self.config, self.config.directory
         with show_waiting("preparing the model and the data"):
             check_same("data", self.components.data.identity)
-            parts, summary = self.components, str(self.components)
+            parts = self.components
             _ = (parts.step, parts.evaluate, parts.valid)  # report a mistake now
-        check_same("precision", {"precision": parts.precision})
-        self.config = config = replace(config, precision=parts.precision)  # to be kept
-        for text in (*self.notes, summary, *self.components.startup_notes()):
+            check_same("precision", {"precision": parts.precision})
+            summary = (str(parts), *parts.startup_notes())
+        for text in (*self.notes, *summary):
             self.screen.say(text)
         changed = config_io.changed_fields(replace(config, precision=AUTO))  # the summary has it
+        self.config = config = replace(config, precision=parts.precision)  # as the run keeps it
         for name, value in changed.items():
             self.screen.say(f"  {name}: {quote(value) if isinstance(value, Path) else value}")
         keep = config.checkpoint

@@ -124,7 +124,7 @@ def list_files(name: HubName) -> list[str]:
 
 
 def download(
-    name: HubName, patterns: Sequence[str], ignore: Sequence[str] = (), shown: bool = True
+    name: HubName, patterns: Sequence[str], ignore: Sequence[str] = (), progress: bool = True
 ) -> Path:
     """Return the folder of a name at a commit in the Hub's cache, with the files of some patterns.
 
@@ -135,7 +135,7 @@ def download(
         patterns: The files, where `*` stands for any characters; those that are missing are not
             reported.
         ignore: Patterns of files to leave out.
-        shown: Whether to show the progress on standard error.
+        progress: Whether to show it on standard error.
     """
     hub = _client(name)
     about = {"repo_type": name.kind, "revision": name.revision}
@@ -145,7 +145,7 @@ def download(
         with suppress(*missing):  # without its list the client takes a part for the whole
             hub.get_cached_repo_tree(name.repo, **about)
             return Path(hub.snapshot_download(name.repo, local_files_only=True, **about, **filters))
-        with _show_download(name, hub, shown):
+        with _show_download(name, hub, progress):
             return Path(hub.snapshot_download(name.repo, **about, **filters))
 
 
@@ -168,12 +168,12 @@ def exactly(paths: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _show_download(name: HubName, hub: Any, shown: bool) -> Iterator[None]:
+def _show_download(name: HubName, hub: Any, progress: bool) -> Iterator[None]:
     """Show the client's bars on a terminal, and a line now and then in a log."""
     with ExitStack() as stack:
-        if not (shown and sys.stderr.isatty()):
+        if not (progress and sys.stderr.isatty()):
             stack.enter_context(hub.utils.disable_progress_bars())
-        if shown and not sys.stderr.isatty():
+        if progress and not sys.stderr.isatty():
             stack.enter_context(show_progress(f"downloading {name}"))
         yield
 

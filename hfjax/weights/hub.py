@@ -111,7 +111,7 @@ def download_model(name: HubName) -> Path:
 
     The files of weights are those of its index, or model.safetensors.
     """
-    path = download(name, exactly([CONFIG, INDEX]), shown=False)
+    path = download(name, exactly([CONFIG, INDEX]), progress=False)
     if not has_file(path / CONFIG):
         raise ValueError(
             f"{name} has no {CONFIG}, which says what the model is. {_contents(name)} Give a model "

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-AUTO = "auto"
+from hfjax.parallel.precision.dtypes import AUTO
+
 BFLOAT16_CAPABILITY = 8.0  # from which on NVIDIA's GPUs have matmuls in bfloat16: A100
 NARROW = ("float32", "bfloat16")  # parameters with others are of a model that needs them
 

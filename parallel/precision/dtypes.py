@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from hfjax.utils.keywords import is_int, is_real, parse_dtype, strict_fields
 
+AUTO = "auto"  # a precision that depends on the devices: auto.py
 WIDE = ("float32", "float64", "bfloat16")
 
 
@@ -151,7 +152,7 @@ def precision_of(spec: Any) -> Precision:
     """Return a precision as it is, or the one of a name."""
     if hasattr(spec, "at"):
         return spec
-    if isinstance(spec, str) and spec == "auto":
+    if isinstance(spec, str) and spec == AUTO:
         raise ValueError(
             'precision="auto": what it stands for depends on the devices, so only train_step, '
             f"eval_step and predict_step take it. Give one of {', '.join(PRECISIONS)} here."

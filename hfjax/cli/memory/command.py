@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -25,11 +25,10 @@ from hfjax.cli.memory.settings import AUTO, Memory, alternatives, memory_setting
 from hfjax.cli.memory.table import Report, table
 from hfjax.cli.train import check_recipe, config_of
 from hfjax.parallel.mesh import PIPE_AXIS, auto_axes, describe_mesh, in_use
-from hfjax.parallel.precision.auto import AUTO as AUTO_PRECISION
 from hfjax.planner.programs.estimate import estimate, program_memory
 from hfjax.planner.programs.placeholder_attention import fused_attention
 from hfjax.planner.programs.planned_run import PlannedRun, compile_for_gpu
-from hfjax.trainer.build import check_flags_used, resolve_precision
+from hfjax.trainer.build import check_flags_used
 from hfjax.trainer.deepspeed_flags import with_deepspeed_file
 from hfjax.utils.command_errors import FAILED, report_errors, run_command
 from hfjax.utils.progress import show_progress
@@ -103,8 +102,8 @@ def _configure_jax(settings: Memory) -> None:
 def report(settings: Memory, log: Callable[[str], Any] = lambda line: None) -> Report:
     """Return estimates of the settings and of alternatives; `log` gets each peak as it comes."""
     devices = _devices(settings)
-    settings = _resolve_precision(settings, devices)
     run, notes, missed = _plan_run(settings, devices), [], None
+    settings = replace(settings, precision=run.config.precision)
     device = run.mesh.devices.flat[0]
     memory, device_name = _device_memory(settings, device)
     list(alternatives(settings))  # refuses wrong alternatives before anything is compiled
@@ -212,16 +211,9 @@ def _plan_run(settings: Memory, devices: Sequence[Any] | None) -> PlannedRun:
     is_gpu = devices is not None and devices[0].platform != "cpu"
     known = with_offload(settings, None) if settings.offload.activations == AUTO else settings
     attention = fused_attention if is_gpu else None
-    known = _resolve_precision(known, devices)
-    return PlannedRun(known, devices, settings.vocab, attention=attention)
-
-
-def _resolve_precision(settings: Memory, devices: Sequence[Any] | None) -> Memory:
-    """Return the settings with the precision of the GPU that is asked for, if it is "auto"."""
+    run = PlannedRun(known, devices, settings.vocab, attention=attention)
     device = jax.devices()[0] if settings.gpu == "here" else GPUS[settings.gpu]
-    is_open = settings.model.factory is not None and AUTO_PRECISION in settings.precision
-    run = PlannedRun(settings, devices, settings.vocab)  # a user's model may be of float64
-    return resolve_precision(settings, device, run.parameter_dtypes if is_open else ())
+    return replace(run, config=replace(known, precision=run.precision_on(device)))
 
 
 def _device_memory(settings: Memory, device: Any) -> tuple[int | None, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from hfjax.data.images.augment import Augment
 from hfjax.data.images.dataset import ImageSet, num_cores
 from hfjax.data.images.examples import ImageExamples
-from hfjax.data.indexed_loader import IndexedLoader, check_epochs, check_numbers
+from hfjax.data.indexed_loader import IndexedLoader, check_batch_size, check_epochs, check_numbers
 from hfjax.data.sampler import example_order
 from hfjax.utils.keywords import strict_fields
 from hfjax.utils.tables import quote
@@ -91,11 +91,8 @@ class ImageLoader(IndexedLoader):
         check_epochs(self)
         if self.broken not in BROKEN:
             raise ValueError(f"broken={self.broken!r}: one of {', '.join(BROKEN)}.")
-        if self.batch_size > self.examples_per_epoch and not self.pad_last:
-            raise ValueError(
-                f"a batch of {self.batch_size} examples: {quote(self.images.directory)} has "
-                f"{self.examples_per_epoch} images. Lower batch_size, or give more images."
-            )
+        content = f"{quote(self.images.directory)} has {self.examples_per_epoch} images"
+        check_batch_size(self, content, "Lower batch_size, or give more images.")
         self._source  # noqa: B018  raise errors of augment now
 
     @cached_property

@@ -15,7 +15,14 @@ import jax
 import numpy as np
 
 import hfjax
-from hfjax.data.grain_examples import ENDLESS, MASK, ArraySpec, GrainExamples, check_map_dataset
+from hfjax.data.grain_examples import (
+    ENDLESS,
+    MASK,
+    ArraySpec,
+    GrainExamples,
+    check_map_dataset,
+    describe_specs,
+)
 from hfjax.data.grain_loader import GrainLoader
 from hfjax.parallel.adapters.forward_signature import call_model
 from hfjax.parallel.adapters.model_template import raw_value
@@ -331,15 +338,6 @@ def _at_path(example: Any, path: str) -> Any:
     for key in path.split("/"):
         example = example.get(key) if isinstance(example, Mapping) else None
     return example
-
-
-def describe_specs(specs: Mapping[str, ArraySpec]) -> str:
-    """Return the arrays of an example in words.
-
-    >>> describe_specs({"x": ArraySpec((2,), np.dtype("float32"))})
-    'x float32[2]'
-    """
-    return ", ".join(f"{path} {spec}" for path, spec in specs.items())
 
 
 def _describe_readable(readable: Mapping[str, Readable]) -> str:

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hfjax.trainer.loss_plot import draw_plot
+from hfjax.trainer.logs.loss_plot import draw_plot
 from hfjax.utils.atomic import replace_text
 from hfjax.utils.read_files import (
     check_fields,

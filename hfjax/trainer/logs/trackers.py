@@ -12,13 +12,14 @@ import inspect
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from hfjax.trainer.config import LogConfig
 from hfjax.trainer.config_io import load_object
-from hfjax.trainer.metrics_file import DROPPED, FILES, MetricsFile
+from hfjax.trainer.logs.metrics_file import DROPPED, FILES, MetricsFile
 from hfjax.utils.command_errors import import_optional
 from hfjax.utils.write_files import check_no_link
 
@@ -41,7 +42,7 @@ class Tracker(Protocol):
         ...     def start(self, directory, config, step):
         ...         self.losses = []
         ...     def log(self, step, metrics):
-        ...         self.losses.append(metrics["loss"])
+        ...         self.losses.append(metrics.get("loss"))  # a validation has none
         ...     def finish(self):
         ...         pass
     """
@@ -76,19 +77,20 @@ class Trackers:
     """The trackers of a run; use it in a `with` statement.
 
     Attributes:
-        file: That of metrics.jsonl.
+        file: The tracker of metrics.jsonl.
     """
 
     def __init__(self, log: LogConfig) -> None:
         self.file = MetricsFile()
-        self._makers = {
-            "--log.tensorboard": TensorBoard if log.tensorboard else None,
-            "--log.wandb": (lambda: WeightsAndBiases(str(log.wandb))) if log.wandb else None,
-            f"--log.tracker {log.tracker}": _load_tracker(log.tracker) if log.tracker else None,
-        }
-        for flag, module in (("--log.tensorboard", "tensorboardX"), ("--log.wandb", "wandb")):
-            if self._makers[flag]:
-                import_optional(module, flag, "logs")
+        self._makers: dict[str, Callable[[], Tracker]] = {}  # by flag
+        if log.tensorboard:
+            import_optional("tensorboardX", "--log.tensorboard", "logs")
+            self._makers["--log.tensorboard"] = TensorBoard
+        if log.wandb is not None:
+            import_optional("wandb", "--log.wandb", "logs")
+            self._makers["--log.wandb"] = partial(WeightsAndBiases, log.wandb)
+        if log.tracker is not None:
+            self._makers[f"--log.tracker {log.tracker}"] = _load_tracker(log.tracker)
         self._started = dict[str, Tracker]()
         self._failures = Counter[str]()
 
@@ -98,8 +100,6 @@ class Trackers:
         for folder in (TENSORBOARD, WANDB):
             check_no_link(directory / folder)
         for name, make in self._makers.items():
-            if make is None:
-                continue
             try:
                 tracker = make()
                 tracker.start(directory, config, step)
