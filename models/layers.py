@@ -1,8 +1,9 @@
 """Basic layers of a transformer: linear, norms, dropout. Every parameter has named axes."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -219,7 +220,9 @@ class Linear(nnx.Module):
     """x @ kernel (+ bias) over the last `len(shape) - outputs` dimensions of x.
 
     The kernel is initialised from a normal distribution times `scale`, or by `scale` if it is a
-    function of (key, shape); the bias is zeros, or initialised by such a function.
+    function of (key, shape); the bias is zeros, or initialised by such a function. `parts` names
+    maps that share the kernel, in order, with their sizes along the second dimension of the
+    outputs: `hfjax.adapters` gives each an adapter, `lora`.
     """
 
     def __init__(
@@ -230,9 +233,10 @@ class Linear(nnx.Module):
         scale: float | Initializer,
         *,
         bias: bool | Initializer = True,
+        parts: Mapping[str, int] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ) -> None:
-        self.inputs = len(shape) - outputs
+        self.inputs, self.parts = len(shape) - outputs, tuple(parts.items())
         key = rngs.params()
         kernel = scale(key, shape) if callable(scale) else scale * jax.random.normal(key, shape)
         self.kernel = nnx.Param(kernel, axes=axes)
@@ -242,10 +246,11 @@ class Linear(nnx.Module):
         )
         self.bias = nnx.Param(init_bias(), axes=axes[self.inputs :]) if bias else None
         self.between = (axes[0], axes[self.inputs])  # embed, and what may be sharded: heads, mlp
+        self.lora: Any = None  # x -> the change of the outputs
         self.place, self.kernels = no_constraint, local_ops
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel, dtype = jnp.asarray(self.kernel[...]), x.dtype
+        kernel, dtype, given = jnp.asarray(self.kernel[...]), x.dtype, x
         x = x.astype(kernel.dtype)  # precision by path: the output has the input's dtype
         batch_shape, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         multiply = partial(project, lambda x: x)
@@ -255,6 +260,9 @@ class Linear(nnx.Module):
         y = y.reshape(*y.shape[:-1], *kernel.shape[self.inputs :])
         if self.bias is not None:
             y = y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(batch_shape)))
+        if self.lora is not None:
+            change = self.lora(given)
+            y = y.astype(jnp.promote_types(y.dtype, change.dtype)) + change
         return y.astype(dtype)
 
     def _multiply(self, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:

@@ -238,8 +238,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         groups, width, bias = config.kv_heads, config.width, config.qkv_bias
-        shape = (config.embed, groups, config.heads // groups + 2, width)
-        self.qkv = Linear(shape, ("embed", "heads", "qkv", None), 3, 0.02, bias=bias, rngs=rngs)
+        parts = {"q": config.heads // groups, "k": 1, "v": 1}
+        shape, axes = (config.embed, groups, sum(parts.values()), width), ("embed", "heads", "qkv")
+        self.qkv = Linear(shape, (*axes, None), 3, 0.02, bias=bias, parts=parts, rngs=rngs)
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, bias=False, rngs=rngs)
         self.q_norm = make_norm(config, width) if config.qk_norm else None
@@ -297,8 +298,8 @@ class MLP(nnx.Module):
     def __init__(
         self, embed: int, mlp: int, scale: float, activation: str = "silu", *, rngs: nnx.Rngs
     ) -> None:
-        shape = (embed, mlp, 2)
-        self.gate_up = Linear(shape, ("embed", "mlp", "gate_up"), 2, 0.02, bias=False, rngs=rngs)
+        shape, axes, parts = (embed, mlp, 2), ("embed", "mlp", "gate_up"), {"gate": 1, "up": 1}
+        self.gate_up = Linear(shape, axes, 2, 0.02, bias=False, parts=parts, rngs=rngs)
         self.down = Linear((mlp, embed), ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
         self.activation = activation
         self.place = no_constraint

@@ -543,7 +543,8 @@ def layout(  # noqa: PLR0913  options of one call
     new_layout.host_memory.check()
     if new_layout.host_memory:
         check_has_host_memory(mesh)
-    return new_layout
+    frozen = [path for path in arrays if template.is_frozen(path)]
+    return new_layout.freeze(*frozen) if frozen else new_layout
 
 
 def arrange_layers(layout: Layout, arrangement: Arrangement | None) -> Layout:

@@ -83,6 +83,7 @@ class ModelTemplate:
     # What built the model, where its constructor cannot be traced.
     eager_init: EagerInit | None = None
     mesh_axes: Mapping[str, str | None] = field(default_factory=dict)  # the model's names -> ours
+    model_init: Any = None  # what made it: may have `is_frozen(path)` and `base` (hfjax.adapters)
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return a batch of full sequences as the model wants it, before they are sliced."""
@@ -108,6 +109,10 @@ class ModelTemplate:
             )
         ]
         return nnx.merge(graph, *states)
+
+    def is_frozen(self, path: str) -> bool:
+        """Return whether the model says that a parameter does not train."""
+        return getattr(self.model_init, "is_frozen", lambda path: False)(path)
 
     @property
     def is_layer_list(self) -> bool:
@@ -319,7 +324,8 @@ def make_template(
             [path for path in tree.parameters if path.startswith("batch_stats/")]
         )
         notes = batch_norm_notes(norms, sync_batch_norm)
-        return _add_random_keys(replace(tree, notes=(*notes, *tree.notes)), requested)
+        notes = (*notes, *tree.notes)
+        return _add_random_keys(replace(tree, notes=notes, model_init=model_init), requested)
     key_paths = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
     check_paths(list(map(join_path, key_paths)))
     parameters, variables = map(_flatten_state, states)
@@ -334,6 +340,7 @@ def make_template(
         create=create if eager else jax.jit(create, inline=True),
         eager_init=eager,
         mesh_axes=mesh_axes or {},
+        model_init=model_init,
         parameters={path: _with_hooks(v) for path, v in parameters.items()},
         unhooked_parameters=parameters,
         variables=variables,

@@ -1,0 +1,9 @@
+"""Adapters: low-rank changes of a model's linear maps, trained in place of its own parameters.
+
+`low_rank` (the module beside a linear map), `lora` (a model with adapters: which maps have one),
+`lora_options` (what may be chosen).
+"""
+
+from hfjax.utils.lazy_import import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

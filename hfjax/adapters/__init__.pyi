@@ -1,0 +1,1 @@
+from hfjax.adapters.lora import Lora as Lora, lora as lora

@@ -1,0 +1,306 @@
+"""`hfjax.adapters.lora`: a model whose linear maps have adapters, which train in its place."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import jax
+from flax import nnx
+
+from hfjax.adapters.low_rank import LowRank, LowRankParts
+from hfjax.models.layers import Linear, stack_layers
+from hfjax.parallel.jaxprs.model_mesh import without_mesh
+from hfjax.utils.keywords import check_keywords, is_int, is_real, name_hint
+from hfjax.utils.tables import first_lines
+from hfjax.weights.pretrained import Pretrained
+
+ALL_LINEAR = "all-linear"
+HEAD = "vocab"  # the name of the outputs of a head, whose kernel is used without its map
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A linear map of a model that may have an adapter.
+
+    Attributes:
+        path: The path of its module.
+        part: Its name among the maps that share the kernel, "" where it has the kernel alone.
+        shape: The shape of its kernel, inputs first, without the layers of a stack.
+        inputs: How many dimensions are inputs.
+    """
+
+    path: str
+    part: str
+    shape: tuple[int, ...]
+    inputs: int
+
+    @property
+    def name(self) -> str:
+        """The name that patterns match: layers/attention/qkv/q."""
+        return f"{self.path}/{self.part}" if self.part else self.path
+
+    @property
+    def adapter_path(self) -> str:
+        """The path of its adapter, whose arrays are `a` [inputs, rank] and `b` [rank, outputs]."""
+        return f"{self.path}/lora/{self.part}" if self.part else f"{self.path}/lora"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many inputs and outputs it has."""
+        return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a linear map.
+
+    Attributes:
+        map: The map.
+        rank: The rank.
+        alpha: What its scale is made of.
+        scale: The factor of its output.
+    """
+
+    map: LinearMap
+    rank: int
+    alpha: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What `lora` takes besides the model."""
+
+    rank: int = 8
+    alpha: float | None = None
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    dropout: float = 0.0
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
+    init: str = "uniform"
+
+    def __post_init__(self) -> None:
+        for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
+            if not is_int(rank, 1):
+                raise ValueError(f"lora: {name}={rank!r}: a whole number from 1 on is expected.")
+        for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
+            if alpha is not None and (not is_real(alpha, -math.inf, math.inf) or not alpha):
+                raise ValueError(
+                    f"lora: {name}={alpha!r}: a number is expected, not 0: the adapters' outputs "
+                    "are multiplied by alpha / rank, and 0 would make them train nothing."
+                )
+        if not is_real(self.dropout, 0, 1) or self.dropout == 1:
+            raise ValueError(f"lora: dropout={self.dropout!r}: from 0 to below 1.")
+        if self.init not in ("uniform", "gaussian"):
+            raise ValueError(f"lora: init={self.init!r}: uniform or gaussian.")
+        if not self.targets:
+            raise ValueError(
+                "lora: targets=(): patterns of linear maps are expected, for instance "
+                f'targets=["attention", "mlp"], or "{ALL_LINEAR}".'
+            )
+
+    def adapter_of(self, linear_map: LinearMap) -> Adapter:
+        """Return the adapter of a map; the first matching pattern wins."""
+        rank = _first_match(linear_map, self.rank_pattern, self.rank)
+        default_alpha = float(rank) if self.alpha is None else self.alpha
+        alpha = _first_match(linear_map, self.alpha_pattern, default_alpha)
+        if rank > (smaller := min(linear_map.sizes)):
+            inputs, outputs = linear_map.sizes
+            raise ValueError(
+                f"lora: rank={rank} of {linear_map.name}, which has {inputs} inputs and {outputs} "
+                f"outputs: at most {smaller} is of use. Lower rank=, or give this map a smaller one"
+                f', rank_pattern={{"{linear_map.name}": {smaller}}}.'
+            )
+        scale = alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+        return Adapter(linear_map, rank, alpha, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """A model with adapters, as `hfjax.layout` takes it; its own parameters are frozen.
+
+    Attributes:
+        base: The model: a function of `nnx.Rngs`, or what `hfjax.pretrained` returns.
+        options: Rank, targets and the rest.
+
+    Example:
+        >>> import hfjax
+        >>> from hfjax.models.gpt import GPT, GPTConfig
+        >>> model = hfjax.adapters.lora(lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs), rank=4)
+        >>> [adapter.map.name for adapter in model.adapters][:2]
+        ['layers/attention/out', 'layers/attention/qkv']
+    """
+
+    base: Callable[[nnx.Rngs], Any] | Pretrained
+    options: LoraOptions = field(default_factory=LoraOptions)
+
+    def __call__(self, rngs: nnx.Rngs) -> Any:
+        """Return the model with adapters, at first equal to the model without.
+
+        Args:
+            rngs: The random number generators.
+        """
+        model = self._create_base(rngs)
+        linears = dict(_find_linears(model))
+        chosen = self._choose([m for path, x in linears.items() for m in _maps_of(path, x)])
+        by_path: dict[str, list[Adapter]] = {}
+        for adapter in chosen:
+            by_path.setdefault(adapter.map.path, []).append(adapter)
+        for path, adapters in by_path.items():
+            linears[path].lora = nnx.data(self._make_module(linears[path], adapters, rngs))
+        return model
+
+    def _create_base(self, rngs: nnx.Rngs) -> Any:
+        return self.base.create(rngs) if isinstance(self.base, Pretrained) else self.base(rngs)
+
+    @cached_property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """All adapters, sorted by path."""
+        maps: list[LinearMap] = []
+
+        def find() -> None:
+            model = self._create_base(nnx.Rngs(0))
+            maps.extend(m for path, linear in _find_linears(model) for m in _maps_of(path, linear))
+
+        jax.eval_shape(find)
+        return tuple(sorted(self._choose(maps), key=lambda adapter: adapter.map.name))
+
+    def is_frozen(self, path: str) -> bool:
+        """Return whether a parameter is not trained.
+
+        Args:
+            path: The path of the parameter.
+        """
+        is_saved = any(_matches(path, pattern) for pattern in self.options.modules_to_save)
+        return not is_saved and path.rpartition("/")[0] not in self._adapter_paths
+
+    @cached_property
+    def _adapter_paths(self) -> set[str]:
+        return {adapter.map.adapter_path for adapter in self.adapters}
+
+    def _choose(self, maps: Sequence[LinearMap]) -> list[Adapter]:
+        """Return the adapters of the maps that the targets name."""
+        targets = self.options.targets
+        if targets == (ALL_LINEAR,):
+            targets = ("*",)
+        names = [m.name for m in maps]
+        for pattern in (*targets, *self.options.rank_pattern, *self.options.alpha_pattern):
+            if not any(_matches(name, pattern) for name in names):
+                raise ValueError(
+                    f"lora: {pattern!r} matches no linear map of the model (norms, embeddings, "
+                    "heads and experts have no adapters: modules_to_save trains the first three "
+                    f"whole). Its maps:\n  "
+                    + "\n  ".join(first_lines(sorted(names)))
+                    + name_hint(pattern, names)
+                )
+        is_target = lambda m: any(_matches(m.name, pattern) for pattern in targets)
+        return [self.options.adapter_of(m) for m in maps if is_target(m)]
+
+    def _make_module(
+        self, linear: Linear, adapters: Sequence[Adapter], rngs: nnx.Rngs
+    ) -> LowRank | LowRankParts:
+        """Return the adapters of a linear map, stacked as it is."""
+        axes = linear.kernel.get_metadata("axes")
+        stack = linear.kernel[...].shape[: -len(axes)]
+        opts = self.options
+
+        def create(rngs: nnx.Rngs) -> LowRank | LowRankParts:
+            modules = {
+                adapter.map.part: LowRank(
+                    *(adapter.map.shape, axes, linear.inputs, adapter.rank, adapter.scale),
+                    dropout=opts.dropout,
+                    gaussian=opts.init == "gaussian",
+                    rngs=rngs,
+                )
+                for adapter in adapters
+            }
+            return LowRankParts(dict(linear.parts), modules) if linear.parts else modules[""]
+
+        for count in reversed(stack):
+            create = _stacked(count, create)
+        return create(rngs)
+
+
+def _stacked(count: int, create: Callable) -> Callable:
+    return lambda rngs: stack_layers(count, create, rngs)
+
+
+def _find_linears(model: Any) -> Iterator[tuple[str, Linear]]:
+    """Yield the linear maps of a model that may have adapters, by path."""
+    modules = nnx.iter_modules(model) if isinstance(model, nnx.Module) else ()
+    for keys, module in modules:
+        if isinstance(module, Linear) and module.between[1] != HEAD:
+            yield "/".join(map(str, keys)), module
+
+
+def _maps_of(path: str, linear: Linear) -> Iterator[LinearMap]:
+    """Yield the maps of a module."""
+    axes = linear.kernel.get_metadata("axes")
+    shape = linear.kernel[...].shape[-len(axes) :]
+    if not linear.parts:
+        yield LinearMap(path, "", shape, linear.inputs)
+    for part, size in linear.parts:
+        dim = linear.inputs + 1
+        yield LinearMap(path, part, (*shape[:dim], size, *shape[dim + 1 :]), linear.inputs)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a path, or the names of a part of it.
+
+    >>> _matches("layers/attention/qkv/q", "attention"), _matches("layers/mlp/up", "layers/att*")
+    (True, False)
+    """
+    return any(fnmatchcase(f"/{name}/", form) for form in (f"/{pattern}/", f"*/{pattern}/*"))
+
+
+def _first_match(linear_map: LinearMap, patterns: Mapping[str, Any], default: Any) -> Any:
+    matching = (x for pattern, x in patterns.items() if _matches(linear_map.name, pattern))
+    return next(matching, default)
+
+
+@without_mesh
+def lora(
+    model: Callable[[nnx.Rngs], Any] | Pretrained,
+    rank: int = 8,
+    alpha: float | None = None,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    **options: Any,
+) -> Lora:
+    """Return a model whose linear maps have adapters: W x + s B A x, of which A and B train.
+
+    Args:
+        model: A function of `nnx.Rngs` that returns one of hfjax's models, or what
+            `hfjax.pretrained` returns.
+        rank: The rank of A and B.
+        alpha: s is alpha / rank. None: s = 1.
+        targets: Patterns of linear maps, whole paths (layers/attention/*) or names in them
+            (attention, q); or all-linear. `print(model.adapters)` shows them.
+        options: `dropout` (of the adapters' inputs, 0), `use_rslora` (s is alpha / sqrt(rank)),
+            `rank_pattern` and `alpha_pattern` ({pattern: value}), `modules_to_save` (patterns of
+            parameters that train whole), `init` (of A: uniform or gaussian).
+
+    Raises:
+        ValueError: A pattern matches no linear map, or a rank exceeds the smaller side of one.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from hfjax.models.gpt import GPT, GPTConfig
+        >>> model = lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs)
+        >>> adapted = hfjax.adapters.lora(model, rank=4, alpha=8, targets=["layers/attention/*"])
+        >>> layout = hfjax.layout(adapted, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> len(layout.gradient_bytes)
+        4
+    """
+    check_keywords("lora", options, list(LoraOptions.__dataclass_fields__))
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    for name in {"modules_to_save"} & options.keys():
+        value = options[name]
+        options[name] = (value,) if isinstance(value, str) else tuple(value)
+    made = Lora(model, LoraOptions(rank, alpha, names, **options))
+    len(made.adapters)  # called for its checks
+    return made
