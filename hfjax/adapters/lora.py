@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from hfjax.adapters.low_rank import LowRank, LowRankParts
+from hfjax.adapters.low_rank import LinearMap, LowRank, LowRankParts
 from hfjax.models.layers import Linear, stack_layers
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.utils.keywords import check_keywords, is_int, is_real, name_hint
@@ -19,38 +19,6 @@ from hfjax.weights.pretrained import Pretrained
 
 ALL_LINEAR = "all-linear"
 HEAD = "vocab"  # the name of the outputs of a head, whose kernel is used without its map
-
-
-@dataclass(frozen=True)
-class LinearMap:
-    """A linear map of a model that may have an adapter.
-
-    Attributes:
-        path: The path of its module.
-        part: Its name among the maps that share the kernel, "" where it has the kernel alone.
-        shape: The shape of its kernel, inputs first, without the layers of a stack.
-        inputs: How many dimensions are inputs.
-    """
-
-    path: str
-    part: str
-    shape: tuple[int, ...]
-    inputs: int
-
-    @property
-    def name(self) -> str:
-        """The name that patterns match: layers/attention/qkv/q."""
-        return f"{self.path}/{self.part}" if self.part else self.path
-
-    @property
-    def adapter_path(self) -> str:
-        """The path of its adapter, whose arrays are `a` [inputs, rank] and `b` [rank, outputs]."""
-        return f"{self.path}/lora/{self.part}" if self.part else f"{self.path}/lora"
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many inputs and outputs it has."""
-        return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
 
 
 @dataclass(frozen=True)
@@ -212,8 +180,7 @@ class Lora:
         def create(rngs: nnx.Rngs) -> LowRank | LowRankParts:
             modules = {
                 adapter.map.part: LowRank(
-                    *(adapter.map.shape, axes, linear.inputs, adapter.rank, adapter.scale),
-                    dropout=opts.dropout,
+                    *(adapter.map, adapter.rank, adapter.scale, opts.dropout),
                     gaussian=opts.init == "gaussian",
                     rngs=rngs,
                 )
@@ -243,10 +210,11 @@ def _maps_of(path: str, linear: Linear) -> Iterator[LinearMap]:
     axes = linear.kernel.get_metadata("axes")
     shape = linear.kernel[...].shape[-len(axes) :]
     if not linear.parts:
-        yield LinearMap(path, "", shape, linear.inputs)
+        yield LinearMap(path, "", shape, axes, linear.inputs)
     for part, size in linear.parts:
         dim = linear.inputs + 1
-        yield LinearMap(path, part, (*shape[:dim], size, *shape[dim + 1 :]), linear.inputs)
+        part_shape = (*shape[:dim], size, *shape[dim + 1 :])
+        yield LinearMap(path, part, part_shape, axes, linear.inputs)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -2,24 +2,58 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hfjax.models.layers import FULL_SEQUENCE, STREAM, Axes, Dropout, Linear, no_constraint
+from hfjax.models.layers import FULL_SEQUENCE, STREAM, Axes, Dropout, no_constraint
 from hfjax.utils.head import project
 
 A, B = "a", "b"
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A linear map of a model that may have an adapter.
+
+    Attributes:
+        path: The path of its module.
+        part: Its name among the maps that share the kernel, "" where it has the kernel alone.
+        shape: The shape of its kernel, inputs first, without the layers of a stack.
+        axes: The names of the kernel's dimensions.
+        inputs: How many dimensions are inputs.
+    """
+
+    path: str
+    part: str
+    shape: tuple[int, ...]
+    axes: Axes
+    inputs: int
+
+    @property
+    def name(self) -> str:
+        """The name that patterns match: layers/attention/qkv/q."""
+        return f"{self.path}/{self.part}" if self.part else self.path
+
+    @property
+    def adapter_path(self) -> str:
+        """The path of its adapter, whose arrays are `a` [inputs, rank] and `b` [rank, outputs]."""
+        return f"{self.path}/lora/{self.part}" if self.part else f"{self.path}/lora"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many inputs and outputs it has."""
+        return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
 
 
 class LowRank(nnx.Module):
     """The output of one adapter: s (x A) B. At first it is 0, since B is.
 
     Args:
-        shape: The kernel's shape, inputs first.
-        axes: The names of its dimensions.
-        inputs: How many of them are inputs.
+        linear_map: The map that it changes.
         rank: The rank.
         scale: The factor s.
         dropout: The fraction of the input's elements to drop.
@@ -30,9 +64,7 @@ class LowRank(nnx.Module):
 
     def __init__(
         self,
-        shape: tuple[int, ...],
-        axes: Axes,
-        inputs: int,
+        linear_map: LinearMap,
         rank: int,
         scale: float,
         dropout: float = 0.0,
@@ -40,6 +72,7 @@ class LowRank(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ) -> None:
+        shape, axes, inputs = linear_map.shape, linear_map.axes, linear_map.inputs
         key, a_shape = rngs.params(), (*shape[:inputs], rank)
         bound = math.prod(shape[:inputs]) ** -0.5
         a = (
@@ -62,10 +95,11 @@ class LowRank(nnx.Module):
         a, b = jnp.asarray(self.a[...]), jnp.asarray(self.b[...])
         rank, batch_shape = a.shape[-1], x.shape[: x.ndim - a.ndim + 1]
         x = self.dropout(x.astype(a.dtype)).reshape(*batch_shape, -1)
-        h = self.scale * project(lambda y: y, x, a.reshape(-1, rank))
+        h: Any = project(lambda y: y, x, a.reshape(-1, rank))
+        h = h * self.scale
         if len(batch_shape) == 2:  # the dimensions of [B, S, …] have names
             h = self.place(h, FULL_SEQUENCE, STREAM) if self.reads_stream else self.place(h, STREAM)
-        y = project(lambda y: y, h, b.reshape(rank, -1))
+        y: Any = project(lambda y: y, h, b.reshape(rank, -1))
         return y.reshape(*batch_shape, *b.shape[1:])
 
 
@@ -100,14 +134,3 @@ class LowRankParts(nnx.Module):
         """How many of the last dimensions of x are inputs."""
         adapter = next(getattr(self, name) for name, _ in self.parts if hasattr(self, name))
         return adapter.a[...].ndim - 1
-
-
-def part_shape(linear: Linear, part: str) -> tuple[int, ...]:
-    """Return the shape of a part of a linear map's kernel, for one layer of a stack."""
-    axes = linear.kernel.get_metadata("axes")
-    shape = linear.kernel[...].shape[-len(axes) :]
-    if not part:
-        return shape
-    outputs = list(shape[linear.inputs :])
-    outputs[1] = dict(linear.parts)[part]
-    return (*shape[: linear.inputs], *outputs)
