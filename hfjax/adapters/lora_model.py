@@ -130,8 +130,8 @@ class Lora:
         return self.base.create(rngs) if isinstance(self.base, Pretrained) else self.base(rngs)
 
     @cached_property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """All adapters, sorted by path."""
+    def maps(self) -> tuple[LinearMap, ...]:
+        """All linear maps that may have an adapter."""
         maps: list[LinearMap] = []
 
         def find() -> None:
@@ -139,7 +139,12 @@ class Lora:
             maps.extend(m for path, linear in _find_linears(model) for m in _maps_of(path, linear))
 
         jax.eval_shape(find)
-        return tuple(sorted(self._choose(maps), key=lambda adapter: adapter.map.name))
+        return tuple(maps)
+
+    @cached_property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """All adapters, sorted by path."""
+        return tuple(sorted(self._choose(self.maps), key=lambda adapter: adapter.map.name))
 
     def is_frozen(self, path: str) -> bool:
         """Return whether a parameter is not trained.
@@ -230,10 +235,11 @@ def _maps_of(path: str, linear: Linear) -> Iterator[LinearMap]:
     shape = linear.kernel[...].shape[-len(axes) :]
     if not linear.parts:
         yield LinearMap(path, "", shape, axes, linear.inputs)
+    dim, start = linear.inputs + 1, 0
     for part, size in linear.parts:
-        dim = linear.inputs + 1
         part_shape = (*shape[:dim], size, *shape[dim + 1 :])
-        yield LinearMap(path, part, part_shape, axes, linear.inputs)
+        yield LinearMap(path, part, part_shape, axes, linear.inputs, start)
+        start += size
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -25,6 +25,7 @@ class LinearMap:
         shape: The shape of its kernel, inputs first, without the layers of a stack.
         axes: The names of the kernel's dimensions.
         inputs: How many dimensions are inputs.
+        start: Where it begins in the kernel, along the second dimension of the outputs.
     """
 
     path: str
@@ -32,6 +33,7 @@ class LinearMap:
     shape: tuple[int, ...]
     axes: Axes
     inputs: int
+    start: int = 0
 
     @property
     def name(self) -> str:
