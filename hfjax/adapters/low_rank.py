@@ -51,6 +51,23 @@ class LinearMap:
         return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a linear map.
+
+    Attributes:
+        map: The map.
+        rank: The rank.
+        alpha: What its scale is made of.
+        scale: The factor of its output.
+    """
+
+    map: LinearMap
+    rank: int
+    alpha: float
+    scale: float
+
+
 class LowRank(nnx.Module):
     """The output of one adapter: s (x A) B. At first it is 0, since B is.
 

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hfjax.adapters.lora_model import Adapter
-from hfjax.adapters.low_rank import A, B, LinearMap
+from hfjax.adapters.low_rank import A, Adapter, B, LinearMap
 from hfjax.weights.tensor_rules import Rule, TensorMapping
 
 PREFIX = "base_model.model."
@@ -81,9 +80,7 @@ def adapter_rules(base: Rule, adapter: Adapter) -> tuple[Rule, Rule]:
     )
 
 
-def _sizes_and_order(
-    rule: Rule, dims: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _sizes_and_order(rule: Rule, dims: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the sizes of some dimensions of a view in the file's order, and their order in ours.
 
     >>> _sizes_and_order(Rule("", "", (6, 8), (3, 2, 8), (2, 1, 0)), (1, 0))
