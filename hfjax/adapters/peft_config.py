@@ -172,7 +172,9 @@ def parse_config(record: Mapping[str, Any]) -> AdapterConfig:
 
 
 def _from_values(values: Mapping[str, Any]) -> AdapterConfig:
-    as_list = lambda x: [x] if isinstance(x, str | int) else list(x or ())
+    def as_list(x: Any) -> list[Any]:
+        return [x] if isinstance(x, str | int) else list(x or ())
+
     excluded, layers = values["exclude_modules"], values["layers_to_transform"]
     return AdapterConfig(
         *(values["r"], float(values["lora_alpha"]), values["target_modules"]),

@@ -166,7 +166,8 @@ def _same_in_layers(
         lines = [f"{name}: {x}" for name, x in values.items()]
         raise ValueError(
             f"{CONFIG_FILE} gives some layers of {linear_map.name} {what} that others have not "
-            f"({', '.join(first_lines(lines, 4))}), and layers are stored in one array here. {MERGE}"
+            f"({', '.join(first_lines(lines, 4))}), and layers are stored in one array here. "
+            f"{MERGE}"
         )
     return next(iter(values.values()))
 
