@@ -1,7 +1,7 @@
 """Adapters: low-rank changes of a model's linear maps, trained in place of its own parameters.
 
-`low_rank` (the module beside a linear map), `lora` (a model with adapters: which maps have one),
-`lora_options` (what may be chosen).
+`low_rank` (the module beside a linear map), `adapted_model` (a model with adapters: which maps have
+one), `base_weights` (the frozen weights below them, streamed and hashed).
 """
 
 from hfjax.utils.lazy_import import lazy_names

@@ -115,6 +115,11 @@ class ModelTemplate:
         return getattr(self.model_init, "is_frozen", lambda path: False)(path)
 
     @property
+    def base_weights(self) -> Any:
+        """The files of the frozen parameters, if the model has them (hfjax.adapters)."""
+        return getattr(self.model_init, "base_weights", None)
+
+    @property
     def is_layer_list(self) -> bool:
         """Whether the model is a layer stack whose layers are a list."""
         return self.is_layer_stack and not self.stacked

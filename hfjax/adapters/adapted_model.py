@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from hfjax.adapters.base_weights import BaseWeights
 from hfjax.adapters.low_rank import LinearMap, LowRank, LowRankParts
 from hfjax.models.layers import Linear, stack_layers
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
@@ -95,6 +96,7 @@ class Lora:
     Attributes:
         base: The model: a function of `nnx.Rngs`, or what `hfjax.pretrained` returns.
         options: Rank, targets and the rest.
+        weights_from: The same model with weights, where `base` is a copy of a folder without them.
 
     Example:
         >>> import hfjax
@@ -106,6 +108,7 @@ class Lora:
 
     base: Callable[[nnx.Rngs], Any] | Pretrained
     options: LoraOptions = field(default_factory=LoraOptions)
+    weights_from: Pretrained | None = None
 
     def __call__(self, rngs: nnx.Rngs) -> Any:
         """Return the model with adapters, at first equal to the model without.
@@ -146,6 +149,22 @@ class Lora:
         """
         is_saved = any(_matches(path, pattern) for pattern in self.options.modules_to_save)
         return not is_saved and path.rpartition("/")[0] not in self._adapter_paths
+
+    @cached_property
+    def base_weights(self) -> BaseWeights | None:
+        """The weights of the base, where that is of `hfjax.pretrained`."""
+        source = self.weights_from or self.base
+        return BaseWeights(source) if isinstance(source, Pretrained) else None
+
+    @property
+    def weights(self) -> BaseWeights:
+        """The weights to pass as `hfjax.init(layout, parameters=…)`; adapters are from its seed."""
+        if self.base_weights is None:
+            raise ValueError(
+                "lora(model).weights: the model is a function, whose weights are those of a seed: "
+                "hfjax.init(layout, seed). hfjax.pretrained(FOLDER) has weights."
+            )
+        return self.base_weights
 
     @cached_property
     def _adapter_paths(self) -> set[str]:
