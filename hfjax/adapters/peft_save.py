@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from hfjax.adapters.lora_model import Lora
+from hfjax.adapters.adapted_model import Lora
 from hfjax.adapters.low_rank import Adapter
 from hfjax.adapters.peft_config import CONFIG_FILE, TENSOR_FILE
 from hfjax.adapters.peft_rules import (

@@ -11,6 +11,7 @@ from hfjax.utils.paths import is_random_key
 
 ArraySpecs = dict[str, list]  # path -> [dtype, shape]
 KEY = "key<"  # prefix of the dtype of a random key
+PARAMS = "params/"  # how paths of parameters begin
 
 
 def state_arrays(state: State) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def model_arrays(specs: ArraySpecs) -> ArraySpecs:
     return {
         path: spec
         for path, spec in specs.items()
-        if path.startswith(("params/", "variables/")) and not spec[0].startswith(KEY)
+        if path.startswith((PARAMS, "variables/")) and not spec[0].startswith(KEY)
     }
 
 

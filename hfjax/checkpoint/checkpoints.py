@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from jax.typing import DTypeLike
 
 from hfjax.checkpoint.arrays import describe
-from hfjax.checkpoint.compare import arrays_to_save, steps_taken
+from hfjax.checkpoint.compare import arrays_to_save, base_record, steps_taken
 from hfjax.checkpoint.directory import (
     WriterLock,
     check_locked,
@@ -188,6 +188,8 @@ class CheckpointManager:
         step_record = make_record(
             self._layout, step, describe(arrays), self._config, data, metrics or {}
         )
+        if (base := base_record(self._layout)) is not None:
+            step_record["base"] = base
         self.wait()
         self._ensure_directory()
         self._check_new(step, force)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hfjax.checkpoint.arrays import KEY, ArraySpecs, state_arrays
+from hfjax.checkpoint.arrays import KEY, PARAMS, ArraySpecs, state_arrays
 from hfjax.sharding.check_state import check_is_state
 from hfjax.sharding.layout import Layout, State
 from hfjax.sharding.reorder_layers import to_model_order
@@ -145,5 +145,21 @@ def steps_taken(state: Any) -> int:
 
 
 def arrays_to_save(layout: Layout, state: State) -> dict[str, Any]:
-    """Return {path: array} of a state, its layers in the model's order."""
-    return state_arrays(to_model_order(layout, state))
+    """Return {path: array} of a state, its layers in the model's order.
+
+    Frozen parameters that are in a model's files (`base_record`) are left out.
+    """
+    arrays = state_arrays(to_model_order(layout, state))
+    return arrays if base_record(layout) is None else without_base(layout, arrays)
+
+
+def base_record(layout: Layout) -> dict[str, Any] | None:
+    """Return what is recorded of the files of frozen parameters; None if there are none."""
+    weights = layout.template.base_weights
+    return None if weights is None else weights.record()
+
+
+def without_base(layout: Layout, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays that are not frozen parameters, by path."""
+    is_base = lambda path: layout.template.is_frozen(path.removeprefix(PARAMS))
+    return {p: x for p, x in arrays.items() if not (p.startswith(PARAMS) and is_base(p))}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from hfjax.checkpoint.arrays import (
+    PARAMS,
     describe,
     from_raw,
     model_arrays,
@@ -19,7 +20,7 @@ from hfjax.checkpoint.arrays import (
     to_raw,
     with_arrays,
 )
-from hfjax.checkpoint.compare import check_same
+from hfjax.checkpoint.compare import check_same, without_base
 from hfjax.checkpoint.directory import (
     DeletedError,
     folder_identity,
@@ -111,7 +112,7 @@ def _read(
     path, record = directory / str(chosen["step"]), chosen["record"]
     try:
         run_on_all(lambda: _check_manifest(path, chosen["manifest"]))
-        state = _read_state(path, layout, record["arrays"], options)
+        state = _read_state(path, layout, record, options)
     except ValueError:
         if run_on_first(lambda: folder_identity(path) == chosen["identity"]):
             raise
@@ -185,23 +186,45 @@ def _refusal_message(
     return f"{_damage_message(directory, *damaged_step)} {offer}"
 
 
-def _read_state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -> State:
+def _read_state(path: Path, layout: Layout, record: dict, options: ReadOptions) -> State:
     """Return the state read from the directory of a step."""
-    like = layout.model_layout.abstract_state()
+    like, saved, base = layout.model_layout.abstract_state(), record["arrays"], record.get("base")
     if any(p.startswith("scale/") for p in saved):
         like = replace(like, scale=_scale_shapes(layout))
     arrays = state_arrays(like)
     expected = describe(arrays)
+    label = f"step {path.name} of {quote(path.parent)}"
+    if base is not None:
+        expected = without_base(_check_has_base(layout, base, label), expected)
     if options.parameters_only:
         saved, expected = model_arrays(saved), model_arrays(expected)
-    label = f"step {path.name} of {quote(path.parent)}"
     check_same(saved, expected, options.dtype, label)
     loaded = _load_arrays(path / "state", {path: arrays[path] for path in expected}, label)
+    if base is not None:
+        loaded = _load_base(layout, base, label) | loaded
     state = with_arrays(replace(like, order=_saved_order(layout)), loaded)
     if options.parameters_only:
         return _restart_from_params(layout, replace(state, scale=None))
     _check_scale(state, label)
     return state
+
+
+def _check_has_base(layout: Layout, base: dict, label: str) -> Layout:
+    """Return the layout; refuse one without adapters for a checkpoint of adapters alone."""
+    if layout.template.base_weights is None:
+        raise ValueError(
+            f"{label} holds adapters, and not the parameters of {base.get('source')} below them. "
+            "Restore it into a layout of hfjax.adapters.lora(hfjax.pretrained(…), …), with the "
+            "options that it was trained with."
+        )
+    return layout
+
+
+def _load_base(layout: Layout, base: dict, label: str) -> dict[str, Any]:
+    """Return the frozen parameters that a checkpoint does not hold, from the model's files."""
+    params = layout.template.base_weights.into(layout.model_layout)
+    layout.template.base_weights.check(base, label)
+    return {f"{PARAMS}{path}": x for path, x in params.items()}
 
 
 def _scale_shapes(layout: Layout) -> Any:

@@ -161,6 +161,8 @@ class Saved:
     """Number of simulated CPU devices to run on (default: none, real devices)."""
     compilation_cache: Path | None = None
     """Folder of compiled programs (default: in the user's cache)."""
+    base: str | None = None
+    """Model under the run's adapters: folder or ORG/NAME (default: where it was in training)."""
     trust: bool = False
     """Run the Python code that the configuration of the run names."""
 
@@ -258,8 +260,15 @@ def saved_config(args: Saved) -> TrainConfig:
     }
     if config.deepspeed is not None:
         overrides["deepspeed"] = args.run / FILE
+    if args.base is not None and config.lora.rank is None:
+        raise ValueError(
+            f"--base {args.base}: {quote(args.run)} has no adapters, and its checkpoints hold the "
+            "whole model. Leave it out."
+        )
     if config.model.pretrained is not None:
-        overrides["model"] = replace(config.model, pretrained=str(args.run / COPY))
+        has_copy = config.lora.rank is None  # else the weights are needed, too
+        source = str(args.run / COPY) if has_copy else args.base or config.model.pretrained
+        overrides["model"] = replace(config.model, pretrained=source)
     return replace(config, **overrides)
 
 

@@ -14,6 +14,7 @@ from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import AUTO, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
+from hfjax.trainer.lora_config import LoraConfig
 from hfjax.trainer.profile import parse_steps
 from hfjax.utils.hub import is_model_name, parse_dataset, parse_model
 from hfjax.utils.keywords import is_int, is_real
@@ -455,6 +456,7 @@ class TrainConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -485,6 +487,7 @@ class TrainConfig:
         self._check_parallelism()
         self._check_microbatches()
         self._check_profile()
+        self.lora.check_beside(self.model.pretrained, self.optimizer.frozen)
         if self.param_dtype != "fp32" and self.model.pretrained is None:
             raise ValueError(
                 f"--param-dtype {self.param_dtype}: it is of --model.pretrained, which is not "

@@ -1,6 +1,7 @@
 """The model of `--model.pretrained`: its shape, its sequence length, its weights."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 
 import hfjax
+from hfjax.adapters.adapted_model import Lora, lora
 from hfjax.distributed.consensus import check_same, run_on_all, run_on_first
 from hfjax.distributed.exchange import gather_values
 from hfjax.models.gpt import GPTConfig
@@ -87,7 +89,19 @@ def model_choice(config: TrainConfig, model: Pretrained) -> ModelChoice:
     shape = model.config
     length = config.model.seq_len or min(shape.length, DEFAULT_MAX_LENGTH)
     name, loss = model_name(model.folder), loss_for(config.model)
-    return ModelChoice(name, model.create, loss, shape.vocab, length, shape.length, shape)
+    return ModelChoice(
+        name, make_init(config, model), loss, shape.vocab, length, shape.length, shape
+    )
+
+
+def make_init(config: TrainConfig, model: Pretrained) -> Callable:
+    """Return the function that makes the model, with adapters if the configuration has them."""
+    if config.lora.rank is None:
+        return model.create
+    try:
+        return lora(model, **config.lora.options)
+    except ValueError as error:
+        raise ValueError(f"--{str(error).replace('lora: ', 'lora.', 1)}") from None
 
 
 def length_note(model: Pretrained, length: int) -> str:
@@ -131,7 +145,8 @@ def init_from_folder(
             "run's own model (hfjax export RUN --export-dir FOLDER). To begin with the run's "
             "parameters alone: --checkpoint.init-from RUN beside it."
         )
-    weights, began = model.weights, time.monotonic()
+    adapted, began = layout.template.model_init, time.monotonic()
+    weights: Any = adapted.weights if isinstance(adapted, Lora) else model.weights
     state = hfjax.init(layout, seed, schedule, parameters=weights)
     seconds = time.monotonic() - began
     dtypes = sorted({str(p.dtype) for p in layout.param_specs.values()})

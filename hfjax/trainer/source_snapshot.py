@@ -166,7 +166,19 @@ def resume_from_copy(config: TrainConfig, checkpoints: Path) -> tuple[TrainConfi
         run_on_first(lambda: check_separate(Path(source), config.directory))
         return config, None
     note = run_on_first(lambda: _compare_with_copy(source, run_copy))
+    if config.lora.rank is not None:  # the weights below adapters are in no checkpoint
+        if note is not None:
+            raise ValueError(f"{note.splitlines()[0]}\n{needs_base(source)}")
+        return config, None
     return replace(config, model=replace(config.model, pretrained=str(run_copy))), note
+
+
+def needs_base(source: str) -> str:
+    """Return the message about a run with adapters whose base is gone."""
+    return (
+        f"The run's checkpoints hold adapters alone: the weights of {quote(source)} are needed. If "
+        "the folder was moved, give where it is now: --model.pretrained FOLDER."
+    )
 
 
 def _compare_with_copy(source: str, run_copy: Path) -> str | None:

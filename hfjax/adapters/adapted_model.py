@@ -10,10 +10,15 @@ from typing import Any
 import jax
 from flax import nnx
 
+<<<<<<<< HEAD:hfjax/adapters/adapted_model.py
 from hfjax.adapters.adapter_weights import AdapterFiles, AdapterWeights
 from hfjax.adapters.base_weights import BaseWeights
 from hfjax.adapters.low_rank import Adapter, LinearMap, LowRank, LowRankParts
 from hfjax.adapters.merge_kernels import MergedParams
+========
+from hfjax.adapters.base_weights import BaseWeights
+from hfjax.adapters.low_rank import LinearMap, LowRank, LowRankParts
+>>>>>>>> 0e4cbd77442a60c721399d5bf7292713a8f861b0:hfjax/adapters/adapted_model.py
 from hfjax.models.layers import Linear, stack_layers
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.layout import Layout
@@ -83,7 +88,10 @@ class Lora:
         base: The model: a function of `nnx.Rngs`, or what `hfjax.pretrained` returns.
         options: Rank, targets and the rest.
         weights_from: The same model with weights, where `base` is a copy of a folder without them.
+<<<<<<<< HEAD:hfjax/adapters/adapted_model.py
         files: The files of the adapters, where `load_adapter` has read them.
+========
+>>>>>>>> 0e4cbd77442a60c721399d5bf7292713a8f861b0:hfjax/adapters/adapted_model.py
 
     Example:
         >>> import hfjax
@@ -96,7 +104,10 @@ class Lora:
     base: Callable[[nnx.Rngs], Any] | Pretrained
     options: LoraOptions = field(default_factory=LoraOptions)
     weights_from: Pretrained | None = None
+<<<<<<<< HEAD:hfjax/adapters/adapted_model.py
     files: AdapterFiles | None = None
+========
+>>>>>>>> 0e4cbd77442a60c721399d5bf7292713a8f861b0:hfjax/adapters/adapted_model.py
 
     def __call__(self, rngs: nnx.Rngs) -> Any:
         """Return the model with adapters, at first equal to the model without.
@@ -179,6 +190,22 @@ class Lora:
             )
         if self.files is not None:
             return AdapterWeights(self.base_weights, self.files)
+        return self.base_weights
+
+    @cached_property
+    def base_weights(self) -> BaseWeights | None:
+        """The weights of the base, where that is of `hfjax.pretrained`."""
+        source = self.weights_from or self.base
+        return BaseWeights(source) if isinstance(source, Pretrained) else None
+
+    @property
+    def weights(self) -> BaseWeights:
+        """The weights to pass as `hfjax.init(layout, parameters=…)`; adapters are from its seed."""
+        if self.base_weights is None:
+            raise ValueError(
+                "lora(model).weights: the model is a function, whose weights are those of a seed: "
+                "hfjax.init(layout, seed). hfjax.pretrained(FOLDER) has weights."
+            )
         return self.base_weights
 
     @cached_property
