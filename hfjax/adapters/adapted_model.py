@@ -10,15 +10,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-<<<<<<<< HEAD:hfjax/adapters/adapted_model.py
 from hfjax.adapters.adapter_weights import AdapterFiles, AdapterWeights
 from hfjax.adapters.base_weights import BaseWeights
 from hfjax.adapters.low_rank import Adapter, LinearMap, LowRank, LowRankParts
 from hfjax.adapters.merge_kernels import MergedParams
-========
-from hfjax.adapters.base_weights import BaseWeights
-from hfjax.adapters.low_rank import LinearMap, LowRank, LowRankParts
->>>>>>>> 0e4cbd77442a60c721399d5bf7292713a8f861b0:hfjax/adapters/adapted_model.py
 from hfjax.models.layers import Linear, stack_layers
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
 from hfjax.sharding.layout import Layout
@@ -88,10 +83,7 @@ class Lora:
         base: The model: a function of `nnx.Rngs`, or what `hfjax.pretrained` returns.
         options: Rank, targets and the rest.
         weights_from: The same model with weights, where `base` is a copy of a folder without them.
-<<<<<<<< HEAD:hfjax/adapters/adapted_model.py
         files: The files of the adapters, where `load_adapter` has read them.
-========
->>>>>>>> 0e4cbd77442a60c721399d5bf7292713a8f861b0:hfjax/adapters/adapted_model.py
 
     Example:
         >>> import hfjax
@@ -104,10 +96,7 @@ class Lora:
     base: Callable[[nnx.Rngs], Any] | Pretrained
     options: LoraOptions = field(default_factory=LoraOptions)
     weights_from: Pretrained | None = None
-<<<<<<<< HEAD:hfjax/adapters/adapted_model.py
     files: AdapterFiles | None = None
-========
->>>>>>>> 0e4cbd77442a60c721399d5bf7292713a8f861b0:hfjax/adapters/adapted_model.py
 
     def __call__(self, rngs: nnx.Rngs) -> Any:
         """Return the model with adapters, at first equal to the model without.
