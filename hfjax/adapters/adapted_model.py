@@ -182,22 +182,6 @@ class Lora:
         return self.base_weights
 
     @cached_property
-    def base_weights(self) -> BaseWeights | None:
-        """The weights of the base, where that is of `hfjax.pretrained`."""
-        source = self.weights_from or self.base
-        return BaseWeights(source) if isinstance(source, Pretrained) else None
-
-    @property
-    def weights(self) -> BaseWeights:
-        """The weights to pass as `hfjax.init(layout, parameters=…)`; adapters are from its seed."""
-        if self.base_weights is None:
-            raise ValueError(
-                "lora(model).weights: the model is a function, whose weights are those of a seed: "
-                "hfjax.init(layout, seed). hfjax.pretrained(FOLDER) has weights."
-            )
-        return self.base_weights
-
-    @cached_property
     def _adapter_paths(self) -> set[str]:
         return {adapter.map.adapter_path for adapter in self.adapters}
 
