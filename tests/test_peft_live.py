@@ -38,7 +38,10 @@ PATTERNS: dict[str, Any] = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-list": ("llama2", {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
-    "llama-rslora": ("llama2", {"target_modules": "all-linear", "use_rslora": True}),
+    "llama-rslora": (
+        "llama2",
+        {"target_modules": "all-linear", "use_rslora": True, "lora_alpha": 2},
+    ),
     "llama-patterns": ("llama2", {"target_modules": "all-linear", **PATTERNS}),
     "llama-whole": ("llama2", {"target_modules": ["o_proj"], "modules_to_save": BOTH}),
     "llama-norm": ("llama2", {"target_modules": ["o_proj"], "modules_to_save": ["model.norm"]}),
@@ -144,7 +147,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-whole": ("gpt2", {"targets": "mlp/down", "modules_to_save": ("tokens", "positions")}),
     "gemma3": ("gemma3_text", {"targets": "all-linear"}),
     "mixtral": ("mixtral", {"targets": "all-linear"}),
-    "dense among experts": ("qwen3_moe", {"targets": "all-linear"}),
+    "qwen3_moe": ("qwen3_moe", {"targets": "attention"}),
 }
 
 
