@@ -1,1 +1,1 @@
-from hfjax.adapters.adapted_model import Lora as Lora, lora as lora
+from hfjax.adapters.lora_model import Lora as Lora, lora as lora
