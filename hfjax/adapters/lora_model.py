@@ -10,33 +10,19 @@ from typing import Any
 import jax
 from flax import nnx
 
+from hfjax.adapters.adapter_weights import AdapterFiles, AdapterWeights
 from hfjax.adapters.base_weights import BaseWeights
-from hfjax.adapters.low_rank import LinearMap, LowRank, LowRankParts
+from hfjax.adapters.low_rank import Adapter, LinearMap, LowRank, LowRankParts
+from hfjax.adapters.merge_kernels import MergedParams
 from hfjax.models.layers import Linear, stack_layers
 from hfjax.parallel.jaxprs.model_mesh import without_mesh
+from hfjax.sharding.layout import Layout
 from hfjax.utils.keywords import check_keywords, is_int, is_real, name_hint
 from hfjax.utils.tables import first_lines
 from hfjax.weights.pretrained import Pretrained
 
 ALL_LINEAR = "all-linear"
 HEAD = "vocab"  # the name of the outputs of a head, whose kernel is used without its map
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of a linear map.
-
-    Attributes:
-        map: The map.
-        rank: The rank.
-        alpha: What its scale is made of.
-        scale: The factor of its output.
-    """
-
-    map: LinearMap
-    rank: int
-    alpha: float
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -97,6 +83,7 @@ class Lora:
         base: The model: a function of `nnx.Rngs`, or what `hfjax.pretrained` returns.
         options: Rank, targets and the rest.
         weights_from: The same model with weights, where `base` is a copy of a folder without them.
+        files: The files of the adapters, where `load_adapter` has read them.
 
     Example:
         >>> import hfjax
@@ -109,6 +96,7 @@ class Lora:
     base: Callable[[nnx.Rngs], Any] | Pretrained
     options: LoraOptions = field(default_factory=LoraOptions)
     weights_from: Pretrained | None = None
+    files: AdapterFiles | None = None
 
     def __call__(self, rngs: nnx.Rngs) -> Any:
         """Return the model with adapters, at first equal to the model without.
@@ -130,8 +118,8 @@ class Lora:
         return self.base.create(rngs) if isinstance(self.base, Pretrained) else self.base(rngs)
 
     @cached_property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """All adapters, sorted by path."""
+    def maps(self) -> tuple[LinearMap, ...]:
+        """All linear maps that may have an adapter."""
         maps: list[LinearMap] = []
 
         def find() -> None:
@@ -139,7 +127,12 @@ class Lora:
             maps.extend(m for path, linear in _find_linears(model) for m in _maps_of(path, linear))
 
         jax.eval_shape(find)
-        return tuple(sorted(self._choose(maps), key=lambda adapter: adapter.map.name))
+        return tuple(maps)
+
+    @cached_property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """All adapters, sorted by path."""
+        return tuple(sorted(self._choose(self.maps), key=lambda adapter: adapter.map.name))
 
     def is_frozen(self, path: str) -> bool:
         """Return whether a parameter is not trained.
@@ -148,7 +141,24 @@ class Lora:
             path: The path of the parameter.
         """
         is_saved = any(_matches(path, pattern) for pattern in self.options.modules_to_save)
-        return not is_saved and path.rpartition("/")[0] not in self._adapter_paths
+        return not is_saved and not self.is_adapter(path)
+
+    def is_adapter(self, path: str) -> bool:
+        """Return whether a parameter is an adapter's.
+
+        Args:
+            path: The path of the parameter.
+        """
+        return path.rpartition("/")[0] in self._adapter_paths
+
+    def merge(self, layout: Layout, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters of the base with the adapters merged into its kernels.
+
+        Args:
+            layout: The layout of the parameters.
+            params: The parameters by path, in the model's order.
+        """
+        return MergedParams(layout, params, self.adapters)
 
     @cached_property
     def base_weights(self) -> BaseWeights | None:
@@ -156,14 +166,19 @@ class Lora:
         source = self.weights_from or self.base
         return BaseWeights(source) if isinstance(source, Pretrained) else None
 
-    @property
-    def weights(self) -> BaseWeights:
-        """The weights to pass as `hfjax.init(layout, parameters=…)`; adapters are from its seed."""
+    @cached_property
+    def weights(self) -> BaseWeights | AdapterWeights:
+        """The weights to pass as `hfjax.init(layout, parameters=…)`.
+
+        Adapters are those of their files, or drawn from the seed.
+        """
         if self.base_weights is None:
             raise ValueError(
                 "lora(model).weights: the model is a function, whose weights are those of a seed: "
                 "hfjax.init(layout, seed). hfjax.pretrained(FOLDER) has weights."
             )
+        if self.files is not None:
+            return AdapterWeights(self.base_weights, self.files)
         return self.base_weights
 
     @cached_property
@@ -230,10 +245,11 @@ def _maps_of(path: str, linear: Linear) -> Iterator[LinearMap]:
     shape = linear.kernel[...].shape[-len(axes) :]
     if not linear.parts:
         yield LinearMap(path, "", shape, axes, linear.inputs)
+    dim, start = linear.inputs + 1, 0
     for part, size in linear.parts:
-        dim = linear.inputs + 1
         part_shape = (*shape[:dim], size, *shape[dim + 1 :])
-        yield LinearMap(path, part, part_shape, axes, linear.inputs)
+        yield LinearMap(path, part, part_shape, axes, linear.inputs, start)
+        start += size
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -25,6 +25,7 @@ class LinearMap:
         shape: The shape of its kernel, inputs first, without the layers of a stack.
         axes: The names of the kernel's dimensions.
         inputs: How many dimensions are inputs.
+        start: Where it begins in the kernel, along the second dimension of the outputs.
     """
 
     path: str
@@ -32,6 +33,7 @@ class LinearMap:
     shape: tuple[int, ...]
     axes: Axes
     inputs: int
+    start: int = 0
 
     @property
     def name(self) -> str:
@@ -47,6 +49,23 @@ class LinearMap:
     def sizes(self) -> tuple[int, int]:
         """How many inputs and outputs it has."""
         return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a linear map.
+
+    Attributes:
+        map: The map.
+        rank: The rank.
+        alpha: What its scale is made of.
+        scale: The factor of its output.
+    """
+
+    map: LinearMap
+    rank: int
+    alpha: float
+    scale: float
 
 
 class LowRank(nnx.Module):

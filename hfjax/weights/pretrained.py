@@ -245,6 +245,8 @@ def export(
 ) -> int:
     """Write a state as a folder that transformers loads; return the bytes this process wrote.
 
+    Adapters are merged into the model (`hfjax.adapters.export_adapter` writes them alone).
+
     Args:
         path: The new folder. It must not exist yet, and appears once it is complete.
         layout: The layout of the state. All processes call this.
@@ -282,7 +284,8 @@ def export(
 
 def _check_like(model: Pretrained, layout: Layout) -> None:
     """Refuse a layout of another model; the error has both shapes, or the differing fields."""
-    shapes = {path: tuple(x.shape) for path, x in layout.arrays.items()}
+    is_adapter = layout.template.is_adapter
+    shapes = {path: tuple(x.shape) for path, x in layout.arrays.items() if not is_adapter(path)}
     lines = [
         f"{path} is {_format_shape(shapes.get(path))} in the state, "
         f"{_format_shape(model.shapes.get(path))} in "

@@ -7,7 +7,7 @@ not load, and concurrent writes do not mix.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -60,14 +60,41 @@ def write_folder(
     dtype: np.dtype | None,
     max_shard_bytes: int,
 ) -> int:
-    """Write the parameters of a state as a model folder; return the bytes this process wrote."""
+    """Write the parameters of a state as a model folder; return the bytes this process wrote.
+
+    Adapters are merged into the parameters that they change.
+    """
     specs = tensor_specs(mappings, folder, dtype)
     files = dict(split_into_files(specs, max_shard_bytes))
     run_on_first(lambda: len(companion_files(folder.path)))  # report their problems now
+    merge = layout.template.merge_adapters
+    get_params = lambda: merge(layout, full_precision_params(layout, state))
+    write_others = lambda new: _write_companions(new, files, folder, dtype)
+    return write_files(target, layout, get_params, mappings, files, write_others)
+
+
+def write_files(
+    target: Path,
+    layout: Layout,
+    get_params: Callable[[], Mapping[str, Any]],
+    mappings: Sequence[TensorMapping],
+    files: Mapping[str, TensorSpecs],
+    write_others: Callable[[Path], None],
+) -> int:
+    """Write a new folder with files of tensors; return the bytes this process wrote.
+
+    Args:
+        target: The folder, which appears once it is complete.
+        layout: The layout of the parameters.
+        get_params: Returns the parameters by path, in the model's order.
+        mappings: The mappings of the tensors, whose names are those of the files.
+        files: The tensors of each file.
+        write_others: Writes the other files of the folder, whose path it gets, on one process.
+    """
     with ExitStack() as exit_stack:
         new = target.parent / run_on_first(lambda: _create_folder(target, files, exit_stack))
-        num_bytes = run_on_all(lambda: _write_tensors(new, layout, state, mappings, files))
-        run_on_first(lambda: _finish_folder(target, new, files, folder, dtype, exit_stack))
+        num_bytes = run_on_all(lambda: _write_tensors(new, layout, get_params(), mappings, files))
+        run_on_first(lambda: _finish_folder(target, new, write_others, exit_stack))
     return num_bytes
 
 
@@ -143,7 +170,7 @@ def _create_folder(target: Path, files: Mapping[str, TensorSpecs], exit_stack: E
 def _write_tensors(
     new: Path,
     layout: Layout,
-    state: State,
+    params: Mapping[str, Any],
     mappings: Sequence[TensorMapping],
     files: Mapping[str, TensorSpecs],
 ) -> int:
@@ -151,7 +178,7 @@ def _write_tensors(
     file_tensors = {
         t.name: t for name, specs in files.items() for t in plan_file(new / name, specs)
     }
-    params, file_rows = full_precision_params(layout, state), FileRows(layout.mesh, writable=True)
+    file_rows = FileRows(layout.mesh, writable=True)
     finite_flags: list[tuple[TensorGroup, Any]] = []
     last: tuple[TensorGroup, GroupRows] | None = None
     shardings = {
@@ -317,20 +344,11 @@ def _slice_block(sharding: NamedSharding, stack: jax.Array, index: jax.Array) ->
 
 
 def _finish_folder(
-    target: Path,
-    new: Path,
-    files: Mapping[str, TensorSpecs],
-    folder: ModelFolder,
-    dtype: np.dtype | None,
-    exit_stack: ExitStack,
+    target: Path, new: Path, write_others: Callable[[Path], None], exit_stack: ExitStack
 ) -> None:
-    """Write companion files, index and configuration; then move the folder to its final path."""
+    """Write the folder's other files; then move it to its final path."""
     try:
-        for path in companion_files(folder.path):  # links in a hub's cache
-            shutil.copyfile(path, new / path.name)
-        if len(files) > 1:
-            _write_json(new / INDEX, _index_json(files))
-        _write_json(new / CONFIG, _config_json(folder.config, dtype))
+        write_others(new)
         exit_stack.close()
     except OSError as error:
         if os.path.lexists(target):
@@ -339,6 +357,17 @@ def _finish_folder(
                 "Give another --export-dir."
             ) from None
         raise ValueError(f"{quote(target)} cannot be written: {error.strerror}.") from None
+
+
+def _write_companions(
+    new: Path, files: Mapping[str, TensorSpecs], folder: ModelFolder, dtype: np.dtype | None
+) -> None:
+    """Write companion files, index and configuration."""
+    for path in companion_files(folder.path):  # links in a hub's cache
+        shutil.copyfile(path, new / path.name)
+    if len(files) > 1:
+        write_json(new / INDEX, _index_json(files))
+    write_json(new / CONFIG, _config_json(folder.config, dtype))
 
 
 def _index_json(files: Mapping[str, TensorSpecs]) -> dict[str, Any]:
@@ -355,7 +384,8 @@ def _config_json(config: Mapping[str, Any], dtype: np.dtype | None) -> dict[str,
     return {**config, key: dtype.name}
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a new file of JSON."""
     with path.open("x") as file:
         json.dump(value, file, indent=2)
         file.write("\n")

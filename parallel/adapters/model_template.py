@@ -119,6 +119,20 @@ class ModelTemplate:
         """The files of the frozen parameters, if the model has them (hfjax.adapters)."""
         return getattr(self.model_init, "base_weights", None)
 
+    def is_adapter(self, path: str) -> bool:
+        """Return whether a parameter is an adapter's (hfjax.adapters)."""
+        return getattr(self.model_init, "is_adapter", lambda path: False)(path)
+
+    def merge_adapters(self, layout: Any, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters of the model without adapters, with these merged into them.
+
+        Args:
+            layout: The layout of the parameters.
+            params: The parameters by path, in the model's order.
+        """
+        merge = getattr(self.model_init, "merge", None)
+        return params if merge is None else merge(layout, params)
+
     @property
     def is_layer_list(self) -> bool:
         """Whether the model is a layer stack whose layers are a list."""
