@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from hfjax.data.chat.build_chats import ChatOptions
+from hfjax.data.chat.template import TODAY
 from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.precision.auto import replace_auto
 from hfjax.parallel.precision.by_path import parse_precision
@@ -244,15 +246,25 @@ class DataConfig:
     """The data."""
 
     train: Names = ()
-    """Folders of hfjax data, of images, or hub:ORG/NAME (default: Python's library, as bytes)."""
+    """Folders of hfjax data, images; chats.jsonl; hub:ORG/NAME (default: Python's library)."""
     valid: str | None = None
-    """Folder, or hub:ORG/NAME, to validate on (default: the part valid of the first of train)."""
+    """Folder, chats or hub:ORG/NAME to validate on (default: part valid of the first of train)."""
     factory: str | None = None
     """Your own data: file.py:function of (split, seed), a grain.MapDataset (default: none)."""
     weights: tuple[float, ...] | None = None
     """Relative frequencies of several training folders (default: all alike)."""
-    packing: Literal["stream", "documents"] = "stream"
-    """stream: cut running text; documents: pack complete ones, with masks."""
+    packing: Literal["stream", "documents"] | None = None
+    """stream: cut running text; documents: pack complete ones (default: stream; of chats these)."""
+    template: Path | None = None
+    """File of Jinja that writes chats (default: the template of --model.pretrained)."""
+    turns: Literal["all", "each"] = "all"
+    """Examples of chats: one for all turns of the assistant, or one for each."""
+    long: Literal["cut", "drop"] = "cut"
+    """Chats longer than --model.seq-len: cut the end, or drop them."""
+    loss_per: Literal["token", "example"] = "token"
+    """Mean of the loss over counted tokens, or over chats (documents, if packed)."""
+    date: str = TODAY
+    """Date of chats, which some templates write."""
     epochs: int | None = None
     """Maximum number of epochs, if --steps is not reached first (default: no limit)."""
     image_size: int | None = None
@@ -276,6 +288,12 @@ class DataConfig:
             parse_dataset(name)
         check_bounds(self, "data.", 1, flip=0)
         self._check_factory()
+        ChatOptions(self.turns, self.date)
+        if self.loss_per != "token" and self.packing == "stream":
+            raise ValueError(
+                f"--data.loss-per {self.loss_per} beside --data.packing stream, which has no "
+                "examples of its own: give --data.packing documents, or leave one of the two out."
+            )
         check_float32(self, "data.", "brightness", "contrast", "saturation")
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] < MOST:
             raise ValueError(
