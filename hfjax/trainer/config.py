@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from hfjax.data.chat.build_chats import ChatOptions
 from hfjax.data.chat.template import TODAY
 from hfjax.parallel.offload.activations import Offload
@@ -16,46 +14,15 @@ from hfjax.parallel.precision.by_path import parse_precision
 from hfjax.parallel.precision.dtypes import AUTO, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
+from hfjax.trainer.config_checks import LARGEST, MOST, check_bounds, check_float32
 from hfjax.trainer.profile import parse_steps
 from hfjax.utils.hub import is_model_name, parse_dataset, parse_model
-from hfjax.utils.keywords import is_int, is_real
+from hfjax.utils.keywords import is_real
 from hfjax.utils.read_files import brief
 from hfjax.utils.tables import quote
 
 Names = tuple[str, ...]
-
-
-MOST = 2**31 - 1  # of counts and seconds
 FSDP_AXES = ("fsdp", "expert", "context")  # over which FSDP shards parameters
-LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-
-
-def check_bounds(settings: Any, prefix: str, most: float = MOST, **least: float) -> None:
-    """Refuse settings that are out of bounds or not numbers; None is allowed."""
-    for name, bound in least.items():
-        value = getattr(settings, name)
-        if value is None:
-            continue
-        number = is_real(value, -math.inf, math.inf)
-        counts = settings.__dataclass_fields__[name].type in (int, int | None)
-        if counts and number and not is_int(value, -MOST, 2**63) and bound <= value <= most:
-            flag = f"{prefix}{name}".replace("_", "-")
-            raise ValueError(
-                f"--{flag} {brief(value)}: a number from {bound} on is needed, a whole one."
-            )
-        if not number or not bound <= value <= most:
-            flag = f"{prefix}{name}".replace("_", "-")
-            to = f"to {int(most) if most < 2**53 else most}" if number and value > most else "on"
-            raise ValueError(f"--{flag} {brief(value)}: a number from {bound} {to} is needed.")
-
-
-def check_float32(settings: Any, prefix: str, *names: str) -> None:
-    """Refuse numbers below 0, and those that float32 makes infinite or 0."""
-    check_bounds(settings, prefix, LARGEST, **dict.fromkeys(names, 0))
-    for name in names:
-        if 0 < (value := getattr(settings, name) or 0) < SMALLEST:
-            flag = f"{prefix}{name}".replace("_", "-")
-            raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
 def pretrained_conflict(flag: str, value: Any, folder: str) -> str:
@@ -262,7 +229,7 @@ class DataConfig:
     long: Literal["cut", "drop"] = "cut"
     """Chats longer than --model.seq-len: cut the end, or drop them."""
     loss_per: Literal["token", "example"] = "token"
-    """Mean of the loss over counted tokens, or over chats (documents, if packed)."""
+    """Mean of the loss over counted tokens, or over chats (packed documents)."""
     date: str = TODAY
     """Date of chats, which some templates write."""
     epochs: int | None = None

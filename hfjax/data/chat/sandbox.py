@@ -34,7 +34,7 @@ class GenerationTag(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012  Jinja reads it so
 
-    def parse(self, parser: Any) -> jinja2.nodes.CallBlock:
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
         """Return the call that renders such a block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
