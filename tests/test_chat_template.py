@@ -121,7 +121,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 REFUSED = {
     "takes more than 0.5 seconds for a conversation: it may loop for ever": ENDLESS,
     "line 2 reaches out of its sandbox: attribute '__class__' of a str": "\n{{ ''.__class__ }}",
-    "t.jinja, line 2: no valid Jinja: .*Give|line 2: no valid Jinja": "\n{% if %}",
+    "^t.jinja, line 2: no valid Jinja: .*Mend it, or give another": "\n{% if %}",
     "line 1 fails: 'dict object' has no attribute 'name'": "{{ messages[0].name.first }}",
     "fails: Range too big": "{% for a in range(10 ** 9) %}{% endfor %}",
     "line 1 reaches out of its sandbox: .*append": "{{ messages.append(1) }}",

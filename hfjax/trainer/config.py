@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from hfjax.data.chat.build_chats import ChatOptions
+from hfjax.data.chat.conversations import is_chat_file
 from hfjax.data.chat.template import TODAY
 from hfjax.parallel.offload.activations import Offload
 from hfjax.parallel.precision.auto import replace_auto
@@ -255,17 +256,29 @@ class DataConfig:
             parse_dataset(name)
         check_bounds(self, "data.", 1, flip=0)
         self._check_factory()
-        ChatOptions(self.turns, self.date)
-        if self.loss_per != "token" and self.packing == "stream":
-            raise ValueError(
-                f"--data.loss-per {self.loss_per} beside --data.packing stream, which has no "
-                "examples of its own: give --data.packing documents, or leave one of the two out."
-            )
+        self._check_chats()
         check_float32(self, "data.", "brightness", "contrast", "saturation")
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] < MOST:
             raise ValueError(
                 f"--data.crop-scale {self.crop_scale[0]} {self.crop_scale[1]}: the least and the "
                 "largest, above 0."
+            )
+
+    def _check_chats(self) -> None:
+        """Refuse flags of chats that are wrong, or that no file of chats uses."""
+        ChatOptions(self.turns, self.date)
+        has_chats = any(map(is_chat_file, filter(None, (*self.train, self.valid))))
+        for name in ("template", "turns", "date"):
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default and not has_chats:
+                raise ValueError(
+                    f"--data.{name} {value}: it is of chats, and --data.train names no file of "
+                    "them (.jsonl, .parquet). Leave it out."
+                )
+        if self.loss_per != "token" and self.packing == "stream":
+            raise ValueError(
+                f"--data.loss-per {self.loss_per} beside --data.packing stream, which has no "
+                "examples of its own: give --data.packing documents, or leave one of the two out."
             )
 
     def _check_factory(self) -> None:

@@ -16,7 +16,7 @@ from hfjax.data.token_dataset import SPLITS, check_same_tokenizer, check_tokeniz
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.mesh import EXPERTS
 from hfjax.trainer.chat_sources import chat_files, chat_line, prepare_chats, reads_chats
-from hfjax.trainer.config import DataConfig, TrainConfig
+from hfjax.trainer.config import TrainConfig
 from hfjax.trainer.hub_sources import prepare_data
 from hfjax.trainer.model import ROUND_TO, ModelChoice, choose_model
 from hfjax.trainer.pretrained_model import (
@@ -174,7 +174,6 @@ class TextTask:
         if self.pretrained is not None and model is None and any(map(parse_dataset, names)):
             raise ValueError(missing_tokenizer(self.pretrained.folder))
         tokenizer = "bytes" if model is None else model.folder.path
-        _check_chat_flags(c)
         folders = {name: self._prepare_chats(name) for name in chat_files(c)}
         folders |= {name: prepare_data(name, tokenizer) for name in names if parse_dataset(name)}
         return {name: folders.get(name, Path(name)) for name in names}
@@ -266,18 +265,6 @@ class TextTask:
         fields: Any = {"length": length, "vocab": tokenizer.vocab, "sampling": sampling}
         new_tokens = generate(layout, state, tokens, count, **fields)
         return tokenizer.decode([*tokens, *new_tokens])
-
-
-def _check_chat_flags(config: DataConfig) -> None:
-    """Refuse flags of how conversations become tokens where no file of them is read."""
-    plain = DataConfig()
-    for name in ("template", "turns", "date"):
-        value = getattr(config, name)
-        if value != getattr(plain, name) and not chat_files(config):
-            raise ValueError(
-                f"--data.{name} {value}: it is of chats, and none of --data.train is a file of "
-                "them (.jsonl, .parquet). Leave it out."
-            )
 
 
 def split_folder(folder: Path, split: str) -> Path | None:
