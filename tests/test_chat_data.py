@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def written(path, *rows):
 
 def built(folder, *rows, name="chats.jsonl", **options):
     path = written(folder / name, *rows)
-    tokenizer = load_tokenizer(str(CHATS / "tokenizer.json"))
+    tokenizer: Any = load_tokenizer(str(CHATS / "tokenizer.json"))
     build_chats(path, folder / "out", tokenizer, TEMPLATE, ChatOptions(**options))
     return TokenSet(folder / "out")
 
@@ -142,7 +143,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 def test_an_example_without_a_counted_token_is_refused_and_leaves_nothing(tmp_path):
     template = Template("{% for m in messages %}{{ m.role }}{% endfor %}", {}, "empty.jinja")
-    tokenizer = load_tokenizer(str(CHATS / "tokenizer.json"))
+    tokenizer: Any = load_tokenizer(str(CHATS / "tokenizer.json"))
     silent = Template(template.text + "{% generation %}{% endgeneration %}", {}, "silent.jinja")
     path = written(tmp_path / "a.jsonl", {"messages": HELLO})
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the loss would count no token of it"):

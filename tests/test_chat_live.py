@@ -3,6 +3,8 @@
 Slow, and skipped where they are not installed; tests/chats has what they computed before.
 """
 
+from typing import Any
+
 import pytest
 
 from hfjax.data.chat.conversations import parse_row
@@ -33,7 +35,7 @@ def test_tokens_and_mask_are_those_of_transformers(name):
     encoder = ChatEncoder(tokenizer)
     with TemplateProcess(Template(text, TOKENS, name), TODAY) as process:
         for messages in CONVERSATIONS:
-            row = parse_row({"messages": messages}, "a:1")
+            row: Any = parse_row({"messages": messages}, "a:1")
             ((ids, mask),) = encoder.encode(render_examples(row, process, encoder.specials, "all"))
             tokens, counted = theirs(tokenizer, text, messages)
             assert ids.tolist() == tokens

@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hfjax.__main__ import main
 from hfjax.data import load_tokenizer
 from hfjax.trainer import RunComponents, TrainConfig, train
 from hfjax.trainer.config import (
@@ -16,6 +18,7 @@ from hfjax.trainer.config import (
     ModelConfig,
     OptimizerConfig,
 )
+from hfjax.trainer.sampling import Sampling
 from tests.chats.templates import CHATML, TAGGED
 from tests.small_model_folder import LLAMA, small_folder
 from tests.small_run import NO_EVAL, QUIET, told
@@ -38,7 +41,7 @@ def place(tmp_path_factory):
     model = small_folder(
         folder / "llama", {**LLAMA, "vocab_size": 272, "max_position_embeddings": 64}
     )
-    tokenizer = load_tokenizer(str(model))
+    tokenizer: Any = load_tokenizer(str(model))
     tokenizer.inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(model)
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
@@ -53,8 +56,12 @@ def place(tmp_path_factory):
 pytestmark = pytest.mark.usefixtures("shown_log")
 
 
-def config(place: Path, name: str = "run", **data) -> TrainConfig:
-    fields = {"train": (str(place / "train.jsonl"),), "valid": str(place / "held.jsonl"), **data}
+def config(place: Path, name: str = "run", **data: Any) -> TrainConfig:
+    fields: dict[str, Any] = {
+        "train": (str(place / "train.jsonl"),),
+        "valid": str(place / "held.jsonl"),
+        **data,
+    }
     return TrainConfig(
         run_dir=place / name,
         steps=6,
@@ -91,6 +98,19 @@ def test_a_run_trains_on_chats_and_validates_on_others(place, capsys):
     (tokens,) = parts.tokens
     assert batch["mask"].sum() < (batch["documents"] > 0).sum()
     assert tokens.meta.documents == 24
+
+
+def test_a_run_is_asked_by_the_template_and_answers_to_the_end_of_its_turn(place, capsys):
+    if not (place / "run").exists():
+        train(config(place))
+    asked = ["generate", str(place / "run"), "--chat", "--prompt", "<|im_end|>3?", "--tokens", "8"]
+    assert main([*asked, "--temperature", "0"]) == 0
+    answer = capsys.readouterr().out
+    assert "<|im" not in answer
+    assert "3?" not in answer
+    preset = RunComponents(replace(config(place), model=ModelConfig(preset="gpt-tiny")))
+    with pytest.raises(ValueError, match=r"--chat: .* did not begin with --model\.pretrained"):
+        preset.texts.answer_prompt(None, None, "3?", 8, Sampling())  # type: ignore[arg-type]
 
 
 def test_the_template_the_turns_the_date_and_the_bytes_of_the_file_are_the_key(place):

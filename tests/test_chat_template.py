@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,18 @@ TWICE = [*HELLO, {"role": "user", "content": "And?"}, {"role": "assistant", "con
 
 @pytest.fixture(scope="module")
 def encoder():
-    return ChatEncoder(load_tokenizer(str(CHATS / "tokenizer.json")))
+    return small_encoder()
+
+
+def small_encoder() -> ChatEncoder:
+    tokenizer: Any = load_tokenizer(str(CHATS / "tokenizer.json"))
+    return ChatEncoder(tokenizer)
 
 
 def examples(encoder, text, messages, turns="all", limit=20.0):
     """The examples of a conversation, with their tokens and what counts."""
     with TemplateProcess(Template(text, TOKENS, "t.jinja"), "2026-11-29", limit) as process:
-        row = parse_row({"messages": messages}, "chats.jsonl:3")
+        row: Any = parse_row({"messages": messages}, "chats.jsonl:3")
         return render_examples(row, process, encoder.specials, turns)
 
 
@@ -41,7 +47,7 @@ def counted(encoder, text, messages, turns="all"):
 def refusal(text, messages=HELLO, encoder=None, **options):
     with pytest.raises(ValueError, match=r"\S") as error:
         examples(
-            encoder or ChatEncoder(load_tokenizer(str(CHATS / "tokenizer.json"))),
+            encoder or small_encoder(),
             text,
             messages,
             **options,

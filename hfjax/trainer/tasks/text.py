@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 
 import hfjax
 from hfjax.data import Loader, TokenSet, standard_library
+from hfjax.data.chat.encode import ChatEncoder
+from hfjax.data.chat.template import TemplateProcess, load_template
 from hfjax.data.token_dataset import SPLITS, check_same_tokenizer, check_tokenizer
 from hfjax.parallel.adapters.model_template import LAYERS
 from hfjax.parallel.mesh import EXPERTS
@@ -258,13 +261,44 @@ class TextTask:
         self, layout: hfjax.Layout, state: hfjax.State, prompt: str, count: int, sampling: Sampling
     ) -> str:
         """Return a prompt followed by the text of `count` generated tokens."""
-        tokenizer = self.tokenizer
-        tokens = encode_prompt(prompt, tokenizer)
+        tokens = encode_prompt(prompt, self.tokenizer)
+        new_tokens = self._generate(layout, state, tokens, count, sampling)
+        return self.tokenizer.decode([*tokens, *new_tokens])
+
+    def answer_prompt(
+        self, layout: hfjax.Layout, state: hfjax.State, prompt: str, count: int, sampling: Sampling
+    ) -> str:
+        """Return the answer to a user's message, by the chat template, to the end of the turn."""
+        model, c = self._tokenizing_model, self.config.data
+        if model is None:
+            raise ValueError(
+                "--chat: a chat is written by the template and the tokenizer of a model, and this "
+                "run did not begin with --model.pretrained. Leave it out."
+            )
+        encoder = ChatEncoder(model.tokenizer)
+        marking = encoder.specials.mark([{"role": "user", "content": prompt}])
+        with TemplateProcess(load_template(model.folder.path, c.template), c.date) as process:
+            (rendered,) = process.render([(marking.messages, True)], "--prompt")
+        ((tokens, _),) = encoder.encode([marking.unmark(rendered)])
+        new_tokens = self._generate(layout, state, tokens.tolist(), count, sampling)
+        ends = {
+            model.tokenizer.end,
+            *map(model.tokenizer.inner.token_to_id, encoder.specials.by_text),
+        }
+        return self.tokenizer.decode(takewhile(lambda token: token not in ends, new_tokens))
+
+    def _generate(
+        self,
+        layout: hfjax.Layout,
+        state: hfjax.State,
+        tokens: list[int],
+        count: int,
+        sampling: Sampling,
+    ) -> list[int]:
         padded = -(-(len(tokens) + count) // ROUND_TO) * ROUND_TO  # prompts share a program
         length = min(self.model.length, padded)
-        fields: Any = {"length": length, "vocab": tokenizer.vocab, "sampling": sampling}
-        new_tokens = generate(layout, state, tokens, count, **fields)
-        return tokenizer.decode([*tokens, *new_tokens])
+        fields: Any = {"length": length, "vocab": self.tokenizer.vocab, "sampling": sampling}
+        return [int(token) for token in generate(layout, state, tokens, count, **fields)]
 
 
 def split_folder(folder: Path, split: str) -> Path | None:
